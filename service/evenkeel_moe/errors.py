@@ -37,6 +37,7 @@ class Reason(StrEnum):
     INSUFFICIENT_DATA = "insufficient_data"
     STALE_DATA = "stale_data"
     RANKS_MISSING = "ranks_missing"
+    GROUP_STOPPED = "group_stopped"
     BALANCE_ABOVE_THRESHOLD = "balance_above_threshold"
     WAITING_CONSECUTIVE_WINDOWS = "waiting_consecutive_windows"
     NO_CHANGE = "no_change"

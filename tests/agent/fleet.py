@@ -30,6 +30,9 @@ class PortLink:
     def send(self, message, stream=None):
         self.sent.put((stream, message))
 
+    async def finish(self, message):
+        self.send(message)
+
     def say(self, message, stream=1):
         self.listener.received(stream, message)
 

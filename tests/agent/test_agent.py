@@ -21,6 +21,7 @@ from evenkeel_moe.protocol.messages import (
     Vote,
     WaveOutcome,
 )
+from evenkeel_moe.wire.link import Heartbeat
 from tests.agent.fleet import Fleet
 from tests.agent.ranks import (
     CPU,
@@ -51,6 +52,16 @@ def commit(fleet, prepare):
 def abort(fleet, prepare):
     fleet.say(Abort(LEADER, prepare.wave))
     return [link.expect(AbortAnswer, where=lambda answer: answer.drained) for link in fleet.links]
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_rank_says_that_it_stops_only_if_that_was_planned(planned):
+    with Fleet(OLD) as fleet:
+        for link in fleet.links:
+            assert link.ready.wait(deadline(10))
+        fleet.agents[0].close(planned=planned)
+    said = [m for _, m in list(fleet.links[0].sent.queue) if isinstance(m, Heartbeat)]
+    assert any(beat.stopping for beat in said) is planned
 
 
 def test_a_committed_wave_changes_every_rank_on_the_same_step():

@@ -28,6 +28,9 @@ class ListLink:
         self.sent.append(message)
         self.rang.set()
 
+    async def finish(self, message):
+        self.send(message)
+
     def steps(self):
         return [report.steps["step"].tolist() for report in self.sent]
 

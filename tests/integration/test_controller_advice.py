@@ -3,6 +3,7 @@
 import pytest
 
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.wire.link import Heartbeat
 from tests.integration.controller_rig import Controller, Group
 from tests.waiting import until
 
@@ -63,6 +64,15 @@ async def test_a_recommendation_moves_nothing(tmp_path):
         assert group.epoch == 0
         assert await controller.plans() == []
         assert not controller.failures()
+
+        # The ranks stop as planned: what was known of them is no longer the present.
+        for rank in group.ranks:
+            await rank.send(Heartbeat(group.step, 10_000, 1 << 20, stopping=True))
+        await until(lambda: controller.state("waiting_for_ranks"))
+        status = (await http.get(BASE)).json()
+        assert (status["reason"], status["balancedness_mean"]) == (Reason.GROUP_STOPPED, None)
+        gone = await http.get(f"{BASE}/recommendation", params={"max_age_s": 600})
+        assert (gone.status_code, gone.json()["reason"]) == (503, Reason.RANKS_MISSING)
 
 
 async def test_a_fleet_that_cannot_carry_plans_out_is_not_asked_every_cycle(tmp_path):

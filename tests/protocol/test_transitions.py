@@ -167,6 +167,7 @@ TO_CONTROL = {
     msg.StagingProgress: from_rank(0, msg.StagingProgress(KEY, 1, 2)),
     ctl.RankHeard: ctl.RankHeard(EpRank(0), 1, 10),
     ctl.RankTroubled: ctl.RankTroubled(EpRank(0), 10, "no more waves"),
+    ctl.RankStopped: ctl.RankStopped(EpRank(0), 10),
     ctl.StreamClosed: ctl.StreamClosed(EpRank(0), 10),
     ctl.CycleDecided: ctl.CycleDecided(1, Reason.NO_CHANGE),
     ctl.PlanMeasured: ctl.PlanMeasured(PlanId("none"), DeliveredGain(1.0, unknown_because="why")),

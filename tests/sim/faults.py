@@ -151,8 +151,9 @@ def pause_replica(world, context) -> None:
 def crash_rank(world, context) -> None:
     if not world.calm and world.fleet.ranks:
         rank = _rank(world, context)
-        world.note(f"rank {rank.rank} crashes")
-        rank.die()
+        planned = world.rng.random() < 0.3
+        world.note(f"rank {rank.rank} {'stops as planned' if planned else 'crashes'}")
+        rank.die(planned)
 
 
 def cut_streams(world, _context) -> None:

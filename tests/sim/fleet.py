@@ -115,7 +115,7 @@ class Fleet:
 
     def restart(self) -> None:
         for rank in self.ranks:
-            rank.die()
+            rank.die(planned=self.world.rng.random() < 0.7)
         self.world.after(0.2 + 0.8 * self.world.rng.random(), self.start)
 
     def remember(self, site, epoch, placement) -> None:

@@ -62,7 +62,7 @@ RANK_FOCI = (
     ),
     focus(
         "control follower Vote, Ack, AbortAnswer, StagingProgress;"
-        " control follower RankHeard, RankTroubled, ClockStepped, PlanMeasured",
+        " control follower RankHeard, RankTroubled, RankStopped, ClockStepped, PlanMeasured",
         16,
         *(again(kind, "controller is follower", 2) for kind in (*ANSWERS, "Beat")),
         set_clock("controller is follower", 2),

@@ -130,6 +130,8 @@ class Beat:
 
     sent_at: float
     trouble: str
+    stopping: bool = False
+    """The engine stops as planned."""
 
 
 class NotLeading:

@@ -175,11 +175,14 @@ class SimRank:
             self.world.note(f"rank {self.rank} leaves: {why}")
             self.die()
 
-    def die(self) -> None:
+    def die(self, planned: bool = False) -> None:
+        """End the process; if planned, its last heartbeat says so, and may be lost."""
         if not self.alive:
             return
         self.alive = False
         for site in self.sites.values():
+            if planned:
+                site.beat(stopping=True)
             if site.stream is not None:
                 self.world.network.cut(site.stream)
         self.fleet.broken()

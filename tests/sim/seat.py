@@ -163,6 +163,8 @@ class Seat:
         elif stream.number in self.streams:
             self.troubled[stream.number] = stream
         self.feed(ctl.RankTroubled(rank.rank, stream.number, beat.trouble))
+        if beat.stopping:
+            self.feed(ctl.RankStopped(rank.rank, stream.number))
 
     def repeat_troubles(self) -> None:
         """Repeat what ranks reported: a machine that leads again knows only their Hellos."""

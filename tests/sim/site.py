@@ -274,11 +274,11 @@ class Site:
         self.heard_at = world.now
         world.after(SILENCE_S, self.watch, self.stream)
 
-    def beat(self) -> None:
+    def beat(self, stopping: bool = False) -> None:
         """Send telemetry."""
         if self.stream is not None:
             replica = self.stream.replica
-            beat = Beat(self.world.now, self.trouble)
+            beat = Beat(self.world.now, self.trouble, stopping)
             self.world.network.send(self.stream, replica.on_message, beat)
 
     def abandon(self) -> None:

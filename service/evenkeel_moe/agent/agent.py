@@ -250,11 +250,11 @@ class Agent:
         """Refuse every further wave, and send the cause with every heartbeat, until it ends."""
         self._trouble.begin(why, until)
 
-    def close(self) -> None:
-        """End the threads and the transfers. The gate's communicator ends with the process."""
+    def close(self, *, planned: bool = True) -> None:
+        """Tell the controller if the end is planned, then end the threads and the transfers."""
         if self._network is not None:
-            self._network.close()
-        self._worker.close()
+            self._network.close(planned=planned and self._left is None)
+        self._worker.close()  # the gate's communicator ends with the process
 
     def _at_gate(self) -> None:
         gate = self._gate

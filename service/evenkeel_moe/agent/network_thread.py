@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -29,6 +30,8 @@ from evenkeel_moe.wire.link import (
 
 _log = structlog.get_logger(__name__)
 _RESTART_AFTER_S = 5.0
+_LAST_MESSAGE_S = 1.0
+"""Longest wait for the controller to take the last message."""
 
 
 class NetworkThread:
@@ -48,9 +51,11 @@ class NetworkThread:
         self._facts: dict[type, RankFact] = {}
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
+        self._listener: LinkListener | None = None
 
     def start(self, listener: LinkListener) -> None:
         """Open the stream and keep it open."""
+        self._listener = listener
         self._thread = threading.Thread(
             target=self._run, args=(listener,), name="evenkeel-link", daemon=True
         )
@@ -81,11 +86,21 @@ class NetworkThread:
                 return message
         return None
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """End the loop and its thread."""
+    def close(self, *, planned: bool = False, timeout_s: float = 5.0) -> None:
+        """End the loop and its thread.
+
+        Args:
+            planned: tell the controller first that the rank stops as planned.
+            timeout_s: longest wait for the thread.
+        """
         if self._thread is None:
             self._loop.close()
             return
+        if planned and self._listener is not None and self._thread.is_alive():
+            with contextlib.suppress(Exception):  # the rank ends, whether the controller hears it
+                last = replace(self._listener.heartbeat(), stopping=True)
+                sending = asyncio.run_coroutine_threadsafe(self._link.finish(last), self._loop)
+                sending.result(_LAST_MESSAGE_S)
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)

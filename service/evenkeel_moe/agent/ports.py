@@ -158,3 +158,7 @@ class RankLink(Protocol):
     def send(self, message: FromRankLink, stream: int | None = None) -> None:
         """Queue a message, on the event loop; drop it unless `stream` (None: any) is open."""
         ...
+
+    async def finish(self, message: FromRankLink) -> None:
+        """Send a last message on the open stream and return once the stream has ended."""
+        ...

@@ -66,7 +66,9 @@ class RankOut(ResponseBody):
     node: str
     gpu_uuid: str
     fresh: bool
-    """True while the rank's heartbeat lease is valid."""
+    """True while the rank's heartbeat lease is valid and it has not stopped as planned."""
+    stopped: bool
+    """True if its engine said that it stops as planned; a restart ends this."""
     last_seen_unix: float
     epoch: int
     state: str

@@ -121,7 +121,7 @@ def _ranks_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(
             str(rank["rank"]),
             rank["node"],
-            "yes" if rank["fresh"] else "NO",
+            "yes" if rank["fresh"] else "stopped" if rank["stopped"] else "NO",
             str(rank["epoch"]),
             rank["state"],
             number(rank["load_share"], 4),

@@ -40,7 +40,9 @@ class MachineInbox:
         """
         return await self._driver().call(ask)
 
-    def tell(self, event: ctl.RankHeard | ctl.RankTroubled | ctl.ClockStepped) -> None:
+    def tell(
+        self, event: ctl.RankHeard | ctl.RankTroubled | ctl.RankStopped | ctl.ClockStepped
+    ) -> None:
         """Give the machine, at once, an event that leads to no action.
 
         The driver's queue waits while a batch is being stored. Meanwhile a rank that is heard must

@@ -23,7 +23,7 @@ class RankStatus:
     node: str
     gpu_uuid: str
     fresh: bool
-    """True while its heartbeat lease is valid."""
+    """True while its heartbeat lease is valid and it has not stopped as planned."""
     last_seen_unix: float
     epoch: int
     state: str
@@ -42,6 +42,8 @@ class RankStatus:
     """Name of its device; empty if unknown."""
     weight_format: str = ""
     """Number type of its experts' weights; empty if unknown."""
+    stopped: bool = False
+    """True if its engine said that it stops as planned."""
 
 
 @dataclass(frozen=True, slots=True)

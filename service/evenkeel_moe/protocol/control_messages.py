@@ -64,6 +64,14 @@ class RankTroubled:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStopped:
+    """A rank said on this stream that its engine stops as planned."""
+
+    rank: EpRank
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
 class PolicySet:
     """An operator replaced the policy."""
 

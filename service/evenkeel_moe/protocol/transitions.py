@@ -23,6 +23,7 @@ from evenkeel_moe.protocol.control_messages import (
     RankConnected,
     RankHeard,
     RankLost,
+    RankStopped,
     RankTroubled,
     StreamClosed,
 )
@@ -164,6 +165,7 @@ CONTROL = _table((_C.FOLLOWER, _C.WAITING_FOR_RANKS, _C.RECOVERING, _C.READY, _C
     StagingProgress:       (IGNORED,         IGNORED,            IGNORED,            IGNORED,           "_staged"),
     RankHeard:             (IGNORED,         "_heard",           "_heard",           "_heard",          "_heard"),
     RankTroubled:          (IGNORED,         "_troubled",        "_troubled",        "_troubled",       "_troubled"),
+    RankStopped:           (IGNORED,         "_stopped",         "_stopped",         "_stopped",        "_stopped"),
     StreamClosed:          (IGNORED,         "_closed",          "_closed",          "_closed",         "_closed"),
     CycleDecided:          (IGNORED,         "_cycle_overtaken", "_cycle_overtaken", "_cycle_decided",  "_cycle_overtaken"),
     PlanMeasured:          (IGNORED,         "_plan_measured",   "_plan_measured",   "_plan_measured",  "_plan_measured"),

@@ -126,16 +126,18 @@ class Hello(_message.Message):
     def __init__(self, identity: _Optional[_Union[_common_pb2.RankIdentity, _Mapping]] = ..., shape: _Optional[_Union[_common_pb2.ModelShape, _Mapping]] = ..., node: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., weights_version: _Optional[int] = ..., checksums_digest: _Optional[str] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., gate_digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., highest_term: _Optional[int] = ..., device: _Optional[str] = ..., weight_format: _Optional[str] = ..., dispatch: _Optional[str] = ..., slots_stay_filled: _Optional[bool] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step", "free_bytes", "staging_bytes", "trouble")
+    __slots__ = ("step", "free_bytes", "staging_bytes", "trouble", "stopping")
     STEP_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    STOPPING_FIELD_NUMBER: _ClassVar[int]
     step: int
     free_bytes: int
     staging_bytes: int
     trouble: str
-    def __init__(self, step: _Optional[int] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
+    stopping: bool
+    def __init__(self, step: _Optional[int] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., stopping: _Optional[bool] = ...) -> None: ...
 
 class CostCurve(_message.Message):
     __slots__ = ("tile_tokens", "tile_seconds", "slope_s_per_token")

@@ -21,6 +21,8 @@ class Heartbeat:
     staging_bytes: int
     trouble: str = ""
     """The reason, in words, that the rank takes no more waves; empty if it takes them."""
+    stopping: bool = False
+    """True if the engine stops as planned; this is the last message of the stream."""
 
 
 @dataclass(frozen=True, slots=True)

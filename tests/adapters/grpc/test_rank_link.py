@@ -166,6 +166,18 @@ async def test_a_message_the_wire_cannot_carry_costs_only_itself():
             await until(lambda: Heartbeat(1234, 1, 2) in server.of(Heartbeat))
 
 
+async def test_the_last_message_is_heard_before_the_stream_ends():
+    last = Heartbeat(9, 1, 2, stopping=True)
+    async with serving([ACCEPTED]) as (server, address):
+        link = GrpcRankLink([address], timing=FAST)
+        await link.finish(last)
+        assert server.streams == 0, "there is no stream yet"
+        async with running(link) as listener:
+            await until(lambda: listener.got)
+            await asyncio.wait_for(link.finish(last), deadline(10))
+            assert server.of(Heartbeat)[-1] == last and server.closed.is_set()
+
+
 async def test_messages_go_by_the_stream_they_belong_to_or_not_at_all():
     vote = Vote(WaveKey(GENERATION, PlanId("p"), 0, 1), True)
     report = LoadReport(

@@ -3,13 +3,17 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.api.convert import deployment_out
+from evenkeel_moe.controller.operations.gauges import GaugeLimits, GaugeReader
 from evenkeel_moe.controller.operations.status import live_view
+from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
 from evenkeel_moe.protocol.control_messages import LeaseLost
+from evenkeel_moe.wire.link import Heartbeat
 from tests.controller.replicas import DEMO, replicas
 from tests.waiting import until
 
@@ -37,6 +41,30 @@ async def test_a_leader_whose_ranks_have_not_reported_their_state_reports_no_epo
         assert deployment_out(view.status()).epoch is None
         assert "evenkeel_epoch" not in series(view)
         assert "evenkeel_term" in series(view)
+
+
+async def test_a_group_that_stopped_as_planned_is_neither_ready_nor_balanced_nor_lost():
+    async with replicas("a") as (one, _):
+        sessions = await one.lead()
+        view = live_view(one.member)
+        numbers = {"time_balance": 0.8, "time_balance_worst": 0.7}
+        one.member.decisions.append({"at": 1.0, "reason": "no_change", "numbers": numbers})
+        assert (view.status().state, view.status().time_balance) == ("ready", 0.8)
+        for session in sessions:
+            session.received(Heartbeat(5, 1, 1, stopping=True))
+            session.lost()
+        status = view.status()
+        assert (status.state, status.reason) == ("waiting_for_ranks", Reason.GROUP_STOPPED)
+        assert [(rank.fresh, rank.stopped) for rank in status.ranks] == 2 * [(False, True)]
+        assert status.time_balance is status.balancedness_mean is None
+        assert set(view.balance().values()) == {(None, None)}
+        gauges = GaugeReader(
+            one.member.control, one.member.loads, one.member.clock, GaugeLimits(8, 0),
+            one.member.planner,
+        ).read()  # fmt: skip
+        assert gauges.live_replicas is None and gauges.down_to_one is None
+        with pytest.raises(Unavailable, match=r"ranks \[0, 1\] stopped as planned"):
+            await one.operations.recommendation(DEMO, None)
 
 
 async def test_the_time_balance_is_that_of_the_newest_cycle_and_absent_without_one():

@@ -79,6 +79,9 @@ class ScriptedLink:
         self.seen.append(message)
         self.inbox.put_nowait(message)
 
+    async def finish(self, message):
+        self.send(message)
+
     async def wait_for(self, kind, where=lambda message: True):
         while True:
             message = await self.inbox.get()

@@ -29,7 +29,13 @@ from evenkeel_moe.protocol.messages import (
 )
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire.codec import decode_rank_message, encode_controller_message
-from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome, ReportAck
+from evenkeel_moe.wire.link import (
+    FlowControl,
+    Heartbeat,
+    Registration,
+    RegistrationOutcome,
+    ReportAck,
+)
 from tests.waiting import deadline
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -154,6 +160,9 @@ async def test_ranks_report_move_and_swap_over_grpc(tmp_path):
             assert {ack.placement_digest for ack in acks} == {target.digest}
         finally:
             report = await asyncio.to_thread(supervisor.stop)
+            async with asyncio.timeout(deadline(10)):
+                while not all(beat.stopping for beat in await servicer.all_of(Heartbeat)):
+                    pass
         assert report.ok, report
         assert report.codes == (0, 0)
         # R19: over the slots of all ranks, every token counts top_k times in each layer.

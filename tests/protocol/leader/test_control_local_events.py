@@ -43,6 +43,19 @@ def test_no_wave_begins_while_a_rank_refuses_waves():
     assert len([m for m in sent(actions) if isinstance(m, msg.Prepare)]) == 2
 
 
+def test_a_group_that_stops_as_planned_is_not_ready_and_not_lost():
+    control = control_of()
+    assert control.shown_state(0.0) == "ready"
+    assert control.handle(ctl.RankStopped(EpRank(0), 10), 0.0) == []
+    reason, detail = control.state_reason(0.0)
+    assert (control.shown_state(0.0), reason) == ("waiting_for_ranks", Reason.RANKS_MISSING)
+    assert detail == "ranks [0] stopped as planned"
+    control.handle(ctl.RankStopped(EpRank(1), 11), 0.0)
+    assert control.state_reason(0.0)[0] is Reason.GROUP_STOPPED
+    control.handle(msg.Tick(), 0.1)
+    assert control.shown_state(0.1) == "waiting_for_ranks"
+
+
 def test_a_plan_is_measured_once_and_only_if_it_was_carried_out():
     control, gained = control_of(), DeliveredGain(9.0, unknown_because="no rank reports seconds")
     plan = plan_of()

@@ -146,6 +146,23 @@ def test_a_troubled_rank_stops_migration_until_its_trouble_is_over():
     assert members.quorum(0.0).ok
 
 
+def test_a_rank_that_stops_as_planned_is_missing_at_once_and_back_with_its_next_hello():
+    members, _ = group(hello_of(0), hello_of(1))
+    members.stopped(1, 9)
+    assert members.quorum(0.0).ok, "not its newest stream"
+    members.stopped(1, 11)
+    assert members.quorum(0.0)[:2] == (False, Reason.RANKS_MISSING)
+    assert members.quorum(0.0).missing == (1,) and not members.all_stopped
+    assert members.quorum(0.0).detail == "ranks [1] stopped as planned"
+    assert members.quorum(9.0).detail == "ranks [1] stopped as planned, ranks [0] not heard for 5 s"
+    members.heard(1, 1, 11, 0.5)
+    assert not members.fresh(1, 0.5), "a late message does not bring it back"
+    members.stopped(0, 10)
+    assert members.all_stopped
+    assert members.register(hello_of(1), 30, 1.0).accepted
+    assert members.fresh(1, 1.0) and not members.all_stopped
+
+
 def test_trouble_counts_from_the_newest_stream_and_gives_nothing_that_was_not_offered():
     """R1. A heartbeat without trouble does not offer to migrate."""
     members, _ = group(hello_of(0), hello_of(1))

@@ -139,6 +139,8 @@ class GrpcRankLink:
         self._redirect = ""
         self._stream = 0
         self._outbox: asyncio.Queue[FromRankLink] | None = None
+        self._call: Any = None
+        """The call of the open stream."""
         self._full = asyncio.Event()
         """Set when the outbox of the open stream was full."""
         self._spoke = False
@@ -184,6 +186,19 @@ class GrpcRankLink:
             self._outbox = None
             self._full.set()
 
+    async def finish(self, message: FromRankLink) -> None:
+        """Send a last message and wait until the controller has ended the stream.
+
+        Nothing is sent if no stream is open. The caller limits the wait, and cancels `run` next.
+        """
+        outbox, call = self._outbox, self._call
+        if outbox is None or call is None:
+            return
+        self.send(message)
+        await outbox.join()
+        await call.done_writing()
+        await call.code()
+
     def _next_address(self, home: int) -> str:
         self._tried += 1
         return self._addresses[(home + self._tried - 1) % len(self._addresses)]
@@ -223,7 +238,7 @@ class GrpcRankLink:
     async def _serve(
         self, call: Any, stream: int, registration: Registration, listener: LinkListener
     ) -> float | None:
-        self._outbox = asyncio.Queue(_MAX_OUTBOX)
+        self._outbox, self._call = asyncio.Queue(_MAX_OUTBOX), call
         self._spoke = False
         self._full.clear()
         # This task runs first: the listener must know of the registration before any call to it.
@@ -247,7 +262,7 @@ class GrpcRankLink:
                     return None
             return await reader
         finally:
-            self._outbox = None
+            self._outbox = self._call = None
             listener.lost(stream)
             for task in (reader, *others):
                 task.cancel()
@@ -301,10 +316,11 @@ class GrpcRankLink:
                 encoded = encode_rank_message(message)
             except Exception as error:  # a report would end the next stream too: it is sent again
                 _log.error("message_not_sent", kind=type(message).__name__, detail=str(error))
-                continue
-            await call.write(encoded)
-            if not isinstance(message, Heartbeat):
-                self._spoke = True
+            else:
+                await call.write(encoded)
+                if not isinstance(message, Heartbeat):
+                    self._spoke = True
+            outbox.task_done()
 
     def _channel(self, address: str) -> Any:
         options = channel_options(self._timing)

@@ -59,6 +59,8 @@ class DeploymentGauges:
 
     newest_step_at_unix: float | None = None
     """Time at which the newest complete step was assembled."""
+    group_steps: int | None = None
+    """Steps that the group has run in this generation, dummy steps included."""
     live_replicas: tuple[int, int, int] | None = None
     """Number of (layer, expert) pairs with a copy on no, one, and more than one live rank."""
     down_to_one: int | None = None
@@ -90,6 +92,9 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
         "evenkeel_epoch": "Epoch of the committed placement; absent until the ranks report it.",
         "evenkeel_term": "Leadership number the deployment is led under.",
         "evenkeel_ranks_expected": "Ranks the deployment's shape declares.",
+        "evenkeel_ranks_stopped": "Ranks whose engine said that it stops as planned.",
+        "evenkeel_group_steps": "Steps that the ranks have run since the group started, dummy steps"
+        " included, whether they were reported or not.",
         "evenkeel_window_steps": "Complete steps in the fullest window.",
         "evenkeel_newest_step": "Newest step that every rank reported.",
         "evenkeel_newest_step_timestamp_seconds": "When the newest complete step was assembled.",
@@ -221,6 +226,8 @@ def _of_deployment(view: View) -> _Series:
     yield "evenkeel_epoch", (), status.epoch
     yield "evenkeel_term", (), status.term
     yield "evenkeel_ranks_expected", (), status.shape.num_ranks
+    yield "evenkeel_ranks_stopped", (), sum(rank.stopped for rank in status.ranks)
+    yield "evenkeel_group_steps", (), gauges.group_steps
     yield "evenkeel_window_steps", (), status.window_steps
     yield "evenkeel_newest_step", (), status.step
     yield "evenkeel_newest_step_timestamp_seconds", (), gauges.newest_step_at_unix

@@ -9,7 +9,7 @@ from evenkeel_moe.controller.cycles.input_builder import InputBuilder
 from evenkeel_moe.controller.cycles.shadow_policies import ShadowPolicies
 from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
-from evenkeel_moe.errors import Conflict, Reason
+from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import RecommendationInputs, recommend
@@ -60,6 +60,9 @@ class Recommender:
                 self.control.policy,
                 self.clock.unix(),
             )
+            quorum = self.control.membership.quorum(self.clock.monotonic())
+            if quorum.missing:
+                raise Unavailable(quorum.detail, quorum.reason)
             active = self.control.active_plan
             if self._kept is not None and self._kept[0] == policy:
                 advice = self._kept[1]

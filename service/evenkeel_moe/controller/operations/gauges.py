@@ -199,14 +199,17 @@ class GaugeReader:
         live = np.array(
             [membership.fresh(EpRank(rank), now) for rank in range(placement.num_ranks)], bool
         )
-        counts, down = self._coverage.live_replicas(placement, live)
+        counts = down = None
+        if live.any():
+            counts, down = self._coverage.live_replicas(placement, live)
         redundant = (placement.phy2log >= 0).sum(axis=1) - placement.num_logical_experts
         return DeploymentGauges(
             newest_step_at_unix=newest_at_unix,
             live_replicas=counts,
             down_to_one=down,
             redundant=(int(redundant.min()), float(redundant.mean()), int(redundant.max())),
-            layers=self._layers(placement, redundant),
+            layers=self._layers(placement, redundant) if live.any() else (),
+            group_steps=membership.step() or None,
             last_plan=self._last_plan(),
             measured=measured_gauges(self.control.records.by_id.values()),
             calibration=self.planner.calibration.factor,

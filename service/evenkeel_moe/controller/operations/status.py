@@ -54,9 +54,17 @@ class LiveView:
         return ring.window() if ring is not None else None
 
     def balance(self) -> PhaseBalance:
-        """Return the balancedness (mean, worst layer) of each phase's window."""
+        """Return the balancedness (mean, worst layer) of each phase's window.
+
+        Unknown without a rank that is heard: the windows then tell of the past.
+        """
+        if not self._any_rank_heard():
+            return dict.fromkeys(Phase, (None, None))
         self._update_balance()
         return {phase: self.loads.balance.summary(phase) for phase in Phase}
+
+    def _any_rank_heard(self) -> bool:
+        return self.control.membership.any_fresh(self.clock.monotonic())
 
     def _update_balance(self) -> None:
         placement = self.control.placement
@@ -84,13 +92,14 @@ class LiveView:
             raise Unavailable(f"no rank of {control.deployment} has connected yet")
         self._update_balance()
         now = self.clock.monotonic()
-        mean, worst = loads.balance.summary()
+        heard = self._any_rank_heard()
+        mean, worst = loads.balance.summary() if heard else (None, None)
         staged = control.executor.staged.values() if control.executor is not None else ()
         winner, leading = leadership.keeper.winner, leadership.keeper.leading
         frozen_until, choice = control.frozen_until, loads.dispatch_choice()
         return DeploymentStatus(
             deployment=control.deployment,
-            state=control.state,
+            state=control.shown_state(now),
             reason=control.state_reason(now)[0],
             mode=control.policy.mode,
             policy=control.policy.policy,
@@ -104,8 +113,8 @@ class LiveView:
             window_steps=max((len(ring) for ring in loads.ingest.rings.values()), default=0),
             balancedness_mean=mean,
             balancedness_worst=worst,
-            time_balance=self._of_last_cycle("time_balance"),
-            time_balance_worst=self._of_last_cycle("time_balance_worst"),
+            time_balance=self._of_last_cycle("time_balance") if heard else None,
+            time_balance_worst=self._of_last_cycle("time_balance_worst") if heard else None,
             cost_model=None if self.cost is None else self.cost.basis,
             active_plan=control.active_plan,
             staging_bytes_done=sum(done for done, _ in staged),
@@ -169,6 +178,7 @@ class LiveView:
             staging_bytes=hello.staging_bytes,
             slowness=slowness,
             trouble=session.trouble if session is not None else "",
+            stopped=member.stopped,
         )
 
 

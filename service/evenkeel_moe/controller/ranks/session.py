@@ -115,6 +115,9 @@ class RankSession:
                 detail=beat.trouble or "over",
             )
         self.repeat_trouble()
+        if beat.stopping:
+            _log.info("rank_stopped", deployment=self.hello.identity.deployment, rank=self.rank)
+            self._targets.inbox.tell(ctl.RankStopped(self.rank, self.stream.number))
 
     def repeat_trouble(self) -> None:
         """Tell the machine again why the rank takes no waves."""

@@ -3,8 +3,10 @@
 A guest counts the tokens of each step, and gives the engine's own balancer the controller's plans.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,12 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.wire.link import KvCache
 
 _log = structlog.get_logger(__name__)
+
+
+def _say_that_it_stops(agent: GuestAgent) -> None:
+    """Close an agent at the end of its process; an error that ends the process is not planned."""
+    error = sys.exc_info()[1]
+    agent.close(planned=error is None or isinstance(error, SystemExit))
 
 
 class EngineGuest(ABC):
@@ -110,6 +118,8 @@ class EngineGuest(ABC):
         if not self.places:
             self.agent.observe_as_asked()
         self._tell_kv_cache()
+        # Engines run a rank in a child process, which ends without atexit's functions.
+        Finalize(None, _say_that_it_stops, (self.agent,), exitpriority=0)
         return self.agent
 
     def _follow(self, agent: GuestAgent, phy2log: NDArray[np.int64]) -> None:

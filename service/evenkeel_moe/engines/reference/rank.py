@@ -48,11 +48,12 @@ def run_rank(config: RankConfig, link: RankLink | None = None) -> int:
     torch.set_num_threads(1)
     lines = LineWriter(config.folder / f"rank-{config.rank}.jsonl", rank=config.rank)
     code, reason, detail = ExitCode.FINISHED, "finished", ""
-    rank = None
+    rank, planned = None, False
     try:
         rank = _Rank(with_trace_sizes(config), lines, link)
         if not rank.serve():
             code, reason = ExitCode.CHECK_FAILED, "check_failed"
+        planned = True
     except EpochMismatch as error:
         code, reason, detail = ExitCode.EPOCH_MISMATCH, error.reason, str(error)
     except GateFailed as error:
@@ -65,7 +66,7 @@ def run_rank(config: RankConfig, link: RankLink | None = None) -> int:
         traceback.print_exc()
     finally:
         if rank is not None:
-            rank.close()
+            rank.close(planned=planned)
     lines.write("exit", code=int(code), reason=str(reason), detail=detail[:500])
     lines.close()
     return int(code)
@@ -160,11 +161,11 @@ class _Rank:
             step += 1
         return self._check()
 
-    def close(self) -> None:
+    def close(self, *, planned: bool) -> None:
         """Stop the agent and the dispatch; the engine's communicator ends with the process."""
         self.dispatch.close()
         if self.agent is not None:
-            self.agent.close()
+            self.agent.close(planned=planned)
 
     def _tell_agent(self, agent: Agent, step: int, epoch: int, result: StepResult) -> None:
         """Record the loads and run the step boundary: all that an engine adds to its step."""

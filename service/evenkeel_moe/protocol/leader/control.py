@@ -13,9 +13,9 @@ from evenkeel_moe.model.plan import PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import ControlAction, FromRank, PersistAction
-from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.leader.liveness import Liveness
 from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
+from evenkeel_moe.protocol.leader.rank_notes import RankNotes
 from evenkeel_moe.protocol.leader.undelivered import IN_A_ROW, undelivered_in_a_row
 from evenkeel_moe.protocol.messages import Hello, RankState, StagingProgress, TermRefused, Tick
 from evenkeel_moe.protocol.terms import is_credible_term
@@ -25,7 +25,7 @@ _FLUSHING = (Tick, ctl.AutomaticPlansResumed)
 """Events after which failed writes are tried again, even if there is nothing new to write."""
 
 
-class DeploymentControl(DeploymentState):
+class DeploymentControl(RankNotes):
     """The moves of one deployment on one controller replica."""
 
     # --- events -----------------------------------------------------------------------------------
@@ -147,18 +147,6 @@ class DeploymentControl(DeploymentState):
             return [*closes, question]
         connected = ctl.RankConnected(event.rank, event.incarnation, event.stream)
         return [*closes, *self._to_wave(connected, now)]
-
-    def _heard(self, event: ctl.RankHeard, now: float) -> list[ControlAction]:
-        self.membership.heard(event.rank, event.incarnation, event.stream, now)
-        return []
-
-    def _troubled(self, event: ctl.RankTroubled, _now: float) -> list[ControlAction]:
-        self.membership.troubled(event.rank, event.stream, event.trouble)
-        return []
-
-    def _closed(self, event: ctl.StreamClosed, now: float) -> list[ControlAction]:
-        self.membership.closed(event.rank, event.stream, now)
-        return []
 
     # --- messages of ranks ------------------------------------------------------------------------
 

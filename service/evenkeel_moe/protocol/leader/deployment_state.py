@@ -134,4 +134,13 @@ class DeploymentState:
                 return record.reason, f"plan {record.plan.plan_id} is {record.phase}"
             case _:
                 quorum = self.membership.quorum(now)
-                return quorum.reason, quorum.detail
+                stopped = self.membership.all_stopped
+                return Reason.GROUP_STOPPED if stopped else quorum.reason, quorum.detail
+
+    def shown_state(self, now: float) -> ControlState:
+        """Return the state for people: not READY while ranks are missing."""
+        if self.state is ControlState.READY:
+            quorum = self.membership.quorum(now)
+            if quorum.reason is Reason.RANKS_MISSING:
+                return ControlState.WAITING_FOR_RANKS
+        return self.state

@@ -54,6 +54,8 @@ class Member:
     """The reason why the rank refuses every wave, from its newest heartbeat; empty if none."""
     closed_at: float | None = None
     """Monotonic seconds at which its stream ended; None while it is open."""
+    stopped: bool = False
+    """True if its engine said that it stops as planned; a new Hello ends this."""
     state: RankState | None = None
     """The newest answer of this process to a query."""
 
@@ -136,6 +138,12 @@ class Membership:
         if member is not None and member.stream == stream:
             member.trouble = trouble
 
+    def stopped(self, rank: EpRank, stream: int) -> None:
+        """Note that a rank's engine stops as planned; it is not fresh from now on."""
+        member = self.newest(rank)
+        if member is not None and member.stream == stream:
+            member.stopped = True
+
     def report(self, state: RankState) -> None:
         """Note a rank's answer; its weights version may have risen since its Hello (R4)."""
         member = self.newest(state.identity.rank)
@@ -178,8 +186,17 @@ class Membership:
         return member is not None and self.is_fresh(member, now)
 
     def is_fresh(self, member: Member, now: float) -> bool:
-        """Return True if the process was heard within its lease."""
-        return now - member.last_seen < self.lease_s
+        """Return True if the process was heard within its lease and has not stopped as planned."""
+        return not member.stopped and now - member.last_seen < self.lease_s
+
+    def any_fresh(self, now: float) -> bool:
+        """Return True if some rank of the registered group was heard within its lease."""
+        return any(self.is_fresh(member, now) for member in self.members.values())
+
+    @property
+    def all_stopped(self) -> bool:
+        """True if every rank of the registered group stopped as planned."""
+        return bool(self.members) and all(member.stopped for member in self.members.values())
 
     def is_in_place(self, now: float) -> bool:
         """Return True while every rank of the registered group is heard and has its stream."""
@@ -228,9 +245,15 @@ class Membership:
             return Quorum(False, Reason.RANKS_MISSING, "the group is restarting")
         missing = tuple(rank for rank in sorted(self.members) if not self.fresh(rank, now))
         if missing:
-            detail = f"ranks {list(missing)} not heard for {self.lease_s:g} s"
-            return Quorum(False, Reason.RANKS_MISSING, detail, missing)
+            return Quorum(False, Reason.RANKS_MISSING, self._absence(missing), missing)
         return self._agreement()
+
+    def _absence(self, missing: tuple[EpRank, ...]) -> str:
+        stopped = [rank for rank in missing if self.members[rank].stopped]
+        lost = [rank for rank in missing if not self.members[rank].stopped]
+        parts = [f"ranks {stopped} stopped as planned"] if stopped else []
+        parts += [f"ranks {lost} not heard for {self.lease_s:g} s"] if lost else []
+        return ", ".join(parts)
 
     def _agreement(self) -> Quorum:
         members = dict(sorted(self.members.items()))
