@@ -5,13 +5,16 @@ BIN := .venv/bin
 PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
-.PHONY: demo test test-engines test-gpu test-deploy example-join example-qwen3moe check sim chaos format
-.PHONY: proto verify-proto proto-breaking proto-release deploy-files sbom clean
+.PHONY: demo test test-engines test-gpu test-deploy test-console example-join example-qwen3moe check
+.PHONY: sim chaos format console-vendor console-images proto verify-proto proto-breaking
+.PHONY: proto-release deploy-files sbom clean
 
 # SLOW=1 slows a rank for a while; SLOW=told slows it from the start, and ranks tell their times.
 SLOW_FLAGS = $(if $(SLOW),--slow $(if $(filter told,$(SLOW)),--told))
+# CONSOLE=1 serves until Ctrl-C and prints the link of the web console.
 demo: .venv/ready
-	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(SLOW_FLAGS) $(DEMO_FLAGS)
+	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(SLOW_FLAGS) $(if $(CONSOLE),--console) \
+	  $(DEMO_FLAGS)
 
 test: .venv/ready check
 	$(BIN)/pytest -n 3 --dist worksteal
@@ -44,6 +47,19 @@ test-deploy: .venv/ready
 # Writes the generated files again, after a change of settings, values, rules or dashboards.
 deploy-files: .venv/ready
 	$(BIN)/python -m deploy.generate
+
+# Downloads the console's JavaScript libraries again, in the versions of its list.
+console-vendor: .venv/ready
+	$(BIN)/python -m deploy.console_vendor
+
+# Drives the console in Chromium against a running fleet. Needs chromium and chromedriver, which are
+# in the Debian packages chromium and chromium-driver.
+test-console: .venv/ready
+	$(BIN)/pytest tests/console -m "browser or not browser"
+
+# Takes the pictures of the console in docs/images.
+console-images: .venv/ready
+	$(BIN)/python -m tests.console.images
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

@@ -55,14 +55,18 @@ async def test_every_route_except_the_probes_needs_a_token(app):
 @pytest.mark.parametrize(
     "path",
     [
-        "/",
         "/nothing",
         "/healthz/",
         "/healthz/x",
-        "//healthz",
+        "http://evenkeel//healthz",
         "/v1/healthz",
         "/healthz%2f..%2fv1",
         "/docs",
+        "/console",
+        "/console/",
+        "/console/app.js/",
+        "/console/vendor/vendor.json",
+        "/console/..%2fapi/app.py",
     ],
 )
 async def test_paths_that_only_look_open_are_not(app, path):

@@ -10,8 +10,10 @@ from evenkeel_moe.api import deployments, health, insight, plans
 from evenkeel_moe.api.audit import Audit
 from evenkeel_moe.api.auth import BearerAuth, RoleGate, Tokens
 from evenkeel_moe.api.bodies import MAX_BODY_BYTES, BodyLimit
+from evenkeel_moe.api.console import Console, console_files
 from evenkeel_moe.api.idempotency import Idempotency
 from evenkeel_moe.api.problems import KINDS, add_problem_handlers
+from evenkeel_moe.api.read_tags import ReadTags
 from evenkeel_moe.api.schemas import ProblemOut
 from evenkeel_moe.api.trace import TraceMiddleware
 from evenkeel_moe.ports import Operations
@@ -21,7 +23,8 @@ _DESCRIPTION = """Plans, approves, cancels and rolls back expert placements.
 Success means that the change is stored. After a failure other than 4xx the change may still have
 been made. Every call can be repeated: plans have the client's id, and targets are absolute. Every
 response has a `Trace-Id`: the trace in the request's `traceparent`, or a new one. The log lines of
-the request have the same id. Errors are problem details (RFC 9457) of these types:
+the request have the same id. Reads have an `ETag` and honour `If-None-Match`. Errors are problem
+details (RFC 9457) of these types:
 
 """
 
@@ -33,7 +36,8 @@ def create_app(
 
     Args:
         operations: called by the routes; errors it raises become problem details.
-        tokens: accepted tokens; every path but `/healthz` and `/readyz` needs one.
+        tokens: accepted tokens; every path but `/healthz`, `/readyz` and the console's files
+            needs one.
         max_body_bytes: larger requests get 413.
     """
     listing = "\n".join(
@@ -51,15 +55,7 @@ def create_app(
     )
     app.state.operations = operations
     add_problem_handlers(app)
-    # The last one added sees a request first.
-    app.add_middleware(
-        Idempotency, operations=lambda: app.state.operations, max_body_bytes=max_body_bytes
-    )
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
-    app.add_middleware(RoleGate)
-    app.add_middleware(Audit, operations=lambda: app.state.operations)
-    app.add_middleware(BearerAuth, tokens=tokens)
-    app.add_middleware(TraceMiddleware)
+    _add_middleware(app, tokens, max_body_bytes)
     bearer = [
         Security(
             HTTPBearer(auto_error=False, description="A token from the controller's token file.")
@@ -86,6 +82,20 @@ def create_app(
 
     app.openapi = document  # type: ignore[method-assign]
     return app
+
+
+def _add_middleware(app: FastAPI, tokens: Tokens, max_body_bytes: int) -> None:
+    # The last one added sees a request first.
+    app.add_middleware(
+        Idempotency, operations=lambda: app.state.operations, max_body_bytes=max_body_bytes
+    )
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(ReadTags)
+    app.add_middleware(RoleGate)
+    app.add_middleware(Audit, operations=lambda: app.state.operations)
+    app.add_middleware(BearerAuth, tokens=tokens)
+    app.add_middleware(Console, static=console_files())
+    app.add_middleware(TraceMiddleware)
 
 
 def _with_problem_media_type(document: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Bearer tokens and their roles. Every path needs a token, except the two health probes."""
+"""Bearer tokens and their roles.
+
+Every path needs a token, except the two health probes and the console's files.
+"""
 
 import hashlib
 import hmac

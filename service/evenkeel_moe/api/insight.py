@@ -1,4 +1,4 @@
-"""Routes for analysis: heat maps of load, quarantine, audit, log level."""
+"""Routes for analysis: heat maps of load, quarantine, audit, log level, the caller's token."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,7 +8,15 @@ import numpy as np
 from fastapi import APIRouter, Query
 from numpy.typing import NDArray
 
-from evenkeel_moe.api.context import Caller, DeploymentPath, OperationsOf, PageSize, PageToken, page
+from evenkeel_moe.api.context import (
+    Caller,
+    CallerToken,
+    DeploymentPath,
+    OperationsOf,
+    PageSize,
+    PageToken,
+    page,
+)
 from evenkeel_moe.api.insight_schemas import (
     AuditPage,
     AuditRowOut,
@@ -18,6 +26,7 @@ from evenkeel_moe.api.insight_schemas import (
     QuarantineOut,
     QuarantineRowOut,
     QuarantineSampleOut,
+    TokenOut,
 )
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import LoadWindow, Phase
@@ -161,6 +170,12 @@ async def _audit_page(
     rows = await operations.audit(deployment, _AUDIT_SHOWN)
     chosen, after = page(rows, lambda row: str(row["id"]), token, size)
     return AuditPage(items=[AuditRowOut(**row) for row in chosen], next_page_token=after)
+
+
+@router.get("/token")
+async def get_token(token: CallerToken) -> TokenOut:
+    """Return name and role of the token of this request: they say what its holder may do."""
+    return TokenOut.model_validate(token)
 
 
 @router.get("/log-level")

@@ -291,6 +291,13 @@ class AuditPage(ResponseBody):
     next_page_token: str | None
 
 
+class TokenOut(ResponseBody):
+    """The token of a request."""
+
+    name: str
+    role: Literal["read", "operate", "admin"]
+
+
 class LogLevelBody(RequestBody):
     """The log level of one replica."""
 

@@ -19,6 +19,7 @@ from evenkeel_moe.api.context import (
     read_page_token,
 )
 from evenkeel_moe.api.convert import plan_out, plan_request, plan_summary
+from evenkeel_moe.api.problems import problem_response
 from evenkeel_moe.api.schemas import PlanIn, PlanOut, PlanPage, ProblemOut, RollbackIn, StoryOut
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
@@ -106,7 +107,13 @@ async def get_story(
 
 
 @router.post(
-    "/deployments/{deployment}/plans/{plan_id}/approve", status_code=202, responses=_CONFLICT
+    "/deployments/{deployment}/plans/{plan_id}/approve",
+    status_code=202,
+    response_model=PlanOut,
+    responses={
+        **_CONFLICT,
+        412: {"model": ProblemOut, "description": "The plan has another target than If-Match"},
+    },
 )
 async def approve_plan(
     operations: OperationsOf,
@@ -115,8 +122,23 @@ async def approve_plan(
     plan_id: PlanPath,
     response: Response,
     idempotency_key: IdempotencyKey = None,
-) -> PlanOut:
-    """Start a proposed plan; 409 `stale_base` if the placement has changed since it was made."""
+    if_match: Annotated[
+        str | None,
+        Header(description="The `target.digest` that was looked at, in quotes; or `*`."),
+    ] = None,
+) -> Any:
+    """Start a proposed plan; 409 `stale_base` if the placement has changed since it was made.
+
+    With `If-Match` only the plan with this target is started.
+    """
+    if if_match is not None and if_match.strip() != "*":
+        digest = (await operations.plan(deployment, plan_id)).plan.target.digest
+        if f'"{digest}"' not in {tag.strip() for tag in if_match.split(",")}:
+            return problem_response(
+                "precondition-failed",
+                f"the target of plan {plan_id} has digest {digest}, not {if_match:.80}",
+                f"/v1/deployments/{deployment}/plans/{plan_id}/approve",
+            )
     return _accepted(await operations.approve(deployment, plan_id, caller), response)
 
 

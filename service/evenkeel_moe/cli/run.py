@@ -163,6 +163,14 @@ class DemoArguments:
             " instead of reporting seconds.",
         ),
     ] = False
+    console: Annotated[
+        bool,
+        typer.Option(
+            "--console",
+            help="Serve until Ctrl-C and print the link of the web console; with --mode propose you"
+            " approve.",
+        ),
+    ] = False
     timeout_s: Annotated[
         float, typer.Option(min=10, help="Stop the demo after this many seconds.")
     ] = 170.0

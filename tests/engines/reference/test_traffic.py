@@ -84,6 +84,12 @@ def test_ranks_and_steps_read_different_text(loads):
     assert len(traffic.tokens(10**7, 3)) == 100
 
 
+def test_the_text_can_change_back_and_forth():
+    unused_model: Any = None
+    traffic = TextTraffic(unused_model, 4, 100, 3, shift_back=True)
+    assert [traffic.domain(step)[0] for step in range(10)] == list("pppcccpppc")
+
+
 def test_recorded_ids_are_used_in_order_and_from_the_start_again(tmp_path):
     ids = np.arange(6 * 2 * 3).reshape(6, 2, 3) % 5
     path = tmp_path / "ids.npz"

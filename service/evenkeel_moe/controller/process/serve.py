@@ -12,6 +12,7 @@ import structlog
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.grpc.server import GrpcServer
 from evenkeel_moe.adapters.http_servers import MetricsServer, RestServer
@@ -39,7 +40,7 @@ from evenkeel_moe.controller.process.tokens import TokenFile, write_first_token
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.controller.tasks import ExitTimer, Spawner, end_tasks
 from evenkeel_moe.errors import Conflict, InvalidInput, Unavailable
-from evenkeel_moe.settings import Settings
+from evenkeel_moe.settings import RestSettings, Settings
 
 _log = structlog.get_logger(__name__)
 STOP_S = 20.0
@@ -184,6 +185,7 @@ async def _run(
         grpc=servers.grpc.port,
         rest=servers.rest.port,
         metrics=servers.metrics_server.port,
+        console=_console_url(settings.rest, servers.rest.port),
         replica=settings.leader.replica_id,
         store="embedded" if servers.embedded is not None else "external",
     )
@@ -192,6 +194,12 @@ async def _run(
     exit_timer.arm()
     await _stop(registry, servers, storing)
     await spawner.end()
+
+
+def _console_url(rest: RestSettings, port: int) -> str:
+    """Return the link of the console, as it can be opened from this machine."""
+    every_address = rest.host in ("0.0.0.0", "::")
+    return f"http://{host_port('localhost' if every_address else rest.host, port)}/"
 
 
 def _shared_services(settings: Settings, servers: _Servers, spawner: Spawner) -> SharedServices:

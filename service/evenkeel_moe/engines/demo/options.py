@@ -39,6 +39,9 @@ class DemoOptions:
     told: bool = False
     """The slow rank is slow from the start, and every rank tells its own compute time then. Without
     this, ranks tell none, and the controller has only the seconds of each step."""
+    console: bool = False
+    """Serve until stopped, for people who look at the console: the text changes back and forth, and
+    nothing is checked or approved."""
     folder: Path | None = None
     """Folder for logs and lines; None removes them at the end."""
     timeout_s: float = 170.0
@@ -53,6 +56,8 @@ class DemoOptions:
             raise InvalidInput(f"{self.ranks} ranks cannot be spread over {self.nodes} nodes")
         if self.steps < 200:
             raise InvalidInput(f"{self.steps} steps are too few for two plans, use at least 200")
+        if self.console and (self.fault or self.slow):
+            raise InvalidInput("console runs until it is stopped, without a fault or a slow rank")
         if self.told and not self.slow:
             raise InvalidInput("a compute time is told of a slow rank only")
         if self.slow and (self.mode == "observe" or self.fault or self.dispatch.fetches):

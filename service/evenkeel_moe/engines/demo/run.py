@@ -39,7 +39,8 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     """Run the demo to its end, and stop everything it started.
 
     Returns:
-        0 if every promise was kept, 1 if not, 128 + n if signal n stopped the demo.
+        0 if every promise was kept, 1 if not, 128 + n if signal n stopped the demo. With `console`
+        a signal is the usual end: 0.
     """
     with stop_flag() as stop, ExitStack() as stack:
         folder = _folder(options, stack)
@@ -56,6 +57,8 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         supervisor = Supervisor(_rank_config(options, folder, controller), max_restarts=0)
         stack.callback(supervisor.stop)
         supervisor.start()
+        if options.console:
+            return _serve_console(console, controller, supervisor, stop)
         watch, report = _watch(options, console, controller, supervisor, stop)
         if stop:
             return _interrupted(stop, console)
@@ -98,12 +101,34 @@ def _rank_config(options: DemoOptions, folder: Path, controller: DemoController)
         dispatch=options.dispatch,
         deployment=_DEPLOYMENT,
         controllers=(controller.grpc_address,),
-        steps=options.steps,
+        steps=0 if options.console else options.steps,
         shift_at=options.shift_at,
+        shift_back=options.console,
         min_step_s=options.step_s,
         fault=options.fault,
         **slow,
     )
+
+
+def _serve_console(
+    console: Console, controller: DemoController, supervisor: Supervisor, stop: StopFlag
+) -> int:
+    """Print the console's link and serve until a signal; return 1 if a part ended before."""
+    token = controller.token_file.read_text(encoding="utf-8").split()[-1]
+    console.print(Text(f"console: {controller.rest_url}/", "bold"), soft_wrap=True)
+    console.print(Text(f"token:   {token}"), soft_wrap=True)
+    console.print(Text("The text changes back and forth. Ctrl-C stops everything.", "dim"))
+    while not stop:
+        if not controller.running:
+            return _no_controller(controller, console)
+        report = supervisor.poll()
+        if report is not None:
+            found = "; ".join(report.problems) or f"exit codes {report.codes}"
+            console.print(Text(f"the ranks ended: {found}", style="red"))
+            return 1
+        stop.wait(_POLL_S)
+    console.print("stopped: ending the ranks and the controller")
+    return 0
 
 
 def _watch(

@@ -163,6 +163,8 @@ class RankConfig:
     """Stop after this many steps; 0 runs until stopped."""
     shift_at: int = 0
     """First step whose text is code instead of prose; 0 stays with prose."""
+    shift_back: bool = False
+    """The text changes back and forth, every `shift_at` steps."""
     trace: str = ""
     """An .npz with recorded routing (`ids` or `T`); it replaces `layers`, `experts` and `top_k`."""
     min_step_s: float = 0.0

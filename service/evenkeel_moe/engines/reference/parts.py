@@ -58,6 +58,6 @@ class RankParts:
 def _traffic(config: RankConfig, model: Model) -> Traffic:
     ranks, tokens = config.num_ranks, config.tokens_per_step
     if not config.trace:
-        return TextTraffic(model, ranks, tokens, config.shift_at)
+        return TextTraffic(model, ranks, tokens, config.shift_at, config.shift_back)
     ids, counts, top_k = read_trace(config.trace)
     return RecordedTraffic(ranks, tokens, top_k, config.seed, ids, counts)

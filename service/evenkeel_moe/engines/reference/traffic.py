@@ -96,16 +96,20 @@ def code_tokens() -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class TextTraffic:
-    """Prose up to a step, then code; the model's own gates route it."""
+    """Prose up to a step, then code, and back if wanted; the model's own gates route it."""
 
     model: Model
     num_ranks: int
     tokens_per_step: int
     shift_at: int
+    shift_back: bool = False
+    """Change back and forth, every `shift_at` steps."""
 
     def domain(self, step: int) -> str:
         """Return `prose` or `code`."""
-        return "code" if self.shift_at and step >= self.shift_at else "prose"
+        if not self.shift_at or step < self.shift_at:
+            return "prose"
+        return "prose" if self.shift_back and step // self.shift_at % 2 == 0 else "code"
 
     def tokens(self, step: int, rank: int) -> Tensor:
         """Return the next tokens of a rank's requests; each request cycles through the text."""

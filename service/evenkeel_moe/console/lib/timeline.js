@@ -1,0 +1,78 @@
+/** The story of a plan as intervals of its waves, and its events in words. */
+
+import { percent } from "./format.js";
+import { sentence } from "./reasons.js";
+
+const EVENTS = {
+  created: "Created",
+  approved: "Approved",
+  wave_started: "A wave began",
+  wave_committed: "A wave was committed",
+  paused: "Paused",
+  stalled: "Stalled",
+  resumed: "Resumed",
+  recovered: "Taken over by a new leader",
+  cancel_requested: "Cancellation requested",
+  ended: "Ended",
+  measured: "Gain measured",
+};
+
+/**
+ * @param {object} row of a story
+ * @returns {string} The event in words.
+ */
+export function eventWords(row) {
+  const words = EVENTS[row.event] ?? row.event;
+  if (row.event === "measured") {
+    const { promised_gain: promised, delivered_gain: delivered } = row;
+    return `${words}: promised ${percent(promised)}, delivered ${percent(delivered)}`;
+  }
+  const by = row.by ? ` by ${row.by}` : "";
+  const why = row.event === "ended" || row.event === "stalled" ? `: ${sentence(row.reason)}` : "";
+  return `${words}${by}${why}`;
+}
+
+/**
+ * @typedef {{index: number, from: number, to: number | null, committed: boolean}} WaveSpan
+ * @param {object[]} story oldest first
+ * @returns {WaveSpan[]} The waves that began, in order; `to` is null while a wave runs.
+ */
+export function waveSpans(story) {
+  const spans = [];
+  let committed = 0;
+  for (const row of story) {
+    const open = spans.find((span) => span.to === null);
+    if (row.event === "wave_started") {
+      if (open) open.to = row.at;
+      spans.push({ index: committed, from: row.at, to: null, committed: false });
+    } else if (row.event === "wave_committed") {
+      committed = row.waves_committed ?? committed + 1;
+      if (open) Object.assign(open, { to: row.at, committed: true });
+    } else if (row.event === "ended" && open) {
+      open.to = row.at;
+    }
+  }
+  return spans;
+}
+
+/**
+ * @param {object[]} story oldest first
+ * @param {number} now Unix seconds; the end of a plan that still runs
+ * @param {boolean} ended
+ * @returns {[number, number]} First and last moment of the timeline, Unix seconds. The measurement
+ *   of the gain comes long after the end and is left out.
+ */
+export function storyRange(story, now, ended) {
+  const moments = story.filter((row) => row.event !== "measured").map((row) => row.at);
+  const first = Math.min(...moments);
+  const last = ended ? Math.max(...moments) : Math.max(now, ...moments);
+  return [first, Math.max(last, first + 0.001)];
+}
+
+/**
+ * @param {object} plan with `phase` and `reason`
+ * @returns {boolean} True if the plan has ended.
+ */
+export function hasEnded(plan) {
+  return ["committed", "aborted", "cancelled", "expired", "refused"].includes(plan.phase);
+}

@@ -1,0 +1,86 @@
+/** Hooks that keep data of the API current while the page is visible. */
+
+import { useCallback, useEffect, useRef, useState } from "../vendor/hooks.js";
+
+/**
+ * @param {import("./api.js").Api} api
+ * @param {string | null} path null asks for nothing
+ * @param {number} periodMs 0 asks once
+ * @returns {{data: any, error: Error | null, at: number | null, reload: () => Promise<void>}} The
+ *   newest answer stays while later ones fail; `at` is its Unix time.
+ */
+export function usePoll(api, path, periodMs) {
+  const [state, setState] = useState({ path, data: null, error: null, at: null });
+  const current = useRef(path);
+  current.current = path;
+  const reload = useCallback(async () => {
+    if (path === null) return;
+    try {
+      const data = await api.get(path);
+      if (current.current === path) setState({ path, data, error: null, at: api.now() });
+    } catch (error) {
+      if (current.current !== path) return;
+      setState((old) =>
+        old.path === path ? { ...old, error } : { path, data: null, error, at: null },
+      );
+    }
+  }, [api, path]);
+  useEvery(reload, periodMs, [api, path]);
+  const shown = state.path === path ? state : { data: null, error: null, at: null };
+  return { data: shown.data, error: shown.error, at: shown.at, reload };
+}
+
+/**
+ * Calls a function now and then again, each time after the last call has ended. Nothing is asked
+ * while the page is hidden; it is asked at once when the page is shown again.
+ *
+ * @param {() => Promise<void>} work
+ * @param {number} periodMs 0 calls it once
+ * @param {unknown[]} inputs a change begins anew
+ */
+export function useEvery(work, periodMs, inputs) {
+  useEffect(() => {
+    let ended = false;
+    let timer = 0;
+    const tick = async () => {
+      clearTimeout(timer);
+      if (!document.hidden) await work();
+      if (!ended && periodMs > 0) timer = setTimeout(tick, periodMs);
+    };
+    const shown = () => !document.hidden && tick();
+    tick();
+    if (periodMs > 0) document.addEventListener("visibilitychange", shown);
+    return () => {
+      ended = true;
+      clearTimeout(timer);
+      document.removeEventListener("visibilitychange", shown);
+    };
+  }, inputs);
+}
+
+/** @returns {boolean} True if the reader prefers a dark page; follows changes. */
+export function useDark() {
+  const query = matchMedia("(prefers-color-scheme: dark)");
+  const [dark, setDark] = useState(query.matches);
+  useEffect(() => {
+    const changed = () => setDark(query.matches);
+    query.addEventListener("change", changed);
+    return () => query.removeEventListener("change", changed);
+  }, []);
+  return dark;
+}
+
+/**
+ * @returns {[{current: any}, number]} A reference for an element, and its width in pixels; 0 before
+ *   it is laid out.
+ */
+export function useWidth() {
+  const element = useRef(null);
+  const [width, setWidth] = useState(0);
+  useEffect(() => {
+    const seen = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
+    seen.observe(element.current);
+    return () => seen.disconnect();
+  }, []);
+  return [element, width];
+}

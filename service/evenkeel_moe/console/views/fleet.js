@@ -1,0 +1,138 @@
+/** Fleet now: every deployment, the one in the worst state first. */
+
+import { useState } from "../vendor/hooks.js";
+import { counted, number } from "../lib/format.js";
+import { healthOf, worstFirst } from "../lib/health.js";
+import { linkTo } from "../lib/route.js";
+import { sentence } from "../lib/reasons.js";
+import { deploymentPath } from "../net/api.js";
+import { useHistory } from "../net/history.js";
+import { useEvery, usePoll } from "../net/poll.js";
+import { BalanceChart, BalanceKey } from "../charts/series.js";
+import { Badge, Freshness, html, Level, Loaded, Moment, useTitle } from "../ui.js";
+
+const PERIOD_MS = 3000;
+const PLANS_PERIOD_MS = 10_000;
+
+/** @returns {Record<string, object[]>} Plans that wait for approval, by deployment. */
+function useProposals(api, names) {
+  const [found, setFound] = useState({});
+  const ask = async () => {
+    for (const name of names) {
+      try {
+        const page = await api.get(`${deploymentPath(name)}/plans?page_size=20`);
+        const waiting = page.items.filter((plan) => plan.phase === "proposed");
+        setFound((old) => ({ ...old, [name]: waiting }));
+      } catch {
+        // The list of deployments shows the failure; what was known stays until it is known anew.
+      }
+    }
+  };
+  useEvery(ask, PLANS_PERIOD_MS, [api, names.join(" ")]);
+  return found;
+}
+
+export function Fleet({ api }) {
+  const poll = usePoll(api, "deployments?page_size=1000", PERIOD_MS);
+  const rows = poll.data?.items ?? [];
+  const proposals = useProposals(
+    api,
+    rows.map((row) => row.deployment),
+  );
+  useTitle("Fleet – Evenkeel");
+  const counts = Object.fromEntries(
+    Object.entries(proposals).map(([name, plans]) => [name, plans.length]),
+  );
+  return html`<div class="page-head">
+      <h1>Fleet now</h1>
+      <${Freshness} poll=${poll} now=${api.now()} />
+    </div>
+    <${Loaded} poll=${poll}
+      >${({ items }) =>
+        items.length
+          ? html`<p class="note">${summary(items, counts)}</p>
+              <${BalanceKey} />
+              <ul class="fleet">
+                ${worstFirst(items, counts).map(
+                  (row) =>
+                    html`<${Row}
+                      key=${row.deployment}
+                      api=${api}
+                      row=${row}
+                      waiting=${proposals[row.deployment] ?? []}
+                    />`,
+                )}
+              </ul>`
+          : html`<p class="empty card">
+              No deployment is known yet. A deployment appears when its first rank connects.
+            </p>`}<//
+    >`;
+}
+
+function summary(rows, counts) {
+  const levels = rows.map((row) => healthOf(row, counts[row.deployment] ?? 0).level);
+  const troubled = levels.filter((level) => level === "bad").length;
+  const attention = levels.filter((level) => level === "attention").length;
+  const parts = [counted(rows.length, "deployment")];
+  if (troubled) parts.push(`${troubled} in trouble`);
+  if (attention) parts.push(`${attention} to look at`);
+  return `${parts.join(", ")}. The worst comes first.`;
+}
+
+function Row({ api, row, waiting }) {
+  const health = healthOf(row, waiting.length);
+  const points = useHistory(api, row);
+  const { last_decision: decision, active_plan: plan } = row;
+  const fresh = row.ranks?.filter((rank) => rank.fresh).length;
+  return html`<li class="card fleet-row ${health.level}" data-deployment=${row.deployment}>
+    <div class="fleet-name">
+      <h2><a href=${linkTo(row.deployment)}>${row.deployment}</a></h2>
+      <${Level} level=${health.level} />
+      ${row.mode ? html`<${Badge}>mode ${row.mode}<//>` : ""}
+      ${row.ranks ? html`<${Badge}>${fresh} of ${row.shape.num_ranks} ranks<//>` : ""}
+    </div>
+    <div class="fleet-words">
+      <p><b>${health.words}</b></p>
+      ${decision ? html`<${Newest} decision=${decision} now=${api.now()} />` : ""}
+      ${waiting.map((each) => html`<${Waiting} key=${each.plan_id} row=${row} plan=${each} />`)}
+      ${plan ? html`<${Running} row=${row} plan=${plan} />` : ""}
+    </div>
+    <div class="fleet-balance">
+      <p class="figures">
+        ${byTokens(row) ? "" : html`<${Figure} value=${row.time_balance} name="time balance" />`}
+        <${Figure} value=${row.balancedness_mean} name="token balance" />
+      </p>
+      ${
+        points?.length
+          ? html`<${BalanceChart} points=${points} height=${64} compact />`
+          : html`<p class="empty">${points ? "The last hour has no decision." : "Loading…"}</p>`
+      }
+    </div>
+  </li>`;
+}
+
+const Figure = ({ value, name }) => html`<span><b>${number(value, 2)}</b> ${name}</span>`;
+
+/** Under a cost model by tokens there is no time balance, and token balance decides. */
+const byTokens = (row) => row.time_balance === null && row.cost_model?.unit === "tokens";
+
+function Newest({ decision, now }) {
+  return html`<p class="hint">
+    Newest decision, <${Moment} unix=${decision.at} now=${now} />: ${sentence(decision.reason)}
+  </p>`;
+}
+
+function Waiting({ row, plan }) {
+  const link = linkTo(row.deployment, "plans", plan.plan_id);
+  return html`<p>
+    <a class="button small primary" href=${link}
+      >Look at the proposal: ${counted(plan.moves, "copy", "copies")}</a
+    >
+  </p>`;
+}
+
+function Running({ row, plan }) {
+  const wave = Math.min(plan.waves_committed + 1, plan.waves);
+  const link = linkTo(row.deployment, "plans", plan.plan_id);
+  return html`<p><a href=${link}>Plan under way: wave ${wave} of ${plan.waves}</a></p>`;
+}

@@ -1,0 +1,206 @@
+/** Load: layers x ranks and layers x experts, with the moments seen since the page was opened. */
+
+import { useEffect, useRef, useState } from "../vendor/hooks.js";
+import { hottest } from "../lib/colour.js";
+import { ago, count, number, timeOfDay } from "../lib/format.js";
+import { sameShape } from "../lib/placement.js";
+import { hasEnded } from "../lib/timeline.js";
+import { deploymentPath } from "../net/api.js";
+import { useEvery, usePoll } from "../net/poll.js";
+import { HeatMap } from "../charts/heatmap.js";
+import { LayerSlots } from "../charts/slotmap.js";
+import { Choice, html, Problem, Section, Table } from "../ui.js";
+
+const PERIOD_MS = 5000;
+const MOST_MOMENTS = 120;
+const COMMITTED = "The committed placement. No plan waits or runs.";
+const NOTHING = "The window has no steps of this phase, or the placement is unknown.";
+const PHASES = [
+  ["", "all"],
+  ["prefill", "prefill"],
+  ["decode", "decode"],
+  ["mixed", "mixed"],
+];
+
+/** Asks for all parts of a heat map: a large one comes in several answers. */
+async function wholeMap(api, path, phase) {
+  const query = phase ? `&phase=${phase}` : "";
+  const whole = await api.get(`${path}/heatmap?first_layer=0${query}`);
+  const parts = [whole];
+  let next = whole.next_layer;
+  while (next !== null && next !== undefined) {
+    const part = await api.get(`${path}/heatmap?first_layer=${next}${query}`);
+    parts.push(part);
+    next = part.next_layer;
+  }
+  const joined = (name) =>
+    whole[name] === null ? null : parts.flatMap((part) => part[name] ?? []);
+  return {
+    steps: whole.steps,
+    newest: whole.newest_step,
+    ranks: joined("ranks"),
+    experts: joined("experts"),
+  };
+}
+
+/** The maps seen since the view was opened, oldest first. */
+function useMoments(api, path, phase) {
+  const [moments, setMoments] = useState([]);
+  const [error, setError] = useState(null);
+  const shown = useRef(phase);
+  useEffect(() => {
+    shown.current = phase;
+    setMoments([]);
+  }, [phase]);
+  const ask = async () => {
+    try {
+      const map = { ...(await wholeMap(api, path, phase)), at: api.now() };
+      setError(null);
+      if (shown.current !== phase) return;
+      setMoments((old) =>
+        old.length && old[old.length - 1].newest === map.newest
+          ? old
+          : [...old, map].slice(-MOST_MOMENTS),
+      );
+    } catch (failure) {
+      setError(failure);
+    }
+  };
+  useEvery(ask, PERIOD_MS, [api, path, phase]);
+  return { moments, error };
+}
+
+export function Load({ api, name, deployment, now }) {
+  const [phase, setPhase] = useState("");
+  const [across, setAcross] = useState("ranks");
+  const [chosen, setChosen] = useState(null);
+  const [layer, setLayer] = useState(0);
+  const { moments, error } = useMoments(api, deploymentPath(name), phase);
+  const index = chosen === null ? moments.length - 1 : Math.min(chosen, moments.length - 1);
+  const map = moments[index];
+  const rows = map?.[across];
+  return html`<${Section}
+      title="Load of ${across}"
+      note="Each cell is a load divided by the mean of its layer, over the steps of the window."
+    >
+      <div class="controls">
+        <${Choice}
+          legend="Columns"
+          name="across"
+          value=${across}
+          onChange=${setAcross}
+          options=${[
+            ["ranks", "ranks"],
+            ["experts", "experts"],
+          ]}
+        />
+        <${Choice}
+          legend="Phase"
+          name="phase"
+          value=${phase}
+          onChange=${setPhase}
+          options=${PHASES}
+        />
+      </div>
+      <${Problem} error=${error} />
+      <${Slider}
+        moments=${moments}
+        index=${index}
+        now=${now}
+        onChange=${(at) => setChosen(at === moments.length - 1 ? null : at)}
+      />
+      ${
+        rows?.length
+          ? html`<${HeatMap}
+                rows=${rows}
+                firstLayer=${0}
+                column=${across.slice(0, -1)}
+                onPick=${(row) => setLayer(row)}
+              />
+              <${Hottest} rows=${rows} column=${across.slice(0, -1)} />`
+          : html`<p class="empty">${map ? NOTHING : error ? "" : "Loading…"}</p>`
+      }
+    <//>
+    <${Slots}
+      api=${api}
+      name=${name}
+      deployment=${deployment}
+      loads=${map?.experts ?? null}
+      layer=${layer}
+    />`;
+}
+
+function Slider({ moments, index, now, onChange }) {
+  if (!moments.length) return "";
+  const map = moments[index];
+  const live = index === moments.length - 1;
+  const when = live ? "Newest" : `${timeOfDay(map.at)} UTC, ${ago(map.at, now)}`;
+  const steps = `${count(map.steps)} steps up to step ${count(map.newest)}`;
+  return html`<div class="slider">
+    <label for="moment">Time</label>
+    <input
+      id="moment"
+      type="range"
+      min="0"
+      max=${moments.length - 1}
+      value=${index}
+      disabled=${moments.length < 2}
+      aria-valuetext="${timeOfDay(map.at)} UTC"
+      onInput=${(event) => onChange(Number(event.target.value))}
+    />
+    <span>${`${when}: ${steps}.`}</span>
+    <span class="hint">Earlier moments are kept while this page is open.</span>
+  </div>`;
+}
+
+function Hottest({ rows, column }) {
+  return html`<h3>Most load</h3>
+    <${Table}
+      caption="Cells with the most load"
+      rows=${hottest(rows, 5)}
+      keyOf=${(cell) => `${cell.row} ${cell.column}`}
+      empty="No load is known."
+      columns=${[
+        { title: "Layer", numeric: true, of: (cell) => cell.row },
+        { title: column === "rank" ? "Rank" : "Expert", numeric: true, of: (cell) => cell.column },
+        { title: "Load / mean", numeric: true, of: (cell) => number(cell.load, 2) },
+      ]}
+    />`;
+}
+
+/** One layer: experts to slots, and the moves of a plan that waits or runs. */
+function Slots({ api, name, deployment, loads, layer }) {
+  const path = deploymentPath(name);
+  const [placement, setPlacement] = useState(null);
+  const epoch = deployment?.epoch ?? null;
+  useEffect(() => {
+    if (epoch !== null) api.get(`${path}/placement`).then(setPlacement, () => setPlacement(null));
+  }, [api, path, epoch]);
+  const plans = usePoll(api, `${path}/plans?page_size=20`, PERIOD_MS);
+  const open = (plans.data?.items ?? []).find(
+    (plan) => !hasEnded(plan) && plan.base_epoch === epoch,
+  );
+  const plan = usePoll(api, open ? `${path}/plans/${encodeURIComponent(open.plan_id)}` : null, 0);
+  if (!placement)
+    return html`<${Section} title="Slots of one layer"
+      ><p class="empty">The placement is not known.</p><//
+    >`;
+  const before = placement.physical_to_logical;
+  const target = plan.data?.target.physical_to_logical;
+  const after =
+    target && placement.epoch === plan.data.base_epoch && sameShape(before, target) ? target : null;
+  return html`<${Section}
+    title="Slots of one layer"
+    note=${after ? `With the moves of plan ${open.plan_id}, which is ${open.phase}.` : COMMITTED}
+  >
+    <${LayerSlots}
+      key=${layer}
+      first=${layer}
+      layers=${before.map((_, i) => i)}
+      before=${before}
+      after=${after}
+      slotsPerRank=${placement.slots_per_rank}
+      loads=${loads}
+    />
+  <//>`;
+}

@@ -1,0 +1,74 @@
+/** The plans of a deployment, newest first. */
+
+import { bytes, count, percent } from "../lib/format.js";
+import { allows } from "../lib/problem.js";
+import { sentence } from "../lib/reasons.js";
+import { linkTo } from "../lib/route.js";
+import { deploymentPath } from "../net/api.js";
+import { usePoll } from "../net/poll.js";
+import { ActionButton, Badge, html, Loaded, Moment, Section, Table } from "../ui.js";
+
+const PERIOD_MS = 3000;
+const OBSERVES = "In observe mode the controller makes no plans of its own.";
+const KINDS = {
+  proposed: "warn",
+  migrating: "info",
+  approved: "info",
+  stalled: "bad",
+  committed: "good",
+};
+
+/** The phase of a plan, as a word in a frame. */
+export function Phase({ phase }) {
+  return html`<${Badge} kind=${KINDS[phase] ?? "plain"}>${phase}<//>`;
+}
+
+export function Plans({ api, role, name, deployment, now }) {
+  const path = `${deploymentPath(name)}/plans`;
+  const poll = usePoll(api, `${path}?page_size=100`, PERIOD_MS);
+  const ask = async () => {
+    const plan = await api.change("POST", path, { dry_run: true });
+    location.hash = linkTo(name, "plans", plan.plan_id);
+  };
+  const actions = allows(role, "operate")
+    ? html`<${ActionButton}
+        id="propose"
+        label="Ask for a proposal"
+        title="Ask for a proposal"
+        confirm="Plan now"
+        act=${ask}
+      >
+        <p>
+          The controller plans on the present window and shows what it would move. Nothing moves
+          before somebody approves it.
+        </p><//
+      >`
+    : "";
+  const id = (plan) => html`<a href=${linkTo(name, "plans", plan.plan_id)}>${plan.plan_id}</a>`;
+  return html`<${Section} title="Plans" note="The newest hundred, newest first." actions=${actions}>
+    <${Loaded} poll=${poll}
+      >${({ items }) =>
+        html`<${Table}
+          caption="Plans"
+          rows=${items}
+          keyOf=${(plan) => plan.plan_id}
+          empty="No plan was made yet."
+          columns=${[
+            { title: "Plan", of: id },
+            { title: "Phase", of: (plan) => html`<${Phase} phase=${plan.phase} />` },
+            { title: "Made because", of: (plan) => sentence(plan.planned_because) },
+            {
+              title: "Created",
+              of: (plan) => html`<${Moment} unix=${plan.created_at} now=${now} />`,
+            },
+            { title: "Policy", of: (plan) => plan.policy },
+            { title: "Copies", numeric: true, of: (plan) => count(plan.moves) },
+            { title: "Bytes", numeric: true, of: (plan) => bytes(plan.nbytes) },
+            { title: "Promised", numeric: true, of: (plan) => percent(plan.numbers.gain) },
+            { title: "Delivered", numeric: true, of: (plan) => percent(plan.delivered?.gain) },
+          ]}
+        />`}<//
+    >
+    ${deployment?.mode === "observe" ? html`<p class="hint">${OBSERVES}</p>` : ""}
+  <//>`;
+}

@@ -1,0 +1,104 @@
+/** Ranks: where they run, how fast they are, and which of their reports were not used. */
+
+import { bytes, count, number, percent, text } from "../lib/format.js";
+import { sentence } from "../lib/reasons.js";
+import { deploymentPath } from "../net/api.js";
+import { usePoll } from "../net/poll.js";
+import { Badge, html, Loaded, Moment, Section, Table } from "../ui.js";
+
+const PERIOD_MS = 10_000;
+
+export function Ranks({ api, name, deployment, now }) {
+  const quarantine = usePoll(api, `${deploymentPath(name)}/quarantine`, PERIOD_MS);
+  const ranks = deployment?.ranks;
+  const mean = ranks?.length ? 1 / ranks.length : null;
+  return html`<${Section} title="Ranks" note=${ranks ? summary(deployment) : ""}>
+      ${
+        ranks
+          ? html`<${Table}
+              caption="Ranks"
+              rows=${ranks}
+              keyOf=${(rank) => rank.rank}
+              empty="No rank is connected."
+              columns=${[
+                { title: "Rank", numeric: true, of: (rank) => rank.rank },
+                { title: "State", of: (rank) => html`<${Condition} rank=${rank} />` },
+                { title: "Node", of: (rank) => rank.node },
+                {
+                  title: "GPU",
+                  of: (rank) =>
+                    html`${text(rank.device)}<span class="hint">${rank.gpu_uuid}</span>`,
+                },
+                { title: "Epoch", numeric: true, of: (rank) => rank.epoch },
+                {
+                  title: "Last seen",
+                  of: (rank) => html`<${Moment} unix=${rank.last_seen_unix} now=${now} />`,
+                },
+                {
+                  title: "Load / mean",
+                  numeric: true,
+                  of: (rank) => number(rank.load_share === null ? null : rank.load_share / mean, 2),
+                },
+                {
+                  title: "Time per token / median",
+                  numeric: true,
+                  of: (rank) => number(rank.slowness, 2),
+                },
+                {
+                  title: "Per token",
+                  numeric: true,
+                  of: (rank) =>
+                    rank.seconds_per_token === null
+                      ? "unknown"
+                      : `${number(rank.seconds_per_token * 1e6, 2)} µs`,
+                },
+                { title: "Free memory", numeric: true, of: (rank) => bytes(rank.free_bytes) },
+              ]}
+            />`
+          : html`<p class="empty">The ranks are not known here.</p>`
+      }
+    <//>
+    <${Section}
+      title="Reports that were not used"
+      note="Steps of ranks, since this replica leads or since the last reset."
+    >
+      <${Loaded} poll=${quarantine}
+        >${({ items }) =>
+          html`<${Table}
+            caption="Quarantine"
+            rows=${items}
+            keyOf=${(row) => row.reason}
+            empty="Every report was used."
+            columns=${[
+              {
+                title: "Reason",
+                of: (row) => html`${sentence(row.reason)} <code>${row.reason}</code>`,
+              },
+              { title: "Rank steps", numeric: true, of: (row) => count(row.rank_steps) },
+              {
+                title: "Newest",
+                of: (row) =>
+                  row.samples.length
+                    ? `rank ${row.samples.at(-1).rank}: ${row.samples.at(-1).detail}`
+                    : "",
+              },
+            ]}
+          />`}<//
+      >
+    <//>`;
+}
+
+function Condition({ rank }) {
+  if (!rank.fresh) return html`<${Badge} kind="bad">✕ lost<//>`;
+  if (rank.trouble) return html`<${Badge} kind="bad">✕ takes no waves<//> ${rank.trouble}`;
+  return html`<${Badge} kind="good">✓ ${rank.state}<//>`;
+}
+
+function summary({ ranks, shape }) {
+  const fresh = ranks.filter((rank) => rank.fresh).length;
+  const shares = ranks.map((rank) => rank.load_share).filter((share) => share !== null);
+  const most =
+    shares.length === ranks.length && shares.length ? Math.max(...shares) * ranks.length : null;
+  const share = most === null ? "an unknown share" : percent(most, 0);
+  return `${fresh} of ${count(shape?.num_ranks)} connected. The fullest has ${share} of the mean.`;
+}

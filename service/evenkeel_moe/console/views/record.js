@@ -1,0 +1,171 @@
+/** Record: the policy and who changed what. */
+
+import { useState } from "../vendor/hooks.js";
+import { policyChanges, formOf } from "../lib/changes.js";
+import { bytes, count, duration, moment } from "../lib/format.js";
+import { allows } from "../lib/problem.js";
+import { deploymentPath } from "../net/api.js";
+import { usePoll } from "../net/poll.js";
+import { ActionButton, Badge, Facts, html, Loaded, Moment, Section, Table } from "../ui.js";
+
+const PERIOD_MS = 5000;
+
+export function Record({ api, role, name, now, reload }) {
+  const path = deploymentPath(name);
+  const policy = usePoll(api, `${path}/policy`, PERIOD_MS);
+  const audit = usePoll(api, `${path}/audit?page_size=100`, PERIOD_MS);
+  const changed = () => Promise.all([policy.reload(), audit.reload(), reload()]);
+  const edit = html`<${EditPolicy} ...${{ api, path, role, document: policy.data, changed }} />`;
+  return html`<${Section}
+      title="Policy"
+      actions=${policy.data && allows(role, "operate") ? edit : ""}
+    >
+      <${Loaded} poll=${policy}>${(document) => html`<${Policy} document=${document} />`}<//>
+    <//>
+    <${Section}
+      title="Requests for changes"
+      note="With a known token, also those that were refused; newest first."
+    >
+      <${Loaded} poll=${audit}
+        >${({ items }) =>
+          html`<${Table}
+            caption="Audit"
+            rows=${items}
+            keyOf=${(row) => row.id}
+            empty="Nobody has asked for a change yet."
+            columns=${[
+              { title: "When", of: (row) => html`<${Moment} unix=${row.at} now=${now} />` },
+              { title: "UTC", of: (row) => moment(row.at).slice(0, 19) },
+              { title: "Who", of: (row) => html`${row.by} <span class="hint">${row.role}</span>` },
+              {
+                title: "Request",
+                of: (row) =>
+                  html`<code>${row.method} ${row.path.replace(`/v1/${path}`, "")}</code>`,
+              },
+              { title: "Outcome", of: (row) => html`<${Outcome} status=${row.status} />` },
+              {
+                title: "Trace",
+                of: (row) =>
+                  html`<code>${row.trace_id ? row.trace_id.slice(0, 12) : "unknown"}</code>`,
+              },
+            ]}
+          />`}<//
+      >
+    <//>`;
+}
+
+function Outcome({ status }) {
+  return status < 400
+    ? html`<${Badge} kind="good">✓ ${status}<//>`
+    : html`<${Badge} kind="bad">✕ ${status}<//>`;
+}
+
+function Policy({ document }) {
+  const { limits, schedule, thresholds } = document;
+  const bound = (value, show) => (value === null ? "no limit" : show(value));
+  return html`<${Facts}
+      rows=${[
+        ["Mode", document.mode],
+        ["Algorithm", document.policy],
+        ["Scored beside it", document.shadow_policies.join(", ") || "none"],
+        ["Cost model", document.cost],
+        ["Dispatch", document.dispatch ?? "as the ranks tell"],
+        ["Cycle", duration(document.cycle_s)],
+        ["A proposal expires after", duration(document.proposal_ttl_s)],
+        ["Copies of one plan", bound(limits.max_moves, count)],
+        ["Bytes of one plan", bound(limits.max_bytes, bytes)],
+        ["Layers of one plan", bound(limits.max_layers, count)],
+        ["Plans may start", schedule.windows.join("; ") || "at any time"],
+        ["No plan starts", schedule.blackouts.join("; ") || "never closed"],
+      ]}
+    />
+    <details>
+      <summary>Thresholds of the gates</summary>
+      <${Table}
+        caption="Thresholds"
+        rows=${Object.entries(thresholds)}
+        keyOf=${([name]) => name}
+        columns=${[
+          { title: "Name", of: ([name]) => html`<code>${name}</code>` },
+          { title: "Value", numeric: true, of: ([, value]) => value },
+        ]}
+      />
+    </details>`;
+}
+
+/** The fields of the form that change with one input. */
+function withValue(form, group, name, value) {
+  return group ? { [group]: { ...form[group], [name]: value } } : { [name]: value };
+}
+
+function EditPolicy({ api, path, role, document, changed }) {
+  const [base, setBase] = useState(null);
+  const form = base?.form ?? formOf(document);
+  const edit = (change) => {
+    // What is edited, and what is compared with, stay as they were when the first field changed.
+    const start = base ?? { document, tag: api.tagOf(`${path}/policy`), form };
+    setBase({ ...start, form: { ...start.form, ...change } });
+  };
+  const forget = () => setBase(null);
+  const { changes, errors } = policyChanges(base?.document ?? document, form);
+  const act = async () => {
+    if (errors.length) throw new Error(errors.join(" "));
+    if (!Object.keys(changes).length) throw new Error("Nothing was changed.");
+    const tag = base?.tag;
+    try {
+      await api.change("PATCH", `${path}/policy`, changes, tag ? { "If-Match": tag } : {});
+    } finally {
+      await changed();
+    }
+    setBase(null);
+  };
+  const input = (group, name) =>
+    html`<label key=${name}
+      ><code>${name}</code>
+      <input
+        type="text"
+        inputmode="decimal"
+        name=${name}
+        value=${group ? form[group][name] : form[name]}
+        onInput=${(event) => edit(withValue(form, group, name, event.target.value))}
+    /></label>`;
+  return html`<${ActionButton}
+    id="policy"
+    label="Change"
+    title="Change the policy"
+    confirm="Send the changes"
+    act=${act}
+  >
+    <label
+      >Mode
+      <select
+        name="mode"
+        value=${form.mode}
+        onChange=${(event) => edit({ mode: event.target.value })}
+      >
+        <option value="observe">observe: nothing moves</option>
+        <option value="propose">propose: plans wait for approval</option>
+        <option value="auto">auto: plans start by themselves</option>
+      </select></label
+    >
+    <div class="inputs">${["cycle_s", "proposal_ttl_s"].map((name) => input(null, name))}</div>
+    <details>
+      <summary>Thresholds</summary>
+      <div class="inputs">
+        ${Object.keys(form.thresholds).map((name) => input("thresholds", name))}
+      </div>
+    </details>
+    ${
+      allows(role, "admin")
+        ? html`<details>
+            <summary>Limits (empty is none)</summary>
+            <div class="inputs">
+              ${Object.keys(form.limits).map((name) => input("limits", name))}
+            </div>
+          </details>`
+        : ""
+    }
+    <p>What is sent: <code id="policy-body">${JSON.stringify(changes)}</code></p>
+    ${base ? html`<button type="button" class="button" onClick=${forget}>Start again</button>` : ""}
+  <//>`;
+}

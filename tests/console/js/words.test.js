@@ -1,0 +1,165 @@
+import assert from "node:assert/strict";
+import test from "node:test";
+import * as format from "../../../service/evenkeel_moe/console/lib/format.js";
+import {
+  eventWords,
+  storyRange,
+  waveSpans,
+} from "../../../service/evenkeel_moe/console/lib/timeline.js";
+import { formOf, policyChanges } from "../../../service/evenkeel_moe/console/lib/changes.js";
+import { allows, describe } from "../../../service/evenkeel_moe/console/lib/problem.js";
+import { sentence } from "../../../service/evenkeel_moe/console/lib/reasons.js";
+import { linkTo, parseRoute } from "../../../service/evenkeel_moe/console/lib/route.js";
+
+test("an unknown value is never zero", () => {
+  const { number, count, percent, signedPercent, bytes, duration, ago, moment } = format;
+  for (const unknown of [null, undefined, NaN]) {
+    for (const show of [number, count, percent, signedPercent, bytes, duration, moment]) {
+      assert.equal(show(unknown), "unknown");
+    }
+    assert.equal(ago(unknown, 5), "unknown");
+  }
+  assert.equal(format.percentRange(0.1, null), "unknown");
+  assert.equal(format.number(0), "0.000");
+  assert.equal(format.text(""), "unknown");
+});
+
+test("numbers have units and separators", () => {
+  assert.equal(format.count(1234567), "1,234,567");
+  assert.equal(format.counted(1, "copy", "copies"), "1 copy");
+  assert.equal(format.counted(2, "copy", "copies"), "2 copies");
+  assert.equal(format.percent(0.3456), "34.6 %");
+  assert.equal(format.signedPercent(-0.02), "−2.0 %");
+  assert.equal(format.signedPercent(0), "0.0 %");
+  assert.equal(format.bytes(999), "999 B");
+  assert.equal(format.bytes(2_400_000), "2.4 MB");
+  assert.equal(format.bytes(-1e13), "−10.0 TB");
+});
+
+test("times are told in two units at most", () => {
+  const cases = [
+    [2.5e-6, "2.5 µs"],
+    [0.0249, "24.9 ms"],
+    [9.94, "9.9 s"],
+    [59, "59 s"],
+    [60, "1 min"],
+    [758, "12 min 38 s"],
+    [3600, "1 h"],
+    [5400, "1 h 30 min"],
+    [2 * 86400 + 3600, "2 days 1 h"],
+  ];
+  for (const [seconds, words] of cases) assert.equal(format.duration(seconds), words);
+  assert.equal(format.ago(100, 112), "12 s ago");
+  assert.equal(format.ago(160, 100), "in 1 min");
+  assert.equal(format.ago(102, 100), "now");
+  assert.equal(format.moment(0), "1970-01-01 00:00:00 UTC");
+});
+
+test("an address names a deployment, a view and a plan, whatever their letters", () => {
+  assert.deepEqual(parseRoute(""), { deployment: null, view: "fleet", plan: null });
+  const route = { deployment: "a b", view: "plans", plan: "p/1" };
+  assert.deepEqual(parseRoute(linkTo("a b", "plans", "p/1")), route);
+  assert.deepEqual(parseRoute("#/d/x/nothing"), { deployment: "x", view: "why", plan: null });
+  assert.equal(parseRoute("#/d/%E0%A4%A").deployment, "%E0%A4%A");
+  assert.equal(linkTo(null), "#/");
+});
+
+test("an error says who leads, or what the controller said", () => {
+  assert.match(describe(0, null), /does not answer/);
+  assert.match(describe(401, null), /revoked/);
+  assert.match(describe(503, { reason: "not_leader", leader: "keel-1" }), /keel-1 leads/);
+  assert.match(describe(503, { reason: "not_leader", leader: null }), /No replica leads/);
+  assert.equal(describe(409, { title: "No", detail: "why" }), "No: why.");
+  assert.equal(describe(500, null), "The answer has status 500.");
+});
+
+test("a role includes the rights of the roles before it", () => {
+  assert.deepEqual(
+    ["read", "operate", "admin"].map((role) => allows(role, "operate")),
+    [false, true, true],
+  );
+  assert.equal(allows("strange", "operate"), false);
+});
+
+test("an unknown reason is shown as it is", () => {
+  assert.equal(sentence("brand_new"), "brand_new.");
+  assert.equal(sentence(null), "The reason is unknown.");
+});
+
+const row = (at, event, more = {}) => ({
+  at,
+  event,
+  phase: "migrating",
+  reason: "plan_started",
+  ...more,
+});
+
+test("waves are spans from their start to their commit", () => {
+  const story = [
+    row(1, "created"),
+    row(2, "wave_started"),
+    row(4, "wave_committed", { waves_committed: 1 }),
+    row(5, "wave_started"),
+    row(9, "ended", { reason: "cancelled" }),
+    row(99, "measured"),
+  ];
+  assert.deepEqual(waveSpans(story), [
+    { index: 0, from: 2, to: 4, committed: true },
+    { index: 1, from: 5, to: 9, committed: false },
+  ]);
+  assert.deepEqual(storyRange(story, 50, true), [1, 9]);
+  assert.equal(waveSpans(story.slice(0, 4)).at(-1).to, null);
+  assert.deepEqual(storyRange(story.slice(0, 4), 50, false), [1, 50]);
+});
+
+test("a wave that is tried again has two spans", () => {
+  const spans = waveSpans([row(1, "wave_started"), row(3, "wave_started")]);
+  assert.deepEqual(
+    spans.map((span) => [span.index, span.from, span.to]),
+    [
+      [0, 1, 3],
+      [0, 3, null],
+    ],
+  );
+});
+
+test("events are told in words", () => {
+  assert.equal(eventWords(row(1, "approved", { by: "ann" })), "Approved by ann");
+  assert.equal(
+    eventWords(row(1, "ended", { reason: "cancelled" })),
+    "Ended: An operator cancelled it.",
+  );
+  const measured = row(1, "measured", { promised_gain: 0.1, delivered_gain: null });
+  assert.equal(eventWords(measured), "Gain measured: promised 10.0 %, delivered unknown");
+});
+
+const POLICY = {
+  mode: "auto",
+  cycle_s: 2,
+  proposal_ttl_s: 3600,
+  thresholds: { plan_below: 0.9, cooldown_s: 8 },
+  limits: { max_moves: null, max_bytes: 5 },
+};
+
+test("only fields that differ are sent", () => {
+  const form = formOf(POLICY);
+  assert.deepEqual(policyChanges(POLICY, form), { changes: {}, errors: [] });
+  form.mode = "observe";
+  form.thresholds.plan_below = "0.85";
+  form.limits = { max_moves: "100", max_bytes: "" };
+  assert.deepEqual(policyChanges(POLICY, form).changes, {
+    mode: "observe",
+    thresholds: { plan_below: 0.85 },
+    limits: { max_moves: 100, max_bytes: null },
+  });
+});
+
+test("text that is no number is named, not sent", () => {
+  const form = { ...formOf(POLICY), cycle_s: "", limits: { max_moves: "many", max_bytes: "5" } };
+  const { changes, errors } = policyChanges(POLICY, form);
+  assert.deepEqual(changes, {});
+  assert.deepEqual(
+    errors.map((words) => words.split(":")[0]),
+    ["cycle_s", "max_moves"],
+  );
+});

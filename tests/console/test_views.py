@@ -1,0 +1,108 @@
+"""Each view in Chromium, with the data of a running fleet."""
+
+import pytest
+
+from tests.console.conftest import Visitor
+from tests.console.fleet import NAME
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+VIEWS = {
+    "why": ("Gates", "No proposal waits for approval", "How cycles ended"),
+    "plans": ("Made because", "Promised", "keel"),
+    "load": ("Load of ranks", "times the layer's mean", "Slots of one layer", "Most load"),
+    "ranks": ("node-0", "node-1", "4 of 4 connected"),
+    "record": ("propose", "Requests for changes", "A proposal expires after"),
+}
+
+
+def test_the_fleet_shows_its_deployment_with_its_newest_reason(visitor: Visitor):
+    visitor.browser.wait_text(NAME)
+    visitor.browser.wait_text("4 of 4 ranks")
+    visitor.browser.wait_text("Newest decision")
+    visitor.browser.wait(".fleet-row canvas")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_shows_what_the_fleet_does(visitor: Visitor, view: str):
+    visitor.fleet.wait_proposal()
+    visitor.go(view)
+    for words in VIEWS[view]:
+        visitor.browser.wait_text(words)
+
+
+@pytest.mark.parametrize("view", ["", *VIEWS])
+def test_no_view_is_wider_than_a_phone(visitor: Visitor, view: str):
+    visitor.browser.size(390, 844, phone=True)
+    visitor.go(*([view] if view else []))
+    visitor.browser.wait_text(NAME)
+    visitor.browser.wait(".card")
+    wide = visitor.browser.script(
+        "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    )
+    assert wide <= 0
+
+
+def test_capacity_gives_the_recommendation_in_words(visitor: Visitor):
+    visitor.go("capacity")
+    visitor.browser.wait_text("Replicas against KV cache", within_s=120)
+    visitor.browser.wait_text("predicted MoE time")
+    visitor.browser.wait_text("KV tokens then")
+
+
+def test_a_proposal_shows_before_and_after_and_its_copies(visitor: Visitor):
+    plan = visitor.fleet.wait_proposal()
+    visitor.open_plan(plan["plan_id"])
+    for words in ("Before and after", "95 % interval", "Copies between ranks", "Held by ranks"):
+        visitor.browser.wait_text(words)
+    rows = visitor.browser.script(
+        "return document.querySelectorAll('[aria-label=Copies] tbody tr').length"
+    )
+    assert rows == min(plan["moves"], 50)
+
+
+def test_a_reader_with_a_keyboard_alone_can_walk_the_heat_map(visitor: Visitor):
+    visitor.go("load")
+    visitor.browser.wait("canvas.heatmap")
+    visitor.browser.script("document.querySelector('canvas.heatmap').focus()")
+    before = visitor.browser.text(".readout")
+    assert before.startswith("Layer 0, rank 0:")
+    visitor.browser.keys("\ue014\ue015")
+    wait_until(lambda: visitor.browser.text(".readout").startswith("Layer 1, rank 1:"))
+    visitor.browser.keys("\ue007")
+    wait_until(
+        lambda: visitor.browser.script("return document.querySelector('#slot-layer').value") == "1"
+    )
+
+
+def test_the_tab_key_reaches_every_button_and_link_in_order(visitor: Visitor):
+    visitor.go("why")
+    visitor.browser.wait("#rollback")
+    visitor.browser.script("document.activeElement.blur()")
+    seen = []
+    for _ in range(16):
+        visitor.browser.keys("\ue004")
+        seen.append(visitor.browser.script("return document.activeElement.innerText || ''"))
+    for words in (
+        "Skip to the content",
+        "Evenkeel",
+        "Sign out",
+        "Fleet",
+        "Freeze",
+        "Plans",
+        "Record",
+    ):
+        assert words in seen, seen
+
+
+def test_every_request_goes_to_the_controller_and_unchanged_answers_are_304(visitor: Visitor):
+    visitor.go("record")
+    visitor.browser.wait_text("Requests for changes")
+    visitor.browser.requests()
+
+    def repeated() -> bool:
+        answers = visitor.browser.requests()
+        assert all(row["url"].startswith(visitor.fleet.url) for row in answers), answers
+        return any(row["status"] == 304 for row in answers)
+
+    wait_until(repeated, within_s=60, every_s=1, what="a 304")
