@@ -48,6 +48,8 @@ const SENTENCES = {
   recovered: "A new leader took the plan over.",
   observe_only: "The ranks can be observed only: they cannot carry out plans.",
   deployment_failed: "The deployment failed on this replica and starts again.",
+  deployment_in_use: "Another group of ranks runs under this name; this one waits.",
+  displaced: "Another process took the place of this rank.",
   checksum_mismatch: "Copied weights have the wrong checksum.",
   staging_too_small: "A rank has too little staging memory.",
   transfer_timeout: "A copy took too long.",
