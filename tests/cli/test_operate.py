@@ -21,7 +21,10 @@ def test_status_of_one_shows_its_ranks(run):
     code, out, _ = run("status", "demo")
     assert code == 0
     assert "2 layers x 4 experts" in out
-    assert "0.5000" in out
+    row = next(line for line in out.splitlines() if "node-0" in line)
+    assert row.split() == "0 node-0 yes".split() + row.split()[3:]
+    for shown in ("50.0%", "1 us", "10 kB", "4 kB"):
+        assert shown in row
 
 
 def test_a_rank_outside_of_waves_is_named_with_its_reason(run, operations):
@@ -47,15 +50,18 @@ def test_json_is_the_controllers_answer(run):
 
 
 def test_operating_commands(run, operations):
-    assert run("plan", "rollback", "-d", "demo", "--to-epoch", "2")[0] == 0
-    assert run("freeze", "60", "-d", "demo")[0] == 0
-    assert run("resume", "-d", "demo")[0] == 0
+    assert run("plan", "rollback", "demo", "--yes", "--to-epoch", "2")[0] == 0
+    code, out, _ = run("freeze", "demo", "1m")
+    assert (code, "no new plan starts for 60 s" in out) == (0, True)
+    assert "the freeze has ended" in run("freeze", "0", "-d", "demo")[1]
+    assert "were not held; the mode is auto" in run("resume", "demo")[1]
     assert operations.calls == [
         ("rollback", "demo", 2, "alice"),
         ("freeze", "demo", 60.0, "alice"),
+        ("freeze", "demo", 0.0, "alice"),
         ("resume", "demo", "alice"),
     ]
-    assert "observe" in run("policy", "mode=observe", "cooldown_s=30", "-d", "demo")[1]
+    assert "observe" in run("policy", "demo", "mode=observe", "cooldown_s=30")[1]
     assert operations.document["cooldown_s"] == 30
     run("policy", "policy_options.gem.restarts=8", "-d", "demo")
     assert operations.document["policy_options"] == {"gem": {"restarts": 8}}

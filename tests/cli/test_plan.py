@@ -19,12 +19,12 @@ def test_a_plan_from_dry_run_to_its_end(run, operations):
     _, _, request = operations.calls[0]
     assert (request.dry_run, request.policy, request.limits.max_moves) == (True, "keel", 8)
     assert [str(phase) for phase in request.phases] == ["decode", "prefill"]
-    assert "approved" in run("plan", "approve", "mine", *options)[1]
+    assert "approved" in run("plan", "approve", "mine", "--yes", *options)[1]
     assert "mine" in run("plan", "list", *options)[1]
-    assert "balancedness_before" in run("plan", "show", "mine", *options)[1]
+    assert "balancedness before" in run("plan", "show", "mine", *options)[1]
     assert "created" in run("plan", "story", "mine", *options)[1]
     assert "cancelled" in run("plan", "cancel", "mine", *options)[1]
-    code, out, err = run("plan", "approve", "mine", *options)
+    code, out, err = run("plan", "approve", "mine", "--yes", *options)
     assert (code, out) == (Exit.REFUSED, "")
     problem = "The request does not fit the current state: plan mine is cancelled (wrong_phase)"
     assert err == f"evenkeel: {problem}\n"
@@ -38,27 +38,27 @@ def test_a_plan_that_may_have_been_accepted_can_be_repeated_by_its_id(
 ):
     words = "the store did not take it; it is tried again while this replica leads"
     operations.error = Unavailable(words)
-    code, out, err = run("plan", *arguments, "-d", "demo")
+    code, out, err = run("plan", *arguments, "--yes", "-d", "demo")
     assert (code, out, len(err.splitlines())) == (Exit.UNAVAILABLE, "", 1)
     assert words in err
     repeat = re.search(rf"--id ({kind}-[0-9a-f]{{12}})$", err.strip())
     assert repeat
     operations.error = None
     for _ in range(2):
-        code, out, _ = run("plan", *arguments, "-d", "demo", "--id", repeat[1])
+        code, out, _ = run("plan", *arguments, "--yes", "-d", "demo", "--id", repeat[1])
         assert (code, repeat[1] in out) == (0, True)
     assert [record.plan.plan_id for record in operations.records["demo"]] == [repeat[1]]
 
 
 def test_a_refused_plan_is_not_to_be_repeated(run, operations):
     operations.error = Conflict("plan p is migrating")
-    code, _, err = run("plan", "rollback", "-d", "demo")
+    code, _, err = run("plan", "rollback", "demo", "--yes")
     assert (code, "--id" in err) == (Exit.REFUSED, False)
 
 
 def test_each_rollback_has_an_id_of_its_own(run, operations):
     for _ in range(2):
-        assert run("plan", "rollback", "-d", "demo")[0] == 0
+        assert run("plan", "rollback", "demo", "--yes")[0] == 0
     first, second = (record.plan.plan_id for record in operations.records["demo"])
     assert first != second
 
@@ -85,7 +85,7 @@ def test_a_target_file_becomes_the_plan(run, operations, tmp_path):
     path = tmp_path / "target.json"
     want = Placement.initial(SHAPE)
     path.write_text(json.dumps({"physical_to_logical": want.phy2log.tolist(), "epoch": 1}))
-    assert run("plan", "create", "-d", "demo", "--target", str(path))[0] == 0
+    assert run("plan", "create", "--yes", "-d", "demo", "--target", str(path))[0] == 0
     assert operations.calls[0][2].target == want
     for unusable in (
         b"[]",
@@ -94,7 +94,7 @@ def test_a_target_file_becomes_the_plan(run, operations, tmp_path):
         b'{"physical_to_logical": ' + b"9" * 5000 + b"}",
     ):
         path.write_bytes(unusable)
-        code, _, err = run("plan", "create", "-d", "demo", "--target", str(path))
+        code, _, err = run("plan", "create", "--yes", "-d", "demo", "--target", str(path))
         assert code == Exit.USAGE
         assert "physical_to_logical" in err
         assert len(err.splitlines()) == 1
@@ -105,7 +105,7 @@ def test_a_target_file_of_other_ranks_is_refused(run, operations, tmp_path):
     path = tmp_path / "target.json"
     want = Placement.initial(SHAPE)
     document = {"physical_to_logical": want.phy2log.tolist(), "num_ranks": SHAPE.num_ranks}
-    create = ("plan", "create", "-d", "demo", "--target", str(path))
+    create = ("plan", "create", "demo", "--yes", "--target", str(path))
     for ranks in (2 * SHAPE.num_ranks, 1, str(SHAPE.num_ranks), True):
         path.write_text(json.dumps({**document, "num_ranks": ranks}))
         has = f"demo has {SHAPE.num_ranks} ranks x {SHAPE.slots_per_rank} slots"

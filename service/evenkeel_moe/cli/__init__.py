@@ -5,7 +5,7 @@ import sys
 import typer
 
 from evenkeel_moe import __version__
-from evenkeel_moe.cli import config, operate, plan, replay, run
+from evenkeel_moe.cli import config, insight, operate, plan, replay, run
 from evenkeel_moe.cli.client import CliError
 from evenkeel_moe.cli.export import export
 from evenkeel_moe.cli.profile import profile
@@ -14,6 +14,10 @@ from evenkeel_moe.errors import EvenkeelError
 __all__ = ["app", "main"]
 
 _EPILOG = (
+    "Words: a deployment is one EP group, the ranks (GPU processes) that serve one model together."
+    " A plan moves experts between ranks in waves, each of which changes whole layers on the same"
+    " step of all ranks. The epoch is the version of the placement, which each wave raises by 1."
+    " Balancedness is the mean load of the ranks / the largest; 1 is a perfect split.\n\n"
     "Exit codes: 0 success; 1 refused by the controller, or a check of the demo failed;"
     " 2 wrong usage or settings; 3 no controller at the address, or temporarily unavailable;"
     " 4 no valid token; 130 interrupted."
@@ -23,7 +27,6 @@ app = typer.Typer(
     name="evenkeel",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     help="Keep expert-parallel MoE serving fleets balanced.",
     epilog=_EPILOG,
 )
@@ -50,6 +53,7 @@ def _root(
 
 run.add_commands(app)
 operate.add_commands(app)
+insight.add_commands(app)
 app.command()(export)
 app.command()(profile)
 app.add_typer(plan.app, name="plan")
@@ -60,7 +64,7 @@ app.add_typer(replay.app, name="replay")
 def main() -> None:
     """Entry point of the `evenkeel` command."""
     try:
-        app()
+        app(prog_name="evenkeel")
     except CliError as error:
         typer.echo(f"evenkeel: {error}", err=True)
         sys.exit(error.code)

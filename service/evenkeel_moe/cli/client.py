@@ -83,6 +83,10 @@ class ApiClient:
         """Call POST /v1/path; return None if the answer has no body."""
         return self._call("POST", path, json=body)
 
+    def delete(self, path: str) -> None:
+        """Call DELETE /v1/path."""
+        self._call("DELETE", path)
+
     def patch(self, path: str, body: Any) -> Any:
         """Call PATCH /v1/path."""
         return self._call("PATCH", path, json=body)
@@ -116,9 +120,7 @@ class ApiClient:
             return str(names[0])
         if not names:
             raise CliError("the controller has no deployment yet", Exit.REFUSED)
-        raise CliError(
-            f"there are several deployments, choose one with -d: {', '.join(names)}", Exit.USAGE
-        )
+        raise CliError(f"there are several deployments, name one: {', '.join(names)}", Exit.USAGE)
 
     def _call(self, method: str, path: str, **kwargs: Any) -> Any:
         try:

@@ -25,6 +25,11 @@ def stdout_console() -> Console:
     return console if console.is_terminal else plain_console(width=200)
 
 
+def stderr_console() -> Console:
+    """Return the console of stderr, for what is not the answer of a command."""
+    return Console(stderr=True, markup=False, emoji=False)
+
+
 def print_json(answer: Any) -> None:
     """Print a value as JSON; NaN and infinity, which JSON does not have, become null."""
     typer.echo(json.dumps(_finite(answer), indent=2, allow_nan=False))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from evenkeel_moe.cli.client import CliError, Exit
-from evenkeel_moe.cli.options import DeploymentClientOptions, with_option_groups
+from evenkeel_moe.cli.options import NamedDeployment, with_option_groups
 from evenkeel_moe.errors import EvenkeelError
 
 
@@ -45,10 +45,10 @@ class ExportedFile:
 
 
 @with_option_groups
-def export(file: ExportedFile, connection: DeploymentClientOptions) -> None:
+def export(file: ExportedFile, connection: NamedDeployment) -> None:
     """Write the current placement of a deployment, so that it starts balanced after a restart."""
     with connection.client() as client:
-        name = client.deployment(connection.deployment)
+        name = connection.found(client)
         answer = client.get(f"deployments/{name}/placement")
         experts = client.get(f"deployments/{name}")["shape"]["num_logical_experts"]
     text = _render(answer, int(experts), name, file)

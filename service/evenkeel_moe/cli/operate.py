@@ -1,37 +1,56 @@
 """Commands that show a deployment and change how it is operated."""
 
-from typing import Annotated
+import re
+from typing import Annotated, Any
 
 import typer
 
+from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli import tables
+from evenkeel_moe.cli.client import CliError, Exit
+from evenkeel_moe.cli.completion import deployment_names
+from evenkeel_moe.cli.confirm import confirm
 from evenkeel_moe.cli.console import show
 from evenkeel_moe.cli.options import (
     ClientOptions,
     DeploymentClientOptions,
     JsonOption,
+    NamedDeployment,
+    YesOption,
     nested_fields,
     parse_value,
     with_option_groups,
 )
+from evenkeel_moe.cli.units import duration_text, moment
+from evenkeel_moe.cli.watch import ShowOptions
+
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_MOST_FROZEN_S = 7 * 86400
 
 
 def status(
-    deployment: Annotated[
-        str | None, typer.Argument(help="Deployment id.", show_default="list all deployments")
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="Deployment id.",
+            show_default="list all deployments",
+            autocompletion=deployment_names,
+        ),
     ] = None,
     *,
     connection: ClientOptions,
-    as_json: JsonOption = False,
+    shown: ShowOptions,
 ) -> None:
     """Show all deployments, or one deployment with its ranks."""
     with connection.client() as client:
-        if deployment is None:
-            rows = client.every("deployments")
-            show(rows, as_json, tables.deployments_table(rows))
-        else:
-            row = client.get(f"deployments/{deployment}")
-            show(row, as_json, tables.deployment_view(row))
+        if name is None:
+            shown.run(lambda: client.every("deployments"), tables.deployments_table)
+            return
+        shown.run(
+            lambda: client.get(f"deployments/{name}"),
+            lambda row: tables.deployment_view(row, SystemClock().unix()),
+        )
 
 
 def decisions(
@@ -39,60 +58,134 @@ def decisions(
         int, typer.Option("--limit", "-n", min=1, max=1000, help="Number of newest rows to show.")
     ] = 20,
     *,
-    connection: DeploymentClientOptions,
-    as_json: JsonOption = False,
+    connection: NamedDeployment,
+    shown: ShowOptions,
 ) -> None:
     """Show what each cycle decided and why, newest first, including cycles that did nothing."""
     with connection.client() as client:
-        rows = client.get(connection.path(client, "/decisions"), page_size=limit)["items"]
-    show(rows, as_json, tables.decisions_table(rows))
+        path = connection.path(client, "/decisions")
+        shown.run(
+            lambda: client.get(path, page_size=limit)["items"],
+            tables.decisions_table,
+        )
 
 
 def policy(
-    changes: Annotated[
+    words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE",
-            help="Fields to change; VALUE is JSON or text. A.B=VALUE changes field B of A.",
-            show_default="show the document",
+            metavar="[NAME] [KEY=VALUE]...",
+            help="Deployment id, and fields to change; VALUE is JSON or text. A.B=VALUE changes"
+            " field B of A.",
+            show_default="show the document of the only deployment there is",
+            autocompletion=deployment_names,
         ),
     ] = None,
     *,
     connection: DeploymentClientOptions,
+    yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show or change the policy document: mode, policy and its options, cost, limits and gates."""
-    fields = nested_fields(parse_value(text) for text in changes or [])
+    """Show or change the policy document: mode, policy and its options, cost, limits and gates.
+
+    The mode says who starts plans: nobody (observe), an operator who approves them (propose), or
+    the controller (auto).
+    """
+    changes = list(words or [])
+    named = changes.pop(0) if changes and "=" not in changes[0] else None
+    chosen = connection.of(named)
+    fields = nested_fields(parse_value(text) for text in changes)
     with connection.client() as client:
-        path = connection.path(client, "/policy")
+        path = chosen.path(client, "/policy")
+        if fields.get("mode") == "auto":
+            name = chosen.found(client)
+            confirm(f"In mode auto the controller moves experts of {name} without asking.", yes)
         document = client.patch(path, fields) if fields else client.get(path)
     show(document, as_json, tables.document_table(document))
 
 
 def freeze(
-    seconds: Annotated[
-        float,
+    words: Annotated[
+        list[str],
         typer.Argument(
-            min=0,
-            max=7 * 86400,
-            help="Seconds during which no new plan may start; 0 ends a freeze.",
+            metavar="[NAME] TIME",
+            help="Deployment id, and the time during which no new plan may start: seconds, or a"
+            " number with s, m, h or d, at most 7d. 0 ends a freeze.",
+            autocompletion=deployment_names,
         ),
     ],
     *,
     connection: DeploymentClientOptions,
 ) -> None:
     """Allow no new plans for some time, for a reload or a resize. The freeze ends by itself."""
+    chosen, text = connection.named_in(words, "TIME")
+    seconds = parse_seconds(text)
     with connection.client() as client:
-        client.post(connection.path(client, "/freeze"), {"seconds": seconds})
+        name = chosen.found(client)
+        client.post(f"deployments/{name}/freeze", {"seconds": seconds})
+    if seconds == 0:
+        typer.echo(f"{name}: the freeze has ended; plans may start again")
+        return
+    until = moment(SystemClock().unix() + seconds)
+    typer.echo(
+        f"{name}: no new plan starts for {duration_text(seconds)}, until {until} UTC; a plan that"
+        f" runs goes on. `evenkeel freeze {name} 0` ends it earlier."
+    )
 
 
-def resume(connection: DeploymentClientOptions) -> None:
+def parse_seconds(text: str) -> float:
+    """Return the seconds in a text such as `90`, `15m` or `2h`.
+
+    Raises:
+        CliError: it is no time, or more than 7 days.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h|d)?", text)
+    if found is None:
+        raise CliError(f"{text} is no time: give seconds, or for example 15m or 2h", Exit.USAGE)
+    seconds = float(found[1]) * _SECONDS[found[2] or ""]
+    if seconds > _MOST_FROZEN_S:
+        raise CliError(f"{text} is more than 7d", Exit.USAGE)
+    return seconds
+
+
+def resume(connection: NamedDeployment) -> None:
     """Let automatic plans run again that a rollback or undelivered gains stopped."""
     with connection.client() as client:
-        client.post(connection.path(client, "/resume"))
+        name = connection.found(client)
+        before = client.get(f"deployments/{name}")
+        client.post(f"deployments/{name}/resume")
+    typer.echo(f"{name}: {_resumed(before)}")
+
+
+def _resumed(before: dict[str, Any]) -> str:
+    """Return what a resume changed, by the state before it."""
+    mode = before["mode"]
+    if not before["held"]:
+        return f"automatic plans were not held; the mode is {mode}"
+    after = "may start again" if mode == "auto" else f"are no longer held, but the mode is {mode}"
+    return f"automatic plans {after}; they were held ({before['held_because']})"
+
+
+def forget(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Deployment id.", autocompletion=deployment_names),
+    ],
+    *,
+    connection: ClientOptions,
+    yes: YesOption = False,
+) -> None:
+    """Remove a deployment whose ranks are gone: lease, memory, series and windows.
+
+    Its plans and epochs stay stored, and ranks that come back are accepted. Needs role admin.
+    """
+    with connection.client() as client:
+        confirm(f"{name} leaves the list and the metrics, and its windows are deleted.", yes)
+        client.delete(f"deployments/{name}")
+    typer.echo(f"{name}: removed; its plans and epochs stay stored")
 
 
 def add_commands(app: typer.Typer) -> None:
     """Register the commands of this module."""
-    for command in (status, decisions, policy, freeze, resume):
+    for command in (status, decisions, policy, freeze, resume, forget):
         app.command()(with_option_groups(command))

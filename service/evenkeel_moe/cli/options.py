@@ -6,8 +6,8 @@ A command takes such options as one argument, a dataclass whose fields are optio
 
 import inspect
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -15,8 +15,12 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from evenkeel_moe.cli.client import ApiClient, CliError, Exit, read_token
+from evenkeel_moe.cli.completion import deployment_names
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+YesOption = Annotated[
+    bool, typer.Option("--yes", "-y", help="Do not ask for confirmation; for scripts.")
+]
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -93,26 +97,83 @@ class ClientOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentClientOptions(ClientOptions):
-    """The options that say which deployment of which controller a command is about."""
+    """The options that say which deployment of which controller a command is about.
+
+    Commands whose other arguments leave no place for a NAME of its own find it with `named_in`.
+    """
 
     deployment: Annotated[
         str | None,
         typer.Option(
             "--deployment",
             "-d",
-            envvar="EVENKEEL_DEPLOYMENT",
-            help="Deployment id.",
+            help="The same as NAME.",
             show_default="the only one there is",
+            autocompletion=deployment_names,
+        ),
+    ] = None
+    default_deployment: Annotated[
+        str | None,
+        typer.Option(
+            envvar="EVENKEEL_DEPLOYMENT", help="Deployment if none is named.", hidden=True
         ),
     ] = None
 
     def path(self, client: ApiClient, rest: str = "") -> str:
-        """Return the REST path of the deployment, followed by `rest`.
+        """Return the REST path of the deployment, followed by `rest`."""
+        return f"deployments/{self.found(client)}{rest}"
+
+    def found(self, client: ApiClient) -> str:
+        """Return the id of the deployment.
 
         Raises:
             CliError: no deployment is named, and there is not exactly one.
         """
-        return f"deployments/{client.deployment(self.deployment)}{rest}"
+        return client.deployment(self.deployment or self.default_deployment)
+
+    def of(self, name: str | None) -> "DeploymentClientOptions":
+        """Return the options for the deployment of this name; None keeps them.
+
+        Raises:
+            CliError: another deployment is named with -d.
+        """
+        if name is not None and self.deployment not in (None, name):
+            raise CliError(
+                f"two deployments are named: {name} and, with -d, {self.deployment}", Exit.USAGE
+            )
+        return self if name is None else replace(self, deployment=name)
+
+    def named_in(self, words: Sequence[str], last: str) -> tuple["DeploymentClientOptions", str]:
+        """Split the arguments `[NAME] LAST`; return the options for NAME, and LAST.
+
+        Raises:
+            CliError: there are no arguments or more than two.
+        """
+        if not 1 <= len(words) <= 2:
+            raise CliError(
+                f"expected [NAME] {last}, got {len(words)} arguments; see --help", Exit.USAGE
+            )
+        return self.of(words[0] if len(words) == 2 else None), words[-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedDeployment(DeploymentClientOptions):
+    """The same, for commands whose only argument is the deployment."""
+
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="Deployment id.",
+            show_default="EVENKEEL_DEPLOYMENT, or the only one there is",
+            autocompletion=deployment_names,
+        ),
+    ] = None
+
+    def found(self, client: ApiClient) -> str:
+        """Return the id of the deployment."""
+        named = self.of(self.name)
+        return client.deployment(named.deployment or self.default_deployment)
 
 
 def nested_fields(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

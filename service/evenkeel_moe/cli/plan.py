@@ -8,14 +8,30 @@ from typing import Annotated, Any
 
 import typer
 
-from evenkeel_moe.cli import tables
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.cli import plan_tables
 from evenkeel_moe.cli.client import ApiClient, CliError, Exit
+from evenkeel_moe.cli.completion import plan_ids
+from evenkeel_moe.cli.confirm import confirm
 from evenkeel_moe.cli.console import show
-from evenkeel_moe.cli.options import DeploymentClientOptions, JsonOption, with_option_groups
+from evenkeel_moe.cli.options import (
+    DeploymentClientOptions,
+    JsonOption,
+    NamedDeployment,
+    YesOption,
+    with_option_groups,
+)
+from evenkeel_moe.cli.units import bytes_text
+from evenkeel_moe.cli.watch import ShowOptions
 
 app = typer.Typer(no_args_is_help=True, help="Create, show, approve, cancel and roll back plans.")
 
-PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="Plan id.")]
+PlanArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[NAME] PLAN", help="Deployment id and plan id.", autocompletion=plan_ids
+    ),
+]
 IdOption = Annotated[
     str | None,
     typer.Option(
@@ -98,17 +114,28 @@ class PlanArguments:
 @app.command()
 @with_option_groups
 def create(
-    connection: DeploymentClientOptions, request: PlanArguments, as_json: JsonOption = False
+    connection: NamedDeployment,
+    request: PlanArguments,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Create a plan by hand."""
+    """Create a plan by hand. It starts at once with --start, and in mode auto."""
     target = None if request.target is None else _read_target(request.target)
     body = request.body(target)
     with connection.client() as client:
-        path = connection.path(client)
+        name = connection.found(client)
+        path = f"deployments/{name}"
         if target is not None and "num_ranks" in target:
             _check_ranks(client.get(path), target["num_ranks"], str(request.target))
+        asks = not (yes or request.dry_run)
+        if asks and (request.start or client.get(path)["mode"] == "auto"):
+            confirm(f"The plan starts at once: ranks of {name} copy experts.", yes)
         answer = _post_plan(client, f"{path}/plans", body)
-    show(answer, as_json, tables.plan_view(answer))
+    _show_plan(answer, as_json)
+
+
+def _show_plan(answer: dict[str, Any], as_json: bool) -> None:
+    show(answer, as_json, plan_tables.plan_view(answer, SystemClock().unix()))
 
 
 def _new_id(kind: str) -> str:
@@ -164,55 +191,71 @@ def _read_target(path: Path) -> dict[str, Any]:
 
 @app.command("list")
 @with_option_groups
-def list_plans(connection: DeploymentClientOptions, as_json: JsonOption = False) -> None:
+def list_plans(connection: NamedDeployment, shown: ShowOptions) -> None:
     """List plans, newest first."""
     with connection.client() as client:
-        rows = client.every(connection.path(client, "/plans"))
-    show(rows, as_json, tables.plans_table(rows))
+        path = connection.path(client, "/plans")
+        shown.run(lambda: client.every(path), plan_tables.plans_table)
 
 
 @app.command("show")
 @with_option_groups
-def show_plan(
-    plan: PlanArgument, connection: DeploymentClientOptions, as_json: JsonOption = False
-) -> None:
-    """Show one plan and the numbers behind it."""
+def show_plan(words: PlanArgument, connection: DeploymentClientOptions, shown: ShowOptions) -> None:
+    """Show one plan and the figures behind it."""
+    chosen, plan = connection.named_in(words, "PLAN")
     with connection.client() as client:
-        answer = client.get(connection.path(client, f"/plans/{plan}"))
-    show(answer, as_json, tables.plan_view(answer))
+        path = chosen.path(client, f"/plans/{plan}")
+        shown.run(
+            lambda: client.get(path),
+            lambda answer: plan_tables.plan_view(answer, SystemClock().unix()),
+        )
 
 
 @app.command()
 @with_option_groups
-def story(
-    plan: PlanArgument, connection: DeploymentClientOptions, as_json: JsonOption = False
-) -> None:
+def story(words: PlanArgument, connection: DeploymentClientOptions, shown: ShowOptions) -> None:
     """Show what happened to a plan and why, in order."""
+    chosen, plan = connection.named_in(words, "PLAN")
     with connection.client() as client:
-        answer = client.get(connection.path(client, f"/plans/{plan}/story"))
-    show(answer, as_json, tables.story_table(answer["rows"]))
+        path = chosen.path(client, f"/plans/{plan}/story")
+        shown.run(lambda: client.get(path), lambda answer: plan_tables.story_table(answer["rows"]))
 
 
 @app.command()
 @with_option_groups
 def approve(
-    plan: PlanArgument, connection: DeploymentClientOptions, as_json: JsonOption = False
+    words: PlanArgument,
+    connection: DeploymentClientOptions,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Start a proposed plan. It is refused (stale_base) if the placement has changed since."""
+    chosen, plan = connection.named_in(words, "PLAN")
     with connection.client() as client:
-        answer = client.post(connection.path(client, f"/plans/{plan}/approve"))
-    show(answer, as_json, tables.plan_view(answer))
+        name = chosen.found(client)
+        path = f"deployments/{name}/plans/{plan}"
+        if not yes:
+            found = client.get(path)
+            confirm(
+                f"Ranks of {name} copy {found['moves']:,} experts, {bytes_text(found['nbytes'])},"
+                f" in {found['waves']} waves.",
+                yes,
+                plan_tables.plan_view(found, SystemClock().unix()),
+            )
+        answer = client.post(f"{path}/approve")
+    _show_plan(answer, as_json)
 
 
 @app.command()
 @with_option_groups
 def cancel(
-    plan: PlanArgument, connection: DeploymentClientOptions, as_json: JsonOption = False
+    words: PlanArgument, connection: DeploymentClientOptions, as_json: JsonOption = False
 ) -> None:
     """Stop a plan. A wave that has all its votes still commits; later waves do not start."""
+    chosen, plan = connection.named_in(words, "PLAN")
     with connection.client() as client:
-        answer = client.post(connection.path(client, f"/plans/{plan}/cancel"))
-    show(answer, as_json, tables.plan_view(answer))
+        answer = client.post(chosen.path(client, f"/plans/{plan}/cancel"))
+    _show_plan(answer, as_json)
 
 
 @app.command()
@@ -222,17 +265,25 @@ def rollback(
         int | None,
         typer.Option(
             min=0,
-            help="Epoch of the placement to return to.",
+            help="Epoch (version) of the placement to return to.",
             show_default="the one before the last plan",
         ),
     ] = None,
     plan_id: IdOption = None,
     *,
-    connection: DeploymentClientOptions,
+    connection: NamedDeployment,
+    yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Return to an earlier placement. Automatic plans then wait for `evenkeel resume`."""
     body = {"plan_id": plan_id or _new_id("rollback"), "to_epoch": to_epoch}
     with connection.client() as client:
-        answer = _post_plan(client, connection.path(client, "/rollback"), body)
-    show(answer, as_json, tables.plan_view(answer))
+        name = connection.found(client)
+        to = "the placement before its last plan" if to_epoch is None else f"epoch {to_epoch}"
+        confirm(
+            f"Ranks of {name} copy experts to return to {to}, and automatic plans wait for"
+            f" `evenkeel resume {name}`.",
+            yes,
+        )
+        answer = _post_plan(client, f"deployments/{name}/rollback", body)
+    _show_plan(answer, as_json)

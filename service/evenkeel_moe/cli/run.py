@@ -57,6 +57,14 @@ def rank(
 
 
 def fleet(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="Deployment id under which the ranks register.",
+            show_default="reference",
+        ),
+    ] = None,
     controller: Annotated[
         list[str] | None,
         typer.Option(
@@ -65,7 +73,7 @@ def fleet(
         ),
     ] = None,
     deployment: Annotated[
-        str, typer.Option(help="Deployment id under which the ranks register.")
+        str, typer.Option("--deployment", "-d", help="The same as NAME.")
     ] = "reference",
     ranks: Annotated[int, typer.Option(min=2, max=64, help="EP ranks, one process each.")] = 4,
     steps: Annotated[int, typer.Option(min=0, help="Steps to serve; 0 serves until Ctrl-C.")] = 0,
@@ -88,7 +96,7 @@ def fleet(
     config = RankConfig(
         run_folder=str(run_folder),
         num_ranks=ranks,
-        deployment=deployment,
+        deployment=name or deployment,
         controllers=tuple(controller or ["127.0.0.1:50051"]),
         steps=steps,
         min_step_s=step_s,

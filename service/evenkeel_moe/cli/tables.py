@@ -1,19 +1,30 @@
-"""Renders answers of the controller as tables. Pure functions from JSON to renderables."""
+"""Renders deployments, policies and decisions as tables: pure functions of JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-_HELD = {
-    "held_after_rollback": "held after a rollback",
-    "gains_not_delivered": "held because plans did not deliver their gain",
-}
-"""Reason of a hold -> words."""
+from evenkeel_moe.cli.fitted_table import FittedCell, FittedColumn, FittedTable
+from evenkeel_moe.cli.reasons import WORDS, explained
+from evenkeel_moe.cli.units import (
+    age,
+    bytes_text,
+    duration_text,
+    figure,
+    figure_name,
+    moment,
+    share,
+)
+
+_BALANCE = ("time_balance", "balancedness_mean")
+"""Figures of a decision that say how balanced the fleet was; the first one that is known counts."""
+_GAIN = ("gain", "gain_lower", "gain_upper")
+_COPIES = ("copies", "bytes")
+BALANCE_WORDS = "balance: mean / largest load of a rank; 1.000 is a perfect split"
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -21,43 +32,46 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def share(value: float | None) -> str:
-    """Return a share in percent, or `-` if it is unknown."""
-    return "-" if value is None else f"{value:.1%}"
-
-
-def moment(unix: float | None) -> str:
-    """Return Unix seconds as UTC text, or `-` if they are unknown."""
-    return "-" if unix is None else datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
 def known(value: object) -> str:
     """Return a value as text, or `-` if it is unknown."""
     return "-" if value is None else str(value)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+def legend(*lines: str) -> RenderableType:
+    """Return lines that explain the words of the table above them."""
+    return Text("\n".join(("", *lines)), style="dim")
 
 
 def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each deployment."""
-    columns = "DEPLOYMENT STATE REASON MODE POLICY EPOCH BALANCEDNESS WORST RANKS PLAN"
-    table = _table(*columns.split())
+    columns = (
+        FittedColumn("DEPLOYMENT"),
+        FittedColumn("STATE"),
+        FittedColumn("REASON", keep=3),
+        FittedColumn("MODE"),
+        FittedColumn("POLICY", keep=5),
+        FittedColumn("EPOCH", right=True, keep=4),
+        FittedColumn("BALANCEDNESS", right=True),
+        FittedColumn("WORST", right=True, keep=6),
+        FittedColumn("RANKS", right=True),
+        FittedColumn("PLAN", keep=1),
+    )
+    cells = []
     for row in rows:
         plan = row["active_plan"]
-        table.add_row(
-            *(row[name] for name in ("deployment", "state", "reason")),
-            *(known(row[name]) for name in ("mode", "policy", "epoch")),
-            number(row["balancedness_mean"]),
-            number(row["balancedness_worst"]),
-            _ranks(row),
-            "-" if plan is None else f"{plan['plan_id']} {plan['phase']}",
+        cells.append(
+            (
+                *(row[name] for name in ("deployment", "state", "reason")),
+                *(known(row[name]) for name in ("mode", "policy", "epoch")),
+                number(row["balancedness_mean"]),
+                number(row["balancedness_worst"]),
+                _ranks(row),
+                "-" if plan is None else f"{plan['plan_id']} {plan['phase']}",
+            )
         )
-    return table
+    lines = explained(str(row["reason"]) for row in rows)
+    notes = [legend(BALANCE_WORDS, *lines)] if rows else [Text("no deployment yet", style="dim")]
+    return Group(FittedTable(columns, cells), *notes)
 
 
 def _ranks(row: Mapping[str, Any]) -> str:
@@ -67,32 +81,34 @@ def _ranks(row: Mapping[str, Any]) -> str:
     return f"{fresh}/{row['shape']['num_ranks']}"
 
 
-def deployment_view(row: Mapping[str, Any]) -> RenderableType:
-    """Return a view of one deployment and its ranks."""
+def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
+    """Return a view of one deployment and its ranks; `now` is in Unix seconds."""
     decision, plan = row["last_decision"], row["active_plan"]
     mean, worst = number(row["balancedness_mean"]), number(row["balancedness_worst"])
-    held = f", {_HELD.get(row['held_because'], 'held')}" if row["held"] else ""
+    held = f", {_held(row['held_because'])}" if row["held"] else ""
     facts = {
         "deployment": row["deployment"],
-        "state": f"{row['state']} ({row['reason']})",
+        "state": _state(row),
         "mode, policy": f"{row['mode']}, {row['policy']}{held}",
         "dispatch": row["dispatch"],
-        "frozen until": moment(row["frozen_until_unix"]),
+        "frozen until": _frozen(row["frozen_until_unix"], now),
         "leader": f"{row['leader']}, term {row['term']}",
         "epoch": f"{known(row['epoch'])} of generation {row['generation']}",
         "shape": _shape_line(row["shape"]),
         "window": f"{row['window_steps']} steps, newest {known(row['step'])}",
-        "balancedness": f"{mean} mean, {worst} worst layer",
+        "balancedness": f"{mean} mean, {worst} worst layer (1.000 is a perfect split)",
         "cost model": _cost_line(row),
         "last decision": "-",
         "plan": "none" if plan is None else _plan_line(row, plan),
     }
     if decision is not None:
-        facts["last decision"] = f"{decision['reason']} at {moment(decision.get('at'))}"
-    table = _table("", "")
-    table.show_header = False
+        at = decision.get("at")
+        facts["last decision"] = f"{decision['reason']} at {moment(at)} UTC, {age(at, now)}"
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("", overflow="fold")
     for name, value in facts.items():
-        table.add_row(Text(name, style="dim"), Text(value))
+        table.add_row(Text(name, style="dim"), Text(str(value)))
     troubles = [
         Text(f"rank {rank['rank']} does not take part in waves: {rank['trouble']}", style="red")
         for rank in row["ranks"]
@@ -100,7 +116,28 @@ def deployment_view(row: Mapping[str, Any]) -> RenderableType:
     ]
     if row["dispatch_warning"]:
         troubles.append(Text(row["dispatch_warning"], style="yellow"))
-    return Group(table, Text(), _ranks_table(row["ranks"]), *troubles)
+    words = legend(
+        "epoch: version of the placement; each wave of a plan raises it by 1",
+        "generation: one life of the EP group; it changes when the engine restarts",
+        *explained([] if decision is None else [str(decision["reason"])]),
+    )
+    return Group(table, Text(), _ranks_table(row["ranks"], now), *troubles, words)
+
+
+def _held(because: str | None) -> str:
+    return {
+        "held_after_rollback": "held after a rollback",
+        "gains_not_delivered": "held because plans did not deliver their gain",
+    }.get(str(because), "held")
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    words = WORDS.get(row["reason"])
+    return f"{row['state']} ({row['reason']})" + ("" if words is None else f": {words}")
+
+
+def _frozen(until: float | None, now: float) -> str:
+    return "-" if until is None else f"{moment(until)} UTC, {age(until, now)}"
 
 
 def _cost_line(row: Mapping[str, Any]) -> str:
@@ -113,23 +150,41 @@ def _cost_line(row: Mapping[str, Any]) -> str:
     return f"{model['words']}{shown}"
 
 
-def _ranks_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
-    columns = "RANK,NODE,FRESH,EPOCH,WAVE,LOAD SHARE,S/TOKEN,FREE BYTES,STAGING BYTES"
-    table = _table(*columns.split(","))
-    for rank in ranks:
-        pace = rank["seconds_per_token"]
-        table.add_row(
+def _ranks_table(ranks: Sequence[Mapping[str, Any]], now: float) -> FittedTable:
+    columns = (
+        FittedColumn("RANK", right=True),
+        FittedColumn("NODE", keep=3),
+        FittedColumn("ALIVE"),
+        FittedColumn("SEEN", right=True, keep=4),
+        FittedColumn("EPOCH", right=True, keep=1),
+        FittedColumn("WAVE", keep=5),
+        FittedColumn("LOAD SHARE", right=True),
+        FittedColumn("TIME/TOKEN", right=True, keep=2),
+        FittedColumn("FREE MEMORY", right=True, keep=1),
+        FittedColumn("STAGING", right=True, keep=6),
+    )
+    cells = [
+        (
             str(rank["rank"]),
-            rank["node"],
-            "yes" if rank["fresh"] else "stopped" if rank["stopped"] else "NO",
+            str(rank["node"]),
+            _alive(rank),
+            age(rank["last_seen_unix"], now),
             str(rank["epoch"]),
-            rank["state"],
-            number(rank["load_share"], 4),
-            "-" if pace is None else f"{pace:.3g}",
-            str(rank["free_bytes"]),
-            str(rank["staging_bytes"]),
+            str(rank["state"]),
+            share(rank["load_share"]),
+            duration_text(rank["seconds_per_token"]),
+            bytes_text(rank["free_bytes"]),
+            bytes_text(rank["staging_bytes"]),
         )
-    return table
+        for rank in ranks
+    ]
+    return FittedTable(columns, cells)
+
+
+def _alive(rank: Mapping[str, Any]) -> FittedCell:
+    if rank["fresh"]:
+        return "yes"
+    return "stopped" if rank["stopped"] else Text("NO", style="red")
 
 
 def _shape_line(shape: Mapping[str, Any]) -> str:
@@ -140,85 +195,74 @@ def _shape_line(shape: Mapping[str, Any]) -> str:
 
 
 def _plan_line(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    done, total = row["staging_bytes_done"], row["staging_bytes_total"]
     return (
         f"{plan['plan_id']} {plan['phase']} ({plan['reason']}),"
         f" wave {plan['waves_committed']}/{plan['waves']},"
-        f" {row['staging_bytes_done']}/{row['staging_bytes_total']} bytes staged"
+        f" {bytes_text(done)} of {bytes_text(total)} staged"
     )
-
-
-def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return a table with one row for each plan."""
-    columns = "PLAN,PHASE,REASON,BECAUSE,POLICY,BASE,WAVES,MOVES,BYTES,PROMISED,DELIVERED"
-    table = _table(*columns.split(","), "CREATED (UTC)")
-    for row in rows:
-        delivered = row["delivered"]
-        table.add_row(
-            *(row[name] for name in ("plan_id", "phase", "reason", "planned_because", "policy")),
-            str(row["base_epoch"]),
-            f"{row['waves_committed']}/{row['waves']}",
-            str(row["moves"]),
-            str(row["nbytes"]),
-            share(row["numbers"].get("gain")),
-            "-" if delivered is None else share(delivered["gain"]),
-            moment(row["created_at"]),
-        )
-    return table
-
-
-def plan_view(row: Mapping[str, Any]) -> RenderableType:
-    """Return a view of one plan and its numbers."""
-    numbers = _table("NUMBER", "VALUE")
-    for name, value in row["numbers"].items():
-        numbers.add_row(name, "-" if value is None else f"{value:.6g}")
-    parts: list[RenderableType] = [plans_table([row])]
-    if row["error"]:
-        parts.append(Text(row["error"], style="red"))
-    if row["delivered"] is not None:
-        parts.append(Text(_delivered_line(row["delivered"])))
-    return Group(*parts, Text(), numbers) if row["numbers"] else Group(*parts)
-
-
-def _delivered_line(row: Mapping[str, Any]) -> str:
-    """Return promise and delivery of a plan in words."""
-    if row["gain"] is None:
-        return f"what it delivered is unknown: {row['unknown_because']}"
-    promised = f"promised {share(row['promised'])} of MoE time, " if row["promised"] else ""
-    return (
-        f"{promised}delivered {share(row['gain'])} ({share(row['lower'])} to"
-        f" {share(row['upper'])}) on {row['steps']} steps"
-    )
-
-
-def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return a table of the events of a plan, in order."""
-    table = _table("AT (UTC)", "EVENT", "DETAIL")
-    for row in rows:
-        rest = {key: value for key, value in row.items() if key not in ("at", "event")}
-        table.add_row(moment(row.get("at")), str(row.get("event", "")), _pairs(rest))
-    return table
 
 
 def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each decision of a cycle."""
-    table = _table("AT (UTC)", "REASON", "PLAN", "NUMBERS")
+    columns = (
+        FittedColumn("AT (UTC)"),
+        FittedColumn("DECISION"),
+        FittedColumn("BALANCE", right=True),
+        FittedColumn("GAIN OF A PLAN", keep=2),
+        FittedColumn("COPIES", keep=3),
+        FittedColumn("PLAN", keep=4),
+        FittedColumn("FIGURES", keep=1, fold=True, least=24),
+    )
+    cells = []
     for row in rows:
-        numbers = _pairs(row.get("numbers") or {})
-        table.add_row(moment(row["at"]), row["reason"], row.get("plan_id") or "-", numbers)
-    return table
+        figures = dict(row.get("numbers") or {})
+        rest = {
+            name: value
+            for name, value in figures.items()
+            if name not in {*_BALANCE, *_GAIN, *_COPIES}
+        }
+        cells.append(
+            (
+                moment(row["at"]),
+                str(row["reason"]),
+                _balance(figures),
+                _gain(figures),
+                _copies(figures),
+                str(row.get("plan_id") or "-"),
+                ", ".join(f"{figure_name(name)} {figure(name, rest[name])}" for name in rest),
+            )
+        )
+    lines = explained(str(row["reason"]) for row in rows)
+    return Group(FittedTable(columns, cells), legend(BALANCE_WORDS, *lines))
+
+
+def _balance(figures: Mapping[str, float]) -> str:
+    return next((number(figures[name]) for name in _BALANCE if name in figures), "-")
+
+
+def _gain(figures: Mapping[str, float]) -> str:
+    if "gain" not in figures:
+        return "-"
+    lower, upper = figures.get("gain_lower"), figures.get("gain_upper")
+    return f"{share(figures['gain'])} ({share(lower)} to {share(upper)})"
+
+
+def _copies(figures: Mapping[str, float]) -> str:
+    if "copies" not in figures:
+        return "-"
+    return f"{figures['copies']:,.0f}, {bytes_text(figures.get('bytes'))}"
 
 
 def document_table(document: Mapping[str, Any]) -> RenderableType:
-    """Return a table with one row for each field of a document."""
-    table = _table("FIELD", "VALUE")
+    """Return a table with one row for each field of a document, and of the objects in it."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("FIELD", no_wrap=True)
+    table.add_column("VALUE", overflow="fold")
     for key, value in sorted(document.items()):
-        table.add_row(key, json.dumps(value))
+        if isinstance(value, Mapping) and value:
+            for name, inner in value.items():
+                table.add_row(f"{key}.{name}", json.dumps(inner))
+        else:
+            table.add_row(key, json.dumps(value))
     return table
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    shown = [
-        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
-        for key, value in values.items()
-    ]
-    return "  ".join(shown)

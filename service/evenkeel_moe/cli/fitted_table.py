@@ -1,0 +1,82 @@
+"""A table without borders that leaves out its least important columns on a narrow terminal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+FittedCell = str | Text
+
+
+@dataclass(frozen=True, slots=True)
+class FittedColumn:
+    """One column and its place among those that may be left out."""
+
+    head: str
+    right: bool = False
+    """True for numbers, which are aligned to the right."""
+    keep: int = 0
+    """Columns with a higher number are left out first; 0 is always kept."""
+    fold: bool = False
+    """True for long text, which may take several lines; other cells stay in one line."""
+    least: int = 16
+    """Characters that a folded column needs."""
+
+
+class FittedTable:
+    """Rows of cells under columns, drawn with as many columns as fit.
+
+    Args:
+        columns: in order.
+        rows: one cell for each column.
+    """
+
+    def __init__(self, columns: Sequence[FittedColumn], rows: Sequence[Sequence[FittedCell]]) -> None:
+        self._columns = columns
+        self._rows = rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the widest table that fits; without rows yield only the heads."""
+        kept = list(range(len(self._columns)))
+        while self._needs(kept) > options.max_width:
+            droppable = [index for index in kept if self._columns[index].keep]
+            if not droppable:
+                break
+            # The last of the least important ones.
+            kept.remove(max(droppable, key=lambda index: (self._columns[index].keep, index)))
+        yield self._table(kept)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Return the widths between which the table can be drawn."""
+        return Measurement(1, options.max_width)
+
+    def _needs(self, kept: Sequence[int]) -> int:
+        total = 2 * (len(kept) - 1)
+        for index in kept:
+            column = self._columns[index]
+            widest = max([len(column.head), *(len(row[index]) for row in self._rows)])
+            total += min(widest, column.least) if column.fold else widest
+        return total
+
+    def _table(self, kept: Sequence[int]) -> Table:
+        table = Table(
+            box=None,
+            pad_edge=False,
+            padding=(0, 2, 0, 0),
+            header_style="bold",
+            show_header=any(column.head for column in self._columns),
+        )
+        for index in kept:
+            column = self._columns[index]
+            table.add_column(
+                column.head,
+                justify="right" if column.right else "left",
+                no_wrap=not column.fold,
+                overflow="fold",
+            )
+        for row in self._rows:
+            table.add_row(*(row[index] for index in kept))
+        return table

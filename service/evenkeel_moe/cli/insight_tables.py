@@ -1,0 +1,168 @@
+"""Renders recommendations, audits and rejected reports. Pure functions from JSON to renderables."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
+from evenkeel_moe.cli.reasons import explained
+from evenkeel_moe.cli.tables import BALANCE_WORDS, legend, number
+from evenkeel_moe.cli.units import bytes_text, duration_text, moment, share
+
+_CALLS = {
+    "recommend": "yes: a plan would pay",
+    "not_now": "no: a plan would not pay now",
+    "insufficient_evidence": "not known yet: too few steps, or the gain is uncertain",
+}
+
+
+def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
+    """Return a recommendation: its answer in a sentence, its arithmetic, and its comparisons."""
+    call = _CALLS.get(answer["call"], answer["call"])
+    parts: list[RenderableType] = [
+        Text(f"{answer['deployment']}: {call}", style="bold"),
+        Text(f"at {moment(answer['at'])} UTC, epoch {answer['epoch']}, policy {answer['policy']}"),
+        Text(),
+        *(Text(words) for words in answer["words"]),
+        Text(f"Cost model: {answer['cost_model']['words']}."),
+    ]
+    if answer["policies"]:
+        parts += [Text("\nPolicies", style="bold"), _policies(answer["policies"])]
+    if answer["redundancy"] is not None:
+        advised, present = answer["redundancy"]["advised"], answer["redundancy"]["present"]
+        title = f"\nReplicas per layer: {present} now, {advised} advised"
+        parts += [Text(title, style="bold"), _levels(answer["redundancy"])]
+    tradeoff = answer["replica_tradeoff"]
+    if tradeoff is not None:
+        words = (tradeoff["words"], tradeoff["craft_words"])
+        parts += [Text(), *(Text(text) for text in words if text)]
+    reasons = [str(row["reason"]) for row in answer["policies"]]
+    return Group(
+        *parts,
+        legend(
+            "gain: saved share of MoE time on later steps, with its 95 % interval",
+            BALANCE_WORDS,
+            *explained([str(answer["reason"]), *reasons]),
+        ),
+    )
+
+
+def _policies(rows: Sequence[Mapping[str, Any]]) -> FittedTable:
+    columns = (
+        FittedColumn("POLICY"),
+        FittedColumn("WOULD END WITH"),
+        FittedColumn("GAIN", right=True),
+        FittedColumn("INTERVAL", keep=2),
+        FittedColumn("COPIES", right=True, keep=1),
+        FittedColumn("BYTES", right=True, keep=3),
+        FittedColumn("BALANCE", right=True, keep=4),
+        FittedColumn("PAYS AFTER", right=True, keep=5),
+    )
+    return FittedTable(columns, [_policy(row) for row in rows])
+
+
+def _policy(row: Mapping[str, Any]) -> tuple[str, ...]:
+    verdict = row["verdict"] or {}
+    steps = verdict.get("payback_steps")
+    after = "-" if steps is None else f"{steps:,.0f} steps"
+    if verdict.get("payback_s") is not None:
+        after = duration_text(verdict["payback_s"])
+    return (
+        row["policy"],
+        row["reason"],
+        share(verdict.get("gain")),
+        _interval(verdict),
+        "-" if row["copies"] is None else f"{row['copies']:,}",
+        bytes_text(row["nbytes"]),
+        number(row["balancedness_expected"]),
+        after,
+    )
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    if row.get("gain_lower") is None:
+        return "-"
+    return f"{share(row['gain_lower'])} to {share(row['gain_upper'])}"
+
+
+def _levels(redundancy: Mapping[str, Any]) -> FittedTable:
+    columns = (
+        FittedColumn("REPLICAS", right=True),
+        FittedColumn("GAIN", right=True),
+        FittedColumn("INTERVAL", keep=2),
+        FittedColumn("MORE MEMORY PER RANK", right=True),
+        FittedColumn("FITS", keep=1),
+        FittedColumn("BALANCE", right=True, keep=3),
+    )
+    fits = {None: "-", True: "yes", False: "no"}
+    cells = [
+        (
+            f"{row['replicas_per_layer']}"
+            + (" (now)" if row["replicas_per_layer"] == redundancy["present"] else ""),
+            share(row["gain"]),
+            _interval(row),
+            bytes_text(row["extra_bytes_per_rank"]),
+            fits[row["fits"]],
+            number(row["balancedness"]),
+        )
+        for row in redundancy["levels"]
+    ]
+    return FittedTable(columns, cells)
+
+
+def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return a table with one row for each request for a change."""
+    if not rows:
+        return Text("no request for a change is recorded", style="dim")
+    columns = (
+        FittedColumn("AT (UTC)"),
+        FittedColumn("BY"),
+        FittedColumn("ROLE", keep=2),
+        FittedColumn("REQUEST", fold=True, least=24),
+        FittedColumn("OUTCOME"),
+        FittedColumn("TRACE", keep=3),
+    )
+    cells = [
+        (
+            moment(row["at"]),
+            row["by"],
+            row["role"],
+            f"{row['method']} {row['path']}",
+            _outcome(row["status"]),
+            row["trace_id"] or "-",
+        )
+        for row in rows
+    ]
+    return FittedTable(columns, cells)
+
+
+def _outcome(status: int) -> Text:
+    if status < 400:
+        return Text(f"{status} done", style="green")
+    words = {401: "unknown token", 403: "not allowed", 409: "did not fit", 412: "was out of date"}
+    return Text(f"{status} {words.get(status, 'refused')}", style="red")
+
+
+def quarantine_view(answer: Mapping[str, Any]) -> RenderableType:
+    """Return the rejected parts of reports by reason, each with its newest samples."""
+    if not answer["items"]:
+        return Text(f"{answer['deployment']}: no report was rejected")
+    cells = [
+        (
+            row["reason"],
+            f"{row['rank_steps']:,}",
+            "\n".join(f"rank {one['rank']}: {one['detail']}" for one in row["samples"]),
+        )
+        for row in answer["items"]
+    ]
+    columns = (
+        FittedColumn("REASON"),
+        FittedColumn("RANK STEPS", right=True),
+        FittedColumn("NEWEST", fold=True),
+    )
+    return Group(
+        FittedTable(columns, cells),
+        legend("rank steps: (rank, step) pairs whose counts are not in the window"),
+    )

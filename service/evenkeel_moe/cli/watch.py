@@ -1,0 +1,84 @@
+"""Shows an answer of the controller once, or again and again until Ctrl-C."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.cli.client import CliError, Exit
+from evenkeel_moe.cli.console import show, stdout_console
+from evenkeel_moe.cli.units import moment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShowOptions:
+    """The options that say how an answer is shown, and how often."""
+
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the answer as JSON; with --watch one answer a line."),
+    ] = False
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show the answer again until Ctrl-C.")
+    ] = False
+    interval: Annotated[
+        float,
+        typer.Option("--interval", min=0.1, max=3600, help="Seconds between two, with --watch."),
+    ] = 2.0
+
+    def run(self, fetch: Callable[[], Any], render: Callable[[Any], RenderableType]) -> None:
+        """Show what `fetch` returns, once or until Ctrl-C.
+
+        While watching, a controller that is temporarily unavailable is waited for.
+
+        Raises:
+            CliError: the controller refused; without --watch also that it is unavailable.
+        """
+        if not self.watch:
+            answer = fetch()
+            show(answer, self.as_json, render(answer))
+        elif self.as_json:
+            self._repeat(lambda: typer.echo(json.dumps(fetch())), _tell)
+        else:
+            self._follow(lambda: render(fetch()))
+
+    def _follow(self, draw: Callable[[], RenderableType]) -> None:
+        # Imported here because other commands should not wait for it.
+        from rich.live import Live
+
+        console = stdout_console()
+        if not console.is_terminal:
+            self._repeat(lambda: console.print(self._page(draw())), _tell)
+            return
+        with Live(console=console, auto_refresh=False, screen=True) as live:
+
+            def refresh(part: RenderableType) -> None:
+                live.update(self._page(part), refresh=True)
+
+            self._repeat(
+                lambda: refresh(draw()), lambda error: refresh(Text(str(error), style="red"))
+            )
+
+    def _page(self, part: RenderableType) -> RenderableType:
+        head = f"{moment(SystemClock().unix())} UTC, every {self.interval:g} s, Ctrl-C ends"
+        return Group(Text(head, style="dim"), Text(), part)
+
+    def _repeat(self, once: Callable[[], None], unavailable: Callable[[CliError], None]) -> None:
+        while True:
+            try:
+                once()
+            except CliError as error:
+                if error.code is not Exit.UNAVAILABLE:
+                    raise
+                unavailable(error)
+            time.sleep(self.interval)
+
+
+def _tell(error: CliError) -> None:
+    typer.echo(f"evenkeel: {error}", err=True)

@@ -1,0 +1,36 @@
+from rich.console import Console
+
+from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
+
+COLUMNS = (
+    FittedColumn("NAME"),
+    FittedColumn("LEAST", keep=2),
+    FittedColumn("SIZE", right=True, keep=1),
+    FittedColumn("TEXT", fold=True, least=10),
+)
+ROWS = [("alpha", "unimportant", "12", "long text that may take lines")]
+
+
+def drawn(width):
+    console = Console(width=width, file=None, record=True, quiet=False, force_terminal=False)
+    with console.capture() as captured:
+        console.print(FittedTable(COLUMNS, ROWS))
+    return captured.get().splitlines()
+
+
+def test_a_wide_terminal_shows_every_column_in_one_line():
+    lines = drawn(80)
+    assert lines[0].split() == ["NAME", "LEAST", "SIZE", "TEXT"]
+    assert len(lines) == 2
+
+
+def test_the_least_important_columns_are_left_out_first():
+    assert drawn(32)[0].split() == ["NAME", "SIZE", "TEXT"]
+    assert drawn(20)[0].split() == ["NAME", "TEXT"]
+    text = " ".join(line[7:].strip() for line in drawn(20)[1:])
+    assert " ".join(text.split()) == ROWS[0][3]
+
+
+def test_names_are_never_cut():
+    for width in range(8, 80):
+        assert "alpha" in "".join(drawn(width)).replace("\n", "")

@@ -1,0 +1,88 @@
+import re
+
+import pytest
+
+from evenkeel_moe.cli.heat import heat_map
+from evenkeel_moe.model.placement import Placement
+from tests.api.fakes import SHAPE, FakeView, make_status, make_window
+
+
+def answer(rows, **changes):
+    found = {
+        "deployment": "demo",
+        "phase": None,
+        "steps": 5,
+        "newest_step": 4,
+        "first_layer": 0,
+        "ranks": rows,
+        "experts": None,
+    }
+    return found | changes
+
+
+def drawn(renderable, width):
+    from rich.console import Console
+
+    console = Console(width=width, markup=False)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
+
+
+def test_the_recommendation_answers_in_words_first(run):
+    code, out, _ = run("recommend", "demo")
+    assert code == 0
+    assert out.splitlines()[0] == "demo: yes: a plan would pay"
+    assert "eplb would make 2 copies." in out
+    row = next(line for line in out.splitlines() if line.startswith("eplb  "))
+    assert "20.0%" in row and "15.0% to 25.0%" in row and "10 steps" in row
+    assert "2 (now)" in out
+
+
+def test_the_heat_map_names_its_largest_cells(run):
+    code, out, _ = run("heatmap", "demo", "--experts")
+    assert code == 0
+    assert "largest: 2.00 (expert 0 in layer 0)" in out
+    assert "rank" in run("heatmap", "demo")[1]
+
+
+def test_an_unknown_load_is_told_and_not_drawn(run, operations):
+    assert "no complete step is known yet" in run("heatmap", "fresh")[1]
+    window = {phase: make_window() for phase in ("decode",)}
+    operations.views["demo"] = FakeView(make_status(), window, None)
+    assert "the placement is unknown" in run("heatmap", "demo")[1]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_large_heat_map_fits_the_terminal_and_keeps_its_worst_cell(width):
+    rows = [[1.0] * 320 for _ in range(92)]
+    rows[77][301] = 9.5
+    rows[3][5] = None
+    lines = drawn(heat_map(answer(rows), experts=False), width).splitlines()
+    assert max(len(line) for line in lines) <= width
+    cells = [line for line in lines if re.match(r"\d+(-\d+)? +[=@.#+?-]+$", line)]
+    assert len(cells) <= 40
+    assert sum(line.count("@") for line in cells) == 1
+    assert any("9.50 (rank 301 in layer 77)" in line for line in lines)
+
+
+def test_the_audit_tells_who_did_what(run):
+    assert "no request for a change" in run("audit", "demo")[1]
+    run("freeze", "demo", "60")
+    run("plan", "cancel", "demo", "nope")
+    lines = run("audit", "demo")[1].splitlines()
+    assert re.search(r"alice +operate +POST /v1/deployments/demo/plans/nope/cancel +404", lines[1])
+    assert "204 done" in lines[2]
+
+
+def test_rejected_reports_are_shown_with_samples(run, operations):
+    out = run("quarantine", "demo")[1]
+    assert re.search(r"sum_mismatch +12 +rank 1: rank 1: 7 tokens, counts sum to 9", out)
+    operations.rejected = []
+    assert "no report was rejected" in run("quarantine", "demo")[1]
+
+
+def test_placement_of_the_fake_is_drawn_by_rank(run, operations):
+    assert Placement.initial(SHAPE).num_ranks == 2
+    out = run("heatmap", "demo")[1]
+    assert re.search(r"^layer +rank 0", out, re.MULTILINE)
