@@ -34,7 +34,9 @@ class FittedTable:
         rows: one cell for each column.
     """
 
-    def __init__(self, columns: Sequence[FittedColumn], rows: Sequence[Sequence[FittedCell]]) -> None:
+    def __init__(
+        self, columns: Sequence[FittedColumn], rows: Sequence[Sequence[FittedCell]]
+    ) -> None:
         self._columns = columns
         self._rows = rows
 

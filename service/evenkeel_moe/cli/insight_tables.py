@@ -26,7 +26,6 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
         Text(f"at {moment(answer['at'])} UTC, epoch {answer['epoch']}, policy {answer['policy']}"),
         Text(),
         *(Text(words) for words in answer["words"]),
-        Text(f"Cost model: {answer['cost_model']['words']}."),
     ]
     if answer["policies"]:
         parts += [Text("\nPolicies", style="bold"), _policies(answer["policies"])]
@@ -38,13 +37,15 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
     if tradeoff is not None:
         words = (tradeoff["words"], tradeoff["craft_words"])
         parts += [Text(), *(Text(text) for text in words if text)]
-    reasons = [str(row["reason"]) for row in answer["policies"]]
+    given = [str(answer["reason"]), *(str(row["reason"]) for row in answer["policies"])]
+    # Here a plan only would have started.
+    reasons = [reason for reason in given if reason != "plan_started"]
     return Group(
         *parts,
         legend(
             "gain: saved share of MoE time on later steps, with its 95 % interval",
             BALANCE_WORDS,
-            *explained([str(answer["reason"]), *reasons]),
+            *explained(reasons),
         ),
     )
 

@@ -22,8 +22,14 @@ from evenkeel_moe.cli.units import (
 
 _BALANCE = ("time_balance", "balancedness_mean")
 """Figures of a decision that say how balanced the fleet was; the first one that is known counts."""
-_GAIN = ("gain", "gain_lower", "gain_upper")
-_COPIES = ("copies", "bytes")
+_IN_COLUMNS = {*_BALANCE, "gain", "gain_lower", "gain_upper", "copies", "bytes"}
+_COMPARED: Mapping[str, tuple[str, ...]] = {
+    "gain_too_small": ("min_gain",),
+    "gain_uncertain": (),
+    "payback_too_long": ("payback_steps", "max_payback_steps"),
+    "limit_exceeded": ("layers", "max_copies", "max_bytes", "max_layers"),
+}
+"""Figures that a gate after planning compared. Of the many figures of a plan these tell why."""
 BALANCE_WORDS = "balance: mean / largest load of a rank; 1.000 is a perfect split"
 
 
@@ -209,19 +215,15 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         FittedColumn("AT (UTC)"),
         FittedColumn("DECISION"),
         FittedColumn("BALANCE", right=True),
-        FittedColumn("GAIN OF A PLAN", keep=2),
+        FittedColumn("GAIN OF A PLAN", keep=1),
         FittedColumn("COPIES", keep=3),
         FittedColumn("PLAN", keep=4),
-        FittedColumn("FIGURES", keep=1, fold=True, least=24),
+        FittedColumn("COMPARED", keep=2, fold=True, least=24),
     )
     cells = []
     for row in rows:
         figures = dict(row.get("numbers") or {})
-        rest = {
-            name: value
-            for name, value in figures.items()
-            if name not in {*_BALANCE, *_GAIN, *_COPIES}
-        }
+        compared = _compared(str(row["reason"]), figures)
         cells.append(
             (
                 moment(row["at"]),
@@ -230,15 +232,36 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
                 _gain(figures),
                 _copies(figures),
                 str(row.get("plan_id") or "-"),
-                ", ".join(f"{figure_name(name)} {figure(name, rest[name])}" for name in rest),
+                ", ".join(
+                    f"{figure_name(name)} {figure(name, value)}" for name, value in compared.items()
+                ),
             )
         )
     lines = explained(str(row["reason"]) for row in rows)
-    return Group(FittedTable(columns, cells), legend(BALANCE_WORDS, *lines))
+    words = (
+        f"{BALANCE_WORDS}; now -> expected after the plan",
+        "gain: saved share of MoE time on later steps, with its 95 % interval",
+        "--json shows every figure",
+    )
+    return Group(FittedTable(columns, cells), legend(*words, *lines))
+
+
+def _compared(reason: str, figures: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures that the gate compared, without those in columns of their own."""
+    chosen = _COMPARED.get(reason)
+    if chosen is None and "planned_on_steps" in figures:
+        chosen = ()
+    return {
+        name: value
+        for name, value in figures.items()
+        if (name not in _IN_COLUMNS if chosen is None else name in chosen)
+    }
 
 
 def _balance(figures: Mapping[str, float]) -> str:
-    return next((number(figures[name]) for name in _BALANCE if name in figures), "-")
+    now = next((number(figures[name]) for name in _BALANCE if name in figures), "-")
+    expected = figures.get("balancedness_expected")
+    return now if expected is None else f"{now} -> {number(expected)}"
 
 
 def _gain(figures: Mapping[str, float]) -> str:
