@@ -5,9 +5,9 @@ BIN := .venv/bin
 PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
-.PHONY: demo test test-engines test-gpu test-deploy test-console example-join example-qwen3moe check
-.PHONY: sim chaos format console-vendor console-images proto verify-proto proto-breaking
-.PHONY: proto-release deploy-files sbom clean
+.PHONY: demo test test-engines test-gpu gpu-report test-deploy test-console example-join
+.PHONY: example-qwen3moe check sim chaos format console-vendor console-images proto verify-proto
+.PHONY: proto-breaking proto-release deploy-files sbom clean
 
 # SLOW=1 slows a rank for a while; SLOW=told slows it from the start, and ranks tell their times.
 SLOW_FLAGS = $(if $(SLOW),--slow $(if $(filter told,$(SLOW)),--told))
@@ -38,6 +38,11 @@ example-qwen3moe: .venv/ready
 test-gpu: .venv/ready
 	@if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; \
 	then $(BIN)/pytest -m gpu; else echo "test-gpu: there is no GPU, so nothing was run"; fi
+
+# Runs all that one GPU can show, in MINUTES (25), and writes docs/gpu.md. PARTS chooses some. Without
+# a GPU it runs small and writes bench/out/gpu.md.
+gpu-report: .venv/ready
+	$(BIN)/python -m bench.gpu_report $(if $(MINUTES),--minutes $(MINUTES)) $(PARTS)
 
 # Tests the chart, dashboards and alerts. Needs promtool and prometheus, which are in the Debian
 # package prometheus.
