@@ -245,6 +245,8 @@ class AdvancedSettings:
     max_messages_per_s: Annotated[float, Field(ge=10)] = 200.0
     """Messages a second from one rank, with a burst of four seconds; a rank sends about ten. A
     faster client is disconnected and told to wait."""
+    max_streams_per_peer: Count = 2048
+    """Largest number of open rank streams from one address. Ranks behind one proxy share it."""
     store_interval_s: Seconds = 0.35
     """Time between writes of windows. If the controller dies, newer steps are lost."""
     commit_deadline_steps: Count = 256

@@ -1,12 +1,16 @@
-"""The addresses a controller listens on: in use, invalid, and IPv6."""
+"""The addresses a controller listens on: in use, invalid, and IPv6; and hostile connections."""
 
+import asyncio
+import contextlib
 import socket
+import threading
 
 import grpc
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
+from evenkeel_moe.adapters import http_connections
 from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.adapters.grpc.server import GrpcServer
 from evenkeel_moe.adapters.http_servers import MetricsServer, RestServer
@@ -14,6 +18,7 @@ from evenkeel_moe.controller.process.options import server_options
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.settings_sources import load_settings
 from tests.adapters.serving import make_options
+from tests.waiting import deadline, until
 
 
 def has_ipv6() -> bool:
@@ -96,3 +101,97 @@ async def test_an_unusable_address_is_named(kind):
     # Too long for a name: the lookup fails before it asks anyone.
     with pytest.raises(InvalidInput, match="cannot listen"):
         listen(kind, "a" * 64)
+
+
+async def answer(scope, receive, send):
+    """Read the body, then answer."""
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"x" * int(scope["path"].strip("/") or 0)})
+
+
+@contextlib.asynccontextmanager
+async def serving_rest(most: int):
+    server = RestServer("127.0.0.1", 0, max_connections=most)
+    running = asyncio.create_task(server.run(answer))
+    try:
+        yield server
+    finally:
+        await server.stop()
+        await running
+        server.close()
+
+
+async def is_closed(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await asyncio.wait_for(reader.read(), deadline(20)) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("half", [b"", b"GET / HTTP/1.1\r\nHost: a\r\n"])
+async def test_connections_without_a_request_do_not_keep_others_out(half):
+    async with serving_rest(most=20) as server:
+        opened = []
+        for _ in range(60):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(half)
+            opened.append((reader, writer))
+        await until(lambda: len(server.connections) == 20)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for _ in range(3):
+                url = f"http://127.0.0.1:{server.port}/"
+                assert (await client.get(url, timeout=deadline(5))).status_code == 200
+        assert await is_closed(opened[0][0]), "the oldest gave way"
+        for _, writer in opened:
+            writer.close()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "part",
+    [b"", b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx"],
+)
+async def test_a_request_that_does_not_arrive_in_time_ends_its_connection(part, monkeypatch):
+    monkeypatch.setattr(http_connections, "_RECEIVE_WITHIN_S", 0.2)
+    async with serving_rest(most=20) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(part)
+        assert await is_closed(reader)
+        writer.close()
+
+
+@pytest.mark.integration
+async def test_a_client_that_does_not_read_its_answer_is_let_go(monkeypatch):
+    monkeypatch.setattr(http_connections, "_READ_WITHIN_S", 0.2)
+    async with serving_rest(most=20) as server:
+        with socket.socket() as client:
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", server.port))
+            await loop.sock_sendall(client, b"GET /90000000 HTTP/1.1\r\nHost: a\r\n\r\n")
+            await until(lambda: len(server.connections) == 1)
+            await until(lambda: len(server.connections) == 0)
+
+
+@pytest.mark.integration
+async def test_open_connections_to_the_metrics_take_no_thread_each():
+    registry = CollectorRegistry()
+    Gauge("found", "Found.", registry=registry).set(7)
+    server = MetricsServer(registry, "127.0.0.1", 0)
+    try:
+        before = threading.active_count()
+        opened = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(150)]
+        async with httpx.AsyncClient(trust_env=False) as client:
+            found = await client.get(
+                f"http://127.0.0.1:{server.port}/metrics", timeout=deadline(10)
+            )
+            assert "found 7.0" in found.text
+            assert found.headers["content-type"].startswith("text/plain")
+        assert threading.active_count() == before
+        for _, writer in opened:
+            writer.close()
+    finally:
+        server.close()

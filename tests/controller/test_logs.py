@@ -6,7 +6,13 @@ import logging
 import pytest
 import structlog
 
-from evenkeel_moe.controller.logs import LEVELS, configure_logs, log_level, set_log_level
+from evenkeel_moe.controller.logs import (
+    LEVELS,
+    LogLimit,
+    configure_logs,
+    log_level,
+    set_log_level,
+)
 from evenkeel_moe.errors import InvalidInput
 
 _ours = structlog.get_logger("ours")
@@ -67,3 +73,32 @@ def test_the_level_changes_at_once_for_loggers_that_exist(rows):
         ("info", "debug", "alice"),
         ("debug", "error", "alice"),
     ]
+
+
+def test_what_peers_cause_is_logged_once_a_second_for_each_cause():
+    now = [10.0]
+    limit = LogLimit(lambda: now[0])
+
+    def written(event, **fields):
+        try:
+            return limit(None, "warning", {"event": event, **fields})
+        except structlog.DropEvent:
+            return None
+
+    assert written("rank_refused", reason="a") and written("rank_refused", reason="b")
+    assert [written("rank_refused", reason="a") for _ in range(1000)] == [None] * 1000
+    assert all(written("serving") for _ in range(3)), "nobody outside causes it"
+    now[0] += 1.0
+    assert written("rank_refused", reason="a") == {
+        "event": "rank_refused",
+        "reason": "a",
+        "left_out": 1000,
+    }
+    assert "left_out" not in written("rank_refused", reason="b")
+
+
+def test_a_flood_of_bad_requests_is_one_line(rows):
+    configure_logs("info")
+    for _ in range(100):
+        logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    assert len(rows()) <= 3

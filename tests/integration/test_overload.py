@@ -42,6 +42,9 @@ async def test_refused_streams_are_sent_a_time_to_retry(tmp_path):
         await until(lambda: controller.state("ready"))
         async with grpc.aio.insecure_channel(controller.address) as channel:
             calls = [agent_pb2_grpc.RankLinkStub(channel).Attach() for _ in range(5)]
+            for number, call in enumerate(calls):
+                hello = Group(f"other-{number}").ranks[0].hello()
+                await call.write(encode_rank_message(hello))
             # Which two find room is not said: streams may arrive in any order.
             ends = [asyncio.create_task(ended_with(call)) for call in calls]
             first = itertools.islice(asyncio.as_completed(ends), 3)

@@ -1,16 +1,23 @@
-"""The two HTTP servers: the REST API in the event loop, and Prometheus in a thread."""
+"""The two HTTP servers: the REST API in the event loop, and Prometheus in a thread of its own."""
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import uvicorn
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from evenkeel_moe.adapters.addresses import host_port
+from evenkeel_moe.adapters.http_connections import BoundedConfig, ConnectionTable
 from evenkeel_moe.errors import InvalidInput
+
+_REST_CONNECTIONS = 512
+_METRICS_CONNECTIONS = 64
+_STOP_WITHIN_S = 5.0
 
 
 class _Uvicorn(uvicorn.Server):
@@ -25,11 +32,22 @@ class RestServer:
 
     The constructor binds the port, so that the controller fails before it starts anything else.
 
+    Args:
+        readers: who connects to it, for the error.
+        max_connections: connections open at a time; see `ConnectionTable`.
+
     Raises:
         InvalidInput: the address is in use, or does not belong to this machine.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        readers: str = "operators",
+        max_connections: int = _REST_CONNECTIONS,
+    ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,31 +58,28 @@ class RestServer:
         except (OSError, UnicodeError) as error:
             self._socket.close()
             raise InvalidInput(
-                f"cannot listen for operators on {host_port(host, port)}: {error}"
+                f"cannot listen for {readers} on {host_port(host, port)}: {error}"
             ) from error
         self.port: int = self._socket.getsockname()[1]
+        self.connections = ConnectionTable(max_connections)
         self._server: _Uvicorn | None = None
         self._stopped = False
 
     async def run(self, app: Any) -> None:
         """Serve an application until `stop`."""
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=1,
-            ws="none",
-        )
-        self._server = _Uvicorn(config)
+        self._server = _Uvicorn(BoundedConfig(app, self.connections))
         self._server.should_exit = self._stopped
         await self._server.serve([self._socket])
 
-    async def stop(self) -> None:
-        """Stop accepting requests; running ones have one second."""
+    def ask_to_stop(self) -> None:
+        """Stop accepting requests; running ones have one second. May be called on any thread."""
         self._stopped = True
         if self._server is not None:
             self._server.should_exit = True
+
+    async def stop(self) -> None:
+        """Stop accepting requests; running ones have one second."""
+        self.ask_to_stop()
         await asyncio.sleep(0)
 
     def close(self) -> None:
@@ -73,23 +88,49 @@ class RestServer:
 
 
 class MetricsServer:
-    """Serves one registry with Prometheus' own server.
+    """Serves one registry to Prometheus, on one thread with an event loop of its own.
+
+    It answers also while the controller's event loop is busy.
 
     Raises:
         InvalidInput: the address is in use, or does not belong to this machine.
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        try:
-            self._server, self._thread = start_http_server(port, host, registry)
-        except (OSError, UnicodeError) as error:
-            raise InvalidInput(
-                f"cannot listen for Prometheus on {host_port(host, port)}: {error}"
-            ) from error
-        self.port: int = self._server.server_port
+        self._rest = RestServer(
+            host, port, readers="Prometheus", max_connections=_METRICS_CONNECTIONS
+        )
+        self.port = self._rest.port
+        app = _metrics_app(registry)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._rest.run(app)), name="metrics", daemon=True
+        )
+        self._thread.start()
 
     def close(self) -> None:
         """Stop the server and free the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._rest.ask_to_stop()
+        self._thread.join(_STOP_WITHIN_S)
+        self._rest.close()
+
+
+_Message = Mapping[str, Any]
+
+
+def _metrics_app(registry: CollectorRegistry) -> Callable[..., Awaitable[None]]:
+    """Return an ASGI application that answers every path with all series, as Prometheus' own."""
+
+    async def app(scope: _Message, _receive: Any, send: Callable[[_Message], Any]) -> None:
+        headers = dict(scope["headers"])
+        encode, content_type = choose_encoder(headers.get(b"accept", b"").decode("latin-1"))
+        body = encode(registry) if scope["method"] in ("GET", "HEAD") else b""
+        answer = [
+            (b"content-type", content_type.encode()),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        status = 200 if body or scope["method"] == "GET" else 405
+        await send({"type": "http.response.start", "status": status, "headers": answer})
+        body = b"" if scope["method"] == "HEAD" else body
+        await send({"type": "http.response.body", "body": body})
+
+    return app

@@ -5,6 +5,8 @@ The level can be changed while the controller runs.
 
 import logging
 import sys
+import time
+from collections.abc import Callable, MutableMapping
 from typing import Any, Literal, get_args
 
 import structlog
@@ -14,7 +16,70 @@ from evenkeel_moe.errors import InvalidInput
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 _NUMBERS: dict[Level, int] = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+_CAUSED_BY_PEERS = frozenset(
+    (
+        "connection_ended",
+        "connection_evicted",
+        "deployment_refused",
+        "hello_refused",
+        "rank_refused",
+        "rank_too_fast",
+        "rank_too_slow",
+        "rank_violation",
+        "silent_streams_ended",
+        "too_many_streams",
+        "Invalid HTTP request received.",
+        "Unsupported upgrade request.",
+    )
+)
+"""Lines that whoever reaches a port can cause as often as he likes."""
 _log = structlog.get_logger(__name__)
+
+
+class LogLimit:
+    """A structlog processor that keeps one line a second for each cause that peers control.
+
+    The next line of the same cause says how many were left out.
+
+    Args:
+        now: monotonic seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._next: dict[tuple[str, str], float] = {}
+        self._left_out: dict[tuple[str, str], int] = {}
+
+    def __call__(
+        self, _logger: object, _method: str, line: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        """Return the line, or drop it.
+
+        Raises:
+            structlog.DropEvent: another line of this cause was written less than a second ago.
+        """
+        event = str(line.get("event"))
+        if event not in _CAUSED_BY_PEERS:
+            return line
+        cause, now = (event, str(line.get("reason", ""))), self._now()
+        if now < self._next.get(cause, 0.0):
+            self._left_out[cause] = self._left_out.get(cause, 0) + 1
+            raise structlog.DropEvent
+        self._next[cause] = now + 1.0
+        if left_out := self._left_out.pop(cause, 0):
+            line["left_out"] = left_out
+        return line
+
+    def keeps(self, record: logging.LogRecord) -> bool:
+        """Filter the lines of libraries in the same way."""
+        try:
+            self(None, "", {"event": record.msg})
+        except structlog.DropEvent:
+            return False
+        return True
+
+
+_limit = LogLimit()
 
 
 def configure_logs(level: Level) -> None:
@@ -28,7 +93,7 @@ def configure_logs(level: Level) -> None:
     ]
     render = structlog.processors.JSONRenderer(default=str)
     structlog.configure(
-        processors=[*shared, render],
+        processors=[_limit, *shared, render],
         wrapper_class=structlog.make_filtering_bound_logger(_NUMBERS[level]),
         logger_factory=structlog.PrintLoggerFactory(sys.stdout),
         cache_logger_on_first_use=False,
@@ -44,6 +109,7 @@ def configure_logs(level: Level) -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render],
         )
     )
+    handler.addFilter(_limit.keeps)
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(max(logging.WARNING, _NUMBERS[level]))

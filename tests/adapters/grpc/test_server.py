@@ -10,7 +10,7 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from evenkeel_moe.adapters.grpc import encoder
+from evenkeel_moe.adapters.grpc import encoder, stream_slots
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
 from evenkeel_moe.adapters.grpc.server import GrpcServer
 from evenkeel_moe.errors import InvalidInput, Reason
@@ -23,7 +23,7 @@ from evenkeel_moe.wire.link import (
     ReportAck,
 )
 from tests.adapters.serving import Listener, RegisteringHub, ask, make_options, make_prepare
-from tests.waiting import deadline
+from tests.waiting import deadline, until
 from tests.wire.wires import HELLO
 
 
@@ -209,3 +209,17 @@ async def test_health_is_reported_for_each_service(serve):
                 health_pb2.HealthCheckRequest(service="evenkeel.v1.Nothing"), timeout=deadline(30)
             )
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.integration
+async def test_silent_streams_do_not_keep_a_rank_out(serve, monkeypatch):
+    monkeypatch.setattr(stream_slots, "_MOST_WAITING", 20)
+    server, _ = await serve(max_streams=4)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = agent_pb2_grpc.RankLinkStub(channel)
+        silent = [stub.Attach() for _ in range(60)]
+        await until(lambda: sum(call.done() for call in silent) >= 40)
+        beat = encode_rank_message(Heartbeat(7, 1, 2))
+        assert await ask(channel, encode_rank_message(HELLO), beat) == ReportAck(7)
+        for call in silent:
+            call.cancel()

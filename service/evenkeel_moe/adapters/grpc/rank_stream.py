@@ -26,8 +26,8 @@ class RankStream:
         self.peer = peer
         self.certified = False
         """True if the certificate of the connection names the rank."""
-        self.too_fast = False
-        """True if the stream was ended because the rank sent too many messages."""
+        self.exhausted = ""
+        """The limit for which the stream was ended; the rank is told to come back later."""
         # Stored, because asking for the running loop is a system call each time.
         self._loop = asyncio.get_running_loop()
         self._capacity = capacity

@@ -17,6 +17,7 @@ from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.adapters.grpc.encoder import Encoder
 from evenkeel_moe.adapters.grpc.rank_stream import MessageRate, RankStream
 from evenkeel_moe.adapters.grpc.server_tls import ServerCertificates, check_identity
+from evenkeel_moe.adapters.grpc.stream_slots import StreamSlots
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation, Reason
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.v1 import agent_pb2
@@ -33,6 +34,9 @@ _FLUSH_WITHIN_S = 2.0
 """Time to send what is queued when a stream ends."""
 _WINDOW_BYTES = 256 * 1024
 """Bytes of one stream that are on their way to us and not yet read."""
+_HANDSHAKE_WITHIN_MS = 10_000
+_UNUSED_MS = 120_000
+"""Time after which a connection without a stream is closed."""
 _RETRY_MS = 2000
 """Retry hint in an answer RESOURCE_EXHAUSTED, in the header that gRPC clients know."""
 
@@ -77,6 +81,8 @@ class ServerOptions:
     keepalive_timeout_s: float
     max_streams: int = 4096
     """Streams open at a time; more are answered RESOURCE_EXHAUSTED."""
+    max_streams_per_peer: int = 2048
+    """Streams of one address open at a time."""
     max_messages_per_s: float = 200.0
     """Messages of one stream; a faster one is ended with RESOURCE_EXHAUSTED."""
     tls_cert_file: Path | None = None
@@ -101,7 +107,7 @@ class GrpcServer:
         self._encoder = Encoder()
         self._numbers = itertools.count(1)
         self._server: Any = None
-        self._open = 0
+        self._slots = StreamSlots(options.max_streams, options.max_streams_per_peer)
         self._health = health.aio.HealthServicer()
         self.port = 0
         """The port; known once bound."""
@@ -153,20 +159,18 @@ class GrpcServer:
             await server.stop(grace_s)
 
     async def _attach(self, _requests: Any, context: Any) -> None:
-        if self._open >= self._options.max_streams:
-            _log.warning("too_many_streams", peer=context.peer(), open=self._open)
-            await _exhausted(context, f"{self._open} streams are open, no more are taken")
-        self._open += 1
         given = dict(context.invocation_metadata() or ()).get("traceparent")
         trace_id = trace_id_or_new(given if isinstance(given, str) else None)
+        stream = RankStream(next(self._numbers), context.peer(), capacity=self._options.send_queue)
+        if self._slots.wait(stream.number, stream.peer, stream.close) is not None:
+            _log.warning("silent_streams_ended", peer=stream.peer)
         try:
             with bound_contextvars(trace_id=trace_id):
-                await self._serve_stream(context)
+                await self._serve_stream(stream, context)
         finally:
-            self._open -= 1
+            self._slots.free(stream.number)
 
-    async def _serve_stream(self, context: Any) -> None:
-        stream = RankStream(next(self._numbers), context.peer(), capacity=self._options.send_queue)
+    async def _serve_stream(self, stream: RankStream, context: Any) -> None:
         name = f"rank-stream-{stream.number}"
         writer = asyncio.create_task(self._write(stream, context), name=f"{name}-writer")
         reader = asyncio.create_task(self._read(stream, context), name=f"{name}-reader")
@@ -182,9 +186,8 @@ class GrpcServer:
             for outcome in await asyncio.gather(reader, writer, return_exceptions=True):
                 if isinstance(outcome, Exception) and not _is_hang_up(outcome):
                     _log.error("rank_stream_failed", stream=stream.number, exc_info=outcome)
-        if stream.too_fast:
-            per_s = self._options.max_messages_per_s
-            await _exhausted(context, f"more than {per_s:g} messages a second")
+        if stream.exhausted:
+            await _exhausted(context, stream.exhausted)
 
     async def _write(self, stream: RankStream, context: Any) -> None:
         while (message := await stream.next()) is not None:
@@ -216,6 +219,10 @@ class GrpcServer:
         except PeerViolation as violation:
             hub.refuse(violation, stream)
             return
+        stream.exhausted = self._slots.take(stream.number, stream.peer)
+        if stream.exhausted:
+            _log.warning("too_many_streams", peer=stream.peer, detail=stream.exhausted)
+            return
         attached = await hub.attach(hello, stream)
         if attached is None:
             return
@@ -225,7 +232,8 @@ class GrpcServer:
             while (data := await context.read()) is not grpc.aio.EOF:
                 if not rate.take(loop.time()):
                     _log.warning("rank_too_fast", stream=stream.number, peer=stream.peer)
-                    stream.too_fast = True
+                    per_s = self._options.max_messages_per_s
+                    stream.exhausted = f"more than {per_s:g} messages a second"
                     return
                 try:
                     _check_size(data, most)
@@ -257,6 +265,8 @@ def _channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
         # To size this window, gRPC would measure each connection's bandwidth with a ping after
         # every read. That would be half of the work of its threads here.
         "grpc.http2.bdp_probe": 0,
+        "grpc.server_handshake_timeout_ms": _HANDSHAKE_WITHIN_MS,
+        "grpc.max_connection_idle_ms": _UNUSED_MS,
         "grpc.http2.lookahead_bytes": _WINDOW_BYTES,
         # Otherwise a second server could bind the port and receive every other rank.
         "grpc.so_reuseport": 0,
