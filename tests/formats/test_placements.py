@@ -21,6 +21,8 @@ from evenkeel_moe.model.topology import ModelShape
 from tests.formats.samples import two_layers
 
 FIRST_MOE_LAYER = 3
+BY_LAYER = [format_ for format_ in PlacementFormat if format_ is not PlacementFormat.VLLM_RANKS]
+"""The formats with a row for each layer."""
 
 
 @st.composite
@@ -61,7 +63,7 @@ def test_neutral_round_trip_needs_no_arguments(file):
 
 @given(
     placement_files(),
-    st.sampled_from([f for f in PlacementFormat if f is not PlacementFormat.NEUTRAL]),
+    st.sampled_from([f for f in BY_LAYER if f is not PlacementFormat.NEUTRAL]),
 )
 def test_engine_formats_round_trip(file, format_):
     text = render_placement(file, format_)
@@ -74,7 +76,7 @@ def test_engine_formats_round_trip(file, format_):
     _same(back, file)
 
 
-@pytest.mark.parametrize("format_", list(PlacementFormat))
+@pytest.mark.parametrize("format_", BY_LAYER)
 def test_the_first_moe_layer_suffices_if_dense_layers_come_first(format_):
     _same(
         parse_placement(render_placement(two_layers(), format_), num_ranks=2, first_moe_layer=3),
@@ -126,7 +128,9 @@ def test_a_placement_that_lacks_an_expert_is_refused():
 
 MALFORMED = [
     ("", "must be a mapping, is NoneType"),
-    ("[1]", "must be a mapping, is list"),
+    ("3", "must be a mapping, is int"),
+    ("[1]", "one row for all layers: pass layer_ids"),
+    ("[[0, 1], [0]]", "row 1 has 1 slots, row 0 has 2"),
     ("{}", r"no known placement format has the keys \(none\)"),
     ('{"physical_to_logical_map": [[0, 1]], "extra": 1}', "unknown: extra"),
     ('{"physical_to_logical_map": []}', "is empty: 0 rows"),
@@ -188,12 +192,14 @@ def test_the_file_must_agree_with_what_the_caller_expects():
         parse_placement(render_placement(two_layers(), PlacementFormat.TRTLLM))
 
 
-@pytest.mark.parametrize("format_", list(PlacementFormat))
+@pytest.mark.parametrize("format_", BY_LAYER)
 def test_expected_layers_must_be_those_of_the_file(format_):
     text = render_placement(two_layers(), format_)
     said = {
         PlacementFormat.SGLANG: r"MoE layers \[1, 3, 5\] must be among the 5 hidden layers",
         PlacementFormat.ASCEND: "3 layer ids for 2 layers",
+        PlacementFormat.VLLM: "3 layer ids for 2 layers",
+        PlacementFormat.VLLM_MAPPING: "3 layer ids for 2 layers",
     }
     said_by_others = r"the file is for layers \[3, 4\], \[1, 3, 5\] are expected"
     with pytest.raises(
@@ -213,7 +219,7 @@ json_values = st.recursive(
 )
 
 
-@given(st.sampled_from(list(PlacementFormat)), st.data())
+@given(st.sampled_from(BY_LAYER), st.data())
 def test_a_file_with_one_part_replaced_is_read_or_refused_with_a_typed_error(format_, data):
     content = yaml.safe_load(render_placement(two_layers(), format_))
     node = content
@@ -243,7 +249,7 @@ def test_any_text_is_refused_with_a_typed_error(text):
         parse_placement(text)
 
 
-@given(st.sampled_from(list(PlacementFormat)), st.integers(0, 400))
+@given(st.sampled_from(BY_LAYER), st.integers(0, 400))
 def test_a_truncated_file_is_never_read_as_another_placement(format_, cut):
     text = render_placement(two_layers(), format_).rstrip()
     cut = min(cut, len(text) - 1)

@@ -8,6 +8,7 @@ from evenkeel_moe import __version__
 from evenkeel_moe.cli import config, insight, operate, plan, replay, run
 from evenkeel_moe.cli.client import CliError
 from evenkeel_moe.cli.export import export
+from evenkeel_moe.cli.offline import offline
 from evenkeel_moe.cli.profile import profile
 from evenkeel_moe.errors import EvenkeelError
 
@@ -55,6 +56,7 @@ run.add_commands(app)
 operate.add_commands(app)
 insight.add_commands(app)
 app.command()(export)
+app.command()(offline)
 app.command()(profile)
 app.add_typer(plan.app, name="plan")
 app.add_typer(config.app, name="config")

@@ -21,7 +21,12 @@ class ExportedFile:
     ] = None
     format_name: Annotated[
         str,
-        typer.Option("--format", "-f", help="neutral (also for vLLM), sglang, trtllm or ascend."),
+        typer.Option(
+            "--format",
+            "-f",
+            help="neutral (also for vLLM with the plugin), sglang, trtllm, ascend, vllm,"
+            " vllm-mapping or vllm-ranks.",
+        ),
     ] = "neutral"
     first_moe_layer: Annotated[
         int,

@@ -100,7 +100,7 @@ def compare_command(
     from evenkeel_moe.replay.planners import choose_planners
     from evenkeel_moe.replay.replica_tradeoff import check_kv_options, walked_tradeoff
 
-    _check_writable(save_plans, html)
+    check_writable(save_plans, html)
     check_kv_options(kv)
     if html is not None:
         _check_matplotlib()
@@ -116,7 +116,7 @@ def compare_command(
     names = compared.names()
     policies = replay_policies(names, planning)
     planners = choose_planners(names, baselines=compared.baselines, policies=policies)
-    _print_notes(origin_notes(recorded, setup, planners))
+    print_notes(origin_notes(recorded, setup, planners))
     with work_bars() as (on_work, on_replan):
         comparison = compare(
             recorded,
@@ -186,7 +186,12 @@ class OutputOptions:
 
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")]
     format_name: Annotated[
-        str, typer.Option("--format", "-f", help="neutral, sglang, trtllm or ascend.")
+        str,
+        typer.Option(
+            "--format",
+            "-f",
+            help="neutral, sglang, trtllm, ascend, vllm, vllm-mapping or vllm-ranks.",
+        ),
     ] = "neutral"
     num_hidden_layers: Annotated[
         int | None,
@@ -230,7 +235,7 @@ def plan_command(
     from evenkeel_moe.replay.replica_tradeoff import window_tradeoff
     from evenkeel_moe.replay.single import plan_once
 
-    _check_writable(output.out)
+    check_writable(output.out)
     format_ = PlacementFormat.parse(output.format_name)
     recorded = _read(trace, first_moe_layer)
     steps = recorded.num_steps if window is None else window
@@ -238,8 +243,8 @@ def plan_command(
         raise InvalidInput(f"--window {steps}: the trace has {recorded.num_steps} steps")
     setup = replay_setup(recorded, fleet, planning, cost, window_steps=steps, horizon_steps=1)
     tradeoff = window_tradeoff(setup, kv)
-    start = None if current is None else _read_current(current, fleet.ranks, recorded)
-    _print_notes(notes := origin_notes(recorded, setup, [policy]))
+    start = None if current is None else read_current(current, fleet.ranks, recorded)
+    print_notes(notes := origin_notes(recorded, setup, [policy]))
     with work_bars() as (on_work, _):
         on_work(f"{policy}: planning", 0)
         placement, numbers = plan_once(policy, setup, start, replay_policies([policy], planning))
@@ -311,11 +316,11 @@ def _read(path: Path, first_moe_layer: int | None) -> Any:
     from evenkeel_moe.formats import read_trace
 
     trace = read_trace(path, first_moe_layer=first_moe_layer)
-    _print_notes(trace.notes)
+    print_notes(trace.notes)
     return trace
 
 
-def _read_current(path: Path, ranks: int, trace: Any) -> Any:
+def read_current(path: Path, ranks: int, trace: Any) -> Any:
     """Return the placement in a file, which must fit the trace."""
     from evenkeel_moe.formats import read_placement
 
@@ -324,7 +329,8 @@ def _read_current(path: Path, ranks: int, trace: Any) -> Any:
     ).placement
 
 
-def _print_notes(notes: Iterable[str]) -> None:
+def print_notes(notes: Iterable[str]) -> None:
+    """Print the notes of readers on stderr."""
     for note in notes:
         typer.echo(f"note: {note}", err=True)
 
@@ -339,7 +345,7 @@ def _check_matplotlib() -> None:
         ) from error
 
 
-def _check_writable(*wanted: Path | None) -> None:
+def check_writable(*wanted: Path | None) -> None:
     """Refuse files that cannot be written before the work, not after it."""
     paths = [path for path in wanted if path is not None]
     for path in paths:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
-from evenkeel_moe.formats.placements import (
+from evenkeel_moe.formats.placement_file import (
     NEUTRAL_FORMAT,
     NEUTRAL_VERSION,
     PlacementFile,
@@ -57,6 +57,12 @@ def render_placement(
         return _render_sglang(file, num_hidden_layers)
     if format_ is PlacementFormat.TRTLLM:
         return _render_trtllm(file)
+    if format_ is PlacementFormat.VLLM:
+        return f"[\n{_rows(file.placement.phy2log)}\n]\n"
+    if format_ is PlacementFormat.VLLM_MAPPING:
+        return _render_vllm_mapping(file.placement)
+    if format_ is PlacementFormat.VLLM_RANKS:
+        return _render_vllm_ranks(file)
     refuse_duplicates(file.placement)
     return _render_ascend(file.placement)
 
@@ -76,6 +82,11 @@ def _render_neutral(file: PlacementFile) -> str:
 
 
 def _render_sglang(file: PlacementFile, num_hidden_layers: int | None) -> str:
+    return f'{{"physical_to_logical_map": [\n{_rows(sglang_rows(file, num_hidden_layers))}\n]}}\n'
+
+
+def sglang_rows(file: PlacementFile, num_hidden_layers: int | None) -> NDArray[np.int32]:
+    """Return the (hidden layers, S) rows of an sglang file; see `render_placement`."""
     placement = file.placement
     hidden = max(file.layer_ids) + 1 if num_hidden_layers is None else num_hidden_layers
     if hidden <= max(file.layer_ids):
@@ -85,7 +96,7 @@ def _render_sglang(file: PlacementFile, num_hidden_layers: int | None) -> str:
     in_order = np.arange(placement.num_slots, dtype=np.int32) % placement.num_logical_experts
     rows = np.tile(in_order, (hidden, 1))
     rows[list(file.layer_ids)] = placement.phy2log
-    return f'{{"physical_to_logical_map": [\n{_rows(rows)}\n]}}\n'
+    return rows
 
 
 def _render_trtllm(file: PlacementFile) -> str:
@@ -113,6 +124,41 @@ def _render_ascend(placement: Placement) -> str:
         for layer, table in enumerate(by_rank)
     ]
     return json.dumps({"moe_layer_count": placement.num_layers, "layer_list": layers}) + "\n"
+
+
+def _render_vllm_mapping(placement: Placement) -> str:
+    record = {
+        "record_type": "eplb_initial_mapping",
+        "version": 1,
+        "num_redundant_experts": placement.num_slots - placement.num_logical_experts,
+        "num_slots": placement.num_slots,
+        "initial_global_assignments": {
+            str(layer): row for layer, row in enumerate(placement.phy2log.tolist())
+        },
+    }
+    return json.dumps(record) + "\n"
+
+
+def _render_vllm_ranks(file: PlacementFile) -> str:
+    placement = file.placement
+    replicas = placement.num_slots - placement.num_logical_experts
+    if replicas:
+        raise InfeasiblePlan(
+            f"vllm-ranks files hold no replicas: {placement.num_slots} slots for"
+            f" {placement.num_logical_experts} experts are {replicas} too many",
+            Reason.UNSUPPORTED,
+        )
+    per_rank = placement.num_slots // placement.num_ranks
+    ranks = np.argsort(placement.phy2log, axis=1, kind="stable") // per_rank
+    other = (ranks != ranks[0]).any(axis=1)
+    if other.any():
+        raise InfeasiblePlan(
+            f"vllm-ranks files hold one placement for all layers: {int(other.sum())} of"
+            f" {len(other)} layers differ from layer {file.layer_ids[0]}, first: layer"
+            f" {file.layer_ids[int(other.argmax())]}",
+            Reason.UNSUPPORTED,
+        )
+    return json.dumps({"expert_to_ep_rank": ranks[0].tolist()}) + "\n"
 
 
 def _rows(phy2log: NDArray[np.int32]) -> str:

@@ -1,4 +1,4 @@
-"""Defines placement files, and reads them in four formats.
+"""Reads placement files.
 
 | format | rows | layer numbers | empty slots | duplicates on a rank | carries ranks |
 |---|---|---|---|---|---|
@@ -6,6 +6,9 @@
 | sglang | hidden layers, dense ones filled | row index | no | yes | no |
 | trtllm | MoE layers by id | absolute | no | yes | no |
 | ascend | MoE layers | index among MoE layers | no | no | yes |
+| vllm | MoE layers, or one row for all | index among MoE layers | no | yes | no |
+| vllm-mapping | MoE layers | index among MoE layers | no | yes | no |
+| vllm-ranks | one row for all layers, no replicas | none | no | no | no |
 
 All of them assign slots to ranks in order. What a format does not carry is an argument of the
 reader.
@@ -13,8 +16,6 @@ reader.
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,19 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.formats.placement_file import (
+    NEUTRAL_FORMAT,
+    NEUTRAL_VERSION,
+    Expected,
+    PlacementFile,
+    PlacementFormat,
+    refuse_duplicates,
+)
 from evenkeel_moe.formats.reading import (
     as_int,
     as_list,
     as_mapping,
-    check_layer_ids,
     expert_rows,
     naming,
     parse_json,
@@ -35,100 +43,8 @@ from evenkeel_moe.formats.reading import (
 )
 from evenkeel_moe.model.placement import EMPTY, Placement
 
-NEUTRAL_FORMAT = "evenkeel.placement"
-NEUTRAL_VERSION = 1
-
-
-class PlacementFormat(StrEnum):
-    """The formats, each named by its reader."""
-
-    NEUTRAL = "neutral"
-    """Our own: JSON that carries everything; documented in docs/formats.md."""
-    SGLANG = "sglang"
-    """SGLang `--init-expert-location`."""
-    TRTLLM = "trtllm"
-    """TensorRT-LLM `moe_config.load_balancer`."""
-    ASCEND = "ascend"
-    """vllm-ascend `expert_map_path`."""
-
-    @classmethod
-    def parse(cls, name: str) -> "PlacementFormat":
-        """Return the format with this name.
-
-        Raises:
-            InvalidInput: there is no such format.
-        """
-        try:
-            return cls(name)
-        except ValueError as error:
-            known = ", ".join(cls)
-            raise InvalidInput(f"unknown placement format {name!r}; known: {known}") from error
-
-
-@dataclass(frozen=True, eq=False)
-class PlacementFile:
-    """A placement with the layers of the model that its rows belong to."""
-
-    placement: Placement
-    layer_ids: tuple[int, ...]
-    """(L,) index of each row among the model's hidden layers, dense layers included; rising."""
-    info: Mapping[str, Any] = field(default_factory=dict)
-    """Free text about its origin; only the neutral format keeps it."""
-
-    def __post_init__(self) -> None:
-        check_layer_ids(self.layer_ids, self.placement.num_layers)
-        missing = np.argwhere(self.placement.logcnt == 0)
-        if len(missing):
-            row, expert = missing[0]
-            raise InfeasiblePlan(
-                f"{len(missing)} experts without a replica, "
-                f"first: layer {self.layer_ids[row]} expert {expert}",
-                Reason.EXPERT_WITHOUT_REPLICA,
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """Facts about the file that the caller of the reader knows."""
-
-    num_ranks: int | None
-    num_logical_experts: int | None
-    first_moe_layer: int
-    layer_ids: tuple[int, ...] | None
-
-    def ranks(self, carried: int | None = None) -> int:
-        if carried is not None and self.num_ranks not in (None, carried):
-            raise ShapeMismatch(f"the file is for {carried} ranks, {self.num_ranks} are expected")
-        ranks = carried if carried is not None else self.num_ranks
-        if ranks is None:
-            raise InvalidInput("this format does not carry the number of ranks: pass num_ranks")
-        return ranks
-
-    def experts(self, rows: NDArray[np.int32], carried: int | None = None) -> int:
-        if carried is not None and self.num_logical_experts not in (None, carried):
-            raise ShapeMismatch(
-                f"the file is for {carried} experts, {self.num_logical_experts} are expected"
-            )
-        named = carried if carried is not None else self.num_logical_experts
-        experts = named if named is not None else int(rows.max()) + 1
-        if experts > rows.shape[1]:
-            raise ShapeMismatch(
-                f"{rows.shape[1]} slots cannot hold {experts} experts",
-                Reason.EXPERT_WITHOUT_REPLICA,
-            )
-        return experts
-
-    def layers(self, carried: tuple[int, ...]) -> tuple[int, ...]:
-        if self.layer_ids not in (None, carried):
-            raise ShapeMismatch(
-                f"the file is for layers {list(carried)}, {list(self.layer_ids or ())} are expected"
-            )
-        return carried
-
-    def layers_up_to(self, last: int) -> tuple[int, ...]:
-        if self.layer_ids is not None:
-            return self.layer_ids
-        return tuple(range(self.first_moe_layer, last))
+_ROWS = "rows"
+"""Key under which the list of a vllm file, which has no key, is kept."""
 
 
 def read_placement(
@@ -171,9 +87,9 @@ def parse_placement(
         num_logical_experts: E; None takes it from the file, or the largest expert id + 1.
         first_moe_layer: number of hidden layers before the first MoE layer: skipped in sglang
             files, added to the layer numbers of ascend files, not used otherwise.
-        layer_ids: the MoE layers among the hidden ones, for sglang and ascend files of models whose
-            dense layers do not all come first; checked against other files. None counts up from
-            `first_moe_layer`.
+        layer_ids: the MoE layers among the hidden ones, for sglang, ascend and vllm files of models
+            whose dense layers do not all come first, and for files with one row for all layers;
+            checked against other files. None counts up from `first_moe_layer`.
 
     Raises:
         InvalidInput, ShapeMismatch: the text is malformed.
@@ -184,10 +100,12 @@ def parse_placement(
     if first_moe_layer < 0:
         raise InvalidInput(f"first_moe_layer is {first_moe_layer}, must not be negative")
     content = parse_json(text) if text.lstrip()[:1] in ("{", "[") else _parse_yaml(text)
+    if isinstance(content, list) and format_ in (None, PlacementFormat.VLLM):
+        content = {_ROWS: content}
     if not isinstance(content, dict):
         raise InvalidInput(f"must be a mapping, is {type(content).__name__}")
     ids = None if layer_ids is None else tuple(layer_ids)
-    expected = _Expected(num_ranks, num_logical_experts, first_moe_layer, ids)
+    expected = Expected(num_ranks, num_logical_experts, first_moe_layer, ids)
     return _PARSERS[format_ or _detect(content)](content, expected)
 
 
@@ -218,6 +136,9 @@ def _detect(content: Mapping[Any, Any]) -> PlacementFormat:
         ("format", PlacementFormat.NEUTRAL),
         ("physical_to_logical_map", PlacementFormat.SGLANG),
         ("layer_list", PlacementFormat.ASCEND),
+        (_ROWS, PlacementFormat.VLLM),
+        ("record_type", PlacementFormat.VLLM_MAPPING),
+        ("expert_to_ep_rank", PlacementFormat.VLLM_RANKS),
         ("initial_global_assignments", PlacementFormat.TRTLLM),
     ):
         if key in content:
@@ -226,7 +147,7 @@ def _detect(content: Mapping[Any, Any]) -> PlacementFormat:
     raise InvalidInput(f"no known placement format has the keys {keys}")
 
 
-def _parse_neutral(content: dict[Any, Any], expected: _Expected) -> PlacementFile:
+def _parse_neutral(content: dict[Any, Any], expected: Expected) -> PlacementFile:
     keys = (
         "format",
         "version",
@@ -257,7 +178,7 @@ def _parse_neutral(content: dict[Any, Any], expected: _Expected) -> PlacementFil
     return PlacementFile(Placement(rows, ranks, experts), expected.layers(layer_ids), info)
 
 
-def _parse_sglang(content: dict[Any, Any], expected: _Expected) -> PlacementFile:
+def _parse_sglang(content: dict[Any, Any], expected: Expected) -> PlacementFile:
     content = as_mapping(content, "the placement", ("physical_to_logical_map",))
     rows = expert_rows(content["physical_to_logical_map"], "physical_to_logical_map", 0)
     ids = expected.layers_up_to(len(rows))
@@ -268,7 +189,7 @@ def _parse_sglang(content: dict[Any, Any], expected: _Expected) -> PlacementFile
     return PlacementFile(Placement(rows, expected.ranks(), expected.experts(rows)), ids)
 
 
-def _parse_trtllm(content: dict[Any, Any], expected: _Expected) -> PlacementFile:
+def _parse_trtllm(content: dict[Any, Any], expected: Expected) -> PlacementFile:
     keys = ("num_slots", "initial_global_assignments")
     content = as_mapping(content, "the load balancer", keys, ("layer_updates_per_iter",))
     num_slots = as_int(content["num_slots"], "num_slots", 1)
@@ -287,7 +208,7 @@ def _parse_trtllm(content: dict[Any, Any], expected: _Expected) -> PlacementFile
     )
 
 
-def _parse_ascend(content: dict[Any, Any], expected: _Expected) -> PlacementFile:
+def _parse_ascend(content: dict[Any, Any], expected: Expected) -> PlacementFile:
     content = as_mapping(content, "the expert map", ("moe_layer_count", "layer_list"))
     layers = as_list(content["layer_list"], "layer_list")
     count = as_int(content["moe_layer_count"], "moe_layer_count", 1)
@@ -326,21 +247,71 @@ def _ascend_layer(layer: object, index: int) -> tuple[int, NDArray[np.int32]]:
     )
 
 
-_PARSERS: dict[PlacementFormat, Callable[[dict[Any, Any], _Expected], PlacementFile]] = {
+def _parse_vllm(content: dict[Any, Any], expected: Expected) -> PlacementFile:
+    table = as_list(as_mapping(content, "the expert map", (_ROWS,))[_ROWS], "the expert map")
+    if table and not isinstance(table[0], list):
+        table = [table] * len(_layers_of_one_row(expected))
+    return _index_rows(expert_rows(table, "the expert map", 0), expected)
+
+
+def _parse_vllm_mapping(content: dict[Any, Any], expected: Expected) -> PlacementFile:
+    keys = ("record_type", "version", "num_slots", "initial_global_assignments")
+    content = as_mapping(content, "the mapping", keys, ("num_redundant_experts",))
+    if content["record_type"] != "eplb_initial_mapping" or content["version"] != 1:
+        kind = reprlib.repr(content["record_type"])
+        raise InvalidInput(
+            f"record_type is {kind:.60}, version {reprlib.repr(content['version']):.20};"
+            " only 'eplb_initial_mapping' of version 1 can be read"
+        )
+    by_layer = content["initial_global_assignments"]
+    if not isinstance(by_layer, dict) or set(by_layer) != {str(i) for i in range(len(by_layer))}:
+        raise InvalidInput("initial_global_assignments must map the layers 0, 1, ... to experts")
+    table = [by_layer[str(layer)] for layer in range(len(by_layer))]
+    rows = expert_rows(table, "initial_global_assignments", 0)
+    slots = as_int(content["num_slots"], "num_slots", 1)
+    if rows.shape[1] != slots:
+        raise ShapeMismatch(f"layer 0 lists {rows.shape[1]} experts, num_slots is {slots}")
+    file = _index_rows(rows, expected)
+    redundant = slots - file.placement.num_logical_experts
+    told = as_int(content.get("num_redundant_experts", redundant), "num_redundant_experts")
+    if told != redundant:
+        raise ShapeMismatch(f"num_redundant_experts is {told}, the rows have {redundant}")
+    return file
+
+
+def _parse_vllm_ranks(content: dict[Any, Any], expected: Expected) -> PlacementFile:
+    content = as_mapping(content, "the placement", ("expert_to_ep_rank",))
+    ranks = expected.ranks()
+    of_expert = [
+        as_int(rank, f"rank of expert {expert}", 0, ranks - 1)
+        for expert, rank in enumerate(as_list(content["expert_to_ep_rank"], "expert_to_ep_rank"))
+    ]
+    held = np.bincount(np.array(of_expert, np.int64), minlength=ranks)
+    if held.min() != held.max() or not of_expert:
+        raise ShapeMismatch(f"ranks hold {held.min()} to {held.max()} experts, must be equal")
+    row = np.argsort(of_expert, kind="stable").astype(np.int32)
+    return _index_rows(np.tile(row, (len(_layers_of_one_row(expected)), 1)), expected)
+
+
+def _layers_of_one_row(expected: Expected) -> tuple[int, ...]:
+    """Return the layers of a file that has one row for all of them."""
+    if expected.layer_ids is None:
+        raise InvalidInput("the file has one row for all layers: pass layer_ids")
+    return expected.layer_ids
+
+
+def _index_rows(rows: NDArray[np.int32], expected: Expected) -> PlacementFile:
+    """Return a placement whose rows are numbered by their index among the MoE layers."""
+    placement = Placement(rows, expected.ranks(), expected.experts(rows))
+    return PlacementFile(placement, expected.layers_up_to(expected.first_moe_layer + len(rows)))
+
+
+_PARSERS: dict[PlacementFormat, Callable[[dict[Any, Any], Expected], PlacementFile]] = {
     PlacementFormat.NEUTRAL: _parse_neutral,
     PlacementFormat.SGLANG: _parse_sglang,
     PlacementFormat.TRTLLM: _parse_trtllm,
     PlacementFormat.ASCEND: _parse_ascend,
+    PlacementFormat.VLLM: _parse_vllm,
+    PlacementFormat.VLLM_MAPPING: _parse_vllm_mapping,
+    PlacementFormat.VLLM_RANKS: _parse_vllm_ranks,
 }
-
-
-def refuse_duplicates(placement: Placement) -> None:
-    """Raise InfeasiblePlan if a rank holds an expert twice, which ascend files cannot express."""
-    duplicate = placement.first_duplicate()
-    if duplicate is not None:
-        layer, rank, expert = duplicate
-        raise InfeasiblePlan(
-            "ascend maps hold an expert once per device:"
-            f" layer {layer} device {rank} has expert {expert} twice",
-            Reason.DUPLICATE_ON_RANK,
-        )

@@ -2,6 +2,8 @@
 
 import json
 import reprlib
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,9 @@ from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
 
 MAX_TEXT_BYTES = 512 << 20
 """A placement of 100 layers x 1000 slots takes 500 kB; a much larger file is of another kind."""
+
+MAX_ARRAY_BYTES = 16 << 30
+"""Unpacked size above which a member of an npz file is refused as a decompression bomb."""
 
 MAX_INT = 2**31 - 1
 """Greatest whole number accepted from a file."""
@@ -188,3 +193,35 @@ def token_counts(values: NDArray[Any], what: str) -> NDArray[np.int64]:
     if values.size and (values.min() < 0 or values.max() > 2**53):
         raise InvalidInput(f"{what} holds {values.min()}..{values.max()}, counts are 0..2^53")
     return values.astype(np.int64)
+
+
+def load_npz(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
+    """Return those of the named arrays that a file has; pickles are never opened.
+
+    Raises:
+        InvalidInput: the file or an array is malformed or too large.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                if info.filename.removesuffix(".npy") in names and info.file_size > MAX_ARRAY_BYTES:
+                    raise InvalidInput(
+                        f"{info.filename} unpacks to {info.file_size} bytes,"
+                        f" at most {MAX_ARRAY_BYTES} are read"
+                    )
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: np.asarray(archive[name]) for name in names if name in archive.files}
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        OSError,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:
+        raise InvalidInput(f"not a readable npz file: {error}") from error
+    # numpy raises any of these for a broken header, with the wrong text in the message.
+    except (ValueError, KeyError, TypeError, SyntaxError, OverflowError, MemoryError) as error:
+        raise InvalidInput(
+            f"holds an array that cannot be read: {str(error).splitlines()[0]:.200}"
+        ) from error

@@ -10,6 +10,7 @@ eplb_simulator/reader.py.
 """
 
 import pickle
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,19 @@ from evenkeel_moe.formats.reading import as_int, as_list, naming, token_counts
 from evenkeel_moe.formats.trace import Trace, drop_idle_layers, drop_idle_steps
 
 
-def read_stat(path: Path, first_moe_layer: int | None) -> Trace:
-    """Read a dump of mode stat or stat_approx.
+def read_stat(path: Path, content: dict[Any, Any], first_moe_layer: int | None) -> Trace:
+    """Read a dump of mode stat or stat_approx, which `load_dump` loaded.
 
     Its `logical_count` is (steps, hidden layers, E), summed over ranks.
 
     Raises:
         InvalidInput, ShapeMismatch: the dump is malformed, or torch is not installed.
     """
-    content = _load(path)
     if "logical_count" not in content:
         known = ", ".join(sorted(map(str, content)))
         hint = "; to read per-pass dumps, give their folder" if "records" in content else ""
         raise InvalidInput(f"has no logical_count, only: {known:.200}{hint}")
-    counts = token_counts(_array(content["logical_count"], "logical_count"), "logical_count")
+    counts = token_counts(as_array(content["logical_count"], "logical_count"), "logical_count")
     if counts.ndim == 2:
         counts = counts[None]
     counts, notes = _in_order(_checked(counts, "logical_count"))
@@ -55,11 +55,11 @@ def read_passes(folder: Path, first_moe_layer: int | None) -> Trace:
     placed: NDArray[np.int64] | None = None
     for path in sorted(folder.glob("*.pt")):
         with naming(path.name):
-            content = _load(path)
+            content = load_dump(path)
             for key in ("records", "last_physical_to_logical_map"):
                 if key not in content:
                     raise InvalidInput(f"has no {key}, so it is not a per-pass dump")
-            held = token_counts(_array(content["last_physical_to_logical_map"], "map"), "map")
+            held = token_counts(as_array(content["last_physical_to_logical_map"], "map"), "map")
             if held.ndim != 2 or 0 in held.shape:
                 raise ShapeMismatch(
                     f"its map must be (layers, slots), none of them 0, got {held.shape}"
@@ -103,7 +103,7 @@ def _add_record(
     key = as_int(record["forward_pass_id"], "forward_pass_id", most=2**62)
     rank = as_int(record["rank"], "rank")
     counts = token_counts(
-        _array(record["global_physical_count"], "count"), f"pass {key} rank {rank}"
+        as_array(record["global_physical_count"], "count"), f"pass {key} rank {rank}"
     )
     if counts.shape != shape:
         raise ShapeMismatch(f"pass {key} rank {rank} counts {counts.shape}, the map is {shape}")
@@ -113,7 +113,12 @@ def _add_record(
     by_rank[rank] = counts
 
 
-def _load(path: Path) -> dict[Any, Any]:
+def load_dump(path: Path) -> dict[Any, Any]:
+    """Return the mapping in a file of torch; it runs no code from the file.
+
+    Raises:
+        InvalidInput: the file holds something else, or torch is not installed.
+    """
     try:
         import torch
     except ImportError as error:
@@ -122,8 +127,11 @@ def _load(path: Path) -> dict[Any, Any]:
             " dump to npz on a machine with torch"
         ) from error
     try:
-        # weights_only: loads tensors and plain containers, and runs no code from the file.
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            # An error follows where torch cannot read another version of pickle.
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
+            # weights_only: loads tensors and plain containers, and runs no code from the file.
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise InvalidInput(f"torch cannot read it: {str(error).splitlines()[0]:.200}") from error
     # A broken pickle stream raises whatever error its opcodes ran into.
@@ -144,7 +152,12 @@ def _load(path: Path) -> dict[Any, Any]:
     return content
 
 
-def _array(value: object, what: str) -> NDArray[Any]:
+def as_array(value: object, what: str) -> NDArray[Any]:
+    """Return a tensor as an array.
+
+    Raises:
+        InvalidInput: it is none, or its type rounds counts.
+    """
     if str(getattr(value, "dtype", None)) == "torch.bfloat16":
         raise InvalidInput(
             f"{what} is bfloat16, which rounds counts above 256: dump it as int32 or float32"

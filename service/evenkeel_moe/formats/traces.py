@@ -1,30 +1,26 @@
 """Reads recorded loads of every supported kind, and writes our own npz files."""
 
 import io
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.formats import sglang, tensorrt_llm
-from evenkeel_moe.formats.reading import naming, token_counts
+from evenkeel_moe.formats import recording, routed_experts, sglang, tensorrt_llm, vllm
+from evenkeel_moe.formats.reading import load_npz, naming, token_counts
 from evenkeel_moe.formats.trace import Trace
-from evenkeel_moe.formats.writing import write_file
-
-MAX_ARRAY_BYTES = 16 << 30
-"""Unpacked size above which a member of an npz file is refused as a decompression bomb."""
+from evenkeel_moe.formats.writing import smallest, write_file
 
 
 def read_trace(path: Path | str, *, first_moe_layer: int | None = None) -> Trace:
     """Read a trace; the path tells which kind it is.
 
-    `*.npz` is our own format. `*.pt` is a dump of SGLang's recorder (modes stat and stat_approx). A
-    folder with `*.pt` files holds SGLang's per-pass dumps, one for each rank. A folder with
-    `meta_info.json` holds TensorRT-LLM statistics.
+    `*.npz` is our own format, or has an array `routed_experts` of tokens. `*.pt` is a dump of
+    SGLang's recorder (modes stat and stat_approx), or has such a tensor. `*.jsonl` has vLLM's load
+    statistics. A folder with `*.pt` files holds SGLang's per-pass dumps, one for each rank, one
+    with `meta_info.json` TensorRT-LLM statistics, and one with `*-rank0-*.npz` what our plugins
+    recorded.
 
     Args:
         path: file or folder.
@@ -42,20 +38,42 @@ def read_trace(path: Path | str, *, first_moe_layer: int | None = None) -> Trace
                 return tensorrt_llm.read_statistics(path, first_moe_layer)
             if any(path.glob("*.pt")):
                 return sglang.read_passes(path, first_moe_layer)
-            raise InvalidInput("a folder with neither meta_info.json nor *.pt files")
+            if recording.is_recording(path):
+                return recording.read_recording(path, first_moe_layer)
+            raise InvalidInput(
+                "a folder with neither meta_info.json nor *.pt files nor a recording of our plugins"
+            )
         if not path.exists():
             raise InvalidInput("no such file or folder")
         if path.suffix == ".npz":
             return _read_npz(path, first_moe_layer)
         if path.suffix == ".pt":
-            return sglang.read_stat(path, first_moe_layer)
+            return _read_pt(path, first_moe_layer)
+        if path.suffix == ".jsonl":
+            return vllm.read_load_statistics(path, first_moe_layer)
         raise InvalidInput(
-            f"a trace is *.npz, *.pt or a folder, not *{path.suffix or ' without a suffix'}"
+            "a trace is *.npz, *.pt, *.jsonl or a folder,"
+            f" not *{path.suffix or ' without a suffix'}"
         )
 
 
+def _read_pt(path: Path, first_moe_layer: int | None) -> Trace:
+    content = sglang.load_dump(path)
+    if routed_experts.KEY not in content:
+        return sglang.read_stat(path, content, first_moe_layer)
+    arrays = {
+        name: sglang.as_array(content[name], name)
+        for name in routed_experts.NAMES
+        if name in content
+    }
+    return routed_experts.read_routed_experts(arrays, first_moe_layer, path.stem)
+
+
 def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
-    arrays = _load_npz(path, ("T", "layer_ids", "topk", "tokens", "S", "mix", "domains"))
+    own = ("T", "layer_ids", "topk", "tokens", "S", "mix", "domains")
+    arrays = load_npz(path, (*own, *routed_experts.NAMES))
+    if routed_experts.KEY in arrays:
+        return routed_experts.read_routed_experts(arrays, first_moe_layer, path.stem)
     if "T" not in arrays:
         raise InvalidInput("has no array T (steps, layers, experts)")
     counts = token_counts(arrays["T"], "T")
@@ -85,34 +103,6 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
     )
 
 
-def _load_npz(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
-    """Return those of the named arrays that a file has; pickles are never opened."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                if info.filename.removesuffix(".npy") in names and info.file_size > MAX_ARRAY_BYTES:
-                    raise InvalidInput(
-                        f"{info.filename} unpacks to {info.file_size} bytes,"
-                        f" at most {MAX_ARRAY_BYTES} are read"
-                    )
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: np.asarray(archive[name]) for name in names if name in archive.files}
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        OSError,
-        NotImplementedError,
-        RuntimeError,
-    ) as error:
-        raise InvalidInput(f"not a readable npz file: {error}") from error
-    # numpy raises any of these for a broken header, with the wrong text in the message.
-    except (ValueError, KeyError, TypeError, SyntaxError, OverflowError, MemoryError) as error:
-        raise InvalidInput(
-            f"holds an array that cannot be read: {str(error).splitlines()[0]:.200}"
-        ) from error
-
-
 def write_trace(path: Path | str, trace: Trace) -> None:
     """Write our own npz file, from which `read_trace` returns the same trace.
 
@@ -120,7 +110,7 @@ def write_trace(path: Path | str, trace: Trace) -> None:
     """
     # Any: savez_compressed declares a flag among its keywords, which arrays by name do not match.
     arrays: dict[str, Any] = {
-        "T": _smallest(trace.counts),
+        "T": smallest(trace.counts),
         "layer_ids": np.array(trace.layer_ids, np.int32),
     }
     if trace.top_k is not None:
@@ -128,16 +118,10 @@ def write_trace(path: Path | str, trace: Trace) -> None:
     if trace.tokens is not None:
         arrays["tokens"] = trace.tokens.astype(np.int64)
     if trace.source is not None:
-        arrays["S"] = _smallest(trace.source)
+        arrays["S"] = smallest(trace.source)
     if trace.mix is not None:
         arrays["mix"] = trace.mix.astype(np.float32)
         arrays["domains"] = np.array(trace.domains)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     write_file(path, buffer.getvalue())
-
-
-def _smallest(counts: NDArray[np.int64]) -> NDArray[Any]:
-    most = int(counts.max())
-    dtype = np.uint16 if most < 2**16 else np.uint32 if most < 2**32 else np.int64
-    return np.asarray(counts.astype(dtype))

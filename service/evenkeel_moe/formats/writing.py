@@ -1,6 +1,10 @@
 """Writes files, with typed errors."""
 
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput
 
@@ -16,3 +20,10 @@ def write_file(path: Path | str, content: str | bytes) -> None:
         Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise InvalidInput(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def smallest(counts: NDArray[np.int64]) -> NDArray[Any]:
+    """Return counts in the smallest type that holds them."""
+    most = int(counts.max())
+    dtype = np.uint16 if most < 2**16 else np.uint32 if most < 2**32 else np.int64
+    return np.asarray(counts.astype(dtype))

@@ -14,8 +14,8 @@ TraceOption = Annotated[
     typer.Option(
         "--trace",
         "-t",
-        help="Recorded loads: *.npz (ours), *.pt or a folder (SGLang recorder), or a folder"
-        " (TensorRT-LLM statistics).",
+        help="Recorded loads: *.npz (ours, or experts of tokens), *.pt or a folder (SGLang"
+        " recorder), *.jsonl (vLLM statistics), or a folder (TensorRT-LLM statistics).",
     ),
 ]
 FirstMoeLayerOption = Annotated[

@@ -1,0 +1,135 @@
+"""A placement with the layers that it is for, and the formats in which files hold one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.formats.reading import check_layer_ids
+from evenkeel_moe.model.placement import Placement
+
+NEUTRAL_FORMAT = "evenkeel.placement"
+NEUTRAL_VERSION = 1
+
+
+class PlacementFormat(StrEnum):
+    """The formats, each named by its reader."""
+
+    NEUTRAL = "neutral"
+    """Our own: JSON that carries everything; documented in docs/formats.md."""
+    SGLANG = "sglang"
+    """SGLang `--init-expert-location`."""
+    TRTLLM = "trtllm"
+    """TensorRT-LLM `moe_config.load_balancer`."""
+    ASCEND = "ascend"
+    """vllm-ascend `expert_map_path`."""
+    VLLM = "vllm"
+    """vLLM `initial_expert_map_path`, of pull request 49572."""
+    VLLM_MAPPING = "vllm-mapping"
+    """vLLM `initial_mapping_path`, of pull request 41141."""
+    VLLM_RANKS = "vllm-ranks"
+    """vLLM `--expert-placement-file`, of pull request 34811."""
+
+    @classmethod
+    def parse(cls, name: str) -> "PlacementFormat":
+        """Return the format with this name.
+
+        Raises:
+            InvalidInput: there is no such format.
+        """
+        try:
+            return cls(name)
+        except ValueError as error:
+            known = ", ".join(cls)
+            raise InvalidInput(f"unknown placement format {name!r}; known: {known}") from error
+
+    @property
+    def holds_empty_slots(self) -> bool:
+        """True if a slot may stay empty in such files."""
+        return self is PlacementFormat.NEUTRAL
+
+
+@dataclass(frozen=True, eq=False)
+class PlacementFile:
+    """A placement with the layers of the model that its rows belong to."""
+
+    placement: Placement
+    layer_ids: tuple[int, ...]
+    """(L,) index of each row among the model's hidden layers, dense layers included; rising."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Free text about its origin; only the neutral format keeps it."""
+
+    def __post_init__(self) -> None:
+        check_layer_ids(self.layer_ids, self.placement.num_layers)
+        missing = np.argwhere(self.placement.logcnt == 0)
+        if len(missing):
+            row, expert = missing[0]
+            raise InfeasiblePlan(
+                f"{len(missing)} experts without a replica, "
+                f"first: layer {self.layer_ids[row]} expert {expert}",
+                Reason.EXPERT_WITHOUT_REPLICA,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Facts about the file that the caller of the reader knows."""
+
+    num_ranks: int | None
+    num_logical_experts: int | None
+    first_moe_layer: int
+    layer_ids: tuple[int, ...] | None
+
+    def ranks(self, carried: int | None = None) -> int:
+        """Return R; `carried` is what the file says."""
+        if carried is not None and self.num_ranks not in (None, carried):
+            raise ShapeMismatch(f"the file is for {carried} ranks, {self.num_ranks} are expected")
+        ranks = carried if carried is not None else self.num_ranks
+        if ranks is None:
+            raise InvalidInput("this format does not carry the number of ranks: pass num_ranks")
+        return ranks
+
+    def experts(self, rows: NDArray[np.int32], carried: int | None = None) -> int:
+        """Return E of (L, S) rows; `carried` is what the file says."""
+        if carried is not None and self.num_logical_experts not in (None, carried):
+            raise ShapeMismatch(
+                f"the file is for {carried} experts, {self.num_logical_experts} are expected"
+            )
+        named = carried if carried is not None else self.num_logical_experts
+        experts = named if named is not None else int(rows.max()) + 1
+        if experts > rows.shape[1]:
+            raise ShapeMismatch(
+                f"{rows.shape[1]} slots cannot hold {experts} experts",
+                Reason.EXPERT_WITHOUT_REPLICA,
+            )
+        return experts
+
+    def layers(self, carried: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the layer ids that the file carries, if they are those expected."""
+        if self.layer_ids not in (None, carried):
+            raise ShapeMismatch(
+                f"the file is for layers {list(carried)}, {list(self.layer_ids or ())} are expected"
+            )
+        return carried
+
+    def layers_up_to(self, last: int) -> tuple[int, ...]:
+        """Return the layer ids, up to `last` (exclusive) if the caller does not know them."""
+        if self.layer_ids is not None:
+            return self.layer_ids
+        return tuple(range(self.first_moe_layer, last))
+
+
+def refuse_duplicates(placement: Placement) -> None:
+    """Raise InfeasiblePlan if a rank holds an expert twice, which ascend files cannot express."""
+    duplicate = placement.first_duplicate()
+    if duplicate is not None:
+        layer, rank, expert = duplicate
+        raise InfeasiblePlan(
+            "ascend maps hold an expert once per device:"
+            f" layer {layer} device {rank} has expert {expert} twice",
+            Reason.DUPLICATE_ON_RANK,
+        )

@@ -1,0 +1,205 @@
+"""Plans one placement for an engine to start with, and judges it on steps it was not planned on.
+
+The engine loads its weights straight into the slots of the file, so no copy is priced, and the plan
+need not stay near the placement that it is compared with.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.formats import PlacementFormat
+from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.decision.verdict import (
+    Call,
+    Verdict,
+    VerdictRules,
+    held_out_steps,
+    judge,
+)
+from evenkeel_moe.planning.policies.registry import POLICIES
+from evenkeel_moe.planning.problem import metrics, moe_time
+from evenkeel_moe.planning.problem.placement_problem import Policy
+from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
+from evenkeel_moe.replay.planners import VERDICT, choose_planners
+from evenkeel_moe.replay.walk import Replan, Setup
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OfflinePlan:
+    """A placement, and what it does on the steps that were held out."""
+
+    placement: Placement
+    start: Placement
+    """The placement that it is compared with."""
+    planned_on: int
+    """Oldest steps of the trace, on which the plan was made."""
+    verdict: Verdict
+    balancedness_before: float
+    """Mean over held-out steps and layers under `start`; NaN without such steps or load."""
+    balancedness_after: float
+
+    @property
+    def words(self) -> str:
+        """The verdict in sentences."""
+        verdict = self.verdict
+        steps = f"{verdict.steps} steps that the plan had not seen"
+        if math.isnan(verdict.gain):
+            return (
+                f"It cannot be told whether it pays: there are {verdict.steps} steps with load to"
+                " judge it on. Record more steps."
+            )
+        does = "saves" if verdict.gain >= 0 else "costs"
+        seen = f"on {steps}, the plan {does} {abs(verdict.gain):.1%} of MoE time"
+        if math.isnan(verdict.gain_lower):
+            return f"It cannot be told whether it pays: {seen}. Record more steps."
+        ahead = (
+            f"in the next {verdict.steps} steps the saving is from {verdict.gain_lower:.1%} to"
+            f" {verdict.gain_upper:.1%}"
+        )
+        if verdict.call is Call.RECOMMEND:
+            return f"It pays: {seen}; {ahead}."
+        if verdict.call is Call.NOT_NOW:
+            return f"It does not pay: {seen}; {ahead}. Start the engine without the file."
+        return f"It cannot be told whether it pays: {seen}; {ahead}. Record more steps."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as plain values."""
+        figures = asdict(self.verdict)
+        figures["cost_model"] |= {"words": self.verdict.cost_model.words}
+        return {
+            "planned_on_steps": self.planned_on,
+            "balancedness_before": self.balancedness_before,
+            "balancedness_after": self.balancedness_after,
+            "replicas": int((self.placement.logcnt - 1).sum()),
+            "words": self.words,
+            "verdict": figures,
+        }
+
+
+def engine_start(format_: PlacementFormat, shape: ModelShape) -> Placement:
+    """Return the placement with which the reader of a format starts without a file.
+
+    Source: vLLM `build_initial_global_physical_to_logical_map`, SGLang `init_trivial`,
+    TensorRT-LLM `get_layer_initial_global_assignments`, vllm-ascend `generate_global_placement`.
+    """
+    experts, ranks, slots = shape.num_logical_experts, shape.num_ranks, shape.num_slots
+    local = np.arange(shape.slots_per_rank)
+    if format_ is PlacementFormat.TRTLLM:
+        first = np.arange(ranks) * experts // ranks
+        row = (first[:, None] + local).reshape(-1) % experts
+    elif format_ is PlacementFormat.ASCEND:
+        groups = [list(group) for group in np.array_split(np.arange(experts), ranks)]
+        for extra in range(slots - experts):
+            group = groups[-(extra % ranks + 1)]
+            group.append((group[-1] + 1) % experts)
+        row = np.concatenate(groups)
+    else:
+        row = np.arange(slots) % experts
+    return Placement(np.tile(row.astype(np.int32), (shape.num_layers, 1)), ranks, experts)
+
+
+def plan_offline(
+    policy: str,
+    setup: Setup,
+    start: Placement,
+    *,
+    held_out: int | None = None,
+    policies: Mapping[str, Policy] = POLICIES,
+    one_row: bool = False,
+) -> OfflinePlan:
+    """Plan on the older steps of a trace, and judge the plan on the newest.
+
+    Args:
+        policy: name of a policy.
+        setup: trace and fleet; its window is not read.
+        start: the placement to compare with.
+        held_out: newest steps to judge on; None takes as many as a controller would.
+        policies: policies by name.
+        one_row: True to plan one row for all layers, on the sum of their loads.
+
+    Raises:
+        InvalidInput: the policy is unknown, or no step is left to plan on.
+        ShapeMismatch: `start` belongs to another deployment.
+        EvenkeelError: the policy failed.
+    """
+    if policy.endswith(VERDICT):
+        raise InvalidInput(f"{policy}: every plan is judged here, leave {VERDICT} out")
+    if start.sizes != Placement.initial(setup.shape).sizes:
+        raise ShapeMismatch(
+            f"the placement to compare with has (L, S, R, E) = {start.sizes}, the fleet"
+            f" {Placement.initial(setup.shape).sizes}"
+        )
+    steps = len(setup.load)
+    kept = held_out_steps(steps, VerdictRules().min_steps) if held_out is None else held_out
+    planned_on = steps - kept
+    if planned_on < 1:
+        raise InvalidInput(f"{kept} of {steps} steps are held out: none is left to plan on")
+    placement = _plan(policy, _summed(setup) if one_row else setup, planned_on, policies) or start
+    if one_row and placement.num_layers == 1:
+        rows = np.tile(placement.phy2log, (setup.shape.num_layers, 1))
+        placement = Placement(rows, placement.num_ranks, placement.num_logical_experts)
+    objective = setup.objective
+    load, split = setup.load[planned_on:], setup.split(planned_on, steps)
+    before, after = (
+        moe_time.step_times(load, map_, objective.cost, split).sum(axis=1) if kept else np.zeros(0)
+        for map_ in (start, placement)
+    )
+    balanced = [
+        metrics.balancedness_mean(metrics.rank_load(load, map_, split)) if kept else math.nan
+        for map_ in (start, placement)
+    ]
+    verdict = judge(before, after, cost_model=objective.cost.basis, seed=setup.seed)
+    return OfflinePlan(placement, start, planned_on, verdict, *balanced)
+
+
+def _plan(
+    policy: str, setup: Setup, planned_on: int, policies: Mapping[str, Policy]
+) -> Placement | None:
+    """Return the plan on the first steps; None if the policy keeps the placement."""
+    planner = choose_planners([policy], baselines=False, policies=policies)[policy]
+    problem = setup.problem(0, planned_on, None)
+    proposal = planner(Replan(0, planned_on, problem, setup.load[:planned_on], setup))
+    if proposal is None:
+        return None
+    objective = setup.objective
+    proposal.placement.check(
+        setup.shape, allow_duplicates=objective.allow_duplicates, fill_slots=objective.fill_slots
+    )
+    return proposal.placement
+
+
+def _summed(setup: Setup) -> Setup:
+    """Return the same fleet with one layer, whose load is the sum of all layers."""
+    return replace(
+        setup,
+        load=setup.load.sum(axis=1, keepdims=True),
+        shape=replace(setup.shape, num_layers=1),
+        source=None if setup.source is None else setup.source.sum(axis=2, keepdims=True),
+    )
+
+
+def replica_mass(load: NDArray[np.float64], placement: Placement) -> NDArray[np.float64]:
+    """Return the share of a layer's tokens that each slot should get, for engines that draw by it.
+
+    The split is the one with the smallest largest rank load for the sum of all steps.
+
+    Args:
+        load: (T, L, E) [tokens].
+        placement: (L, S) slots.
+
+    Returns:
+        (L, S) float64 in [0, 1], 1 in sum over a layer; an even split in a layer without load.
+    """
+    total = load.sum(axis=0)
+    idle = total.sum(axis=1) == 0
+    total[idle] = 1.0
+    slots = slot_load(total[None], placement, SplitModel(DispatchModel.OPTIMAL))[0]
+    return np.asarray(slots / total.sum(axis=1, keepdims=True), np.float64)

@@ -1,0 +1,104 @@
+"""`evenkeel offline`."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from evenkeel_moe.cli import app
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.formats import PlacementFormat, Trace, read_placement, write_trace
+from tests.cli.conftest import FLEET
+
+
+@pytest.fixture
+def steady(tmp_path):
+    """Return a trace of 120 steps, 3 MoE layers after 2 dense ones, 2 hot experts."""
+    counts = np.random.default_rng(7).poisson(40, (120, 3, 8))
+    counts[:, :, 2:4] += 200
+    write_trace(tmp_path / "steady.npz", Trace(counts, (2, 3, 4)))
+    return tmp_path / "steady.npz"
+
+
+def run(*args, code=0):
+    result = CliRunner().invoke(app, ["offline", *map(str, args)], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("format_", [f for f in PlacementFormat if f != "vllm-ranks"])
+def test_one_command_leads_from_a_recording_to_the_file_of_every_engine(steady, tmp_path, format_):
+    out = tmp_path / "map"
+    said = " ".join(run(steady, *FLEET, "-f", format_, "-o", out).split())
+    assert "steady: 120 steps, 3 MoE layers, 8 experts in 10 slots on 2 ranks" in said
+    assert "It pays: on 20 steps that the plan had not seen, the plan saves" in said
+    assert f"Wrote {out}. Start " in said and str(out) in said.split("Start ")[1]
+    file = read_placement(
+        out, num_ranks=2, num_logical_experts=8, layer_ids=(2, 3, 4), format_=format_
+    )
+    assert (file.placement.logcnt.sum(axis=1) == 10).all() or format_ == "neutral"
+
+
+def test_experts_by_rank_need_neither_replicas_nor_a_number_of_slots(steady, tmp_path):
+    run(steady, "--ranks", 2, "-f", "vllm-ranks", "-o", tmp_path / "map")
+    ranks = json.loads((tmp_path / "map").read_text())["expert_to_ep_rank"]
+    assert sorted(ranks) == [0] * 4 + [1] * 4
+    assert ranks[2] != ranks[3], "the two hot experts are apart"
+
+
+def test_json_has_the_verdict_and_its_cost_model(steady, tmp_path):
+    cost = ("--cost", "roofline", "--device", "h100")
+    said = json.loads(run(steady, *FLEET, *cost, "-o", tmp_path / "map", "--json"))
+    assert said["verdict"]["call"] == "recommend"
+    assert said["verdict"]["steps"] == 20
+    assert said["verdict"]["cost_model"]["source"] == "derived"
+    assert said["planned_on_steps"] == 100
+    assert said["words"].startswith("It pays")
+
+
+def test_nothing_is_written_on_request_if_it_does_not_surely_pay(steady, tmp_path):
+    out = tmp_path / "map"
+    short = ("--held-out", 4, "--only-if-it-pays", "-o", out)
+    said = run(steady, *FLEET, *short, code=1)
+    assert "It cannot be told whether it pays" in said and "Nothing was written." in said
+    assert not out.exists()
+    run(steady, *FLEET, "--only-if-it-pays", "-o", out)
+    assert out.exists()
+
+
+def test_the_placement_to_compare_with_is_the_one_named(steady, tmp_path):
+    run(steady, *FLEET, "-o", tmp_path / "map")
+    again = run(steady, *FLEET, "-o", tmp_path / "b", "--compare-with", tmp_path / "map")
+    assert "saves 0.0% of MoE time" in again
+
+
+def test_probabilities_belong_to_the_map_that_sglang_starts_with(steady, tmp_path):
+    out, probabilities = tmp_path / "map.json", tmp_path / "mass.pt"
+    more = ("-f", "sglang", "--num-hidden-layers", 6, "--replica-probabilities", probabilities)
+    run(steady, *FLEET, "-o", out, *more)
+    written = torch.load(probabilities, weights_only=True)
+    rows = json.loads(out.read_text())["physical_to_logical_map"]
+    assert written["physical_to_logical_map"].tolist() == rows
+    mass = written["physical_mass"].double()
+    assert mass.shape == (6, 10)
+    assert torch.allclose(mass.sum(dim=1), torch.ones(6).double(), atol=1e-5)
+    by_rank = mass[2:5].reshape(3, 2, 5).sum(dim=2)
+    assert torch.allclose(by_rank, torch.full((3, 2), 0.5).double(), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "words"),
+    [
+        (("-f", "trtllm", "--replica-probabilities", "x"), InvalidInput, "belongs to -f sglang"),
+        (("--pooled",), InvalidInput, "leave --pooled out"),
+        (("--slots", 9), ShapeMismatch, "9 slots do not divide over 2 ranks"),
+        (("-f", "vllm-ranks", "--slots", 10), InfeasiblePlan, "10 slots for 8 experts are 2 too"),
+        (("-f", "other"), InvalidInput, "known: neutral, sglang"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(steady, tmp_path, more, error, words):
+    with pytest.raises(error, match=words):
+        run(steady, "--ranks", 2, *more, "-o", tmp_path / "map")
+    assert not (tmp_path / "map").exists()

@@ -1,0 +1,173 @@
+"""Loads that engines record in other ways: vLLM's statistics, routed experts, our plugins."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.formats import read_trace
+from evenkeel_moe.formats.recording import RecordedLoad, newest_step, read_recording, write_recorded
+
+# --- vLLM's load statistics --------------------------------------------------------------------
+
+
+def stats(step, load, held, **changes):
+    record = {
+        "record_type": "eplb_load_stats",
+        "version": 1,
+        "step": step,
+        "num_ranks": 2,
+        "expert_load": load,
+        "p2l_map": held,
+    }
+    return record | changes
+
+
+def written(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_vllms_statistics_become_tokens_of_experts_under_the_map_of_each_step(tmp_path):
+    path = written(
+        tmp_path / "stats.jsonl",
+        {"record_type": "session_metadata", "host": "a"},
+        stats(9, [[1, 2, 3, 4]], [[2, 1, 0, 2]]),
+        stats(7, [[10, 1, 5, 2]], [[0, 1, 2, 0]]),
+        stats(8, [[0, 0, 0, 0]], [[0, 1, 2, 0]]),
+    )
+    trace = read_trace(path, first_moe_layer=3)
+    assert trace.counts.tolist() == [[[12, 1, 5]], [[3, 2, 5]]]
+    assert trace.layer_ids == (3,)
+    assert trace.notes == ("left out 1 of 3 steps: they routed nothing",)
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([{"record_type": "other"}], "no line of the type eplb_load_stats"),
+        ([{"step": 1}], "line 1: .* missing: record_type"),
+        ([stats(1, [[1, 2]], [[0, 1]], version=2)], "line 1: version is 2"),
+        ([stats(1, [[1, 2, 3]], [[0, 1]])], r"expert_load is \(1, 3\), p2l_map \(1, 2\)"),
+        ([stats(1, [[1, 2]], [[0, 5]])], "has expert 5, 2 slots cannot hold so many"),
+        ([stats(1, [[1, -2]], [[0, 1]])], "slot 1 is -2"),
+        ([stats(1, [[1, 2]], [[0, 1]])] * 2, "line 2: step 1 occurs twice"),
+        (
+            [stats(1, [[1, 2]], [[0, 1]]), stats(2, [[1]], [[0]])],
+            r"line 2: has \(1, 1\) layers and slots, the first step \(1, 2\)",
+        ),
+    ],
+)
+def test_statistics_that_do_not_fit_are_refused_with_the_line(tmp_path, records, words):
+    with pytest.raises((InvalidInput, ShapeMismatch), match=words):
+        read_trace(written(tmp_path / "stats.jsonl", *records))
+
+
+# --- experts of each token ---------------------------------------------------------------------
+
+# Two sequences of 3 and 2 tokens, padded to 4; layer 0 is dense; 2 of 5 experts for each token.
+ROUTES = np.zeros((2, 4, 3, 2), np.int16)
+ROUTES[0, 0:2, 1:] = [[[0, 4], [1, 2]], [[3, 4], [2, 1]]]
+ROUTES[1, 0:1, 1:] = [[[0, 1], [3, 1]]]
+
+
+@pytest.mark.parametrize("kind", ["npz", "pt"])
+def test_positions_of_sequences_are_steps_and_padding_counts_nothing(tmp_path, kind):
+    path = tmp_path / f"routes.{kind}"
+    if kind == "npz":
+        np.savez(path, routed_experts=ROUTES)
+    else:
+        torch.save({"routed_experts": torch.from_numpy(ROUTES)}, path)
+    trace = read_trace(path)
+    assert trace.layer_ids == (1, 2)
+    assert trace.top_k == 2
+    assert trace.counts.tolist() == [
+        [[2, 1, 0, 0, 1], [0, 2, 1, 1, 0]],
+        [[0, 0, 0, 1, 1], [0, 1, 1, 0, 0]],
+    ]
+    assert trace.notes == (
+        "left out 2 of 4 steps: they routed nothing",
+        "1 of 3 layers never routed a token: assumed to be dense",
+        "each position of the sequences is taken as a step",
+    )
+
+
+def test_a_mask_tells_the_real_tokens_where_one_expert_is_chosen(tmp_path):
+    path = tmp_path / "routes.npz"
+    arrays = {"routed_experts": ROUTES[:, :, 1:, :1], "num_experts": np.array(8)}
+    with pytest.raises(InvalidInput, match="padding cannot be told apart: add attention_mask"):
+        np.savez(path, **arrays)
+        read_trace(path)
+    np.savez(path, **arrays, attention_mask=np.array([[1, 1, 0, 0], [1, 0, 0, 0]]))
+    trace = read_trace(path)
+    assert trace.counts.shape == (2, 2, 8)
+    assert trace.counts.sum(axis=2).tolist() == [[2, 2], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"routed_experts": ROUTES[0, 0]}, r"got \(3, 2\)"),
+        ({"routed_experts": ROUTES * 0.5}, "holds float64"),
+        ({"routed_experts": ROUTES * 0}, "none of the 2 sequences routed a token"),
+        ({"routed_experts": ROUTES - 1}, "holds the id -1"),
+        ({"routed_experts": ROUTES, "num_experts": np.array(4)}, "the id 4, num_experts is 4"),
+        (
+            {"routed_experts": ROUTES, "attention_mask": np.ones((2, 3))},
+            r"must be \(2, 4\), got \(2, 3\)",
+        ),
+    ],
+)
+def test_routes_that_do_not_fit_are_refused_with_the_numbers(tmp_path, arrays, words):
+    np.savez(tmp_path / "routes.npz", **arrays)
+    with pytest.raises((InvalidInput, ShapeMismatch), match=words):
+        read_trace(tmp_path / "routes.npz")
+
+
+# --- recordings of our plugins -----------------------------------------------------------------
+
+
+def record(folder, rank, first, *, start="a1b2c3d4-77", steps=2, ranks=2, experts=3):
+    counts = np.full((steps, 1, experts), 1 + rank, np.int64)
+    numbers = np.arange(first, first + steps)
+    return write_recorded(folder, start, RecordedLoad(rank, ranks, 2, numbers, counts))
+
+
+def test_the_loads_of_all_ranks_add_up_and_steps_that_one_lacks_are_left_out(tmp_path):
+    for rank, first in ((0, 0), (1, 0), (0, 2)):
+        record(tmp_path, rank, first)
+    assert newest_step(tmp_path) == 2
+    trace = read_trace(tmp_path, first_moe_layer=4)
+    assert trace.counts.tolist() == [[[3, 3, 3]]] * 2
+    assert (trace.layer_ids, trace.top_k) == ((4,), 2)
+    assert trace.notes == ("left out 2 steps that some ranks did not record",)
+
+
+def test_only_the_newest_start_of_the_group_is_read(tmp_path):
+    old = [record(tmp_path, rank, 0, start="ffffffff") for rank in (0, 1)]
+    for path in old:
+        os.utime(path, (1, 1))
+    for rank in (0, 1):
+        record(tmp_path, rank, 5, start="00000001", steps=1)
+    trace = read_trace(tmp_path)
+    assert trace.num_steps == 1
+    assert trace.notes == ("the folder has 1 earlier starts, only the newest is read",)
+
+
+def test_a_recording_that_does_not_fit_is_refused(tmp_path):
+    record(tmp_path, 0, 0)
+    with pytest.raises(InvalidInput, match=r"it has steps of ranks \[0\] of 2"):
+        read_trace(tmp_path)
+    path = record(tmp_path, 1, 0, experts=4)
+    with pytest.raises(ShapeMismatch, match=r"is for \(1, 4\) layers and experts of 2 ranks"):
+        read_trace(tmp_path)
+    path.write_bytes(b"PK")
+    with pytest.raises(InvalidInput, match="not a readable npz file"):
+        read_trace(tmp_path)
+    path.unlink()
+    record(tmp_path, 1, 0)
+    with pytest.raises(InvalidInput, match="no step is complete"):
+        read_recording(tmp_path, None, from_step=9)
