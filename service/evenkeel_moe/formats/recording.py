@@ -115,11 +115,16 @@ def read_recording(folder: Path, first_moe_layer: int | None, *, from_step: int 
 
 
 def newest_step(folder: Path) -> int:
-    """Return the first step of the newest file of the newest start; -1 without files."""
+    """Return the newest step that a rank has written in the newest start; -1 without files.
+
+    Raises:
+        InvalidInput, ShapeMismatch: the newest file is malformed.
+    """
     if not is_recording(folder):
         return -1
     _, paths, _ = _newest(folder)
-    return max(_first_step(path) for path in paths)
+    with naming(paths[-1].name):
+        return int(_read_file(paths[-1]).steps.max(initial=-1))
 
 
 def _newest(folder: Path) -> tuple[str, list[Path], int]:

@@ -63,6 +63,18 @@ def test_a_certificate_without_a_ca_is_refused(monkeypatch):
     assert load_guest_settings().tls_ca_file == Path("/ca")
 
 
+def test_a_recording_takes_the_place_of_a_controller(monkeypatch):
+    assert not load_guest_settings().is_on
+    monkeypatch.setenv("EVENKEEL_RANK__RECORD", "/loads")
+    assert load_guest_settings().is_on
+    monkeypatch.setenv("EVENKEEL_RANK__MODE", "place")
+    with pytest.raises(InvalidInput, match="EVENKEEL_RANK__RECORD needs EVENKEEL_RANK__MODE"):
+        load_guest_settings()
+    monkeypatch.setenv("EVENKEEL_RANK__CONTROLLERS", "a:1")
+    with pytest.raises(InvalidInput, match="and EVENKEEL_RANK__CONTROLLERS names one"):
+        load_guest_settings()
+
+
 def test_an_empty_variable_counts_as_not_set(monkeypatch):
     for name in (
         "CONTROLLERS",

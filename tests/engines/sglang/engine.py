@@ -104,9 +104,13 @@ class _Variable:
         return self.value
 
 
+ENVIRONMENT: dict[str, Any] = {}
+"""SGLang's environment variables that a scenario sets."""
+
+
 class _Environment:
     def __getattr__(self, name):
-        return _Variable(32 if "CHUNK" in name else None)
+        return _Variable(ENVIRONMENT.get(name, 32 if "CHUNK" in name else None))
 
 
 def root_folder() -> Path:

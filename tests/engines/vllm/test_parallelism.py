@@ -24,6 +24,7 @@ def test_each_pipeline_stage_is_a_deployment_of_its_own():
     [
         ({"deployment": "d" * 61}, "has 65 characters; a name has at most 63"),
         ({"placement": "/maps/all.json"}, "2 pipeline stages cannot start from one file"),
+        ({"record": "/loads"}, "2 pipeline stages cannot record into one folder, /loads"),
     ],
 )
 def test_a_stage_without_a_name_or_a_file_of_its_own_is_refused(settings, words):

@@ -23,6 +23,7 @@ from evenkeel_moe.agent.guest import GuestAgent, HostEngine
 from evenkeel_moe.agent.ports import ExpertWeights, RankLink
 from evenkeel_moe.agent.profile.files import SavedProfile, load_profile
 from evenkeel_moe.agent.profile.replica_cost import remeasure
+from evenkeel_moe.engines.guest.record_link import RecordLink
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.identity import device_name, gpu_uuid, rank_identity
 from evenkeel_moe.errors import InvalidInput, Unavailable
@@ -71,6 +72,7 @@ def make_guest(
         link: used instead of gRPC to the controllers.
 
     Raises:
+        InvalidInput: a recording is asked for, and the engine counts by slot.
         Unavailable: some ranks cannot reach the store of rank 0, or did not come.
         PeerViolation: the ranks start with different values.
     """
@@ -81,7 +83,6 @@ def make_guest(
         slots_stay_filled=slots_stay_filled,
         weight_format=weight_format,
     )
-    saved = _load_profile(settings, config.gpu_uuid)
     agent = GuestAgent(
         config,
         placement,
@@ -90,13 +91,29 @@ def make_guest(
         engine,
         connect=_connector(settings, store, rank, shape.num_ranks),
         device=device,
-        link=link or GrpcRankLink(settings.addresses, seed=rank, tls=_tls(settings)),
+        link=link or _make_link(settings, rank, side),
         stall_after_s=settings.stall_after_s,
         clock=_clock_reader(config.gpu_uuid),
     )
-    if saved is not None:
+    if (saved := _load_profile(settings, config.gpu_uuid)) is not None:
         tell_profile(agent, saved, device, settings.profile_s)
     return agent
+
+
+def _make_link(settings: GuestSettings, rank: int, side: CountingSide) -> RankLink:
+    """Return the link to the controllers, or to the folder of a recording.
+
+    Raises:
+        InvalidInput: a recording needs counts by expert, and the engine counts by slot.
+    """
+    if not settings.record:
+        return GrpcRankLink(settings.addresses, seed=rank, tls=_tls(settings))
+    if side is not CountingSide.SOURCE:
+        raise InvalidInput(
+            "this engine counts the tokens that slots receive, which a recording cannot hold:"
+            " record with SGLang's own recorder, `evenkeel record sglang`"
+        )
+    return RecordLink(Path(settings.record), settings.record_steps)
 
 
 def _clock_reader(gpu_uuid: str) -> NvmlClock | None:

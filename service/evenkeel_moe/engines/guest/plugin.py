@@ -58,7 +58,7 @@ class EnginePlugin(Generic[_GuestT]):
 def register_guest(
     engine: str, version_module: str, install: Callable[[GuestSettings, str], None]
 ) -> None:
-    """Install a plugin if the settings name a controller.
+    """Install a plugin if the settings name a controller or a folder to record into.
 
     Never raises: a refusal is logged, and the engine starts without the plugin.
 
@@ -69,8 +69,8 @@ def register_guest(
     """
     try:
         settings = load_guest_settings()
-        if not settings.addresses:
-            _log.debug("guest_off", detail="EVENKEEL_RANK__CONTROLLERS is empty")
+        if not settings.is_on:
+            _log.debug("guest_off", detail="EVENKEEL_RANK__CONTROLLERS and __RECORD are empty")
             return
         install(settings, str(importlib.import_module(version_module).__version__))
     except EvenkeelError as error:

@@ -1,7 +1,7 @@
 """The settings of a plugin, read from the environment once, when the engine loads it.
 
-Only `EVENKEEL_RANK__CONTROLLERS` switches the plugin on. Without it the engine runs as if the
-plugin were not installed.
+Only `EVENKEEL_RANK__CONTROLLERS` or `EVENKEEL_RANK__RECORD` switches the plugin on. Without them
+the engine runs as if the plugin were not installed.
 """
 
 import re
@@ -83,6 +83,12 @@ class GuestSettings(BaseSettings):
     """A file of `evenkeel export` with the placement that vLLM starts from; empty starts as vLLM
     does. SGLang has its own option, `--init-expert-location`. A file that does not fit, or that
     some rank does not have, is ignored."""
+    record: str = ""
+    """Folder in which the ranks record their loads, in place of a controller: it switches the
+    plugin on without one. All ranks of a group record into folders that `evenkeel record` or
+    `evenkeel offline` sees as one."""
+    record_steps: Annotated[int, Field(ge=512)] = 20_000
+    """Steps that are kept in that folder; older ones are removed."""
     curves: str = ""
     """Folder of curves that `evenkeel profile` wrote on this machine; empty plans without them."""
     profile_s: Annotated[float, Field(ge=0, le=600)] = 2.0
@@ -96,6 +102,11 @@ class GuestSettings(BaseSettings):
     tls_cert_file: Path | None = None
     """PEM chain of this rank, if the controllers require one."""
     tls_key_file: Path | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """True if the plugin has anything to do."""
+        return bool(self.addresses or self.record)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -135,6 +146,10 @@ def _find_fault(settings: GuestSettings) -> str:
             f"RESOLVE_AFTER {settings.resolve_after} exceeds {_PREFIX}POLL_EVERY"
             f" {settings.poll_every}"
         )
+    if settings.record and settings.addresses:
+        return f"RECORD is for loads without a controller, and {_PREFIX}CONTROLLERS names one"
+    if settings.record and settings.mode is GuestMode.PLACE:
+        return f"RECORD needs {_PREFIX}MODE observe: nobody plans without a controller"
     if (settings.tls_cert_file is None) != (settings.tls_key_file is None):
         return f"TLS_CERT_FILE and {_PREFIX}TLS_KEY_FILE must be set together"
     if settings.tls_cert_file is not None and settings.tls_ca_file is None:

@@ -7,7 +7,7 @@ from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.wire.values import is_deployment_id
 
 STAGE = "{pp}"
-"""Stands for the pipeline stage in the path of the placement to start from."""
+"""Stands for the pipeline stage in the paths of the placement to start from and of a recording."""
 
 
 def refuse_elastic(parallel_config: Any) -> None:
@@ -40,7 +40,7 @@ def stage_settings(settings: GuestSettings, stage: int, stages: int) -> GuestSet
 
     Raises:
         Unsupported: the name of the stage's deployment is too long, or all stages would start from
-            one placement file.
+            one placement file, or record into one folder.
     """
     if stages == 1:
         return settings
@@ -50,10 +50,17 @@ def stage_settings(settings: GuestSettings, stage: int, stages: int) -> GuestSet
             f"{name!r}, the deployment of pipeline stage {stage} of {stages}, has {len(name)}"
             " characters; a name has at most 63"
         )
-    if settings.placement and STAGE not in settings.placement:
-        raise Unsupported(
-            f"{stages} pipeline stages cannot start from one file, {settings.placement}:"
-            f" put {STAGE} into the path, which stands for the stage"
-        )
-    path = settings.placement.replace(STAGE, str(stage))
-    return settings.model_copy(update={"deployment": name, "placement": path})
+    for use, path in (
+        ("start from one file", settings.placement),
+        ("record into one folder", settings.record),
+    ):
+        if path and STAGE not in path:
+            raise Unsupported(
+                f"{stages} pipeline stages cannot {use}, {path}:"
+                f" put {STAGE} into the path, which stands for the stage"
+            )
+    paths = {
+        field: getattr(settings, field).replace(STAGE, str(stage))
+        for field in ("placement", "record")
+    }
+    return settings.model_copy(update={"deployment": name, **paths})

@@ -1,0 +1,205 @@
+"""`evenkeel record`: write what an engine routes to a trace, without a controller.
+
+Heavy imports wait until a command runs, because `--help` must not load numpy.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from evenkeel_moe.cli.client import CliError, Exit
+from evenkeel_moe.cli.options import with_option_groups
+from evenkeel_moe.cli.replay import check_writable, print_notes
+from evenkeel_moe.errors import EvenkeelError, InvalidInput
+from evenkeel_moe.replay.options import FirstMoeLayerOption
+
+app = typer.Typer(
+    no_args_is_help=True, help="Record what an engine routes to a trace, without a controller."
+)
+_POLL_S = 0.5
+_DUMP_S = 120.0
+"""Seconds in which SGLang must have written its dump."""
+_FLUSH_S = 30.0
+"""Seconds in which the plugin must have written the steps of the recording."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordOptions:
+    """The options that both engines share."""
+
+    seconds: Annotated[
+        float, typer.Option("--seconds", "-s", help="Seconds to record.", min=0.1)
+    ] = 60.0
+    out: Annotated[Path, typer.Option("--out", "-o", help="Trace to write, *.npz.")] = Path(
+        "trace.npz"
+    )
+
+
+@app.command()
+@with_option_groups
+def sglang(
+    recording: RecordOptions,
+    url: Annotated[
+        str, typer.Option(help="Address of the SGLang server.")
+    ] = "http://127.0.0.1:30000",
+    dumps: Annotated[
+        Path,
+        typer.Option(
+            help="Folder into which the server writes its dumps, as seen from here: its"
+            " SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR."
+        ),
+    ] = Path("/tmp"),
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SGLANG_API_KEY", help="Key of the server, if it asks for one.", show_default=""
+        ),
+    ] = None,
+    first_moe_layer: FirstMoeLayerOption = None,
+) -> None:
+    """Record with SGLang's own recorder, over its HTTP routes; needs torch.
+
+    Start the server with --expert-distribution-recorder-mode stat.
+    """
+    import httpx
+
+    _check_out(recording.out)
+    if not dumps.is_dir():
+        raise InvalidInput(f"{dumps}: there is no such folder")
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    with httpx.Client(base_url=url, headers=headers, timeout=_DUMP_S) as client:
+        _ask(client, "start_expert_distribution_record")
+        try:
+            _wait(recording.seconds)
+        finally:
+            _ask(client, "stop_expert_distribution_record")
+        before = set(dumps.glob("*.pt"))
+        _ask(client, "dump_expert_distribution_record")
+    path = _await_dump(dumps, before)
+    if path is None:
+        raise CliError(
+            f"the server wrote no *.pt file to {dumps} within {_DUMP_S:g} s: --dumps must be its"
+            " SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR",
+            Exit.UNAVAILABLE,
+        )
+    _write(path, first_moe_layer, recording.out)
+
+
+@app.command()
+@with_option_groups
+def vllm(
+    recording: RecordOptions,
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder into which the ranks record: EVENKEEL_RANK__RECORD of the server."
+        ),
+    ],
+    first_moe_layer: FirstMoeLayerOption = None,
+) -> None:
+    """Take the steps that vLLM's ranks record from now on; the server needs the plugin."""
+    from evenkeel_moe.formats.recording import is_recording, newest_step
+
+    _check_out(recording.out)
+    if not is_recording(folder):
+        raise InvalidInput(f"{folder}: holds no file of a recording; is the server running?")
+    first = newest_step(folder) + 1
+    _wait(recording.seconds)
+    after = newest_step(folder)
+    # The plugin writes a file every few seconds: the last steps of the time arrive a little later.
+    _poll(_FLUSH_S, lambda: newest_step(folder) > after or None)
+    _write(folder, first_moe_layer, recording.out, from_step=first)
+
+
+def _check_out(out: Path) -> None:
+    check_writable(out)
+    if out.suffix != ".npz":
+        raise InvalidInput(f"{out}: a trace is written as *.npz")
+
+
+def _ask(client: Any, route: str) -> None:
+    """Call a route of SGLang.
+
+    Raises:
+        CliError: the server cannot be reached, or refuses.
+    """
+    import httpx
+
+    try:
+        answer = client.post(f"/{route}")
+    except httpx.HTTPError as error:
+        detail = f"no SGLang server at {client.base_url}: {error}"
+        raise CliError(detail, Exit.UNAVAILABLE) from error
+    if answer.status_code in (401, 403):
+        raise CliError(f"/{route} needs a key: give --api-key", Exit.UNAUTHORIZED)
+    if answer.is_error:
+        text = " ".join(answer.text.split())[:200]
+        raise CliError(f"/{route} answered {answer.status_code}: {text}", Exit.REFUSED)
+
+
+def _wait(seconds: float) -> None:
+    """Wait, and say every 10 seconds how long it still takes."""
+    end = time.monotonic() + seconds
+    typer.echo(f"recording for {seconds:g} s", err=True)
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, 10.0))
+        if end - time.monotonic() > 1.0:
+            typer.echo(f"  {end - time.monotonic():.0f} s left", err=True)
+
+
+def _poll(limit_s: float, find: Callable[[], Any]) -> Any:
+    """Return the first answer that is not None; None after the limit."""
+    end = time.monotonic() + limit_s
+    while True:
+        found = find()
+        if found is not None or time.monotonic() >= end:
+            return found
+        time.sleep(_POLL_S)
+
+
+def _await_dump(dumps: Path, before: set[Path]) -> Path | None:
+    """Return the new dump once it is whole; SGLang writes dumps in place. None if there is none.
+
+    Raises:
+        EvenkeelError: the dump no longer grows, and it cannot be read.
+    """
+    from evenkeel_moe.formats import read_trace
+
+    sizes: dict[Path, int] = {}
+
+    def find() -> Path | None:
+        for path in sorted(set(dumps.glob("*.pt")) - before, key=lambda path: path.name):
+            size = path.stat().st_size
+            try:
+                read_trace(path)
+            except EvenkeelError:
+                if sizes.get(path) == size:
+                    raise
+                sizes[path] = size
+                continue
+            return path
+        return None
+
+    found: Path | None = _poll(_DUMP_S, find)
+    return found
+
+
+def _write(path: Path, first_moe_layer: int | None, out: Path, *, from_step: int = 0) -> None:
+    """Read a dump or the folder of a recording, and write the trace."""
+    from evenkeel_moe.formats import read_trace, write_trace
+    from evenkeel_moe.formats.recording import read_recording
+
+    if path.is_dir():
+        trace = read_recording(path, first_moe_layer, from_step=from_step)
+    else:
+        trace = read_trace(path, first_moe_layer=first_moe_layer)
+    print_notes(trace.notes)
+    write_trace(out, trace)
+    typer.echo(
+        f"{out}: {trace.num_steps} steps, {trace.num_layers} MoE layers, {trace.num_experts}"
+        f" experts. Next: evenkeel offline {out} --ranks R --slots S -f FORMAT -o FILE"
+    )

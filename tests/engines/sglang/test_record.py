@@ -1,0 +1,50 @@
+"""`evenkeel record sglang` with SGLang's own recorder and dump."""
+
+import socket
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from evenkeel_moe.formats import read_trace
+from tests.engines import ranks
+from tests.engines.sglang.engine import MOE_LAYERS
+from tests.waiting import deadline, wait_until
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
+
+
+def test_a_trace_is_recorded_over_sglangs_routes(tmp_path):
+    port, found = ranks.free_port(), []
+    scenario = "tests.engines.sglang.records", "serves"
+    fleet = threading.Thread(
+        target=lambda: found.extend(ranks.run(*scenario, folder=str(tmp_path), port=port))
+    )
+    fleet.start()
+    try:
+        wait_until(lambda: is_open(port), within_s=60)
+        out = tmp_path / "trace.npz"
+        command = [sys.executable, "-m", "evenkeel_moe", "record", "sglang", "-s", "0.3"]
+        where = ["--url", f"http://127.0.0.1:{port}", "--dumps", str(tmp_path), "-o", str(out)]
+        done = subprocess.run(
+            [*command, *where], capture_output=True, text=True, timeout=deadline(120), check=False
+        )
+    finally:
+        fleet.join(deadline(250))
+    assert done.returncode == 0, done.stderr
+    assert "Next: evenkeel offline" in done.stdout
+    trace = read_trace(out)
+    assert trace.layer_ids == MOE_LAYERS
+    routed = np.sum([np.array(rank) for rank in found], axis=0)
+    # SGLang keeps the newest passes, as many as its buffer has.
+    assert 1 < trace.num_steps <= len(routed)
+    assert sorted(map(tuple, trace.counts[:, 0].tolist())) == sorted(
+        map(tuple, routed[-trace.num_steps :].tolist())
+    )
+
+
+def is_open(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
