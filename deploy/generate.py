@@ -1,4 +1,4 @@
-"""Generates dashboards, rules for a plain Prometheus, and the chart's schema and values table.
+"""Generates dashboards, rules for a plain Prometheus, the chart's schema, and tables of settings.
 
 `python -m deploy.generate` writes them; a test checks that they are up to date. The sources are
 deploy/dashboards/, helm/evenkeel/rules/evenkeel.yaml, helm/evenkeel/values.yaml, and the settings
@@ -17,6 +17,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from pydantic import TypeAdapter
 
 from deploy.dashboards import dashboards
+from deploy.settings_reference import settings_page
 from evenkeel_moe.settings import Settings
 
 __all__ = ["CHART", "ROOT", "generated", "rules", "values_table"]
@@ -45,6 +46,7 @@ def generated() -> dict[Path, str]:
     }
     files[ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml"] = rules(selector='job="evenkeel"')
     files[CHART / "values.schema.json"] = json.dumps(_schema(), indent=2) + "\n"
+    files[ROOT / "docs" / "settings.md"] = settings_page()
     readme = (CHART / "README.md").read_text(encoding="utf-8")
     files[CHART / "README.md"] = _TABLE.sub(
         lambda found: found[1] + values_table() + found[2], readme

@@ -65,8 +65,17 @@ def test_variables_override_the_file_and_the_file_overrides_defaults(tmp_path, m
         ("c.yaml", "[1]", "must hold sections, not list"),
         ("c.yaml", "a: [", "c.yaml"),
         ("c.toml", "a = ", "c.toml"),
-        ("c.yaml", "grpc: {prot: 1}", "EVENKEEL_GRPC__PROT"),
-        ("c.yaml", "nonsense: 1", "NONSENSE"),
+        ("c.yaml", "# a\ngrpc: {prot: 1}", r"c\.yaml:2: grpc\.prot: "),
+        ("c.yaml", "nonsense: 1", r"c\.yaml:1: nonsense: "),
+        ("c.yaml", "rest:\n  host: a\n  port: high\n", r"c\.yaml:3: rest\.port: "),
+        ("c.toml", "[rest]\nhost = 'a'\n\n[grpc]\nport = 'x'\n", r"c\.toml:5: grpc\.port: "),
+        ("c.toml", "rest.port = 'x'\n", r"c\.toml:1: rest\.port: "),
+        ("c.toml", "log_level = 'loud'\n", r"c\.toml:1: log_level: "),
+        (
+            "c.yaml",
+            "planner:\n  thresholds: {cooldown_s: soon}\n",
+            r"c\.yaml:2: planner\.thresholds\.cooldown_s: ",
+        ),
         ("c.yaml", b'grpc: {host: "\xff"}', "c.yaml: 'utf-8'"),
         ("c.toml", b"\xff", "c.toml: 'utf-8'"),
         ("c.yaml", "log_level: 2026-13-01", "c.yaml: month must be"),
@@ -77,6 +86,23 @@ def test_an_invalid_file_is_refused(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InvalidInput, match=words):
         load_settings(tmp_path / name)
+
+
+def test_a_fault_names_what_set_the_value(tmp_path, monkeypatch):
+    path = tmp_path / "c.yaml"
+    path.write_text("rest: {port: high}\ningest:\n  heartbeat_s: 9\n")
+    monkeypatch.setenv("EVENKEEL_REST__PORT", "higher")
+    with pytest.raises(InvalidInput) as caught:
+        load_settings(path)
+    assert "EVENKEEL_REST__PORT: " in str(caught.value)
+    assert "c.yaml:1" not in str(caught.value)
+    monkeypatch.setenv("EVENKEEL_REST__PORT", "8080")
+    with pytest.raises(InvalidInput) as caught:
+        load_settings(path)
+    assert f"(ingest.heartbeat_s is set by {path}:3)" in str(caught.value)
+    monkeypatch.setenv("EVENKEEL_INGEST__RANK_LEASE_S", "5")
+    with pytest.raises(InvalidInput, match="rank_lease_s is set by EVENKEEL_INGEST__RANK_LEASE_S"):
+        load_settings(path)
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -65,6 +65,7 @@ class GrpcSettings:
     tls_cert_file: Path | None = None
     """Certificate chain of this server (PEM). It enables TLS, and refuses other connections."""
     tls_key_file: Path | None = None
+    """Private key of that certificate (PEM)."""
     tls_client_ca_file: Path | None = None
     """CA of the clients that may connect (PEM). With it every rank needs a certificate. Changes of
     these three files take effect without a restart."""
@@ -82,6 +83,7 @@ class RestSettings:
     host: Host = "127.0.0.1"
     """Address to listen on; a container needs 0.0.0.0, or :: where there is IPv6."""
     port: Port = 8080
+    """0 uses a free port, which the log names."""
     token_file: Path | None = None
     """File of accepted tokens; changes take effect without a restart. None uses `tokens` in the
     data folder; the first start creates it with one token of role admin."""
@@ -94,6 +96,7 @@ class MetricsSettings:
     host: Host = "127.0.0.1"
     """Address to listen on; a container needs 0.0.0.0, or :: with IPv6. It needs no token."""
     port: Port = 9090
+    """0 uses a free port, which the log names."""
     refresh_s: Seconds = 2.0
     """Time between updates of the gauges. Longer than the scrape interval repeats old values."""
     worst_layers: Annotated[int, Field(ge=0, le=64)] = 5
@@ -150,6 +153,7 @@ class PlannerSettings:
     mode: Mode = Mode.OBSERVE
     """observe: nothing moves. propose: plans wait for approval. auto: plans start by themselves."""
     policy: str = "keel"
+    """The planning algorithm, by its name in docs/policies.md."""
     cycle_s: Seconds = 2.0
     """Time between cycles; each records a decision. Long cycles react late to changes."""
     thresholds: Mapping[str, float] = field(default_factory=dict)
@@ -262,6 +266,7 @@ class Settings:
     data_dir: Path = Path("evenkeel-data")
     """Folder of the embedded store and the token file; created if missing."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of the lines that are written."""
     grpc: GrpcSettings = GrpcSettings()
     rest: RestSettings = RestSettings()
     metrics: MetricsSettings = MetricsSettings()

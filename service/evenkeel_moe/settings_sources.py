@@ -7,6 +7,7 @@ the variable with `_FILE` appended names.
 """
 
 import os
+import re
 import tomllib
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -25,6 +26,7 @@ from pydantic_settings import (
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.settings import Settings, contradictions
+from evenkeel_moe.settings_lines import line_of
 
 _PREFIX = "EVENKEEL_"
 _SECRETS = ("redis__url", "redis__password", "redis__sentinel_password")
@@ -41,12 +43,13 @@ def load_settings(config: Path | None = None) -> Settings:
     """
     _refuse_unknown_variables()
     sources = _secret_files(), ({} if config is None else _read_file(config))
+    origins = _Origins(config)
     try:
         gathered = _root_model(*sources)()
     except (ValidationError, SettingsError) as error:
-        raise InvalidInput(f"settings:\n{_faults(error)}") from None
+        raise InvalidInput(f"settings:\n{_faults(error, origins)}") from None
     settings = Settings(**{f.name: getattr(gathered, f.name) for f in fields(Settings)})
-    faults = list(contradictions(settings))
+    faults = [f"{fault}{origins.named_in(fault)}" for fault in contradictions(settings)]
     if faults:
         raise InvalidInput("settings:\n" + "\n".join(faults))
     return settings
@@ -143,12 +146,48 @@ def _read_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def _faults(error: ValidationError | SettingsError) -> str:
+class _Origins:
+    """Says where the values of settings come from.
+
+    Args:
+        config: the settings file; None if there is none.
+    """
+
+    def __init__(self, config: Path | None) -> None:
+        self._config = config
+        self._text = "" if config is None else config.read_text(encoding="utf-8")
+        self._variables = {name.upper(): name for name in os.environ}
+
+    def of(self, path: tuple[str, ...], *, exact: bool = False) -> str | None:
+        """Return the variable, or the file and line, that set a value; None is the default."""
+        for length in range(len(path), 0, -1):
+            name = _PREFIX + "__".join(path[:length]).upper()
+            for variable in (name, f"{name}_FILE"):
+                if variable in self._variables and (length > 1 or len(path) == 1):
+                    return self._variables[variable]
+        if self._config is None:
+            return None
+        line = line_of(self._text, self._config.suffix, path, exact=exact)
+        return None if line is None else f"{self._config}:{line}"
+
+    def named_in(self, fault: str) -> str:
+        """Return where the settings that a message names were set, in brackets; empty if not."""
+        names = dict.fromkeys(re.findall(r"\b[a-z]+(?:\.[a-z_]+)+", fault))
+        known = {name: self.of(tuple(name.split(".")), exact=True) for name in names}
+        shown = [f"{name} is set by {origin}" for name, origin in known.items() if origin]
+        return f" ({'; '.join(shown)})" if shown else ""
+
+
+def _faults(error: ValidationError | SettingsError, origins: _Origins) -> str:
     """Return one line for each fault, without the value, because it may be a secret."""
     if isinstance(error, SettingsError):
         return str(error)
     lines = []
     for fault in error.errors(include_url=False, include_input=False, include_context=False):
-        where = "__".join(str(part).upper() for part in fault["loc"])
-        lines.append(f"{_PREFIX}{where}: {fault['msg']}")
+        path = tuple(str(part) for part in fault["loc"])
+        variable = _PREFIX + "__".join(path).upper()
+        origin = origins.of(tuple(part.lower() for part in path)) or origins.of(path)
+        # A variable names its setting; a file does not.
+        where = variable if origin in (None, variable) else f"{origin}: {'.'.join(path)}"
+        lines.append(f"{where}: {fault['msg']}")
     return "\n".join(lines)

@@ -1,4 +1,7 @@
 import json
+from dataclasses import asdict
+
+from evenkeel_moe.planning.decision.gates import GateSettings
 
 
 def test_settings_are_checked_and_printed_without_secrets(command, monkeypatch, tmp_path):
@@ -23,5 +26,12 @@ def test_settings_are_checked_and_printed_without_secrets(command, monkeypatch, 
     file.write_text("[rest]\nprot = 8080\n")
     code, _, err = command("config", "check", "-c", str(file))
     assert code == 2
-    assert "PROT" in err
+    assert f"{file}:2: rest.prot: " in err
+    assert "EVENKEEL_" not in err
     assert "Traceback" not in err
+
+
+def test_every_threshold_is_printed_with_its_value(command, monkeypatch):
+    monkeypatch.setenv("EVENKEEL_PLANNER__THRESHOLDS__COOLDOWN_S", "5")
+    printed = json.loads(command("config", "print")[1])["planner"]["thresholds"]
+    assert printed == asdict(GateSettings(cooldown_s=5.0))

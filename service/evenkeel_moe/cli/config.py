@@ -29,15 +29,23 @@ def check(config: ConfigOption = None) -> None:
     from evenkeel_moe.settings_sources import load_settings
 
     load_settings(config)
-    typer.echo("all settings are valid")
+    source = "environment variables and defaults" if config is None else f"{config} and variables"
+    typer.echo(f"all settings are valid ({source})")
 
 
 @app.command("print")
 def print_settings(config: ConfigOption = None) -> None:
-    """Print the value of every setting as JSON, without secrets."""
+    """Print the value of every setting as JSON, without secrets.
+
+    Thresholds that nobody set have their defaults. docs/settings.md explains every setting.
+    """
+    from evenkeel_moe.planning.decision.gates import GateSettings
     from evenkeel_moe.settings_sources import load_settings
 
-    document = dataclasses.asdict(load_settings(config))
+    settings = load_settings(config)
+    document = dataclasses.asdict(settings)
+    gates = GateSettings.from_thresholds(settings.planner.thresholds)
+    document["planner"]["thresholds"] = dataclasses.asdict(gates)
     typer.echo(json.dumps(redacted(document), indent=2, default=str))
 
 
