@@ -162,6 +162,11 @@ async def live_through_everything(
     await until(lambda: shown("evenkeel_held_reason"), within_s=60)
     await until(ended(controller, "committed", 3), within_s=60)
     (await controller.http.post(f"{base}/resume")).raise_for_status()
+    (await controller.http.patch(f"{base}/policy", json={"mode": "propose"})).raise_for_status()
+    group.popularity = group.draw(seed=11)
+    await until(lambda: shown("evenkeel_proposal_expires_timestamp_seconds"), within_s=60)
+    (await controller.http.post(f"{base}/freeze", json={"seconds": 60})).raise_for_status()
+    await until(lambda: shown("evenkeel_frozen_until_timestamp_seconds"), within_s=60)
 
 
 def _of_an_epoch_that_never_was(report: LoadReport) -> LoadReport:

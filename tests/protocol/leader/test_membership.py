@@ -168,11 +168,16 @@ def test_trouble_counts_from_the_newest_stream_and_gives_nothing_that_was_not_of
     members, _ = group(hello_of(0), hello_of(1))
     members.troubled(1, 11, "the engine has stopped")
     assert members.register(hello_of(1), 30, 1.0).accepted
+    assert not members.quorum(1.0).ok, "the same process: it has not said that the trouble is over"
+    members.troubled(1, 30, "")
     members.troubled(1, 11, "the engine has stopped")
-    assert members.quorum(1.0).ok, "trouble counts for its stream only"
-    assert members.register(hello_of(1, capabilities=frozenset()), 31, 2.0).accepted
-    members.troubled(1, 31, "")
-    members.troubled(7, 31, "nobody's")
+    assert members.quorum(1.0).ok, "trouble counts from the newest stream only"
+    members.troubled(1, 30, "the engine has stopped")
+    assert members.register(hello_of(1, incarnation=8), 32, 1.0).accepted
+    assert members.quorum(1.0).ok, "another process"
+    assert members.register(hello_of(1, incarnation=8, capabilities=frozenset()), 33, 2.0).accepted
+    members.troubled(1, 33, "")
+    members.troubled(7, 33, "nobody's")
     assert members.quorum(2.0).detail == "ranks [1] do not offer to migrate"
 
 

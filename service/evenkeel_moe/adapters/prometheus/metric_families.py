@@ -74,6 +74,8 @@ class DeploymentGauges:
     """None before a plan was measured."""
     calibration: float | None = None
     """Factor by which modelled gains are multiplied."""
+    proposal: tuple[float, float | None] | None = None
+    """Times [Unix s] at which the newest waiting proposal was made and expires; None: never."""
     last_failure: tuple[float, str] | None = None
     """Time at which the newest aborted plan ended [Unix s], and its Reason."""
 
@@ -106,6 +108,9 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
         "evenkeel_time_balance_worst_ratio": "Time balance of the worst layer.",
         "evenkeel_cost_model_fit_error_ratio": "Mean error of the fit of the cost model, as a share"
         " of the time; absent where nothing was fitted.",
+        "evenkeel_proposal_created_timestamp_seconds": "When the newest proposal that waits for"
+        " approval was made.",
+        "evenkeel_proposal_expires_timestamp_seconds": "When it expires; absent if it does not.",
         "evenkeel_plan_created_timestamp_seconds": "When the active plan was made; its age is"
         " time() minus this.",
         "evenkeel_plan_changed_timestamp_seconds": "When the active plan last changed its phase"
@@ -292,6 +297,10 @@ def _of_layers(view: View) -> _Series:
 
 def _of_last_plan(view: View) -> _Series:
     plan, failure = view.gauges.last_plan, view.gauges.last_failure
+    if view.gauges.proposal is not None:
+        made_at, expires_at = view.gauges.proposal
+        yield "evenkeel_proposal_created_timestamp_seconds", (), made_at
+        yield "evenkeel_proposal_expires_timestamp_seconds", (), expires_at
     if failure is not None:
         failed_at, reason = failure
         yield "evenkeel_last_plan_failed_timestamp_seconds", (reason,), failed_at

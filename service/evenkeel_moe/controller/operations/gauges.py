@@ -213,6 +213,7 @@ class GaugeReader:
             last_plan=self._last_plan(),
             measured=measured_gauges(self.control.records.by_id.values()),
             calibration=self.planner.calibration.factor,
+            proposal=self._proposal(),
             last_failure=self._last_failure(),
         )
 
@@ -270,6 +271,10 @@ class GaugeReader:
             numbers.get("balancedness_expected"),
             self._realised.balancedness,
         )
+
+    def _proposal(self) -> tuple[float, float | None] | None:
+        record = self.control.records.proposal()
+        return None if record is None else (record.plan.created_at, record.plan.expires_at)
 
     def _last_failure(self) -> tuple[float, str] | None:
         record = self._newest(PlanPhase.ABORTED)

@@ -112,8 +112,12 @@ class Membership:
     def _admit(self, hello: Hello, stream: int, now: float) -> Admission:
         rank = hello.identity.rank
         registered = self.shape is None or rank < self.shape.num_ranks
+        known = self.newest(rank)
+        # The same process on another stream: its first heartbeat there says if the trouble is over.
+        same = known is not None and known.hello.identity == hello.identity
+        trouble = known.trouble if known is not None and same else ""
         (self.members if registered else self._beyond)[rank] = Member(
-            hello, stream, now, hello.weights_version
+            hello, stream, now, hello.weights_version, trouble
         )
         generation = hello.identity.generation
         if generation != self.generation and self.is_complete(generation):
