@@ -26,6 +26,7 @@ from evenkeel_moe.api.convert import (
     recommendation_out,
 )
 from evenkeel_moe.api.insight_schemas import RecommendationOut
+from evenkeel_moe.api.large_bodies import LargeBodyRoute
 from evenkeel_moe.api.problems import problem_response
 from evenkeel_moe.api.schema_base import plain
 from evenkeel_moe.api.schemas import (
@@ -41,7 +42,7 @@ from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.ports import DeploymentStatus, Operations
 
-router = APIRouter(tags=["deployments"])
+router = APIRouter(tags=["deployments"], route_class=LargeBodyRoute)
 
 _CONFLICT: dict[int | str, dict[str, Any]] = {
     409: {

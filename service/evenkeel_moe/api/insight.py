@@ -28,12 +28,13 @@ from evenkeel_moe.api.insight_schemas import (
     QuarantineSampleOut,
     TokenOut,
 )
+from evenkeel_moe.api.large_bodies import LargeBodyRoute
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
 
-router = APIRouter(tags=["insight"])
+router = APIRouter(tags=["insight"], route_class=LargeBodyRoute)
 
 MOST_CELLS = 65_536
 """Largest number of cells of both matrices together: 61 layers of 256 experts on 320 ranks fit."""

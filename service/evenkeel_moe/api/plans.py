@@ -19,12 +19,13 @@ from evenkeel_moe.api.context import (
     read_page_token,
 )
 from evenkeel_moe.api.convert import plan_out, plan_request, plan_summary
+from evenkeel_moe.api.large_bodies import LargeBodyRoute
 from evenkeel_moe.api.problems import problem_response
 from evenkeel_moe.api.schemas import PlanIn, PlanOut, PlanPage, ProblemOut, RollbackIn, StoryOut
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
 
-router = APIRouter(tags=["plans"])
+router = APIRouter(tags=["plans"], route_class=LargeBodyRoute)
 
 _CONFLICT: dict[int | str, dict[str, Any]] = {
     409: {"model": ProblemOut, "description": "The request does not fit the current state"}

@@ -24,6 +24,7 @@ from evenkeel_moe.adapters.redis.encoding import (
     unpack_placement,
     unpack_plan,
 )
+from evenkeel_moe.adapters.redis.wrong_types import WrongTypes
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.placement import Placement
@@ -88,6 +89,7 @@ class RedisDeploymentStore:
     ) -> None:
         self._client: Any = client  # The clients share their commands but no typed base.
         self._unreadable = unreadable
+        self._types = WrongTypes(client, unreadable)
         self._prefix = prefix
         self._plans_kept = plans_kept
         self._epochs_kept = epochs_kept
@@ -109,7 +111,8 @@ class RedisDeploymentStore:
         return deployment_key(self._prefix, deployment, name)
 
     async def _eval(self, script: str, keys: Sequence[str], *values: object) -> Any:
-        return await self._client.eval(script, len(keys), *keys, *values)
+        client = self._client
+        return await self._types.run(keys, lambda: client.eval(script, len(keys), *keys, *values))
 
     async def acquire_lease(
         self, deployment: DeploymentId, holder: str, ttl_s: float, at_least_term: int
@@ -149,7 +152,9 @@ class RedisDeploymentStore:
         """Return the current leader's lease; None while nobody leads."""
         key = self._key(deployment, "lease")
         with store_errors("reading a lease"):
-            holder, term = await self._client.hmget(key, ["holder", "term"])
+            holder, term = await self._types.run(
+                [key], lambda: self._client.hmget(key, ["holder", "term"])
+            )
         if holder is None or term is None:
             return None
         try:
@@ -170,7 +175,9 @@ class RedisDeploymentStore:
         """Return (id, created_at) of every stored plan, newest first."""
         key = self._key(deployment, "plan_order")
         with store_errors("reading the order of plans"):
-            rows = await self._client.zrevrange(key, 0, -1, withscores=True)
+            rows = await self._types.run(
+                [key], lambda: self._client.zrevrange(key, 0, -1, withscores=True)
+            )
         known = ((self._name("plan", key, name), created_at) for name, created_at in rows)
         return [(PlanId(name), created_at) for name, created_at in known if name is not None]
 
@@ -181,7 +188,7 @@ class RedisDeploymentStore:
         """
         key = self._key(deployment, "plans_open")
         with store_errors("reading which plans are open"):
-            names = await self._client.hkeys(key)
+            names = await self._types.run([key], lambda: self._client.hkeys(key))
         known = (self._name("plan", key, name) for name in names)
         return sorted(PlanId(name) for name in known if name is not None)
 
@@ -193,7 +200,7 @@ class RedisDeploymentStore:
             return []
         key = self._key(deployment, "plans")
         with store_errors("reading plans"):
-            found = await self._client.hmget(key, list(plan_ids))
+            found = await self._types.run([key], lambda: self._client.hmget(key, list(plan_ids)))
         stored = [
             (name, body) for name, body in zip(plan_ids, found, strict=True) if body is not None
         ]
@@ -218,7 +225,7 @@ class RedisDeploymentStore:
         """Return the recorded placements by epoch, as many as are kept."""
         key = self._key(deployment, "epochs")
         with store_errors("reading epochs"):
-            found = await self._client.hgetall(key)
+            found = await self._types.run([key], lambda: self._client.hgetall(key))
         epochs: dict[Epoch, Placement] = {}
         for name, body in found.items():
             try:
@@ -240,7 +247,7 @@ class RedisDeploymentStore:
         """Return a named document; None when it is missing or unreadable."""
         key = self._key(deployment, "documents")
         with store_errors("reading a document"):
-            body = await self._client.hget(key, name)
+            body = await self._types.run([key], lambda: self._client.hget(key, name))
         return None if body is None else self._object("document", f"{key} {name}", body)
 
     async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
@@ -258,7 +265,7 @@ class RedisDeploymentStore:
             return []
         key = self._key(deployment, "decisions")
         with store_errors("reading decisions"):
-            found = await self._client.xrevrange(key, count=limit)
+            found = await self._types.run([key], lambda: self._client.xrevrange(key, count=limit))
         decisions = []
         for entry, fields in found:
             where = f"{key} {entry.decode(errors='replace')}"
@@ -275,12 +282,14 @@ class RedisDeploymentStore:
     async def unlist(self, deployment: DeploymentId) -> None:
         """Omit a deployment from `deployments` until it is led again; its records stay."""
         with store_errors("taking a deployment off the list"):
-            await self._client.zrem(self._seen, deployment)
+            await self._types.run([self._seen], lambda: self._client.zrem(self._seen, deployment))
 
     async def deployments(self) -> Sequence[DeploymentId]:
         """Return every deployment with a record here, without those that were unlisted."""
         with store_errors("listing deployments"):
-            found = await self._client.zrange(self._seen, 0, -1)
+            found = await self._types.run(
+                [self._seen], lambda: self._client.zrange(self._seen, 0, -1)
+            )
         names = [(self._name("deployment", self._seen, name) or "", name) for name in found]
         for name, raw in names:
             if name and not is_deployment_id(name):
@@ -346,10 +355,15 @@ class RedisDeploymentStore:
 
         Both commands use one connection, because WAIT counts only what its own connection wrote.
         """
-        pipe = self._client.pipeline(transaction=False)
-        pipe.eval(script, len(keys), *keys, *values)
-        pipe.execute_command("WAIT", replicas, _milliseconds(self._wait_s))
-        answer, copies = await pipe.execute()
+
+        async def write() -> list[Any]:
+            pipe = self._client.pipeline(transaction=False)
+            pipe.eval(script, len(keys), *keys, *values)
+            pipe.execute_command("WAIT", replicas, _milliseconds(self._wait_s))
+            found: list[Any] = await pipe.execute()
+            return found
+
+        answer, copies = await self._types.run(keys, write)
         return int(answer), int(copies)
 
 

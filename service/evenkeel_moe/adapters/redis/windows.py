@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from evenkeel_moe.adapters.redis.client import Client, deployment_key, store_errors
@@ -14,6 +15,7 @@ from evenkeel_moe.adapters.redis.encoding import (
     unpack_source,
     unpack_window,
 )
+from evenkeel_moe.adapters.redis.wrong_types import WrongTypes
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import LoadWindow, Phase
@@ -81,6 +83,7 @@ class RedisWindowStore:
             raise InvalidInput(f"window capacity is {capacity}, must be at least 1")
         self._client: Any = client  # The clients share their commands but no typed base.
         self._unreadable = unreadable
+        self._types = WrongTypes(client, unreadable)
         self._prefix = prefix
         self._capacity = capacity
         self._ttl_ms = max(1, round(ttl_s * 1000))
@@ -99,24 +102,30 @@ class RedisWindowStore:
         keys = self._keys(deployment, phase)
         with store_errors("appending to a window"):
             for chunk in in_chunks(newest_parts(parts, most=self._capacity), _CHUNK_STEPS):
-                # In one pipeline, so that a chunk is hardly ever left uncounted. Every chunk has at
-                # least one step.
-                both = self._client.pipeline(transaction=False)
-                length = sum(map(len, chunk))
-                fields = {"n": length, "d": pack_window(*chunk)}
-                both.xadd(keys.stream, fields, maxlen=self._capacity + 1, approximate=False)
-                counted = (length, self._capacity, self._ttl_ms)
-                both.eval(_COUNT, 3, keys.stream, keys.total, keys.chunks, *counted)
-                await both.execute()
-            if parts and parts[-1].source is not None:
-                await self._client.set(keys.source, pack_source(parts[-1].source), px=self._ttl_ms)
+                await self._types.run(keys, partial(self._add, keys, chunk))
+            source = parts[-1].source if parts else None
+            if source is not None:
+                await self._client.set(keys.source, pack_source(source), px=self._ttl_ms)
+
+    async def _add(self, keys: _Keys, chunk: Sequence[LoadWindow]) -> None:
+        """Add one chunk, which has at least one step.
+
+        In one pipeline, so that a chunk is hardly ever left uncounted.
+        """
+        both = self._client.pipeline(transaction=False)
+        length = sum(map(len, chunk))
+        fields = {"n": length, "d": pack_window(*chunk)}
+        both.xadd(keys.stream, fields, maxlen=self._capacity + 1, approximate=False)
+        counted = (length, self._capacity, self._ttl_ms)
+        both.eval(_COUNT, 3, keys.stream, keys.total, keys.chunks, *counted)
+        await both.execute()
 
     async def fetch(self, deployment: DeploymentId, phase: Phase) -> LoadWindow | None:
         """Return the stored window, oldest step first; None when there is none."""
         keys = self._keys(deployment, phase)
         with store_errors("reading a window"):
-            rows = await self._client.xrange(keys.stream)
-            sums = await self._client.get(keys.source)
+            rows = await self._types.run(keys, lambda: self._client.xrange(keys.stream))
+            sums = await self._types.run(keys, lambda: self._client.get(keys.source))
         chunks = [self._chunk(keys.stream, number, fields) for number, fields in rows]
         window = _join([chunk for chunk in chunks if chunk is not None])
         if window is None:
