@@ -248,3 +248,17 @@ async def test_the_actions_of_a_call_run_in_the_callers_context(rig):
     driver.post("event")
     await until(lambda: len(seen) == 4)
     assert seen == [("ask", "one"), ("own", "one"), ("own", "two"), ("theirs", "")]
+
+
+async def test_an_event_is_told_when_it_waits_no_more(rig):
+    """Also if the driver ends first: nothing may count as waiting for ever."""
+    driver, machine, executor, task = rig({"first": [persist("a")]})
+    executor.gate.clear()
+    told = []
+    for name in ("first", "second"):
+        driver.post(name, lambda name=name: told.append(name))
+    await until(lambda: executor.done)
+    assert told == ["first"] and machine.seen == ["first"]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert told == ["first", "second"] and machine.seen == ["first"]

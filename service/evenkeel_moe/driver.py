@@ -98,13 +98,18 @@ class Driver(Generic[ActionT]):
         self._tick = tick
         self._tick_s = tick_s
         self._after = after
-        self._inbox: deque[object] = deque()
+        self._inbox: deque[tuple[object, Callable[[], None] | None]] = deque()
         self._wake = asyncio.Event()
         self._ended = False
 
-    def post(self, event: object) -> None:
-        """Queue an event. Events of one caller keep their order."""
-        self._inbox.append(event)
+    def post(self, event: object, processed: Callable[[], None] | None = None) -> None:
+        """Queue an event. Events of one caller keep their order.
+
+        Args:
+            event: for the machine.
+            processed: called once the event waits no more.
+        """
+        self._inbox.append((event, processed))
         self._wake.set()
 
     async def call(self, ask: Callable[[float], tuple[ResultT, Sequence[ActionT]]]) -> ResultT:
@@ -135,7 +140,10 @@ class Driver(Generic[ActionT]):
                     tick_at = max(tick_at + self._tick_s, now)
                     await self._handle(self._tick)
                 elif self._inbox:
-                    await self._handle(self._inbox.popleft())
+                    event, processed = self._inbox.popleft()
+                    if processed is not None:
+                        processed()
+                    await self._handle(event)
                 else:
                     self._wake.clear()
                     # Not wait_for, which loses a cancellation that comes together with an event.
@@ -147,7 +155,9 @@ class Driver(Generic[ActionT]):
 
     def _end(self) -> None:
         self._ended = True
-        for waiting in self._inbox:
+        for waiting, processed in self._inbox:
+            if processed is not None:
+                processed()
             if isinstance(waiting, _Call) and not waiting.answer.done():
                 waiting.answer.set_exception(Unavailable("the controller is stopping"))
         self._inbox.clear()

@@ -28,9 +28,9 @@ class MachineInbox:
         self._clock = clock
         self._driver = driver
 
-    def post(self, event: object) -> None:
+    def post(self, event: object, processed: Callable[[], None] | None = None) -> None:
         """Give the machine an event; see `Driver.post`."""
-        self._driver().post(event)
+        self._driver().post(event, processed)
 
     async def call(self, ask: Callable[[float], tuple[_T, Sequence[ctl.ControlAction]]]) -> _T:
         """Ask the machine something, and wait until its actions are carried out.

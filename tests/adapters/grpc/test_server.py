@@ -10,19 +10,23 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from evenkeel_moe.adapters.grpc import encoder, stream_slots
+from evenkeel_moe.adapters.grpc import encoder, inbound, stream_slots
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
 from evenkeel_moe.adapters.grpc.server import GrpcServer
 from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel_moe.wire.codec import encode_controller_message, encode_rank_message
 from evenkeel_moe.wire.limits import most_message_bytes
 from evenkeel_moe.wire.link import (
     Heartbeat,
+    Registration,
     ReportAck,
 )
 from tests.adapters.serving import Listener, RegisteringHub, ask, make_options, make_prepare
+from tests.protocol.machines import state_of
 from tests.waiting import deadline, until
 from tests.wire.wires import HELLO
 
@@ -223,3 +227,72 @@ async def test_silent_streams_do_not_keep_a_rank_out(serve, monkeypatch):
         assert await ask(channel, encode_rank_message(HELLO), beat) == ReportAck(7)
         for call in silent:
             call.cancel()
+
+
+LARGE = ModelShape(128, 512, 2, 512, 1, 10)
+"""A map of 512 kB."""
+
+
+def large_state(hello):
+    """The answer of a rank with its whole map."""
+    placement = Placement.initial(hello.shape)
+    checksums = (5,) * (hello.shape.num_layers * hello.shape.num_logical_experts)
+    return state_of(identity=hello.identity, placement=placement, checksums=checksums)
+
+
+class Keeping(RegisteringHub):
+    """Keeps what it receives, as a machine whose store does not answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.ends = [], []
+
+    async def attach(self, hello, stream):
+        session, hub = await super().attach(hello, stream), self
+
+        class Kept:
+            malformed, lost = session.malformed, session.lost
+
+            def received(self, message):
+                if isinstance(message, Heartbeat):
+                    session.received(message)
+                else:
+                    hub.kept.append(message)
+                    hub.ends.append(stream.inbound.hold())
+
+        return Kept()
+
+
+@pytest.mark.integration
+async def test_a_flood_that_is_not_processed_stops_its_own_stream_alone(serve):
+    server, _ = await serve(max_message_bytes=64 << 20)
+    server._hub = hub = Keeping()
+    hello = replace(HELLO, shape=LARGE)
+    state = encode_rank_message(large_state(hello))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = agent_pb2_grpc.RankLinkStub(channel).Attach()
+        await call.write(encode_rank_message(hello))
+
+        async def flood():
+            for _ in range(60):
+                await call.write(state)
+
+        flooding = asyncio.create_task(flood())
+        most = inbound._MOST_OF_STREAM // state.ByteSize() + 1
+        await until(lambda: len(hub.kept) == most)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as other:
+            beat = encode_rank_message(Heartbeat(7, 1, 2))
+            for _ in range(3):
+                answer = await ask(other, encode_rank_message(HELLO), beat)
+                assert isinstance(answer, Registration)
+        assert len(hub.kept) == most and not flooding.done()
+        assert all("digest" in vars(message.placement) for message in hub.kept), (
+            "computed by the thread that decoded the map"
+        )
+        # Once they are processed, the sender goes on.
+        while len(hub.kept) < 60:
+            for end in hub.ends:
+                end()
+            await asyncio.sleep(0.01)
+        await flooding
+        call.cancel()

@@ -5,6 +5,7 @@ from collections import deque
 
 import structlog
 
+from evenkeel_moe.adapters.grpc.inbound import InboundBudget, StreamInbound
 from evenkeel_moe.wire.link import ReportAck, ToRankLink
 
 _log = structlog.get_logger(__name__)
@@ -24,6 +25,8 @@ class RankStream:
         self.number = number
         """Rises during the life of this process."""
         self.peer = peer
+        self.inbound = StreamInbound(InboundBudget(), "")
+        """Its received messages that are not processed yet."""
         self.certified = False
         """True if the certificate of the connection names the rank."""
         self.exhausted = ""

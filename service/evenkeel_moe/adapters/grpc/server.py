@@ -15,11 +15,12 @@ from structlog.contextvars import bound_contextvars
 
 from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.adapters.grpc.encoder import Encoder
+from evenkeel_moe.adapters.grpc.inbound import InboundBudget, StreamInbound
 from evenkeel_moe.adapters.grpc.rank_stream import MessageRate, RankStream
 from evenkeel_moe.adapters.grpc.server_tls import ServerCertificates, check_identity
 from evenkeel_moe.adapters.grpc.stream_slots import StreamSlots
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation, Reason
-from evenkeel_moe.protocol.messages import Hello
+from evenkeel_moe.protocol.messages import Hello, RankState
 from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.wire.codec import decode_rank_message
 from evenkeel_moe.wire.limits import MAX_HELLO_BYTES, most_message_bytes
@@ -35,6 +36,10 @@ _FLUSH_WITHIN_S = 2.0
 _WINDOW_BYTES = 256 * 1024
 """Bytes of one stream that are on their way to us and not yet read."""
 _HANDSHAKE_WITHIN_MS = 10_000
+_LARGE_BYTES = 256 * 1024
+"""Messages above this are decoded in a thread: what grows with a shape must not stop the loop."""
+_DECODING = 2
+"""Large messages decoded at the same time."""
 _UNUSED_MS = 120_000
 """Time after which a connection without a stream is closed."""
 _RETRY_MS = 2000
@@ -107,6 +112,8 @@ class GrpcServer:
         self._encoder = Encoder()
         self._numbers = itertools.count(1)
         self._server: Any = None
+        self._inbound = InboundBudget()
+        self._decoding = asyncio.Semaphore(_DECODING)
         self._slots = StreamSlots(options.max_streams, options.max_streams_per_peer)
         self._health = health.aio.HealthServicer()
         self.port = 0
@@ -223,11 +230,13 @@ class GrpcServer:
         if stream.exhausted:
             _log.warning("too_many_streams", peer=stream.peer, detail=stream.exhausted)
             return
+        stream.inbound = StreamInbound(self._inbound, hello.identity.deployment)
         attached = await hub.attach(hello, stream)
         if attached is None:
             return
         loop, most = asyncio.get_running_loop(), most_message_bytes(hello.shape)
         rate = MessageRate(self._options.max_messages_per_s, loop.time())
+        inbound = stream.inbound
         try:
             while (data := await context.read()) is not grpc.aio.EOF:
                 if not rate.take(loop.time()):
@@ -237,15 +246,25 @@ class GrpcServer:
                     return
                 try:
                     _check_size(data, most)
-                    _deliver(data, hello, attached)
+                    inbound.message_bytes = len(data)
+                    _deliver(await self._decode(data, hello), attached)
                 except PeerViolation as violation:
                     detail = str(violation)
                     _log.warning(
                         "rank_violation", stream=stream.number, peer=stream.peer, detail=detail
                     )
                     return
+                if inbound.is_full:
+                    del data
+                    await inbound.room()
         finally:
             attached.lost()
+
+    async def _decode(self, data: bytes, hello: Hello) -> "FromRankLink | _BadReport":
+        if len(data) <= _LARGE_BYTES:
+            return _decode(data, hello)
+        async with self._decoding:
+            return await asyncio.to_thread(_decode, data, hello)
 
 
 def _channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
@@ -298,19 +317,37 @@ def _check_size(data: bytes, most: int) -> None:
         raise PeerViolation(detail, Reason.LIMIT_EXCEEDED)
 
 
-def _deliver(data: bytes, hello: Hello, attached: Attached) -> None:
-    """Decode and deliver one message.
+@dataclass(frozen=True, slots=True)
+class _BadReport:
+    """A load report that cannot be right."""
+
+    violation: PeerViolation
+    steps: tuple[int, ...]
+
+
+def _decode(data: bytes, hello: Hello) -> FromRankLink | _BadReport:
+    """Decode one message; may run on any thread.
 
     Raises:
         PeerViolation: the message is invalid and no load report; it ends the stream.
     """
-    message = _parse(data)
+    wire = _parse(data)
     try:
-        attached.received(decode_rank_message(message, hello))
+        message = decode_rank_message(wire, hello)
     except PeerViolation as violation:
-        if message.WhichOneof("body") != "load_report":
+        if wire.WhichOneof("body") != "load_report":
             raise
-        attached.malformed(violation, tuple(reported_steps(message.load_report)))
+        return _BadReport(violation, tuple(reported_steps(wire.load_report)))
+    if isinstance(message, RankState) and message.placement is not None:
+        _ = message.placement.digest  # Computed here, because it reads the whole map.
+    return message
+
+
+def _deliver(message: FromRankLink | _BadReport, attached: Attached) -> None:
+    if isinstance(message, _BadReport):
+        attached.malformed(message.violation, message.steps)
+    else:
+        attached.received(message)
 
 
 def _is_hang_up(error: Exception) -> bool:

@@ -4,6 +4,7 @@ Stored bytes may be old, truncated or written by something else. Reading them ra
 nothing else; the store skips what it cannot read.
 """
 
+import asyncio
 import base64
 import itertools
 import json
@@ -36,6 +37,8 @@ _WINDOW_HEADER = struct.Struct("<BBIIII")
 """Version, bytes of a count, steps, layers, experts, ranks."""
 _SOURCE_HEADER = struct.Struct("<BIII")
 """Version, ranks, layers, experts."""
+_LARGE_MAP = 1 << 15
+"""Slots of all layers above which a map is packed in a thread."""
 _FIELDS = operator.attrgetter(*(field.name for field in fields(Transfer)))
 _MAX_BYTES = 1 << 30
 """The most bytes a stored value may decompress to."""
@@ -158,6 +161,13 @@ def _source_of(data: bytes) -> NDArray[np.uint32]:
         raise Unreadable(f"source sums of version {version}")
     body = _decompress(data[_SOURCE_HEADER.size :], 4 * math.prod(shape))
     return np.frombuffer(body, "<u4").reshape(shape).astype(np.uint32)
+
+
+async def pack_off_loop(pack: Callable[[_T], bytes], value: _T, placement: Placement) -> bytes:
+    """Pack a value with a large map in a thread: it takes long, and leases must be renewed."""
+    if placement.phy2log.size <= _LARGE_MAP:
+        return pack(value)
+    return await asyncio.to_thread(pack, value)
 
 
 def pack_placement(placement: Placement) -> bytes:

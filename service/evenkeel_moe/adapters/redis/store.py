@@ -19,6 +19,7 @@ from evenkeel_moe.adapters.redis.encoding import (
     Unreadable,
     UnreadableRecord,
     ignore_unreadable,
+    pack_off_loop,
     pack_placement,
     pack_plan,
     unpack_placement,
@@ -165,7 +166,8 @@ class RedisDeploymentStore:
 
     async def store_plan(self, record: PlanRecord, term: int) -> None:
         """Write one whole plan record."""
-        plan, body = record.plan, pack_plan(record)
+        plan = record.plan
+        body = await pack_off_loop(pack_plan, record, plan.target)
         names, still_open = ("plans", "plan_order", "plans_open"), int(not record.phase.terminal)
         values = (plan.plan_id, repr(plan.created_at), body, self._plans_kept, still_open, _PLAN)
         write = _Write(plan.deployment, _PLAN + plan.plan_id, scripts.STORE_PLAN, names)
@@ -217,7 +219,8 @@ class RedisDeploymentStore:
         self, deployment: DeploymentId, epoch: Epoch, placement: Placement, term: int
     ) -> None:
         """Record a committed placement under its epoch; drop recorded epochs above it."""
-        values = (epoch, pack_placement(placement), self._epochs_kept)
+        body = await pack_off_loop(pack_placement, placement, placement)
+        values = (epoch, body, self._epochs_kept)
         write = _Write(deployment, "epochs", scripts.STORE_EPOCH, ("epochs",))
         await self._write(write, term, values, self._wait_replicas)
 

@@ -96,7 +96,7 @@ class RankSession:
             self.epoch = message.epoch
         if isinstance(message, Ack):
             self._targets.swapped(message.swap_s)
-        self._targets.inbox.post(self.event(message))
+        self._targets.inbox.post(self.event(message), self.stream.inbound.hold())
 
     def _heard(self) -> None:
         incarnation = self.hello.identity.incarnation
