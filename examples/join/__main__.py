@@ -13,7 +13,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     options.add_argument(
-        "--limit-s", type=float, default=60.0, help="give up if no plan was carried out by then"
+        "--limit-s", type=float, default=300.0, help="give up if no plan was carried out by then"
     )
     options.add_argument(
         "--forget-hook",

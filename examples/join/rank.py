@@ -39,6 +39,8 @@ from examples.join.engine import (
 )
 
 CPU = torch.device("cpu")
+STEP_S = 0.005
+"""Pause after a step: a real step takes longer, and the planner needs a processor too."""
 
 
 def shape_of(size: int) -> ModelShape:
@@ -138,6 +140,7 @@ def serve(
             detail["checked"] += 1
             same = torch.equal(output[words >= 0], engine.step(words, alone=True)[words >= 0])
             detail["wrong"] += not same
+        time.sleep(STEP_S)
         if agent.epoch and moved_at is None:
             moved_at = step
         step += 1

@@ -195,6 +195,7 @@ class GrpcRankLink:
         if outbox is None or call is None:
             return
         self.send(message)
+        self._outbox = None  # Nothing can be written after it.
         await outbox.join()
         await call.done_writing()
         await call.code()
