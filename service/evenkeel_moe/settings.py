@@ -151,7 +151,12 @@ class PlannerSettings:
     """The control loop. The API can override mode, policy, cycle_s and thresholds."""
 
     mode: Mode = Mode.OBSERVE
-    """observe: nothing moves. propose: plans wait for approval. auto: plans start by themselves."""
+    """observe: no plan starts by itself; operators may still start plans and rollbacks, unless
+    observe_lock is set. propose: plans wait for approval. auto: plans start by themselves."""
+    observe_lock: bool = False
+    """In mode observe, nothing moves weights: no approval, no rollback, no plan that starts at
+    once; a plan that runs is cancelled. Only role admin may change this, or another mode than
+    observe while it is set. The chart sets it."""
     policy: str = "keel"
     """The planning algorithm, by its name in docs/policies.md."""
     cycle_s: Seconds = 2.0

@@ -157,6 +157,20 @@ async def test_only_an_admin_changes_the_limits_of_every_plan(app, operations):
         assert (await client.patch(policy, json=changes)).json()["limits"] == {"max_moves": 3}
 
 
+async def test_only_an_admin_lifts_the_lock_of_observe(app, operations):
+    policy = "/v1/deployments/demo/policy"
+    operations.document = {"mode": "observe", "policy": "eplb", "observe_lock": True}
+    async with make_client(app, OPERATE) as client:
+        for changes in ({"mode": "auto"}, {"mode": "propose"}, {"observe_lock": False}):
+            assert_problem(await client.patch(policy, json=changes), 403)
+        assert (await client.patch(policy, json={"mode": "observe"})).status_code == 200
+        assert (await client.patch(policy, json={"cycle_s": 5})).status_code == 200
+    async with make_client(app, ADMIN) as client:
+        assert (await client.patch(policy, json={"observe_lock": False})).status_code == 200
+    async with make_client(app, OPERATE) as client:
+        assert (await client.patch(policy, json={"mode": "auto"})).json()["mode"] == "auto"
+
+
 def test_token_file_forms():
     tokens = TokenSet.parse(
         "# rotated monthly\n\nabcdefghijklmnop\nci ponmlkjihgfedcba # the pipeline\n"

@@ -1,6 +1,7 @@
 """Routes of deployments: state, placement, load, policy, freeze, decisions."""
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -40,6 +41,7 @@ from evenkeel_moe.api.schemas import (
 )
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.ports import DeploymentStatus, Operations
 
 router = APIRouter(tags=["deployments"], route_class=LargeBodyRoute)
@@ -190,19 +192,24 @@ async def set_policy(
         str | None, Header(description="One or several ETags that the document may have, or `*`.")
     ] = None,
 ) -> Any:
-    """Change mode, policy, its options, cost, gates, schedule or limits (role admin).
+    """Change mode, policy, its options, cost, gates, schedule, or limits (role admin).
 
+    Role admin is also needed for `observe_lock`, and to leave mode observe while it is true.
     Returns the document.
     """
-    if "limits" in changes and not token.role.covers(Role.ADMIN):
-        return problem_response(
-            "forbidden",
-            f"limits need role {Role.ADMIN}, token {token.name} has {token.role}",
-            f"/v1/deployments/{deployment}/policy",
-        )
     tags = None if if_match is None else {tag.strip() for tag in if_match.split(",")}
     # `*` requires that the document exists, which it always does (RFC 9110, section 13.1.1).
-    base = None if tags is None or tags == {"*"} else await operations.policy(deployment)
+    tags = None if tags == {"*"} else tags
+    admin = token.role.covers(Role.ADMIN)
+    # What the role allows depends on the document, so it must not change before it is written.
+    depends = "mode" in changes and not admin
+    base = await operations.policy(deployment) if depends or tags is not None else None
+    if not admin and (needs := _needs_admin(changes, base)):
+        return problem_response(
+            "forbidden",
+            f"{needs} need role {Role.ADMIN}, token {token.name} has {token.role}",
+            f"/v1/deployments/{deployment}/policy",
+        )
     try:
         if base is not None and tags is not None and entity_tag(plain(base)) not in tags:
             raise Conflict("the policy document is not the one If-Match names", Reason.STALE_BASE)
@@ -216,6 +223,15 @@ async def set_policy(
         return problem_response("precondition-failed", f"{error}, read it again", path)
     response.headers["ETag"] = entity_tag(document)
     return document
+
+
+def _needs_admin(changes: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
+    """Return the changes that only role admin may make; empty if there are none."""
+    needs = [name for name in ("limits", "observe_lock") if name in changes]
+    locked = base is not None and base.get("observe_lock") and base["mode"] == Mode.OBSERVE
+    if locked and changes.get("mode", Mode.OBSERVE) != Mode.OBSERVE:
+        needs.append("other modes than the locked mode observe")
+    return " and ".join(needs)
 
 
 @router.post("/deployments/{deployment}/freeze", status_code=204, responses=_CONFLICT)

@@ -42,6 +42,7 @@ def policy_document(policy: DeploymentPolicy) -> dict[str, Any]:
         "policy_options": {name: dict(given) for name, given in policy.policy_options.items()},
         "dispatch": None if policy.dispatch is None else policy.dispatch.value,
         "cost": policy.cost.value,
+        "observe_lock": policy.observe_lock,
     }
 
 
@@ -125,6 +126,9 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
     cost = document["cost"]
     if not isinstance(cost, str) or cost not in set(CostChoice):
         raise InvalidInput(f"cost {cost!r:.40} is not {' or '.join(CostChoice)}")
+    lock = document["observe_lock"]
+    if not isinstance(lock, bool):
+        raise InvalidInput(f"observe_lock {lock!r:.40} is not true or false")
     return DeploymentPolicy(
         mode=Mode(mode),
         policy=name,
@@ -139,6 +143,7 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
         policy_options=document["policy_options"],
         dispatch=_dispatch(document["dispatch"]),
         cost=CostChoice(cost),
+        observe_lock=lock,
     )
 
 

@@ -14,7 +14,8 @@ class Mode(StrEnum):
     """The mode says who starts plans."""
 
     OBSERVE = "observe"
-    """Nobody: decisions are only recorded."""
+    """Nobody: decisions are only recorded. Operators may still start plans and rollbacks, unless
+    `DeploymentPolicy.observe_lock` is set."""
     PROPOSE = "propose"
     """An operator: plans wait for approval."""
     AUTO = "auto"
@@ -59,6 +60,13 @@ class DeploymentPolicy:
     """The engines' rule to split tokens over replicas; None takes the one that the ranks told, or
     else the setting `planner.dispatch`."""
     cost: CostChoice = CostChoice.AUTO
+    observe_lock: bool = False
+    """True if in mode observe no request may move weights either."""
+
+    @property
+    def locked(self) -> bool:
+        """True if nothing may move weights: the mode is observe, and it is locked."""
+        return self.mode is Mode.OBSERVE and self.observe_lock
 
     def __post_init__(self) -> None:
         if not self.cycle_s > 0:

@@ -102,6 +102,41 @@ def test_same_id_and_body_is_the_same_plan_and_another_body_a_conflict():
     assert caught.value.reason is Reason.ID_REUSED
 
 
+LOCKED = DeploymentPolicy(mode=Mode.OBSERVE, observe_lock=True)
+
+
+def test_locked_observe_lets_nothing_move_weights():
+    control = control_of()
+    operator = Operator(control)
+    operator.set_policy(LOCKED, {}, 0.0)
+    operator.submit(plan_of(plan_id="proposed"), 0.0)
+    rollback = dataclasses.replace(plan_of(plan_id="back"), kind=PlanKind.ROLLBACK)
+    for call in (
+        lambda: operator.approve(PlanId("proposed"), "me", 0.0),
+        lambda: operator.submit(plan_of(plan_id="now"), 0.0, approve=True),
+        lambda: operator.submit(rollback, 0.0, approve=True),
+    ):
+        with pytest.raises(Conflict) as caught:
+            call()
+        assert caught.value.reason is Reason.OBSERVE_MODE
+    assert (control.state, list(control.records.by_id)) == (S.READY, ["proposed"])
+    operator.set_policy(dataclasses.replace(LOCKED, observe_lock=False), {}, 0.0)
+    _, actions = operator.approve(PlanId("proposed"), "me", 0.0)
+    assert sent(actions)
+
+
+def test_a_plan_that_runs_is_cancelled_by_the_lock_of_observe():
+    control = control_of(S.MIGRATING)
+    actions = Operator(control).set_policy(LOCKED, {}, 0.0)
+    assert {type(m) for m in sent(actions)} == {msg.Abort}
+    abort_answers(control)
+    assert (record(control).phase, control.state) == (PlanPhase.CANCELLED, S.READY)
+    control = control_of(S.MIGRATING)
+    assert not sent(
+        Operator(control).set_policy(dataclasses.replace(LOCKED, mode=Mode.AUTO), {}, 0.0)
+    )
+
+
 def test_one_plan_at_a_time():
     control = control_of(S.MIGRATING)
     operator = Operator(control)

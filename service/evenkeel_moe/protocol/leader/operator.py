@@ -54,8 +54,8 @@ class Operator:
         The same id with the same digest returns the existing record. A rollback holds `auto` mode.
 
         Raises:
-            Conflict: ID_REUSED, STALE_BASE, and with `approve` PLAN_IN_PROGRESS, FROZEN or
-                OUTSIDE_SCHEDULE.
+            Conflict: ID_REUSED, STALE_BASE, and with `approve` OBSERVE_MODE, PLAN_IN_PROGRESS,
+                FROZEN or OUTSIDE_SCHEDULE.
             InfeasiblePlan: the plan breaks an invariant (R17).
         """
         executor, planning_loop = self._recovered()
@@ -103,8 +103,8 @@ class Operator:
 
         Raises:
             NotFound: no such plan.
-            Conflict: STALE_BASE if the epoch moved (R16), EXPIRED, WRONG_PHASE, PLAN_IN_PROGRESS,
-                FROZEN, OUTSIDE_SCHEDULE.
+            Conflict: STALE_BASE if the epoch moved (R16), EXPIRED, WRONG_PHASE, OBSERVE_MODE,
+                PLAN_IN_PROGRESS, FROZEN, OUTSIDE_SCHEDULE.
         """
         executor, _ = self._recovered()
         records = self.control.records
@@ -193,9 +193,16 @@ class Operator:
     def set_policy(
         self, policy: DeploymentPolicy, document: Mapping[str, Any], now: float
     ) -> list[ControlAction]:
-        """Use this policy from the next cycle on; `document` is the policy as it is stored."""
+        """Use this policy from the next cycle on; `document` is the policy as it is stored.
+
+        A policy that is locked in mode observe cancels the plan that runs.
+        """
         self._leading()
-        return self.control.handle(PolicySet(policy, document), now)
+        actions = self.control.handle(PolicySet(policy, document), now)
+        active = self.control.records.active
+        if policy.locked and active is not None:
+            actions += self.cancel(active.plan.plan_id, "observe_lock", now)[1]
+        return actions
 
     # --- preconditions ----------------------------------------------------------------------------
 
@@ -214,7 +221,16 @@ class Operator:
         return leading
 
     def _require_free(self, plan: Plan, now: float) -> None:
-        """Refuse a plan beside another; a freeze and the schedule do not stop a rollback."""
+        """Refuse a plan under the lock of mode observe, or beside another plan.
+
+        A freeze and the schedule do not stop a rollback.
+        """
+        if self.control.policy.locked:
+            raise Conflict(
+                "the mode is observe and observe_lock is set, so nothing may move weights; an admin"
+                " can set another mode, or observe_lock to false",
+                Reason.OBSERVE_MODE,
+            )
         active = self.control.records.active
         if active is not None:
             raise Conflict(f"plan {active.plan.plan_id} is {active.phase}", Reason.PLAN_IN_PROGRESS)
