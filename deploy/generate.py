@@ -126,6 +126,34 @@ def described() -> set[tuple[str, ...]]:
 
 # --- the schema ---
 
+_QUANTITY: dict[str, Any] = {
+    "type": ["string", "integer", "number"],
+    "pattern": "^[0-9.]+([eE][0-9]+|m|[kMGTPE]i?|Ki)?$",
+}
+_QUANTITIES: dict[str, Any] = {"type": "object", "additionalProperties": _QUANTITY}
+_RESOURCES: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "requests": _QUANTITIES,
+        "limits": _QUANTITIES,
+        "claims": {"type": "array", "items": {"type": "object"}},
+    },
+}
+_ENVIRONMENT: dict[str, Any] = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["name"],
+        "properties": {
+            "name": {"type": "string", "minLength": 1},
+            "value": {"type": "string"},
+            "valueFrom": {"type": "object"},
+        },
+    },
+}
+
 _SPECIAL: dict[str, dict[str, Any]] = {
     "replicaCount": {"type": "integer", "minimum": 1},
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
@@ -136,13 +164,20 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "terminationGracePeriodSeconds": {"type": "integer", "minimum": 25},
     "networkPolicy.redisPorts": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
     "prometheusRule.runbookBaseUrl": {"type": "string", "minLength": 1},
+    "emptyDir.dataSizeLimit": _QUANTITY,
+    "emptyDir.tmpSizeLimit": _QUANTITY,
+    "resources": _RESOURCES,
+    "devValkey.resources": _RESOURCES,
+    "extraEnv": _ENVIRONMENT,
+    "ingress.hosts": {"type": "array", "items": {"type": "string"}},
+    "httpRoute.hostnames": {"type": "array", "items": {"type": "string"}},
     "prometheusRule.disabled": {
         "type": "array",
         "items": {"type": "string", "pattern": "^Evenkeel"},
     },
 }
 _FREE = {"resources", "podSecurityContext", "securityContext", "startup", "liveness", "readiness"}
-_FREE |= {"updateStrategy", "podSelector", "namespaceSelector"}
+_FREE |= {"updateStrategy", "podSelector", "namespaceSelector", "lifecycle"}
 """Keys whose maps have the form of Kubernetes objects; Kubernetes checks them."""
 
 

@@ -24,8 +24,8 @@ VALUES = {
     **{p.stem.removesuffix("-values"): p for p in sorted((CHART / "ci").glob("*.yaml"))},
 }
 """Name -> values file; None for the defaults."""
-CUSTOM = {"ServiceMonitor", "PrometheusRule"}
-"""Kinds of the Prometheus operator: Kubernetes has no schema for them."""
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "HTTPRoute"}
+"""Kinds of the Prometheus operator and of the Gateway API: Kubernetes has no schema for them."""
 every_values = pytest.mark.parametrize("name", sorted(VALUES))
 
 

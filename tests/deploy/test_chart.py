@@ -268,7 +268,7 @@ def test_the_notes_say_what_is_missing(tmp_path):
     for words in (
         "Not scraped yet",
         "No alerts yet",
-        "In mode observe no expert is moved",
+        "In mode observe no plan starts by itself",
         "lost with the pod",
     ):
         assert words in default

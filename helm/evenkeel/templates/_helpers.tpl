@@ -117,6 +117,12 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- if and .Values.devValkey.enabled (or .Values.redis.url .Values.redis.urlKey) }}
 {{- fail "devValkey.enabled and redis name two stores: set one" }}
 {{- end }}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) }}
+{{- fail "ingress.enabled needs ingress.hosts" }}
+{{- end }}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) }}
+{{- fail "httpRoute.enabled needs httpRoute.parentRefs" }}
+{{- end }}
 {{- with .Values.redis }}
 {{- $keys := or .urlKey .usernameKey .passwordKey .sentinel.usernameKey .sentinel.passwordKey }}
 {{- if and $keys (not .existingSecret) }}
