@@ -121,7 +121,7 @@ class Scaled(Fleet):
 def test_a_scale_that_nobody_declared_ends_the_rank_before_it_computes_a_step():
     """All declared bytes arrived, so the checksums agree; only the outputs show it."""
     prepare = prepare_for(OLD, NEW)
-    with Scaled(OLD, steps=False) as fleet, structlog.testing.capture_logs():
+    with structlog.testing.capture_logs() as said, Scaled(OLD, steps=False) as fleet:
         for thread in fleet._threads:
             thread.start()
         start(fleet, prepare)
@@ -130,6 +130,9 @@ def test_a_scale_that_nobody_declared_ends_the_rank_before_it_computes_a_step():
         assert "computes" in str(fleet.left[0]) and "ExpertWeights.tensors" in str(fleet.left[0])
         assert "layer 0 expert 2" in str(fleet.left[0])
         assert all(left is not None for left in fleet.left)
+        # The text says what is wrong; a traceback would hide it.
+        swaps = [line for line in said if line["event"] == "swap_failed"]
+        assert len(swaps) == 2 and not any(line["exc_info"] for line in swaps)
         # No rank came to a step at the new epoch.
         assert all(set(epochs) <= {0} for epochs in fleet.epochs)
 

@@ -43,7 +43,7 @@ from evenkeel_moe.agent.staging_progress import StagingReports
 from evenkeel_moe.agent.swap_record import SwapRecord
 from evenkeel_moe.agent.trouble import FaultEnd, Trouble
 from evenkeel_moe.agent.written_slots import Probe, SlotsWritten, WrittenSlots
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
@@ -293,8 +293,10 @@ class Agent:
             assert new is not None
             self._written.follow(new, tuple(ready.staged))
         except Exception as error:  # the content of the slots is unknown now
-            _log.exception("swap_failed", wave=str(action.wave))
-            self._carry_out_answers(SwapFailed(action.wave, repr(error)))
+            told = isinstance(error, EvenkeelError)  # its text says all
+            detail = str(error) if told else repr(error)
+            _log.error("swap_failed", wave=str(action.wave), detail=detail, exc_info=not told)
+            self._carry_out_answers(SwapFailed(action.wave, detail))
             return
         seconds = time.perf_counter() - began
         self._finish_swap(action.wave, ready.digest, layers, seconds, ready.received_bytes)
