@@ -273,8 +273,9 @@ class FakeOperations:
     async def cancel(self, deployment, plan_id, by):
         return await self._move(deployment, plan_id, PlanPhase.CANCELLED, Reason.CANCELLED, by)
 
-    async def rollback(self, deployment, to_epoch, by, plan_id=None):
+    async def rollback(self, deployment, to_epoch, by, plan_id=None, *, bounded=True):
         self._check(deployment)
+        self.bounded = bounded
         for record in self.records[deployment]:
             if record.plan.plan_id == plan_id:
                 if record.request_digest != repr(to_epoch):

@@ -6,7 +6,7 @@ from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits, PlanPhase
-from tests.api.conftest import assert_problem
+from tests.api.conftest import ADMIN, OPERATE, assert_problem
 from tests.api.fakes import NOW, SHAPE, make_plan
 
 PLANS = "/v1/deployments/demo/plans"
@@ -180,3 +180,10 @@ async def test_the_same_id_makes_only_one_rollback(client, operations):
     assert_problem(await client.post(path, json={**body, "to_epoch": 1}), 409, "id_reused")
     assert_problem(await client.post(path, json={**body, "plan_id": "/"}), 422)
     assert len(operations.calls) == 1
+
+
+@pytest.mark.parametrize(("token", "bounded"), [(OPERATE, True), (ADMIN, False)])
+async def test_only_an_admin_rolls_back_beyond_the_limits(client, operations, token, bounded):
+    headers = {"Authorization": f"Bearer {token}"}
+    answer = await client.post("/v1/deployments/demo/rollback", headers=headers)
+    assert answer.status_code == 202 and operations.bounded is bounded

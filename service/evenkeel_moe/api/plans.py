@@ -5,10 +5,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
 
+from evenkeel_moe.api.auth import Role
 from evenkeel_moe.api.context import (
     KEY_DESCRIPTION,
     PLAN_ID_PATTERN,
     Caller,
+    CallerToken,
     DeploymentPath,
     IdempotencyKey,
     OperationsOf,
@@ -161,7 +163,7 @@ async def cancel_plan(
 @router.post("/deployments/{deployment}/rollback", status_code=202, responses=_CONFLICT)
 async def rollback(
     operations: OperationsOf,
-    caller: Caller,
+    token: CallerToken,
     deployment: DeploymentPath,
     response: Response,
     body: RollbackIn | None = None,
@@ -176,6 +178,8 @@ async def rollback(
 ) -> PlanOut:
     """Return to the placement of an earlier epoch and hold automatic plans until `resume`.
 
+    Beyond the limits of the policy this needs role admin, and is 409 `limit_exceeded` for others.
+
     The same plan_id with the same epoch gives the same plan; with another epoch it gives 409
     `id_reused`. Without plan_id and key every call is a new rollback: a repeated call undoes the
     first.
@@ -184,9 +188,11 @@ async def rollback(
     epoch = None if from_body.to_epoch is None else Epoch(from_body.to_epoch)
     plan_id = from_body.plan_id
     if plan_id is None and idempotency_key is not None:
-        plan_id = _rollback_id(caller, idempotency_key)
+        plan_id = _rollback_id(token.name, idempotency_key)
     chosen = None if plan_id is None else PlanId(plan_id)
-    return _accepted(await operations.rollback(deployment, epoch, caller, chosen), response)
+    bounded = not token.role.covers(Role.ADMIN)
+    record = await operations.rollback(deployment, epoch, token.name, chosen, bounded=bounded)
+    return _accepted(record, response)
 
 
 def _rollback_id(caller: str, key: str) -> str:

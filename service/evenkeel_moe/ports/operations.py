@@ -289,8 +289,12 @@ class Operations(Protocol):
         to_epoch: Epoch | None,
         by: str,
         plan_id: PlanId | None = None,
+        *,
+        bounded: bool = True,
     ) -> PlanRecord:
         """Return to the placement of an epoch and hold automatic plans.
+
+        With `bounded`, a rollback beyond the limits of the policy is Conflict(LIMIT_EXCEEDED).
 
         None is the placement before the last plan. The same id with the same epoch gives the same
         plan; with another epoch it gives Conflict(ID_REUSED).

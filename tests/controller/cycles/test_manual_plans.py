@@ -355,3 +355,18 @@ def test_requests_of_different_callers_are_the_same():
     assert request_digest(one) != request_digest(PlanRequest(None, "eplb", PlanLimits(4)))
     target = PlanRequest(target=BASE)
     assert request_digest(target) != request_digest(PlanRequest())
+
+
+@pytest.mark.parametrize("limits", [{"max_moves": 0}, {"max_bytes": 0}, {"max_layers": 0}])
+async def test_a_rollback_keeps_the_limits_of_the_policy_unless_an_admin_asks(rig, limits):
+    await rig.migrate()
+    await rig.operations.set_policy(DEPLOYMENT, {"limits": limits}, "me")
+    with pytest.raises(
+        Conflict, match=f"needs 1.*{next(iter(limits))} of the policy is 0"
+    ) as error:
+        await rollback(rig)
+    assert error.value.reason is Reason.LIMIT_EXCEEDED
+    await rig.look_on()
+    assert rig.ranks.maps == [BASE, AFTER_ONE]
+    await rig.operations.rollback(DEPLOYMENT, None, "me", BACK, bounded=False)
+    await until(lambda: rig.ranks.placement == BASE)

@@ -107,7 +107,12 @@ class ManualPlanner:
         return await self._submit(plan, starts, request.requested_by, digest)
 
     async def rollback(
-        self, to_epoch: Epoch | None, by: str, plan_id: PlanId | None = None
+        self,
+        to_epoch: Epoch | None,
+        by: str,
+        plan_id: PlanId | None = None,
+        *,
+        bounded: bool = True,
     ) -> PlanRecord:
         """Plan and start the return to the placement of an earlier epoch (R16).
 
@@ -115,9 +120,11 @@ class ManualPlanner:
             to_epoch: None for the epoch before the last plan.
             by: the operator.
             plan_id: chosen by the client; None chooses a new id.
+            bounded: refuse a rollback beyond the limits of the policy.
 
         Raises:
-            NotFound, Conflict: there is no such epoch, or it is the present one.
+            NotFound, Conflict: there is no such epoch, it is the present one, or a limit of the
+                policy does not allow it.
             Unavailable: the planner or the store failed, or this replica does not lead.
         """
         digest = _digest({"kind": PlanKind.ROLLBACK.value, "to_epoch": to_epoch})
@@ -150,6 +157,8 @@ class ManualPlanner:
             expires_at=None,
             numbers={"to_epoch": float(epoch)},
         )
+        if bounded:
+            _check_limits(plan, self.operator.control.policy.limits)
         return await self._submit(plan, True, by, digest)
 
     async def _repeated(self, plan_id: PlanId | None, digest: str) -> PlanRecord | None:
@@ -204,6 +213,18 @@ def _tighter(one: PlanLimits, other: PlanLimits) -> PlanLimits:
     return PlanLimits(
         **{name: min((v for v in (a, b) if v is not None), default=None) for (name, a), b in pairs}
     )
+
+
+def _check_limits(plan: Plan, limits: PlanLimits) -> None:
+    layers = len({layer for wave in plan.waves for layer in wave.layers})
+    needs = {"max_moves": plan.moves, "max_bytes": plan.nbytes, "max_layers": layers}
+    for name, most in asdict(limits).items():
+        if most is not None and needs[name] > most:
+            raise Conflict(
+                f"the rollback needs {needs[name]}, {name} of the policy is {most}; role admin may"
+                " exceed it",
+                Reason.LIMIT_EXCEEDED,
+            )
 
 
 def _refusal(result: CycleResult) -> EvenkeelError:

@@ -280,13 +280,15 @@ class OperatorService:
         to_epoch: Epoch | None,
         by: str,
         plan_id: PlanId | None = None,
+        *,
+        bounded: bool = True,
     ) -> PlanRecord:
         """Return to an earlier epoch's placement (None: before the last plan) and hold `auto`.
 
-        The same id and epoch give the same plan.
+        The same id and epoch give the same plan. `bounded`: not beyond the policy's limits.
         """
         known = await self._changeable(deployment)
-        return await known.planner.manual.rollback(to_epoch, by, plan_id)
+        return await known.planner.manual.rollback(to_epoch, by, plan_id, bounded=bounded)
 
     async def resume(self, deployment: DeploymentId, by: str) -> None:
         """Let automatic plans run again that a rollback or undelivered gains stopped."""
