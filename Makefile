@@ -19,11 +19,12 @@ demo: .venv/ready
 test: .venv/ready check
 	$(BIN)/pytest -n 3 --dist worksteal
 
-# Downloads the wheels of vLLM and SGLang once (about 375 MB, without dependencies) and tests the
-# plugins with the engines' own balancers.
+# Downloads the wheels of the engines once (about 400 MB, without dependencies) and tests the plugins
+# with the engines' own balancers. ENGINES="vllm==0.32.0 sglang==0.5.22" tests other versions.
 test-engines: .venv/ready
 	$(INSTALL) -c constraints.txt -e '.[examples]'
-	$(BIN)/pytest -m engines tests/engines
+	ENGINES="$(ENGINES)" $(BIN)/python -m tests.engines.fetch
+	ENGINES="$(ENGINES)" $(BIN)/pytest -v -n 3 --dist loadfile -m engines tests/engines
 
 # Runs the toy engine of docs/join.md on two processes under a real controller.
 example-join: .venv/ready

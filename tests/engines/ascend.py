@@ -10,12 +10,13 @@ import torch
 from tests.engines.wheels import engine_root, stand_in
 
 VERSION = "0.23.0"
+WHEEL = "vllm-ascend", VERSION, ("vllm_ascend/eplb/core/eplb_utils.py",)
 
 
 def expert_maps(rank: int, size: int, *, path: str, layers: int, experts: int, ranks: int) -> Any:
     """Return, for each layer, the slots of each rank's experts, and the replica a rank uses."""
     del rank, size
-    root = engine_root("vllm-ascend", VERSION, ("vllm_ascend/eplb/core/eplb_utils.py",))
+    root = engine_root(*WHEEL)
     names = ("model_executor", "model_executor.layers", "model_executor.layers.fused_moe")
     stand_in("vllm")
     for name in names:

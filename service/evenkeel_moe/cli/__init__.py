@@ -5,7 +5,7 @@ import sys
 import typer
 
 from evenkeel_moe import __version__
-from evenkeel_moe.cli import config, insight, operate, plan, record, replay, run
+from evenkeel_moe.cli import config, engines, insight, operate, plan, record, replay, run
 from evenkeel_moe.cli.client import CliError
 from evenkeel_moe.cli.export import export
 from evenkeel_moe.cli.offline import offline
@@ -60,6 +60,7 @@ app.command()(offline)
 app.command()(profile)
 app.add_typer(plan.app, name="plan")
 app.add_typer(config.app, name="config")
+app.add_typer(engines.app, name="engines")
 app.add_typer(record.app, name="record")
 app.add_typer(replay.app, name="replay")
 

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 import pytest
 
 from evenkeel_moe.engines.guest.guards import (
+    EngineReport,
+    Hook,
     Unsupported,
-    check_fields,
     check_signatures,
     check_version,
+    compare_fields,
+    compare_signatures,
 )
 
 
@@ -45,8 +48,24 @@ def test_guards_name_the_difference():
     class State:
         here: int
 
-    check_fields(State, ("here",))
-    with pytest.raises(Unsupported, match="State has no away"):
-        check_fields(State, ("here", "away"))
-    with pytest.raises(Unsupported):
-        check_fields(Engine, ("number",))
+    assert not compare_fields(State, ("here",)).difference
+    assert compare_fields(State, ("here", "away")).difference.endswith("State has no away")
+    assert compare_fields(Engine, ("number",)).difference
+
+
+def test_versions_of_an_engine_may_take_different_arguments():
+    def plan(cls, weight): ...
+
+    owner = type("Engine", (), {"plan": plan})
+    (hook,) = compare_signatures(owner, {"plan": "cls weight ranks | cls weight"})
+    assert not hook.difference
+    (hook,) = compare_signatures(owner, {"plan": "cls | cls ranks"})
+    assert hook.difference.endswith("plan takes (cls, weight), not (cls) or (cls, ranks)")
+
+
+def test_a_report_tells_a_tested_version_from_another_with_the_same_parts():
+    hooks = (Hook("a"), Hook("b", "b is missing"))
+    assert EngineReport("vllm", "1.0.post1", ("1.0",), hooks).is_known
+    report = EngineReport("vllm", "1.1", ("1.0",), hooks)
+    assert not report.is_known
+    assert report.differences == (hooks[1],)

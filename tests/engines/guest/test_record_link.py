@@ -82,6 +82,15 @@ async def test_a_file_is_written_when_it_is_full_or_late(recorded, tmp_path):
     recorded.task.cancel()
 
 
+async def test_what_waits_is_written_when_the_rank_stops(recorded, tmp_path):
+    await recorded.begin()
+    recorded.report(0, 7)
+    await recorded.link.finish(Heartbeat(7, 0, 0))
+    assert read_trace(tmp_path / "made" / "here").num_steps == 7
+    await recorded.link.finish(Heartbeat(7, 0, 0))
+    recorded.task.cancel()
+
+
 async def test_the_oldest_files_go_when_the_folder_is_full(tmp_path):
     recorded = Recorded(tmp_path, keep_steps=1024)
     await recorded.begin()

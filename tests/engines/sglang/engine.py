@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evenkeel_moe.engines.sglang import hooks as known
 from tests.engines.driving import expert_rows
-from tests.engines.wheels import engine_root, stand_in
+from tests.engines.wheels import engine_root, stand_in, version_of
 
-VERSION = "0.5.23"
+VERSION = version_of("sglang", "0.5.23")
 LOADERS = (
     "sglang/srt/model_executor/model_runner_components/weight_updater.py",
     "sglang/srt/managers/scheduler_components/weight_updater.py",
@@ -128,8 +129,12 @@ def root_folder() -> Path:
 
 
 def load(rank: int) -> SimpleNamespace:
-    """Import the wheel's modules in this process."""
+    """Import the wheel's modules in this process.
+
+    A version that the plugin does not know yet is tested like one that it knows.
+    """
     if "sglang" not in sys.modules:
+        known.KNOWN_VERSIONS = tuple(sorted({*known.KNOWN_VERSIONS, VERSION}))
         root = root_folder()
         PARALLEL.tp_rank = rank
         _stand_ins(str(root / "sglang" / "srt"))

@@ -268,7 +268,7 @@ def refusals(rank, size):
             found[name] = str(error)
         found[name] += " BUT HOOKED" if registry._hooks else ""
 
-    attempt("version", "0.6.0")
+    attempt("version", "9.9.9")
     planner = modules.eplb_algorithms.rebalance_experts
     modules.eplb_algorithms.rebalance_experts = lambda weight: weight
     attempt("signature")

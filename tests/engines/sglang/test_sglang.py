@@ -119,7 +119,7 @@ def test_a_written_placement_starts_sglang_where_it_says():
 
 def test_an_unknown_sglang_is_refused_with_the_reason_and_left_as_it_was():
     (found,) = ranks.once(SCENARIOS, "refusals", size=1)
-    assert found["version"] == "sglang is 0.6.0; this plugin supports 0.5.23"
+    assert found["version"].startswith("sglang is 9.9.9; this plugin supports 0.5.21, 0.5.22, 0.5")
     assert "rebalance_experts takes (weight)" in found["signature"]
     assert not found["signature"].endswith("HOOKED")
     assert found["off"] == "0"

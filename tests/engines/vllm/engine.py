@@ -17,10 +17,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from evenkeel_moe.engines.vllm import hooks
 from tests.engines.driving import expert_rows
-from tests.engines.wheels import engine_root, stand_in
+from tests.engines.wheels import engine_root, stand_in, version_of
 
-VERSION = "0.33.0"
+VERSION = version_of("vllm", "0.33.0")
 EPLB = "vllm.distributed.eplb"
 LOADERS = (
     "vllm/v1/worker/gpu_worker.py",
@@ -158,9 +159,13 @@ def root_folder() -> Path:
 
 
 def load() -> SimpleNamespace:
-    """Import the wheel's modules in this process: (state, worker, execute, policies, scheduler)."""
+    """Import the wheel's modules in this process: (state, worker, execute, policies).
+
+    A version that the plugin does not know yet is tested like one that it knows.
+    """
     if "vllm" in sys.modules:
         return _loaded()
+    hooks.KNOWN_VERSIONS = tuple(sorted({*hooks.KNOWN_VERSIONS, VERSION}))
     root = root_folder()
     torch.Event = InertEvent  # type: ignore[misc, assignment]
     _stand_ins()
@@ -179,7 +184,6 @@ def _loaded() -> SimpleNamespace:
         worker=importlib.import_module(f"{EPLB}.async_worker"),
         execute=importlib.import_module(f"{EPLB}.rebalance_execute"),
         policies=importlib.import_module(f"{EPLB}.policy"),
-        scheduler=importlib.import_module(f"{EPLB}.migration_scheduler"),
         groups=GROUPS,
     )
 

@@ -1,5 +1,6 @@
 """Scenarios of a toy vLLM with faults, and what the plugin refuses."""
 
+import importlib.util
 import os
 import time
 from typing import Any
@@ -232,7 +233,7 @@ def refusals(rank, size):
         ) == untouched
         found[name] += "" if same else " BUT CHANGED"
 
-    attempt("version", "0.34.0")
+    attempt("version", "9.9.9")
     step = state.EplbState.step
     state.EplbState.step = lambda self, dummy: None
     untouched = (state.EplbState.step, *untouched[1:])
@@ -252,6 +253,13 @@ def refusals(rank, size):
     untouched = (*untouched[:2], dict(policies.EPLB_POLICIES))
     attempt("fields")
     state.EplbModelState = fields
+    policies.EplbRebalanceContext = object
+    attempt("context")
+    del policies.EplbRebalanceContext
+    find_spec = importlib.util.find_spec
+    importlib.util.find_spec = lambda name: find_spec("json") if name == "vllm_ascend" else None
+    attempt("ascend")
+    importlib.util.find_spec = find_spec
     return found
 
 

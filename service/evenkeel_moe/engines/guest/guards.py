@@ -6,8 +6,8 @@ whole plugin is refused with a message that names the difference. The engine the
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from evenkeel_moe.errors import InvalidInput, Reason
@@ -17,6 +17,40 @@ class Unsupported(InvalidInput):
     """The plugin does not support this engine."""
 
     default_reason = Reason.UNSUPPORTED
+
+
+OR = " | "
+"""Separates the parameters that a callable has in different versions of an engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A part of an engine that a plugin wraps, replaces or reads."""
+
+    name: str
+    difference: str = ""
+    """What differs from the versions the plugin was written for; empty if nothing does."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What a plugin found of the installed engine."""
+
+    engine: str
+    version: str
+    known: tuple[str, ...]
+    """The versions that were tested."""
+    hooks: tuple[Hook, ...]
+
+    @property
+    def is_known(self) -> bool:
+        """True if the version, or a build of the same code, was tested."""
+        return _is_known(self.version, self.known)
+
+    @property
+    def differences(self) -> tuple[Hook, ...]:
+        """The hooks that differ."""
+        return tuple(hook for hook in self.hooks if hook.difference)
 
 
 _RELEASE = re.compile(r"(\d+(?:\.\d+)*)(?:\.post\d+)?(?:\+[a-zA-Z0-9.]+)?")
@@ -32,42 +66,60 @@ def check_version(engine: str, found: str, known: Sequence[str]) -> None:
     Raises:
         Unsupported: another version; the message names both.
     """
-    release = _RELEASE.fullmatch(found)
-    if release is None or release[1] not in known:
+    if not _is_known(found, known):
         raise Unsupported(f"{engine} is {found}; this plugin supports {', '.join(known)}")
 
 
-def check_signatures(owner: Any, expected: Mapping[str, str]) -> None:
+def _is_known(found: str, known: Sequence[str]) -> bool:
+    release = _RELEASE.fullmatch(found)
+    return release is not None and release[1] in known
+
+
+def compare_signatures(owner: Any, expected: Mapping[str, str]) -> Iterator[Hook]:
     """Compare the parameters of named callables with the expected ones.
 
     Args:
         owner: module or class.
-        expected: name -> parameter names in order, separated by spaces.
-
-    Raises:
-        Unsupported: a callable is missing or takes other parameters.
+        expected: name -> parameter names in order, separated by spaces; versions that differ are
+            separated by `OR`.
     """
     where = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", repr(owner))
     for name, parameters in expected.items():
+        hook = f"{where}.{name}"
         part = inspect.getattr_static(owner, name, None)
         if isinstance(part, classmethod | staticmethod):
             part = part.__func__
         if not callable(part):
-            raise Unsupported(f"{where}.{name} is missing")
-        found, wanted = list(inspect.signature(part).parameters), parameters.split()
-        if found != wanted:
-            raise Unsupported(
-                f"{where}.{name} takes ({', '.join(found)}), not ({', '.join(wanted)})"
-            )
+            yield Hook(hook, f"{hook} is missing")
+            continue
+        found = list(inspect.signature(part).parameters)
+        wanted = [each.split() for each in parameters.split(OR)]
+        if found in wanted:
+            yield Hook(hook)
+            continue
+        either = " or ".join(f"({', '.join(each)})" for each in wanted)
+        yield Hook(hook, f"{hook} takes ({', '.join(found)}), not {either}")
 
 
-def check_fields(owner: Any, wanted: Sequence[str]) -> None:
-    """Check that a dataclass has the fields that the plugin reads.
+def check_signatures(owner: Any, expected: Mapping[str, str]) -> None:
+    """Refuse callables that are missing or take other parameters; see `compare_signatures`.
 
     Raises:
-        Unsupported: not a dataclass, or a field is missing.
+        Unsupported: the first difference.
     """
+    refuse_differences(compare_signatures(owner, expected))
+
+
+def refuse_differences(hooks: Iterator[Hook]) -> None:
+    """Raise Unsupported for the first hook that differs."""
+    for hook in hooks:
+        if hook.difference:
+            raise Unsupported(hook.difference)
+
+
+def compare_fields(owner: Any, wanted: Sequence[str]) -> Hook:
+    """Check that a dataclass has the fields that the plugin reads."""
     have = {item.name for item in fields(owner)} if is_dataclass(owner) else set()
     missing = [name for name in wanted if name not in have]
-    if missing:
-        raise Unsupported(f"{owner.__qualname__} has no {', '.join(missing)}")
+    name = str(owner.__qualname__)
+    return Hook(name, f"{name} has no {', '.join(missing)}" if missing else "")

@@ -52,6 +52,7 @@ class RecordLink:
         self._steps: list[NDArray[np.int64]] = []
         self._counts: list[NDArray[np.integer]] = []
         self._waiting = 0
+        self._newest: LoadReport | None = None
         self._began_s = 0.0
         self._files: deque[tuple[Path, int]] = deque()
 
@@ -73,17 +74,25 @@ class RecordLink:
         if not isinstance(message, LoadReport) or self._listener is None:
             return
         if len(message.steps):
+            self._newest = message
             self._steps.append(message.steps["step"].astype(np.int64))
             self._counts.append(message.counts)
             self._waiting += len(message.steps)
         late = self._clock() - self._began_s >= _FILE_S
-        if self._waiting and (self._waiting >= _FILE_STEPS or late):
-            self._write(message)
+        if self._waiting >= _FILE_STEPS or late:
+            self._write()
         self._listener.received(_STREAM, ReportAck(message.last_step))
 
-    def _write(self, report: LoadReport) -> None:
+    async def finish(self, message: FromRankLink) -> None:
+        """Write the steps that wait: the rank stops."""
+        del message
+        self._write()
+
+    def _write(self) -> None:
         """Write what waits to a file; what cannot be written is lost, and logged."""
-        assert self._hello is not None
+        report = self._newest
+        if report is None or self._hello is None or not self._waiting:
+            return
         steps, counts = np.concatenate(self._steps), np.concatenate(self._counts).astype(np.int64)
         self._steps, self._counts, self._waiting = [], [], 0
         self._began_s = self._clock()

@@ -11,30 +11,15 @@ from typing import Any
 import structlog
 
 from evenkeel_moe.engines.guest.collective_start import protect_engine
-from evenkeel_moe.engines.guest.guards import check_signatures
+from evenkeel_moe.engines.guest.guards import refuse_differences
 from evenkeel_moe.engines.sglang.guest import SglangGuest
+from evenkeel_moe.engines.sglang.hooks import compare_loaders
 from evenkeel_moe.errors import Unavailable
 
 _log = structlog.get_logger(__name__)
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater"
 _MESSAGES = "sglang.srt.managers.io_struct"
-_SIGNATURES = {
-    (_RUNNER, "WeightUpdater"): {
-        "update_weights_from_disk": "self model_path load_format weight_name_filter"
-        " recapture_cuda_graph",
-        "update_weights_from_tensor": "self named_tensors load_format",
-        "update_weights_from_ipc": "self recv_req",
-        "load_weights_from_distributed": "self named_tensors",
-    },
-    (_SCHEDULER, "SchedulerWeightUpdaterManager"): {
-        "begin_weight_update": "self recv_req",
-        "end_weight_update": "self recv_req",
-        "release_memory_occupation": "self recv_req",
-    },
-}
-"""(module, class) -> its functions -> their parameters."""
-
 FindGuest = Callable[[Any], SglangGuest | None]
 """Return the guest of an `EPLBManager`, if it has one."""
 
@@ -47,8 +32,7 @@ def check_loaders() -> None:
     Raises:
         Unsupported: a part differs.
     """
-    for (module, owner), wanted in _SIGNATURES.items():
-        check_signatures(getattr(importlib.import_module(module), owner), wanted)
+    refuse_differences(compare_loaders())
 
 
 def watch_loaders(add: Callable[..., None], kinds: Any, find_guest: FindGuest) -> None:

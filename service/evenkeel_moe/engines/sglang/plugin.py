@@ -5,61 +5,28 @@ and nothing is hooked unless the version and every signature are known.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.collective_start import protect_engine
-from evenkeel_moe.engines.guest.guards import check_signatures, check_version
 from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.sglang.guest import SglangAccess, SglangGuest
+from evenkeel_moe.engines.sglang.hooks import (
+    ALGORITHMS,
+    CONTEXT,
+    LOCATION,
+    MANAGER,
+    RECORDER,
+    RUNNER,
+    SIGNATURES,
+    UPDATER,
+    check_engine,
+)
 from evenkeel_moe.engines.sglang.kv_cache import read_kv_cache
 from evenkeel_moe.engines.sglang.loaders import check_loaders, watch_loaders
-
-KNOWN_VERSIONS = ("0.5.23",)
-_EPLB = "sglang.srt.eplb"
-_MANAGER = f"{_EPLB}.eplb_manager"
-_RECORDER = f"{_EPLB}.expert_distribution"
-_LOCATION = f"{_EPLB}.expert_location"
-_UPDATER = f"{_EPLB}.expert_location_updater"
-_ALGORITHMS = f"{_EPLB}.eplb_algorithms"
-_CONTEXT = "sglang.srt.runtime_context"
-_RUNNER = "sglang.srt.model_executor.model_runner"
-
-_SIGNATURES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
-    _MANAGER: {
-        "EPLBManager": {
-            "on_forward_pass_end": "self",
-            "_entrypoint": "self",
-            "rebalance": "self",
-            "_check_rebalance_needed": "self average_utilization_rate_over_window",
-        }
-    },
-    _RECORDER: {
-        "_Accumulator": {
-            "append": "self forward_pass_id gatherer_key single_pass_data outputs",
-        },
-        "_ExpertDistributionRecorderReal": {"_on_forward_pass_start": "self forward_batch"},
-        "": {"get_global_expert_distribution_recorder": ""},
-    },
-    _LOCATION: {"": {"get_global_expert_location_metadata": ""}},
-    _UPDATER: {
-        "ExpertLocationUpdater": {
-            "update": "self routed_experts_weights_of_layer new_expert_location_metadata"
-            " update_layer_ids nnodes rank use_flat_topology"
-        }
-    },
-    _ALGORITHMS: {
-        "": {
-            "rebalance_experts": "tokens_per_expert num_physical_experts"
-            " num_local_physical_experts num_groups num_nodes algorithm"
-        }
-    },
-    _CONTEXT: {"": {"get_exec": "", "get_parallel": ""}},
-}
-"""Module -> class, or empty for the module -> its functions -> their parameters."""
 
 
 def register() -> None:
@@ -69,19 +36,6 @@ def register() -> None:
         "sglang.version",
         lambda settings, version: SglangPlugin(settings, version).install(),
     )
-
-
-def check_engine(version: str) -> None:
-    """Compare SGLang with the version that this plugin was written for.
-
-    Raises:
-        Unsupported: another version, or a part that differs.
-    """
-    check_version("sglang", version, KNOWN_VERSIONS)
-    for module, owners in _SIGNATURES.items():
-        loaded = importlib.import_module(module)
-        for owner, wanted in owners.items():
-            check_signatures(getattr(loaded, owner) if owner else loaded, wanted)
 
 
 class SglangPlugin(EnginePlugin[SglangGuest]):
@@ -103,32 +57,32 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         check_engine(self._version)
         hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
         kinds, add = hooks.HookType, hooks.HookRegistry.register
-        manager = f"{_MANAGER}.EPLBManager"
-        recorder = f"{_RECORDER}._ExpertDistributionRecorderReal"
-        add(f"{_RECORDER}._Accumulator.append", self._counted, kinds.BEFORE)
+        manager = f"{MANAGER}.EPLBManager"
+        recorder = f"{RECORDER}._ExpertDistributionRecorderReal"
+        add(f"{RECORDER}._Accumulator.append", self._counted, kinds.BEFORE)
         add(f"{recorder}._on_forward_pass_start", self._pass_began, kinds.BEFORE)
         add(f"{manager}.on_forward_pass_end", self._around_pass_end, kinds.AROUND)
-        add(f"{_UPDATER}.ExpertLocationUpdater.update", self._around_update, kinds.AROUND)
-        add(f"{_RUNNER}.ModelRunner.alloc_memory_pool", self._pool_allocated, kinds.AFTER)
+        add(f"{UPDATER}.ExpertLocationUpdater.update", self._around_update, kinds.AROUND)
+        add(f"{RUNNER}.ModelRunner.alloc_memory_pool", self._pool_allocated, kinds.AFTER)
         if self._places:
             watch_loaders(add, kinds, self.guests.get)
             add(f"{manager}._entrypoint", self._around_entrypoint, kinds.AROUND)
             add(f"{manager}._check_rebalance_needed", self._around_check, kinds.AROUND)
-            add(f"{_ALGORITHMS}.rebalance_experts", self._around_planner, kinds.AROUND)
+            add(f"{ALGORITHMS}.rebalance_experts", self._around_planner, kinds.AROUND)
         self._report_installed("sglang")
 
     def guest_of(self, manager: Any) -> SglangGuest:
         """Return the guest of a manager; the first call makes it."""
         guest = self.guests.get(manager)
         if guest is None:
-            location = importlib.import_module(_LOCATION)
-            recorder = importlib.import_module(_RECORDER)
+            location = importlib.import_module(LOCATION)
+            recorder = importlib.import_module(RECORDER)
             access = SglangAccess(
                 metadata=location.get_global_expert_location_metadata,
                 recorder=recorder.get_global_expert_distribution_recorder,
                 cpu_group=_cpu_group,
-                moe_config=lambda: importlib.import_module(_CONTEXT).get_exec().moe,
-                parallel=lambda: importlib.import_module(_CONTEXT).get_parallel(),
+                moe_config=lambda: importlib.import_module(CONTEXT).get_exec().moe,
+                parallel=lambda: importlib.import_module(CONTEXT).get_parallel(),
                 check_loaders=check_loaders,
             )
             guest = SglangGuest(self.settings, manager, access, self._new_link())
@@ -186,7 +140,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         return original(manager, average_utilization_rate_over_window)
 
     def _around_planner(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        names = _SIGNATURES[_ALGORITHMS][""]["rebalance_experts"].split()
+        names = SIGNATURES[ALGORITHMS][""]["rebalance_experts"].split()
         asked = dict(zip(names, args, strict=False)) | kwargs
         for guest in list(self.guests.values()):
             answer = guest.plan(asked["tokens_per_expert"], int(asked["num_physical_experts"]))

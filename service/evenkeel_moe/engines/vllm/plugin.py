@@ -8,59 +8,21 @@ are known.
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.collective_start import protect_engine
-from evenkeel_moe.engines.guest.guards import (
-    Unsupported,
-    check_fields,
-    check_signatures,
-    check_version,
-)
 from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.vllm.guest import VllmGuest
+from evenkeel_moe.engines.vllm.hooks import GROUPS, POLICIES, STATE, WORKERS, check_engine
 from evenkeel_moe.engines.vllm.kv_cache import read_kv_cache
 from evenkeel_moe.engines.vllm.loaders import watch_model, watch_worker
 from evenkeel_moe.engines.vllm.policy import make_policy
 from evenkeel_moe.engines.vllm.state import is_draft
 
-KNOWN_VERSIONS = ("0.33.0",)
-_STATE = "vllm.distributed.eplb.eplb_state"
-_POLICIES = "vllm.distributed.eplb.policy"
-_GROUPS = "vllm.distributed.parallel_state"
-_WORKERS = "vllm.v1.worker.worker_base"
 _INSTALLED = "_evenkeel_plugin"
-
-_SIGNATURES: Mapping[str, Mapping[str, str]] = {
-    "EplbState": {
-        "add_model": "self model model_config model_name",
-        "prepare_forward": "self model_config num_unpadded_tokens ubatch_slices",
-        "step": "self is_dummy is_profile log_stats",
-        "_should_record_current_step": "self log_stats",
-        "rearrange": "self is_profile rank_mapping use_last_expert_load",
-    },
-    "": {
-        "_move_to_workspace": "model_state ep_rank",
-        "_commit_eplb_maps": "model_state new_physical_to_logical_map",
-        "rearrange_expert_weights_inplace": "old_global_expert_indices new_global_expert_indices"
-        " expert_weights expert_buffer ep_group communicator is_profile rank_mapping",
-    },
-}
-"""Class, or empty for the module -> its functions -> their parameters."""
-_GROUP_SIGNATURES = {f"get_{kind}_group": "" for kind in ("ep", "eplb", "tp", "pp")}
-_PLANNER = "cls weight num_replicas num_groups num_nodes num_ranks old_global_expert_indices"
-_FIELDS = (
-    "physical_to_logical_map",
-    "expert_load_pass",
-    "model",
-    "model_name",
-    "rebalanced",
-    "pending_result",
-)
 
 
 def register() -> None:
@@ -68,25 +30,6 @@ def register() -> None:
     register_guest(
         "vllm", "vllm", lambda settings, version: VllmPlugin(settings, version).install()
     )
-
-
-def check_engine(version: str, state: ModuleType, policies: ModuleType, groups: ModuleType) -> None:
-    """Compare vLLM with the version that this plugin was written for.
-
-    Raises:
-        Unsupported: another version, or a part that differs.
-    """
-    check_version("vllm", version, KNOWN_VERSIONS)
-    for owner, wanted in _SIGNATURES.items():
-        check_signatures(getattr(state, owner) if owner else state, wanted)
-    check_signatures(groups, _GROUP_SIGNATURES)
-    check_fields(state.EplbModelState, _FIELDS)
-    known = getattr(policies, "EPLB_POLICIES", None)
-    if not isinstance(known, dict) or set(known) != {"default"}:
-        raise Unsupported(f"EPLB_POLICIES is {known!r}, not one policy called default")
-    check_signatures(known["default"], {"rebalance_experts": _PLANNER})
-    if getattr(state, "EPLB_POLICIES", None) is not known:
-        raise Unsupported("eplb_state no longer shares EPLB_POLICIES with the policy package")
 
 
 class VllmPlugin(EnginePlugin[VllmGuest]):
@@ -106,16 +49,16 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         Raises:
             Unsupported: nothing was changed.
         """
-        state = importlib.import_module(_STATE)
+        state = importlib.import_module(STATE)
         if getattr(state, _INSTALLED, None) is not None:
             return
-        policies, groups = importlib.import_module(_POLICIES), importlib.import_module(_GROUPS)
+        policies, groups = importlib.import_module(POLICIES), importlib.import_module(GROUPS)
         check_engine(self._version, state, policies, groups)
         self._groups, self._engine = groups, state
         self._wrap_start(state.EplbState)
         self._wrap_step(state.EplbState)
         self._wrap_commits(state)
-        self._wrap_kv_cache(sys.modules.get(_WORKERS))
+        self._wrap_kv_cache(sys.modules.get(WORKERS))
         if self._places:
             self._policy = make_policy(policies.EPLB_POLICIES["default"], self.guests)
             policies.EPLB_POLICIES["default"] = self._policy
@@ -127,10 +70,10 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
 
         @functools.wraps(add_model)
         def add_model_and_join(
-            state: Any, model: Any, model_config: Any, model_name: Any = None
+            state: Any, model: Any, model_config: Any, *name: Any, **named: Any
         ) -> None:
-            add_model(state, model, model_config, model_name)
-            if not is_draft(model_name) and state not in self.guests:
+            add_model(state, model, model_config, *name, **named)
+            if not is_draft(model_config, *name, **named) and state not in self.guests:
                 guest = self.guests[state] = VllmGuest(
                     self.settings, state, self._groups, self._engine, self._new_link()
                 )

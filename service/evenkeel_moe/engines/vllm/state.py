@@ -99,8 +99,9 @@ def _top_k(model: Any) -> int:
     raise InvalidInput(f"{type(layer).__name__} does not tell how many experts a token uses")
 
 
-def is_draft(model_name: str | None) -> bool:
-    """Return True if `add_model` got a draft model."""
+def is_draft(model_config: Any, model_name: str | None = None) -> bool:
+    """Return True if `add_model` got a draft model; vLLM 0.31 gives it no name."""
     if model_name is not None and not isinstance(model_name, str):
         raise InvalidInput(f"model_name is {type(model_name).__name__}")
-    return model_name is not None and model_name.endswith("(draft)")
+    named = model_name is not None and model_name.endswith("(draft)")
+    return named or getattr(model_config, "runner_type", None) == "draft"

@@ -1,0 +1,62 @@
+"""`evenkeel engines`: what the plugins find of the engines that are installed here."""
+
+import importlib
+import importlib.metadata
+from typing import Annotated, Any
+
+import typer
+
+from evenkeel_moe.cli.client import CliError, Exit
+
+app = typer.Typer(no_args_is_help=True, help="Compare installed engines with the plugins.")
+_ENGINES = ("vllm", "sglang")
+
+
+@app.command()
+def check(
+    engine: Annotated[
+        str | None,
+        typer.Argument(help="vllm or sglang.", show_default="every engine that is installed here"),
+    ] = None,
+) -> None:
+    """Print each part of an engine that a plugin uses, found or changed; it changes nothing.
+
+    Exits with 0 if the plugin would start, and with 1 if a part differs or the version was not
+    tested.
+    """
+    if engine is not None and engine not in _ENGINES:
+        raise CliError(f"unknown engine {engine!r}; known: {', '.join(_ENGINES)}", Exit.USAGE)
+    reports = [report for name in _ENGINES if engine in (None, name) and (report := _report(name))]
+    if not reports:
+        raise CliError(f"{engine or ' and '.join(_ENGINES)} are not installed here", Exit.USAGE)
+    for report in reports:
+        _print(report)
+    if any(report.differences or not report.is_known for report in reports):
+        raise typer.Exit(1)
+
+
+def _report(name: str) -> Any:
+    """Return the report of an engine; None if it is not installed."""
+    hooks = importlib.import_module(f"evenkeel_moe.engines.{name}.hooks")
+    try:
+        return hooks.report()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _print(report: Any) -> None:
+    for hook in report.hooks:
+        typer.echo(f"changed  {hook.difference}" if hook.difference else f"found    {hook.name}")
+    known, name = ", ".join(report.known), f"{report.engine} {report.version}"
+    changed = len(report.differences)
+    if changed:
+        verdict = f"{changed} of {len(report.hooks)} parts changed: the plugin refuses to start"
+    elif report.is_known:
+        verdict = f"all {len(report.hooks)} parts found, and the version was tested: it starts"
+    else:
+        verdict = (
+            f"all {len(report.hooks)} parts found, but tested are {known}: the plugin refuses to"
+            f" start. Test it in a clone: make test-engines ENGINES={report.engine}=="
+            f"{report.version}"
+        )
+    typer.echo(f"{name}: {verdict}")

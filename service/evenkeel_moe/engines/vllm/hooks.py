@@ -1,0 +1,127 @@
+"""The parts of vLLM that the plugin wraps, replaces or reads, and how they must look."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+
+from evenkeel_moe.engines.guest.guards import (
+    EngineReport,
+    Hook,
+    check_version,
+    compare_fields,
+    compare_signatures,
+    refuse_differences,
+)
+
+KNOWN_VERSIONS = ("0.31.0", "0.32.0", "0.33.0")
+STATE = "vllm.distributed.eplb.eplb_state"
+POLICIES = "vllm.distributed.eplb.policy"
+GROUPS = "vllm.distributed.parallel_state"
+WORKERS = "vllm.v1.worker.worker_base"
+
+_SIGNATURES: Mapping[str, Mapping[str, str]] = {
+    "EplbState": {
+        "add_model": "self model model_config model_name | self model model_config",
+        "prepare_forward": "self model_config num_unpadded_tokens ubatch_slices",
+        "step": "self is_dummy is_profile log_stats",
+        "_should_record_current_step": "self log_stats",
+        "rearrange": "self is_profile rank_mapping use_last_expert_load",
+    },
+    "": {
+        "_move_to_workspace": "model_state ep_rank",
+        "_commit_eplb_maps": "model_state new_physical_to_logical_map",
+        "rearrange_expert_weights_inplace": "old_global_expert_indices new_global_expert_indices"
+        " expert_weights expert_buffer ep_group communicator is_profile rank_mapping",
+    },
+}
+"""Class, or empty for the module -> its functions -> their parameters."""
+_GROUP_SIGNATURES = {f"get_{kind}_group": "" for kind in ("ep", "eplb", "tp", "pp")}
+_PLANNER = "cls weight num_replicas num_groups num_nodes num_ranks old_global_expert_indices"
+_FIELDS = (
+    "physical_to_logical_map",
+    "expert_load_pass",
+    "model",
+    "model_name",
+    "rebalanced",
+    "pending_result",
+)
+_WORKER = "vllm.v1.worker.gpu_worker"
+_LOADERS = {
+    "reload_weights": "self",
+    "start_weight_update": "self",
+    "finish_weight_update": "self",
+    "sleep": "self level",
+    "wake_up": "self tags",
+    "discard": "self tags",
+}
+"""Functions of a worker that replace weights. Workers of other devices may lack some."""
+
+
+def check_engine(version: str, state: ModuleType, policies: ModuleType, groups: ModuleType) -> None:
+    """Compare vLLM with the versions that this plugin was written for.
+
+    Raises:
+        Unsupported: another version, or a part that differs.
+    """
+    check_version("vllm", version, KNOWN_VERSIONS)
+    refuse_differences(compare(state, policies, groups))
+
+
+def compare(state: ModuleType, policies: ModuleType, groups: ModuleType) -> Iterator[Hook]:
+    """Return every part with its difference, if it has one.
+
+    Args:
+        state: vLLM's `eplb_state` module.
+        policies: vLLM's package of EPLB policies.
+        groups: vLLM's `parallel_state` module.
+    """
+    if importlib.util.find_spec("vllm_ascend") is not None:
+        yield Hook(
+            "vllm-ascend",
+            "vllm-ascend is installed: its model runner balances by an EPLB of its own, which this"
+            " plugin does not know; write its expert_map_path with `evenkeel offline -f ascend`",
+        )
+    for owner, wanted in _SIGNATURES.items():
+        yield from compare_signatures(getattr(state, owner) if owner else state, wanted)
+    yield from compare_signatures(groups, _GROUP_SIGNATURES)
+    yield compare_fields(state.EplbModelState, _FIELDS)
+    yield from _compare_planner(state, policies)
+
+
+def _compare_planner(state: ModuleType, policies: ModuleType) -> Iterator[Hook]:
+    if hasattr(policies, "EplbRebalanceContext"):
+        yield Hook(
+            "EplbRebalanceContext",
+            "policies plan from an EplbRebalanceContext (vLLM pull request 49700), which was in no"
+            " release when this plugin was written",
+        )
+        return
+    known = getattr(policies, "EPLB_POLICIES", None)
+    if not isinstance(known, dict) or set(known) != {"default"}:
+        yield Hook("EPLB_POLICIES", f"EPLB_POLICIES is {known!r}, not one policy called default")
+        return
+    shared = getattr(state, "EPLB_POLICIES", None) is known
+    detail = "eplb_state no longer shares EPLB_POLICIES with the policy package"
+    yield Hook("EPLB_POLICIES", "" if shared else detail)
+    yield from compare_signatures(known["default"], {"rebalance_experts": _PLANNER})
+
+
+def report() -> EngineReport:
+    """Compare the installed vLLM, and change nothing of it.
+
+    Raises:
+        PackageNotFoundError: vLLM is not installed.
+    """
+    version = importlib.metadata.version("vllm")
+    try:
+        modules = [importlib.import_module(name) for name in (STATE, POLICIES, GROUPS)]
+        hooks = [*compare(*modules)]
+        worker = importlib.import_module(_WORKER).Worker
+        hooks += compare_signatures(worker, _LOADERS)
+        owner = importlib.import_module(WORKERS).WorkerWrapperBase
+        hooks += compare_signatures(owner, {"initialize_from_config": "self kv_cache_configs"})
+    except (ImportError, AttributeError) as error:
+        hooks = [Hook("import", f"vLLM's modules cannot be imported: {error!s:.300}")]
+    return EngineReport("vllm", version, KNOWN_VERSIONS, tuple(hooks))
