@@ -3,6 +3,7 @@ import re
 import pytest
 
 from evenkeel_moe.cli.heat import heat_map
+from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from tests.api.fakes import SHAPE, FakeView, make_status, make_window
 
@@ -48,14 +49,14 @@ def test_the_heat_map_names_its_largest_cells(run):
 
 def test_an_unknown_load_is_told_and_not_drawn(run, operations):
     assert "no complete step is known yet" in run("heatmap", "fresh")[1]
-    window = {phase: make_window() for phase in ("decode",)}
+    window = {Phase.DECODE: make_window()}
     operations.views["demo"] = FakeView(make_status(), window, None)
     assert "the placement is unknown" in run("heatmap", "demo")[1]
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_large_heat_map_fits_the_terminal_and_keeps_its_worst_cell(width):
-    rows = [[1.0] * 320 for _ in range(92)]
+    rows: list[list[float | None]] = [[1.0] * 320 for _ in range(92)]
     rows[77][301] = 9.5
     rows[3][5] = None
     lines = drawn(heat_map(answer(rows), experts=False), width).splitlines()

@@ -2,7 +2,6 @@ import json
 
 import pytest
 
-from evenkeel_moe.cli import watch
 from evenkeel_moe.errors import Unavailable
 
 
@@ -17,7 +16,7 @@ def rounds(monkeypatch):
             raise KeyboardInterrupt
         between.pop(0)()
 
-    monkeypatch.setattr(watch.time, "sleep", sleep)
+    monkeypatch.setattr("evenkeel_moe.cli.watch.time.sleep", sleep)
     return between
 
 

@@ -229,6 +229,7 @@ class Script:
         world.second.start()
 
     def stop_second(self):
+        assert self.world.second is not None
         self.world.second.stop()
 
     def start(self, name: str):
