@@ -1,0 +1,95 @@
+"""The page while another replica leads, and while no controller answers."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from evenkeel_moe.adapters.http_servers import RestServer
+from evenkeel_moe.api import TokenSet, create_app
+from evenkeel_moe.controller.policy_document import policy_document
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.ports import LedElsewhere, NotLeading
+from tests.api.fakes import FakeOperations, make_operations
+from tests.console.browser import Browser, chromium, installed
+from tests.console.fleet import OPERATE, TOKENS
+from tests.waiting import deadline
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+
+class Replica:
+    """The REST application of a replica, in a thread; its operations can be changed at any time."""
+
+    def __init__(self) -> None:
+        self.operations: FakeOperations = make_operations()
+        self.operations.document = policy_document(DeploymentPolicy())
+        self._server = RestServer("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.port}/"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        app = create_app(self.operations, TokenSet.parse(TOKENS))
+        self._loop.run_until_complete(self._server.run(app))
+        self._loop.close()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop)
+            self._thread.join(deadline(20))
+            assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def replica() -> Iterator[Replica]:
+    running = Replica()
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    if not installed():
+        pytest.skip("chromium and chromedriver are not installed")
+    with chromium() as window:
+        yield window
+
+
+def sign_in(browser: Browser, replica: Replica) -> None:
+    browser.open(replica.url)
+    browser.type("#token", OPERATE)
+    browser.click("form button[type=submit]")
+    browser.wait_text("Fleet now")
+    browser.wait_text("demo")
+
+
+def test_the_page_names_the_replica_that_leads(replica: Replica, browser: Browser):
+    sign_in(browser, replica)
+    browser.script("location.hash = '#/d/demo/ranks'")
+    browser.wait_text("2 of 2 connected")
+    led = LedElsewhere(DeploymentId("demo"), "keel-1", "10.0.0.7:50051")
+    replica.operations.error = NotLeading(led)
+    replica.operations.views.pop("demo")
+    replica.operations.elsewhere = [led]
+    browser.wait_text("Replica keel-1 leads this deployment")
+    browser.wait_text("Not live")
+    browser.wait_text("2 of 2 connected")
+    browser.script("location.hash = '#/'")
+    browser.wait_text("Replica keel-1 leads it; ask that replica.")
+    assert all("503" in message for message in browser.errors())
+
+
+def test_the_page_keeps_the_last_answer_and_says_how_old_it_is(replica: Replica, browser: Browser):
+    sign_in(browser, replica)
+    assert browser.errors() == []
+    replica.stop()
+    browser.wait_text("The controller does not answer.")
+    browser.wait_text("Not live: the newest answer came")
+    assert "demo" in browser.text(".fleet")
+    assert all("ERR_CONNECTION" in message for message in browser.errors())
