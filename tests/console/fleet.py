@@ -59,7 +59,11 @@ def running_fleet(folder: Path, *, mode: str = "propose", step_s: float = 0.1) -
     ranks: Supervisor | None = None
     try:
         stop = StopFlag()
-        assert controller.wait_ready(stop), controller.log_tail()
+        # One call waits for a minute at most; a busy machine takes longer to import a controller.
+        wait_until(
+            lambda: controller.wait_ready(stop) or not controller.running, within_s=120, what="REST"
+        )
+        assert controller.running, controller.log_tail()
         controller.wait_planner(stop)
         # The controller reads the file again when it changes.
         own = controller.token_file.read_text(encoding="utf-8")

@@ -35,7 +35,7 @@ SHAPE = ModelShape(
     top_k=8,
     bytes_per_expert=1 << 24,
 )
-SECONDS = 20
+SECONDS = 10
 _FRAMES = """const [seconds, done] = arguments, canvas = document.querySelector("canvas.heatmap");
 const box = canvas.getBoundingClientRect(), times = [], end = performance.now() + seconds * 1000;
 requestAnimationFrame(function frame(now) {
@@ -103,11 +103,16 @@ def main() -> None:
                 before = sum(process.cpu_times()[:2])
                 if "load" in view:
                     rate, slow = browser.wait_script(_FRAMES, SECONDS)
-                    print(f"heat map: {rate:.0f} frames/s, 95 % of frames within {slow:.0f} ms")
+                    print(
+                        f"heat map: {rate:.0f} frames/s, 95 % of frames within {slow:.0f} ms",
+                        flush=True,
+                    )
                 else:
                     time.sleep(SECONDS)
                 used = (sum(process.cpu_times()[:2]) - before) / SECONDS
-                print(f"open page {view or 'fleet'}: {used:.2%} of a core of the server")
+                print(
+                    f"open page {view or 'fleet'}: {used:.2%} of a core of the server", flush=True
+                )
     finally:
         server.terminate()
         server.wait()
