@@ -71,7 +71,7 @@ def test_a_reader_with_a_keyboard_alone_can_walk_the_heat_map(visitor: Visitor):
     wait_until(lambda: visitor.browser.text(".readout").startswith("Layer 1, rank 1:"))
     visitor.browser.keys("\ue007")
     wait_until(
-        lambda: visitor.browser.script("return document.querySelector('#slot-layer').value") == "1"
+        lambda: visitor.browser.script("return document.querySelector('#slot-layer')?.value") == "1"
     )
 
 

@@ -163,6 +163,7 @@ def test_the_watch_reports_when_the_cost_model_names_other_ranks():
         {"told": True},
         {"slow": True, "mode": "observe"},
         {"slow": True, "dispatch": DispatchRule.LIBRA},
+        {"slow": True, "console": True},
     ],
 )
 def test_options_that_contradict_a_slow_rank_are_refused(values):
