@@ -6,7 +6,7 @@ PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
 .PHONY: demo test test-engines test-gpu gpu-report test-deploy test-console example-join
-.PHONY: example-qwen3moe check sim chaos format console-vendor console-images proto verify-proto
+.PHONY: example-qwen3moe check sim chaos fuzz format console-vendor console-images proto verify-proto
 .PHONY: proto-breaking proto-release deploy-files sbom clean
 
 # SLOW=1 slows a rank for a while; SLOW=told slows it from the start, and ranks tell their times.
@@ -78,6 +78,10 @@ check: .venv/ready
 # Kills, pauses and disconnects real processes for ten minutes; fails if a check is violated.
 chaos: .venv/ready
 	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
+
+# Gives every parser wrong input for so many seconds. What made one fail is kept in the corpus.
+fuzz: .venv/ready
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600)
 
 sim: .venv/ready
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),20000)

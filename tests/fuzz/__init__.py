@@ -1,0 +1,1 @@
+"""A mutation fuzzer for every parser of foreign bytes."""
