@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import time
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import numpy as np
@@ -257,7 +258,11 @@ def refusals(rank, size):
     attempt("context")
     del policies.EplbRebalanceContext
     find_spec = importlib.util.find_spec
-    importlib.util.find_spec = lambda name: find_spec("json") if name == "vllm_ascend" else None
+
+    def finds_ascend(name: str, package: str | None = None) -> ModuleSpec | None:
+        return find_spec("json") if name == "vllm_ascend" else None
+
+    importlib.util.find_spec = finds_ascend
     attempt("ascend")
     importlib.util.find_spec = find_spec
     return found

@@ -12,7 +12,7 @@ from evenkeel_moe.engines.guest.guards import (
     refuse_differences,
 )
 
-KNOWN_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
+KNOWN_VERSIONS: tuple[str, ...] = ("0.5.21", "0.5.22", "0.5.23")
 _EPLB = "sglang.srt.eplb"
 MANAGER = f"{_EPLB}.eplb_manager"
 RECORDER = f"{_EPLB}.expert_distribution"

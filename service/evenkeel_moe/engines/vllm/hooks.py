@@ -15,7 +15,7 @@ from evenkeel_moe.engines.guest.guards import (
     refuse_differences,
 )
 
-KNOWN_VERSIONS = ("0.31.0", "0.32.0", "0.33.0")
+KNOWN_VERSIONS: tuple[str, ...] = ("0.31.0", "0.32.0", "0.33.0")
 STATE = "vllm.distributed.eplb.eplb_state"
 POLICIES = "vllm.distributed.eplb.policy"
 GROUPS = "vllm.distributed.parallel_state"
