@@ -11,7 +11,7 @@ from tests.console.fleet import NAME, OPERATE, Fleet, running_fleet
 from tests.waiting import wait_until
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
-_COLOURS = 128
+_COLOURS = 256
 """Colours of a picture: a small file, and no difference that can be seen."""
 
 
@@ -41,7 +41,7 @@ def main() -> None:
                     "location.hash = arguments[0]", f"#/d/{NAME}/{view}" if view else "#/"
                 )
                 browser.wait_text(words)
-                wait_until(lambda: browser.find("[aria-busy]") is None)
+                wait_until(lambda: browser.find("[aria-busy=true]") is None)
 
             browser.size(1280, 800)
             browser.scheme("light")
@@ -55,8 +55,9 @@ def main() -> None:
             take(browser, "why")
             show(f"plans/{plan['plan_id']}", "Held by ranks")
             take(browser, "proposal")
-            show("load", "Slots of one layer", height=1100)
-            browser.wait("canvas.slotmap")
+            show("load", "With the moves of plan", height=1100)
+            browser.wait("canvas.heatmap")
+            browser.wait_text("copies between ranks")
             take(browser, "load")
             show(f"plans/{plan['plan_id']}", "Held by ranks")
             browser.click("#approve")

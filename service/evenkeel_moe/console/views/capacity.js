@@ -60,7 +60,7 @@ export function Capacity({ api, name, now }) {
   return html`<${Section} title="Recommendation" actions=${again}>
       <${Problem} error=${error} />
       ${data ? html`<${Advice} advice=${data} now=${now} />` : ""}
-      ${busy && !data ? html`<p class="empty">Computing…</p>` : ""}
+      ${busy && !data ? html`<p class="empty" aria-busy="true">Computing…</p>` : ""}
     <//>
     ${data ? html`<${Replicas} advice=${data} /><${Policies} rows=${data.policies} />` : ""}`;
 }

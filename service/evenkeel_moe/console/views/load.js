@@ -13,7 +13,8 @@ import { Choice, html, Problem, Section, Table } from "../ui.js";
 
 const PERIOD_MS = 5000;
 const MOST_MOMENTS = 120;
-const COMMITTED = "The committed placement. No plan waits or runs.";
+const COMMITTED = "The committed placement.";
+const NO_PLAN = "The committed placement. No plan on it waits or runs.";
 const NOTHING = "The window has no steps of this phase, or the placement is unknown.";
 const PHASES = [
   ["", "all"],
@@ -189,10 +190,9 @@ function Slots({ api, name, deployment, loads, layer }) {
   const target = plan.data?.target.physical_to_logical;
   const after =
     target && placement.epoch === plan.data.base_epoch && sameShape(before, target) ? target : null;
-  return html`<${Section}
-    title="Slots of one layer"
-    note=${after ? `With the moves of plan ${open.plan_id}, which is ${open.phase}.` : COMMITTED}
-  >
+  const still = plans.data && !open ? NO_PLAN : COMMITTED;
+  const planNote = `With the moves of plan ${open?.plan_id}, which is ${open?.phase}.`;
+  return html`<${Section} title="Slots of one layer" note=${after ? planNote : still}>
     <${LayerSlots}
       key=${layer}
       first=${layer}

@@ -23,7 +23,7 @@ export function Ranks({ api, name, deployment, now }) {
               columns=${[
                 { title: "Rank", numeric: true, of: (rank) => rank.rank },
                 { title: "State", of: (rank) => html`<${Condition} rank=${rank} />` },
-                { title: "Node", of: (rank) => rank.node },
+                { title: "Node", of: (rank) => html`<span class="nowrap">${rank.node}</span>` },
                 {
                   title: "GPU",
                   of: (rank) =>
