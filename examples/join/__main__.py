@@ -36,11 +36,12 @@ def main() -> int:
 
 def judge(ends: list[dict], size: int) -> str:
     """Return what went wrong; empty if nothing did."""
-    if len(ends) < size:
-        return f"{size - len(ends)} ranks did not finish"
     left = [detail["left"] for detail in ends if detail["left"]]
     if left:
-        return f"{len(left)} ranks left the group: {left[0]}"
+        cause = next((text for text in left if not text.startswith("lost a peer")), left[0])
+        return f"{len(left)} ranks left the group: {cause}"
+    if len(ends) < size:
+        return f"{size - len(ends)} ranks did not finish"
     if any(detail["wrong"] for detail in ends):
         return "an output changed"
     if len({detail["digest"] for detail in ends}) > 1:

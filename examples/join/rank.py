@@ -107,6 +107,8 @@ def run(
         serve(engine, agent, recorder, group, limit_s, detail)
     except GateFailed as error:
         detail["left"] = str(error)
+    except RuntimeError as error:  # a collective of the engine fails once a peer has left
+        detail["left"] = f"lost a peer: {error}"
     events.put((rank, "end", {**detail, "epoch": agent.epoch, "digest": agent.placement.digest}))
     agent.close()
 

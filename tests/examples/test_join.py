@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.join.__main__ import judge
 from tests.waiting import deadline
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,6 +37,14 @@ def test_the_probe_finds_the_forgotten_hook_and_the_text_names_the_expert():
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert re.search(r"left the group: .*layer \d+ expert \d+ computes", ended.stdout)
     assert "slots_written" in ended.stdout
+
+
+def test_the_cause_is_told_rather_than_the_loss_of_a_peer():
+    """A plan may write slots of one rank only; the other then loses its peer."""
+    ends = [{"left": "lost a peer: closed"}, {"left": "swap failed: layer 0 expert 1 computes"}]
+    assert judge(ends, 2) == "2 ranks left the group: swap failed: layer 0 expert 1 computes"
+    assert judge(ends[:1], 2) == "1 ranks left the group: lost a peer: closed"
+    assert judge([], 2) == "2 ranks did not finish"
 
 
 def test_the_code_of_the_page_is_the_code_of_the_example():
