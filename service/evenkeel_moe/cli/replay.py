@@ -4,6 +4,8 @@ Heavy imports wait until a command runs, because `--help` must not load numpy.
 """
 
 import os
+import shlex
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,8 +14,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli.console import print_json, print_parts, stdout_console, work_bars
 from evenkeel_moe.cli.options import JsonOption, with_option_groups
+from evenkeel_moe.cli.units import moment
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.replay.options import (
     CostOptions,
@@ -142,10 +146,13 @@ def _write_files(comparison: Any, tradeoff: Any, plans: Path | None, html: Path 
     if html is not None:
         from evenkeel_moe.replay.report import render_report
 
-        write_file(html, render_report(comparison, tradeoff))
+        words = ["evenkeel", *sys.argv[1:]]
+        made_by = f"{shlex.join(words)}, {moment(SystemClock().unix())} UTC"
+        write_file(html, render_report(comparison, tradeoff, made_by))
 
 
 def _print_comparison(comparison: Any, tradeoff: Any, as_json: bool) -> None:
+    from evenkeel_moe.replay.headline import headline
     from evenkeel_moe.replay.tables import comparison_table
 
     if as_json:
@@ -153,7 +160,7 @@ def _print_comparison(comparison: Any, tradeoff: Any, as_json: bool) -> None:
         return
     facts = ", ".join(f"{value} {name}" for name, value in comparison.facts().items())
     table = comparison_table(comparison.results, stdout_console().width)
-    texts = [f"Cost model: {comparison.cost_model.words}."]
+    texts = [headline(comparison), f"Cost model: {comparison.cost_model.words}."]
     if comparison.replicas is not None:
         texts.append(comparison.replicas.words)
     shown = _tradeoff_parts(tradeoff)

@@ -13,6 +13,7 @@ from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.budget import BudgetPoint
 from evenkeel_moe.replay.charts import PALETTE, SMALL, Series, Style, bars, heat_map, lines, ranges
 from evenkeel_moe.replay.compare import Comparison
+from evenkeel_moe.replay.headline import copy_round_s, headline
 from evenkeel_moe.replay.planners import BASELINES, VERDICT
 from evenkeel_moe.replay.tables import (
     COLUMNS,
@@ -23,6 +24,8 @@ from evenkeel_moe.replay.tables import (
 )
 from evenkeel_moe.replay.walk import Walk
 
+MOST_DOTS = 60
+"""Most points of a chart that are drawn as dots; with more there are only lines."""
 MAX_POINTS = 120
 """Most points of a line: neighbouring steps are averaged, so that lines can be told apart."""
 
@@ -53,6 +56,7 @@ body{{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,
 main{{max-width:1088px;margin:0 auto;padding:24px}}
 h1{{font-size:24px;margin:0 0 4px}}h2{{font-size:17px;margin:36px 0 2px}}
 p{{margin:2px 0 10px;color:var(--soft);max-width:76ch}}p.facts{{max-width:none}}
+p.verdict{{color:var(--ink);font-size:18px;margin:8px 0 12px}}code{{overflow-wrap:anywhere}}
 svg{{width:100%;height:auto;display:block}}
 svg text{{font-family:system-ui,sans-serif!important}}
 .charts{{display:grid;grid-template-columns:repeat(auto-fill,minmax(300px,1fr));gap:20px}}
@@ -67,12 +71,20 @@ th:first-child{{text-align:left}}
 """
 
 
-def render_report(comparison: Comparison, tradeoff: ReplicaTradeoff | None = None) -> str:
-    """Return the page as HTML text; with a table of replicas against KV cache if it is given."""
+def render_report(
+    comparison: Comparison, tradeoff: ReplicaTradeoff | None = None, made_by: str = ""
+) -> str:
+    """Return the page as HTML text.
+
+    Args:
+        comparison: what the page shows.
+        tradeoff: replicas against KV cache; None leaves the table out.
+        made_by: the command and the date, to be shown; empty if unknown.
+    """
     styles = _styles([walk.policy for walk in comparison.walks])
     horizon = comparison.setup.horizon_steps
     sections = [
-        _head(comparison),
+        _head(comparison, made_by),
         _table(comparison),
         _section(
             "Balancedness over time",
@@ -95,7 +107,8 @@ def render_report(comparison: Comparison, tradeoff: ReplicaTradeoff | None = Non
         _section(
             "Copies paid",
             "Total of experts copied between ranks, per layer, after relabelling. The first plan "
-            "starts from the initial placement.",
+            f"starts from the initial placement. A copy per layer of every rank takes about "
+            f"{copy_round_s(comparison) * 1e3:.3g} ms at 5 GB/s and rank.",
             _copies(comparison.walks, styles),
         ),
         _section(
@@ -146,19 +159,21 @@ def _section(title: str, text: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2><p>{escape(text)}</p>{body}</section>"
 
 
-def _head(comparison: Comparison) -> str:
+def _head(comparison: Comparison, made_by: str) -> str:
     facts = " · ".join(
         f"{escape(str(value))} {escape(key)}" for key, value in comparison.facts().items()
     )
     notes = "".join(f"<p>Note: {escape(note)}.</p>" for note in comparison.notes)
+    origin = f"<p class='facts'>Made by <code>{escape(made_by)}</code></p>" if made_by else ""
     cost = f"<p>Cost model: {escape(comparison.cost_model.words)}.</p>"
     if comparison.replicas is not None:
         cost += f"<p>{escape(comparison.replicas.words)}</p>"
     return (
-        f"<header><h1>Replay of {escape(comparison.name)}</h1><p class='facts'>{facts}</p>"
+        f"<header><h1>Replay of {escape(comparison.name)}</h1>"
+        f"<p class='verdict'>{escape(headline(comparison))}</p><p class='facts'>{facts}</p>"
         "<p>Every plan was made on the steps before it and scored on the steps after it. Times are "
         "predictions from recorded loads, not measurements of an engine.</p>"
-        f"{cost}{notes}</header>"
+        f"{cost}{notes}{origin}</header>"
     )
 
 
@@ -257,8 +272,13 @@ def _copies(walks: Sequence[Walk], styles: Mapping[str, Style]) -> str:
         x_label="step of the replan",
         y_label="copies per layer",
         from_zero=True,
-        points=True,
+        points=_few_points(series),
     )
+
+
+def _few_points(series: Sequence[Series]) -> bool:
+    """Return True if the points of all lines can be told apart."""
+    return sum(len(one.xs) for one in series) <= MOST_DOTS
 
 
 def _planning(comparison: Comparison) -> list[Walk]:
@@ -330,8 +350,8 @@ def _replicas(comparison: Comparison, styles: Mapping[str, Style]) -> str:
             y_label=y_label,
             x_ticks=ticks,
             from_zero=True,
-            points=True,
-            joined=False,
+            points=_few_points(series),
+            joined=not _few_points(series),
         )
 
     totals = {y for one in redundant for y in one.ys}

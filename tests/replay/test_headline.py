@@ -1,0 +1,42 @@
+from dataclasses import replace
+
+import numpy as np
+
+from evenkeel_moe.replay.headline import copy_seconds, headline
+from evenkeel_moe.replay.report import render_report
+from tests.replay.test_report import _compare
+
+
+def test_the_best_policy_is_named_with_what_it_gains_and_costs(setup):
+    comparison = _compare(setup, "eplb", "initial")
+    comparison = replace(
+        comparison,
+        results=tuple(
+            replace(one, time_over_fluid=over, bytes=4_000_000_000, replans=3)
+            for one, over in zip(comparison.results, (1.1, 1.375), strict=True)
+        ),
+    )
+    ranks = setup.shape.num_ranks
+    assert headline(comparison) == (
+        "eplb has the least predicted MoE time, 10.0% above a perfect split of tokens, 20.0% less"
+        f" than the initial placement. A replan copies 2 GB between ranks, about"
+        f" {2 / 5 / ranks:.2g} s at 5 GB/s and rank."
+    )
+    worse = replace(comparison, results=tuple(reversed(comparison.results)))
+    assert headline(worse).startswith("eplb ")
+    alone = replace(comparison, results=(replace(comparison.results[0], bytes=0),))
+    assert headline(alone).endswith("After its first plan it copies nothing.")
+    unknown = replace(comparison.results[0], time_over_fluid=np.nan)
+    assert "no load" in headline(replace(comparison, results=(unknown,)))
+
+
+def test_ranks_copy_at_the_same_time():
+    assert copy_seconds(10e9, 2) == 1.0
+
+
+def test_the_page_begins_with_the_sentence_and_names_its_command(setup):
+    comparison = _compare(setup, "eplb")
+    page = render_report(comparison, made_by="evenkeel replay compare --trace '<b>'")
+    assert page.index(headline(comparison)) < page.index("<table>")
+    assert "--trace &#x27;&lt;b&gt;&#x27;</code>" in page
+    assert "Made by" not in render_report(comparison)
