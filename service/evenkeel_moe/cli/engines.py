@@ -1,7 +1,6 @@
 """`evenkeel engines`: what the plugins find of the engines that are installed here."""
 
 import importlib
-import importlib.metadata
 from typing import Annotated, Any
 
 import typer
@@ -26,22 +25,20 @@ def check(
     """
     if engine is not None and engine not in _ENGINES:
         raise CliError(f"unknown engine {engine!r}; known: {', '.join(_ENGINES)}", Exit.USAGE)
-    reports = [report for name in _ENGINES if engine in (None, name) and (report := _report(name))]
+    reports = [
+        report
+        for name in _ENGINES
+        if engine in (None, name)
+        and (report := importlib.import_module(f"evenkeel_moe.engines.{name}.hooks").report())
+    ]
     if not reports:
-        raise CliError(f"{engine or ' and '.join(_ENGINES)} are not installed here", Exit.USAGE)
+        wanted = (engine,) if engine else _ENGINES
+        verb = "is" if engine else "are"
+        raise CliError(f"{' and '.join(wanted)} {verb} not installed here", Exit.USAGE)
     for report in reports:
         _print(report)
     if any(report.differences or not report.is_known for report in reports):
         raise typer.Exit(1)
-
-
-def _report(name: str) -> Any:
-    """Return the report of an engine; None if it is not installed."""
-    hooks = importlib.import_module(f"evenkeel_moe.engines.{name}.hooks")
-    try:
-        return hooks.report()
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _print(report: Any) -> None:

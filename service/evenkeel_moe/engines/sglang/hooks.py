@@ -1,7 +1,7 @@
 """The parts of SGLang that the plugin hooks or reads, and how they must look."""
 
 import importlib
-import importlib.metadata
+import importlib.util
 from collections.abc import Iterator, Mapping
 
 from evenkeel_moe.engines.guest.guards import (
@@ -97,14 +97,13 @@ def compare_loaders() -> Iterator[Hook]:
         yield from compare_signatures(getattr(importlib.import_module(module), owner), wanted)
 
 
-def report() -> EngineReport:
-    """Compare the installed SGLang, and change nothing of it.
-
-    Raises:
-        PackageNotFoundError: SGLang is not installed.
-    """
-    version = importlib.metadata.version("sglang")
+def report() -> EngineReport | None:
+    """Compare the installed SGLang, and change nothing of it; None if there is none."""
+    if importlib.util.find_spec("sglang") is None:
+        return None
+    version = "of unknown version"
     try:
+        version = str(importlib.import_module("sglang.version").__version__)
         hooks = [*compare(), *compare_loaders()]
     except (ImportError, AttributeError) as error:
         hooks = [Hook("import", f"SGLang's modules cannot be imported: {error!s:.300}")]

@@ -1,7 +1,6 @@
 """The parts of vLLM that the plugin wraps, replaces or reads, and how they must look."""
 
 import importlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -49,7 +48,7 @@ _FIELDS = (
 )
 _WORKER = "vllm.v1.worker.gpu_worker"
 _LOADERS = {
-    "reload_weights": "self",
+    "reload_weights": "self args kwargs",
     "start_weight_update": "self",
     "finish_weight_update": "self",
     "sleep": "self level",
@@ -108,14 +107,13 @@ def _compare_planner(state: ModuleType, policies: ModuleType) -> Iterator[Hook]:
     yield from compare_signatures(known["default"], {"rebalance_experts": _PLANNER})
 
 
-def report() -> EngineReport:
-    """Compare the installed vLLM, and change nothing of it.
-
-    Raises:
-        PackageNotFoundError: vLLM is not installed.
-    """
-    version = importlib.metadata.version("vllm")
+def report() -> EngineReport | None:
+    """Compare the installed vLLM, and change nothing of it; None if there is none."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    version = "of unknown version"
     try:
+        version = str(importlib.import_module("vllm").__version__)
         modules = [importlib.import_module(name) for name in (STATE, POLICIES, GROUPS)]
         hooks = [*compare(*modules)]
         worker = importlib.import_module(_WORKER).Worker
