@@ -218,7 +218,7 @@ def test_an_example_pod_is_valid_and_its_variables_are_the_plugins(path, monkeyp
 def test_examples_name_the_versions_the_plugins_know():
     for engine, path in zip(("sglang", "vllm"), EXAMPLES, strict=True):
         source = (ROOT / "service/evenkeel_moe/engines" / engine / "hooks.py").read_text()
-        (known,) = re.findall(r'KNOWN_VERSIONS = \(.*"([\d.]+)"', source)
+        (known,) = re.findall(r'KNOWN_VERSIONS: .* = \(.*"([\d.]+)"', source)
         assert f"v{known}" in path.read_text()
         assert known in (ROOT / "deploy/examples/README.md").read_text()
 
