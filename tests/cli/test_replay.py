@@ -91,8 +91,9 @@ def test_the_table_names_every_policy_and_stays_on_stdout(small):
         "ms",
     ]
     assert [line.split()[0] for line in lines[3:7]] == ["initial", "once", "ewma", "eplb"]
-    assert lines[7] == "Cost model: by tokens, because nothing is known of time."
-    assert lines[8].startswith("On this trace the redundant replicas of the initial placement ")
+    assert " has the least predicted MoE time, " in lines[7]
+    assert lines[8] == "Cost model: by tokens, because nothing is known of time."
+    assert lines[9].startswith("On this trace the redundant replicas of the initial placement ")
     assert result.stderr == ""
 
 

@@ -81,11 +81,33 @@ def render_report(
         tradeoff: replicas against KV cache; None leaves the table out.
         made_by: the command and the date, to be shown; empty if unknown.
     """
+    sections = [_head(comparison, made_by), _table(comparison), *_charts(comparison)]
+    if comparison.budget:
+        sections.append(
+            _section(
+                "What replicas gain and cost",
+                "The same replica rule at every budget, replanned and scored on later steps as in "
+                "the rest of this page. Memory used for replicas is not available to the KV cache.",
+                _budget(comparison.budget),
+            )
+        )
+    if tradeoff is not None:
+        text = f"{tradeoff.words} {tradeoff.craft_words}".strip()
+        sections.append(_section(TRADEOFF_TITLE, text, _tradeoff(tradeoff)))
+    title = escape(f"Replay of {comparison.name}")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><title>{title}</title>'
+        f"<style>{_CSS}</style></head><body><main>{''.join(sections)}</main></body></html>\n"
+    )
+
+
+def _charts(comparison: Comparison) -> list[str]:
+    """Return the sections that every page has."""
     styles = _styles([walk.policy for walk in comparison.walks])
     horizon = comparison.setup.horizon_steps
-    sections = [
-        _head(comparison, made_by),
-        _table(comparison),
+    return [
         _section(
             "Balancedness over time",
             "Mean over layers of mean / max rank load, averaged over neighbouring steps. "
@@ -121,25 +143,6 @@ def render_report(
             "Replicas per layer", "The last plan of each policy.", _replicas(comparison, styles)
         ),
     ]
-    if comparison.budget:
-        sections.append(
-            _section(
-                "What replicas gain and cost",
-                "The same replica rule at every budget, replanned and scored on later steps as in "
-                "the rest of this page. Memory used for replicas is not available to the KV cache.",
-                _budget(comparison.budget),
-            )
-        )
-    if tradeoff is not None:
-        text = f"{tradeoff.words} {tradeoff.craft_words}".strip()
-        sections.append(_section(TRADEOFF_TITLE, text, _tradeoff(tradeoff)))
-    title = escape(f"Replay of {comparison.name}")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark"><title>{title}</title>'
-        f"<style>{_CSS}</style></head><body><main>{''.join(sections)}</main></body></html>\n"
-    )
 
 
 def _styles(names: Sequence[str]) -> dict[str, Style]:
