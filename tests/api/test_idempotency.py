@@ -159,10 +159,10 @@ async def test_a_repetition_while_the_first_is_in_progress_must_wait(
     entered, leave = asyncio.Event(), asyncio.Event()
     rollback = operations.rollback
 
-    async def slow(*arguments):
+    async def slow(*arguments, **options):
         entered.set()
         await leave.wait()
-        return await rollback(*arguments)
+        return await rollback(*arguments, **options)
 
     operations.rollback = slow
     headers = {"Idempotency-Key": "k-1"}

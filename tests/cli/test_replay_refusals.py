@@ -79,9 +79,9 @@ from tests.cli.conftest import FLEET, SMALL, run_replay
             r"keel\+verdict compares its plan with the current placement: give it with --current",
         ),
         (
-            ("plan", "-o", "x", "-f", "vllm"),
+            ("plan", "-o", "x", "-f", "lists"),
             InvalidInput,
-            "unknown placement format 'vllm'; known: neutral",
+            "unknown placement format 'lists'; known: neutral",
         ),
         (
             ("plan", "-o", "x", *FLEET, "-p", "eplb", "--first-moe-layer", 2**31 - 2),

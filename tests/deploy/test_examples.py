@@ -83,7 +83,7 @@ def test_the_patch_for_tls_names_its_container_and_files_that_it_mounts(path):
 def test_the_image_of_ranks_installs_the_extra_and_keeps_the_engines_torch():
     text = (ROOT / "Dockerfile.rank").read_text()
     assert re.search(r"^FROM \$\{BASE\}$", text, re.M)
-    assert "'/tmp/evenkeel[rank]'" in text
+    assert "'/tmp/evenkeel-moe[rank]'" in text
     sources = re.findall(r"^COPY (.*) \S+$", text, re.M)
     for name in " ".join(sources).split():
         assert (ROOT / name).exists()

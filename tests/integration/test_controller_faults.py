@@ -16,6 +16,7 @@ from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
+from evenkeel_moe.wire.link import Heartbeat
 from tests.integration.controller_rig import Controller, Group, Rank, damaged
 from tests.integration.store_server import until_stored
 from tests.waiting import deadline, until
@@ -308,6 +309,8 @@ async def test_a_killed_controller_has_its_window_back_when_it_returns(tmp_path)
         assert asyncio.get_running_loop().time() - began < 20
 
         # The next life of the group counts its steps from zero, and so does the window.
+        for rank in group.ranks:
+            await rank.send(Heartbeat(group.step, 10_000, 1 << 20, stopping=True))
         async with Group(generation="g-2", seed=1) as restarted:
             await restarted.connect(controller.address)
             await until(lambda: controller.state("ready"))

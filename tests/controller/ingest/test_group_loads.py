@@ -19,11 +19,19 @@ from evenkeel_moe.model.ids import Epoch, Generation
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.transitions import ControlState
+from evenkeel_moe.wire.link import Heartbeat
 from tests.contracts.memory_store import MemoryStore
 from tests.controller.replicas import DEMO, feed, make_health, make_registry, replicas
 from tests.protocol.machines import answer_queries, control_of
 from tests.telemetry.reports import SHAPE
 from tests.waiting import until
+
+
+def stop(sessions):
+    """Stop a group as planned: its name is then free for another one."""
+    for session in sessions:
+        session.received(Heartbeat(1, 1, 1, stopping=True))
+        session.lost()
 
 
 def test_nodes_are_numbered_as_ranks_name_them():
@@ -100,8 +108,7 @@ async def test_a_group_that_restarted_before_the_write_is_counted_under_its_own_
         sessions = await one.lead()
         feed(one, 0, 200)
         await one.member.store_windows()
-        for session in sessions:
-            session.lost()
+        stop(sessions)
         sessions = await one.lead("g2", first=11, highest_term=one.member.leadership.term)
         await until(lambda: one.member.loads.ingest.generation == "g2")
         feed(one, 0, 20, "g2", 11)
@@ -135,8 +142,7 @@ async def test_a_group_that_restarts_while_the_shape_is_stored_has_its_own_store
         async def slow(deployment, name, body, term):
             if name == "shape" and not met:
                 met.append(body["generation"])
-                for session in sessions:
-                    session.lost()
+                stop(sessions)
                 await one.lead("g2", first=11, highest_term=one.member.leadership.term)
                 await until(lambda: one.member.loads.ingest.generation == "g2")
                 if fails is not None:
