@@ -69,7 +69,8 @@ def run(
     """Serve until some steps after the experts have moved, or until the time is over."""
     die_with_parent(parent)
     torch.set_num_threads(1)
-    store = torch.distributed.TCPStore("127.0.0.1", store_port, size, rank == 0)
+    distributed: Any = torch.distributed  # its stubs do not export TCPStore
+    store = distributed.TCPStore("127.0.0.1", store_port, size, rank == 0)
 
     def connect(name: str, device: torch.device) -> Communicator:
         return make_communicator(store, name, rank, size, device=device, timeout_s=60.0)
