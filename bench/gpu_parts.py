@@ -41,7 +41,7 @@ TILE = 64
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much a part measures."""
+    """The sizes and repetitions that a part measures."""
 
     small: bool
     budget_s: float

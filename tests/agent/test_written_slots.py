@@ -1,4 +1,4 @@
-"""What an engine does after a swap and before its next step: derived state, and the probe."""
+"""An engine renews derived state and probes experts after a swap, before its next step."""
 
 import pytest
 import structlog

@@ -10,7 +10,7 @@ from evenkeel_moe.protocol.messages import RankIdentity
 
 
 class LoraOnExperts(StrEnum):
-    """How the agent sees adapters (LoRA) that change what experts compute."""
+    """States if LoRA adapters change what the experts compute, and if the agent moves them."""
 
     NONE = "none"
     """No adapter changes an expert."""

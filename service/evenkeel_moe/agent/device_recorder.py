@@ -127,7 +127,7 @@ class Record(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What the host knows of a step when it ends."""
+    """The facts that the host knows of a step when the step ends."""
 
     step: int
     epoch: int

@@ -1,4 +1,4 @@
-"""What follows when a swap has written slots: derived state is renewed, and experts are probed.
+"""Renews derived state and probes experts after a swap has written slots.
 
 A probe is what an expert computes for one fixed token. It is registered at load and compared after
 each move. Checksums cover the tensors that the engine declares. An expert can depend on a tensor

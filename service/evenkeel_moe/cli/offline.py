@@ -36,7 +36,7 @@ _START = {
     "vllm-ranks": "vLLM with pull request 34811: --expert-placement-strategy custom"
     " --expert-placement-file {file}",
 }  # fmt: skip
-"""How the reader of each format starts with the file."""
+"""The words that say, for each format, how an engine starts with the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

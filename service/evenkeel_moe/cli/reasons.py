@@ -1,4 +1,4 @@
-"""What the reasons of the control loop mean, in one sentence each, for tables on the terminal."""
+"""Explains each reason of the control loop in one sentence, for tables on the terminal."""
 
 from collections.abc import Iterable
 

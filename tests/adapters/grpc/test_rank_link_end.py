@@ -1,4 +1,4 @@
-"""What a rank still sends while its last message is on the way."""
+"""A rank sends nothing more while its last message is on the way."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What the plugins record of a step, and how the ranks that got one batch count it once."""
+"""Records the steps of the plugins; ranks that got the same batch count its tokens once."""
 
 from dataclasses import dataclass
 

@@ -29,12 +29,12 @@ class Hook:
 
     name: str
     difference: str = ""
-    """What differs from the versions the plugin was written for; empty if nothing does."""
+    """The difference from the versions the plugin was written for; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What a plugin found of the installed engine."""
+    """The parts of the installed engine that a plugin found, and those that it did not find."""
 
     engine: str
     version: str

@@ -1,4 +1,4 @@
-"""What a deployment notes of its ranks beside their answers; none of it leads to an action."""
+"""Notes which ranks are heard, refuse waves, stop and disconnect; no note leads to an action."""
 
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import ControlAction
