@@ -30,7 +30,7 @@ CHARTS_OWN = {
     "data_dir": None,
     "redis": {"url", "password", "sentinel_username", "sentinel_password", "prefix"},
     "grpc": {"host", "port", "advertise", "tls_cert_file", "tls_key_file", "tls_client_ca_file"},
-    "rest": {"host", "port", "token_file"},
+    "rest": {"host", "port", "token_file", "tls_cert_file", "tls_key_file"},
     "metrics": {"host", "port"},
     "leader": {"replica_id", "replicas"},
 }

@@ -87,6 +87,11 @@ class RestSettings:
     token_file: Path | None = None
     """File of accepted tokens; changes take effect without a restart. None uses `tokens` in the
     data folder; the first start creates it with one token of role admin."""
+    tls_cert_file: Path | None = None
+    """Certificate chain of this server (PEM). It enables HTTPS, and refuses clear text. Changes of
+    this file and of the key take effect without a restart."""
+    tls_key_file: Path | None = None
+    """Private key of that certificate (PEM), without a passphrase."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -306,6 +311,7 @@ def contradictions(settings: Settings) -> Iterator[str]:
     yield from _planner_faults(settings.planner, settings.window)
     yield from _redis_faults(settings.redis)
     yield from _grpc_faults(settings.grpc)
+    yield from _rest_faults(settings.rest)
     ingest, migration = settings.ingest, settings.migration
     if 3 * ingest.heartbeat_s > ingest.rank_lease_s:
         yield (
@@ -382,3 +388,8 @@ def _grpc_faults(grpc: GrpcSettings) -> Iterator[str]:
             "grpc.tls_require_identity needs grpc.tls_client_ca_file:"
             " without it ranks show no certificates"
         )
+
+
+def _rest_faults(rest: RestSettings) -> Iterator[str]:
+    if (rest.tls_cert_file is None) != (rest.tls_key_file is None):
+        yield "rest.tls_cert_file and rest.tls_key_file need each other"

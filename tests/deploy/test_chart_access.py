@@ -27,6 +27,25 @@ def test_neither_is_made_by_default_and_each_needs_a_place():
     assert "needs httpRoute.parentRefs" in refusal("httpRoute.enabled=true")
 
 
+def test_with_a_certificate_the_api_its_probes_and_its_users_speak_https(tmp_path):
+    spec = container("all-on")
+    variables = {one["name"]: one.get("value") for one in spec["env"]}
+    files = {variables[f"EVENKEEL_REST__TLS_{name}_FILE"] for name in ("CERT", "KEY")}
+    (mount,) = (one for one in spec["volumeMounts"] if one["name"] == "rest-tls")
+    assert files == {f"{mount['mountPath']}/chain.pem", f"{mount['mountPath']}/key.pem"}
+    assert mount["readOnly"]
+    # The kubelet does not follow changes of a file that is mounted by subPath.
+    assert "subPath" not in mount
+    secrets = [one["secret"] for one in pod("all-on")["volumes"] if one["name"] == "rest-tls"]
+    assert secrets == [{"secretName": "evenkeel-rest"}]
+    for name, scheme in (("all-on", "HTTPS"), ("default", "HTTP")):
+        for probe in ("livenessProbe", "readinessProbe"):
+            assert container(name)[probe]["httpGet"]["scheme"] == scheme
+        (asker,) = only(name, "Pod")["spec"]["containers"]
+        assert f'"{scheme.lower()}://r-evenkeel:8080/readyz"' in asker["args"][0]
+        assert f"--url {scheme.lower()}://" in notes(tmp_path, name)
+
+
 def test_replicas_spread_over_nodes_by_default():
     (spread,) = pod("default")["topologySpreadConstraints"]
     assert spread["topologyKey"] == "kubernetes.io/hostname"

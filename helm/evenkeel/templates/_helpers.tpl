@@ -94,6 +94,10 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- if or .Values.redis.url .Values.redis.urlKey .Values.devValkey.enabled }}true{{ end }}
 {{- end }}
 
+{{- define "evenkeel.restScheme" -}}
+{{- if .Values.rest.tls.existingSecret }}https{{ else }}http{{ end }}
+{{- end }}
+
 {{- define "evenkeel.settings" -}}
 {{ toYaml .Values.config }}
 {{- end }}

@@ -1,6 +1,7 @@
 """Limits of HTTP connections: how many are open, and how long a request may take to arrive."""
 
 import asyncio
+import ssl
 from collections import Counter
 from typing import Any
 
@@ -56,10 +57,13 @@ class ConnectionTable:
 class BoundedConfig(uvicorn.Config):
     """The settings of a server whose connections are bounded."""
 
-    def __init__(self, app: Any, connections: ConnectionTable) -> None:
+    def __init__(
+        self, app: Any, connections: ConnectionTable, tls: ssl.SSLContext | None = None
+    ) -> None:
         super().__init__(
             app,
             http=BoundedHttp,
+            ssl_context_factory=None if tls is None else lambda _config, _default: tls,
             log_config=None,
             access_log=False,
             lifespan="off",

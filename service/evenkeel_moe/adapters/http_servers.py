@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -12,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from evenkeel_moe.adapters.addresses import host_port
+from evenkeel_moe.adapters.certificate_files import renewed_server_context
 from evenkeel_moe.adapters.http_connections import BoundedConfig, ConnectionTable
 from evenkeel_moe.errors import InvalidInput
 
@@ -35,9 +38,13 @@ class RestServer:
     Args:
         readers: who connects to it, for the error.
         max_connections: connections open at a time; see `ConnectionTable`.
+        tls: files with the certificate chain and its private key (PEM), which are read again when
+            they change; None serves clear text. A TLS handshake has one minute, and takes no place
+            in the table before it ends.
 
     Raises:
-        InvalidInput: the address is in use, or does not belong to this machine.
+        InvalidInput: the address is in use, or does not belong to this machine; or the files
+            cannot be used.
     """
 
     def __init__(
@@ -47,7 +54,9 @@ class RestServer:
         *,
         readers: str = "operators",
         max_connections: int = _REST_CONNECTIONS,
+        tls: tuple[Path, Path] | None = None,
     ) -> None:
+        self._tls = None if tls is None else _tls_context(*tls)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -67,7 +76,7 @@ class RestServer:
 
     async def run(self, app: Any) -> None:
         """Serve an application until `stop`."""
-        self._server = _Uvicorn(BoundedConfig(app, self.connections))
+        self._server = _Uvicorn(BoundedConfig(app, self.connections, self._tls))
         self._server.should_exit = self._stopped
         await self._server.serve([self._socket])
 
@@ -85,6 +94,15 @@ class RestServer:
     def close(self) -> None:
         """Free the port, also if `run` was never called."""
         self._socket.close()
+
+
+def _tls_context(cert_file: Path, key_file: Path) -> ssl.SSLContext:
+    try:
+        return renewed_server_context(cert_file, key_file)
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot use the certificate {cert_file} with the key {key_file}: {error}"
+        ) from error
 
 
 class MetricsServer:

@@ -1,5 +1,6 @@
 """Calls the REST API, and turns every failure into one line for the operator and an exit code."""
 
+import ssl
 import time
 from enum import IntEnum
 from pathlib import Path
@@ -40,11 +41,17 @@ class CliError(Exception):
 class ApiClient:
     """A client of the controller at one address.
 
+    Args:
+        ca_file: PEM file of the CA that signed the controller's certificate; None trusts the
+            public CAs.
+
     Raises:
-        CliError: the URL or the token is malformed.
+        CliError: the URL or the token is malformed, or the CA file cannot be used.
     """
 
-    def __init__(self, url: str, token: str | None, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, url: str, token: str | None, timeout_s: float = 30.0, ca_file: Path | None = None
+    ) -> None:
         if token is not None and not (
             token.isascii() and token.isprintable() and token.split() == [token]
         ):
@@ -60,6 +67,7 @@ class ApiClient:
                 headers=headers,
                 timeout=timeout_s,
                 trust_env=False,
+                verify=True if ca_file is None else _trusting(ca_file),
                 limits=httpx.Limits(max_keepalive_connections=0),
             )
         except httpx.InvalidURL as error:
@@ -132,6 +140,12 @@ class ApiClient:
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise CliError(f"{self._url} is not a valid URL: {error}", Exit.USAGE) from error
         except httpx.RequestError as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise CliError(
+                    f"the certificate of {self._url} is not trusted: {error};"
+                    " --ca-file names the file of its CA",
+                    Exit.USAGE,
+                ) from error
             raise CliError(f"no answer from {self._url}: {error}", Exit.UNAVAILABLE) from error
         except ValueError as error:
             # An argument that is not valid text, or a number that JSON does not have.
@@ -150,6 +164,13 @@ class ApiClient:
                 Exit.REFUSED,
             )
         return answer
+
+
+def _trusting(ca_file: Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise CliError(f"cannot use the CA file {ca_file}: {error}", Exit.USAGE) from error
 
 
 def _led_elsewhere(response: httpx.Response) -> bool:

@@ -34,6 +34,7 @@ def _matching(ctx: typer.Context, path: str, key: str, incomplete: str) -> list[
     with contextlib.suppress(CliError, KeyError, TypeError, OSError):
         folder = Path(given.get("data_dir") or "evenkeel-data")
         token = read_token(given.get("token"), given.get("token_file"), folder / "tokens")
-        with ApiClient(str(given["url"]), token, timeout_s=_TIMEOUT_S) as client:
+        url, ca_file = str(given["url"]), given.get("ca_file")
+        with ApiClient(url, token, _TIMEOUT_S, ca_file) as client:
             found = [str(row[key]) for row in client.get(path)["items"]]
     return [name for name in found if name.startswith(incomplete)]

@@ -88,11 +88,19 @@ class ClientOptions:
             help="Data folder of a controller on this machine, from which to read its token.",
         ),
     ] = Path("evenkeel-data")
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="EVENKEEL_CA_FILE",
+            help="File of the CA (PEM) that signed the controller's certificate.",
+            show_default="the public CAs",
+        ),
+    ] = None
 
     def client(self) -> ApiClient:
         """Return a client with the given token, or with that of a controller on this machine."""
         token = read_token(self.token, self.token_file, self.data_dir / "tokens")
-        return ApiClient(self.url, token)
+        return ApiClient(self.url, token, ca_file=self.ca_file)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

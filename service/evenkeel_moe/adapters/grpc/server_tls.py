@@ -1,20 +1,16 @@
 """TLS of the rank link: certificates that may be replaced, and the ranks that they name."""
 
 import re
-import ssl
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
-import structlog
 
+from evenkeel_moe.adapters.certificate_files import CertificateFiles, server_context
 from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.protocol.messages import RankIdentity
-
-_log = structlog.get_logger(__name__)
 
 _SCHEME = "evenkeel:"
 _GRANT = re.compile(
@@ -104,11 +100,9 @@ class ServerCertificates:
     """
 
     def __init__(self, cert_file: Path, key_file: Path, client_ca_file: Path | None) -> None:
-        self._files = [file for file in (cert_file, key_file, client_ca_file) if file is not None]
         self._cert_file, self._key_file, self._client_ca_file = cert_file, key_file, client_ca_file
-        self._lock = threading.Lock()
-        self._seen: object = None
-        """The state of the files when they were last read."""
+        named = [file for file in (cert_file, key_file, client_ca_file) if file is not None]
+        self._files = CertificateFiles(named, self._read)
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return the credentials for `add_secure_port`.
@@ -116,23 +110,15 @@ class ServerCertificates:
         Raises:
             OSError: a file cannot be read, or the key does not match the certificate.
         """
-        self._seen = self._state()
         return grpc.dynamic_ssl_server_credentials(
-            self._read(),
+            self._files.first(),
             self._changed,
             require_client_authentication=self._client_ca_file is not None,
         )
 
-    def _state(self) -> object:
-        return tuple(
-            (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-            for stat in (f.stat() for f in self._files)
-        )
-
     def _read(self) -> Any:
         # gRPC accepts the key of another certificate silently, and then fails every handshake.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self._cert_file, self._key_file)
+        context = server_context(self._cert_file, self._key_file)
         ca = None
         if self._client_ca_file is not None:
             context.load_verify_locations(self._client_ca_file)
@@ -145,19 +131,4 @@ class ServerCertificates:
 
         gRPC's threads call it at every handshake.
         """
-        with self._lock:
-            try:
-                state = self._state()
-                if state == self._seen:
-                    return None
-                self._seen = state
-                fresh = self._read()
-                if self._state() != state:
-                    # The files were replaced during the read: the next handshake reads again.
-                    self._seen = None
-                    return None
-            except OSError as error:
-                _log.error("certificate_not_taken", error=str(error), file=str(self._cert_file))
-                return None
-            _log.info("certificate_changed", file=str(self._cert_file))
-            return fresh
+        return self._files.changed()

@@ -2,6 +2,7 @@
 
 import socket
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from evenkeel_moe.adapters.addresses import host_port
@@ -12,7 +13,7 @@ from evenkeel_moe.model.cost import TOKENS
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
-from evenkeel_moe.settings import GrpcSettings, Settings
+from evenkeel_moe.settings import GrpcSettings, RestSettings, Settings
 from evenkeel_moe.wire.link import FlowControl
 
 T = TypeVar("T")
@@ -29,6 +30,13 @@ def advertised_address(grpc: GrpcSettings, port: int) -> str:
         return grpc.advertise
     every_address = grpc.host in ("0.0.0.0", "::")
     return host_port(socket.gethostname() if every_address else grpc.host, port)
+
+
+def rest_tls(rest: RestSettings) -> tuple[Path, Path] | None:
+    """Return the files of the REST server's certificate and key, or None for clear text."""
+    if rest.tls_cert_file is None or rest.tls_key_file is None:
+        return None
+    return rest.tls_cert_file, rest.tls_key_file
 
 
 def deployment_options(settings: Settings, advertise: str) -> DeploymentOptions:

@@ -34,6 +34,7 @@ from evenkeel_moe.controller.process.kernel_warmup import warm_kernels
 from evenkeel_moe.controller.process.options import (
     advertised_address,
     deployment_options,
+    rest_tls,
     server_options,
 )
 from evenkeel_moe.controller.process.tokens import TokenFile, write_first_token
@@ -120,7 +121,7 @@ async def _start_servers(settings: Settings, stack: contextlib.AsyncExitStack) -
     stack.push_async_callback(grpc.stop)
     metrics_server = MetricsServer(registry, settings.metrics.host, settings.metrics.port)
     stack.callback(metrics_server.close)
-    rest = RestServer(settings.rest.host, settings.rest.port)
+    rest = RestServer(settings.rest.host, settings.rest.port, tls=rest_tls(settings.rest))
     stack.callback(rest.close)
     redis = settings.redis
     client = connect(
@@ -199,7 +200,8 @@ async def _run(
 def _console_url(rest: RestSettings, port: int) -> str:
     """Return the link of the console, as it can be opened from this machine."""
     every_address = rest.host in ("0.0.0.0", "::")
-    return f"http://{host_port('localhost' if every_address else rest.host, port)}/"
+    scheme = "http" if rest.tls_cert_file is None else "https"
+    return f"{scheme}://{host_port('localhost' if every_address else rest.host, port)}/"
 
 
 def _shared_services(settings: Settings, servers: _Servers, spawner: Spawner) -> SharedServices:
