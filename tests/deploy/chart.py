@@ -24,7 +24,7 @@ VALUES = {
     **{p.stem.removesuffix("-values"): p for p in sorted((CHART / "ci").glob("*.yaml"))},
 }
 """Name -> values file; None for the defaults."""
-CUSTOM = {"ServiceMonitor", "PrometheusRule", "HTTPRoute"}
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "AlertmanagerConfig", "HTTPRoute"}
 """Kinds of the Prometheus operator and of the Gateway API: Kubernetes has no schema for them."""
 every_values = pytest.mark.parametrize("name", sorted(VALUES))
 
