@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from pydantic import TypeAdapter
 
+from deploy.chart_values import CHART, ROOT, values
 from deploy.dashboards import dashboards
 from deploy.settings_reference import settings_page
 from evenkeel_moe.settings import Settings
 
 __all__ = ["CHART", "ROOT", "generated", "rules", "values_table"]
 
-ROOT = Path(__file__).parent.parent
-CHART = ROOT / "helm" / "evenkeel"
 _TABLE = re.compile(r"(<!-- values -->\n).*?(<!-- end of values -->)", re.DOTALL)
 
 CHARTS_OWN = {
@@ -53,12 +51,6 @@ def generated() -> dict[Path, str]:
         lambda found: found[1] + values_table() + found[2], readme
     )
     return files
-
-
-def values() -> dict[str, Any]:
-    """Return the chart's default values."""
-    loaded: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    return loaded
 
 
 def rules(selector: str) -> str:

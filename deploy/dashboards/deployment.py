@@ -2,17 +2,15 @@
 
 from typing import Any
 
-from grafana_foundation_sdk.builders import (
-    dashboard,
-    heatmap,
-    statetimeline,
-    table,
-)
+from grafana_foundation_sdk.builders import dashboard, heatmap, table
 from grafana_foundation_sdk.models import common as kinds
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models import heatmap as heatmap_models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
+from deploy.chart_values import alert_thresholds
+from deploy.dashboards.deployment_now import now_panels
+from deploy.dashboards.deployment_plans import plan_panels
 from deploy.dashboards.parts import (
     BLUE,
     GREEN,
@@ -20,11 +18,13 @@ from deploy.dashboards.parts import (
     RED,
     SOURCE,
     YELLOW,
+    better_above,
     line_panel,
     new_board,
     query_of,
+    state_panel,
     thresholds,
-    with_queries,
+    with_section,
 )
 
 __all__ = ["deployment"]
@@ -35,30 +35,30 @@ def deployment() -> dashboard.Dashboard:
     board = new_board(
         "evenkeel-deployment",
         "Evenkeel / Deployment",
-        "One deployment: balance, load per rank and layer, plans, migrations, slow ranks,"
+        "One deployment: what it does now and why, balance, load, plans, migrations, ranks,"
         " decisions, ingest.",
         many=False,
     )
-    for title, panels in (
-        ("Balance", _balance_panels()),
-        ("Load", _load_panels()),
-        ("Plans", _plan_panels()),
-        ("Migration", _migration_panels()),
-        ("Ranks", _rank_panels()),
-        ("Decisions and ingest", _ingest_panels()),
+    for title, panels, closed in (
+        ("Now", now_panels(), False),
+        ("Balance", _balance_panels(), False),
+        ("Plans", plan_panels(), True),
+        ("Load", _load_panels(), True),
+        ("Migration", _migration_panels(), True),
+        ("Ranks", _rank_panels(), True),
+        ("Decisions and ingest", _ingest_panels(), True),
     ):
-        board = board.with_row(dashboard.Row(title))
-        for panel in panels:
-            board = board.with_panel(panel)
+        board = with_section(board, title, panels, closed=closed)
     return board
 
 
 def _balance_panels() -> list[Any]:
+    bounds = alert_thresholds()
     return [
         line_panel(
             "Balancedness",
-            "Mean over max of rank load per step and layer, averaged over the window;"
-            " 1 is perfect.",
+            "Mean over max of rank load per step and layer, averaged over the window; 1 is perfect."
+            " The lower line is the threshold of EvenkeelBalancednessLow.",
             [
                 (f"max by (phase) (evenkeel_balancedness_mean_ratio{{{ONE}}})", "{{phase}} mean"),
                 (
@@ -68,12 +68,13 @@ def _balance_panels() -> list[Any]:
             ],
             unit="percentunit",
             most=1,
+            colors=better_above(bounds["balancednessMin"]),
         ),
         line_panel(
             "Time balance and token balance",
             "Time balance: MoE time if work could be split freely, over predicted MoE time; absent"
             " while nothing is known of time. Token balance: balancedness, averaged over the"
-            " window.",
+            " window. The lower line is the threshold of EvenkeelTimeBalanceLow.",
             [
                 (f"max(evenkeel_time_balance_ratio{{{ONE}}})", "time balance"),
                 (f"max(evenkeel_time_balance_worst_ratio{{{ONE}}})", "time, worst layer"),
@@ -81,13 +82,13 @@ def _balance_panels() -> list[Any]:
             ],
             unit="percentunit",
             most=1,
+            colors=better_above(bounds["timeBalanceMin"]),
         ),
-        line_panel(
+        state_panel(
             "Cost model",
             "The source of the cost model that plans are scored by: tokens, derived, profiled or"
-            " measured. 1 while it is in use.",
+            " measured.",
             [(f"max by (source) (evenkeel_cost_model_info{{{ONE}}})", "{{source}}")],
-            most=1,
         ),
         line_panel(
             "Balancedness of the worst layers",
@@ -96,6 +97,16 @@ def _balance_panels() -> list[Any]:
             unit="percentunit",
             most=1,
         ),
+    ]
+
+
+def _spread(by_rank: str) -> list[tuple[str, str]]:
+    """Return the queries of a value of all ranks: as many curves at 8 ranks as at 320."""
+    return [
+        (f"max({by_rank})", "highest"),
+        (f"quantile(0.9, {by_rank})", "90 % of the ranks are below"),
+        (f"quantile(0.5, {by_rank})", "median"),
+        (f"min({by_rank})", "lowest"),
     ]
 
 
@@ -119,8 +130,14 @@ def _load_panels() -> list[Any]:
     return [
         line_panel(
             "Load per rank",
-            "Load over the mean of the ranks, summed over layers; 1 is balanced.",
-            [(over_mean, "rank {{rank}}")],
+            "Load over the mean of the ranks, summed over layers; 1 is balanced. The fullest,"
+            " median and emptiest rank.",
+            _spread(over_mean),
+        ),
+        line_panel(
+            "Fullest ranks",
+            "The five ranks with the highest load over the mean of the ranks.",
+            [(f"topk(5, {over_mean})", "rank {{rank}}")],
         ),
         heat,
         _layer_matrix(),
@@ -160,73 +177,6 @@ def _layer_matrix() -> table.Panel:
     )
 
 
-def _plan_panels() -> list[Any]:
-    phases = (
-        statetimeline.Panel()
-        .title("State and phase of the plan")
-        .datasource(SOURCE)
-        .span(12)
-        .height(8)
-    )
-    phases = phases.description(
-        "The state of the controller for this deployment, and the phase of its plan."
-    )
-    phases = with_queries(
-        phases,
-        [
-            (f"max by (state) (evenkeel_deployment_state{{{ONE}}})", "{{state}}"),
-            (f"max by (phase) (evenkeel_plan_phase{{{ONE}}})", "plan {{phase}}"),
-        ],
-    )
-    return [
-        line_panel(
-            "Predicted against realised gain",
-            "Saving of modelled MoE time by the newest committed plan: predicted on held-out steps,"
-            " and realised on the steps since. Not latency.",
-            [(f"max by (basis) (evenkeel_last_plan_gain_ratio{{{ONE}}})", "{{basis}}")],
-            unit="percentunit",
-            least=None,
-        ),
-        line_panel(
-            "Promised against delivered gain",
-            "Saving of MoE time of the newest measured plan: promised by its verdict, and delivered"
-            " by the seconds that ranks reported before and after it, with its 95 % interval. The"
-            " calibration is the factor by which the next promise is multiplied.",
-            [
-                (f"max(evenkeel_plan_promised_gain_ratio{{{ONE}}})", "promised"),
-                (
-                    f"max by (bound) (evenkeel_plan_delivered_gain_ratio{{{ONE}}})",
-                    "delivered, {{bound}}",
-                ),
-                (f"max(evenkeel_gain_calibration_ratio{{{ONE}}})", "calibration"),
-            ],
-            unit="percentunit",
-            least=None,
-        ),
-        line_panel(
-            "Predicted against realised balancedness",
-            "Under the newest committed plan: predicted on held-out steps, and realised on the"
-            " steps since.",
-            [(f"max by (basis) (evenkeel_last_plan_balancedness_ratio{{{ONE}}})", "{{basis}}")],
-            unit="percentunit",
-            most=1,
-        ),
-        phases,
-        line_panel(
-            "Epoch and waves",
-            "The epoch rises by one with each committed wave.",
-            [
-                (f"max(evenkeel_epoch{{{ONE}}})", "epoch"),
-                (
-                    f"max(evenkeel_plan_waves_committed{{{ONE}}})",
-                    "waves committed of the active plan",
-                ),
-                (f"max(evenkeel_plan_waves{{{ONE}}})", "waves of the active plan"),
-            ],
-        ),
-    ]
-
-
 def _migration_panels() -> list[Any]:
     def quantile(q: float, metric: str) -> str:
         rate = f"rate({metric}_bucket{{{ONE}}}[$__rate_interval])"
@@ -259,55 +209,70 @@ def _migration_panels() -> list[Any]:
         ),
         line_panel(
             "Stall of the step by swaps",
-            "Per rank and wave.",
+            "Per rank and wave. The line is the threshold of EvenkeelSwapStallHigh.",
             [
                 (quantile(0.5, "evenkeel_swap_stall_seconds"), "median"),
                 (quantile(0.99, "evenkeel_swap_stall_seconds"), "99 %"),
             ],
             unit="s",
+            colors=thresholds((None, GREEN), (alert_thresholds()["swapStallSeconds"], RED)),
         ),
     ]
 
 
 def _rank_panels() -> list[Any]:
     pace = f"max by (rank) (evenkeel_rank_compute_seconds_per_token{{{ONE}}})"
+    slow = alert_thresholds()["slowRankRatio"]
     return [
         line_panel(
             "Slow ranks",
             "Compute time of a rank over the median rank's time for the same tokens, measured"
-            " before the collective; 1 is normal.",
-            [(f"max by (rank) (evenkeel_rank_slowness_ratio{{{ONE}}})", "rank {{rank}}")],
-        ),
-        line_panel(
-            "Ranks in trouble",
-            "Ranks whose agent refuses every wave until the engine is restarted;"
-            " empty in normal operation.",
-            [(f"max by (rank) (evenkeel_rank_trouble{{{ONE}}})", "rank {{rank}}")],
-        ),
-        line_panel(
-            "Compute time per token", "Median over the window.", [(pace, "rank {{rank}}")], unit="s"
-        ),
-        line_panel(
-            "Epoch of each rank",
-            "All ranks have the same epoch, except during the step of a swap.",
-            [(f"max by (rank) (evenkeel_rank_epoch{{{ONE}}})", "rank {{rank}}")],
-        ),
-        line_panel(
-            "Live ranks and replicas",
-            "Ranks heard and ranks declared; experts of all layers with one live replica left,"
-            " or none.",
+            " before the collective; 1 is normal. The five slowest; the line is the threshold of"
+            " EvenkeelSlowRank.",
             [
-                (f"max(sum without (rank) (evenkeel_rank_fresh{{{ONE}}}))", "ranks heard"),
-                (f"max(evenkeel_ranks_expected{{{ONE}}})", "ranks declared"),
                 (
-                    f"max(evenkeel_experts_down_to_one_replica{{{ONE}}})",
-                    "experts down to one replica",
-                ),
-                (
-                    f'max(evenkeel_experts{{{ONE},live_replicas="none"}})',
-                    "experts without a replica",
-                ),
+                    f"topk(5, max by (rank) (evenkeel_rank_slowness_ratio{{{ONE}}}))",
+                    "rank {{rank}}",
+                )
             ],
+            colors=thresholds((None, GREEN), (slow, RED)),
+        ),
+        line_panel(
+            "Compute time per token",
+            "Median over the window, of the slowest, median and fastest rank.",
+            _spread(pace),
+            unit="s",
+        ),
+        line_panel(
+            "Ranks heard",
+            "Ranks heard, declared, and stopped as planned.",
+            [
+                (f"max(sum without (rank) (evenkeel_rank_fresh{{{ONE}}}))", "heard"),
+                (f"max(evenkeel_ranks_expected{{{ONE}}})", "declared"),
+                (f"max(evenkeel_ranks_stopped{{{ONE}}})", "stopped as planned"),
+            ],
+        ),
+        line_panel(
+            "Live replicas of experts",
+            "Experts of all layers with one live replica left, or none.",
+            [
+                (f"max(evenkeel_experts_down_to_one_replica{{{ONE}}})", "down to one replica"),
+                (f'max(evenkeel_experts{{{ONE},live_replicas="none"}})', "without a replica"),
+            ],
+        ),
+        line_panel(
+            "Epochs of the ranks",
+            "Highest and lowest epoch. They are equal, except during the step of a swap.",
+            [
+                (f"max(evenkeel_rank_epoch{{{ONE}}})", "highest"),
+                (f"min(evenkeel_rank_epoch{{{ONE}}})", "lowest"),
+            ],
+        ),
+        state_panel(
+            "Ranks in trouble",
+            "Ranks whose agent refuses every wave until the engine is restarted, ten at most;"
+            " empty in normal operation.",
+            [(f"topk(10, max by (rank) (evenkeel_rank_trouble{{{ONE}}}))", "rank {{rank}}")],
         ),
     ]
 
@@ -340,14 +305,26 @@ def _ingest_panels() -> list[Any]:
             unit="ops",
         ),
         line_panel(
-            "Steps dropped by recorders, and age of the newest step",
-            "A recorder drops its oldest steps if the controller does not accept its reports.",
+            "Steps dropped by recorders",
+            "A recorder drops its oldest steps if the controller does not accept its reports. The"
+            " five ranks that drop most.",
             [
                 (
-                    f"sum by (rank) (rate(evenkeel_report_steps_dropped_total{{{ONE}}}{rate}))",
-                    "dropped by rank {{rank}} [1/s]",
-                ),
-                (f"time() - max(evenkeel_newest_step_timestamp_seconds{{{ONE}}})", "age [s]"),
+                    (
+                        "topk(5, sum by (rank)"
+                        f" (rate(evenkeel_report_steps_dropped_total{{{ONE}}}{rate})))"
+                    ),
+                    "rank {{rank}}",
+                )
             ],
+            unit="ops",
+        ),
+        line_panel(
+            "Age of the newest complete step",
+            "The controller does not plan on old loads. The line is the threshold of"
+            " EvenkeelDataStale.",
+            [(f"time() - max(evenkeel_newest_step_timestamp_seconds{{{ONE}}})", "age")],
+            unit="s",
+            colors=thresholds((None, GREEN), (alert_thresholds()["dataStaleSeconds"], RED)),
         ),
     ]

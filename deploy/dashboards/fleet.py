@@ -1,29 +1,30 @@
-"""The dashboard Evenkeel / Fleet: all deployments on one page."""
+"""The dashboard Evenkeel / Fleet: all deployments on one page, worst first."""
 
-from grafana_foundation_sdk.builders import (
-    dashboard,
-    stat,
-    table,
-    timeseries,
-)
-from grafana_foundation_sdk.models import dashboard as models
-from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+from typing import Any
 
+from grafana_foundation_sdk.builders import dashboard, stat
+from grafana_foundation_sdk.models import common as kinds
+
+from deploy.chart_values import alert_thresholds
+from deploy.dashboards.alerts import firing_alerts
+from deploy.dashboards.deployments_table import deployments_table
 from deploy.dashboards.parts import (
     BY,
     GREEN,
     ONE,
     RED,
-    SOURCE,
-    YELLOW,
+    better_above,
     line_panel,
     new_board,
     number_panel,
-    query_of,
     thresholds,
+    with_section,
 )
 
 __all__ = ["fleet"]
+
+_RATE = "[$__rate_interval]"
+_OF_CONTROLLERS = '{namespace=~"$namespace"}'
 
 
 def fleet() -> dashboard.Dashboard:
@@ -31,97 +32,19 @@ def fleet() -> dashboard.Dashboard:
     board = new_board(
         "evenkeel-fleet",
         "Evenkeel / Fleet",
-        "All deployments: balance, ranks, decisions, ingest, controllers.",
+        "All deployments, worst first: alerts, balance, plans, ingest, controllers.",
         many=True,
     )
-    board = board.with_row(dashboard.Row("Now"))
-    for number in _fleet_numbers():
-        board = board.with_panel(number)
-    board = board.with_row(dashboard.Row("Balance"))
-    for metric, title, what in (
-        ("mean", "Balancedness, mean", "averaged over layers"),
-        ("worst", "Balancedness, worst layer", "of the worst layer"),
-    ):
-        board = board.with_panel(
-            line_panel(
-                title,
-                f"Mean over max of rank load, {what}; 1 is perfect.",
-                [
-                    (
-                        f"max by ({BY}, phase) (evenkeel_balancedness_{metric}_ratio{{{ONE}}})",
-                        "{{deployment}} {{phase}}",
-                    )
-                ],
-                unit="percentunit",
-                most=1,
-            )
-        )
-    board = board.with_row(dashboard.Row("Plans and decisions"))
-    board = board.with_panel(
-        line_panel(
-            "Decisions by reason",
-            "Every cycle of the control loop ends with one of these reasons.",
-            [
-                (
-                    f"sum by (reason) (rate(evenkeel_decisions_total{{{ONE}}}[$__rate_interval]))",
-                    "{{reason}}",
-                )
-            ],
-            unit="ops",
-            stacked=True,
-        )
-    )
-    board = board.with_panel(
-        line_panel(
-            "Plans ended in the last hour",
-            "Plans by result. The first change of a new counter is not visible.",
-            [
-                (
-                    f"sum by ({BY}, phase) (increase(evenkeel_plans_ended_total{{{ONE}}}[1h]))",
-                    "{{deployment}} {{phase}}",
-                )
-            ],
-        )
-    )
-    board = board.with_panel(
-        line_panel(
-            "Expert weights moved",
-            "Bytes copied between ranks in committed waves.",
-            [
-                (
-                    (
-                        f"sum by ({BY})"
-                        f" (rate(evenkeel_migrated_bytes_total{{{ONE}}}[$__rate_interval]))"
-                    ),
-                    "{{deployment}}",
-                )
-            ],
-            unit="Bps",
-        )
-    )
-    board = board.with_panel(
-        line_panel(
-            "Predicted against realised gain",
-            "Saving of modelled MoE time by the newest committed plan: predicted on held-out steps,"
-            " and realised on the steps since.",
-            [
-                (
-                    f"max by ({BY}, basis) (evenkeel_last_plan_gain_ratio{{{ONE}}})",
-                    "{{deployment}} {{basis}}",
-                )
-            ],
-            unit="percentunit",
-            least=None,
-        )
-    )
-    board = board.with_row(dashboard.Row("Ingest and controllers"))
-    for panel in _fleet_ingest():
-        board = board.with_panel(panel)
-    return board.with_panel(_deployments_table())
+    now = [deployments_table(), *_numbers(), firing_alerts(span=24)]
+    board = with_section(board, "Now", now, closed=False)
+    board = with_section(board, "Balance", _balance(), closed=False)
+    board = with_section(board, "Plans and decisions", _plans(), closed=True)
+    return with_section(board, "Ingest and controllers", _ingest(), closed=True)
 
 
-def _fleet_numbers() -> list[stat.Panel]:
+def _numbers() -> list[stat.Panel]:
     bad_above_zero = thresholds((None, GREEN), (1, RED))
+    bound = alert_thresholds()["balancednessMin"]
     return [
         number_panel(
             "Deployments led",
@@ -137,42 +60,124 @@ def _fleet_numbers() -> list[stat.Panel]:
         ),
         number_panel(
             "Ranks missing",
-            "Ranks that are declared but not heard.",
-            f"sum(max by ({BY}) (evenkeel_ranks_expected{{{ONE}}})) - sum(max by ({BY}) "
-            f"(sum without (rank) (evenkeel_rank_fresh{{{ONE}}})))",
+            "Ranks that are declared but not heard, without those that stopped as planned.",
+            f"sum(max by ({BY}) (evenkeel_ranks_expected{{{ONE}}})"
+            f" - max by ({BY}) (sum without (rank) (evenkeel_rank_fresh{{{ONE}}}))"
+            f" - max by ({BY}) (evenkeel_ranks_stopped{{{ONE}}}))",
             colors=bad_above_zero,
         ),
         number_panel(
             "Lowest balancedness",
-            "The lowest mean balancedness of any deployment and phase.",
+            "The lowest mean balancedness of any deployment and phase; red below the threshold of"
+            " EvenkeelBalancednessLow.",
             f"min(max by ({BY}, phase) (evenkeel_balancedness_mean_ratio{{{ONE}}}))",
             unit="percentunit",
-            colors=thresholds((None, RED), (0.75, YELLOW), (0.9, GREEN)),
+            colors=better_above(bound),
         ),
         number_panel(
             "Stores out of reach",
             "Controllers that cannot reach Redis.",
-            'sum(evenkeel_store_degraded{namespace=~"$namespace"})',
+            f"sum(evenkeel_store_degraded{_OF_CONTROLLERS})",
             colors=bad_above_zero,
         ),
         number_panel(
             "Version",
             "Running versions.",
-            'count by (version) (evenkeel_build_info{namespace=~"$namespace"})',
+            f"count by (version) (evenkeel_build_info{_OF_CONTROLLERS})",
             legend="{{version}}",
             names=True,
+        ).orientation(kinds.VizOrientation.HORIZONTAL),
+    ]
+
+
+def _balance() -> list[Any]:
+    bound = alert_thresholds()["balancednessMin"]
+    return [
+        line_panel(
+            title,
+            f"Mean over max of rank load, {what}; 1 is perfect. The ten lowest.{more}",
+            [
+                (
+                    (
+                        f"bottomk(10, max by ({BY}, phase)"
+                        f" (evenkeel_balancedness_{metric}_ratio{{{ONE}}}))"
+                    ),
+                    "{{deployment}} {{phase}}",
+                )
+            ],
+            unit="percentunit",
+            most=1,
+            colors=colors,
+        )
+        for metric, title, what, more, colors in (
+            (
+                "mean",
+                "Balancedness, mean",
+                "averaged over layers",
+                " The lines are the colours of the table above.",
+                better_above(bound),
+            ),
+            ("worst", "Balancedness, worst layer", "of the worst layer", "", None),
+        )
+    ]
+
+
+def _plans() -> list[Any]:
+    return [
+        line_panel(
+            "Decisions by reason",
+            "Every cycle of the control loop ends with one of these reasons.",
+            [(f"sum by (reason) (rate(evenkeel_decisions_total{{{ONE}}}{_RATE}))", "{{reason}}")],
+            unit="ops",
+            stacked=True,
+        ),
+        line_panel(
+            "Plans ended in the last hour",
+            "Plans by result. The first change of a new counter is not visible.",
+            [
+                (
+                    f"sum by ({BY}, phase) (increase(evenkeel_plans_ended_total{{{ONE}}}[1h]))",
+                    "{{deployment}} {{phase}}",
+                )
+            ],
+        ),
+        line_panel(
+            "Expert weights moved",
+            "Bytes copied between ranks in committed waves.",
+            [
+                (
+                    f"sum by ({BY}) (rate(evenkeel_migrated_bytes_total{{{ONE}}}{_RATE}))",
+                    "{{deployment}}",
+                )
+            ],
+            unit="Bps",
+        ),
+        line_panel(
+            "Predicted against realised gain",
+            "Saving of modelled MoE time by the newest committed plan: predicted on held-out steps,"
+            " and realised on the steps since. A deployment whose realised gain stays below zero"
+            " may need a rollback: open it from the table on top.",
+            [
+                (
+                    f"max by ({BY}, basis) (evenkeel_last_plan_gain_ratio{{{ONE}}})",
+                    "{{deployment}} {{basis}}",
+                )
+            ],
+            unit="percentunit",
+            least=None,
         ),
     ]
 
 
-def _fleet_ingest() -> list[timeseries.Panel]:
+def _ingest() -> list[Any]:
+    stale = alert_thresholds()["dataStaleSeconds"]
     return [
         line_panel(
             "Rank steps taken in",
             "Steps accepted from reports, summed over ranks.",
             [
                 (
-                    f"sum by ({BY}) (rate(evenkeel_report_steps_total{{{ONE}}}[$__rate_interval]))",
+                    f"sum by ({BY}) (rate(evenkeel_report_steps_total{{{ONE}}}{_RATE}))",
                     "{{deployment}}",
                 )
             ],
@@ -183,10 +188,7 @@ def _fleet_ingest() -> list[timeseries.Panel]:
             "Quarantined steps by reason; they are not used.",
             [
                 (
-                    (
-                        "sum by (reason)"
-                        f" (rate(evenkeel_report_steps_rejected_total{{{ONE}}}[$__rate_interval]))"
-                    ),
+                    f"sum by (reason) (rate(evenkeel_report_steps_rejected_total{{{ONE}}}{_RATE}))",
                     "{{reason}}",
                 )
             ],
@@ -194,7 +196,8 @@ def _fleet_ingest() -> list[timeseries.Panel]:
         ),
         line_panel(
             "Age of the newest complete step",
-            "The controller does not plan on old loads.",
+            "The controller does not plan on old loads. The line is the threshold of"
+            " EvenkeelDataStale.",
             [
                 (
                     f"time() - max by ({BY}) (evenkeel_newest_step_timestamp_seconds{{{ONE}}})",
@@ -202,35 +205,17 @@ def _fleet_ingest() -> list[timeseries.Panel]:
                 )
             ],
             unit="s",
+            colors=thresholds((None, GREEN), (stale, RED)),
         ),
         line_panel(
             "Store: time since its last answer",
             "By controller.",
             [
                 (
-                    'time() - evenkeel_store_answered_timestamp_seconds{namespace=~"$namespace"}',
+                    f"time() - evenkeel_store_answered_timestamp_seconds{_OF_CONTROLLERS}",
                     "{{instance}}",
                 )
             ],
             unit="s",
         ),
     ]
-
-
-def _deployments_table() -> table.Panel:
-    info = f"max by ({BY}, mode, policy, leader) (evenkeel_deployment_info{{{ONE}}})"
-    hidden = {"Time": True, "Value": True}
-    panel = (
-        table.Panel()
-        .title("Deployments")
-        .description("Mode, policy and leader.")
-        .datasource(SOURCE)
-    )
-    panel = (
-        panel.span(24)
-        .height(8)
-        .with_target(query_of(info, instant=True).format(PromQueryFormat.TABLE))
-    )
-    return panel.with_transformation(
-        models.DataTransformerConfig(id_val="organize", options={"excludeByName": hidden})
-    )

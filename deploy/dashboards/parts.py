@@ -1,5 +1,6 @@
 """Building blocks of both dashboards: queries, panels, variables, annotations."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from grafana_foundation_sdk.builders import (
@@ -7,6 +8,7 @@ from grafana_foundation_sdk.builders import (
     dashboard,
     prometheus,
     stat,
+    statetimeline,
     timeseries,
 )
 from grafana_foundation_sdk.models import common as kinds
@@ -21,13 +23,17 @@ __all__ = [
     "SOURCE",
     "YELLOW",
     "annotation_of",
+    "better_above",
     "line_panel",
     "new_board",
     "number_panel",
     "query_of",
+    "state_panel",
     "thresholds",
     "with_queries",
+    "with_section",
     "with_variables",
+    "words",
 ]
 
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -63,8 +69,9 @@ def line_panel(
     stacked: bool = False,
     least: float | None = 0,
     most: float | None = None,
+    colors: dashboard.ThresholdsConfig | None = None,
 ) -> timeseries.Panel:
-    """Return a panel of curves over time."""
+    """Return a panel of curves over time; `colors` draws its bounds as lines."""
     panel = timeseries.Panel().title(title).description(description).datasource(SOURCE).unit(unit)
     panel = (
         panel.span(span)
@@ -76,6 +83,9 @@ def line_panel(
         panel = panel.min(least)
     if most is not None:
         panel = panel.max(most)
+    if colors is not None:
+        lines = common.GraphThresholdsStyleConfig().mode(kinds.GraphThresholdsStyleMode.DASHED)
+        panel = panel.thresholds(colors).thresholds_style(lines)
     if stacked:
         panel = panel.stacking(common.StackingConfig().mode(kinds.StackingMode.NORMAL))
     legend = common.VizLegendOptions().display_mode(kinds.LegendDisplayMode.TABLE)
@@ -92,6 +102,30 @@ def thresholds(*pairs: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
     return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps)
 
 
+def better_above(bound: float) -> dashboard.ThresholdsConfig:
+    """Return red below the bound of an alert, green from halfway between it and 1."""
+    return thresholds((None, RED), (bound, YELLOW), ((1 + bound) / 2, GREEN))
+
+
+def words(meaning: Mapping[int, tuple[str, str]]) -> list[models.ValueMapping]:
+    """Return the mapping that shows numbers as (text, colour)."""
+    options = {
+        str(number): models.ValueMappingResult(text=text, color=color)
+        for number, (text, color) in meaning.items()
+    }
+    return [models.ValueMap(options=options)]
+
+
+def state_panel(
+    title: str, description: str, queries: list[tuple[str, str]], *, span: int = 12
+) -> statetimeline.Panel:
+    """Return a panel with a row for each state, filled while it holds."""
+    panel = statetimeline.Panel().title(title).description(description).datasource(SOURCE)
+    panel = panel.span(span).height(8).show_value(kinds.VisibilityMode.NEVER)
+    panel = panel.legend(common.VizLegendOptions().show_legend(False))
+    return with_queries(panel, queries)  # type: ignore[no-any-return]
+
+
 def number_panel(
     title: str,
     description: str,
@@ -101,14 +135,35 @@ def number_panel(
     colors: dashboard.ThresholdsConfig | None = None,
     legend: str = "",
     names: bool = False,
+    nothing: str = "",
 ) -> stat.Panel:
-    """Return a panel with one number."""
+    """Return a panel with one number, or with the legend if `names`.
+
+    `nothing` is shown where the query has no result.
+    """
     panel = stat.Panel().title(title).description(description).datasource(SOURCE).unit(unit)
     panel = panel.span(4).height(4).graph_mode(kinds.BigValueGraphMode.NONE)
     panel = panel.thresholds(colors if colors is not None else thresholds((None, BLUE)))
     if names:
         panel = panel.text_mode(kinds.BigValueTextMode.NAME)
+    if nothing:
+        panel = panel.no_value(nothing)
     return panel.with_target(query_of(expr, legend, instant=True))
+
+
+def with_section(
+    board: dashboard.Dashboard, title: str, panels: list[Any], *, closed: bool
+) -> dashboard.Dashboard:
+    """Return the board with a row of panels, which a reader opens if it is closed."""
+    row = dashboard.Row(title)
+    if closed:
+        for panel in panels:
+            row = row.with_panel(panel)
+        return board.with_row(row)
+    board = board.with_row(row)
+    for panel in panels:
+        board = board.with_panel(panel)
+    return board
 
 
 def with_variables(board: dashboard.Dashboard, *, many: bool) -> dashboard.Dashboard:

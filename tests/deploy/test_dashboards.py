@@ -7,6 +7,7 @@ import pytest
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
+from deploy.chart_values import alert_thresholds
 from tests.deploy.queries import dashboards, panel_queries, panels
 
 pytestmark = pytest.mark.deploy
@@ -73,6 +74,71 @@ def test_panels_have_a_title_a_description_a_unit_and_no_overlap(name):
     ]
     assert len(cells) == len(set(cells))
     assert max(x for x, _ in cells) < 24
+
+
+@every_board
+def test_the_present_is_on_top_and_lower_rows_are_closed(name):
+    rows = [panel for panel in BOARDS[name]["panels"] if panel["type"] == "row"]
+    assert BOARDS[name]["panels"][0] == rows[0]
+    assert [row["title"] for row in rows[:2]] == ["Now", "Balance"]
+    assert [bool(row.get("collapsed")) for row in rows] == [False, False, *([True] * len(rows[2:]))]
+    assert all(row["panels"] for row in rows[2:])
+
+
+def test_the_table_of_deployments_is_first_sorted_and_leads_to_each_of_them():
+    table = next(panels(BOARDS["evenkeel-fleet"]))
+    assert (table["title"], table["type"]) == ("Deployments", "table")
+    steps = {one["id"]: one["options"] for one in table["transformations"]}
+    assert list(steps) == ["merge", "sortBy", "organize"]
+    names = steps["organize"]["renameByName"]
+    (order,) = steps["sortBy"]["sort"]
+    assert names[order["field"]] == "order" and order["desc"]
+    links = [
+        link["url"]
+        for override in table["fieldConfig"]["overrides"]
+        for one in override["properties"]
+        if one["id"] == "links"
+        for link in one["value"]
+    ]
+    assert [url.split("?")[0] for url in links] == ["/d/evenkeel-deployment"]
+
+
+@every_board
+def test_firing_alerts_are_shown_open(name):
+    alerts = [panel for panel in BOARDS[name]["panels"] if panel["title"] == "Firing alerts"]
+    assert len(alerts) == 1
+
+
+@every_board
+def test_curves_by_rank_or_layer_are_a_few(name):
+    for panel in panels(BOARDS[name]):
+        if panel["type"] not in ("timeseries", "state-timeline"):
+            continue
+        for target in panel["targets"]:
+            if "by (rank)" in target["expr"]:
+                assert re.match(r"(topk|quantile|max|min)\(", target["expr"]), panel["title"]
+
+
+def test_thresholds_are_those_of_the_alerts():
+    bounds = alert_thresholds()
+    shown: dict[str, set] = {}
+    for board in BOARDS.values():
+        for panel in panels(board):
+            looks = panel.get("fieldConfig", {}).get("defaults", {})
+            steps = looks.get("thresholds", {}).get("steps", ())
+            shown.setdefault(panel["title"], set()).update(step["value"] for step in steps)
+    for title, name in (
+        ("Lowest balancedness", "balancednessMin"),
+        ("Balancedness", "balancednessMin"),
+        ("Balancedness, mean", "balancednessMin"),
+        ("Time balance", "timeBalanceMin"),
+        ("Slow ranks", "slowRankRatio"),
+        ("Stall of the step by swaps", "swapStallSeconds"),
+        ("Age of the newest complete step", "dataStaleSeconds"),
+        ("Age of the last decision", "noDecisionsSeconds"),
+        ("Proposal waits for", "proposalWaitingSeconds"),
+    ):
+        assert bounds[name] in shown[title], title
 
 
 def test_what_operators_ask_for_is_there():

@@ -47,7 +47,7 @@ async def test_everything_shown_is_exported_and_everything_exported_is_described
         (tmp_path / "scrape").write_text(seen.text)
 
     for query in [*rule_queries(), *panel_queries(), *annotation_queries()]:
-        assert query.metrics or "up{" in query.expr, query
+        assert query.metrics or re.search(r"\b(up|ALERTS)\{", query.expr), query
         assert query.metrics <= seen.names, (query.where, query.metrics - seen.names)
         known = {label for name in query.metrics for label in seen.labels(name)} | TARGET_LABELS
         assert query.labels <= known, (query.where, query.labels - known)
@@ -210,7 +210,10 @@ class Prometheus:
 async def test_every_panel_and_annotation_has_data_after_a_real_run(tmp_path):
     async with controller_with_a_past(tmp_path / "controller") as (controller, group, seen):
         start = time.time()
-        async with Prometheus(tmp_path / "prometheus", controller.ports["metrics"]) as prometheus:
+        rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml").read_text())
+        async with Prometheus(
+            tmp_path / "prometheus", controller.ports["metrics"], rules
+        ) as prometheus:
             await live_through_everything(
                 controller, group, seen, lambda name: prometheus.over_time(name, start)
             )

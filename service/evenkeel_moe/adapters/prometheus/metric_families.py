@@ -185,6 +185,8 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
         " only with metrics.layer_rank_series.",
     },
     ("reason",): {
+        "evenkeel_last_decision_reason": "Reason with which the last cycle ended; always 1, one"
+        " series at a time.",
         "evenkeel_held_reason": "Why automatic plans wait for resume: held_after_rollback or"
         " gains_not_delivered; always 1, absent while they do not wait.",
         "evenkeel_last_plan_failed_timestamp_seconds": "When the newest aborted plan ended, and"
@@ -239,6 +241,7 @@ def _of_deployment(view: View) -> _Series:
     if status.last_decision is not None:
         decided_at = float(status.last_decision["at"])
         yield "evenkeel_last_decision_timestamp_seconds", (), decided_at
+        yield "evenkeel_last_decision_reason", (status.last_decision["reason"],), 1
     yield "evenkeel_held", (), status.held
     if status.held_because is not None:
         yield "evenkeel_held_reason", (status.held_because,), 1
