@@ -7,6 +7,7 @@ from grafana_foundation_sdk.models import common as kinds
 
 from deploy.chart_values import alert_thresholds
 from deploy.dashboards.alerts import firing_alerts
+from deploy.dashboards.controllers import controller_panels
 from deploy.dashboards.deployments_table import deployments_table
 from deploy.dashboards.parts import (
     BY,
@@ -39,7 +40,8 @@ def fleet() -> dashboard.Dashboard:
     board = with_section(board, "Now", now, closed=False)
     board = with_section(board, "Balance", _balance(), closed=False)
     board = with_section(board, "Plans and decisions", _plans(), closed=True)
-    return with_section(board, "Ingest and controllers", _ingest(), closed=True)
+    board = with_section(board, "Ingest", _ingest(), closed=True)
+    return with_section(board, "Controllers", controller_panels(), closed=True)
 
 
 def _numbers() -> list[stat.Panel]:
@@ -206,16 +208,5 @@ def _ingest() -> list[Any]:
             ],
             unit="s",
             colors=thresholds((None, GREEN), (stale, RED)),
-        ),
-        line_panel(
-            "Store: time since its last answer",
-            "By controller.",
-            [
-                (
-                    f"time() - evenkeel_store_answered_timestamp_seconds{_OF_CONTROLLERS}",
-                    "{{instance}}",
-                )
-            ],
-            unit="s",
         ),
     ]

@@ -11,7 +11,9 @@ from tests.deploy.chart import CHART, ROOT
 
 TARGET_LABELS = {"job", "instance", "namespace"}
 """Labels that Prometheus adds to every series."""
-_METRIC = re.compile(r"\b(evenkeel_[a-z0-9_]+|up)\b(?:\{([^}]*)\})?")
+ALERT_LABELS = {"alertname", "alertstate", "severity", "deployment"}
+"""Labels that Prometheus adds to ALERTS, and those of our alerts that panels use."""
+_METRIC = re.compile(r"\b((?:evenkeel|process)_[a-z0-9_]+|up)\b(?:\{([^}]*)\})?")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,13 @@ from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.wire.link import NotLeader, RegistrationOutcome
 from tests.deploy.chart import ROOT
 from tests.deploy.live import DEPLOYMENT, controller_with_a_past, live_through_everything
-from tests.deploy.queries import TARGET_LABELS, annotation_queries, panel_queries, rule_queries
+from tests.deploy.queries import (
+    ALERT_LABELS,
+    TARGET_LABELS,
+    annotation_queries,
+    panel_queries,
+    rule_queries,
+)
 from tests.deploy.test_rules import promtool
 from tests.integration.controller_rig import Controller, Group, Rank
 from tests.waiting import deadline, until
@@ -31,7 +37,7 @@ PARTS = {"_bucket", "_sum", "_count"}
 def described_metrics() -> dict[str, tuple[str, set[str], str]]:
     """Name -> (type, labels, unit) as docs/metrics.md has them."""
     rows = re.findall(
-        r"^\| `(evenkeel_\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \|",
+        r"^\| `((?:evenkeel|process)_\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \|",
         (ROOT / "docs" / "metrics.md").read_text(),
         re.M,
     )
@@ -50,6 +56,8 @@ async def test_everything_shown_is_exported_and_everything_exported_is_described
         assert query.metrics or re.search(r"\b(up|ALERTS)\{", query.expr), query
         assert query.metrics <= seen.names, (query.where, query.metrics - seen.names)
         known = {label for name in query.metrics for label in seen.labels(name)} | TARGET_LABELS
+        if "ALERTS{" in query.expr:
+            known |= ALERT_LABELS
         assert query.labels <= known, (query.where, query.labels - known)
 
     described = described_metrics()

@@ -62,6 +62,9 @@ def exercise(metrics, deployment="demo"):
     metrics.decision(deployment, Reason.NO_CHANGE)
     metrics.wave_committed(deployment, 0.3, 7, 7000)
     metrics.swap_stall(deployment, 0.001)
+    metrics.cycle_ended(deployment, 0.5)
+    metrics.planner_ran(deployment, 0.25)
+    metrics.store_called("read", 0.002)
     metrics.plan_ended(deployment, "committed", Reason.COMMITTED)
     metrics.store_answered(NOW)
     metrics.refresh(make_status(deployment, active_plan=make_plan()), BALANCE, GAUGES)
@@ -82,6 +85,18 @@ def test_counters_add_up(metrics, registry):
     assert found["evenkeel_migrated_bytes_total", (deployment,)] == 14000
     assert found["evenkeel_wave_duration_seconds_sum", (deployment,)] == pytest.approx(0.6)
     assert found["evenkeel_swap_stall_seconds_count", (deployment,)] == 2
+    assert found["evenkeel_cycle_duration_seconds_sum", (deployment,)] == 1.0
+    assert found["evenkeel_planner_duration_seconds_sum", (deployment,)] == 0.5
+    calls = (("operation", "read"),)
+    assert found["evenkeel_store_operation_duration_seconds_count", calls] == 2
+
+
+def test_open_streams_are_counted_at_each_scrape(metrics, registry):
+    streams = [object()]
+    metrics.watch_streams(lambda: len(streams))
+    assert series(registry)["evenkeel_rank_streams", ()] == 1
+    streams.clear()
+    assert series(registry)["evenkeel_rank_streams", ()] == 0
 
 
 def test_unknown_has_no_series_and_is_never_zero(metrics, registry):
@@ -221,14 +236,16 @@ def test_series_stay_few_at_72_ranks_61_layers_256_experts(metrics, registry):
         metrics.steps_dropped("wide", rank, 1)
     metrics.wave_committed("wide", 1.0, 1, 1)
     metrics.swap_stall("wide", 0.01)
+    metrics.cycle_ended("wide", 0.5)
+    metrics.planner_ran("wide", 0.25)
     metrics.refresh(
         make_status("wide", shape=shape, ranks=ranks, active_plan=make_plan()),
         dict.fromkeys(Phase, (0.9, 0.8)),
         replace(GAUGES, layers=tuple(LayerGauges(layer, 0.5, 2) for layer in range(5))),
     )
-    # 72 ranks x 7 series, two counters over the closed list of reasons, 5 layers x 2, 28 buckets;
-    # the rest are single series. Nothing grows with the 61 x 256 experts.
-    assert len(series(registry)) <= 72 * 7 + 2 * len(Reason) + 5 * 2 + 84
+    # 72 ranks x 7 series, two counters over the closed list of reasons, 5 layers x 2, 28 buckets,
+    # and the 30 series of the two durations of cycles and planner; the rest are single series. Nothing grows with the 61 x 256 experts.
+    assert len(series(registry)) <= 72 * 7 + 2 * len(Reason) + 5 * 2 + 84 + 30
 
 
 # What `promtool check metrics` complains about, as far as names and help texts go.

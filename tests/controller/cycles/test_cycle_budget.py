@@ -12,6 +12,9 @@ from evenkeel_moe.planning.decision.cycle import CycleResult
 from evenkeel_moe.planning.decision.gates import GateMemory
 from tests.planning.decision.test_cycle import inputs, skewed
 
+taken: list[float] = []
+"""Seconds that the planner was said to take."""
+
 
 class Planner:
     """A planner that reports given evaluations and seconds, or fails."""
@@ -28,7 +31,7 @@ class Planner:
 
 
 def planner_and_budget() -> tuple[Any, CycleBudget]:
-    return Planner(), CycleBudget(60.0)
+    return Planner(), CycleBudget(60.0, taken.append)
 
 
 async def test_a_slow_policy_may_evaluate_what_fits_a_quarter_of_the_deadline():
@@ -38,6 +41,17 @@ async def test_a_slow_policy_may_evaluate_what_fits_a_quarter_of_the_deadline():
     await budget.run(planner, inputs(skewed(20), policy="gem"))
     assert budget.limit("gem") == 2e6 / 40 * 15
     assert budget.limit("keel") is None, "another policy's candidates take another time"
+
+
+async def test_the_planners_seconds_are_told_and_those_of_a_missed_deadline_are_not():
+    taken.clear()
+    planner, budget = planner_and_budget()
+    planner.seconds = 2.5
+    await budget.run(planner, inputs(skewed(20), policy="gem"))
+    planner.failing = DeadlineMissed("planner: no plan within 60 s")
+    with pytest.raises(DeadlineMissed):
+        await budget.run(planner, inputs(skewed(20), policy="gem"))
+    assert taken == [2.5]
 
 
 async def test_quick_cycles_and_those_that_planned_nothing_tell_no_rate():
@@ -76,8 +90,8 @@ class InThisProcess:
 async def test_a_cycle_keeps_to_what_it_may_evaluate_and_the_same_number_replays_it():
     planner: Any = InThisProcess()
     asked = inputs(skewed(60), policy="gem")
-    first = await CycleBudget(60.0).run(planner, asked)
+    first = await CycleBudget(60.0, taken.append).run(planner, asked)
     used = int(first.numbers["evaluations"])
     less, again = (replace(asked, max_evaluations=most) for most in (used // 3, used))
-    assert (await CycleBudget(60.0).run(planner, less)).numbers["evaluations"] < used
-    assert (await CycleBudget(60.0).run(planner, again)).target == first.target
+    assert (await CycleBudget(60.0, taken.append).run(planner, less)).numbers["evaluations"] < used
+    assert (await CycleBudget(60.0, taken.append).run(planner, again)).target == first.target

@@ -151,6 +151,11 @@ class GrpcServer:
             raise InvalidInput(f"cannot listen for ranks on {address}: {error}") from error
         self._server = server
 
+    @property
+    def open_streams(self) -> int:
+        """Streams of ranks that are open, without those whose Hello has not arrived."""
+        return len(self._slots)
+
     async def start(self, hub: RankHub) -> None:
         """Accept ranks."""
         self._hub = hub

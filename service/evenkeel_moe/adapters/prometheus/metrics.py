@@ -13,9 +13,15 @@ labels: the matrices are a REST resource.
 """
 
 import platform
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+)
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -31,6 +37,8 @@ from evenkeel_moe.ports import DeploymentStatus
 
 _WAVE_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STALL_BUCKETS_S = (1e-5, 1e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.05, 0.1, 0.5, 1.0)
+_CYCLE_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_STORE_BUCKETS_S = (5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 _COUNTERS = (
     ("evenkeel_report_steps_total", (), "Steps accepted from rank reports."),
@@ -79,6 +87,16 @@ _HISTOGRAMS = (
         "evenkeel_swap_stall_seconds",
         _STALL_BUCKETS_S,
         "Time for which a swap delayed the step, per rank and wave.",
+    ),
+    (
+        "evenkeel_cycle_duration_seconds",
+        _CYCLE_BUCKETS_S,
+        "Time from the beginning of a cycle to its reason, the wait for a planner included.",
+    ),
+    (
+        "evenkeel_planner_duration_seconds",
+        _CYCLE_BUCKETS_S,
+        "Time that the planner took for a cycle or a manual plan that it finished.",
     ),
 )
 """Name, upper bounds of the buckets, help text."""
@@ -132,6 +150,18 @@ class ControllerMetrics(Collector):
             ["version", "python_version"],
             registry=registry,
         ).labels(__version__, platform.python_version()).set(1)
+        self._store_calls = Histogram(
+            "evenkeel_store_operation_duration_seconds",
+            "Time of a call of the store, also of one that failed: lease, read, write or ping.",
+            ["operation"],
+            buckets=_STORE_BUCKETS_S,
+            registry=registry,
+        )
+        self._streams = Gauge(
+            "evenkeel_rank_streams",
+            "Streams of ranks that are open on this replica.",
+            registry=registry,
+        )
         registry.register(self)
 
     # --- events -----------------------------------------------------------------------------------
@@ -166,6 +196,22 @@ class ControllerMetrics(Collector):
     def swap_stall(self, deployment: str, seconds: float) -> None:
         """Record how long one rank's step waited for one swap [s]."""
         self._histograms["evenkeel_swap_stall_seconds"].labels(deployment).observe(seconds)
+
+    def cycle_ended(self, deployment: str, seconds: float) -> None:
+        """Record how long a cycle took [s], however it ended."""
+        self._histograms["evenkeel_cycle_duration_seconds"].labels(deployment).observe(seconds)
+
+    def planner_ran(self, deployment: str, seconds: float) -> None:
+        """Record how long the planner took for a cycle or a manual plan [s]."""
+        self._histograms["evenkeel_planner_duration_seconds"].labels(deployment).observe(seconds)
+
+    def store_called(self, operation: str, seconds: float) -> None:
+        """Record how long the store took for one call [s]; `operation` is from a closed list."""
+        self._store_calls.labels(operation).observe(seconds)
+
+    def watch_streams(self, count: Callable[[], int]) -> None:
+        """Let each scrape ask for the number of open streams; `count` runs on another thread."""
+        self._streams.set_function(count)
 
     def plan_ended(self, deployment: str, phase: str, reason: str) -> None:
         """Count a plan that reached a terminal phase."""

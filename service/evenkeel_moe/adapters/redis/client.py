@@ -1,7 +1,8 @@
 """Connections to Redis or Valkey: URLs, credentials, and the conversion of errors."""
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -229,6 +230,22 @@ def store_errors(what: str) -> Iterator[None]:
         raise Unavailable(f"store: {what} failed: {type(error).__name__}: {error}") from error
     if task is not None and task.cancelling() > before:
         raise asyncio.CancelledError
+
+
+Timed = Callable[[str, float], object]
+"""Told the operation (`lease`, `read`, `write` or `ping`) and the seconds that a call took."""
+
+
+@contextmanager
+def timed_call(timed: Timed | None, operation: str, what: str) -> Iterator[None]:
+    """Do as `store_errors`, and tell how long the call took, also if it failed."""
+    began = time.monotonic()
+    try:
+        with store_errors(what):
+            yield
+    finally:
+        if timed is not None:
+            timed(operation, time.monotonic() - began)
 
 
 def deployment_key(prefix: str, deployment: str, name: str) -> str:

@@ -10,11 +10,12 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
 from evenkeel_moe.adapters.redis import scripts, stored_values
-from evenkeel_moe.adapters.redis.client import Client, deployment_key, store_errors
+from evenkeel_moe.adapters.redis.client import Client, Timed, deployment_key, timed_call
 from evenkeel_moe.adapters.redis.encoding import (
     Unreadable,
     UnreadableRecord,
@@ -72,6 +73,7 @@ class RedisDeploymentStore:
             fewer have it, the write raises Unavailable and must be repeated, though the primary
             has it.
         unreadable: told of each record that is skipped because it cannot be read.
+        timed: told how long each call took.
     """
 
     def __init__(
@@ -87,9 +89,11 @@ class RedisDeploymentStore:
         wait_replicas: int = 0,
         wait_s: float = 1.0,
         unreadable: UnreadableRecord = ignore_unreadable,
+        timed: Timed | None = None,
     ) -> None:
         self._client: Any = client  # The clients share their commands but no typed base.
         self._unreadable = unreadable
+        self._call = partial(timed_call, timed)
         self._types = WrongTypes(client, unreadable)
         self._prefix = prefix
         self._plans_kept = plans_kept
@@ -121,7 +125,7 @@ class RedisDeploymentStore:
         """Take the lease if it is free, expired or the same holder's; return the winner's lease."""
         keys = [self._key(deployment, name) for name in ("lease", "term")]
         values = (holder, _milliseconds(ttl_s), at_least_term, self._record_age_ms)
-        with store_errors("acquiring a lease"):
+        with self._call("lease", "acquiring a lease"):
             await self._list(deployment)
             self._listed_at.pop(deployment, None)
             winner, term = await self._eval(scripts.ACQUIRE, keys, *values)
@@ -135,7 +139,7 @@ class RedisDeploymentStore:
         """Prolong a lease; return False when it is no longer ours."""
         keys = [self._key(deployment, name) for name in ("lease", *_RECORDS)]
         values = (lease.holder, lease.term, _milliseconds(ttl_s), self._record_age_ms)
-        with store_errors("renewing a lease"):
+        with self._call("lease", "renewing a lease"):
             now, listed_at = time.monotonic(), self._listed_at.get(deployment)
             if listed_at is None or now - listed_at >= self._record_age_s / _LISTINGS_PER_AGE:
                 await self._list(deployment)
@@ -146,13 +150,13 @@ class RedisDeploymentStore:
         """Give the lease up if it is still ours."""
         self._listed_at.pop(deployment, None)
         key = self._key(deployment, "lease")
-        with store_errors("releasing a lease"):
+        with self._call("lease", "releasing a lease"):
             await self._eval(scripts.RELEASE, [key], lease.holder, lease.term)
 
     async def fetch_lease(self, deployment: DeploymentId) -> Lease | None:
         """Return the current leader's lease; None while nobody leads."""
         key = self._key(deployment, "lease")
-        with store_errors("reading a lease"):
+        with self._call("lease", "reading a lease"):
             holder, term = await self._types.run(
                 [key], lambda: self._client.hmget(key, ["holder", "term"])
             )
@@ -176,7 +180,7 @@ class RedisDeploymentStore:
     async def plan_order(self, deployment: DeploymentId) -> Sequence[tuple[PlanId, float]]:
         """Return (id, created_at) of every stored plan, newest first."""
         key = self._key(deployment, "plan_order")
-        with store_errors("reading the order of plans"):
+        with self._call("read", "reading the order of plans"):
             rows = await self._types.run(
                 [key], lambda: self._client.zrevrange(key, 0, -1, withscores=True)
             )
@@ -189,7 +193,7 @@ class RedisDeploymentStore:
         Plans stored by versions that did not keep this list are missing.
         """
         key = self._key(deployment, "plans_open")
-        with store_errors("reading which plans are open"):
+        with self._call("read", "reading which plans are open"):
             names = await self._types.run([key], lambda: self._client.hkeys(key))
         known = (self._name("plan", key, name) for name in names)
         return sorted(PlanId(name) for name in known if name is not None)
@@ -201,7 +205,7 @@ class RedisDeploymentStore:
         if not plan_ids:
             return []
         key = self._key(deployment, "plans")
-        with store_errors("reading plans"):
+        with self._call("read", "reading plans"):
             found = await self._types.run([key], lambda: self._client.hmget(key, list(plan_ids)))
         stored = [
             (name, body) for name, body in zip(plan_ids, found, strict=True) if body is not None
@@ -227,7 +231,7 @@ class RedisDeploymentStore:
     async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
         """Return the recorded placements by epoch, as many as are kept."""
         key = self._key(deployment, "epochs")
-        with store_errors("reading epochs"):
+        with self._call("read", "reading epochs"):
             found = await self._types.run([key], lambda: self._client.hgetall(key))
         epochs: dict[Epoch, Placement] = {}
         for name, body in found.items():
@@ -249,7 +253,7 @@ class RedisDeploymentStore:
     async def fetch_document(self, deployment: DeploymentId, name: str) -> Mapping[str, Any] | None:
         """Return a named document; None when it is missing or unreadable."""
         key = self._key(deployment, "documents")
-        with store_errors("reading a document"):
+        with self._call("read", "reading a document"):
             body = await self._types.run([key], lambda: self._client.hget(key, name))
         return None if body is None else self._object("document", f"{key} {name}", body)
 
@@ -257,7 +261,7 @@ class RedisDeploymentStore:
         """Add a row to the decision log, which is bounded by count and age."""
         key, body = self._key(deployment, "decisions"), json.dumps(decision)
         bounds = (self._decisions_kept, _milliseconds(self._decision_age_s))
-        with store_errors("appending a decision"):
+        with self._call("write", "appending a decision"):
             await self._eval(scripts.APPEND_DECISION, [key], body, *bounds)
 
     async def fetch_decisions(
@@ -267,7 +271,7 @@ class RedisDeploymentStore:
         if limit < 1:
             return []
         key = self._key(deployment, "decisions")
-        with store_errors("reading decisions"):
+        with self._call("read", "reading decisions"):
             found = await self._types.run([key], lambda: self._client.xrevrange(key, count=limit))
         decisions = []
         for entry, fields in found:
@@ -284,12 +288,12 @@ class RedisDeploymentStore:
 
     async def unlist(self, deployment: DeploymentId) -> None:
         """Omit a deployment from `deployments` until it is led again; its records stay."""
-        with store_errors("taking a deployment off the list"):
+        with self._call("write", "taking a deployment off the list"):
             await self._types.run([self._seen], lambda: self._client.zrem(self._seen, deployment))
 
     async def deployments(self) -> Sequence[DeploymentId]:
         """Return every deployment with a record here, without those that were unlisted."""
-        with store_errors("listing deployments"):
+        with self._call("read", "listing deployments"):
             found = await self._types.run(
                 [self._seen], lambda: self._client.zrange(self._seen, 0, -1)
             )
@@ -302,7 +306,7 @@ class RedisDeploymentStore:
     async def ping(self) -> None:
         """Raise Unavailable unless the store takes a write, on as many replicas as a plan needs."""
         wanted, key = self._wait_replicas, f"{self._prefix}:probe"
-        with store_errors("ping"):
+        with self._call("ping", "ping"):
             if not wanted:
                 await self._eval(scripts.PROBE, [key])
                 return
@@ -335,7 +339,7 @@ class RedisDeploymentStore:
         keys = [self._key(write.deployment, name) for name in ("term", "written", *names)]
         number = next(self._numbers)
         values = (term, write.record, self._writer, number, *values, self._record_age_ms)
-        with store_errors(f"writing {names[0]}"):
+        with self._call("write", f"writing {names[0]}"):
             if replicas:
                 newer, copies = await self._eval_and_wait(replicas, write.script, keys, *values)
             else:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from evenkeel_moe.adapters.redis.client import Client, deployment_key, store_errors
+from evenkeel_moe.adapters.redis.client import Client, Timed, deployment_key, timed_call
 from evenkeel_moe.adapters.redis.encoding import (
     Unreadable,
     UnreadableRecord,
@@ -68,6 +68,7 @@ class RedisWindowStore:
         capacity: steps kept of each window; the store holds up to one chunk more.
         ttl_s: a window without new steps for this long is dropped.
         unreadable: told of each chunk that is skipped because it cannot be read.
+        timed: told how long each call took.
     """
 
     def __init__(
@@ -78,11 +79,13 @@ class RedisWindowStore:
         capacity: int = 512,
         ttl_s: float = 86_400.0,
         unreadable: UnreadableRecord = ignore_unreadable,
+        timed: Timed | None = None,
     ) -> None:
         if capacity < 1:
             raise InvalidInput(f"window capacity is {capacity}, must be at least 1")
         self._client: Any = client  # The clients share their commands but no typed base.
         self._unreadable = unreadable
+        self._call = partial(timed_call, timed)
         self._types = WrongTypes(client, unreadable)
         self._prefix = prefix
         self._capacity = capacity
@@ -100,7 +103,7 @@ class RedisWindowStore:
         The last part's source-side sums, if it has any, replace those stored.
         """
         keys = self._keys(deployment, phase)
-        with store_errors("appending to a window"):
+        with self._call("write", "appending to a window"):
             for chunk in in_chunks(newest_parts(parts, most=self._capacity), _CHUNK_STEPS):
                 await self._types.run(keys, partial(self._add, keys, chunk))
             source = parts[-1].source if parts else None
@@ -123,7 +126,7 @@ class RedisWindowStore:
     async def fetch(self, deployment: DeploymentId, phase: Phase) -> LoadWindow | None:
         """Return the stored window, oldest step first; None when there is none."""
         keys = self._keys(deployment, phase)
-        with store_errors("reading a window"):
+        with self._call("read", "reading a window"):
             rows = await self._types.run(keys, lambda: self._client.xrange(keys.stream))
             sums = await self._types.run(keys, lambda: self._client.get(keys.source))
         chunks = [self._chunk(keys.stream, number, fields) for number, fields in rows]
@@ -152,7 +155,7 @@ class RedisWindowStore:
 
     async def forget(self, deployment: DeploymentId) -> None:
         """Drop every window of a deployment."""
-        with store_errors("dropping windows"):
+        with self._call("write", "dropping windows"):
             for phase in Phase:
                 await self._client.delete(*self._keys(deployment, phase))
 

@@ -1,6 +1,7 @@
 """Limits the candidates a policy may evaluate, so that a cycle meets the planner's deadline."""
 
 import time
+from collections.abc import Callable
 
 from evenkeel_moe.adapters.processes.planner_pool import DeadlineMissed, PlannerPool
 from evenkeel_moe.planning.decision.cycle import CycleInputs, CycleResult, run_cycle
@@ -23,10 +24,12 @@ class CycleBudget:
 
     Args:
         deadline_s: seconds after which a cycle is given up.
+        timed: told the seconds that the planner took for each cycle that it finished.
     """
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, timed: Callable[[float], object]) -> None:
         self._deadline_s = deadline_s
+        self._timed = timed
         self._limits: dict[str, int] = {}
 
     def limit(self, policy: str) -> int | None:
@@ -47,6 +50,7 @@ class CycleBudget:
             less = _FIRST_AFTER_A_MISS if before is None else max(1, before // _AFTER_A_MISS)
             self._limits[inputs.policy] = less
             raise
+        self._timed(seconds)
         used = result.numbers.get("evaluations", 0.0)
         if used > 0 and seconds >= _MIN_MEASURED_S:
             self._limits[inputs.policy] = max(1, int(used / seconds * _SHARE * self._deadline_s))

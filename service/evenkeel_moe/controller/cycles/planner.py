@@ -4,10 +4,12 @@ The work itself runs in the planner's processes.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
+from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings, PlanBase, finite
 from evenkeel_moe.controller.cycles.input_builder import InputBuilder
@@ -46,10 +48,13 @@ class DeploymentPlanner:
     pool: PlannerPool
     spawn: Spawn
     settings: CycleSettings
+    metrics: ControllerMetrics
 
     def __post_init__(self) -> None:
         control, loads, clock, pool = self.operator.control, self.loads, self.clock, self.pool
-        budget = self._budget = CycleBudget(self.settings.deadline_s)
+        budget = self._budget = CycleBudget(
+            self.settings.deadline_s, partial(self.metrics.planner_ran, control.deployment)
+        )
         builder = InputBuilder(control, loads, self.ranks, clock, self.settings, budget)
         self._control, self._builder = control, builder
         self.gains = PlanGains(control, loads, self.inbox, clock)
@@ -84,7 +89,7 @@ class DeploymentPlanner:
         self.spawn(self._run_cycle(action), name)
 
     async def _run_cycle(self, action: ctl.RunCycle) -> None:
-        deployment = self._control.deployment
+        deployment, began = self._control.deployment, self.clock.monotonic()
         decided = ctl.CycleDecided(action.cycle, Reason.PLANNER_FAILED)
         try:
             decided = await self._decide(action)
@@ -94,6 +99,7 @@ class DeploymentPlanner:
         except Exception:  # The machine waits for the end of the cycle, however it ends.
             _log.exception("cycle_failed", deployment=deployment)
         finally:
+            self.metrics.cycle_ended(deployment, self.clock.monotonic() - began)
             self.inbox.post(decided)
 
     async def _decide(self, action: ctl.RunCycle) -> ctl.CycleDecided:

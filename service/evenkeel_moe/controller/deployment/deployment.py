@@ -120,6 +120,7 @@ class Deployment:
             shared.planner,
             spawn,
             options.cycle,
+            shared.metrics,
         )
         self.executor = self._build_executor(shared)
         self.driver = self._build_driver(clock)

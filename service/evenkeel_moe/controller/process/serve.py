@@ -10,7 +10,7 @@ from pathlib import Path
 
 import structlog
 import uvloop
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.adapters.clock import SystemClock
@@ -108,6 +108,7 @@ async def _start_servers(settings: Settings, stack: contextlib.AsyncExitStack) -
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         tokens = _tokens(settings)
     clock, registry = SystemClock(), CollectorRegistry()
+    ProcessCollector(registry=registry)
     metrics = ControllerMetrics(registry)
     health = StoreHealth(clock, metrics)
     # The embedded store is forked before gRPC starts threads: gRPC complains about later forks.
@@ -117,6 +118,7 @@ async def _start_servers(settings: Settings, stack: contextlib.AsyncExitStack) -
         with _usable(settings.data_dir):
             await embedded.start()
     grpc = GrpcServer(server_options(settings))
+    metrics.watch_streams(lambda: grpc.open_streams)
     grpc.bind()
     stack.push_async_callback(grpc.stop)
     metrics_server = MetricsServer(registry, settings.metrics.host, settings.metrics.port)
@@ -213,6 +215,7 @@ def _shared_services(settings: Settings, servers: _Servers, spawner: Spawner) ->
             wait_replicas=redis.wait_replicas,
             wait_s=redis.timeout_s / 2,
             unreadable=servers.health.unreadable,
+            timed=servers.metrics.store_called,
         ),
         windows=RedisWindowStore(
             client,
@@ -220,6 +223,7 @@ def _shared_services(settings: Settings, servers: _Servers, spawner: Spawner) ->
             capacity=window.steps,
             ttl_s=window.ttl_s,
             unreadable=servers.health.unreadable,
+            timed=servers.metrics.store_called,
         ),
         clock=servers.clock,
         metrics=servers.metrics,

@@ -1,0 +1,95 @@
+"""The row Controllers of the dashboard of the fleet: store, planner and processes."""
+
+from typing import Any
+
+from deploy.dashboards.parts import BY, ONE, line_panel
+
+__all__ = ["controller_panels"]
+
+_ALL = '{namespace=~"$namespace"}'
+_RATE = "[$__rate_interval]"
+_OURS = f"and on (namespace, job, instance) evenkeel_build_info{_ALL}"
+"""Many programs export `process_...`: only the controllers are meant."""
+
+
+def controller_panels() -> list[Any]:
+    """Return the panels."""
+    return [*_store(), *_planner(), *_processes()]
+
+
+def _quantile(metric: str, selector: str, by: str) -> str:
+    buckets = f"sum by ({by}, le) (rate({metric}_bucket{selector}{_RATE}))"
+    return f"histogram_quantile(0.95, {buckets})"
+
+
+def _store() -> list[Any]:
+    calls = "evenkeel_store_operation_duration_seconds"
+    return [
+        line_panel(
+            "Store: time since its last answer",
+            "By controller.",
+            [(f"time() - evenkeel_store_answered_timestamp_seconds{_ALL}", "{{instance}}")],
+            unit="s",
+        ),
+        line_panel(
+            "Store: time of a call",
+            "95 % of the calls of the last minutes are faster, by kind of call. A lease is lost if"
+            " its calls take longer than a third of leader.lease_s.",
+            [(_quantile(calls, _ALL, "operation"), "{{operation}}")],
+            unit="s",
+        ),
+    ]
+
+
+def _planner() -> list[Any]:
+    where = f"{{{ONE}}}"
+    return [
+        line_panel(
+            "Time of a cycle",
+            "95 % of the cycles are faster: from the beginning to the reason, the wait for a"
+            " planner included. The ten slowest deployments.",
+            [
+                (
+                    f"topk(10, {_quantile('evenkeel_cycle_duration_seconds', where, BY)})",
+                    "{{deployment}}",
+                )
+            ],
+            unit="s",
+        ),
+        line_panel(
+            "Time of the planner",
+            "95 % of the plans and verdicts are faster; a cycle beyond planner.deadline_s is given"
+            " up and is not counted here. The ten slowest deployments.",
+            [
+                (
+                    f"topk(10, {_quantile('evenkeel_planner_duration_seconds', where, BY)})",
+                    "{{deployment}}",
+                )
+            ],
+            unit="s",
+        ),
+    ]
+
+
+def _processes() -> list[Any]:
+    return [
+        line_panel(
+            "Processor of the controllers",
+            "Cores that the controller's process uses, without the planner's processes.",
+            [(f"rate(process_cpu_seconds_total{_ALL}{_RATE}) {_OURS}", "{{instance}}")],
+            span=8,
+        ),
+        line_panel(
+            "Memory of the controllers",
+            "Resident memory of the controller's process, without the planner's processes.",
+            [(f"process_resident_memory_bytes{_ALL} {_OURS}", "{{instance}}")],
+            unit="bytes",
+            span=8,
+        ),
+        line_panel(
+            "Streams of ranks",
+            "Open on each controller. Ranks connect to the replica that leads their deployment.",
+            [(f"evenkeel_rank_streams{_ALL}", "{{instance}}")],
+            span=8,
+        ),
+    ]
