@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from pydantic import TypeAdapter
 

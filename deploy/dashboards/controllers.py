@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from deploy.dashboards.parts import BY, ONE, line_panel
+from deploy.chart_values import alert_thresholds
+from deploy.dashboards.parts import BY, GREEN, ONE, RED, line_panel, thresholds
 
 __all__ = ["controller_panels"]
 
@@ -72,6 +73,8 @@ def _planner() -> list[Any]:
 
 
 def _processes() -> list[Any]:
+    ends = f"min by (kind) (evenkeel_certificate_expiry_timestamp_seconds{_ALL})"
+    soon = alert_thresholds()["certificateExpirySeconds"]
     return [
         line_panel(
             "Processor of the controllers",
@@ -91,5 +94,14 @@ def _processes() -> list[Any]:
             "Open on each controller. Ranks connect to the replica that leads their deployment.",
             [(f"evenkeel_rank_streams{_ALL}", "{{instance}}")],
             span=8,
+        ),
+        line_panel(
+            "Certificates: time left",
+            "Until the first certificate of each kind ends; empty without TLS. The line is the"
+            " threshold of EvenkeelCertificateExpiring.",
+            [(f"{ends} - time()", "{{kind}}")],
+            unit="s",
+            least=None,
+            colors=thresholds((None, RED), (soon, GREEN)),
         ),
     ]

@@ -5,6 +5,7 @@ Plans are committed and aborted, reports are refused, and steps are dropped.
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.wire.link import Heartbeat
+from tests.adapters.serving import Authority
 from tests.integration.controller_rig import Controller, Group
 from tests.waiting import deadline, until
 
@@ -27,6 +29,29 @@ ENVIRONMENT = {
     "MIGRATION__PREPARE_DEADLINE_S": "8",
     "MIGRATION__BATCH_DEADLINE_S": "2",
 }
+
+
+class TlsController(Controller):
+    """Serves the REST API with a certificate."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        (folder / "tls").mkdir(parents=True)
+        self._authority = Authority(folder / "tls")
+        self._authority.issue("rest")
+        files = {"CERT": "rest.pem", "KEY": "rest.key"}
+        tls = {f"REST__TLS_{part}_FILE": str(folder / "tls" / name) for part, name in files.items()}
+        super().__init__(folder, **environment, **tls)
+
+    async def start(self) -> None:
+        await super().start()
+        await self.http.aclose()
+        self.http = httpx.AsyncClient(
+            base_url=f"https://127.0.0.1:{self.ports['rest']}",
+            headers=self.http.headers,
+            timeout=self.http.timeout,
+            trust_env=False,
+            verify=ssl.create_default_context(cafile=self._authority.folder / "ca.pem"),
+        )
 
 
 class MeasuredGroup(Group):
@@ -93,7 +118,7 @@ async def controller_with_a_past(folder: Path) -> AsyncIterator[tuple[Controller
     seen = Seen()
     async with (
         _store_with_a_bad_record(folder / "store") as url,
-        Controller(folder, **ENVIRONMENT, REDIS__URL=url) as controller,
+        TlsController(folder, **ENVIRONMENT, REDIS__URL=url) as controller,
         MeasuredGroup(DEPLOYMENT) as group,
     ):
         scraping = asyncio.create_task(_scrape(controller, seen))

@@ -53,7 +53,9 @@ def test_queries_follow_the_variables():
     for query in panel_queries():
         for matchers in re.findall(r"(?:evenkeel|process)_\w+\{([^}]*)\}", query.expr):
             assert 'namespace=~"$namespace"' in matchers, query.where
-        if not re.search(r"evenkeel_(store|build)_|evenkeel_rank_streams|process_", query.expr):
+        if not re.search(
+            r"evenkeel_(store|build)_|evenkeel_(rank_streams|certificate)|process_", query.expr
+        ):
             assert query.expr.count("$deployment") == query.expr.count("$namespace"), query.where
 
 

@@ -100,6 +100,7 @@ def test_state_is_taken_over_replicas():
             "EvenkeelTargetAbsent",
             "EvenkeelRedisDown",
             "EvenkeelStoreMayEvict",
+            "EvenkeelCertificateExpiring",
         ):
             assert re.search(r"(max|sum) by \(namespace, deployment", rule["expr"]), name
 

@@ -244,7 +244,8 @@ def test_series_stay_few_at_72_ranks_61_layers_256_experts(metrics, registry):
         replace(GAUGES, layers=tuple(LayerGauges(layer, 0.5, 2) for layer in range(5))),
     )
     # 72 ranks x 7 series, two counters over the closed list of reasons, 5 layers x 2, 28 buckets,
-    # and the 30 series of the two durations of cycles and planner; the rest are single series. Nothing grows with the 61 x 256 experts.
+    # and the 30 series of the durations of cycles and planner; the rest are single series. Nothing
+    # grows with the 61 x 256 experts.
     assert len(series(registry)) <= 72 * 7 + 2 * len(Reason) + 5 * 2 + 84 + 30
 
 

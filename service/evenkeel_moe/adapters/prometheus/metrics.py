@@ -162,6 +162,12 @@ class ControllerMetrics(Collector):
             "Streams of ranks that are open on this replica.",
             registry=registry,
         )
+        self._certificates = Gauge(
+            "evenkeel_certificate_expiry_timestamp_seconds",
+            "When a certificate of this replica ends: grpc, grpc_client_ca or rest.",
+            ["kind"],
+            registry=registry,
+        )
         registry.register(self)
 
     # --- events -----------------------------------------------------------------------------------
@@ -244,6 +250,10 @@ class ControllerMetrics(Collector):
         self._evicts.clear()
         for policy in policies:
             self._evicts.labels(policy).set(0 if policy == "noeviction" else 1)
+
+    def certificate_ends(self, kind: str, at_unix: float) -> None:
+        """Set the end of a certificate [Unix s]; `kind` is from a closed list."""
+        self._certificates.labels(kind).set(at_unix)
 
     def store_answered(self, at_unix: float) -> None:
         """Set the time at which the store last answered [Unix s]."""

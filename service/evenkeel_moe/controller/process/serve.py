@@ -29,6 +29,7 @@ from evenkeel_moe.controller.logs import configure_logs
 from evenkeel_moe.controller.operations.gauges import GaugeLimits
 from evenkeel_moe.controller.operations.operator_service import OperatorService
 from evenkeel_moe.controller.process import background
+from evenkeel_moe.controller.process.certificate_watch import CertificateWatch, certificates_of
 from evenkeel_moe.controller.process.eviction_policy import EvictionWatch
 from evenkeel_moe.controller.process.kernel_warmup import warm_kernels
 from evenkeel_moe.controller.process.options import (
@@ -243,6 +244,8 @@ def _spawn_background(
         spawner.spawn(servers.embedded.watch(), "embedded-store")
     spawner.spawn(servers.planner.warm_up(), "planner-warm-up")
     spawner.spawn(EvictionWatch(servers.client, servers.metrics).run(), "eviction-watch")
+    certificates = CertificateWatch(certificates_of(settings), servers.metrics)
+    spawner.spawn(certificates.run(), "certificate-watch")
     spawner.spawn(background.take_up_deployments(registry), "take-up")
     spawner.spawn(
         background.refresh_metrics(registry, servers.metrics, metrics.refresh_s, limits),
