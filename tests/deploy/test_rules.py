@@ -75,6 +75,48 @@ def test_a_runbook_page_says_meaning_causes_and_what_to_do(name):
     assert "```" in text
 
 
+_NVIDIA = {"CLOCK", "PERFORMANCE", "TEMPERATURE", "POWER"}
+"""Words of nvidia-smi, not placeholders that a reader would have to replace."""
+
+
+def _commands(page: Path) -> str:
+    """Return the commands of a page: its blocks of shell, and the words that it shows as code."""
+    text = page.read_text()
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+    return "\n".join([*blocks, *(words for words in inline if "$" in words)])
+
+
+def _without_comments(commands: str) -> str:
+    return re.sub(r"(^|\s)#.*", "", commands)
+
+
+def _defined(commands: str) -> set[str]:
+    return set(re.findall(r"(?:^|\s)(\w+)=", commands)) | set(
+        re.findall(r"^(\w+)\(\)", commands, re.M)
+    )
+
+
+@pytest.mark.parametrize("name", sorted(alerts()))
+def test_every_variable_of_a_runbook_is_defined_and_no_placeholder_is_left(name):
+    shared = _defined(_commands(RUNBOOKS / "README.md"))
+    assert {"NAMESPACE", "RELEASE", "DEPLOYMENT", "TOKEN", "API", "auth", "query"} <= shared
+    page = _without_comments(_commands(RUNBOOKS / f"{name}.md"))
+    used = set(re.findall(r"\$\{?([A-Za-z_]\w*)", page))
+    assert used <= shared | _defined(page), used - shared - _defined(page)
+    words = set(re.findall(r"(?<![\w$\"{'.=-])[A-Z][A-Z_]{2,}(?![\w=])", page))
+    assert words <= {"POST", "PATCH", "DELETE"} | _NVIDIA, words
+
+
+@pytest.mark.parametrize("page", sorted(RUNBOOKS.glob("*.md")), ids=lambda page: page.stem)
+def test_a_shell_can_read_the_commands(page):
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S):
+        done = subprocess.run(
+            ["bash", "-n"], input=block, capture_output=True, text=True, timeout=deadline(20)
+        )
+        assert done.returncode == 0, (block, done.stderr)
+
+
 def test_every_page_belongs_to_an_alert():
     assert {page.stem for page in RUNBOOKS.glob("Evenkeel*.md")} == set(alerts())
     index = (RUNBOOKS / "README.md").read_text()
