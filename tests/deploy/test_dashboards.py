@@ -4,11 +4,13 @@ import json
 import re
 
 import pytest
+import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from deploy.chart_values import alert_thresholds
 from tests.deploy.queries import dashboards, panel_queries, panels
+from tests.deploy.test_rules import promtool
 
 pytestmark = pytest.mark.deploy
 BOARDS = dashboards()
@@ -103,6 +105,44 @@ def test_the_table_of_deployments_is_first_sorted_and_leads_to_each_of_them():
         for link in one["value"]
     ]
     assert [url.split("?")[0] for url in links] == ["/d/evenkeel-deployment"]
+
+
+@pytest.mark.promtool
+def test_deployments_are_in_order_of_critical_alerts_warnings_and_balance(tmp_path):
+    table = next(panels(BOARDS["evenkeel-fleet"]))
+    order = {target["refId"]: target["expr"] for target in table["targets"]}["I"]
+    order = order.replace("$namespace", ".*").replace("$deployment", ".*")
+    firing = 'ALERTS{alertname="EvenkeelX",alertstate="firing"'
+    series = {
+        **{f'evenkeel_leading{{deployment="{one}"}}': 1 for one in ("a", "b", "c", "d", "e")},
+        **{f'evenkeel_leading{{instance="2",deployment="{one}"}}': 0 for one in ("a", "b")},
+        f'{firing},severity="critical",deployment="a"}}': 1,
+        f'{firing},severity="warning",deployment="b"}}': 1,
+        f'{firing},severity="warning"}}': 1,
+        'evenkeel_balancedness_mean_ratio{deployment="a",phase="decode"}': 0.9,
+        'evenkeel_balancedness_mean_ratio{deployment="b",phase="decode"}': 0.5,
+        'evenkeel_balancedness_mean_ratio{deployment="c",phase="decode"}': 0.25,
+        'evenkeel_balancedness_mean_ratio{deployment="c",phase="prefill"}': 0.75,
+        'evenkeel_balancedness_mean_ratio{deployment="d",phase="decode"}': 0.5,
+    }
+    worst = {"a": 1000.1, "b": 10.5, "c": 0.75, "d": 0.5, "e": 0.0}
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": str(value)} for name, value in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": f"round({order}, 0.01)",
+                "eval_time": "0m",
+                "exp_samples": [
+                    {"labels": f'{{deployment="{name}"}}', "value": value}
+                    for name, value in worst.items()
+                ],
+            }
+        ],
+    }
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [case]}))
+    done = promtool("test", "rules", tmp_path / "cases.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @every_board
