@@ -5,10 +5,9 @@ from grafana_foundation_sdk.models import common as kinds
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from deploy.chart_values import values
 from deploy.dashboards.parts import BLUE, BY, ONE, RED, SOURCE, YELLOW, query_of, thresholds, words
 
-__all__ = ["firing", "firing_alerts", "linked"]
+__all__ = ["firing", "firing_alerts"]
 
 _SEVERITIES = {1: ("info", BLUE), 2: ("warning", YELLOW), 3: ("critical", RED)}
 _AND_CONTROLLERS = 'namespace=~"$namespace",deployment=~"$deployment|"'
@@ -20,11 +19,6 @@ def firing(severity: str, which: str = ONE) -> str:
     return f'ALERTS{{alertname=~"Evenkeel.+",alertstate="firing",severity="{severity}",{which}}}'
 
 
-def linked(title: str, url: str) -> models.DynamicConfigValue:
-    """Return the property that makes a column's cells links."""
-    return models.DynamicConfigValue(id_val="links", value=[{"title": title, "url": url}])
-
-
 def firing_alerts(span: int) -> table.Panel:
     """Return the table of firing alerts, the most severe first."""
     query = "\nor\n".join(
@@ -34,7 +28,8 @@ def firing_alerts(span: int) -> table.Panel:
     panel = table.Panel().title("Firing alerts").datasource(SOURCE).span(span).height(8)
     panel = panel.description(
         "Alerts of Evenkeel that fire now, the most severe first; empty is good. Needs the alerts"
-        " of the chart in this Prometheus (prometheusRule.enabled)."
+        " of the chart in this Prometheus (prometheusRule.enabled). Each has a page of the same"
+        " name in docs/runbooks."
     )
     panel = panel.with_target(query_of(query, instant=True).format(PromQueryFormat.TABLE))
     panel = panel.no_value("No alert fires.")
@@ -62,10 +57,6 @@ def firing_alerts(span: int) -> table.Panel:
             )
         ],
     )
-    pages = values()["prometheusRule"]["runbookBaseUrl"]
-    if pages.startswith("http"):
-        page = linked("Runbook", f"{pages}/${{__value.raw}}.md")
-        panel = panel.override_by_name("alert", [page])
     return panel
 
 

@@ -7,7 +7,7 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from deploy.chart_values import alert_thresholds
-from deploy.dashboards.alerts import firing, linked
+from deploy.dashboards.alerts import firing
 from deploy.dashboards.parts import (
     BY,
     GREEN,
@@ -109,7 +109,7 @@ def _looks() -> dict[str, list[models.DynamicConfigValue]]:
     balance = thresholds((None, RED), (bound, YELLOW), ((1 + bound) / 2, GREEN)).build()
     warnings = thresholds((None, GREEN), (1, YELLOW)).build()
     return {
-        "deployment": [linked("Open its dashboard", _PAGE)],
+        "deployment": [_set("links", [{"title": "Open its dashboard", "url": _PAGE}])],
         "critical alerts": _colored(bad_above_zero),
         "warnings": _colored(warnings),
         "lowest balancedness": [*_colored(balance), _set("unit", "percentunit")],
