@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from evenkeel_moe.engines.demo.controller import DemoController
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.processes import StopFlag
@@ -36,6 +38,15 @@ class Fleet:
 
     def get(self, path: str = "") -> Any:
         return self.controller.get(f"deployments/{NAME}{path}")
+
+    def known(self) -> bool:
+        """True once ranks have registered; before, the deployment is missing or has no shape."""
+        try:
+            return self.get() is not None
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                raise
+            return False
 
     def plans(self, phase: str) -> list[dict[str, Any]]:
         return [plan for plan in self.get("/plans")["items"] if plan["phase"] == phase]
@@ -87,7 +98,7 @@ def running_fleet(folder: Path, *, mode: str = "propose", step_s: float = 0.1) -
         )
         ranks.start()
         fleet = Fleet(controller, ranks)
-        wait_until(lambda: fleet.get() is not None, within_s=90, every_s=0.3, what="the ranks")
+        wait_until(fleet.known, within_s=90, every_s=0.3, what="the ranks")
         yield fleet
     finally:
         if ranks is not None:

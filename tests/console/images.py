@@ -55,7 +55,7 @@ def main() -> None:
             take(browser, "why")
             show(f"plans/{plan['plan_id']}", "Held by ranks")
             take(browser, "proposal")
-            show("load", "With the moves of plan", height=1100)
+            show("load", "With the moves of plan", height=1190)
             browser.wait("canvas.heatmap")
             browser.wait_text("copies between ranks")
             take(browser, "load")

@@ -95,6 +95,20 @@ def test_the_tab_key_reaches_every_button_and_link_in_order(visitor: Visitor):
         assert words in seen, seen
 
 
+def test_a_phone_shows_the_tab_of_the_open_view(visitor: Visitor):
+    visitor.browser.size(390, 844, phone=True)
+    visitor.go("record")
+    edges = """const tab = document.querySelector(".tabs [aria-current]").getBoundingClientRect();
+        return [document.querySelector(".tabs [aria-current]").innerText, tab.left, tab.right]"""
+    visitor.browser.wait(".tabs [href$=record][aria-current]")
+
+    def seen() -> bool:
+        words, left, right = visitor.browser.script(edges)
+        return words == "Record" and left >= 0 and right <= 390
+
+    wait_until(seen, what="the tab inside the window")
+
+
 def test_every_request_goes_to_the_controller_and_unchanged_answers_are_304(visitor: Visitor):
     visitor.go("record")
     visitor.browser.wait_text("Requests for changes")

@@ -8,7 +8,11 @@ import {
   SCALE_STOPS,
 } from "../../../service/evenkeel_moe/console/lib/colour.js";
 import { gatesOf } from "../../../service/evenkeel_moe/console/lib/gates.js";
-import { healthOf, worstFirst } from "../../../service/evenkeel_moe/console/lib/health.js";
+import {
+  healthOf,
+  rankCondition,
+  worstFirst,
+} from "../../../service/evenkeel_moe/console/lib/health.js";
 import {
   columns,
   merge,
@@ -142,6 +146,17 @@ test("health names the worst that is known", () => {
   const follower = { state: "follower", ranks: null, shape: null };
   assert.equal(healthOf({ ...deployment(follower), leader: null }).level, "bad");
   assert.equal(healthOf(deployment(follower)).level, "unknown");
+});
+
+test("a rank shows the state of its wave only while a plan needs it", () => {
+  const rank = { fresh: true, trouble: "", state: "staging" };
+  assert.equal(rankCondition(rank, { state: "migrating" }).words, "✓ staging");
+  assert.equal(rankCondition(rank, { state: "ready" }).words, "✓ connected");
+  assert.equal(rankCondition({ ...rank, trouble: "no room" }, { state: "ready" }).kind, "bad");
+  assert.deepEqual(rankCondition({ ...rank, fresh: false }, { state: "migrating" }), {
+    kind: "bad",
+    words: "✕ lost",
+  });
 });
 
 test("the worst deployment comes first, then the least balanced", () => {

@@ -79,7 +79,7 @@ function words(before, after, slotsPerRank) {
 function draw(canvas, { before, after, slotsPerRank, loads, width, dark }) {
   const ranks = before.length / slotsPerRank;
   const changes = after !== null && before.some((expert, slot) => expert !== after[slot]);
-  const box = slotLayout(ranks, slotsPerRank, width, changes ? 46 : 34);
+  const box = slotLayout(ranks, slotsPerRank, width, changes ? 52 : 34);
   const full = Math.max(width, box.blockWidth);
   const ratio = devicePixelRatio || 1;
   canvas.width = Math.round(full * ratio);
@@ -131,7 +131,7 @@ function drawSlot(context, { x, y, width, height }, expert, next, { loads, sever
   context.textAlign = "center";
   const text = changed ? `${shown(expert)}→${shown(next)}` : shown(expert);
   context.font = `${changed ? "bold " : ""}${width >= 30 ? 12 : 9}px system-ui, sans-serif`;
-  context.fillText(text, x + width / 2, y + height / 2, width - 4);
+  context.fillText(text, x + width / 2, y + height / 2, width - (changed ? 10 : 4));
   if ((several.get(expert) ?? 0) > 1) context.fillRect(x + width / 2 - 6, y + height - 6, 12, 1.5);
   if (known && load >= HOT) context.fillRect(x + width - 8, y + height - 7, 3, 3);
 }

@@ -76,6 +76,20 @@ export function troubledRanks(deployment) {
 }
 
 /**
+ * A rank tells the state of its wave while a plan runs or its end is made sure of. Afterwards the
+ * last state that it told says nothing about now.
+ *
+ * @param {object} rank
+ * @param {object} deployment
+ * @returns {{kind: string, words: string}} The colour and the words of its badge.
+ */
+export function rankCondition(rank, deployment) {
+  if (!rank.fresh) return { kind: "bad", words: "✕ lost" };
+  if (rank.trouble) return { kind: "bad", words: "✕ takes no waves" };
+  return { kind: "good", words: `✓ ${deployment.state === "ready" ? "connected" : rank.state}` };
+}
+
+/**
  * @param {object[]} deployments
  * @param {Record<string, number>} proposals waiting plans by deployment
  * @returns {object[]} Worst first; then by balance, the lowest first; then by name.

@@ -1,10 +1,11 @@
 /** One deployment: its header, the buttons that change it, and the tabs of its views. */
 
+import { useEffect } from "../vendor/hooks.js";
 import { counted, number, text } from "../lib/format.js";
 import { healthOf } from "../lib/health.js";
 import { linkTo, VIEWS } from "../lib/route.js";
 import { deploymentPath } from "../net/api.js";
-import { usePoll } from "../net/poll.js";
+import { usePoll, useWidth } from "../net/poll.js";
 import { Badge, Freshness, html, Level, Problem, useTitle } from "../ui.js";
 import { Controls } from "./controls.js";
 import { Capacity } from "./capacity.js";
@@ -31,12 +32,17 @@ export function Deployment({ api, role, route }) {
   const title = VIEWS.find(([view]) => view === route.view)[1];
   useTitle(`${name}: ${title} – Evenkeel`);
   const Screen = route.plan ? PlanView : SCREENS[route.view];
+  const [tabs, width] = useWidth();
+  useEffect(() => {
+    // On a phone the tabs are wider than the window.
+    tabs.current.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
+  }, [route.view, width]);
   const shared = { api, role, name, deployment: poll.data, now: api.now(), reload: poll.reload };
   return html`<nav class="crumbs" aria-label="Path">
       <a href="#/">Fleet</a><span aria-hidden="true">›</span><span>${name}</span>
     </nav>
     <${Head} ...${shared} poll=${poll} />
-    <nav class="tabs" aria-label="Views of ${name}">
+    <nav ref=${tabs} class="tabs" aria-label="Views of ${name}">
       ${VIEWS.map(
         ([view, label]) =>
           html`<a

@@ -1,6 +1,7 @@
 /** Ranks: where they run, how fast they are, and which of their reports were not used. */
 
 import { bytes, count, number, percent, text } from "../lib/format.js";
+import { rankCondition } from "../lib/health.js";
 import { sentence } from "../lib/reasons.js";
 import { deploymentPath } from "../net/api.js";
 import { usePoll } from "../net/poll.js";
@@ -22,7 +23,7 @@ export function Ranks({ api, name, deployment, now }) {
               empty="No rank is connected."
               columns=${[
                 { title: "Rank", numeric: true, of: (rank) => rank.rank },
-                { title: "State", of: (rank) => html`<${Condition} rank=${rank} />` },
+                { title: "State", of: (rank) => html`<${Condition} ...${{ rank, deployment }} />` },
                 { title: "Node", of: (rank) => html`<span class="nowrap">${rank.node}</span>` },
                 {
                   title: "GPU",
@@ -88,10 +89,9 @@ export function Ranks({ api, name, deployment, now }) {
     <//>`;
 }
 
-function Condition({ rank }) {
-  if (!rank.fresh) return html`<${Badge} kind="bad">✕ lost<//>`;
-  if (rank.trouble) return html`<${Badge} kind="bad">✕ takes no waves<//> ${rank.trouble}`;
-  return html`<${Badge} kind="good">✓ ${rank.state}<//>`;
+function Condition({ rank, deployment }) {
+  const { kind, words } = rankCondition(rank, deployment);
+  return html`<${Badge} kind=${kind}>${words}<//>${rank.fresh ? ` ${rank.trouble}` : ""}`;
 }
 
 function summary({ ranks, shape }) {
