@@ -44,6 +44,7 @@ def test_no_view_is_wider_than_a_phone(visitor: Visitor, view: str):
 
 
 def test_capacity_gives_the_recommendation_in_words(visitor: Visitor):
+    visitor.fleet.wait_proposal()  # The page asks once, so the window must hold enough by then.
     visitor.go("capacity")
     visitor.browser.wait_text("Replicas against KV cache", within_s=120)
     visitor.browser.wait_text("predicted MoE time")
