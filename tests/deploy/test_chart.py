@@ -8,7 +8,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from deploy.generate import described, values
+from deploy.chart_values import values
+from deploy.generate import described
 from tests.deploy.chart import (
     CHART,
     CUSTOM,
