@@ -92,7 +92,7 @@ def _processes() -> list[Any]:
         line_panel(
             "Streams of ranks",
             "Open on each controller. Ranks connect to the replica that leads their deployment.",
-            [(f"evenkeel_rank_streams{_ALL}", "{{instance}}")],
+            [(f"evenkeel_grpc_streams{_ALL}", "{{instance}}")],
             span=8,
         ),
         line_panel(

@@ -56,7 +56,7 @@ def test_queries_follow_the_variables():
         for matchers in re.findall(r"(?:evenkeel|process)_\w+\{([^}]*)\}", query.expr):
             assert 'namespace=~"$namespace"' in matchers, query.where
         if not re.search(
-            r"evenkeel_(store|build)_|evenkeel_(rank_streams|certificate)|process_", query.expr
+            r"evenkeel_(store|build)_|evenkeel_(grpc_streams|certificate)|process_", query.expr
         ):
             assert query.expr.count("$deployment") == query.expr.count("$namespace"), query.where
 

@@ -94,9 +94,9 @@ def test_counters_add_up(metrics, registry):
 def test_open_streams_are_counted_at_each_scrape(metrics, registry):
     streams = [object()]
     metrics.watch_streams(lambda: len(streams))
-    assert series(registry)["evenkeel_rank_streams", ()] == 1
+    assert series(registry)["evenkeel_grpc_streams", ()] == 1
     streams.clear()
-    assert series(registry)["evenkeel_rank_streams", ()] == 0
+    assert series(registry)["evenkeel_grpc_streams", ()] == 0
 
 
 def test_unknown_has_no_series_and_is_never_zero(metrics, registry):

@@ -158,7 +158,7 @@ class ControllerMetrics(Collector):
             registry=registry,
         )
         self._streams = Gauge(
-            "evenkeel_rank_streams",
+            "evenkeel_grpc_streams",
             "Streams of ranks that are open on this replica.",
             registry=registry,
         )
