@@ -5,8 +5,9 @@ BIN := .venv/bin
 PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
-.PHONY: demo test test-engines test-gpu gpu-report test-deploy test-console example-join
-.PHONY: example-qwen3moe check sim chaos fuzz format console-vendor console-images proto verify-proto
+.PHONY: demo test test-engines test-vllm test-gpu gpu-report test-deploy test-console
+.PHONY: example-join example-qwen3moe check sim chaos fuzz format console-vendor console-images
+.PHONY: proto verify-proto
 .PHONY: proto-breaking proto-release deploy-files sbom clean
 
 # SLOW=1 slows a rank for a while; SLOW=told slows it from the start, and ranks tell their times.
@@ -29,6 +30,19 @@ test-engines: .venv/ready
 # Runs the toy engine of docs/join.md on two processes under a real controller.
 example-join: .venv/ready
 	$(BIN)/python -m examples.join
+
+# Runs the real vLLM 0.32.0 on a CPU with the plugin under a real controller, in an environment of
+# its own (3.6 GB). PyPI has no CPU build of torch: pip finds it at the index in PIP_FLAGS.
+test-vllm: .venv/ready .cache/vllm/ready
+	.cache/vllm/$(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	$(BIN)/pytest -m vllm tests/vllm
+
+.cache/vllm/ready: tests/vllm/requirements.txt
+	rm -rf .cache/vllm && $(BIN)/python -m venv .cache/vllm
+	# Without a hash, because each index may have built its own.
+	.cache/vllm/$(PIP_INSTALL) --no-deps torch==2.13.0+cpu
+	.cache/vllm/$(PIP_INSTALL) --no-deps --require-hashes -r tests/vllm/requirements.txt
+	touch $@
 
 # Runs a Hugging Face MoE model on two processes under a real controller. It fails if any bit of an
 # output changes.

@@ -1,0 +1,179 @@
+"""A vLLM server under a real controller, and what must hold whatever was moved."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tests.integration.whole import DEPLOYMENT, Served
+from tests.vllm.server import Answer, Slots, Traffic, VllmServer
+
+THRESHOLDS = {
+    "min_window_steps": 48,
+    "cooldown_s": 1,
+    "consecutive_windows": 1,
+    "plan_below": 0.98,
+    "stop_above": 0.99,
+}
+FRESH = "fresh"
+"""The weights that the server started with; else the name of the checkpoint loaded last."""
+
+
+@dataclass
+class Reference:
+    """What an engine without the plugin answers and holds, which never moved an expert.
+
+    On a CPU, vLLM answers otherwise after `reload_weights` than after a fresh start from the same
+    checkpoint, so both are kept.
+    """
+
+    prompts: list[list[int]]
+    tokens: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    """Weights -> the greedy tokens of each prompt."""
+    digests: dict[str, dict[tuple[int, int], str]] = field(default_factory=dict)
+    """Weights -> (layer, expert) -> digest of its bytes in a slot."""
+
+    def read(self, server: VllmServer, weights: str) -> None:
+        """Ask the engine that never moves an expert."""
+        self.tokens[weights] = server.greedy(self.prompts)
+        self.digests[weights] = {}
+        for layer, expert, digest in _rows(server.slots()):
+            known = self.digests[weights].setdefault((layer, expert), digest)
+            assert known == digest, "two replicas differ"
+
+    def check_answers(self, answers: Sequence[Answer], *weights: str) -> None:
+        """Compare each answer with those to the same prompt; one of the weights must fit."""
+        wrong = [
+            answer
+            for answer in answers
+            if all(answer.tokens != self.tokens[name][answer.prompt] for name in weights)
+        ]
+        assert not wrong, f"{len(wrong)} of {len(answers)} answers are wrong: {wrong[0]}"
+
+
+@dataclass
+class Rig:
+    """The server, its controller, and the weights that it has now."""
+
+    served: Served
+    server: VllmServer
+    reference: Reference
+    weights: str = FRESH
+
+    def check(self) -> None:
+        """Compare tokens, slots and maps with the reference, each other and the controller."""
+        self.wait_until_settled()
+        now = self.server.slots()
+        for layer, expert, digest in _rows(now):
+            assert digest == self.reference.digests[self.weights][layer, expert]
+        experts = {(layer, expert) for layer, expert, _ in _rows(now)}
+        assert experts == set(self.reference.digests[self.weights]), "every expert has a slot"
+        answers = self.server.greedy(self.reference.prompts)
+        assert answers == self.reference.tokens[self.weights]
+        self.check_trace()
+        status = self.served.get()
+        assert self.served.get("/placement")["physical_to_logical"] == now.phy2log
+        assert {rank["epoch"] for rank in status["ranks"]} == {status["epoch"]}
+        assert [rank["trouble"] for rank in status["ranks"]] == ["", ""]
+
+    def check_trace(self) -> int:
+        """Compare the maps of both ranks after every step; return the number of steps."""
+        first, second = self.server.trace()
+        steps = min(len(first), len(second))
+        assert abs(len(first) - len(second)) <= 1, "a rank is a step ahead"
+        assert first[:steps] == second[:steps]
+        return steps
+
+    def wait_until_settled(self) -> dict:
+        def settled():
+            status = self.served.status()
+            if status is None or status["state"] != "ready" or not status["ranks"]:
+                return None
+            return status if status["active_plan"] is None else None
+
+        return self.served.wait(settled, 120, "the plan to end")
+
+    def move(self, seed: int) -> str:
+        """Order a plan that shuffles every layer; return its id."""
+        rng = np.random.default_rng(seed)
+        rows = self.served.get("/placement")["physical_to_logical"]
+        target = [rng.permutation(row).tolist() for row in rows]
+        body = {"target": {"physical_to_logical": target}, "approve": True}
+        answer = self.served.post("/plans", body)
+        assert answer.status_code == 202, answer.text
+        return answer.json()["plan_id"]
+
+    def plan(self, plan_id: str) -> dict:
+        return self.served.get(f"/plans/{plan_id}")
+
+    def wait_until_committed(self, plan_id: str) -> dict:
+        ended = ("committed", "aborted", "cancelled", "refused")
+
+        def over():
+            plan = self.plan(plan_id)
+            return plan["phase"] in ended and plan
+
+        plan = self.served.wait(over, 120, "the plan to be carried out")
+        assert plan["phase"] == "committed", plan
+        return plan
+
+    def move_under_traffic(self, seed: int) -> None:
+        """Carry out a plan while requests come, and check their answers."""
+        with Traffic(self.server, self.reference.prompts) as traffic:
+            self.wait_until_committed(self.move(seed))
+        self.reference.check_answers(traffic.answers, self.weights)
+
+    def wait_until_moving(self, since: list[int]) -> None:
+        """Wait until some layers have moved, but not all."""
+        self.served.wait(lambda: self.server.layers_changed(since), 120, "the first layer")
+        assert self.server.layers_changed(since) < len(since)
+
+
+def _rows(slots: Slots) -> Iterator[tuple[int, int, str]]:
+    """Yield layer, expert and digest of every slot that holds an expert."""
+    for layer, (experts, digests) in enumerate(zip(slots.phy2log, slots.digests, strict=True)):
+        for expert, digest in zip(experts, digests, strict=True):
+            if expert >= 0:
+                yield layer, expert, digest
+
+
+def rank_settings(served: Served, mode: str, **more: str) -> dict[str, str]:
+    """Return the settings of the plugin for a controller on this machine."""
+    return {
+        "CONTROLLERS": served.grpc_address,
+        "DEPLOYMENT": DEPLOYMENT,
+        "MODE": mode,
+        "HOST": "127.0.0.1",
+        "INTERFACE": "lo",
+        "NODE": "n0",
+        **more,
+    }
+
+
+@contextmanager
+def started(
+    folder: Path, checkpoint: Path, reference: Reference, parallel: Sequence[str], mode: str, **eplb
+) -> Iterator[Rig]:
+    """Start a controller and a server; both are gone afterwards."""
+    served = Served(
+        folder / "controller",
+        WINDOW__STEPS=128,
+        PLANNER__POLICY="keel",
+        PLANNER__CYCLE_S=1,
+        PLANNER__THRESHOLDS=json.dumps(THRESHOLDS),
+    )
+    server = VllmServer(
+        folder / "engine", checkpoint, parallel, rank_settings(served, mode), **eplb
+    )
+    rig = Rig(served, server, reference)
+    try:
+        served.start()
+        server.start()
+        yield rig
+    finally:
+        rig.server.stop()
+        served.stop()
+        served.http.close()

@@ -1,0 +1,45 @@
+"""DP=2 under the controller's plans: ranks with different requests, and no steps without any."""
+
+import pytest
+
+from tests.vllm.rig import FRESH, started
+from tests.vllm.server import DATA_PARALLEL, Traffic
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory, checkpoints, reference):
+    folder = tmp_path_factory.mktemp("data_parallel")
+    with started(folder, checkpoints["a"], reference, DATA_PARALLEL, "place") as found:
+        yield found
+
+
+def test_plans_move_experts_of_data_parallel_ranks(rig):
+    with Traffic(rig.server, rig.reference.prompts) as traffic:
+        rig.served.wait(lambda: rig.served.status(), 60, "the ranks")
+        rig.served.patch_policy(mode="observe")
+        rig.wait_until_settled()
+        for seed in range(3):
+            rig.wait_until_committed(rig.move(seed))
+    rig.reference.check_answers(traffic.answers, FRESH)
+    rig.check()
+
+
+def test_a_plan_waits_while_no_request_comes(rig):
+    first = rig.server.trace()[0][-1]
+    rig.server.call("slow_copies", seconds=1.0)
+    with Traffic(rig.server, rig.reference.prompts) as traffic:
+        traffic.wait_for(6)
+        plan_id = rig.move(10)
+        rig.wait_until_moving(first)
+    rig.served.wait(lambda: rig.plan(plan_id)["phase"] == "paused", 60, "the plan to be paused")
+    moved = rig.server.layers_changed(first)
+    assert 0 < moved < len(first), "the move waits"
+    assert rig.plan(plan_id)["reason"] == "no_steps"
+    with Traffic(rig.server, rig.reference.prompts) as later:
+        rig.wait_until_committed(plan_id)
+    rig.server.call("slow_copies", seconds=0.0)
+    rig.reference.check_answers(traffic.answers + later.answers, FRESH)
+    assert rig.server.layers_changed(first) == len(first)
+    rig.check()
