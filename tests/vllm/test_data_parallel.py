@@ -18,7 +18,7 @@ def rig(tmp_path_factory, checkpoints, reference):
 def test_plans_move_experts_of_data_parallel_ranks(rig):
     with Traffic(rig.server, rig.reference.prompts) as traffic:
         rig.served.wait(lambda: rig.served.status(), 60, "the ranks")
-        rig.served.patch_policy(mode="observe")
+        rig.served.patch_policy(mode="propose", cycle_s=3600)
         rig.wait_until_settled()
         for seed in range(3):
             rig.wait_until_committed(rig.move(seed))

@@ -31,7 +31,7 @@ def test_the_controller_moves_experts_by_itself(rig):
             lambda: rig.served.status() and plans(rig.served, "committed"), 120, "an automatic plan"
         )
         traffic.wait_for(12)
-        rig.served.patch_policy(mode="observe")
+        rig.served.patch_policy(mode="propose", cycle_s=3600)
         rig.wait_until_settled()
     rig.reference.check_answers(traffic.answers, FRESH)
     assert rig.server.layers_changed(first) > 0
