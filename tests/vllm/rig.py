@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.integration.whole import DEPLOYMENT, Served
+from tests.vllm.checkpoint import EXPERTS
 from tests.vllm.server import Answer, Slots, Traffic, VllmServer
 
 THRESHOLDS = {
@@ -66,16 +67,21 @@ class Rig:
     def check(self) -> None:
         """Compare tokens, slots and maps with the reference, each other and the controller."""
         self.wait_until_settled()
+        answers = self.server.greedy(self.reference.prompts)
+        assert answers == self.reference.tokens[self.weights]
+        # In mode `observe` the steps of these answers may have moved experts.
         now = self.server.slots()
         for layer, expert, digest in _rows(now):
             assert digest == self.reference.digests[self.weights][layer, expert]
         experts = {(layer, expert) for layer, expert, _ in _rows(now)}
         assert experts == set(self.reference.digests[self.weights]), "every expert has a slot"
-        answers = self.server.greedy(self.reference.prompts)
-        assert answers == self.reference.tokens[self.weights]
         self.check_trace()
+        self.served.wait(
+            lambda: self.served.get("/placement")["physical_to_logical"] == now.phy2log,
+            30,
+            "the controller to have the map of the engine",
+        )
         status = self.served.get()
-        assert self.served.get("/placement")["physical_to_logical"] == now.phy2log
         assert {rank["epoch"] for rank in status["ranks"]} == {status["epoch"]}
         assert [rank["trouble"] for rank in status["ranks"]] == ["", ""]
 
@@ -97,10 +103,11 @@ class Rig:
         return self.served.wait(settled, 120, "the plan to end")
 
     def move(self, seed: int) -> str:
-        """Order a plan that shuffles every layer; return its id."""
+        """Order a plan that gives every slot another expert; return its id."""
         rng = np.random.default_rng(seed)
         rows = self.served.get("/placement")["physical_to_logical"]
-        target = [rng.permutation(row).tolist() for row in rows]
+        # Experts trade names, so that no rank holds one of them twice.
+        target = [rng.permutation(EXPERTS)[row].tolist() for row in rows]
         body = {"target": {"physical_to_logical": target}, "approve": True}
         answer = self.served.post("/plans", body)
         assert answer.status_code == 202, answer.text
@@ -109,21 +116,36 @@ class Rig:
     def plan(self, plan_id: str) -> dict:
         return self.served.get(f"/plans/{plan_id}")
 
-    def wait_until_committed(self, plan_id: str) -> dict:
+    def wait_until_ended(self, plan_id: str) -> dict:
         ended = ("committed", "aborted", "cancelled", "refused")
 
         def over():
             plan = self.plan(plan_id)
             return plan["phase"] in ended and plan
 
-        plan = self.served.wait(over, 120, "the plan to be carried out")
+        return self.served.wait(over, 120, "the plan to end")
+
+    def wait_until_committed(self, plan_id: str) -> dict:
+        plan = self.wait_until_ended(plan_id)
         assert plan["phase"] == "committed", plan
         return plan
 
-    def move_under_traffic(self, seed: int) -> None:
-        """Carry out a plan while requests come, and check their answers."""
+    def move_under_traffic(self, seed: int, *, updated: bool = False) -> None:
+        """Carry out a plan while requests come, and check their answers.
+
+        Args:
+            updated: the weights were updated before. The controller learns of it within seconds,
+                and until then refuses plans, which have to be ordered again.
+        """
+
+        def carried_out() -> bool:
+            plan = self.wait_until_ended(self.move(seed))
+            known = plan["reason"] != "weights_version_changed"
+            assert plan["phase"] == "committed" or (updated and not known), plan
+            return known
+
         with Traffic(self.server, self.reference.prompts) as traffic:
-            self.wait_until_committed(self.move(seed))
+            self.served.wait(carried_out, 60, "a plan to be carried out")
         self.reference.check_answers(traffic.answers, self.weights)
 
     def wait_until_moving(self, since: list[int]) -> None:
@@ -172,6 +194,8 @@ def started(
     try:
         served.start()
         server.start()
+        # The first step writes the first line of the trace.
+        server.greedy(reference.prompts[:1])
         yield rig
     finally:
         rig.server.stop()

@@ -14,6 +14,7 @@ Because of the stand-ins, runs with them do not show:
 """
 
 import time
+from importlib import import_module
 from typing import Any
 
 _done: list[bool] = []
@@ -108,9 +109,12 @@ def leave_out_other_ranks_experts() -> None:
 def no_streams() -> None:
     """`distributed/eplb/eplb_utils.py:25,49`, `async_worker.py:33`, `eplb_state.py:783`.
 
-    torch has events and streams of accelerators only. These do nothing.
+    torch has events and streams of accelerators only. These do nothing. `v1/worker/cpu/shm.py:61`
+    puts an event without times in place when it is imported, so it is imported before.
     """
     import torch
+
+    import_module("vllm.v1.worker.cpu.shm")
 
     class Event:
         def __init__(self, *_: Any, **__: Any) -> None:

@@ -54,7 +54,7 @@ def test_weights_are_updated_between_plans(rig, checkpoints):
     rig.move_under_traffic(seed=10)
     update_under_traffic(rig, checkpoints, "b")
     rig.check()
-    rig.move_under_traffic(seed=11)
+    rig.move_under_traffic(seed=11, updated=True)
     rig.check()
 
 
@@ -71,7 +71,7 @@ def test_weights_are_updated_in_the_middle_of_a_plan(rig, checkpoints):
     check_around_update(rig, traffic, times, "a")
     rig.check()
     assert rig.server.layers_changed(first) == len(first), rig.plan(plan_id)
-    rig.move_under_traffic(seed=21)
+    rig.move_under_traffic(seed=21, updated=True)
     rig.check()
 
 
@@ -115,6 +115,7 @@ def test_a_killed_rank_ends_vllm_which_starts_again_where_it_was(rig, checkpoint
     rig.weights = FRESH
     rig.server.start()
     assert rig.server.slots().phy2log == was
+    rig.reference.check_answers([rig.server.answer(0, rig.reference.prompts[0])], FRESH)
     assert len(np.unique(rig.server.trace()[0], axis=0)) == 1, "no step ran with another map"
     rig.check()
 
