@@ -234,6 +234,9 @@ class IngestSettings:
     max_deployments: Count = 256
     """Largest number of deployments, so that a misconfigured fleet cannot fill the memory. One more
     replaces a deployment that had no ranks for ten seconds, or is refused."""
+    max_new_deployments: Count = 64
+    """Largest number of deployments whose ranks were never all here, so that made-up names keep
+    nobody out. One more replaces one of them that had no ranks for ten seconds, or is refused."""
 
 
 @dataclass(frozen=True, config=_STRICT)

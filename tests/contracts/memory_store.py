@@ -23,7 +23,7 @@ class MemoryStore:
         self._epochs_kept = epochs_kept
         self._leases: dict[DeploymentId, tuple[Lease, float]] = {}
         self._terms: dict[DeploymentId, int] = {}
-        self._unlisted: set[DeploymentId] = set()
+        self._listed: set[DeploymentId] = set()
         self._plans: dict[DeploymentId, dict[str, PlanRecord]] = {}
         self._epochs: dict[DeploymentId, dict[Epoch, Placement]] = {}
         self._documents: dict[tuple[DeploymentId, str], str] = {}
@@ -31,28 +31,49 @@ class MemoryStore:
         self._windows: dict[tuple[DeploymentId, Phase], LoadWindow] = {}
 
     async def acquire_lease(
-        self, deployment: DeploymentId, holder: str, ttl_s: float, at_least_term: int
+        self,
+        deployment: DeploymentId,
+        holder: str,
+        ttl_s: float,
+        at_least_term: int,
+        lasting: bool = True,
     ) -> Lease:
+        others = [name for owner, name in self._documents if owner == deployment]
+        records = self._epochs.get(deployment) or self._plans.get(deployment)
+        lasting = lasting or bool(records) or not {"leader"}.issuperset(others)
         held = self._leases.get(deployment)
         if held is not None and held[1] > self._clock.monotonic() and held[0].holder != holder:
-            return held[0]
+            return Lease(held[0].holder, held[0].term, lasting)
         term = max(self._terms.get(deployment, 0), at_least_term) + 1
         self._terms[deployment] = term
-        self._unlisted.discard(deployment)
-        self._leases[deployment] = (Lease(holder, term), self._clock.monotonic() + ttl_s)
-        return Lease(holder, term)
+        if lasting:
+            self._listed.add(deployment)
+        lease = Lease(holder, term, lasting)
+        self._leases[deployment] = (lease, self._clock.monotonic() + ttl_s)
+        return lease
 
     async def renew_lease(self, deployment: DeploymentId, lease: Lease, ttl_s: float) -> bool:
         held = self._leases.get(deployment)
         if held is None or held[0] != lease or held[1] <= self._clock.monotonic():
             return False
         self._leases[deployment] = (lease, self._clock.monotonic() + ttl_s)
+        if lease.lasting:
+            self._listed.add(deployment)
         return True
 
     async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
         held = self._leases.get(deployment)
         if held is not None and held[0] == lease:
             del self._leases[deployment]
+
+    async def drop_lease(self, deployment: DeploymentId, lease: Lease) -> None:
+        held = self._leases.get(deployment)
+        if held is not None and held[0] == lease:
+            del self._leases[deployment], self._terms[deployment]
+            self._documents = {k: v for k, v in self._documents.items() if k[0] != deployment}
+
+    async def has_records(self, deployment: DeploymentId) -> bool:
+        return deployment in self._epochs
 
     async def fetch_lease(self, deployment: DeploymentId) -> Lease | None:
         held = self._leases.get(deployment)
@@ -96,7 +117,12 @@ class MemoryStore:
         return dict(self._epochs.get(deployment, {}))
 
     async def store_document(
-        self, deployment: DeploymentId, name: str, body: Mapping[str, Any], term: int
+        self,
+        deployment: DeploymentId,
+        name: str,
+        body: Mapping[str, Any],
+        term: int,
+        lasting: bool = True,
     ) -> None:
         self._fence(deployment, term)
         self._documents[deployment, name] = json.dumps(body)
@@ -115,10 +141,10 @@ class MemoryStore:
         return [json.loads(row) for row in rows[::-1][: max(0, limit)]]
 
     async def unlist(self, deployment: DeploymentId) -> None:
-        self._unlisted.add(deployment)
+        self._listed.discard(deployment)
 
     async def deployments(self) -> Sequence[DeploymentId]:
-        return sorted(self._terms.keys() - self._unlisted)
+        return sorted(self._listed)
 
     async def ping(self) -> None:
         pass

@@ -154,6 +154,46 @@ async def test_deployments_have_leases_of_their_own(store):
     assert await store.deployments() == [DEMO, OTHER]
 
 
+async def test_a_lease_that_is_not_lasting_lists_nothing_until_it_is_renewed_as_lasting(store):
+    new = await store.acquire_lease(DEMO, "a", 60.0, 0, False)
+    assert (new.term, new.lasting) == (1, False)
+    await store.store_document(DEMO, "leader", {"address": "a:1"}, 1, False)
+    assert await store.renew_lease(DEMO, new, 60.0)
+    again = await store.acquire_lease(DEMO, "a", 60.0, 0, False)
+    assert (again.term, again.lasting) == (2, False)
+    assert await store.deployments() == []
+    assert not await store.has_records(DEMO)
+    assert await store.renew_lease(DEMO, dataclasses.replace(again, lasting=True), 60.0)
+    assert await store.deployments() == [DEMO]
+
+
+async def test_a_lease_is_lasting_where_records_are(store):
+    for name, store_record in (
+        ("epoch", lambda name: store.store_epoch(name, Epoch(0), BASE, 1)),
+        ("document", lambda name: store.store_document(name, "policy", {}, 1)),
+    ):
+        deployment = DeploymentId(name)
+        lease = await store.acquire_lease(deployment, "a", 60.0, 0, False)
+        await store_record(deployment)
+        assert not (await store.acquire_lease(OTHER, "a", 60.0, 0, False)).lasting
+        assert (await store.acquire_lease(deployment, "b", 60.0, 0, False)).lasting
+        await store.release_lease(deployment, lease)
+        assert (await store.acquire_lease(deployment, "b", 60.0, 0, False)).lasting
+        assert deployment in await store.deployments()
+        assert await store.has_records(deployment) is (name == "epoch")
+
+
+async def test_a_lease_is_dropped_with_what_was_written_under_it_by_its_holder_alone(store):
+    lease = await store.acquire_lease(DEMO, "a", 60.0, 4, False)
+    await store.store_document(DEMO, "leader", {"address": "a:1"}, lease.term, False)
+    await store.drop_lease(DEMO, Lease("b", lease.term))
+    assert await store.fetch_lease(DEMO) == lease
+    await store.drop_lease(DEMO, lease)
+    assert await store.fetch_lease(DEMO) is None
+    assert await store.fetch_document(DEMO, "leader") is None
+    assert (await store.acquire_lease(DEMO, "b", 60.0, 0, False)).term == 1
+
+
 # --- fenced records ----------------------------------------------------------------------------
 
 

@@ -85,19 +85,27 @@ def make_registry(
     settings=None,
     address="here:1",
     max_deployments=8,
+    max_new_deployments=8,
     windows=None,
 ) -> DeploymentRegistry:
     clock, metrics = clock or SystemClock(), ControllerMetrics(CollectorRegistry())
     health = StoreHealth(clock, metrics)
     shared = SharedServices(store, windows or store, clock, metrics, health, planner, spawn)  # type: ignore[arg-type]
     options = deployment_options(settings or Settings(), address)
-    return DeploymentRegistry(options, shared, max_deployments=max_deployments)
+    return DeploymentRegistry(
+        options,
+        shared,
+        max_deployments=max_deployments,
+        max_new_deployments=max_new_deployments,
+    )
 
 
 class Replica:
     """One replica on a store; its ranks answer when they are asked."""
 
-    def __init__(self, store, name, *, max_deployments=8, windows=None, **planner):
+    def __init__(
+        self, store, name, *, max_deployments=8, max_new_deployments=8, windows=None, **planner
+    ):
         settings = Settings()
         settings = replace(
             settings,
@@ -111,6 +119,7 @@ class Replica:
             settings=settings,
             address=f"{name}:1",
             max_deployments=max_deployments,
+            max_new_deployments=max_new_deployments,
             windows=windows,
         )
         self.operations = OperatorService(self.registry)

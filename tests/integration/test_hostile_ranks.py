@@ -1,9 +1,11 @@
 """Ranks whose messages are valid each for itself and contradict each other."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.terms import MAX_TERM
 from evenkeel_moe.wire import link
@@ -90,3 +92,46 @@ async def _is_taken(group: Group, controller: Controller) -> bool:
             await rank.close()
             await rank.connect(controller.address)
     return all(rank.answer.outcome is accepted for rank in group.ranks)
+
+
+async def test_names_of_which_one_rank_says_hello_leave_nothing_in_the_store(tmp_path):
+    settings = {"INGEST__MAX_NEW_DEPLOYMENTS": "20", "INGEST__FORGET_AFTER_S": "4"}
+    async with Controller(tmp_path, **settings) as controller, Group("honest") as honest:
+        await honest.connect(controller.address)
+        await until(lambda: controller.state("ready", "honest"))
+        folder = (tmp_path / "valkey" / "socket-folder").read_text()
+        client: Any = connect(f"unix://{folder}/valkey.sock", timeout_s=deadline(2))
+
+        async def is_only_honest() -> bool:
+            return not await client.keys("evenkeel:{name-*")
+
+        async def has_epoch() -> bool:
+            return bool(await client.exists("evenkeel:{honest}:epochs"))
+
+        try:
+            await until(has_epoch)
+            reasons = await _invent_names(controller, 300)
+            # Besides the lease each has its term, and where its leader is.
+            assert len(await client.keys("evenkeel:{name-*")) <= 20 * 4
+            await until(is_only_honest, within_s=30)
+            assert await client.zrange("evenkeel:seen", 0, -1) == [b"honest"]
+            assert reasons == [None] * 20 + ["limit_exceeded"] * 280
+        finally:
+            await disconnect(client)
+        name = 'evenkeel_deployments_refused_total{limit="max_new_deployments"}'
+        assert (await controller.metrics())[name] == 280
+        assert await controller.state("ready", "honest")
+
+
+async def _invent_names(controller: Controller, count: int) -> list[str | None]:
+    """Say hello as one rank of each of so many deployments, then hang up; the answers' reasons."""
+    ranks = []
+    for number in range(count):
+        # A term that ranks know of makes a deployment look like one whose records were lost.
+        group = Group(f"name-{number}")
+        ranks.append(group.ranks[0])
+        ranks[-1].term = number % 3
+        await ranks[-1].connect(controller.address)
+    for rank in ranks:
+        await rank.close()
+    return [rank.answer.reason for rank in ranks]

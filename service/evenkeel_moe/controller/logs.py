@@ -23,6 +23,7 @@ _CAUSED_BY_PEERS = frozenset(
         "deployment_refused",
         "hello_refused",
         "rank_refused",
+        "rank_silent",
         "rank_too_fast",
         "rank_too_slow",
         "rank_violation",

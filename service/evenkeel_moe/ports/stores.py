@@ -1,7 +1,7 @@
 """Protocols of the clock and of the stores."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
@@ -50,26 +50,47 @@ class Lease:
 
     holder: str
     term: int
+    lasting: bool = field(default=True, compare=False)
+    """False while the store keeps nothing of the deployment beyond its leadership: its ranks were
+    never all here."""
 
 
 class DeploymentStore(Protocol):
     """Durable records of deployments. The term of the lease fences every write."""
 
     async def acquire_lease(
-        self, deployment: DeploymentId, holder: str, ttl_s: float, at_least_term: int
+        self,
+        deployment: DeploymentId,
+        holder: str,
+        ttl_s: float,
+        at_least_term: int,
+        lasting: bool = True,
     ) -> Lease:
         """Take the lease if it is free, expired or already the holder's. Return the lease in force.
 
-        A new lease has a term above the stored one and above `at_least_term`.
+        A new lease has a term above the stored one and above `at_least_term`. If it need not be
+        lasting and the store has no records, the deployment is not listed and what is written
+        under the lease is kept for a short time only.
         """
         ...
 
     async def renew_lease(self, deployment: DeploymentId, lease: Lease, ttl_s: float) -> bool:
-        """Extend a lease. Return False if it is no longer ours."""
+        """Extend a lease. Return False if it is no longer ours.
+
+        A lasting lease lists the deployment, and all its records are kept from then on.
+        """
         ...
 
     async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
         """Release a lease if it is still ours."""
+        ...
+
+    async def drop_lease(self, deployment: DeploymentId, lease: Lease) -> None:
+        """Delete a lease that is not lasting, if it is still ours, and all written under it."""
+        ...
+
+    async def has_records(self, deployment: DeploymentId) -> bool:
+        """Return True if the ranks of a deployment were ever all here."""
         ...
 
     async def fetch_lease(self, deployment: DeploymentId) -> Lease | None:
@@ -108,9 +129,22 @@ class DeploymentStore(Protocol):
         ...
 
     async def store_document(
-        self, deployment: DeploymentId, name: str, body: Mapping[str, Any], term: int
+        self,
+        deployment: DeploymentId,
+        name: str,
+        body: Mapping[str, Any],
+        term: int,
+        lasting: bool = True,
     ) -> None:
-        """Store a small named JSON document: policy, shape, freeze, intent."""
+        """Store a small named JSON document: policy, shape, freeze, intent.
+
+        Args:
+            deployment: its owner.
+            name: of the document.
+            body: the JSON object.
+            term: of the writer's lease.
+            lasting: as in the writer's lease.
+        """
         ...
 
     async def fetch_document(self, deployment: DeploymentId, name: str) -> Mapping[str, Any] | None:

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from evenkeel_moe.adapters.grpc import encoder, inbound, stream_slots
+from evenkeel_moe.adapters.grpc import server as server_module
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
 from evenkeel_moe.adapters.grpc.server import GrpcServer
 from evenkeel_moe.errors import InvalidInput, Reason
@@ -229,6 +230,47 @@ async def test_silent_streams_do_not_keep_a_rank_out(serve, monkeypatch):
             call.cancel()
 
 
+@pytest.mark.integration
+async def test_a_stream_without_a_hello_ends_after_a_time(serve, monkeypatch):
+    monkeypatch.setattr(server_module, "_HELLO_WITHIN_S", 0.2)
+    server, hub = await serve()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = agent_pb2_grpc.RankLinkStub(channel).Attach()
+        assert await asyncio.wait_for(call.read(), deadline(10)) is grpc.aio.EOF
+        assert not hub.lost.is_set()
+        assert len(server._slots._waiting) == server.open_streams == 0
+
+
+@pytest.mark.integration
+async def test_a_stream_that_is_silent_after_its_hello_ends_and_one_that_beats_does_not(serve):
+    server, hub = await serve(silent_s=deadline(1))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = agent_pb2_grpc.RankLinkStub(channel)
+        silent, beating = stub.Attach(), stub.Attach()
+        for call in (silent, beating):
+            await call.write(encode_rank_message(HELLO))
+        await until(lambda: server.open_streams == 2)
+
+        async def has_ended():
+            await beating.write(encode_rank_message(Heartbeat(7, 1, 2)))
+            return silent.done()
+
+        await until(has_ended, every_s=0.1)
+        assert await silent.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "nothing was heard" in await silent.details()
+        await until(lambda: server.open_streams == 1)
+        # The other is open for as long again.
+        ends = asyncio.get_running_loop().time() + deadline(1.5)
+
+        async def is_over():
+            await beating.write(encode_rank_message(Heartbeat(7, 1, 2)))
+            return asyncio.get_running_loop().time() > ends
+
+        await until(is_over, every_s=0.1)
+        assert not beating.done() and server.open_streams == 1
+        beating.cancel()
+
+
 LARGE = ModelShape(128, 512, 2, 512, 1, 10)
 """A map of 512 kB."""
 
@@ -265,7 +307,7 @@ class Keeping(RegisteringHub):
 
 @pytest.mark.integration
 async def test_a_flood_that_is_not_processed_stops_its_own_stream_alone(serve):
-    server, _ = await serve(max_message_bytes=64 << 20)
+    server, _ = await serve(max_message_bytes=64 << 20, silent_s=deadline(1))
     server._hub = hub = Keeping()
     hello = replace(HELLO, shape=LARGE)
     state = encode_rank_message(large_state(hello))
@@ -289,6 +331,9 @@ async def test_a_flood_that_is_not_processed_stops_its_own_stream_alone(serve):
         assert all("digest" in vars(message.placement) for message in hub.kept), (
             "computed by the thread that decoded the map"
         )
+        # It sends nothing more because it is not read: it is not silent.
+        await asyncio.sleep(deadline(1.5))
+        assert not call.done()
         # Once they are processed, the sender goes on.
         while len(hub.kept) < 60:
             for end in hub.ends:

@@ -66,6 +66,28 @@ async def test_a_lease_that_another_took_is_dropped_at_its_first_refused_write()
     assert deployment.keeper.lease is None
 
 
+async def test_of_a_new_deployment_only_the_replica_that_leads_it_stores_whatever_its_term():
+    store = MemoryStore(SystemClock())
+    registry = make_registry(store, spawn=None)
+    deployment = Deployment(DEMO, registry.options, registry.shared, lasting=False)
+    lease = await store.acquire_lease(DEMO, deployment.keeper.holder, 60.0, 0, False)
+    await deployment.leadership._won(lease)
+    deployment.keeper.lease = lease
+    deployment.control.handle(ctl.LeaseAcquired(Leader("a", 1), ctl.StoredRecords()), 0.0)
+    # The store forgot the first term, so another replica leads under the same one.
+    await store.drop_lease(DEMO, lease)
+    other = await store.acquire_lease(DEMO, "another", 60.0, 0, False)
+    assert other.term == lease.term
+    assert await deployment.executor.persist([HOLD]) == (ctl.LeaseLost(),)
+    assert await store.fetch_document(DEMO, "control") is None
+    await store.drop_lease(DEMO, other)
+    deployment.keeper.lease = await store.acquire_lease(
+        DEMO, deployment.keeper.holder, 60.0, 0, False
+    )
+    assert await deployment.executor.persist([HOLD]) == ()
+    assert await store.deployments() == [DEMO]
+
+
 async def test_a_waves_map_is_learned_once_however_many_ranks_it_goes_to(monkeypatch):
     _, deployment, _ = await leading()
     learned = []

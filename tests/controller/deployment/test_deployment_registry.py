@@ -103,10 +103,51 @@ async def test_names_that_are_made_up_do_not_push_each_other_into_the_store():
     async with replicas("a", max_deployments=4) as (one, store):
         taken = [await said_hello(one, f"x{number}", number) for number in range(40)]
         assert taken == [True] * 4 + [False] * 36
-        assert len(await store.deployments()) == len(one.registry.deployments) == 4
+        assert len(one.registry.deployments) == 4
+        assert await store.deployments() == []
+        assert not store._decisions
         one.registry.deployments[DeploymentId("x2")].ranks.last_open_at -= 60.0
         assert await said_hello(one, "x40", 40)
         assert sorted(one.registry.deployments) == ["x0", "x1", "x3", "x40"]
+
+
+async def test_new_names_keep_no_deployment_out_that_was_whole_once():
+    async with replicas("a", max_new_deployments=2) as (one, store):
+        await one.lead()
+        assert await store.deployments() == [DEMO]
+        taken = [await said_hello(one, f"x{number}", number) for number in range(10, 14)]
+        assert taken == [True, True, False, False]
+        refused = one.registry.shared.metrics._refused
+        assert refused.labels("max_new_deployments")._value.get() == 2
+        await one.registry.let_go(one.member)
+        await one.lead(first=21, highest_term=1)
+        assert len(one.registry.deployments) == 3
+        one.registry.deployments[DeploymentId("x10")].ranks.last_open_at -= 60.0
+        assert await said_hello(one, "x30", 30)
+        assert sorted(one.registry.deployments) == [DEMO, "x11", "x30"]
+
+
+async def test_a_name_that_is_let_go_before_it_is_whole_leaves_nothing_in_the_store():
+    async with replicas("a") as (one, store):
+        assert await said_hello(one, "x1", 1)
+        name = DeploymentId("x1")
+        await until(lambda: one.registry.deployments[name].keeper.leading)
+        assert (await store.fetch_document(name, "leader"))["address"] == "a:1"
+        await one.registry.let_go(one.registry.deployments[name])
+        assert not (store._leases or store._terms or store._documents or store._decisions)
+
+
+async def test_decisions_before_a_deployment_is_whole_are_read_and_stored_later():
+    async with replicas("a") as (one, store):
+        hello, stream = hello_of(0, "g1", 1), RankStream(1, "peer", capacity=64)
+        assert await one.registry.attach(hello, stream)
+        await until(one.reasons)
+        before = await one.reasons()
+        assert before[-1] == "ranks_missing"
+        assert await store.fetch_decisions(DEMO, 10) == []
+        await one.lead(first=11)
+        await until(lambda: bool(store._decisions))
+        assert (await one.reasons())[-len(before) :] == before
 
 
 async def test_a_deployment_is_idle_from_when_its_last_rank_went():

@@ -116,11 +116,11 @@ async def test_an_order_the_store_did_not_take_is_not_led_without(monkeypatch):
         flush(store)
         refused, keep = [], store.store_document
 
-        async def refuses(deployment, name, body, term):
+        async def refuses(deployment, name, body, term, *lasting):
             if name == "policy" and len(refused) < 2:
                 refused.append(term)
                 raise Unavailable("a timeout")
-            await keep(deployment, name, body, term)
+            await keep(deployment, name, body, term, *lasting)
 
         monkeypatch.setattr(store, "store_document", refuses)
         await until(lambda: len(refused) == 2 and one.member.control.state == "ready")

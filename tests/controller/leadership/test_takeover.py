@@ -12,6 +12,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.ports import Lease
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import BASE, DEMO, TARGET, make_record
@@ -50,7 +51,8 @@ def store():
 
 async def records_of(store):
     """Return the records as the machine of a new leader has them."""
-    taken = await take_over(store, DEMO, 0, OperatorStateRecovery("a", DeploymentPolicy()))
+    recovery = OperatorStateRecovery("a", DeploymentPolicy())
+    taken = await take_over(store, DEMO, Lease("a", 0), recovery)
     book = PlanRecords()
     book.load(taken.records.plans)
     return book

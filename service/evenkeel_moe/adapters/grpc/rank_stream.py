@@ -134,6 +134,37 @@ class MessageRate:
         return True
 
 
+class Silence:
+    """Ends a stream from which nothing is heard for `most_s`."""
+
+    def __init__(self, most_s: float, stream: RankStream) -> None:
+        self._most_s = most_s
+        self._stream = stream
+        self._loop = asyncio.get_running_loop()
+        self._heard_at = self._loop.time()
+        self._timer = self._loop.call_at(self._heard_at + most_s, self._check)
+
+    def heard(self) -> None:
+        """Note a message, or that messages were not read until now."""
+        self._heard_at = self._loop.time()
+
+    def stop(self) -> None:
+        """End nothing from now on."""
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        ends_at = self._heard_at + self._most_s
+        if self._loop.time() < ends_at:
+            self._timer = self._loop.call_at(ends_at, self._check)
+        elif self._stream.inbound.is_full:
+            self.heard()  # Its messages are not read.
+            self._timer = self._loop.call_at(self._heard_at + self._most_s, self._check)
+        else:
+            _log.warning("rank_silent", stream=self._stream.number, peer=self._stream.peer)
+            self._stream.exhausted = f"nothing was heard for {self._most_s:g} s"
+            self._stream.close()
+
+
 def _join_acks(one: ReportAck, other: ReportAck) -> ReportAck:
     """Return one answer for two, where the first was not written yet."""
     highest = other.highest_step if one.highest_step is None else one.highest_step

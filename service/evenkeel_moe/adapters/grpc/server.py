@@ -16,7 +16,7 @@ from structlog.contextvars import bound_contextvars
 from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.adapters.grpc.encoder import Encoder
 from evenkeel_moe.adapters.grpc.inbound import InboundBudget, StreamInbound
-from evenkeel_moe.adapters.grpc.rank_stream import MessageRate, RankStream
+from evenkeel_moe.adapters.grpc.rank_stream import MessageRate, RankStream, Silence
 from evenkeel_moe.adapters.grpc.server_tls import ServerCertificates, check_identity
 from evenkeel_moe.adapters.grpc.stream_slots import StreamSlots
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation, Reason
@@ -93,6 +93,8 @@ class ServerOptions:
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     tls_client_ca_file: Path | None = None
+    silent_s: float = 30.0
+    """A stream of a rank that sends nothing for this long is ended; ranks send heartbeats."""
     max_connection_age_s: float = 3600.0
     """A connection of this age, plus or minus a random tenth, is asked to close; 0: never."""
     max_connection_age_grace_s: float = 60.0
@@ -239,11 +241,22 @@ class GrpcServer:
         attached = await hub.attach(hello, stream)
         if attached is None:
             return
+        try:
+            await self._read_messages(hello, stream, context, attached)
+        finally:
+            attached.lost()
+
+    async def _read_messages(
+        self, hello: Hello, stream: RankStream, context: Any, attached: Attached
+    ) -> None:
+        """Pass on what follows the Hello, until the stream ends or breaks a limit."""
         loop, most = asyncio.get_running_loop(), most_message_bytes(hello.shape)
         rate = MessageRate(self._options.max_messages_per_s, loop.time())
+        silence = Silence(self._options.silent_s, stream)
         inbound = stream.inbound
         try:
             while (data := await context.read()) is not grpc.aio.EOF:
+                silence.heard()
                 if not rate.take(loop.time()):
                     _log.warning("rank_too_fast", stream=stream.number, peer=stream.peer)
                     per_s = self._options.max_messages_per_s
@@ -262,8 +275,9 @@ class GrpcServer:
                 if inbound.is_full:
                     del data
                     await inbound.room()
+                    silence.heard()
         finally:
-            attached.lost()
+            silence.stop()
 
     async def _decode(self, data: bytes, hello: Hello) -> "FromRankLink | _BadReport":
         if len(data) <= _LARGE_BYTES:

@@ -76,6 +76,19 @@ _COUNTERS = (
     ),
 )
 """Name, labels after `deployment`, help text."""
+_REPLICA_COUNTERS = (
+    (
+        "evenkeel_store_unreadable_records_total",
+        ("kind",),
+        "Stored records that this replica skipped because it could not read them.",
+    ),
+    (
+        "evenkeel_deployments_refused_total",
+        ("limit",),
+        "Hellos that were refused because there are too many deployments.",
+    ),
+)
+"""Name, labels, help text."""
 
 _HISTOGRAMS = (
     (
@@ -138,11 +151,9 @@ class ControllerMetrics(Collector):
             ["policy"],
             registry=registry,
         )
-        self._unreadable = Counter(
-            "evenkeel_store_unreadable_records_total",
-            "Stored records that this replica skipped because it could not read them.",
-            ["kind"],
-            registry=registry,
+        self._unreadable, self._refused = (
+            Counter(name, text, labels, registry=registry)
+            for name, labels, text in _REPLICA_COUNTERS
         )
         Gauge(
             "evenkeel_build_info",
@@ -240,6 +251,10 @@ class ControllerMetrics(Collector):
     def store_degraded(self, degraded: bool) -> None:
         """Set whether the store is out of reach."""
         self._degraded.set(1 if degraded else 0)
+
+    def deployment_refused(self, limit: str) -> None:
+        """Count a Hello for a deployment above a limit; `limit` is the name of a setting."""
+        self._refused.labels(limit).inc()
 
     def record_unreadable(self, kind: str) -> None:
         """Count a stored record that cannot be read."""

@@ -14,21 +14,27 @@ local function term_of(text)
 end
 """
 
-# KEYS: lease, term. ARGV: holder, ttl in ms, term that the new one must exceed, record age in ms.
+# KEYS: lease, term, documents, plans, epochs. ARGV: holder, ttl in ms, term that the new one must
+# exceed, record age in ms, age in ms of a deployment without records, 1 if it is to be lasting.
+# A deployment has records when the ranks of its group were all here, or an operator set something.
 ACQUIRE = (
     _TERM_OF
     + """
+local lasting = ARGV[6] == '1' or redis.call('EXISTS', KEYS[4], KEYS[5]) > 0
+for _, name in ipairs(redis.call('HKEYS', KEYS[3])) do
+  lasting = lasting or name ~= 'leader'
+end
 local held = redis.call('HMGET', KEYS[1], 'holder', 'term')
 if held[1] and held[2] and held[1] ~= ARGV[1] then
-  return {held[1], string.format('%.0f', term_of(held[2]))}
+  return {held[1], string.format('%.0f', term_of(held[2])), lasting and 1 or 0}
 end
 local term = math.max(term_of(redis.call('GET', KEYS[2])), tonumber(ARGV[3])) + 1
 local text = string.format('%.0f', term)
 redis.call('SET', KEYS[2], text)
 redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'term', text)
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
-redis.call('PEXPIRE', KEYS[2], ARGV[4])
-return {ARGV[1], text}
+redis.call('PEXPIRE', KEYS[2], lasting and ARGV[4] or ARGV[5])
+return {ARGV[1], text, lasting and 1 or 0}
 """
 )
 
@@ -51,10 +57,12 @@ redis.call('PEXPIRE', KEYS[1], ARGV[2] * 1000)
 return 1
 """
 
-# KEYS: lease. ARGV: holder, term.
+# KEYS: lease, then what is deleted with it. ARGV: holder, term.
 RELEASE = """
 local held = redis.call('HMGET', KEYS[1], 'holder', 'term')
-if held[1] == ARGV[1] and held[2] == ARGV[2] then redis.call('DEL', KEYS[1]) end
+if held[1] == ARGV[1] and held[2] == ARGV[2] then
+  for _, key in ipairs(KEYS) do redis.call('DEL', key) end
+end
 return 1
 """
 

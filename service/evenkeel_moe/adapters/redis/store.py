@@ -8,14 +8,12 @@ can an earlier write of a leader that arrives late replace a later one.
 import asyncio
 import json
 import secrets
-import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
 from evenkeel_moe.adapters.redis import scripts, stored_values
-from evenkeel_moe.adapters.redis.client import Client, Timed, deployment_key, timed_call
+from evenkeel_moe.adapters.redis.client import Client, Timed
 from evenkeel_moe.adapters.redis.encoding import (
     Unreadable,
     UnreadableRecord,
@@ -26,18 +24,12 @@ from evenkeel_moe.adapters.redis.encoding import (
     unpack_placement,
     unpack_plan,
 )
-from evenkeel_moe.adapters.redis.wrong_types import WrongTypes
+from evenkeel_moe.adapters.redis.leases import NEW_AGE_S, RedisLeases, milliseconds
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
-from evenkeel_moe.ports import Lease
-from evenkeel_moe.wire.values import is_deployment_id
 
-_LISTINGS_PER_AGE = 100
-"""Times per record age that a deployment is listed again while it is led."""
-
-_RECORDS = ("term", "written", "plans", "plan_order", "plans_open", "epochs", "documents")
 _PLAN = "plan:"
 _MAX_DIGITS = 18
 """Digits of an epoch: less than 2**63."""
@@ -57,7 +49,7 @@ class _Write(NamedTuple):
     """The keys of the script after the first two."""
 
 
-class RedisDeploymentStore:
+class RedisDeploymentStore(RedisLeases):
     """Leases, plans, epochs, documents and decisions.
 
     Methods raise Unavailable when the store does not answer, and Conflict(LEASE_LOST) when a newer
@@ -91,82 +83,14 @@ class RedisDeploymentStore:
         unreadable: UnreadableRecord = ignore_unreadable,
         timed: Timed | None = None,
     ) -> None:
-        self._client: Any = client  # The clients share their commands but no typed base.
-        self._unreadable = unreadable
-        self._call = partial(timed_call, timed)
-        self._types = WrongTypes(client, unreadable)
-        self._prefix = prefix
+        super().__init__(client, prefix, record_age_s, unreadable, timed)
         self._plans_kept = plans_kept
         self._epochs_kept = epochs_kept
         self._decisions_kept = decisions_kept
         self._decision_age_s = decision_age_s
-        self._record_age_s = record_age_s
-        self._record_age_ms = _milliseconds(record_age_s)
         self._wait_replicas = wait_replicas
         self._writer, self._numbers = secrets.token_hex(8), count(1)
         self._wait_s = wait_s
-        self._listed_at: dict[DeploymentId, float] = {}
-        """Time at which each deployment led through this store was last listed."""
-
-    @property
-    def _seen(self) -> str:
-        return f"{self._prefix}:seen"
-
-    def _key(self, deployment: DeploymentId, name: str) -> str:
-        return deployment_key(self._prefix, deployment, name)
-
-    async def _eval(self, script: str, keys: Sequence[str], *values: object) -> Any:
-        client = self._client
-        return await self._types.run(keys, lambda: client.eval(script, len(keys), *keys, *values))
-
-    async def acquire_lease(
-        self, deployment: DeploymentId, holder: str, ttl_s: float, at_least_term: int
-    ) -> Lease:
-        """Take the lease if it is free, expired or the same holder's; return the winner's lease."""
-        keys = [self._key(deployment, name) for name in ("lease", "term")]
-        values = (holder, _milliseconds(ttl_s), at_least_term, self._record_age_ms)
-        with self._call("lease", "acquiring a lease"):
-            await self._list(deployment)
-            self._listed_at.pop(deployment, None)
-            winner, term = await self._eval(scripts.ACQUIRE, keys, *values)
-        return Lease(winner.decode(errors="replace"), int(term))
-
-    async def _list(self, deployment: DeploymentId) -> None:
-        """Add a deployment to those that `deployments` returns, for as long as records are kept."""
-        await self._eval(scripts.SEE, [self._seen], deployment, round(self._record_age_s))
-
-    async def renew_lease(self, deployment: DeploymentId, lease: Lease, ttl_s: float) -> bool:
-        """Prolong a lease; return False when it is no longer ours."""
-        keys = [self._key(deployment, name) for name in ("lease", *_RECORDS)]
-        values = (lease.holder, lease.term, _milliseconds(ttl_s), self._record_age_ms)
-        with self._call("lease", "renewing a lease"):
-            now, listed_at = time.monotonic(), self._listed_at.get(deployment)
-            if listed_at is None or now - listed_at >= self._record_age_s / _LISTINGS_PER_AGE:
-                await self._list(deployment)
-                self._listed_at[deployment] = now
-            return bool(await self._eval(scripts.RENEW, keys, *values))
-
-    async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
-        """Give the lease up if it is still ours."""
-        self._listed_at.pop(deployment, None)
-        key = self._key(deployment, "lease")
-        with self._call("lease", "releasing a lease"):
-            await self._eval(scripts.RELEASE, [key], lease.holder, lease.term)
-
-    async def fetch_lease(self, deployment: DeploymentId) -> Lease | None:
-        """Return the current leader's lease; None while nobody leads."""
-        key = self._key(deployment, "lease")
-        with self._call("lease", "reading a lease"):
-            holder, term = await self._types.run(
-                [key], lambda: self._client.hmget(key, ["holder", "term"])
-            )
-        if holder is None or term is None:
-            return None
-        try:
-            return Lease(holder.decode(), int(term))
-        except ValueError as error:
-            self._unreadable("lease", key, str(error))
-            return None
 
     async def store_plan(self, record: PlanRecord, term: int) -> None:
         """Write one whole plan record."""
@@ -242,13 +166,18 @@ class RedisDeploymentStore:
         return dict(sorted(epochs.items()))
 
     async def store_document(
-        self, deployment: DeploymentId, name: str, body: Mapping[str, Any], term: int
+        self,
+        deployment: DeploymentId,
+        name: str,
+        body: Mapping[str, Any],
+        term: int,
+        lasting: bool = True,
     ) -> None:
         """Write a small named JSON document."""
         values = (name, json.dumps(body))
         replicas = 0 if name in _WRITTEN_BY_EACH_LEADER else self._wait_replicas
         write = _Write(deployment, f"document:{name}", scripts.STORE_DOCUMENT, ("documents",))
-        await self._write(write, term, values, replicas)
+        await self._write(write, term, values, replicas, lasting=lasting)
 
     async def fetch_document(self, deployment: DeploymentId, name: str) -> Mapping[str, Any] | None:
         """Return a named document; None when it is missing or unreadable."""
@@ -260,7 +189,7 @@ class RedisDeploymentStore:
     async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
         """Add a row to the decision log, which is bounded by count and age."""
         key, body = self._key(deployment, "decisions"), json.dumps(decision)
-        bounds = (self._decisions_kept, _milliseconds(self._decision_age_s))
+        bounds = (self._decisions_kept, milliseconds(self._decision_age_s))
         with self._call("write", "appending a decision"):
             await self._eval(scripts.APPEND_DECISION, [key], body, *bounds)
 
@@ -286,23 +215,6 @@ class RedisDeploymentStore:
                 decisions.append(row)
         return decisions
 
-    async def unlist(self, deployment: DeploymentId) -> None:
-        """Omit a deployment from `deployments` until it is led again; its records stay."""
-        with self._call("write", "taking a deployment off the list"):
-            await self._types.run([self._seen], lambda: self._client.zrem(self._seen, deployment))
-
-    async def deployments(self) -> Sequence[DeploymentId]:
-        """Return every deployment with a record here, without those that were unlisted."""
-        with self._call("read", "listing deployments"):
-            found = await self._types.run(
-                [self._seen], lambda: self._client.zrange(self._seen, 0, -1)
-            )
-        names = [(self._name("deployment", self._seen, name) or "", name) for name in found]
-        for name, raw in names:
-            if name and not is_deployment_id(name):
-                self._unreadable("deployment", f"{self._seen} {raw!r:.80}", "it is no name")
-        return sorted(DeploymentId(name) for name, _ in names if is_deployment_id(name))
-
     async def ping(self) -> None:
         """Raise Unavailable unless the store takes a write, on as many replicas as a plan needs."""
         wanted, key = self._wait_replicas, f"{self._prefix}:probe"
@@ -316,14 +228,6 @@ class RedisDeploymentStore:
                 f"ping: {copies} of {wanted} replicas have a write after {self._wait_s:g} s"
             )
 
-    def _name(self, kind: str, key: str, name: bytes) -> str | None:
-        """Return a name of the store; None if it is not UTF-8."""
-        try:
-            return name.decode()
-        except UnicodeDecodeError as error:
-            self._unreadable(kind, f"{key} {name!r:.80}", str(error))
-            return None
-
     def _object(self, kind: str, where: str, body: bytes) -> dict[str, Any] | None:
         """Return a stored JSON object; None if it is unreadable."""
         try:
@@ -333,12 +237,19 @@ class RedisDeploymentStore:
             return None
 
     async def _write(
-        self, write: _Write, term: int, values: tuple[object, ...], replicas: int
+        self,
+        write: _Write,
+        term: int,
+        values: tuple[object, ...],
+        replicas: int,
+        *,
+        lasting: bool = True,
     ) -> None:
         names = write.names
+        age_ms = self._record_age_ms if lasting else milliseconds(NEW_AGE_S)
         keys = [self._key(write.deployment, name) for name in ("term", "written", *names)]
         number = next(self._numbers)
-        values = (term, write.record, self._writer, number, *values, self._record_age_ms)
+        values = (term, write.record, self._writer, number, *values, age_ms)
         with self._call("write", f"writing {names[0]}"):
             if replicas:
                 newer, copies = await self._eval_and_wait(replicas, write.script, keys, *values)
@@ -366,16 +277,12 @@ class RedisDeploymentStore:
         async def write() -> list[Any]:
             pipe = self._client.pipeline(transaction=False)
             pipe.eval(script, len(keys), *keys, *values)
-            pipe.execute_command("WAIT", replicas, _milliseconds(self._wait_s))
+            pipe.execute_command("WAIT", replicas, milliseconds(self._wait_s))
             found: list[Any] = await pipe.execute()
             return found
 
         answer, copies = await self._types.run(keys, write)
         return int(answer), int(copies)
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1000))
 
 
 def _plan_or_fault(

@@ -1,5 +1,6 @@
 """Carries out the actions of the control machine: stores records, sends to ranks, starts cycles."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,9 @@ from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.ports import DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Prepare
+
+_WAITING = 100
+"""Decisions on a new deployment that are kept."""
 
 
 @dataclass(eq=False, repr=False)
@@ -34,6 +38,10 @@ class ActionExecutor:
     log: ActionLog
     expect_wave: Callable[[Prepare], None]
     begin_cycle: Callable[[ctl.RunCycle], None]
+    _waiting: deque[ctl.ControlAction] = field(
+        default_factory=lambda: deque(maxlen=_WAITING), init=False
+    )
+    """Decisions on a new deployment: made-up names must leave nothing in the store."""
     _fenced_term: int = field(default=0, init=False)
     """The last term under which the store refused a write."""
 
@@ -52,7 +60,7 @@ class ActionExecutor:
         )
 
     async def persist(self, actions: Sequence[ctl.ControlAction]) -> Sequence[object]:
-        """Store all actions in order.
+        """Store all actions in order; of a new deployment only once it is claimed.
 
         Returns:
             `PersistFailed` with the actions that may not be stored, `LeaseLost` if another replica
@@ -60,10 +68,14 @@ class ActionExecutor:
         """
         for action in actions:
             self.log.persisting(action)
+        if self._is_new() and all(isinstance(one, ctl.PersistDecision) for one in actions):
+            self._waiting.extend(actions)
+            return ()
         if self.health.resting:
             return (_failed(actions, self.health.fault),)
         for position, action in enumerate(actions):
             try:
+                await self._write_waiting()
                 await self._write(action)
             except Unavailable as error:
                 self.health.failed(error)
@@ -74,6 +86,18 @@ class ActionExecutor:
                 return (ctl.LeaseLost(),)
         self.health.answered()
         return ()
+
+    def _is_new(self) -> bool:
+        """Return True while the ranks were never all here and no operator acted."""
+        leadership = self.leadership
+        return not leadership.keeper.lasting and leadership.control.generation is None
+
+    async def _write_waiting(self) -> None:
+        """Claim the deployment, and store the decisions that waited for that."""
+        await self.leadership.claim()
+        while self._waiting:
+            await self._write(self._waiting[0])
+            self._waiting.popleft()
 
     async def _write(self, action: ctl.ControlAction) -> None:
         store, deployment, term = self.store, self.deployment, self.leadership.machine_term

@@ -79,10 +79,22 @@ class SharedServices:
 
 
 class Deployment:
-    """The parts of one deployment. Nothing happens before `start`."""
+    """The parts of one deployment. Nothing happens before `start`.
+
+    Args:
+        deployment: its name.
+        options: its settings.
+        shared: the services of this replica.
+        lasting: the store has records of it, as far as is known.
+    """
 
     def __init__(
-        self, deployment: DeploymentId, options: DeploymentOptions, shared: SharedServices
+        self,
+        deployment: DeploymentId,
+        options: DeploymentOptions,
+        shared: SharedServices,
+        *,
+        lasting: bool = True,
     ) -> None:
         clock, store, spawn = shared.clock, shared.store, shared.spawn
         self.deployment = deployment
@@ -108,6 +120,7 @@ class Deployment:
             self.decisions,
             health,
             spawn,
+            lasting,
         )
         self.planner = DeploymentPlanner(
             self.operator,
@@ -189,6 +202,11 @@ class Deployment:
         """The lease."""
         return self.leadership.keeper
 
+    @property
+    def is_new(self) -> bool:
+        """True while its ranks were never all here, and the store has no records of it."""
+        return not self.keeper.lasting and self.loads.ingest.generation is None
+
     def start(self) -> None:
         """Start to drive the machine, and to seek the lease when it is wanted."""
         self._tasks = [
@@ -216,7 +234,7 @@ class Deployment:
             Unavailable: the store is out of reach; a later call stores what is missing.
             Conflict: another replica leads.
         """
-        if self.keeper.leading:
+        if self.keeper.leading and self.keeper.lasting:
             await self.loads.store_windows(lambda: self.leadership.term)
 
     async def measure_plans(self) -> None:

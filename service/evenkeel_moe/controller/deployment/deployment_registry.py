@@ -1,7 +1,7 @@
 """Holds the deployments of this replica: where the streams of ranks arrive."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from evenkeel_moe.controller.deployment.failures import DeploymentFailures
 from evenkeel_moe.controller.deployment.idle_eviction import choose_evicted, is_expired
 from evenkeel_moe.controller.ranks.rank_sessions import refusal
 from evenkeel_moe.controller.ranks.session import RankSession
-from evenkeel_moe.errors import PeerViolation, Reason
+from evenkeel_moe.errors import PeerViolation, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.wire.link import FlowControl
@@ -31,21 +31,32 @@ class DeploymentRegistry:
     """The deployments on this replica; `adapters.grpc.server.RankHub` for their ranks."""
 
     def __init__(
-        self, options: DeploymentOptions, shared: SharedServices, *, max_deployments: int
+        self,
+        options: DeploymentOptions,
+        shared: SharedServices,
+        *,
+        max_deployments: int,
+        max_new_deployments: int,
     ) -> None:
         self.deployments: dict[DeploymentId, Deployment] = {}
         self.options = options
         self.shared = shared
         self.failures = DeploymentFailures()
         self._max_deployments = max_deployments
+        self._max_new_deployments = max_new_deployments
         self._flow = options.flow
 
-    def add(self, name: DeploymentId) -> Deployment:
-        """Return the deployment of a name; create and start it if it is new here."""
+    def add(self, name: DeploymentId, *, lasting: bool = True) -> Deployment:
+        """Return the deployment of a name; create and start it if it is not here yet.
+
+        Args:
+            name: of the deployment.
+            lasting: the store has records of it, as far as is known.
+        """
         known = self.deployments.get(name)
         if known is None:
             shared = replace(self.shared, spawn=partial(self._spawn_contained, name))
-            known = self.deployments[name] = Deployment(name, self.options, shared)
+            known = self.deployments[name] = Deployment(name, self.options, shared, lasting=lasting)
             if self._flow != self.options.flow:
                 known.ranks.pace(self._flow)
             known.start()
@@ -153,16 +164,39 @@ class DeploymentRegistry:
         if not deployment.keeper.leading and not self.shared.health.resting:
             await deployment.keeper.decided(_LEASE_WAIT_S)
 
-    def _make_room(self) -> bool:
-        """Return True if one more deployment may come; if the table is full, evict an idle one."""
-        if len(self.deployments) < self._max_deployments:
+    def _make_room(self, among: Collection[Deployment], most: int) -> bool:
+        """Return True if one more deployment may come; if there are too many, evict an idle one."""
+        if len(among) < most:
             return True
-        evicted = choose_evicted(self.deployments.values())
+        evicted = choose_evicted(among)
         if evicted is None:
             return False
         del self.deployments[evicted.deployment]
         self.shared.spawn(self._end(evicted), f"let-go-{evicted.deployment}")
         return True
+
+    def _admit(self, name: DeploymentId, stream: RankStream, *, is_new: bool) -> bool:
+        """Return True if a deployment that is not here may come; else refuse the rank."""
+        new = [one for one in self.deployments.values() if one.is_new]
+        if is_new and not self._make_room(new, self._max_new_deployments):
+            detail = f"{len(new)} deployments whose ranks were never all here, no more are taken"
+            limit = "max_new_deployments"
+        elif not self._make_room(self.deployments.values(), self._max_deployments):
+            detail = f"{len(self.deployments)} deployments are here, no more are taken"
+            limit = "max_deployments"
+        else:
+            return True
+        _log.error("deployment_refused", deployment=name, limit=limit, detail=detail)
+        self.shared.metrics.deployment_refused(limit)
+        self._refuse(stream, Reason.LIMIT_EXCEEDED, detail)
+        return False
+
+    async def _has_records(self, name: DeploymentId) -> bool | None:
+        """Return True if the ranks of a deployment were ever all here; None if nobody knows."""
+        try:
+            return await self.shared.health.ask(lambda: self.shared.store.has_records(name))
+        except Unavailable:
+            return None
 
     # --- ranks ------------------------------------------------------------------------------------
 
@@ -175,12 +209,14 @@ class DeploymentRegistry:
             detail = f"{failure.detail}; {name} starts again in {failure.left_s(now):.0f} s"
             self._refuse(stream, Reason.DEPLOYMENT_FAILED, detail)
             return None
-        if name not in self.deployments and not self._make_room():
-            detail = f"{len(self.deployments)} deployments are here, no more are taken"
-            _log.error("deployment_refused", deployment=name, detail=detail)
-            self._refuse(stream, Reason.LIMIT_EXCEEDED, detail)
-            return None
-        return await self.add(name).attach(hello, stream)
+        known: bool | None = True
+        if name not in self.deployments:
+            known = await self._has_records(name)
+            # While the store is away, a deployment that is not new must not be refused as one.
+            is_here = name in self.deployments
+            if not is_here and not self._admit(name, stream, is_new=known is False):
+                return None
+        return await self.add(name, lasting=known is True).attach(hello, stream)
 
     def refuse(self, violation: PeerViolation, stream: RankStream) -> None:
         """Close a stream whose first message is not a valid Hello."""

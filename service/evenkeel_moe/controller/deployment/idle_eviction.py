@@ -4,18 +4,17 @@ from collections.abc import Iterable
 
 from evenkeel_moe.controller.deployment.deployment import Deployment
 
-_UNPROVEN_S = 60.0
-"""A deployment of which no rank was ever accepted is evicted after this: any client can make up a
+_NEW_S = 60.0
+"""A deployment whose ranks were never all here is evicted after this: any client can make up a
 name."""
 _EVICTABLE_S = 10.0
 """A deployment must be without ranks for this long before it makes room for another. Otherwise
-made-up names would take leases and leave records as fast as a client can send them."""
+made-up names would take leases as fast as a client can send them."""
 
 
 def is_expired(deployment: Deployment, after_s: float) -> bool:
     """Return True if a deployment has been without ranks for long enough to be evicted."""
-    known = deployment.loads.shape is not None
-    return deployment.ranks.idle_s() > (after_s if known else min(after_s, _UNPROVEN_S))
+    return deployment.ranks.idle_s() > (min(after_s, _NEW_S) if deployment.is_new else after_s)
 
 
 def choose_evicted(deployments: Iterable[Deployment]) -> Deployment | None:

@@ -2,7 +2,8 @@
 
 import contextlib
 from collections import deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -36,6 +37,7 @@ class Leadership:
     Args:
         advertise: host:port by which ranks reach this replica.
         decisions: rows of the decision log in memory, newest last; replaced when rows are loaded.
+        lasting: the store has records of the deployment, as far as is known.
     """
 
     control: DeploymentControl
@@ -49,12 +51,15 @@ class Leadership:
     decisions: deque[dict[str, Any]]
     health: StoreHealth
     spawn: Spawn
+    lasting: InitVar[bool] = True
     term: int = field(default=0, init=False)
     """The term to write under; without a lease the last one we held."""
     keeper: LeaseKeeper = field(init=False)
     _restored: bool = field(default=False, init=False)
+    _late: dict[str, Mapping[str, Any]] = field(default_factory=dict, init=False)
+    """Documents that are stored once the deployment is claimed."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, lasting: bool) -> None:
         settings, control = self.settings, self.control
         self.keeper = LeaseKeeper(
             control.deployment,
@@ -67,6 +72,7 @@ class Leadership:
             won=self._won,
             lost=lambda: self.inbox.post(ctl.LeaseLost()),
             outrun=self._outrun,
+            lasting=lasting,
         )
         self._recovery = OperatorStateRecovery(settings.replica_id, control.policy)
 
@@ -84,9 +90,23 @@ class Leadership:
     def remember_operator_state(self) -> None:
         """Keep the operator's settings in memory, in case the store loses them."""
         control = self.control
-        if control.leader is not None:
+        if control.leader is not None and self.keeper.lasting:
             state = OperatorState(control.policy, control.hold, control.frozen_until)
             self._recovery.remember(control.leader.term, state)
+
+    async def claim(self) -> None:
+        """Keep records of the deployment from now on: all its ranks came, or an operator acts.
+
+        Raises:
+            Unavailable: the store did not take what must be stored first.
+            Conflict: another replica leads.
+        """
+        if self.keeper.lasting and not self._late:
+            return
+        await self.keeper.claim()
+        for name, body in list(self._late.items()):
+            await self.store.store_document(self.control.deployment, name, body, self.machine_term)
+            self._late.pop(name, None)
 
     def raise_term(self, at_least: int) -> None:
         """Take the lease again under a term above the one that ranks know."""
@@ -105,14 +125,14 @@ class Leadership:
             forget: also note in the store that nobody leads the deployment any more, so that this
                 replica does not take it up again after a restart.
         """
-        if forget and self.keeper.leading:
+        if forget and self.keeper.leading and self.keeper.lasting:
             nobody = {"replica_id": "", "address": ""}
             with contextlib.suppress(Unavailable, Conflict):
                 await self.store.store_document(
                     self.control.deployment, "leader", nobody, self.term
                 )
                 await self.store.unlist(self.control.deployment)
-        await self.keeper.release()
+        await self.keeper.release(forget=forget)
 
     async def leader_address(self) -> NotLeader:
         """Return the answer that sends a rank to the leader, as far as it is known."""
@@ -135,13 +155,16 @@ class Leadership:
             known = session.hello.highest_term
             if is_credible_term(known, lease.term):
                 self._recovery.ranks_know(known)
-        found = await take_over(self.store, self.control.deployment, lease.term, self._recovery)
+        found = await take_over(self.store, self.control.deployment, lease, self._recovery)
+        self._late = {} if lease.lasting else dict(found.restored.unstored)
         if found.led_by is None:
             self.loads.store_shape_again()
         if not self._restored or found.led_by not in (None, self.settings.replica_id):
             await self._restore()
         leader = {"replica_id": self.settings.replica_id, "address": self.advertise}
-        await self.store.store_document(self.control.deployment, "leader", leader, lease.term)
+        await self.store.store_document(
+            self.control.deployment, "leader", leader, lease.term, lease.lasting
+        )
         self.term = lease.term
         self.inbox.post(
             ctl.LeaseAcquired(Leader(self.settings.replica_id, lease.term), self._records(found))
@@ -156,7 +179,7 @@ class Leadership:
             self.health.unreadable("document", f"{self.control.deployment} {name}", why)
         if not restored.loss:
             return found.records
-        if "control" not in restored.unreadable:
+        if "control" not in restored.unreadable and self.keeper.lasting:
             _log.error(
                 "store_came_back_empty", deployment=self.control.deployment, detail=restored.loss
             )
@@ -166,6 +189,8 @@ class Leadership:
         """Load windows and decisions, also if another replica led since they were in memory."""
         await self.loads.restore(self.ranks.generations)
         rows = await self.store.fetch_decisions(self.control.deployment, _DECISIONS)
+        if not self.keeper.lasting:
+            return  # Those in memory are stored once the deployment has records.
         self.decisions.clear()
         self.decisions.extendleft(dict(row) for row in rows)
         self._restored = True

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -28,6 +28,7 @@ class LeaseKeeper:
         won: called with a new lease. If it raises Unavailable, the lease is taken again.
         lost: called when the lease is lost or may be lost.
         outrun: called with the lease when another replica holds it.
+        lasting: the store has records of the deployment, as far as is known.
     """
 
     deployment: DeploymentId
@@ -41,6 +42,8 @@ class LeaseKeeper:
     won: Callable[[Lease], Coroutine[Any, Any, None]]
     lost: Callable[[], None]
     outrun: Callable[[Lease], None]
+    lasting: bool = True
+    """False while the store keeps nothing beyond the leadership; see `claim`."""
     lease: Lease | None = field(default=None, init=False)
     """Our lease; None while we hold none."""
     winner: Lease | None = field(default=None, init=False)
@@ -67,6 +70,24 @@ class LeaseKeeper:
         self._at_least = max(self._at_least, at_least)
         self.lease = None
         self._wanted.set()
+
+    async def claim(self) -> None:
+        """Keep the records of the deployment from now on: it is not new any more.
+
+        Raises:
+            Conflict: the lease is lost. Of a new deployment the store also forgets the term, which
+                would refuse the writes of a replica that no longer leads.
+            Unavailable: the store did not answer.
+        """
+        if self.lasting:
+            return
+        lease = self.lease
+        if lease is None or not await self._renew(replace(lease, lasting=True)):
+            raise Conflict(f"{self.deployment}: another replica leads", Reason.LEASE_LOST)
+        self.lasting = True
+
+    async def _renew(self, lease: Lease) -> bool:
+        return await self.store.renew_lease(self.deployment, lease, self.lease_s)
 
     def drop(self, why: str) -> None:
         """Drop the lease without telling the machine, which the caller has told."""
@@ -109,15 +130,22 @@ class LeaseKeeper:
             else:
                 await asyncio.sleep(min(self.renew_s, _RETRY_S))
 
-    async def release(self) -> None:
-        """Give the lease up, so that another replica need not wait until it runs out."""
+    async def release(self, *, forget: bool = False) -> None:
+        """Give the lease up, so that another replica need not wait until it runs out.
+
+        Args:
+            forget: also delete what the store has of a new deployment.
+        """
         lease, self.lease = self.lease, None
         if lease is not None:
-            await self._give_back(lease)
+            await self._give_back(lease, forget=forget)
 
-    async def _give_back(self, lease: Lease) -> None:
+    async def _give_back(self, lease: Lease, *, forget: bool = False) -> None:
         try:
-            await self.store.release_lease(self.deployment, lease)
+            if forget and not self.lasting:
+                await self.store.drop_lease(self.deployment, lease)
+            else:
+                await self.store.release_lease(self.deployment, lease)
         except Unavailable as error:
             _log.info("lease_not_released", deployment=self.deployment, error=str(error))
 
@@ -126,8 +154,9 @@ class LeaseKeeper:
         asked_at = self.clock.monotonic()
         try:
             self.winner = await self.store.acquire_lease(
-                self.deployment, self.holder, self.lease_s, self._at_least
+                self.deployment, self.holder, self.lease_s, self._at_least, self.lasting
             )
+            self.lasting = self.winner.lasting
             if self.winner.holder == self.holder:
                 self._held_since = asked_at
                 await self._load(self.winner)
@@ -158,7 +187,7 @@ class LeaseKeeper:
         try:
             while not (await asyncio.wait((loading,), timeout=self.renew_s))[0]:
                 asked_at = self.clock.monotonic()
-                if not await self.store.renew_lease(self.deployment, lease, self.lease_s):
+                if not await self._renew(lease):
                     raise Conflict(_EXPIRED_WHILE_LOADING, Reason.LEASE_LOST)
                 self._held_since = asked_at
             loading.result()
@@ -182,7 +211,7 @@ class LeaseKeeper:
             left = None if self.alone else max(self.lease_s / 10, gone_at - asked_at)
             try:
                 async with asyncio.timeout(left):
-                    held = await self.store.renew_lease(self.deployment, lease, self.lease_s)
+                    held = await self._renew(replace(lease, lasting=self.lasting))
                 self.fault = None
                 if not held:
                     self._lose("the store says another replica has it")

@@ -7,7 +7,7 @@ from evenkeel_moe.controller.leadership.operator_state import OperatorStateRecov
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
-from evenkeel_moe.ports import DeploymentStore
+from evenkeel_moe.ports import DeploymentStore, Lease
 from evenkeel_moe.protocol.control_messages import StoredRecords
 from evenkeel_moe.protocol.leader.plan_records import select_remembered
 
@@ -32,9 +32,11 @@ class Takeover:
 
 
 async def take_over(
-    store: DeploymentStore, deployment: DeploymentId, term: int, recovery: OperatorStateRecovery
+    store: DeploymentStore, deployment: DeploymentId, lease: Lease, recovery: OperatorStateRecovery
 ) -> Takeover:
     """Read the records, and store the operator's settings where the store lost them.
+
+    Under a lease that is not lasting nothing is stored.
 
     The caller stores the document `leader` once everything is loaded. Until then the store still
     says who led last, and that it lost the settings.
@@ -47,9 +49,9 @@ async def take_over(
         for name in ("leader", "policy", "control")
     }
     restored = recovery.restore(documents)
-    for name, body in restored.unstored.items():
+    for name, body in restored.unstored.items() if lease.lasting else ():
         try:
-            await store.store_document(deployment, name, body, term)
+            await store.store_document(deployment, name, body, lease.term)
         except Unavailable:
             # If only replicas of the store are away, the primary has it. That is enough to lead.
             found = await store.fetch_document(deployment, name)

@@ -194,11 +194,13 @@ class OperatorService:
 
     async def decisions(self, deployment: DeploymentId, limit: int) -> Sequence[Mapping[str, Any]]:
         """Return the decision log, newest first; the leader's own rows while the store is away."""
-        if self._here(deployment) is None:
+        here = self._here(deployment)
+        if here is None:
             await self._leader_of(deployment)
-        rows = await self._stored(lambda store: store.fetch_decisions(deployment, limit))
-        if rows is not None:
-            return rows
+        if here is None or not here.is_new:
+            rows = await self._stored(lambda store: store.fetch_decisions(deployment, limit))
+            if rows is not None:
+                return rows
         return list(reversed((await self._readable(deployment)).decisions))[:limit]
 
     async def recommendation(self, deployment: DeploymentId, max_age_s: float | None) -> Advice:

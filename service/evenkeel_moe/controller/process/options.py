@@ -1,7 +1,7 @@
 """Turns the settings of a controller into the options of its parts."""
 
 import socket
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,12 +16,15 @@ from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from evenkeel_moe.settings import GrpcSettings, RestSettings, Settings
 from evenkeel_moe.wire.link import FlowControl
 
+_SILENT_LEASES = 3
+"""Leases of a rank after which a stream that says nothing is ended: long after its rank is lost."""
 T = TypeVar("T")
 
 
 def server_options(settings: Settings) -> ServerOptions:
     """Return the options of the gRPC server."""
-    return _from_sections(ServerOptions, settings.grpc, settings.advanced)
+    options = _from_sections(ServerOptions, settings.grpc, settings.advanced)
+    return replace(options, silent_s=_SILENT_LEASES * settings.ingest.rank_lease_s)
 
 
 def advertised_address(grpc: GrpcSettings, port: int) -> str:

@@ -178,6 +178,7 @@ async def _run(
         options,
         _shared_services(settings, servers, spawner),
         max_deployments=settings.ingest.max_deployments,
+        max_new_deployments=settings.ingest.max_new_deployments,
     )
     storing = _spawn_background(settings, servers, registry, spawner)
     app = create_app(OperatorService(registry), servers.tokens)

@@ -1,0 +1,172 @@
+"""The leases of `RedisDeploymentStore`, and the list of deployments that were led.
+
+A deployment is new until the ranks of its group were all here. The store keeps no records of it
+then, is not asked to list it, and drops its leadership after a short time.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from evenkeel_moe.adapters.redis import scripts
+from evenkeel_moe.adapters.redis.client import Client, Timed, deployment_key, timed_call
+from evenkeel_moe.adapters.redis.encoding import UnreadableRecord
+from evenkeel_moe.adapters.redis.wrong_types import WrongTypes
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.ports import Lease
+from evenkeel_moe.wire.values import is_deployment_id
+
+NEW_AGE_S = 3600.0
+"""Age at which the leadership of a deployment without records is dropped. Replicas that restart
+while a group gathers must find it: ranks that know a term that no store knows look like ranks of a
+store that lost its data."""
+_UNDER_A_LEASE = ("term", "written", "documents")
+"""The records of a deployment that is not lasting."""
+_LISTINGS_PER_AGE = 100
+"""Times per record age that a deployment is listed again while it is led."""
+
+_RECORDS = ("term", "written", "plans", "plan_order", "plans_open", "epochs", "documents")
+
+
+class RedisLeases:
+    """Takes, renews and releases leases.
+
+    Args:
+        client: returned by `adapters.redis.client.connect`.
+        prefix: first part of every key.
+        record_age_s: records of a deployment that nobody has led for this long are dropped.
+        unreadable: told of each record that is skipped because it cannot be read.
+        timed: told how long each call took.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        prefix: str,
+        record_age_s: float,
+        unreadable: UnreadableRecord,
+        timed: Timed | None,
+    ) -> None:
+        self._client: Any = client  # The clients share their commands but no typed base.
+        self._unreadable = unreadable
+        self._call = partial(timed_call, timed)
+        self._types = WrongTypes(client, unreadable)
+        self._prefix = prefix
+        self._record_age_s = record_age_s
+        self._record_age_ms = milliseconds(record_age_s)
+        self._listed_at: dict[DeploymentId, float] = {}
+        """Time at which each deployment led through this store was last listed."""
+
+    @property
+    def _seen(self) -> str:
+        return f"{self._prefix}:seen"
+
+    def _key(self, deployment: DeploymentId, name: str) -> str:
+        return deployment_key(self._prefix, deployment, name)
+
+    async def _eval(self, script: str, keys: Sequence[str], *values: object) -> Any:
+        client = self._client
+        return await self._types.run(keys, lambda: client.eval(script, len(keys), *keys, *values))
+
+    async def acquire_lease(
+        self,
+        deployment: DeploymentId,
+        holder: str,
+        ttl_s: float,
+        at_least_term: int,
+        lasting: bool = True,
+    ) -> Lease:
+        """Take the lease if it is free, expired or the same holder's; return the winner's lease."""
+        names = ("lease", "term", "documents", "plans", "epochs")
+        keys = [self._key(deployment, name) for name in names]
+        ages = (self._record_age_ms, milliseconds(NEW_AGE_S))
+        values = (holder, milliseconds(ttl_s), at_least_term, *ages, int(lasting))
+        with self._call("lease", "acquiring a lease"):
+            self._listed_at.pop(deployment, None)
+            winner, term, kept = await self._eval(scripts.ACQUIRE, keys, *values)
+            if kept:
+                await self._list(deployment)
+        return Lease(winner.decode(errors="replace"), int(term), bool(kept))
+
+    async def _list(self, deployment: DeploymentId) -> None:
+        """Add a deployment to those that `deployments` returns, for as long as records are kept."""
+        await self._eval(scripts.SEE, [self._seen], deployment, round(self._record_age_s))
+
+    async def renew_lease(self, deployment: DeploymentId, lease: Lease, ttl_s: float) -> bool:
+        """Prolong a lease; return False when it is no longer ours."""
+        records = _RECORDS if lease.lasting else _UNDER_A_LEASE
+        age_ms = self._record_age_ms if lease.lasting else milliseconds(NEW_AGE_S)
+        keys = [self._key(deployment, name) for name in ("lease", *records)]
+        values = (lease.holder, lease.term, milliseconds(ttl_s), age_ms)
+        with self._call("lease", "renewing a lease"):
+            now, listed_at = time.monotonic(), self._listed_at.get(deployment)
+            due = listed_at is None or now - listed_at >= self._record_age_s / _LISTINGS_PER_AGE
+            if due and lease.lasting:
+                await self._list(deployment)
+                self._listed_at[deployment] = now
+            return bool(await self._eval(scripts.RENEW, keys, *values))
+
+    async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
+        """Give the lease up if it is still ours."""
+        self._listed_at.pop(deployment, None)
+        key = self._key(deployment, "lease")
+        with self._call("lease", "releasing a lease"):
+            await self._eval(scripts.RELEASE, [key], lease.holder, lease.term)
+
+    async def drop_lease(self, deployment: DeploymentId, lease: Lease) -> None:
+        """Delete a lease that is not lasting, if it is still ours, and all written under it."""
+        keys = [self._key(deployment, name) for name in ("lease", *_UNDER_A_LEASE)]
+        with self._call("lease", "dropping a lease"):
+            await self._eval(scripts.RELEASE, keys, lease.holder, lease.term)
+
+    async def has_records(self, deployment: DeploymentId) -> bool:
+        """Return True if the ranks of a deployment were ever all here: an epoch is recorded."""
+        key = self._key(deployment, "epochs")
+        with self._call("read", "looking for records"):
+            return bool(await self._client.exists(key))
+
+    async def fetch_lease(self, deployment: DeploymentId) -> Lease | None:
+        """Return the current leader's lease; None while nobody leads."""
+        key = self._key(deployment, "lease")
+        with self._call("lease", "reading a lease"):
+            holder, term = await self._types.run(
+                [key], lambda: self._client.hmget(key, ["holder", "term"])
+            )
+        if holder is None or term is None:
+            return None
+        try:
+            return Lease(holder.decode(), int(term))
+        except ValueError as error:
+            self._unreadable("lease", key, str(error))
+            return None
+
+    async def unlist(self, deployment: DeploymentId) -> None:
+        """Omit a deployment from `deployments` until it is led again; its records stay."""
+        with self._call("write", "taking a deployment off the list"):
+            await self._types.run([self._seen], lambda: self._client.zrem(self._seen, deployment))
+
+    async def deployments(self) -> Sequence[DeploymentId]:
+        """Return every deployment with a record here, without those that were unlisted."""
+        with self._call("read", "listing deployments"):
+            found = await self._types.run(
+                [self._seen], lambda: self._client.zrange(self._seen, 0, -1)
+            )
+        names = [(self._name("deployment", self._seen, name) or "", name) for name in found]
+        for name, raw in names:
+            if name and not is_deployment_id(name):
+                self._unreadable("deployment", f"{self._seen} {raw!r:.80}", "it is no name")
+        return sorted(DeploymentId(name) for name, _ in names if is_deployment_id(name))
+
+    def _name(self, kind: str, key: str, name: bytes) -> str | None:
+        """Return a name of the store; None if it is not UTF-8."""
+        try:
+            return name.decode()
+        except UnicodeDecodeError as error:
+            self._unreadable(kind, f"{key} {name!r:.80}", str(error))
+            return None
+
+
+def milliseconds(seconds: float) -> int:
+    """Return whole milliseconds, at least one."""
+    return max(1, round(seconds * 1000))
