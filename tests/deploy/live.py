@@ -170,8 +170,8 @@ async def live_through_everything(
     await rank.send(_of_an_epoch_that_never_was(group.route(1)[0]))
     await until(lambda: "evenkeel_report_steps_rejected_total" in seen.names)
     await until(lambda: "evenkeel_report_steps_dropped_total" in seen.names)
-    async with Group("new-1") as one, Group("new-2") as another:
-        for new in (one, another):
+    async with Group("new-1") as first, Group("new-2") as second:
+        for new in (first, second):
             await new.ranks[0].connect(controller.address)
         await until(lambda: "evenkeel_deployments_refused_total" in seen.names)
     await rank.send(Heartbeat(group.step, 10_000, 1 << 20, "an engine that stopped half way"))
