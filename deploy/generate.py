@@ -194,6 +194,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "image.digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
     "devValkey.image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
+    "security": {"enum": ["default", "strict"]},
     "redis.prefix": {"type": "string", "pattern": "^[A-Za-z0-9_.-]*$"},
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "terminationGracePeriodSeconds": {"type": "integer", "minimum": 25},

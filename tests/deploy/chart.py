@@ -106,9 +106,11 @@ def container(name: str, *sets: str) -> dict[str, Any]:
     return one
 
 
-def refusal(*sets: str) -> str:
+def refusal(*sets: str, name: str = "default") -> str:
     """Return helm's error message for values that it refuses."""
-    words = [word for one in sets for word in ("--set", one)]
+    values = VALUES[name]
+    words = ["-f", str(values)] if values is not None else []
+    words += [word for one in sets for word in ("--set", one)]
     answer = helm("template", "r", CHART, *words)
     assert answer.code != 0, answer.out
     return answer.err

@@ -46,6 +46,37 @@ def test_with_a_certificate_the_api_its_probes_and_its_users_speak_https(tmp_pat
         assert f"--url {scheme.lower()}://" in notes(tmp_path, name)
 
 
+def test_strict_wants_certificates_identities_tokens_and_a_network_policy():
+    variables = {one["name"]: one.get("value") for one in container("strict")["env"]}
+    assert variables["EVENKEEL_GRPC__TLS_REQUIRE_IDENTITY"] == "true"
+    assert variables["EVENKEEL_GRPC__TLS_CLIENT_CA_FILE"] == "/etc/evenkeel/grpc-tls/ca.crt"
+    assert variables["EVENKEEL_REST__TLS_CERT_FILE"] == "/etc/evenkeel/rest-tls/tls.crt"
+    assert variables["EVENKEEL_REST__TOKEN_FILE"] == "/etc/evenkeel/api/tokens"
+    assert only("strict", "NetworkPolicy")["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert kind("default", "NetworkPolicy") == []
+    plain = {one["name"] for one in container("default")["env"]}
+    assert "EVENKEEL_GRPC__TLS_REQUIRE_IDENTITY" not in plain
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("grpc.tls.existingSecret=", "grpc.tls.existingSecret and grpc.tls.clientCaKey"),
+        ("grpc.tls.clientCaKey=", "grpc.tls.existingSecret and grpc.tls.clientCaKey"),
+        ("rest.tls.existingSecret=", "rest.tls.existingSecret"),
+        ("api.tokens.existingSecret=", "api.tokens.existingSecret"),
+    ],
+)
+def test_strict_is_refused_without_what_it_needs(missing, told):
+    assert f"security: strict needs {told}" in refusal(missing, name="strict")
+
+
+def test_strict_takes_no_store_without_a_password_and_no_other_word_is_taken():
+    changes = ("redis.url=", "devValkey.enabled=true")
+    assert "strict refuses devValkey" in refusal(*changes, name="strict")
+    assert "security" in refusal("security=strickt")
+
+
 def test_replicas_spread_over_nodes_by_default():
     (spread,) = pod("default")["topologySpreadConstraints"]
     assert spread["topologyKey"] == "kubernetes.io/hostname"

@@ -94,6 +94,15 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- if or .Values.redis.url .Values.redis.urlKey .Values.devValkey.enabled }}true{{ end }}
 {{- end }}
 
+{{/* Not empty if nobody may connect without a certificate or a token. */}}
+{{- define "evenkeel.strict" -}}
+{{- if eq .Values.security "strict" }}true{{ end }}
+{{- end }}
+
+{{- define "evenkeel.networkPolicy" -}}
+{{- if or .Values.networkPolicy.enabled (include "evenkeel.strict" .) }}true{{ end }}
+{{- end }}
+
 {{- define "evenkeel.restScheme" -}}
 {{- if .Values.rest.tls.existingSecret }}https{{ else }}http{{ end }}
 {{- end }}
@@ -120,6 +129,20 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 {{- if and .Values.devValkey.enabled (or .Values.redis.url .Values.redis.urlKey) }}
 {{- fail "devValkey.enabled and redis name two stores: set one" }}
+{{- end }}
+{{- if include "evenkeel.strict" . }}
+{{- if not (and .Values.grpc.tls.existingSecret .Values.grpc.tls.clientCaKey) }}
+{{- fail "security: strict needs grpc.tls.existingSecret and grpc.tls.clientCaKey: ranks must show certificates" }}
+{{- end }}
+{{- if not .Values.rest.tls.existingSecret }}
+{{- fail "security: strict needs rest.tls.existingSecret: tokens must not be sent in clear text" }}
+{{- end }}
+{{- if not .Values.api.tokens.existingSecret }}
+{{- fail "security: strict needs api.tokens.existingSecret: the first token has role admin and names no person" }}
+{{- end }}
+{{- if .Values.devValkey.enabled }}
+{{- fail "security: strict refuses devValkey.enabled: the trial store has no password" }}
+{{- end }}
 {{- end }}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) }}
 {{- fail "ingress.enabled needs ingress.hosts" }}
