@@ -178,8 +178,8 @@ async def test_a_rank_that_hung_up_while_the_lease_was_sought_leaves_nothing(tmp
                 for rank in group.ranks:
                     call = agent_pb2_grpc.RankLinkStub(channel).Attach()
                     await call.write(encode_rank_message(rank.hello()))
-                    # Hello must arrive before the stream ends; the stopped store delays the answer.
-                    await asyncio.sleep(0.3)
+                    # For 0.5 s the store is asked for the name; then for 3 s for the lease.
+                    await asyncio.sleep(1.5)
                     call.cancel()
         finally:
             os.kill(valkey.pid, signal.SIGCONT)
