@@ -6,7 +6,7 @@ PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
 .PHONY: demo test test-engines test-vllm test-gpu gpu-report test-deploy test-console
-.PHONY: example-join example-qwen3moe check sim chaos fuzz format console-vendor console-images
+.PHONY: example-join example-qwen3moe check sim chaos fuzz soak format console-vendor console-images
 .PHONY: proto verify-proto
 .PHONY: proto-breaking proto-release deploy-files sbom clean
 
@@ -96,6 +96,10 @@ chaos: .venv/ready
 # Gives every parser wrong input for so many seconds. What made one fail is kept in the corpus.
 fuzz: .venv/ready
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600)
+
+# Runs hostile peers beside honest groups for so many minutes; fails if the groups lose anything.
+soak: .venv/ready
+	$(BIN)/python -m tests.soak --seconds $$(($(or $(MINUTES),60) * 60)) --seed $(or $(SEED),1)
 
 sim: .venv/ready
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),20000)

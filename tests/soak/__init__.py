@@ -1,0 +1,1 @@
+"""Hostile peers beside an honest fleet, for a long time."""
