@@ -168,6 +168,16 @@ def test_a_reload_that_left_no_checksums_ends_plans_and_not_the_controller():
     group.run(10)
 
 
+def test_the_group_is_asked_at_once_when_a_rank_tells_new_weights_unasked():
+    group = Group()
+    group.version = 2
+    group.state(0)
+    assert group.executor.group is not None and group.executor.group.weights_version == 2
+    plan = replace(plan_of(), weights_version=2)
+    record, _ = group.operator.submit(plan, group.now, approve=True)
+    assert record.phase is PlanPhase.MIGRATING
+
+
 # --- many plans -----------------------------------------------------------------------------------
 
 

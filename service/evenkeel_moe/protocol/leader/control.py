@@ -176,13 +176,13 @@ class DeploymentControl(RankNotes):
         if state.weights_version != group.weights_version and not executor.weights_changed:
             executor.weights_changed = True
             actions += self._to_wave(ctl.CancelWave(Reason.WEIGHTS_VERSION_CHANGED), now)
-        at_rest = not executor.running and state.query >= recovery.settled_query
-        differs = (
+        # An answer to an older question may tell a map from before the last wave ended.
+        differs = state.query >= recovery.settled_query and (
             state.epoch != group.epoch
             or state.wave is not None
             or state.placement_digest != group.placement.digest
         )
-        if at_rest and (differs or executor.weights_changed):
+        if not executor.running and (differs or executor.weights_changed):
             self.state = ControlState.RECOVERING
             actions += recovery.begin(now)
         return actions
