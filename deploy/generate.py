@@ -1,4 +1,4 @@
-"""Generates dashboards, rules for a plain Prometheus, the chart's schema, and tables of settings.
+"""Generates dashboards, rules, runbook pages, the chart's schema, and tables of settings.
 
 `python -m deploy.generate` writes them; a test checks that they are up to date. The sources are
 deploy/dashboards/, helm/evenkeel/rules/, helm/evenkeel/values.yaml, and the settings of the
@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from deploy.chart_values import CHART, ROOT, values
 from deploy.dashboards import dashboards
+from deploy.runbook_pages import runbook_pages
 from deploy.settings_reference import settings_page
 from evenkeel_moe.settings import Settings
 
@@ -51,7 +52,7 @@ def generated() -> dict[Path, str]:
     files[CHART / "README.md"] = _TABLE.sub(
         lambda found: found[1] + values_table() + found[2], readme
     )
-    return files
+    return files | runbook_pages()
 
 
 def rules(selector: str) -> str:
@@ -59,7 +60,7 @@ def rules(selector: str) -> str:
     text = (CHART / "rules" / "evenkeel.yaml").read_text(encoding="utf-8")
     defaults = values()["prometheusRule"]
     names = {name: str(value) for name, value in defaults["thresholds"].items()}
-    names |= {"selector": selector, "runbookUrl": defaults["runbookBaseUrl"]}
+    names |= {"selector": selector, "runbookUrl": "http://localhost:8080/runbooks"}
     body = text.split("groups:\n", 1)[1]
     filled = re.sub(r"\$\{(\w+)\}", lambda found: names[found[1]], body)
     notice = (
@@ -199,7 +200,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "terminationGracePeriodSeconds": {"type": "integer", "minimum": 25},
     "networkPolicy.redisPorts": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-    "prometheusRule.runbookBaseUrl": {"type": "string", "minLength": 1},
+    "prometheusRule.runbookBaseUrl": {"type": "string", "pattern": "^(https?://.+)?$"},
     "emptyDir.dataSizeLimit": _QUANTITY,
     "emptyDir.tmpSizeLimit": _QUANTITY,
     "resources": _RESOURCES,

@@ -1,5 +1,6 @@
 """The console's files: paths, headers, and that they hide no route."""
 
+import posixpath
 import re
 from importlib.resources import files
 
@@ -39,7 +40,8 @@ async def test_every_file_is_served_with_its_type_and_a_tag(anybody, path):
     answer = await anybody.get(path)
     assert answer.status_code == 200
     kind = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-    expected = kind.get(path.rpartition(".")[2], "text/html" if path == "/" else "text/plain")
+    page = path == "/" or path.startswith("/runbooks/")
+    expected = kind.get(path.rpartition(".")[2], "text/html" if page else "text/plain")
     assert answer.headers["content-type"].split(";")[0] == expected
     assert answer.headers["cache-control"] == "no-cache"
     again = await anybody.get(path, headers={"If-None-Match": answer.headers["etag"]})
@@ -80,3 +82,16 @@ async def test_every_module_imports_only_files_that_are_served():
                 elif part != ".":
                     parts.append(part)
             assert "/".join(parts) in served, (path, name)
+
+
+def test_every_link_of_a_runbook_leads_to_a_file_or_a_heading_that_is_served():
+    served = console_files()
+    pages = {path: file.body.decode() for path, file in served.items() if "/runbooks/" in path}
+    assert len(pages) > 25
+    for path, text in pages.items():
+        assert re.findall(r"<script|<style|\bstyle=|\son\w+=", text) == []
+        for link in re.findall(r'(?:href|src)="([^"]+)"', text):
+            target, _, anchor = link.partition("#")
+            found = posixpath.normpath(posixpath.join("/runbooks", target)) if target else path
+            assert found in served, (path, link)
+            assert not anchor or f'id="{anchor}"' in served[found].body.decode(), (path, link)

@@ -165,6 +165,44 @@ def test_rules_carry_labels_thresholds_and_the_job_of_the_release():
     assert not re.search(r"\$\{", yaml.safe_dump(rule))
 
 
+@pytest.mark.parametrize(
+    ("sets", "folder"),
+    [
+        ((), "http://r-evenkeel.ek.svc:8080/runbooks"),
+        (("service.restPort=80",), "http://r-evenkeel.ek.svc:80/runbooks"),
+        (("rest.tls.existingSecret=tls",), "https://r-evenkeel.ek.svc:8080/runbooks"),
+        (
+            ("ingress.enabled=true", "ingress.hosts={ek.example,other.example}"),
+            "http://ek.example/runbooks",
+        ),
+        (
+            (
+                "ingress.enabled=true",
+                "ingress.hosts={ek.example}",
+                "ingress.tls[0].secretName=tls",
+            ),
+            "https://ek.example/runbooks",
+        ),
+        (
+            (
+                "httpRoute.enabled=true",
+                "httpRoute.hostnames={ek.example}",
+                "httpRoute.parentRefs[0].name=gateway",
+            ),
+            "https://ek.example/runbooks",
+        ),
+    ],
+)
+def test_a_runbook_url_is_absolute_and_leads_to_the_controllers(sets, folder):
+    (rule,) = [
+        one
+        for one in rendered("default", "prometheusRule.enabled=true", *sets)
+        if one["kind"] == "PrometheusRule"
+    ]
+    for one in (one for group in rule["spec"]["groups"] for one in group["rules"]):
+        assert one["annotations"]["runbook_url"] == f"{folder}/{one['alert']}.md"
+
+
 def test_every_threshold_is_used_by_a_rule():
     text = (CHART / "rules" / "evenkeel.yaml").read_text()
     used = set(re.findall(r"\$\{(\w+)\}", text.split("groups:", 1)[1])) - {"selector", "runbookUrl"}

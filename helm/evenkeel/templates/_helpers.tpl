@@ -107,6 +107,20 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- if .Values.rest.tls.existingSecret }}https{{ else }}http{{ end }}
 {{- end }}
 
+{{/* Where the runbook pages are: the given URL, or the controllers, which serve them. */}}
+{{- define "evenkeel.runbookUrl" -}}
+{{- $rule := .Values.prometheusRule }}
+{{- if $rule.runbookBaseUrl }}
+{{- $rule.runbookBaseUrl }}
+{{- else if and .Values.ingress.enabled .Values.ingress.hosts }}
+{{- printf "%s://%s/runbooks" (ternary "https" "http" (not (empty .Values.ingress.tls))) (first .Values.ingress.hosts) }}
+{{- else if and .Values.httpRoute.enabled .Values.httpRoute.hostnames }}
+{{- printf "https://%s/runbooks" (first .Values.httpRoute.hostnames) }}
+{{- else }}
+{{- printf "%s://%s.%s.svc:%v/runbooks" (include "evenkeel.restScheme" .) (include "evenkeel.fullname" .) .Release.Namespace .Values.service.restPort }}
+{{- end }}
+{{- end }}
+
 {{- define "evenkeel.settings" -}}
 {{ toYaml .Values.config }}
 {{- end }}

@@ -1,6 +1,7 @@
-"""Serves the console: the package's static files at `/` and `/console/`, without a token.
+"""Serves the console and the runbooks: static files of the package, without a token.
 
-The files hold no data. The page asks for a token and calls the same routes as every other client.
+The files hold no data. The console asks for a token and calls the same routes as every other
+client.
 """
 
 import gzip
@@ -62,11 +63,23 @@ class StaticFile:
 
 @cache
 def console_files() -> Mapping[str, StaticFile]:
-    """Return the files of the console by path; `/` is its page."""
+    """Return the files by path: the console at `/` and `/console/`, the runbooks at `/runbooks/`.
+
+    A runbook is a page, and its path ends in `.md` as its source's does, so that a `runbook_url`
+    has one form wherever the pages are read.
+    """
     root = files("evenkeel_moe") / "console"
-    found = {f"/console/{name}": _static_file(entry) for name, entry in _walk(root)}
-    found["/"] = found.pop("/console/index.html")
+    found = {_path(name): _static_file(entry) for name, entry in _walk(root)}
+    found["/runbooks/"] = found["/runbooks/README.md"]
     return found
+
+
+def _path(name: str) -> str:
+    if name == "index.html":
+        return "/"
+    if name.startswith("runbooks/"):
+        return f"/{name.removesuffix('.html')}.md"
+    return f"/console/{name}"
 
 
 def _walk(folder: Traversable, prefix: str = "") -> list[tuple[str, Traversable]]:

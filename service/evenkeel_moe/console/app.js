@@ -86,6 +86,7 @@ function Frame({ holder, signOut, children }) {
       <a class="brand" href="#/"
         ><img src="console/icon.svg" alt="" width="26" height="26" />Evenkeel</a
       >
+      <a href="runbooks/">Runbooks</a>
       <span class="holder">Token <b>${holder.name}</b>, role <b>${holder.role}</b></span>
       <button type="button" class="button small" id="sign-out" onClick=${signOut}>Sign out</button>
     </header>
