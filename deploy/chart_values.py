@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["CHART", "ROOT", "alert_thresholds", "values"]
+__all__ = ["CHART", "ROOT", "Bound", "alert_thresholds", "bound", "values"]
 
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "helm" / "evenkeel"
@@ -21,3 +21,29 @@ def alert_thresholds() -> dict[str, Any]:
     """Return the thresholds of the alerts: numbers, and durations as Prometheus writes them."""
     found: dict[str, Any] = values()["prometheusRule"]["thresholds"]
     return found
+
+
+class Bound(float):
+    """The default of an alert's threshold, which remembers its name.
+
+    A plain dashboard shows the number. In the chart's dashboard it is a placeholder, so that a
+    release shows its own threshold.
+    """
+
+    placeholder: str
+
+    def __new__(cls, value: float, placeholder: str) -> "Bound":
+        """Return a float with the text that stands for it in the chart."""
+        made = super().__new__(cls, value)
+        made.placeholder = placeholder
+        return made
+
+    def halfway_to_one(self) -> "Bound":
+        """Return the mean of the threshold and 1, which the chart computes too."""
+        name = self.placeholder.removeprefix("${").removesuffix("}")
+        return Bound((1 + self) / 2, f"${{{name}.halfwayToOne}}")
+
+
+def bound(name: str) -> Bound:
+    """Return the threshold of the alerts with this name in values.yaml."""
+    return Bound(alert_thresholds()[name], f"${{{name}}}")

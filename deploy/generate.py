@@ -16,7 +16,7 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from pydantic import TypeAdapter
 
-from deploy.chart_values import CHART, ROOT, values
+from deploy.chart_values import CHART, ROOT, Bound, values
 from deploy.dashboards import dashboards
 from deploy.runbook_pages import runbook_pages
 from deploy.settings_reference import settings_page
@@ -39,11 +39,10 @@ CHARTS_OWN = {
 
 def generated() -> dict[Path, str]:
     """Return the text of every generated file by its path."""
-    files = {
-        CHART / "dashboards" / f"{name}.json": JSONEncoder(sort_keys=True, indent=2).encode(board)
-        + "\n"
-        for name, board in dashboards().items()
-    }
+    files = {}
+    for name, board in dashboards().items():
+        files[ROOT / "deploy" / "grafana" / "dashboards" / f"{name}.json"] = _json(board)
+        files[CHART / "dashboards" / f"{name}.json"] = _json(_with_placeholders(board))
     files[ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml"] = rules(selector='job="evenkeel"')
     files[ROOT / "deploy" / "prometheus" / "alertmanager.yaml"] = alertmanager()
     files[CHART / "values.schema.json"] = json.dumps(_schema(), indent=2) + "\n"
@@ -53,6 +52,23 @@ def generated() -> dict[Path, str]:
         lambda found: found[1] + values_table() + found[2], readme
     )
     return files | runbook_pages()
+
+
+def _json(board: object) -> str:
+    return JSONEncoder(sort_keys=True, indent=2).encode(board) + "\n"
+
+
+def _with_placeholders(part: Any) -> Any:
+    """Return a part of a dashboard whose thresholds are the chart's to fill in."""
+    if isinstance(part, Bound):
+        return part.placeholder
+    if hasattr(part, "to_json"):
+        return _with_placeholders(part.to_json())
+    if isinstance(part, dict):
+        return {key: _with_placeholders(value) for key, value in part.items()}
+    if isinstance(part, list):
+        return [_with_placeholders(value) for value in part]
+    return part
 
 
 def rules(selector: str) -> str:

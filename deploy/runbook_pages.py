@@ -69,7 +69,7 @@ def _anchor(heading: str) -> str:
 
 
 def _without_dead_links(children: list[Token], served: set[str]) -> list[Token]:
-    """Replace links to files that the controller does not serve by their names in the repository."""
+    """Replace each link to a file that is not served by its name in the repository."""
     kept: list[Token] = []
     name = ""
     for child in children:

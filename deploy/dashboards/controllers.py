@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deploy.chart_values import alert_thresholds
+from deploy.chart_values import bound
 from deploy.dashboards.parts import BY, GREEN, ONE, RED, line_panel, thresholds
 
 __all__ = ["controller_panels"]
@@ -74,7 +74,7 @@ def _planner() -> list[Any]:
 
 def _processes() -> list[Any]:
     ends = f"min by (kind) (evenkeel_certificate_expiry_timestamp_seconds{_ALL})"
-    soon = alert_thresholds()["certificateExpirySeconds"]
+    soon = bound("certificateExpirySeconds")
     return [
         line_panel(
             "Processor of the controllers",

@@ -8,7 +8,7 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models import heatmap as heatmap_models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from deploy.chart_values import alert_thresholds
+from deploy.chart_values import bound
 from deploy.dashboards.deployment_now import now_panels
 from deploy.dashboards.deployment_plans import plan_panels
 from deploy.dashboards.parts import (
@@ -53,7 +53,6 @@ def deployment() -> dashboard.Dashboard:
 
 
 def _balance_panels() -> list[Any]:
-    bounds = alert_thresholds()
     return [
         line_panel(
             "Balancedness",
@@ -68,7 +67,7 @@ def _balance_panels() -> list[Any]:
             ],
             unit="percentunit",
             most=1,
-            colors=better_above(bounds["balancednessMin"]),
+            colors=better_above(bound("balancednessMin")),
         ),
         line_panel(
             "Time balance and token balance",
@@ -82,7 +81,7 @@ def _balance_panels() -> list[Any]:
             ],
             unit="percentunit",
             most=1,
-            colors=better_above(bounds["timeBalanceMin"]),
+            colors=better_above(bound("timeBalanceMin")),
         ),
         state_panel(
             "Cost model",
@@ -215,14 +214,14 @@ def _migration_panels() -> list[Any]:
                 (quantile(0.99, "evenkeel_swap_stall_seconds"), "99 %"),
             ],
             unit="s",
-            colors=thresholds((None, GREEN), (alert_thresholds()["swapStallSeconds"], RED)),
+            colors=thresholds((None, GREEN), (bound("swapStallSeconds"), RED)),
         ),
     ]
 
 
 def _rank_panels() -> list[Any]:
     pace = f"max by (rank) (evenkeel_rank_compute_seconds_per_token{{{ONE}}})"
-    slow = alert_thresholds()["slowRankRatio"]
+    slow = bound("slowRankRatio")
     return [
         line_panel(
             "Slow ranks",
@@ -325,6 +324,6 @@ def _ingest_panels() -> list[Any]:
             " EvenkeelDataStale.",
             [(f"time() - max(evenkeel_newest_step_timestamp_seconds{{{ONE}}})", "age")],
             unit="s",
-            colors=thresholds((None, GREEN), (alert_thresholds()["dataStaleSeconds"], RED)),
+            colors=thresholds((None, GREEN), (bound("dataStaleSeconds"), RED)),
         ),
     ]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deploy.chart_values import alert_thresholds
+from deploy.chart_values import bound
 from deploy.dashboards.alerts import firing_alerts
 from deploy.dashboards.parts import (
     BLUE,
@@ -98,14 +98,13 @@ def _state() -> list[Any]:
             "Since the newest cycle ended; red above the threshold of EvenkeelNoDecisions.",
             f"time() - max(evenkeel_last_decision_timestamp_seconds{{{ONE}}})",
             unit="s",
-            colors=thresholds((None, GREEN), (alert_thresholds()["noDecisionsSeconds"], RED)),
+            colors=thresholds((None, GREEN), (bound("noDecisionsSeconds"), RED)),
             nothing="no decision yet",
         ),
     ]
 
 
 def _figures() -> list[Any]:
-    bounds = alert_thresholds()
     return [
         number_panel(
             "Lowest balancedness",
@@ -113,7 +112,7 @@ def _figures() -> list[Any]:
             " EvenkeelBalancednessLow.",
             _BALANCE,
             unit="percentunit",
-            colors=better_above(bounds["balancednessMin"]),
+            colors=better_above(bound("balancednessMin")),
             nothing="unknown",
         ),
         number_panel(
@@ -122,7 +121,7 @@ def _figures() -> list[Any]:
             " known.",
             f"max(evenkeel_time_balance_ratio{{{ONE}}})",
             unit="percentunit",
-            colors=better_above(bounds["timeBalanceMin"]),
+            colors=better_above(bound("timeBalanceMin")),
             nothing="unknown",
         ),
         number_panel(
@@ -158,7 +157,7 @@ def _figures() -> list[Any]:
             " of EvenkeelProposalWaiting.",
             f"time() - max(evenkeel_proposal_created_timestamp_seconds{{{ONE}}})",
             unit="s",
-            colors=thresholds((None, BLUE), (bounds["proposalWaitingSeconds"], YELLOW)),
+            colors=thresholds((None, BLUE), (bound("proposalWaitingSeconds"), YELLOW)),
             nothing="none waits",
         ),
     ]

@@ -6,7 +6,7 @@ from grafana_foundation_sdk.builders import table
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from deploy.chart_values import alert_thresholds
+from deploy.chart_values import bound
 from deploy.dashboards.alerts import firing
 from deploy.dashboards.parts import (
     BY,
@@ -104,9 +104,9 @@ def deployments_table() -> table.Panel:
 
 
 def _looks() -> dict[str, list[models.DynamicConfigValue]]:
-    bound = alert_thresholds()["balancednessMin"]
+    least = bound("balancednessMin")
     bad_above_zero = thresholds((None, GREEN), (1, RED)).build()
-    balance = thresholds((None, RED), (bound, YELLOW), ((1 + bound) / 2, GREEN)).build()
+    balance = thresholds((None, RED), (least, YELLOW), (least.halfway_to_one(), GREEN)).build()
     warnings = thresholds((None, GREEN), (1, YELLOW)).build()
     return {
         "deployment": [_set("links", [{"title": "Open its dashboard", "url": _PAGE}])],

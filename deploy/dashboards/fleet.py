@@ -5,7 +5,7 @@ from typing import Any
 from grafana_foundation_sdk.builders import dashboard, stat
 from grafana_foundation_sdk.models import common as kinds
 
-from deploy.chart_values import alert_thresholds
+from deploy.chart_values import bound
 from deploy.dashboards.alerts import firing_alerts
 from deploy.dashboards.controllers import controller_panels
 from deploy.dashboards.deployments_table import deployments_table
@@ -46,7 +46,7 @@ def fleet() -> dashboard.Dashboard:
 
 def _numbers() -> list[stat.Panel]:
     bad_above_zero = thresholds((None, GREEN), (1, RED))
-    bound = alert_thresholds()["balancednessMin"]
+    least = bound("balancednessMin")
     return [
         number_panel(
             "Deployments led",
@@ -74,7 +74,7 @@ def _numbers() -> list[stat.Panel]:
             " EvenkeelBalancednessLow.",
             f"min(max by ({BY}, phase) (evenkeel_balancedness_mean_ratio{{{ONE}}}))",
             unit="percentunit",
-            colors=better_above(bound),
+            colors=better_above(least),
         ),
         number_panel(
             "Stores out of reach",
@@ -93,7 +93,7 @@ def _numbers() -> list[stat.Panel]:
 
 
 def _balance() -> list[Any]:
-    bound = alert_thresholds()["balancednessMin"]
+    least = bound("balancednessMin")
     return [
         line_panel(
             title,
@@ -117,7 +117,7 @@ def _balance() -> list[Any]:
                 "Balancedness, mean",
                 "averaged over layers",
                 " The lines are the colours of the table above.",
-                better_above(bound),
+                better_above(least),
             ),
             ("worst", "Balancedness, worst layer", "of the worst layer", "", None),
         )
@@ -172,7 +172,7 @@ def _plans() -> list[Any]:
 
 
 def _ingest() -> list[Any]:
-    stale = alert_thresholds()["dataStaleSeconds"]
+    stale = bound("dataStaleSeconds")
     return [
         line_panel(
             "Rank steps taken in",

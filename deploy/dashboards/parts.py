@@ -14,6 +14,8 @@ from grafana_foundation_sdk.builders import (
 from grafana_foundation_sdk.models import common as kinds
 from grafana_foundation_sdk.models import dashboard as models
 
+from deploy.chart_values import Bound
+
 __all__ = [
     "BLUE",
     "BY",
@@ -102,9 +104,9 @@ def thresholds(*pairs: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
     return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps)
 
 
-def better_above(bound: float) -> dashboard.ThresholdsConfig:
+def better_above(least: Bound) -> dashboard.ThresholdsConfig:
     """Return red below the bound of an alert, green from halfway between it and 1."""
-    return thresholds((None, RED), (bound, YELLOW), ((1 + bound) / 2, GREEN))
+    return thresholds((None, RED), (least, YELLOW), (least.halfway_to_one(), GREEN))
 
 
 def words(meaning: Mapping[int, tuple[str, str]]) -> list[models.ValueMapping]:

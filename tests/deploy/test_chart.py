@@ -1,7 +1,9 @@
 """The chart against conventions of Kubernetes; each violation would cause a fault in a cluster."""
 
 import copy
+import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import kubernetes_validate
@@ -13,6 +15,7 @@ from deploy.generate import described
 from tests.deploy.chart import (
     CHART,
     CUSTOM,
+    ROOT,
     VALUES,
     container,
     every_values,
@@ -26,6 +29,7 @@ from tests.deploy.chart import (
 )
 
 pytestmark = pytest.mark.deploy
+BOARDS = ROOT / "deploy" / "grafana" / "dashboards"
 
 
 # --- renders, and is what Kubernetes takes --------------------------------------------------------
@@ -215,17 +219,57 @@ def test_dashboards_are_config_maps_the_sidecar_finds():
         for one in kind("all-on", "ConfigMap")
         if "grafana_dashboard" in one["metadata"]["labels"]
     ]
-    assert len(maps) == len(list((CHART / "dashboards").glob("*.json"))) == 2
+    assert len(maps) == len(list(BOARDS.glob("*.json"))) == 2
     for one in maps:
         assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
         assert one["metadata"]["annotations"] == {"grafana_folder": "Serving"}
         assert one["metadata"]["namespace"] == "monitoring"
         ((name, body),) = one["data"].items()
-        assert body == (CHART / "dashboards" / name).read_text()
+        assert json.loads(body)["uid"] == name.removesuffix(".json")
     renamed = rendered(
         "default", "dashboards.enabled=true", "dashboards.label=board", "dashboards.labelValue=yes"
     )
     assert [one for one in renamed if one["metadata"]["labels"].get("board") == "yes"]
+
+
+def _boards(values_name: str, *sets: str) -> dict[str, dict]:
+    """File name -> dashboard of a release."""
+    return {
+        name: json.loads(body)
+        for one in rendered(values_name, "dashboards.enabled=true", *sets)
+        if "grafana_dashboard" in one["metadata"].get("labels", {})
+        for name, body in one["data"].items()
+    }
+
+
+def _bounds(board: object) -> Counter:
+    """Return how often each number is a bound of colours in a dashboard."""
+    if isinstance(board, dict) and set(board) == {"color", "value"}:
+        return Counter([board["value"]])
+    inner = board.values() if isinstance(board, dict) else board if isinstance(board, list) else ()
+    return sum(map(_bounds, inner), Counter())
+
+
+def test_a_releases_dashboards_show_its_own_thresholds():
+    plain = {path.name: json.loads(path.read_text()) for path in BOARDS.glob("*.json")}
+    assert _boards("default") == plain
+    own = yaml.safe_load((CHART / "ci" / "all-on-values.yaml").read_text())
+    assert own["prometheusRule"]["thresholds"]["balancednessMin"] == 0.8
+    seconds = "prometheusRule.thresholds.certificateExpirySeconds=1209600"
+    changed = _boards("all-on", seconds)
+    assert {json.dumps(board).count("${balancedness") for board in changed.values()} == {0}
+    for name, board in plain.items():
+        before, after = _bounds(board), _bounds(changed[name])
+        # timeBalanceMin has the same default and stays.
+        moved = before[0.75] - after[0.75]
+        assert moved >= 1 and (after[0.8], after[0.9]) == (moved, moved), name
+        assert (before[604800], after[604800]) == (after[1209600], 0)
+
+
+def test_every_bound_in_the_charts_dashboards_is_a_threshold_of_its_alerts():
+    for path in (CHART / "dashboards").glob("*.json"):
+        named = set(re.findall(r'"value": "\$\{(\w+)(?:\.halfwayToOne)?\}"', path.read_text()))
+        assert named and named <= set(values()["prometheusRule"]["thresholds"])
 
 
 # --- values ---

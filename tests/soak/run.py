@@ -122,7 +122,7 @@ async def run_soak(
             task.cancel()
         await asyncio.gather(*watched, return_exceptions=True)
         plans = await _judge_end(fleet, terms)
-    wanted = int(seconds / 120) if least_plans is None else least_plans
+    wanted = int((time.monotonic() - began) / 120) if least_plans is None else least_plans
     if plans["committed"] < wanted:
         fleet.failures.append(
             f"{plans['committed']} plans were committed, at least {wanted} should"
