@@ -9,9 +9,11 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY service ./service
 # Modules are compiled here, because with a read-only root every process would have to compile them
-# again. pip is not part of the image.
+# again. pip is not part of the image. The wheel is for engines' pods that install the plugin into a
+# volume: deploy/examples/patches.
 RUN python -m venv /opt/evenkeel \
  && /opt/evenkeel/bin/pip install --no-cache-dir -c constraints.txt '.[controller]' \
+ && /opt/evenkeel/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /opt/evenkeel/wheels . \
  && /opt/evenkeel/bin/pip uninstall --yes pip setuptools \
  && /opt/evenkeel/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"
 

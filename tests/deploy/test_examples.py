@@ -2,6 +2,12 @@
 
 import copy
 import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
 
 import kubernetes_validate
 import pytest
@@ -9,6 +15,7 @@ import yaml
 
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from tests.deploy.chart import ROOT
+from tests.waiting import deadline
 
 pytestmark = pytest.mark.deploy
 FOLDER = ROOT / "deploy" / "examples"
@@ -71,13 +78,99 @@ def test_the_patch_for_tls_names_its_container_and_files_that_it_mounts(path):
     for variable in container["env"]:
         assert variable["name"] in fields
         assert variable["value"].startswith(mount["mountPath"])
-    # Merged by name, as kubectl and kustomize do with lists of a pod.
+    _check_pod(whole, added)
+
+
+def _check_pod(whole, added):
+    """Check the pod with what a patch adds; lists merge by name, as in kubectl and kustomize."""
     for key in ("env", "volumeMounts"):
-        whole["spec"]["containers"][0][key] += container[key]
+        whole["spec"]["containers"][0][key] += added["containers"][0][key]
     whole["spec"]["volumes"] += added["volumes"]
+    whole["spec"]["initContainers"] = added.get("initContainers", [])
     pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(whole)}
     pod["metadata"]["name"] = "x"
     kubernetes_validate.validate(pod, "1.37", strict=True)
+
+
+@pytest.mark.parametrize("path", PODS, ids=lambda path: path.stem)
+def test_the_patch_for_the_engines_own_image_fits_its_pod_and_the_controllers_image(path):
+    engine = path.stem.removesuffix("-decode")
+    patch = yaml.safe_load((FOLDER / "patches" / f"{engine}-plugin.yaml").read_text())
+    assert patch["metadata"]["name"] == path.stem
+    added = patch["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    wheel, plugin = added["initContainers"]
+    (container,) = added["containers"]
+    assert container["name"] == workers(path)["spec"]["containers"][0]["name"]
+    assert plugin["image"] == container["image"], "another Python would install other packages"
+    assert f"--wheel-dir {wheel['command'][2]} " in (ROOT / "Dockerfile").read_text()
+    (volume,) = added["volumes"]
+    for one in (wheel, plugin, container):
+        (mount,) = one["volumeMounts"]
+        assert (mount["name"], mount["mountPath"]) == (volume["name"], "/evenkeel")
+    _check_pod(workers(path), added)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """Return a folder with the wheel of this checkout."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("*.egg-info", "__pycache__")
+    shutil.copytree(ROOT / "service", source / "service", ignore=ignored)
+    made = tmp_path_factory.mktemp("wheels")
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", made)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", *options, source],
+        check=True,
+        timeout=deadline(120),
+    )
+    return made
+
+
+def _engines_python(folder):
+    """Return a Python that has every package of this one except Evenkeel."""
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if "evenkeel" not in entry.name:
+            (packages / entry.name).symlink_to(entry)
+    return folder / "bin" / "python3"
+
+
+def test_the_engines_python_finds_the_plugin_in_the_volume_and_keeps_its_packages(wheels, tmp_path):
+    python = _engines_python(tmp_path / "engine")
+    volume = tmp_path / "volume"
+    shutil.copytree(wheels, volume / "wheels")
+    patch = yaml.safe_load((FOLDER / "patches" / "vllm-plugin.yaml").read_text())
+    added = patch["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    (script,) = added["initContainers"][1]["args"]
+    (path,) = (one["value"] for one in added["containers"][0]["env"])
+    environment = {"PATH": f"{python.parent}:/usr/bin:/bin", "PIP_NO_INDEX": "1"}
+    for _ in range(2):  # a restarted init container finds the volume as it left it
+        subprocess.run(
+            [*added["initContainers"][1]["command"], script.replace("/evenkeel", str(volume))],
+            env=environment,
+            check=True,
+            timeout=deadline(120),
+        )
+    asked = (
+        "from importlib.metadata import entry_points; import numpy, evenkeel_moe\n"
+        "(one,) = entry_points(group='vllm.general_plugins', name='evenkeel')\n"
+        "print(one.load().__name__, evenkeel_moe.__file__, numpy.__file__, sep='\\n')"
+    )
+    environment["PYTHONPATH"] = path.replace("/evenkeel", str(volume))
+    found = subprocess.run(
+        [python, "-c", asked],
+        env=environment,
+        check=True,
+        timeout=deadline(120),
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    assert found[0] == "register"
+    assert found[1].startswith(str(volume)) and not found[2].startswith(str(volume))
+    assert not list(volume.rglob("numpy"))
 
 
 def test_the_image_of_ranks_installs_the_extra_and_keeps_the_engines_torch():
