@@ -28,6 +28,7 @@ class Reason(StrEnum):
     BALANCE_BELOW_THRESHOLD = "balance_below_threshold"
     LOAD_CHANGED = "load_changed"
     OBSERVE_MODE = "observe_mode"
+    SEPARATE_APPROVAL = "separate_approval"
     PLAN_IN_PROGRESS = "plan_in_progress"
     FROZEN = "frozen"
     OUTSIDE_SCHEDULE = "outside_schedule"

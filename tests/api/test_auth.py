@@ -146,15 +146,18 @@ async def test_every_role_includes_the_lower_roles(app):
             assert tuple(answer.status_code for answer in answers) == statuses
 
 
-async def test_only_an_admin_changes_the_limits_of_every_plan(app, operations):
+@pytest.mark.parametrize(
+    ("name", "value"), [("limits", {"max_moves": 3}), ("separate_approval", False)]
+)
+async def test_only_an_admin_changes_what_bounds_every_operator(app, operations, name, value):
     policy = "/v1/deployments/demo/policy"
-    changes = {"limits": {"max_moves": 3}}
+    changes = {name: value}
     async with make_client(app, OPERATE) as client:
         assert_problem(await client.patch(policy, json=changes), 403)
-        assert "limits" not in operations.document
+        assert name not in operations.document
         assert (await client.patch(policy, json={"mode": "propose"})).status_code == 200
     async with make_client(app, ADMIN) as client:
-        assert (await client.patch(policy, json=changes)).json()["limits"] == {"max_moves": 3}
+        assert (await client.patch(policy, json=changes)).json()[name] == value
 
 
 async def test_only_an_admin_lifts_the_lock_of_observe(app, operations):

@@ -194,7 +194,8 @@ async def set_policy(
 ) -> Any:
     """Change mode, policy, its options, cost, gates, schedule, or limits (role admin).
 
-    Role admin is also needed for `observe_lock`, and to leave mode observe while it is true.
+    Role admin is also needed for `observe_lock` and `separate_approval`, and to leave mode observe
+    while `observe_lock` is true.
     Returns the document.
     """
     tags = None if if_match is None else {tag.strip() for tag in if_match.split(",")}
@@ -227,7 +228,7 @@ async def set_policy(
 
 def _needs_admin(changes: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
     """Return the changes that only role admin may make; empty if there are none."""
-    needs = [name for name in ("limits", "observe_lock") if name in changes]
+    needs = [name for name in ("limits", "observe_lock", "separate_approval") if name in changes]
     locked = base is not None and base.get("observe_lock") and base["mode"] == Mode.OBSERVE
     if locked and changes.get("mode", Mode.OBSERVE) != Mode.OBSERVE:
         needs.append("other modes than the locked mode observe")

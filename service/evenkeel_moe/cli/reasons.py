@@ -10,6 +10,7 @@ WORDS: dict[str, str] = {
     Reason.MANUAL_REQUEST: "an operator asked for the plan",
     Reason.BALANCE_BELOW_THRESHOLD: "balance fell below the threshold plan_below",
     Reason.LOAD_CHANGED: "traffic changed, and the change cost balance",
+    Reason.SEPARATE_APPROVAL: "another person than the maker must approve the plan",
     Reason.OBSERVE_MODE: "a plan would pay, and the mode observe starts none",
     Reason.PLAN_IN_PROGRESS: "another plan is running",
     Reason.FROZEN: "an operator froze the deployment for some time",

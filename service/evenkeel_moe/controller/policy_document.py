@@ -43,6 +43,7 @@ def policy_document(policy: DeploymentPolicy) -> dict[str, Any]:
         "dispatch": None if policy.dispatch is None else policy.dispatch.value,
         "cost": policy.cost.value,
         "observe_lock": policy.observe_lock,
+        "separate_approval": policy.separate_approval,
     }
 
 
@@ -126,9 +127,9 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
     cost = document["cost"]
     if not isinstance(cost, str) or cost not in set(CostChoice):
         raise InvalidInput(f"cost {cost!r:.40} is not {' or '.join(CostChoice)}")
-    lock = document["observe_lock"]
-    if not isinstance(lock, bool):
-        raise InvalidInput(f"observe_lock {lock!r:.40} is not true or false")
+    for flag in ("observe_lock", "separate_approval"):
+        if not isinstance(document[flag], bool):
+            raise InvalidInput(f"{flag} {document[flag]!r:.40} is not true or false")
     return DeploymentPolicy(
         mode=Mode(mode),
         policy=name,
@@ -143,7 +144,8 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
         policy_options=document["policy_options"],
         dispatch=_dispatch(document["dispatch"]),
         cost=CostChoice(cost),
-        observe_lock=lock,
+        observe_lock=document["observe_lock"],
+        separate_approval=document["separate_approval"],
     )
 
 

@@ -197,3 +197,8 @@ class PlanRecord:
     """Events of the plan in order, each a row {at, event, ...}."""
     delivered: DeliveredGain | None = None
     """The measured gain; None before it was measured, and if the plan was not carried out."""
+
+    @property
+    def made_by(self) -> str | None:
+        """The name of the token that made the plan; None if the planner did, or it is unknown."""
+        return next((row.get("by") for row in self.story if row["event"] == "created"), None)

@@ -62,6 +62,8 @@ class DeploymentPolicy:
     cost: CostChoice = CostChoice.AUTO
     observe_lock: bool = False
     """True if in mode observe no request may move weights either."""
+    separate_approval: bool = False
+    """True if a plan made by hand starts only when another token than its maker's approves it."""
 
     @property
     def locked(self) -> bool:

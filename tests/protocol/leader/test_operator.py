@@ -125,6 +125,39 @@ def test_locked_observe_lets_nothing_move_weights():
     assert sent(actions)
 
 
+SEPARATE = DeploymentPolicy(mode=Mode.PROPOSE, separate_approval=True)
+
+
+def test_the_maker_of_a_plan_may_not_approve_it():
+    control = control_of()
+    operator = Operator(control)
+    operator.set_policy(SEPARATE, {}, 0.0)
+    operator.submit(plan_of(plan_id="mine", kind=PlanKind.MANUAL), 0.0, by="ann")
+    operator.submit(plan_of(plan_id="unknown", kind=PlanKind.MANUAL), 0.0)
+    for call in (
+        lambda: operator.approve(PlanId("mine"), "ann", 0.0),
+        lambda: operator.approve(PlanId("unknown"), "ann", 0.0),
+        lambda: operator.submit(
+            plan_of(plan_id="now", kind=PlanKind.MANUAL), 0.0, approve=True, by="ann"
+        ),
+    ):
+        with pytest.raises(Conflict) as caught:
+            call()
+        assert caught.value.reason is Reason.SEPARATE_APPROVAL
+    assert list(control.records.by_id) == ["mine", "unknown"]
+    approved, actions = operator.approve(PlanId("mine"), "bob", 0.0)
+    assert sent(actions) and (approved.made_by, approved.approved_by) == ("ann", "bob")
+
+
+@pytest.mark.parametrize("kind", [PlanKind.AUTOMATIC, PlanKind.ROLLBACK])
+def test_separate_approval_stops_neither_the_planners_plans_nor_a_rollback(kind):
+    control = control_of()
+    operator = Operator(control)
+    operator.set_policy(SEPARATE, {}, 0.0)
+    _, actions = operator.submit(plan_of(plan_id="p2", kind=kind), 0.0, approve=True, by="ann")
+    assert sent(actions)
+
+
 def test_a_plan_that_runs_is_cancelled_by_the_lock_of_observe():
     control = control_of(S.MIGRATING)
     actions = Operator(control).set_policy(LOCKED, {}, 0.0)

@@ -6,6 +6,7 @@ const SENTENCES = {
   manual_request: "An operator asked for this plan.",
   balance_below_threshold: "Balance fell below the threshold, so a plan was made.",
   load_changed: "The traffic changed, so a plan was made.",
+  separate_approval: "Another person than the maker must approve the plan.",
   observe_mode: "All gates were open, but in observe mode nothing is moved.",
   plan_in_progress: "A plan is being carried out.",
   frozen: "An operator froze this deployment: no new plan may start.",

@@ -103,7 +103,8 @@ class ManualPlanner:
             expires_at=unix + policy.proposal_ttl_s,
             numbers=result.numbers,
         )
-        starts = request.approve or (policy.mode is Mode.AUTO and not request.dry_run)
+        by_itself = policy.mode is Mode.AUTO and not policy.separate_approval
+        starts = request.approve or (by_itself and not request.dry_run)
         return await self._submit(plan, starts, request.requested_by, digest)
 
     async def rollback(

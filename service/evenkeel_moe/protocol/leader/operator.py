@@ -54,8 +54,8 @@ class Operator:
         The same id with the same digest returns the existing record. A rollback holds `auto` mode.
 
         Raises:
-            Conflict: ID_REUSED, STALE_BASE, and with `approve` OBSERVE_MODE, PLAN_IN_PROGRESS,
-                FROZEN or OUTSIDE_SCHEDULE.
+            Conflict: ID_REUSED, STALE_BASE, and with `approve` OBSERVE_MODE, SEPARATE_APPROVAL,
+                PLAN_IN_PROGRESS, FROZEN or OUTSIDE_SCHEDULE.
             InfeasiblePlan: the plan breaks an invariant (R17).
         """
         executor, planning_loop = self._recovered()
@@ -71,6 +71,7 @@ class Operator:
         if refusal is not None:
             raise InfeasiblePlan(refusal[1], refusal[0])
         if approve:
+            self._require_another_approver(plan, by, by)
             self._require_free(plan, now)
         phase = PlanPhase.APPROVED if approve else PlanPhase.PROPOSED
         unix = now + self.control.unix_offset_s
@@ -104,7 +105,7 @@ class Operator:
         Raises:
             NotFound: no such plan.
             Conflict: STALE_BASE if the epoch moved (R16), EXPIRED, WRONG_PHASE, OBSERVE_MODE,
-                PLAN_IN_PROGRESS, FROZEN, OUTSIDE_SCHEDULE.
+                SEPARATE_APPROVAL, PLAN_IN_PROGRESS, FROZEN, OUTSIDE_SCHEDULE.
         """
         executor, _ = self._recovered()
         records = self.control.records
@@ -118,6 +119,7 @@ class Operator:
             raise Conflict(f"plan {plan_id} was made on epoch {plan.base_epoch}", Reason.STALE_BASE)
         if plan.expires_at is not None and unix >= plan.expires_at:
             raise Conflict(f"plan {plan_id} ran out at {plan.expires_at:.0f}", Reason.EXPIRED)
+        self._require_another_approver(plan, record.made_by, by)
         self._require_free(plan, now)
         change = records.change(record, "approved", unix, phase=PlanPhase.APPROVED, by=by)
         actions = [change, *self.control.advance_plan(now)]
@@ -219,6 +221,17 @@ class Operator:
         if self.control.state is ControlState.RECOVERING:
             raise Unavailable("the ranks are being asked where they stand", Reason.RECOVERING)
         return leading
+
+    def _require_another_approver(self, plan: Plan, maker: str | None, approver: str) -> None:
+        """Refuse a plan by hand that its maker approves, or whose maker is not known."""
+        if not self.control.policy.separate_approval or plan.kind is not PlanKind.MANUAL:
+            return
+        if maker is None or maker == approver:
+            raise Conflict(
+                f"plan {plan.plan_id} was made by {maker or 'an unknown token'}, and with"
+                f" separate_approval another token than its maker's must approve it",
+                Reason.SEPARATE_APPROVAL,
+            )
 
     def _require_free(self, plan: Plan, now: float) -> None:
         """Refuse a plan under the lock of mode observe, or beside another plan.
