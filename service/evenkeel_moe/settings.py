@@ -163,8 +163,7 @@ class PlannerSettings:
     once; a plan that runs is cancelled. Only role admin may change this, or another mode than
     observe while it is set. The chart sets it."""
     separate_approval: bool = False
-    """Who makes a plan by hand may not approve it: it waits for a token with another name. A rollback
-    starts at once, and anybody with role operate may cancel. Only role admin may change this."""
+    """Who makes a plan by hand may not approve it; rollbacks need no approval. Role admin sets it."""
     policy: str = "keel"
     """The planning algorithm, by its name in docs/policies.md."""
     cycle_s: Seconds = 2.0
