@@ -8,7 +8,12 @@ from evenkeel_moe.cli import insight_tables
 from evenkeel_moe.cli.client import ApiClient
 from evenkeel_moe.cli.confirm import confirm
 from evenkeel_moe.cli.heat import heat_map
-from evenkeel_moe.cli.options import NamedDeployment, YesOption, with_option_groups
+from evenkeel_moe.cli.options import (
+    LimitOption,
+    NamedDeployment,
+    YesOption,
+    with_option_groups,
+)
 from evenkeel_moe.cli.watch import ShowOptions
 
 
@@ -48,9 +53,7 @@ def recommend(
 
 
 def audit(
-    limit: Annotated[
-        int, typer.Option("--limit", "-n", min=1, max=1000, help="Number of newest rows to show.")
-    ] = 20,
+    limit: LimitOption = 20,
     *,
     connection: NamedDeployment,
     shown: ShowOptions,

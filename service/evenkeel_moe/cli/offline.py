@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from evenkeel_moe.cli.console import print_json, print_parts, work_bars
-from evenkeel_moe.cli.options import JsonOption, with_option_groups
+from evenkeel_moe.cli.options import JsonOption, PlacementFileOptions, with_option_groups
 from evenkeel_moe.cli.replay import check_writable, print_notes, read_current
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.replay.options import (
@@ -40,25 +40,9 @@ _START = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OfflineFile:
+class OfflineFile(PlacementFileOptions):
     """The options that describe the files to write."""
 
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")]
-    format_name: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            "-f",
-            help="neutral (vLLM with the plugin), sglang, trtllm, ascend, vllm, vllm-mapping or"
-            " vllm-ranks.",
-        ),
-    ] = "neutral"
-    num_hidden_layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of rows of an sglang file.", min=1, show_default="up to the last MoE layer"
-        ),
-    ] = None
     replica_probabilities: Annotated[
         Path | None,
         typer.Option(

@@ -15,6 +15,7 @@ from evenkeel_moe.cli.options import (
     ClientOptions,
     DeploymentClientOptions,
     JsonOption,
+    LimitOption,
     NamedDeployment,
     YesOption,
     nested_fields,
@@ -54,9 +55,7 @@ def status(
 
 
 def decisions(
-    limit: Annotated[
-        int, typer.Option("--limit", "-n", min=1, max=1000, help="Number of newest rows to show.")
-    ] = 20,
+    limit: LimitOption = 20,
     *,
     connection: NamedDeployment,
     shown: ShowOptions,

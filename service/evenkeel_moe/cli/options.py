@@ -21,6 +21,31 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JS
 YesOption = Annotated[
     bool, typer.Option("--yes", "-y", help="Do not ask for confirmation; for scripts.")
 ]
+LimitOption = Annotated[
+    int, typer.Option("--limit", "-n", min=1, max=1000, help="Number of newest rows to show.")
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementFileOptions:
+    """The options that describe a placement file to write."""
+
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")]
+    format_name: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            "-f",
+            help="neutral (vLLM with the plugin), sglang, trtllm, ascend, vllm, vllm-mapping or"
+            " vllm-ranks.",
+        ),
+    ] = "neutral"
+    num_hidden_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of rows of an sglang file.", min=1, show_default="up to the last MoE layer"
+        ),
+    ] = None
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:

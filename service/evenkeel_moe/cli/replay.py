@@ -16,7 +16,7 @@ from rich.text import Text
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli.console import print_json, print_parts, stdout_console, work_bars
-from evenkeel_moe.cli.options import JsonOption, with_option_groups
+from evenkeel_moe.cli.options import JsonOption, PlacementFileOptions, with_option_groups
 from evenkeel_moe.cli.units import moment
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.replay.options import (
@@ -187,27 +187,6 @@ def _tradeoff_parts(tradeoff: Any) -> list[Any]:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutputOptions:
-    """The options that describe the placement file to write."""
-
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")]
-    format_name: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            "-f",
-            help="neutral, sglang, trtllm, ascend, vllm, vllm-mapping or vllm-ranks.",
-        ),
-    ] = "neutral"
-    num_hidden_layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of rows of an sglang file.", min=1, show_default="up to the last MoE layer"
-        ),
-    ] = None
-
-
 @app.command("plan")
 @with_option_groups
 def plan_command(
@@ -227,7 +206,7 @@ def plan_command(
         typer.Option(help="File with the current placement, in any format, to keep copies few."),
     ] = None,
     *,
-    output: OutputOptions,
+    output: PlacementFileOptions,
     fleet: FleetOptions,
     planning: PlanningOptions,
     cost: CostOptions,
