@@ -167,7 +167,7 @@ async def take_turns(
     controller: Controller, valkey: EmbeddedValkey, rounds: int, seconds: float, pages: int
 ) -> tuple[Figures, Figures]:
     """Measure blocks without and with pages in turn."""
-    token = (controller.data_dir / "tokens").read_text().split()[2]
+    token = (controller.data_dir / "tokens").read_text().split()[-1]
     server = Server(f"http://127.0.0.1:{controller.ports['rest']}", token)
     loop = asyncio.get_running_loop()
     pids = [controller.process.pid, valkey.pid or 0]

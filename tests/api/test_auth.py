@@ -1,3 +1,4 @@
+from datetime import UTC, datetime
 from typing import Any, cast
 
 import pytest
@@ -192,8 +193,29 @@ def test_token_file_forms():
     assert "ponmlkjihgfedcba" not in repr(tokens)
 
 
+def test_a_token_may_end():
+    tokens = TokenSet.parse(
+        "ann read until=2026-12-31T12:00 0123456789abcdef\n"
+        "bob admin until=2026-12-31T13:00:00+01:00 fedcba9876543210\n"
+        "eve until=2027-01-01 abcdefghijklmnop\n"
+        "ends ponmlkjihgfedcba\n"
+    ).tokens
+    noon = datetime(2026, 12, 31, 12, tzinfo=UTC).timestamp()
+    assert [token.until for token in tokens] == [noon, noon, noon + 43_200, None]
+    assert [token.role for token in tokens] == [Role.READ, Role.ADMIN, Role.OPERATE, Role.OPERATE]
+
+
 @pytest.mark.parametrize(
-    "text", ["", "# nothing\n", "short\n", "bob root 0123456789abcdef\n", "a b c d\n"]
+    "text",
+    [
+        "bob read until=tomorrow 0123456789abcdef\n",
+        "a b until=2026-12-31 c d\n",
+        "",
+        "# nothing\n",
+        "short\n",
+        "bob root 0123456789abcdef\n",
+        "a b c d\n",
+    ],
 )
 def test_an_invalid_token_file_is_refused(text):
     with pytest.raises(InvalidInput):

@@ -36,8 +36,8 @@ def create_app(
 
     Args:
         operations: called by the routes; errors it raises become problem details.
-        tokens: accepted tokens; every path but `/healthz`, `/readyz` and the console's files
-            needs one.
+        tokens: accepted tokens; every path but `/healthz`, `/readyz` and the files of the
+            console and the runbooks needs one.
         max_body_bytes: larger requests get 413.
     """
     listing = "\n".join(

@@ -1,11 +1,12 @@
 """Bearer tokens and their roles.
 
-Every path needs a token, except the two health probes and the console's files.
+Every path needs a token, except the two health probes, the console's files and the runbooks.
 """
 
 import hashlib
 import hmac
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Protocol
 
@@ -54,13 +55,15 @@ class Token:
     """Recorded in the story of every plan it changes."""
     role: Role
     sha256: bytes
+    until: float | None = None
+    """Unix time from which on the token is refused; None has no end."""
 
 
 class Tokens(Protocol):
     """The accepted tokens."""
 
     def find(self, secret: str) -> Token | None:
-        """Return the token with this secret; None if there is none."""
+        """Return the token with this secret; None if there is none, or if it has ended."""
         ...
 
 
@@ -75,7 +78,8 @@ class TokenSet:
         """Read a token file: one token a line; blank lines and `#` comments are skipped.
 
         A line is `TOKEN`, `NAME TOKEN` or `NAME ROLE TOKEN`, with role `read`, `operate` or
-        `admin`. The default name is `operator`, the default role `operate`.
+        `admin`. The default name is `operator`, the default role `operate`. Before the token,
+        `until=MOMENT` is its end in ISO 8601, in UTC if it names no zone.
 
         Raises:
             InvalidInput: a line of another form, a token under 16 characters, or no token at all.
@@ -90,7 +94,10 @@ class TokenSet:
         return cls(tuple(tokens))
 
     def find(self, secret: str) -> Token | None:
-        """Return the token with this secret, in the same time whether or not there is one."""
+        """Return the token with this secret, in the same time whether or not there is one.
+
+        The caller checks `until`.
+        """
         digest = hashlib.sha256(secret.encode()).digest()
         found: Token | None = None
         for token in self.tokens:
@@ -100,10 +107,14 @@ class TokenSet:
 
 
 def _parse_line(number: int, words: list[str]) -> Token:
-    name, role, secret = "operator", Role.OPERATE, words[-1]
+    name, role, until = "operator", Role.OPERATE, None
+    secret = words[-1]
+    if len(words) > 1 and words[-2].startswith("until="):
+        until = _moment(number, words[-2].removeprefix("until="))
+        words = [*words[:-2], secret]
     if len(words) > 3:
         raise InvalidInput(
-            f"token file line {number} has {len(words)} words, at most NAME ROLE TOKEN"
+            f"token file line {number} has {len(words)} words, at most NAME ROLE until=MOMENT TOKEN"
         )
     if len(words) > 1:
         name = words[0]
@@ -117,7 +128,17 @@ def _parse_line(number: int, words: list[str]) -> Token:
         raise InvalidInput(
             f"token file line {number}: the token has {len(secret)} characters, needs 16"
         )
-    return Token(name, role, hashlib.sha256(secret.encode()).digest())
+    return Token(name, role, hashlib.sha256(secret.encode()).digest(), until)
+
+
+def _moment(number: int, text: str) -> float:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise InvalidInput(
+            f"token file line {number}: until={text:.40} is no moment such as 2026-12-31T12:00"
+        ) from error
+    return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
 
 
 class BearerAuth:
@@ -137,7 +158,7 @@ class BearerAuth:
         if token is None:
             refusal = problem_response(
                 "unauthorized",
-                "send a known token as `Authorization: Bearer TOKEN`",
+                "send a known token that has not ended, as `Authorization: Bearer TOKEN`",
                 scope["path"],
                 headers={"WWW-Authenticate": "Bearer"},
             )

@@ -226,6 +226,6 @@ def read_token(token: str | None, token_file: Path | None, local_file: Path) -> 
         raise CliError(f"the token file {path} is not UTF-8 text: {error}", Exit.USAGE) from error
     lines = [line.split("#", 1)[0].split() for line in text.splitlines()]
     secrets = [words for words in lines if words]
-    operating = [words for words in secrets if not (len(words) == 3 and words[1] == "read")]
+    operating = [words for words in secrets if not (len(words) >= 3 and words[1] == "read")]
     chosen = (operating or secrets)[:1]
     return chosen[0][-1] if chosen else None

@@ -107,8 +107,9 @@ async def _start_servers(settings: Settings, stack: contextlib.AsyncExitStack) -
     """Take the addresses, connect to the store, and warm the kernels."""
     with _usable(settings.data_dir):
         settings.data_dir.mkdir(parents=True, exist_ok=True)
-        tokens = _tokens(settings)
-    clock, registry = SystemClock(), CollectorRegistry()
+        clock = SystemClock()
+        tokens = _tokens(settings, clock)
+    registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     metrics = ControllerMetrics(registry)
     health = StoreHealth(clock, metrics)
@@ -152,14 +153,14 @@ def _usable(data_dir: Path) -> Iterator[None]:
         raise InvalidInput(f"cannot use the data folder {data_dir}: {error}") from error
 
 
-def _tokens(settings: Settings) -> TokenFile:
+def _tokens(settings: Settings, clock: SystemClock) -> TokenFile:
     """Read the API tokens; at the first start, write one new token into the data folder."""
     path = settings.rest.token_file
     if path is None:
         path = settings.data_dir / "tokens"
-        if write_first_token(path):
+        if write_first_token(path, clock.unix()):
             _log.info("token_written", path=str(path))
-    return TokenFile(path)
+    return TokenFile(path, clock.unix)
 
 
 # --- running --------------------------------------------------------------------------------------

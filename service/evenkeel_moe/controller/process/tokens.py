@@ -2,6 +2,8 @@
 
 import os
 import secrets
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import structlog
@@ -9,11 +11,16 @@ import structlog
 from evenkeel_moe.api.auth import Token, TokenSet
 from evenkeel_moe.errors import InvalidInput
 
+FIRST_TOKEN_LASTS = timedelta(days=30)
+"""Long enough for a trial. After that the operators need a token file of their own."""
+
 _log = structlog.get_logger(__name__)
 
 
-def write_first_token(path: Path) -> bool:
+def write_first_token(path: Path, unix: float) -> bool:
     """Write a file with one new token of role admin, unless there is a file that is not empty.
+
+    The token ends by itself, so that nobody forgets to replace it.
 
     Returns:
         True if the file was written. It appears whole or not at all: an empty one, as a full disk
@@ -27,7 +34,9 @@ def write_first_token(path: Path) -> bool:
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(f"admin admin {secrets.token_urlsafe(32)}\n")
+            ends = datetime.fromtimestamp(unix, UTC) + FIRST_TOKEN_LASTS
+            until = ends.isoformat(timespec="seconds")
+            file.write(f"admin admin until={until} {secrets.token_urlsafe(32)}\n")
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(path)
@@ -39,14 +48,17 @@ def write_first_token(path: Path) -> bool:
 class TokenFile:
     """`api.auth.Tokens` from a file, so that tokens can be changed without a restart.
 
-    If a changed file cannot be used, the tokens stay as they were and one error is logged.
+    `unix` tells the time, because tokens may end. If a changed file cannot be used, the tokens stay
+    as they were and one error is logged.
 
     Raises:
         InvalidInput: at the first reading the file cannot be read, or holds no tokens.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, unix: Callable[[], float]) -> None:
         self._path = path
+        self._unix = unix
+        self._ended: set[bytes] = set()
         try:
             self._seen: object = self._state()
             self._tokens = TokenSet.parse(path.read_text(encoding="utf-8"))
@@ -54,9 +66,18 @@ class TokenFile:
             raise InvalidInput(f"cannot read the token file {path}: {error}") from error
 
     def find(self, secret: str) -> Token | None:
-        """Return the token with this secret, as the file is now; None if there is none."""
+        """Return the token with this secret, as the file is now; None if there is none.
+
+        A token that has ended is none; the log names it once.
+        """
         self._follow()
-        return self._tokens.find(secret)
+        token = self._tokens.find(secret)
+        if token is None or token.until is None or self._unix() < token.until:
+            return token
+        if token.sha256 not in self._ended:
+            self._ended.add(token.sha256)
+            _log.warning("token_ended", name=token.name, path=str(self._path))
+        return None
 
     def _state(self) -> object:
         stat = os.stat(self._path)
