@@ -34,6 +34,8 @@ OTHER = ModelShape(3, 16, 1, 16, 2, 64)
 TAKEN = "taken"
 _numbers = itertools.count()
 _ATTACH = "/evenkeel.v1.RankLink/Attach"
+_ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
+"""What gRPC raises on a stream that the controller ends, before and after gRPC knows of it."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ async def oversized(target: Target, rng: random.Random) -> str:
     async with grpc.aio.insecure_channel(target.address) as channel:
         call = channel.stream_stream(_ATTACH)()
         await call.write(hello)
-        with contextlib.suppress(grpc.aio.AioRpcError):
+        with contextlib.suppress(*_ENDED):
             await call.write(rng.randbytes(rng.choice((3, 30)) << 20))
         return await _ended(call, 25)
 
@@ -168,7 +170,7 @@ async def compressed(target: Target, rng: random.Random) -> str:
     async with grpc.aio.insecure_channel(target.address) as channel:
         stub = agent_pb2_grpc.RankLinkStub(channel)
         call = stub.Attach(compression=grpc.Compression.Gzip)
-        with contextlib.suppress(grpc.aio.AioRpcError):
+        with contextlib.suppress(*_ENDED):
             await call.write(encode_rank_message(hello))
         return await _ended(call, 25)
 
@@ -266,5 +268,5 @@ PEERS: dict[Peer, tuple[str, ...]] = {
     taken_over_rank: ("stale_incarnation",),
 }
 """Peers with what may become of them."""
-NO_ANSWER = (TimeoutError, httpx.HTTPError, grpc.aio.AioRpcError, OSError)
+NO_ANSWER = (TimeoutError, httpx.HTTPError, *_ENDED, OSError)
 """What a peer may see instead, because the others take all places or connections."""
