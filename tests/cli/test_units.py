@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from evenkeel_moe.cli.units import age, bytes_text, duration_text, figure, figure_name, share
+from evenkeel_moe.cli.units import age, figure, figure_name, share
+from evenkeel_moe.model.quantities import bytes_text, duration_text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from rich.text import Text
 from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
 from evenkeel_moe.cli.reasons import explained
 from evenkeel_moe.cli.tables import BALANCE_WORDS, legend, number
-from evenkeel_moe.cli.units import bytes_text, duration_text, moment, share
+from evenkeel_moe.cli.units import moment, share
+from evenkeel_moe.model.quantities import bytes_text, duration_text
 
 _CALLS = {
     "recommend": "yes: a plan would pay",

@@ -22,8 +22,9 @@ from evenkeel_moe.cli.options import (
     parse_value,
     with_option_groups,
 )
-from evenkeel_moe.cli.units import duration_text, moment
+from evenkeel_moe.cli.units import moment
 from evenkeel_moe.cli.watch import ShowOptions
+from evenkeel_moe.model.quantities import duration_text
 
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _MOST_FROZEN_S = 7 * 86400

@@ -21,8 +21,8 @@ from evenkeel_moe.cli.options import (
     YesOption,
     with_option_groups,
 )
-from evenkeel_moe.cli.units import bytes_text
 from evenkeel_moe.cli.watch import ShowOptions
+from evenkeel_moe.model.quantities import bytes_text
 
 app = typer.Typer(no_args_is_help=True, help="Create, show, approve, cancel and roll back plans.")
 

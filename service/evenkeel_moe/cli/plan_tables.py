@@ -9,7 +9,8 @@ from rich.text import Text
 from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
 from evenkeel_moe.cli.reasons import explained
 from evenkeel_moe.cli.tables import legend
-from evenkeel_moe.cli.units import age, bytes_text, figure, figure_name, moment, share
+from evenkeel_moe.cli.units import age, figure, figure_name, moment, share
+from evenkeel_moe.model.quantities import bytes_text
 
 _WORDS = (
     "moves: experts copied between ranks; wave: whole layers that change on the same step",

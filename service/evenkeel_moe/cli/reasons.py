@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from evenkeel_moe.errors import Reason
 
 WORDS: dict[str, str] = {
-    Reason.PLAN_STARTED: "the plan pays, and its copies have begun",
+    Reason.PLAN_STARTED: "the copies of a plan have begun",
     Reason.PLAN_PROPOSED: "the plan pays, and waits for `evenkeel plan approve`",
     Reason.MANUAL_REQUEST: "an operator asked for the plan",
     Reason.BALANCE_BELOW_THRESHOLD: "balance fell below the threshold plan_below",

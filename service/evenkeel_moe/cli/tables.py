@@ -10,15 +10,8 @@ from rich.text import Text
 
 from evenkeel_moe.cli.fitted_table import FittedCell, FittedColumn, FittedTable
 from evenkeel_moe.cli.reasons import WORDS, explained
-from evenkeel_moe.cli.units import (
-    age,
-    bytes_text,
-    duration_text,
-    figure,
-    figure_name,
-    moment,
-    share,
-)
+from evenkeel_moe.cli.units import age, figure, figure_name, moment, share
+from evenkeel_moe.model.quantities import bytes_text, duration_text
 
 _BALANCE = ("time_balance", "balancedness_mean")
 """Figures of a decision that say how balanced the fleet was; the first one that is known counts."""

@@ -7,6 +7,7 @@ import pytest
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWork
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.quantities import duration_text
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.calibration import Calibration
 from evenkeel_moe.planning.decision.cycle import run_cycle
@@ -50,9 +51,9 @@ def test_the_words_carry_the_arithmetic():
     for part in (
         "Planned on 50 steps, scored on the 10 after them.",
         "Cost model: by tokens, because nothing is known of time.",
-        f"{own.copies} copies x 1000 B = {own.nbytes} B",
+        f"{own.copies} copies between ranks, each of 1 kB, in all {own.copies} kB.",
         f"{own.copies} copies x 2 tokens = {2 * (own.copies or 0)} tokens",
-        f"paid back after {own.verdict.payback_steps:.0f} steps = {own.verdict.payback_s:.3g} s",
+        f"after {own.verdict.payback_steps:,.3g} steps ({duration_text(own.verdict.payback_s)})",
         f"= {own.verdict.net_gain:.2%}: recommend.",
     ):
         assert part in words, (part, words)

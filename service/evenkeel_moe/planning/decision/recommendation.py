@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.model.quantities import bytes_text, duration_text
 from evenkeel_moe.planning.decision.cycle import (
     CycleInputs,
     WindowSplit,
@@ -207,8 +208,8 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
     unit = cycle.objective.cost.unit
     each = verdict.copy_cost / own.copies
     paid = (
-        f"is paid back after {verdict.payback_steps:.0f} steps"
-        + (f" = {verdict.payback_s:.3g} s" if verdict.payback_s is not None else "")
+        f"is paid back after {verdict.payback_steps:,.3g} steps"
+        + (f" ({duration_text(verdict.payback_s)})" if verdict.payback_s is not None else "")
         if verdict.saved_per_step > 0
         else "is never paid back"
     )
@@ -220,8 +221,8 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
     return [
         *([calibrated] if calibration.plans else []),
         (
-            f"{own.policy} would make {own.copies} copies x {cycle.shape.bytes_per_expert} B ="
-            f" {own.nbytes} B between ranks."
+            f"{own.policy} would make {own.copies} copies between ranks, each of"
+            f" {bytes_text(cycle.shape.bytes_per_expert)}, in all {bytes_text(own.nbytes)}."
         ),
         (
             f"It saves {verdict.gain:.2%} of predicted MoE time; the next window lies between"
@@ -254,10 +255,11 @@ def _replica_words(cycle: CycleInputs, redundancy: Redundancy, free_bytes: int |
     ]
     if level.extra_bytes_per_rank is not None:
         shape, difference = cycle.shape, abs(advised - present)
-        free = "unknown" if free_bytes is None else f"{free_bytes} B"
+        free = "unknown" if free_bytes is None else bytes_text(free_bytes)
         words.append(
             f"{difference} {kind} x {shape.num_layers} layers / {shape.num_ranks} ranks x"
-            f" {shape.bytes_per_expert} B = {abs(level.extra_bytes_per_rank)} B {kind} on a rank;"
+            f" {bytes_text(shape.bytes_per_expert)} ="
+            f" {bytes_text(abs(level.extra_bytes_per_rank))} {kind} on a rank;"
             f" free on the fullest: {free}."
         )
     return words
