@@ -38,9 +38,11 @@ class Hub:
     def __init__(self):
         self.refused = []
         self.lost = asyncio.Event()
+        self.attached = 0
 
     async def attach(self, hello, stream):
         hub = self
+        self.attached += 1
 
         class Session:
             def received(self, message):

@@ -120,7 +120,9 @@ async def test_compressed_message_is_refused(serve):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.write(encode_rank_message(replace(HELLO, node="n" * 200)))
             await asyncio.wait_for(call.read(), deadline(10))
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        # INTERNAL: on a busy machine the stream has ended before the message is written out.
+        assert caught.value.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
+        assert hub.attached == 0
         beat = encode_rank_message(Heartbeat(8, 1, 2))
         assert await ask(channel, encode_rank_message(HELLO), beat) == ReportAck(8)
 

@@ -56,6 +56,7 @@ def names(registry):
 
 
 def exercise(metrics, deployment="demo"):
+    metrics.deployment_added(deployment)
     metrics.reports_received(deployment, 16)
     metrics.reports_rejected(deployment, Reason.SUM_MISMATCH, 2)
     metrics.steps_dropped(deployment, 1, 3)
@@ -167,8 +168,20 @@ def test_the_series_of_a_departed_deployment_are_removed(metrics, registry):
     metrics.forget("demo")
     assert not [key for key in series(registry) if ("deployment", "demo") in key[1]]
     assert [key for key in series(registry) if ("deployment", "other") in key[1]]
+    metrics.deployment_added("demo")
     metrics.reports_received("demo", 3)
     assert series(registry)["evenkeel_report_steps_total", (("deployment", "demo"),)] == 3
+
+
+def test_a_cycle_that_ends_after_its_deployment_left_brings_no_series_back(metrics, registry):
+    """On a busy machine the planner ended later than the deployment, and its series stayed."""
+    exercise(metrics, "demo")
+    metrics.forget("demo")
+    metrics.planner_ran("demo", 0.25)
+    metrics.cycle_ended("demo", 0.5)
+    metrics.decision("demo", Reason.NO_CHANGE)
+    metrics.reports_received("demo", 3)
+    assert not [key for key in series(registry) if ("deployment", "demo") in key[1]]
 
 
 def test_a_replica_that_does_not_lead_exports_no_gauges(metrics, registry):

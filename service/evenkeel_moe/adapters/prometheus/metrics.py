@@ -137,6 +137,7 @@ class ControllerMetrics(Collector):
             for name, bounds, text in _HISTOGRAMS
         }
         self._steps_of: dict[str, Counter] = {}
+        self._counted: set[str] = set()
         """Steps accepted from each deployment: looking up a child costs more than counting."""
         self._degraded = Gauge(
             "evenkeel_store_degraded",
@@ -187,6 +188,8 @@ class ControllerMetrics(Collector):
         """Count steps accepted from reports."""
         counter = self._steps_of.get(deployment)
         if counter is None:
+            if deployment not in self._counted:
+                return
             counter = self._steps_of[deployment] = self._counters[
                 "evenkeel_report_steps_total"
             ].labels(deployment)
@@ -206,21 +209,21 @@ class ControllerMetrics(Collector):
 
     def wave_committed(self, deployment: str, seconds: float, moves: int, nbytes: int) -> None:
         """Count one committed wave: its duration [s], copies between ranks and their bytes."""
-        self._histograms["evenkeel_wave_duration_seconds"].labels(deployment).observe(seconds)
+        self._observe("evenkeel_wave_duration_seconds", deployment, seconds)
         self._count("evenkeel_moves_total", moves, deployment)
         self._count("evenkeel_migrated_bytes_total", nbytes, deployment)
 
     def swap_stall(self, deployment: str, seconds: float) -> None:
         """Record how long one rank's step waited for one swap [s]."""
-        self._histograms["evenkeel_swap_stall_seconds"].labels(deployment).observe(seconds)
+        self._observe("evenkeel_swap_stall_seconds", deployment, seconds)
 
     def cycle_ended(self, deployment: str, seconds: float) -> None:
         """Record how long a cycle took [s], however it ended."""
-        self._histograms["evenkeel_cycle_duration_seconds"].labels(deployment).observe(seconds)
+        self._observe("evenkeel_cycle_duration_seconds", deployment, seconds)
 
     def planner_ran(self, deployment: str, seconds: float) -> None:
         """Record how long the planner took for a cycle or a manual plan [s]."""
-        self._histograms["evenkeel_planner_duration_seconds"].labels(deployment).observe(seconds)
+        self._observe("evenkeel_planner_duration_seconds", deployment, seconds)
 
     def store_called(self, operation: str, seconds: float) -> None:
         """Record how long the store took for one call [s]; `operation` is from a closed list."""
@@ -239,7 +242,11 @@ class ControllerMetrics(Collector):
         self._count("evenkeel_ranks_displaced_total", 1, deployment)
 
     def deployment_added(self, deployment: str) -> None:
-        """Begin what alerts watch at 0: the first event must be seen as a rise."""
+        """Count the events of a deployment from now on, until it is forgotten.
+
+        What alerts watch begins at 0: the first event must be seen as a rise.
+        """
+        self._counted.add(deployment)
         self._count("evenkeel_deployment_failures_total", 0, deployment)
         self._count("evenkeel_ranks_displaced_total", 0, deployment)
 
@@ -274,8 +281,14 @@ class ControllerMetrics(Collector):
         """Set the time at which the store last answered [Unix s]."""
         self._answered_at = at_unix
 
-    def _count(self, name: str, amount: int, *labels: object) -> None:
-        self._counters[name].labels(*map(str, labels)).inc(amount)
+    def _count(self, name: str, amount: int, deployment: str, *labels: object) -> None:
+        # A cycle may end after its deployment left, and would bring its series back for good.
+        if deployment in self._counted:
+            self._counters[name].labels(deployment, *map(str, labels)).inc(amount)
+
+    def _observe(self, name: str, deployment: str, seconds: float) -> None:
+        if deployment in self._counted:
+            self._histograms[name].labels(deployment).observe(seconds)
 
     # --- current state ----------------------------------------------------------------------------
 
@@ -305,6 +318,7 @@ class ControllerMetrics(Collector):
 
     def forget(self, deployment: str) -> None:
         """Remove every series of a deployment that left."""
+        self._counted.discard(deployment)
         key = DeploymentId(deployment)
         self._views = {name: view for name, view in self._views.items() if name != key}
         self._leading = {name: leads for name, leads in self._leading.items() if name != key}
