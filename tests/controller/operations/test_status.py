@@ -13,6 +13,8 @@ from evenkeel_moe.controller.operations.status import live_view
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
 from evenkeel_moe.protocol.control_messages import LeaseLost
+from evenkeel_moe.protocol.messages import ParticipantState
+from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.wire.link import Heartbeat
 from tests.controller.replicas import DEMO, replicas
 from tests.waiting import until
@@ -41,6 +43,17 @@ async def test_a_leader_whose_ranks_have_not_reported_their_state_reports_no_epo
         assert deployment_out(view.status()).epoch is None
         assert "evenkeel_epoch" not in series(view)
         assert "evenkeel_term" in series(view)
+
+
+async def test_a_state_that_a_rank_told_within_a_wave_is_not_shown_when_the_wave_is_over():
+    async with replicas("a") as (one, _):
+        await one.lead()
+        control, view = one.member.control, live_view(one.member)
+        for member in control.membership.members.values():
+            member.state = replace(member.state, state=ParticipantState.STAGING)
+        assert {rank.state for rank in view.status().ranks} == {"idle"}
+        control.state = ControlState.RECOVERING
+        assert {rank.state for rank in view.status().ranks} == {"staging"}
 
 
 async def test_a_group_that_stopped_as_planned_is_neither_ready_nor_balanced_nor_lost():

@@ -21,6 +21,8 @@ from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.ports import Clock, DeploymentStatus, RankStatus
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.membership import Member
+from evenkeel_moe.protocol.messages import ParticipantState
+from evenkeel_moe.protocol.transitions import ControlState
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -171,7 +173,7 @@ class LiveView:
             fresh=self.control.membership.is_fresh(member, now),
             last_seen_unix=member.last_seen + self.control.unix_offset_s,
             epoch=session.epoch if session is not None else hello.epoch,
-            state=state.state if state is not None else "unknown",
+            state="unknown" if state is None else self._state_now(state.state),
             load_share=load_share,
             seconds_per_token=seconds_per_token,
             free_bytes=session.free_bytes if session is not None else hello.free_bytes,
@@ -180,6 +182,15 @@ class LiveView:
             trouble=session.trouble if session is not None else "",
             stopped=member.stopped,
         )
+
+    def _state_now(self, told: ParticipantState) -> ParticipantState:
+        """Return the state of a rank; ranks tell theirs only when a leader asks.
+
+        The machine is READY only after every rank has answered how its wave ended, so an earlier
+        answer from within a wave is over.
+        """
+        over = self.control.state is ControlState.READY and told is not ParticipantState.ABORTED
+        return ParticipantState.IDLE if over else told
 
 
 def live_view(deployment: Deployment) -> LiveView:
