@@ -90,7 +90,8 @@ class Controller:
         )
         assert serving is not True, self.noise
         self.ports = {name: serving[-1][name] for name in ("grpc", "rest", "metrics")}
-        token = (self.data_dir / "tokens").read_text().split()[-1]
+        # The first line is the admin's; the token is the last word of a line.
+        token = (self.data_dir / "tokens").read_text().splitlines()[0].split()[-1]
         self.http = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{self.ports['rest']}",
             headers={"Authorization": f"Bearer {token}"},

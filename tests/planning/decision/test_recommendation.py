@@ -175,7 +175,7 @@ def test_replicas_that_pay_are_advised_with_their_memory():
     assert level.fits is True
     # 2 layers x replicas of 1000 bytes on 4 ranks; the fullest rank is rounded up.
     assert level.extra_bytes_per_rank == math.ceil(2 * found.advised / 4) * 1000
-    assert "free on the fullest: 10000 B" in words[-1]
+    assert "free on the fullest: 10 kB" in words[-1]
     assert found.levels[0].marginal_gain is None
     assert found.levels[1].marginal_gain == pytest.approx(found.levels[1].gain)
 
@@ -214,7 +214,7 @@ def test_replicas_that_bring_nothing_are_called_superfluous():
     freed = found.levels[0]
     assert freed.extra_bytes_per_rank == -4000
     assert freed.fits is True
-    assert "4000 B fewer on a rank" in words[-1]
+    assert "= 4 kB fewer on a rank" in words[-1]
     kept, words = redundancy(load, BARE)
     assert kept.advised == 0
     assert words[-1] == "0 replicas per layer: no other number tried would surely pay."
