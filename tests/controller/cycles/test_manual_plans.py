@@ -108,7 +108,7 @@ class Ranks:
                 if self._after is not None:
                     (self.epoch, self.placement), self._after = self._after, None
                     self.maps.append(self.placement)
-                say(msg.Ack(message.wave, self.epoch, self.placement.digest))
+                say(msg.Ack(message.wave, self.epoch, self.placement.digest, 0.01 * (1 + rank)))
 
 
 class Rig:
@@ -243,6 +243,17 @@ async def test_a_rollback_that_was_not_stored_is_made_again_by_the_next_leader(r
     assert rig.ranks.placement == AFTER_ONE
     await rollback(rig)
     await until(lambda: rig.ranks.placement == BASE)
+
+
+async def test_a_plan_names_the_stall_that_its_swaps_are_expected_to_cause(rig):
+    await rig.load()
+    request = PlanRequest(dry_run=True, target=AFTER_ONE)
+    unknown = await rig.operations.create_plan(DEPLOYMENT, request)
+    assert "expected_stall_s" not in unknown.plan.numbers
+    await rig.migrate()
+    # The slower of the two ranks needed 20 ms for a wave of the same size.
+    await until(lambda: rig.member.planner.stalls.expected_s((), 1) == 0.02)
+    assert (await rollback(rig)).plan.numbers["expected_stall_s"] == 0.02
 
 
 async def test_an_id_taken_by_a_plan_is_no_rollbacks(rig):

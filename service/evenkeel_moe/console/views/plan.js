@@ -213,8 +213,10 @@ function Gain({ plan, deployment }) {
         ],
         [
           "Expected stall",
-          UNKNOWN,
-          "It is not predicted. Copies run beside serving; ranks swap between two steps.",
+          numbers.expected_stall_s == null ? UNKNOWN : duration(numbers.expected_stall_s),
+          numbers.expected_stall_s == null
+            ? "No swap was measured here yet. Copies run beside serving."
+            : "of one step for each wave, by the swaps measured here. Copies run beside serving.",
         ],
         [
           "KV cache",

@@ -19,6 +19,7 @@ from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.plan_records import is_failure
+from evenkeel_moe.telemetry.swap_stalls import SwapStalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,12 @@ class PlanBase:
             allow_duplicates=target.first_duplicate() is not None,
             numbers=finite(numbers),
         )
+
+
+def expected_stall(stalls: SwapStalls, waves: tuple[Wave, ...], base: PlanBase) -> dict[str, float]:
+    """Return the number `expected_stall_s` of a plan; nothing if no swap was measured yet."""
+    seconds = stalls.expected_s(waves, base.placement.slots_per_rank)
+    return {} if seconds is None else {"expected_stall_s": seconds}
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -11,6 +11,7 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
     PlanBase,
     WaveRequest,
     build_waves,
+    expected_stall,
     finite,
 )
 from evenkeel_moe.controller.cycles.input_builder import InputBuilder
@@ -33,6 +34,7 @@ from evenkeel_moe.planning.policies.registry import resolve_policy
 from evenkeel_moe.ports import Clock, DeploymentStore, PlanRequest
 from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.leader.plan_records import require_same_request
+from evenkeel_moe.telemetry.swap_stalls import SwapStalls
 
 _INFEASIBLE = frozenset(
     {
@@ -62,6 +64,7 @@ class ManualPlanner:
     inbox: MachineInbox
     store: DeploymentStore
     clock: Clock
+    stalls: SwapStalls
 
     async def create(self, request: PlanRequest) -> PlanRecord:
         """Make a plan, and start it if the request or the mode says so.
@@ -101,7 +104,7 @@ class ManualPlanner:
             reason=Reason.MANUAL_REQUEST,
             created_at=unix,
             expires_at=unix + policy.proposal_ttl_s,
-            numbers=result.numbers,
+            numbers=result.numbers | expected_stall(self.stalls, result.waves, base),
         )
         by_itself = policy.mode is Mode.AUTO and not policy.separate_approval
         starts = request.approve or (by_itself and not request.dry_run)
@@ -156,7 +159,7 @@ class ManualPlanner:
             reason=Reason.MANUAL_REQUEST,
             created_at=self.clock.unix(),
             expires_at=None,
-            numbers={"to_epoch": float(epoch)},
+            numbers={"to_epoch": float(epoch)} | expected_stall(self.stalls, waves, base),
         )
         if bounded:
             _check_limits(plan, self.operator.control.policy.limits)

@@ -11,7 +11,12 @@ import structlog
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
-from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings, PlanBase, finite
+from evenkeel_moe.controller.cycles.cycle_inputs import (
+    CycleSettings,
+    PlanBase,
+    expected_stall,
+    finite,
+)
 from evenkeel_moe.controller.cycles.input_builder import InputBuilder
 from evenkeel_moe.controller.cycles.manual_plans import ManualPlanner
 from evenkeel_moe.controller.cycles.plan_gains import PlanGains
@@ -30,6 +35,7 @@ from evenkeel_moe.planning.decision.calibration import Calibration
 from evenkeel_moe.ports import Clock, DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.telemetry.swap_stalls import SwapStalls
 
 _log = structlog.get_logger(__name__)
 
@@ -58,9 +64,18 @@ class DeploymentPlanner:
         builder = InputBuilder(control, loads, self.ranks, clock, self.settings, budget)
         self._control, self._builder = control, builder
         self.gains = PlanGains(control, loads, self.inbox, clock)
+        self.stalls = SwapStalls()
         self._shadows = ShadowPolicies(control, pool, self.spawn)
         self.manual = ManualPlanner(
-            self.operator, builder, budget, loads, pool, self.inbox, self.store, clock
+            self.operator,
+            builder,
+            budget,
+            loads,
+            pool,
+            self.inbox,
+            self.store,
+            clock,
+            self.stalls,
         )
         self.recommender = Recommender(
             control, builder, loads.ingest, self.ranks, self._shadows, pool, clock
@@ -80,6 +95,7 @@ class DeploymentPlanner:
         """Start again: the windows begin again for another generation."""
         self._builder.forget()
         self.gains.forget()
+        self.stalls.forget()
         self._shadows.forget()
         self.recommender.forget()
 
@@ -135,6 +151,6 @@ class DeploymentPlanner:
             reason=result.reason,
             created_at=unix,
             expires_at=unix + policy.proposal_ttl_s if policy.mode is Mode.PROPOSE else None,
-            numbers=numbers,
+            numbers=numbers | expected_stall(self.stalls, result.waves, base),
         )
         return ctl.CycleDecided(action.cycle, result.reason, plan, numbers, shadow)

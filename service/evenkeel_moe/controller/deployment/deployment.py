@@ -34,7 +34,7 @@ from evenkeel_moe.ports import Clock, DeploymentStore, WindowStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.operator import Operator
-from evenkeel_moe.protocol.messages import Hello, Prepare, Tick
+from evenkeel_moe.protocol.messages import Ack, Hello, Prepare, Tick
 from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.settings import LeaderSettings
 from evenkeel_moe.wire.link import FlowControl
@@ -158,7 +158,7 @@ class Deployment:
             options.timing,
             options.flow,
             options.leader.renew_s,
-            partial(shared.metrics.swap_stall, self.deployment),
+            partial(self._swapped, shared.metrics),
             partial(shared.metrics.rank_displaced, self.deployment),
         )
 
@@ -181,8 +181,15 @@ class Deployment:
             begin_cycle=self.planner.begin_cycle,
         )
 
+    def _swapped(self, metrics: ControllerMetrics, ack: Ack) -> None:
+        metrics.swap_stall(self.deployment, ack.swap_s)
+        self.planner.stalls.measured(ack.wave, ack.swap_s)
+
     def _expect_wave(self, prepare: Prepare) -> None:
         self.loads.expect_wave(prepare)
+        shape = self.control.membership.shape
+        if shape is not None:
+            self.planner.stalls.begins(prepare.wave, prepare.body, shape.slots_per_rank)
         if prepare.wave.wave_index == 0:
             source = (self.planner.cost or TOKENS).source
             self.planner.gains.plan_begins(prepare.wave.plan_id, source)

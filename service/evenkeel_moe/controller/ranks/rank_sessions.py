@@ -13,7 +13,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId, Generation
 from evenkeel_moe.ports import Clock
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol.messages import ControllerMessage, Hello
+from evenkeel_moe.protocol.messages import Ack, ControllerMessage, Hello
 from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.wire.link import FlowControl, NotLeader, Registration, RegistrationOutcome
 
@@ -26,7 +26,7 @@ class RankSessions:
 
     Args:
         retry_s: seconds after which a rank that is sent away looks for a leader again.
-        swapped: notes the seconds for which a swap stalled a rank.
+        swapped: notes the time for which a swap stalled a rank.
         displaced: counts a process that lost its place to another.
     """
 
@@ -38,7 +38,7 @@ class RankSessions:
     flow: FlowControl
     """The pace at which the ranks are to report now."""
     retry_s: float
-    swapped: Callable[[float], None]
+    swapped: Callable[[Ack], None]
     displaced: Callable[[], None]
     by_stream: dict[int, RankSession] = field(default_factory=dict, init=False)
     """Open sessions by stream number."""

@@ -32,8 +32,8 @@ class SessionTargets:
 
     inbox: MachineInbox
     ingest: Ingest
-    swapped: Callable[[float], None]
-    """Note the seconds for which a swap stalled a rank."""
+    swapped: Callable[[Ack], None]
+    """Note the time for which a swap stalled a rank."""
     ended: Callable[["RankSession"], None]
     """Remove a session whose stream ended."""
 
@@ -95,7 +95,7 @@ class RankSession:
         if isinstance(message, Ack | RankState):
             self.epoch = message.epoch
         if isinstance(message, Ack):
-            self._targets.swapped(message.swap_s)
+            self._targets.swapped(message)
         self._targets.inbox.post(self.event(message), self.stream.inbound.hold())
 
     def _heard(self) -> None:
