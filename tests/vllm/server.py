@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -72,6 +73,8 @@ class VllmServer:
     ) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
+        # The path of a socket has at most 107 characters, and that of the test may take them all.
+        self._temporary = TemporaryDirectory(prefix="evenkeel-", ignore_cleanup_errors=True)
         (port, data_parallel_port) = free_ports(2)
         options = {
             "num_redundant_experts": 8,
@@ -81,7 +84,7 @@ class VllmServer:
             "communicator": "torch_gloo",
         }
         self._command = [
-            *_environment(folder, rank),
+            *_environment(folder, self._temporary.name, rank),
             *[str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"],
             *["--model", str(checkpoint), "--served-model-name", "tiny", "--dtype", "float32"],
             *["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"],
@@ -125,6 +128,7 @@ class VllmServer:
         self.http.close()
         if self._process is not None:
             self._process.stop(deadline(20))
+        self._temporary.cleanup()
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -214,19 +218,17 @@ class VllmServer:
         return psutil.Process(int(path.suffix[1:]))
 
 
-def _environment(folder: Path, rank: dict[str, str]) -> list[str]:
+def _environment(folder: Path, temporary: str, rank: dict[str, str]) -> list[str]:
     """Return the start of a command that runs the rest of it with the environment of vLLM."""
     # An entry point needs no installation: a folder on the path that describes it is enough.
     about = folder / "path" / "evenkeel_test_plugins-0.dist-info"
     about.mkdir(parents=True)
     (about / "entry_points.txt").write_text(_ENTRY_POINTS, encoding="utf-8")
     (about / "METADATA").write_text("Name: evenkeel-test-plugins\nVersion: 0\n", encoding="utf-8")
-    temporary = folder / "tmp"
-    temporary.mkdir()
     values = {
         "PATH": f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(about.parent), str(ROOT)]),
-        "TMPDIR": str(temporary),
+        "TMPDIR": temporary,
         "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm" / "state"),
         # Two versions of numba would overwrite each other's kernels.
         "NUMBA_CACHE_DIR": str(ROOT / ".cache" / "vllm" / "kernels"),
