@@ -239,6 +239,10 @@ class IngestSettings:
     max_new_deployments: Count = 64
     """Largest number of deployments whose ranks were never all here, so that made-up names keep
     nobody out. One more replaces one of them that had no ranks for ten seconds, or is refused."""
+    memory_bytes: Annotated[int, Field(ge=0)] = 0
+    """Memory for the deployments of this replica. The most that a deployment takes follows from the
+    shape its ranks declare; one that does not fit beside the others is refused. 0 is the limit of
+    the container, or the memory of the machine, without what the process and the planners need."""
 
 
 @dataclass(frozen=True, config=_STRICT)

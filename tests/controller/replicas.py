@@ -86,6 +86,7 @@ def make_registry(
     address="here:1",
     max_deployments=8,
     max_new_deployments=8,
+    memory_bytes=1 << 30,
     windows=None,
 ) -> DeploymentRegistry:
     clock, metrics = clock or SystemClock(), ControllerMetrics(CollectorRegistry())
@@ -97,6 +98,7 @@ def make_registry(
         shared,
         max_deployments=max_deployments,
         max_new_deployments=max_new_deployments,
+        memory_bytes=memory_bytes,
     )
 
 
@@ -104,7 +106,15 @@ class Replica:
     """One replica on a store; its ranks answer when they are asked."""
 
     def __init__(
-        self, store, name, *, max_deployments=8, max_new_deployments=8, windows=None, **planner
+        self,
+        store,
+        name,
+        *,
+        max_deployments=8,
+        max_new_deployments=8,
+        memory_bytes=1 << 30,
+        windows=None,
+        **planner,
     ):
         settings = Settings()
         settings = replace(
@@ -120,6 +130,7 @@ class Replica:
             address=f"{name}:1",
             max_deployments=max_deployments,
             max_new_deployments=max_new_deployments,
+            memory_bytes=memory_bytes,
             windows=windows,
         )
         self.operations = OperatorService(self.registry)

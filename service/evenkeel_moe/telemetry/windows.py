@@ -17,6 +17,11 @@ _SHORT = 16
 """Parts of fewer steps are joined, so that a window never consists of many tiny parts."""
 
 
+def source_bytes(shape: ModelShape) -> int:
+    """Return the bytes of the source-side sums of one window."""
+    return _BLOCKS * 8 * shape.num_ranks * shape.num_layers * shape.num_logical_experts
+
+
 def join_windows(parts: Sequence[LoadWindow]) -> LoadWindow:
     """Concatenate at least one window; the source-side sums are those of the last."""
     if len(parts) == 1:
@@ -85,11 +90,12 @@ class StepRing:
     kept in a few blocks, so they cover between three quarters of the window and all of it.
     """
 
-    def __init__(self, shape: ModelShape, capacity: int) -> None:
+    def __init__(self, shape: ModelShape, capacity: int, *, keeps_sources: bool = True) -> None:
         if capacity < 1:
             raise InvalidInput(f"window capacity is {capacity}, must be at least 1")
         self.shape = shape
         self.capacity = capacity
+        self._keeps_sources = keeps_sources
         self._parts: deque[LoadWindow] = deque()
         self._held = 0
         self._blocks: deque[NDArray[np.int64]] = deque(maxlen=_BLOCKS)
@@ -130,7 +136,9 @@ class StepRing:
         return added
 
     def add_source(self, rank: EpRank, sums: NDArray[np.int64]) -> None:
-        """Add the tokens that one rank routed; sums: (L, E) int64 [tokens]."""
+        """Add the tokens that one rank routed, if such sums are kept; sums: (L, E) int64."""
+        if not self._keeps_sources:
+            return
         shape = self.shape
         if not self._blocks or self._in_block >= max(1, self.capacity // _BLOCKS):
             self._blocks.append(
@@ -153,7 +161,7 @@ class StepRing:
         )
 
     def source(self) -> NDArray[np.uint32] | None:
-        """Return the (R, L, E) [tokens] each rank routed; None if ranks do not report them."""
+        """Return the (R, L, E) [tokens] each rank routed; None if none are reported or kept."""
         if not self._blocks:
             return None
         total: NDArray[np.int64] = np.sum(list(self._blocks), axis=0)

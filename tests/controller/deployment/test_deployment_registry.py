@@ -10,7 +10,7 @@ from evenkeel_moe.controller.deployment.failures import DeploymentFailures
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import NotLeading
-from evenkeel_moe.wire.link import Registration, RegistrationOutcome
+from evenkeel_moe.wire.link import NotLeader, Registration, RegistrationOutcome
 from tests.controller.replicas import DEMO, ONE, TWO, replicas
 from tests.protocol.machines import hello_of
 from tests.waiting import until
@@ -230,3 +230,75 @@ async def test_a_deployment_that_fails_ends_alone_and_starts_again_after_a_pause
         one.registry.failures = DeploymentFailures()  # As after the pause.
         await one.lead(first=60, highest_term=1)
         assert one.member is not broken
+
+
+def renamed(name, rank=0, **changes):
+    """Return the Hello of a rank of two, of another deployment."""
+    hello = hello_of(rank, **changes)
+    return replace(hello, identity=replace(hello.identity, deployment=DeploymentId(name)))
+
+
+async def attached(replica, hello, number):
+    """Let a rank register; return the refusal, or None if it was accepted."""
+    stream = RankStream(number, "peer", capacity=64)
+    if await replica.registry.attach(hello, stream) is not None:
+        return None
+    (refusal,) = stream._queue
+    assert isinstance(refusal, Registration)
+    return refusal
+
+
+async def test_a_group_that_does_not_fit_beside_the_others_is_refused_with_the_numbers():
+    async with replicas("a") as (one, _):
+        await one.lead()
+        need = one.registry.options.memory_of(hello_of(0).shape).total
+        assert one.member.held_bytes == need
+        one.registry._memory_bytes = 2 * need - 1
+        refusal = await attached(one, renamed("second"), 11)
+        assert refusal.outcome is RegistrationOutcome.REFUSED
+        assert refusal.reason is Reason.LIMIT_EXCEEDED
+        for words in (
+            f"on 2 ranks may take {need} bytes",
+            f"other deployments {need};",
+            f"ingest.memory_bytes is {2 * need - 1}",
+        ):
+            assert words in refusal.detail
+        assert DeploymentId("second") not in one.registry.deployments
+        refused = one.registry.shared.metrics._refused
+        assert refused.labels("memory_bytes")._value.get() == 1
+        one.registry._memory_bytes = 2 * need
+        assert await attached(one, renamed("second"), 12) is None
+
+
+async def test_the_hello_that_would_complete_a_second_group_is_refused():
+    """Groups that gather hold no windows, so that made-up shapes keep no group out."""
+    async with replicas("a") as (one, _):
+        need = one.registry.options.memory_of(hello_of(0).shape).total
+        one.registry._memory_bytes = need
+        assert await attached(one, renamed("second"), 11) is None
+        await one.lead()
+        refusal = await attached(one, renamed("second", 1), 12)
+        assert refusal is not None and refusal.reason is Reason.LIMIT_EXCEEDED
+
+
+async def test_a_group_without_ranks_gives_its_memory_to_another():
+    async with replicas("a") as (one, _):
+        sessions = await one.lead()
+        one.registry._memory_bytes = one.member.held_bytes
+        for session in sessions:
+            session.lost()
+        one.member.ranks.last_open_at -= 60.0
+        assert await attached(one, renamed("second"), 11) is None
+        assert list(one.registry.deployments) == ["second"]
+
+
+async def test_a_follower_sends_a_group_to_its_leader_whatever_memory_it_has():
+    async with replicas("a", "b") as (one, two, _):
+        await one.lead()
+        session = await two.registry.attach(hello_of(0), RankStream(11, "peer", capacity=64))
+        assert session is None
+        two.registry._memory_bytes = 0
+        stream = RankStream(12, "peer", capacity=64)
+        assert await two.registry.attach(hello_of(0), stream) is None
+        (answer,) = stream._queue
+        assert isinstance(answer, NotLeader) and answer.address == "a:1"

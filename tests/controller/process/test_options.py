@@ -1,11 +1,15 @@
 """The options that a controller gives its parts, and their defaults."""
 
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 
 import pytest
 
 from evenkeel_moe.controller.policy_document import policy_document
-from evenkeel_moe.controller.process.options import deployment_options, server_options
+from evenkeel_moe.controller.process.options import (
+    deployment_options,
+    deployments_bytes,
+    server_options,
+)
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.settings import Settings
 
@@ -48,3 +52,12 @@ def test_an_operator_without_settings_gets_the_defaults_of_the_gates():
         thresholds["max_data_age_s"],
     ) == (8, 2, 15)
     assert (DEPLOYMENT.policy.cycle_s, DEPLOYMENT.timing.cycle_deadline_s) == (2, 120)
+
+
+def test_deployments_get_the_memory_that_the_process_and_the_planners_leave():
+    settings = Settings()
+    planner = replace(settings.planner, workers=2)
+    assert deployments_bytes(replace(settings, planner=planner), 4_000_000_000) == 2_800_000_000
+    assert deployments_bytes(settings, 500_000_000) == 0
+    ingest = replace(settings.ingest, memory_bytes=7)
+    assert deployments_bytes(replace(settings, ingest=ingest), 4_000_000_000) == 7

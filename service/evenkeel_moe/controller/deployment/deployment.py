@@ -18,6 +18,7 @@ from evenkeel_moe.controller.deployment.action_log import ActionLog
 from evenkeel_moe.controller.deployment.connectivity import Connectivity
 from evenkeel_moe.controller.deployment.registration import RankRegistration
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
+from evenkeel_moe.controller.ingest.group_memory import GroupMemory, group_memory
 from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.controller.leadership.leadership import Leadership
 from evenkeel_moe.controller.leadership.leases import LeaseKeeper
@@ -30,6 +31,7 @@ from evenkeel_moe.driver import Driver
 from evenkeel_moe.model.cost import TOKENS
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.ports import Clock, DeploymentStore, WindowStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
@@ -63,6 +65,15 @@ class DeploymentOptions:
     window_steps: int
     max_pending: int
     flow: FlowControl
+
+    def memory_of(self, shape: ModelShape) -> GroupMemory:
+        """Return the most memory that a deployment of a shape takes."""
+        return group_memory(
+            shape,
+            window_steps=self.window_steps,
+            max_pending=self.max_pending,
+            plan_steps=self.cycle.plan_steps,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +155,7 @@ class Deployment:
             self.control, self.keeper, self.ranks, clock, spawn, options.leader.replicas == 1
         )
         self.clock = clock
+        self._options = options
         self._spawn = spawn
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -213,6 +225,14 @@ class Deployment:
     def is_new(self) -> bool:
         """True while its ranks were never all here, and the store has no records of it."""
         return not self.keeper.lasting and self.loads.ingest.generation is None
+
+    @property
+    def held_bytes(self) -> int:
+        """The most memory it takes; 0 before it has windows."""
+        shape = self.loads.shape
+        if shape is None or not self.loads.ingest.rings:
+            return 0
+        return self._options.memory_of(shape).total
 
     def start(self) -> None:
         """Start to drive the machine, and to seek the lease when it is wanted."""

@@ -37,6 +37,7 @@ class DeploymentRegistry:
         *,
         max_deployments: int,
         max_new_deployments: int,
+        memory_bytes: int,
     ) -> None:
         self.deployments: dict[DeploymentId, Deployment] = {}
         self.options = options
@@ -44,6 +45,7 @@ class DeploymentRegistry:
         self.failures = DeploymentFailures()
         self._max_deployments = max_deployments
         self._max_new_deployments = max_new_deployments
+        self._memory_bytes = memory_bytes
         self._flow = options.flow
 
     def add(self, name: DeploymentId, *, lasting: bool = True) -> Deployment:
@@ -171,9 +173,25 @@ class DeploymentRegistry:
         evicted = choose_evicted(among)
         if evicted is None:
             return False
-        del self.deployments[evicted.deployment]
-        self.shared.spawn(self._end(evicted), f"let-go-{evicted.deployment}")
+        self._evict(evicted)
         return True
+
+    def _make_memory_room(self, others: list[Deployment], need_bytes: int) -> bool:
+        """Return True if a deployment fits beside others; evict those of them that are idle.
+
+        Mutates: `others`, from which it takes the evicted ones.
+        """
+        while need_bytes + sum(one.held_bytes for one in others) > self._memory_bytes:
+            evicted = choose_evicted([one for one in others if one.held_bytes])
+            if evicted is None or need_bytes > self._memory_bytes:
+                return False
+            others.remove(evicted)
+            self._evict(evicted)
+        return True
+
+    def _evict(self, deployment: Deployment) -> None:
+        del self.deployments[deployment.deployment]
+        self.shared.spawn(self._end(deployment), f"let-go-{deployment.deployment}")
 
     def _admit(self, name: DeploymentId, stream: RankStream, *, is_new: bool) -> bool:
         """Return True if a deployment that is not here may come; else refuse the rank."""
@@ -186,9 +204,37 @@ class DeploymentRegistry:
             limit = "max_deployments"
         else:
             return True
+        self._refuse_deployment(name, stream, limit, detail)
+        return False
+
+    def _refuse_deployment(
+        self, name: DeploymentId, stream: RankStream, limit: str, detail: str
+    ) -> None:
         _log.error("deployment_refused", deployment=name, limit=limit, detail=detail)
         self.shared.metrics.deployment_refused(limit)
         self._refuse(stream, Reason.LIMIT_EXCEEDED, detail)
+
+    def _fits_memory(self, hello: Hello, stream: RankStream) -> bool:
+        """Return True if the deployment of a rank fits beside the others; else refuse the rank.
+
+        The others are those whose ranks were all here, or whose windows were restored. Ranks of an
+        incomplete group are asked for again by the Hello that completes it.
+        """
+        name = hello.identity.deployment
+        here = self.deployments.get(name)
+        if here is not None and not here.keeper.leading:
+            return True  # The ranks are sent to the replica that leads.
+        need = self.options.memory_of(hello.shape)
+        others = [one for one in self.deployments.values() if one is not here]
+        if self._make_memory_room(others, need.total):
+            return True
+        layers, slots, ranks, experts = hello.shape.sizes
+        held = sum(one.held_bytes for one in others)
+        detail = (
+            f"{layers} layers x {slots} slots and {experts} experts on {ranks} ranks may take"
+            f" {need}, other deployments {held}; ingest.memory_bytes is {self._memory_bytes}"
+        )
+        self._refuse_deployment(name, stream, "memory_bytes", detail)
         return False
 
     async def _has_records(self, name: DeploymentId) -> bool | None:
@@ -208,6 +254,8 @@ class DeploymentRegistry:
         if failure is not None:
             detail = f"{failure.detail}; {name} starts again in {failure.left_s(now):.0f} s"
             self._refuse(stream, Reason.DEPLOYMENT_FAILED, detail)
+            return None
+        if not self._fits_memory(hello, stream):
             return None
         known: bool | None = True
         if name not in self.deployments:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import structlog
 
+from evenkeel_moe.controller.ingest.group_memory import limit_steps, max_waiting_bytes
 from evenkeel_moe.controller.ingest.waiting_reports import ReportAnswer, WaitingReports
 from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
@@ -17,12 +18,6 @@ from evenkeel_moe.wire.link import ReportAck
 
 _log = structlog.get_logger(__name__)
 _STORE_SOURCE_EVERY_S = 10.0
-_MAX_PENDING_BYTES = 1 << 28
-"""Most bytes of incomplete steps of one side of counting. For a large shape fewer than
-`max_pending` steps are held."""
-_MAX_WINDOW_BYTES = 1 << 28
-"""Most bytes of one phase's window. For a large shape fewer than `window_steps` steps are kept:
-otherwise one rank could fill the memory with a shape that it alone declares."""
 
 
 class Ingest:
@@ -89,10 +84,9 @@ class Ingest:
             return
         restored = generation == self._restored
         self.generation, self._restored = generation, None
-        most = _MAX_PENDING_BYTES // (
-            8 * shape.num_layers * max(shape.num_slots, shape.num_logical_experts)
-        )
-        self._assembler = StepAssembler(shape, max_pending=max(1, min(self._max_pending, most)))
+        limits = limit_steps(shape, self._window_steps, self._max_pending)
+        self._waiting.most_bytes = max_waiting_bytes(shape, limits)
+        self._assembler = StepAssembler(shape, max_pending=limits.pending_steps)
         self._assembler.sample(self._stride, 0)
         self._settled = False
         if restored:
@@ -103,12 +97,11 @@ class Ingest:
             self.newest_step = self.newest_at = None
             self.rings = {}
         for phase in Phase:
-            self.rings.setdefault(phase, StepRing(shape, self._kept_steps(shape)))
+            self.rings.setdefault(phase, self._make_ring(shape))
 
-    def _kept_steps(self, shape: ModelShape) -> int:
-        """Return the steps of a window: as set, or as many as fit the bytes of one."""
-        step = 4 * shape.num_layers * shape.num_logical_experts + 16 * shape.num_ranks + 16
-        return max(1, min(self._window_steps, _MAX_WINDOW_BYTES // step))
+    def _make_ring(self, shape: ModelShape) -> StepRing:
+        limits = limit_steps(shape, self._window_steps, self._max_pending)
+        return StepRing(shape, limits.window_steps, keeps_sources=limits.keeps_sources)
 
     def leave_generation(self) -> None:
         """Forget the generation and its steps; another generation is begun or restored next."""
@@ -251,7 +244,7 @@ class Ingest:
         stored = {phase: await self._store.fetch(self.deployment, phase) for phase in Phase}
         self._summed_to = {}
         for phase, window in stored.items():
-            ring = self.rings[phase] = StepRing(shape, self._window_steps)
+            ring = self.rings[phase] = self._make_ring(shape)
             if window is None or not _fits(window, shape):
                 continue
             found += len(ring.append(window))

@@ -11,8 +11,8 @@ from evenkeel_moe.wire.link import ReportAck
 _MAX_REPORTS = 64
 """Most reports that wait for one rank."""
 _MAX_BYTES = 256 << 20
-"""Most bytes that wait for all ranks together. After an outage every rank sends its whole ring
-before the last rank is back."""
+"""Most bytes that wait for all ranks together, whatever their shape. After an outage every rank
+sends its whole ring before the last rank is back."""
 
 ReportAnswer = Callable[[ReportAck], None]
 
@@ -28,6 +28,8 @@ class WaitingReports:
     """A bounded queue of reports for each rank."""
 
     def __init__(self) -> None:
+        self.most_bytes = _MAX_BYTES
+        """Most bytes that wait for all ranks together; at most `_MAX_BYTES` are used."""
         self._queues: dict[EpRank, deque[WaitingReport]] = {}
         self._bytes: Counter[EpRank] = Counter()
 
@@ -38,9 +40,10 @@ class WaitingReports:
         self._bytes[report.rank] += report.counts.nbytes
         if len(queue) > _MAX_REPORTS:
             yield self._drop_oldest(report.rank)
+        most = min(self.most_bytes, _MAX_BYTES)
         # The rank with the most bytes gives way, so that large reports of one rank cost the others
         # nothing. A single report always stays.
-        while self._bytes.total() > _MAX_BYTES and sum(map(len, self._queues.values())) > 1:
+        while self._bytes.total() > most and sum(map(len, self._queues.values())) > 1:
             yield self._drop_oldest(max(self._bytes, key=self._bytes.__getitem__))
 
     def take_all(self) -> Iterator[WaitingReport]:

@@ -18,6 +18,10 @@ from evenkeel_moe.wire.link import FlowControl
 
 _SILENT_LEASES = 3
 """Leases of a rank after which a stream that says nothing is ended: long after its rank is lost."""
+_PROCESS_BYTES = 600_000_000
+"""The controller without deployments, and the 256 MiB of messages that may wait unprocessed."""
+_PLANNER_BYTES = 300_000_000
+"""One planner process."""
 T = TypeVar("T")
 
 
@@ -69,6 +73,13 @@ def deployment_options(settings: Settings, advertise: str) -> DeploymentOptions:
         max_pending=ingest.max_pending_steps,
         flow=_from_sections(FlowControl, ingest, advanced),
     )
+
+
+def deployments_bytes(settings: Settings, limit_bytes: int) -> int:
+    """Return the memory for all deployments; `limit_bytes` is that of the process and planners."""
+    if settings.ingest.memory_bytes:
+        return settings.ingest.memory_bytes
+    return max(0, limit_bytes - _PROCESS_BYTES - settings.planner.workers * _PLANNER_BYTES)
 
 
 def _from_sections(kind: type[T], *sections: Any, **others: Any) -> T:

@@ -16,6 +16,7 @@ from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.grpc.server import GrpcServer
 from evenkeel_moe.adapters.http_servers import MetricsServer, RestServer
+from evenkeel_moe.adapters.memory_limit import memory_limit_bytes
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.adapters.redis.client import Client, SentinelLogin, connect, disconnect
@@ -35,6 +36,7 @@ from evenkeel_moe.controller.process.kernel_warmup import warm_kernels
 from evenkeel_moe.controller.process.options import (
     advertised_address,
     deployment_options,
+    deployments_bytes,
     rest_tls,
     server_options,
 )
@@ -180,6 +182,7 @@ async def _run(
         _shared_services(settings, servers, spawner),
         max_deployments=settings.ingest.max_deployments,
         max_new_deployments=settings.ingest.max_new_deployments,
+        memory_bytes=deployments_bytes(settings, memory_limit_bytes()),
     )
     storing = _spawn_background(settings, servers, registry, spawner)
     app = create_app(OperatorService(registry), servers.tokens)

@@ -1,0 +1,125 @@
+"""Computes, from the shape that ranks declare, the most memory that their deployment takes.
+
+The parts of a deployment keep these bounds, so a group that does not fit can be refused when it
+registers.
+"""
+
+from dataclasses import dataclass, fields
+
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.telemetry.windows import source_bytes
+
+_MAX_PENDING_BYTES = 1 << 28
+"""Most bytes of incomplete steps of one side of counting. For a large shape fewer than
+`max_pending` steps are held."""
+_MAX_WINDOW_BYTES = 1 << 28
+"""Most bytes of one phase's window. For a large shape fewer than `window_steps` steps are kept:
+otherwise one rank could fill the memory with a shape that it alone declares."""
+_MAX_SOURCE_BYTES = 1 << 28
+"""Most bytes of one phase's source-side sums. For a larger shape none are kept: they only refine
+the costs of plans."""
+_MAPS = 96
+"""Placements that fill as many bytes as those of the last 64 epochs, for rollbacks, and the maps
+derived from eight of them, under which reports are counted."""
+_RANK_BYTES = 160_000
+"""Bytes of a stream and its session, measured with `make bench-scale`, rounded up."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The most steps that a deployment keeps."""
+
+    window_steps: int
+    """Complete steps of each phase."""
+    pending_steps: int
+    """Incomplete steps of each side of counting."""
+    keeps_sources: bool
+    """True if source-side sums are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """The most bytes that the parts of one deployment take."""
+
+    windows: int
+    """The windows of all phases."""
+    sources: int
+    """Their source-side sums."""
+    pending: int
+    """Incomplete steps, of both sides of counting."""
+    waiting: int
+    """Reports that wait until the placement is known."""
+    cycle: int
+    """The copy of the window that a planning cycle gets, before and after it is packed."""
+    maps: int
+    ranks: int
+    """Streams and sessions."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(getattr(self, one.name) for one in fields(self))
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{one.name} {getattr(self, one.name)}" for one in fields(self))
+        return f"{self.total} bytes ({parts})"
+
+
+def limit_steps(shape: ModelShape, window_steps: int, max_pending: int) -> StepLimits:
+    """Return how many steps of a shape are kept: as set, or as many as the bytes allow."""
+    most = _MAX_PENDING_BYTES // (
+        8 * shape.num_layers * max(shape.num_slots, shape.num_logical_experts)
+    )
+    return StepLimits(
+        window_steps=max(1, min(window_steps, _MAX_WINDOW_BYTES // _window_step(shape))),
+        pending_steps=max(1, min(max_pending, most)),
+        keeps_sources=source_bytes(shape) <= _MAX_SOURCE_BYTES,
+    )
+
+
+def group_memory(
+    shape: ModelShape, *, window_steps: int, max_pending: int, plan_steps: int
+) -> GroupMemory:
+    """Return the most memory that a deployment of a shape takes.
+
+    Args:
+        shape: as its ranks declare it.
+        window_steps: `window.steps`.
+        max_pending: `ingest.max_pending_steps`.
+        plan_steps: `window.plan_steps`.
+    """
+    layers, experts = shape.num_layers, shape.num_logical_experts
+    limits, phases = limit_steps(shape, window_steps, max_pending), len(Phase)
+    by_slot = limits.pending_steps * 4 * layers * shape.num_slots
+    by_expert = limits.pending_steps * 8 * layers * experts
+    of_ranks = limits.pending_steps * (17 * shape.num_ranks + 64)
+    cycle_steps = min(plan_steps, limits.window_steps)
+    return GroupMemory(
+        windows=phases * limits.window_steps * _window_step(shape),
+        sources=phases * source_bytes(shape) if limits.keeps_sources else 0,
+        pending=by_slot + by_expert + 2 * of_ranks,
+        waiting=max_waiting_bytes(shape, limits),
+        cycle=2 * cycle_steps * _window_step(shape),
+        maps=_MAPS * 4 * layers * shape.num_slots,
+        ranks=_RANK_BYTES * shape.num_ranks,
+    )
+
+
+def max_waiting_bytes(shape: ModelShape, limits: StepLimits) -> int:
+    """Return the most bytes of reports that wait.
+
+    More would not be used: of steps that no rank has finished reporting, only the pending ones are
+    held.
+    """
+    return (
+        limits.pending_steps
+        * 4
+        * shape.num_layers
+        * max(shape.num_slots, shape.num_logical_experts)
+    )
+
+
+def _window_step(shape: ModelShape) -> int:
+    """Return the bytes of one step in a window."""
+    return 4 * shape.num_layers * shape.num_logical_experts + 16 * shape.num_ranks + 16

@@ -1,0 +1,112 @@
+"""The memory of a group follows from its shape, and its parts keep to it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.controller.ingest.group_memory import group_memory, limit_steps
+from evenkeel_moe.controller.ingest.ingest import Ingest
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
+from evenkeel_moe.model.load import CountingSide, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from tests.contracts.memory_store import MemoryStore
+from tests.telemetry.reports import EPOCH, PLACEMENT, SHAPE, Fleet
+
+LARGEST = ModelShape(92, 896, 2048, 1, 8, 44_000_000)
+MANY = ModelShape(92, 896, 256, 4, 8, 44_000_000)
+
+
+def memory(shape, window_steps=512, max_pending=512, plan_steps=256):
+    return group_memory(
+        shape, window_steps=window_steps, max_pending=max_pending, plan_steps=plan_steps
+    )
+
+
+def make_ingest(**limits) -> Ingest:
+    return Ingest(
+        DeploymentId("demo"),
+        MemoryStore(SystemClock(), capacity=50),
+        SystemClock(),
+        **{"window_steps": 50, "max_pending": 64, "stride": 1, **limits},
+        accepted=lambda steps: None,
+        rejected=lambda reason, steps: None,
+        dropped=lambda rank, steps: None,
+    )
+
+
+@pytest.mark.parametrize("shape", [LARGEST, MANY])
+def test_the_largest_groups_are_bounded(shape):
+    """Ten groups of 256 ranks and one of 2,048 fit in 16 GB."""
+    assert memory(shape).total < 1.6e9
+    assert 10 * memory(MANY).total + memory(LARGEST).total < 16e9
+
+
+def test_a_part_that_is_larger_shows_in_the_words():
+    found = memory(MANY)
+    assert str(found).startswith(f"{found.total} bytes (windows {found.windows}, sources 0, ")
+
+
+@pytest.mark.parametrize("side", list(CountingSide))
+def test_a_full_window_takes_no_more_than_said(side):
+    ingest = make_ingest()
+    ingest.begin_generation(Generation("g"), SHAPE)
+    ingest.settle(EPOCH, PLACEMENT)
+    run = Fleet().run(range(200))
+    for rank in range(SHAPE.num_ranks):
+        ingest.take(run.report(rank, side=side), lambda ack: None)
+    parts = ingest.rings[Phase.DECODE].parts()
+    assert sum(map(len, parts)) == 50
+    arrays = ("counts", "steps", "epochs", "tokens", "compute_s")
+    held = sum(getattr(part, name).nbytes for part in parts for name in arrays)
+    said = memory(SHAPE, window_steps=50, max_pending=64, plan_steps=50)
+    assert 0.9 * said.windows < held * len(Phase) <= said.windows
+    if side is CountingSide.SOURCE:
+        blocks = ingest.rings[Phase.DECODE]._blocks
+        assert sum(block.nbytes for block in blocks) * len(Phase) <= said.sources
+
+
+@pytest.mark.parametrize("side", list(CountingSide))
+def test_incomplete_steps_take_no_more_than_said(side):
+    ingest = make_ingest()
+    ingest.begin_generation(Generation("g"), SHAPE)
+    ingest.settle(EPOCH, PLACEMENT)
+    ingest.take(Fleet().run(range(200)).report(0, side=side), lambda ack: None)
+    buffer = ingest._assembler._buffers[side]
+    names = ("counts", "tokens", "compute_s", "reported", "rows", "_order")
+    held = sum(getattr(buffer, name).nbytes for name in names)
+    assert held <= memory(SHAPE, window_steps=50, max_pending=64, plan_steps=50).pending
+
+
+def test_reports_that_wait_take_no_more_than_said():
+    ingest = make_ingest()
+    ingest.begin_generation(Generation("g"), SHAPE)
+    run = Fleet().run(range(16))
+    for _ in range(40):
+        for rank in range(SHAPE.num_ranks):
+            ingest.take(run.report(rank), lambda ack: None)
+    said = memory(SHAPE, window_steps=50, max_pending=64, plan_steps=50)
+    assert 0 < ingest._waiting._bytes.total() <= said.waiting
+
+
+async def test_a_restored_window_of_a_large_shape_is_bounded_too():
+    wide = ModelShape(1 << 16, 256, 1, 256, 8, 64)
+    ingest = make_ingest()
+    await ingest.restore(Generation("g"), wide)
+    assert {ring.capacity for ring in ingest.rings.values()} == {3}
+
+
+def test_no_source_sums_are_kept_that_would_fill_the_memory():
+    assert limit_steps(
+        dataclasses.replace(MANY, num_ranks=64, slots_per_rank=16), 50, 50
+    ).keeps_sources
+    assert not limit_steps(MANY, 50, 50).keeps_sources
+    ingest = make_ingest(max_pending=2)
+    ingest.begin_generation(Generation("g"), MANY)
+    ingest.settle(Epoch(0), Placement.initial(MANY))
+    ring = ingest.rings[Phase.DECODE]
+    ring.add_source(EpRank(0), np.ones((92, 896), np.int64))
+    assert ring.source() is None
+    assert memory(MANY).sources == 0
