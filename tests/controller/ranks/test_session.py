@@ -19,7 +19,7 @@ async def test_a_heartbeat_with_trouble_takes_a_rank_out_of_migration_until_one_
     control = control_of(ControlState.READY)
     # The lambda looks the machine up at each call: the test replaces it below.
     inbox = SimpleNamespace(tell=lambda event: control.handle(event, NOW))
-    targets = SessionTargets(inbox, ingest=None, swapped=None, ended=None)  # type: ignore[arg-type]
+    targets = SessionTargets(inbox, ingest=None, swapped=None, troubled=lambda _: None, ended=None)  # type: ignore[arg-type]
     session = RankSession(hello_of(1), RankStream(11, "peer", capacity=4), targets)
     assert control.state_reason(NOW)[0] is Reason.RECOVERED
     with structlog.testing.capture_logs() as logs:

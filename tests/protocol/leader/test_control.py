@@ -53,7 +53,7 @@ def test_survey_is_resent_to_those_who_did_not_answer():
     control = control_of(S.RECOVERING)
     control.handle(from_rank(0, state_of(0, query=1)), 0.0)
     actions = control.handle(msg.Tick(), 1.0)
-    asked = [a.rank for a in of_kind(actions, ctl.SendToRank) if a.message.want_placement]
+    asked = [a.rank for a in of_kind(actions, ctl.SendToRank) if a.message.query == 1]
     assert asked == [1]
 
 
@@ -80,7 +80,7 @@ def test_ranks_that_disagree_keep_the_leader_asking():
     assert only(actions, ctl.Alert).reason is Reason.EPOCH_DISAGREES
     assert control.state_reason(0.0)[0] is Reason.EPOCH_DISAGREES
     again = control.handle(msg.Tick(), 1.0)
-    assert len([m for m in sent(again) if m.want_placement]) == 2
+    assert len([m for m in sent(again) if m.query == 2]) == 2
     answer_queries(control, now=1.0)
     assert control.state is S.READY
 

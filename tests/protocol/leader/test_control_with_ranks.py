@@ -27,6 +27,7 @@ from tests.protocol.machines import (
 )
 
 AUTO = DeploymentPolicy(mode=Mode.AUTO, cycle_s=30.0)
+UNASKED = msg.QueryState(LEADER)
 LARGER = ModelShape(2, 4, 4, 3, 1, 10)
 
 
@@ -59,12 +60,13 @@ class Group:
         event = ctl.FromRank(EpRank(rank), 1, stream or rank + 1, hello, certified)
         self.carry_out(self.control.handle(event, self.now))
 
-    def state(self, rank, query=0, full=False):
+    def state(self, rank, query=UNASKED):
         identity = msg.RankIdentity(DEPLOYMENT, EpRank(rank), Generation("g1"), 1)
-        sums = self.checksums if full else None
+        placement = BASE if query.want_placement else None
+        sums = self.checksums if query.want_checksums else None
         state = msg.RankState(
             identity, msg.ParticipantState.IDLE, None, Epoch(0), BASE.digest, self.version, True,
-            None, None, BASE if full else None, sums, 0, 5, query,
+            None, None, placement, sums, 0, 5, query.query,
         )  # fmt: skip
         self.carry_out(
             self.control.handle(ctl.FromRank(EpRank(rank), 1, rank + 1, state), self.now)
@@ -76,7 +78,7 @@ class Group:
                 self.cycles.append(action)
             message = getattr(action, "message", None)
             if isinstance(message, msg.QueryState) and action.rank < 2:
-                self.state(action.rank, message.query, message.want_placement)
+                self.state(action.rank, message)
 
     def run(self, seconds):
         for _ in range(seconds):

@@ -47,14 +47,24 @@ class RankSessions:
 
     def __post_init__(self) -> None:
         self.last_open_at = self.clock.monotonic()
-        self._targets = SessionTargets(self.inbox, self.ingest, self.swapped, self._remove)
+        self._troubled: dict[int, RankSession] = {}
+        self._targets = SessionTargets(
+            self.inbox, self.ingest, self.swapped, self._note_trouble, self._remove
+        )
 
     def open(self, hello: Hello, stream: RankStream) -> RankSession:
         """Begin the session of a rank that is not registered yet."""
         session = self.by_stream[stream.number] = RankSession(hello, stream, self._targets)
         return session
 
+    def _note_trouble(self, session: RankSession) -> None:
+        if session.trouble:
+            self._troubled[session.stream.number] = session
+        else:
+            self._troubled.pop(session.stream.number, None)
+
     def _remove(self, session: RankSession) -> None:
+        self._troubled.pop(session.stream.number, None)
         if self.by_stream.pop(session.stream.number, None) is not None:
             self.last_open_at = self.clock.monotonic()
             self.inbox.post(ctl.StreamClosed(session.rank, session.stream.number))
@@ -117,9 +127,8 @@ class RankSessions:
 
         A machine that leads again knows its ranks by their Hellos alone.
         """
-        for session in self.by_stream.values():
-            if session.trouble:
-                session.repeat_trouble()
+        for session in self._troubled.values():
+            session.repeat_trouble()
 
     # --- the pace of reports ----------------------------------------------------------------------
 

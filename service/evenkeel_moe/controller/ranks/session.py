@@ -34,6 +34,8 @@ class SessionTargets:
     ingest: Ingest
     swapped: Callable[[Ack], None]
     """Note the time for which a swap stalled a rank."""
+    troubled: Callable[["RankSession"], None]
+    """Note that the trouble of a session's rank is another, or over."""
     ended: Callable[["RankSession"], None]
     """Remove a session whose stream ended."""
 
@@ -106,6 +108,7 @@ class RankSession:
         self.free_bytes = beat.free_bytes
         if beat.trouble != self.trouble:
             self.trouble = beat.trouble
+            self._targets.troubled(self)
             _log.error(
                 "rank_trouble",
                 deployment=self.hello.identity.deployment,

@@ -4,7 +4,7 @@ A generation is registered only when all its R ranks are present (R1). Every ans
 Reason, also a positive one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from evenkeel_moe.errors import Reason
@@ -78,6 +78,8 @@ class Membership:
         """The newest process of each rank of the registered group, of whichever generation."""
         self._beyond: dict[EpRank, Member] = {}
         """Ranks of a larger group that seems to gather; no members of the registered one."""
+        self._furthest = 0
+        """The most steps that a member told in the registered generation."""
 
     # --- changes ----------------------------------------------------------------------------------
 
@@ -105,7 +107,8 @@ class Membership:
             CloseStream(rank, member.stream, Reason.DISPLACED, _displaced(member.hello, hello))
             for rank, member in before.items()
             if member.closed_at is None
-            and (rank not in after or after[rank].hello.identity != member.hello.identity)
+            and (now_there := after.get(rank)) is not member
+            and (now_there is None or now_there.hello.identity != member.hello.identity)
         )
         return admission._replace(closes=tuple(displaced))
 
@@ -116,15 +119,26 @@ class Membership:
         # The same process on another stream: its first heartbeat there says if the trouble is over.
         same = known is not None and known.hello.identity == hello.identity
         trouble = known.trouble if known is not None and same else ""
+        generation = hello.identity.generation
+        hellos = (member.hello for member in self.everyone.values())
+        equal = (one.shape for one in hellos if one.identity.generation == generation)
+        hello = replace(hello, shape=next(equal, hello.shape))
         (self.members if registered else self._beyond)[rank] = Member(
             hello, stream, now, hello.weights_version, trouble
         )
-        generation = hello.identity.generation
-        if generation != self.generation and self.is_complete(generation):
+        everyone = len(self.members) + len(self._beyond)
+        # The cheap comparison first: this runs for every Hello of every rank.
+        if (
+            generation != self.generation
+            and everyone >= hello.shape.num_ranks
+            and self.is_complete(generation)
+        ):
             self.generation = generation
             self.shape = hello.shape
             self.members = {r: m for r, m in self.everyone.items() if r < hello.shape.num_ranks}
             self._beyond = {}
+            states = (member.state for member in self.members.values())
+            self._furthest = max((state.step for state in states if state is not None), default=0)
             return Admission(True, Reason.GENERATION_CHANGED, f"all ranks of {generation}", True)
         return Admission(True, Reason.RECOVERED, f"rank {rank} on stream {stream}")
 
@@ -152,8 +166,11 @@ class Membership:
         """Note a rank's answer; its weights version may have risen since its Hello (R4)."""
         member = self.newest(state.identity.rank)
         if member is not None and member.hello.identity == state.identity:
-            member.state = state
+            # Without the placement and the checksums, which are megabytes.
+            member.state = replace(state, placement=None, checksums=None)
             member.weights_version = state.weights_version
+            if state.identity.generation == self.generation:
+                self._furthest = max(self._furthest, state.step)
 
     def closed(self, rank: EpRank, stream: int, now: float) -> None:
         """Note the end of a stream; the rank stays a member, and fresh until its lease runs out."""
@@ -215,17 +232,7 @@ class Membership:
 
     def step(self) -> int:
         """Return the steps the group has taken in this generation, dummy steps included."""
-        furthest = 0
-        for member in self.members.values():
-            state = member.state
-            # The cheap comparison first: this runs for every answer of every rank.
-            if (
-                state is not None
-                and state.step > furthest
-                and state.identity.generation == self.generation
-            ):
-                furthest = state.step
-        return furthest
+        return self._furthest
 
     def weights_version(self) -> int | None:
         """Return the version all members have; None while they differ or there are none."""
@@ -305,13 +312,16 @@ class Membership:
             # Also if this rank was the only one: windows and records have the registered shape.
             detail = f"rank {rank} has {shape}, {identity.generation} is registered as {self.shape}"
             return Admission(False, Reason.SHAPE_DISAGREES, detail)
+        equal_shape = shape
         for member in self.everyone.values():
             other = member.hello
             if other.identity.generation != identity.generation or member is known:
                 continue
-            if other.shape != shape:
+            # Equal shapes of members are one object: this runs for every Hello and every rank.
+            if other.shape is not equal_shape and other.shape != shape:
                 detail = f"rank {rank} has {shape}, rank {other.identity.rank} {other.shape}"
                 return Admission(False, Reason.SHAPE_DISAGREES, detail)
+            equal_shape = other.shape
             same_version = other.weights_version == hello.weights_version
             if same_version and other.checksums_digest != hello.checksums_digest:
                 detail = (

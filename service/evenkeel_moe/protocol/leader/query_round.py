@@ -1,6 +1,6 @@
 """One question to all ranks and the comparison of their answers (R12, R15)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, EpRank
@@ -29,20 +29,47 @@ class Disagreement:
 
 @dataclass(slots=True)
 class QueryRound:
-    """The answers of all R ranks to one query."""
+    """The answers of all R ranks to one query.
+
+    One rank, the witness, tells the whole placement and all checksums. The others name the
+    placement by its digest, and had their checksums compared by digest at their Hello. A thousand
+    whole answers would be gigabytes.
+    """
 
     query: int
     """Answers to earlier queries do not count."""
     ranks: frozenset[EpRank]
+    all_checksums: bool = False
+    """All ranks tell their checksums: the weights are not those of their Hellos any more."""
     answers: dict[EpRank, RankState] = field(default_factory=dict)
+    """The answers without placements and checksums."""
+    placement: Placement | None = None
+    """As the witness told it."""
+    checksums: set[tuple[int, ...]] = field(default_factory=set)
+    """The different ones of all answers."""
+    witness: EpRank | None = field(init=False)
     resend_at: float = 0.0
     repeat_at: float | None = None
     """Time of the next round; set after a disagreement."""
 
+    def __post_init__(self) -> None:
+        self.witness = min(self.ranks, default=None)
+
     def take(self, state: RankState) -> None:
         """Add a rank's answer if it is complete and answers this query."""
-        if state.query >= self.query and state.placement is not None:
-            self.answers[state.identity.rank] = state
+        rank = state.identity.rank
+        if state.query < self.query or (rank == self.witness and state.placement is None):
+            return
+        if rank == self.witness:
+            self.placement = state.placement
+        if rank == self.witness or self.all_checksums:
+            self.checksums.add(state.checksums or ())
+        self.answers[rank] = replace(state, placement=None, checksums=None)
+
+    @property
+    def complete(self) -> bool:
+        """True once all ranks have answered."""
+        return len(self.answers) >= len(self.ranks) > 0 and self.ranks <= self.answers.keys()
 
     @property
     def missing(self) -> tuple[EpRank, ...]:
@@ -64,11 +91,10 @@ class QueryRound:
         ):
             if len(set(values)) > 1:
                 return Disagreement(reason, f"{name} of ranks {list(states)}: {values}")
-        if len({a.checksums for a in states.values()}) > 1:
+        if len(self.checksums) > 1:
             detail = f"ranks {list(states)} registered other weights"
             return Disagreement(Reason.CHECKSUM_MISMATCH, detail)
         first = states[min(states)]
-        assert first.placement is not None
-        return GroupState(
-            first.epoch, first.placement, first.weights_version, first.checksums or ()
-        )
+        assert self.placement is not None
+        (checksums,) = self.checksums
+        return GroupState(first.epoch, self.placement, first.weights_version, checksums)

@@ -53,7 +53,9 @@ class Recovery:
         self.over = False
         self.disagreement = None
         self.query += 1
-        self.round = QueryRound(self.query, frozenset(self.executor.membership.members))
+        members = self.executor.membership.members
+        reloaded = any(m.weights_version != m.hello.weights_version for m in members.values())
+        self.round = QueryRound(self.query, frozenset(members), all_checksums=reloaded)
         return self._ask(now)
 
     def tick(self, now: float) -> list[ControlAction]:
@@ -86,10 +88,15 @@ class Recovery:
         """Return the round's question for a rank; None if the rank has answered it."""
         current = self.round
         member = self.executor.membership.members.get(rank)
-        if current is None or member is None or rank not in current.missing:
+        if current is None or member is None or rank in current.answers:
             return None
-        leader, query = self.executor.leader, current.query
-        question = QueryState(leader, want_placement=True, want_checksums=True, query=query)
+        is_witness = rank == current.witness
+        question = QueryState(
+            self.executor.leader,
+            want_placement=is_witness,
+            want_checksums=is_witness or current.all_checksums,
+            query=current.query,
+        )
         return SendToRank(rank, member.stream, question)
 
     def _ask(self, now: float) -> list[ControlAction]:
@@ -103,8 +110,10 @@ class Recovery:
         current = self.round
         if current is None or current.repeat_at is not None:
             return []
+        if not current.all_checksums and self._has_reloaded(state):
+            return self.begin(now)  # R4: its Hello told the checksums of other weights.
         current.take(state)
-        if not current.answers or current.missing:
+        if not current.complete:
             return []  # R15: no plan before all R ranks of the generation have answered.
         wave = current.held_wave()
         if wave is not None:
@@ -119,6 +128,10 @@ class Recovery:
         self.round, self.over = None, True
         self.settled_query = self.query + 1
         return [*self._bring_up(group), *self._reconcile_all(now)]
+
+    def _has_reloaded(self, state: RankState) -> bool:
+        member = self.executor.membership.members.get(state.identity.rank)
+        return member is not None and state.weights_version != member.hello.weights_version
 
     def after_wave(self, now: float) -> list[ControlAction]:
         """Ask all ranks again once a found wave has ended, until none holds a wave."""

@@ -1,0 +1,105 @@
+"""One rank tells the whole placement and all checksums, the others their digests (R4, R15)."""
+
+from dataclasses import replace
+
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import EpRank
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.leader.query_round import Disagreement, GroupState, QueryRound
+from evenkeel_moe.protocol.transitions import ControlState as S
+from tests.protocol.machines import (
+    BASE,
+    control_of,
+    from_rank,
+    of_kind,
+    only,
+    state_of,
+)
+
+RANKS = frozenset(map(EpRank, range(3)))
+
+
+def short(rank, **changes):
+    """Return the answer of a rank that was asked neither for its placement nor its checksums."""
+    return replace(state_of(rank, query=1), **changes)
+
+
+def queries(actions):
+    return {a.rank: a.message for a in of_kind(actions, ctl.SendToRank)}
+
+
+def recovering():
+    """Return a machine in recovery and the questions of its round."""
+    control = control_of(S.RECOVERING)
+    assert control.recovery is not None and control.recovery.round is not None
+    return control, queries(control.recovery.begin(0.0))
+
+
+def test_only_one_rank_is_asked_for_its_placement_and_checksums():
+    _, asked = recovering()
+    assert [(q.want_placement, q.want_checksums) for _, q in sorted(asked.items())] == [
+        (True, True),
+        (False, False),
+    ]
+
+
+def test_the_answers_of_the_other_ranks_agree_by_digest():
+    found = QueryRound(1, RANKS)
+    for rank in (2, 1):
+        found.take(short(rank, placement=None, checksums=None))
+    assert not found.complete and found.missing == (0,)
+    found.take(short(0))
+    assert found.complete
+    state = found.group_state()
+    assert isinstance(state, GroupState)
+    assert (state.placement, state.checksums) == (BASE, (5,) * 8)
+
+
+def test_another_digest_is_a_disagreement():
+    found = QueryRound(1, RANKS)
+    for rank, digest in ((0, BASE.digest), (1, "other"), (2, BASE.digest)):
+        found.take(short(rank, placement_digest=digest))
+    state = found.group_state()
+    assert isinstance(state, Disagreement) and state.reason is Reason.EPOCH_DISAGREES
+
+
+def test_the_witness_has_to_tell_its_placement():
+    found = QueryRound(1, RANKS)
+    found.take(short(0, placement=None))
+    assert found.missing == (0, 1, 2)
+
+
+def test_a_thousand_answers_keep_one_placement():
+    ranks = frozenset(map(EpRank, range(1000)))
+    found = QueryRound(1, ranks, all_checksums=True)
+    for rank in ranks:
+        found.take(short(rank))
+    assert all(a.placement is None and a.checksums is None for a in found.answers.values())
+    assert found.complete and len(found.checksums) == 1
+
+
+def test_after_a_reload_all_ranks_tell_their_checksums():
+    """R4: their Hellos told the checksums of the weights before."""
+    control, _ = recovering()
+    recovery = control.recovery
+    told = short(1, query=recovery.query, weights_version=2, placement=None, checksums=None)
+    again = queries(control.handle(from_rank(1, told), 0.0))
+    assert [(q.want_placement, q.want_checksums) for _, q in sorted(again.items())] == [
+        (True, True),
+        (False, True),
+    ]
+    for rank, checksums in ((0, (5,) * 8), (1, (6,) * 8)):
+        answer = short(rank, query=recovery.query, weights_version=2, checksums=checksums)
+        actions = control.handle(from_rank(rank, answer), 0.0)
+    assert only(actions, ctl.Alert).reason is Reason.CHECKSUM_MISMATCH
+    assert control.state is S.RECOVERING
+    again = queries(control.handle(msg.Tick(), 2.0))
+    assert all(q.want_checksums for q in again.values())
+
+
+def test_a_member_keeps_no_placement_of_an_answer():
+    control = control_of(S.READY)
+    for member in control.membership.members.values():
+        assert member.state is not None
+        assert (member.state.placement, member.state.checksums) == (None, None)
