@@ -22,7 +22,7 @@ from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_messa
 __all__ = ["BATCH", "Fleet", "Scale"]
 
 BATCH = 16
-"""Steps that a message carries."""
+"""Steps that a message carries, unless a scale says otherwise."""
 TOKENS = 64
 """Tokens of one rank in one step."""
 
@@ -36,10 +36,14 @@ class Scale:
     layers: int = 58
     slots_per_rank: int = 9
     steps_per_s: float = 50.0
+    steps: int = BATCH
+    """Steps of a message."""
+    experts: int = 0
+    """Experts of a layer; 0: one slot of each rank is redundant."""
 
     @property
     def shape(self) -> ModelShape:
-        experts = self.ranks * (self.slots_per_rank - 1)
+        experts = self.experts or self.ranks * (self.slots_per_rank - 1)
         return ModelShape(self.layers, experts, self.ranks, self.slots_per_rank, 8, 44_000_000)
 
 
@@ -56,7 +60,9 @@ class ReportingRank:
         self.highest = -1
         self.refused = 0
         self.reasons: set = set()
-        self.steps = step_table(StepMeta(step, 0, Phase.DECODE, TOKENS) for step in range(BATCH))
+        self.steps = step_table(
+            StepMeta(step, 0, Phase.DECODE, TOKENS) for step in range(scale.steps)
+        )
         report = LoadReport(
             self.identity.deployment, self.identity.generation, self.identity.rank,
             self.identity.incarnation, CountingSide.DESTINATION, self.steps, counts,
@@ -153,7 +159,8 @@ class ReportingRank:
 
     async def report(self, batch: int) -> None:
         """Send the message of a batch."""
-        self.steps["step"] = np.arange(batch * BATCH, (batch + 1) * BATCH)
+        steps = self.scale.steps
+        self.steps["step"] = np.arange(batch * steps, (batch + 1) * steps)
         self.wire.load_report.step_table = self.steps.tobytes()
         async with self.writing:
             await self.call.write(self.wire)
@@ -198,7 +205,7 @@ class Fleet:
 
         They exceed the planned time if the fleet could not keep its pace.
         """
-        period = BATCH / self.scale.steps_per_s
+        period = self.scale.steps / self.scale.steps_per_s
         began = time.monotonic()
         for number in range(batches):
             due = began + number * period
@@ -212,7 +219,7 @@ class Fleet:
 
 
 def draw_counts(scale: Scale, placement: Placement, seed: int):
-    """Return (BATCH, L, S) int64 tokens of each slot.
+    """Return (steps, L, S) int64 tokens of each slot.
 
     The load of experts is lognormal; every token is counted top_k times (R19).
     """
@@ -225,4 +232,4 @@ def draw_counts(scale: Scale, placement: Placement, seed: int):
         weight[layer] = np.where(row >= 0, popularity[layer, row] / copies[row], 0.0)
     weight /= weight.sum(axis=1, keepdims=True)
     total = shape.top_k * TOKENS * shape.num_ranks
-    return np.stack([rng.multinomial(total, weight) for _ in range(BATCH)]).astype(np.int64)
+    return np.stack([rng.multinomial(total, weight) for _ in range(scale.steps)]).astype(np.int64)

@@ -365,7 +365,7 @@ class StepAssembler:
 
     def _drop_passed(self, buffer: StepBuffer, rejected: list[Rejection]) -> None:
         """Give up incomplete steps that every rank has passed."""
-        passed = min(buffer.highest)
+        passed = buffer.lowest
         if passed > buffer.passed_to:
             buffer.passed_to = passed
             for row in buffer.pending:

@@ -96,8 +96,12 @@ class StepBuffer:
         self.num_pending = 0
         self.highest = [NO_STEP] * ranks
         """Highest step that each rank has reported on this side."""
+        self.lowest = NO_STEP
+        """The smallest of these: no rank will report steps up to it any more."""
+        self._at_lowest = ranks
+        """Ranks whose highest step is `lowest`."""
         self.passed_to = NO_STEP
-        """No rank will report steps up to this one any more."""
+        """Incomplete steps up to this one were given up."""
         self.closed_to = NO_STEP
         """Steps up to this one are not accepted any more."""
 
@@ -161,8 +165,24 @@ class StepBuffer:
         else:
             self._add(report, rows)
         if len(steps):
-            self.highest[rank] = max(self.highest[rank], int(steps["step"][-1]))
+            self.advance(rank, int(steps["step"][-1]))
         return AddedSteps(flags, seen, rows, num_steps)
+
+    def advance(self, rank: int, step: int) -> None:
+        """Note the newest step of a rank.
+
+        The smallest of all ranks is sought only when no rank is left at it: once for about R
+        reports.
+        """
+        before = self.highest[rank]
+        if step <= before:
+            return
+        self.highest[rank] = step
+        if before == self.lowest:
+            self._at_lowest -= 1
+            if not self._at_lowest:
+                self.lowest = min(self.highest)
+                self._at_lowest = self.highest.count(self.lowest)
 
     def _add(self, report: LoadReport, rows: NDArray[np.int64]) -> None:
         """Add SOURCE counts, which are of the same experts for all ranks."""
