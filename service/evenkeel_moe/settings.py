@@ -48,7 +48,7 @@ class GrpcSettings:
     wrong value redirects ranks in circles."""
     max_message_bytes: Annotated[int, Field(ge=1 << 16, lt=1 << 31)] = 64 << 20
     """Largest message accepted. A rank with a larger map or report cannot register or report."""
-    max_streams: Count = 4096
+    max_streams: Count = 8192
     """Largest number of open rank streams; further ranks must retry later. If there are more ranks,
     some never connect."""
     keepalive_s: GrpcSeconds = 20.0
@@ -274,6 +274,9 @@ class AdvancedSettings:
     """Time between writes of windows. If the controller dies, newer steps are lost."""
     commit_deadline_steps: Count = 256
     """Steps from Commit to the first ack: at least 2 K + D of the gate."""
+    max_reports_per_s: Annotated[float, Field(ge=1)] = 2000.0
+    """Reports a second of all ranks, at most ranks / ingest.report_interval_s. More ranks report
+    more rarely, up to eight times, in longer messages: a step then costs less."""
     max_steps_per_report: Annotated[int, Field(ge=1, le=4096)] = 256
     """Largest number of steps in one report of a rank."""
 

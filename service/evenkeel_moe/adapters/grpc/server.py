@@ -84,7 +84,7 @@ class ServerOptions:
     send_queue: int
     keepalive_s: float
     keepalive_timeout_s: float
-    max_streams: int = 4096
+    max_streams: int = 8192
     """Streams open at a time; more are answered RESOURCE_EXHAUSTED."""
     max_streams_per_peer: int = 2048
     """Streams of one address open at a time."""

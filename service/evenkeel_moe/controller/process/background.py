@@ -115,18 +115,22 @@ async def _store_window(deployment: Deployment, failed: Failed) -> Unavailable |
     return None
 
 
-async def pace_reports(registry: DeploymentRegistry, flow: FlowControl) -> None:
-    """Measure the lag of the event loop; if it grows, let ranks report more rarely."""
-    loop, pacer = asyncio.get_running_loop(), Pacer(flow)
+async def pace_reports(
+    registry: DeploymentRegistry, flow: FlowControl, max_reports_per_s: float
+) -> None:
+    """Let ranks report more rarely if they are many, or if the event loop is late."""
+    loop, pacer = asyncio.get_running_loop(), Pacer(flow, max_reports_per_s)
     while True:
         due = loop.time() + _PACE_S
         await asyncio.sleep(_PACE_S)
-        if pacer.sample(loop.time() - due):
+        ranks = sum(len(one.ranks.by_stream) for one in registry.deployments.values())
+        if pacer.sample(loop.time() - due, ranks):
             _log.warning(
                 "reports_paced",
                 level=pacer.level,
                 interval_s=pacer.flow.report_interval_s,
                 stride=pacer.flow.stride,
+                ranks=ranks,
             )
             registry.pace(pacer.flow)
 

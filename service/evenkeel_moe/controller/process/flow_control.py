@@ -1,4 +1,4 @@
-"""Slows the ranks' reports down while this replica cannot keep up with them."""
+"""Slows the ranks' reports down: for many ranks at once, and while this replica is behind."""
 
 from dataclasses import replace
 
@@ -18,17 +18,20 @@ _LEVELS = 7
 
 
 class Pacer:
-    """Chooses the pace of reports from the lag of the event loop.
+    """Chooses the pace of reports from the number of ranks and the lag of the event loop.
 
     Level 0 is the pace of the settings. Each level doubles the report interval, and from the fourth
-    on the stride.
+    on the stride. Most of a message's cost does not depend on its length, so many ranks send longer
+    messages from the start.
 
     Args:
         flow: the pace of the settings.
+        max_reports_per_s: reports of all ranks above which they become rarer.
     """
 
-    def __init__(self, flow: FlowControl) -> None:
+    def __init__(self, flow: FlowControl, max_reports_per_s: float) -> None:
         self._base = flow
+        self._max_reports_per_s = max_reports_per_s
         self._behind = 0
         self._idle = 0
         self.level = 0
@@ -43,14 +46,29 @@ class Pacer:
             stride=self._base.stride * 2**sparser,
         )
 
-    def sample(self, lag_s: float) -> bool:
-        """Take one measurement of the event loop's lag; return True if the level changed."""
+    def sample(self, lag_s: float, ranks: int) -> bool:
+        """Take one measurement of the event loop's lag; return True if the level changed.
+
+        Args:
+            lag_s: time by which the event loop was late.
+            ranks: number of ranks that report to this replica.
+        """
+        before = self.level
+        self._follow_lag(lag_s, self._level_for(ranks))
+        return self.level != before
+
+    def _level_for(self, ranks: int) -> int:
+        """Return the lowest level for so many ranks; none that leaves steps out."""
+        per_s = ranks / self._base.report_interval_s
+        levels = range(_INTERVAL_LEVELS)
+        return next((n for n in levels if per_s <= self._max_reports_per_s * 2**n), len(levels))
+
+    def _follow_lag(self, lag_s: float, lowest: int) -> None:
+        if self.level < lowest:
+            self.level = lowest
         self._behind = self._behind + 1 if lag_s >= _BEHIND_S else 0
         self._idle = self._idle + 1 if lag_s <= _IDLE_S else 0
         if self._behind >= _SLOWER_AFTER and self.level < _LEVELS - 1:
             self.level, self._behind = self.level + 1, 0
-            return True
-        if self._idle >= _FASTER_AFTER and self.level > 0:
+        elif self._idle >= _FASTER_AFTER and self.level > lowest:
             self.level, self._idle = self.level - 1, 0
-            return True
-        return False

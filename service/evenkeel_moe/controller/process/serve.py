@@ -17,6 +17,7 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.grpc.server import GrpcServer
 from evenkeel_moe.adapters.http_servers import MetricsServer, RestServer
 from evenkeel_moe.adapters.memory_limit import memory_limit_bytes
+from evenkeel_moe.adapters.open_files import allow_open_files
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.adapters.redis.client import Client, SentinelLogin, connect, disconnect
@@ -47,6 +48,8 @@ from evenkeel_moe.errors import Conflict, InvalidInput, Unavailable
 from evenkeel_moe.settings import RestSettings, Settings
 
 _log = structlog.get_logger(__name__)
+_OTHER_FILES = 1024
+"""Open files besides the streams of ranks: HTTP connections, the store, files, pipes."""
 STOP_S = 20.0
 """A controller that still waits for something this long after it was told to stop is ended."""
 
@@ -69,6 +72,9 @@ async def serve(settings: Settings) -> None:
         Unavailable: the embedded store does not start.
     """
     configure_logs(settings.log_level)
+    wanted = settings.grpc.max_streams + _OTHER_FILES
+    if (allowed := allow_open_files(wanted)) < wanted:
+        _log.warning("few_open_files", allowed=allowed, wanted=wanted)
     stop, exit_timer = asyncio.Event(), ExitTimer(STOP_S)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -258,7 +264,8 @@ def _spawn_background(
     )
     spawner.spawn(background.evict_idle(registry, ingest.forget_after_s), "forget-idle")
     spawner.spawn(background.measure_plans(registry), "measure-plans")
-    spawner.spawn(background.pace_reports(registry, registry.options.flow), "pace-reports")
+    most = settings.advanced.max_reports_per_s
+    spawner.spawn(background.pace_reports(registry, registry.options.flow, most), "pace-reports")
     return spawner.spawn(
         background.store_windows(registry, settings.advanced.store_interval_s), "store-windows"
     )
