@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from bench.ingest_fleet import BATCH, Fleet, Scale
+from bench.ingest_fleet import Fleet, Scale
 from bench.report import OUT, Row, write_report
 from evenkeel_moe.adapters.redis.client import connect, deployment_key, disconnect
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
@@ -101,14 +101,15 @@ async def measure_fleet(
     await until(lambda: bool(controller.events("planner_ready")), within_s=120)
     await fleet.connect(controller.address)
     await fleet.serve(WARM)
-    await until(lambda: all(rank.highest >= WARM * BATCH - 1 for rank in fleet.ranks), within_s=60)
+    steps = fleet.scale.steps
+    await until(lambda: all(rank.highest >= WARM * steps - 1 for rank in fleet.ranks), within_s=60)
     seen: dict[tuple[str, int], float] = {}
     watcher = asyncio.create_task(watch(client, fleet, seen))
     try:
         pids = [controller.process.pid, valkey.pid or 0]
         before = cpu_s(*pids)
         wall = await fleet.serve(batches, WARM)
-        last = (WARM + batches) * BATCH - 1
+        last = (WARM + batches) * steps - 1
         await until(lambda: all(rank.highest >= last for rank in fleet.ranks), within_s=120)
         await until(
             lambda: all((name, WARM + batches - 1) in seen for name in fleet.names), within_s=60
@@ -122,7 +123,7 @@ async def measure_fleet(
         (name, batch) not in seen for name in fleet.names for batch in range(WARM, WARM + batches)
     )
     p99 = float(np.quantile(step_ages(fleet, seen), 0.99))
-    return Figures(len(fleet.ranks) * batches * BATCH, spent, wall, dropped, p99)
+    return Figures(len(fleet.ranks) * batches * steps, spent, wall, dropped, p99)
 
 
 def step_ages(fleet: Fleet, seen: dict[tuple[str, int], float]) -> list[float]:
@@ -132,8 +133,8 @@ def step_ages(fleet: Fleet, seen: dict[tuple[str, int], float]) -> list[float]:
     """
     ages = []
     for (_, batch), at in seen.items():
-        for step in range(BATCH):
-            waited = (BATCH - 1 - step) / fleet.scale.steps_per_s
+        for step in range(fleet.scale.steps):
+            waited = (fleet.scale.steps - 1 - step) / fleet.scale.steps_per_s
             ages.append(at - fleet.sent_at[batch] + waited)
     return ages
 
@@ -150,7 +151,7 @@ async def watch(client: Any, fleet: Fleet, seen: dict[tuple[str, int], float]) -
         found = await client.mget(totals)
         now = time.monotonic()
         for name, total in zip(fleet.names, found, strict=True):
-            batch = int(total or 0) // BATCH - 1
+            batch = int(total or 0) // fleet.scale.steps - 1
             for number in range(newest[name] + 1, batch + 1):
                 seen[name, number] = now
             newest[name] = max(newest[name], batch)
@@ -190,7 +191,8 @@ async def run_raw(scale: Scale, batches: int, tuned: bool = False) -> Figures:
             before = cpu_s(process.pid)
             wall = await fleet.serve(batches, WARM)
             await asyncio.sleep(1.0)
-            return Figures(len(fleet.ranks) * batches * BATCH, cpu_s(process.pid) - before, wall)
+            rank_steps = len(fleet.ranks) * batches * scale.steps
+            return Figures(rank_steps, cpu_s(process.pid) - before, wall)
         finally:
             await fleet.close()
     finally:
@@ -230,7 +232,7 @@ async def growth(batches: int) -> list[Row]:
         for size, scale, window in cases:
             with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
                 figures = await run_ours(scale, batches, Path(folder), window)
-            per_message = figures.cpu_s / (figures.rank_steps / BATCH) * 1e6
+            per_message = figures.cpu_s / (figures.rank_steps / scale.steps) * 1e6
             rows.append(Row(f"growth_{what}_{size}", per_message, "us of CPU per message"))
     return rows
 
