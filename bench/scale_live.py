@@ -104,7 +104,7 @@ async def live_rows() -> AsyncIterator[list[Row]]:
         async with valkey_in(Path(folder)) as valkey:
             one, two = (controller_of(Path(folder), valkey.url, n, 2) for n in ("one", "two"))
             async with one, two:
-                for each in (one, two):
+                for each in (one, two):  # The load of a start would be in the figures.
                     await until(lambda each=each: each.events("planner_ready"), within_s=_WITHIN_S)
                 before, cpu = rss(one.process.pid), cpu_s(one.process.pid)
                 # The links begin with the same address, which depends on the deployment's name.
@@ -121,7 +121,7 @@ async def live_rows() -> AsyncIterator[list[Row]]:
                     for layers in _LAYERS:
                         yield await _prepare(one, ranks, layers)
                     for rank in ranks:  # As if a Service had given them the other replica.
-                        rank._link._addresses = (two.address,)
+                        rank._link._order = (two.address,)
                     yield await _takeover(one, two, ranks)
 
 

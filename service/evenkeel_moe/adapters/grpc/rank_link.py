@@ -1,8 +1,8 @@
 """The rank's end of the stream: it keeps one open to the leading replica, and never gives up."""
 
 import asyncio
+import hashlib
 import random
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,13 +107,26 @@ def channel_options(timing: LinkTiming) -> list[tuple[str, int]]:
     ]
 
 
+def order_of(deployment: str, addresses: Sequence[str]) -> tuple[str, ...]:
+    """Return the addresses in the order in which the ranks of a deployment try them.
+
+    Each address is hashed with the deployment. Where one is missing, the order of the others is
+    the same, so a deployment moves only if its replica is gone.
+    """
+
+    def place(address: str) -> bytes:
+        return hashlib.blake2b(f"{deployment} {address}".encode(), digest_size=8).digest()
+
+    return tuple(sorted(addresses, key=place))
+
+
 class GrpcRankLink:
     """Client of RankLink.Attach. Create it on any thread; use it on the event loop of `run`.
 
     Args:
-        addresses: `host:port` of the controller replicas. All ranks of a deployment begin with the
-            same address, which depends on the deployment, so that the replicas share the
-            deployments. Then they try the others in turn.
+        addresses: `host:port` of the controller replicas. All ranks of a deployment try them in the
+            same order, which depends on the deployment: so the replicas share the deployments, and
+            when one dies, the others share its deployments.
         timing: timeouts and waits.
         seed: seed of the jitter. Give each rank its own, so that the ranks of a fleet do not
             reconnect all at once.
@@ -133,6 +146,8 @@ class GrpcRankLink:
         self._addresses = tuple(addresses)
         self._tried = 0
         """Number of addresses tried, from the deployment's first on."""
+        self._order = self._addresses
+        """The addresses in the order of the deployment."""
         self._timing = timing if timing is not None else LinkTiming()
         self._jitter = random.Random(seed)
         self._tls = tls
@@ -149,9 +164,9 @@ class GrpcRankLink:
     async def run(self, listener: LinkListener) -> None:
         """Keep a stream open until cancelled; streams are numbered from 1."""
         failures = 0
-        home = zlib.crc32(listener.hello().identity.deployment.encode())
+        self._order = order_of(listener.hello().identity.deployment, self._addresses)
         while True:
-            address, self._redirect = self._redirect or self._next_address(home), ""
+            address, self._redirect = self._redirect or self._next_address(), ""
             wait_s = None
             try:
                 wait_s = await self._attach(address, listener)
@@ -200,9 +215,9 @@ class GrpcRankLink:
         await call.done_writing()
         await call.code()
 
-    def _next_address(self, home: int) -> str:
+    def _next_address(self) -> str:
         self._tried += 1
-        return self._addresses[(home + self._tried - 1) % len(self._addresses)]
+        return self._order[(self._tried - 1) % len(self._order)]
 
     async def _attach(self, address: str, listener: LinkListener) -> float | None:
         """Run one stream to its end.
