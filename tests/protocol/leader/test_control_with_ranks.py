@@ -17,6 +17,8 @@ from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
 from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.protocol.machines import (
+    AFTER_ONE,
+    AFTER_TWO,
     BASE,
     DEPLOYMENT,
     LEADER,
@@ -224,18 +226,23 @@ def test_dry_runs_do_not_pile_up():
     assert expired.error is not None and "newer proposals" in expired.error
 
 
-def test_a_rollback_undoes_the_newest_plan_of_this_generation():
+@pytest.mark.parametrize(
+    ("generation", "base", "to_epoch"), [("g1", BASE, 1), ("g0", BASE, 1), ("g0", AFTER_TWO, 2)]
+)
+def test_a_rollback_undoes_the_plan_that_led_here_also_of_an_earlier_life_of_the_group(
+    generation, base, to_epoch
+):
+    """R16: after a warm restart the maps are those of the plan; after a cold one they are not."""
     group = Group()
     records, executor = group.control.records, group.executor
-    before = replace(plan_of(2, "before", 1), generation=Generation("g0"))
-    for plan, waves in ((plan_of(2, "older", 1), 2), (plan_of(1, "newest", 2), 1), (before, 2)):
-        records.add(plan, PlanPhase.COMMITTED, Reason.COMMITTED, 0.0)
-        records.change(records.get(plan.plan_id), "wave_committed", 0.0, waves_committed=waves)
+    plan = replace(plan_of(2, "last", 1, base=base), generation=Generation(generation))
+    records.add(plan, PlanPhase.COMMITTED, Reason.COMMITTED, 0.0)
+    records.change(records.get(plan.plan_id), "wave_committed", 0.0, waves_committed=2)
     fleet = executor.group
     assert fleet is not None
-    executor.group = GroupState(Epoch(3), fleet.placement, 1, fleet.checksums)
-    executor.history = {Epoch(epoch): BASE for epoch in range(4)}
-    assert group.operator.rollback_target(None)[0] == 2
+    executor.group = GroupState(Epoch(3), AFTER_TWO, 1, fleet.checksums)
+    executor.history = {Epoch(1): BASE, Epoch(2): AFTER_ONE, Epoch(3): AFTER_TWO}
+    assert group.operator.rollback_target(None)[0] == to_epoch
 
 
 # --- settings that change -------------------------------------------------------------------------

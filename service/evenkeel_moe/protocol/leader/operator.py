@@ -22,6 +22,7 @@ from evenkeel_moe.protocol.control_messages import (
 )
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
+from evenkeel_moe.protocol.leader.plan_validation import placement_at
 from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
 from evenkeel_moe.protocol.transitions import ControlState
 
@@ -171,14 +172,21 @@ class Operator:
         return epoch, history[epoch]
 
     def _before_last_plan(self, earlier: list[Epoch]) -> Epoch:
-        """Return the recorded base of the plan that led to the current epoch, else the newest."""
-        executor, _ = self._leading()
+        """Return the recorded base of the plan that led to the current epoch, else the newest.
+
+        The maps are compared, because after a cold start epochs begin at 0 again. After a warm one
+        the group is still where a plan of an earlier generation led.
+        """
+        history, current = self.control.history, self.control.epoch
         for record in reversed(self.control.records.by_id.values()):
-            base, waves = record.plan.base_epoch, record.waves_committed
-            if executor.is_of_other_generation(record.plan):
-                continue  # Epochs begin at 0 again after a cold start.
-            if waves and base + waves == self.control.epoch and base in earlier:
-                return base
+            plan, waves = record.plan, record.waves_committed
+            leads_here = plan.base_epoch + waves == current and plan.base_epoch in earlier
+            if (
+                leads_here
+                and history[plan.base_epoch] == plan.base
+                and history.get(current) == placement_at(plan, waves)
+            ):
+                return plan.base_epoch
         return earlier[-1]
 
     def resume(self, now: float) -> list[ControlAction]:
