@@ -1,9 +1,12 @@
 import json
 import re
+import time
+from dataclasses import replace
 
 from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.ports import LedElsewhere
-from tests.api.fakes import FakeView, make_plan, make_rank, make_status
+from tests.api.fakes import NOW, FakeView, make_plan, make_rank, make_status
 
 
 def test_status_lists_deployments(run):
@@ -72,6 +75,27 @@ def test_a_running_plan_is_shown(run, operations):
     operations.views["demo"] = FakeView(make_status(active_plan=make_plan("busy")), {}, None)
     assert "busy" in run("status")[1]
     assert "busy" in run("status", "demo")[1]
+
+
+def test_what_waits_for_an_operator_is_shown(run, operations):
+    def proposed(name):
+        record = make_plan(name, phase=PlanPhase.PROPOSED)
+        return replace(record, plan=replace(record.plan, expires_at=time.time() + 3600))
+
+    def show(**changes):
+        operations.views["demo"] = FakeView(make_status(**changes), {}, None)
+
+    show(proposals=(proposed("first"),), mode="propose", held=True, frozen_until_unix=NOW)
+    row = run("status")[1].splitlines()[1]
+    assert "propose, frozen, held" in row and "first proposed" in row
+    show(proposals=(proposed("first"), proposed("second")))
+    assert "2 proposed" in run("status")[1]
+    words = run("status", "demo")[1]
+    assert re.search(
+        r"waiting +first proposed: 1 copy, expires in \S+ \w+ *\n +second proposed", words
+    )
+    show()
+    assert re.search(r"waiting +none", run("status", "demo")[1])
 
 
 def test_a_deployment_that_another_replica_leads_is_listed_without_numbers(run, operations):

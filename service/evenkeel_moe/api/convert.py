@@ -106,6 +106,7 @@ def deployment_out(status: DeploymentStatus) -> DeploymentOut:
     shown = _attributes(status)
     if status.active_plan is not None:
         shown["active_plan"] = plan_summary(status.active_plan)
+    shown["proposals"] = list(map(plan_summary, status.proposals))
     if status.state == ControlState.FOLLOWER:
         shown.update(term=None, generation=None, ranks=None)
     return DeploymentOut.model_validate(shown)

@@ -184,6 +184,8 @@ class DeploymentOut(ResponseBody):
     cost_model: CostModelOut | None
     """The cost model of predicted MoE times; null before the first cycle."""
     active_plan: PlanSummary | None
+    proposals: list[PlanSummary] | None
+    """Plans that wait for approval, oldest first."""
     staging_bytes_done: int | None
     staging_bytes_total: int | None
     last_decision: JsonObject | None

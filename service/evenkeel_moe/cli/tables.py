@@ -55,22 +55,38 @@ def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         FittedColumn("RANKS", right=True),
         FittedColumn("PLAN", keep=1),
     )
-    cells = []
-    for row in rows:
-        plan = row["active_plan"]
-        cells.append(
-            (
-                *(row[name] for name in ("deployment", "state", "reason")),
-                *(known(row[name]) for name in ("mode", "policy", "epoch")),
-                number(row["balancedness_mean"]),
-                number(row["balancedness_worst"]),
-                _ranks(row),
-                "-" if plan is None else f"{plan['plan_id']} {plan['phase']}",
-            )
+    cells = [
+        (
+            *(row[name] for name in ("deployment", "state", "reason")),
+            _mode(row),
+            *(known(row[name]) for name in ("policy", "epoch")),
+            number(row["balancedness_mean"]),
+            number(row["balancedness_worst"]),
+            _ranks(row),
+            _plans(row),
         )
+        for row in rows
+    ]
     lines = explained(str(row["reason"]) for row in rows)
     notes = [legend(BALANCE_WORDS, *lines)] if rows else [Text("no deployment yet", style="dim")]
     return Group(FittedTable(columns, cells), *notes)
+
+
+def _mode(row: Mapping[str, Any]) -> str:
+    """Return the mode, with what keeps plans from starting in it."""
+    frozen = ["frozen"] if row["frozen_until_unix"] is not None else []
+    held = ["held"] if row["held"] else []
+    return ", ".join([known(row["mode"]), *frozen, *held])
+
+
+def _plans(row: Mapping[str, Any]) -> str:
+    """Return the plan that runs, else the plans that wait for approval."""
+    if row["active_plan"] is not None:
+        return f"{row['active_plan']['plan_id']} {row['active_plan']['phase']}"
+    waiting = row["proposals"] or []
+    if len(waiting) > 1:
+        return f"{len(waiting)} proposed"
+    return f"{waiting[0]['plan_id']} proposed" if waiting else "-"
 
 
 def _ranks(row: Mapping[str, Any]) -> str:
@@ -99,6 +115,7 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
         "cost model": _cost_line(row),
         "last decision": "-",
         "plan": "none" if plan is None else _plan_line(row, plan),
+        "waiting": "\n".join(_proposal_line(one, now) for one in row["proposals"] or []) or "none",
     }
     if decision is not None:
         at = decision.get("at")
@@ -125,8 +142,9 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
 
 def _held(because: str | None) -> str:
     return {
-        "held_after_rollback": "held after a rollback",
-        "gains_not_delivered": "held because plans did not deliver their gain",
+        "held_after_rollback": "held after a rollback: no plan starts by itself until `resume`",
+        "gains_not_delivered": "held because plans did not deliver their gain: no plan starts by"
+        " itself until `resume`",
     }.get(str(because), "held")
 
 
@@ -200,6 +218,13 @@ def _plan_line(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
         f" wave {plan['waves_committed']}/{plan['waves']},"
         f" {bytes_text(done)} of {bytes_text(total)} staged"
     )
+
+
+def _proposal_line(plan: Mapping[str, Any], now: float) -> str:
+    ends = plan["expires_at"]
+    expires = "" if ends is None else f", expires {age(ends, now)}"
+    copies = "1 copy" if plan["moves"] == 1 else f"{plan['moves']:,} copies"
+    return f"{plan['plan_id']} proposed: {copies}{expires}"
 
 
 def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -81,6 +81,8 @@ class DeploymentStatus:
     cost_model: CostBasis | None
     """What predicted times rest on; None before the first cycle."""
     active_plan: PlanRecord | None
+    proposals: tuple[PlanRecord, ...] = ()
+    """The plans that wait for approval, oldest first."""
     staging_bytes_done: int = 0
     staging_bytes_total: int = 0
     last_decision: Mapping[str, Any] | None = None

@@ -119,6 +119,7 @@ class LiveView:
             time_balance_worst=self._of_last_cycle("time_balance_worst") if heard else None,
             cost_model=None if self.cost is None else self.cost.basis,
             active_plan=control.active_plan,
+            proposals=control.records.proposals,
             staging_bytes_done=sum(done for done, _ in staged),
             staging_bytes_total=sum(total for _, total in staged),
             last_decision=self.decisions[-1] if self.decisions else None,

@@ -121,9 +121,14 @@ class PlanRecords:
         """The records that have not ended, oldest first."""
         return tuple(r for r in self.by_id.values() if not r.phase.terminal)
 
+    @property
+    def proposals(self) -> tuple[PlanRecord, ...]:
+        """The plans that wait for approval, oldest first."""
+        return tuple(r for r in self.by_id.values() if r.phase is PlanPhase.PROPOSED)
+
     def proposal(self) -> PlanRecord | None:
         """Return the newest automatic proposal that waits for approval."""
-        waiting = (r for r in reversed(self.by_id.values()) if r.phase is PlanPhase.PROPOSED)
+        waiting = reversed(self.proposals)
         return next((r for r in waiting if r.plan.kind is PlanKind.AUTOMATIC), None)
 
     def add(
