@@ -20,7 +20,7 @@ from bench.scale_ingest import ingest_rows, ratio_rows
 from bench.scale_live import live_rows
 from bench.scale_parts import GROUPS, LARGE, MANY
 from bench.scale_receive import receive_rows
-from evenkeel_moe.controller.ingest.group_memory import group_memory
+from evenkeel_moe.controller.ingest.group_memory import GroupMemory, group_memory, memory_together
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
@@ -59,7 +59,14 @@ def _timed(problem: PlacementProblem) -> tuple[Placement, float]:
 
 def all_rows(known: dict[str, float]) -> Iterable[list[Row]]:
     """Yield what the whole fleet needs: memory as said, and cores extrapolated by the slopes."""
-    yield [Row("scale_all_memory_said_bytes", float(_said(LARGE) + GROUPS * _said(MANY)), "bytes")]
+    said = memory_together([_said(LARGE), *[_said(MANY)] * GROUPS])
+    yield [
+        Row("scale_all_memory_said_bytes", float(said), "bytes"),
+        Row("scale_256_memory_said_bytes", float(_said(MANY).total), "bytes"),
+        Row("scale_256_plan_said_bytes", float(_said(MANY).plan), "bytes"),
+        Row("scale_2048_memory_said_bytes", float(_said(LARGE).total), "bytes"),
+        Row("scale_2048_plan_said_bytes", float(_said(LARGE).plan), "bytes"),
+    ]
     for stride in (1, 8, 16):
         cores, redis = 0.0, 0.0
         for name, ranks, groups in (("256", 256, GROUPS), ("2048", 2048, 1)):
@@ -78,8 +85,8 @@ def all_rows(known: dict[str, float]) -> Iterable[list[Row]]:
         ]
 
 
-def _said(shape: ModelShape) -> int:
-    return group_memory(shape, window_steps=512, max_pending=512, plan_steps=256).total
+def _said(shape: ModelShape) -> GroupMemory:
+    return group_memory(shape, window_steps=512, max_pending=512, plan_steps=256)
 
 
 def read_rows() -> dict[str, Row]:

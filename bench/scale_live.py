@@ -134,7 +134,7 @@ async def _ready(controller: Any, ranks: list[LinkedRank]) -> float:
 
     async def ready() -> bool:
         items = (await controller.http.get("/v1/deployments")).json()["items"]
-        return any((one["name"], one["state"]) == (NAME, "ready") for one in items)
+        return any((one["deployment"], one["state"]) == (NAME, "ready") for one in items)
 
     await until(ready, within_s=_WITHIN_S, every_s=0.25)
     return time.monotonic() - began

@@ -7,6 +7,7 @@ import pytest
 
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.controller.deployment.failures import DeploymentFailures
+from evenkeel_moe.controller.ingest.group_memory import memory_together
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports import NotLeading
@@ -251,30 +252,31 @@ async def attached(replica, hello, number):
 async def test_a_group_that_does_not_fit_beside_the_others_is_refused_with_the_numbers():
     async with replicas("a") as (one, _):
         await one.lead()
-        need = one.registry.options.memory_of(hello_of(0).shape).total
-        assert one.member.held_bytes == need
-        one.registry._memory_bytes = 2 * need - 1
+        memory = one.registry.options.memory_of(hello_of(0).shape)
+        assert one.member.memory == memory
+        need = 2 * memory.total + memory.plan  # One plan runs at a time.
+        one.registry._memory_bytes = need - 1
         refusal = await attached(one, renamed("second"), 11)
         assert refusal.outcome is RegistrationOutcome.REFUSED
         assert refusal.reason is Reason.LIMIT_EXCEEDED
         for words in (
-            f"on 2 ranks may take {need} bytes",
-            f"other deployments {need};",
-            f"ingest.memory_bytes is {2 * need - 1}",
+            f"on 2 ranks may take {memory},",
+            f"other deployments {memory.total + memory.plan};",
+            f"ingest.memory_bytes is {need - 1}",
         ):
             assert words in refusal.detail
         assert DeploymentId("second") not in one.registry.deployments
         refused = one.registry.shared.metrics._refused
         assert refused.labels("memory_bytes")._value.get() == 1
-        one.registry._memory_bytes = 2 * need
+        one.registry._memory_bytes = need
         assert await attached(one, renamed("second"), 12) is None
 
 
 async def test_the_hello_that_would_complete_a_second_group_is_refused():
     """Groups that gather hold no windows, so that made-up shapes keep no group out."""
     async with replicas("a") as (one, _):
-        need = one.registry.options.memory_of(hello_of(0).shape).total
-        one.registry._memory_bytes = need
+        memory = one.registry.options.memory_of(hello_of(0).shape)
+        one.registry._memory_bytes = memory_together([memory])
         assert await attached(one, renamed("second"), 11) is None
         await one.lead()
         refusal = await attached(one, renamed("second", 1), 12)
@@ -284,7 +286,7 @@ async def test_the_hello_that_would_complete_a_second_group_is_refused():
 async def test_a_group_without_ranks_gives_its_memory_to_another():
     async with replicas("a") as (one, _):
         sessions = await one.lead()
-        one.registry._memory_bytes = one.member.held_bytes
+        one.registry._memory_bytes = memory_together([one.member.memory])
         for session in sessions:
             session.lost()
         one.member.ranks.last_open_at -= 60.0

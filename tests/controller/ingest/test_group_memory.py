@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.controller.ingest.group_memory import group_memory, limit_steps
+from evenkeel_moe.controller.ingest.group_memory import (
+    group_memory,
+    limit_steps,
+    memory_together,
+)
 from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, Phase
@@ -39,14 +43,19 @@ def make_ingest(**limits) -> Ingest:
 
 @pytest.mark.parametrize("shape", [LARGEST, MANY])
 def test_the_largest_groups_are_bounded(shape):
-    """Ten groups of 256 ranks and one of 2,048 fit in 16 GB."""
+    """Ten groups of 256 ranks and one of 2,048 fit in 24 GB, with the largest plan of them."""
     assert memory(shape).total < 1.6e9
-    assert 10 * memory(MANY).total + memory(LARGEST).total < 16e9
+    assert 5.5e9 < memory(LARGEST).plan < 7e9
+    together = memory_together([memory(LARGEST), *[memory(MANY)] * 10])
+    assert together == memory(LARGEST).total + 10 * memory(MANY).total + memory(LARGEST).plan
+    assert together < 24e9
 
 
 def test_a_part_that_is_larger_shows_in_the_words():
     found = memory(MANY)
-    assert str(found).startswith(f"{found.total} bytes (windows {found.windows}, sources 0, ")
+    assert str(found).startswith(
+        f"{found.total + found.plan} bytes (windows {found.windows}, sources 0, "
+    )
 
 
 @pytest.mark.parametrize("side", list(CountingSide))

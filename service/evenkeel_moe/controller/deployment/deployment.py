@@ -227,12 +227,12 @@ class Deployment:
         return not self.keeper.lasting and self.loads.ingest.generation is None
 
     @property
-    def held_bytes(self) -> int:
-        """The most memory it takes; 0 before it has windows."""
+    def memory(self) -> GroupMemory | None:
+        """The most memory it takes; None before it has windows."""
         shape = self.loads.shape
         if shape is None or not self.loads.ingest.rings:
-            return 0
-        return self._options.memory_of(shape).total
+            return None
+        return self._options.memory_of(shape)
 
     def start(self) -> None:
         """Start to drive the machine, and to seek the lease when it is wanted."""

@@ -1,7 +1,7 @@
 """Holds the deployments of this replica: where the streams of ranks arrive."""
 
 import asyncio
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from evenkeel_moe.controller.deployment.deployment import (
 )
 from evenkeel_moe.controller.deployment.failures import DeploymentFailures
 from evenkeel_moe.controller.deployment.idle_eviction import choose_evicted, is_expired
+from evenkeel_moe.controller.ingest.group_memory import GroupMemory, memory_together
 from evenkeel_moe.controller.ranks.rank_sessions import refusal
 from evenkeel_moe.controller.ranks.session import RankSession
 from evenkeel_moe.errors import PeerViolation, Reason, Unavailable
@@ -176,14 +177,14 @@ class DeploymentRegistry:
         self._evict(evicted)
         return True
 
-    def _make_memory_room(self, others: list[Deployment], need_bytes: int) -> bool:
+    def _make_memory_room(self, others: list[Deployment], need: GroupMemory) -> bool:
         """Return True if a deployment fits beside others; evict those of them that are idle.
 
         Mutates: `others`, from which it takes the evicted ones.
         """
-        while need_bytes + sum(one.held_bytes for one in others) > self._memory_bytes:
-            evicted = choose_evicted([one for one in others if one.held_bytes])
-            if evicted is None or need_bytes > self._memory_bytes:
+        while memory_together([need, *_memory_of(others)]) > self._memory_bytes:
+            evicted = choose_evicted([one for one in others if one.memory])
+            if evicted is None or memory_together([need]) > self._memory_bytes:
                 return False
             others.remove(evicted)
             self._evict(evicted)
@@ -226,13 +227,14 @@ class DeploymentRegistry:
             return True  # The ranks are sent to the replica that leads.
         need = self.options.memory_of(hello.shape)
         others = [one for one in self.deployments.values() if one is not here]
-        if self._make_memory_room(others, need.total):
+        if self._make_memory_room(others, need):
             return True
         layers, slots, ranks, experts = hello.shape.sizes
-        held = sum(one.held_bytes for one in others)
+        held = memory_together(_memory_of(others))
         detail = (
             f"{layers} layers x {slots} slots and {experts} experts on {ranks} ranks may take"
-            f" {need}, other deployments {held}; ingest.memory_bytes is {self._memory_bytes}"
+            f" {need}, other deployments {held}; one plan runs at a time;"
+            f" ingest.memory_bytes is {self._memory_bytes}"
         )
         self._refuse_deployment(name, stream, "memory_bytes", detail)
         return False
@@ -280,3 +282,7 @@ class DeploymentRegistry:
         """Close every stream: the ranks look for another replica, or wait for this one."""
         for deployment in self.deployments.values():
             deployment.ranks.close_all()
+
+
+def _memory_of(deployments: Iterable[Deployment]) -> list[GroupMemory]:
+    return [one.memory for one in deployments if one.memory is not None]

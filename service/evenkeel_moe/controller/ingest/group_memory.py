@@ -4,6 +4,7 @@ The parts of a deployment keep these bounds, so a group that does not fit can be
 registers.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from evenkeel_moe.model.load import Phase
@@ -22,6 +23,8 @@ the costs of plans."""
 _MAPS = 96
 """Placements that fill as many bytes as those of the last 64 epochs, for rollbacks, and the maps
 derived from eight of them, under which reports are counted."""
+_PLANNED_BYTES = 33
+"""Bytes of keel's search for each layer, expert and rank: three numbers and a flag."""
 _RANK_BYTES = 160_000
 """Bytes of a stream and its session, measured with `make bench-scale`, rounded up."""
 
@@ -55,15 +58,23 @@ class GroupMemory:
     maps: int
     ranks: int
     """Streams and sessions."""
+    plan: int
+    """Bytes of a plan in the planner's process, which makes one plan at a time."""
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        """The sum of all parts in the controller's process."""
+        return sum(getattr(self, one.name) for one in fields(self)) - self.plan
 
     def __str__(self) -> str:
         parts = ", ".join(f"{one.name} {getattr(self, one.name)}" for one in fields(self))
-        return f"{self.total} bytes ({parts})"
+        return f"{self.total + self.plan} bytes ({parts})"
+
+
+def memory_together(groups: Iterable[GroupMemory]) -> int:
+    """Return the most bytes of several groups, and of the largest plan of any of them."""
+    found = list(groups)
+    return sum(one.total for one in found) + max((one.plan for one in found), default=0)
 
 
 def limit_steps(shape: ModelShape, window_steps: int, max_pending: int) -> StepLimits:
@@ -103,6 +114,8 @@ def group_memory(
         cycle=2 * cycle_steps * _window_step(shape),
         maps=_MAPS * 4 * layers * shape.num_slots,
         ranks=_RANK_BYTES * shape.num_ranks,
+        plan=_PLANNED_BYTES * layers * experts * shape.num_ranks
+        + 3 * cycle_steps * 8 * layers * experts,
     )
 
 
