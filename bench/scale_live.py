@@ -1,6 +1,7 @@
 """2,048 ranks with their real links: a Prepare to all of them, and a leader that dies.
 
-The ranks send no reports here. The links, the two controllers and the store share the machine.
+Each rank sends one report, of the steps that a plan needs. The links, the two controllers and the
+store share the machine.
 """
 
 import asyncio
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from bench.ingest import cpu_s
+from bench.ingest_fleet import TOKENS, draw_counts
 from bench.report import Row
 from bench.scale_parts import controller_of, get_metrics, large, rss, valkey_in
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.wire import link
@@ -42,6 +45,7 @@ class LinkedRank:
             DeploymentId(NAME), EpRank(rank), Generation("g"), time.time_ns()
         )
         self.registered_at: float | None = None
+        self.acknowledged = False
         self.prepared_at: dict[str, float] = {}
         """Monotonic seconds at which the first Prepare of a plan arrived."""
         self._term = 0
@@ -60,6 +64,9 @@ class LinkedRank:
     def received(self, stream: int, message: link.ToRankLink) -> None:
         if isinstance(message, link.Registration):
             self.registered_at = time.monotonic()
+        elif isinstance(message, link.ReportAck):
+            assert message.reason is None, message
+            self.acknowledged = True
         elif isinstance(message, m.Prepare):
             self.prepared_at.setdefault(message.wave.plan_id, time.monotonic())
         elif isinstance(message, m.Abort):
@@ -71,6 +78,15 @@ class LinkedRank:
 
     def lost(self, _stream: int) -> None:
         self.registered_at = None
+
+    def report(self, steps: Any, counts: Any) -> None:
+        one = self.identity
+        side = CountingSide.DESTINATION
+        self._link.send(
+            LoadReport(
+                one.deployment, one.generation, one.rank, one.incarnation, side, steps, counts
+            )
+        )
 
     def _state(self, query: m.QueryState) -> m.RankState:
         cells = self.placement.num_layers * self.placement.num_logical_experts
@@ -118,6 +134,7 @@ async def live_rows() -> AsyncIterator[list[Row]]:
                             "bytes of memory per rank"),
                         *await _metrics_rows(one),
                     ]  # fmt: skip
+                    await _report(ranks)
                     for layers in _LAYERS:
                         yield await _prepare(one, ranks, layers)
                     for rank in ranks:  # As if a Service had given them the other replica.
@@ -151,11 +168,22 @@ async def _metrics_rows(controller: Any) -> list[Row]:
     ]
 
 
+async def _report(ranks: list[LinkedRank]) -> None:
+    """Let every rank report 64 steps, of which a plan needs as many, and wait for the answers."""
+    scale = large(64)
+    counts = draw_counts(scale, ranks[0].placement, 0)
+    steps = step_table(StepMeta(step, 0, Phase.DECODE, TOKENS) for step in range(scale.steps))
+    width = scale.slots_per_rank
+    for number, rank in enumerate(ranks):
+        rank.report(steps, counts[:, :, number * width : (number + 1) * width])
+    await until(lambda: all(rank.acknowledged for rank in ranks), within_s=_WITHIN_S)
+
+
 async def _prepare(controller: Any, ranks: list[LinkedRank], layers: int) -> list[Row]:
-    """Start a plan that swaps two slots in some layers, and cancel it once all have its wave."""
+    """Start a plan that swaps the first and the last slot in some layers, and cancel it once all have its wave."""
     name, base = f"swap-{layers}", f"/v1/deployments/{NAME}/plans"
     target = np.array(ranks[0].placement.phy2log)
-    target[:layers, [0, 1]] = target[:layers, [1, 0]]
+    target[:layers, [0, -1]] = target[:layers, [-1, 0]]
     body = {"plan_id": name, "approve": True, "target": {"physical_to_logical": target.tolist()}}
     cpu = cpu_s(controller.process.pid)
     answer = await controller.http.post(base, json=body)
