@@ -3,13 +3,27 @@
 import threading
 from typing import Any
 
+import numpy as np
+import pytest
+
 from evenkeel_moe.agent.staging import StagingWorker
-from evenkeel_moe.protocol.messages import Abort, AbortAnswer, Commit, QueryState, Vote
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.protocol.messages import (
+    Abort,
+    AbortAnswer,
+    Commit,
+    QueryState,
+    StagingFinished,
+    Vote,
+)
 from tests.agent.fleet import Fleet
 from tests.agent.ranks import LEADER, ToyMaps, ToyWeights, prepare_for, two_rank_placements
-from tests.waiting import deadline
+from tests.contracts.memory_transport import Fabric, MemoryTransport
+from tests.waiting import deadline, wait_until
 
 OLD, NEW = two_rank_placements()
+ALONE = Placement(np.array([[0, 1]], np.int32), 1, 2)
+SWAPPED = Placement(np.array([[1, 0]], np.int32), 1, 2)
 
 
 class Stuck(ToyWeights):
@@ -100,5 +114,41 @@ def test_communicators_that_the_group_has_given_up_are_not_waited_for():
         transport.go_on.set()
         assert done.wait(deadline(20))
         assert transport.tried == [1, 99] and requests.serials == [1]
+    finally:
+        worker.close()
+
+
+class Heard:
+    """The events of a worker."""
+
+    def __init__(self):
+        self.events: list[Any] = []
+
+    def feed(self, event):
+        self.events.append(event)
+
+    def progress(self, wave, done, total):
+        """Not of interest here."""
+
+
+def test_a_swap_takes_only_what_its_own_wave_has_staged():
+    """R11: the bytes of another wave, though verified, are those of other slots."""
+    staged, other = prepare_for(ALONE, SWAPPED, plan="staged"), prepare_for(ALONE, SWAPPED)
+    weights = ToyWeights(ALONE, 0)
+    transport = MemoryTransport(Fabric(1), 0, 2, weights.tensors)
+    transport.rebuild(0)
+    maps, events = ToyMaps(ALONE), Heard()
+    worker = StagingWorker(0, transport, weights, maps, events)  # type: ignore[arg-type]
+    worker.start()
+    try:
+        worker.stage(staged, ALONE, SWAPPED)
+        wait_until(lambda: events.events == [StagingFinished(staged.wave)])
+        with pytest.raises(RuntimeError, match="is not staged here"):
+            worker.swap(other.wave)
+        assert weights.holds(ALONE) and maps.epoch == 0
+        worker.swap(staged.wave)
+        assert weights.holds(SWAPPED) and maps.epoch == 1
+        with pytest.raises(RuntimeError, match="is not staged here"):
+            worker.swap(staged.wave)
     finally:
         worker.close()

@@ -136,6 +136,29 @@ def test_wrong_checksum_is_named_by_the_receiver_and_peers_get_their_halves(kind
     assert second.ok
 
 
+@pytest.mark.parametrize("spoiled", range(3))
+def test_every_expert_of_a_batch_is_compared(kind, spoiled):
+    """R4: two of the three arrive on rank 0, one on rank 1."""
+    old, new = two_rank_placements(layers=1)
+    seam, good = kind(2), prepare_for(old, new, one_batch=True)
+    checksums = [value ^ (1 if i == spoiled else 0) for i, value in enumerate(good.checksums)]
+    prepare = prepare_for(old, new, one_batch=True, checksums=tuple(checksums))
+
+    def rank_work(rank):
+        transport = seam.make(rank, old, ToyWeights(old, rank))
+        transport.rebuild(0)
+        outcome = transport.stage(prepare, NEVER, ignore)
+        transport.abort()
+        return outcome
+
+    outcomes = run_ranks(2, rank_work)
+    transfer = good.body.transfers[spoiled]
+    receiver = transfer.dst_slot // old.slots_per_rank
+    assert outcomes[receiver].reason is Reason.CHECKSUM_MISMATCH
+    assert f"expert {transfer.logical_expert}" in outcomes[receiver].detail
+    assert outcomes[1 - receiver].ok
+
+
 def test_missing_peer_breaks_the_batch_at_its_deadline_and_a_rebuild_heals(kind):
     """R10: a late batch is aborted. R7: its bytes never reach the staging of the next wave."""
     old, new = two_rank_placements(layers=1)

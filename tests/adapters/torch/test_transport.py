@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from evenkeel_moe.adapters.torch.checksum import checksum
+from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.adapters.torch.streams import is_over
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
 from evenkeel_moe.errors import Reason, Unavailable
@@ -191,3 +192,66 @@ def test_a_communicator_that_connects_after_the_abort_is_aborted_too():
     transport.rebuild(2)
     assert not transport.broken, "the next attempt is not affected"
     transport.abort()
+
+
+class LateBackend:
+    """A backend whose receives fail at their deadline, and go on writing until waited for again."""
+
+    def __init__(self):
+        self.receives: list[LateReceive] = []
+
+    def allgather(self, gathered, sent):
+        return LateReceive(None)
+
+    def recv(self, tensors, peer, tag):
+        self.receives.append(LateReceive(tensors[0]))
+        return self.receives[-1]
+
+    def abort(self):
+        for receive in self.receives:
+            receive.aborted = True
+
+
+class LateReceive:
+    def __init__(self, tensor):
+        self.tensor, self.aborted, self.over = tensor, False, tensor is None
+
+    def wait(self, timeout=None):
+        if self.tensor is None:
+            return True
+        self.over = self.aborted
+        raise RuntimeError("timed out")
+
+
+def test_when_staging_fails_every_operation_in_flight_is_waited_for():
+    """R7: the rank calls itself drained, so no late byte may reach the staging memory after that.
+
+    On the host batches are posted ahead, so the operations of several batches are in flight.
+    """
+    backend = LateBackend()
+    communicator = Communicator(backend, 0, 1, CPU)
+    transport = TorchWeightTransport(
+        rank=0,
+        slots_per_rank=2,
+        staging_bytes=4 * NBYTES,
+        tensors_of=lambda _layer, local: expert(local),
+        sample=expert(0),
+        connect=lambda _serial: communicator,
+        device=CPU,
+    )
+    transport.rebuild(0)
+    batches = tuple(
+        (Transfer(0, expert_, expert_, slot, NBYTES),) for expert_, slot in ((2, 0), (3, 1))
+    )
+    prepare = Prepare(
+        LEADER,
+        WaveKey(GENERATION, PlanId("late"), 0, 1),
+        Epoch(0),
+        Wave(0, (0,), np.array([[2, 3, 2, 3]], np.int32), batches),
+        (0, 0),
+        60.0,
+    )
+    outcome = transport.stage(prepare, threading.Event(), lambda done, total: None)
+    assert outcome.reason is Reason.TRANSFER_FAILED and transport.broken
+    assert len(backend.receives) == 2 * len(expert(0))
+    assert all(receive.over for receive in backend.receives)

@@ -316,6 +316,31 @@ async def test_a_lease_that_ran_out_while_records_were_loaded_is_not_led_by(rig)
         await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.mark.parametrize("asked", ["acquire_lease", "renew_lease while loading", "renew_lease"])
+async def test_a_lease_counts_from_before_it_was_asked_for(rig, asked):
+    """R13: the store counts from when it is asked, so a slow answer tells of an old lease."""
+    name, _, loading = asked.partition(" ")
+    if loading:
+        rig.loaded.clear()
+    ask = getattr(rig, name)
+
+    async def answer_late(*arguments):
+        setattr(rig, name, ask)
+        answer = await ask(*arguments)
+        rig.clock.ahead_s += 0.5  # Longer than the lease.
+        rig.loaded.set()
+        rig.down = asked == "renew_lease"
+        rig.calls.clear()
+        return answer
+
+    setattr(rig, name, answer_late)
+    keeper = rig.start("a")
+    keeper.want()
+    await rig.until(lambda: len(rig.happened) > 1)
+    assert rig.happened[:2] == [("won", "a", 1), ("lost", "a")]
+    assert rig.calls["renew_lease"] == rig.down, "lost with the first error"
+
+
 async def test_a_fenced_write_that_the_machine_does_not_know_of_costs_the_lease(rig):
     keeper = rig.start("a")
     await keeper.decided(5)

@@ -17,6 +17,7 @@ from tests.protocol.machines import (
     AFTER_ONE,
     AFTER_TWO,
     BASE,
+    CONTROL_TIMING,
     ack,
     answer_queries,
     both,
@@ -27,6 +28,7 @@ from tests.protocol.machines import (
     key_of,
     of_kind,
     only,
+    query_of,
     record,
     sent,
     state_of,
@@ -52,6 +54,22 @@ def test_found_wave_is_ended_before_anything_else():
     assert (control.coordinator.done, control.state) == (True, S.RECOVERING)
     actions = answer_queries(control, epoch=1, placement=AFTER_ONE)
     assert control.state is S.READY and only(actions, ctl.PersistEpoch).epoch == 1
+
+
+def test_a_late_answer_to_an_earlier_round_does_not_count():
+    """R12: it tells of a time before the round, and the group may have moved on since."""
+    control = control_of(S.RECOVERING)
+    old = from_rank(0, state_of(0, query=query_of(control)))
+    control.handle(old, 0.0)
+    at_one: dict[str, Any] = {"epoch": 1, "placement": AFTER_ONE}
+    control.handle(from_rank(1, state_of(1, query=query_of(control), **at_one)), 0.0)
+    control.handle(msg.Tick(), CONTROL_TIMING.ask_again_s)
+    control.handle(from_rank(1, state_of(1, query=query_of(control), **at_one)), 2.0)
+    control.handle(old, 2.0)
+    assert control.recovery is not None and control.recovery.round is not None
+    assert (control.state, control.recovery.round.missing) == (S.RECOVERING, (0,))
+    control.handle(from_rank(0, state_of(0, query=query_of(control), **at_one)), 2.0)
+    assert (control.state, control.epoch) == (S.READY, 1)
 
 
 def stored_plan(**changes):

@@ -254,6 +254,20 @@ def test_a_pass_of_another_epoch_leaves_the_group():
     assert only(half.handle(msg.SwapFailed(KEY, "out of memory"), 0.0), msg.LeaveGroup)
 
 
+def test_a_pass_counts_only_for_the_wave_that_its_poll_saw():
+    """R8: this rank was not armed for the wave that passed, and must not swap another."""
+    rank, other = participant_in(State.PREPARED), key_of("q")
+    rank.snapshot(0.0)
+    rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0)
+    rank.handle(msg.TransportDrained(KEY), 0.0)
+    rank.handle(from_controller(prepare_of(key=other)), 0.0)
+    rank.handle(msg.StagingFinished(other), 0.0)
+    rank.handle(from_controller(msg.Commit(LEADER, other)), 0.0)
+    assert rank.state is State.ARMED
+    left = only(rank.handle(msg.PollPassed(Epoch(1)), 0.0), msg.LeaveGroup)
+    assert left.reason is Reason.EPOCH_MISMATCH
+
+
 def test_a_wave_that_the_engine_ends_elsewhere_is_dropped_and_its_map_followed():
     """R12: no rank is at the plan's new map, so the wave is not committed."""
     for rows, epoch in (((), 0), ((0,), 1)):

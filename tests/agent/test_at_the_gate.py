@@ -1,0 +1,120 @@
+"""The gate and the participant: one lock around them, and no step after an error in the gate."""
+
+import threading
+
+import pytest
+
+from evenkeel_moe.agent import GateFailed
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.protocol.messages import Abort, AbortAnswer, Ack, Commit, QueryState, Vote
+from evenkeel_moe.wire.link import Heartbeat
+from tests.agent.fleet import Fleet
+from tests.agent.ranks import CPU, LEADER, Group, prepare_for, run_ranks, two_rank_placements
+
+OLD, NEW = two_rank_placements()
+
+
+class OwnedLock:
+    """A lock that knows which thread holds it."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self.owner = None
+
+    def __enter__(self):
+        self._lock.acquire()
+        self.owner = threading.get_ident()
+
+    def __exit__(self, *_):
+        self.owner = None
+        self._lock.release()
+
+
+def watch(agent, unlocked):
+    """Give an agent an OwnedLock; add to `unlocked` what uses its machines without it."""
+    lock = agent._lock = OwnedLock()
+
+    def locked(name, method):
+        def call(*arguments):
+            if lock.owner != threading.get_ident():
+                unlocked.append(name)
+            return method(*arguments)
+
+        return call
+
+    for machine, names in (
+        (agent._participant, ("handle", "snapshot")),
+        (agent._gate, ("begin_poll", "handle", "on_failure", "request_rebuild")),
+        (agent._saving, ("begin", "told", "outgoing", "end")),
+    ):
+        for name in names:
+            setattr(machine, name, locked(name, getattr(machine, name)))
+
+
+def test_one_lock_is_held_whenever_the_gate_or_the_participant_is_used():
+    """A poll that sees half of a message of the network thread would tell the group a lie."""
+    unlocked: list[str] = []
+    with Fleet(OLD, steps=False) as fleet:
+        for agent in fleet.agents:
+            watch(agent, unlocked)
+        for thread in fleet._threads:
+            thread.start()
+        dropped, stuck, done = (
+            prepare_for(OLD, NEW, plan=plan, batch_deadline_s=1.0) for plan in ("d", "s", "p")
+        )
+        for wave in (dropped, stuck, done):
+            fleet.weights[0].refuse = wave is stuck
+            fleet.say(wave)
+            for link in fleet.links:
+                assert link.expect(Vote).yes is (wave is not stuck)
+            fleet.say((Commit if wave is done else Abort)(LEADER, wave.wave))
+            for agent, link in zip(fleet.agents, fleet.links, strict=True):
+                answer = Ack if wave is done else AbortAnswer
+                link.expect(answer, where=lambda answer: isinstance(answer, Ack) or answer.drained)
+                agent.hello()
+        fleet.say(QueryState(LEADER))
+    assert unlocked == []
+
+
+class FailsOnce:
+    """A backend whose reduction fails once, with an error that no backend raises."""
+
+    def __init__(self, backend, at):
+        self._backend, self._left = backend, at
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+    def allreduce(self, *arguments):
+        self._left -= 1
+        if self._left == 0:
+            raise OSError("the cable is out")
+        return self._backend.allreduce(*arguments)
+
+
+class Unplugged(Group):
+    """The gate of rank 0 fails in its second poll; its first reduction compares the ranks."""
+
+    def connect(self, rank, name, device=CPU):
+        communicator = super().connect(rank, name, device)
+        if rank == 0 and name.startswith("gate"):
+            communicator._backend = FailsOnce(communicator._backend, at=3)
+        return communicator
+
+
+def test_after_any_error_in_the_gate_the_rank_leaves_and_takes_no_further_step():
+    """R8: an error in the gate means unknown, never "not agreed"."""
+    with Fleet(OLD, group=Unplugged(2), steps=False) as fleet:
+
+        def steps(rank):
+            for _ in range(5):
+                fleet.agents[rank].step_boundary()
+
+        run_ranks(2, steps)
+        for _ in range(2):  # An engine that asks again gets the same answer.
+            with pytest.raises(GateFailed, match="the cable is out") as caught:
+                fleet.agents[0].step_boundary()
+            assert caught.value.reason is Reason.GATE_FAILED
+        fleet.agents[0].close()
+        said = [m for _, m in list(fleet.links[0].sent.queue) if isinstance(m, Heartbeat)]
+        assert not any(beat.stopping for beat in said), "no planned stop"
