@@ -6,7 +6,7 @@ PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
 .PHONY: demo test test-engines test-vllm test-gpu gpu-report test-deploy test-console
-.PHONY: example-join example-qwen3moe check sim chaos fuzz soak format console-vendor console-images
+.PHONY: example-join example-qwen3moe check sim mutants chaos fuzz soak format console-vendor console-images
 .PHONY: proto verify-proto
 .PHONY: proto-breaking proto-release deploy-files sbom clean
 
@@ -100,6 +100,11 @@ fuzz: .venv/ready
 # Runs hostile peers beside honest groups for so many minutes; fails if the groups lose anything.
 soak: .venv/ready
 	$(BIN)/python -m tests.soak --seconds $$(($(or $(MINUTES),60) * 60)) --seed $(or $(SEED),1)
+
+# Changes the code of PATHS in small wrong ways, one at a time; fails if no test notices one of them.
+# All of protocol/ takes about an hour on one core. FLAGS=--again runs only the survivors again.
+mutants: .venv/ready
+	nice -n 10 $(BIN)/python -m tests.mutation $(FLAGS) $(or $(PATHS),service/evenkeel_moe/protocol)
 
 sim: .venv/ready
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),20000)

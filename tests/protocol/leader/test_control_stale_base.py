@@ -14,6 +14,7 @@ from tests.protocol.machines import (
     control_of,
     from_controller,
     from_rank,
+    key_of,
     participant_of,
     plan_of,
     record,
@@ -77,3 +78,17 @@ def test_a_wave_that_ends_for_another_reason_does_not(group):
     submit(group, plan_of())
     assert record(control).reason is Reason.OBSERVE_ONLY
     assert (control.state, control.epoch) == (ControlState.READY, Epoch(0))
+
+
+def test_while_the_ranks_are_queried_no_plan_begins(group):
+    control, ranks = group
+    _, actions = Operator(control).submit(plan_of(), 0.0, approve=True)
+    stale = [
+        m for rank in ranks for m in sent(rank.handle(from_controller(sent(actions)[-1]), 0.0))
+    ]
+    for rank, answer in enumerate(stale):
+        control.handle(from_rank(rank, answer), 0.0)
+    for number in (0, 1):
+        gone = msg.AbortAnswer(key_of(), Epoch(1), msg.WaveOutcome.REFUSED, True)
+        control.handle(from_rank(number, gone), 0.0)
+    assert (record(control).reason, control.state) == (Reason.STALE_BASE, ControlState.RECOVERING)

@@ -79,6 +79,13 @@ def stored_plan(**changes):
     )
 
 
+def test_new_leader_keeps_a_freeze():
+    control = control_of(S.READY, ctl.StoredRecords(frozen_until=100.0))
+    assert control.frozen_until == 100.0
+    assert only(control.handle(msg.Tick(), 30.0), ctl.PersistDecision).row["reason"] == "frozen"
+    assert of_kind(control.handle(msg.Tick(), 100.0), ctl.RunCycle)
+
+
 def test_new_leader_goes_on_with_a_plan_that_the_ranks_are_in_the_middle_of():
     control = control_of(S.RECOVERING, stored_plan())
     actions = answer_queries(control, epoch=1, placement=AFTER_ONE)
@@ -161,7 +168,10 @@ def test_found_wave_that_stalls_is_what_its_plan_says():
         control.handle(msg.Tick(), float(t))
     assert wave_state(control) is C.RECOVERING
     assert (record(control).phase, record(control).reason) == (PlanPhase.STALLED, Reason.RANK_LOST)
-    control.handle(from_rank(1, state_of(1, query=2, **held)), 6.0)
+    for t in range(6, 16):
+        control.handle(from_rank(0, state_of(0, query=2, **held)), float(t))
+        assert not of_kind(control.handle(msg.Tick(), float(t)), ctl.WaveHealth), "said once"
+    control.handle(from_rank(1, state_of(1, query=2, **held)), 16.0)
     assert wave_state(control) is C.COMMITTING
     assert record(control).phase is PlanPhase.MIGRATING
 

@@ -44,8 +44,7 @@ class DeploymentControl(RankNotes):
         if isinstance(event, FromRank):
             kind = type(event.message)
             rank, incarnation, stream = event.rank, event.incarnation, event.stream
-            unchecked = kind is Hello or self.state is ControlState.FOLLOWER
-            if not unchecked and not self.membership.heard(rank, incarnation, stream, now):
+            if kind is not Hello and not self.membership.heard(rank, incarnation, stream, now):
                 return []
         return self.write_retry.order(self._dispatch(kind, event, now), flush=kind in _FLUSHING)
 
@@ -110,11 +109,13 @@ class DeploymentControl(RankNotes):
 
     def is_behind(self, known_term: int) -> bool:
         """R2: the term must be above the one in the store and above all that ranks know."""
-        return self.leader is None or self.leader.term < known_term
+        assert self.leader is not None
+        return self.leader.term < known_term
 
     def _refuse_term(self, event: FromRank, known_term: int) -> list[ControlAction]:
         """R2: close the stream of a rank that names an incredible term."""
-        if self.leader is None or is_credible_term(known_term, self.leader.term):
+        assert self.leader is not None
+        if is_credible_term(known_term, self.leader.term):
             return []
         detail = f"term {known_term} cannot follow from term {self.leader.term}"
         return [ctl.CloseStream(event.rank, event.stream, Reason.LIMIT_EXCEEDED, detail)]
@@ -173,7 +174,7 @@ class DeploymentControl(RankNotes):
         actions = [*self._note_state(event, now), *self._to_wave(event, now)]
         if state.identity.generation != self.generation:
             return actions
-        if state.weights_version != group.weights_version and not executor.weights_changed:
+        if state.weights_version != group.weights_version:
             executor.weights_changed = True
             actions += self._to_wave(ctl.CancelWave(Reason.WEIGHTS_VERSION_CHANGED), now)
         # An answer to an older question may tell a map from before the last wave ended.
@@ -253,7 +254,7 @@ class DeploymentControl(RankNotes):
     def _end_recovery(self, now: float) -> list[ControlAction]:
         """Leave RECOVERING if the recovery is over."""
         assert self.recovery is not None
-        if self.state is not ControlState.RECOVERING or not self.recovery.over:
+        if not self.recovery.over:
             return []
         self.state = ControlState.READY
         return self.advance_plan(now)
