@@ -96,6 +96,7 @@ def test_the_third_plan_in_a_row_stops_auto_with_a_reason_of_its_own():
         if isinstance(action, ctl.PersistDecision)
     ]
     assert decision.row["reason"] == "gains_not_delivered"
+    assert [type(action) for action in deliver(control, "d", 0.0, 41.0)] == [ctl.PersistPlan]
 
 
 def test_a_plan_that_delivers_begins_the_count_again():
