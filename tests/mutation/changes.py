@@ -114,7 +114,7 @@ def _replacements(node: ast.AST, field: str) -> Iterator[ast.AST]:
             yield ast.Constant(value - 1)
         case ast.Name(id=name) if field == "func" and name in _NAMES:
             yield ast.Name(_NAMES[name], ast.Load())
-        case ast.Return(value=ast.Constant(value=None) | ast.List(elts=[])):
+        case ast.Return(value=ast.Constant(value=None | False) | ast.List(elts=[])):
             pass
         case ast.Return(value=ast.expr()):
             yield ast.Return(None)

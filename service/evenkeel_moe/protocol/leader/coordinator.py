@@ -29,7 +29,6 @@ from evenkeel_moe.protocol.leader.peers import Peers
 from evenkeel_moe.protocol.messages import (
     Abort,
     AbortAnswer,
-    Ack,
     Commit,
     ControllerMessage,
     Leader,
@@ -88,8 +87,6 @@ class Coordinator:
         self.detail = ""
         self.health: WaveHealth | None = None
         """Set while the wave waits for something an operator should know (R14)."""
-        self.ack: Ack | None = None
-        """The first Ack of the new epoch."""
         self._entered_at = 0.0
         self._entered_step = 0
         self._step = 0
@@ -187,9 +184,6 @@ class Coordinator:
         return [PersistIntent(self.wave, self.prepare.base_epoch), *commits]
 
     def _ack(self, event: FromRank, now: float) -> list[CoordinatorAction]:
-        ack = event.message
-        assert isinstance(ack, Ack)
-        self.ack = self.ack or ack
         return self._at_new_epoch(event.rank, now)
 
     def _at_new_epoch(self, rank: EpRank, now: float) -> list[CoordinatorAction]:

@@ -117,8 +117,9 @@ class Membership:
         registered = self.shape is None or rank < self.shape.num_ranks
         known = self.newest(rank)
         # The same process on another stream: its first heartbeat there says if the trouble is over.
-        same = known is not None and known.hello.identity == hello.identity
-        trouble = known.trouble if known is not None and same else ""
+        trouble = ""
+        if known is not None and known.hello.identity == hello.identity:
+            trouble = known.trouble
         generation = hello.identity.generation
         hellos = (member.hello for member in self.everyone.values())
         equal = (one.shape for one in hellos if one.identity.generation == generation)
@@ -249,7 +250,7 @@ class Membership:
 
     def quorum(self, now: float) -> Quorum:
         """Decide if every rank of one generation is fresh and all agree on what a wave needs."""
-        if self.generation is None or self.shape is None:
+        if self.generation is None:
             detail = f"{len(self.members)} ranks said hello so far"
             return Quorum(False, Reason.RANKS_MISSING, detail)
         if not self.is_complete(self.generation):
