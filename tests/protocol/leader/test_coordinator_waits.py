@@ -115,3 +115,22 @@ def test_a_rank_that_has_answered_is_not_asked_again_when_it_reconnects():
     wave = coordinator_in(C.PREPARING)
     wave.handle(from_rank(1, msg.Vote(KEY, True)), 0.0)
     assert sent(wave.handle(BACK, 1.0)) == []
+
+
+def test_a_rank_outside_the_wave_is_not_heard():
+    wave = coordinator_in(C.PREPARING)
+    assert wave.handle(from_rank(5, msg.Vote(KEY, True)), 0.0) == []
+
+
+def test_a_question_that_one_rank_did_not_get_goes_out_with_the_next_tick():
+    wave = coordinator_in(C.ABORTING)
+    question = ctl.SendToRank(EpRank(0), 10, msg.Abort(LEADER, KEY))
+    for _ in range(2):  # Skipped twice, for the batches of two writes.
+        wave.peers.not_sent([question])
+    assert wave.peers.is_unsent()
+    asked = of_kind(wave.handle(msg.Tick(), 0.1), ctl.SendToRank)
+    assert [action.rank for action in asked] == [0]
+    assert not wave.peers.is_unsent()
+    wave.peers.not_sent([question])
+    wave.handle(from_rank(0, msg.AbortAnswer(KEY, Epoch(0), WaveOutcome.DROPPED, True)), 0.2)
+    assert not wave.peers.is_unsent(), "it has answered"

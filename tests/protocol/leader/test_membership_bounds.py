@@ -120,3 +120,17 @@ def test_a_rank_of_another_deployment_is_refused():
     identity = dataclasses.replace(identity_of(0), deployment=DeploymentId("other"))
     refused = group().register(dataclasses.replace(hello_of(0), identity=identity), 30, 0.0)
     assert (refused.accepted, refused.reason) == (False, Reason.UNKNOWN_DEPLOYMENT)
+
+
+def test_a_rank_is_not_compared_with_the_process_that_it_replaces():
+    members = Membership(DEPLOYMENT, lease_s=LEASE_S)
+    members.register(hello_of(0), 10, 0.0)
+    assert members.register(hello_of(0, checksums_digest="loaded again"), 20, 0.0).accepted
+
+
+def test_a_process_is_outdated_by_a_newer_one_or_by_its_own_newer_stream():
+    """R1."""
+    members = group()
+    assert members.register(hello_of(0), 10, 0.0).reason is Reason.STALE_INCARNATION
+    assert members.register(hello_of(0), 9, 0.0).reason is Reason.STALE_INCARNATION
+    assert members.register(hello_of(0, incarnation=2), 9, 0.0).accepted

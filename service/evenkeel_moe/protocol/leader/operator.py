@@ -112,7 +112,7 @@ class Operator:
         records = self.control.records
         record = records.get(plan_id)
         plan, unix = record.plan, now + self.control.unix_offset_s
-        if record.phase.terminal and record.reason in (Reason.STALE_BASE, Reason.EXPIRED):
+        if record.reason in (Reason.STALE_BASE, Reason.EXPIRED):
             raise Conflict(f"plan {plan_id} ended: {record.error}", record.reason)
         if record.phase is not PlanPhase.PROPOSED:
             raise Conflict(f"plan {plan_id} is {record.phase}")
@@ -161,7 +161,8 @@ class Operator:
         """
         self._recovered()
         history, current = self.control.history, self.control.epoch
-        earlier = sorted(epoch for epoch in history if current is not None and epoch < current)
+        assert current is not None
+        earlier = sorted(epoch for epoch in history if epoch < current)
         if to_epoch is None and not earlier:
             raise NotFound("no earlier placement is recorded")
         epoch = self._before_last_plan(earlier) if to_epoch is None else to_epoch
@@ -218,8 +219,9 @@ class Operator:
 
     def _leading(self) -> tuple[PlanExecutor, PlanningLoop]:
         control = self.control
-        if control.executor is None or control.planning_loop is None:
+        if control.executor is None:
             raise Unavailable("this replica does not lead the deployment", Reason.NOT_LEADER)
+        assert control.planning_loop is not None
         return control.executor, control.planning_loop
 
     def _recovered(self) -> tuple[PlanExecutor, PlanningLoop]:

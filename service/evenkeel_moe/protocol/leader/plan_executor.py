@@ -88,9 +88,9 @@ class PlanExecutor:
 
     @property
     def found_stale(self) -> bool:
-        """True if a rank refused the newest wave because it is at another epoch than the group."""
-        wave = self.coordinator
-        return wave is not None and wave.done and wave.reason is Reason.STALE_BASE
+        """True if a rank refused the ended wave because it is at another epoch than the group."""
+        assert self.coordinator is not None
+        return self.coordinator.reason is Reason.STALE_BASE
 
     def runs(self, record: PlanRecord) -> bool:
         """Return True while a wave of this plan is under way on the ranks."""
@@ -101,10 +101,9 @@ class PlanExecutor:
     def is_stale(self, plan: Plan, waves_committed: int) -> bool:
         """R16: the group is not in the state in which the plan's next wave begins."""
         group = self.group
-        return (
-            group is None
-            or group.epoch != plan.base_epoch + waves_committed
-            or group.placement != placement_at(plan, waves_committed)
+        assert group is not None
+        return group.epoch != plan.base_epoch + waves_committed or group.placement != placement_at(
+            plan, waves_committed
         )
 
     def is_of_other_generation(self, plan: Plan) -> bool:
