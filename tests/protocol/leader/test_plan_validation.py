@@ -137,3 +137,94 @@ def test_pooled_wave_fills_only_buffers_that_were_free_before_it():
     assert pool_refusal(Wave(0, (0,), filled, ()), freed, shape) is None
     fixed = dataclasses.replace(shape, pool_slots_per_rank=None)
     assert pool_refusal(Wave(0, (0,), moved, ()), before, fixed) is None
+
+
+def test_the_base_is_checked_and_may_have_duplicates():
+    rows = BASE.phy2log.copy()
+    rows[1] = [0, 1, 1, 2, 3, 0]
+    twice = Placement(rows, 2, 4)
+    plan = dataclasses.replace(plan_of(1), base=twice, target=twice.with_rows((0,), wave_of().rows))
+    assert plan_reason(dataclasses.replace(plan, allow_duplicates=True)) is None
+    repaired = dataclasses.replace(
+        plan_of(2), base=twice, waves=(plan_of().waves[0], dataclasses.replace(plan_of().waves[1]))
+    )
+    assert plan_reason(repaired) is None, "the target has none"
+    rows[1] = [0, 1, 1, 2, 2, 0]
+    missing = dataclasses.replace(plan, base=Placement(rows, 2, 4))
+    assert plan_reason(missing) is Reason.EXPERT_WITHOUT_REPLICA
+
+
+def test_a_wave_may_leave_duplicates_only_if_they_are_allowed_or_were_there():
+    rows = BASE.phy2log[[0]].copy()
+    rows[0, 5] = 3
+    wave = Wave(0, (0,), rows, ((Transfer(0, 3, 4, 5, 10),),))
+    assert refusal_of(wave) is Reason.DUPLICATE_ON_RANK
+    assert refusal_of(wave, allow_duplicates=True) is None
+    other = BASE.phy2log.copy()
+    other[1, 5] = 3
+    refusal = wave_refusal(wave, Placement(other, 2, 4), SHAPE, (100, 100), allow_duplicates=False)
+    assert refusal is None
+
+
+def test_the_first_rank_whose_staging_is_too_small_is_named():
+    body = wave_of()
+    both = (*body.transfers, Transfer(0, 0, 0, 5, 10))
+    wave = dataclasses.replace(body, batches=tuple((t,) for t in both))
+    refusal = wave_refusal(wave, BASE, SHAPE, (9, 9), allow_duplicates=False)
+    assert refusal is not None and refusal[1].startswith("rank 0 must stage 10 bytes, it offers 9")
+
+
+def test_a_batch_in_which_two_ranks_send_to_one_is_refused_and_copies_inside_a_rank_are_not():
+    shape = ModelShape(1, 4, 3, 2, 1, 10)
+    rows = np.zeros((1, 6), np.int32)
+    to_one = (Transfer(0, 0, 0, 4, 10), Transfer(0, 1, 2, 5, 10))
+    inside = (Transfer(0, 0, 0, 1, 10), Transfer(0, 1, 1, 2, 10))
+    for batch, refused in ((to_one, True), (inside, False)):
+        assert (batch_refusal(Wave(0, (0,), rows, (batch,)), shape) is not None) is refused
+    two_peers = (Transfer(0, 3, 4, 2, 10), Transfer(0, 3, 4, 1, 10))
+    body = dataclasses.replace(wave_of(), batches=(two_peers,))
+    assert refusal_of(dataclasses.replace(body, batches=((two_peers[0], two_peers[0]),)))
+
+
+def test_the_buffers_of_each_rank_are_counted_over_all_layers():
+    """R11: also those that get expert 0."""
+    shape = ModelShape(2, 2, 2, 2, 1, 10, pool_slots_per_rank=3)
+    before = Placement(np.array([[0, 1, 0, -1], [0, -1, 1, -1]], np.int32), 2, 2)
+    both = np.array([[0, 1, 0, 1], [0, -1, 1, 0]], np.int32)
+    refusal = pool_refusal(Wave(0, (0, 1), both, ()), before, shape)
+    assert refusal is not None
+    assert refusal[1] == "rank 1 must fill 2 buffers, 1 are free"
+    assert pool_refusal(Wave(0, (1,), both[[1]], ()), before, shape) is None
+    full = dataclasses.replace(shape, pool_slots_per_rank=2)
+    used = Placement(np.array([[0, -1, 1, -1], [0, -1, 1, -1]], np.int32), 2, 2)
+    more = np.array([[0, 1, 1, 0], [0, -1, 1, -1]], np.int32)
+    refusal = pool_refusal(Wave(0, (0, 1), more, ()), used, full)
+    assert refusal is not None and refusal[1].startswith("rank 0 must fill 1 buffers, 0 are free")
+
+
+@pytest.mark.parametrize("layers", [(0, 0), (-1, 0), (0, 2)])
+def test_layers_of_a_wave_are_different_and_inside_the_model(layers):
+    wave = Wave(0, layers, BASE.phy2log.copy(), ())
+    assert plan_reason(dataclasses.replace(plan_of(1), waves=(wave,))) is Reason.WRONG_SHAPE
+
+
+@pytest.mark.parametrize(
+    ("rows", "transfers", "reason"),
+    [
+        ({2: -1}, (), None),
+        ({2: -2}, (), Reason.EXPERT_OUT_OF_RANGE),
+        ({2: 4}, (), Reason.EXPERT_OUT_OF_RANGE),
+        ({}, (Transfer(0, 0, 0, 5, 10),), None),
+        ({}, (Transfer(0, 0, 0, 0, 10),), None),
+        ({}, (Transfer(0, 0, 0, 6, 10),), Reason.WRONG_SHAPE),
+        ({}, (Transfer(0, 0, 6, 0, 10),), Reason.WRONG_SHAPE),
+    ],
+)
+def test_rows_and_transfers_of_a_wave_stay_inside_the_model(rows, transfers, reason):
+    changed = BASE.phy2log[[0]].copy()
+    for slot, expert in rows.items():
+        changed[0, slot] = expert
+    wave = Wave(0, (0,), changed, (transfers,))
+    target = BASE.with_rows((0,), changed) if reason is None else BASE
+    plan = dataclasses.replace(plan_of(1), waves=(wave,), target=target)
+    assert plan_reason(plan) is reason

@@ -229,17 +229,17 @@ class PlanExecutor:
 
     def _record(self) -> PlanRecord | None:
         """Return the record of the coordinator's plan; None for a found wave."""
-        if self._next_placement is None or self.coordinator is None:
+        assert self.coordinator is not None
+        if self._next_placement is None:
             return None
-        return self.records.by_id.get(self.coordinator.wave.plan_id)
+        return self.records.get(self.coordinator.wave.plan_id)
 
     def _record_commit(self, now: float) -> list[ControlAction]:
         """One rank is at the new epoch: all ranks reach it at the same boundary (R3)."""
         if self._next_placement is None:
             return self._record_found_commit(now)
         record, group, placement = self._record(), self.group, self._next_placement
-        if record is None or group is None:
-            return []
+        assert record is not None and group is not None
         epoch = Epoch(group.epoch + 1)
         self.group = GroupState(epoch, placement, group.weights_version, group.checksums)
         self.history[epoch] = placement
@@ -328,9 +328,7 @@ class PlanExecutor:
         if self._waiting is None or self._waiting[0] != record.plan.plan_id:
             self._waiting = record.plan.plan_id, now
         stalled = PlanPhase.STALLED
-        if now - self._waiting[1] < self.timing.stall_after_s:
-            return []
-        if record.phase is stalled and record.reason is reason:
+        if now - self._waiting[1] < self.timing.stall_after_s or record.reason is reason:
             return []
         unix = now + self.unix_offset_s
         change = self.records.change(
