@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
+from evenkeel_moe.model.hold import Hold
+from evenkeel_moe.model.ids import EpRank, Generation
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.schedule import Schedule
@@ -14,6 +16,7 @@ from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
     BASE,
+    CONTROL_TIMING,
     answer_queries,
     both,
     control_of,
@@ -22,6 +25,7 @@ from tests.protocol.machines import (
     of_kind,
     only,
     plan_of,
+    planning_loop_of,
     record,
     state_of,
 )
@@ -186,3 +190,60 @@ def test_follower_answers_that_it_does_not_lead():
     with pytest.raises(Unavailable) as caught:
         Operator(control_of(S.FOLLOWER)).submit(plan_of(), 0.0)
     assert caught.value.reason is Reason.NOT_LEADER
+
+
+def cycle_or_reason(control, now=10.0):
+    """Return the reason of the decision at a tick; None if a cycle begins."""
+    actions = control.handle(msg.Tick(), now)
+    if of_kind(actions, ctl.RunCycle):
+        assert not of_kind(actions, ctl.PersistDecision)
+        return None
+    return only(actions, ctl.PersistDecision).row["reason"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "held", "proposed", "troubled"),
+    [
+        (Mode.AUTO, Reason.HELD_AFTER_ROLLBACK, None, Reason.OBSERVE_ONLY),
+        (Mode.PROPOSE, None, Reason.PLAN_PROPOSED, Reason.OBSERVE_ONLY),
+        (Mode.OBSERVE, None, None, None),
+    ],
+)
+def test_what_stops_a_cycle_depends_on_the_mode(mode, held, proposed, troubled):
+    policy = dataclasses.replace(AUTO, mode=mode)
+    control = fresh(policy)
+    planning_loop_of(control).hold = Hold(Reason.HELD_AFTER_ROLLBACK)
+    assert cycle_or_reason(control) == held
+    control = fresh(policy)
+    control.records.add(
+        plan_of(kind=PlanKind.AUTOMATIC), PlanPhase.PROPOSED, Reason.LOAD_CHANGED, 0.0
+    )
+    assert cycle_or_reason(control) == proposed
+    control = fresh(policy)
+    control.handle(ctl.RankTroubled(EpRank(1), 11, "its replicas differ"), 9.9)
+    assert cycle_or_reason(control) == troubled
+
+
+def test_a_planner_that_failed_is_said_once_and_asked_again():
+    control = fresh(AUTO)
+    assert cycle_or_reason(control) is None
+    deadline = 10.0 + CONTROL_TIMING.cycle_deadline_s
+    assert cycle_or_reason(control, deadline) == Reason.PLANNER_FAILED
+    for rank in (0, 1):
+        control.handle(from_rank(rank, state_of(rank)), deadline)
+    assert cycle_or_reason(control, deadline + 0.1) is None
+
+
+@pytest.mark.parametrize("changes", [{"base_epoch": 1}, {"generation": Generation("g0")}])
+def test_a_plan_of_a_cycle_for_another_epoch_or_group_is_not_entered(changes):
+    control = fresh(AUTO)
+    actions = decide(control, plan_of(kind=PlanKind.AUTOMATIC, **changes))
+    assert only(actions, ctl.PersistDecision).row["reason"] == Reason.STALE_BASE
+    assert not control.records.by_id
+
+
+@pytest.mark.parametrize(("mode", "by"), [(Mode.AUTO, "auto"), (Mode.PROPOSE, None)])
+def test_a_plan_of_a_cycle_says_if_nobody_had_to_approve_it(mode, by):
+    control = fresh(dataclasses.replace(AUTO, mode=mode))
+    decide(control, plan_of(kind=PlanKind.AUTOMATIC))
+    assert record(control).story[0].get("by") == by

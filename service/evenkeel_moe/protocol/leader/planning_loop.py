@@ -111,9 +111,9 @@ class PlanningLoop:
         self._began = None
         plan, executor = event.plan, self.executor
         reason = event.reason if plan is None else self._answer_refusal(plan, now, blocked_by)
-        if plan is None or reason is not None:
-            assert reason is not None
+        if reason is not None:
             return [self.decide(reason, now, numbers=event.numbers, shadow=event.shadow)]
+        assert plan is not None
         refusal, unix = executor.plan_problem(plan), now + executor.unix_offset_s
         auto = self.policy.mode is Mode.AUTO
         if refusal is not None:
