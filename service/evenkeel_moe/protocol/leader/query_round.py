@@ -94,7 +94,7 @@ class QueryRound:
         if len(self.checksums) > 1:
             detail = f"ranks {list(states)} registered other weights"
             return Disagreement(Reason.CHECKSUM_MISMATCH, detail)
-        first = states[min(states)]
+        first = next(iter(states.values()))
         assert self.placement is not None
         (checksums,) = self.checksums
         return GroupState(first.epoch, self.placement, first.weights_version, checksums)
