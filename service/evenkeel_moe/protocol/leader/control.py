@@ -215,12 +215,10 @@ class DeploymentControl(RankNotes):
         epoch would all end in the same way.
         """
         assert self.executor is not None and self.recovery is not None
-        if self.state is ControlState.RECOVERING:
-            return self.recovery.after_wave(now)
-        if self.executor.found_stale:
-            self.state = ControlState.RECOVERING
-            return self.recovery.begin(now)
-        return self.advance_plan(now)
+        if self.state is not ControlState.RECOVERING and not self.executor.found_stale:
+            return self.advance_plan(now)
+        self.state = ControlState.RECOVERING
+        return self.recovery.begin(now)
 
     def advance_plan(self, now: float) -> list[ControlAction]:
         """Begin the active plan's next wave if none runs; READY if there is no active plan."""

@@ -69,7 +69,7 @@ class Recovery:
                 self.disagreement = disagreement
         elif current is not None and now >= current.resend_at:
             actions += self._ask(now)
-        if not self.over and now - self._began_at >= self.deadline_s:
+        if now - self._began_at >= self.deadline_s:
             actions += self._alert(self._no_answer(current))
         return actions
 
@@ -132,12 +132,6 @@ class Recovery:
     def _has_reloaded(self, state: RankState) -> bool:
         member = self.executor.membership.members.get(state.identity.rank)
         return member is not None and state.weights_version != member.hello.weights_version
-
-    def after_wave(self, now: float) -> list[ControlAction]:
-        """Ask all ranks again once a found wave has ended, until none holds a wave."""
-        if self.over or self.round is not None or self.executor.running:
-            return []
-        return self.begin(now)
 
     # --- records ----------------------------------------------------------------------------------
 

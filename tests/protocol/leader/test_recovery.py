@@ -1,0 +1,212 @@
+"""The rounds of questions of a new leader: their times, alerts and records (R12, R15)."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.transitions import ControlState as S
+from tests.protocol.machines import (
+    AFTER_ONE,
+    AFTER_TWO,
+    BASE,
+    CONTROL_TIMING,
+    abort_answers,
+    answer_queries,
+    both,
+    control_of,
+    from_rank,
+    hello_of,
+    key_of,
+    of_kind,
+    only,
+    plan_of,
+    query_of,
+    record,
+    sent,
+    state_of,
+)
+
+
+def tick(control, now, ranks=(0, 1)):
+    """Hear ranks and tick; return the ranks asked for their map, and the reasons of alerts."""
+    for rank in ranks:
+        control.handle(ctl.RankHeard(EpRank(rank), 1, 10 + rank), now)
+    actions = control.handle(msg.Tick(), now)
+    questions = of_kind(actions, ctl.SendToRank)
+    asked = [a.rank for a in questions if getattr(a.message, "want_placement", False)]
+    return asked, [alert.reason for alert in of_kind(actions, ctl.Alert)]
+
+
+def test_a_question_is_repeated_to_those_who_have_not_answered():
+    control = control_of(S.RECOVERING)
+    assert tick(control, 0.9) == ([], [])
+    assert tick(control, 1.0) == ([0, 1], [])
+    assert tick(control, 1.9) == ([], [])
+    control.handle(from_rank(0, state_of(0, query=query_of(control))), 1.9)
+    control.handle(from_rank(0, state_of(0, query=1)), 1.9)
+    assert tick(control, 2.0) == ([1], [])
+
+
+def test_a_recovery_that_lasts_too_long_raises_one_alert():
+    control = control_of(S.RECOVERING)
+    deadline = CONTROL_TIMING.recovery_deadline_s
+    assert tick(control, deadline - 0.1)[1] == []
+    actions = control.handle(msg.Tick(), deadline)
+    alert = only(actions, ctl.Alert)
+    assert (alert.reason, alert.detail) == (
+        Reason.RECOVERY_DEADLINE,
+        "no answer from ranks [0, 1]",
+    )
+    assert tick(control, deadline + 1.0)[1] == []
+    answer_queries(control, deadline + 2.0)
+    assert control.state is S.READY
+    assert tick(control, 3 * deadline)[1] == []
+    control.handle(from_rank(0, state_of(0, query=query_of(control), epoch=4)), 100.0)
+    assert control.state is S.RECOVERING
+    assert tick(control, 100.0 + deadline - 0.1)[1] == [], "the next one has its own time"
+    assert tick(control, 100.0 + deadline)[1] == [Reason.RECOVERY_DEADLINE]
+
+
+def test_ranks_that_disagree_are_asked_again_after_a_while_and_this_is_said_once():
+    control = control_of(S.RECOVERING)
+    control.handle(from_rank(0, state_of(0, query=1)), 0.0)
+    differs: dict[str, Any] = {"epoch": 1, "placement": AFTER_ONE}
+    (alert,) = of_kind(
+        control.handle(from_rank(1, state_of(1, query=1, **differs)), 0.0), ctl.Alert
+    )
+    assert alert.reason is Reason.EPOCH_DISAGREES
+    control.handle(from_rank(1, state_of(1, query=1)), 0.1)
+    assert control.state is S.RECOVERING, "the round is over"
+    first = query_of(control)
+    assert tick(control, 0.9) == ([], [])
+    assert tick(control, CONTROL_TIMING.ask_again_s) == ([0, 1], [])
+    assert query_of(control) > first
+    assert control.state_reason(1.0)[0] is Reason.EPOCH_DISAGREES, "until all agree"
+    control.handle(from_rank(0, state_of(0, query=query_of(control))), 1.0)
+    actions = control.handle(from_rank(1, state_of(1, query=query_of(control), **differs)), 1.0)
+    assert not of_kind(actions, ctl.Alert)
+    assert tick(control, 2.0) == ([0, 1], [])
+    answer_queries(control, 2.0)
+    assert control.state is S.READY
+    control.handle(from_rank(0, state_of(0, query=query_of(control) + 1, epoch=4)), 2.0)
+    assert control.state is S.RECOVERING
+    assert control.state_reason(2.0)[0] is Reason.RECOVERING, "an earlier disagreement is over"
+
+
+def test_a_rank_that_reconnects_is_asked_unless_it_has_answered():
+    control = control_of(S.RECOVERING)
+    control.handle(from_rank(0, state_of(0, query=1)), 0.0)
+    assert sent(control.handle(from_rank(0, hello_of(0), stream=20), 0.1)) == []
+    (question,) = of_kind(control.handle(from_rank(1, hello_of(1), stream=21), 0.1), ctl.SendToRank)
+    assert (question.stream, question.message.query) == (21, query_of(control))
+    assert question.message.want_placement and question.message.want_checksums
+    control.handle(from_rank(1, state_of(1, query=query_of(control)), stream=21), 0.2)
+    assert control.state is S.READY
+    assert sent(control.handle(from_rank(1, hello_of(1), stream=22), 0.3)) == []
+
+
+@pytest.mark.parametrize(
+    ("epochs", "written"),
+    [
+        ({0: BASE}, False),
+        ({}, True),
+        ({0: AFTER_ONE}, True),
+        ({0: BASE, 1: AFTER_ONE}, True),
+    ],
+)
+def test_the_epoch_of_the_ranks_is_recorded_unless_it_is_the_newest_recorded_one(epochs, written):
+    stored = ctl.StoredRecords(epochs={Epoch(epoch): map_ for epoch, map_ in epochs.items()})
+    control = control_of(S.RECOVERING, stored)
+    actions = answer_queries(control)
+    assert bool(of_kind(actions, ctl.PersistEpoch)) is written
+    assert control.history == {0: BASE}
+
+
+def test_after_a_reload_on_all_ranks_plans_begin_again():
+    """R4."""
+    control = control_of()
+    reloaded: dict[str, Any] = {"weights_version": 2, "checksums": (6,) * 8}
+    control.handle(from_rank(0, state_of(0, **reloaded)), 0.0)
+    control.handle(from_rank(1, state_of(1, **reloaded)), 0.0)
+    answer_queries(control, **reloaded)
+    assert control.state is S.READY
+    _, actions = Operator(control).submit(plan_of(weights_version=2), 0.0, approve=True)
+    prepares = [m for m in sent(actions) if isinstance(m, msg.Prepare)]
+    assert [prepare.checksums for prepare in prepares] == [(6,), (6,)]
+
+
+def stored_plans(*changes):
+    plans = []
+    for number, change in enumerate(changes):
+        found = record(control_of(S.MIGRATING))
+        named = dataclasses.replace(
+            found.plan, plan_id=PlanId("pqr"[number]), created_at=float(number)
+        )
+        plans.append(dataclasses.replace(found, **{"plan": named, **change}))
+    return ctl.StoredRecords(plans=tuple(plans), epochs={Epoch(0): BASE})
+
+
+def test_only_the_newest_accepted_plan_goes_on_and_proposals_stay():
+    proposed = {"phase": PlanPhase.PROPOSED}
+    control = control_of(S.RECOVERING, stored_plans({}, {}, proposed))
+    answer_queries(control, epoch=1, placement=AFTER_ONE)
+    assert (record(control, "p").phase, record(control, "p").reason) == (
+        PlanPhase.ABORTED,
+        Reason.STALE_BASE,
+    )
+    assert record(control, "q").waves_committed == 1
+    assert record(control, "r").phase is PlanPhase.PROPOSED
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ({"weights_version": 2}, Reason.WEIGHTS_VERSION_CHANGED),
+        ({"epoch": 3, "placement": AFTER_TWO}, Reason.STALE_BASE),
+        ({"epoch": 1, "placement": BASE}, Reason.STALE_BASE),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_group_any_more_ends(answers, reason):
+    control = control_of(S.RECOVERING, stored_plans({}))
+    actions = answer_queries(control, **answers)
+    assert (record(control).phase, record(control).reason) == (PlanPhase.ABORTED, reason)
+    assert not [m for m in sent(actions) if isinstance(m, msg.Prepare)]
+
+
+def test_a_plan_based_on_a_later_epoch_than_the_groups_ends():
+    plan = dataclasses.replace(record(control_of(S.MIGRATING)).plan, base_epoch=Epoch(1))
+    control = control_of(S.RECOVERING, stored_plans({"plan": plan}))
+    answer_queries(control)
+    assert record(control).reason is Reason.STALE_BASE
+
+
+def test_a_plan_that_is_where_the_store_says_goes_on_without_a_row_of_its_recovery():
+    control = control_of(S.RECOVERING, stored_plans({}))
+    answer_queries(control)
+    assert record(control).phase is PlanPhase.MIGRATING
+    assert "recovered" not in [row["event"] for row in record(control).story]
+    control = control_of(S.RECOVERING, stored_plans({}))
+    answer_queries(control, epoch=1, placement=AFTER_ONE)
+    row = next(row for row in record(control).story if row["event"] == "recovered")
+    assert (row["waves_committed"], row["detail"]) == (1, "epoch 1")
+
+
+def test_after_a_found_wave_has_ended_all_ranks_are_asked_again():
+    control = control_of(S.RECOVERING)
+    held: dict[str, Any] = {"state": msg.ParticipantState.STAGING, "wave": key_of()}
+    both(control, lambda rank: state_of(rank, query=1, **held))
+    asked_for_wave = query_of(control)
+    assert control.recovery is not None and control.recovery.round is None
+    both(control, lambda rank: state_of(rank, query=asked_for_wave, **held))
+    actions = abort_answers(control)
+    questions = [m for m in sent(actions) if isinstance(m, msg.QueryState)]
+    assert [(q.query, q.want_placement) for q in questions] == [(asked_for_wave + 1, True)] * 2
+    answer_queries(control)
+    assert control.state is S.READY
