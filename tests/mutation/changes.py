@@ -78,7 +78,7 @@ def _is_text(node: ast.AST) -> bool:
     """Return True for docstrings, formatted text, assertions and log lines."""
     if isinstance(node, ast.Expr):
         called = ast.unparse(node)
-        return isinstance(node.value, ast.Constant) or called.startswith("_log.")
+        return isinstance(node.value, ast.Constant) or called.startswith(("_log.", "assert_never("))
     return isinstance(node, ast.JoinedStr | ast.Assert | ast.Import | ast.ImportFrom)
 
 

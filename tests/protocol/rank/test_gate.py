@@ -166,6 +166,7 @@ def test_error_of_ours_in_a_snapshot_does_not_stop_the_polling(monkeypatch):
     monkeypatch.setattr(ranks[1], "snapshot", lambda now: 1 / 0)
     assert steps(gates, 30) == []
     assert "ZeroDivisionError" in gates[1].faults[0]
+    assert ranks[1].observe_only and not ranks[0].observe_only
 
 
 def test_rank_that_cannot_follow_a_result_leaves_the_group():

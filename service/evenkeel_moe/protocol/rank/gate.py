@@ -221,7 +221,6 @@ class Gate:
         serial = self.agreed_serial(minima)
         if serial > self.transport_serial:
             self.transport_serial = serial
-            self._wanted_serial = max(self._wanted_serial, serial)
             actions.append(GateAction(None, RebuildTransport(serial)))
         for index, participant in enumerate(self.participants):
             start = len(HEADER) + index * len(PER_DEPLOYMENT)

@@ -63,13 +63,12 @@ class Participant(RankDeployment):
 
     def snapshot(self, now: float) -> PollView:
         """Return the view for the poll that begins now; only one poll may be in flight."""
-        wave = self.wave
-        armed = self.state is ParticipantState.ARMED and wave is not None
+        armed = self.wave if self.state is ParticipantState.ARMED else None
         self.poll = PollView(
-            armed_epoch=self.epoch + 1 if armed else 0,
-            fingerprint=wave.fingerprint if armed and wave is not None else 0,
-            want_drop=not armed and self.leaderless(now),
-            wave=wave,
+            armed_epoch=self.epoch + 1 if armed is not None else 0,
+            fingerprint=armed.fingerprint if armed is not None else 0,
+            want_drop=armed is None and self.leaderless(now),
+            wave=self.wave,
         )
         return self.poll
 
@@ -180,9 +179,8 @@ class Participant(RankDeployment):
 
     def _resolve_armed(self, _event: object) -> list[ParticipantAction]:
         """Nothing passed: do what had to wait for this poll (R4, R7)."""
-        waited, held = self.must_wait_for_poll(), self._holding
-        self.poll = None
-        if not waited or (held.abort_stream is None and not self.reloading):
+        held, self.poll = self._holding, None
+        if held.abort_stream is None and not self.reloading:
             return []
         actions = self._give_up(_DROPPED)
         if held.abort_stream is not None:
@@ -192,7 +190,7 @@ class Participant(RankDeployment):
     def _drop_together(self, _event: object) -> list[ParticipantAction]:
         """R6: drop the wave of the snapshot, as every other rank does."""
         view, self.poll = self.poll, None
-        if view is None or view.wave is None or view.wave != self.wave:
+        if view is None or view.wave != self.wave:
             return []
         return self._give_up(_DROPPED)
 
