@@ -37,6 +37,7 @@ def record_of(gain, at=1.0, *, name="p", upper=0.01, lower=LOWER, kind=PlanKind.
         (0.05, 0.01, True),
         (0.049, 0.01, False),
         (-0.2, 0.01, False),
+        (0.04, 0.06, None),  # The bound of the promise is the end of the interval.
         (0.049, 0.06, None),  # The promise lies inside the interval: measured too roughly.
         (0.12, 0.01, True),
     ],
@@ -50,6 +51,9 @@ def test_what_is_not_promised_measured_or_automatic_says_nothing():
     assert has_delivered(dataclasses.replace(record_of(0.0), delivered=None)) is None
     assert has_delivered(record_of(0.0, lower=0.0)) is None
     assert has_delivered(record_of(0.0, kind=PlanKind.MANUAL)) is None
+    missed = record_of(0.0)
+    unmeasured = dataclasses.replace(missed, delivered=None)
+    assert undelivered_in_a_row([unmeasured, missed], 0.0) == [missed]
     unpromised = record_of(0.0)
     unpromised.plan.numbers.clear()
     assert has_delivered(unpromised) is None

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 
 from evenkeel_moe.errors import Reason
@@ -117,3 +118,25 @@ def test_judgement_is_that_of_a_slow_simple_check(seed):
 
 def refuses(prepare: Prepare, base: Placement, shape: ModelShape, sums) -> bool:
     return prepare_refusal(prepare, base, 0, shape, 1000, sums) is not None
+
+
+@pytest.mark.parametrize("layers", [(), (0, 0), (-1, 0), (2, 0), (2,), (-1,)])
+def test_layers_are_different_and_inside_the_model(layers):
+    rows = BASE.phy2log[[0] * len(layers)]
+    prepare = prepare_of(dataclasses.replace(WAVE, layers=layers, rows=rows, batches=()))
+    vote = only(participant_of().handle(from_controller(prepare), 0.0), msg.Vote)
+    assert (vote.yes, vote.reason) == (False, Reason.MALFORMED)
+
+
+def test_rows_are_whole_numbers():
+    prepare = prepare_of(dataclasses.replace(WAVE, rows=WAVE.rows.astype(np.float64)))
+    vote = only(participant_of().handle(from_controller(prepare), 0.0), msg.Vote)
+    assert (vote.yes, vote.reason) == (False, Reason.MALFORMED)
+
+
+@pytest.mark.parametrize(("room", "taken"), [(10, True), (9, False)])
+def test_a_ranks_share_must_fit_its_staging(room, taken):
+    actions = participant_of(staging_bytes=room).handle(from_controller(prepare_of()), 0.0)
+    assert [type(action) for action in actions] == [
+        msg.StartStaging if taken else msg.SendToController
+    ]

@@ -26,3 +26,12 @@ def test_a_bounded_number_of_answers_waits():
     for ack in ACKS:
         barrier.outgoing(ack)
     assert barrier.end() == ACKS[-256:]
+
+
+def test_while_two_saves_are_under_way_the_first_saved_placement_is_told():
+    barrier = SaveBarrier()
+    barrier.begin(Epoch(0), "zero")
+    barrier.begin(Epoch(1), "one")
+    assert barrier.told(Epoch(2), "two") == (0, "zero")
+    barrier.end()
+    assert barrier.told(Epoch(2), "two") == (2, "two")

@@ -20,8 +20,9 @@ def has_delivered(record: PlanRecord) -> bool | None:
     delivered, promised = record.delivered, record.plan.numbers.get("gain_lower")
     if record.plan.kind is not PlanKind.AUTOMATIC or promised is None or not promised > 0:
         return None
-    if delivered is None or delivered.gain is None or delivered.upper is None:
+    if delivered is None or delivered.gain is None:
         return None
+    assert delivered.upper is not None  # `DeliveredGain` has both or neither.
     if delivered.gain >= _LEAST_SHARE * promised:
         return True
     return False if delivered.upper < promised else None
