@@ -9,6 +9,7 @@ from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.query_round import Disagreement, GroupState, QueryRound
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
+    AFTER_ONE,
     BASE,
     control_of,
     from_rank,
@@ -68,6 +69,23 @@ def test_the_witness_has_to_tell_its_placement():
     found = QueryRound(1, RANKS)
     found.take(short(0, placement=None))
     assert found.missing == (0, 1, 2)
+
+
+def test_a_placement_that_its_digest_does_not_name_is_no_answer():
+    found = QueryRound(1, RANKS)
+    found.take(short(0, placement=AFTER_ONE, placement_digest=BASE.digest))
+    assert found.missing == (0, 1, 2)
+
+
+def test_an_answer_to_a_later_question_that_asked_for_no_checksums_does_not_say_there_are_none():
+    found = QueryRound(1, RANKS, all_checksums=True)
+    for rank in RANKS:
+        found.take(short(rank))
+    found.answers.pop(EpRank(1))
+    found.take(short(1, query=2, placement=None, checksums=None))
+    assert found.missing == (1,)
+    found.take(short(1))
+    assert isinstance(found.group_state(), GroupState)
 
 
 def test_a_thousand_answers_keep_one_placement():

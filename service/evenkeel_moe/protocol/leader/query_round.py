@@ -57,11 +57,16 @@ class QueryRound:
 
     def take(self, state: RankState) -> None:
         """Add a rank's answer if it is complete and answers this query."""
-        rank = state.identity.rank
-        if state.query < self.query or (rank == self.witness and state.placement is None):
+        rank, placement = state.identity.rank, state.placement
+        if state.query < self.query:
             return
         if rank == self.witness:
-            self.placement = state.placement
+            # The others name this placement by its digest, so its own digest has to be right.
+            if placement is None or placement.digest != state.placement_digest:
+                return
+            self.placement = placement
+        if self.all_checksums and state.checksums is None and state.query != self.query:
+            return  # It answers a later question, which did not ask for them.
         if rank == self.witness or self.all_checksums:
             self.checksums.add(state.checksums or ())
         self.answers[rank] = replace(state, placement=None, checksums=None)
