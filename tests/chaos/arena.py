@@ -14,40 +14,26 @@ from pathlib import Path
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.demo.processes import free_ports
-from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.lines import read_lines
 from evenkeel_moe.engines.reference.supervisor import FleetReport, Supervisor
+from tests.chaos.judge.case import DUMPS, WIRE
+from tests.chaos.judge.wire_log import WireWriter
 from tests.chaos.operator import Operator
-from tests.chaos.processes import DEPLOYMENT, ControllerProcess, Sentinel, StoreNode
+from tests.chaos.processes import ControllerProcess, Sentinel, StoreNode
+from tests.chaos.proxy import Proxy
 from tests.chaos.schedule import Fault, FaultKind
+from tests.chaos.store_dump import StoreDumps
+from tests.chaos.system import POOL_PER_LAYER, SETTINGS, rank_config
 from tests.waiting import until
 
-__all__ = ["FORGET_AFTER_S", "LEASE_S", "Arena", "Struck"]
+__all__ = ["Arena", "Struck"]
 
-LEASE_S = 3.0
-FORGET_AFTER_S = 12.0
 _START_S = 120.0
 _AIM_S = 12.0
-_POOL_PER_LAYER = 4
-_SETTINGS = {
-    "LEADER__LEASE_S": f"{LEASE_S}",
-    "LEADER__RENEW_S": "0.75",
-    "REDIS__TIMEOUT_S": "0.6",
-    "INGEST__HEARTBEAT_S": "0.5",
-    "INGEST__RANK_LEASE_S": "3",
-    "INGEST__FORGET_AFTER_S": f"{FORGET_AFTER_S}",
-    "PLANNER__MODE": "observe",
-    "PLANNER__POLICY": "eplb",
-    "PLANNER__RECENT_STEPS": "16",
-    "PLANNER__THRESHOLDS": '{"min_window_steps": 16}',
-    "WINDOW__STEPS": "128",
-    "WINDOW__PLAN_STEPS": "96",
-    # Copies take about half a second a wave, so that faults strike while they run.
-    "MIGRATION__MAX_BYTES_PER_S": "40000",
-    "MIGRATION__PREPARE_DEADLINE_S": "30",
-    "MIGRATION__STALL_AFTER_S": "15",
-    "METRICS__REFRESH_S": "1",
-}
+_RECORDED_BYTES = 64 << 20
+"""The most bytes of one connection that the judge gets to see."""
+_RECORDED_STRANGER_BYTES = 1 << 16
+_DUMP_EVERY_S = 2.0
 
 
 @dataclass(slots=True)
@@ -87,18 +73,31 @@ class Arena:
         ]
         self.sentinel = Sentinel(folder, ports[2])
         self.controllers = [
-            ControllerProcess(f"replica-{number}", folder, chosen, self.sentinel.url, _SETTINGS)
+            ControllerProcess(f"replica-{number}", folder, chosen, self.sentinel.url, SETTINGS)
             for number, chosen in enumerate((ports[3:6], ports[6:9]))
         ]
         self._proxied: tuple[StoreNode | ControllerProcess, ...] = (*self.nodes, *self.controllers)
+        self.wire = WireWriter(folder / WIRE)
+        self.dumps = StoreDumps(folder / DUMPS)
+        for process in self._proxied:
+            door = "store" if isinstance(process, StoreNode) else "ranks"
+            process.proxy.record_to(self.wire, process.name, door, _RECORDED_BYTES)
+        # Misbehaving clients come by a door of their own: faults of the ranks' network spare them.
+        self.strangers = [Proxy(controller.grpc_port) for controller in self.controllers]
+        for proxy, controller in zip(self.strangers, self.controllers, strict=True):
+            proxy.record_to(self.wire, controller.name, "strangers", _RECORDED_STRANGER_BYTES)
         self.supervisor: Supervisor | None = None
         self.report: FleetReport | None = None
         self._rude: list[subprocess.Popen[bytes]] = []
 
+    @property
+    def _proxies(self) -> list[Proxy]:
+        return [*(process.proxy for process in self._proxied), *self.strangers]
+
     async def start(self) -> None:
         """Start everything and wait until a replica leads the ranks."""
-        for process in self._proxied:
-            await process.proxy.start()
+        for proxy in self._proxies:
+            await proxy.start()
         first, second = self.nodes
         first.begin(None)
         second.begin(first)
@@ -107,30 +106,17 @@ class Arena:
         await until(self.sentinel.primary_port, within_s=20, what="Sentinel to answer")
         for controller in self.controllers:
             controller.start()
-        config = RankConfig(
-            run_folder=str(self.folder / "ranks"),
-            num_ranks=self.num_ranks,
-            deployment=DEPLOYMENT,
-            controllers=tuple(controller.proxy.address for controller in self.controllers),
-            layers=4,
-            experts=2 * self.num_ranks,
-            slots_per_rank=5,
-            pool_slots_per_layer=_POOL_PER_LAYER,
-            d_model=16,
-            d_ffn=32,
-            tokens_per_step=32,
-            steps=0,
-            min_step_s=0.1,
-            # One layer, or two, in a wave.
-            staging_bytes=48 << 10,
-            group_timeout_s=60.0,
+        config = rank_config(
+            self.folder / "ranks",
+            self.num_ranks,
+            [controller.proxy.address for controller in self.controllers],
         )
-        self.supervisor = Supervisor(config, max_restarts=20)
+        self.supervisor = Supervisor(config, max_restarts=20, module="tests.chaos.rank")
         self.supervisor.start()
         self.operator = Operator(
             self.controllers,
             config.shape,
-            _POOL_PER_LAYER,
+            POOL_PER_LAYER,
             self.sentinel.primary_port,
             self.seed,
             time.time,
@@ -146,6 +132,12 @@ class Arena:
             report = self.supervisor.poll()
             assert report is None, f"the ranks ended: {report}"
             await asyncio.sleep(0.1)
+
+    async def dump_store(self, stop: asyncio.Event) -> None:
+        """Dump the primary of the store every few seconds."""
+        while not stop.is_set():
+            await self.dumps.add(await self.primary())
+            await asyncio.sleep(_DUMP_EVERY_S)
 
     async def settled(self) -> bool:
         """Return True if a replica leads, and all ranks are fresh and at the same epoch."""
@@ -311,11 +303,13 @@ class Arena:
         return all(start > since for start in starts)
 
     def _be_rude(self, fault: Fault) -> None:
-        for number, controller in enumerate(self.controllers):
+        for number, (controller, proxy) in enumerate(
+            zip(self.controllers, self.strangers, strict=True)
+        ):
             with (self.folder / "rude.log").open("ab") as log:
                 command = [
                     *(sys.executable, "-m", "tests.chaos.rude"),
-                    *(str(controller.grpc_port), str(controller.rest_port)),
+                    *(str(proxy.port), str(controller.rest_port)),
                     *(str(fault.seconds), str(fault.seed + number)),
                 ]
                 self._rude.append(
@@ -358,8 +352,10 @@ class Arena:
                 client.wait()
         for process in (*self.controllers, self.sentinel, *self.nodes):
             codes[process.name] = await asyncio.to_thread(process.end)
-        for process in self._proxied:
-            await process.proxy.stop()
+        for proxy in self._proxies:
+            await proxy.stop()
+        self.wire.close()
+        self.dumps.close()
         for controller in self.controllers:
             await controller.http.aclose()
         return codes

@@ -106,7 +106,7 @@ class StoreNode(Child):
 
     def __init__(self, name: str, folder: Path, port: int) -> None:
         super().__init__(name, folder)
-        self._port = port
+        self.port = port
         self.proxy = Proxy(port)
         self.config = folder / f"{name}.conf"
 
@@ -115,7 +115,7 @@ class StoreNode(Child):
         data = self.folder / self.name
         data.mkdir(exist_ok=True)
         lines = [
-            f"port {self._port}",
+            f"port {self.port}",
             "bind 127.0.0.1",
             f"dir {data}",
             "appendonly yes",
@@ -135,7 +135,7 @@ class StoreNode(Child):
 
     async def ask(self, *command: str) -> Any:
         """Send a command, not through the proxy; return None if there is no answer."""
-        client = Redis(port=self._port, socket_timeout=1.0, socket_connect_timeout=1.0)
+        client = Redis(port=self.port, socket_timeout=1.0, socket_connect_timeout=1.0)
         try:
             return await client.execute_command(*command)  # type: ignore[no-untyped-call]
         except (RedisError, OSError):

@@ -5,6 +5,8 @@ import contextlib
 import ssl
 from collections.abc import Iterator
 
+from tests.chaos.judge.wire_log import TO_CLIENT, TO_SERVER, WireWriter
+
 __all__ = ["Proxy"]
 
 _CHUNK = 1 << 16
@@ -31,6 +33,20 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._wire: WireWriter | None = None
+        self._about = ("", "")
+        self._most_bytes = 0
+
+    def record_to(self, wire: WireWriter, server: str, door: str, most_bytes: int) -> None:
+        """Record each connection that is opened from now on.
+
+        Args:
+            wire: the log.
+            server: the name of the process behind the proxy.
+            door: the kind of clients that come here.
+            most_bytes: the most bytes of one connection that are recorded.
+        """
+        self._wire, self._about, self._most_bytes = wire, (server, door), most_bytes
 
     @property
     def address(self) -> str:
@@ -81,10 +97,12 @@ class Proxy:
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        wire = self._wire
+        connection = wire.opened(*self._about, self._most_bytes) if wire is not None else 0
         with self._known(other_writer):
             halves = [
-                asyncio.create_task(self._pass(reader, other_writer)),
-                asyncio.create_task(self._pass(other_reader, writer)),
+                asyncio.create_task(self._pass(reader, other_writer, connection, TO_SERVER)),
+                asyncio.create_task(self._pass(other_reader, writer, connection, TO_CLIENT)),
             ]
             try:
                 await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
@@ -92,12 +110,25 @@ class Proxy:
                 for half in halves:
                     half.cancel()
                 await asyncio.gather(*halves, return_exceptions=True)
+                if wire is not None:
+                    wire.closed(connection)
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        connection: int,
+        direction: int,
+    ) -> None:
+        wire = self._wire if connection else None
         while data := await reader.read(_CHUNK):
+            if wire is not None:
+                wire.read(connection, direction, data)
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
             await self._open.wait()
+            if wire is not None:
+                wire.passed(connection, direction, len(data))
             writer.write(data)
             await writer.drain()
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import psutil
 
 from tests.chaos import checks
-from tests.chaos.arena import FORGET_AFTER_S, Arena
+from tests.chaos.arena import Arena
+from tests.chaos.judge.verdict import judge
 from tests.chaos.processes import MARK, marked
 from tests.chaos.schedule import Fault, make_schedule
+from tests.chaos.system import FORGET_AFTER_S
 from tests.waiting import until
 
 __all__ = ["Result", "run_chaos"]
@@ -65,6 +67,7 @@ async def run_chaos(
         tasks = [
             asyncio.create_task(arena.look_after(end_watch), name="ranks"),
             asyncio.create_task(arena.operator.run(end_operator), name="operator"),
+            asyncio.create_task(arena.dump_store(end_watch), name="dumps"),
         ]
         plays = [asyncio.create_task(arena.play(faults, began, say)) for faults in (main, noise)]
         await _all(plays, tasks, seconds + 240)
@@ -91,6 +94,14 @@ async def run_chaos(
     result.broken += await _left_behind(fds_before)
     for name, value in result.figures.items():
         say(f"{name}: {value:g}")
+    try:
+        verdict = await asyncio.to_thread(judge, folder)
+    except OSError as error:
+        result.broken.append(f"the judge cannot read the run: {error}")
+        return result
+    for line in verdict.lines():
+        say(line)
+    result.broken += [f"the judge found a breach of {breach}" for breach in verdict.breaches]
     return result
 
 
@@ -146,6 +157,8 @@ async def _check_living(
         result.figures[f"{controller.name} descriptors"] = held.num_fds()
         result.figures[f"{controller.name} series"] = len(series)
         result.figures[f"{controller.name} MB"] = round(held.memory_info().rss / 1e6)
+    if not await arena.dumps.add(await arena.primary(), final=True):
+        raise AssertionError("the store cannot be dumped")
     final = await leader.status() or status
     result.broken += checks.bad_waves(
         arena.folder / "ranks", arena.num_ranks, final, arena.operator.plans

@@ -7,7 +7,7 @@ import time
 import traceback
 import uuid
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
@@ -33,7 +33,21 @@ from evenkeel_moe.wire.link import KvCache
 _distributed: Any = torch.distributed
 
 
-def run_rank(config: RankConfig, link: RankLink | None = None) -> int:
+class StepObserver(Protocol):
+    """Sees with which tables and weights each step is computed."""
+
+    def before_step(self, step: int, parts: RankParts) -> None:
+        """Look at the parts right before the computation of a step."""
+        ...
+
+    def after_step(self, step: int, parts: RankParts) -> None:
+        """Look at the parts right after it, before the step boundary."""
+        ...
+
+
+def run_rank(
+    config: RankConfig, link: RankLink | None = None, observer: StepObserver | None = None
+) -> int:
     """Run one rank to its end; the main function of a rank process.
 
     SIGTERM stops the whole group after its current step. SIGINT is ignored.
@@ -41,6 +55,7 @@ def run_rank(config: RankConfig, link: RankLink | None = None) -> int:
     Args:
         config: of this rank.
         link: the agent's link, instead of gRPC to `config.controllers`.
+        observer: called around each step.
 
     Returns:
         An ExitCode.
@@ -50,7 +65,7 @@ def run_rank(config: RankConfig, link: RankLink | None = None) -> int:
     code, reason, detail = ExitCode.FINISHED, "finished", ""
     rank, planned = None, False
     try:
-        rank = _Rank(with_trace_sizes(config), lines, link)
+        rank = _Rank(with_trace_sizes(config), lines, link, observer)
         if not rank.serve():
             code, reason = ExitCode.CHECK_FAILED, "check_failed"
         planned = True
@@ -92,11 +107,18 @@ def with_trace_sizes(config: RankConfig) -> RankConfig:
 class _Rank:
     """The state of one rank process."""
 
-    def __init__(self, config: RankConfig, lines: LineWriter, link: RankLink | None) -> None:
+    def __init__(
+        self,
+        config: RankConfig,
+        lines: LineWriter,
+        link: RankLink | None,
+        observer: StepObserver | None,
+    ) -> None:
         if config.rank < 0 or not config.rendezvous:
             raise InvalidInput("a rank needs its number and a rendezvous")
         self.config = config
         self.lines = lines
+        self.observer = observer
         self.device = _device(config)
         self._stop_wanted = False
         signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -147,7 +169,11 @@ class _Rank:
         while not stop and (self.config.steps == 0 or step < self.config.steps):
             began = time.perf_counter()
             epoch = self.router.epoch
+            if self.observer is not None:
+                self.observer.before_step(step, self.parts)
             result = self.forward.step(step, self._stop_wanted)
+            if self.observer is not None:
+                self.observer.after_step(step, self.parts)
             if self.agent is not None:
                 self._tell_agent(self.agent, step, epoch, result)
             seconds = time.perf_counter() - began

@@ -1,0 +1,192 @@
+"""All facts of one run, and what follows from them before any rule is applied."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.chaos.judge.maps import Map, rows_of, with_rows
+from tests.chaos.judge.ranks import RankFacts, read_ranks
+from tests.chaos.judge.store import StoreDump, read_dumps
+from tests.chaos.judge.wire import RankStream, Wire, WireMessage, read_wire
+
+__all__ = [
+    "DUMPS",
+    "WIRE",
+    "Breach",
+    "Case",
+    "Process",
+    "WaveId",
+    "read_case",
+    "wave_in",
+    "wave_of",
+]
+
+WIRE, DUMPS = "wire.log.gz", "store.jsonl.gz"
+"""Names of files in the folder of a run; those of the ranks are in `ranks`."""
+
+
+class WaveId(NamedTuple):
+    """The identity of a wave on the wire."""
+
+    generation: str
+    plan_id: str
+    wave_index: int
+    weights_version: int
+    base_epoch: int
+    """The epoch on which the plan is based."""
+
+
+class Process(NamedTuple):
+    """One process of a rank."""
+
+    generation: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """One broken rule."""
+
+    rule: str
+    text: str
+    unix: float = 0.0
+    """Unix seconds; 0 if it has no one time."""
+    place: str = ""
+    """Where the facts lie: connection and byte, or file and line."""
+
+    def __str__(self) -> str:
+        """Return the breach as one line."""
+        at = f" at {self.unix:.6f}" if self.unix else ""
+        return f"{self.rule}: {self.text}{at}{f' ({self.place})' if self.place else ''}"
+
+
+@dataclass
+class Case:
+    """The facts of one run."""
+
+    config: dict[str, Any]
+    """Of the ranks: sizes, seed, deployment."""
+    wire: Wire
+    ranks: list[RankFacts]
+    dumps: list[StoreDump]
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the group."""
+        return int(self.config["num_ranks"])
+
+    @property
+    def num_slots(self) -> int:
+        """The slots of a layer over all ranks."""
+        return self.num_ranks * int(self.config["slots_per_rank"])
+
+    @cached_property
+    def processes(self) -> dict[Process, RankFacts]:
+        """Every process that a rank wrote about."""
+        return {
+            Process(start.generation, facts.rank): facts
+            for facts in self.ranks
+            for start in facts.starts
+        }
+
+    @cached_property
+    def streams(self) -> dict[Process, list[RankStream]]:
+        """The streams of each known process, in the order in which it opened them.
+
+        A process opens one stream after another, so the messages that it sent on the first all
+        precede those on the second, whenever a proxy read them.
+        """
+        found: dict[Process, list[RankStream]] = defaultdict(list)
+        for stream in self.wire.streams:
+            if (process := self.process_of(stream)) is not None:
+                found[process].append(stream)
+        return found
+
+    def process_of(self, stream: RankStream) -> Process | None:
+        """Return the known process that opened a stream; None for any other client."""
+        identity = stream.identity
+        if identity is None or identity.deployment != self.config["deployment"]:
+            return None
+        process = Process(identity.generation, identity.rank)
+        return process if process in self.processes else None
+
+    def sent_by(self, process: Process) -> Iterator[WireMessage]:
+        """Yield the messages of a process in the order in which it sent them."""
+        for stream in self.streams.get(process, []):
+            yield from (message for message in stream.messages if message.from_rank)
+
+    @cached_property
+    def messages(self) -> list[WireMessage]:
+        """The messages on streams of known processes, in the order in which they were read."""
+        known = {id(stream) for streams in self.streams.values() for stream in streams}
+        return [message for message in self.wire.messages if id(message.stream) in known]
+
+    @cached_property
+    def prepares(self) -> dict[WaveId, WireMessage]:
+        """The first Prepare of each wave."""
+        found: dict[WaveId, WireMessage] = {}
+        for message in self.messages:
+            if message.kind == "prepare":
+                found.setdefault(wave_of(message.body.wave), message)
+        return found
+
+    @cached_property
+    def swapped(self) -> dict[int, set[WaveId]]:
+        """Epoch -> the waves by which ranks say they came to it; one, unless something tore."""
+        found: dict[int, set[WaveId]] = defaultdict(set)
+        for facts in self.ranks:
+            for swap in facts.swaps:
+                of_swap = (swap.generation, swap.plan_id, swap.wave_index)
+                waves = [
+                    wave
+                    for wave, prepare in self.prepares.items()
+                    if wave[:3] == of_swap and prepare.body.base_epoch == swap.epoch - 1
+                ]
+                # A wave that no Prepare named has no identity: -1 stands for what is not known.
+                found[swap.epoch].update(waves or [WaveId(*of_swap, -1, -1)])
+        return found
+
+    @cached_property
+    def maps(self) -> dict[int, Map]:
+        """Epoch -> the map that the Prepares on the wire lead to, from the first map on."""
+        first = next((facts.states[0] for facts in self.ranks if facts.states), None)
+        if first is None:
+            return {}
+        found = {first.epoch: first.map}
+        for epoch in sorted(self.swapped):
+            wave = min(self.swapped[epoch])
+            prepare = self.prepares.get(wave)
+            if prepare is not None and epoch - 1 in found:
+                body = prepare.body.body
+                rows = rows_of(body.rows, self.num_slots)
+                found[epoch] = with_rows(found[epoch - 1], body.layers, rows)
+        return found
+
+
+def wave_of(key: Any) -> WaveId:
+    """Return the identity that a WaveKey names."""
+    return WaveId(key.generation, key.plan_id, key.wave_index, key.weights_version, key.base_epoch)
+
+
+def wave_in(document: dict[str, Any]) -> WaveId:
+    """Return the identity of a wave in a stored intent or outcome."""
+    return WaveId(
+        document["generation"],
+        document["plan_id"],
+        document["wave_index"],
+        document["weights_version"],
+        document["plan_base_epoch"],
+    )
+
+
+def read_case(folder: Path) -> Case:
+    """Read everything that a run left in its folder."""
+    ranks = folder / "ranks"
+    config = json.loads((ranks / "config.json").read_text(encoding="utf-8"))
+    return Case(
+        config, read_wire(folder / WIRE), read_ranks(ranks, config), read_dumps(folder / DUMPS)
+    )

@@ -1,0 +1,159 @@
+"""Rules about how waves and plans end, over all ranks and all records."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+
+from tests.chaos.judge.case import Breach, Case, WaveId, wave_in, wave_of
+from tests.chaos.judge.store import StoreDump, placement_of
+from tests.chaos.judge.wire import WireMessage
+
+__all__ = [
+    "epochs_name_one_wave",
+    "no_rank_holds_a_wave_at_the_end",
+    "outcomes",
+    "plans_end",
+    "records_name_the_maps",
+    "waves_have_one_outcome",
+]
+
+_SWAPPED = 1
+"""WaveOutcome on the wire."""
+_IDLE = 1
+"""ParticipantState on the wire."""
+_ENDED = frozenset({"committed", "aborted", "cancelled", "expired", "refused"})
+"""Phases of a plan that is over."""
+
+
+def outcomes(case: Case) -> dict[WaveId, dict[bool, list[tuple[float, str, str]]]]:
+    """Return for each wave who says that it swapped (True) or did not (False).
+
+    Each saying is (Unix seconds, sentence, place).
+    """
+    found: dict[WaveId, dict[bool, list[tuple[float, str, str]]]] = defaultdict(
+        lambda: {True: [], False: []}
+    )
+
+    def say(wave: WaveId, swapped: bool, who: str, message: WireMessage) -> None:
+        found[wave][swapped].append((message.read.unix, who, message.place))
+
+    for message in case.messages:
+        body, who = message.body, f"{case.process_of(message.stream)} sent {message.kind}"
+        if message.kind == "ack":
+            say(wave_of(body.wave), True, who, message)
+        elif message.kind == "vote" and not body.yes:
+            say(wave_of(body.wave), False, f"{who}: no, {body.reason}", message)
+        elif message.kind == "abort_answer":
+            say(wave_of(body.wave), body.outcome == _SWAPPED, who, message)
+        elif message.kind == "rank_state" and body.HasField("last_wave"):
+            say(wave_of(body.last_wave), body.last_outcome == _SWAPPED, who, message)
+    for epoch, waves in case.swapped.items():
+        for wave in waves:
+            found[wave][True].append((0.0, f"ranks logged the swap to epoch {epoch}", "rank logs"))
+    for write in case.wire.writes:
+        if (write.deployment, write.table, write.name) == (
+            case.config["deployment"],
+            "documents",
+            "outcome",
+        ):
+            document = json.loads(write.body)
+            wave, committed = wave_in(document), document["committed"]
+            who = f"term {write.term} wrote the outcome"
+            found[wave][committed].append((write.sent.unix, who, write.place))
+    for dump in case.dumps:
+        if "outcome" in dump.documents:
+            document = dump.documents["outcome"]
+            wave, committed = wave_in(document), document["committed"]
+            found[wave][committed].append((dump.unix, f"the store of {dump.node}", "dump"))
+    return found
+
+
+def waves_have_one_outcome(case: Case) -> Iterator[Breach]:
+    """No wave swapped for one rank or record and did not for another."""
+    for wave, said in outcomes(case).items():
+        if said[True] and said[False]:
+            (_, who, _), (unix, other, place) = min(said[True]), min(said[False])
+            text = f"{wave} swapped ({who}) and did not ({other})"
+            yield Breach("one outcome for each wave", text, unix, place)
+
+
+def epochs_name_one_wave(case: Case) -> Iterator[Breach]:
+    """All ranks came to an epoch by the same wave, and no epoch was skipped."""
+    rule = "one wave for each epoch"
+    for epoch, waves in sorted(case.swapped.items()):
+        if len(waves) > 1:
+            yield Breach(rule, f"ranks came to epoch {epoch} by {sorted(waves)}")
+        if any(wave not in case.prepares for wave in waves):
+            yield Breach(rule, f"no Prepare on the wire leads to epoch {epoch}: {sorted(waves)}")
+    missing = set(range(1, max(case.swapped, default=0) + 1)) - case.swapped.keys()
+    if missing:
+        yield Breach(rule, f"no rank logged how it came to epochs {sorted(missing)}")
+    for wave, first in case.prepares.items():
+        body = first.body.body.SerializeToString(deterministic=True)
+        for message in case.messages:
+            if message.kind == "prepare" and wave_of(message.body.wave) == wave:
+                if message.body.body.SerializeToString(deterministic=True) != body:
+                    text = f"two Prepares of {wave} differ"
+                    yield Breach(rule, text, message.read.unix, message.place)
+
+
+def no_rank_holds_a_wave_at_the_end(case: Case) -> Iterator[Breach]:
+    """The last state that each rank told of in the last generation is idle."""
+    for process in case.streams:
+        if process.generation != case.ranks[process.rank].starts[-1].generation:
+            continue
+        states = [message for message in case.sent_by(process) if message.kind == "rank_state"]
+        if states and states[-1].body.state != _IDLE:
+            last = states[-1]
+            text = f"{process} ended in state {last.body.state} with {wave_of(last.body.wave)}"
+            yield Breach("every wave ends", text, last.read.unix, last.place)
+
+
+def plans_end(case: Case) -> Iterator[Breach]:
+    """After the run every plan in the store is over, with the waves that the ranks swapped."""
+    rule = "every plan ends"
+    final = [dump for dump in case.dumps if dump.final]
+    if not final:
+        yield Breach(rule, "there is no dump of the store after the run")
+        return
+    dump = final[-1]
+    if dump.open_plans:
+        yield Breach(rule, f"the store lists {dump.open_plans} as open", dump.unix, dump.node)
+    swapped: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for waves in case.swapped.values():
+        for wave in waves:
+            swapped[wave.plan_id, wave.base_epoch].add(wave.wave_index)
+    for name, plan in dump.plans.items():
+        done = swapped[plan.plan_id, plan.base_epoch]
+        if plan.phase not in _ENDED:
+            yield Breach(rule, f"{name} is {plan.phase}", dump.unix, dump.node)
+        if len(done) != plan.waves_committed or (
+            plan.phase == "committed" and plan.waves_committed != plan.waves
+        ):
+            yield Breach(
+                rule,
+                f"{name} is {plan.phase} with {plan.waves_committed} of {plan.waves} waves,"
+                f" ranks swapped {sorted(done)}",
+                dump.unix,
+                dump.node,
+            )
+
+
+def records_name_the_maps(case: Case) -> Iterator[Breach]:
+    """Every epoch in the store has the map that the ranks had at that epoch."""
+    for dump in case.dumps:
+        yield from _wrong_epochs(case, dump)
+    for write in case.wire.writes:
+        if (write.deployment, write.table) != (case.config["deployment"], "epochs"):
+            continue
+        wanted = case.maps.get(int(write.name))
+        if wanted is None or placement_of(write.body) != wanted:
+            text = f"term {write.term} wrote another map of epoch {write.name} than the ranks had"
+            yield Breach("records name the maps", text, write.sent.unix, write.place)
+
+
+def _wrong_epochs(case: Case, dump: StoreDump) -> Iterator[Breach]:
+    for epoch, found in dump.epochs.items():
+        if case.maps.get(epoch) != found:
+            text = f"the store has another map of epoch {epoch} than the ranks had"
+            yield Breach("records name the maps", text, dump.unix, dump.node)

@@ -1,0 +1,193 @@
+"""Rules about waves: what may be sent when, and how each wave ends."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from tests.chaos.judge.case import Breach, Case, Process, wave_of
+from tests.chaos.judge.maps import digest_of
+from tests.chaos.judge.ranks import RankSwap
+from tests.chaos.judge.wire import WireMessage
+
+__all__ = [
+    "acks_follow_swap_and_save",
+    "swaps_are_acknowledged",
+    "terms_never_fall",
+    "wave_messages_reach_the_group_only",
+]
+
+_TELL_STEPS = 50
+"""Steps after a swap by which a rank with an open stream must have sent its Ack."""
+_CLOCK_S = 0.02
+"""The file system's clock is this much behind at most."""
+_WAVE_KINDS = ("prepare", "commit", "abort")
+
+
+def wave_messages_reach_the_group_only(case: Case) -> Iterator[Breach]:
+    """Prepare, Commit and Abort go only to processes of the wave's own generation."""
+    for message in case.wire.messages:
+        if message.kind not in _WAVE_KINDS:
+            continue
+        process = case.process_of(message.stream)
+        generation = message.body.wave.generation
+        if process is None or process.generation != generation:
+            yield Breach(
+                "waves reach their group only",
+                f"a {message.kind} of generation {generation} was sent to"
+                f" {process or 'a stranger'}",
+                message.read.unix,
+                message.place,
+            )
+
+
+def terms_never_fall(case: Case) -> Iterator[Breach]:
+    """The term that a rank knows never falls, nor that of a stream; a term has one leader."""
+    rule = "terms never fall"
+    leaders: dict[int, str] = {}
+    for process in case.streams:
+        known = 0
+        for message in case.sent_by(process):
+            if message.kind in ("hello", "rank_state"):
+                if message.body.highest_term < known:
+                    yield Breach(
+                        rule,
+                        f"{process} knows term {message.body.highest_term} after {known}",
+                        message.read.unix,
+                        message.place,
+                    )
+                known = max(known, message.body.highest_term)
+    sent: dict[int, int] = defaultdict(int)
+    for message in case.messages:
+        if message.from_rank or message.kind not in (*_WAVE_KINDS, "query_state"):
+            continue
+        leader, stream = message.body.leader, id(message.stream)
+        if leaders.setdefault(leader.term, leader.leader_id) != leader.leader_id:
+            text = f"term {leader.term} belongs to {leaders[leader.term]} and {leader.leader_id}"
+            yield Breach(rule, text, message.read.unix, message.place)
+        if leader.term < sent[stream]:
+            text = f"{leader.leader_id} sent term {leader.term} after {sent[stream]}"
+            yield Breach(rule, text, message.read.unix, message.place)
+        sent[stream] = max(sent[stream], leader.term)
+
+
+def acks_follow_swap_and_save(case: Case) -> Iterator[Breach]:
+    """A rank acknowledges only what it swapped, with the right map, after it had saved it.
+
+    The epochs that a process names never fall.
+    """
+    swaps = {
+        (Process(swap.generation, facts.rank), swap.epoch): swap
+        for facts in case.ranks
+        for swap in facts.swaps
+    }
+    for process in case.streams:
+        facts = case.processes[process]
+        start = next(s for s in facts.starts if s.generation == process.generation)
+        named = start.epoch
+        for message in case.sent_by(process):
+            if message.kind not in ("hello", "ack", "abort_answer", "rank_state"):
+                continue
+            epoch = message.body.epoch
+            if epoch < named:
+                text = f"{process} names epoch {epoch} after {named}"
+                yield Breach("epochs never fall", text, message.read.unix, message.place)
+            if message.kind != "abort_answer":
+                yield from _wrong_digest(case, process, message)
+            if epoch <= start.epoch:
+                continue
+            named = max(named, epoch)
+            swap = swaps.get((process, epoch))
+            if swap is None or message.read.unix < swap.unix:
+                text = f"{process} named epoch {epoch} in {message.kind} before it had swapped"
+                yield Breach("no Ack without a swap", text, message.read.unix, message.place)
+            elif message.kind == "ack" and _other_wave(message, swap):
+                text = f"{process} acknowledged {wave_of(message.body.wave)}, and swapped {swap}"
+                yield Breach("no Ack without a swap", text, message.read.unix, message.place)
+            saved = facts.saves.get((start.attempt, epoch))
+            if saved is not None and message.read.unix < saved - _CLOCK_S:
+                text = f"{process} named epoch {epoch}, whose map was saved at {saved:.6f}"
+                yield Breach("no Ack before the save", text, message.read.unix, message.place)
+
+
+def _other_wave(message: WireMessage, swap: RankSwap) -> bool:
+    wave = wave_of(message.body.wave)
+    return (wave.plan_id, wave.wave_index) != (swap.plan_id, swap.wave_index)
+
+
+def _wrong_digest(case: Case, process: Process, message: WireMessage) -> Iterator[Breach]:
+    """Compare the map that a message names with that of its epoch."""
+    wanted = case.maps.get(message.body.epoch)
+    if wanted is None:
+        return
+    digest = digest_of(wanted, case.num_ranks, case.config["experts"])
+    if message.body.placement_digest != digest:
+        yield Breach(
+            "maps are those of the waves",
+            f"{process} names map {message.body.placement_digest} at epoch {message.body.epoch},"
+            f" the waves lead to {digest}",
+            message.read.unix,
+            message.place,
+        )
+
+
+def swaps_are_acknowledged(case: Case) -> Iterator[Breach]:
+    """Every rank that lives on after a swap acknowledges it, and each had been sent Commit."""
+    rule = "every swap is acknowledged"
+    for facts in case.ranks:
+        for swap in facts.swaps:
+            process = Process(swap.generation, facts.rank)
+            commits = [
+                message
+                for stream in case.streams.get(process, [])
+                for message in stream.messages
+                if message.kind == "commit"
+                and message.passed is not None
+                and message.passed.unix <= swap.unix
+                and not _other_wave(message, swap)
+            ]
+            if not commits:
+                text = f"{process} swapped to epoch {swap.epoch} without a Commit"
+                yield Breach(rule, text, swap.unix, f"rank-{facts.rank}.jsonl")
+                continue
+            stream = commits[-1].stream
+            acks = [m for m in stream.messages if m.kind == "ack" and not _other_wave(m, swap)]
+            if not acks and _told_step(stream.messages) >= swap.step + _TELL_STEPS:
+                yield Breach(
+                    rule,
+                    f"{process} swapped to epoch {swap.epoch} after step {swap.step} and sent no"
+                    f" Ack on the stream of its Commit, which it used until step"
+                    f" {_told_step(stream.messages)}",
+                    swap.unix,
+                    f"connection {stream.connection}",
+                )
+    yield from _silent_ranks(case)
+
+
+def _silent_ranks(case: Case) -> Iterator[Breach]:
+    """Find processes that lived on at an epoch without ever naming it."""
+    reached: dict[str, dict[int, int]] = defaultdict(dict)
+    for facts in case.ranks:
+        for swap in facts.swaps:
+            last = reached[swap.generation].get(swap.epoch, swap.step)
+            reached[swap.generation][swap.epoch] = max(last, swap.step)
+    for process, streams in case.streams.items():
+        sent = list(case.sent_by(process))
+        named = max(
+            (
+                m.body.epoch
+                for m in sent
+                if m.kind in ("hello", "ack", "abort_answer", "rank_state")
+            ),
+            default=0,
+        )
+        told = max(_told_step(stream.messages) for stream in streams)
+        for epoch, step in reached[process.generation].items():
+            if epoch > named and told >= step + _TELL_STEPS:
+                text = f"{process} told of step {told} and never named epoch {epoch}"
+                yield Breach("every swap is acknowledged", text, sent[-1].read.unix, sent[-1].place)
+
+
+def _told_step(messages: list[WireMessage]) -> int:
+    """Return the newest step that a rank told of on a stream; -1 if it told of none."""
+    tables = (m.body.step_table for m in messages if m.kind == "load_report")
+    # A row of the table has 40 bytes, and the step comes first.
+    return max((int.from_bytes(t[-40:-32], "little") for t in tables if t), default=-1)
