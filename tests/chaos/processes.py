@@ -137,11 +137,10 @@ class StoreNode(Child):
         """Send a command, not through the proxy; return None if there is no answer."""
         client = Redis(port=self.port, socket_timeout=1.0, socket_connect_timeout=1.0)
         try:
-            return await client.execute_command(*command)  # type: ignore[no-untyped-call]
-        except (RedisError, OSError):
+            async with client:
+                return await client.execute_command(*command)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError):  # closing may time out as well
             return None
-        finally:
-            await client.aclose()
 
     async def role(self) -> str:
         answer = await self.ask("ROLE")
@@ -178,11 +177,10 @@ class Sentinel(Child):
         """One command; None when it is refused."""
         client = Redis(port=self.port, socket_timeout=1.0)
         try:
-            return await client.execute_command(*command)  # type: ignore[no-untyped-call]
-        except (RedisError, OSError):
+            async with client:
+                return await client.execute_command(*command)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError):  # closing may time out as well
             return None
-        finally:
-            await client.aclose()
 
     async def primary_port(self) -> int:
         """Port of the proxy of the node it takes for the primary; 0 unknown."""

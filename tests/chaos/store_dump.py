@@ -36,15 +36,13 @@ class StoreDumps:
             return False
         client = Redis(port=node.port, socket_timeout=2.0, socket_connect_timeout=1.0)
         try:
-            async with client.pipeline(transaction=True) as pipe:
+            async with client, client.pipeline(transaction=True) as pipe:
                 for name in _HASHES:
                     pipe.hgetall(_key(name))
                 pipe.get(_key("term"))
                 *hashes, term = await pipe.execute()
-        except (RedisError, OSError):
+        except (RedisError, OSError):  # closing may time out as well
             return False
-        finally:
-            await client.aclose()
         keys: dict[str, Any] = {
             _key(name): {field.decode(): _text(value) for field, value in found.items()}
             for name, found in zip(_HASHES, hashes, strict=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-__all__ = ["TO_CLIENT", "TO_SERVER", "Record", "RecordKind", "WireWriter", "read_records"]
+__all__ = ["TO_CLIENT", "TO_SERVER", "Record", "RecordKind", "WireWriter", "pack_record", "read_records"]
 
 TO_SERVER, TO_CLIENT = 0, 1
 _HEADER = struct.Struct("<BBIQI")
@@ -110,8 +110,16 @@ class WireWriter:
         self._file.close()
 
     def _write(self, kind: RecordKind, direction: int, connection: int, payload: bytes) -> None:
-        header = _HEADER.pack(kind, direction, connection, time.time_ns(), len(payload))
-        self._file.write(header + payload)
+        self._file.write(
+            pack_record(Record(kind, direction, connection, time.time_ns(), payload))
+        )
+
+
+def pack_record(record: Record) -> bytes:
+    """Return a record as it is in a log."""
+    size = len(record.payload)
+    header = _HEADER.pack(record.kind, record.direction, record.connection, record.ns, size)
+    return header + record.payload
 
 
 def read_records(path: Path) -> Iterator[Record]:
