@@ -1,7 +1,8 @@
 """Rules of the source tree that no linter has: `python -m tests.structure`, part of `make check`.
 
 In the package a class name is used once, and a function has at most 60 lines. A file of the
-package or of the tests has at most 400 lines.
+package or of the tests has at most 400 lines. The outside judge of chaos runs imports nothing of
+the package, and of the tests only itself.
 """
 
 import ast
@@ -12,6 +13,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "service" / "evenkeel_moe"
 TESTS = Path(__file__).parent
+JUDGE = TESTS / "chaos" / "judge"
+JUDGE_NAME = "tests.chaos.judge"
 MOST_FILE_LINES = 400
 MOST_FUNCTION_LINES = 60
 
@@ -56,9 +59,29 @@ def faults(root: Path) -> list[str]:
     return found
 
 
+def borrowed(root: Path) -> list[str]:
+    """Return one line for each import with which the judge in `root` borrows code of ours."""
+    found = []
+    for name, text in modules(root):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                imported = ["." * node.level + (node.module or "")]
+            else:
+                continue
+            found += [
+                f"{name}:{node.lineno}: the judge imports {one}"
+                for one in imported
+                if one.startswith(("evenkeel_moe", "tests", "bench", "."))
+                and not f"{one}.".startswith(f"{JUDGE_NAME}.")
+            ]
+    return found
+
+
 def main() -> None:
     """Print every fault; exit with 1 if there is one."""
-    found = faults(SOURCE) + long_files(TESTS)
+    found = faults(SOURCE) + long_files(TESTS) + borrowed(JUDGE)
     print("\n".join(found) or "structure: every rule holds")
     sys.exit(bool(found))
 

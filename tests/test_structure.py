@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure import SOURCE, TESTS, faults, long_files
+from tests.structure import JUDGE, SOURCE, TESTS, borrowed, faults, long_files
 from tests.waiting import deadline
 
 ROOT = SOURCE.parents[1]
@@ -54,6 +54,25 @@ def test_a_long_file_of_the_tests_is_found_and_a_repeated_class_name_is_not(tmp_
     write(tmp_path, "model/test_long.py", "class Plan:\n    pass\n" + "x = 1\n" * 399)
     write(tmp_path, "model/test_other.py", "class Plan:\n    pass\n")
     assert long_files(tmp_path) == ["model/test_long.py: 401 lines, at most 400"]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("from evenkeel_moe.wire.codec import decode_rank_message", "evenkeel_moe.wire.codec"),
+        ("import evenkeel_moe.v1.agent_pb2", "evenkeel_moe.v1.agent_pb2"),
+        ("def late():\n    from tests.chaos.checks import gaps", "tests.chaos.checks"),
+        ("from .. import checks", ".."),
+        ("from tests.chaos import judge", "tests.chaos"),
+    ],
+)
+def test_code_that_the_judge_borrows_is_found(tmp_path, line, named):
+    shutil.copytree(JUDGE, tmp_path / "judge")
+    assert borrowed(tmp_path / "judge") == []
+    text = (tmp_path / "judge" / "maps.py").read_text(encoding="utf-8")
+    write(tmp_path, "judge/maps.py", f"{text}\n{line}\n")
+    (found,) = borrowed(tmp_path / "judge")
+    assert found.endswith(f"the judge imports {named}")
 
 
 @pytest.fixture(scope="module")
