@@ -34,19 +34,20 @@ def outcomes(case: Case) -> dict[WaveId, dict[bool, list[tuple[float, str, str]]
         lambda: {True: [], False: []}
     )
 
-    def say(wave: WaveId, swapped: bool, who: str, message: WireMessage) -> None:
+    def say(wave: WaveId, swapped: bool, message: WireMessage) -> None:
+        who = f"{case.process_of(message.stream)} sent {message.kind}"
         found[wave][swapped].append((message.read.unix, who, message.place))
 
     for message in case.messages:
-        body, who = message.body, f"{case.process_of(message.stream)} sent {message.kind}"
+        body = message.body
         if message.kind == "ack":
-            say(wave_of(body.wave), True, who, message)
+            say(wave_of(body.wave), True, message)
         elif message.kind == "vote" and not body.yes:
-            say(wave_of(body.wave), False, f"{who}: no, {body.reason}", message)
+            say(wave_of(body.wave), False, message)
         elif message.kind == "abort_answer":
-            say(wave_of(body.wave), body.outcome == _SWAPPED, who, message)
+            say(wave_of(body.wave), body.outcome == _SWAPPED, message)
         elif message.kind == "rank_state" and body.HasField("last_wave"):
-            say(wave_of(body.last_wave), body.last_outcome == _SWAPPED, who, message)
+            say(wave_of(body.last_wave), body.last_outcome == _SWAPPED, message)
     for epoch, waves in case.swapped.items():
         for wave in waves:
             found[wave][True].append((0.0, f"ranks logged the swap to epoch {epoch}", "rank logs"))
@@ -88,13 +89,12 @@ def epochs_name_one_wave(case: Case) -> Iterator[Breach]:
     missing = set(range(1, max(case.swapped, default=0) + 1)) - case.swapped.keys()
     if missing:
         yield Breach(rule, f"no rank logged how it came to epochs {sorted(missing)}")
-    for wave, first in case.prepares.items():
-        body = first.body.body.SerializeToString(deterministic=True)
-        for message in case.messages:
-            if message.kind == "prepare" and wave_of(message.body.wave) == wave:
-                if message.body.body.SerializeToString(deterministic=True) != body:
-                    text = f"two Prepares of {wave} differ"
-                    yield Breach(rule, text, message.read.unix, message.place)
+    for message in case.messages:
+        if message.kind == "prepare":
+            wave = wave_of(message.body.wave)
+            if message.body.body != case.prepares[wave].body.body:
+                text = f"two Prepares of {wave} differ"
+                yield Breach(rule, text, message.read.unix, message.place)
 
 
 def no_rank_holds_a_wave_at_the_end(case: Case) -> Iterator[Breach]:

@@ -132,17 +132,22 @@ def _wrong_digest(case: Case, process: Process, message: WireMessage) -> Iterato
 def swaps_are_acknowledged(case: Case) -> Iterator[Breach]:
     """Every rank that lives on after a swap acknowledges it, and each had been sent Commit."""
     rule = "every swap is acknowledged"
+    delivered = {
+        process: [
+            message
+            for stream in streams
+            for message in stream.messages
+            if message.kind == "commit" and message.passed is not None
+        ]
+        for process, streams in case.streams.items()
+    }
     for facts in case.ranks:
         for swap in facts.swaps:
             process = Process(swap.generation, facts.rank)
             commits = [
                 message
-                for stream in case.streams.get(process, [])
-                for message in stream.messages
-                if message.kind == "commit"
-                and message.passed is not None
-                and message.passed.unix <= swap.unix
-                and not _other_wave(message, swap)
+                for message in delivered.get(process, [])
+                if message.passed.unix <= swap.unix and not _other_wave(message, swap)
             ]
             if not commits:
                 text = f"{process} swapped to epoch {swap.epoch} without a Commit"

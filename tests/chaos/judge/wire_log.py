@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-__all__ = ["TO_CLIENT", "TO_SERVER", "Record", "RecordKind", "WireWriter", "pack_record", "read_records"]
+__all__ = [
+    "TO_CLIENT",
+    "TO_SERVER",
+    "Record",
+    "RecordKind",
+    "WireWriter",
+    "pack_record",
+    "read_records",
+]
 
 TO_SERVER, TO_CLIENT = 0, 1
 _HEADER = struct.Struct("<BBIQI")
@@ -110,9 +118,7 @@ class WireWriter:
         self._file.close()
 
     def _write(self, kind: RecordKind, direction: int, connection: int, payload: bytes) -> None:
-        self._file.write(
-            pack_record(Record(kind, direction, connection, time.time_ns(), payload))
-        )
+        self._file.write(pack_record(Record(kind, direction, connection, time.time_ns(), payload)))
 
 
 def pack_record(record: Record) -> bytes:
