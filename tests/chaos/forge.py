@@ -66,15 +66,24 @@ class Forger:
 
     def last_dump(self, change: Callable[[dict[str, Any]], None]) -> None:
         """Change the keys of the last dump, which are named without prefix and deployment."""
-        path = self.folder / DUMPS
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            dumps = [json.loads(text) for text in file]
+        dumps = self._dumps()
         keys = dumps[-1]["keys"]
         prefix = next(iter(keys)).rpartition(":")[0] + ":"
         plain = {key.removeprefix(prefix): value for key, value in keys.items()}
         change(plain)
         dumps[-1]["keys"] = {prefix + key: value for key, value in plain.items()}
-        with gzip.open(path, "wt", encoding="utf-8") as file:
+        self._write_dumps(dumps)
+
+    def drop_last_dump(self) -> None:
+        """Remove the dump after the run."""
+        self._write_dumps(self._dumps()[:-1])
+
+    def _dumps(self) -> list[dict[str, Any]]:
+        with gzip.open(self.folder / DUMPS, "rt", encoding="utf-8") as file:
+            return [json.loads(text) for text in file]
+
+    def _write_dumps(self, dumps: list[dict[str, Any]]) -> None:
+        with gzip.open(self.folder / DUMPS, "wt", encoding="utf-8") as file:
             file.writelines(json.dumps(dump) + "\n" for dump in dumps)
 
     # --- the wire ---
@@ -140,9 +149,11 @@ class Forger:
                 self._records[position] = _patched(record, b":0\r\n", b":9\r\n")
                 return
 
-    def cut_wire(self, share: float) -> None:
-        """Keep only the first part of the log of the wire."""
-        del self._records[int(len(self._records) * share) :]
+    def overwrite(self, moment: Moment, data: bytes) -> None:
+        """Put other bytes in place of the first ones of a chunk."""
+        record = self._records[moment.position]
+        payload = data + record.payload[len(data) :]
+        self._records[moment.position] = replace(record, payload=payload)
 
     def write_wire(self) -> None:
         """Write the changed log of the wire."""

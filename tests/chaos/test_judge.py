@@ -118,6 +118,41 @@ def another_table(forger):
     forger.lines("evidence-1.jsonl", change)
 
 
+def expert_without_a_slot(forger):
+    """Rank 1 sent the tokens of one expert nowhere after its first swap."""
+
+    def change(lines):
+        next(line for line in lines if line.get("number") == 1)["tables"][0][2] = []
+
+    forger.lines("evidence-1.jsonl", change)
+
+
+def slot_without_checksum(forger):
+    """Rank 0 left one slot out."""
+    forger.lines("evidence-0.jsonl", lambda lines: lines[0]["slots"].pop())
+
+
+def step_of_an_earlier_epoch(forger):
+    """All ranks computed a step with the epoch and the tables from before the last swap."""
+
+    def change(lines):
+        steps = [line for line in lines if line["kind"] == "step" and line["attempt"] == 0]
+        steps[-1] |= {"epoch": 0, "states": [0, 0]}
+
+    for rank in range(3):
+        forger.lines(f"evidence-{rank}.jsonl", change)
+
+
+def skipped_epoch(forger):
+    """No rank logged how it came to epoch 2."""
+
+    def change(lines):
+        lines[:] = [line for line in lines if line["kind"] != "swap" or line["epoch"] != 2]
+
+    for rank in range(3):
+        forger.lines(f"rank-{rank}.jsonl", change)
+
+
 def fallen_epoch(forger):
     """The group came back from its restart at an earlier epoch than it had named."""
 
@@ -193,6 +228,14 @@ def lost_ack(forger):
     forger.hide(forger.first("ack"))
 
 
+def silent_rank(forger):
+    """A rank never named the epochs that it came to, though it told of steps long after."""
+    process = forger.case.process_of(forger.first("ack").stream)
+    for message in forger.case.sent_by(process):
+        if message.kind in ("ack", "rank_state"):
+            forger.hide(message)
+
+
 def wrong_ack(forger):
     """An Ack names a later epoch than the rank was at."""
     forger.rewrite(forger.first("ack"), lambda body: setattr(body, "epoch", body.epoch + 1))
@@ -215,6 +258,16 @@ def fallen_term(forger):
         if message.kind == "rank_state" and message.body.highest_term > 1
     ]
     forger.rewrite(later[-1], lambda body: setattr(body, "highest_term", 1))
+
+
+def fallen_term_of_a_leader(forger):
+    """A replica sent an earlier term than before on the same stream."""
+    later = [
+        message
+        for message in forger.case.messages
+        if message.kind == "query_state" and message.body.leader.term > 1
+    ]
+    forger.rewrite(later[-1], lambda body: setattr(body.leader, "term", 1))
 
 
 def two_leaders(forger):
@@ -279,6 +332,17 @@ def open_plan(forger):
     forger.last_dump(lambda keys: keys["plans_open"].update({"forgotten": "MQ=="}))
 
 
+def no_last_dump(forger):
+    """Nobody dumped the store after the run."""
+    forger.drop_last_dump()
+
+
+def garbled_stream(forger):
+    """The bytes of a rank's connection are no HTTP/2 from some place on."""
+    vote = forger.first("vote")
+    forger.overwrite(vote.read, b"\xff")
+
+
 def plan_without_an_end(forger):
     """The record of a plan says at the end that the plan is under way."""
 
@@ -326,13 +390,17 @@ FORGERIES = {
     step_under_the_old_map: "one map for each step",
     swapped_epoch: "one map for each step",
     tables_changed_within_a_step: "one map for each step",
+    step_of_an_earlier_epoch: "epochs never fall",
     changed_checksum: "slots hold the experts of the map",
     experts_exchanged: "slots hold the experts of the map",
+    expert_without_a_slot: "slots hold the experts of the map",
+    slot_without_checksum: "slots hold the experts of the map",
     another_table: "maps are those of the waves",
     wrong_digest: "maps are those of the waves",
     fallen_epoch: "restarts keep the epoch",
     late_save: "no Ack before the save",
     another_wave: "one wave for each epoch",
+    skipped_epoch: "one wave for each epoch",
     another_prepare: "one wave for each epoch",
     late_swap: "no Ack without a swap",
     wrong_ack: "no Ack without a swap",
@@ -341,7 +409,9 @@ FORGERIES = {
     commit_without_intent: "no Commit before votes and intent",
     swap_without_commit: "every swap is acknowledged",
     lost_ack: "every swap is acknowledged",
+    silent_rank: "every swap is acknowledged",
     fallen_term: "terms never fall",
+    fallen_term_of_a_leader: "terms never fall",
     two_leaders: "terms never fall",
     two_outcomes_on_the_wire: "one outcome for each wave",
     two_outcomes_in_the_store: "one outcome for each wave",
@@ -349,9 +419,11 @@ FORGERIES = {
     wave_for_another_group: "waves reach their group only",
     wave_held_at_the_end: "every wave ends",
     open_plan: "every plan ends",
+    no_last_dump: "every plan ends",
     plan_without_an_end: "every plan ends",
     miscounted_waves: "every plan ends",
     wrong_record: "records name the maps",
+    garbled_stream: "the evidence is whole",
 }
 
 

@@ -19,6 +19,8 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _FRAME_HEADER = 9
 _MESSAGE_HEADER = 5
 """A byte that is 1 if the message is compressed, and the length as 4 bytes."""
+_MOST_FRAME = 1 << 22
+"""The most bytes of a frame; a length above this is taken for noise."""
 _MOST_TABLE = 1 << 16
 """The most bytes of a header table that a peer may ask for."""
 
@@ -92,6 +94,8 @@ class GrpcReader:
         if len(self._buffer) < _FRAME_HEADER:
             return None
         size = _FRAME_HEADER + int.from_bytes(self._buffer[:3], "big")
+        if size > _MOST_FRAME:
+            raise Undecodable(f"a frame of {size} bytes at byte {self._offset}")
         return size if len(self._buffer) >= size else None
 
     def _drop(self, count: int) -> None:
