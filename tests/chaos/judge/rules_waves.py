@@ -134,10 +134,7 @@ def swaps_are_acknowledged(case: Case) -> Iterator[Breach]:
     rule = "every swap is acknowledged"
     delivered = {
         process: [
-            message
-            for stream in streams
-            for message in stream.messages
-            if message.kind == "commit" and message.passed is not None
+            message for stream in streams for message in stream.messages if message.kind == "commit"
         ]
         for process, streams in case.streams.items()
     }
@@ -147,7 +144,9 @@ def swaps_are_acknowledged(case: Case) -> Iterator[Breach]:
             commits = [
                 message
                 for message in delivered.get(process, [])
-                if message.passed.unix <= swap.unix and not _other_wave(message, swap)
+                if message.passed is not None
+                and message.passed.unix <= swap.unix
+                and not _other_wave(message, swap)
             ]
             if not commits:
                 text = f"{process} swapped to epoch {swap.epoch} without a Commit"
