@@ -105,6 +105,12 @@ class Operator:
         """A plan was accepted and has not ended."""
         return bool(self.plans) and self.plans[-1].accepted_at > 0 and not self.plans[-1].ended_at
 
+    @property
+    def waiting(self) -> bool:
+        """A plan was accepted and has not ended, even if its record is lost and asked for again."""
+        again = bool(self.plans) and self.plans[-1].lost > 0 and not self.plans[-1].ended_at
+        return self.under_way or again
+
     async def _see_through(self, life: PlanLife, body: dict[str, Any], stop: asyncio.Event) -> None:
         while not stop.is_set():
             leader = await self._leader()

@@ -128,9 +128,7 @@ async def _check_living(
     """All healed: the last plan ends, everybody agrees, what does not belong here is forgotten."""
     await arena.heal()
     healed_at = time.time()
-    await until(
-        lambda: not arena.operator.under_way, within_s=_HEALED_S, what="the last plan to end"
-    )
+    await until(lambda: not arena.operator.waiting, within_s=_HEALED_S, what="the last plan to end")
     end_operator.set()
     await asyncio.wait((tasks[1],), timeout=10)
     last = arena.operator.plans[-1] if arena.operator.plans else None

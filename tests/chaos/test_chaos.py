@@ -4,6 +4,8 @@ import uuid
 
 import pytest
 
+from evenkeel_moe.engines.reference.config import RankConfig
+from tests.chaos.operator import Operator, PlanLife
 from tests.chaos.processes import MARK
 from tests.chaos.run import run_chaos
 from tests.chaos.schedule import Fault, FaultKind, make_schedule
@@ -26,6 +28,16 @@ async def test_a_leader_and_a_store_fail_and_nothing_breaks(tmp_path, monkeypatc
         tmp_path, 1, 20.0, num_ranks=4, schedule=SHORT, least_plans=1, least_through=1, say=print
     )
     assert result.broken == []
+
+
+def test_an_operator_waits_for_a_plan_whose_record_was_lost():
+    life = PlanLife("p", 1.0, accepted_at=2.0)
+    operator = Operator((), RankConfig("none").shape, 4, None, 1, None, plans=[life])
+    assert operator.waiting
+    life.lost, life.accepted_at = 1, 0.0
+    assert operator.waiting and not operator.under_way
+    life.ended_at = 3.0
+    assert not operator.waiting
 
 
 def test_a_schedule_is_a_function_of_its_seed():
