@@ -52,6 +52,19 @@ def test_the_copies_are_counted_in_the_unit_of_the_saving():
     assert (free.gain_lower, free.gain_upper) == (paid.gain_lower, paid.gain_upper)
 
 
+def test_a_plan_must_pay_even_if_the_placement_lasts_two_thirds_of_its_lifetime():
+    before, after = times(shift=0.1)
+    lower = judge(before, after).gain_lower
+    price = lower * 1000 * before.mean()  # The lower bound, as the time of a lifetime.
+    dear, cheap = (
+        judge(before, after, copy_cost=share * price, lifetime_steps=1000) for share in (0.7, 0.6)
+    )
+    assert dear.cost < lower
+    assert (dear.call, cheap.call) == (Call.INSUFFICIENT_EVIDENCE, Call.RECOMMEND)
+    trusting = VerdictRules(price_margin=1.0)
+    assert judge(before, after, copy_cost=0.7 * price, rules=trusting).call is Call.RECOMMEND
+
+
 def test_unknown_is_never_zero():
     before, after = times(shift=0.1)
     assert judge(before, after, copy_cost=1.0).payback_s is None
@@ -108,6 +121,72 @@ def test_a_gain_that_fades_is_less_sure_than_one_that_stays():
     assert level.call is Call.RECOMMEND
     assert fading.gain == pytest.approx(level.gain, abs=0.005)
     assert fading.gain_lower < trusting.gain_lower < level.gain_lower
+
+
+def unsteady(steps: int, gain: float, scatter: float, seed: int):
+    """(before, after) whose saving stays alike for 8 steps and then changes."""
+    rng = np.random.default_rng(seed)
+    gains = gain + np.repeat(rng.normal(0.0, scatter, -(-steps // 8)), 8)[:steps]
+    return np.full(steps, 100.0), 100.0 * (1.0 - gains)
+
+
+def test_a_saving_that_varied_before_is_uncertain_though_it_looks_steady_now():
+    before, after = times(steps=16, shift=0.03, noise=0.002)
+    assert judge(before, after).call is Call.RECOMMEND
+    for scatter, call in ((0.001, Call.RECOMMEND), (0.05, Call.INSUFFICIENT_EVIDENCE)):
+        earlier = unsteady(96, 0.03, scatter, seed=2)
+        assert judge(before, after, planned_on=earlier).call is call
+
+
+def test_the_steps_planned_on_tell_how_the_saving_varies_and_not_its_size():
+    before, after = times(steps=16, shift=0.03, noise=0.002)
+    wide, fitted = (
+        judge(before, after, planned_on=unsteady(96, gain, 0.02, seed=2)) for gain in (0.03, 0.3)
+    )
+    assert fitted.gain == wide.gain == judge(before, after).gain
+    assert fitted.gain_lower == pytest.approx(wide.gain_lower)
+    assert fitted.gain_upper == pytest.approx(wide.gain_upper)
+
+
+def test_the_variance_of_blocks_is_pooled_over_both_parts():
+    """Blocks of 4 steps, the last ones of each part; Student's t with one less for each part."""
+    later, planned = times(steps=16, shift=0.03), times(steps=26, shift=0.3, noise=0.2, seed=7)
+    squares = 0.0
+    for before, after in (later, planned):
+        excess = (after.sum() / before.sum() * before - after) / before.mean()
+        kept = excess[len(excess) % 4 :]
+        means = [kept[at : at + 4].mean() for at in range(0, len(kept), 4)]
+        squares += sum((mean - sum(means) / len(means)) ** 2 for mean in means)
+    freedom = (4 - 1) + (6 - 1)
+    reach = stats.t.ppf(0.97, freedom) * (2 * squares / freedom * 4 / 16) ** 0.5
+    verdict = judge(*later, planned_on=planned)
+    assert verdict.gain_lower == pytest.approx(verdict.gain - reach)
+    assert verdict.gain_upper == pytest.approx(verdict.gain + reach)
+
+
+@pytest.mark.parametrize("steps", [3, 7, 32])
+def test_steps_planned_on_with_under_two_blocks_or_without_load_say_nothing(steps):
+    later = times(steps=16, shift=0.03)
+    nothing = judge(*later, planned_on=(np.zeros(0), np.zeros(0)))
+    load = 100.0 if steps < 8 else 0.0
+    assert judge(*later, planned_on=(np.full(steps, load), np.full(steps, 0.9 * load))) == nothing
+
+
+def test_steps_planned_on_must_be_two_vectors_of_one_length():
+    with pytest.raises(ShapeMismatch, match="vectors"):
+        judge(*times(), planned_on=(np.ones(3), np.ones(4)))
+
+
+def test_calls_on_a_saving_that_comes_in_blocks_are_wrong_as_rarely_as_they_say():
+    """Without the steps planned on, 16 steps of two such blocks are called far too often."""
+    wrong = {True: 0, False: 0}
+    for seed in range(300):
+        before, after = unsteady(112, 0.0, 0.02, seed)
+        planned, later = (before[:96], after[:96]), (before[96:], after[96:])
+        for known in wrong:
+            verdict = judge(*later, planned_on=planned if known else None, seed=seed)
+            wrong[known] += verdict.call is Call.RECOMMEND
+    assert wrong[True] <= 0.06 * 300 < wrong[False]
 
 
 @pytest.mark.parametrize("true_gain", [0.0, 0.004, -0.004])
@@ -180,6 +259,8 @@ def test_arrays_and_prices_that_cannot_be_are_refused(before, after, changes, wo
         {"parts": 1},
         {"drift": -0.1},
         {"drift": math.inf},
+        {"price_margin": 0.9},
+        {"price_margin": math.inf},
     ],
 )
 def test_rules_out_of_range_are_refused(changes):
