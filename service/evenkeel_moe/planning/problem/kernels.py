@@ -140,24 +140,26 @@ def step_times_kernel(
     steps, layers, experts = load.shape
     num_ranks = shared.shape[1]
     per_rank = phy2log.shape[1] // num_ranks
-    has_shared = shared.any()
+    has_shared, proportional = shared.any(), terms.proportional
     out = np.zeros((steps, layers))
     for t in range(steps):
         for layer in range(layers):
+            routed, expert_of, share = load[t, layer], phy2log[layer], shares[layer]
             tokens = 0.0
             if has_shared:
                 for expert in range(experts):
-                    tokens += load[t, layer, expert]
-            slot = 0
+                    tokens += routed[expert]
+            # Unsigned: numba would check whether a signed index counts from the end.
+            slot = np.uint64(0)
             worst = 0.0
             for rank in range(num_ranks):
                 work = tokens * shared[layer, rank]
                 for _ in range(per_rank):
-                    expert = phy2log[layer, slot]
+                    expert = expert_of[slot]
                     if expert >= 0:
-                        routed = load[t, layer, expert] * shares[layer, slot]
-                        work += routed if terms.proportional else work_of_tokens(routed, terms)
-                    slot += 1
+                        part = routed[np.uint64(expert)] * share[slot]
+                        work += part if proportional else work_of_tokens(part, terms)
+                    slot += np.uint64(1)
                 if work > 0.0:
                     cost = token_cost(work, rank, tile, tile_seconds, slope) + fixed
                     if cost > worst:

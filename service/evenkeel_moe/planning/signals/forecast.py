@@ -58,6 +58,26 @@ def _to_shares(load: NDArray[np.float64], out: NDArray[np.float64]) -> None:
 
 
 @kernel
+def _add_products(off: NDArray[np.float64], sums: NDArray[np.float64]) -> None:
+    """Add to `sums` (F, F) the products of the rows of `off` (F, E), below and on the diagonal.
+
+    Three products at a time: no addition waits for the one before it, and each sum still grows
+    expert by expert.
+    """
+    fades, experts = off.shape
+    for fade in range(fades):
+        for other in range(0, fade + 1, 3):
+            second, third = min(other + 1, fade), min(other + 2, fade)
+            a, b, c = sums[fade, other], sums[fade, second], sums[fade, third]
+            for expert in range(experts):
+                value = off[fade, expert]
+                a += value * off[other, expert]
+                b += value * off[second, expert]
+                c += value * off[third, expert]
+            sums[fade, other], sums[fade, second], sums[fade, third] = a, b, c
+
+
+@kernel
 def _backtest(
     load: NDArray[np.float64], keeps: NDArray[np.float64], first: int, ahead: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:
@@ -80,7 +100,7 @@ def _backtest(
     coming = np.zeros((layers, experts))
     came = np.zeros((layers, experts))
     errors = np.zeros((fades, fades))
-    off = np.empty(fades)
+    off = np.empty((fades, experts))
     looks = 0
     for known in range(1, steps + 1):
         for fade in range(fades):
@@ -106,14 +126,13 @@ def _backtest(
         for fade in range(fades):
             _to_shares(means[fade], shares[fade])
         for layer in range(layers):
-            for expert in range(experts):
-                for fade in range(fades):
-                    off[fade] = shares[fade, layer, expert] - came[layer, expert]
-                for fade in range(fades):
-                    for other in range(fades):
-                        errors[fade, other] += off[fade] * off[other]
+            for fade in range(fades):
+                for expert in range(experts):
+                    off[fade, expert] = shares[fade, layer, expert] - came[layer, expert]
+            _add_products(off, errors)
     for fade in range(fades):
         _to_shares(means[fade], shares[fade])
+        errors[:fade, fade] = errors[fade, :fade]
     return errors, shares, looks
 
 

@@ -78,7 +78,9 @@ def reading_dominates(problem: PlacementProblem) -> bool:
     tokens says nothing.
     """
     replica = problem.objective.cost.replica
-    return replica.read_tokens + replica.start_tokens > float(problem.load.mean())
+    own = replica.read_tokens + replica.start_tokens
+    # The mean of a large window takes as long as some hundred evaluations of the search.
+    return own > 0.0 and own > float(problem.load.mean())
 
 
 def shrink_origins(problem: PlacementProblem, trust: float) -> PlacementProblem:
