@@ -21,7 +21,7 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.signals.change_detection import detect_change, step_weights
-from evenkeel_moe.planning.signals.forecast import Forecast, forecast, recentred
+from evenkeel_moe.planning.signals.forecast import Forecast, _add_products, forecast, recentred
 from tests.planning import twins
 from tests.strategies import loads, seeds
 
@@ -192,6 +192,19 @@ def _foreseen_time(problem, placement):
     if expected.error < 1 - KeelOptions().foresight:
         load = recentred(load, weights, expected)
     return float(weights @ moe_time.step_times(load, placement, problem.objective.cost).sum(axis=1))
+
+
+@pytest.mark.parametrize("fades", [1, 2, 3, 4, 5, 7])
+def test_three_sums_at_a_time_have_the_bits_of_one_after_another(fades):
+    rng = np.random.default_rng(0)
+    off, sums = rng.normal(size=(fades, 11)), rng.normal(size=(fades, fades))
+    wanted = sums.copy()
+    for fade in range(fades):
+        for other in range(fade + 1):
+            for expert in range(11):
+                wanted[fade, other] += off[fade, expert] * off[other, expert]
+    _add_products(off, sums)
+    assert (sums == wanted).all()
 
 
 @pytest.mark.parametrize(
