@@ -58,17 +58,24 @@ def test_strict_wants_certificates_identities_tokens_and_a_network_policy():
     assert "EVENKEEL_GRPC__TLS_REQUIRE_IDENTITY" not in plain
 
 
-@pytest.mark.parametrize(
-    ("missing", "told"),
-    [
-        ("grpc.tls.existingSecret=", "grpc.tls.existingSecret and grpc.tls.clientCaKey"),
-        ("grpc.tls.clientCaKey=", "grpc.tls.existingSecret and grpc.tls.clientCaKey"),
-        ("rest.tls.existingSecret=", "rest.tls.existingSecret"),
-        ("api.tokens.existingSecret=", "api.tokens.existingSecret"),
-    ],
-)
-def test_strict_is_refused_without_what_it_needs(missing, told):
-    assert f"security: strict needs {told}" in refusal(missing, name="strict")
+STRICT_NEEDS = [
+    "grpc.tls.existingSecret",
+    "grpc.tls.clientCaKey",
+    "rest.tls.existingSecret",
+    "api.tokens.existingSecret",
+]
+
+
+@pytest.mark.parametrize("missing", STRICT_NEEDS)
+def test_strict_is_refused_without_what_it_needs(missing):
+    told = refusal(f"{missing}=", name="strict")
+    assert f"security: strict needs {missing} (" in told
+    assert [name for name in STRICT_NEEDS if name in told] == [missing]
+
+
+def test_strict_names_all_that_is_missing_at_once():
+    told = refusal("security=strict")
+    assert all(name in told for name in STRICT_NEEDS)
 
 
 def test_strict_takes_no_store_without_a_password_and_no_other_word_is_taken():

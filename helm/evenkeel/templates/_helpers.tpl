@@ -145,14 +145,21 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- fail "devValkey.enabled and redis name two stores: set one" }}
 {{- end }}
 {{- if include "evenkeel.strict" . }}
-{{- if not (and .Values.grpc.tls.existingSecret .Values.grpc.tls.clientCaKey) }}
-{{- fail "security: strict needs grpc.tls.existingSecret and grpc.tls.clientCaKey: ranks must show certificates" }}
+{{- $missing := list }}
+{{- if not .Values.grpc.tls.existingSecret }}
+{{- $missing = append $missing "grpc.tls.existingSecret (ranks must use TLS)" }}
+{{- end }}
+{{- if not .Values.grpc.tls.clientCaKey }}
+{{- $missing = append $missing "grpc.tls.clientCaKey (ranks must show certificates)" }}
 {{- end }}
 {{- if not .Values.rest.tls.existingSecret }}
-{{- fail "security: strict needs rest.tls.existingSecret: tokens must not be sent in clear text" }}
+{{- $missing = append $missing "rest.tls.existingSecret (tokens must not be sent in clear text)" }}
 {{- end }}
 {{- if not .Values.api.tokens.existingSecret }}
-{{- fail "security: strict needs api.tokens.existingSecret: the first token has role admin and names no person" }}
+{{- $missing = append $missing "api.tokens.existingSecret (the first token has role admin and names no person)" }}
+{{- end }}
+{{- with $missing }}
+{{- fail (printf "security: strict needs %s" (join ", " .)) }}
 {{- end }}
 {{- if .Values.devValkey.enabled }}
 {{- fail "security: strict refuses devValkey.enabled: the trial store has no password" }}
