@@ -34,6 +34,7 @@ def test_one_command_leads_from_a_recording_to_the_file_of_every_engine(steady, 
     said = " ".join(run(steady, *FLEET, "-f", format_, "-o", out).split())
     assert "steady: 120 steps, 3 MoE layers, 8 experts in 10 slots on 2 ranks" in said
     assert "It pays: on 20 steps that the plan had not seen, the plan saves" in said
+    assert "% of MoE time (by tokens); in the next 20 steps" in said
     assert f"Wrote {out}. Start " in said and str(out) in said.split("Start ")[1]
     file = read_placement(
         out, num_ranks=2, num_logical_experts=8, layer_ids=(2, 3, 4), format_=format_

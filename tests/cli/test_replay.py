@@ -91,7 +91,7 @@ def test_the_table_names_every_policy_and_stays_on_stdout(small):
         "ms",
     ]
     assert [line.split()[0] for line in lines[3:7]] == ["initial", "once", "ewma", "eplb"]
-    assert " has the least predicted MoE time, " in lines[7]
+    assert " has the least predicted MoE time (by tokens), " in lines[7]
     assert lines[8] == "Cost model: by tokens, because nothing is known of time."
     assert lines[9].startswith("On this trace the redundant replicas of the initial placement ")
     assert result.stderr == ""
@@ -109,7 +109,7 @@ def test_the_page_stands_alone_and_its_drawings_are_well_formed(small, tmp_path)
     titles = re.findall(r"<h2>(.*?)</h2>", text)
     assert titles == [
         "Balancedness over time",
-        "Predicted MoE time over time",
+        "Predicted MoE time (by tokens) of each step",
         "Tail of the predicted step time",
         "Copies paid",
         "Rank load per layer, before and after",

@@ -47,14 +47,14 @@ def test_capacity_gives_the_recommendation_in_words(visitor: Visitor):
     visitor.fleet.wait_proposal()  # The page asks once, so the window must hold enough by then.
     visitor.go("capacity")
     visitor.browser.wait_text("Replicas against KV cache", within_s=120)
-    visitor.browser.wait_text("predicted MoE time")
+    visitor.browser.wait_text("predicted MoE time (by tokens)")
     visitor.browser.wait_text("KV tokens then")
 
 
 def test_a_proposal_shows_before_and_after_and_its_copies(visitor: Visitor):
     plan = visitor.fleet.wait_proposal()
     visitor.open_plan(plan["plan_id"])
-    for words in ("Before and after", "95 % interval", "Copies between ranks", "Held by ranks"):
+    for words in ("Before and after", "94 % interval", "Copies between ranks", "Held by ranks"):
         visitor.browser.wait_text(words)
     rows = visitor.browser.script(
         "return document.querySelectorAll('[aria-label=Copies] tbody tr').length"

@@ -18,8 +18,8 @@ def test_the_best_policy_is_named_with_what_it_gains_and_costs(setup):
     )
     ranks = setup.shape.num_ranks
     assert headline(comparison) == (
-        "eplb has the least predicted MoE time, 10.0% above a perfect split of tokens, 20.0% less"
-        f" than the initial placement. A replan copies 2 GB between ranks, about"
+        "eplb has the least predicted MoE time (by tokens), 10.0% above a perfect split of tokens,"
+        f" 20.0% less than the initial placement. A replan copies 2 GB between ranks, about"
         f" {2 / 5 / ranks:.2g} s at 5 GB/s and rank."
     )
     worse = replace(comparison, results=tuple(reversed(comparison.results)))

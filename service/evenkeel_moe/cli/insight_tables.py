@@ -44,7 +44,7 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
     return Group(
         *parts,
         legend(
-            "gain: saved share of MoE time on later steps, with its 95 % interval",
+            "gain: saved share of MoE time on later steps, with its 94 % interval",
             BALANCE_WORDS,
             *explained(reasons),
         ),

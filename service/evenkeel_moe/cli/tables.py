@@ -258,7 +258,7 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     lines = explained(str(row["reason"]) for row in rows)
     words = (
         f"{BALANCE_WORDS}; now -> expected after the plan",
-        "gain: saved share of MoE time on later steps, with its 95 % interval",
+        "gain: saved share of MoE time on later steps, with its 94 % interval",
         "--json shows every figure",
     )
     return Group(FittedTable(columns, cells), legend(*words, *lines))

@@ -62,6 +62,11 @@ class CostBasis:
             return "by tokens, because nothing is known of time"
         return _IN_WORDS[self.source] + (f" ({about})" if about else "")
 
+    @property
+    def moe_time(self) -> str:
+        """The name of the predicted time in a sentence. It claims no time where none is known."""
+        return "MoE time (by tokens)" if self.source is CostSource.TOKENS else "MoE time"
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CostCurves:

@@ -19,7 +19,8 @@ def headline(comparison: Comparison) -> str:
     chosen = [one for one in results if one.policy not in BASELINES] or results
     best = min(chosen, key=lambda one: one.time_over_fluid)
     over = f"{best.time_over_fluid - 1:.1%} above a perfect split of tokens"
-    text = f"{best.policy} has the least predicted MoE time, {over}{_against(best, results)}."
+    moe_time = comparison.setup.objective.cost.basis.moe_time
+    text = f"{best.policy} has the least predicted {moe_time}, {over}{_against(best, results)}."
     replans = best.replans - 1
     if best.bytes == 0 or replans < 1:
         return f"{text} After its first plan it copies nothing."

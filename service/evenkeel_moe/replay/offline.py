@@ -57,7 +57,9 @@ class OfflinePlan:
                 " judge it on. Record more steps."
             )
         does = "saves" if verdict.gain >= 0 else "costs"
-        seen = f"on {steps}, the plan {does} {abs(verdict.gain):.1%} of MoE time"
+        seen = (
+            f"on {steps}, the plan {does} {abs(verdict.gain):.1%} of {verdict.cost_model.moe_time}"
+        )
         if math.isnan(verdict.gain_lower):
             return f"It cannot be told whether it pays: {seen}. Record more steps."
         ahead = (

@@ -115,7 +115,7 @@ def _charts(comparison: Comparison) -> list[str]:
             _over_time(comparison, styles, _balance_by_step, "balancedness"),
         ),
         _section(
-            "Predicted MoE time over time",
+            f"Predicted {comparison.setup.objective.cost.basis.moe_time} of each step",
             "Time of a step over the time it would take if tokens could be split freely. "
             "Lower is better.",
             _over_time(comparison, styles, _time_by_step, "time / fluid bound"),

@@ -51,6 +51,7 @@ def test_the_words_carry_the_arithmetic():
     for part in (
         "Planned on 50 steps, scored on the 10 after them.",
         "Cost model: by tokens, because nothing is known of time.",
+        f"It saves {own.verdict.gain:.2%} of predicted MoE time (by tokens); the next window",
         f"{own.copies} copies between ranks, each of 1 kB, in all {own.copies} kB.",
         f"{own.copies} copies x 2 tokens = {2 * (own.copies or 0)} tokens",
         f"after {own.verdict.payback_steps:,.3g} steps ({duration_text(own.verdict.payback_s)})",
@@ -190,6 +191,11 @@ def test_replicas_that_cost_reading_are_advised_against():
     assert (found.present, found.advised) == (4, 0)
     assert found.levels[0].gain == pytest.approx(1 / 3)
     assert words[1] == "Cost model: derived, not measured."
+    assert words[-3:-1] == (
+        "0 replicas per layer instead of 4 would save 33.33% of predicted MoE time; the saving lies"
+        f" between {found.levels[0].gain_lower:.2%} and {found.levels[0].gain_upper:.2%}.",
+        "It is the smallest number that surely costs less than 0.2%.",
+    )
 
 
 def test_memory_bounds_the_advice_and_unknown_memory_does_not_pretend():

@@ -166,10 +166,12 @@ function Gain({ plan, deployment }) {
   const { numbers, delivered } = plan;
   const after = numbers.gain === undefined || numbers.gain === null ? null : 1 - numbers.gain;
   const model = deployment?.cost_model;
+  // A figure must not claim time where none is known.
+  const byTokens = model?.source === "tokens" ? " (by tokens)" : "";
   return html`<${Section} title=${delivered ? "Promised and delivered" : "Before and after"}>
     <div class="pairs">
       <${BeforeAfter}
-        name="Predicted MoE time"
+        name=${`Predicted MoE time${byTokens}`}
         before=${after === null ? null : 1}
         after=${after}
         show=${(value) => percent(value)}
@@ -184,9 +186,9 @@ function Gain({ plan, deployment }) {
     <${Facts}
       rows=${[
         [
-          "Predicted saving of MoE time",
+          `Predicted saving of MoE time${byTokens}`,
           percent(numbers.gain),
-          `95 % interval ${percentRange(numbers.gain_lower, numbers.gain_upper)}`,
+          `94 % interval ${percentRange(numbers.gain_lower, numbers.gain_upper)}`,
         ],
         delivered && [
           "Delivered, by the ranks' seconds",
@@ -207,7 +209,7 @@ function Gain({ plan, deployment }) {
           "of MoE time, over the expected life of the plan",
         ],
         [
-          "Pays for itself after",
+          `Pays for itself after${byTokens}`,
           numbers.payback_steps == null ? UNKNOWN : stepsText(numbers.payback_steps),
           numbers.payback_s == null ? "" : duration(numbers.payback_s),
         ],

@@ -250,9 +250,10 @@ def _words(
 
 def _craft_words(factors: CraftFactors | None) -> str:
     if factors is None:
-        return "What R CRAFT would choose is unknown."
+        return "The number of replicas that CRAFT would choose is unknown."
     memory = "an unknown R" if factors.memory is None else f"R = {factors.memory}"
     return (
-        f"CRAFT would choose R = {factors.per_replica_gain} by the highest gain per replica,"
-        f" R = {factors.knee} at the knee, and {memory} by free memory."
+        "CRAFT gives each layer its own number of replicas, at most R of a rank in all. It would"
+        f" choose R = {factors.per_replica_gain} by the highest gain per replica,"
+        f" R = {factors.knee} at the bend of gain over log2 R, and {memory} by free memory."
     )

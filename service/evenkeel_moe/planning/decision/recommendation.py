@@ -205,7 +205,7 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
         return [f"{own.policy} has no plan: {own.reason}{': ' if own.detail else ''}{own.detail}."]
     if own.copies == 0:
         return [f"{own.policy} would leave every expert where it is."]
-    unit = cycle.objective.cost.unit
+    unit, moe_time = cycle.objective.cost.unit, verdict.cost_model.moe_time
     each = verdict.copy_cost / own.copies
     paid = (
         f"is paid back after {verdict.payback_steps:,.3g} steps"
@@ -225,7 +225,7 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
             f" {bytes_text(cycle.shape.bytes_per_expert)}, in all {bytes_text(own.nbytes)}."
         ),
         (
-            f"It saves {verdict.gain:.2%} of predicted MoE time; the next window lies between"
+            f"It saves {verdict.gain:.2%} of predicted {moe_time}; the next window lies between"
             f" {verdict.gain_lower:.2%} and {verdict.gain_upper:.2%}."
         ),
         (
@@ -240,18 +240,30 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
     ]
 
 
+def _per_layer(replicas: int) -> str:
+    return f"{replicas} replica{'' if replicas == 1 else 's'} per layer"
+
+
 def _replica_words(cycle: CycleInputs, redundancy: Redundancy, free_bytes: int | None) -> list[str]:
     """Return the sentences about the number of replicas."""
     present, advised = redundancy.present, redundancy.advised
     if advised == present:
-        return [f"{present} replicas per layer: no other number tried would surely pay."]
+        return [f"{_per_layer(present)}: no other number tried would surely pay."]
     level = next(level for level in redundancy.levels if level.replicas_per_layer == advised)
-    kind = "more" if advised > present else "fewer"
+    kind, least = "more" if advised > present else "fewer", cycle.settings.min_gain
+    why = (
+        f"No larger number that fits surely saves {least:.1%} more."
+        if advised > present
+        else f"It is the smallest number that surely costs less than {least:.1%}."
+    )
     words = [
         (
-            f"{advised} replicas per layer instead of {present} would change predicted MoE time by"
-            f" {-level.gain:+.2%} (between {-level.gain_upper:+.2%} and {-level.gain_lower:+.2%})."
-        )
+            f"{_per_layer(advised)} instead of {present} would"
+            f" {'save' if level.gain >= 0 else 'cost'} {abs(level.gain):.2%} of predicted"
+            f" {cycle.objective.cost.basis.moe_time}; the saving lies between"
+            f" {level.gain_lower:.2%} and {level.gain_upper:.2%}."
+        ),
+        why,
     ]
     if level.extra_bytes_per_rank is not None:
         shape, difference = cycle.shape, abs(advised - present)
