@@ -76,6 +76,12 @@ def test_variables_override_the_file_and_the_file_overrides_defaults(tmp_path, m
             "planner:\n  thresholds: {cooldown_s: soon}\n",
             r"c\.yaml:2: planner\.thresholds\.cooldown_s: ",
         ),
+        ("c.yaml", "grpc:\n  port: [1\n", r"c\.yaml:3: expected ',' or '\]'"),
+        (
+            "c.yaml",
+            "planner: {cycle: 1}",
+            r"planner\.cycle: there is no .*; do you mean cycle_s\?$",
+        ),
         ("c.yaml", b'grpc: {host: "\xff"}', "c.yaml: 'utf-8'"),
         ("c.toml", b"\xff", "c.toml: 'utf-8'"),
         ("c.yaml", "log_level: 2026-13-01", "c.yaml: month must be"),
@@ -103,6 +109,25 @@ def test_a_fault_names_what_set_the_value(tmp_path, monkeypatch):
     monkeypatch.setenv("EVENKEEL_INGEST__RANK_LEASE_S", "5")
     with pytest.raises(InvalidInput, match="rank_lease_s is set by EVENKEEL_INGEST__RANK_LEASE_S"):
         load_settings(path)
+
+
+def test_faults_come_in_the_order_of_the_file_with_unknown_thresholds(tmp_path, monkeypatch):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "rest: {port: high}\nplanner:\n  thresholds:\n    plan_bellow: 0.8\n    stop_above: low\n"
+        "grpc:\n  prot: 1\n"
+    )
+    monkeypatch.setenv("EVENKEEL_PLANNER__THRESHOLDS__COOLDOWN", "3")
+    with pytest.raises(InvalidInput) as caught:
+        load_settings(path)
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.removeprefix(f"{path}:")[:2] for line in lines] == ["EV", "1:", "4:", "5:", "7:"]
+    assert lines[0].endswith(
+        "THRESHOLDS__COOLDOWN: there is no such setting; do you mean cooldown_s?"
+    )
+    assert lines[2].endswith(
+        "thresholds.plan_bellow: there is no such setting; do you mean plan_below?"
+    )
 
 
 def test_a_missing_file_is_named(tmp_path):

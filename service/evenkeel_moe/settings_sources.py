@@ -9,9 +9,11 @@ the variable with `_FILE` appended names.
 import os
 import re
 import tomllib
-from dataclasses import MISSING, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from pydantic import Field, ValidationError, create_model
@@ -25,10 +27,14 @@ from pydantic_settings import (
 )
 
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.settings import Settings, contradictions
 from evenkeel_moe.settings_lines import line_of
 
 _PREFIX = "EVENKEEL_"
+_THRESHOLDS = ("planner", "thresholds")
+_UNKNOWN = frozenset({"unexpected_keyword_argument", "extra_forbidden"})
+"""Pydantic's types of the fault of a name that is no setting."""
 _SECRETS = ("redis__url", "redis__password", "redis__sentinel_password")
 
 
@@ -47,7 +53,7 @@ def load_settings(config: Path | None = None) -> Settings:
     try:
         gathered = _root_model(*sources)()
     except (ValidationError, SettingsError) as error:
-        raise InvalidInput(f"settings:\n{_faults(error, origins)}") from None
+        raise InvalidInput(f"settings:\n{_faults(error, origins, sources[1])}") from None
     settings = Settings(**{f.name: getattr(gathered, f.name) for f in fields(Settings)})
     faults = [f"{fault}{origins.named_in(fault)}" for fault in contradictions(settings)]
     if faults:
@@ -136,6 +142,10 @@ def _read_file(path: Path) -> dict[str, Any]:
             raise InvalidInput(f"settings file {path} must end in .toml, .yaml or .yml")
     except OSError as error:
         raise InvalidInput(f"cannot read settings file {path}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        # Not the text of the error, which would show a line of the file, maybe with a secret.
+        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
+        raise InvalidInput(f"{path}{line}: {error.problem or error.context}") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         # ValueError: not UTF-8, not TOML, or an impossible date or number in YAML.
         raise InvalidInput(f"settings file {path}: {error}") from None
@@ -178,16 +188,55 @@ class _Origins:
         return f" ({'; '.join(shown)})" if shown else ""
 
 
-def _faults(error: ValidationError | SettingsError, origins: _Origins) -> str:
-    """Return one line for each fault, without the value, because it may be a secret."""
+def _faults(
+    error: ValidationError | SettingsError, origins: _Origins, file: Mapping[str, Any]
+) -> str:
+    """Return one line for each fault, without the value, because it may be a secret.
+
+    Variables come first, then the file from its top.
+    """
     if isinstance(error, SettingsError):
         return str(error)
+    found = [
+        (
+            tuple(str(part) for part in fault["loc"]),
+            _unknown(fault["loc"]) if fault["type"] in _UNKNOWN else fault["msg"],
+        )
+        for fault in error.errors(include_url=False, include_input=False, include_context=False)
+    ]
+    found += [(path, _unknown(path)) for path in _unknown_thresholds(file)]
     lines = []
-    for fault in error.errors(include_url=False, include_input=False, include_context=False):
-        path = tuple(str(part) for part in fault["loc"])
+    for path, words in found:
         variable = _PREFIX + "__".join(path).upper()
         origin = origins.of(tuple(part.lower() for part in path)) or origins.of(path)
         # A variable names its setting; a file does not.
         where = variable if origin in (None, variable) else f"{origin}: {'.'.join(path)}"
-        lines.append(f"{where}: {fault['msg']}")
-    return "\n".join(lines)
+        number = re.search(r":(\d+)$", origin or "")
+        lines.append((int(number[1]) if number else 0, f"{where}: {words}"))
+    return "\n".join(line for _, line in sorted(lines, key=lambda each: each[0]))
+
+
+def _unknown_thresholds(file: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of thresholds that do not exist. To Pydantic they are keys of a mapping."""
+    planner = file.get("planner")
+    thresholds = planner.get("thresholds") if isinstance(planner, dict) else None
+    names = [str(name) for name in thresholds] if isinstance(thresholds, dict) else []
+    prefix = _PREFIX + "__".join((*_THRESHOLDS, "")).upper()
+    names += [
+        name.upper().removeprefix(prefix).lower()
+        for name in os.environ
+        if name.upper().startswith(prefix)
+    ]
+    known = {one.name for one in fields(GateSettings)}
+    yield from ((*_THRESHOLDS, name) for name in dict.fromkeys(names) if name not in known)
+
+
+def _unknown(path: tuple[str | int, ...]) -> str:
+    """Return the words about a name that is no setting, with the most similar one that is."""
+    *above, name = (str(part) for part in path)
+    section: Any = GateSettings if tuple(above) == _THRESHOLDS else Settings
+    for part in above if section is Settings else ():
+        section = get_type_hints(section).get(part) if is_dataclass(section) else None
+    names = [one.name for one in fields(section)] if is_dataclass(section) else []
+    similar = get_close_matches(name.lower(), names, 1)
+    return "there is no such setting" + (f"; do you mean {similar[0]}?" if similar else "")

@@ -10,7 +10,7 @@ from evenkeel_moe.cli.client import CliError
 from evenkeel_moe.cli.export import export
 from evenkeel_moe.cli.offline import offline
 from evenkeel_moe.cli.profile import profile
-from evenkeel_moe.errors import EvenkeelError
+from evenkeel_moe.errors import EvenkeelError, Reason
 
 __all__ = ["app", "main"]
 
@@ -74,5 +74,6 @@ def main() -> None:
         sys.exit(error.code)
     except EvenkeelError as error:
         # Raised before the command changes anything: wrong settings or options.
-        typer.echo(f"evenkeel: {error} ({error.reason})", err=True)
+        reason = "" if error.reason is Reason.INVALID_INPUT else f" ({error.reason})"
+        typer.echo(f"evenkeel: {error}{reason}", err=True)
         sys.exit(2)

@@ -192,8 +192,10 @@ def test_replicas_that_cost_reading_are_advised_against():
     assert found.levels[0].gain == pytest.approx(1 / 3)
     assert words[1] == "Cost model: derived, not measured."
     assert words[-3:-1] == (
-        "0 replicas per layer instead of 4 would save 33.33% of predicted MoE time; the saving lies"
-        f" between {found.levels[0].gain_lower:.2%} and {found.levels[0].gain_upper:.2%}.",
+        (
+            "0 replicas per layer instead of 4 would save 33.33% of predicted MoE time; the saving"
+            f" lies between {found.levels[0].gain_lower:.2%} and {found.levels[0].gain_upper:.2%}."
+        ),
         "It is the smallest number that surely costs less than 0.2%.",
     )
 
