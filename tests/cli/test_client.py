@@ -40,6 +40,31 @@ def test_errors_are_one_line_and_an_exit_code(run, token, arguments, code):
         assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--token", "wrong-token-0123456789"), "the token is unknown there, or has ended"),
+        (("--data-dir", "away"), "away/tokens does not exist; use --token-file or --data-dir"),
+        (("--token-file", "empty"), "empty holds no token; use --token-file or --data-dir"),
+        (("--token-file", "old"), "the token of old is unknown there, or has ended; --token-file"),
+    ],
+)
+def test_an_error_about_the_token_names_the_options(
+    command, url, tmp_path, monkeypatch, options, words
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text("# none\n")
+    (tmp_path / "old").write_text("ann operate old-token-0123456789\n")
+    code, _, err = command("status", "--url", url, *options)
+    assert (code, words in err) == (Exit.UNAUTHORIZED, True), err
+    assert "Authorization" not in err
+
+
+def test_no_answer_names_the_option_of_the_address(command):
+    code, _, err = command("status", "--url", "http://127.0.0.1:9")
+    assert (code, "--url names" in err) == (Exit.UNAVAILABLE, True)
+
+
 def test_which_token_is_sent(tmp_path):
     path = tmp_path / "tokens"
     path.write_text("# all\nbob read bbbbbbbbbbbbbbbb\nalice operate aaaaaaaaaaaaaaaa\n")

@@ -6,6 +6,8 @@ import pytest
 
 from evenkeel_moe.cli.client import Exit
 from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.supervisor import FleetReport
+from tests.waiting import deadline
 
 
 def write_config(tmp_path, **changes):
@@ -53,3 +55,31 @@ def test_a_single_rank_runs_to_its_final_check(tmp_path):
         json.loads(line) for line in (tmp_path / "run" / "rank-0.jsonl").read_text().splitlines()
     ]
     assert [line["ok"] for line in lines if line["kind"] == "check"] == [True]
+
+
+@pytest.mark.integration
+def test_a_fleet_says_what_it_starts_and_what_its_checks_found(tmp_path):
+    options = ("--ranks", "2", "--steps", "3", "--step-s", "0", "--controller", "127.0.0.1:9")
+    done = subprocess.run(
+        [sys.executable, "-m", "evenkeel_moe", "fleet", *options, "--run-folder", tmp_path],
+        timeout=deadline(60),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [
+        (
+            "starting 2 ranks of reference for 3 steps; controller 127.0.0.1:9; logs are"
+            f" {tmp_path}/rank-*.log"
+        ),
+        "the ranks ended after 3 steps and 0 restarts: all 2 checks of weights and outputs passed",
+    ]
+    assert (tmp_path / "rank-1.log").exists()
+
+
+def test_a_fleet_that_failed_says_how():
+    assert FleetReport(False, (0, -9), 3, 7).words == (
+        "the ranks ended after 7 steps and 3 restarts, with exit codes 0, -9: not every check was"
+        " made"
+    )
+    assert FleetReport(False, (1, 0), 0, 7, ("a", "b")).words.endswith("1, 0: 2 problems")

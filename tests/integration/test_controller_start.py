@@ -90,10 +90,17 @@ def test_what_is_in_the_way_of_a_start_is_one_line(tmp_path, what, words):
             text=True,
             timeout=deadline(60),
         )
+    assert done.stderr.startswith("starting a controller: gRPC on 127.0.0.1:")
+    assert f"data in {tmp_path / 'data'}" in done.stderr.splitlines()[0]
     # gRPC's own C library writes lines of its own.
     told = [line for line in done.stderr.splitlines() if line.startswith("evenkeel: ")]
     assert len(told) == 1, done.stderr
-    assert words in told[0]
+    assert words in told[0] and "GRPC_VERBOSITY" not in told[0]
+    if "listen" in words:
+        assert f"{what.lower()}.port choose another address" in told[0]
+        assert f"EVENKEEL_{what}__PORT" in told[0]
+    else:
+        assert "choose another address" not in told[0]
     assert "Traceback" not in done.stderr
     assert done.returncode == 2
 

@@ -1,4 +1,4 @@
-"""Formats network addresses."""
+"""Formats network addresses, and says which settings choose them."""
 
 
 def host_port(host: str, port: int) -> str:
@@ -7,3 +7,12 @@ def host_port(host: str, port: int) -> str:
     Without brackets the port could not be distinguished.
     """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def chosen_by(section: str) -> str:
+    """Return the words that end the error about an address that cannot be used."""
+    variable = f"EVENKEEL_{section.upper()}__"
+    return (
+        f"; {section}.host and {section}.port choose another address"
+        f" ({variable}HOST, {variable}PORT)"
+    )

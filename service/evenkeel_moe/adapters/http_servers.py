@@ -13,7 +13,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from evenkeel_moe.adapters.addresses import host_port
+from evenkeel_moe.adapters.addresses import chosen_by, host_port
 from evenkeel_moe.adapters.certificate_files import renewed_server_context
 from evenkeel_moe.adapters.http_connections import BoundedConfig, ConnectionTable
 from evenkeel_moe.errors import InvalidInput
@@ -37,6 +37,7 @@ class RestServer:
 
     Args:
         readers: who connects to it, for the error.
+        section: the section of the settings that has the address, for the error.
         max_connections: connections open at a time; see `ConnectionTable`.
         tls: files with the certificate chain and its private key (PEM), which are read again when
             they change; None serves clear text. A TLS handshake has one minute, and takes no place
@@ -53,6 +54,7 @@ class RestServer:
         port: int,
         *,
         readers: str = "operators",
+        section: str = "rest",
         max_connections: int = _REST_CONNECTIONS,
         tls: tuple[Path, Path] | None = None,
     ) -> None:
@@ -68,6 +70,7 @@ class RestServer:
             self._socket.close()
             raise InvalidInput(
                 f"cannot listen for {readers} on {host_port(host, port)}: {error}"
+                f"{chosen_by(section)}"
             ) from error
         self.port: int = self._socket.getsockname()[1]
         self.connections = ConnectionTable(max_connections)
@@ -116,7 +119,11 @@ class MetricsServer:
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         self._rest = RestServer(
-            host, port, readers="Prometheus", max_connections=_METRICS_CONNECTIONS
+            host,
+            port,
+            readers="Prometheus",
+            section="metrics",
+            max_connections=_METRICS_CONNECTIONS,
         )
         self.port = self._rest.port
         app = _metrics_app(registry)

@@ -44,13 +44,19 @@ class ApiClient:
     Args:
         ca_file: PEM file of the CA that signed the controller's certificate; None trusts the
             public CAs.
+        token_words: the origin of the token, or why there is none, for the error about it.
 
     Raises:
         CliError: the URL or the token is malformed, or the CA file cannot be used.
     """
 
     def __init__(
-        self, url: str, token: str | None, timeout_s: float = 30.0, ca_file: Path | None = None
+        self,
+        url: str,
+        token: str | None,
+        timeout_s: float = 30.0,
+        ca_file: Path | None = None,
+        token_words: str = "the token is unknown to the controller, or has ended",
     ) -> None:
         if token is not None and not (
             token.isascii() and token.isprintable() and token.split() == [token]
@@ -59,7 +65,7 @@ class ApiClient:
                 "the token is empty or contains other characters than visible ASCII", Exit.USAGE
             )
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._url = url.rstrip("/")
+        self._url, self._token_words = url.rstrip("/"), token_words
         try:
             # Proxies from the environment are ignored: a token must not go through an unknown host.
             self._http = httpx.Client(
@@ -146,10 +152,16 @@ class ApiClient:
                     " --ca-file names the file of its CA",
                     Exit.USAGE,
                 ) from error
-            raise CliError(f"no answer from {self._url}: {error}", Exit.UNAVAILABLE) from error
+            raise CliError(
+                f"no answer from {self._url}: {error}; --url names the REST address of a"
+                " controller",
+                Exit.UNAVAILABLE,
+            ) from error
         except ValueError as error:
             # An argument that is not valid text, or a number that JSON does not have.
             raise CliError(f"cannot send the request: {error}", Exit.USAGE) from error
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise CliError(f"{self._url} refused: {self._token_words}", Exit.UNAUTHORIZED)
         if not response.is_success:
             raise _refusal(self._url, response)
         if response.status_code == httpx.codes.NO_CONTENT:
@@ -192,7 +204,7 @@ def _refusal(url: str, response: httpx.Response) -> CliError:
             text += f" ({problem['reason']})"
     except (ValueError, KeyError, TypeError):
         text = f"{url} answered {response.status_code} without problem details; {_HINT}"
-    code = {401: Exit.UNAUTHORIZED, 403: Exit.UNAUTHORIZED, 503: Exit.UNAVAILABLE}
+    code = {403: Exit.UNAUTHORIZED, 503: Exit.UNAVAILABLE}
     return CliError(text, code.get(response.status_code, Exit.REFUSED))
 
 

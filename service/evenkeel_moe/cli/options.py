@@ -124,8 +124,19 @@ class ClientOptions:
 
     def client(self) -> ApiClient:
         """Return a client with the given token, or with that of a controller on this machine."""
-        token = read_token(self.token, self.token_file, self.data_dir / "tokens")
-        return ApiClient(self.url, token, ca_file=self.ca_file)
+        local_file = self.data_dir / "tokens"
+        token = read_token(self.token, self.token_file, local_file)
+        path = self.token_file or local_file
+        if self.token is not None:
+            words = "the token is unknown there, or has ended"
+        elif token is not None:
+            words = (
+                f"the token of {path} is unknown there, or has ended; --token-file names another"
+            )
+        else:
+            lacks = "holds no token" if path.exists() else "does not exist"
+            words = f"it needs a token, and {path} {lacks}; use --token-file or --data-dir"
+        return ApiClient(self.url, token, ca_file=self.ca_file, token_words=words)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

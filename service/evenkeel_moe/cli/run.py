@@ -20,9 +20,19 @@ def serve(config: ConfigOption = None) -> None:
         raise CliError(
             f"serve needs `pip install 'evenkeel-moe[controller]'`: {error}", Exit.USAGE
         ) from error
+    from evenkeel_moe.adapters.addresses import host_port
     from evenkeel_moe.settings_sources import load_settings
 
-    run_controller(load_settings(config))
+    settings = load_settings(config)
+    grpc, rest, metrics = (
+        host_port(each.host, each.port) for each in (settings.grpc, settings.rest, settings.metrics)
+    )
+    typer.echo(
+        f"starting a controller: gRPC on {grpc}, REST and console on {rest}, metrics on {metrics},"
+        f" data in {settings.data_dir}",
+        err=True,
+    )
+    run_controller(settings)
 
 
 def rank(
@@ -101,9 +111,16 @@ def fleet(
         steps=steps,
         min_step_s=step_s,
     )
+    until = f"for {steps} steps" if steps else "until Ctrl-C"
+    typer.echo(
+        f"starting {ranks} ranks of {config.deployment} {until}; controller"
+        f" {', '.join(config.controllers)}; logs are {run_folder}/rank-*.log",
+        err=True,
+    )
     report = run_fleet(config)
     for problem in report.problems:
         typer.echo(f"found {problem}", err=True)
+    typer.echo(report.words, err=True)
     raise typer.Exit(0 if report.ok else 1)
 
 

@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from structlog.contextvars import bound_contextvars
 
-from evenkeel_moe.adapters.addresses import host_port
+from evenkeel_moe.adapters.addresses import chosen_by, host_port
 from evenkeel_moe.adapters.grpc.encoder import Encoder
 from evenkeel_moe.adapters.grpc.inbound import InboundBudget, StreamInbound
 from evenkeel_moe.adapters.grpc.rank_stream import MessageRate, RankStream, Silence
@@ -149,8 +149,14 @@ class GrpcServer:
             else:
                 certificates = ServerCertificates(cert, key, options.tls_client_ca_file)
                 self.port = server.add_secure_port(address, certificates.credentials())
-        except (RuntimeError, OSError) as error:
+        except OSError as error:
             raise InvalidInput(f"cannot listen for ranks on {address}: {error}") from error
+        except RuntimeError as error:
+            # gRPC goes on with advice for its own developers.
+            words, _, _ = str(error).partition("; set GRPC_VERBOSITY")
+            raise InvalidInput(
+                f"cannot listen for ranks on {address}: {words}{chosen_by('grpc')}"
+            ) from error
         self._server = server
 
     @property

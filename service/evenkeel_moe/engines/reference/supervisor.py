@@ -50,6 +50,15 @@ class FleetReport:
     checks: tuple[dict[str, Any], ...] = ()
     """The `check` line of each rank that wrote one in the last attempt."""
 
+    @property
+    def words(self) -> str:
+        """The result in one sentence."""
+        ended = f"the ranks ended after {self.steps} steps and {self.restarts} restarts"
+        if self.ok:
+            return f"{ended}: all {len(self.checks)} checks of weights and outputs passed"
+        found = f"{len(self.problems)} problems" if self.problems else "not every check was made"
+        return f"{ended}, with exit codes {', '.join(map(str, self.codes))}: {found}"
+
 
 class Supervisor:
     """The parent of one run's ranks.
