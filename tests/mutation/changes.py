@@ -37,9 +37,9 @@ class Change:
 def changes(source: str, filename: str) -> Iterator[Change]:
     """Yield every change in a function of a module, in the order of its text."""
     tree = ast.parse(source)
-    for owner in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]:
-        prefix = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
-        for node in owner.body:
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for prefix, body in [("", tree.body), *((f"{node.name}.", node.body) for node in classes)]:
+        for node in body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield from _below(tree, node, "body", node, prefix + node.name, filename)
 
@@ -101,8 +101,8 @@ def _replacements(node: ast.AST, field: str) -> Iterator[ast.AST]:
                         yield ast.Compare(left, other, values)
         case ast.BoolOp(op=op, values=values):
             for place in range(len(values)):
-                left = [*values[:place], *values[place + 1 :]]
-                yield left[0] if len(left) == 1 else ast.BoolOp(op, left)
+                kept = [*values[:place], *values[place + 1 :]]
+                yield kept[0] if len(kept) == 1 else ast.BoolOp(op, kept)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield operand
         case ast.BinOp(left=left, op=ast.Add(), right=right):

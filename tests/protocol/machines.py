@@ -281,6 +281,11 @@ def query_of(control: DeploymentControl) -> int:
     return control.recovery.query
 
 
+def state_in(control: DeploymentControl) -> ControlState:
+    """Return the state of a control, which its next event may change."""
+    return control.state
+
+
 def wave_state(control: DeploymentControl) -> CoordinatorState:
     """Return the state of the wave in progress."""
     assert control.coordinator is not None

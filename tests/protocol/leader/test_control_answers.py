@@ -19,6 +19,9 @@ from tests.protocol.machines import (
     both,
     control_of,
     from_rank,
+    group_leaves,
+    hello_of,
+    identity_of,
     key_of,
     of_kind,
     only,
@@ -26,6 +29,7 @@ from tests.protocol.machines import (
     query_of,
     record,
     sent,
+    state_in,
     state_of,
     vote,
 )
@@ -59,11 +63,11 @@ def test_an_answer_from_before_the_end_of_the_last_wave_is_no_difference():
     ack(control, AFTER_ONE, 1)
     assert (control.state, control.epoch) == (S.READY, 1)
     control.handle(from_rank(0, state_of(0, query=asked_before)), 1.0)
-    assert control.state is S.READY
+    assert state_in(control) is S.READY
     control.handle(msg.Tick(), 2.5)
     assert query_of(control) == asked_before + 1
     control.handle(from_rank(0, state_of(0, query=query_of(control))), 2.5)
-    assert control.state is S.RECOVERING
+    assert state_in(control) is S.RECOVERING
 
 
 def test_staged_bytes_of_the_running_wave_are_shown():
@@ -90,13 +94,13 @@ def test_no_plan_begins_between_a_reload_and_the_answers_of_all_ranks():
     control = control_of(S.MIGRATING)
     reloaded: dict[str, Any] = {"weights_version": 2}
     both(control, lambda rank: state_of(rank, **reloaded))
-    assert control.state is S.MIGRATING
+    assert state_in(control) is S.MIGRATING
     abort_answers(control)
     assert record(control).reason is Reason.WEIGHTS_VERSION_CHANGED
     _, actions = Operator(control).submit(plan_of(1, "next"), 0.0, approve=True)
     assert not [m for m in sent(actions) if isinstance(m, msg.Prepare)]
     both(control, lambda rank: state_of(rank, **reloaded))
-    assert control.state is S.RECOVERING
+    assert state_in(control) is S.RECOVERING
 
 
 def test_a_freeze_stops_neither_a_rollback_nor_a_plan_that_has_begun():
@@ -111,3 +115,40 @@ def test_a_freeze_stops_neither_a_rollback_nor_a_plan_that_has_begun():
     _, actions = Operator(control).submit(rollback, 0.0, approve=True)
     assert len([m for m in sent(actions) if isinstance(m, msg.Prepare)]) == 2
     assert not of_kind(control.handle(msg.Tick(), 30.0), ctl.RunCycle)
+
+
+def test_an_answer_of_a_process_of_another_generation_starts_nothing():
+    """Its group has not gathered yet."""
+    control = control_of()
+    group_leaves(control)
+    control.handle(from_rank(1, hello_of(1, "g2", 5), 5, 31), 0.1)
+    answer = dataclasses.replace(state_of(1, query=9, epoch=4), identity=identity_of(1, "g2", 5))
+    assert control.handle(from_rank(1, answer, 5, 31), 0.1) == []
+    assert control.state is S.READY
+
+
+def aborts(actions):
+    return [a.rank for a in of_kind(actions, ctl.SendToRank) if isinstance(a.message, msg.Abort)]
+
+
+def test_a_lost_rank_that_says_hello_is_asked_once():
+    control = control_of(S.MIGRATING)
+    control.handle(ctl.RankHeard(EpRank(0), 1, 10), 3.0)
+    assert aborts(control.handle(msg.Tick(), 3.0)) == [0, 1]
+    assert aborts(control.handle(from_rank(1, hello_of(1), stream=21), 3.1)) == [1]
+    assert aborts(control.handle(msg.Tick(), 3.2)) == []
+
+
+def test_a_rank_of_a_new_generation_that_stops_at_once_is_lost_to_its_wave():
+    control = control_of()
+    control.handle(msg.Tick(), 10.0)
+    for rank in (0, 1):
+        control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 10.1)
+    held = {"state": msg.ParticipantState.ARMED, "wave": key_of(generation="g2")}
+    for rank in (0, 1):
+        answer = state_of(rank, query=query_of(control))
+        answer = dataclasses.replace(answer, identity=identity_of(rank, "g2", 5), **held)
+        control.handle(from_rank(rank, answer, 5, 30 + rank), 10.1)
+    control.handle(ctl.RankStopped(EpRank(1), 31), 10.1)
+    health = only(control.handle(msg.Tick(), 10.2), ctl.WaveHealth)
+    assert (health.stalled, health.reason) == (True, Reason.RANK_LOST)

@@ -3,7 +3,7 @@
 import pytest
 
 from evenkeel_moe.errors import Conflict, NotFound, Reason, Unavailable
-from evenkeel_moe.model.ids import Epoch, Generation, PlanId
+from evenkeel_moe.model.ids import Epoch, EpRank, Generation, PlanId
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.model.schedule import Schedule
@@ -85,7 +85,7 @@ def test_a_repeated_request_writes_what_the_first_could_not():
     control.handle(ctl.PersistFailed(tuple(of_kind(actions, ctl.PersistPlan))), 0.0)
     assert operator.repeat(Q, "body") == (None, [])
     found, writes = operator.repeat(P, "body")
-    assert (found, [write.record for write in writes]) == (record(control), [found])
+    assert (found, writes) == (record(control), [ctl.PersistPlan(record(control))])
     assert operator.repeat(P, "body") == (found, [])
 
 
@@ -117,7 +117,7 @@ def test_a_proposal_is_cancelled_at_once_even_while_the_ranks_are_queried():
 def test_an_accepted_plan_that_waits_is_cancelled_at_once_but_not_before_the_ranks_have_answered():
     """R12: some rank may still hold its wave."""
     control = control_of()
-    control.handle(ctl.RankTroubled(1, 11, "its replicas differ"), 0.0)
+    control.handle(ctl.RankTroubled(EpRank(1), 11, "its replicas differ"), 0.0)
     Operator(control).submit(plan_of(), 0.0, approve=True)
     assert (control.state, record(control).phase) == (S.MIGRATING, PlanPhase.APPROVED)
     Operator(control).cancel(P, "me", 0.0)
@@ -174,7 +174,7 @@ def test_a_closed_schedule_says_when_it_opens():
 
 def test_a_plan_between_two_waves_is_cancelled_at_once():
     control = control_of(S.MIGRATING)
-    control.handle(ctl.RankTroubled(1, 11, "its replicas differ"), 0.0)
+    control.handle(ctl.RankTroubled(EpRank(1), 11, "its replicas differ"), 0.0)
     vote(control)
     ack(control, AFTER_ONE, 1)
     assert record(control).phase is PlanPhase.MIGRATING

@@ -1,6 +1,7 @@
 """The progress of a plan at its edges: it waits, its wave is found, or its weights are gone."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -33,12 +34,12 @@ from tests.protocol.machines import (
 
 TROUBLED = ctl.RankTroubled(EpRank(1), 11, "its replicas differ")
 WELL = ctl.RankTroubled(EpRank(1), 11, "")
-ARMED = {"state": msg.ParticipantState.ARMED, "wave": key_of()}
+ARMED: dict[str, Any] = {"state": msg.ParticipantState.ARMED, "wave": key_of()}
 
 
 def hear_all(control, now):
     for rank in (0, 1):
-        control.handle(ctl.RankHeard(rank, 1, 10 + rank), now)
+        control.handle(ctl.RankHeard(EpRank(rank), 1, 10 + rank), now)
 
 
 def waits_until(control, now):

@@ -30,6 +30,7 @@ from tests.protocol.machines import (
     query_of,
     record,
     sent,
+    state_in,
     state_of,
 )
 
@@ -69,10 +70,10 @@ def test_a_recovery_that_lasts_too_long_raises_one_alert():
     )
     assert tick(control, deadline + 1.0)[1] == []
     answer_queries(control, deadline + 2.0)
-    assert control.state is S.READY
+    assert state_in(control) is S.READY
     assert tick(control, 3 * deadline)[1] == []
     control.handle(from_rank(0, state_of(0, query=query_of(control), epoch=4)), 100.0)
-    assert control.state is S.RECOVERING
+    assert state_in(control) is S.RECOVERING
     assert tick(control, 100.0 + deadline - 0.1)[1] == [], "the next one has its own time"
     assert tick(control, 100.0 + deadline)[1] == [Reason.RECOVERY_DEADLINE]
 
@@ -86,7 +87,7 @@ def test_ranks_that_disagree_are_asked_again_after_a_while_and_this_is_said_once
     )
     assert alert.reason is Reason.EPOCH_DISAGREES
     control.handle(from_rank(1, state_of(1, query=1)), 0.1)
-    assert control.state is S.RECOVERING, "the round is over"
+    assert state_in(control) is S.RECOVERING, "the round is over"
     first = query_of(control)
     assert tick(control, 0.9) == ([], [])
     assert tick(control, CONTROL_TIMING.ask_again_s) == ([0, 1], [])
@@ -97,9 +98,9 @@ def test_ranks_that_disagree_are_asked_again_after_a_while_and_this_is_said_once
     assert not of_kind(actions, ctl.Alert)
     assert tick(control, 2.0) == ([0, 1], [])
     answer_queries(control, 2.0)
-    assert control.state is S.READY
+    assert state_in(control) is S.READY
     control.handle(from_rank(0, state_of(0, query=query_of(control) + 1, epoch=4)), 2.0)
-    assert control.state is S.RECOVERING
+    assert state_in(control) is S.RECOVERING
     assert control.state_reason(2.0)[0] is Reason.RECOVERING, "an earlier disagreement is over"
 
 
@@ -111,7 +112,7 @@ def test_a_rank_that_reconnects_is_asked_unless_it_has_answered():
     assert (question.stream, question.message.query) == (21, query_of(control))
     assert not question.message.want_placement, "rank 0 tells it"
     control.handle(from_rank(1, state_of(1, query=query_of(control)), stream=21), 0.2)
-    assert control.state is S.READY
+    assert state_in(control) is S.READY
     assert sent(control.handle(from_rank(1, hello_of(1), stream=22), 0.3)) == []
 
 
@@ -139,7 +140,7 @@ def test_after_a_reload_on_all_ranks_plans_begin_again():
     control.handle(from_rank(0, state_of(0, **reloaded)), 0.0)
     control.handle(from_rank(1, state_of(1, **reloaded)), 0.0)
     answer_queries(control, **reloaded)
-    assert control.state is S.READY
+    assert state_in(control) is S.READY
     _, actions = Operator(control).submit(plan_of(weights_version=2), 0.0, approve=True)
     prepares = [m for m in sent(actions) if isinstance(m, msg.Prepare)]
     assert [prepare.checksums for prepare in prepares] == [(6,), (6,)]
@@ -216,4 +217,4 @@ def test_after_a_found_wave_has_ended_all_ranks_are_asked_again():
         (asked_for_wave + 1, False),
     ]
     answer_queries(control)
-    assert control.state is S.READY
+    assert state_in(control) is S.READY

@@ -4,7 +4,7 @@ import dataclasses
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.delivered import DeliveredGain
-from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
@@ -72,7 +72,7 @@ def test_a_plan_that_is_cancelled_or_stalls_says_when():
     operator = Operator(control)
     operator.submit(plan_of(), 0.0, approve=True)
     operator.cancel(PlanId("p"), "me", 1.0)
-    control.handle(ctl.RankHeard(0, 1, 10), 3.5)
+    control.handle(ctl.RankHeard(EpRank(0), 1, 10), 3.5)
     control.handle(msg.Tick(), 3.5)
     abort_answers(control, now=4.0)
     assert times(control)[2:] == [

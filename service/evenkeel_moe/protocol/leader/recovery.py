@@ -179,7 +179,7 @@ class Recovery:
         plan, records = record.plan, self.executor.records
         hellos = [member.hello for member in self.executor.membership.members.values()]
         found = {(hello.epoch, hello.placement_digest) for hello in hellos}
-        epoch = hellos[0].epoch
+        epoch, _ = next(iter(found))
         waves = epoch - plan.base_epoch
         uncounted = records.has_begun(record) and record.waves_committed < waves <= len(plan.waves)
         if not uncounted or found != {(epoch, placement_at(plan, waves).digest)}:
