@@ -22,3 +22,8 @@ def test_every_state_has_a_reason():
 
 def test_without_a_policy_it_uses_the_default():
     assert DeploymentControl(DEPLOYMENT).policy == DeploymentPolicy()
+
+
+def test_a_follower_knows_of_no_plan_hold_or_freeze():
+    follower = control_of(S.FOLLOWER)
+    assert (follower.active_plan, follower.held, follower.frozen_until) == (None, False, 0.0)

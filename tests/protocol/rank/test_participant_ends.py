@@ -79,6 +79,7 @@ def test_other_weights_drop_the_wave_and_are_told(state):
     actions = rank.handle(msg.WeightsReloaded(2, (6,) * 8), 0.0)
     assert only(actions, msg.CancelStaging).wave == KEY
     told = only(actions, msg.RankState)
+    assert (told.query, told.placement, told.checksums) == (0, None, None), "nobody asked"
     assert (told.weights_version, rank.checksums, rank.state) == (2, (6,) * 8, State.ABORTED)
     assert not [m for m in sent(actions) if isinstance(m, msg.Vote) and m.yes]
 

@@ -169,6 +169,7 @@ class RankDeployment:
         return msg.Ack(wave, self.epoch, self.placement.digest, swap_s)
 
     def _rank_state(self, query: msg.QueryState | None) -> msg.RankState:
+        assert self.leader is not None  # It answers a leader's message, or tells one of a reload.
         return msg.RankState(
             identity=self.identity,
             state=self.state,
@@ -181,7 +182,7 @@ class RankDeployment:
             last_outcome=self.last_outcome,
             placement=self.placement if query is not None and query.want_placement else None,
             checksums=self.checksums if query is not None and query.want_checksums else None,
-            highest_term=self.leader.term if self.leader is not None else 0,
+            highest_term=self.leader.term,
             step=self.step,
             query=query.query if query is not None else 0,
         )
