@@ -104,21 +104,20 @@ def test_staged_bytes_are_those_of_the_running_wave():
 def test_a_wave_on_a_stale_base_or_without_free_buffers_is_not_sent():
     """R16, R11."""
     free = BASE.phy2log.copy()
-    free[:, 5] = -1
-    shape = dataclasses.replace(SHAPE, pool_slots_per_rank=6)
+    free[:, 2] = free[:, 5] = -1
     base = Placement(free, 2, 4)
     rows = free[[0]].copy()
-    rows[0, 2], rows[0, 5] = -1, 0
-    wave = Wave(0, (0,), rows, ((Transfer(0, 0, 0, 5, 10),),))
+    rows[0, 3], rows[0, 5] = -1, 2
+    wave = Wave(0, (0,), rows, ((Transfer(0, 2, 3, 5, 10),),))
     target = base.with_rows((0,), rows)
     plan = dataclasses.replace(plan_of(1), base=base, target=target, waves=(wave,))
     for buffers, group_epoch, reason in (
-        (6, 0, None),
+        (5, 0, None),
         (4, 0, Reason.POOL_EXCEEDED),
-        (6, 1, Reason.STALE_BASE),
+        (5, 1, Reason.STALE_BASE),
     ):
         control = control_of(S.WAITING_FOR_RANKS)
-        pooled = dataclasses.replace(shape, pool_slots_per_rank=buffers)
+        pooled = dataclasses.replace(SHAPE, pool_slots_per_rank=buffers)
         for rank in (0, 1):
             control.handle(from_rank(rank, hello_of(rank, shape=pooled)), 0.0)
         answer_queries(control, placement=base, epoch=group_epoch)
