@@ -144,7 +144,10 @@ def test_a_rank_of_a_new_generation_that_stops_at_once_is_lost_to_its_wave():
     control.handle(msg.Tick(), 10.0)
     for rank in (0, 1):
         control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 10.1)
-    held = {"state": msg.ParticipantState.ARMED, "wave": key_of(generation="g2")}
+    held: dict[str, Any] = {
+        "state": msg.ParticipantState.ARMED,
+        "wave": key_of(generation="g2"),
+    }
     for rank in (0, 1):
         answer = state_of(rank, query=query_of(control))
         answer = dataclasses.replace(answer, identity=identity_of(rank, "g2", 5), **held)
