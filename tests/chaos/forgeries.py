@@ -1,0 +1,382 @@
+"""Ways to forge the record of a run, each with the rule of the judge that it breaks."""
+
+import base64
+import json
+
+import zstandard
+
+from tests.chaos.judge.case import wave_of
+
+__all__ = ["FORGERIES"]
+
+
+def step_under_the_old_map(forger):
+    """Rank 1 computed one step more with the tables from before its first swap."""
+
+    def change(lines):
+        first = next(line for line in lines if line["kind"] == "step" and line["epoch"] == 1)
+        first |= {"epoch": 0, "states": [0, 0]}
+
+    forger.lines("evidence-1.jsonl", change)
+
+
+def swapped_epoch(forger):
+    """Rank 2 wrote another epoch for one step."""
+
+    def change(lines):
+        step = [line for line in lines if line["kind"] == "step"][60]
+        step["epoch"] += 1
+
+    forger.lines("evidence-2.jsonl", change)
+
+
+def tables_changed_within_a_step(forger):
+    """The tables of rank 0 were others after a step than before it."""
+
+    def change(lines):
+        number = next(n for n, line in enumerate(lines) if line.get("number") == 1)
+        step = next(line for line in lines[number:] if line["kind"] == "step")
+        step["states"][0] = 0
+
+    forger.lines("evidence-0.jsonl", change)
+
+
+def changed_checksum(forger):
+    """One slot of rank 0 held other bytes."""
+
+    def change(lines):
+        state = next(line for line in lines if line.get("number") == 1)
+        layer, local, value = state["slots"][3]
+        state["slots"][3] = [layer, local, f"{int(value, 16) ^ 1:016x}"]
+
+    forger.lines("evidence-0.jsonl", change)
+
+
+def experts_exchanged(forger):
+    """Two slots of rank 0 held each other's experts."""
+
+    def change(lines):
+        (_, _, first), (_, _, second) = lines[0]["slots"][:2]
+        lines[0]["slots"][0][2], lines[0]["slots"][1][2] = second, first
+
+    forger.lines("evidence-0.jsonl", change)
+
+
+def another_table(forger):
+    """Rank 1 sent the tokens of two experts to each other's slots after its first swap."""
+
+    def change(lines):
+        layer = next(line for line in lines if line.get("number") == 1)["tables"][0]
+        layer[0], layer[1] = layer[1], layer[0]
+
+    forger.lines("evidence-1.jsonl", change)
+
+
+def expert_without_a_slot(forger):
+    """Rank 1 sent the tokens of one expert nowhere after its first swap."""
+
+    def change(lines):
+        next(line for line in lines if line.get("number") == 1)["tables"][0][2] = []
+
+    forger.lines("evidence-1.jsonl", change)
+
+
+def slot_without_checksum(forger):
+    """Rank 0 left one slot out."""
+    forger.lines("evidence-0.jsonl", lambda lines: lines[0]["slots"].pop())
+
+
+def step_of_an_earlier_epoch(forger):
+    """All ranks computed a step with the epoch and the tables from before the last swap."""
+
+    def change(lines):
+        steps = [line for line in lines if line["kind"] == "step" and line["attempt"] == 0]
+        steps[-1] |= {"epoch": 0, "states": [0, 0]}
+
+    for rank in range(3):
+        forger.lines(f"evidence-{rank}.jsonl", change)
+
+
+def skipped_epoch(forger):
+    """No rank logged how it came to epoch 2."""
+
+    def change(lines):
+        lines[:] = [line for line in lines if line["kind"] != "swap" or line["epoch"] != 2]
+
+    for rank in range(3):
+        forger.lines(f"rank-{rank}.jsonl", change)
+
+
+def fallen_epoch(forger):
+    """The group came back from its restart at an earlier epoch than it had named."""
+
+    def change(lines):
+        starts = [line for line in lines if line["kind"] == "start"]
+        assert starts[1]["epoch"] > 0
+        starts[1]["epoch"] -= 1
+
+    forger.lines("rank-0.jsonl", change)
+
+
+def late_save(forger):
+    """Rank 0 had its placement saved only after its Ack."""
+
+    def change(lines):
+        next(line for line in lines if line["kind"] == "saved")["changed"] += 1.0
+
+    forger.lines("evidence-0.jsonl", change)
+
+
+def another_wave(forger):
+    """Rank 2 came to its first epoch by another wave."""
+
+    def change(lines):
+        next(line for line in lines if line["kind"] == "swap")["wave_index"] += 1
+
+    forger.lines("rank-2.jsonl", change)
+
+
+def late_swap(forger):
+    """Rank 2 acknowledged a swap two seconds before it did it."""
+
+    def change(lines):
+        next(line for line in lines if line["kind"] == "swap")["unix"] += 2.0
+
+    forger.lines("rank-2.jsonl", change)
+
+
+def reordered_commit(forger):
+    """The Commit was sent before the last vote had arrived."""
+    commit, vote = forger.decided_wave()
+    forger.delay(vote, commit.read)
+
+
+def commit_after_a_no(forger):
+    """One of the votes before a Commit was a no."""
+    _, vote = forger.decided_wave()
+    forger.patch(vote, lambda whole: whole[:-1] + b"\0")  # It ends with the value of `yes`.
+
+
+def commit_without_intent(forger):
+    """The store had refused the intent of a Commit."""
+    commit, _ = forger.decided_wave()
+    wave = wave_of(commit.body.wave)
+    intent = next(
+        write
+        for write in forger.case.wire.writes
+        if write.name == "intent" and json.loads(write.body)["plan_id"] == wave.plan_id
+    )
+    forger.refuse_write(intent.connection, intent.sent)
+
+
+def swap_without_commit(forger):
+    """A rank swapped a wave for which it had no Commit."""
+    commit, _ = forger.decided_wave()
+    for message in commit.stream.messages:
+        if message.kind == "commit" and message.body.wave == commit.body.wave:
+            forger.hide(message)
+
+
+def lost_ack(forger):
+    """A rank lived on and never sent its Ack."""
+    forger.hide(forger.first("ack"))
+
+
+def silent_rank(forger):
+    """A rank never named the epochs that it came to, though it told of steps long after."""
+    process = forger.case.process_of(forger.first("ack").stream)
+    for message in forger.case.sent_by(process):
+        if message.kind in ("ack", "rank_state"):
+            forger.hide(message)
+
+
+def wrong_ack(forger):
+    """An Ack names a later epoch than the rank was at."""
+    forger.rewrite(forger.first("ack"), lambda body: setattr(body, "epoch", body.epoch + 1))
+
+
+def wrong_digest(forger):
+    """An Ack names another map than that of its epoch."""
+
+    def change(body):
+        body.placement_digest = body.placement_digest[::-1]
+
+    forger.rewrite(forger.first("ack"), change)
+
+
+def fallen_term(forger):
+    """A rank named an earlier term than it knew."""
+    later = [
+        message
+        for message in forger.case.messages
+        if message.kind == "rank_state" and message.body.highest_term > 1
+    ]
+    forger.rewrite(later[-1], lambda body: setattr(body, "highest_term", 1))
+
+
+def fallen_term_of_a_leader(forger):
+    """A replica sent an earlier term than before on the same stream."""
+    later = [
+        message
+        for message in forger.case.messages
+        if message.kind == "query_state" and message.body.leader.term > 1
+    ]
+    forger.rewrite(later[-1], lambda body: setattr(body.leader, "term", 1))
+
+
+def two_leaders(forger):
+    """Two replicas led in one term."""
+
+    def change(body):
+        body.leader.leader_id = body.leader.leader_id[:-1] + "9"
+
+    forger.rewrite(forger.first("commit"), change)
+
+
+def two_outcomes_on_the_wire(forger):
+    """One rank says of a wave that all swapped that it was dropped."""
+    state = forger.first("rank_state", lambda body: body.last_outcome == 1)
+    forger.rewrite(state, lambda body: setattr(body, "last_outcome", 3))
+
+
+def two_outcomes_in_the_store(forger):
+    """The store says of the last wave the opposite of what the ranks did."""
+
+    def change(keys):
+        document = json.loads(base64.b64decode(keys["documents"]["outcome"]))
+        document["committed"] = not document["committed"]
+        body = json.dumps(document).encode()
+        keys["documents"]["outcome"] = base64.b64encode(body).decode()
+
+    forger.last_dump(change)
+
+
+def wrong_report(forger):
+    """A report names another epoch for a step than the rank computed it with."""
+
+    def change(body):
+        table = bytearray(body.step_table)
+        table[8] ^= 1
+        body.step_table = bytes(table)
+
+    forger.rewrite(forger.first("load_report"), change)
+
+
+def another_prepare(forger):
+    """One rank was sent other rows of a wave than the others."""
+
+    def change(body):
+        rows = body.body.rows
+        body.body.rows = rows[4:8] + rows[:4] + rows[8:]
+
+    forger.rewrite(forger.first("prepare"), change)
+
+
+def wave_for_another_group(forger):
+    """A rank was sent a Commit of another generation."""
+
+    def change(body):
+        body.wave.generation = body.wave.generation[::-1]
+
+    forger.rewrite(forger.first("commit"), change)
+
+
+def open_plan(forger):
+    """A plan was still open in the store at the end."""
+    forger.last_dump(lambda keys: keys["plans_open"].update({"forgotten": "MQ=="}))
+
+
+def no_last_dump(forger):
+    """Nobody dumped the store after the run."""
+    forger.drop_last_dump()
+
+
+def garbled_stream(forger):
+    """The bytes of a rank's connection are no HTTP/2 from some place on."""
+    vote = forger.first("vote")
+    forger.overwrite(vote.read, b"\xff")
+
+
+def plan_without_an_end(forger):
+    """The record of a plan says at the end that the plan is under way."""
+
+    def change(keys):
+        name, body = next(iter(keys["plans"].items()))
+        record = json.loads(zstandard.decompress(base64.b64decode(body)))
+        record["phase"] = "migrating"
+        body = zstandard.compress(json.dumps(record).encode())
+        keys["plans"][name] = base64.b64encode(body).decode()
+
+    forger.last_dump(change)
+
+
+def miscounted_waves(forger):
+    """The record of a plan counts one wave more than the ranks swapped."""
+
+    def change(keys):
+        for name, body in keys["plans"].items():
+            record = json.loads(zstandard.decompress(base64.b64decode(body)))
+            record["waves_committed"] += 1
+            body = zstandard.compress(json.dumps(record).encode())
+            keys["plans"][name] = base64.b64encode(body).decode()
+
+    forger.last_dump(change)
+
+
+def wrong_record(forger):
+    """The store has the map of one epoch under another."""
+
+    def change(keys):
+        epochs = keys["epochs"]
+        newest = max(epochs, key=int)
+        epochs[newest] = epochs[str(int(newest) - 1)]
+
+    forger.last_dump(change)
+
+
+def wave_held_at_the_end(forger):
+    """The last state that a rank told of is not idle."""
+    last = [m for m in forger.case.messages if m.kind == "rank_state"][-1]
+    forger.rewrite(last, lambda body: setattr(body, "state", 4))
+
+
+FORGERIES = {
+    step_under_the_old_map: "one map for each step",
+    swapped_epoch: "one map for each step",
+    tables_changed_within_a_step: "one map for each step",
+    step_of_an_earlier_epoch: "epochs never fall",
+    changed_checksum: "slots hold the experts of the map",
+    experts_exchanged: "slots hold the experts of the map",
+    expert_without_a_slot: "slots hold the experts of the map",
+    slot_without_checksum: "slots hold the experts of the map",
+    another_table: "maps are those of the waves",
+    wrong_digest: "maps are those of the waves",
+    fallen_epoch: "restarts keep the epoch",
+    late_save: "no Ack before the save",
+    another_wave: "one wave for each epoch",
+    skipped_epoch: "one wave for each epoch",
+    another_prepare: "one wave for each epoch",
+    late_swap: "no Ack without a swap",
+    wrong_ack: "no Ack without a swap",
+    reordered_commit: "no Commit before votes and intent",
+    commit_after_a_no: "no Commit before votes and intent",
+    commit_without_intent: "no Commit before votes and intent",
+    swap_without_commit: "every swap is acknowledged",
+    lost_ack: "every swap is acknowledged",
+    silent_rank: "every swap is acknowledged",
+    fallen_term: "terms never fall",
+    fallen_term_of_a_leader: "terms never fall",
+    two_leaders: "terms never fall",
+    two_outcomes_on_the_wire: "one outcome for each wave",
+    two_outcomes_in_the_store: "one outcome for each wave",
+    wrong_report: "reports name the epoch of the step",
+    wave_for_another_group: "waves reach their group only",
+    wave_held_at_the_end: "every wave ends",
+    open_plan: "every plan ends",
+    no_last_dump: "every plan ends",
+    plan_without_an_end: "every plan ends",
+    miscounted_waves: "every plan ends",
+    wrong_record: "records name the maps",
+    garbled_stream: "the evidence is whole",
+}
+"""Forgery -> name of the rule."""
