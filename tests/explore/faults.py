@@ -1,0 +1,233 @@
+"""The faults of the small world. Each event here uses up one of the faults of a run."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from evenkeel_moe.protocol.messages import Hello
+from evenkeel_moe.protocol.transitions import ControlState
+from tests.explore.changes import boundary_fails, leader_message, take_off, to_leader, to_rank
+from tests.explore.small import DEADLINE_S, SOON_S
+from tests.explore.state import Draft, Stream
+from tests.explore.view import IDLE, SWAPPING, View
+
+KINDS = {
+    "lose": "a message on a stream that works is lost",
+    "duplicate": "a message arrives twice",
+    "break": "a stream breaks; what is on it arrives late or never",
+    "crash leader": "the leader crashes, also between two writes; a successor leads",
+    "crash rank": "a rank dies, and its group restarts from a saved map",
+    "lose lease": "the leader loses its lease and knows it",
+    "take lease": "another replica takes the lease, and the leader does not know it yet",
+    "write": "the store does not take the writes of an event, from any of them on",
+    "reload": "the engine loads other weights",
+    "move": "the engine moves experts by itself",
+    "gate": "a poll fails on one rank",
+    "checksum": "a rank receives wrong bytes",
+    "transfer": "a batch of copies runs into its deadline on one rank",
+    "deadline": "a deadline of the wave ends early",
+    "tick": "the leader asks again early",
+    "silence": "a rank is not heard for its lease, or hears no leader for long",
+}
+"""The name of each kind of fault, and its meaning."""
+
+Fault = tuple[tuple, Callable[[Draft], object]]
+
+
+def fault_events(view: View, kinds: frozenset[str]) -> Iterator[Fault]:
+    """Yield every fault that can happen now."""
+    for kind, faults in _FAULTS.items():
+        if kind in kinds:
+            for event, change in faults(view):
+                yield (kind, *event), change
+
+
+# --- the network ----------------------------------------------------------------------------------
+
+
+def _heads(view: View) -> Iterator[tuple[int, Stream, str, int]]:
+    """Yield (rank, stream, way, message) of each message that comes next, except a Hello."""
+    for rank, link in enumerate(view.links):
+        for stream in link:
+            for way, queue in (("down", stream.down), ("up", stream.up)):
+                if queue and not stream.broken:
+                    if not isinstance(view.tables.messages.met[queue[0]], Hello):
+                        yield rank, stream, way, queue[0]
+
+
+def _lose(view: View) -> Iterator[Fault]:
+    for rank, stream, way, message in _heads(view):
+        event = (way, rank, stream.number, message)
+        yield event, partial(take_off, rank=rank, stream=stream, way=way)
+
+
+def _duplicate(view: View) -> Iterator[Fault]:
+    for rank, stream, way, message in _heads(view):
+        event = (way, rank, stream.number, message)
+        if way == "down":
+            yield event, partial(to_rank, rank=rank, stream=stream, keep=True)
+        elif (who := view.leader_of(stream)) is not None:
+            yield event, partial(to_leader, rank=rank, stream=stream, who=who, keep=True)
+
+
+def _break(view: View) -> Iterator[Fault]:
+    for rank, link in enumerate(view.links):
+        for stream in link:
+            if not stream.broken:
+                event = (rank, stream.number)
+                yield event, partial(break_stream, rank=rank, stream=stream)
+
+
+def break_stream(draft: Draft, *, rank: int, stream: Stream) -> None:
+    link = draft.links[rank]
+    link[link.index(stream)] = stream.end()
+
+
+# --- leaders --------------------------------------------------------------------------------------
+
+
+def _crash_leader(view: View) -> Iterator[Fault]:
+    if not view.leads:
+        return
+    yield (), partial(crash, event=None, writes=0)
+    for rank, stream, event in _deliveries(view):
+        asked = view.tables.leaders.step(view.leader, event).asked
+        for writes in range(1, asked):
+            words = ("after writes", writes, rank, stream.number, stream.up[0])
+            yield words, partial(crash, event=event, writes=writes)
+
+
+def crash(draft: Draft, *, event: tuple | None, writes: int) -> None:
+    """Let the leader crash, after some of the writes of an event and before it sends anything."""
+    if event is not None:
+        draft.crash_within(event, writes)
+    else:
+        draft.streams_end(draft.tables.leaders.facts[draft.leader].term)
+        draft.leader = draft.tables.leaders.fresh
+
+
+def _deliveries(view: View) -> Iterator[tuple[int, Stream, tuple]]:
+    """Yield each message that the leader may get next, as an event of its machine."""
+    for rank, link in enumerate(view.links):
+        for stream in link:
+            if stream.up and view.leader_of(stream) == "leader":
+                yield rank, stream, leader_message(rank, stream)
+
+
+def _lose_lease(view: View) -> Iterator[Fault]:
+    if view.leads:
+        yield (), partial(Draft.loses_lease, who="leader")
+
+
+def _take_lease(view: View) -> Iterator[Fault]:
+    if view.leads and not view.old:
+        yield (), take_lease
+
+
+def take_lease(draft: Draft) -> None:
+    draft.old, draft.leader = draft.leader, draft.tables.leaders.fresh
+
+
+def _write(view: View) -> Iterator[Fault]:
+    for rank, stream, event in _deliveries(view):
+        asked = view.tables.leaders.step(view.leader, event).asked
+        for first in range(asked):
+            words = ("from", first, rank, stream.number, stream.up[0])
+            yield (
+                words,
+                partial(to_leader, rank=rank, stream=stream, who="leader", failing_from=first),
+            )
+
+
+def _tick(view: View) -> Iterator[Fault]:
+    if view.leads and not view.still:
+        yield ("again",), partial(Draft.leader_event, who="leader", event=("tick", SOON_S))
+
+
+def _deadline(view: View) -> Iterator[Fault]:
+    for who, state in (("leader", view.leader), ("old", view.old)):
+        if view.tables.leaders.facts[state].has_deadline:
+            event = ("tick", DEADLINE_S)
+            yield (who,), partial(Draft.leader_event, who=who, event=event)
+
+
+def _silence(view: View) -> Iterator[Fault]:
+    facts = view.facts
+    for rank, rank_facts in enumerate(view.ranks):
+        if facts.running and facts.fresh[rank] and view.connected(rank):
+            event: tuple = ("unheard", rank)
+            yield ("of a rank", rank), partial(Draft.leader_event, who="leader", event=event)
+        if rank_facts is None or rank_facts.state is IDLE or rank_facts.leaderless:
+            continue
+        if not view.hears_no_leader(rank):
+            event = ("leaderless",)
+            yield (
+                ("of leaders at a rank", rank),
+                partial(Draft.rank_event, rank=rank, event=event),
+            )
+
+
+# --- ranks and engine -----------------------------------------------------------------------------
+
+
+def _crash_rank(view: View) -> Iterator[Fault]:
+    for rank, facts in enumerate(view.ranks):
+        if facts is not None:
+            yield (rank,), partial(Draft.rank_dies, rank=rank)
+
+
+def _reload(view: View) -> Iterator[Fault]:
+    if view.group_lives and not view.around.reload:
+        yield (), lambda draft: draft.change(reload=1)
+
+
+def _move(view: View) -> Iterator[Fault]:
+    if view.group_lives and not (view.busy or view.passing or view.around.reload):
+        yield (), move_experts
+
+
+def move_experts(draft: Draft) -> None:
+    for rank in range(len(draft.ranks)):
+        draft.rank_event(rank, ("move_experts",))
+
+
+def _gate(view: View) -> Iterator[Fault]:
+    for rank, facts in enumerate(view.ranks):
+        if facts is None or facts.passed or facts.state is SWAPPING or not facts.resolves:
+            continue
+        if view.group_lives and view.around.reload < 2 and (view.busy or view.passing):
+            yield (rank,), partial(boundary_fails, rank=rank)
+
+
+def _checksum(view: View) -> Iterator[Fault]:
+    yield from _of_copies(view, ("corrupt",))
+
+
+def _transfer(view: View) -> Iterator[Fault]:
+    yield from _of_copies(view, ("abort_communicator",))
+
+
+def _of_copies(view: View, event: tuple) -> Iterator[Fault]:
+    for rank, facts in enumerate(view.ranks):
+        if facts is not None and facts.copies_layer is not None:
+            yield (rank,), partial(Draft.rank_event, rank=rank, event=event)
+
+
+_FAULTS: dict[str, Callable[[View], Iterator[Fault]]] = {
+    "lose": _lose,
+    "duplicate": _duplicate,
+    "break": _break,
+    "crash leader": _crash_leader,
+    "crash rank": _crash_rank,
+    "lose lease": _lose_lease,
+    "take lease": _take_lease,
+    "write": _write,
+    "reload": _reload,
+    "move": _move,
+    "gate": _gate,
+    "checksum": _checksum,
+    "transfer": _transfer,
+    "deadline": _deadline,
+    "tick": _tick,
+    "silence": _silence,
+}
+assert _FAULTS.keys() == KINDS.keys()

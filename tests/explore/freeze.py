@@ -1,0 +1,178 @@
+"""Copies of machines, and their states as values that can be compared and hashed.
+
+Both walk over all attributes, so an attribute that is added to a machine becomes part of its state
+without a change here. `RULES` names the few that are set to a fixed value before.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import Plan, PlanRecord
+from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.messages import Prepare
+from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
+from tests.explore.normal import RULES
+from tests.explore.small import RankNumber
+
+_TEXT = frozenset({"detail", "error"})
+"""Attributes for people: no machine decides by them."""
+_CONSTANT = (ModelShape, DeploymentPolicy, ControlTiming, WaveTiming, count)
+_SIMPLE = (int, float, str, bool, bytes, type(None), Enum)
+
+
+@cache
+def _is_atom(kind: type) -> bool:
+    """Return True if values of a type never change."""
+    if issubclass(kind, (*_SIMPLE, *_CONSTANT, type, Placement, np.ndarray)):
+        return True
+    if issubclass(kind, tuple):
+        return kind is not tuple  # A NamedTuple of the machines holds atoms.
+    params = getattr(kind, "__dataclass_params__", None)
+    return params is not None and params.frozen
+
+
+@cache
+def _attributes(kind: type) -> tuple[str, ...] | None:
+    """Return the names of the attributes of a class with slots; None if it has a dict."""
+    return tuple(field.name for field in fields(kind)) if hasattr(kind, "__slots__") else None
+
+
+def attributes_of(value: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of an object, in a fixed order."""
+    names = _attributes(type(value)) if is_dataclass(value) else None
+    if names is not None:
+        return [(name, getattr(value, name)) for name in names]
+    return sorted(vars(value).items())
+
+
+def clone(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Return a copy that shares only what never changes; an object stays one object."""
+    kind = type(value)
+    if _is_atom(kind):
+        return value
+    memo = {} if memo is None else memo
+    if id(value) in memo:
+        return memo[id(value)]
+    new: Any
+    if kind is tuple:
+        return tuple(clone(item, memo) for item in value)
+    if kind is list:
+        new = memo[id(value)] = [clone(item, memo) for item in value]
+    elif kind is dict:
+        new = memo[id(value)] = {key: clone(item, memo) for key, item in value.items()}
+    elif kind in (set, frozenset):
+        new = memo[id(value)] = kind(value)
+    elif kind is deque:
+        new = memo[id(value)] = deque((clone(item, memo) for item in value), value.maxlen)
+    else:
+        new = memo[id(value)] = kind.__new__(kind)
+        for name, item in attributes_of(value):
+            object.__setattr__(new, name, clone(item, memo))
+    return new
+
+
+@cache
+def _rules(kind: type) -> tuple[Callable[[Any], None], ...]:
+    return tuple(RULES[parent.__name__] for parent in kind.__mro__ if parent.__name__ in RULES)
+
+
+def normalise(value: Any) -> Any:
+    """Apply `RULES` to an object and to all it holds, and return it."""
+    _normalise(value, set())
+    return value
+
+
+def _normalise(value: Any, seen: set[int]) -> None:
+    kind = type(value)
+    if _is_atom(kind) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if kind in (tuple, list, deque):
+        for item in value:
+            _normalise(item, seen)
+    elif kind is dict:
+        for item in value.values():
+            _normalise(item, seen)
+    elif kind not in (set, frozenset):
+        for rule in _rules(kind):
+            rule(value)
+        for _, item in attributes_of(value):
+            _normalise(item, seen)
+
+
+class Freezer:
+    """Turns machines and messages into values, with their ranks renamed.
+
+    Args:
+        ranks: the new number of each rank; None gives every rank the same number, for a machine
+            that knows of no rank but its own.
+    """
+
+    def __init__(self, ranks: tuple[int, ...] | None) -> None:
+        self.ranks = ranks
+        self._seen: dict[int, int] = {}
+
+    def freeze(self, value: Any) -> Any:
+        """Return the value of an object: tuples of what can be hashed."""
+        self._seen = {}
+        return self._freeze(value)
+
+    def _freeze(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is RankNumber:
+            return None if self.ranks is None else self.ranks[value]
+        if issubclass(kind, _SIMPLE):
+            return value
+        if issubclass(kind, _CONSTANT):
+            return kind.__name__
+        if kind in (tuple, list, deque):
+            return tuple([self._freeze(item) for item in value])
+        if kind is dict:
+            items = [(self._freeze(key), self._freeze(item)) for key, item in value.items()]
+            return tuple(sorted(items, key=_order))
+        if kind in (set, frozenset):
+            return tuple(sorted((self._freeze(item) for item in value), key=repr))
+        short = _short(value)
+        if short is not None:
+            return short
+        if not _is_atom(kind):
+            if id(value) in self._seen:
+                return ("seen", self._seen[id(value)])
+            self._seen[id(value)] = len(self._seen)
+        if isinstance(value, tuple):
+            return (kind.__name__, *[self._freeze(item) for item in value])
+        return (
+            kind.__name__,
+            *[
+                self._freeze(item)
+                for name, item in attributes_of(value)
+                if name not in _TEXT
+            ],
+        )
+
+
+def _order(item: tuple[Any, Any]) -> str:
+    return repr(item[0])
+
+
+def _short(value: Any) -> Any:
+    """Return a short value for an object that never changes and is known by a few of its parts."""
+    if isinstance(value, Placement):
+        return value.digest
+    if isinstance(value, Plan):
+        return ("plan", value.key(0), value.base.digest)
+    if isinstance(value, Prepare):
+        return ("prepare", value.leader, value.wave, value.base_epoch)
+    if isinstance(value, PlanRecord):
+        events = tuple(row["event"] for row in value.story)
+        return (_short(value.plan), value.phase, value.reason, value.waves_committed, events)
+    return None

@@ -1,0 +1,182 @@
+"""The small world: its first state, and every event that can follow a state.
+
+See `docs/explore.md` for what is abstracted, and why it loses nothing that matters.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from evenkeel_moe.model.ids import Epoch
+from evenkeel_moe.protocol.transitions import ControlState
+from tests.explore.changes import (
+    boundary, connect, lead, load, see_end, submit, take_off, to_leader, to_rank,
+)
+from tests.explore.faults import fault_events
+from tests.explore.invariants import History, Violation
+from tests.explore.rank_table import copied
+from tests.explore.small import DEADLINE_S, SOON_S
+from tests.explore.state import Draft, State, Surroundings, Tables
+from tests.explore.view import ARMED, IDLE, SWAPPING, View
+from tests.sim.kit import Kit
+
+Event = tuple
+"""The name of an event and its arguments."""
+Change = Callable[[Draft], object]
+
+
+class World:
+    """One small world.
+
+    Args:
+        kit: the classes of the machines.
+        faults: the faults that may happen in one run of the world.
+        kinds: the names of the faults; see `tests.explore.faults`.
+    """
+
+    def __init__(
+        self, kit: Kit, *, ranks: int, waves: int, faults: int, kinds: frozenset[str]
+    ) -> None:
+        self.tables = Tables(kit, ranks, waves)
+        self.faults, self.kinds = faults, kinds
+
+    # --- the first state --------------------------------------------------------------------------
+
+    def first(self) -> State:
+        """Return the state in which the group has started and the leader knows all of it."""
+        tables = self.tables
+        none = Surroundings(0, 0, 0, 0, 1, 0, 0, History())
+        size = tables.size
+        empty = (0, 0, tables.stores.empty, tables.surroundings(none))
+        draft = Draft(tables, (*empty, *[0] * size, *[tables.links(())] * size))
+        draft.group_starts(Epoch(0), next(iter(tables.placements)))
+        state = draft.done()
+        while not (view := View(tables, state)).at_rest:
+            event, change = next(iter(self._events(view)))
+            state = self._after(state, change, 0)
+        draft = Draft(tables, state)
+        draft.change(faults=self.faults)
+        return draft.done()
+
+    def _after(self, state: State, change: Change, cost: int) -> State:
+        draft = Draft(self.tables, state)
+        if cost:
+            draft.change(faults=draft.around.faults - cost)
+        change(draft)
+        return draft.done()
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def successors(self, state: State) -> Iterator[tuple[Event, bool, State | Violation]]:
+        """Yield each event that can follow, True if it is a fault, and the state after it."""
+        view = View(self.tables, state)
+        events = [(0, *one) for one in self._events(view)]
+        if view.around.faults:
+            events += [(1, *one) for one in fault_events(view, self.kinds)]
+        for cost, event, change in events:
+            after: State | Violation
+            try:
+                after = self._after(state, change, cost)
+            except Violation as violation:
+                after = violation
+            yield event, bool(cost), after
+
+    def _events(self, view: View) -> Iterator[tuple[Event, Change]]:
+        for rank in range(len(view.ranks)):
+            yield from self._messages(view, rank)
+            yield from self._rank_events(view, rank)
+        yield from self._leader_events(view)
+        yield from self._group_events(view)
+
+    def _messages(self, view: View, rank: int) -> Iterator[tuple[Event, Change]]:
+        for stream in view.links[rank]:
+            if stream.down and view.ranks[rank] is not None:
+                event = ("message to rank", rank, stream.number, stream.down[0])
+                yield event, partial(to_rank, rank=rank, stream=stream)
+            if stream.down and stream.broken:
+                event = ("late message lost", rank, stream.number, stream.down[0])
+                yield event, partial(take_off, rank=rank, stream=stream, way="down")
+            who = view.leader_of(stream)
+            if who is None:
+                continue
+            if stream.up:
+                event = ("message to leader", rank, stream.number, stream.up[0])
+                yield event, partial(to_leader, rank=rank, stream=stream, who=who)
+            if stream.broken and not stream.known:
+                yield (
+                    ("leader sees the end of a stream", rank, stream.number),
+                    partial(see_end, rank=rank, stream=stream, who=who),
+                )
+
+    def _rank_events(self, view: View, rank: int) -> Iterator[tuple[Event, Change]]:
+        facts = view.ranks[rank]
+        if facts is None:
+            return
+        for name in facts.events:
+            yield (name, rank), partial(Draft.rank_event, rank=rank, event=(name,))
+        source = view.ranks[(rank + 1) % len(view.ranks)]
+        if facts.copies_layer is not None and source is not None:
+            contents = copied(source.bytes, facts.copies_layer)
+            event = ("arrived", contents)
+            yield ("copies arrive", rank), partial(Draft.rank_event, rank=rank, event=event)
+        if view.group_lives and not facts.passed and facts.state is not SWAPPING:
+            if view.around.reload < 2 and (view.busy or view.passing):
+                yield ("boundary", rank), partial(boundary, view=view, rank=rank)
+        if view.around.reload == 1 and not facts.reload:
+            event = ("ask reload",)
+            yield ("ask for a reload", rank), partial(Draft.rank_event, rank=rank, event=event)
+        mine = next((s for s in view.links[rank] if s.number == facts.stream), None)
+        if facts.stream and (mine is None or mine.broken):
+            event = ("disconnected",)
+            yield ("rank sees the end", rank), partial(Draft.rank_event, rank=rank, event=event)
+        elif view.leads and (mine is None or mine.term != view.facts.term):
+            yield ("connect", rank), partial(connect, view=view, rank=rank)
+        if view.hears_no_leader(rank) and facts.state is not IDLE and not facts.leaderless:
+            event = ("leaderless",)
+            yield (
+                ("rank hears no leader for long", rank),
+                partial(Draft.rank_event, rank=rank, event=event),
+            )
+
+    def _leader_events(self, view: View) -> Iterator[tuple[Event, Change]]:
+        facts, around, leaders = view.facts, view.around, self.tables.leaders
+        if view.old and leaders.facts[view.old].state is not ControlState.FOLLOWER:
+            yield ("old leader loses its lease",), lambda draft: draft.loses_lease("old")
+        if not view.leads:
+            yield ("lead",), partial(lead, view=view, swap=False)
+            if view.old and leaders.facts[view.old].state is ControlState.FOLLOWER:
+                yield ("old leader leads again",), partial(lead, view=view, swap=True)
+            return
+        for rank in range(len(view.ranks)):
+            if facts.running and facts.fresh[rank] and not view.connected(rank):
+                event = ("unheard", rank)
+                yield (
+                    ("leader hears nothing of a rank", rank),
+                    partial(Draft.leader_event, who="leader", event=event),
+                )
+        ready = facts.state is ControlState.READY and facts.group is not None
+        if ready and not facts.open_plans and around.layers < self.tables.layers:
+            yield ("submit a plan",), partial(submit, view=view)
+        if view.still and not view.at_rest:
+            event = ("tick", SOON_S)
+            yield ("tick",), partial(Draft.leader_event, who="leader", event=event)
+            states = {f.state for f in view.ranks if f is not None}
+            if facts.running and states != {ARMED}:
+                event = ("tick", DEADLINE_S)
+                yield ("deadline",), partial(Draft.leader_event, who="leader", event=event)
+
+    def _group_events(self, view: View) -> Iterator[tuple[Event, Change]]:
+        around = view.around
+        if not view.group_lives:
+            generation = str(around.generation)
+            for name, epoch, digest in sorted(around.history.saved):
+                if name == generation:
+                    yield (
+                        ("group restarts at epoch", epoch),
+                        partial(Draft.group_starts, epoch=Epoch(epoch), digest=digest),
+                    )
+            return
+        reloads = {facts.reload for facts in view.ranks if facts is not None}
+        if around.reload == 1 and reloads == {"permitted"} and not view.passing:
+            yield ("load other weights",), load
+        if around.reload == 2 and reloads == {""}:
+            yield ("reload is over",), lambda draft: draft.change(reload=0)
