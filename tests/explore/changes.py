@@ -1,6 +1,5 @@
 """The changes that events make to a draft of the next state."""
 
-from evenkeel_moe.protocol.messages import Leader
 from tests.explore.invariants import UNMATCHED_OPERATION, Violation
 from tests.explore.small import plan_of
 from tests.explore.state import Draft, Stream
@@ -64,24 +63,13 @@ def boundary_fails(draft: Draft, *, rank: int) -> None:
 
 
 def connect(draft: Draft, *, view: View, rank: int) -> None:
-    """Open a stream to the present leader; an earlier stream stays open."""
+    """Open a stream to the present leader; an earlier one may still be open."""
     facts, leaders = view.ranks[rank], draft.tables.leaders
     assert facts is not None
     known = [leaders.facts[one].newest_streams[rank] for one in (draft.leader, draft.old)]
     number = 1 + max([facts.newest_stream, *known, *(s.number for s in draft.links[rank])])
     draft.links[rank].append(Stream(number, view.facts.term, facts.life))
     draft.rank_event(rank, ("connect", number))
-
-
-def lead(draft: Draft, *, view: View, swap: bool) -> None:
-    """Let a machine take the lease; `swap`: the one that led before the last leader."""
-    if swap:
-        draft.leader, draft.old = draft.old, draft.leader
-    stores = draft.tables.stores
-    term = 1 + max(stores.term(draft.store), view.around.least_term)
-    draft.store = stores.grant(draft.store, term)
-    event = ("lead", Leader(f"c{term}", term), draft.store)
-    draft.leader_event("leader", event)
 
 
 def submit(draft: Draft, *, view: View) -> None:

@@ -6,9 +6,9 @@ from functools import partial
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.explore.changes import boundary_fails, leader_message, take_off, to_leader, to_rank
-from tests.explore.small import DEADLINE_S, SOON_S
+from tests.explore.small import LATER_S
 from tests.explore.state import Draft, Stream
-from tests.explore.view import IDLE, SWAPPING, View
+from tests.explore.view import IDLE, View
 
 KINDS = {
     "lose": "a message on a stream that works is lost",
@@ -88,21 +88,21 @@ def break_stream(draft: Draft, *, rank: int, stream: Stream) -> None:
 def _crash_leader(view: View) -> Iterator[Fault]:
     if not view.leads:
         return
-    yield (), partial(crash, event=None, writes=0)
+    yield (), Draft.crash
+    if view.old and view.tables.leaders.facts[view.old].state is ControlState.FOLLOWER:
+        yield ("earlier leader leads",), crash_to_earlier
     for rank, stream, event in _deliveries(view):
         asked = view.tables.leaders.step(view.leader, event).asked
         for writes in range(1, asked):
             words = ("after writes", writes, rank, stream.number, stream.up[0])
-            yield words, partial(crash, event=event, writes=writes)
+            yield words, partial(Draft.crash_within, event=event, writes=writes)
 
 
-def crash(draft: Draft, *, event: tuple | None, writes: int) -> None:
-    """Let the leader crash, after some of the writes of an event and before it sends anything."""
-    if event is not None:
-        draft.crash_within(event, writes)
-    else:
-        draft.streams_end(draft.tables.leaders.facts[draft.leader].term)
-        draft.leader = draft.tables.leaders.fresh
+def crash_to_earlier(draft: Draft) -> None:
+    """Let the leader crash; the machine that led before it leads again."""
+    draft.streams_end(draft.tables.leaders.facts[draft.leader].term)
+    draft.leader, draft.old = draft.old, draft.tables.leaders.fresh
+    draft.lead()
 
 
 def _deliveries(view: View) -> Iterator[tuple[int, Stream, tuple]]:
@@ -115,7 +115,13 @@ def _deliveries(view: View) -> Iterator[tuple[int, Stream, tuple]]:
 
 def _lose_lease(view: View) -> Iterator[Fault]:
     if view.leads:
-        yield (), partial(Draft.loses_lease, who="leader")
+        yield (), lose_lease
+
+
+def lose_lease(draft: Draft) -> None:
+    """Let the leader lose its lease, and take it again at the next term."""
+    draft.loses_lease("leader")
+    draft.lead()
 
 
 def _take_lease(view: View) -> Iterator[Fault]:
@@ -125,6 +131,7 @@ def _take_lease(view: View) -> Iterator[Fault]:
 
 def take_lease(draft: Draft) -> None:
     draft.old, draft.leader = draft.leader, draft.tables.leaders.fresh
+    draft.lead()
 
 
 def _write(view: View) -> Iterator[Fault]:
@@ -140,14 +147,13 @@ def _write(view: View) -> Iterator[Fault]:
 
 def _tick(view: View) -> Iterator[Fault]:
     if view.leads and not view.still:
-        yield ("again",), partial(Draft.leader_event, who="leader", event=("tick", SOON_S))
+        yield ("again",), partial(Draft.leader_event, who="leader", event=("tick", LATER_S))
 
 
 def _deadline(view: View) -> Iterator[Fault]:
     for who, state in (("leader", view.leader), ("old", view.old)):
         if view.tables.leaders.facts[state].has_deadline:
-            event = ("tick", DEADLINE_S)
-            yield (who,), partial(Draft.leader_event, who=who, event=event)
+            yield (who,), partial(Draft.leader_event, who=who, event=("deadline",))
 
 
 def _silence(view: View) -> Iterator[Fault]:
@@ -192,9 +198,7 @@ def move_experts(draft: Draft) -> None:
 
 def _gate(view: View) -> Iterator[Fault]:
     for rank, facts in enumerate(view.ranks):
-        if facts is None or facts.passed or facts.state is SWAPPING or not facts.resolves:
-            continue
-        if view.group_lives and view.around.reload < 2 and (view.busy or view.passing):
+        if view.polling and facts is not None and not facts.passed and facts.resolves:
             yield (rank,), partial(boundary_fails, rank=rank)
 
 

@@ -19,7 +19,7 @@ from tests.explore.invariants import UNEXPECTED, Violation
 from tests.explore.normal import AGES_AGO
 from tests.explore.rank_table import ERRORS, Broken, Messages, as_violation, with_rank
 from tests.explore.records import Stores
-from tests.explore.small import DEPLOYMENT, POLICY, SOON_S, TIMING, numbered
+from tests.explore.small import DEADLINE_S, DEPLOYMENT, POLICY, SOON_S, TIMING, numbered
 from tests.sim.kit import Kit
 
 Rotation = tuple[int, ...]
@@ -57,6 +57,8 @@ class LeaderFacts(NamedTuple):
     open_plans: bool
     newest_streams: tuple[int, ...]
     """By rank, the highest number of a stream that it knows."""
+    streams: tuple[int, ...]
+    """By rank, the stream on which it takes messages; 0 for none."""
     fresh: tuple[bool, ...]
     """By rank."""
     lives: tuple[int, ...]
@@ -186,6 +188,8 @@ class LeaderTable:
                 return control.handle(ctl.StreamClosed(numbered(rank), stream), 0.0)
             case ("tick", now):
                 return control.handle(Tick(), now)
+            case ("deadline",):
+                return _reach_deadline(control)
             case ("unheard", rank):
                 control.membership.members[numbered(rank)].last_seen = AGES_AGO
                 return control.handle(Tick(), SOON_S / 2)
@@ -203,9 +207,10 @@ class LeaderTable:
         for rank, member in control.membership.members.items():
             streams[rank], fresh[rank] = member.stream, member.last_seen == 0.0
             lives[rank] = member.hello.identity.incarnation
+        newest = list(streams)
         if wave is not None:
             for rank, peer in wave.peers.by_rank.items():
-                streams[rank] = max(streams[rank], peer.stream, peer.asked_on)
+                newest[rank] = max(newest[rank], peer.stream, peer.asked_on)
         running = control.executor is not None and control.executor.running
         return LeaderFacts(
             control.state,
@@ -215,6 +220,7 @@ class LeaderTable:
             running,
             running and wave is not None and wave.state is not CoordinatorState.COMMITTED,
             bool(control.records.open),
+            tuple(newest),
             tuple(streams),
             tuple(fresh),
             tuple(lives),
@@ -230,9 +236,21 @@ def _rotated(facts: LeaderFacts, ranks: Rotation) -> LeaderFacts:
 
     return facts._replace(
         newest_streams=turn(facts.newest_streams),
+        streams=turn(facts.streams),
         fresh=turn(facts.fresh),
         lives=turn(facts.lives),
     )
+
+
+def _reach_deadline(control: DeploymentControl) -> list[ctl.ControlAction]:
+    """Let the deadline of the wave end at a moment at which no question is due."""
+    assert control.liveness is not None and control.coordinator is not None
+    control.liveness._asked_at = DEADLINE_S
+    for peer in control.coordinator.peers.by_rank.values():
+        peer.resend_at = 2 * DEADLINE_S
+    if control.recovery is not None and control.recovery.round is not None:
+        control.recovery.round.resend_at = 2 * DEADLINE_S
+    return control.handle(Tick(), DEADLINE_S)
 
 
 def _compact_queries(control: DeploymentControl) -> None:

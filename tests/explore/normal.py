@@ -41,6 +41,9 @@ def _participant(machine: Any) -> None:
     machine.step = 0
     machine._heard_at = _since(machine._heard_at)
     machine._story.clear()
+    view = machine.poll
+    if view is not None and not (view.armed_epoch or view.want_drop):
+        machine.poll = view._replace(wave=None)  # Read only if the poll passes or drops.
 
 
 def _gate(machine: Any) -> None:

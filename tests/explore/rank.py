@@ -13,7 +13,6 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, Generation
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.rank.gate import PollFailed, PollResolved
 from tests.explore.invariants import EPOCH_FALLS, TOLD_UNSAVED, WRONG_BYTES
 from tests.explore.normal import AGES_AGO
@@ -165,7 +164,8 @@ class RankProcess:
             copies.phase = DRAINING
             return
         copies.phase, wave = STAGED, copies.prepare.wave
-        if [checksum(item) for item in self.staging] == list(copies.prepare.checksums):
+        # The first transfers of a wave are those of rank 0, and every rank's share is the same.
+        if tuple(map(checksum, self.staging)) == copies.prepare.checksums[:SLOTS]:
             self.feed(msg.StagingFinished(wave), out)
         else:
             self.fail_copies(copies, Reason.CHECKSUM_MISMATCH, out)
@@ -209,7 +209,10 @@ class RankProcess:
     # --- step boundary ----------------------------------------------------------------------------
 
     def boundary(self, minima: tuple[int, ...] | None, out: Outputs) -> None:
-        """Use the result of the last poll, None if it failed here, and begin the next."""
+        """Use the result of the last poll, None if it failed here, and begin the next.
+
+        The agent holds its lock from the result to the end of a swap, so nothing comes between.
+        """
         gate = self.gate
         self.earlier = self.vector
         if not gate.advance():
@@ -221,15 +224,12 @@ class RankProcess:
             for item in gate.handle(result, 0.0):
                 if isinstance(item.action, msg.Swap):
                     self.swap(item.action, out)
+                    self.finish_swap(out)
                 else:
                     self.carry([item.action], out)
-        if self.participant.state is not ParticipantState.SWAPPING and not out.left:
-            self.begin_poll()
-
-    def begin_poll(self) -> None:
         self.passed, self.vector = True, None
-        if self.gate.poll_due:
-            self.vector = tuple(self.gate.begin_poll(0.0).tolist())
+        if gate.poll_due and not out.left:
+            self.vector = tuple(gate.begin_poll(0.0).tolist())
 
     def swap(self, action: msg.Swap, out: Outputs) -> None:
         """Copy staging to the slots and install the new map."""
@@ -256,13 +256,12 @@ class RankProcess:
         self.barrier.begin(part.epoch, part.placement.digest)
         self.feed(msg.SwapFinished(wave, placement.digest), out)
         self.saving.append((part.epoch, placement))
-        if not out.left:
-            self.begin_poll()
 
     def save(self, out: Outputs) -> None:
         """The map of a swap is saved: tell the controller what had to wait for it."""
         epoch, placement = self.saving.pop(0)
-        self.saved_epoch, out.saved = epoch, (epoch, placement.digest)
+        self.saved_epoch = max(self.saved_epoch, epoch)
+        out.saved = epoch, placement.digest
         for answer in self.barrier.end():
             self.send(answer, out)
 
@@ -301,8 +300,6 @@ class RankProcess:
                 self.arrived((CORRUPT,) * SLOTS, out)
             case ("connect", stream):
                 self.hello(stream, out)
-            case ("disconnected",):
-                self.stream = 0
             case ("leaderless",):
                 self.participant._heard_at = AGES_AGO
             case ("ask reload",):

@@ -74,6 +74,8 @@ class RankFacts(NamedTuple):
     earlier: tuple[int, ...] | None
     reload: str
     leaderless: bool
+    polls: bool
+    """True if a poll may change this rank: it is armed or drops with all, or a poll saw it so."""
     shown: tuple[int, str, int, int]
     """(epoch, digest, weights version, communicator) in the exchange of tokens."""
     bytes: tuple
@@ -133,8 +135,6 @@ def _facts(machine: RankProcess) -> RankFacts:
         events.append("drained")
     if FAILED in phases and part.state is ParticipantState.STAGING:
         events.append("lost")
-    if part.state is ParticipantState.SWAPPING:
-        events.append("finish_swap")
     if machine.saving:
         events.append("save")
     if machine.reload == "loaded":
@@ -156,11 +156,19 @@ def _facts(machine: RankProcess) -> RankFacts:
         earlier=machine.earlier,
         reload=machine.reload,
         leaderless=part._heard_at is None or part._heard_at == AGES_AGO,
+        polls=_polls(machine),
         shown=(machine.epoch, machine.map.digest, machine.version, machine.serial),
         bytes=tuple(machine.bytes),
         life=part.identity.incarnation,
         pending=bool(events) or moving is not None or machine.broken or bool(machine.reload),
     )
+
+
+def _polls(machine: RankProcess) -> bool:
+    part, view = machine.participant, machine.participant.poll
+    drops = part.held is not None and part.leaderless(0.0)
+    seen = view is not None and (view.armed_epoch > 0 or (view.want_drop and view.wave is not None))
+    return part.state is ParticipantState.ARMED or drops or seen or machine.broken
 
 
 def copied(source: tuple, layer: int) -> tuple:

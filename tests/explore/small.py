@@ -23,9 +23,12 @@ NEVER_S = 1e9
 """The lease of a rank, and the time after which a rank without a leader drops a wave: they end by
 events of their own, never by a clock."""
 SOON_S, DEADLINE_S = 1.0, 1000.0
-"""Time until a question is asked again; time until a deadline of a wave."""
+"""Time until an unanswered question is asked again; time until a deadline of a wave."""
+HEARTBEAT_S = 2 * SOON_S
+LATER_S = 2 * HEARTBEAT_S
+"""Time until the leader asks all ranks, also at rest."""
 TIMING = ControlTiming(
-    heartbeat_s=SOON_S,
+    heartbeat_s=HEARTBEAT_S,
     ask_again_s=SOON_S,
     rank_lease_s=NEVER_S,
     recovery_deadline_s=NEVER_S,

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from typing import Generic, NamedTuple, TypeVar
 
 from evenkeel_moe.model.ids import Generation
-from evenkeel_moe.protocol.messages import ParticipantState, Prepare
+from evenkeel_moe.protocol.messages import Leader, Prepare
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.explore.invariants import TORN_MAP, UNMATCHED_OPERATION, WRONG_BYTES, History, Violation
 from tests.explore.leader import LeaderTable
@@ -16,7 +16,6 @@ from tests.sim.kit import Kit
 State = tuple[int, ...]
 """(leader, earlier leader or 0, store, surroundings, ranks..., links...)."""
 HEAD = 4
-SWAPPING = ParticipantState.SWAPPING
 Value = TypeVar("Value", bound=Hashable)
 
 
@@ -127,12 +126,7 @@ class Draft:
     def done(self) -> State:
         """Return the state; of all its rotations the smallest."""
         tables, leaders = self.tables, self.tables.leaders
-        for rank, link in enumerate(self.links):
-            used = self.facts(rank).stream if self.ranks[rank] else 0
-            link[:] = [
-                s for s in link if not s.broken or s.down or not s.known or s.number == used
-            ]
-        links = [tables.links(tuple(link)) for link in self.links]
+        links = [tables.links(tuple(self._of_use(rank))) for rank in range(tables.size)]
         leader, old, ranks = self.leader, self.old, self.ranks
         if all(map(tables.is_silent, links)) and not any(
             "save" in self.facts(rank).events for rank, number in enumerate(ranks) if number
@@ -153,6 +147,24 @@ class Draft:
                 best = state
         assert best is not None
         return best
+
+    def _of_use(self, rank: int) -> list[Stream]:
+        """Return the streams of a rank without those that can have no effect any more.
+
+        A leader ignores a broken stream once it has the rank's Hello on a newer one.
+        """
+        facts = self.tables.leaders.facts
+        newest = {facts[one].term: facts[one].streams[rank] for one in (self.leader, self.old)}
+        used = self.facts(rank).stream if self.ranks[rank] else 0
+        kept = []
+        for stream in self.links[rank]:
+            if stream.broken:
+                if not stream.known and newest.get(stream.term, 0) > stream.number:
+                    stream = stream.end(known=True)
+                if stream.known and not stream.down and stream.number != used:
+                    continue
+            kept.append(stream)
+        return kept
 
     # --- ranks ------------------------------------------------------------------------------------
 
@@ -261,6 +273,21 @@ class Draft:
         self._write(self.tables.leaders.step(self.leader, event).writes[:writes])
         self.leader = self.tables.leaders.fresh
         self.streams_end(term)
+        self.lead()
+
+    def crash(self) -> None:
+        """Let the leader crash; another machine leads."""
+        term = self.tables.leaders.facts[self.leader].term
+        self.leader = self.tables.leaders.fresh
+        self.streams_end(term)
+        self.lead()
+
+    def lead(self) -> None:
+        """Let the leader's machine take the lease, with a term above all that it knows."""
+        stores = self.tables.stores
+        term = 1 + max(stores.term(self.store), self.around.least_term)
+        self.store = stores.grant(self.store, term)
+        self.leader_event("leader", ("lead", Leader(f"c{term}", term), self.store))
 
     def loses_lease(self, who: str) -> None:
         """A leader learns that it leads no more."""

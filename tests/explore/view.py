@@ -5,7 +5,7 @@ from evenkeel_moe.protocol.transitions import ControlState
 from tests.explore.rank_table import RankFacts
 from tests.explore.state import HEAD, State, Stream, Tables
 
-IDLE, ARMED, SWAPPING = ParticipantState.IDLE, ParticipantState.ARMED, ParticipantState.SWAPPING
+IDLE, ARMED = ParticipantState.IDLE, ParticipantState.ARMED
 
 
 class View:
@@ -25,7 +25,13 @@ class View:
         self.group_lives = None not in self.ranks
         alive = [facts for facts in self.ranks if facts is not None]
         self.busy = any(f.state is not IDLE for f in alive)
-        self.passing = any(f.passed or f.state is SWAPPING for f in alive)
+        self.passing = any(facts.passed for facts in alive)
+        self.polling = self.group_lives and self.around.reload < 2 and (
+            self.passing or any(facts.polls for facts in alive)
+        )  # fmt: skip
+        """True if a step boundary can change anything."""
+        old = tables.leaders.facts[self.old]
+        self.earlier_leads = old.state is not ControlState.FOLLOWER
         self.silent = all(map(tables.is_silent, state[HEAD + size :]))
 
     def connected(self, rank: int) -> bool:
@@ -57,7 +63,7 @@ class View:
             and not any(facts is not None and facts.pending for facts in self.ranks)
             and not any(s.broken and not s.known for link in self.links for s in link)
             and all(self.connected(rank) for rank in range(len(self.ranks)))
-            and not self.old
+            and not self.earlier_leads
         )
 
     @property

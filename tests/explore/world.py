@@ -9,14 +9,14 @@ from functools import partial
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.explore.changes import (
-    boundary, connect, lead, load, see_end, submit, take_off, to_leader, to_rank,
+    boundary, connect, load, see_end, submit, take_off, to_leader, to_rank,
 )
 from tests.explore.faults import fault_events
 from tests.explore.invariants import History, Violation
 from tests.explore.rank_table import copied
-from tests.explore.small import DEADLINE_S, SOON_S
+from tests.explore.small import LATER_S, SOON_S
 from tests.explore.state import Draft, State, Surroundings, Tables
-from tests.explore.view import ARMED, IDLE, SWAPPING, View
+from tests.explore.view import ARMED, IDLE, View
 from tests.sim.kit import Kit
 
 Event = tuple
@@ -118,17 +118,13 @@ class World:
             contents = copied(source.bytes, facts.copies_layer)
             event = ("arrived", contents)
             yield ("copies arrive", rank), partial(Draft.rank_event, rank=rank, event=event)
-        if view.group_lives and not facts.passed and facts.state is not SWAPPING:
-            if view.around.reload < 2 and (view.busy or view.passing):
-                yield ("boundary", rank), partial(boundary, view=view, rank=rank)
+        if view.polling and not facts.passed:
+            yield ("boundary", rank), partial(boundary, view=view, rank=rank)
         if view.around.reload == 1 and not facts.reload:
             event = ("ask reload",)
             yield ("ask for a reload", rank), partial(Draft.rank_event, rank=rank, event=event)
         mine = next((s for s in view.links[rank] if s.number == facts.stream), None)
-        if facts.stream and (mine is None or mine.broken):
-            event = ("disconnected",)
-            yield ("rank sees the end", rank), partial(Draft.rank_event, rank=rank, event=event)
-        elif view.leads and (mine is None or mine.term != view.facts.term):
+        if view.leads and (mine is None or mine.broken or mine.term != view.facts.term):
             yield ("connect", rank), partial(connect, view=view, rank=rank)
         if view.hears_no_leader(rank) and facts.state is not IDLE and not facts.leaderless:
             event = ("leaderless",)
@@ -138,13 +134,11 @@ class World:
             )
 
     def _leader_events(self, view: View) -> Iterator[tuple[Event, Change]]:
-        facts, around, leaders = view.facts, view.around, self.tables.leaders
-        if view.old and leaders.facts[view.old].state is not ControlState.FOLLOWER:
+        facts, around = view.facts, view.around
+        if view.earlier_leads:
             yield ("old leader loses its lease",), lambda draft: draft.loses_lease("old")
         if not view.leads:
-            yield ("lead",), partial(lead, view=view, swap=False)
-            if view.old and leaders.facts[view.old].state is ControlState.FOLLOWER:
-                yield ("old leader leads again",), partial(lead, view=view, swap=True)
+            yield ("lead",), Draft.lead
             return
         for rank in range(len(view.ranks)):
             if facts.running and facts.fresh[rank] and not view.connected(rank):
@@ -157,12 +151,15 @@ class World:
         if ready and not facts.open_plans and around.layers < self.tables.layers:
             yield ("submit a plan",), partial(submit, view=view)
         if view.still and not view.at_rest:
-            event = ("tick", SOON_S)
+            asking = facts.running or facts.state is ControlState.RECOVERING
+            event = ("tick", SOON_S if asking else LATER_S)
             yield ("tick",), partial(Draft.leader_event, who="leader", event=event)
             states = {f.state for f in view.ranks if f is not None}
             if facts.running and states != {ARMED}:
-                event = ("tick", DEADLINE_S)
-                yield ("deadline",), partial(Draft.leader_event, who="leader", event=event)
+                yield (
+                    ("deadline",),
+                    partial(Draft.leader_event, who="leader", event=("deadline",)),
+                )
 
     def _group_events(self, view: View) -> Iterator[tuple[Event, Change]]:
         around = view.around
