@@ -66,8 +66,11 @@ def connect(draft: Draft, *, view: View, rank: int) -> None:
     """Open a stream to the present leader; an earlier one may still be open."""
     facts, leaders = view.ranks[rank], draft.tables.leaders
     assert facts is not None
+    link = draft.links[rank]
+    # A stream that was refused is forgotten on both sides, so its number is free again.
+    link[:] = [s for s in link if not (s.broken and s.known and not s.down)]
     known = [leaders.facts[one].newest_streams[rank] for one in (draft.leader, draft.old)]
-    number = 1 + max([facts.newest_stream, *known, *(s.number for s in draft.links[rank])])
+    number = 1 + max([facts.newest_stream, *known, *(s.number for s in link)])
     draft.links[rank].append(Stream(number, view.facts.term, facts.life))
     draft.rank_event(rank, ("connect", number))
 

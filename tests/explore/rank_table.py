@@ -66,7 +66,7 @@ class RankFacts(NamedTuple):
     """True if those bytes are of a wave that was given up."""
     stream: int
     newest_stream: int
-    """The highest number of a stream that it knows."""
+    """The highest number of a stream that a message of its own may name."""
     passed: bool
     resolves: bool
     """True if it uses the result of a poll at its next boundary."""
@@ -80,6 +80,8 @@ class RankFacts(NamedTuple):
     """(epoch, digest, weights version, communicator) in the exchange of tokens."""
     bytes: tuple
     life: int
+    term: int
+    """The term of the newest leader that it has heard; 0 for none."""
     pending: bool
     """True if one of its threads has something to do, besides the steps of the engine."""
 
@@ -139,7 +141,7 @@ def _facts(machine: RankProcess) -> RankFacts:
         events.append("save")
     if machine.reload == "loaded":
         events.append("report_reload")
-    streams = [machine.stream, part._stream, *(a.stream for a in machine.barrier._held)]
+    streams = [part._stream, *(a.stream for a in machine.barrier._held)]
     if part.held is not None:
         held = part.held
         streams += [held.vote_stream, held.ack_stream, held.abort_stream or 0]
@@ -160,6 +162,7 @@ def _facts(machine: RankProcess) -> RankFacts:
         shown=(machine.epoch, machine.map.digest, machine.version, machine.serial),
         bytes=tuple(machine.bytes),
         life=part.identity.incarnation,
+        term=part.leader.term if part.leader is not None else 0,
         pending=bool(events) or moving is not None or machine.broken or bool(machine.reload),
     )
 

@@ -149,18 +149,23 @@ class Draft:
         return best
 
     def _of_use(self, rank: int) -> list[Stream]:
-        """Return the streams of a rank without those that can have no effect any more.
+        """Return the streams of a rank without what can have no effect any more.
 
-        A leader ignores a broken stream once it has the rank's Hello on a newer one.
+        A leader ignores a broken stream once it has the rank's Hello on a newer one. A rank that
+        has heard a newer leader only refuses a late message, and the refusal is lost.
         """
         facts = self.tables.leaders.facts
         newest = {facts[one].term: facts[one].streams[rank] for one in (self.leader, self.old)}
-        used = self.facts(rank).stream if self.ranks[rank] else 0
+        used, term = 0, 0
+        if self.ranks[rank]:
+            used, term = self.facts(rank).stream, self.facts(rank).term
         kept = []
         for stream in self.links[rank]:
             if stream.broken:
                 if not stream.known and newest.get(stream.term, 0) > stream.number:
                     stream = stream.end(known=True)
+                if stream.term < term:
+                    stream = stream._replace(down=())
                 if stream.known and not stream.down and stream.number != used:
                     continue
             kept.append(stream)
