@@ -8,7 +8,7 @@ from evenkeel_moe.protocol.transitions import ControlState
 from tests.explore.changes import boundary_fails, leader_message, take_off, to_leader, to_rank
 from tests.explore.small import LATER_S
 from tests.explore.state import Draft, Stream
-from tests.explore.view import IDLE, View
+from tests.explore.view import IDLE, Event, View
 
 KINDS = {
     "lose": "a message on a stream that works is lost",
@@ -30,7 +30,7 @@ KINDS = {
 }
 """The name of each kind of fault, and its meaning."""
 
-Fault = tuple[tuple, Callable[[Draft], object]]
+Fault = tuple[Event, Callable[[Draft], object]]
 
 
 def fault_events(view: View, kinds: frozenset[str]) -> Iterator[Fault]:
@@ -38,7 +38,7 @@ def fault_events(view: View, kinds: frozenset[str]) -> Iterator[Fault]:
     for kind, faults in _FAULTS.items():
         if kind in kinds:
             for event, change in faults(view):
-                yield (kind, *event), change
+                yield event._replace(name=f"FAULT {kind} {event.name}".rstrip()), change
 
 
 # --- the network ----------------------------------------------------------------------------------
@@ -56,13 +56,13 @@ def _heads(view: View) -> Iterator[tuple[int, Stream, str, int]]:
 
 def _lose(view: View) -> Iterator[Fault]:
     for rank, stream, way, message in _heads(view):
-        event = (way, rank, stream.number, message)
+        event = Event(f"{way} stream, rank", rank, message)
         yield event, partial(take_off, rank=rank, stream=stream, way=way)
 
 
 def _duplicate(view: View) -> Iterator[Fault]:
     for rank, stream, way, message in _heads(view):
-        event = (way, rank, stream.number, message)
+        event = Event(f"{way} stream, rank", rank, message)
         if way == "down":
             yield event, partial(to_rank, rank=rank, stream=stream, keep=True)
         elif (who := view.leader_of(stream)) is not None:
@@ -73,8 +73,7 @@ def _break(view: View) -> Iterator[Fault]:
     for rank, link in enumerate(view.links):
         for stream in link:
             if not stream.broken:
-                event = (rank, stream.number)
-                yield event, partial(break_stream, rank=rank, stream=stream)
+                yield Event("stream of rank", rank), partial(break_stream, rank=rank, stream=stream)
 
 
 def break_stream(draft: Draft, *, rank: int, stream: Stream) -> None:
@@ -88,13 +87,13 @@ def break_stream(draft: Draft, *, rank: int, stream: Stream) -> None:
 def _crash_leader(view: View) -> Iterator[Fault]:
     if not view.leads:
         return
-    yield (), Draft.crash
+    yield Event(""), Draft.crash
     if view.old and view.tables.leaders.facts[view.old].state is ControlState.FOLLOWER:
-        yield ("earlier leader leads",), crash_to_earlier
+        yield Event("and the one before it leads"), crash_to_earlier
     for rank, stream, event in _deliveries(view):
         asked = view.tables.leaders.step(view.leader, event).asked
         for writes in range(1, asked):
-            words = ("after writes", writes, rank, stream.number, stream.up[0])
+            words = Event(f"after {writes} writes on message of rank", rank, stream.up[0])
             yield words, partial(Draft.crash_within, event=event, writes=writes)
 
 
@@ -115,7 +114,7 @@ def _deliveries(view: View) -> Iterator[tuple[int, Stream, tuple]]:
 
 def _lose_lease(view: View) -> Iterator[Fault]:
     if view.leads:
-        yield (), lose_lease
+        yield Event(""), lose_lease
 
 
 def lose_lease(draft: Draft) -> None:
@@ -126,7 +125,7 @@ def lose_lease(draft: Draft) -> None:
 
 def _take_lease(view: View) -> Iterator[Fault]:
     if view.leads and not view.old:
-        yield (), take_lease
+        yield Event(""), take_lease
 
 
 def take_lease(draft: Draft) -> None:
@@ -138,7 +137,7 @@ def _write(view: View) -> Iterator[Fault]:
     for rank, stream, event in _deliveries(view):
         asked = view.tables.leaders.step(view.leader, event).asked
         for first in range(asked):
-            words = ("from", first, rank, stream.number, stream.up[0])
+            words = Event(f"{first} and later on message of rank", rank, stream.up[0])
             yield (
                 words,
                 partial(to_leader, rank=rank, stream=stream, who="leader", failing_from=first),
@@ -147,13 +146,13 @@ def _write(view: View) -> Iterator[Fault]:
 
 def _tick(view: View) -> Iterator[Fault]:
     if view.leads and not view.still:
-        yield ("again",), partial(Draft.leader_event, who="leader", event=("tick", LATER_S))
+        yield Event(""), partial(Draft.leader_event, who="leader", event=("tick", LATER_S))
 
 
 def _deadline(view: View) -> Iterator[Fault]:
     for who, state in (("leader", view.leader), ("old", view.old)):
         if view.tables.leaders.facts[state].has_deadline:
-            yield (who,), partial(Draft.leader_event, who=who, event=("deadline",))
+            yield Event(f"at {who}"), partial(Draft.leader_event, who=who, event=("deadline",))
 
 
 def _silence(view: View) -> Iterator[Fault]:
@@ -161,13 +160,13 @@ def _silence(view: View) -> Iterator[Fault]:
     for rank, rank_facts in enumerate(view.ranks):
         if facts.running and facts.fresh[rank] and view.connected(rank):
             event: tuple = ("unheard", rank)
-            yield ("of a rank", rank), partial(Draft.leader_event, who="leader", event=event)
+            yield Event("at leader, of rank", rank), partial(Draft.leader_event, who="leader", event=event)
         if rank_facts is None or rank_facts.state is IDLE or rank_facts.leaderless:
             continue
         if not view.hears_no_leader(rank):
             event = ("leaderless",)
             yield (
-                ("of leaders at a rank", rank),
+                Event("of all leaders at rank", rank),
                 partial(Draft.rank_event, rank=rank, event=event),
             )
 
@@ -178,17 +177,17 @@ def _silence(view: View) -> Iterator[Fault]:
 def _crash_rank(view: View) -> Iterator[Fault]:
     for rank, facts in enumerate(view.ranks):
         if facts is not None:
-            yield (rank,), partial(Draft.rank_dies, rank=rank)
+            yield Event("", rank), partial(Draft.rank_dies, rank=rank)
 
 
 def _reload(view: View) -> Iterator[Fault]:
     if view.group_lives and not view.around.reload:
-        yield (), lambda draft: draft.change(reload=1)
+        yield Event(""), lambda draft: draft.change(reload=1)
 
 
 def _move(view: View) -> Iterator[Fault]:
     if view.group_lives and not (view.busy or view.passing or view.around.reload):
-        yield (), move_experts
+        yield Event(""), move_experts
 
 
 def move_experts(draft: Draft) -> None:
@@ -199,7 +198,7 @@ def move_experts(draft: Draft) -> None:
 def _gate(view: View) -> Iterator[Fault]:
     for rank, facts in enumerate(view.ranks):
         if view.polling and facts is not None and not facts.passed and facts.resolves:
-            yield (rank,), partial(boundary_fails, rank=rank)
+            yield Event("poll of rank", rank), partial(boundary_fails, rank=rank)
 
 
 def _checksum(view: View) -> Iterator[Fault]:
@@ -213,7 +212,7 @@ def _transfer(view: View) -> Iterator[Fault]:
 def _of_copies(view: View, event: tuple) -> Iterator[Fault]:
     for rank, facts in enumerate(view.ranks):
         if facts is not None and facts.copies_layer is not None:
-            yield (rank,), partial(Draft.rank_event, rank=rank, event=event)
+            yield Event("at rank", rank), partial(Draft.rank_event, rank=rank, event=event)
 
 
 _FAULTS: dict[str, Callable[[View], Iterator[Fault]]] = {

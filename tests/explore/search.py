@@ -4,12 +4,13 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from tests.explore.invariants import NO_PROGRESS, Violation
 from tests.explore.state import State
-from tests.explore.view import View
+from tests.explore.view import Event, View
 from tests.explore.world import World
 
 
@@ -19,7 +20,7 @@ class Found:
 
     invariant: str
     detail: str
-    events: tuple[tuple, ...]
+    events: tuple[Event, ...]
     """The events from the first state on; the last one breaks the invariant."""
 
 
@@ -111,22 +112,25 @@ class Search:
                 self._from.append(number)
                 self._to.append(new)
 
-    def _note(self, invariant: str, detail: str, number: int, event: tuple | None) -> None:
+    def _note(self, invariant: str, detail: str, number: int, event: Event | None) -> None:
         if invariant in self.skipped or invariant in self.found:
             return
-        events = self.path_to(number)
-        self.found[invariant] = Found(invariant, detail, (*events, event) if event else events)
+        self.found[invariant] = Found(invariant, detail, self.path_to(number, event))
 
-    def path_to(self, number: int) -> tuple[tuple, ...]:
-        """Return the events that lead to a state, from the first state on."""
-        events: list[tuple] = []
-        while (parent := self._parents[number]) >= 0:
-            after = self.states[number]
-            events.append(
-                next(e for e, _, s in self.world.successors(self.states[parent]) if s == after)
-            )
-            number = parent
-        return tuple(reversed(events))
+    def path_to(self, number: int, last: Event | None = None) -> tuple[Event, ...]:
+        """Return the events that lead from the first state to a state, and one after it.
+
+        Every state is a rotation of the true one, so the ranks of the events are turned back.
+        """
+        way = [number]
+        while (parent := self._parents[way[-1]]) >= 0:
+            way.append(parent)
+        events, turned, ranks = [], 0, self.world.tables.size
+        for state, after in pairwise(self.states[one] for one in reversed(way)):
+            found = next(e for e, _, s in self.world.successors(state) if s == after)
+            events.append(_turned(found, -turned, ranks))
+            turned += self.world.turned
+        return (*events, *([_turned(last, -turned, ranks)] if last is not None else []))
 
     def _check_progress(self) -> None:
         """From every state a way to rest must exist without a further fault."""
@@ -151,3 +155,7 @@ class Search:
             front = before[~resting[before]]
             resting[front] = True
         return resting
+
+
+def _turned(event: Event, by: int, ranks: int) -> Event:
+    return event if event.rank is None else event._replace(rank=(event.rank + by) % ranks)

@@ -103,7 +103,7 @@ class Tables:
 class Draft:
     """A state under change. Every change raises Violation if it breaks an invariant."""
 
-    __slots__ = ("around", "leader", "links", "old", "ranks", "store", "tables")
+    __slots__ = ("around", "leader", "links", "old", "ranks", "store", "tables", "turned")
 
     def __init__(self, tables: Tables, state: State) -> None:
         self.tables = tables
@@ -124,7 +124,7 @@ class Draft:
         self.around = self.around._replace(**values)
 
     def done(self) -> State:
-        """Return the state; of all its rotations the smallest."""
+        """Return the state; of all its rotations the smallest. `turned` is the rotation."""
         tables, leaders = self.tables, self.tables.leaders
         links = [tables.links(tuple(self._of_use(rank))) for rank in range(tables.size)]
         leader, old, ranks = self.leader, self.old, self.ranks
@@ -144,7 +144,7 @@ class Draft:
                 *turned,
             )  # fmt: skip
             if best is None or turned < best[HEAD:] or state < best:
-                best = state
+                best, self.turned = state, by
         assert best is not None
         return best
 

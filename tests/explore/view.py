@@ -1,11 +1,22 @@
 """A state with the facts of its parts."""
 
+from typing import NamedTuple
+
 from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.explore.rank_table import RankFacts
 from tests.explore.state import HEAD, State, Stream, Tables
 
 IDLE, ARMED = ParticipantState.IDLE, ParticipantState.ARMED
+
+
+class Event(NamedTuple):
+    """One event of the world, in words."""
+
+    name: str
+    rank: int | None = None
+    message: int | None = None
+    """The number of the message that is delivered or lost."""
 
 
 class View:

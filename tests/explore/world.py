@@ -16,11 +16,9 @@ from tests.explore.invariants import History, Violation
 from tests.explore.rank_table import copied
 from tests.explore.small import LATER_S, SOON_S
 from tests.explore.state import Draft, State, Surroundings, Tables
-from tests.explore.view import ARMED, IDLE, View
+from tests.explore.view import ARMED, IDLE, Event, View
 from tests.sim.kit import Kit
 
-Event = tuple
-"""The name of an event and its arguments."""
 Change = Callable[[Draft], object]
 
 
@@ -38,6 +36,8 @@ class World:
     ) -> None:
         self.tables = Tables(kit, ranks, waves)
         self.faults, self.kinds = faults, kinds
+        self.turned = 0
+        """The rotation of the ranks from the last state to the one after it."""
 
     # --- the first state --------------------------------------------------------------------------
 
@@ -62,7 +62,9 @@ class World:
         if cost:
             draft.change(faults=draft.around.faults - cost)
         change(draft)
-        return draft.done()
+        after = draft.done()
+        self.turned = draft.turned
+        return after
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -90,20 +92,20 @@ class World:
     def _messages(self, view: View, rank: int) -> Iterator[tuple[Event, Change]]:
         for stream in view.links[rank]:
             if stream.down and view.ranks[rank] is not None:
-                event = ("message to rank", rank, stream.number, stream.down[0])
+                event = Event("message to rank", rank, stream.down[0])
                 yield event, partial(to_rank, rank=rank, stream=stream)
             if stream.down and stream.broken:
-                event = ("late message lost", rank, stream.number, stream.down[0])
+                event = Event("late message is lost for rank", rank, stream.down[0])
                 yield event, partial(take_off, rank=rank, stream=stream, way="down")
             who = view.leader_of(stream)
             if who is None:
                 continue
             if stream.up:
-                event = ("message to leader", rank, stream.number, stream.up[0])
+                event = Event(f"message to {who} from rank", rank, stream.up[0])
                 yield event, partial(to_leader, rank=rank, stream=stream, who=who)
             if stream.broken and not stream.known:
                 yield (
-                    ("leader sees the end of a stream", rank, stream.number),
+                     Event(f"{who} sees the end of the stream of rank", rank),
                     partial(see_end, rank=rank, stream=stream, who=who),
                 )
 
@@ -112,54 +114,46 @@ class World:
         if facts is None:
             return
         for name in facts.events:
-            yield (name, rank), partial(Draft.rank_event, rank=rank, event=(name,))
+            yield Event(f"{name} at rank", rank), partial(Draft.rank_event, rank=rank, event=(name,))
         source = view.ranks[(rank + 1) % len(view.ranks)]
         if facts.copies_layer is not None and source is not None:
             contents = copied(source.bytes, facts.copies_layer)
-            event = ("arrived", contents)
-            yield ("copies arrive", rank), partial(Draft.rank_event, rank=rank, event=event)
+            arrived = partial(Draft.rank_event, rank=rank, event=("arrived", contents))
+            yield Event("copies arrive at rank", rank), arrived
         if view.polling and not facts.passed:
-            yield ("boundary", rank), partial(boundary, view=view, rank=rank)
+            yield Event("step boundary of rank", rank), partial(boundary, view=view, rank=rank)
         if view.around.reload == 1 and not facts.reload:
-            event = ("ask reload",)
-            yield ("ask for a reload", rank), partial(Draft.rank_event, rank=rank, event=event)
+            asked = partial(Draft.rank_event, rank=rank, event=("ask reload",))
+            yield Event("engine asks for a reload at rank", rank), asked
         mine = next((s for s in view.links[rank] if s.number == facts.stream), None)
         if view.leads and (mine is None or mine.broken or mine.term != view.facts.term):
-            yield ("connect", rank), partial(connect, view=view, rank=rank)
+            yield Event("new stream of rank", rank), partial(connect, view=view, rank=rank)
         if view.hears_no_leader(rank) and facts.state is not IDLE and not facts.leaderless:
-            event = ("leaderless",)
-            yield (
-                ("rank hears no leader for long", rank),
-                partial(Draft.rank_event, rank=rank, event=event),
-            )
+            silence = partial(Draft.rank_event, rank=rank, event=("leaderless",))
+            yield Event("no leader is heard for long at rank", rank), silence
 
     def _leader_events(self, view: View) -> Iterator[tuple[Event, Change]]:
         facts, around = view.facts, view.around
         if view.earlier_leads:
-            yield ("old leader loses its lease",), lambda draft: draft.loses_lease("old")
+            yield Event("old leader learns that it lost its lease"), lambda draft: draft.loses_lease("old")
         if not view.leads:
-            yield ("lead",), Draft.lead
+            yield Event("leader leads at a higher term"), Draft.lead
             return
         for rank in range(len(view.ranks)):
             if facts.running and facts.fresh[rank] and not view.connected(rank):
-                event = ("unheard", rank)
-                yield (
-                    ("leader hears nothing of a rank", rank),
-                    partial(Draft.leader_event, who="leader", event=event),
-                )
+                lost = partial(Draft.leader_event, who="leader", event=("unheard", rank))
+                yield Event("leader does not hear rank", rank), lost
         ready = facts.state is ControlState.READY and facts.group is not None
         if ready and not facts.open_plans and around.layers < self.tables.layers:
-            yield ("submit a plan",), partial(submit, view=view)
+            yield Event("an operator starts a plan"), partial(submit, view=view)
         if view.still and not view.at_rest:
             asking = facts.running or facts.state is ControlState.RECOVERING
             event = ("tick", SOON_S if asking else LATER_S)
-            yield ("tick",), partial(Draft.leader_event, who="leader", event=event)
+            yield Event("leader asks again"), partial(Draft.leader_event, who="leader", event=event)
             states = {f.state for f in view.ranks if f is not None}
             if facts.running and states != {ARMED}:
-                yield (
-                    ("deadline",),
-                    partial(Draft.leader_event, who="leader", event=("deadline",)),
-                )
+                end = partial(Draft.leader_event, who="leader", event=("deadline",))
+                yield Event("deadline of the wave"), end
 
     def _group_events(self, view: View) -> Iterator[tuple[Event, Change]]:
         around = view.around
@@ -168,12 +162,12 @@ class World:
             for name, epoch, digest in sorted(around.history.saved):
                 if name == generation:
                     yield (
-                        ("group restarts at epoch", epoch),
+                        Event(f"group restarts at epoch {epoch}"),
                         partial(Draft.group_starts, epoch=Epoch(epoch), digest=digest),
                     )
             return
         reloads = {facts.reload for facts in view.ranks if facts is not None}
         if around.reload == 1 and reloads == {"permitted"} and not view.passing:
-            yield ("load other weights",), load
+            yield Event("engine loads other weights"), load
         if around.reload == 2 and reloads == {""}:
-            yield ("reload is over",), lambda draft: draft.change(reload=0)
+            yield Event("reload is over"), lambda draft: draft.change(reload=0)
