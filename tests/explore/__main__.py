@@ -59,12 +59,12 @@ def explore(sizes: list[Size], seconds: float | None, states: int | None) -> int
     return 1 if broken else 0
 
 
-def catch_mutants() -> int:
+def catch_mutants(seconds: float | None) -> int:
     """Search each mutant in the world where it can occur; return the exit code."""
     survived = 0
     for name, size in MUTANT_WORLDS.items():
         mutant = BY_NAME[name]
-        result = (searched := search(mutant.kit, size, mutant=True)).run()
+        result = (searched := search(mutant.kit, size, mutant=True, most_seconds=seconds)).run()
         where = f"{result.states} states, {result.seconds:.1f} s"
         if not result.found:
             survived += 1
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mutants", action="store_true", help="search the mutants")
     options = parser.parse_args(arguments)
     if options.mutants:
-        return catch_mutants()
+        return catch_mutants(options.seconds)
     sizes = list(SMALL_WORLDS)
     if options.ranks is not None:
         kinds = frozenset(options.kinds.split(",")) if options.kinds else frozenset(KINDS)

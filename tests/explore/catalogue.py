@@ -41,8 +41,8 @@ def _small(*kinds: str, waves: int = 1, faults: int = 1) -> Size:
 
 
 MUTANT_WORLDS = {
-    "R1": _small("crash rank"),
-    "R3": _small("break"),
+    "R1": _small("move", "crash rank", waves=0, faults=2),
+    "R3": _small("move"),
     "R3b": _small("move"),
     "R3c": _small(faults=0),
     "R4": _small("reload"),
@@ -51,12 +51,11 @@ MUTANT_WORLDS = {
     "R7": _small("deadline"),
     "R7b": _small("checksum", waves=2),
     "R8": _small("gate"),
-    "R9": _small("checksum"),
+    "R9": _small("silence"),
     "R10": _small("transfer"),
     "R12": _small("crash leader"),
-    "R13": _small("take lease", "crash leader", faults=2),
     "R14": _small("deadline"),
-    "R15": _small("crash leader"),
+    "R15": _small("move"),
 }
 """The smallest world in which each mutant is caught."""
 
@@ -65,6 +64,7 @@ NOT_APPLICABLE = {
     "R9b": "all ranks have the same K",
     "R9c": "no agent fails",
     "R11": "no slots are pooled",
+    "R13": "it takes three leaders around a wave, in a world too large to be exhausted",
     "R16": "no plan waits for an approval while the epoch moves",
     "R17": "every plan is sound",
     "R17b": "every plan is sound",

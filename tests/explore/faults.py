@@ -211,7 +211,7 @@ def _transfer(view: View) -> Iterator[Fault]:
 
 def _of_copies(view: View, event: tuple) -> Iterator[Fault]:
     for rank, facts in enumerate(view.ranks):
-        if facts is not None and facts.copies_layer is not None:
+        if facts is not None and facts.moving:
             yield Event("at rank", rank), partial(Draft.rank_event, rank=rank, event=event)
 
 

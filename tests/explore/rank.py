@@ -156,9 +156,13 @@ class RankProcess:
 
     # --- copies -----------------------------------------------------------------------------------
 
-    def arrived(self, contents: tuple, out: Outputs) -> None:
-        """The bytes of the oldest copies arrive, also after their wave was given up."""
-        copies = next(one for one in self.copies if one.phase in (COPYING, CANCELLED))
+    @property
+    def moving(self) -> list[Copies]:
+        """The copies whose bytes have not arrived."""
+        return [copies for copies in self.copies if copies.phase in (COPYING, CANCELLED)]
+
+    def arrived(self, copies: Copies, contents: tuple, out: Outputs) -> None:
+        """The bytes of a wave arrive, also after the wave was given up."""
         self.staging[:] = contents
         if copies.phase == CANCELLED:
             copies.phase = DRAINING
@@ -188,7 +192,7 @@ class RankProcess:
         """A batch has run into its deadline: nothing of it arrives any more (R10)."""
         self.broken = True
         self.gate.request_rebuild(self.serial)
-        for copies in [one for one in self.copies if one.phase in (COPYING, CANCELLED)]:
+        for copies in self.moving:
             if copies.phase == COPYING:
                 self.fail_copies(copies, Reason.TRANSFER_TIMEOUT, out)
             else:
@@ -197,9 +201,8 @@ class RankProcess:
     def rebuild(self, serial: int) -> None:
         """Replace the communicator. Copies on the old one fail; `lost` reports it."""
         self.serial, self.broken = serial, False
-        for copies in self.copies:
-            if copies.phase in (COPYING, CANCELLED):
-                copies.phase = FAILED if copies.phase == COPYING else DRAINING
+        for copies in self.moving:
+            copies.phase = FAILED if copies.phase == COPYING else DRAINING
 
     def lost(self, out: Outputs) -> None:
         """Report that the copies of the held wave failed with their communicator."""
@@ -281,8 +284,8 @@ class RankProcess:
         self.feed(msg.WeightsReloaded(self.version, sums), out)
 
     def move_experts(self, out: Outputs) -> None:
-        """The engine swaps the slots of the first layer by itself, and saves its map."""
-        self.feed(msg.EngineRebalanced(flip(self.map, 0)), out)
+        """The engine swaps the slots of the last layer by itself, and saves its map."""
+        self.feed(msg.EngineRebalanced(flip(self.map, self.map.num_layers - 1)), out)
         part = self.participant
         self.install(part.placement, part.epoch, out)
         self.bytes = list(bytes_of(self.map, self.version))
@@ -297,7 +300,7 @@ class RankProcess:
             case ("boundary", minima):
                 self.boundary(minima, out)
             case ("corrupt",):
-                self.arrived((CORRUPT,) * SLOTS, out)
+                self.arrived(self.moving[0], (CORRUPT,) * SLOTS, out)
             case ("connect", stream):
                 self.hello(stream, out)
             case ("leaderless",):
@@ -309,8 +312,8 @@ class RankProcess:
                 self.load(version)
             case ("next step",):
                 self.next_step()
-            case ("arrived", contents):
-                self.arrived(contents, out)
+            case ("arrived", index, contents):
+                self.arrived(self.moving[index], contents, out)
             case (name,):
                 getattr(self, name)(out)
             case _:

@@ -12,7 +12,7 @@ from evenkeel_moe.protocol.messages import ParticipantState
 from tests.explore.freeze import Freezer, clone, normalise
 from tests.explore.invariants import UNEXPECTED, Violation
 from tests.explore.normal import AGES_AGO
-from tests.explore.rank import CANCELLED, COPYING, DRAINING, FAILED, Outputs, RankProcess
+from tests.explore.rank import DRAINING, FAILED, Outputs, RankProcess
 from tests.explore.small import SLOTS
 from tests.sim.kit import Kit
 
@@ -60,10 +60,8 @@ class RankFacts(NamedTuple):
     state: ParticipantState
     events: tuple[str, ...]
     """The events of its own threads that are possible now."""
-    copies_layer: int | None
-    """The layer of the bytes that arrive next; None if none do."""
-    cancelled: bool
-    """True if those bytes are of a wave that was given up."""
+    moving: tuple[int, ...]
+    """The layer of each wave whose bytes have not arrived; more than one only in a mutant."""
     stream: int
     newest_stream: int
     """The highest number of a stream that a message of its own may name."""
@@ -130,8 +128,7 @@ class RankTable:
 
 def _facts(machine: RankProcess) -> RankFacts:
     part, phases = machine.participant, [copies.phase for copies in machine.copies]
-    moving = next((c for c in machine.copies if c.phase in (COPYING, CANCELLED)), None)
-    layers = moving.prepare.body.layers if moving is not None else (None,)
+    moving = tuple(copies.prepare.body.layers[0] for copies in machine.moving)
     events = []
     if DRAINING in phases and not machine.broken:
         events.append("drained")
@@ -148,8 +145,7 @@ def _facts(machine: RankProcess) -> RankFacts:
     return RankFacts(
         state=part.state,
         events=tuple(events),
-        copies_layer=layers[0],
-        cancelled=moving is not None and moving.phase == CANCELLED,
+        moving=moving,
         stream=machine.stream,
         newest_stream=max(streams),
         passed=machine.passed,
@@ -163,7 +159,7 @@ def _facts(machine: RankProcess) -> RankFacts:
         bytes=tuple(machine.bytes),
         life=part.identity.incarnation,
         term=part.leader.term if part.leader is not None else 0,
-        pending=bool(events) or moving is not None or machine.broken or bool(machine.reload),
+        pending=bool(events or moving) or machine.broken or bool(machine.reload),
     )
 
 

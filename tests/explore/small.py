@@ -2,7 +2,7 @@
 
 Every rank holds the two experts of each layer in two slots. A wave swaps the two slots of one layer
 on every rank, and each rank takes the bytes from the rank after it. So all ranks are alike, and a
-rotation of the ranks leads from a state to an equal one.
+rotation of the ranks leads from a state to an equal one. Plans leave the last layer to the engine.
 """
 
 from functools import cache
@@ -109,9 +109,9 @@ def plan_of(
     epoch: Epoch,
     version: int,
 ) -> Plan:
-    """Return a plan that changes every layer from `first_layer` on, one in each wave."""
+    """Return a plan that changes each layer from `first_layer` on but the last, one in a wave."""
     waves, placement = [], base
-    for index, layer in enumerate(range(first_layer, base.num_layers)):
+    for index, layer in enumerate(range(first_layer, base.num_layers - 1)):
         waves.append(wave_of(index, layer, placement))
         placement = flip(placement, layer)
     return Plan(

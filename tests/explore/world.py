@@ -34,7 +34,7 @@ class World:
     def __init__(
         self, kit: Kit, *, ranks: int, waves: int, faults: int, kinds: frozenset[str]
     ) -> None:
-        self.tables = Tables(kit, ranks, waves)
+        self.tables = Tables(kit, ranks, waves + 1)
         self.faults, self.kinds = faults, kinds
         self.turned = 0
         """The rotation of the ranks from the last state to the one after it."""
@@ -116,9 +116,9 @@ class World:
         for name in facts.events:
             yield Event(f"{name} at rank", rank), partial(Draft.rank_event, rank=rank, event=(name,))
         source = view.ranks[(rank + 1) % len(view.ranks)]
-        if facts.copies_layer is not None and source is not None:
-            contents = copied(source.bytes, facts.copies_layer)
-            arrived = partial(Draft.rank_event, rank=rank, event=("arrived", contents))
+        for index, layer in enumerate(facts.moving if source is not None else ()):
+            event = ("arrived", index, copied(source.bytes, layer))
+            arrived = partial(Draft.rank_event, rank=rank, event=event)
             yield Event("copies arrive at rank", rank), arrived
         if view.polling and not facts.passed:
             yield Event("step boundary of rank", rank), partial(boundary, view=view, rank=rank)
@@ -144,7 +144,7 @@ class World:
                 lost = partial(Draft.leader_event, who="leader", event=("unheard", rank))
                 yield Event("leader does not hear rank", rank), lost
         ready = facts.state is ControlState.READY and facts.group is not None
-        if ready and not facts.open_plans and around.layers < self.tables.layers:
+        if ready and not facts.open_plans and around.layers < self.tables.layers - 1:
             yield Event("an operator starts a plan"), partial(submit, view=view)
         if view.still and not view.at_rest:
             asking = facts.running or facts.state is ControlState.RECOVERING
