@@ -6,7 +6,8 @@ PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
 .PHONY: demo test test-engines test-vllm test-gpu gpu-report test-deploy test-console
-.PHONY: example-join example-qwen3moe check sim mutants chaos fuzz soak format console-vendor console-images
+.PHONY: example-join example-qwen3moe check sim explore mutants chaos fuzz soak format
+.PHONY: console-vendor console-images
 .PHONY: proto verify-proto
 .PHONY: proto-breaking proto-release deploy-files sbom clean
 
@@ -108,6 +109,13 @@ mutants: .venv/ready
 
 sim: .venv/ready
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),20000)
+
+# Visits every state of small worlds. RANKS=2 WAVES=1 FAULTS=1 KINDS=lose,reload SECONDS=600 choose
+# one world; MUTANTS=1 breaks each rule instead.
+explore: .venv/ready
+	$(BIN)/python -m tests.explore $(if $(MUTANTS),--mutants) $(if $(RANKS),--ranks $(RANKS)) \
+	  $(if $(WAVES),--waves $(WAVES)) $(if $(FAULTS),--faults $(FAULTS)) \
+	  $(if $(KINDS),--kinds "$(KINDS)") $(if $(SECONDS),--seconds $(SECONDS))
 
 format: .venv/ready
 	$(BIN)/ruff format .

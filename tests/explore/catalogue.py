@@ -26,9 +26,7 @@ def search(kit: Kit, size: Size, *, mutant: bool = False, **limits) -> Search:
     """
     if mutant:
         limits |= {"stop_at_first": True, "skipped": frozenset({UNEXPECTED})}
-    world = World(
-        kit, ranks=size.ranks, waves=size.waves, faults=size.faults, kinds=size.kinds
-    )
+    world = World(kit, ranks=size.ranks, waves=size.waves, faults=size.faults, kinds=size.kinds)
     return Search(world, **limits)
 
 

@@ -160,7 +160,10 @@ def _silence(view: View) -> Iterator[Fault]:
     for rank, rank_facts in enumerate(view.ranks):
         if facts.running and facts.fresh[rank] and view.connected(rank):
             event: tuple = ("unheard", rank)
-            yield Event("at leader, of rank", rank), partial(Draft.leader_event, who="leader", event=event)
+            yield (
+                Event("at leader, of rank", rank),
+                partial(Draft.leader_event, who="leader", event=event),
+            )
         if rank_facts is None or rank_facts.state is IDLE or rank_facts.leaderless:
             continue
         if not view.hears_no_leader(rank):

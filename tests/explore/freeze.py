@@ -152,11 +152,7 @@ class Freezer:
             return (kind.__name__, *[self._freeze(item) for item in value])
         return (
             kind.__name__,
-            *[
-                self._freeze(item)
-                for name, item in attributes_of(value)
-                if name not in _TEXT
-            ],
+            *[self._freeze(item) for name, item in attributes_of(value) if name not in _TEXT],
         )
 
 

@@ -4,8 +4,14 @@ from dataclasses import dataclass, replace
 
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord, WaveKey
 from evenkeel_moe.protocol import control_messages as ctl
-from tests.sim.checks import NO_PROGRESS, RECORDS_DISAGREE, TORN_MAP, UNMATCHED_OPERATION
-from tests.sim.checks import WRONG_BYTES, Violation
+from tests.sim.checks import (
+    NO_PROGRESS,
+    RECORDS_DISAGREE,
+    TORN_MAP,
+    UNMATCHED_OPERATION,
+    WRONG_BYTES,
+    Violation,
+)
 
 EPOCH_FALLS = "epoch falls"
 TOLD_UNSAVED = "unsaved epoch told"
@@ -52,9 +58,7 @@ class History:
             raise Violation(RECORDS_DISAGREE, f"{short(wave)} is recorded as aborted and swapped")
         return replace(self, swapped=self.swapped | {wave})
 
-    def write(
-        self, action: ctl.PersistAction, before: PlanRecord | None, newest: int
-    ) -> "History":
+    def write(self, action: ctl.PersistAction, before: PlanRecord | None, newest: int) -> "History":
         """Check a record that a leader writes.
 
         Args:

@@ -183,7 +183,5 @@ def with_rank(message: Any, rank: Any) -> Any:
     fields = {
         name: getattr(message, name) for name in message.__dataclass_fields__ if name != "identity"
     }
-    renamed = msg.RankIdentity(
-        identity.deployment, rank, identity.generation, identity.incarnation
-    )
+    renamed = msg.RankIdentity(identity.deployment, rank, identity.generation, identity.incarnation)
     return type(message)(identity=renamed, **fields)

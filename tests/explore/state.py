@@ -79,6 +79,8 @@ class Tables:
     def __init__(self, kit: Kit, ranks: int, layers: int) -> None:
         kit = kit.wired()
         self.size, self.layers = ranks, layers
+        self.turns = range(ranks)
+        """The rotations of a state that are one state; only 0 to merge none."""
         self.messages = Messages()
         self.stores = Stores()
         self.ranks = RankTable(kit, self.messages)
@@ -134,7 +136,7 @@ class Draft:
             leader, old = leaders.compact(leader), old and leaders.compact(old)
         around = tables.surroundings(self.around)
         best: State | None = None
-        for by in range(tables.size):
+        for by in tables.turns:
             cut = tables.size - by
             turned = (*ranks[cut:], *ranks[:cut], *links[cut:], *links[:cut])
             if best is not None and turned > best[HEAD:]:

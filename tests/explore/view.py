@@ -89,8 +89,7 @@ class View:
             and group is not None
             and all(
                 facts is not None
-                and facts.shown[:3]
-                == (group.epoch, group.placement.digest, group.weights_version)
+                and facts.shown[:3] == (group.epoch, group.placement.digest, group.weights_version)
                 for facts in self.ranks
             )
         )

@@ -9,7 +9,14 @@ from functools import partial
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.explore.changes import (
-    boundary, connect, load, see_end, submit, take_off, to_leader, to_rank,
+    boundary,
+    connect,
+    load,
+    see_end,
+    submit,
+    take_off,
+    to_leader,
+    to_rank,
 )
 from tests.explore.faults import fault_events
 from tests.explore.invariants import History, Violation
@@ -105,7 +112,7 @@ class World:
                 yield event, partial(to_leader, rank=rank, stream=stream, who=who)
             if stream.broken and not stream.known:
                 yield (
-                     Event(f"{who} sees the end of the stream of rank", rank),
+                    Event(f"{who} sees the end of the stream of rank", rank),
                     partial(see_end, rank=rank, stream=stream, who=who),
                 )
 
@@ -114,7 +121,10 @@ class World:
         if facts is None:
             return
         for name in facts.events:
-            yield Event(f"{name} at rank", rank), partial(Draft.rank_event, rank=rank, event=(name,))
+            yield (
+                Event(f"{name} at rank", rank),
+                partial(Draft.rank_event, rank=rank, event=(name,)),
+            )
         source = view.ranks[(rank + 1) % len(view.ranks)]
         for index, layer in enumerate(facts.moving if source is not None else ()):
             event = ("arrived", index, copied(source.bytes, layer))
@@ -135,7 +145,10 @@ class World:
     def _leader_events(self, view: View) -> Iterator[tuple[Event, Change]]:
         facts, around = view.facts, view.around
         if view.earlier_leads:
-            yield Event("old leader learns that it lost its lease"), lambda draft: draft.loses_lease("old")
+            yield (
+                Event("old leader learns that it lost its lease"),
+                lambda draft: draft.loses_lease("old"),
+            )
         if not view.leads:
             yield Event("leader leads at a higher term"), Draft.lead
             return
