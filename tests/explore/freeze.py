@@ -30,7 +30,7 @@ _SIMPLE = (int, float, str, bool, bytes, type(None), Enum)
 
 
 @cache
-def _is_atom(kind: type) -> bool:
+def _is_atom(kind: Any) -> bool:
     """Return True if values of a type never change."""
     if issubclass(kind, (*_SIMPLE, *_CONSTANT, type, Placement, np.ndarray)):
         return True
@@ -41,14 +41,15 @@ def _is_atom(kind: type) -> bool:
 
 
 @cache
-def _attributes(kind: type) -> tuple[str, ...] | None:
+def _attributes(kind: Any) -> tuple[str, ...] | None:
     """Return the names of the attributes of a class with slots; None if it has a dict."""
     return tuple(field.name for field in fields(kind)) if hasattr(kind, "__slots__") else None
 
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
     """Return the attributes of an object, in a fixed order."""
-    names = _attributes(type(value)) if is_dataclass(value) else None
+    kind: Any = type(value)
+    names = _attributes(kind) if is_dataclass(value) else None
     if names is not None:
         return [(name, getattr(value, name)) for name in names]
     return sorted(vars(value).items())
@@ -56,7 +57,7 @@ def attributes_of(value: Any) -> list[tuple[str, Any]]:
 
 def clone(value: Any, memo: dict[int, Any] | None = None) -> Any:
     """Return a copy that shares only what never changes; an object stays one object."""
-    kind = type(value)
+    kind: Any = type(value)
     if _is_atom(kind):
         return value
     memo = {} if memo is None else memo
@@ -81,7 +82,7 @@ def clone(value: Any, memo: dict[int, Any] | None = None) -> Any:
 
 
 @cache
-def _rules(kind: type) -> tuple[Callable[[Any], None], ...]:
+def _rules(kind: Any) -> tuple[Callable[[Any], None], ...]:
     return tuple(RULES[parent.__name__] for parent in kind.__mro__ if parent.__name__ in RULES)
 
 
@@ -92,7 +93,7 @@ def normalise(value: Any) -> Any:
 
 
 def _normalise(value: Any, seen: set[int]) -> None:
-    kind = type(value)
+    kind: Any = type(value)
     if _is_atom(kind) or id(value) in seen:
         return
     seen.add(id(value))
@@ -127,7 +128,7 @@ class Freezer:
         return self._freeze(value)
 
     def _freeze(self, value: Any) -> Any:
-        kind = type(value)
+        kind: Any = type(value)
         if kind is RankNumber:
             return None if self.ranks is None else self.ranks[value]
         if issubclass(kind, _SIMPLE):

@@ -149,7 +149,7 @@ class LeaderTable:
         ranks = self.rotations[index]
         return found._replace(
             after=self.rotated(found.after, index),
-            sends=tuple((ranks[rank], *rest) for rank, *rest in found.sends),
+            sends=tuple((ranks[rank], stream, sent) for rank, stream, sent in found.sends),
             closes=tuple((ranks[rank], stream) for rank, stream in found.closes),
         )
 

@@ -12,6 +12,7 @@ import numpy as np
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, Generation
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.rank.gate import PollFailed, PollResolved
 from tests.explore.invariants import EPOCH_FALLS, TOLD_UNSAVED, WRONG_BYTES
@@ -48,7 +49,7 @@ class Outputs:
 
     sends: list[tuple[int, msg.RankMessage]] = field(default_factory=list)
     """(stream, message) in order."""
-    swapped: msg.WaveKey | None = None
+    swapped: WaveKey | None = None
     installed: tuple[Epoch, str] | None = None
     saved: tuple[Epoch, str] | None = None
     left: bool = False
@@ -178,7 +179,7 @@ class RankProcess:
         copies.phase = FAILED
         self.feed(msg.StagingFailed(copies.prepare.wave, reason), out)
 
-    def cancel(self, wave: msg.WaveKey) -> None:
+    def cancel(self, wave: WaveKey) -> None:
         for copies in self.copies:
             if copies.prepare.wave == wave:
                 copies.phase = CANCELLED if copies.phase == COPYING else DRAINING

@@ -70,7 +70,7 @@ class Search:
         self.found: dict[str, Found] = {}
 
     def run(self) -> Result:
-        began, shown = time.monotonic(), 0
+        began, shown = time.monotonic(), 0.0
         first = self.world.first()
         numbers = {first: 0}
         self.states, self._parents = [first], array("i", [-1])

@@ -202,8 +202,10 @@ class Draft:
         link = self.links[rank]
         for place, stream in enumerate(link):
             if stream.number == number and not stream.broken and term in (0, stream.term):
-                queue = (*getattr(stream, way), message)
-                link[place] = stream._replace(**{way: queue})
+                if way == "up":
+                    link[place] = stream._replace(up=(*stream.up, message))
+                else:
+                    link[place] = stream._replace(down=(*stream.down, message))
 
     def exchange(self) -> None:
         """All ranks have passed the boundary and exchange tokens: their maps must be equal."""

@@ -27,6 +27,13 @@ from tests.explore.view import ARMED, IDLE, Event, View
 from tests.sim.kit import Kit
 
 Change = Callable[[Draft], object]
+_WORDS = {
+    "drained": "nothing is in flight any more to rank",
+    "lost": "failed copies are reported at rank",
+    "save": "map is saved at rank",
+    "report_reload": "reload is reported at rank",
+}
+"""The events of a rank's own threads, in words."""
 
 
 class World:
@@ -121,12 +128,12 @@ class World:
         if facts is None:
             return
         for name in facts.events:
-            yield (
-                Event(f"{name} at rank", rank),
-                partial(Draft.rank_event, rank=rank, event=(name,)),
-            )
+            event: tuple = (name,)
+            yield Event(_WORDS[name], rank), partial(Draft.rank_event, rank=rank, event=event)
         source = view.ranks[(rank + 1) % len(view.ranks)]
-        for index, layer in enumerate(facts.moving if source is not None else ()):
+        for index, layer in enumerate(facts.moving):
+            if source is None:
+                continue
             event = ("arrived", index, copied(source.bytes, layer))
             arrived = partial(Draft.rank_event, rank=rank, event=event)
             yield Event("copies arrive at rank", rank), arrived
