@@ -85,6 +85,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "eq": operator.eq,
     "neq": operator.ne,
     "not": operator.not_,
+    "implies": operator.le,
     "iadd": operator.add,
     "isub": operator.sub,
     "imod": operator.mod,
