@@ -1,6 +1,7 @@
 """One seed: a time of faults, then a calm in which every plan must end and a new one succeed."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from evenkeel_moe.errors import EvenkeelError
@@ -191,9 +192,15 @@ def run_seed(
     pairs: Counter | None = None,
     trace: bool = False,
     about: Focus | None = None,
+    watch: Callable[[FleetWorld], None] | None = None,
 ) -> Outcome:
-    """Run one seed to its end or to the first broken invariant; `about` sets its focus."""
+    """Run one seed to its end or to the first broken invariant.
+
+    `about` sets its focus; `watch` is called with the world before it begins.
+    """
     world = FleetWorld(seed, kit, pairs, trace)
+    if watch is not None:
+        watch(world)
     world.print_trace = trace
     outcome = Outcome(seed, 0)
     try:

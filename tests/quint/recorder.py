@@ -1,0 +1,299 @@
+"""Record a simulation run as events of the model."""
+
+from dataclasses import replace
+from typing import Any
+
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.messages import ParticipantState, WaveOutcome
+from tests.quint.values import Record
+from tests.sim.kit import Kit
+from tests.sim.run import FleetWorld
+
+EMPTY: tuple = ()
+_HOLD = {
+    ParticipantState.IDLE: "Nothing",
+    ParticipantState.STAGING: "Staging",
+    ParticipantState.PREPARED: "Prepared",
+    ParticipantState.ARMED: "Armed",
+    ParticipantState.SWAPPING: "Swapping",
+    ParticipantState.ABORTED: "Nothing",
+}
+_LEFT_OUT = (msg.EngineRebalanced, msg.SwapFailed)
+"""Events that the model leaves out: a trace ends there."""
+
+
+class Recorder:
+    """The events of one run of one deployment, in the terms of the model."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+        self.ended_by = ""
+        self.world: Any = None
+        self._waves: dict[Any, int] = {}
+        self._messages: dict[int, tuple[Any, Record]] = {}
+        """Answers that ranks have made up, by the id of the message, which is kept alive."""
+        self._digests: dict[str, int] = {}
+        self._saved: dict[tuple[int, str], int] = {}
+        self._places: dict[int, int] = {}
+        self._passed: dict[int, int] = {}
+        """Boundaries that each rank has reached."""
+        self._inside: set[int] = set()
+        """Ranks at a boundary whose step is not computed yet."""
+
+    def add(self, label: str, value: Any = EMPTY) -> None:
+        """Add an event, unless the trace has ended."""
+        if not self.ended_by:
+            self.events.append((label, value))
+
+    def end(self, why: str) -> None:
+        """End the trace before an event that the model leaves out."""
+        self.ended_by = self.ended_by or why
+
+    def kit(self, kit: Kit) -> Kit:
+        """Return the kit with a participant and a gate that record what they do."""
+        return replace(
+            kit,
+            participant=_recorded_participant(kit.participant, self),
+            gate=_recorded_gate(kit.gate, self),
+        )
+
+    def attach(self, world: FleetWorld) -> None:
+        """Record what happens in a world that has not begun yet."""
+        self.world, fleet, network = world, world.fleet, world.network
+        start, remember, exchange = fleet.start, fleet.remember, fleet.exchange
+        to_rank, to_replica, outcome = network.to_rank, network.to_replica, world.checks.outcome
+
+        def started() -> None:
+            start()
+            self.group_started(fleet)
+
+        def remembered(site: Any, epoch: int, placement: Any) -> None:
+            self.add("Saved", site.rank.rank)
+            self._saved[epoch, placement.digest] = self._places[site.rank.rank]
+            remember(site, epoch, placement)
+
+        def exchanged(generation: Any) -> None:
+            for rank in fleet.ranks:
+                self.reach(rank.rank, rank.gate.calls)
+                self.compute(rank.rank, False)
+            exchange(generation)
+
+        def sent_to_rank(stream: Any, message: Any) -> None:
+            if stream.rank.fleet is fleet:
+                self.add("LeaderSent", self.controller_message(stream.rank, message))
+            to_rank(stream, message)
+
+        def sent_to_replica(stream: Any, message: Any) -> None:
+            if stream.rank.fleet is fleet:
+                self.sends(stream.rank, message)
+            to_replica(stream, message)
+
+        def recorded(deployment: Any, wave: Any, committed: bool) -> None:
+            if wave in self._waves:
+                self.add("Recorded", _record(wave=self._waves[wave], committed=committed))
+            outcome(deployment, wave, committed)
+
+        fleet.start, fleet.remember, fleet.exchange = started, remembered, exchanged
+        network.to_rank, network.to_replica = sent_to_rank, sent_to_replica
+        world.checks.outcome = recorded
+
+    # --- the group --------------------------------------------------------------------------------
+
+    def group_started(self, fleet: Any) -> None:
+        """Record a start of the whole group."""
+        part = fleet.ranks[0].sites[self.world.deployments[0]].participant
+        place = self._saved.get((part.epoch, part.placement.digest), 0)
+        if fleet.generations > 1:
+            start = _record(epoch=int(part.epoch), place=place, version=part.weights_version)
+            self.add("GroupRestarted", start)
+        self._saved[part.epoch, part.placement.digest] = place
+        self._places = dict.fromkeys(range(fleet.num_ranks), place)
+        self._digests[part.placement.digest] = place
+        self._passed = dict.fromkeys(range(fleet.num_ranks), 0)
+        self._inside.clear()
+
+    def reach(self, rank: int, boundary: int) -> None:
+        """Record that a rank has reached a boundary, unless it was there already."""
+        if self._passed[rank] < boundary:
+            self._passed[rank] = boundary
+            self._inside.add(rank)
+            self.add("Boundary", rank)
+
+    def compute(self, rank: int, polled: bool) -> None:
+        """Record that a rank begins its step, unless it did so already."""
+        if rank in self._inside:
+            self._inside.discard(rank)
+            self.add("Computed", _record(rank=rank, polled=polled))
+
+    # --- one rank ---------------------------------------------------------------------------------
+
+    def wave(self, key: Any) -> int:
+        """Return the model's name of a wave."""
+        return self._waves.setdefault(key, len(self._waves) + 1)
+
+    def seen(self, part: Any) -> None:
+        """Record the state of a rank that an observer sees."""
+        hold = _HOLD[part.state]
+        wave = 0 if hold == "Nothing" else self.wave(part.wave)
+        seen = _record(rank=part.identity.rank, hold=(hold, EMPTY), wave=wave)
+        self.add("Seen", seen.having("epoch", int(part.epoch)))
+
+    def controller_message(self, rank: Any, message: Any) -> Record:
+        """Return a controller's message in the terms of the model."""
+        kind = type(message).__name__
+        match message:
+            case msg.Prepare():
+                body: tuple = kind, self.wave_record(message.wave, message.base_epoch)
+            case msg.Commit() | msg.Abort():
+                body = kind, self.wave_record(message.wave, 0)
+            case _:
+                body = "Query", EMPTY
+        return _message(rank, message.leader, body)
+
+    def wave_record(self, key: Any, base: int) -> Record:
+        """Return the model's wave of a key."""
+        return _record(id=self.wave(key), base=int(base), version=int(key.weights_version))
+
+    def says(self, part: Any, message: Any) -> None:
+        """Record an answer that a rank has made up."""
+        match message:
+            case msg.Vote():
+                body: tuple = "Vote", _record(wave=self.wave(message.wave), yes=message.yes)
+            case msg.Ack():
+                body = "Ack", self._ack(message)
+            case msg.AbortAnswer(outcome=WaveOutcome.SWAPPED):
+                body = "Ack", self._ack(message)
+            case msg.AbortAnswer():
+                body = "Dropped", self._ack(message).having("drained", message.drained)
+            case msg.RankState():
+                body = "RankState", self._rank_state(part, message)
+            case _:
+                return
+        record = _message(part.identity, part.leader, body)
+        self._messages[id(message)] = message, record
+        self.add("Says", record)
+
+    def sends(self, rank: Any, message: Any) -> None:
+        """Record that an answer or a Hello leaves a rank."""
+        if isinstance(message, msg.Hello):
+            named = _record(wave=0, epoch=int(message.epoch))
+            self.add("Sends", _message(rank, None, ("Ack", named)))
+        elif id(message) in self._messages:
+            self.add("Sends", self._messages[id(message)][1])
+
+    def _ack(self, message: Any) -> Record:
+        return _record(wave=self.wave(message.wave), epoch=int(message.epoch))
+
+    def _rank_state(self, part: Any, message: msg.RankState) -> Record:
+        hold = _HOLD[message.state]
+        place = self._places[part.identity.rank]
+        if self._digests.get(message.placement_digest) != place:
+            place = -9
+        base = part.prepare.base_epoch if part.prepare is not None else 0
+        held = self.wave_record(message.wave, base) if message.wave is not None else None
+        return _record(
+            epoch=int(message.epoch),
+            place=place,
+            hold=(hold, EMPTY),
+            wave=_record(id=0, base=0, version=0) if hold == "Nothing" or held is None else held,
+            drained=message.drained,
+            version=int(message.weights_version),
+        )
+
+    def handle(self, part: Any, event: Any, take: Any) -> list:
+        """Record one event of a participant, and what it answers."""
+        rank = part.identity.rank
+        before, held, accepts = part.state, part.wave, True
+        if isinstance(event, _LEFT_OUT) or self._is_left_out(part, event):
+            self.end(type(event).__name__)
+        reloading = part.reloading
+        if isinstance(event, msg.FromController):
+            accepts = part.accepts_leader(event.message.leader)
+        actions: list = take()
+        match event:
+            case msg.FromController(message=message):
+                self._got(part.identity, message, accepts, actions, held)
+            case msg.StagingFinished() if before is ParticipantState.STAGING != part.state:
+                self.add("Copied", _record(rank=rank, good=True))
+                self.add("Voted", _record(rank=rank, yes=True))
+            case msg.StagingFailed() if before is ParticipantState.STAGING != part.state:
+                self.add("Voted", _record(rank=rank, yes=False))
+            case msg.TransportDrained() if before is ParticipantState.ABORTED != part.state:
+                self.add("Drained", _record(rank=rank, wave=self.wave(event.wave)))
+            case msg.SwapFinished():
+                self._places[rank] = self.wave(event.wave)
+                self._digests[part.placement.digest] = self._places[rank]
+                self.add("Swapped", rank)
+            case msg.ReloadRequested() if not reloading:
+                self.add("ReloadAsked", rank)
+            case msg.WeightsReloaded():
+                self.add("Reloaded", rank)
+        self.seen(part)
+        for action in actions:
+            if isinstance(action, msg.SendToController):
+                self.says(part, action.message)
+        return actions
+
+    def _is_left_out(self, part: Any, event: Any) -> bool:
+        foreign = not part.identity.generation.startswith(self.world.fleet.name)
+        if isinstance(event, msg.WeightsReloaded):
+            raised = event.weights_version == part.weights_version + 1
+            return foreign or not part.reloading or not raised
+        return foreign
+
+    def _got(self, rank: Any, message: Any, accepts: bool, actions: list, held: Any) -> None:
+        record = self.controller_message(rank, message)
+        if not accepts:
+            self.add("RankRefused", record)
+            return
+        stages = any(isinstance(action, msg.StartStaging) for action in actions)
+        refuses = isinstance(message, msg.Prepare) and not stages and held is None
+        self.add("RankGot", _record(message=record, again=True, refuses=refuses))
+
+
+def _message(rank: Any, leader: Any, body: tuple) -> Record:
+    name = int(leader.leader_id[1:]) if leader is not None else -1
+    term = leader.term if leader is not None else 0
+    gen = int(rank.generation[1:])
+    return _record(rank=int(rank.rank), leader=name, term=term, gen=gen, body=body)
+
+
+def _record(**fields: Any) -> Record:
+    return Record(fields)
+
+
+def _recorded_participant(kind: type, recorder: Recorder) -> type:
+    def handle(self: Any, event: Any, now: float) -> list:
+        return recorder.handle(self, event, lambda: kind.handle(self, event, now))  # type: ignore[attr-defined]
+
+    def snapshot(self: Any, now: float) -> Any:
+        view = kind.snapshot(self, now)  # type: ignore[attr-defined]
+        if view.want_drop:
+            recorder.add("LeaderLost", self.identity.rank)
+        return view
+
+    return type(kind.__name__, (kind,), {"handle": handle, "snapshot": snapshot})
+
+
+def _recorded_gate(kind: Any, recorder: Recorder) -> type:
+    def rank_of(gate: Any) -> int:
+        return int(gate.participants[0].identity.rank)
+
+    def advance(self: Any) -> bool:
+        due = bool(kind.advance(self))
+        if not due:
+            recorder.reach(rank_of(self), self.calls)
+        return due
+
+    def handle(self: Any, event: Any, now: float) -> list:
+        recorder.reach(rank_of(self), self.calls)
+        return list(kind.handle(self, event, now))
+
+    def begin_poll(self: Any, now: float) -> Any:
+        recorder.reach(rank_of(self), self.calls)
+        vector = kind.begin_poll(self, now)
+        recorder.compute(rank_of(self), True)
+        return vector
+
+    members = {"advance": advance, "handle": handle, "begin_poll": begin_poll}
+    return type(kind.__name__, (kind,), members)
