@@ -6,8 +6,8 @@ PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
 .PHONY: demo test test-engines test-vllm test-gpu gpu-report test-deploy test-console
-.PHONY: example-join example-qwen3moe check sim explore mutants chaos fuzz soak format
-.PHONY: console-vendor console-images
+.PHONY: example-join example-qwen3moe check sim explore mutants quint chaos fuzz soak
+.PHONY: format console-vendor console-images
 .PHONY: proto verify-proto
 .PHONY: proto-breaking proto-release deploy-files sbom clean
 
@@ -116,6 +116,25 @@ explore: .venv/ready
 	$(BIN)/python -m tests.explore $(if $(MUTANTS),--mutants) $(if $(RANKS),--ranks $(RANKS)) \
 	  $(if $(WAVES),--waves $(WAVES)) $(if $(FAULTS),--faults $(FAULTS)) \
 	  $(if $(KINDS),--kinds "$(KINDS)") $(if $(SECONDS),--seconds $(SECONDS))
+
+# Checks the model of the switch in Quint, from npm, and lets it judge runs of the simulation.
+QUINT := .cache/quint/node_modules/.bin/quint
+MODEL := $(wildcard tests/quint/*.qnt)
+
+$(QUINT): tests/quint/package-lock.json
+	mkdir -p .cache/quint && cp tests/quint/package.json tests/quint/package-lock.json .cache/quint
+	npm ci --prefix .cache/quint --no-fund --no-audit --ignore-scripts --loglevel=error
+	touch $@
+
+.cache/quint/switch.json: $(QUINT) $(MODEL)
+	$(QUINT) typecheck tests/quint/switch.qnt
+	$(QUINT) parse tests/quint/switch.qnt --out $@
+
+quint: .venv/ready .cache/quint/switch.json
+	$(QUINT) run tests/quint/switch.qnt --backend=typescript --max-samples=3 --max-steps=300 \
+	  --invariant=safe --verbosity=1
+	$(BIN)/pytest -q -m quint tests/quint
+	$(BIN)/python -m tests.quint --seeds $(or $(SEEDS),200)
 
 format: .venv/ready
 	$(BIN)/ruff format .

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,10 @@ from tests.quint.recorder import Recorder
 from tests.quint.values import Record
 from tests.sim.kit import Kit
 from tests.sim.run import FleetWorld, run_seed
+
+QUINT = Path(".cache/quint/node_modules/.bin/quint").absolute()
+TREE = Path(".cache/quint/switch.json").absolute()
+"""The model as Quint parsed it; `make quint` writes it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,17 @@ def judge(
     return Verdict(number, "", state)
 
 
-INVARIANTS = ("mapIsWhole", "recordsAgree", "operationsMatch", "bytesAreRight")
+INVARIANTS = ("mapIsWhole", "recordsAgree", "operationsMatch", "bytesAreRight", "toldIsSaved")
+FAULTS = {
+    "initSwapOnCommit": "mapIsWhole",
+    "initTellUnsaved": "toldIsSaved",
+    "initNoChecksum": "bytesAreRight",
+    "initCopyIntoSlots": "bytesAreRight",
+    "initPollOnlyWithWave": "operationsMatch",
+    "initConnectAlone": "operationsMatch",
+    "initRestartOnOldest": "recordsAgree",
+}
+"""Rules broken in the model that a few random runs find, and the invariant each breaks."""
 
 
 def broken_invariant(model: SimpleNamespace, state: Record) -> str:
