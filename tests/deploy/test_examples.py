@@ -1,6 +1,7 @@
 """Objects and patches beside the examples: valid, and they fit the pods that they belong to."""
 
 import copy
+import json
 import re
 import shutil
 import subprocess
@@ -86,7 +87,7 @@ def _check_pod(whole, added):
     for key in ("env", "volumeMounts"):
         whole["spec"]["containers"][0][key] += added["containers"][0][key]
     whole["spec"]["volumes"] += added["volumes"]
-    whole["spec"]["initContainers"] = added.get("initContainers", [])
+    whole["spec"].setdefault("initContainers", []).extend(added.get("initContainers", []))
     pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(whole)}
     pod["metadata"]["name"] = "x"
     kubernetes_validate.validate(pod, "1.37", strict=True)
@@ -108,6 +109,65 @@ def test_the_patch_for_the_engines_own_image_fits_its_pod_and_the_controllers_im
         (mount,) = one["volumeMounts"]
         assert (mount["name"], mount["mountPath"]) == (volume["name"], "/evenkeel")
     _check_pod(workers(path), added)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the pool")
+def test_kustomize_adds_what_the_patches_have_and_keeps_the_rest(engine, tmp_path):
+    shutil.copytree(FOLDER, tmp_path / "examples")
+    file = tmp_path / "examples" / "kustomization.yaml"
+    file.write_text(file.read_text().replace("vllm", engine))
+    done = subprocess.run(
+        ["kubectl", "kustomize", file.parent],
+        capture_output=True,
+        text=True,
+        timeout=deadline(60),
+        check=True,
+    )
+    whole = yaml.safe_load(done.stdout)["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    wanted = workers(FOLDER / f"{engine}-decode.yaml")
+    for name in ("tls", "plugin"):
+        patch = yaml.safe_load((FOLDER / "patches" / f"{engine}-{name}.yaml").read_text())
+        added = patch["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+        _check_pod(wanted, added)
+        wanted["spec"]["containers"][0] |= {
+            key: value for key, value in added["containers"][0].items() if key == "image"
+        }
+    assert _sorted(whole) == _sorted(wanted)
+
+
+def _sorted(value):
+    """Return the value with its lists of named objects in order: kustomize puts new ones first."""
+    if isinstance(value, dict):
+        return {key: _sorted(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        inner = [_sorted(one) for one in value]
+        named = all(isinstance(one, dict) for one in inner)
+        return sorted(inner, key=lambda one: str(sorted(one.items()))) if named else inner
+    return value
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", ["tls", "plugin"])
+def test_the_schema_has_a_key_for_every_list_of_a_patch(engine, name):
+    patch = yaml.safe_load((FOLDER / "patches" / f"{engine}-{name}.yaml").read_text())
+    schema = json.loads((FOLDER / "leaderworkerset.schema.json").read_text())["definitions"]
+    (kind,) = schema["LeaderWorkerSet"]["x-kubernetes-group-version-kind"]
+    assert patch["apiVersion"] == f"{kind['group']}/{kind['version']}"
+    _find_keys(schema, schema["LeaderWorkerSet"], patch)
+
+
+def _find_keys(schema, part, value):
+    """Check that each object of a list is found by a key, and is not put in place of all others."""
+    part = schema[part["$ref"].rsplit("/", 1)[-1]] if "$ref" in part else part
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _find_keys(schema, part.get("properties", {}).get(key, {}), inner)
+    elif isinstance(value, list) and isinstance(value[0], dict):
+        assert part["x-kubernetes-patch-strategy"] == "merge"
+        for one in value:
+            assert part["x-kubernetes-patch-merge-key"] in one
+            _find_keys(schema, part["items"], one)
 
 
 @pytest.fixture(scope="module")

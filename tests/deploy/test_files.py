@@ -21,7 +21,7 @@ from tests.deploy.test_rules import promtool
 from tests.waiting import deadline
 
 pytestmark = pytest.mark.deploy
-EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*.yaml"))
+EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*-decode.yaml"))
 
 
 # --- the image ---
