@@ -70,10 +70,12 @@ def test_a_large_heat_map_fits_the_terminal_and_keeps_its_worst_cell(width):
 def test_the_audit_tells_who_did_what(run):
     assert "no request for a change" in run("audit", "demo")[1]
     run("freeze", "demo", "60")
+    run("policy", "demo", "mode=observe")
     run("plan", "cancel", "demo", "nope")
     lines = run("audit", "demo")[1].splitlines()
     assert re.search(r"alice +operate +POST /v1/deployments/demo/plans/nope/cancel +404", lines[1])
-    assert "204 done" in lines[2]
+    assert re.search(r'PATCH /v1/deployments/demo/policy {"mode":"observe"} +200 done', lines[2])
+    assert "204 done" in lines[3]
 
 
 def test_rejected_reports_are_shown_with_samples(run, operations):

@@ -58,7 +58,9 @@ def test_a_plan_is_approved_carried_out_and_rolled_back(visitor: Visitor):
     visitor.browser.wait_text("Timeline")
     assert visitor.fleet.get(f"/plans/{plan['plan_id']}")["approved_by"] == "owner"
     assert visitor.fleet.get()["epoch"] > before
-    visitor.confirm("rollback")
+    visitor.browser.click("#rollback")
+    visitor.browser.wait_text(f"epoch {plan['base_epoch']}, which was there before plan")
+    visitor.browser.click("#rollback-confirm")
     visitor.browser.wait_text("rollback")
     wait_until(lambda: visitor.fleet.get()["held"], within_s=60, what="the hold")
     settle(visitor)
@@ -90,6 +92,7 @@ def test_the_policy_is_changed_and_recorded(visitor: Visitor):
     visitor.browser.wait_gone("dialog[open]")
     wait_until(lambda: visitor.fleet.get("/policy")["mode"] == "observe")
     visitor.browser.wait_text("PATCH /policy")
+    visitor.browser.wait_text('{"mode":"observe"}')
     visitor.browser.click("#policy")
     visitor.browser.choose("dialog select[name=mode]", "propose")
     visitor.browser.click("#policy-confirm")

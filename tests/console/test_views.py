@@ -91,7 +91,7 @@ def test_the_tab_key_reaches_every_button_and_link_in_order(visitor: Visitor):
         "Fleet",
         "Freeze",
         "Plans",
-        "Record",
+        "Policy and record",
     ):
         assert words in seen, seen
 
@@ -105,7 +105,7 @@ def test_a_phone_shows_the_tab_of_the_open_view(visitor: Visitor):
 
     def seen() -> bool:
         words, left, right = visitor.browser.script(edges)
-        return words == "Record" and left >= 0 and right <= 390
+        return words == "Policy and record" and left >= 0 and right <= 390
 
     wait_until(seen, what="the tab inside the window")
 

@@ -47,6 +47,7 @@ class Audit:
                     status=status,
                     idempotency_key=None if key is None else key[:128],
                     trace_id=scope["state"].get("trace_id"),
+                    change=scope["state"].get("change"),
                 )
             )
 

@@ -1,11 +1,12 @@
 """Routes of deployments: state, placement, load, policy, freeze, decisions."""
 
 import asyncio
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Header, Query, Response
+from fastapi import APIRouter, Body, Header, Query, Request, Response
 
 from evenkeel_moe.api.auth import Role
 from evenkeel_moe.api.context import (
@@ -52,6 +53,8 @@ _CONFLICT: dict[int | str, dict[str, Any]] = {
         "description": "The request does not fit the current state, or its key is in use",
     }
 }
+_MOST_CHANGE = 256
+"""Characters of a change of the policy that its audit row keeps."""
 _DECISIONS_SHOWN = 1000
 """Number of newest rows that the pages cover."""
 
@@ -181,6 +184,7 @@ async def get_policy(
     response_model=None,
 )
 async def set_policy(
+    request: Request,
     operations: OperationsOf,
     token: CallerToken,
     deployment: DeploymentPath,
@@ -198,6 +202,7 @@ async def set_policy(
     while `observe_lock` is true.
     Returns the document.
     """
+    request.state.change = json.dumps(changes, separators=(",", ":"))[:_MOST_CHANGE]
     tags = None if if_match is None else {tag.strip() for tag in if_match.split(",")}
     # `*` requires that the document exists, which it always does (RFC 9110, section 13.1.1).
     tags = None if tags == {"*"} else tags

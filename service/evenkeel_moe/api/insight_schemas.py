@@ -282,6 +282,9 @@ class AuditRowOut(ResponseBody):
     idempotency_key: str | None
     trace_id: str | None = None
     """The trace in `traceparent` and in the log; null in rows of older versions."""
+    change: str | None = None
+    """What a change of the policy asked for, as JSON cut after 256 characters; null for other
+    requests and in rows of older versions."""
 
 
 class AuditPage(ResponseBody):

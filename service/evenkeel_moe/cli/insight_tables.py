@@ -131,7 +131,7 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             moment(row["at"]),
             row["by"],
             row["role"],
-            f"{row['method']} {row['path']}",
+            f"{row['method']} {row['path']}" + (f" {row['change']}" if row.get("change") else ""),
             _outcome(row["status"]),
             row["trace_id"] or "-",
         )

@@ -167,6 +167,8 @@ class AuditEntry:
     idempotency_key: str | None = None
     trace_id: str | None = None
     """Trace id of the request, 32 hex digits."""
+    change: str | None = None
+    """The start of what a change of the policy asked for, as JSON; None for other requests."""
 
 
 @dataclass(frozen=True, slots=True)

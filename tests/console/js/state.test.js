@@ -22,6 +22,7 @@ import {
 import {
   changedLayers,
   movesBetween,
+  planBehind,
   ranksOf,
   replicas,
   sameShape,
@@ -152,11 +153,24 @@ test("a rank shows the state of its wave only while a plan needs it", () => {
   const rank = { fresh: true, trouble: "", state: "staging" };
   assert.equal(rankCondition(rank, { state: "migrating" }).words, "✓ staging");
   assert.equal(rankCondition(rank, { state: "ready" }).words, "✓ connected");
+  const idle = { ...rank, state: "idle" };
+  assert.equal(rankCondition(idle, { state: "migrating" }).words, "✓ connected");
   assert.equal(rankCondition({ ...rank, trouble: "no room" }, { state: "ready" }).kind, "bad");
   assert.deepEqual(rankCondition({ ...rank, fresh: false }, { state: "migrating" }), {
     kind: "bad",
     words: "✕ lost",
   });
+});
+
+test("the plan behind an epoch is the one whose waves led to it", () => {
+  const plans = [
+    { plan_id: "waits", base_epoch: 7, waves_committed: 0 },
+    { plan_id: "last", base_epoch: 5, waves_committed: 2 },
+    { plan_id: "first", base_epoch: 0, waves_committed: 5 },
+  ];
+  assert.equal(planBehind(plans, 7).plan_id, "last");
+  assert.equal(planBehind(plans, 5).plan_id, "first");
+  assert.equal(planBehind(plans, 6), undefined);
 });
 
 test("the worst deployment comes first, then the least balanced", () => {

@@ -160,6 +160,6 @@ test("text that is no number is named, not sent", () => {
   assert.deepEqual(changes, {});
   assert.deepEqual(
     errors.map((words) => words.split(":")[0]),
-    ["cycle_s", "max_moves"],
+    ["Cycle", "Copies of one plan"],
   );
 });

@@ -61,6 +61,15 @@ async def paths(log: AuditLog, limit: int = 1000) -> list[str]:
     return [row["path"] for row in await log.rows(DEMO, limit)]
 
 
+async def test_rows_of_older_versions_have_no_change(store):
+    row = {"at": 1.0, "id": "a", "deployment": "demo", "by": "ann", "role": "admin"}
+    row |= {"method": "PATCH", "path": "/p", "status": 200}
+    await store.store_document(DEMO, "audit", {"rows": [row]}, 1)
+    log = log_on(store)
+    await log.record(replace(entry("/q"), change='{"mode":"auto"}'), 1)
+    assert [one["change"] for one in await log.rows(DEMO, 9)] == ['{"mode":"auto"}', None]
+
+
 async def test_rows_outlive_the_controller(store):
     before = log_on(store)
     await before.record(entry("/1"), 1)

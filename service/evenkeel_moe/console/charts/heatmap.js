@@ -7,7 +7,7 @@ import { useDark, useWidth } from "../net/poll.js";
 import { html } from "../ui.js";
 
 const LEFT = 44;
-const TOP = 22;
+const TOP = 36;
 const MARK_FROM = 7;
 
 /** Sizes of the drawing, in CSS pixels. */
@@ -41,8 +41,8 @@ export function HeatMap({ rows, firstLayer, column, onPick }) {
   const row = Math.min(at[0], rows.length - 1);
   const col = Math.min(at[1], rows[0].length - 1);
   useLayoutEffect(() => {
-    if (size) draw(canvas.current, image, rows, size, [row, col], firstLayer, dark);
-  }, [size, image, row, col, dark]);
+    if (size) draw(canvas.current, image, rows, size, [row, col], { firstLayer, column }, dark);
+  }, [size, image, row, col, column, dark]);
   const move = (event) => {
     const box = canvas.current.getBoundingClientRect();
     const x = Math.floor((event.clientX - box.left - LEFT) / size.cellWidth);
@@ -93,7 +93,7 @@ function picture(rows, dark) {
   return made;
 }
 
-function draw(canvas, image, rows, size, [row, col], firstLayer, dark) {
+function draw(canvas, image, rows, size, [row, col], axes, dark) {
   const ratio = devicePixelRatio || 1;
   const { cellWidth, cellHeight, width, height } = size;
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
@@ -108,7 +108,7 @@ function draw(canvas, image, rows, size, [row, col], firstLayer, dark) {
   context.imageSmoothingEnabled = false;
   context.drawImage(image, LEFT, TOP, width - LEFT, height - TOP);
   if (cellWidth >= MARK_FROM && cellHeight >= MARK_FROM) marks(context, rows, size, dark);
-  labels(context, size, rows.length, firstLayer, dark);
+  labels(context, size, rows.length, axes, dark);
   context.strokeStyle = dark ? "#fff" : "#000";
   context.lineWidth = 2;
   context.strokeRect(
@@ -132,18 +132,21 @@ function marks(context, rows, { cellWidth, cellHeight }, dark) {
   );
 }
 
-function labels(context, { columns, cellWidth, cellHeight }, count, firstLayer, dark) {
+function labels(context, { columns, cellWidth, cellHeight }, count, { firstLayer, column }, dark) {
   context.fillStyle = dark ? "#b6bcc6" : "#4a515c";
   context.font = "11px system-ui, sans-serif";
   context.textBaseline = "middle";
+  context.textAlign = "left";
+  context.fillText(`${column} →`, LEFT, 8);
   context.textAlign = "right";
+  context.fillText("layer ↓", LEFT - 6, TOP - 11);
   const everyRow = Math.max(1, Math.ceil(14 / cellHeight));
   for (let y = 0; y < count; y += everyRow)
     context.fillText(String(firstLayer + y), LEFT - 6, TOP + (y + 0.5) * cellHeight);
   context.textAlign = "center";
   const everyColumn = Math.max(1, Math.ceil(30 / cellWidth));
   for (let x = 0; x < columns; x += everyColumn)
-    context.fillText(String(x), LEFT + (x + 0.5) * cellWidth, TOP / 2);
+    context.fillText(String(x), LEFT + (x + 0.5) * cellWidth, TOP - 11);
 }
 
 /** The colours with their numbers. */

@@ -1,5 +1,18 @@
 /** The form of a policy: which fields differ, as the body of a PATCH. */
 
+const LABELS = {
+  cycle_s: "Cycle",
+  proposal_ttl_s: "A proposal expires after",
+  max_moves: "Copies of one plan",
+  max_bytes: "Bytes of one plan",
+  max_layers: "Layers of one plan",
+};
+
+/** @param {string} name of a field @returns {string} The same words on the page and in the form. */
+export function labelOf(name) {
+  return LABELS[name] ?? name;
+}
+
 /**
  * @param {object} document the policy as it was read
  * @param {object} form edited values: `mode`, `cycle_s`, `proposal_ttl_s`, `thresholds`, `limits`;
@@ -31,7 +44,7 @@ export function policyChanges(document, form) {
 function parse(name, typed, errors) {
   const value = typed.trim() === "" ? NaN : Number(typed);
   if (Number.isFinite(value)) return value;
-  errors.push(`${name}: “${typed}” is not a number.`);
+  errors.push(`${labelOf(name)}: “${typed}” is not a number.`);
   return null;
 }
 

@@ -86,7 +86,8 @@ export function troubledRanks(deployment) {
 export function rankCondition(rank, deployment) {
   if (!rank.fresh) return { kind: "bad", words: "✕ lost" };
   if (rank.trouble) return { kind: "bad", words: "✕ takes no waves" };
-  return { kind: "good", words: `✓ ${deployment.state === "ready" ? "connected" : rank.state}` };
+  const idle = deployment.state === "ready" || rank.state === "idle";
+  return { kind: "good", words: `✓ ${idle ? "connected" : rank.state}` };
 }
 
 /**

@@ -91,3 +91,14 @@ export function slotLayout(numRanks, slotsPerRank, width, widest = 34) {
   const height = Math.ceil(numRanks / columns) * blockHeight;
   return { cell, cellHeight, label, blockWidth, blockHeight, columns, height };
 }
+
+/**
+ * @param {object[]} plans newest first
+ * @param {number | null} epoch the present one
+ * @returns {object | undefined} The plan whose waves led to the epoch.
+ */
+export function planBehind(plans, epoch) {
+  return plans.find(
+    (plan) => plan.waves_committed > 0 && plan.base_epoch + plan.waves_committed === epoch,
+  );
+}

@@ -7,7 +7,7 @@ export const VIEWS = [
   ["load", "Load"],
   ["capacity", "Capacity"],
   ["ranks", "Ranks"],
-  ["record", "Record"],
+  ["record", "Policy and record"],
 ];
 
 /**

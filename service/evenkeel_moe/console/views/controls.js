@@ -1,7 +1,8 @@
 /** The buttons that change a deployment: freeze, resume, roll back. The token's role decides. */
 
-import { useState } from "../vendor/hooks.js";
+import { useEffect, useState } from "../vendor/hooks.js";
 import { ago, moment } from "../lib/format.js";
+import { planBehind } from "../lib/placement.js";
 import { allows } from "../lib/problem.js";
 import { linkTo } from "../lib/route.js";
 import { sentence } from "../lib/reasons.js";
@@ -34,7 +35,7 @@ export function Controls({ api, role, deployment, reload, now }) {
       held
         ? html`<${ActionButton}
             id="resume"
-            label="Resume"
+            label="Resume automatic plans"
             title="Resume automatic plans"
             kind="primary"
             act=${() => post("resume")}
@@ -77,13 +78,21 @@ export function Controls({ api, role, deployment, reload, now }) {
             </select><//
           >`
     }
-    <${Rollback} api=${api} path=${path} deployment=${deployment} reload=${reload} />
+    <${Rollback} api=${api} path=${path} deployment=${deployment} reload=${reload} now=${now} />
   </div>`;
 }
 
-function Rollback({ api, path, deployment, reload }) {
+function Rollback({ api, path, deployment, reload, now }) {
+  const { epoch } = deployment;
+  const [plans, setPlans] = useState([]);
+  useEffect(() => {
+    if (epoch) api.get(`${path}/plans?page_size=100`).then((page) => setPlans(page.items), () => {});
+  }, [api, path, epoch]);
+  const last = planBehind(plans, epoch);
   const roll = async () => {
-    const plan = await api.change("POST", `${path}/rollback`, {});
+    // The epoch that the dialog names, also if another plan ends meanwhile.
+    const body = last ? { to_epoch: last.base_epoch } : {};
+    const plan = await api.change("POST", `${path}/rollback`, body);
     await reload();
     location.hash = linkTo(deployment.deployment, "plans", plan.plan_id);
   };
@@ -97,8 +106,14 @@ function Rollback({ api, path, deployment, reload }) {
     act=${roll}
   >
     <p>
-      This moves weights: the ranks return to the placement before the last plan. Automatic plans
-      are then held until somebody resumes them.
+      This moves weights: the ranks return from epoch ${epoch} to the placement
+      ${
+        last
+          ? html`of epoch ${last.base_epoch}, which was there before plan
+              <code>${last.plan_id}</code> (made ${ago(last.created_at, now)})`
+          : "before the last plan"
+      }.
+      Automatic plans are then held until somebody resumes them.
     </p><//
   >`;
 }

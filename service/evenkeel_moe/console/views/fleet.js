@@ -93,7 +93,7 @@ function Row({ api, row, waiting }) {
     </div>
     <div class="fleet-words">
       <p><b>${health.words}</b></p>
-      ${decision ? html`<${Newest} decision=${decision} now=${api.now()} />` : ""}
+      ${decision ? html`<${Newest} decision=${decision} now=${api.now()} above=${health.words} />` : ""}
       ${waiting.map((each) => html`<${Waiting} key=${each.plan_id} row=${row} plan=${each} />`)}
       ${plan ? html`<${Running} row=${row} plan=${plan} />` : ""}
     </div>
@@ -116,9 +116,10 @@ const Figure = ({ value, name }) => html`<span><b>${number(value, 2)}</b> ${name
 /** Under a cost model by tokens there is no time balance, and token balance decides. */
 const byTokens = (row) => row.time_balance === null && row.cost_model?.unit === "tokens";
 
-function Newest({ decision, now }) {
+function Newest({ decision, now, above }) {
+  const words = sentence(decision.reason);
   return html`<p class="hint">
-    Newest decision, <${Moment} unix=${decision.at} now=${now} />: ${sentence(decision.reason)}
+    Newest decision, <${Moment} unix=${decision.at} now=${now} />${words === above ? "." : `: ${words}`}
   </p>`;
 }
 

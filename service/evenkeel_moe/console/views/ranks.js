@@ -41,12 +41,12 @@ export function Ranks({ api, name, deployment, now }) {
                   of: (rank) => number(rank.load_share === null ? null : rank.load_share / mean, 2),
                 },
                 {
-                  title: "Time per token / median",
+                  title: "Time / median, at equal tokens",
                   numeric: true,
                   of: (rank) => number(rank.slowness, 2),
                 },
                 {
-                  title: "Per token",
+                  title: "Measured time per token",
                   numeric: true,
                   of: (rank) =>
                     rank.seconds_per_token === null
@@ -100,5 +100,8 @@ function summary({ ranks, shape }) {
   const most =
     shares.length === ranks.length && shares.length ? Math.max(...shares) * ranks.length : null;
   const share = most === null ? "an unknown share" : percent(most, 0);
-  return `${fresh} of ${count(shape?.num_ranks)} connected. The fullest has ${share} of the mean.`;
+  return (
+    `${fresh} of ${count(shape?.num_ranks)} connected. The fullest has ${share} of the mean load. ` +
+    "The measured time per token also depends on how many tokens a rank has."
+  );
 }

@@ -1,7 +1,7 @@
-/** Record: the policy and who changed what. */
+/** Policy and record: the policy, and who changed what. */
 
 import { useState } from "../vendor/hooks.js";
-import { policyChanges, formOf } from "../lib/changes.js";
+import { formOf, labelOf, policyChanges } from "../lib/changes.js";
 import { bytes, count, duration, moment } from "../lib/format.js";
 import { allows } from "../lib/problem.js";
 import { deploymentPath } from "../net/api.js";
@@ -40,7 +40,8 @@ export function Record({ api, role, name, now, reload }) {
               {
                 title: "Request",
                 of: (row) =>
-                  html`<code>${row.method} ${row.path.replace(`/v1/${path}`, "")}</code>`,
+                  html`<code>${row.method} ${row.path.replace(`/v1/${path}`, "")}</code>
+                    ${row.change ? html` <code>${row.change}</code>` : ""}`,
               },
               { title: "Outcome", of: (row) => html`<${Outcome} status=${row.status} />` },
               {
@@ -67,16 +68,16 @@ function Policy({ document }) {
       rows=${[
         ["Mode", document.mode],
         ["Algorithm", document.policy],
-        ["Scored beside it", document.shadow_policies.join(", ") || "none"],
+        ["Policies on trial", document.shadow_policies.join(", ") || "none"],
         ["Cost model", document.cost],
         ["Dispatch", document.dispatch ?? "as the ranks tell"],
-        ["Cycle", duration(document.cycle_s)],
-        ["A proposal expires after", duration(document.proposal_ttl_s)],
-        ["Copies of one plan", bound(limits.max_moves, count)],
-        ["Bytes of one plan", bound(limits.max_bytes, bytes)],
-        ["Layers of one plan", bound(limits.max_layers, count)],
+        [labelOf("cycle_s"), duration(document.cycle_s)],
+        [labelOf("proposal_ttl_s"), duration(document.proposal_ttl_s)],
+        [labelOf("max_moves"), bound(limits.max_moves, count)],
+        [labelOf("max_bytes"), bound(limits.max_bytes, bytes)],
+        [labelOf("max_layers"), bound(limits.max_layers, count)],
         ["Plans may start", schedule.windows.join("; ") || "at any time"],
-        ["No plan starts", schedule.blackouts.join("; ") || "never closed"],
+        ["Plans may not start", schedule.blackouts.join("; ") || "no such times"],
       ]}
     />
     <details>
@@ -121,7 +122,7 @@ function EditPolicy({ api, path, role, document, changed }) {
   };
   const input = (group, name) =>
     html`<label key=${name}
-      ><code>${name}</code>
+      >${labelOf(name)}${name.endsWith("_s") && labelOf(name) !== name ? ", in seconds" : ""}
       <input
         type="text"
         inputmode="decimal"
@@ -166,6 +167,6 @@ function EditPolicy({ api, path, role, document, changed }) {
         : ""
     }
     <p>What is sent: <code id="policy-body">${JSON.stringify(changes)}</code></p>
-    ${base ? html`<button type="button" class="button" onClick=${forget}>Start again</button>` : ""}
+    ${base ? html`<button type="button" class="button" onClick=${forget}>Discard these changes</button>` : ""}
   <//>`;
 }

@@ -14,7 +14,7 @@ from evenkeel_moe.ports import AuditEntry, Clock, DeploymentStore
 _IN_MEMORY = 1024
 """Changes of all deployments on this replica."""
 _STORED = 256
-"""Changes of one deployment: about 60 kB."""
+"""Changes of one deployment: about 60 kB, and 120 kB if all of them change the policy."""
 _REFUSED_PART = 4
 """One refused request is kept for so many changes."""
 _REFUSED = 400
@@ -31,8 +31,9 @@ _FORM = {
     "status": int,
     "idempotency_key": str | None,
     "trace_id": str | None,
+    "change": str | None,
 }
-"""The type of each field of a row; a row of an older version may lack the last two."""
+"""The type of each field of a row; a row of an older version may lack the last three."""
 
 
 class AuditLog:
