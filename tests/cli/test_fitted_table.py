@@ -27,8 +27,14 @@ def test_a_wide_terminal_shows_every_column_in_one_line():
 def test_the_least_important_columns_are_left_out_first():
     assert drawn(32)[0].split() == ["NAME", "SIZE", "TEXT"]
     assert drawn(20)[0].split() == ["NAME", "TEXT"]
-    text = " ".join(line[7:].strip() for line in drawn(20)[1:])
+    text = " ".join(line[7:].strip() for line in drawn(20)[1:-3])
     assert " ".join(text.split()) == ROWS[0][3]
+
+
+def test_columns_that_are_left_out_are_named():
+    assert " ".join("".join(drawn(32)[-2:]).split()) == "a wider terminal also shows LEAST"
+    assert " ".join("".join(drawn(20)[-3:]).split()) == "a wider terminal also shows LEAST, SIZE"
+    assert "wider" not in "".join(drawn(80))
 
 
 def test_names_are_never_cut():

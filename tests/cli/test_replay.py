@@ -118,6 +118,7 @@ def test_the_page_stands_alone_and_its_drawings_are_well_formed(small, tmp_path)
     ]
     assert len(drawings) == 10
     assert "prefers-color-scheme: dark" in text
+    assert "once: eplb on the first window, and never again." in text
     # Every colour variable that a drawing uses has a value; without one, a line would be invisible.
     used = set(re.findall(r"var\(--(\w+)\)", text))
     assert {name for name in used if f"--{name}:" not in text} == set()

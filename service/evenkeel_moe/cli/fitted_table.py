@@ -41,7 +41,10 @@ class FittedTable:
         self._rows = rows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the widest table that fits; without rows yield only the heads."""
+        """Yield the widest table that fits, and name the columns that do not fit.
+
+        Without rows yield only the heads.
+        """
         kept = list(range(len(self._columns)))
         while self._needs(kept) > options.max_width:
             droppable = [index for index in kept if self._columns[index].keep]
@@ -50,6 +53,9 @@ class FittedTable:
             # The last of the least important ones.
             kept.remove(max(droppable, key=lambda index: (self._columns[index].keep, index)))
         yield self._table(kept)
+        left_out = [one.head for index, one in enumerate(self._columns) if index not in kept]
+        if left_out:
+            yield Text(f"a wider terminal also shows {', '.join(left_out)}", style="dim")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         """Return the widths between which the table can be drawn."""

@@ -63,14 +63,8 @@ def plan_view(row: Mapping[str, Any], now: float) -> RenderableType:
     if row["delivered"] is not None:
         parts.append(Text(_delivered_line(row["delivered"])))
     if row["numbers"]:
-        cells = [
-            (figure_name(name), figure(name, value), name) for name, value in row["numbers"].items()
-        ]
-        columns = (
-            FittedColumn("FIGURE"),
-            FittedColumn("VALUE", right=True),
-            FittedColumn("NAME IN JSON", keep=1),
-        )
+        cells = [(figure_name(name), figure(name, value)) for name, value in row["numbers"].items()]
+        columns = (FittedColumn("FIGURE"), FittedColumn("VALUE", right=True))
         parts += [Text(), FittedTable(columns, cells)]
     reasons = explained([str(row["reason"]), str(row["planned_because"])])
     return Group(*parts, legend(*_WORDS, *reasons))

@@ -13,7 +13,7 @@ from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.budget import BudgetPoint
 from evenkeel_moe.replay.charts import PALETTE, SMALL, Series, Style, bars, heat_map, lines, ranges
 from evenkeel_moe.replay.compare import Comparison
-from evenkeel_moe.replay.headline import copy_round_s, headline
+from evenkeel_moe.replay.headline import baseline_words, copy_round_s, headline
 from evenkeel_moe.replay.planners import BASELINES, VERDICT
 from evenkeel_moe.replay.tables import (
     COLUMNS,
@@ -197,7 +197,8 @@ def _table(comparison: Comparison) -> str:
     return (
         '<section><div class="scroll"><table><thead><tr><th scope="col">policy</th>'
         f"{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-        "<p>Bold: the best value of a column, or a tie.</p></section>"
+        "<p>Bold: the best value of a column, or a tie."
+        f"{''.join(f' {escape(words)}' for words in baseline_words(comparison))}</p></section>"
     )
 
 

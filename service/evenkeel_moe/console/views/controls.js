@@ -86,7 +86,10 @@ function Rollback({ api, path, deployment, reload, now }) {
   const { epoch } = deployment;
   const [plans, setPlans] = useState([]);
   useEffect(() => {
-    if (epoch) api.get(`${path}/plans?page_size=100`).then((page) => setPlans(page.items), () => {});
+    if (!epoch) return;
+    const known = (page) => setPlans(page.items);
+    // Without an answer the question names no plan.
+    api.get(`${path}/plans?page_size=100`).then(known, () => setPlans([]));
   }, [api, path, epoch]);
   const last = planBehind(plans, epoch);
   const roll = async () => {

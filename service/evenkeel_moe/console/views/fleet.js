@@ -93,7 +93,7 @@ function Row({ api, row, waiting }) {
     </div>
     <div class="fleet-words">
       <p><b>${health.words}</b></p>
-      ${decision ? html`<${Newest} decision=${decision} now=${api.now()} above=${health.words} />` : ""}
+      ${decision ? html`<${Newest} ...${{ decision, now: api.now(), above: health.words }} />` : ""}
       ${waiting.map((each) => html`<${Waiting} key=${each.plan_id} row=${row} plan=${each} />`)}
       ${plan ? html`<${Running} row=${row} plan=${plan} />` : ""}
     </div>
@@ -119,7 +119,8 @@ const byTokens = (row) => row.time_balance === null && row.cost_model?.unit === 
 function Newest({ decision, now, above }) {
   const words = sentence(decision.reason);
   return html`<p class="hint">
-    Newest decision, <${Moment} unix=${decision.at} now=${now} />${words === above ? "." : `: ${words}`}
+    ${"Newest decision, "}<${Moment} unix=${decision.at} now=${now} />
+    ${words === above ? "." : `: ${words}`}
   </p>`;
 }
 

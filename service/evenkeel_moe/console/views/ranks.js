@@ -101,7 +101,7 @@ function summary({ ranks, shape }) {
     shares.length === ranks.length && shares.length ? Math.max(...shares) * ranks.length : null;
   const share = most === null ? "an unknown share" : percent(most, 0);
   return (
-    `${fresh} of ${count(shape?.num_ranks)} connected. The fullest has ${share} of the mean load. ` +
+    `${fresh} of ${count(shape?.num_ranks)} connected. The fullest has ${share} of the mean. ` +
     "The measured time per token also depends on how many tokens a rank has."
   );
 }

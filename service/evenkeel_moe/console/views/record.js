@@ -167,6 +167,10 @@ function EditPolicy({ api, path, role, document, changed }) {
         : ""
     }
     <p>What is sent: <code id="policy-body">${JSON.stringify(changes)}</code></p>
-    ${base ? html`<button type="button" class="button" onClick=${forget}>Discard these changes</button>` : ""}
+    ${
+      base
+        ? html`<button type="button" class="button" onClick=${forget}>Discard the changes</button>`
+        : ""
+    }
   <//>`;
 }
