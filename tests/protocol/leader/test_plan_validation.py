@@ -181,9 +181,11 @@ def test_a_batch_in_which_two_ranks_send_to_one_is_refused_and_copies_inside_a_r
     inside = (Transfer(0, 0, 0, 1, 10), Transfer(0, 1, 1, 2, 10))
     for batch, refused in ((to_one, True), (inside, False)):
         assert (batch_refusal(Wave(0, (0,), rows, (batch,)), shape) is not None) is refused
-    two_peers = (Transfer(0, 3, 4, 2, 10), Transfer(0, 3, 4, 1, 10))
-    body = dataclasses.replace(wave_of(), batches=(two_peers,))
-    assert refusal_of(dataclasses.replace(body, batches=((two_peers[0], two_peers[0]),)))
+    rows = BASE.phy2log[[0]].copy()
+    rows[0, 0] = 3
+    twice = (Transfer(0, 3, 4, 0, 10), Transfer(0, 2, 3, 2, 10))
+    assert refusal_of(Wave(0, (0,), rows, (twice,))) is Reason.LIMIT_EXCEEDED
+    assert refusal_of(Wave(0, (0,), rows, tuple((t,) for t in twice))) is None
 
 
 def test_the_buffers_of_each_rank_are_counted_over_all_layers():

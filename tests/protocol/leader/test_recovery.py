@@ -12,6 +12,7 @@ from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
+from evenkeel_moe.protocol.transitions import CoordinatorState
 from tests.protocol.machines import (
     AFTER_ONE,
     AFTER_TWO,
@@ -32,6 +33,7 @@ from tests.protocol.machines import (
     sent,
     state_in,
     state_of,
+    wave_state,
 )
 
 
@@ -182,14 +184,16 @@ def test_a_plan_that_does_not_fit_the_group_any_more_ends(answers, reason):
     # Of new weights, all ranks are asked for their checksums.
     actions = [answer_queries(control, **answers) for _ in range(2)][-1]
     assert (record(control).phase, record(control).reason) == (PlanPhase.ABORTED, reason)
+    assert record(control).waves_committed == 0
     assert not [m for m in sent(actions) if isinstance(m, msg.Prepare)]
 
 
 def test_a_plan_based_on_a_later_epoch_than_the_groups_ends():
     plan = dataclasses.replace(record(control_of(S.MIGRATING)).plan, base_epoch=Epoch(1))
-    control = control_of(S.RECOVERING, stored_plans({"plan": plan}))
-    answer_queries(control)
-    assert record(control).reason is Reason.STALE_BASE
+    for placement in (BASE, AFTER_ONE):
+        control = control_of(S.RECOVERING, stored_plans({"plan": plan}))
+        answer_queries(control, placement=placement)
+        assert (record(control).reason, record(control).waves_committed) == (Reason.STALE_BASE, 0)
 
 
 def test_a_plan_that_is_where_the_store_says_goes_on_without_a_row_of_its_recovery():
@@ -209,6 +213,8 @@ def test_after_a_found_wave_has_ended_all_ranks_are_asked_again():
     both(control, lambda rank: state_of(rank, query=1, **held))
     asked_for_wave = query_of(control)
     assert control.recovery is not None and control.recovery.round is None
+    both(control, lambda rank: state_of(rank, query=1, **held))
+    assert wave_state(control) is CoordinatorState.RECOVERING, "late answers to the first question"
     both(control, lambda rank: state_of(rank, query=asked_for_wave, **held))
     actions = abort_answers(control)
     questions = [m for m in sent(actions) if isinstance(m, msg.QueryState)]
@@ -218,3 +224,45 @@ def test_after_a_found_wave_has_ended_all_ranks_are_asked_again():
     ]
     answer_queries(control)
     assert state_in(control) is S.READY
+
+
+def test_a_late_answer_to_the_last_round_starts_no_other():
+    control = control_of(S.RECOVERING)
+    last = query_of(control)
+    answer_queries(control)
+    control.handle(from_rank(0, state_of(0, query=last, epoch=4)), 0.0)
+    assert control.state is S.READY
+
+
+def test_a_plan_that_waits_while_the_ranks_disagree_says_so():
+    """R14."""
+    control = control_of(S.RECOVERING, stored_plans({}))
+    for t in range(1, 13):
+        control.handle(from_rank(0, state_of(0, query=query_of(control))), float(t))
+        control.handle(from_rank(1, state_of(1, query=query_of(control), epoch=4)), float(t))
+        control.handle(msg.Tick(), float(t))
+    assert (record(control).phase, record(control).reason) == (
+        PlanPhase.STALLED,
+        Reason.EPOCH_DISAGREES,
+    )
+
+
+def test_what_a_recovery_learns_of_a_plan_is_stored_at_once():
+    control = control_of(S.RECOVERING, stored_plans({}))
+    control.handle(ctl.RankTroubled(EpRank(1), 11, "its replicas differ"), 0.0)
+    actions = answer_queries(control, epoch=1, placement=AFTER_ONE)
+    assert only(actions, ctl.PersistPlan).record.waves_committed == 1
+
+
+@pytest.mark.parametrize(("counted", "events"), [(0, ["wave_committed", "ended"]), (1, ["ended"])])
+def test_a_wave_that_the_restarted_group_shows_is_counted_once_whatever_the_base(counted, events):
+    """R12."""
+    plan = dataclasses.replace(record(control_of(S.MIGRATING)).plan, base_epoch=Epoch(3))
+    stored = stored_plans({"plan": plan, "waves_committed": counted})
+    before = len(stored.plans[0].story)
+    control = control_of(S.WAITING_FOR_RANKS, stored)
+    for rank in (0, 1):
+        hello = hello_of(rank, "g2", 5, epoch=4, placement_digest=AFTER_ONE.digest)
+        control.handle(from_rank(rank, hello, 5, 30 + rank), 1.0)
+    assert [row["event"] for row in record(control).story[before:]] == events
+    assert record(control).waves_committed == 1

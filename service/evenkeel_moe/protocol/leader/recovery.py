@@ -222,7 +222,7 @@ class Recovery:
             change = records.change(record, "recovered", unix, waves_committed=waves, detail=detail)
             actions.append(change)
             record = change.record
-        if waves < len(plan.waves) and plan.key(waves) in executor.aborted_found:
+        if plan.key(waves) in executor.aborted_found:
             return [*actions, records.end(record, Reason.WAVE_DROPPED, unix, "ended by a recovery")]
         return [*actions, *executor.settle(record, unix)]
 
