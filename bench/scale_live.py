@@ -30,7 +30,8 @@ from tests.waiting import until
 __all__ = ["live_rows"]
 
 NAME = "scale"
-_TIMING = LinkTiming(connect_timeout_s=60.0, keepalive_timeout_s=60.0)
+_TIMING = LinkTiming(connect_timeout_s=120.0, keepalive_s=600.0, keepalive_timeout_s=600.0)
+"""Long enough that a starved machine cuts no stream."""
 _WITHIN_S = 240.0
 _LAYERS = (4, 16)
 """Layers of the two waves: the slope tells what one of all layers costs."""
@@ -129,6 +130,8 @@ async def live_rows() -> AsyncIterator[list[Row]]:
                     spent = cpu_s(one.process.pid) - cpu
                     yield [
                         Row("scale_register_s", took, "s until all have answered"),
+                        Row("scale_register_ended", float(len(one.events("silent_streams_ended"))),
+                            "seconds in which a stream gave way before its Hello was read"),
                         Row("scale_register_us", spent / len(ranks) * 1e6, "us of CPU per rank"),
                         Row("scale_rank_bytes", (rss(one.process.pid) - before) / len(ranks),
                             "bytes of memory per rank"),
@@ -180,7 +183,7 @@ async def _report(ranks: list[LinkedRank]) -> None:
 
 
 async def _prepare(controller: Any, ranks: list[LinkedRank], layers: int) -> list[Row]:
-    """Start a plan that swaps the first and the last slot in some layers, and cancel it once all have its wave."""
+    """Start a plan that swaps two slots in some layers; cancel it once all ranks have its wave."""
     name, base = f"swap-{layers}", f"/v1/deployments/{NAME}/plans"
     target = np.array(ranks[0].placement.phy2log)
     target[:layers, [0, -1]] = target[:layers, [-1, 0]]

@@ -71,6 +71,8 @@ def controller_of(folder: Path, url: str, name: str = "one", replicas: int = 1) 
         LEADER__RENEW_S="3",
         INGEST__RANK_LEASE_S="120",
         INGEST__HEARTBEAT_S="5",
+        GRPC__KEEPALIVE_S="600",
+        GRPC__KEEPALIVE_TIMEOUT_S="600",
         INGEST__MEMORY_BYTES=str(20_000_000_000),
         ADVANCED__MAX_STREAMS_PER_PEER="8192",
         PLANNER__MODE="propose",

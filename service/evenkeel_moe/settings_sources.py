@@ -28,7 +28,8 @@ from pydantic_settings import (
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.planning.decision.gates import GateSettings
-from evenkeel_moe.settings import Settings, contradictions
+from evenkeel_moe.settings import Settings
+from evenkeel_moe.settings_checks import contradictions
 from evenkeel_moe.settings_lines import line_of
 
 _PREFIX = "EVENKEEL_"
