@@ -1,4 +1,4 @@
-"""2,048 ranks with their real links: a Prepare to all of them, and a leader that dies.
+"""A large group with real links: a Prepare to all its ranks, and a leader that dies.
 
 Each rank sends one report, of the steps that a plan needs. The links, the two controllers and the
 store share the machine.
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from bench.ingest import cpu_s
-from bench.ingest_fleet import TOKENS, draw_counts
+from bench.ingest_fleet import TOKENS, Scale, draw_counts
 from bench.report import Row
-from bench.scale_parts import controller_of, get_metrics, large, rss, valkey_in
+from bench.scale_parts import controller_of, get_metrics, large, many, rss, valkey_in
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
@@ -40,8 +40,8 @@ _LAYERS = (4, 16)
 class LinkedRank:
     """A rank's link, and the state that it tells."""
 
-    def __init__(self, rank: int, placement: Placement, addresses: list[str]) -> None:
-        self.placement = placement
+    def __init__(self, rank: int, scale: Scale, placement: Placement, addresses: list[str]) -> None:
+        self.scale, self.placement = scale, placement
         self.identity = m.RankIdentity(
             DeploymentId(NAME), EpRank(rank), Generation("g"), time.time_ns()
         )
@@ -55,7 +55,7 @@ class LinkedRank:
 
     def hello(self) -> m.Hello:
         return m.Hello(
-            self.identity, large().shape, f"node-{self.identity.rank // 8}", "", Epoch(0),
+            self.identity, self.scale.shape, f"node-{self.identity.rank // 8}", "", Epoch(0),
             self.placement.digest, 1, "same", 1 << 40, 1 << 37, "gate", highest_term=self._term,
         )  # fmt: skip
 
@@ -105,18 +105,23 @@ class LinkedRank:
 
 
 @asynccontextmanager
-async def _ranks(addresses: list[str], count: int):
-    placement = Placement.initial(large().shape)
-    ranks = [LinkedRank(rank, placement, addresses) for rank in range(count)]
+async def _ranks(addresses: list[str], scale: Scale):
+    placement = Placement.initial(scale.shape)
+    ranks = [LinkedRank(rank, scale, placement, addresses) for rank in range(scale.ranks)]
     try:
         yield ranks
     finally:
         await asyncio.gather(*(rank.close() for rank in ranks))
 
 
-async def live_rows() -> AsyncIterator[list[Row]]:
+async def live_rows(sizes: tuple[int, ...] = (256, 2048)) -> AsyncIterator[list[Row]]:
     """Yield the figures of the registration, of `/metrics`, of two Prepares and of a takeover."""
-    shape = large().shape
+    for size in sizes:
+        async for rows in _live(many() if size == 256 else large()):
+            yield [row._replace(name=f"scale_live_{size}_{row.name}") for row in rows]
+
+
+async def _live(scale: Scale) -> AsyncIterator[list[Row]]:
     with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
         async with valkey_in(Path(folder)) as valkey:
             one, two = (controller_of(Path(folder), valkey.url, n, 2) for n in ("one", "two"))
@@ -125,15 +130,15 @@ async def live_rows() -> AsyncIterator[list[Row]]:
                     await until(lambda each=each: each.events("planner_ready"), within_s=_WITHIN_S)
                 before, cpu = rss(one.process.pid), cpu_s(one.process.pid)
                 # The links begin with the same address, which depends on the deployment's name.
-                async with _ranks([one.address], shape.num_ranks) as ranks:
+                async with _ranks([one.address], scale) as ranks:
                     took = await _ready(one, ranks)
                     spent = cpu_s(one.process.pid) - cpu
                     yield [
-                        Row("scale_register_s", took, "s until all have answered"),
-                        Row("scale_register_ended", float(len(one.events("silent_streams_ended"))),
+                        Row("register_s", took, "s until all have answered"),
+                        Row("register_ended", float(len(one.events("silent_streams_ended"))),
                             "seconds in which a stream gave way before its Hello was read"),
-                        Row("scale_register_us", spent / len(ranks) * 1e6, "us of CPU per rank"),
-                        Row("scale_rank_bytes", (rss(one.process.pid) - before) / len(ranks),
+                        Row("register_us", spent / len(ranks) * 1e6, "us of CPU per rank"),
+                        Row("rank_bytes", (rss(one.process.pid) - before) / len(ranks),
                             "bytes of memory per rank"),
                         *await _metrics_rows(one),
                     ]  # fmt: skip
@@ -165,15 +170,15 @@ async def _metrics_rows(controller: Any) -> list[Row]:
     await asyncio.sleep(6.0)
     size, series, took = await get_metrics(controller)
     return [
-        Row("scale_metrics_bytes", float(size), "bytes of /metrics"),
-        Row("scale_metrics_series", float(series), "series"),
-        Row("scale_metrics_s", took, "s"),
+        Row("metrics_bytes", float(size), "bytes of /metrics"),
+        Row("metrics_series", float(series), "series"),
+        Row("metrics_s", took, "s"),
     ]
 
 
 async def _report(ranks: list[LinkedRank]) -> None:
     """Let every rank report 64 steps, of which a plan needs as many, and wait for the answers."""
-    scale = large(64)
+    scale = ranks[0].scale
     counts = draw_counts(scale, ranks[0].placement, 0)
     steps = step_table(StepMeta(step, 0, Phase.DECODE, TOKENS) for step in range(scale.steps))
     width = scale.slots_per_rank
@@ -201,8 +206,8 @@ async def _prepare(controller: Any, ranks: list[LinkedRank], layers: int) -> lis
 
     await until(over, within_s=_WITHIN_S, every_s=0.5)
     return [
-        Row(f"scale_prepare_{layers}_s", max(at) - min(at), "s from the first receipt to the last"),
-        Row(f"scale_prepare_{layers}_us", spent / len(ranks) * 1e6, "us of CPU per rank"),
+        Row(f"prepare_{layers}_s", max(at) - min(at), "s from the first receipt to the last"),
+        Row(f"prepare_{layers}_us", spent / len(ranks) * 1e6, "us of CPU per rank"),
     ]
 
 
@@ -216,8 +221,8 @@ async def _takeover(one: Any, two: Any, ranks: list[LinkedRank]) -> list[Row]:
     took = time.monotonic() - began
     spent = cpu_s(two.process.pid) - cpu
     return [
-        Row("scale_takeover_s", took, "s from the kill until it leads and all have answered"),
-        Row("scale_takeover_lease_s", 30.0, "s of it at most until the lease ends"),
-        Row("scale_takeover_cpu_s", spent, "s of CPU of the new leader"),
-        Row("scale_takeover_memory_bytes", float(rss(two.process.pid) - before), "bytes"),
+        Row("takeover_s", took, "s from the kill until it leads and all have answered"),
+        Row("takeover_lease_s", 30.0, "s of it at most until the lease ends"),
+        Row("takeover_cpu_s", spent, "s of CPU of the new leader"),
+        Row("takeover_memory_bytes", float(rss(two.process.pid) - before), "bytes"),
     ]

@@ -13,6 +13,7 @@ from bench.ingest_fleet import Fleet, Scale
 from bench.report import Row
 from bench.scale_parts import large, many
 from evenkeel_moe.model.ids import Epoch
+from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.telemetry.assembly import StepAssembler
 from evenkeel_moe.telemetry.windows import StepRing
@@ -53,6 +54,7 @@ def _message_s(scale: Scale, rounds: int) -> float:
         began = time.process_time()
         for message, hello in zip(data, hellos, strict=True):
             report = decode_rank_message(agent_pb2.RankMessage.FromString(message), hello)
+            assert isinstance(report, LoadReport)
             for _, steps in assembler.take(report).complete:
                 ring.append(steps)
         best = min(best, (time.process_time() - began) / len(data))

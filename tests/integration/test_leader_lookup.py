@@ -90,7 +90,7 @@ async def test_the_deployments_of_a_replica_that_dies_are_shared_by_the_others(t
     groups = [Group(deployment=f"model-{n}", shape=shape) for n in range(30)]
     async with one, two, three:
         addresses = [each.address for each in controllers]
-        fleets = {group.deployment: [LinkedRank(group, 0, addresses)] for group in groups}
+        fleets = {str(one.deployment): [LinkedRank(one, 0, addresses)] for one in groups}
         try:
             await until(lambda: settled(fleets), within_s=60)
             before = {name: names.pop() for name, names in leaders_of(fleets).items()}

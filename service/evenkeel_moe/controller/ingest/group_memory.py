@@ -64,7 +64,8 @@ class GroupMemory:
     @property
     def total(self) -> int:
         """The sum of all parts in the controller's process."""
-        return sum(getattr(self, one.name) for one in fields(self)) - self.plan
+        parts: list[int] = [getattr(self, one.name) for one in fields(self)]
+        return sum(parts) - self.plan
 
     def __str__(self) -> str:
         parts = ", ".join(f"{one.name} {getattr(self, one.name)}" for one in fields(self))
