@@ -50,24 +50,6 @@ def test_a_plan_that_helps_only_on_older_steps_is_not_adopted():
     assert walk_forward("b", with_verdict(planner), _setup(both)).copies.sum() == 0
 
 
-def test_a_gain_that_came_and_went_in_the_steps_planned_on_is_not_certain():
-    """The hot experts of the held-out steps were hot in every other block of three steps before."""
-    rows = np.tile(np.array([0, 1, 2, 6, 4, 1, 0, 3, 5, 7], np.int32), (2, 1))
-
-    def planner(replan):
-        return Proposal(Placement(rows, 2, 8), 0.0)
-
-    # The first plan is at step 24: 18 steps are planned on, 6 are held out.
-    steady, unsteady = _noise(), _noise()
-    steady[:, :, :2] += 300
-    unsteady[18:, :, :2] += 300
-    for first in range(0, 18, 6):
-        unsteady[first : first + 3, :, :2] += 300
-        unsteady[first + 3 : first + 6, :, [2, 6]] += 300
-    assert walk_forward("a", with_verdict(planner), _setup(steady)).copies[0] > 0
-    assert walk_forward("b", with_verdict(planner), _setup(unsteady)).copies[0] == 0
-
-
 def test_the_newest_steps_are_used_for_scoring_and_not_for_planning():
     seen = []
 

@@ -6,8 +6,6 @@ adopted is the plan that was scored.
 
 from dataclasses import replace
 
-import numpy as np
-
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.gates import AfterInputs, GateSettings, decide_after
 from evenkeel_moe.planning.decision.verdict import VerdictRules, held_out_steps, judge
@@ -46,12 +44,9 @@ def with_verdict(planner: Planner) -> Planner:
             return None
         target = relabelled(problem, proposal)
         moves, objective = count_moves(current, target), problem.objective
-        split = replan.setup.split(step, replan.step)
-        load = np.concatenate([part.load, problem.load[-held_out:]])
-        old, new = (
-            moe_time.step_times(load, placement, objective.cost, split).sum(axis=1)
-            for placement in (current, target)
-        )
+        scored, split = problem.load[-held_out:], replan.setup.split(step, replan.step)
+        old = moe_time.step_times(scored, current, objective.cost, split).sum(axis=1)
+        new = moe_time.step_times(scored, target, objective.cost, split).sum(axis=1)
         min_steps = min(settings.min_held_out_steps, held_out)
         decision = decide_after(
             AfterInputs(
@@ -60,9 +55,8 @@ def with_verdict(planner: Planner) -> Planner:
                 base=current,
                 target=target,
                 verdict=judge(
-                    old[-held_out:],
-                    new[-held_out:],
-                    planned_on=(old[:-held_out], new[:-held_out]),
+                    old,
+                    new,
                     copy_cost=objective.cost_per_move * LIFETIME_STEPS * moves,
                     lifetime_steps=LIFETIME_STEPS,
                     cost_model=objective.cost.basis,

@@ -330,19 +330,14 @@ def judge_target(
     Raises:
         InfeasiblePlan: the target misses an expert that has load.
     """
-    if split.cut == len(inputs.load):
+    scored_on = inputs.load[split.cut :]
+    if not len(scored_on):
         return None, {}
     least = int(inputs.settings.min_held_out_steps)
     objective, tokens = inputs.objective, inputs.token_split
-    load, cut = inputs.load[split.begin :], split.cut - split.begin
-    before, after = (
-        moe_time.step_times(load, placement, objective.cost, tokens).sum(axis=1)
-        for placement in (inputs.current, target)
-    )
     verdict = judge(
-        before[cut:],
-        after[cut:],
-        planned_on=(before[:cut], after[:cut]),
+        moe_time.step_times(scored_on, inputs.current, objective.cost, tokens).sum(axis=1),
+        moe_time.step_times(scored_on, target, objective.cost, tokens).sum(axis=1),
         copy_cost=objective.copy_cost * count_moves(inputs.current, target),
         lifetime_steps=objective.lifetime_steps,
         step_s=inputs.step_s,
@@ -351,7 +346,7 @@ def judge_target(
         rules=VerdictRules(min_steps=max(2, _least_held_out(inputs, split)), few_steps=least),
         seed=inputs.seed,
     )
-    expected = metrics.balancedness_mean(metrics.rank_load(load[cut:], target, tokens))
+    expected = metrics.balancedness_mean(metrics.rank_load(scored_on, target, tokens))
     return verdict, {"balancedness_expected": expected} if math.isfinite(expected) else {}
 
 

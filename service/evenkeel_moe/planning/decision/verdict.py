@@ -4,16 +4,11 @@ A plan made on window A is scored on the later window B, but the question is abo
 B, which nobody has seen. Three uncertainties therefore add up: B is a sample, so its mean is off;
 the next window is a sample too; and traffic drifts, so what held in B may no longer hold. The
 interval covers all three, which makes it wider than a confidence interval of the mean of B.
-
-B is short, so by chance it can look steadier than traffic is. A plan was fitted to A, so A does not
-tell how much it saves, but A tells how much that varies.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +17,6 @@ from scipy.special import stdtrit
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.cost import TOKENS, CostBasis
 from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, Calibration
-
-StepTimes: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""(T,) predicted MoE times of the same steps under the present and under the proposed placement."""
 
 
 class Call(StrEnum):
@@ -160,7 +152,6 @@ def judge(
     before: NDArray[np.float64],
     after: NDArray[np.float64],
     *,
-    planned_on: StepTimes | None = None,
     copy_cost: float = 0.0,
     lifetime_steps: int = 1000,
     step_s: float | None = None,
@@ -175,9 +166,6 @@ def judge(
         before, after: (T,) float64 [score units] - predicted MoE time of each later step under the
             present and under the proposed placement, finite and not negative, oldest first; T may
             be 0.
-        planned_on: the same two vectors of the steps that the plan was made on, since the last
-            change of traffic. The interval is then at least as wide as the variation of the saving
-            there and later says. None if they are unknown.
         copy_cost: price of all copies of the plan [score units], finite and >= 0.
         lifetime_steps: steps the placement is expected to last, >= 1.
         step_s: seconds from one step of the engine to the next, > 0; None if unknown.
@@ -190,22 +178,17 @@ def judge(
         ShapeMismatch: the arrays are not two vectors of one length.
         InvalidInput: a time, price, lifetime or step is out of range.
     """
-    _check(before, after)
-    if planned_on is not None:
-        _check(*planned_on)
-    _check_price(copy_cost, lifetime_steps, step_s)
+    _check(before, after, copy_cost, lifetime_steps, step_s)
     steps, total = len(before), float(before.sum())
     gain = saved = lower = upper = cost = payback = modelled = math.nan
     if steps and total > 0:
         per_step = total / steps
         modelled = float((before - after).mean()) / per_step
         if calibration.plans:
-            after = _calibrated(before, after, calibration)
-            if planned_on is not None:
-                planned_on = planned_on[0], _calibrated(*planned_on, calibration)
+            after = np.maximum(before - calibration.factor * (before - after), 0.0)
         saved = float((before - after).mean())
         gain, cost = saved / per_step, copy_cost / (lifetime_steps * per_step)
-        lower, upper = _bounds(before, after, gain, planned_on, rules, seed)
+        lower, upper = _bounds(before, after, gain, rules, seed)
         payback = 0.0 if copy_cost == 0 else copy_cost / saved if saved > 0 else math.inf
     return Verdict(
         call=_call(lower, upper, cost, rules) if steps >= rules.min_steps else _UNCERTAIN,
@@ -232,15 +215,14 @@ def _call(lower: float, upper: float, cost: float, rules: VerdictRules) -> Call:
     return Call.NOT_NOW if upper <= cost else _UNCERTAIN
 
 
-def _calibrated(
-    before: NDArray[np.float64], after: NDArray[np.float64], calibration: Calibration
-) -> NDArray[np.float64]:
-    """Return the (T,) times after, with the saving of each step scaled."""
-    return np.maximum(before - calibration.factor * (before - after), 0.0)
-
-
-def _check(before: NDArray[np.float64], after: NDArray[np.float64]) -> None:
-    """Check the times of `judge`; raises the errors named there."""
+def _check(
+    before: NDArray[np.float64],
+    after: NDArray[np.float64],
+    copy_cost: float,
+    lifetime_steps: int,
+    step_s: float | None,
+) -> None:
+    """Check the arguments of `judge`; raises the errors named there."""
     if before.ndim != 1 or before.shape != after.shape:
         raise ShapeMismatch(
             f"step times must be two (T,) vectors, got {before.shape} and {after.shape}"
@@ -251,10 +233,6 @@ def _check(before: NDArray[np.float64], after: NDArray[np.float64]) -> None:
             raise InvalidInput(
                 f"{int(wrong.sum())} of {len(times)} times {name} are negative or not finite"
             )
-
-
-def _check_price(copy_cost: float, lifetime_steps: int, step_s: float | None) -> None:
-    """Check the price of `judge`; raises the errors named there."""
     if not 0 <= copy_cost < math.inf:
         raise InvalidInput(f"copy_cost is {copy_cost}, must be finite and not negative")
     if lifetime_steps < 1:
@@ -267,7 +245,6 @@ def _bounds(
     before: NDArray[np.float64],
     after: NDArray[np.float64],
     gain: float,
-    planned_on: StepTimes | None,
     rules: VerdictRules,
     seed: int,
 ) -> tuple[float, float]:
@@ -288,18 +265,17 @@ def _bounds(
     picked = blocks.reshape(rules.resamples, -1)[:, :steps]
     gains = 1.0 - after[picked].sum(axis=1) / np.maximum(before[picked].sum(axis=1), 1e-300)
     spread = float(gains.var())
-    lower = upper = 0.0
-    if spread > 0:
-        # The next window is a sample like this one, and its level has drifted.
-        ahead = 2.0 * spread + rules.drift * _drift(before, after, gain, rules.parts)
-        reach = np.quantile(gains, (rules.tail, 1.0 - rules.tail)) - gain
-        lower, upper = (math.sqrt(ahead / spread) * reach).tolist()
-    least = 0.0
-    if planned_on is not None:
-        least = _block_reach(((before, after), planned_on), block, rules.tail)
-    if steps < rules.few_steps:
-        least = max(least, _student_reach(before, after, gain, rules.tail))
-    return gain + min(lower, -least), gain + max(upper, least)
+    if spread == 0:
+        return gain, gain
+    # The next window is a sample like this one, and its level has drifted.
+    ahead = 2.0 * spread + rules.drift * _drift(before, after, gain, rules.parts)
+    widen = math.sqrt(ahead / spread)
+    lower, upper = np.quantile(gains, (rules.tail, 1.0 - rules.tail)) - gain
+    least = _student_reach(before, after, gain, rules.tail) if steps < rules.few_steps else 0.0
+    return (
+        gain + min(widen * min(0.0, float(lower)), -least),
+        gain + max(widen * max(0.0, float(upper)), least),
+    )
 
 
 def _student_reach(
@@ -314,33 +290,6 @@ def _student_reach(
     return float(stdtrit(steps - 1, 1.0 - tail)) * scatter * math.sqrt(2.0 / steps)
 
 
-def _block_reach(parts: Sequence[StepTimes], block: int, tail: float) -> float:
-    """Return how far the gain of the next steps may be from that of the first part.
-
-    It is half of Student's prediction interval for the mean of as many further blocks, which are
-    taken as independent. The variance of a block is pooled over the parts, each around its own
-    gain; 0 if no part has two blocks.
-
-    Args:
-        parts: times before and after; those of the first part are compared.
-        block: steps of a block.
-        tail: probability outside the interval on each side.
-    """
-    squares, freedom = 0.0, 0
-    for before, after in parts:
-        blocks = len(before) // block
-        if blocks < 2 or not before.any():
-            continue
-        excess = _excess(before, after, _gain(before, after))[-blocks * block :]
-        means = excess.reshape(blocks, block).mean(axis=1)
-        squares += float(((means - means.mean()) ** 2).sum())
-        freedom += blocks - 1
-    if freedom == 0:
-        return 0.0
-    variance = squares / freedom * block / len(parts[0][0])
-    return float(stdtrit(freedom, 1.0 - tail)) * math.sqrt(2.0 * variance)
-
-
 def _drift(
     before: NDArray[np.float64], after: NDArray[np.float64], gain: float, parts: int
 ) -> float:
@@ -353,11 +302,6 @@ def _drift(
     means = np.array([excess[a:b].mean() for a, b in zip(edges[:-1], edges[1:], strict=True)])
     scatter = 0.5 * float((np.diff(excess) ** 2).mean())
     return max(0.0, float(means.var(ddof=1)) - scatter * parts / steps)
-
-
-def _gain(before: NDArray[np.float64], after: NDArray[np.float64]) -> float:
-    """Return the share of the time that is saved."""
-    return 1.0 - float(after.sum()) / float(before.sum())
 
 
 def _excess(
