@@ -26,7 +26,8 @@ WORDS: dict[str, str] = {
     Reason.WAITING_CONSECUTIVE_WINDOWS: "balance is low, and is watched for another cycle",
     Reason.NO_CHANGE: "the best placement found is the present one",
     Reason.GAIN_TOO_SMALL: "the best plan saves less than min_gain",
-    Reason.GAIN_UNCERTAIN: "the best plan may save nothing: the lower bound of its gain is below 0",
+    Reason.GAIN_UNCERTAIN: "the best plan may not pay: the lower bound of its gain is below"
+    " 1.5 times the price of its copies",
     Reason.PAYBACK_TOO_LONG: "the copies of the best plan cost more than it saves in time",
     Reason.PLANNER_STARTING: "the planner process is starting",
     Reason.PLANNER_FAILED: "the planner failed; the log has the error",

@@ -60,6 +60,19 @@ def test_the_words_carry_the_arithmetic():
         assert part in words, (part, words)
 
 
+def test_the_words_name_the_margin_on_the_price_where_only_that_is_missing():
+    words = "A lower bound above 1.5 times the price of the copies would be needed."
+    free = ask(skewed(60))
+    verdict, copies = free.policies[0].verdict, free.policies[0].copies
+    assert verdict is not None and copies
+    lower = verdict.gain_lower * verdict.saved_per_step / verdict.gain * 1000 / copies
+    for share, call in ((0.6, Call.RECOMMEND), (0.8, Call.INSUFFICIENT_EVIDENCE)):
+        found = ask(skewed(60), objective=Objective(copy_cost=share * lower))
+        assert found.call is call
+        assert (words in found.words) == (call is not Call.RECOMMEND)
+    assert words not in free.words
+
+
 def test_a_calibrated_recommendation_says_so():
     found = ask(skewed(60), calibration=Calibration(0.75, 4))
     own = found.policies[0].verdict

@@ -124,7 +124,7 @@ const GATES = [
     says: ({ numbers, policy }) =>
       `${isKnown(numbers.gain) ? `Predicted ${gainText(numbers)}; n` : "N"}eeds ${percent(
         policy.thresholds.min_gain,
-      )}, and a lower bound above 0.`,
+      )}, and a lower bound above 1.5 times the price of the copies.`,
     remedy: () => "More steps make the gain more certain; a larger imbalance makes it larger.",
   },
   {

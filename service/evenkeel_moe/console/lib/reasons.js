@@ -22,7 +22,7 @@ const SENTENCES = {
   waiting_consecutive_windows: "Balance is low, but not for enough cycles in a row.",
   no_change: "The best placement found is the present one.",
   gain_too_small: "The predicted gain is too small to act on.",
-  gain_uncertain: "The predicted gain is not certain to be above zero.",
+  gain_uncertain: "The predicted gain is not certain to pay for the copies.",
   payback_too_long: "The copies would cost more than the plan saves in time.",
   planner_starting: "The planner is compiling its kernels.",
   planner_failed: "The planner failed; the decision says why.",

@@ -213,7 +213,7 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
         if verdict.saved_per_step > 0
         else "is never paid back"
     )
-    calibration = verdict.calibration
+    calibration, margin = verdict.calibration, VerdictRules().price_margin
     calibrated = (
         f"The cost model says {verdict.gain_modelled:.2%}; the last {calibration.plans} measured"
         f" plans lead to {calibration.factor:.2f} times that."
@@ -236,6 +236,11 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
         (
             f"Net gain {verdict.gain:.2%} - {verdict.cost:.2%} = {verdict.net_gain:.2%}:"
             f" {verdict.call}."
+        ),
+        *(
+            [f"A lower bound above {margin:g} times the price of the copies would be needed."]
+            if verdict.call is not Call.RECOMMEND and verdict.cost < verdict.gain_lower
+            else []
         ),
     ]
 
