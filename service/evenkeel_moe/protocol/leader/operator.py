@@ -179,6 +179,7 @@ class Operator:
         the group is still where a plan of an earlier generation led.
         """
         history, current = self.control.history, self.control.epoch
+        assert current is not None
         for record in reversed(self.control.records.by_id.values()):
             plan, waves = record.plan, record.waves_committed
             leads_here = plan.base_epoch + waves == current and plan.base_epoch in earlier
