@@ -284,6 +284,9 @@ def test_the_tokens_that_are_suggested_are_one_for_each_role(name, tmp_path):
     subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, timeout=deadline(30))
     (file,) = [path for path in tmp_path.rglob("tokens") if path.is_file()]
     assert file.stat().st_mode & 0o077 == 0
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    path = file.relative_to(tmp_path)
+    assert f"/{path}" in ignored or f"/{path.parent}/" in ignored, "git add would take the tokens"
     assert [token.role for token in TokenSet.parse(file.read_text()).tokens] == [
         "admin",
         "operate",
