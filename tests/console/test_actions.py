@@ -59,7 +59,10 @@ def test_a_plan_is_approved_carried_out_and_rolled_back(visitor: Visitor):
     assert visitor.fleet.get(f"/plans/{plan['plan_id']}")["approved_by"] == "owner"
     assert visitor.fleet.get()["epoch"] > before
     visitor.browser.click("#rollback")
-    visitor.browser.wait_text(f"epoch {plan['base_epoch']}, which was there before plan")
+    visitor.browser.wait_text(
+        f"to the placement of epoch {plan['base_epoch']}, which was there before plan"
+        f" {plan['plan_id']} (made "
+    )
     visitor.browser.click("#rollback-confirm")
     visitor.browser.wait_text("rollback")
     wait_until(lambda: visitor.fleet.get()["held"], within_s=60, what="the hold")

@@ -6,7 +6,7 @@ import { number } from "../lib/format.js";
 import { useDark, useWidth } from "../net/poll.js";
 import { html } from "../ui.js";
 
-const LEFT = 44;
+const LEFT = 52;
 const TOP = 36;
 const MARK_FROM = 7;
 

@@ -109,11 +109,11 @@ function Rollback({ api, path, deployment, reload, now }) {
     act=${roll}
   >
     <p>
-      This moves weights: the ranks return from epoch ${epoch} to the placement
+      ${`This moves weights: the ranks return from epoch ${epoch} to the placement `}
       ${
         last
-          ? html`of epoch ${last.base_epoch}, which was there before plan
-              <code>${last.plan_id}</code> (made ${ago(last.created_at, now)})`
+          ? html`${`of epoch ${last.base_epoch}, which was there before plan `}
+              <code>${last.plan_id}</code>${` (made ${ago(last.created_at, now)})`}`
           : "before the last plan"
       }.
       Automatic plans are then held until somebody resumes them.

@@ -41,12 +41,12 @@ export function Ranks({ api, name, deployment, now }) {
                   of: (rank) => number(rank.load_share === null ? null : rank.load_share / mean, 2),
                 },
                 {
-                  title: "Time / median, at equal tokens",
+                  title: "Time / median",
                   numeric: true,
                   of: (rank) => number(rank.slowness, 2),
                 },
                 {
-                  title: "Measured time per token",
+                  title: "Time per token",
                   numeric: true,
                   of: (rank) =>
                     rank.seconds_per_token === null
@@ -102,6 +102,6 @@ function summary({ ranks, shape }) {
   const share = most === null ? "an unknown share" : percent(most, 0);
   return (
     `${fresh} of ${count(shape?.num_ranks)} connected. The fullest has ${share} of the mean. ` +
-    "The measured time per token also depends on how many tokens a rank has."
+    "Time / median compares ranks at equal tokens; time per token depends on how many a rank has."
   );
 }

@@ -138,7 +138,7 @@ function EditPolicy({ api, path, role, document, changed }) {
     act=${act}
   >
     <label
-      >Mode
+      >${"Mode "}
       <select
         name="mode"
         value=${form.mode}
