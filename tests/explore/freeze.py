@@ -166,9 +166,9 @@ def _short(value: Any) -> Any:
     if isinstance(value, Placement):
         return value.digest
     if isinstance(value, Plan):
-        return ("plan", value.key(0), value.base.digest)
+        return ("plan", value.key(0), value.base.digest, value.target.digest)
     if isinstance(value, Prepare):
-        return ("prepare", value.leader, value.wave, value.base_epoch)
+        return ("prepare", value.leader, value.wave, value.base_epoch, value.body.layers)
     if isinstance(value, PlanRecord):
         events = tuple(row["event"] for row in value.story)
         return (_short(value.plan), value.phase, value.reason, value.waves_committed, events)

@@ -4,7 +4,9 @@ import re
 
 import pytest
 
+from evenkeel_moe.model.ids import Epoch, Generation
 from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.protocol.messages import Leader, Prepare
 from evenkeel_moe.protocol.rank.participant import Participant
 from tests.explore.__main__ import main, print_found
 from tests.explore.catalogue import MUTANT_WORLDS, NOT_APPLICABLE, SMALL_WORLDS, Size, search
@@ -18,6 +20,7 @@ from tests.explore.invariants import (
     UNMATCHED_OPERATION,
     WRONG_BYTES,
 )
+from tests.explore.small import placement_of, plan_of
 from tests.explore.state import Draft
 from tests.sim.kit import Kit
 from tests.sim.mutants import BY_NAME
@@ -42,7 +45,7 @@ CAUGHT = {
 
 @pytest.mark.parametrize("size", SMALL_WORLDS, ids=lambda size: f"{size.ranks}-{size.faults}")
 def test_small_worlds_are_exhausted_and_sound(size):
-    searched = search(Kit(), size)
+    searched = search(Kit(), size, most_states=10_000)
     result = searched.run()
     assert result.exhausted and not result.found, result.found
     assert result.states > 300 and result.depth > 20
@@ -72,10 +75,10 @@ def test_every_mutant_has_a_world_or_a_reason():
 def test_merged_states_are_the_rotations_of_all_states():
     """The slow way: visit every rotation of a state for itself, and merge afterwards."""
     size = Size(3, 1, 0)
-    merged = search(Kit(), size)
+    merged = search(Kit(), size, most_states=10_000)
     tables = merged.world.tables
     assert merged.run().exhausted
-    single = search(Kit(), size)
+    single = search(Kit(), size, most_states=10_000)
     single.world.tables = tables
     tables.turns = range(1)
     assert single.run().exhausted
@@ -105,6 +108,17 @@ def test_new_attribute_becomes_part_of_a_state():
     assert freezer.freeze(copy) == freezer.freeze(control)
     copy.membership.added = {"rank": 1}
     assert freezer.freeze(copy) != freezer.freeze(control)
+
+
+def test_plans_that_differ_in_their_layers_alone_are_two():
+    base, freezer = placement_of(2, (False, False, False)), Freezer(None)
+    plans = [plan_of(2, layer, base, Generation("2"), Epoch(0), 1) for layer in (0, 1)]
+    assert plans[0].key(0) == plans[1].key(0)
+    assert freezer.freeze(plans[0]) != freezer.freeze(plans[1])
+    first, second = (
+        Prepare(Leader("c1", 1), plan.key(0), Epoch(0), plan.waves[0], (), 1.0) for plan in plans
+    )
+    assert freezer.freeze(first) != freezer.freeze(second)
 
 
 def test_error_of_a_machine_is_a_violation():
