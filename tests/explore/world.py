@@ -64,9 +64,13 @@ class World:
         draft = Draft(tables, (*empty, *[0] * size, *[tables.links(())] * size))
         draft.group_starts(Epoch(0), next(iter(tables.placements)))
         state = draft.done()
-        while not (view := View(tables, state)).at_rest:
-            event, change = next(iter(self._events(view)))
+        for _ in range(100):
+            if (view := View(tables, state)).at_rest:
+                break
+            _event, change = next(iter(self._events(view)))
             state = self._after(state, change, 0)
+        else:
+            raise AssertionError("the group does not come to rest")
         draft = Draft(tables, state)
         draft.change(faults=self.faults)
         return draft.done()
