@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from tests.quint.judge import FAULTS, QUINT, TREE, broken_invariant, judge, record_seed
 from tests.quint.translate import load
 from tests.quint.values import Record, Walk
@@ -36,9 +37,7 @@ def test_model_accepts_runs_of_the_machines(model: SimpleNamespace) -> None:
     ("mutant", "seed"),
     [("R3", 34), ("R3c", 1), ("R5", 1), ("R6", 5), ("R7", 53), ("R7b", 1), ("R9", 1), ("R14", 3)],
 )
-def test_model_refuses_a_run_of_a_mutant(
-    model: SimpleNamespace, mutant: str, seed: int
-) -> None:
+def test_model_refuses_a_run_of_a_mutant(model: SimpleNamespace, mutant: str, seed: int) -> None:
     trace = record_seed(seed, BY_NAME[mutant].kit)
     assert trace is not None
     assert judge(model, *trace).refused
