@@ -310,11 +310,11 @@ def let_lapse(world, seat, itself: bool) -> None:
         return
     world.note(f"the lease of {seat.deployment} runs out")
     shelf.lease_until = 0.0
-    seat.renewed_at = 0.0 if itself else world.now
+    seat.renewed_at = 0.0 if itself else seat.replica.now
     for replica in world.replicas:
         other = replica.seats.get(seat.deployment)
         if other is not None and other is not seat:
-            other.try_at = world.now + (1.0 if itself else 0.0)
+            other.try_at = other.replica.now + (1.0 if itself else 0.0)
 
 
 def split(moment: str, after: float = 0.0, chance: float = 0.7):

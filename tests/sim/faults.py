@@ -1,5 +1,7 @@
 """The faults of a run, at random times and at the moments where they do most harm."""
 
+import random
+
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.protocol import control_messages as ctl
@@ -40,6 +42,10 @@ SECOND_GROUP_EVERY = 12
 """Of the seeds with random faults, every so many have two groups of one name."""
 
 
+STOPS_EVERY = 16
+"""Of the seeds with random faults, every so many have a leader that stops before it sends."""
+
+
 def plan_faults(world, until: float) -> None:
     """Schedule this seed's faults, over virtual time and at moments."""
     rng = world.rng
@@ -58,6 +64,8 @@ def plan_faults(world, until: float) -> None:
         world.at(1.0 + rng.random() * (until - 1.0), fault, world, {})
     for _ in range(rng.choice((0, 1, 2, 3, 4))):
         arm(world, rng.choice(MOMENTS), rng.choice(FAULTS), rng.choice((1, 1, 2, 3, 5)))
+    if world.seed % STOPS_EVERY == STOPS_EVERY // 2:
+        plan_stops(world)
     if world.seed % SECOND_GROUP_EVERY == 0:
         world.at(1.0 + 0.7 * until * rng.random(), second_group, world)
     for _ in range(rng.choice((1, 4, 8))):
@@ -66,6 +74,24 @@ def plan_faults(world, until: float) -> None:
     if rng.random() < 0.5:
         wish = rng.choice(("cancel", "cancel", "submit", "rollback", "approve"))
         arm(world, rng.choice(MOMENTS), lambda w, _context: w.after(0, operator_wish, w, wish), 1)
+
+
+def plan_stops(world) -> None:
+    """In most cases, stop a leader for seconds between a write and the messages that rest on it."""
+    # Random numbers of its own, so that the other faults of a seed are the same without it.
+    rng = random.Random(f"stop {world.seed}")
+    if rng.random() < 0.8:
+        seconds, suspended = rng.uniform(0.3, 6.0), rng.random() < 0.5
+        arm(
+            world,
+            f"controller stores {rng.choice(STOPS)}",
+            lambda _, context: context["replica"].pause(seconds, suspended),
+            rng.choice((1, 1, 2, 3)),
+        )
+
+
+STOPS = ("PersistIntent", "PersistIntent", "PersistPlan", "PersistOutcome", "PersistEpoch")
+"""Writes on which a Commit, a Prepare or the next wave rests."""
 
 
 WISHES = (

@@ -48,6 +48,11 @@ class TermOfStoreOnly(DeploymentControl):
         return False
 
 
+class ObeysAnyLeader(Participant):
+    def accepts_leader(self, leader):
+        return True
+
+
 class KeepsItsEpoch(Participant):
     def _follow_engine(self, event):
         self.placement = event.placement
@@ -221,6 +226,7 @@ MUTANTS = (
         "R1", "R1", "refuses a new generation at a lower epoch", Kit(membership=RefuseLowerEpochs)
     ),
     Mutant("R2", "R2", "takes its term from the store alone", Kit(control=TermOfStoreOnly)),
+    Mutant("R2b", "R2", "a rank obeys a leader of a lower term", Kit(participant=ObeysAnyLeader)),
     Mutant("R3", "R3", "a rank takes a Prepare of any base", Kit(participant=TakesAnyBase)),
     Mutant(
         "R3b", "R3", "the engine moves experts, the epoch stays", Kit(participant=KeepsItsEpoch)

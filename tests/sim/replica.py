@@ -20,7 +20,16 @@ class Replica:
         self.alive = False
         self.paused = False
         self.inbox: deque = deque()
+        self.halted: list = []
+        """The rest of what it was carrying out when it was paused, as calls."""
         self.seats: dict = {}
+        self.behind_s = 0.0
+        """Seconds that its monotonic clock did not count, because its machine was suspended."""
+
+    @property
+    def now(self) -> float:
+        """Its monotonic clock, in seconds."""
+        return self.world.now - self.behind_s
 
     def start(self) -> None:
         if self.alive:
@@ -28,6 +37,7 @@ class Replica:
         self.life += 1
         self.alive, self.paused = True, False
         self.inbox.clear()
+        self.halted.clear()
         self.seats = {deployment: Seat(self, deployment) for deployment in self.world.deployments}
         self.world.note(f"{self.name} starts")
         self.world.after(0.02 + 0.1 * self.world.rng.random(), self.tick, self.life)
@@ -40,11 +50,16 @@ class Replica:
         for seat in self.seats.values():
             seat.close_streams()
 
-    def pause(self, seconds: float) -> None:
-        """Stop the process: its streams stay open and its lease goes on."""
+    def pause(self, seconds: float, suspended: bool = False) -> None:
+        """Stop the process, even between a write and a send.
+
+        Its streams stay open and its lease goes on. The clock of a suspended machine does not: the
+        process does not notice that its lease has run out.
+        """
         if self.alive and not self.paused:
             self.world.note(f"{self.name} is paused for {seconds:.1f} s")
             self.paused = True
+            self.behind_s += seconds if suspended else 0.0
             self.world.after(seconds, self.go_on, self.life)
 
     def go_on(self, life: int) -> None:
@@ -52,6 +67,8 @@ class Replica:
             return
         self.world.note(f"{self.name} goes on")
         self.paused = False
+        self.inbox.extendleft(reversed(self.halted))
+        self.halted.clear()
         while self.inbox and self.alive and not self.paused:
             call, args = self.inbox.popleft()
             call(*args)

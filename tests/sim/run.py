@@ -255,10 +255,10 @@ def advance_proof(world: FleetWorld, deployment, fresh: dict) -> bool:
     try:
         seat.carry(
             seat.operator.set_policy(
-                DeploymentPolicy(mode=Mode.PROPOSE, cycle_s=1.5), {}, world.now
+                DeploymentPolicy(mode=Mode.PROPOSE, cycle_s=1.5), {}, seat.replica.now
             )
         )
-        seat.carry(seat.operator.freeze(0, world.now))
+        seat.carry(seat.operator.freeze(0, seat.replica.now))
         record = seat.submit(PlanKind.MANUAL, True, sound=True)
     except EvenkeelError:
         return False
@@ -292,9 +292,8 @@ def describe_standstill(world: FleetWorld, deployments) -> str:
         active = control.active_plan
         plan = f"plan {active.plan.plan_id} {active.phase} {active.reason}" if active else "no plan"
         wave = f"wave {control.coordinator.state}" if control.coordinator else "no wave"
-        parts.append(
-            f"{deployment}: {control.state} {control.state_reason(world.now)}, {plan}, {wave}"
-        )
+        reason = control.state_reason(seat.replica.now)
+        parts.append(f"{deployment}: {control.state} {reason}, {plan}, {wave}")
         sites = [rank.sites[deployment] for rank in world.fleet.ranks]
         parts += [f"rank {s.rank.rank} {s.participant.state} epoch {s.epoch}" for s in sites]
     return "; ".join(parts)

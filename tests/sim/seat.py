@@ -78,7 +78,7 @@ class Seat:
     # --- lease ------------------------------------------------------------------------------------
 
     def keep_lease(self) -> None:
-        now, store = self.world.now, self.world.store
+        now, store = self.replica.now, self.world.store
         if self.leader is None:
             if now >= self.try_at:
                 self.try_at = now + 0.3 + 0.3 * self.world.rng.random()
@@ -104,7 +104,7 @@ class Seat:
             stored = store.load(self.deployment)
         except StoreDown:
             return
-        self.leader, self.renewed_at = leader, self.world.now
+        self.leader, self.renewed_at = leader, self.replica.now
         self.world.note(f"{self.replica.name} leads {self.deployment} in term {leader.term}")
         self.feed(ctl.LeaseAcquired(leader, stored))
 
@@ -132,7 +132,7 @@ class Seat:
 
     def feed(self, event) -> None:
         before = self.standing()
-        self.carry(self.control.handle(event, self.world.now))
+        self.carry(self.control.handle(event, self.replica.now))
         self.tell_moves(before)
 
     def standing(self) -> tuple:
@@ -199,10 +199,17 @@ class Seat:
 
     def carry(self, actions) -> None:
         """Carry out writes, then sends; after a failed write only questions are sent."""
-        world, failed = self.world, []
         self.note_waves(actions)
-        for action in actions:
+        self.carry_on(actions, [])
+
+    def carry_on(self, actions, failed: list) -> None:
+        """Carry out what is left of a batch; a process that is paused does it when it goes on."""
+        world = self.world
+        for position, action in enumerate(actions):
             if not self.replica.alive:
+                return
+            if self.replica.paused:
+                self.replica.halted.append((self.carry_on, (actions[position:], failed)))
                 return
             if isinstance(action, PERSISTS):
                 self.persist(action, failed)
@@ -268,7 +275,7 @@ class Seat:
                 self.release()
                 world.note(f"{self.replica.name} steps down below term {at_least}")
                 self.leader = None
-                self.try_at = world.now + 0.05
+                self.try_at = self.replica.now + 0.05
                 self.close_streams()
                 if world.rng.random() < 0.3:
                     self.feed(ctl.LeaseLost())  # a renewal that was under way failed, of course
@@ -305,7 +312,7 @@ class Seat:
 
     def by_hand(self, wish: str) -> None:
         """Carry out an operator's request; it may be refused."""
-        world, control, now = self.world, self.control, self.world.now
+        world, control, now = self.world, self.control, self.replica.now
         open_plans = [record.plan.plan_id for record in control.records.open]
         plan_id = world.rng.choice(open_plans) if open_plans else PlanId("none")
         before = self.standing()
@@ -348,7 +355,9 @@ class Seat:
             plan = plan or world.make_plan(self.deployment, view, kind, target, sound)
         if plan is None:
             return None
-        record, actions = self.operator.submit(plan, world.now, approve=approve, by="someone")
+        record, actions = self.operator.submit(
+            plan, self.replica.now, approve=approve, by="someone"
+        )
         self.carry(actions)
         return record
 

@@ -18,6 +18,7 @@ from tests.sim.search import Tally, hunt
 CATCHING_SEEDS = {
     "R1": 28,
     "R2": 118,
+    "R2b": 1256,
     "R3": 34,
     "R3b": 26,
     "R3c": 0,
