@@ -1,5 +1,6 @@
 """The model of the switch judges the real machines, and finds what breaks a rule."""
 
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,11 +63,12 @@ def test_quint_judges_a_trace_as_its_translation_does(
 ) -> None:
     trace = record_seed(1)
     assert trace is not None
-    start, events = trace[0], trace[1][:400]
+    start, events = trace[0], trace[1][:120]
     verdict = judge(model, start, events)
+    models = f"./{os.path.relpath(MODEL.parent, tmp_path)}"
     source = f"""module trace {{
-  import switch.* from "{MODEL.with_suffix("")}"
-  import state.* from "{MODEL.with_name("state")}"
+  import switch.* from "{models}/switch"
+  import state.* from "{models}/state"
   pure val events = [{", ".join(_quint(event) for event in events)}]
   pure val after = events.foldl(goes(started({_quint(start["ranks"])}, Set(0, 1),
     {_quint(start["config"])})), (a, event) => if (a.ok) apply(a.state, event) else a)
