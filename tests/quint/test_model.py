@@ -73,7 +73,7 @@ def test_quint_judges_a_trace_as_its_translation_does(
   pure val after = events.foldl(goes(started({_quint(start["ranks"])}, Set(0, 1),
     {_quint(start["config"])})), (a, event) => if (a.ok) apply(a.state, event) else a)
   var same: bool
-  action begin = same' = after.ok and after.state == {_quint(verdict.state)}
+  action begin = same' = (after.ok and after.state == {_quint(verdict.state)})
   action stay = same' = same
 }}
 """
