@@ -59,9 +59,10 @@ class Recorder:
 
     def attach(self, world: FleetWorld) -> None:
         """Record what happens in a world that has not begun yet."""
-        self.world, fleet, network = world, world.fleet, world.network
+        self.world = world
+        fleet, network, checks = self.world.fleet, self.world.network, self.world.checks
         start, remember, exchange = fleet.start, fleet.remember, fleet.exchange
-        to_rank, to_replica, outcome = network.to_rank, network.to_replica, world.checks.outcome
+        to_rank, to_replica, outcome = network.to_rank, network.to_replica, checks.outcome
 
         def started() -> None:
             start()
@@ -95,7 +96,7 @@ class Recorder:
 
         fleet.start, fleet.remember, fleet.exchange = started, remembered, exchanged
         network.to_rank, network.to_replica = sent_to_rank, sent_to_replica
-        world.checks.outcome = recorded
+        checks.outcome = recorded
 
     # --- the group --------------------------------------------------------------------------------
 

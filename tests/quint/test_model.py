@@ -46,9 +46,9 @@ def test_model_refuses_a_run_of_a_mutant(model: SimpleNamespace, mutant: str, se
 
 @pytest.mark.parametrize(("init", "invariant"), sorted(FAULTS.items()))
 def test_walk_finds_a_rule_broken_in_the_model(init: str, invariant: str) -> None:
-    walk = Walk(0)
-    model = load(TREE, walk)
-    for _ in range(60):
+    for seed in range(10):
+        walk = Walk(seed)
+        model = load(TREE, walk)
         walk.step(getattr(model, init))
         for _ in range(1000):
             assert walk.step(model.step)
@@ -80,7 +80,7 @@ def test_quint_judges_a_trace_as_its_translation_does(
     file = tmp_path / "trace.qnt"
     file.write_text(source)
     options = ["--backend=typescript", "--init=begin", "--step=stay", "--invariant=same"]
-    command = [QUINT, "run", file, *options, "--max-samples=1", "--max-steps=1"]
+    command = [str(QUINT), "run", str(file), *options, "--max-samples=1", "--max-steps=1"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=deadline(100.0))
     assert run.returncode == 0, run.stdout + run.stderr
 
