@@ -47,7 +47,9 @@ def test_the_ranks_of_the_certificate_are_those_of_the_example():
     text = (EXAMPLES / "vllm-decode.yaml").read_text()
     (deployment,) = re.findall(r"EVENKEEL_RANK__DEPLOYMENT, value: ([^}]+)}", text)
     (ranks,) = re.findall(r"--data-parallel-size (\d+)", text)
-    (grant,) = read_grants(name.removeprefix("URI:") for name in NAMES["rank"])
+    grants = read_grants(name.removeprefix("URI:") for name in NAMES["rank"])
+    assert grants is not None
+    (grant,) = grants
     assert (grant.deployment, grant.first, grant.last) == (deployment, 0, int(ranks) - 1)
 
 
