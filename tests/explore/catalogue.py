@@ -59,6 +59,7 @@ MUTANT_WORLDS = {
 
 NOT_APPLICABLE = {
     "R2": "the store never loses its term",
+    "R2b": "it takes a leader that stops between a write and its messages",
     "R9b": "all ranks have the same K",
     "R9c": "no agent fails",
     "R11": "no slots are pooled",

@@ -66,8 +66,6 @@ def _coordinator(machine: Any) -> None:
     machine._entered_at = machine._stepped_at = 0.0
     machine._entered_step = machine._step = 0
     machine._story.clear()
-    if machine.ack is not None:
-        machine.ack = replace(machine.ack, swap_s=0.0)
 
 
 def _query_round(questions: Any) -> None:

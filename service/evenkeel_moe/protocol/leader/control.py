@@ -44,7 +44,8 @@ class DeploymentControl(RankNotes):
         if isinstance(event, FromRank):
             kind = type(event.message)
             rank, incarnation, stream = event.rank, event.incarnation, event.stream
-            if kind is not Hello and not self.membership.heard(rank, incarnation, stream, now):
+            unchecked = kind is Hello or self.state is ControlState.FOLLOWER
+            if not unchecked and not self.membership.heard(rank, incarnation, stream, now):
                 return []
         return self.write_retry.order(self._dispatch(kind, event, now), flush=kind in _FLUSHING)
 
