@@ -26,7 +26,7 @@ def test_status_of_one_shows_its_ranks(run):
     assert "2 layers x 4 experts" in out
     row = next(line for line in out.splitlines() if "node-0" in line)
     assert row.split() == "0 node-0 yes".split() + row.split()[3:]
-    for shown in ("50.0%", "1 us", "10 kB", "4 kB"):
+    for shown in ("50.0%", "1 µs", "10 kB", "4 kB"):
         assert shown in row
 
 

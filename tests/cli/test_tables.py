@@ -43,6 +43,12 @@ def test_status_says_why_automatic_plans_are_held(run, operations):
     assert "held" not in run("status", "demo")[1]
 
 
+def test_a_state_without_news_needs_no_reason(run, operations):
+    operations.views["demo"] = FakeView(make_status(reason="recovered"), {}, None)
+    assert run("status")[1].splitlines()[1].split()[:3] == ["demo", "ready", "-"]
+    assert "recovered" not in run("status")[1] + run("status", "demo")[1]
+
+
 def test_texts_of_a_rank_are_shown_unchanged(run, operations):
     """Brackets and colons are not markup; as markup, the place of a failure would be lost."""
     words = "rank 3: [/lib/gloo/pair.cc:553] closed by [oncall] :warning:"

@@ -27,7 +27,7 @@ def test_bytes_have_decimal_units(value, text):
     ("value", "text"),
     [
         (0, "0 s"),
-        (2.5e-6, "2.5 us"),
+        (2.5e-6, "2.5 µs"),
         (0.012, "12 ms"),
         (119, "119 s"),
         (600, "10 min"),

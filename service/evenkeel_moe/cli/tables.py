@@ -11,6 +11,7 @@ from rich.text import Text
 from evenkeel_moe.cli.fitted_table import FittedCell, FittedColumn, FittedTable
 from evenkeel_moe.cli.reasons import WORDS, explained
 from evenkeel_moe.cli.units import age, figure, figure_name, moment, share
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 
 _BALANCE = ("time_balance", "balancedness_mean")
@@ -57,7 +58,8 @@ def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     )
     cells = [
         (
-            *(row[name] for name in ("deployment", "state", "reason")),
+            *(row[name] for name in ("deployment", "state")),
+            "-" if _at_rest(row) else row["reason"],
             _mode(row),
             *(known(row[name]) for name in ("policy", "epoch")),
             number(row["balancedness_mean"]),
@@ -67,7 +69,7 @@ def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         )
         for row in rows
     ]
-    lines = explained(str(row["reason"]) for row in rows)
+    lines = explained(str(row["reason"]) for row in rows if not _at_rest(row))
     notes = [legend(BALANCE_WORDS, *lines)] if rows else [Text("no deployment yet", style="dim")]
     return Group(FittedTable(columns, cells), *notes)
 
@@ -150,7 +152,14 @@ def _held(because: str | None) -> str:
 
 def _state(row: Mapping[str, Any]) -> str:
     words = WORDS.get(row["reason"])
+    if _at_rest(row):
+        return str(row["state"])
     return f"{row['state']} ({row['reason']})" + ("" if words is None else f": {words}")
+
+
+def _at_rest(row: Mapping[str, Any]) -> bool:
+    """Return True if the reason of the state says only that all ranks were heard."""
+    return row["state"] == "ready" and row["reason"] == Reason.RECOVERED
 
 
 def _frozen(until: float | None, now: float) -> str:

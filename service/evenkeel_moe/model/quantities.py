@@ -27,4 +27,4 @@ def duration_text(seconds: float | None) -> str:
             return f"{seconds / length:.3g} {unit}"
     if size >= 1 or size == 0:
         return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if size >= 1e-3 else f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if size >= 1e-3 else f"{seconds * 1e6:.3g} µs"

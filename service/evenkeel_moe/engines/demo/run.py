@@ -39,7 +39,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     """Run the demo to its end, and stop everything it started.
 
     Returns:
-        0 if every promise was kept, 1 if not, 128 + n if signal n stopped the demo. With `console`
+        0 if every check passed, 1 if not, 128 + n if signal n stopped the demo. With `console`
         a signal is the usual end: 0.
     """
     with stop_flag() as stop, ExitStack() as stack:
@@ -221,7 +221,7 @@ def _conclude(
         code = 1
     else:
         passed = summary.passed and report is not None and report.ok
-        verdict = "every promise was kept" if passed else "NOT every promise was kept"
+        verdict = "every check passed" if passed else "NOT every check passed"
         code = 0 if passed else 1
     console.print(Text(verdict, style="bold"))
     return code

@@ -66,7 +66,7 @@ class Summary:
 
     @property
     def passed(self) -> bool:
-        """True if every promise was kept."""
+        """True if every check passed."""
         return all(check.held for check in self.checks)
 
 

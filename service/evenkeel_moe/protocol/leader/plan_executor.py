@@ -152,7 +152,7 @@ class PlanExecutor:
             return [self.records.end(record, Reason.STALE_BASE, unix, detail)]
         refusal = self.wave_problem(plan, index) or self.pool_problem(plan, index)
         if refusal is not None:
-            return [self.records.end(record, refusal[0], unix, f"wave {index}: {refusal[1]}")]
+            return [self.records.end(record, refusal[0], unix, f"wave {index + 1}: {refusal[1]}")]
         group, body = self.group, plan.waves[index]
         assert group is not None
         experts = group.placement.num_logical_experts
@@ -177,7 +177,7 @@ class PlanExecutor:
             unix,
             phase=PlanPhase.MIGRATING,
             reason=Reason.PLAN_STARTED,
-            detail=f"wave {index} of {len(plan.waves)}: {len(body.transfers)} transfers",
+            detail=f"wave {index + 1} of {len(plan.waves)}: {len(body.transfers)} transfers",
         )
         return [change, *self._start(prepare.wave, now, prepare=prepare)]
 
