@@ -159,7 +159,7 @@ def _state(row: Mapping[str, Any]) -> str:
 
 def _at_rest(row: Mapping[str, Any]) -> bool:
     """Return True if the reason of the state says only that all ranks were heard."""
-    return row["state"] == "ready" and row["reason"] == Reason.RECOVERED
+    return bool(row["state"] == "ready" and row["reason"] == Reason.RECOVERED)
 
 
 def _frozen(until: float | None, now: float) -> str:
