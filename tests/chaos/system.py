@@ -30,7 +30,7 @@ SETTINGS = {
     "MIGRATION__STALL_AFTER_S": "15",
     "METRICS__REFRESH_S": "1",
 }
-"""Of the controllers, without the prefix of their variables."""
+"""The settings of the controllers, without the prefix of their variables."""
 
 
 def rank_config(folder: Path, num_ranks: int, controllers: Sequence[str]) -> RankConfig:

@@ -86,7 +86,7 @@ def _liveness(machine: Any) -> None:
 
 
 def _member(member: Any) -> None:
-    """Of a rank's newest answer only the epoch is kept; the time to come back is over at once."""
+    """Keep only the epoch of a rank's newest answer; the time to come back is over at once."""
     member.last_seen = _since(member.last_seen)
     member.closed_at = None if member.closed_at is None else AGES_AGO
     state = member.state

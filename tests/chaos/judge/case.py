@@ -56,7 +56,7 @@ class Breach:
     unix: float = 0.0
     """Unix seconds; 0 if it has no one time."""
     place: str = ""
-    """Where the facts lie: connection and byte, or file and line."""
+    """The place of the facts: connection and byte, or file and line."""
 
     def __str__(self) -> str:
         """Return the breach as one line."""
@@ -69,7 +69,7 @@ class Case:
     """The facts of one run."""
 
     config: dict[str, Any]
-    """Of the ranks: sizes, seed, deployment."""
+    """The ranks' sizes, seed and deployment."""
     wire: Wire
     ranks: list[RankFacts]
     dumps: list[StoreDump]

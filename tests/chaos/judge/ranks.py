@@ -35,7 +35,7 @@ class RankSwap:
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """What a rank found in its own memory right before or right after the computation of a step."""
+    """The contents of a rank's own memory right before or right after the computation of a step."""
 
     unix: float
     attempt: int

@@ -20,7 +20,7 @@ _RULE = "no Commit before votes and intent"
 
 @dataclass(slots=True)
 class _Heard:
-    """What one replica heard about one wave."""
+    """The answers that one replica received about one wave."""
 
     yes: set[int] = field(default_factory=set)
     """Ranks whose yes arrived."""

@@ -33,10 +33,10 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the judge found."""
+    """The breaches and the counts of one judged run."""
 
     counts: dict[str, int]
-    """What was judged, by its name; a run that lacks any of it is itself a breach."""
+    """The number of things judged, by name; a run that lacks any of it is itself a breach."""
     breaches: list[Breach]
 
     def lines(self) -> Iterator[str]:

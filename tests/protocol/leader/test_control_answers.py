@@ -1,4 +1,4 @@
-"""What the leader makes of the answers to its regular questions, early, late and different."""
+"""The leader acts on the answers to its regular questions, early, late and different."""
 
 import dataclasses
 from typing import Any

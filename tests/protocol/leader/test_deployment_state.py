@@ -1,4 +1,4 @@
-"""What the leader's machine says of itself."""
+"""The leader's machine reports its own state."""
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.policy import DeploymentPolicy

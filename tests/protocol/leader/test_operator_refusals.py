@@ -1,4 +1,4 @@
-"""What an operator may not do, and what a request does while the leader cannot act."""
+"""Requests of operators are refused with a reason, also while the leader cannot act."""
 
 import pytest
 
