@@ -78,6 +78,10 @@ def _weights(seed: int) -> dict[str, NDArray[np.float32]]:
         "model.norm.weight": ones(HIDDEN),
         "lm_head.weight": matrix(VOCABULARY, HIDDEN),
     }
+    # Larger rows get more tokens. The hot experts start on the first rank and have no replica, so
+    # that a plan pays whatever the prompts are.
+    hot = np.arange(EXPERTS) // (EXPERTS // 4) == 1
+    router = np.where(hot, 12, 5).astype(np.float32)[:, None]
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
         found |= {
@@ -89,8 +93,7 @@ def _weights(seed: int) -> dict[str, NDArray[np.float32]]:
             f"{at}.self_attn.k_proj.weight": matrix(KV_HEADS * HEAD, HIDDEN),
             f"{at}.self_attn.v_proj.weight": matrix(KV_HEADS * HEAD, HIDDEN),
             f"{at}.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD),
-            # A steep router: a few experts get most of the tokens, so that there is work for plans.
-            f"{at}.mlp.gate.weight": matrix(EXPERTS, HIDDEN, 0.5),
+            f"{at}.mlp.gate.weight": router * matrix(EXPERTS, HIDDEN),
         }
         for expert in range(EXPERTS):
             for part in ("gate", "up", "down"):
