@@ -59,7 +59,7 @@ class EndedWaves:
 
     def add(self, wave: WaveKey, outcome: WaveOutcome) -> WaveOutcome:
         """Remember the end of a wave, and return its first outcome, which stays."""
-        if len(self._outcomes) >= _MAX_ENDED:
+        if wave not in self._outcomes and len(self._outcomes) >= _MAX_ENDED:
             del self._outcomes[next(iter(self._outcomes))]
         return self._outcomes.setdefault(wave, outcome)
 
