@@ -158,3 +158,26 @@ def test_an_address_of_several_replicas_is_asked_until_the_leader_answers(
     else:
         assert code == Exit.UNAVAILABLE and 3 < len(callers) < 100
         assert "led by b at b:1 (not_leader)" in err
+
+
+@pytest.mark.parametrize("refused", [2, 10**9])
+def test_a_planner_that_starts_is_waited_for_and_the_command_says_so(run, monkeypatch, refused):
+    monkeypatch.setattr(client, "_PLANNER_PAUSE_S", 0.01)
+    monkeypatch.setattr(client, "_PLANNER_STARTS_WITHIN_S", 0.5)
+    starting = {"title": "Try again", "detail": "it starts", "reason": "planner_starting"}
+    callers = []
+
+    def answer(caller):
+        callers.append(caller)
+        ready = len(callers) > refused
+        return (200 if ready else 503), json.dumps({"mode": "auto"} if ready else starting).encode()
+
+    with server_of(answer) as address:
+        code, out, err = run("policy", "-d", "demo", "--url", address)
+    assert err.startswith("evenkeel: the controller's planner is starting: waiting up to 500 ms;")
+    if refused == 2:
+        assert (code, len(callers), len(err.splitlines())) == (Exit.DONE, 3, 1)
+        assert "auto" in out
+    else:
+        assert (code, out) == (Exit.UNAVAILABLE, "") and len(callers) > 3
+        assert err.splitlines()[1:] == ["evenkeel: Try again: it starts (planner_starting)"]

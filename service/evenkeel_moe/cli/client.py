@@ -2,11 +2,16 @@
 
 import ssl
 import time
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import httpx
+import typer
+
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.quantities import duration_text
 
 _HINT = "is it an Evenkeel controller?"
 _RETRY_FOR_S = 10.0
@@ -14,6 +19,9 @@ _RETRY_PAUSE_S = 0.25
 """Pause between tries. Several replicas may share one address, and one of them leads the
 deployment. Each try opens a new connection, which may reach the leader; with five replicas, one
 command in ten thousand misses it."""
+_PLANNER_STARTS_WITHIN_S = 600.0
+_PLANNER_PAUSE_S = 5.0
+"""Pause between tries while the planner starts, if the answer does not say `Retry-After`."""
 
 
 class Exit(IntEnum):
@@ -136,13 +144,31 @@ class ApiClient:
             raise CliError("the controller has no deployment yet", Exit.REFUSED)
         raise CliError(f"there are several deployments, name one: {', '.join(names)}", Exit.USAGE)
 
+    def _ask_leader(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        response = self._http.request(method, f"/v1/{path}", **kwargs)
+        give_up_at = time.monotonic() + _RETRY_FOR_S
+        while _led_elsewhere(response) and time.monotonic() < give_up_at:
+            time.sleep(_RETRY_PAUSE_S)
+            response = self._http.request(method, f"/v1/{path}", **kwargs)
+        return response
+
+    def _wait_for_planner(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
+        """Ask again while the controller answers that its planner is starting."""
+        response = ask()
+        give_up_at = time.monotonic() + _PLANNER_STARTS_WITHIN_S
+        told = False
+        while _planner_starts(response) and time.monotonic() < give_up_at:
+            if not told:
+                words = f"waiting up to {duration_text(_PLANNER_STARTS_WITHIN_S)}; Ctrl-C ends"
+                typer.echo(f"evenkeel: the controller's planner is starting: {words}", err=True)
+                told = True
+            time.sleep(_pause_s(response))
+            response = ask()
+        return response
+
     def _call(self, method: str, path: str, **kwargs: Any) -> Any:
         try:
-            response = self._http.request(method, f"/v1/{path}", **kwargs)
-            give_up_at = time.monotonic() + _RETRY_FOR_S
-            while _led_elsewhere(response) and time.monotonic() < give_up_at:
-                time.sleep(_RETRY_PAUSE_S)
-                response = self._http.request(method, f"/v1/{path}", **kwargs)
+            response = self._wait_for_planner(lambda: self._ask_leader(method, path, **kwargs))
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise CliError(f"{self._url} is not a valid URL: {error}", Exit.USAGE) from error
         except httpx.RequestError as error:
@@ -187,13 +213,29 @@ def _trusting(ca_file: Path) -> ssl.SSLContext:
 
 def _led_elsewhere(response: httpx.Response) -> bool:
     """Return True if another replica leads the deployment; the one that answered did nothing."""
+    problem = _unavailable(response)
+    return problem.get("reason") == Reason.NOT_LEADER and problem.get("leader") is not None
+
+
+def _planner_starts(response: httpx.Response) -> bool:
+    """Return True if the request was refused only because the planner is starting."""
+    return _unavailable(response).get("reason") == Reason.PLANNER_STARTING
+
+
+def _unavailable(response: httpx.Response) -> dict[str, Any]:
+    """Return the problem details of a 503, or an empty dict."""
     if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
-        return False
+        return {}
     try:
         problem = response.json()
-        return problem["reason"] == "not_leader" and problem["leader"] is not None
-    except (ValueError, KeyError, TypeError):
-        return False
+    except ValueError:
+        return {}
+    return problem if isinstance(problem, dict) else {}
+
+
+def _pause_s(response: httpx.Response) -> float:
+    told = response.headers.get("Retry-After", "")
+    return min(float(told), _PLANNER_PAUSE_S) if told.isdecimal() else _PLANNER_PAUSE_S
 
 
 def _refusal(url: str, response: httpx.Response) -> CliError:

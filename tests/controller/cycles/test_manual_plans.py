@@ -57,8 +57,18 @@ class InlinePlanner:
     def begin(self):
         return True
 
+    async def wait_until_warm(self):
+        pass
+
     async def run(self, function, argument):
         return function(argument)
+
+
+class StartingPlanner(InlinePlanner):
+    """Compiles its kernels as long as the test runs."""
+
+    async def wait_until_warm(self):
+        raise Unavailable("it starts", Reason.PLANNER_STARTING)
 
 
 class Ranks:
@@ -254,6 +264,18 @@ async def test_a_plan_names_the_stall_that_its_swaps_are_expected_to_cause(rig):
     # The slower of the two ranks needed 20 ms for a wave of the same size.
     await until(lambda: rig.member.planner.stalls.expected_s((), 1) == 0.02)
     assert (await rollback(rig)).plan.numbers["expected_stall_s"] == 0.02
+
+
+async def test_plans_and_rollbacks_are_refused_while_the_planner_starts(rig):
+    await rig.load()
+    await rig.migrate()
+    rig.member.planner.manual.pool = StartingPlanner()
+    request = PlanRequest(plan_id=PlanId("mine"), target=BASE)
+    for ask in (lambda: rig.operations.create_plan(DEPLOYMENT, request), lambda: rollback(rig)):
+        with pytest.raises(Unavailable) as caught:
+            await ask()
+        assert caught.value.reason is Reason.PLANNER_STARTING
+    assert list(rig.member.control.records.by_id) == [BAD]
 
 
 async def test_an_id_taken_by_a_plan_is_no_rollbacks(rig):

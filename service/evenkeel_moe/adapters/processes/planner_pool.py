@@ -18,6 +18,8 @@ from evenkeel_moe.planning.policies.registry import warm_kernels
 _log = structlog.get_logger(__name__)
 _WARM_WITHIN_S = 900.0
 """Compiling all kernels takes half a minute on an idle core, and the cores may be busy."""
+_REQUEST_WAITS_S = 15.0
+"""Clients and proxies often give a request 30 s, and the plan itself takes a part of them."""
 _T = TypeVar("_T")
 _A = TypeVar("_A")
 
@@ -73,6 +75,21 @@ class PlannerPool:
         """
         with contextlib.suppress(Unavailable):
             await self._ready()
+
+    async def wait_until_warm(self, within_s: float = _REQUEST_WAITS_S) -> None:
+        """Wait for the kernels on behalf of a request, whose caller waits too.
+
+        Raises:
+            Unavailable: the kernels are still being compiled (PLANNER_STARTING).
+        """
+        _, warming = self._begin()
+        done, _ = await asyncio.wait({warming}, timeout=within_s)
+        if not done:
+            raise Unavailable(
+                "the planner process is starting and compiles its kernels, for some minutes on a"
+                " busy machine",
+                Reason.PLANNER_STARTING,
+            )
 
     async def run(self, function: Callable[[_A], _T], argument: _A) -> _T:
         """Call the function in another process and return its value.

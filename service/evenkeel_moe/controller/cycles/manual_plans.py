@@ -75,7 +75,8 @@ class ManualPlanner:
             InvalidInput: the request contradicts itself, or names an unknown policy.
             Conflict: another request has the id, or a gate is closed.
             InfeasiblePlan: no plan satisfies the limits.
-            Unavailable: the planner or the store failed, or this replica does not lead.
+            Unavailable: the planner is starting or failed, the store failed, or this replica does
+                not lead.
         """
         digest = request_digest(request)
         known = await self._repeated(request.plan_id, digest)
@@ -88,6 +89,7 @@ class ManualPlanner:
         if request.target is None:
             resolve_policy(name)
         base = PlanBase.current(self.operator.control)
+        await self.pool.wait_until_warm()
         limits = _tighter(policy.limits, request.limits)
         phases = request.phases or tuple(Phase)
         inputs = self.builder.build(base, name, limits, phases, request=request)
@@ -129,7 +131,8 @@ class ManualPlanner:
         Raises:
             NotFound, Conflict: there is no such epoch, it is the present one, or a limit of the
                 policy does not allow it.
-            Unavailable: the planner or the store failed, or this replica does not lead.
+            Unavailable: the planner is starting or failed, the store failed, or this replica does
+                not lead.
         """
         digest = _digest({"kind": PlanKind.ROLLBACK.value, "to_epoch": to_epoch})
         # Look for a repeated request first: once a rollback is carried out, the epoch before the
@@ -140,6 +143,7 @@ class ManualPlanner:
         epoch, target = self.operator.rollback_target(to_epoch)
         base, membership = PlanBase.current(self.operator.control), self.operator.control.membership
         assert membership.shape is not None
+        await self.pool.wait_until_warm()
         request = WaveRequest(
             base.placement,
             target,
