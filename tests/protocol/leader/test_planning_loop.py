@@ -65,7 +65,15 @@ def test_propose_mode_waits_for_a_person_and_makes_one_proposal_at_a_time():
     assert only(actions, ctl.PersistDecision).row["reason"] == Reason.PLAN_PROPOSED
     assert (record(control).phase, control.state) == (PlanPhase.PROPOSED, S.READY)
     again = control.handle(msg.Tick(), 20.0)
-    assert only(again, ctl.PersistDecision).row["reason"] == Reason.PLAN_PROPOSED
+    row = only(again, ctl.PersistDecision).row
+    assert (row["reason"], row["plan_id"], row["numbers"]) == (Reason.PLAN_PROPOSED, "p", {})
+
+
+def test_a_cycle_that_waits_for_approval_says_until_when():
+    control = fresh(dataclasses.replace(AUTO, mode=Mode.PROPOSE))
+    decide(control, plan_of(kind=PlanKind.AUTOMATIC, expires_at=620.0 + control.unix_offset_s))
+    row = only(control.handle(msg.Tick(), 20.0), ctl.PersistDecision).row
+    assert row["numbers"] == {"expires_in_s": 600.0}
 
 
 def test_observe_mode_moves_nothing():

@@ -36,7 +36,8 @@ class ActionLog:
     find_plan: Callable[[PlanId], PlanRecord | None]
     _logged: deque[object] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), init=False)
     """Subjects of the last actions that were logged."""
-    _last_reason: object = field(default=None, init=False)
+    _last_decided: object = field(default=None, init=False)
+    """Reason and plan of the newest decision; only a change is logged."""
     _alerts: dict[Reason, tuple[float, int]] = field(default_factory=dict, init=False)
     """For each reason when it was last logged, and how many alerts were left out since."""
     _wave_began: dict[WaveKey, float] = field(default_factory=dict, init=False)
@@ -96,9 +97,10 @@ class ActionLog:
     def _log_decision(self, row: dict[str, Any]) -> None:
         self.decisions.append(row)
         self.metrics.decision(self.deployment, row["reason"])
-        if row["reason"] != self._last_reason or row.get("plan_id"):
+        decided = row["reason"], row.get("plan_id")
+        if decided != self._last_decided:
             _log.info("decision", deployment=self.deployment, **row)
-        self._last_reason = row["reason"]
+        self._last_decided = decided
 
     def _log_plan(self, record: PlanRecord) -> None:
         row = dict(record.story[-1]) if record.story else {}

@@ -66,6 +66,8 @@ class PlanningLoop:
             return []
         self._last_cycle_at = now
         reason = blocked_by or self._refusal(now)
+        if reason is Reason.PLAN_PROPOSED:
+            return [self._wait_for_approval(now)]
         if reason is not None:
             return [self.decide(reason, now)]
         group, generation = self.executor.group, self.executor.membership.generation
@@ -76,6 +78,15 @@ class PlanningLoop:
         return [
             RunCycle(self._number, group.epoch, group.placement, generation, group.weights_version)
         ]
+
+    def _wait_for_approval(self, now: float) -> PersistDecision:
+        """Return the row of a cycle that waits for the approval of a proposal."""
+        waiting = self.executor.records.proposal()
+        assert waiting is not None
+        numbers = {}
+        if waiting.plan.expires_at is not None:
+            numbers["expires_in_s"] = waiting.plan.expires_at - now - self.executor.unix_offset_s
+        return self.decide(Reason.PLAN_PROPOSED, now, waiting.plan, numbers)
 
     def _refusal(self, now: float) -> Reason | None:
         """Return the reason why no new automatic plan may be made now."""
