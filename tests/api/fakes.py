@@ -71,6 +71,7 @@ def make_status(deployment: str = "demo", **changes) -> DeploymentStatus:
         "term": 2,
         "generation": "11111111-1111-1111-1111-111111111111",
         "epoch": 3,
+        "rollback_epoch": 2,
         "shape": SHAPE,
         "ranks": (make_rank(0), make_rank(1)),
         "step": 120,

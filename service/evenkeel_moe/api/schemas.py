@@ -166,6 +166,8 @@ class DeploymentOut(ResponseBody):
     term: int | None
     generation: str | None
     epoch: int | None
+    rollback_epoch: int | None
+    """The epoch to which a rollback without `to_epoch` leads; null if there is none."""
     shape: ShapeOut | None
     ranks: list[RankOut] | None
     step: int | None
@@ -327,7 +329,7 @@ class PlanIn(RequestBody):
     phases: Annotated[list[Phase], FailFast()] = []
     """Windows to plan on; empty uses all, weighted by their tokens."""
     dry_run: bool = False
-    """Only plan. Approving the plan later starts this very plan."""
+    """A dry run: the plan is made and waits as a proposal. Approving it starts this very plan."""
     approve: bool = False
     """Start at once, even in propose mode."""
     target: TargetIn | None = None

@@ -63,6 +63,8 @@ class DeploymentStatus:
     generation: str
     epoch: int | None
     """None before the ranks reported it."""
+    rollback_epoch: int | None
+    """The epoch a rollback without a named epoch leads to; None if there is none."""
     shape: ModelShape
     ranks: tuple[RankStatus, ...]
     step: int | None

@@ -80,7 +80,7 @@ test("gates before the closed one are open, and those after it were not reached"
   const gates = gatesOf(deployment(), POLICY, 100);
   const closed = gates.findIndex((gate) => gate.state === "closed");
   assert.equal(gates[closed].title, "Balance is low, or the traffic changed");
-  assert.match(gates[closed].detail, /Token balance 0.950; planning starts below 0.90/);
+  assert.match(gates[closed].detail, /Balancedness 0.950; planning starts below 0.90/);
   assert.match(gates[closed].remedy, /below 0.90/);
   assert.ok(gates.slice(0, closed).every((gate) => gate.state === "open" && !gate.remedy));
   assert.ok(gates.slice(closed + 1).every((gate) => gate.state === "later"));
@@ -162,15 +162,17 @@ test("a rank shows the state of its wave only while a plan needs it", () => {
   });
 });
 
-test("the plan behind an epoch is the one whose waves led to it", () => {
+test("the plan behind an epoch leads there from the epoch that the controller names", () => {
   const plans = [
     { plan_id: "waits", base_epoch: 7, waves_committed: 0 },
+    { plan_id: "of another generation", base_epoch: 4, waves_committed: 3 },
     { plan_id: "last", base_epoch: 5, waves_committed: 2 },
     { plan_id: "first", base_epoch: 0, waves_committed: 5 },
   ];
-  assert.equal(planBehind(plans, 7).plan_id, "last");
-  assert.equal(planBehind(plans, 5).plan_id, "first");
-  assert.equal(planBehind(plans, 6), undefined);
+  assert.equal(planBehind(plans, { epoch: 7, rollback_epoch: 5 }).plan_id, "last");
+  assert.equal(planBehind(plans, { epoch: 5, rollback_epoch: 0 }).plan_id, "first");
+  assert.equal(planBehind(plans, { epoch: 7, rollback_epoch: 6 }), undefined);
+  assert.equal(planBehind(plans, { epoch: 7, rollback_epoch: null }), undefined);
 });
 
 test("the worst deployment comes first, then the least balanced", () => {

@@ -136,6 +136,7 @@ def test_a_rollback_leads_to_a_recorded_earlier_epoch():
     assert refused(Conflict, lambda: operator.rollback_target(Epoch(0)))[0] is Reason.NO_CHANGE
     refused(NotFound, lambda: operator.rollback_target(Epoch(1)))
     refused(NotFound, lambda: operator.rollback_target(None))
+    assert operator.rollback_epoch() is None
 
 
 def test_a_rollback_leads_to_the_newest_earlier_epoch_if_no_plan_led_to_the_current_one():
@@ -151,6 +152,7 @@ def test_a_rollback_leads_to_the_newest_earlier_epoch_if_no_plan_led_to_the_curr
     answer_queries(control, 1.0, epoch=3, placement=AFTER_ONE)
     assert (control.state, control.epoch) == (S.READY, 3)
     assert Operator(control).rollback_target(None) == (2, AFTER_TWO)
+    assert Operator(control).rollback_epoch() == 2
 
 
 def test_a_freeze_lasts_for_its_seconds_and_zero_ends_it():

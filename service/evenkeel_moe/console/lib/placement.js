@@ -94,11 +94,15 @@ export function slotLayout(numRanks, slotsPerRank, width, widest = 34) {
 
 /**
  * @param {object[]} plans newest first
- * @param {number | null} epoch the present one
- * @returns {object | undefined} The plan whose waves led to the epoch.
+ * @param {{epoch: number | null, rollback_epoch: number | null}} deployment
+ * @returns {object | undefined} The plan that led from the epoch to which the controller would roll
+ *   back to the present one. The controller compares the maps; epochs alone may begin again at 0.
  */
-export function planBehind(plans, epoch) {
+export function planBehind(plans, { epoch, rollback_epoch: before }) {
   return plans.find(
-    (plan) => plan.waves_committed > 0 && plan.base_epoch + plan.waves_committed === epoch,
+    (plan) =>
+      plan.waves_committed > 0 &&
+      plan.base_epoch === before &&
+      plan.base_epoch + plan.waves_committed === epoch,
   );
 }

@@ -83,7 +83,7 @@ export function Controls({ api, role, deployment, reload, now }) {
 }
 
 function Rollback({ api, path, deployment, reload, now }) {
-  const { epoch } = deployment;
+  const { epoch, rollback_epoch: before } = deployment;
   const [plans, setPlans] = useState([]);
   useEffect(() => {
     if (!epoch) return;
@@ -91,11 +91,10 @@ function Rollback({ api, path, deployment, reload, now }) {
     // Without an answer the question names no plan.
     api.get(`${path}/plans?page_size=100`).then(known, () => setPlans([]));
   }, [api, path, epoch]);
-  const last = planBehind(plans, epoch);
+  const last = planBehind(plans, deployment);
   const roll = async () => {
     // The epoch that the dialog names, also if another plan ends meanwhile.
-    const body = last ? { to_epoch: last.base_epoch } : {};
-    const plan = await api.change("POST", `${path}/rollback`, body);
+    const plan = await api.change("POST", `${path}/rollback`, { to_epoch: before });
     await reload();
     location.hash = linkTo(deployment.deployment, "plans", plan.plan_id);
   };
@@ -104,17 +103,17 @@ function Rollback({ api, path, deployment, reload, now }) {
     label="Roll back"
     kind="danger"
     title="Roll back the last plan"
-    disabled=${!deployment.epoch}
+    disabled=${before === null}
     confirm="Roll back now"
     act=${roll}
   >
     <p>
-      ${`This moves weights: the ranks return from epoch ${epoch} to the placement `}
+      ${`This moves weights: the ranks return from epoch ${epoch} to the placement of epoch ${before}`}
       ${
         last
-          ? html`${`of epoch ${last.base_epoch}, which was there before plan `}
+          ? html`${", which was there before plan "}
               <code>${last.plan_id}</code>${` (made ${ago(last.created_at, now)})`}`
-          : "before the last plan"
+          : ""
       }.
       Automatic plans are then held until somebody resumes them.
     </p><//

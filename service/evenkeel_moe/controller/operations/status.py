@@ -21,6 +21,7 @@ from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.ports import Clock, DeploymentStatus, RankStatus
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.membership import Member
+from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.transitions import ControlState
 
@@ -109,6 +110,7 @@ class LiveView:
             term=control.leader.term if control.leader is not None else 0,
             generation=control.generation or "",
             epoch=control.epoch,
+            rollback_epoch=Operator(control).rollback_epoch(),
             shape=loads.shape,
             ranks=self._rank_rows(now),
             step=loads.ingest.newest_step,

@@ -162,15 +162,24 @@ class Operator:
         self._recovered()
         history, current = self.control.history, self.control.epoch
         assert current is not None
-        earlier = sorted(epoch for epoch in history if epoch < current)
-        if to_epoch is None and not earlier:
+        earlier = self._earlier_epochs()
+        epoch = self.rollback_epoch() if to_epoch is None else to_epoch
+        if epoch is None:
             raise NotFound("no earlier placement is recorded")
-        epoch = self._before_last_plan(earlier) if to_epoch is None else to_epoch
         if epoch == current:
             raise Conflict(f"epoch {epoch} is the current one", Reason.NO_CHANGE)
         if epoch not in earlier:
             raise NotFound(f"no placement of epoch {epoch} is recorded; there are {earlier}")
         return epoch, history[epoch]
+
+    def rollback_epoch(self) -> Epoch | None:
+        """Return the epoch a rollback without a named epoch leads to; None if there is none."""
+        earlier = self._earlier_epochs()
+        return self._before_last_plan(earlier) if earlier else None
+
+    def _earlier_epochs(self) -> list[Epoch]:
+        current = self.control.epoch
+        return sorted(e for e in self.control.history if current is not None and e < current)
 
     def _before_last_plan(self, earlier: list[Epoch]) -> Epoch:
         """Return the recorded base of the plan that led to the current epoch, else the newest.
