@@ -73,8 +73,8 @@ def test_the_audit_tells_who_did_what(run):
     run("policy", "demo", "mode=observe")
     run("plan", "cancel", "demo", "nope")
     lines = run("audit", "demo")[1].splitlines()
-    assert re.search(r"alice +operate +POST /v1/deployments/demo/plans/nope/cancel +404", lines[1])
-    assert re.search(r'PATCH /v1/deployments/demo/policy {"mode":"observe"} +200 done', lines[2])
+    assert re.search(r"alice +operate +POST /plans/nope/cancel +404", lines[1])
+    assert re.search(r'PATCH /policy {"mode":"observe"} +200 done', lines[2])
     assert "204 done" in lines[3]
 
 
@@ -88,4 +88,17 @@ def test_rejected_reports_are_shown_with_samples(run, operations):
 def test_placement_of_the_fake_is_drawn_by_rank(run, operations):
     assert Placement.initial(SHAPE).num_ranks == 2
     out = run("heatmap", "demo")[1]
-    assert re.search(r"^layer +rank 0", out, re.MULTILINE)
+    assert re.search(r"^ +rank\nlayer +0 1$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "head"),
+    [
+        (4, "layer     0 1 2 3"),
+        (16, "layer     0   2   4   6   8   10  12  14"),
+        (64, "layer     " + "".join(str(rank).ljust(4) for rank in range(0, 64, 4)).rstrip()),
+    ],
+)
+def test_the_head_of_a_heat_map_names_ranks_above_their_columns(ranks, head):
+    lines = drawn(heat_map(answer([[1.0] * ranks]), experts=False), 80).splitlines()
+    assert [line.rstrip() for line in lines[2:4]] == ["          rank", head]

@@ -1,5 +1,10 @@
+import pytest
+from rich.console import Console
+
+from evenkeel_moe.cli.tables import decisions_table
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.plan import PlanKind
 from tests.api.fakes import FakeView, make_plan, make_rank, make_status
 
 
@@ -65,3 +70,49 @@ def test_texts_of_a_rank_are_shown_unchanged(run, operations):
     assert "[a]" in out
     operations.document = {"schedule": {"note": words}}
     assert words in run("policy", "-d", "demo")[1]
+
+
+def drawn(renderable, width=80):
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(renderable)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def decision(at, reason, plan_id=None, **numbers):
+    return {"at": at, "reason": reason, "plan_id": plan_id, "numbers": numbers}
+
+
+def test_a_cycle_that_waits_for_approval_shows_the_proposal_and_until_when():
+    rows = [decision(3600.0, "plan_proposed", "automatic-0-0bc37c751748", expires_in_s=600.0)]
+    lines = drawn(decisions_table(rows))
+    assert lines[0].split() == ["AT", "(UTC)", "DECISION", "PLAN", "COMPARED"]
+    assert lines[1] == "01:00:00  plan_proposed  automatic-0-0bc37c751748  expires in 10 min"
+    assert "all on 1970-01-01" in lines
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_decisions_about_a_plan_take_one_line_each(width):
+    plan = {"gain": 0.3421, "gain_lower": 0.33, "gain_upper": 0.35, "copies": 35, "bytes": 2.3e6}
+    figures = {"balancedness_mean": 0.648, "balancedness_expected": 0.963, **plan}
+    figures["planned_on_steps"] = 214
+    rows = [decision(at, "observe_mode", **figures) for at in (60.0, 58.0)]
+    lines = drawn(decisions_table(rows), width)
+    assert lines[1] == (
+        "00:01:00  observe_mode  0.648 -> 0.963  34.2% (33.0% to 35.0%)  35, 2.3 MB"
+    )
+    assert lines[2].startswith("00:00:58")
+    both_days = drawn(decisions_table([rows[0], decision(90_000.0, "cooldown")]), 100)
+    assert both_days[1].startswith("1970-01-01 00:01:00")
+
+
+def test_a_rollback_that_saves_less_is_told_to_be_intended(run, operations):
+    lost = DeliveredGain(1.0, -0.204, 0.01, -0.22, -0.19, None, 64)
+    record = make_plan("back", delivered=lost)
+    operations.records["demo"] = [record]
+    words = "it returns to an earlier placement as intended"
+    assert words not in run("plan", "show", "back", "-d", "demo")[1]
+    object.__setattr__(record.plan, "kind", PlanKind.ROLLBACK)
+    shown = " ".join(run("plan", "show", "back", "-d", "demo")[1].split())
+    assert "delivered -20.4% (-22.0% to -19.0%) on 64 steps; rollback: it returns" in shown
+    assert words in run("plan", "list", "-d", "demo")[1]

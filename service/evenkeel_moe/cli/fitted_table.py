@@ -26,6 +26,18 @@ class FittedColumn:
     """Characters that a folded column needs."""
 
 
+def with_values(
+    columns: Sequence[FittedColumn], rows: Sequence[Sequence[FittedCell]]
+) -> tuple[list[FittedColumn], list[list[FittedCell]]]:
+    """Return columns and rows without the columns that may be left out and have no value."""
+    kept = [
+        index
+        for index, column in enumerate(columns)
+        if not column.keep or any(str(row[index]) not in ("", "-") for row in rows)
+    ]
+    return [columns[index] for index in kept], [[row[index] for index in kept] for row in rows]
+
+
 class FittedTable:
     """Rows of cells under columns, drawn with as many columns as fit.
 

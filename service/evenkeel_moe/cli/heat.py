@@ -19,6 +19,8 @@ _STEPS = (
 _LABEL = 10
 """Characters of the row labels."""
 _MOST_ROWS = 40
+_EVERY = (1, 2, 4, 5, 8, 10, 16, 20, 40)
+"""Distances between two columns whose number is named."""
 
 
 class _Cells:
@@ -39,7 +41,8 @@ class _Cells:
         wide = 2 if width * 2 <= options.max_width - _LABEL else 1
         columns = _blocks(width, max(1, (options.max_width - _LABEL) // wide))
         layers = _blocks(len(self._rows), _MOST_ROWS)
-        yield Text(f"{'layer':<{_LABEL}}{_scale(columns, wide, self._noun)}", style="dim")
+        yield Text(f"{'':<{_LABEL}}{self._noun}", style="dim")
+        yield Text(f"{'layer':<{_LABEL}}{_scale(columns, wide)}", style="dim")
         for first, last in layers:
             line = Text(f"{_span(first, last):<{_LABEL}}", style="dim")
             for left, right in columns:
@@ -109,11 +112,15 @@ def _span(first: int, last: int) -> str:
     return str(first) if last - first == 1 else f"{first}-{last - 1}"
 
 
-def _scale(columns: Sequence[tuple[int, int]], wide: int, noun: str) -> str:
-    first, last = columns[0][0], columns[-1][1] - 1
-    left, right = f"{noun} {first}", str(last)
-    room = len(columns) * wide - len(left)
-    return left + right.rjust(room) if room > len(right) else f"{left}-{right}"
+def _scale(columns: Sequence[tuple[int, int]], wide: int) -> str:
+    """Return the numbers of the columns, each above the beginning of its column.
+
+    As many are named as fit with a space between them.
+    """
+    longest = len(str(columns[-1][0]))
+    every = next(n for n in _EVERY if n * wide > longest or n >= len(columns))
+    named = (str(first).ljust(every * wide) for first, _ in columns[::every])
+    return "".join(named).rstrip()
 
 
 def _largest(block: Sequence[Sequence[float | None]]) -> float | None:

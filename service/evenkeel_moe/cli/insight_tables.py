@@ -8,7 +8,7 @@ from rich.text import Text
 
 from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
 from evenkeel_moe.cli.reasons import explained
-from evenkeel_moe.cli.tables import BALANCE_WORDS, legend, number
+from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, legend, number
 from evenkeel_moe.cli.units import moment, share
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 
@@ -45,7 +45,7 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
         *parts,
         legend(
             "gain: saved share of MoE time on later steps, with its 94 % interval",
-            BALANCE_WORDS,
+            BALANCEDNESS_WORDS,
             *explained(reasons),
         ),
     )
@@ -59,7 +59,7 @@ def _policies(rows: Sequence[Mapping[str, Any]]) -> FittedTable:
         FittedColumn("INTERVAL", keep=2),
         FittedColumn("COPIES", right=True, keep=1),
         FittedColumn("BYTES", right=True, keep=3),
-        FittedColumn("BALANCE", right=True, keep=4),
+        FittedColumn("BALANCEDNESS", right=True, keep=4),
         FittedColumn("PAYS AFTER", right=True, keep=5),
     )
     return FittedTable(columns, [_policy(row) for row in rows])
@@ -96,7 +96,7 @@ def _levels(redundancy: Mapping[str, Any]) -> FittedTable:
         FittedColumn("INTERVAL", keep=2),
         FittedColumn("MORE MEMORY PER RANK", right=True),
         FittedColumn("FITS", keep=1),
-        FittedColumn("BALANCE", right=True, keep=3),
+        FittedColumn("BALANCEDNESS", right=True, keep=3),
     )
     fits = {None: "-", True: "yes", False: "no"}
     cells = [
@@ -122,7 +122,7 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         FittedColumn("AT (UTC)"),
         FittedColumn("BY"),
         FittedColumn("ROLE", keep=2),
-        FittedColumn("REQUEST", fold=True, least=24),
+        FittedColumn("REQUEST", fold=True, least=32),
         FittedColumn("OUTCOME"),
         FittedColumn("TRACE", keep=3),
     )
@@ -131,7 +131,7 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             moment(row["at"]),
             row["by"],
             row["role"],
-            f"{row['method']} {row['path']}" + (f" {row['change']}" if row.get("change") else ""),
+            _request(row),
             _outcome(row["status"]),
             row["trace_id"] or "-",
         )
@@ -140,10 +140,22 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     return FittedTable(columns, cells)
 
 
+def _request(row: Mapping[str, Any]) -> str:
+    """Return method, path within the deployment, and change; the command names the deployment."""
+    path = row["path"].removeprefix(f"/v1/deployments/{row['deployment']}") or row["path"]
+    return f"{row['method']} {path}" + (f" {row['change']}" if row.get("change") else "")
+
+
 def _outcome(status: int) -> Text:
     if status < 400:
         return Text(f"{status} done", style="green")
-    words = {401: "unknown token", 403: "not allowed", 409: "did not fit", 412: "was out of date"}
+    words = {
+        401: "unknown token",
+        403: "not allowed",
+        409: "did not fit",
+        412: "was out of date",
+        503: "unavailable",
+    }
     return Text(f"{status} {words.get(status, 'refused')}", style="red")
 
 

@@ -48,7 +48,9 @@ class PlanArguments:
 
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Only plan. `plan approve` can start the same plan later."),
+        typer.Option(
+            "--dry-run", help="Only make a proposal. `plan approve` starts that very plan."
+        ),
     ] = False
     start: Annotated[bool, typer.Option("--start", help="Start at once, also in propose mode.")] = (
         False

@@ -13,9 +13,12 @@ from evenkeel_moe.cli.units import age, figure, figure_name, moment, share
 from evenkeel_moe.model.quantities import bytes_text
 
 _WORDS = (
-    "moves: experts copied between ranks; wave: whole layers that change on the same step",
+    "copies: experts copied between ranks; wave: whole layers that change on the same step",
     "promised, delivered: saved share of MoE time, predicted and then measured",
 )
+
+
+_ROLLBACK = "rollback: it returns to an earlier placement as intended, so that it may save less"
 
 
 def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -23,12 +26,12 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     columns = (
         FittedColumn("PLAN"),
         FittedColumn("PHASE"),
-        FittedColumn("REASON", keep=4),
-        FittedColumn("BECAUSE", keep=5),
+        FittedColumn("PHASE BECAUSE", keep=4),
+        FittedColumn("MADE BECAUSE", keep=5),
         FittedColumn("POLICY", keep=6),
-        FittedColumn("BASE", right=True, keep=7),
+        FittedColumn("BASE EPOCH", right=True, keep=7),
         FittedColumn("WAVES", right=True, keep=2),
-        FittedColumn("MOVES", right=True, keep=1),
+        FittedColumn("COPIES", right=True, keep=1),
         FittedColumn("BYTES", right=True, keep=1),
         FittedColumn("PROMISED", right=True, keep=1),
         FittedColumn("DELIVERED", right=True, keep=1),
@@ -52,7 +55,8 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
                 moment(row["created_at"]),
             )
         )
-    return Group(FittedTable(columns, cells), legend(*_WORDS))
+    returned = any(row["kind"] == "rollback" and row["delivered"] is not None for row in rows)
+    return Group(FittedTable(columns, cells), legend(*_WORDS, *([_ROLLBACK] if returned else [])))
 
 
 def plan_view(row: Mapping[str, Any], now: float) -> RenderableType:
@@ -61,7 +65,7 @@ def plan_view(row: Mapping[str, Any], now: float) -> RenderableType:
     if row["error"]:
         parts.append(Text(row["error"], style="red"))
     if row["delivered"] is not None:
-        parts.append(Text(_delivered_line(row["delivered"])))
+        parts.append(Text(_delivered_line(row["delivered"], row["kind"])))
     if row["numbers"]:
         cells = [(figure_name(name), figure(name, value)) for name, value in row["numbers"].items()]
         columns = (FittedColumn("FIGURE"), FittedColumn("VALUE", right=True))
@@ -88,14 +92,15 @@ def _facts(row: Mapping[str, Any], now: float) -> RenderableType:
     return FittedTable((FittedColumn(""), FittedColumn("", fold=True)), cells)
 
 
-def _delivered_line(row: Mapping[str, Any]) -> str:
+def _delivered_line(row: Mapping[str, Any], kind: str) -> str:
     """Return promise and delivery of a plan in words."""
     if row["gain"] is None:
         return f"what it delivered is unknown: {row['unknown_because']}"
+    returned = kind == "rollback" and row["gain"] < 0
     promised = f"promised {share(row['promised'])} of MoE time, " if row["promised"] else ""
     return (
         f"{promised}delivered {share(row['gain'])} ({share(row['lower'])} to"
-        f" {share(row['upper'])}) on {row['steps']} steps"
+        f" {share(row['upper'])}) on {row['steps']} steps{'; ' + _ROLLBACK if returned else ''}"
     )
 
 

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from evenkeel_moe.cli.fitted_table import FittedCell, FittedColumn, FittedTable
+from evenkeel_moe.cli.fitted_table import FittedCell, FittedColumn, FittedTable, with_values
 from evenkeel_moe.cli.reasons import WORDS, explained
 from evenkeel_moe.cli.units import age, figure, figure_name, moment, share
 from evenkeel_moe.errors import Reason
@@ -24,7 +24,7 @@ _COMPARED: Mapping[str, tuple[str, ...]] = {
     "limit_exceeded": ("layers", "max_copies", "max_bytes", "max_layers"),
 }
 """Figures that a gate after planning compared. Of the many figures of a plan these tell why."""
-BALANCE_WORDS = "balance: mean / largest load of a rank; 1.000 is a perfect split"
+BALANCEDNESS_WORDS = "balancedness: mean / largest load of a rank; 1.000 is a perfect split"
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -70,7 +70,9 @@ def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         for row in rows
     ]
     lines = explained(str(row["reason"]) for row in rows if not _at_rest(row))
-    notes = [legend(BALANCE_WORDS, *lines)] if rows else [Text("no deployment yet", style="dim")]
+    notes = (
+        [legend(BALANCEDNESS_WORDS, *lines)] if rows else [Text("no deployment yet", style="dim")]
+    )
     return Group(FittedTable(columns, cells), *notes)
 
 
@@ -237,23 +239,28 @@ def _proposal_line(plan: Mapping[str, Any], now: float) -> str:
 
 
 def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return a table with one row for each decision of a cycle."""
+    """Return a table with one row for each decision of a cycle.
+
+    Rows of one day show only the time. Columns without a value are left out.
+    """
     columns = (
         FittedColumn("AT (UTC)"),
         FittedColumn("DECISION"),
-        FittedColumn("BALANCE", right=True),
-        FittedColumn("GAIN OF A PLAN", keep=1),
-        FittedColumn("COPIES", keep=3),
-        FittedColumn("PLAN", keep=4),
-        FittedColumn("COMPARED", keep=2, fold=True, least=24),
+        FittedColumn("BALANCE", right=True, keep=1),
+        FittedColumn("GAIN", keep=2),
+        FittedColumn("COPIES", keep=4),
+        FittedColumn("PLAN", keep=1),
+        FittedColumn("COMPARED", keep=3, fold=True, least=24),
     )
+    days = {moment(row["at"])[:10] for row in rows}
+    begins = 11 if len(days) == 1 else 0
     cells = []
     for row in rows:
         figures = dict(row.get("numbers") or {})
         compared = _compared(str(row["reason"]), figures)
         cells.append(
             (
-                moment(row["at"]),
+                moment(row["at"])[begins:],
                 str(row["reason"]),
                 _balance(figures),
                 _gain(figures),
@@ -265,12 +272,16 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             )
         )
     lines = explained(str(row["reason"]) for row in rows)
+    day = [f"all on {', '.join(days)}"] if begins else []
     words = (
-        f"{BALANCE_WORDS}; now -> expected after the plan",
+        *day,
+        "balance: balancedness, or time balance if times are known; now -> expected with a plan",
         "gain: saved share of MoE time on later steps, with its 94 % interval",
         "--json shows every figure",
     )
-    return Group(FittedTable(columns, cells), legend(*words, *lines))
+    return Group(
+        FittedTable(*with_values(columns, cells)), legend(*words, BALANCEDNESS_WORDS, *lines)
+    )
 
 
 def _compared(reason: str, figures: Mapping[str, float]) -> dict[str, float]:
