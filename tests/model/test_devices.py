@@ -40,7 +40,7 @@ def test_an_unknown_device_is_no_other_device(told):
 
 
 def test_no_name_and_a_slice_of_a_device_are_refused():
-    with pytest.raises(InvalidInput, match="no device is named"):
+    with pytest.raises(InvalidInput, match="the ranks name no device"):
         find_device("")
     with pytest.raises(InvalidInput, match="slice"):
         find_device("NVIDIA H100 80GB HBM3 MIG 1g.10gb")

@@ -79,7 +79,7 @@ def test_no_numbers_mean_tokens_with_every_reason():
     assert model.by_tokens
     assert model.source is CostSource.TOKENS
     assert "not measured: no rank reports seconds" in model.detail
-    assert "not profiled: no rank told a profile" in model.detail
+    assert "not profiled: no rank sent a profile" in model.detail
     assert "not derived" in model.detail
 
 
@@ -115,7 +115,7 @@ def test_ranks_that_disagree_on_the_device_are_not_derived():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({2: {}}, "not every rank (missing: 2) told a profile"),
+        ({2: {}}, "not every rank (missing: 2) sent a profile"),
         ({1: {"curve": CostCurve(32, (1e-3,), 0.0)}}, "tiles of [32, 64] tokens"),
         ({3: {"curve": CostCurve(64, (0.0,), 0.0)}}, "rank 3 is 0 seconds"),
     ],

@@ -161,7 +161,7 @@ def test_a_fit_in_use_is_not_dropped_at_the_limit():
     alone.update({Phase.DECODE: [noisy]}, SPREAD, 1, EVEN_SPLIT)
     refused = alone.fit()
     assert isinstance(refused, NoFit)
-    assert "50% are needed" in refused.reason
+    assert "at least 50% is needed" in refused.reason
     after.update({Phase.DECODE: [first]}, SPREAD, 1, EVEN_SPLIT)
     fit_of(after)
     after.update({Phase.DECODE: [first, noisy]}, SPREAD, 1, EVEN_SPLIT)

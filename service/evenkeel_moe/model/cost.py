@@ -179,7 +179,7 @@ class CostModel:
 
     @property
     def by_tokens(self) -> bool:
-        """True if the time of every rank is its tokens, so that time balance is token balance."""
+        """True if the time of every rank is its tokens, so that time balance is balancedness."""
         return (
             self.curves is None
             and self.replica.proportional

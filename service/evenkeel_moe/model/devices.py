@@ -99,4 +99,6 @@ def find_device(name: str) -> DeviceSpec:
     for device in DEVICES:
         if words.issuperset(device.words):
             return device
-    raise InvalidInput(f"{name!r} is not in the table of devices" if name else "no device is named")
+    raise InvalidInput(
+        f"{name!r} is not in the table of devices" if name else "the ranks name no device"
+    )

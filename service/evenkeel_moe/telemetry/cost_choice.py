@@ -184,11 +184,11 @@ def profiled_cost(known: KnownCosts) -> CostModel:
     if missing:
         of_all = len(missing) == len(curves) and not told
         who = "no rank" if of_all else f"not every rank (missing: {_some(missing, told, costs)})"
-        raise InvalidInput(f"not profiled: {who} told a profile")
+        raise InvalidInput(f"not profiled: {who} sent a profile")
     tiles = sorted({curve.tile_tokens for curve in curves if curve is not None})
     joined = join_curves(curves)
     if joined is None:
-        raise InvalidInput(f"not profiled: the ranks told curves with tiles of {tiles} tokens")
+        raise InvalidInput(f"not profiled: the ranks sent curves with tiles of {tiles} tokens")
     idle = [rank for rank, row in enumerate(joined.tile_seconds) if row[-1] == 0.0]
     if idle:
         raise InvalidInput(f"not profiled: the curve of rank {idle[0]} is 0 seconds at any tokens")

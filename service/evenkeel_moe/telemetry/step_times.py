@@ -200,8 +200,8 @@ def judged(found: TimeFit | NoFit, before: TimeFit | None) -> TimeFit | NoFit:
     if found.explained >= least_explained:
         return found
     return NoFit(
-        f"tokens, replicas and speeds explain {max(found.explained, 0.0):.0%} of the variation"
-        f" of the seconds, {least_explained:.0%} are needed",
+        f"the fit explains {max(found.explained, 0.0):.0%} of the variation of the ranks' seconds"
+        f" (at least {least_explained:.0%} is needed)",
         found.factors,
     )
 

@@ -118,7 +118,7 @@ def test_a_gap_in_the_data_breaks_the_run_of_windows():
 
 
 def test_time_balance_takes_the_place_of_token_balance():
-    # A slow rank must get fewer tokens: token balance then stays low under the best placement.
+    # A slow rank must get fewer tokens: balancedness then stays low under the best placement.
     answered = replace(POOR, balancedness_mean=0.7, time_balance=0.97)
     decision = decide_before(answered, SETTINGS)
     assert (decision.passed, decision.reason) == (False, Reason.BALANCE_ABOVE_THRESHOLD)

@@ -51,10 +51,10 @@ def test_the_words_carry_the_arithmetic():
     for part in (
         "Planned on 50 steps, scored on the 10 after them.",
         "Cost model: by tokens, because nothing is known of time.",
-        f"It saves {own.verdict.gain:.2%} of predicted MoE time (by tokens); the next window",
+        f"It saves {own.verdict.gain:.2%} of predicted MoE time (by tokens); in the next window",
         f"{own.copies} copies between ranks, each of 1 kB, in all {own.copies} kB.",
         f"{own.copies} copies x 2 tokens = {2 * (own.copies or 0)} tokens",
-        f"after {own.verdict.payback_steps:,.3g} steps ({duration_text(own.verdict.payback_s)})",
+        f"are paid back after {own.verdict.payback_steps:.2g} steps ({duration_text(own.verdict.payback_s)})",
         f"= {own.verdict.net_gain:.2%}: recommend.",
     ):
         assert part in words, (part, words)
@@ -77,10 +77,13 @@ def test_a_calibrated_recommendation_says_so():
     found = ask(skewed(60), calibration=Calibration(0.75, 4))
     own = found.policies[0].verdict
     assert own is not None and own.calibration.plans == 4
-    said = f"The cost model says {own.gain_modelled:.2%}; the last 4 measured plans lead to 0.75"
-    assert any(said in words for words in found.words)
+    said = (
+        f"The cost model predicts {own.gain_modelled:.2%}; what the last measured 4 plans delivered"
+        " corrects that by the factor 0.75."
+    )
+    assert said in found.words
     assert any(f"It saves {own.gain:.2%}" in words for words in found.words)
-    assert not any("measured plans" in words for words in ask(skewed(60)).words)
+    assert not any("by the factor" in words for words in ask(skewed(60)).words)
 
 
 def test_a_recommendation_states_the_cost_model_and_its_unit():
@@ -207,7 +210,7 @@ def test_replicas_that_cost_reading_are_advised_against():
     assert words[-3:-1] == (
         (
             "0 replicas per layer instead of 4 would save 33.33% of predicted MoE time; the saving"
-            f" lies between {found.levels[0].gain_lower:.2%} and {found.levels[0].gain_upper:.2%}."
+            f" is from {found.levels[0].gain_lower:.2%} to {found.levels[0].gain_upper:.2%}."
         ),
         "It is the smallest number that surely costs less than 0.2%.",
     )

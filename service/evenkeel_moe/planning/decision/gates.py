@@ -5,12 +5,12 @@ and the first that closes decides. The caller passes all it knows and keeps `Dec
 the next cycle. An unknown value is NaN or None; it closes the gate that needs it and is never taken
 for zero.
 
-The thresholds of balance apply to one of two measures: to token balance if the cost model is by
-tokens, else to time balance. Token balance is then only reported. It must not decide too, for two
-reasons. A slow rank has to get fewer tokens, so token balance stays low under the best placement.
+The thresholds of balance apply to one of two measures: to balancedness if the cost model is by
+tokens, else to time balance. Balancedness is then only reported. It must not decide too, for two
+reasons. A slow rank has to get fewer tokens, so balancedness stays low under the best placement.
 And where reading weights dominates, tokens say nothing about time.
 
-Noise of traffic lowers both measures about equally. If time balance is lower than token balance by
+Noise of traffic lowers both measures about equally. If time balance is lower than balancedness by
 more than `stop_above - plan_below`, noise is not the cause: planning starts below `stop_above`.
 """
 

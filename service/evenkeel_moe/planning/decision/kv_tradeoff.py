@@ -217,8 +217,8 @@ def _words(
     """Return one sentence: the level with the highest goodput that is certain."""
     if kv is None:
         return (
-            "What replicas cost in KV cache is unknown: bytes per KV token and free KV bytes were"
-            " not told."
+            "The cost of replicas in KV cache is unknown: the ranks did not report bytes per KV"
+            " token and free KV bytes."
         )
     known = [row for row in rows if row.goodput_lower is not None]
     if not known:

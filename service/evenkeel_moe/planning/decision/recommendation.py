@@ -208,15 +208,16 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
     unit, moe_time = cycle.objective.cost.unit, verdict.cost_model.moe_time
     each = verdict.copy_cost / own.copies
     paid = (
-        f"is paid back after {verdict.payback_steps:,.3g} steps"
+        f"are paid back after {_rounded(verdict.payback_steps)} steps"
         + (f" ({duration_text(verdict.payback_s)})" if verdict.payback_s is not None else "")
         if verdict.saved_per_step > 0
-        else "is never paid back"
+        else "are never paid back"
     )
     calibration, margin = verdict.calibration, VerdictRules().price_margin
+    plans = "plan" if calibration.plans == 1 else f"{calibration.plans} plans"
     calibrated = (
-        f"The cost model says {verdict.gain_modelled:.2%}; the last {calibration.plans} measured"
-        f" plans lead to {calibration.factor:.2f} times that."
+        f"The cost model predicts {verdict.gain_modelled:.2%}; what the last measured {plans}"
+        f" delivered corrects that by the factor {calibration.factor:.2f}."
     )
     return [
         *([calibrated] if calibration.plans else []),
@@ -225,13 +226,13 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
             f" {bytes_text(cycle.shape.bytes_per_expert)}, in all {bytes_text(own.nbytes)}."
         ),
         (
-            f"It saves {verdict.gain:.2%} of predicted {moe_time}; the next window lies between"
-            f" {verdict.gain_lower:.2%} and {verdict.gain_upper:.2%}."
+            f"It saves {verdict.gain:.2%} of predicted {moe_time}; in the next window the saving is"
+            f" from {verdict.gain_lower:.2%} to {verdict.gain_upper:.2%} (94 % interval)."
         ),
         (
             f"{own.copies} copies x {each:.3g} {unit} = {verdict.copy_cost:.4g} {unit} against"
-            f" {verdict.saved_per_step:.4g} {unit} saved a step: it {paid}, and is"
-            f" {verdict.cost:.2%} of the time of {verdict.lifetime_steps} steps."
+            f" {verdict.saved_per_step:.4g} {unit} saved a step: the copies {paid},"
+            f" and are {verdict.cost:.2%} of the time of {verdict.lifetime_steps} steps."
         ),
         (
             f"Net gain {verdict.gain:.2%} - {verdict.cost:.2%} = {verdict.net_gain:.2%}:"
@@ -243,6 +244,11 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
             else []
         ),
     ]
+
+
+def _rounded(steps: float) -> str:
+    """Return a number of steps with at most two significant digits."""
+    return f"{float(f'{steps:.2g}'):,.4g}" if steps < 10 else f"{float(f'{steps:.2g}'):,.0f}"
 
 
 def _per_layer(replicas: int) -> str:
@@ -265,8 +271,8 @@ def _replica_words(cycle: CycleInputs, redundancy: Redundancy, free_bytes: int |
         (
             f"{_per_layer(advised)} instead of {present} would"
             f" {'save' if level.gain >= 0 else 'cost'} {abs(level.gain):.2%} of predicted"
-            f" {cycle.objective.cost.basis.moe_time}; the saving lies between"
-            f" {level.gain_lower:.2%} and {level.gain_upper:.2%}."
+            f" {cycle.objective.cost.basis.moe_time}; the saving is from"
+            f" {level.gain_lower:.2%} to {level.gain_upper:.2%}."
         ),
         why,
     ]
