@@ -70,14 +70,14 @@ def _balance_panels() -> list[Any]:
             colors=better_above(bound("balancednessMin")),
         ),
         line_panel(
-            "Time balance and token balance",
+            "Time balance and balancedness",
             "Time balance: MoE time if work could be split freely, over predicted MoE time; absent"
-            " while nothing is known of time. Token balance: balancedness, averaged over the"
-            " window. The lower line is the threshold of EvenkeelTimeBalanceLow.",
+            " while nothing is known of time. Balancedness: mean over the window."
+            " The lower line is the threshold of EvenkeelTimeBalanceLow.",
             [
                 (f"max(evenkeel_time_balance_ratio{{{ONE}}})", "time balance"),
                 (f"max(evenkeel_time_balance_worst_ratio{{{ONE}}})", "time, worst layer"),
-                (f"avg(evenkeel_balancedness_mean_ratio{{{ONE}}})", "token balance"),
+                (f"avg(evenkeel_balancedness_mean_ratio{{{ONE}}})", "balancedness"),
             ],
             unit="percentunit",
             most=1,

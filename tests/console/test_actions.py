@@ -30,7 +30,7 @@ def settle(visitor: Visitor) -> None:
 def test_a_proposal_is_rejected(visitor: Visitor):
     plan = visitor.fleet.wait_proposal()
     visitor.open_plan(plan["plan_id"])
-    visitor.confirm("reject")
+    visitor.confirm("cancel")
     wait_phase(visitor, plan["plan_id"], "cancelled")
     visitor.browser.wait_text("An operator cancelled it.")
 
@@ -116,11 +116,11 @@ def test_a_value_that_the_controller_refuses_is_told_in_the_dialog(visitor: Visi
 def test_a_proposal_is_asked_for(visitor: Visitor):
     settle(visitor)
     visitor.go("plans")
-    visitor.browser.click("#propose")
-    visitor.browser.click("#propose-confirm")
+    visitor.browser.click("#dry-run")
+    visitor.browser.click("#dry-run-confirm")
     visitor.browser.wait_text("It waits for approval. Nothing has moved.", within_s=60)
     visitor.browser.wait_text("An operator asked for this plan.")
-    visitor.confirm("reject")
+    visitor.confirm("cancel")
 
 
 def test_the_role_decides_which_buttons_there_are(visitor: Visitor):
@@ -128,7 +128,7 @@ def test_the_role_decides_which_buttons_there_are(visitor: Visitor):
     visitor.sign_in(READ)
     visitor.browser.wait_text("role read")
     visitor.open_plan(plan["plan_id"])
-    for button in ("approve", "reject", "freeze", "rollback"):
+    for button in ("approve", "cancel", "freeze", "rollback"):
         assert visitor.browser.find(f"#{button}") is None
     visitor.sign_in(OPERATE)
     visitor.browser.wait_text("role operate")

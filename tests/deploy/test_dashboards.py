@@ -187,7 +187,7 @@ def test_what_operators_ask_for_is_there():
     titles = {panel["title"] for board in BOARDS.values() for panel in panels(board)}
     for asked in (
         "Balancedness",
-        "Time balance and token balance",
+        "Time balance and balancedness",
         "Cost model",
         "Load per rank",
         "Load per rank over time",

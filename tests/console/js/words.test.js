@@ -36,6 +36,19 @@ test("numbers have units and separators", () => {
   assert.equal(format.bytes(-1e13), "−10.0 TB");
 });
 
+test("a payback has two significant digits", () => {
+  const cases = [
+    [2.16e-5, "22 µs"],
+    [0.02949, "29 ms"],
+    [1.26, "1.3 s"],
+    [754, "13 min"],
+    [200000, "2.3 days"],
+    [null, "unknown"],
+  ];
+  for (const [seconds, words] of cases) assert.equal(format.roughDuration(seconds), words);
+  assert.equal(format.twoDigits(1234), 1200);
+});
+
 test("times are told in two units at most", () => {
   const cases = [
     [2.5e-6, "2.5 µs"],
@@ -131,6 +144,12 @@ test("events are told in words", () => {
   );
   const measured = row(1, "measured", { promised_gain: 0.1, delivered_gain: null });
   assert.equal(eventWords(measured), "Gain measured: promised 10.0 %, delivered unknown");
+  const back = row(1, "measured", { promised_gain: null, delivered_gain: -0.204 });
+  assert.equal(
+    eventWords(back, "rollback"),
+    "Gain measured: delivered -20.4 %. A rollback returns to an earlier placement as intended, so" +
+      " that it may save less.",
+  );
 });
 
 const POLICY = {

@@ -31,7 +31,7 @@ export function BalanceChart({ points, height, compact = false, threshold = null
     if (width) chart.current?.setSize({ width, height });
   }, [width, height]);
   const last = points.length ? points[points.length - 1] : null;
-  const words = `Time balance ${number(last?.time)}, token balance ${number(last?.tokens)}.`;
+  const words = `Time balance ${number(last?.time)}, balancedness ${number(last?.tokens)}.`;
   return html`<div
     class="chart"
     ref=${element}
@@ -44,7 +44,7 @@ export function BalanceChart({ points, height, compact = false, threshold = null
 export function BalanceKey({ threshold = null }) {
   return html`<ul class="key">
     <li><span class="line time"></span>time balance</li>
-    <li><span class="line tokens"></span>token balance</li>
+    <li><span class="line tokens"></span>balancedness</li>
     ${
       threshold !== null &&
       html`<li><span class="line limit"></span>planning starts below ${number(threshold, 2)}</li>`

@@ -82,6 +82,29 @@ export function duration(value) {
   return pair(Math.round(s / 3600), 24, "days", "h");
 }
 
+const ROUGH_UNITS = [
+  ["days", 86400],
+  ["h", 3600],
+  ["min", 60],
+  ["s", 1],
+  ["ms", 1e-3],
+];
+
+/** @param {number} value @returns {number} With two significant digits. */
+export function twoDigits(value) {
+  return Number(value.toPrecision(2));
+}
+
+/**
+ * @param {number | null | undefined} value in seconds
+ * @returns {string} With two significant digits: `24 ms`, `13 min`.
+ */
+export function roughDuration(value) {
+  if (!isKnown(value)) return UNKNOWN;
+  const [unit, size] = ROUGH_UNITS.find(([, least]) => Math.abs(value) >= least) ?? ["µs", 1e-6];
+  return `${twoDigits(value / size)} ${unit}`;
+}
+
 function pair(total, base, large, small) {
   const rest = total % base;
   return rest

@@ -43,7 +43,7 @@ const GATES = [
     title: "No proposal waits for approval",
     closes: ["plan_proposed"],
     says: () => "In propose mode, one automatic plan waits at a time.",
-    remedy: () => "Approve or reject the proposal; it expires by itself otherwise.",
+    remedy: () => "Approve or cancel the proposal; it expires by itself otherwise.",
   },
   {
     title: "All ranks are connected",
@@ -167,8 +167,8 @@ function saysBalance({ numbers, policy, deployment }) {
   const time = numbers.time_balance ?? deployment.time_balance;
   const tokens = numbers.balancedness_mean ?? deployment.balancedness_mean;
   const decides = isKnown(time)
-    ? `Time balance ${number(time)} (token balance ${number(tokens)})`
-    : `Token balance ${number(tokens)}`;
+    ? `Time balance ${number(time)} (balancedness ${number(tokens)})`
+    : `Balancedness ${number(tokens)}`;
   const below = numbers.starts_below ?? policy.thresholds.plan_below;
   return `${decides}; planning starts below ${number(below, 2)}.`;
 }

@@ -47,7 +47,7 @@ const GAP = 5;
 
 /**
  * @param {Point[]} points oldest first
- * @returns {[number[], (number | null)[], (number | null)[]]} Times, time balance, token balance,
+ * @returns {[number[], (number | null)[], (number | null)[]]} Times, time balance, balancedness,
  *   as uPlot takes them. Unknown values, and gaps in time, are null.
  */
 export function columns(points) {

@@ -17,15 +17,21 @@ const EVENTS = {
   measured: "Gain measured",
 };
 
+export const ROLLBACK_WORDS =
+  "A rollback returns to an earlier placement as intended, so that it may save less.";
+
 /**
  * @param {object} row of a story
+ * @param {string} [kind] of the plan
  * @returns {string} The event in words.
  */
-export function eventWords(row) {
+export function eventWords(row, kind = "") {
   const words = EVENTS[row.event] ?? row.event;
   if (row.event === "measured") {
     const { promised_gain: promised, delivered_gain: delivered } = row;
-    return `${words}: promised ${percent(promised)}, delivered ${percent(delivered)}`;
+    const known = `delivered ${percent(delivered)}`;
+    if (kind === "rollback") return `${words}: ${known}${delivered < 0 ? `. ${ROLLBACK_WORDS}` : ""}`;
+    return `${words}: promised ${percent(promised)}, ${known}`;
   }
   const by = row.by ? ` by ${row.by}` : "";
   const why = row.event === "ended" || row.event === "stalled" ? `: ${sentence(row.reason)}` : "";

@@ -103,7 +103,7 @@ function Replicas({ advice }) {
       columns=${[
         { title: "Replicas", of: mark },
         { title: "Total", numeric: true, of: (row) => count(row.replicas) },
-        { title: "Token balance", numeric: true, of: (row) => number(row.balancedness) },
+        { title: "Balancedness", numeric: true, of: (row) => number(row.balancedness) },
         { title: "MoE time saved", numeric: true, of: (row) => signedPercent(row.gain) },
         {
           title: "More memory per rank",
@@ -147,7 +147,7 @@ function Policies({ rows }) {
         { title: "Copies", numeric: true, of: (row) => count(row.copies) },
         { title: "Bytes", numeric: true, of: (row) => bytes(row.nbytes) },
         {
-          title: "Expected token balance",
+          title: "Expected balancedness",
           numeric: true,
           of: (row) => number(row.balancedness_expected),
         },

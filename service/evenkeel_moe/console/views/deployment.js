@@ -78,7 +78,7 @@ function facts(row) {
     parts.push(`${experts} on ${counted(shape.num_ranks, "rank")} with ${slots}`);
   }
   parts.push(
-    `time balance ${number(row.time_balance)}, token balance ${number(row.balancedness_mean)}`,
+    `time balance ${number(row.time_balance)}, balancedness ${number(row.balancedness_mean)}`,
   );
   return `${parts.join("; ")}.`;
 }

@@ -100,7 +100,7 @@ function Row({ api, row, waiting }) {
     <div class="fleet-balance">
       <p class="figures">
         ${byTokens(row) ? "" : html`<${Figure} value=${row.time_balance} name="time balance" />`}
-        <${Figure} value=${row.balancedness_mean} name="token balance" />
+        <${Figure} value=${row.balancedness_mean} name="balancedness" />
       </p>
       ${
         points?.length
@@ -113,7 +113,7 @@ function Row({ api, row, waiting }) {
 
 const Figure = ({ value, name }) => html`<span><b>${number(value, 2)}</b> ${name}</span>`;
 
-/** Under a cost model by tokens there is no time balance, and token balance decides. */
+/** Under a cost model by tokens there is no time balance, and balancedness decides. */
 const byTokens = (row) => row.time_balance === null && row.cost_model?.unit === "tokens";
 
 function Newest({ decision, now, above }) {

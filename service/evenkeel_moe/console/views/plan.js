@@ -9,15 +9,17 @@ import {
   number,
   percent,
   percentRange,
+  roughDuration,
   shortDigest,
   signedPercent,
   text,
+  twoDigits,
   UNKNOWN,
 } from "../lib/format.js";
 import { changedLayers, movesBetween, sameShape } from "../lib/placement.js";
 import { allows } from "../lib/problem.js";
 import { sentence } from "../lib/reasons.js";
-import { hasEnded } from "../lib/timeline.js";
+import { hasEnded, ROLLBACK_WORDS } from "../lib/timeline.js";
 import { deploymentPath } from "../net/api.js";
 import { usePoll } from "../net/poll.js";
 import { ActionButton, BeforeAfter, Facts, html, Loaded, Moment, Section, Table } from "../ui.js";
@@ -97,9 +99,10 @@ function Head({ plan, role, act, now, deployment }) {
                   </p><//
                 >
                 <${ActionButton}
-                  id="reject"
-                  label="Reject"
-                  title="Reject this plan"
+                  id="cancel"
+                  label="Cancel"
+                  title="Cancel this proposal"
+                  confirm="Cancel the proposal"
                   act=${() => act("cancel")}
                 >
                   <p>The proposal ends. The controller may make another one in a later cycle.</p><//
@@ -177,7 +180,7 @@ function Gain({ plan, deployment }) {
         show=${(value) => percent(value)}
       />
       <${BeforeAfter}
-        name="Token balance"
+        name="Balancedness"
         before=${numbers.balancedness_mean}
         after=${numbers.balancedness_expected}
         show=${(value) => number(value)}
@@ -195,7 +198,9 @@ function Gain({ plan, deployment }) {
           signedPercent(delivered.gain),
           delivered.gain === null
             ? text(delivered.unknown_because)
-            : `${interval(delivered)}, ${count(delivered.steps)} steps`,
+            : `${interval(delivered)}, ${count(delivered.steps)} steps. ${
+                plan.kind === "rollback" && delivered.gain < 0 ? ROLLBACK_WORDS : ""
+              }`,
         ],
         !delivered &&
           plan.phase === "committed" && [
@@ -211,7 +216,7 @@ function Gain({ plan, deployment }) {
         [
           `Pays for itself after${byTokens}`,
           numbers.payback_steps == null ? UNKNOWN : stepsText(numbers.payback_steps),
-          numbers.payback_s == null ? "" : duration(numbers.payback_s),
+          numbers.payback_s == null ? "" : roughDuration(numbers.payback_s),
         ],
         [
           "Expected stall",
@@ -246,7 +251,7 @@ function interval({ lower, upper }) {
 }
 
 function stepsText(steps) {
-  return steps < 1 ? "less than 1 step" : `${count(steps)} steps`;
+  return steps < 1 ? "less than 1 step" : `${count(twoDigits(steps))} steps`;
 }
 
 function known(numbers) {

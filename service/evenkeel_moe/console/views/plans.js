@@ -26,20 +26,20 @@ export function Phase({ phase }) {
 export function Plans({ api, role, name, deployment, now }) {
   const path = `${deploymentPath(name)}/plans`;
   const poll = usePoll(api, `${path}?page_size=100`, PERIOD_MS);
-  const ask = async () => {
+  const dryRun = async () => {
     const plan = await api.change("POST", path, { dry_run: true });
     location.hash = linkTo(name, "plans", plan.plan_id);
   };
   const actions = allows(role, "operate")
     ? html`<${ActionButton}
-        id="propose"
-        label="Ask for a proposal"
-        title="Ask for a proposal"
+        id="dry-run"
+        label="Dry run"
+        title="Make a plan as a dry run"
         confirm="Plan now"
-        act=${ask}
+        act=${dryRun}
       >
         <p>
-          The controller plans on the present window and shows what it would move. Nothing moves
+          The controller plans on the present window and shows the plan as a proposal. Nothing moves
           before somebody approves it.
         </p><//
       >`

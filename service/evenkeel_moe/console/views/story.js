@@ -75,7 +75,7 @@ export function Story({ plan, now }) {
       columns=${[
         { title: "When", of: (row) => html`<${Moment} unix=${row.at} now=${now} />` },
         { title: "UTC", of: (row) => timeOfDay(row.at) },
-        { title: "Event", of: eventWords },
+        { title: "Event", of: (row) => eventWords(row, plan.kind) },
         { title: "Phase", of: (row) => row.phase ?? "" },
         { title: "Detail", of: (row) => row.detail ?? "" },
       ]}
