@@ -272,16 +272,14 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             )
         )
     lines = explained(str(row["reason"]) for row in rows)
-    day = [f"all on {', '.join(days)}"] if begins else []
-    words = (
-        *day,
-        "balance: balancedness, or time balance if times are known; now -> expected with a plan",
-        "gain: saved share of MoE time on later steps, with its 94 % interval",
-        "--json shows every figure",
-    )
-    return Group(
-        FittedTable(*with_values(columns, cells)), legend(*words, BALANCEDNESS_WORDS, *lines)
-    )
+    shown, values = with_values(columns, cells)
+    heads = {column.head for column in shown}
+    words = [f"all on {', '.join(days)}"] if begins else []
+    if "BALANCE" in heads:
+        words += [BALANCEDNESS_WORDS, "balance: balancedness or time balance; now -> with the plan"]
+    if "GAIN" in heads:
+        words.append("gain: saved share of MoE time on later steps, with its 94 % interval")
+    return Group(FittedTable(shown, values), legend(*words, "--json shows every figure", *lines))
 
 
 def _compared(reason: str, figures: Mapping[str, float]) -> dict[str, float]:

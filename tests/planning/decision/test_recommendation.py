@@ -54,7 +54,10 @@ def test_the_words_carry_the_arithmetic():
         f"It saves {own.verdict.gain:.2%} of predicted MoE time (by tokens); in the next window",
         f"{own.copies} copies between ranks, each of 1 kB, in all {own.copies} kB.",
         f"{own.copies} copies x 2 tokens = {2 * (own.copies or 0)} tokens",
-        f"are paid back after {own.verdict.payback_steps:.2g} steps ({duration_text(own.verdict.payback_s)})",
+        (
+            f"the copies are paid back after {own.verdict.payback_steps:.2g} steps"
+            f" ({duration_text(own.verdict.payback_s)})"
+        ),
         f"= {own.verdict.net_gain:.2%}: recommend.",
     ):
         assert part in words, (part, words)

@@ -1,5 +1,8 @@
 """Runs the demo: starts its parts, watches them, checks the results, and stops the parts."""
 
+import shlex
+import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -51,9 +54,8 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         if not controller.wait_ready(stop):
             return _interrupted(stop, console) or _no_controller(controller, console)
         controller.wait_planner(stop)
-        command = f"evenkeel status {_DEPLOYMENT} --url {controller.rest_url}"
-        hint = f"to inspect it: {command} --token-file {controller.token_file}"
-        console.print(Text(hint, "dim"), soft_wrap=True)
+        hint = status_command(controller.rest_url, controller.token_file)
+        console.print(Text(f"to inspect it while it runs: {hint}", "dim"), soft_wrap=True)
         supervisor = Supervisor(_rank_config(options, folder, controller), max_restarts=0)
         stack.callback(supervisor.stop)
         supervisor.start()
@@ -108,6 +110,14 @@ def _rank_config(options: DemoOptions, folder: Path, controller: DemoController)
         fault=options.fault,
         **slow,
     )
+
+
+def status_command(rest_url: str, token_file: Path) -> str:
+    """Return a command that shows the demo, also for a shell in which `evenkeel` is not found."""
+    installed = Path(sys.prefix, "bin", "evenkeel")
+    program = "evenkeel" if shutil.which("evenkeel") else shlex.quote(str(installed))
+    file = shlex.quote(str(token_file.absolute()))
+    return f"{program} status {_DEPLOYMENT} --url {rest_url} --token-file {file}"
 
 
 def _serve_console(
