@@ -52,12 +52,16 @@ def test_every_policy_answers_with_a_sound_placement_and_the_same_bytes_twice(na
 
 PLAN_AFTER_WARMING = """
 import importlib, pkgutil
+from itertools import product
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 import evenkeel_moe.planning
+from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies import registry as policies
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule.relabel import relabel
 from evenkeel_moe.planning.schedule.waves import schedule_waves
@@ -74,14 +78,20 @@ def compiled():
 
 policies.warm_kernels()
 before = compiled()
-shape = ModelShape(3, 12, 4, 4, 2, 100, pool_slots_per_rank=11)
 load = np.random.default_rng(0).integers(0, 99, (8, 3, 12)).astype(float)
-current = Placement.initial(shape)
 topology = Topology((0, 1, 0, 1))
-problem = PlacementProblem(load, shape, topology, current=current, max_evaluations=2000)
-for policy in policies.POLICIES.values():
-    target = relabel(problem, policy(problem).placement)
-    schedule_waves(current, target, shape, problem.topology, None)
+curves = CostCurves.linear(np.linspace(1e-6, 2e-6, 4))
+costs = (TOKENS, CostModel(curves), CostModel(curves, ReplicaWork(2.0)))
+for pool, dispatch, cost in product((None, 11), DispatchModel, costs):
+    shape = ModelShape(3, 12, 4, 4, 2, 100, pool_slots_per_rank=pool)
+    current = Placement.initial(shape)
+    objective = Objective(cost=cost, dispatch=dispatch, fill_slots=pool is None)
+    problem = PlacementProblem(
+        load, shape, topology, current=current, objective=objective, max_evaluations=2000
+    )
+    for policy in policies.POLICIES.values():
+        target = relabel(problem, policy(problem).placement)
+        schedule_waves(current, target, shape, problem.topology, None)
 detect_change(np.tile(load, (16, 1, 1)))
 print(*(key for key, count in compiled().items() if count > before[key]))
 """

@@ -7,7 +7,7 @@ docs/policies.md lists what else to edit and the tests that check every policy.
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -113,13 +113,20 @@ def warm_kernels() -> None:
     """Compile every kernel of a cycle by planning small problems with every policy.
 
     The first call takes seconds; later processes read the compiled kernels from the disk cache.
+    Each kind of slots meets each dispatch model and each cost model, but not all pairs of both: a
+    pair has no kernels of its own, and every controller waits for these plans at its start.
     """
     fixed = ModelShape(2, 8, 4, 3, 2, 1024, num_expert_groups=4)
     pooled = replace(fixed, pool_slots_per_rank=5)
     load = np.arange(4 * 2 * 8, dtype=np.float64).reshape(4, 2, 8) % 7 + 1
+    load[:, 1] **= 3  # so that keel moves copies of pooled slots to this layer
     curves = CostCurves.linear(np.full(4, 1e-6))
-    costs = (CostModel(curves), CostModel(curves, ReplicaWork(3.0)), TOKENS)
-    for shape, dispatch, cost in product((fixed, pooled), DispatchModel, costs):
+    # Tokens first: with an even split, the first of the dispatch models, they have a bound of their
+    # own.
+    costs = cycle((TOKENS, CostModel(curves), CostModel(curves, ReplicaWork(3.0))))
+    for (shape, dispatch), cost in zip(
+        product((fixed, pooled), DispatchModel), costs, strict=False
+    ):
         problem = PlacementProblem(
             load,
             shape,
