@@ -18,7 +18,7 @@ _WORDS = (
 )
 
 
-_ROLLBACK = "rollback: it returns to an earlier placement as intended, so that it may save less"
+_ROLLBACK = "rollback: it returns to an earlier placement as intended, so it may save less"
 
 
 def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -18,7 +18,7 @@ const EVENTS = {
 };
 
 export const ROLLBACK_WORDS =
-  "A rollback returns to an earlier placement as intended, so that it may save less.";
+  "A rollback returns to an earlier placement as intended, so it may save less.";
 
 /**
  * @param {object} row of a story
