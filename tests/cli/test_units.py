@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from evenkeel_moe.cli.units import age, figure, figure_name, share
+from evenkeel_moe.cli.units import age, figure, figure_name, moments, share
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 
 
@@ -74,3 +74,15 @@ def test_a_figure_has_the_unit_that_its_name_implies(name, value, text):
 
 def test_names_of_figures_are_words():
     assert figure_name("since_plan_s") == "since plan"
+
+
+def test_moments_of_one_day_show_only_the_time():
+    assert moments([0.0, 61.0]) == (["00:00:00", "00:01:01"], ["all on 1970-01-01"])
+    assert moments([0.0, 86_400.0]) == (["1970-01-01 00:00:00", "1970-01-02 00:00:00"], [])
+    assert moments([0.0, None]) == (["1970-01-01 00:00:00", "-"], [])
+    assert moments([]) == ([], [])
+
+
+def test_shares_of_a_story_are_in_percent():
+    assert figure("delivered_gain", 0.3339) == "33.4%"
+    assert figure("promised_lower", -0.1) == "-10.0%"

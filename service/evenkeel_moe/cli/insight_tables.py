@@ -9,7 +9,7 @@ from rich.text import Text
 from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
 from evenkeel_moe.cli.reasons import explained
 from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, legend, number
-from evenkeel_moe.cli.units import moment, share
+from evenkeel_moe.cli.units import moment, moments, share
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 
 _CALLS = {
@@ -126,18 +126,19 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         FittedColumn("OUTCOME"),
         FittedColumn("TRACE", keep=3),
     )
+    times, day = moments([row["at"] for row in rows])
     cells = [
         (
-            moment(row["at"]),
+            at,
             row["by"],
             row["role"],
             _request(row),
             _outcome(row["status"]),
             row["trace_id"] or "-",
         )
-        for row in rows
+        for at, row in zip(times, rows, strict=True)
     ]
-    return FittedTable(columns, cells)
+    return Group(FittedTable(columns, cells), legend(*day)) if day else FittedTable(columns, cells)
 
 
 def _request(row: Mapping[str, Any]) -> str:

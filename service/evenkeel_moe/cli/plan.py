@@ -49,7 +49,9 @@ class PlanArguments:
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Only make a proposal. `plan approve` starts that very plan."
+            "--dry-run",
+            help="Plan and move nothing. The plan waits as a proposal, and `plan approve`"
+            " starts that very plan.",
         ),
     ] = False
     start: Annotated[bool, typer.Option("--start", help="Start at once, also in propose mode.")] = (

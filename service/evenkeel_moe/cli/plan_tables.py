@@ -9,7 +9,7 @@ from rich.text import Text
 from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
 from evenkeel_moe.cli.reasons import explained
 from evenkeel_moe.cli.tables import legend
-from evenkeel_moe.cli.units import age, figure, figure_name, moment, share
+from evenkeel_moe.cli.units import age, figure, figure_name, moment, moments, share
 from evenkeel_moe.model.quantities import bytes_text
 
 _WORDS = (
@@ -18,6 +18,7 @@ _WORDS = (
 )
 
 
+_TRANSFER = "transfer: one expert copied into a slot, from another rank or within the rank"
 _ROLLBACK = "rollback: it returns to an earlier placement as intended, so it may save less"
 
 
@@ -105,13 +106,14 @@ def _delivered_line(row: Mapping[str, Any], kind: str) -> str:
 
 
 def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return a table of the events of a plan, in order."""
+    """Return a table of the events of a plan, in order. Rows of one day show only the time."""
     columns = (FittedColumn("AT (UTC)"), FittedColumn("EVENT"), FittedColumn("DETAIL", fold=True))
+    times, day = moments([row.get("at") for row in rows])
     cells = []
-    for row in rows:
+    for at, row in zip(times, rows, strict=True):
         rest = {key: value for key, value in row.items() if key not in ("at", "event")}
-        cells.append((moment(row.get("at")), str(row.get("event", "")), _detail(rest)))
-    return FittedTable(columns, cells)
+        cells.append((at, str(row.get("event", "")), _detail(rest)))
+    return Group(FittedTable(columns, cells), legend(*day, _TRANSFER))
 
 
 def _detail(values: Mapping[str, Any]) -> str:

@@ -59,7 +59,11 @@ class ComparedOptions:
     ] = False
     baselines: Annotated[
         bool,
-        typer.Option("--baselines/--no-baselines", help="Also compare initial, once and ewma."),
+        typer.Option(
+            "--baselines/--no-baselines",
+            help="Also compare initial (never plans), once (plans once) and ewma (EPLB on a"
+            " weighted mean of the past).",
+        ),
     ] = True
 
     def names(self) -> list[str]:

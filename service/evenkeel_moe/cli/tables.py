@@ -10,7 +10,7 @@ from rich.text import Text
 
 from evenkeel_moe.cli.fitted_table import FittedCell, FittedColumn, FittedTable, with_values
 from evenkeel_moe.cli.reasons import WORDS, explained
-from evenkeel_moe.cli.units import age, figure, figure_name, moment, share
+from evenkeel_moe.cli.units import age, figure, figure_name, moment, moments, share
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 
@@ -252,15 +252,14 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         FittedColumn("PLAN", keep=1),
         FittedColumn("COMPARED", keep=3, fold=True, least=24),
     )
-    days = {moment(row["at"])[:10] for row in rows}
-    begins = 11 if len(days) == 1 else 0
+    times, words = moments([row["at"] for row in rows])
     cells = []
-    for row in rows:
+    for at, row in zip(times, rows, strict=True):
         figures = dict(row.get("numbers") or {})
         compared = _compared(str(row["reason"]), figures)
         cells.append(
             (
-                moment(row["at"])[begins:],
+                at,
                 str(row["reason"]),
                 _balance(figures),
                 _gain(figures),
@@ -274,7 +273,6 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     lines = explained(str(row["reason"]) for row in rows)
     shown, values = with_values(columns, cells)
     heads = {column.head for column in shown}
-    words = [f"all on {', '.join(days)}"] if begins else []
     if "BALANCE" in heads:
         words += [BALANCEDNESS_WORDS, "balance: balancedness or time balance; now -> with the plan"]
     if "GAIN" in heads:

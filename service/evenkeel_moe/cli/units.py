@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from evenkeel_moe.model.quantities import bytes_text, duration_text
@@ -11,7 +12,8 @@ from evenkeel_moe.model.quantities import bytes_text, duration_text
 _SHARES = frozenset(
     {
         *("gain", "gain_lower", "gain_upper", "gain_modelled", "min_gain", "net_gain"),
-        *("copy_cost_share", "gap", "gap_to_bound"),
+        *("copy_cost_share", "gap", "gap_to_bound", "promised_gain", "promised_lower"),
+        *("delivered_gain", "delivered_lower", "delivered_upper"),
     }
 )
 """Figures that are shares of MoE time."""
@@ -22,6 +24,18 @@ _RATIOS = ("balance", "starts_below", "plan_below", "stop_above", "calibration")
 def moment(unix: float | None) -> str:
     """Return Unix seconds as UTC text, or `-` if they are unknown."""
     return "-" if unix is None else datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def moments(unix: Sequence[float | None]) -> tuple[list[str], list[str]]:
+    """Return moments as UTC text, and a line that names their day.
+
+    If all are of one day they show only the time; else there is no line.
+    """
+    texts = [moment(one) for one in unix]
+    days = {text[:10] for text in texts}
+    if len(days) != 1 or None in unix:
+        return texts, []
+    return [text[11:] for text in texts], [f"all on {days.pop()}"]
 
 
 def age(unix: float | None, now: float) -> str:

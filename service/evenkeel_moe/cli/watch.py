@@ -29,7 +29,9 @@ class ShowOptions:
     ] = False
     interval: Annotated[
         float,
-        typer.Option("--interval", min=0.1, max=3600, help="Seconds between two, with --watch."),
+        typer.Option(
+            "--interval", min=0.1, max=3600, help="Seconds between two answers, with --watch."
+        ),
     ] = 2.0
 
     def run(self, fetch: Callable[[], Any], render: Callable[[Any], RenderableType]) -> None:

@@ -68,7 +68,7 @@ function Policy({ document }) {
       rows=${[
         ["Mode", document.mode],
         ["Algorithm", document.policy],
-        ["Policies on trial", document.shadow_policies.join(", ") || "none"],
+        ["Shadow policies", document.shadow_policies.join(", ") || "none"],
         ["Cost model", document.cost],
         ["Dispatch", document.dispatch ?? "as the ranks tell"],
         [labelOf("cycle_s"), duration(document.cycle_s)],
