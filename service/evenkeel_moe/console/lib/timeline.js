@@ -30,7 +30,9 @@ export function eventWords(row, kind = "") {
   if (row.event === "measured") {
     const { promised_gain: promised, delivered_gain: delivered } = row;
     const known = `delivered ${percent(delivered)}`;
-    if (kind === "rollback") return `${words}: ${known}${delivered < 0 ? `. ${ROLLBACK_WORDS}` : ""}`;
+    if (kind === "rollback") {
+      return `${words}: ${known}${delivered < 0 ? `. ${ROLLBACK_WORDS}` : ""}`;
+    }
     return `${words}: promised ${percent(promised)}, ${known}`;
   }
   const by = row.by ? ` by ${row.by}` : "";

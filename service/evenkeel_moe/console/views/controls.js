@@ -108,7 +108,8 @@ function Rollback({ api, path, deployment, reload, now }) {
     act=${roll}
   >
     <p>
-      ${`This moves weights: the ranks return from epoch ${epoch} to the placement of epoch ${before}`}
+      ${`This moves weights: the ranks return from epoch ${epoch} to the placement of `}
+      ${`epoch ${before}`}
       ${
         last
           ? html`${", which was there before plan "}
