@@ -92,6 +92,12 @@ test("every gate is open when a plan was started, and unknown without a decision
   assert.deepEqual(new Set(statesOf(deployment(decided("brand_new")))), new Set(["unknown"]));
 });
 
+test("the gate of a waiting proposal says when it expires", () => {
+  const row = deployment(decided("plan_proposed", { expires_in_s: 600 }));
+  const gate = gatesOf(row, POLICY, 100).find((each) => each.state === "closed");
+  assert.equal(gate.detail, "The proposal expires in 10 min.");
+});
+
 test("too few later steps close the gate of the gain, not the one of the window", () => {
   const row = deployment(decided("insufficient_data", { held_out_steps: 3 }));
   const gate = gatesOf(row, POLICY, 100).find((each) => each.state === "closed");

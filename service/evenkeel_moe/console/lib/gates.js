@@ -42,7 +42,10 @@ const GATES = [
   {
     title: "No proposal waits for approval",
     closes: ["plan_proposed"],
-    says: () => "In propose mode, one automatic plan waits at a time.",
+    says: ({ numbers }) =>
+      isKnown(numbers.expires_in_s)
+        ? `The proposal expires in ${duration(numbers.expires_in_s)}.`
+        : "In propose mode, one automatic plan waits at a time.",
     remedy: () => "Approve or cancel the proposal; it expires by itself otherwise.",
   },
   {
