@@ -12,8 +12,6 @@ Three threads use an agent: the engine's thread, the network thread (an event lo
 thread. One lock guards the participant and the gate. No action that runs under it blocks.
 """
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -23,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenkeel_moe.agent import build
-from evenkeel_moe.agent.build import Connect
+from evenkeel_moe.agent.build import SYSTEM_PARTS, AgentParts, Connect
 from evenkeel_moe.agent.checksums import agree_on_checksums, agree_on_start
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.gate_polls import GatePolls
@@ -38,7 +36,6 @@ from evenkeel_moe.agent.ports import (
     WeightTransport,
 )
 from evenkeel_moe.agent.recorder import Recorder
-from evenkeel_moe.agent.staging import StagingWorker
 from evenkeel_moe.agent.staging_progress import StagingReports
 from evenkeel_moe.agent.swap_record import SwapRecord
 from evenkeel_moe.agent.trouble import FaultEnd, Trouble
@@ -47,6 +44,7 @@ from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
+from evenkeel_moe.ports.threads import Event
 from evenkeel_moe.protocol.messages import (
     CancelStaging,
     FromController,
@@ -64,8 +62,7 @@ from evenkeel_moe.protocol.messages import (
     SwapFinished,
     WeightsReloaded,
 )
-from evenkeel_moe.protocol.rank.gate import Gate, GateAction
-from evenkeel_moe.protocol.rank.save_barrier import SaveBarrier
+from evenkeel_moe.protocol.rank.gate import GateAction
 from evenkeel_moe.wire.link import Heartbeat, RankFact, ToRankLink
 
 _log = structlog.get_logger(__name__)
@@ -96,6 +93,8 @@ class Agent:
         InvalidInput: the tensors of an expert are not as large as the shape says.
     """
 
+    parts: AgentParts = SYSTEM_PARTS
+
     def __init__(
         self,
         config: AgentConfig,
@@ -113,43 +112,44 @@ class Agent:
         slots_written: SlotsWritten | None = None,
         probe: Probe | None = None,
     ) -> None:
+        parts, self._now = self.parts, self.parts.threads.monotonic
         self._config = config
         self._device = device
         self._weights = weights
         self._on_swap = on_swap
-        self._reports = StagingReports(self._tell_progress, on_progress)
+        self._reports = StagingReports(self._now, self._tell_progress, on_progress)
         self._left: LeaveGroup | None = None
         self._memory = FreeMemory(device)
-        self._lock = threading.Lock()
-        self._permit = threading.Event()
-        self._saving = SaveBarrier()
+        self._lock = parts.threads.lock()
+        self._permit = parts.threads.event()
+        self._saving = parts.barrier()
 
         self._gate_group = connect(build.own_name("gate", config), torch.device("cpu"))
         rank = config.identity.rank
         self._written = WrittenSlots(self._gate_group, rank, slots_written, probe)
         agree_on_start(self._gate_group, config, placement, epoch, probe is not None)
         checksums = self._register(placement)
-        self._participant = build.make_participant(config, placement, epoch, checksums)
-        self._trouble = Trouble(self._participant)
-        self._gate = Gate(
-            [self._participant], poll_every=config.poll_every, resolve_after=config.resolve_after
-        )
+        self._participant = build.make_participant(parts, config, placement, epoch, checksums)
+        self._trouble = Trouble(self._participant, self._now)
+        self._gate = build.make_gate(parts, config, self._participant)
         self._polls = GatePolls(self._gate_group, config.gate_timeout_s)
         self._polls.settle(self._gate)
         transport = self._make_transport(placement, connect)
         transport.rebuild(0)
-        self._worker = StagingWorker(rank, transport, weights, maps, self)
+        self._worker = parts.worker(rank, transport, weights, maps, self, parts.threads)
         self._worker.start()
 
         shape = config.shape.num_layers, config.counts_per_layer
         self._recorder = Recorder(config.ring_steps, *shape)
         self._network: NetworkThread | None = None
         if link is not None:
-            self._network = NetworkThread(link, self._recorder, config.identity, config.side, clock)
+            self._network = parts.network(link, self._recorder, config.identity, config.side, clock)
             self._network.start(self)
 
     def _make_transport(self, placement: Placement, connect: Connect) -> WeightTransport:
-        return build.make_transport(self._config, placement, self._weights, connect, self._device)
+        return build.make_transport(
+            self.parts, self._config, placement, self._weights, connect, self._device
+        )
 
     def _register(self, placement: Placement) -> tuple[int, ...] | None:
         """Register the weights in the slots; collective. None if replicas of an expert differ."""
@@ -218,7 +218,7 @@ class Agent:
         if self._left is not None:
             raise GateFailed(self._left.detail, self._left.reason)
 
-    def request_reload(self) -> threading.Event:
+    def request_reload(self) -> Event:
         """Ask to load other weights; the event is set at the boundary that permits it (R4)."""
         self._permit.clear()
         self.feed(ReloadRequested())
@@ -261,10 +261,10 @@ class Agent:
         if gate.resolve_due:
             result = self._polls.wait()
             with self._lock:
-                self._carry_out_gate(gate.handle(result, time.monotonic()))
+                self._carry_out_gate(gate.handle(result, self._now()))
         if gate.poll_due:
             with self._lock:
-                vector = gate.begin_poll(time.monotonic())
+                vector = gate.begin_poll(self._now())
             try:
                 self._polls.begin(vector)
             except RuntimeError as error:
@@ -286,7 +286,7 @@ class Agent:
         """Swap the staged wave. The commit point has passed: this rank swaps or leaves (R8)."""
         prepare = self._participant.prepare
         layers = prepare.body.layers if prepare is not None else ()
-        began = time.perf_counter()
+        began = self._now()
         try:
             ready = self._worker.swap(action.wave)
             new = self._participant.next_placement
@@ -298,7 +298,7 @@ class Agent:
             _log.error("swap_failed", wave=str(action.wave), detail=detail, exc_info=not told)
             self._carry_out_answers(SwapFailed(action.wave, detail))
             return
-        seconds = time.perf_counter() - began
+        seconds = self._now() - began
         self._finish_swap(action.wave, ready.digest, layers, seconds, ready.received_bytes)
 
     def _finish_swap(
@@ -334,7 +334,7 @@ class Agent:
                 self.disable_migration(f"the agent failed at {kind}: {error!r:.200}")
 
     def _carry_out_answers(self, event: object) -> None:
-        for answer in self._participant.handle(event, time.monotonic()):
+        for answer in self._participant.handle(event, self._now()):
             self._carry_out(answer)
 
     def _carry_out(self, action: ParticipantAction) -> None:

@@ -1,23 +1,46 @@
 """Builds the parts of an agent from its configuration."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from evenkeel_moe.adapters.threads import SYSTEM_THREADS
 from evenkeel_moe.adapters.torch.groups import TRANSFER, Communicator
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
 from evenkeel_moe.agent.checksums import checksums_digest
 from evenkeel_moe.agent.config import AgentConfig
+from evenkeel_moe.agent.network_thread import NetworkThread
 from evenkeel_moe.agent.ports import ExpertWeights
+from evenkeel_moe.agent.staging import StagingWorker
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.ports.threads import Threads
 from evenkeel_moe.protocol.messages import Hello
+from evenkeel_moe.protocol.rank.gate import Gate
 from evenkeel_moe.protocol.rank.participant import Participant
+from evenkeel_moe.protocol.rank.save_barrier import SaveBarrier
 
 Connect = Callable[[str, torch.device], Communicator]
 """(name, device) -> a communicator over all ranks of the EP group; collective, each name once."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentParts:
+    """The threads and classes that an agent is built from; a simulation passes others."""
+
+    threads: Threads = SYSTEM_THREADS
+    participant: type[Participant] = Participant
+    gate: type[Gate] = Gate
+    barrier: type[SaveBarrier] = SaveBarrier
+    worker: type[StagingWorker] = StagingWorker
+    transport: type[TorchWeightTransport] = TorchWeightTransport
+    network: type[NetworkThread] = NetworkThread
+
+
+SYSTEM_PARTS = AgentParts()
 
 
 def own_name(name: str, config: AgentConfig) -> str:
@@ -26,10 +49,14 @@ def own_name(name: str, config: AgentConfig) -> str:
 
 
 def make_participant(
-    config: AgentConfig, placement: Placement, epoch: int, checksums: tuple[int, ...] | None
+    parts: AgentParts,
+    config: AgentConfig,
+    placement: Placement,
+    epoch: int,
+    checksums: tuple[int, ...] | None,
 ) -> Participant:
     """Return the protocol machine of one deployment; without checksums it only observes."""
-    return Participant(
+    return parts.participant(
         config.identity,
         config.shape,
         placement,
@@ -42,7 +69,15 @@ def make_participant(
     )
 
 
+def make_gate(parts: AgentParts, config: AgentConfig, participant: Participant) -> Gate:
+    """Return the gate of an EP group with one deployment."""
+    return parts.gate(
+        [participant], poll_every=config.poll_every, resolve_after=config.resolve_after
+    )
+
+
 def make_transport(
+    parts: AgentParts,
     config: AgentConfig,
     placement: Placement,
     weights: ExpertWeights,
@@ -59,7 +94,7 @@ def make_transport(
     layer, local = held[0].tolist() if len(held) else (0, 0)
     sample = weights.tensors(layer, local)
     _check_size(sum(tensor.nbytes for tensor in sample), config.shape.bytes_per_expert)
-    return TorchWeightTransport(
+    return parts.transport(
         rank=rank,
         slots_per_rank=per_rank,
         staging_bytes=config.staging_bytes,
@@ -67,6 +102,7 @@ def make_transport(
         sample=sample,
         connect=lambda serial: connect(own_name(f"{TRANSFER}{serial}", config), device),
         device=device,
+        threads=parts.threads,
     )
 
 

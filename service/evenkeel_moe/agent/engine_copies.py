@@ -1,6 +1,5 @@
 """The staging parts of an agent whose engine copies weights and writes its tables itself."""
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.adapters.torch.transport import Progress, StageOutcome
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.ports.threads import Event
 from evenkeel_moe.protocol.messages import Prepare
 
 Refusal = Callable[[Prepare, Placement], tuple[Reason, str] | None]
@@ -43,7 +43,7 @@ class NoCopies:
         """Nothing is staged."""
         return {}
 
-    def stage(self, prepare: Prepare, cancel: threading.Event, progress: Progress) -> StageOutcome:
+    def stage(self, prepare: Prepare, cancel: Event, progress: Progress) -> StageOutcome:
         """Ask the engine whether it can move."""
         del progress
         new = self._wanted()

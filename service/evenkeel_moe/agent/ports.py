@@ -1,6 +1,5 @@
 """Protocols of what the agent works with: the engine, the weight transport, the rank link."""
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from evenkeel_moe.adapters.grpc.rank_link import LinkListener
 from evenkeel_moe.adapters.torch.transport import Progress, StageOutcome
 from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.ports.threads import Event
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.wire.link import DeviceClock, FromRankLink
 
@@ -113,7 +113,7 @@ class WeightTransport(Protocol):
         """(layer, local slot) -> tensors staged for it; valid until `clear` or the next `stage`."""
         ...
 
-    def stage(self, prepare: Prepare, cancel: threading.Event, progress: Progress) -> StageOutcome:
+    def stage(self, prepare: Prepare, cancel: Event, progress: Progress) -> StageOutcome:
         """Run all batches of a wave; on return none of its operations is in flight on this rank.
 
         Received experts are compared with the checksums of the Prepare. A cancellation never leaves

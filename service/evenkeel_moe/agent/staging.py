@@ -3,8 +3,6 @@
 It runs one job at a time.
 """
 
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,11 +11,13 @@ import numpy as np
 import structlog
 from torch import Tensor
 
+from evenkeel_moe.adapters.threads import SYSTEM_THREADS
 from evenkeel_moe.adapters.torch.transport import StageOutcome
 from evenkeel_moe.agent.ports import ExpertWeights, MapInstaller, WeightTransport
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import WaveKey
+from evenkeel_moe.ports.threads import Event, Queue, Thread, Threads
 from evenkeel_moe.protocol.messages import (
     Prepare,
     StagingFailed,
@@ -75,26 +75,28 @@ class StagingWorker:
         weights: ExpertWeights,
         maps: MapInstaller,
         events: StagingEvents,
+        threads: Threads = SYSTEM_THREADS,
     ) -> None:
         self._rank = rank
         self._transport = transport
         self._weights = weights
         self._maps = maps
         self._events = events
+        self._threads = threads
         # The queue stays short whatever a peer does: a wave has two jobs, and the next wave begins
         # only after the second.
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: Queue[Callable[[], None] | None] = threads.queue()
         self._agreed = 0
         """Newest communicator that the group agreed to build."""
-        self._cancels: dict[WaveKey, threading.Event] = {}
+        self._cancels: dict[WaveKey, Event] = {}
         self._reserved: _Slots = ()
         self._ready: ReadyWave | None = None
         self._undrained: WaveKey | None = None
-        self._thread = threading.Thread(target=self._run, name="evenkeel-transfer", daemon=True)
+        self._thread: Thread | None = None
 
     def start(self) -> None:
         """Start the thread; the transport must be connected."""
-        self._thread.start()
+        self._thread = self._threads.start(self._run, "evenkeel-transfer")
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Abort what is in flight and end the thread.
@@ -104,15 +106,17 @@ class StagingWorker:
         for cancel in list(self._cancels.values()):
             cancel.set()
         self._jobs.put(None)
-        self._thread.join(0.2)
+        if self._thread is not None:
+            self._thread.join(0.2)
         self._transport.abort()
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     # --- jobs, queued from any thread -------------------------------------------------------------
 
     def stage(self, prepare: Prepare, old: Placement, new: Placement) -> None:
         """Stage a wave; the result is StagingFinished or StagingFailed."""
-        cancel = threading.Event()
+        cancel = self._threads.event()
         self._cancels[prepare.wave] = cancel
         self._jobs.put(lambda: self._stage(prepare, old, new, cancel))
 
@@ -139,7 +143,7 @@ class StagingWorker:
 
     def wait_until_idle(self, timeout_s: float) -> bool:
         """Wait until the jobs queued so far have run; False if they take longer."""
-        done = threading.Event()
+        done = self._threads.event()
         self._jobs.put(done.set)
         return done.wait(timeout_s)
 
@@ -175,9 +179,7 @@ class StagingWorker:
             except Exception:  # without this thread no wave would ever end
                 _log.exception("transfer_job_failed")
 
-    def _stage(
-        self, prepare: Prepare, old: Placement, new: Placement, cancel: threading.Event
-    ) -> None:
+    def _stage(self, prepare: Prepare, old: Placement, new: Placement, cancel: Event) -> None:
         wave = prepare.wave
         try:
             outcome = self._try_stage(prepare, old, new, cancel)
@@ -193,7 +195,7 @@ class StagingWorker:
             self._events.feed(StagingFailed(wave, outcome.reason, outcome.detail))
 
     def _try_stage(
-        self, prepare: Prepare, old: Placement, new: Placement, cancel: threading.Event
+        self, prepare: Prepare, old: Placement, new: Placement, cancel: Event
     ) -> StageOutcome:
         filled, emptied = self._changes(prepare.body.layers, old, new)
         if not self._weights.reserve(filled):

@@ -1,6 +1,5 @@
 """Reports the progress of staging, a few times a second."""
 
-import time
 from collections.abc import Callable
 
 from evenkeel_moe.model.plan import WaveKey
@@ -12,16 +11,20 @@ class StagingReports:
     """Passes on the first and the last progress of a wave, and some between.
 
     Args:
+        now: reads the monotonic clock [s].
         receivers: each is called with (wave, bytes staged, bytes to stage), on the transfer thread.
     """
 
-    def __init__(self, *receivers: Callable[[WaveKey, int, int], None] | None) -> None:
+    def __init__(
+        self, now: Callable[[], float], *receivers: Callable[[WaveKey, int, int], None] | None
+    ) -> None:
+        self._now = now
         self._receivers = [one for one in receivers if one is not None]
         self._reported_s = 0.0
 
     def report(self, wave: WaveKey, done: int, total: int) -> None:
         """Report the bytes staged so far."""
-        now = time.monotonic()
+        now = self._now()
         if done < total and now - self._reported_s < _INTERVAL_S:
             return
         self._reported_s = now

@@ -1,6 +1,6 @@
 """Why a rank takes no waves, and what ends it."""
 
-import time
+from collections.abc import Callable
 from enum import StrEnum
 
 import structlog
@@ -24,10 +24,12 @@ class Trouble:
 
     Args:
         participant: refuses every wave while there is a fault.
+        now: reads the monotonic clock [s].
     """
 
-    def __init__(self, participant: Participant) -> None:
+    def __init__(self, participant: Participant, now: Callable[[], float]) -> None:
         self._participant = participant
+        self._now = now
         self._faults: dict[FaultEnd, str] = {}
         self._took_waves = False
 
@@ -50,7 +52,7 @@ class Trouble:
             self._took_waves = self._participant.takes_waves
         self._faults = {**self._faults, until: why}
         # Called with and without the agent's lock: this event sets a flag and moves nothing.
-        self._participant.handle(MigrationDisabled(), time.monotonic())
+        self._participant.handle(MigrationDisabled(), self._now())
         deployment = self._participant.identity.deployment
         _log.error("placement_off", deployment=deployment, detail=why, until=until)
 
@@ -61,5 +63,5 @@ class Trouble:
         self._faults = {other: why for other, why in self._faults.items() if other is not end}
         if not self._faults:
             if self._took_waves:
-                self._participant.handle(MigrationEnabled(), time.monotonic())
+                self._participant.handle(MigrationEnabled(), self._now())
             _log.info("placement_on", deployment=self._participant.identity.deployment, ended=end)

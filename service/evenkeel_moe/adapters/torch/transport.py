@@ -6,8 +6,6 @@ their checksums with those registered when the model was loaded (R4).
 """
 
 import itertools
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -19,6 +17,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from evenkeel_moe.adapters.threads import SYSTEM_THREADS
 from evenkeel_moe.adapters.torch.checksum import checksum, flat_bytes
 from evenkeel_moe.adapters.torch.connecting import Connector
 from evenkeel_moe.adapters.torch.groups import Communicator, Operation, Work
@@ -26,6 +25,7 @@ from evenkeel_moe.adapters.torch.staging_memory import StagingMemory
 from evenkeel_moe.adapters.torch.streams import OwnStream, mark_queued, wait_for_device
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.plan import Transfer
+from evenkeel_moe.ports.threads import Event, Threads
 from evenkeel_moe.protocol.messages import Prepare
 
 _log = structlog.get_logger(__name__)
@@ -86,6 +86,7 @@ class TorchWeightTransport:
         sample: tensors of one expert; others have as many, and are not smaller.
         connect: serial -> a new communicator over all ranks; collective.
         device: device of the weights and of staging.
+        threads: their clock times the copies, and one of them connects.
     """
 
     def __init__(
@@ -98,16 +99,18 @@ class TorchWeightTransport:
         sample: Sequence[Tensor],
         connect: Callable[[int], Communicator],
         device: torch.device,
+        threads: Threads = SYSTEM_THREADS,
     ) -> None:
         self._rank = rank
         self._slots_per_rank = slots_per_rank
         self._tensors_of = tensors_of
         self._device = device
         self._memory = StagingMemory(staging_bytes, sample, device)
-        self._lock = threading.Lock()
+        self._now = threads.monotonic
+        self._lock = threads.lock()
         self._communicator: Communicator | None = None
         self._stream = OwnStream(device)
-        self._connector = Connector(connect, device, self._stream)
+        self._connector = Connector(connect, device, self._stream, threads)
         self._aborts = 0
         self._fence: Any = None
         self.fence()
@@ -168,7 +171,7 @@ class TorchWeightTransport:
         """Drop the staged tensors; the memory serves the next wave."""
         self._memory.clear()
 
-    def stage(self, prepare: Prepare, cancel: threading.Event, progress: Progress) -> StageOutcome:
+    def stage(self, prepare: Prepare, cancel: Event, progress: Progress) -> StageOutcome:
         """Run all batches of the wave; on return none of its operations is in flight here.
 
         A wrong checksum or a cancellation does not stop the batches, because the peers wait for
@@ -186,7 +189,7 @@ class TorchWeightTransport:
                 return self._give_up(flights, Reason.TRANSFER_FAILED, f"{error!r:.200}")
 
     def _stage(
-        self, prepare: Prepare, cancel: threading.Event, progress: Progress, flights: deque[_Flight]
+        self, prepare: Prepare, cancel: Event, progress: Progress, flights: deque[_Flight]
     ) -> StageOutcome:
         self.clear()
         total = sum(
@@ -197,7 +200,7 @@ class TorchWeightTransport:
         expected = iter(prepare.checksums)
         ahead = _AHEAD_OPS if self._device.type == "cpu" and prepare.max_bytes_per_s <= 0 else 0
         while True:
-            began = time.monotonic()
+            began = self._now()
             try:
                 while not flights or sum(len(flight.works) for flight in flights) < ahead:
                     upcoming = next(batches, None)
@@ -210,7 +213,7 @@ class TorchWeightTransport:
                 )
             if not flights:
                 return outcome
-            failure = self._end(flights, time.monotonic() + prepare.batch_deadline_s + pace_s)
+            failure = self._end(flights, self._now() + prepare.batch_deadline_s + pace_s)
             if failure is not None:
                 return failure
             batch = flights.popleft().batch
@@ -224,7 +227,7 @@ class TorchWeightTransport:
                     outcome = self._verify(transfer, checksum_)
             progress(done, total)
             pace_s = self._pace_s(batch, prepare.max_bytes_per_s)
-            cancel.wait(max(0.0, pace_s - (time.monotonic() - began)))
+            cancel.wait(max(0.0, pace_s - (self._now() - began)))
 
     # --- one batch ------------------------------------------------------------------------------
 
@@ -256,7 +259,7 @@ class TorchWeightTransport:
             posted = bool(flight.works)
             while posted:
                 for work in flight.works:
-                    left = deadline - time.monotonic()
+                    left = deadline - self._now()
                     if left <= 0:
                         detail = f"batch {flight.index}: past its deadline"
                         return self._give_up(flights, Reason.TRANSFER_TIMEOUT, detail)
@@ -266,7 +269,7 @@ class TorchWeightTransport:
                 detail = f"batch {flight.index}: past its deadline on the device"
                 return self._give_up(flights, Reason.TRANSFER_TIMEOUT, detail)
         except RuntimeError as error:
-            late = time.monotonic() >= deadline - _WAIT_GRAIN_S
+            late = self._now() >= deadline - _WAIT_GRAIN_S
             reason = Reason.TRANSFER_TIMEOUT if late else Reason.TRANSFER_FAILED
             return self._give_up(flights, reason, f"batch {flight.index}: {str(error)[:200]}")
         return None
