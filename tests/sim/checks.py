@@ -8,6 +8,7 @@ RECORDS_DISAGREE = "records disagree"
 NO_PROGRESS = "no progress"
 UNMATCHED_OPERATION = "unmatched operation"
 WAVE_REFUSED = "wave refused"
+NO_LOCK = "no lock"
 
 
 class Violation(Exception):
@@ -24,6 +25,8 @@ class Checks:
 
     def __init__(self, world) -> None:
         self.world = world
+        self.found: Violation | None = None
+        """The first broken invariant."""
         self.truth: dict = {}
         """(deployment, generation, epoch) -> placement, as the first rank installed it."""
         self.saved: set = set()
@@ -40,7 +43,8 @@ class Checks:
         """(deployment, plan) last recorded by a leader that should have been fenced off."""
 
     def fail(self, invariant: str, detail: str) -> None:
-        raise Violation(invariant, detail)
+        self.found = self.found or Violation(invariant, detail)
+        raise self.found
 
     # --- what the engine sees ---------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ import random
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.protocol import control_messages as ctl
-from tests.sim.fleet import Fleet
 
 MOMENTS = (
     "controller sends Prepare",
@@ -358,7 +357,7 @@ def second_group(world) -> None:
     if world.calm or world.second is not None:
         return
     gate = {"poll_every": first.poll_every, "resolve_after": first.resolve_after}
-    world.second = second = Fleet(world, first.shapes, **gate, name="h")
+    world.second = second = type(first)(world, first.shapes, **gate, name="h")
     second.start()
     world.after(0.5 + 6.0 * world.rng.random(), second.stop)
 

@@ -77,16 +77,26 @@ class Fleet:
             self.saved[deployment] = [(epoch, placement)]
             start[deployment] = (placement, epoch, self.versions[deployment])
         incarnation = 100_000 + int(world.now * 1000) + self.generations
-        self.ranks = [
+        self.make_ranks(incarnation, start)
+
+    def make_ranks(self, incarnation: int, start: dict) -> None:
+        """Make the ranks of a generation, and let their gates agree."""
+        ranks = [
             SimRank(self, rank, self.generation, incarnation - self.clock_lag(), start)
             for rank in range(self.num_ranks)
         ]
+        minima = np.minimum.reduce([rank.gate.agreement() for rank in ranks])
+        for rank in ranks:
+            rank.gate.settle(minima)
+        self.begin(ranks, start)
+
+    def begin(self, ranks: list, start: dict) -> None:
+        """Let the ranks of a generation connect and take steps."""
+        world, self.ranks = self.world, ranks
         for deployment, (placement, epoch, _) in start.items():
             world.checks.installed(deployment, self.generation, epoch, placement)
             world.checks.saved.add((deployment, self.generation, epoch))
-        minima = np.minimum.reduce([rank.gate.agreement() for rank in self.ranks])
-        for rank in self.ranks:
-            rank.gate.settle(minima)
+        for rank in ranks:
             for site in rank.sites.values():
                 world.after(0.2 * world.rng.random(), site.connect)
         self.dirty = True
@@ -141,7 +151,7 @@ class Fleet:
         if self.idle or self.reload_blocks():
             world.after(0.2, self.step, generation)
             return
-        due = [rank for rank in self.ranks if rank.alive and rank.gate.advance()]
+        due = [rank for rank in self.ranks if rank.alive and rank.advance()]
         self._waiting = {rank.rank for rank in self.ranks}
         if not due:
             self.exchange(generation)

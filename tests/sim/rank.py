@@ -53,15 +53,13 @@ class SimRank:
             self.world.moment(f"rank is {site.participant.state}", rank=self, site=site)
 
     def on_stream_closed(self, stream) -> None:
-        site = self.sites[stream.deployment]
-        stream.broken = True
-        self.world.network.streams.pop(stream.number, None)
-        if self.alive and site.stream is stream:
-            site.stream = None
-            site.wants += 1
-            self.world.after(0.05 + 0.2 * self.world.rng.random(), site.connect)
+        self.sites[stream.deployment].closed(stream)
 
     # --- step boundary ----------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Count a step boundary; return True if `boundary` must be called."""
+        return self.gate.advance()
 
     def boundary(self) -> None:
         """Use and begin polls, after `gate.advance()` returned True."""

@@ -33,6 +33,12 @@ RETRY_S = 1.5
 class FleetWorld(World):
     """A whole deployment: replicas, store, network and EP group."""
 
+    fleet_type: type[Fleet] = Fleet
+    sizes = (2, 2, 3)
+    """The numbers of ranks, by their frequency."""
+    second_deployment = 0.15
+    """Probability that a group has two deployments."""
+
     def __init__(
         self, seed: int, kit: Kit | None = None, pairs: Counter | None = None, trace: bool = False
     ) -> None:
@@ -65,15 +71,17 @@ class FleetWorld(World):
         """Choose this seed's group and controllers."""
         self.mode = rng.choice((Mode.AUTO, Mode.AUTO, Mode.AUTO, Mode.PROPOSE, Mode.OBSERVE))
         self.flaws = rng.choice((0.0, 0.2))
-        names = ["target", "draft"] if rng.random() < 0.15 else ["target"]
+        names = ["target", "draft"] if rng.random() < self.second_deployment else ["target"]
         self.deployments = tuple(DeploymentId(name) for name in names)
-        num_ranks = rng.choice((2, 2, 3))
+        num_ranks = rng.choice(self.sizes)
         shapes = {deployment: random_shape(rng, num_ranks) for deployment in self.deployments}
         poll_every = rng.choice((1, 2, 3, 4))
         resolve_after = rng.randint(1, poll_every)
         self.timing = random_timing(rng, 2 * poll_every + resolve_after)
         self.replicas = [Replica(self, name) for name in ("c0", "c1")]
-        self.fleet = Fleet(self, shapes, poll_every=poll_every, resolve_after=resolve_after)
+        self.fleet = self.fleet_type(
+            self, shapes, poll_every=poll_every, resolve_after=resolve_after
+        )
         self.fleet.drop_after_s = rng.choice((0.7, 1.0, 3.0))
         self.fleet.misconfigured = rng.random() < 0.04
         self.second: Fleet | None = None

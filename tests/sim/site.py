@@ -6,22 +6,18 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.protocol import messages as msg
 from tests.sim.copies import Job
-from tests.sim.network import Beat, Stream
+from tests.sim.rank_stream import RankStream
 
-SILENCE_S = 1.5
-"""A rank that hears nothing for this long on a stream opens another one."""
 MENDED_S = 0.004
 """An error of the agent that ends at all does so within this time."""
 
 
-class Site:
+class Site(RankStream):
     """One deployment on one rank: its buffers, its placement and its copies."""
 
     def __init__(self, rank, deployment, placement, epoch, version) -> None:
+        super().__init__(rank, deployment)
         fleet, world = rank.fleet, rank.world
-        self.rank = rank
-        self.world = world
-        self.deployment = deployment
         self.shape = shape = fleet.shapes[deployment]
         self.version = version
         self.epoch = epoch
@@ -38,10 +34,6 @@ class Site:
         self.barrier = world.kit.barrier()
         self.waves: deque = deque(maxlen=4)
         """The waves whose copies were reported recently, for echoes."""
-        self.stream: Stream | None = None
-        self.heard_at = 0.0
-        self.wants = 0
-        """The replica to connect to next."""
         self.trouble = ""
         """The reason why this rank refuses every wave; empty if it does not."""
         self.participant = world.kit.participant(
@@ -120,6 +112,26 @@ class Site:
         self.rank.fleet.dirty = True
         self.world.checks.installed(
             self.deployment, self.rank.generation, action.epoch, placement, action.wave
+        )
+
+    def hello(self) -> msg.Hello:
+        """Return the first message of a stream."""
+        part = self.participant
+        epoch, digest = self.barrier.told(part.epoch, part.placement.digest)
+        return msg.Hello(
+            identity=part.identity,
+            shape=self.shape,
+            node="n0",
+            gpu_uuid="",
+            epoch=epoch,
+            placement_digest=digest,
+            weights_version=part.weights_version,
+            checksums_digest=str(part.weights_version),
+            free_bytes=0,
+            staging_bytes=part.staging_bytes,
+            gate_digest=self.rank.gate.digest,
+            capabilities=frozenset() if part.observe_only else frozenset({"migrate"}),
+            highest_term=part.leader.term if part.leader is not None else 0,
         )
 
     # --- shell ------------------------------------------------------------------------------------
@@ -234,67 +246,3 @@ class Site:
         stream = world.network.streams.get(action.stream)
         if stream is not None:
             world.network.to_replica(stream, action.message)
-
-    # --- streams ----------------------------------------------------------------------------------
-
-    @property
-    def streaming(self) -> int:
-        """The number of the stream in use; 0 for none."""
-        return self.stream.number if self.stream is not None else 0
-
-    def connect(self) -> None:
-        """Open a stream to a replica and say hello; repeat until it works."""
-        rank, world = self.rank, self.world
-        if not rank.alive or self.stream is not None:
-            return
-        replica = world.replicas[self.wants % len(world.replicas)]
-        if not replica.alive or (rank.rank, replica.name) in world.network.cuts:
-            self.wants += 1
-            world.after(0.2 + 0.2 * world.rng.random(), self.connect)
-            return
-        self.stream = world.network.open(rank, replica, self.deployment)
-        part = self.participant
-        epoch, digest = self.barrier.told(part.epoch, part.placement.digest)
-        hello = msg.Hello(
-            identity=part.identity,
-            shape=self.shape,
-            node="n0",
-            gpu_uuid="",
-            epoch=epoch,
-            placement_digest=digest,
-            weights_version=part.weights_version,
-            checksums_digest=str(part.weights_version),
-            free_bytes=0,
-            staging_bytes=part.staging_bytes,
-            gate_digest=rank.gate.digest,
-            capabilities=frozenset() if part.observe_only else frozenset({"migrate"}),
-            highest_term=part.leader.term if part.leader is not None else 0,
-        )
-        world.network.to_replica(self.stream, hello)
-        self.heard_at = world.now
-        world.after(SILENCE_S, self.watch, self.stream)
-
-    def beat(self, stopping: bool = False) -> None:
-        """Send telemetry."""
-        if self.stream is not None:
-            replica = self.stream.replica
-            beat = Beat(self.world.now, self.trouble, stopping)
-            self.world.network.send(self.stream, replica.on_message, beat)
-
-    def abandon(self) -> None:
-        """Connect to another replica; the old stream stays open for a while."""
-        if self.stream is not None:
-            self.world.after(4.0 * self.world.rng.random(), self.world.network.cut, self.stream)
-            self.stream = None
-            self.wants += 1
-            self.world.after(0.2 * self.world.rng.random(), self.connect)
-
-    def watch(self, stream) -> None:
-        """Connect to another replica if nothing was heard for long, not even heartbeats."""
-        if self.stream is not stream or not self.rank.alive:
-            return
-        if self.world.now - self.heard_at >= SILENCE_S:
-            self.abandon()
-        else:
-            self.beat()
-            self.world.after(SILENCE_S, self.watch, stream)
