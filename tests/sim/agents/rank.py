@@ -1,0 +1,105 @@
+"""A rank process that runs the real agent; offers what `SimRank` offers."""
+
+from evenkeel_moe.agent.ports import GateFailed
+from tests.sim.agents.site import AgentSite
+from tests.sim.agents.threads import SimThreads
+from tests.sim.network import NotLeading
+
+
+class AgentRank:
+    """One process of one rank: its threads, its agent, its engine."""
+
+    def __init__(self, fleet, rank: int, generation, incarnation: int, start: dict) -> None:
+        self.fleet = fleet
+        self.world = fleet.world
+        self.rank = rank
+        self.generation = generation
+        self.incarnation = incarnation
+        self.alive = True
+        self.threads = SimThreads(self.world)
+        self.sites = {
+            deployment: AgentSite(self, deployment, placement, epoch, version)
+            for deployment, (placement, epoch, version) in start.items()
+        }
+
+    @property
+    def comm_serial(self) -> int:
+        """The number of the transfer communicator on which the gate agreed."""
+        [site] = self.sites.values()
+        return site.agent._gate.transport_serial
+
+    def begin(self) -> None:
+        """Make the agent together with the other ranks."""
+        [site] = self.sites.values()
+        site.make_agent()
+        self.fleet.arrived(self)
+
+    def told(self, moment: str, site) -> None:
+        """Report a moment once the running thread waits."""
+        self.world.after(0.0, self.tell, moment, site)
+
+    def tell(self, moment: str, site) -> None:
+        if self.alive:
+            self.world.moment(moment, rank=self, site=site)
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def on_message(self, stream, message) -> None:
+        """Take a controller's message, also after its stream broke."""
+        if not self.alive:
+            return
+        if isinstance(message, NotLeading):
+            self.on_stream_closed(stream)
+        else:
+            self.sites[stream.deployment].take(stream, message)
+
+    def on_stream_closed(self, stream) -> None:
+        self.sites[stream.deployment].closed(stream)
+
+    # --- step boundary ----------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Return True: the agent counts its boundaries itself."""
+        return True
+
+    def boundary(self) -> None:
+        """Pass the step boundary, on the engine's thread."""
+        if self.alive:
+            self.threads.start(self.pass_boundary, "engine")
+
+    def pass_boundary(self) -> None:
+        [site] = self.sites.values()
+        try:
+            site.agent.step_boundary()
+        except GateFailed as error:
+            self.leave(f"{error.reason}: {error}")
+            return
+        self.fleet.boundary_done(self)
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def pause(self, seconds: float) -> None:
+        """Stop the process for so long, as a debugger or a full disk does."""
+        if self.alive:
+            self.world.note(f"rank {self.rank} is paused for {seconds:.1f} s")
+            self.threads.pause(seconds)
+
+    def leave(self, why: str) -> None:
+        """Leave the group; the engine restarts it."""
+        if self.alive:
+            self.world.note(f"rank {self.rank} leaves: {why}")
+            self.die()
+
+    def die(self, planned: bool = False) -> None:
+        """End the process; if planned, its last heartbeat says so, and may be lost."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.threads.end()
+        for site in self.sites.values():
+            if planned:
+                site.beat(stopping=True)
+            if site.stream is not None:
+                self.world.network.cut(site.stream)
+        self.fleet.fabric.died(self.rank)
+        self.fleet.broken()
