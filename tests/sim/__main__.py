@@ -6,6 +6,8 @@ thirty million events or more (some 16,000 seeds) every pair must also pass 1,00
 million.
 
     --seed X [--mutant R5] [--trace]   replay one seed exactly
+    --agents                           ranks run the real agent, and the mutants are of its glue;
+                                       pairs need not pass
 """
 
 import argparse
@@ -16,9 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from evenkeel_moe.adapters.processes.child_process import die_with_parent
+from tests.sim.kinds import AGENTS, MACHINES, Kind
 from tests.sim.kit import all_pairs
-from tests.sim.mutants import BY_NAME, MUTANTS
-from tests.sim.run import run_seed
 from tests.sim.search import Hunt, Tally, hunt, run_seeds
 
 MUTANT_SEEDS = 20_000
@@ -32,9 +33,9 @@ FULL = 3 * 10**7
 """The events of a full run. In shorter runs the rates of rare pairs vary too much."""
 
 
-def replay(seed: int, mutant: str | None, trace: bool) -> int:
-    kit = BY_NAME[mutant].kit if mutant is not None else None
-    outcome = run_seed(seed, kit, trace=trace)
+def replay(kind: Kind, seed: int, mutant: str | None, trace: bool) -> int:
+    kit = kind.by_name[mutant].kit if mutant is not None else None
+    outcome = kind.run_seed(seed, kit, trace=trace)
     print(f"seed {seed} events {outcome.events} swapped waves {outcome.committed}")
     if outcome.violation is None:
         return 0
@@ -42,16 +43,16 @@ def replay(seed: int, mutant: str | None, trace: bool) -> int:
     return 1
 
 
-def simulate(seeds: int, first: int, workers: int, mutant_seeds: int) -> int:
+def simulate(kind: Kind, seeds: int, first: int, workers: int, mutant_seeds: int) -> int:
     began = time.monotonic()
     total = Tally()
     # A simulation that is killed must not leave its workers behind.
     with ProcessPoolExecutor(
         workers, get_context("spawn"), initializer=die_with_parent, initargs=(os.getpid(),)
     ) as pool:
-        hunts = [pool.submit(hunt, mutant.name, mutant_seeds) for mutant in MUTANTS]
+        hunts = [pool.submit(hunt, mutant.name, mutant_seeds, kind.name) for mutant in kind.mutants]
         chunks = [
-            pool.submit(run_seeds, start, min(CHUNK, first + seeds - start))
+            pool.submit(run_seeds, start, min(CHUNK, first + seeds - start), kind.name)
             for start in range(first, first + seeds, CHUNK)
         ]
         shown = 0
@@ -65,15 +66,13 @@ def simulate(seeds: int, first: int, workers: int, mutant_seeds: int) -> int:
             for seed, invariant, detail in tally.failures[: max(0, MAX_FAILURES - shown)]:
                 shown += 1
                 print(f"FAILED seed {seed}: {invariant}: {detail}")
-                print(f"  replay: python -m tests.sim --seed {seed} --trace", flush=True)
+                print(f"  replay: {kind.command} --seed {seed} --trace", flush=True)
         results = [job.result() for job in hunts]
     rates = pair_rates(total)
-    for pair in sorted(rates, key=lambda pair: (rates[pair], pair))[:RAREST]:
-        print(f"rarest pairs: {' '.join(pair)}, {rates[pair]:.0f} per 10^7 events")
-    below = sum(rate < OFTEN for rate in rates.values())
-    print(f"pairs below {OFTEN} per 10^7 events: {below} of {len(rates)}")
+    if kind.covers_pairs:
+        show_rarest(rates)
     for result in results:
-        report(result)
+        report(kind, result)
     caught = sum(result.seed is not None for result in results)
     seconds = time.monotonic() - began
     print(f"{total.waves} waves swapped, {len(total.failures)} failures, {seconds:.0f} s")
@@ -82,7 +81,15 @@ def simulate(seeds: int, first: int, workers: int, mutant_seeds: int) -> int:
         f"seeds {total.seeds} events {total.events} pairs {covered}/{len(rates)}"
         f" mutants {caught}/{len(results)}"
     )
-    return 0 if is_clean(total) and caught == len(results) else 1
+    clean = is_clean(total) if kind.covers_pairs else not total.failures
+    return 0 if clean and caught == len(results) else 1
+
+
+def show_rarest(rates: dict[tuple[str, str, str], float]) -> None:
+    for pair in sorted(rates, key=lambda pair: (rates[pair], pair))[:RAREST]:
+        print(f"rarest pairs: {' '.join(pair)}, {rates[pair]:.0f} per 10^7 events")
+    below = sum(rate < OFTEN for rate in rates.values())
+    print(f"pairs below {OFTEN} per 10^7 events: {below} of {len(rates)}")
 
 
 def pair_rates(total: Tally) -> dict[tuple[str, str, str], float]:
@@ -98,14 +105,14 @@ def is_clean(total: Tally) -> bool:
     )
 
 
-def report(result: Hunt) -> None:
-    mutant = BY_NAME[result.name]
+def report(kind: Kind, result: Hunt) -> None:
+    mutant = kind.by_name[result.name]
     if result.seed is None:
         print(f"mutant {mutant.name:4} SURVIVED {result.tried} seeds: {mutant.breaks}")
         return
     found = f"caught by {result.invariant} at seed {result.seed}"
     print(f"mutant {mutant.name:4} {mutant.breaks}: {found}")
-    print(f"  replay: python -m tests.sim --seed {result.seed} --mutant {mutant.name} --trace")
+    print(f"  replay: {kind.command} --seed {result.seed} --mutant {mutant.name} --trace")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,13 +123,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mutant-seeds", type=int, default=MUTANT_SEEDS)
     parser.add_argument("--seed", type=int, help="replay this one seed")
     parser.add_argument(
-        "--mutant", choices=sorted(BY_NAME), help="with --seed: replay it on a mutant"
+        "--mutant",
+        choices=sorted({**MACHINES.by_name, **AGENTS.by_name}),
+        help="with --seed: replay it on a mutant",
     )
     parser.add_argument("--trace", action="store_true", help="with --seed: print what happens")
+    parser.add_argument("--agents", action="store_true", help="let ranks run the real agent")
     options = parser.parse_args(arguments)
+    kind = AGENTS if options.agents else MACHINES
     if options.seed is not None:
-        return replay(options.seed, options.mutant, options.trace)
-    return simulate(options.seeds, options.first, options.workers, options.mutant_seeds)
+        return replay(kind, options.seed, options.mutant, options.trace)
+    return simulate(kind, options.seeds, options.first, options.workers, options.mutant_seeds)
 
 
 if __name__ == "__main__":

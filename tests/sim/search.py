@@ -4,8 +4,7 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.sim.mutants import BY_NAME
-from tests.sim.run import run_seed
+from tests.sim.kinds import KINDS, MACHINES
 
 
 @dataclass
@@ -30,8 +29,9 @@ class Hunt:
     tried: int = 0
 
 
-def run_seeds(first: int, count: int) -> Tally:
+def run_seeds(first: int, count: int, kind: str = MACHINES.name) -> Tally:
     """Run seeds with the production machines, and count the pairs they pass."""
+    run_seed = KINDS[kind].run_seed
     tally, passed = Tally(), Counter()
     for seed in range(first, first + count):
         try:
@@ -49,9 +49,9 @@ def run_seeds(first: int, count: int) -> Tally:
     return tally
 
 
-def hunt(name: str, limit: int) -> Hunt:
+def hunt(name: str, limit: int, kind: str = MACHINES.name) -> Hunt:
     """Run one mutant until an invariant catches it; an exception of the mutant is not a catch."""
-    kit = BY_NAME[name].kit
+    run_seed, kit = KINDS[kind].run_seed, KINDS[kind].by_name[name].kit
     for seed in range(limit):
         try:
             outcome = run_seed(seed, kit)

@@ -9,7 +9,7 @@ from evenkeel_moe.adapters.torch.transport import StageOutcome, TorchWeightTrans
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.staging import StagingWorker
 from evenkeel_moe.agent.swap_record import SwapRecord
-from evenkeel_moe.protocol.messages import StagingFinished, SwapFinished, TransportDrained
+from evenkeel_moe.protocol.messages import StagingFinished, SwapFinished
 from tests.sim.agents.kit import AgentKit
 from tests.sim.mutants import Mutant
 
@@ -73,40 +73,40 @@ class WaitsForNoBatch(TorchWeightTransport):
             pass
 
 
-class VotesBeforeStaged(StagingWorker):
-    """Breaks nothing by itself: a swap without its bytes fails, and the group restarts."""
-
-    def stage(self, prepare, old, new):
-        super().stage(prepare, old, new)
-        self.later(lambda: self._events.feed(StagingFinished(prepare.wave)))
+class VotesYesAnyway(StagingWorker):
+    """Breaks nothing by itself: a swap refuses what another wave has staged (R8)."""
 
     def _stage(self, prepare, old, new, cancel):
         self._try_stage(prepare, old, new, cancel)
+        if self._transport.broken:
+            self._events.request_rebuild(self._transport.serial)
+        self._events.feed(StagingFinished(prepare.wave))
+
+    def _forget(self):
+        ready = self._ready
+        super()._forget()
+        self._ready = ready
 
 
-class SwapsWhateverIsStaged(VotesBeforeStaged):
+class SwapsWhateverIsStaged(VotesYesAnyway):
     def swap(self, wave):
         if self._ready is not None:
             wave = self._ready.wave
         return super().swap(wave)
 
 
-class DrainsAtOnce(StagingWorker):
-    def cancel(self, wave):
-        self._cancels[wave].set()
-        self.later(self._forget)
-        self._threads.start(lambda: self._events.feed(TransportDrained(wave)), "drained")
-
-
 GLUE_MUTANTS = (
     Mutant("save", "R3", "acknowledges before the save", AgentKit(agent=AcknowledgesBeforeSave)),
     Mutant("barrier", "R3", "begins no save barrier", AgentKit(agent=SavesWithoutBarrier)),
-    Mutant("gate", "R8", "lives through an error at the gate", AgentKit(agent=LivesThroughGateErrors)),
+    Mutant(
+        "gate", "R8", "lives through an error at the gate", AgentKit(agent=LivesThroughGateErrors)
+    ),
     Mutant("lock", "R7", "polls without the lock", AgentKit(agent=PollsWithoutLock)),
     Mutant("hash", "R4", "hashes the first expert only", AgentKit(transport=HashesFirstExpert)),
-    Mutant("flight", "R7", "does not wait for operations", AgentKit(transport=LeavesOperationsInFlight)),
+    Mutant(
+        "flight", "R7", "does not wait for operations", AgentKit(transport=LeavesOperationsInFlight)
+    ),
     Mutant("batch", "R10", "waits for no batch", AgentKit(transport=WaitsForNoBatch)),
     Mutant("swap", "R11", "swaps whatever is staged", AgentKit(worker=SwapsWhateverIsStaged)),
-    Mutant("drain", "R7", "calls itself drained at once", AgentKit(worker=DrainsAtOnce)),
 )
 GLUE_BY_NAME = {mutant.name: mutant for mutant in GLUE_MUTANTS}

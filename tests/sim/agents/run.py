@@ -1,13 +1,17 @@
 """Seeds of the simulation in which the ranks run the real agent."""
 
+import random
 from collections import Counter
 
 from structlog.testing import capture_logs
 
 from tests.sim.agents.fleet import AgentFleet
+from tests.sim.agents.hazards import hazard_of
 from tests.sim.agents.kit import AgentKit
 from tests.sim.run import FleetWorld, Outcome, run_seed
 
+LATE_S = 4.0
+"""Late bytes land within this time after the deadline of their batch."""
 AGENT_ERROR = "error of the agent"
 ERRORS = frozenset(
     {"participant_failed", "transfer_job_failed", "staging_failed", "staging_broke_off"}
@@ -21,6 +25,14 @@ class AgentWorld(FleetWorld):
     fleet_type = AgentFleet
     sizes = (2, 3, 4)
     second_deployment = 0.0
+    late_copies = 0.0
+    """Probability that the bytes of a copy land seconds after the deadline of its batch."""
+
+    def copy_delay(self, deadline: float) -> float:
+        delay = super().copy_delay(deadline)
+        if not self.calm and self.rng.random() < self.late_copies:
+            delay = deadline + LATE_S * self.rng.random()
+        return delay
 
 
 def run_agent_seed(
@@ -30,8 +42,9 @@ def run_agent_seed(
     trace: bool = False,
 ) -> Outcome:
     """Run one seed with real agents to its end or to the first broken invariant."""
+    hazard = hazard_of(random.Random(f"hazard {seed}"))
     with capture_logs() as logs:
-        outcome = run_seed(seed, kit or AgentKit(), pairs, trace, world_type=AgentWorld)
+        outcome = run_seed(seed, kit or AgentKit(), pairs, trace, hazard, AgentWorld)
     errors = [line for line in logs if line["event"] in ERRORS]
     if errors and outcome.violation is None:
         outcome.violation, outcome.detail = AGENT_ERROR, f"{errors[0]}"
