@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from evenkeel_moe.adapters.processes.child_process import die_with_parent
-from tests.sim.kinds import AGENTS, MACHINES, Kind
+from tests.sim.kinds import KINDS, Kind
 from tests.sim.kit import all_pairs
 from tests.sim.search import Hunt, Tally, hunt, run_seeds
 
@@ -122,15 +122,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--mutant-seeds", type=int, default=MUTANT_SEEDS)
     parser.add_argument("--seed", type=int, help="replay this one seed")
-    parser.add_argument(
-        "--mutant",
-        choices=sorted({**MACHINES.by_name, **AGENTS.by_name}),
-        help="with --seed: replay it on a mutant",
-    )
+    parser.add_argument("--mutant", help="with --seed: replay it on a mutant")
     parser.add_argument("--trace", action="store_true", help="with --seed: print what happens")
     parser.add_argument("--agents", action="store_true", help="let ranks run the real agent")
     options = parser.parse_args(arguments)
-    kind = AGENTS if options.agents else MACHINES
+    kind = KINDS["agents" if options.agents else "machines"]()
+    if options.mutant not in (None, *kind.by_name):
+        parser.error(f"--mutant is one of {', '.join(kind.by_name)}")
     if options.seed is not None:
         return replay(kind, options.seed, options.mutant, options.trace)
     return simulate(kind, options.seeds, options.first, options.workers, options.mutant_seeds)

@@ -1,5 +1,7 @@
 """One EP group: its engine's steps, polls, restarts, reloads and idle times."""
 
+from typing import Any
+
 import numpy as np
 
 from evenkeel_moe.model.ids import Epoch, Generation
@@ -33,7 +35,8 @@ class Fleet:
         self.drop_after_s = 3.0
         self.step_s = 0.05
         self.idle = False
-        self.ranks: list[SimRank] = []
+        self.ranks: list[Any] = []
+        """`SimRank`s, or what offers the same."""
         self.generation = Generation("none")
         self.generations = 0
         self.steps = 0

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.sim.agents.mutants import GLUE_MUTANTS
-from tests.sim.agents.run import run_agent_seed
 from tests.sim.mutants import MUTANTS, Mutant
 from tests.sim.run import Outcome, run_seed
 
@@ -26,6 +24,17 @@ class Kind:
         return {mutant.name: mutant for mutant in self.mutants}
 
 
-MACHINES = Kind("machines", "python -m tests.sim", run_seed, MUTANTS, True)
-AGENTS = Kind("agents", "python -m tests.sim --agents", run_agent_seed, GLUE_MUTANTS, False)
-KINDS = {kind.name: kind for kind in (MACHINES, AGENTS)}
+def machines() -> Kind:
+    """Return the runs of the bare machines."""
+    return Kind("machines", "python -m tests.sim", run_seed, MUTANTS, True)
+
+
+def agents() -> Kind:
+    """Return the runs of real agents. They import torch, for which others need not wait."""
+    from tests.sim.agents.mutants import GLUE_MUTANTS
+    from tests.sim.agents.run import run_agent_seed
+
+    return Kind("agents", "python -m tests.sim --agents", run_agent_seed, GLUE_MUTANTS, False)
+
+
+KINDS = {"machines": machines, "agents": agents}

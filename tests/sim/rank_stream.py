@@ -1,13 +1,16 @@
 """One deployment's stream of a rank to a replica: opened, watched, and opened again."""
 
+from abc import ABC, abstractmethod
+
+from evenkeel_moe.protocol.messages import Hello
 from tests.sim.network import Beat, Stream
 
 SILENCE_S = 1.5
 """A rank that hears nothing for this long on a stream opens another one."""
 
 
-class RankStream:
-    """The stream of one deployment on one rank; a subclass has `hello()` and `trouble`."""
+class RankStream(ABC):
+    """The stream of one deployment on one rank."""
 
     def __init__(self, rank, deployment) -> None:
         self.rank = rank
@@ -17,6 +20,14 @@ class RankStream:
         self.heard_at = 0.0
         self.wants = 0
         """The replica to connect to next."""
+
+    @abstractmethod
+    def hello(self) -> Hello:
+        """Return the first message of a stream."""
+
+    @abstractmethod
+    def why_refusing(self) -> str:
+        """Return the reason why this rank refuses every wave; empty if it does not."""
 
     @property
     def streaming(self) -> int:
@@ -42,7 +53,7 @@ class RankStream:
         """Send telemetry."""
         if self.stream is not None:
             replica = self.stream.replica
-            beat = Beat(self.world.now, self.trouble, stopping)
+            beat = Beat(self.world.now, self.why_refusing(), stopping)
             self.world.network.send(self.stream, replica.on_message, beat)
 
     def abandon(self) -> None:
@@ -63,7 +74,7 @@ class RankStream:
             self.beat()
             self.world.after(SILENCE_S, self.watch, stream)
 
-    def closed(self, stream) -> None:
+    def closed(self, stream: Stream) -> None:
         """Note that a stream has ended, and open another one."""
         stream.broken = True
         self.world.network.streams.pop(stream.number, None)

@@ -4,7 +4,7 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.sim.kinds import KINDS, MACHINES
+from tests.sim.kinds import KINDS
 
 
 @dataclass
@@ -29,9 +29,9 @@ class Hunt:
     tried: int = 0
 
 
-def run_seeds(first: int, count: int, kind: str = MACHINES.name) -> Tally:
+def run_seeds(first: int, count: int, kind: str = "machines") -> Tally:
     """Run seeds with the production machines, and count the pairs they pass."""
-    run_seed = KINDS[kind].run_seed
+    run_seed = KINDS[kind]().run_seed
     tally, passed = Tally(), Counter()
     for seed in range(first, first + count):
         try:
@@ -49,9 +49,10 @@ def run_seeds(first: int, count: int, kind: str = MACHINES.name) -> Tally:
     return tally
 
 
-def hunt(name: str, limit: int, kind: str = MACHINES.name) -> Hunt:
+def hunt(name: str, limit: int, kind: str = "machines") -> Hunt:
     """Run one mutant until an invariant catches it; an exception of the mutant is not a catch."""
-    run_seed, kit = KINDS[kind].run_seed, KINDS[kind].by_name[name].kit
+    found = KINDS[kind]()
+    run_seed, kit = found.run_seed, found.by_name[name].kit
     for seed in range(limit):
         try:
             outcome = run_seed(seed, kit)

@@ -134,6 +134,9 @@ class Site(RankStream):
             highest_term=part.leader.term if part.leader is not None else 0,
         )
 
+    def why_refusing(self) -> str:
+        return self.trouble
+
     # --- shell ------------------------------------------------------------------------------------
 
     def feed(self, event) -> None:

@@ -10,7 +10,7 @@ from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.protocol import messages as msg
 from tests.sim.agents.engine import SlotMemory, Tables, expert_of
 from tests.sim.agents.watch import watched
-from tests.sim.network import describe
+from tests.sim.network import Stream, describe
 from tests.sim.rank_stream import RankStream
 
 GATE_TIMEOUT_S = 3.0
@@ -106,16 +106,15 @@ class AgentSite(RankStream):
 
     def installed(self, layers, rows, epoch) -> None:
         """Switch the router to new rows, inside the boundary."""
-        part = self.agent._participant
-        self.world.note(f"rank {self.rank.rank} swaps {part.wave.plan_id} to {epoch}")
+        wave = self.agent._participant.wave
+        assert wave is not None
+        self.world.note(f"rank {self.rank.rank} swaps {wave.plan_id} to {epoch}")
         self.rank.told("rank swaps", self)
         self.map = self.map.with_rows(layers, rows)
         self.rows = self.map.phy2log.tolist()
         self.epoch = epoch
         self.rank.fleet.dirty = True
-        self.world.checks.installed(
-            self.deployment, self.rank.generation, epoch, self.map, part.wave
-        )
+        self.world.checks.installed(self.deployment, self.rank.generation, epoch, self.map, wave)
 
     def swapped(self, _slots) -> None:
         """Renew what the engine derives from slots; slow or failing in some seeds."""
@@ -142,6 +141,9 @@ class AgentSite(RankStream):
 
     @property
     def trouble(self) -> str:
+        return self.agent.trouble
+
+    def why_refusing(self) -> str:
         return self.agent.trouble
 
     def disable(self) -> None:
@@ -179,7 +181,7 @@ class AgentSite(RankStream):
         if self.rank.alive:
             self.inbox.put((None, None))
 
-    def take(self, stream, message) -> None:
+    def take(self, stream: Stream, message) -> None:
         """Queue a controller's message for the thread of the link."""
         if stream is self.stream:
             self.heard_at = self.world.now
@@ -203,7 +205,7 @@ class AgentSite(RankStream):
         self.rank.told(f"rank sends {type(message).__name__}", self)
         self.world.network.to_replica(self.stream, message)
 
-    def closed(self, stream) -> None:
+    def closed(self, stream: Stream) -> None:
         if self.rank.alive and self.stream is stream:
             self.agent.lost(stream.number)
         super().closed(stream)

@@ -1,7 +1,6 @@
 """A short run with real agents, and each mutant of the glue at a seed that catches it."""
 
 import random
-import re
 
 import pytest
 
@@ -10,7 +9,6 @@ from tests.sim.agents.hazards import HAZARDS, hazard_of
 from tests.sim.agents.kit import AgentKit
 from tests.sim.agents.mutants import GLUE_BY_NAME, GLUE_MUTANTS, VotesYesAnyway
 from tests.sim.agents.run import run_agent_seed
-from tests.sim.kinds import AGENTS
 from tests.sim.search import hunt
 
 CATCHING_SEEDS = {
@@ -40,7 +38,7 @@ def test_no_invariant_breaks_with_real_agents(first):
 def test_every_mistake_in_the_glue_is_caught(name):
     known = run_agent_seed(CATCHING_SEEDS[name], GLUE_BY_NAME[name].kit)
     if known.violation is None:
-        found = hunt(name, 200, AGENTS.name)
+        found = hunt(name, 200, "agents")
         assert found.invariant, f"{GLUE_BY_NAME[name].breaks}: nothing noticed"
 
 
@@ -68,9 +66,5 @@ def test_every_hazard_has_seeds_and_others_are_left():
 
 
 def test_the_command_runs_agents(capsys):
-    code = main(["--agents", "--seeds", "2", "--mutant-seeds", "1", "--workers", "1"])
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"seeds 2 events \d+ pairs \d+/\d+ mutants \d/8", last)
-    assert code == 1, "one seed does not catch every mutant"
     assert main(["--agents", "--seed", "10", "--mutant", "swap"]) == 1
     assert "torn map" in capsys.readouterr().out

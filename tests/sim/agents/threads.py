@@ -14,7 +14,7 @@ HELD_UP_S = 0.004
 """The longest time of that."""
 
 
-class SimThread(greenlet.greenlet):
+class SimThread(greenlet.greenlet):  # type: ignore[misc]
     """One thread."""
 
     def __init__(self, threads: "SimThreads", run, name: str) -> None:
