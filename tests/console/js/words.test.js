@@ -136,6 +136,11 @@ test("a wave that is tried again has two spans", () => {
   );
 });
 
+test("a planner that starts is told without the words of HTTP", () => {
+  const problem = { title: "Temporarily unavailable", detail: "x", reason: "planner_starting" };
+  assert.match(describe(503, problem), /^The planner is starting\. /);
+});
+
 test("events are told in words", () => {
   assert.equal(eventWords(row(1, "approved", { by: "ann" })), "Approved by ann");
   assert.equal(

@@ -28,6 +28,9 @@ export function describe(status, problem) {
       ? `Replica ${problem.leader} leads this deployment, and this page talks to another replica.`
       : "No replica leads this deployment now.";
   }
+  if (problem?.reason === "planner_starting") {
+    return "The planner is starting. On a busy machine this takes some minutes.";
+  }
   const detail = problem?.detail ?? `the answer has status ${status}`;
   const title = problem?.title;
   return title ? `${title}: ${detail}.` : `${capital(detail)}.`;
