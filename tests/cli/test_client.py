@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from evenkeel_moe.cli import client
-from evenkeel_moe.cli.client import CliError, Exit, read_token
+from evenkeel_moe.cli.client import ApiClient, CliError, Exit, read_token
 from tests.cli.conftest import OPERATE, READ
 
 
@@ -181,3 +181,14 @@ def test_a_planner_that_starts_is_waited_for_and_the_command_says_so(run, monkey
     else:
         assert (code, out) == (Exit.UNAVAILABLE, "") and len(callers) > 3
         assert err.splitlines()[1:] == ["evenkeel: Try again: it starts (planner_starting)"]
+
+
+def test_a_request_that_takes_longer_may_have_a_longer_time_out():
+    def answer(_):
+        threading.Event().wait(0.5)
+        return 200, b"{}"
+
+    with server_of(answer) as address, ApiClient(address, None, timeout_s=0.1) as patient:
+        with pytest.raises(CliError, match="no answer"):
+            patient.get("deployments")
+        assert patient.get("deployments", timeout_s=30) == {}

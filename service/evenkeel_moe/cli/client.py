@@ -97,9 +97,18 @@ class ApiClient:
         """Close the connections."""
         self._http.close()
 
-    def get(self, path: str, **params: Any) -> Any:
-        """Call GET /v1/path; parameters that are None are left out."""
-        return self._call("GET", path, params={k: v for k, v in params.items() if v is not None})
+    def get(self, path: str, *, timeout_s: float | None = None, **params: Any) -> Any:
+        """Call GET /v1/path; parameters that are None are left out.
+
+        Args:
+            path: below /v1/.
+            timeout_s: seconds to wait for the answer; None waits as for other requests.
+            params: the query.
+        """
+        given = {name: value for name, value in params.items() if value is not None}
+        if timeout_s is None:
+            return self._call("GET", path, params=given)
+        return self._call("GET", path, params=given, timeout=timeout_s)
 
     def post(self, path: str, body: Any = None) -> Any:
         """Call POST /v1/path; return None if the answer has no body."""

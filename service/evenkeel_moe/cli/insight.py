@@ -16,6 +16,9 @@ from evenkeel_moe.cli.options import (
 )
 from evenkeel_moe.cli.watch import ShowOptions
 
+_COMPUTED_WITHIN_S = 180.0
+"""The first recommendation waits until a process of its own has loaded the planner's kernels."""
+
 
 def recommend(
     max_age: Annotated[
@@ -47,7 +50,12 @@ def recommend(
     with connection.client() as client:
         path = connection.path(client, "/recommendation")
         shown.run(
-            lambda: client.get(path, max_age_s=max_age, tokens_per_sequence=tokens_per_sequence),
+            lambda: client.get(
+                path,
+                timeout_s=_COMPUTED_WITHIN_S,
+                max_age_s=max_age,
+                tokens_per_sequence=tokens_per_sequence,
+            ),
             insight_tables.recommendation_view,
         )
 

@@ -1,6 +1,6 @@
 /** Capacity: more or fewer replicas against the KV cache and goodput. */
 
-import { useCallback, useEffect, useRef, useState } from "../vendor/hooks.js";
+import { useCallback, useEffect, useState } from "../vendor/hooks.js";
 import {
   bytes,
   count,
@@ -16,20 +16,15 @@ import { Badge, Facts, html, Moment, Problem, Section, Table } from "../ui.js";
 
 const MOST_AGE_S = 300;
 const SLOW_MS = 180_000;
-const PLANNER_PAUSE_MS = 5000;
 const CALLS = {
   recommend: ["good", "A plan is recommended"],
   not_now: ["plain", "No plan now"],
   insufficient_evidence: ["warn", "Too little evidence"],
 };
 
-/**
- * The recommendation. Computing it takes processor time, so it is asked for once, and again only
- * while the planner starts.
- */
+/** The recommendation. Computing it takes processor time, so it is asked for once. */
 function useRecommendation(api, name) {
   const [state, setState] = useState({ data: null, error: null, busy: true });
-  const timer = useRef(0);
   const ask = useCallback(
     async (mostAge) => {
       setState((old) => ({ ...old, busy: true }));
@@ -40,16 +35,13 @@ function useRecommendation(api, name) {
         );
         setState({ data, error: null, busy: false });
       } catch (error) {
-        const starting = error.problem?.reason === "planner_starting";
-        setState((old) => ({ ...old, error, busy: starting }));
-        if (starting) timer.current = setTimeout(() => ask(mostAge), PLANNER_PAUSE_MS);
+        setState((old) => ({ ...old, error, busy: false }));
       }
     },
     [api, name],
   );
   useEffect(() => {
     ask(MOST_AGE_S);
-    return () => clearTimeout(timer.current);
   }, [ask]);
   return { ...state, ask };
 }

@@ -51,8 +51,7 @@ class Recommender:
             max_age_s: None for the length of a cycle.
 
         Raises:
-            Unavailable: this replica does not lead, ranks are missing, or the planner is starting
-                or failed.
+            Unavailable: this replica does not lead, ranks are missing, or the planner failed.
             Conflict: PLAN_IN_PROGRESS while weights move, if there is no advice yet.
         """
         async with self._asking:
@@ -81,7 +80,6 @@ class Recommender:
             return advice
 
     async def _work_out(self, base: PlanBase, policy: DeploymentPolicy, now: float) -> Advice:
-        await self.pool.background.wait_until_warm()
         inputs = self.builder.build(base, policy.policy, policy.limits)
         newest = [ring.newest_step for ring in self.ingest.rings.values()]
         free_bytes = self._free_bytes()
