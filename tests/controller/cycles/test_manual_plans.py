@@ -52,23 +52,17 @@ class FlakyStore(MemoryStore):
 class InlinePlanner:
     """Plans at once, in this process."""
 
-    fault = ""
+    fault, warm = "", True
 
     def begin(self):
         return True
 
     async def wait_until_warm(self):
-        pass
+        if not self.warm:
+            raise Unavailable("it starts", Reason.PLANNER_STARTING)
 
     async def run(self, function, argument):
         return function(argument)
-
-
-class StartingPlanner(InlinePlanner):
-    """Compiles its kernels as long as the test runs."""
-
-    async def wait_until_warm(self):
-        raise Unavailable("it starts", Reason.PLANNER_STARTING)
 
 
 class Ranks:
@@ -269,7 +263,7 @@ async def test_a_plan_names_the_stall_that_its_swaps_are_expected_to_cause(rig):
 async def test_plans_and_rollbacks_are_refused_while_the_planner_starts(rig):
     await rig.load()
     await rig.migrate()
-    rig.member.planner.manual.pool = StartingPlanner()
+    rig.member.planner.pool.warm = False
     request = PlanRequest(plan_id=PlanId("mine"), target=BASE)
     for ask in (lambda: rig.operations.create_plan(DEPLOYMENT, request), lambda: rollback(rig)):
         with pytest.raises(Unavailable) as caught:
