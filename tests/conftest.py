@@ -4,11 +4,16 @@ Warnings are errors; that is set in pyproject.toml.
 """
 
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.waiting import deadline
+
+# Hundreds of processes start in a run. Without bytecode files, each would compile the package again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Derandomised: the same examples in every run. No deadline: a first call may compile a kernel.
 settings.register_profile(
