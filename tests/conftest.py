@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.waiting import deadline
 
-# Hundreds of processes start in a run. Without bytecode files, each would compile the package again.
+# A run starts hundreds of processes. Without bytecode files, each would compile the package again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
