@@ -26,9 +26,27 @@ settings.register_profile(
 )
 settings.load_profile("evenkeel")
 
+LONG = {
+    "test_chaos",
+    "test_demo",
+    "test_failures",
+    "test_join",
+    "test_leadership",
+    "test_store_records",
+}
+"""Modules with tests that take half a minute. If one of them began last, it would run alone."""
 
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Scale the time limit of each test like every other deadline."""
+    """Let each worker begin with long tests, and scale time limits like every other deadline."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.path.stem in LONG]
+    rest = [item for item in items if item.path.stem not in LONG]
+    # A worker gets successive tests, so long ones stand in front of each worker's part of the rest.
+    size = len(rest) // workers + 1
+    parts = [long[n::workers] + rest[n * size : (n + 1) * size] for n in range(workers)]
+    items[:] = [item for part in parts for item in part]
     default = float(config.getini("timeout"))
     for item in items:
         marker = item.get_closest_marker("timeout")
