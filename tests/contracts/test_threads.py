@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from evenkeel_moe.adapters.threads import SystemThreads
+from tests.sim.agents.threads import SimThreads
+from tests.sim.world import World
 from tests.waiting import deadline
 
 
@@ -18,7 +20,20 @@ class OfTheSystem:
         main()
 
 
-@pytest.fixture(params=[OfTheSystem])
+class Simulated:
+    """Runs a test on the simulation's threads, in virtual time."""
+
+    def __init__(self) -> None:
+        self.world = World(1)
+        self.threads = SimThreads(self.world)
+
+    def run(self, main: Callable[[], None]) -> None:
+        thread = self.threads.start(main, "main")
+        self.world.run_until(1000.0)
+        assert thread.dead, "the test hangs"
+
+
+@pytest.fixture(params=[OfTheSystem, Simulated])
 def system(request: pytest.FixtureRequest) -> Any:
     return request.param()
 

@@ -1,12 +1,14 @@
-"""The contract of weight transports, checked for the memory fake and real Gloo sockets."""
+"""The contract of weight transports.
 
-import threading
-import time
+It is checked for the memory fake, for the real transport over real Gloo sockets, and for the real
+transport over the simulation's threads and network.
+"""
 
 import numpy as np
 import pytest
 import torch
 
+from evenkeel_moe.adapters.threads import SYSTEM_THREADS
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
@@ -21,9 +23,10 @@ from tests.agent.ranks import (
     two_rank_placements,
 )
 from tests.contracts.memory_transport import Fabric, MemoryTransport
+from tests.sim.agents.fabric import Fabric as SimFabric
+from tests.sim.agents.run import AgentWorld
+from tests.sim.agents.threads import SimThreads
 from tests.waiting import deadline
-
-NEVER = threading.Event()
 
 
 def ignore(done, total):
@@ -31,6 +34,9 @@ def ignore(done, total):
 
 
 class Memory:
+    threads = SYSTEM_THREADS
+    run = staticmethod(run_ranks)
+
     def __init__(self, size):
         self.fabric = Fabric(size)
 
@@ -39,8 +45,14 @@ class Memory:
 
 
 class Gloo:
+    threads = SYSTEM_THREADS
+    run = staticmethod(run_ranks)
+
     def __init__(self, size):
         self.group = Group(size)
+
+    def connect(self, rank, name):
+        return self.group.connect(rank, name)
 
     def make(self, rank, placement, weights):
         return TorchWeightTransport(
@@ -49,12 +61,48 @@ class Gloo:
             staging_bytes=64 * EXPERT_BYTES,
             tensors_of=weights.tensors,
             sample=weights.tensors(0, 0),
-            connect=lambda serial: self.group.connect(rank, f"transfer-{serial}"),
+            connect=lambda serial: self.connect(rank, f"transfer-{serial}"),
             device=CPU,
+            threads=self.threads,
         )
 
 
-@pytest.fixture(params=[Memory, Gloo], ids=["memory", "gloo"])
+class Simulated(Gloo):
+    """The same transport in virtual time; all ranks are threads of one process."""
+
+    def __init__(self, size):
+        self.world = AgentWorld(0)
+        self.world.calm = True
+        self.threads = SimThreads(self.world)
+        self.fabric = SimFabric(self.world, size, lambda rank: None)
+
+    def connect(self, rank, name):
+        return self.fabric.connect(rank, self.threads, name)
+
+    def run(self, count, work):
+        results = {}
+        for rank in range(count):
+            self.threads.start(lambda rank=rank: results.update({rank: work(rank)}), "rank")
+        self.world.run_until(1000.0)
+        assert len(results) == count, "a rank hangs"
+        return [results[rank] for rank in range(count)]
+
+
+class Barrier:
+    """Lets ranks wait for each other."""
+
+    def __init__(self, threads, size):
+        self.lock, self.open, self.left = threads.lock(), threads.event(), size
+
+    def wait(self):
+        with self.lock:
+            self.left -= 1
+            if self.left == 0:
+                self.open.set()
+        assert self.open.wait(deadline(30))
+
+
+@pytest.fixture(params=[Memory, Gloo, Simulated], ids=["memory", "gloo", "simulated"])
 def kind(request):
     return request.param
 
@@ -79,14 +127,16 @@ def test_every_tensor_arrives_in_staging_and_slots_stay_untouched(kind):
         transport = seam.make(rank, old, weights)
         transport.rebuild(0)
         heard = []
-        outcome = transport.stage(prepare, NEVER, lambda done, total: heard.append((done, total)))
+        outcome = transport.stage(
+            prepare, seam.threads.event(), lambda done, total: heard.append((done, total))
+        )
         assert outcome.ok and not transport.broken
         staged_bytes_are_right(transport, prepare, rank, old.slots_per_rank)
         assert weights.holds(old)
         assert heard[-1][0] == heard[-1][1] == EXPERT_BYTES * len(transport.staged)
         transport.abort()
 
-    run_ranks(2, rank_work)
+    seam.run(2, rank_work)
 
 
 def test_four_ranks_move_many_experts_in_one_batch_of_pairs(kind):
@@ -98,19 +148,17 @@ def test_four_ranks_move_many_experts_in_one_batch_of_pairs(kind):
     new = Placement(np.tile(swapped, (layers, 1)), 4, len(row))
     seam, prepare = kind(4), prepare_for(old, new, one_batch=True)
     assert len(prepare.body.transfers) * 3 > 32 * 4
-    through = threading.Barrier(4)
+    through = Barrier(seam.threads, 4)
 
     def rank_work(rank):
         transport = seam.make(rank, old, ToyWeights(old, rank))
         transport.rebuild(0)
-        assert transport.stage(prepare, NEVER, ignore).ok
+        assert transport.stage(prepare, seam.threads.event(), ignore).ok
         staged_bytes_are_right(transport, prepare, rank, per_rank)
-        through.wait(
-            deadline(30)
-        )  # One pair that hangs up ends the communicator for the other too.
+        through.wait()  # One pair that hangs up ends the communicator for the other too.
         transport.abort()
 
-    run_ranks(4, rank_work)
+    seam.run(4, rank_work)
 
 
 def test_wrong_checksum_is_named_by_the_receiver_and_peers_get_their_halves(kind):
@@ -124,12 +172,12 @@ def test_wrong_checksum_is_named_by_the_receiver_and_peers_get_their_halves(kind
     def rank_work(rank):
         transport = seam.make(rank, old, ToyWeights(old, rank))
         transport.rebuild(0)
-        outcome = transport.stage(prepare, NEVER, ignore)
+        outcome = transport.stage(prepare, seam.threads.event(), ignore)
         assert not transport.broken
         transport.abort()
         return outcome
 
-    first, second = run_ranks(2, rank_work)
+    first, second = seam.run(2, rank_work)
     transfer = good.body.transfers[spoiled]
     assert first.reason is Reason.CHECKSUM_MISMATCH
     assert f"layer {transfer.layer} expert {transfer.logical_expert}" in first.detail
@@ -147,11 +195,11 @@ def test_every_expert_of_a_batch_is_compared(kind, spoiled):
     def rank_work(rank):
         transport = seam.make(rank, old, ToyWeights(old, rank))
         transport.rebuild(0)
-        outcome = transport.stage(prepare, NEVER, ignore)
+        outcome = transport.stage(prepare, seam.threads.event(), ignore)
         transport.abort()
         return outcome
 
-    outcomes = run_ranks(2, rank_work)
+    outcomes = seam.run(2, rank_work)
     transfer = good.body.transfers[spoiled]
     receiver = transfer.dst_slot // old.slots_per_rank
     assert outcomes[receiver].reason is Reason.CHECKSUM_MISMATCH
@@ -165,30 +213,33 @@ def test_missing_peer_breaks_the_batch_at_its_deadline_and_a_rebuild_heals(kind)
     seam = kind(2)
     late_wave = prepare_for(old, new, plan="late", batch_deadline_s=0.5)
     next_wave = prepare_for(old, new, plan="next")
-    gave_up = threading.Event()
+    gave_up = seam.threads.event()
 
     def rank_work(rank):
         # The late rank would send other bytes; the next wave would show if they arrived anywhere.
         weights = ToyWeights(old, rank, version=rank)
         transport = seam.make(rank, old, weights)
         transport.rebuild(0)
-        began = time.monotonic()
+        began = seam.threads.monotonic()
         if rank == 1:
             assert gave_up.wait(deadline(20))
-        outcome = transport.stage(late_wave, NEVER, ignore)
+        outcome = transport.stage(late_wave, seam.threads.event(), ignore)
         gave_up.set()
         assert not outcome.ok and transport.broken
-        assert transport.stage(late_wave, NEVER, ignore).reason is Reason.TRANSFER_FAILED
-        waited = time.monotonic() - began
+        assert (
+            transport.stage(late_wave, seam.threads.event(), ignore).reason
+            is Reason.TRANSFER_FAILED
+        )
+        waited = seam.threads.monotonic() - began
         weights.slots = ToyWeights(old, rank).slots
         transport.rebuild(1)
         assert not transport.broken and transport.serial == 1
-        assert transport.stage(next_wave, NEVER, ignore).ok
+        assert transport.stage(next_wave, seam.threads.event(), ignore).ok
         staged_bytes_are_right(transport, next_wave, rank, old.slots_per_rank)
         transport.abort()
         return outcome.reason, waited
 
-    (first, waited), (second, _) = run_ranks(2, rank_work)
+    (first, waited), (second, _) = seam.run(2, rank_work)
     assert first is Reason.TRANSFER_TIMEOUT and 0.4 < waited < 5
     assert second in (Reason.TRANSFER_FAILED, Reason.TRANSFER_TIMEOUT)
 
@@ -199,23 +250,23 @@ def test_cancelled_wave_drains_without_its_throttle_and_leaves_the_transport_usa
     seam = kind(2)
     slow = prepare_for(old, new, plan="slow", max_bytes_per_s=EXPERT_BYTES / 2.0)
     after = prepare_for(old, new, plan="after")
-    cancel = threading.Event()
+    cancel = seam.threads.event()
 
     def rank_work(rank):
         transport = seam.make(rank, old, ToyWeights(old, rank))
         transport.rebuild(0)
-        began = time.monotonic()
+        began = seam.threads.monotonic()
         # Throttled, the wave would take 12 seconds; the first batch gone, rank 0 cancels for both.
         transport.stage(slow, cancel, lambda done, total: cancel.set() if rank == 0 else None)
-        waited = time.monotonic() - began
+        waited = seam.threads.monotonic() - began
         transport.clear()
         assert not transport.broken and not transport.staged
-        assert transport.stage(after, NEVER, ignore).ok
+        assert transport.stage(after, seam.threads.event(), ignore).ok
         staged_bytes_are_right(transport, after, rank, old.slots_per_rank)
         transport.abort()
         return waited
 
-    assert max(run_ranks(2, rank_work)) < 5
+    assert max(seam.run(2, rank_work)) < 5
 
 
 def test_throttle_slows_a_wave_down(kind):
@@ -227,20 +278,20 @@ def test_throttle_slows_a_wave_down(kind):
     def rank_work(rank):
         transport = seam.make(rank, old, ToyWeights(old, rank))
         transport.rebuild(0)
-        began = time.monotonic()
-        assert transport.stage(prepare, NEVER, ignore).ok
-        waited = time.monotonic() - began
+        began = seam.threads.monotonic()
+        assert transport.stage(prepare, seam.threads.event(), ignore).ok
+        waited = seam.threads.monotonic() - began
         transport.abort()
         return waited
 
-    assert min(run_ranks(2, rank_work)) >= 0.09 * batches
+    assert min(seam.run(2, rank_work)) >= 0.09 * batches
 
 
 def test_abort_from_another_thread_ends_a_wait_by_its_deadline(kind):
     old, new = two_rank_placements(layers=1)
     seam = kind(2)
     prepare = prepare_for(old, new, batch_deadline_s=1.5)
-    ended = threading.Event()
+    ended, pause = seam.threads.event(), seam.threads.event()
 
     def rank_work(rank):
         transport = seam.make(rank, old, ToyWeights(old, rank))
@@ -249,15 +300,14 @@ def test_abort_from_another_thread_ends_a_wait_by_its_deadline(kind):
             assert ended.wait(deadline(30))
             transport.abort()
             return None
-        timer = threading.Timer(0.3, transport.abort)
-        timer.start()
-        outcome = transport.stage(prepare, NEVER, ignore)
+        timer = seam.threads.start(lambda: (pause.wait(0.3), transport.abort()), "timer")
+        outcome = transport.stage(prepare, seam.threads.event(), ignore)
         ended.set()
         timer.join()
         assert transport.broken
         return outcome
 
-    outcome, _ = run_ranks(2, rank_work)
+    outcome, _ = seam.run(2, rank_work)
     assert outcome.reason in (Reason.TRANSFER_FAILED, Reason.TRANSFER_TIMEOUT)
 
 
@@ -269,20 +319,22 @@ def test_a_rank_that_gives_up_releases_the_peers_that_wait_for_it(kind):
     # With a throttle no batch is posted ahead: rank 2 waits for a copy that rank 0 never begins.
     absent = prepare_for(old, new, batch_deadline_s=0.5, max_bytes_per_s=1e9)
     patient = prepare_for(old, new, batch_deadline_s=60.0, max_bytes_per_s=1e9)
-    ended = threading.Event()
+    ended = seam.threads.event()
 
     def rank_work(rank):
         transport = seam.make(rank, old, ToyWeights(old, rank))
         transport.rebuild(0)
-        began = time.monotonic()
+        began = seam.threads.monotonic()
         if rank == 1:
             assert ended.wait(deadline(30))
         else:
-            outcome = transport.stage(absent if rank == 0 else patient, NEVER, ignore)
+            outcome = transport.stage(
+                absent if rank == 0 else patient, seam.threads.event(), ignore
+            )
             assert not outcome.ok
             if rank == 2:
                 ended.set()
         transport.abort()
-        return time.monotonic() - began
+        return seam.threads.monotonic() - began
 
-    assert max(run_ranks(3, rank_work)) < 10
+    assert max(seam.run(3, rank_work)) < 10
