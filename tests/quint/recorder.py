@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.messages import ParticipantState, WaveOutcome
 from tests.quint.values import Record
@@ -32,6 +33,8 @@ class Recorder:
         self._waves: dict[Any, int] = {}
         self._messages: dict[int, tuple[Any, Record]] = {}
         """Answers that ranks have made up, by the id of the message, which is kept alive."""
+        self._sending: Record | None = None
+        """The answer that leaves a rank at this moment."""
         self._digests: dict[str, int] = {}
         self._saved: dict[tuple[int, str], int] = {}
         self._places: dict[int, int] = {}
@@ -63,6 +66,7 @@ class Recorder:
         fleet, network, checks = self.world.fleet, self.world.network, self.world.checks
         start, remember, exchange = fleet.start, fleet.remember, fleet.exchange
         to_rank, to_replica, outcome = network.to_rank, network.to_replica, checks.outcome
+        send, write = network.send, world.store.write
 
         def started() -> None:
             start()
@@ -89,6 +93,15 @@ class Recorder:
                 self.sends(stream.rank, message)
             to_replica(stream, message)
 
+        def sent(stream: Any, deliver: Any, message: Any) -> None:
+            send(stream, self.hearing(stream, deliver), message)
+
+        def written(deployment: Any, action: Any, leader: Any) -> None:
+            write(deployment, action, leader)
+            if isinstance(action, ctl.PersistIntent):
+                wave = self.wave(action.wave)
+                self.add("Intended", _record(term=leader.term, wave=wave))
+
         def recorded(deployment: Any, wave: Any, committed: bool) -> None:
             if wave in self._waves:
                 self.add("Recorded", _record(wave=self._waves[wave], committed=committed))
@@ -96,6 +109,7 @@ class Recorder:
 
         fleet.start, fleet.remember, fleet.exchange = started, remembered, exchanged
         network.to_rank, network.to_replica = sent_to_rank, sent_to_replica
+        network.send, world.store.write = sent, written  # type: ignore[method-assign]
         checks.outcome = recorded
 
     # --- the group --------------------------------------------------------------------------------
@@ -180,7 +194,21 @@ class Recorder:
             named = _record(wave=0, epoch=int(message.epoch))
             self.add("Sends", _message(rank, None, ("Ack", named)))
         elif id(message) in self._messages:
-            self.add("Sends", self._messages[id(message)][1])
+            self._sending = self._messages[id(message)][1]
+            self.add("Sends", self._sending)
+
+    def hearing(self, stream: Any, deliver: Any) -> Any:
+        """Return what delivers a message and records that the leader heard it, if it is an answer."""
+        answer, self._sending = self._sending, None
+        if answer is None:
+            return deliver
+        heard = _record(leader=int(stream.replica.name[1:]), message=answer)
+
+        def delivered(*args: Any) -> None:
+            self.add("LeaderHeard", heard)
+            deliver(*args)
+
+        return delivered
 
     def _ack(self, message: Any) -> Record:
         return _record(wave=self.wave(message.wave), epoch=int(message.epoch))
@@ -235,8 +263,12 @@ class Recorder:
                 self.says(part, action.message)
         return actions
 
+    def is_foreign(self, part: Any) -> bool:
+        """Return True for a rank of another group."""
+        return not part.identity.generation.startswith(self.world.fleet.name)
+
     def _is_left_out(self, part: Any, event: Any) -> bool:
-        foreign = not part.identity.generation.startswith(self.world.fleet.name)
+        foreign = self.is_foreign(part)
         if isinstance(event, msg.WeightsReloaded):
             raised = event.weights_version == part.weights_version + 1
             return foreign or not part.reloading or not raised
@@ -269,7 +301,7 @@ def _recorded_participant(kind: type, recorder: Recorder) -> type:
 
     def snapshot(self: Any, now: float) -> Any:
         view = kind.snapshot(self, now)  # type: ignore[attr-defined]
-        if view.want_drop:
+        if view.want_drop and not recorder.is_foreign(self):
             recorder.add("LeaderLost", self.identity.rank)
         return view
 
@@ -277,23 +309,27 @@ def _recorded_participant(kind: type, recorder: Recorder) -> type:
 
 
 def _recorded_gate(kind: Any, recorder: Recorder) -> type:
-    def rank_of(gate: Any) -> int:
-        return int(gate.participants[0].identity.rank)
+    def reached(gate: Any) -> None:
+        part = gate.participants[0]
+        if not recorder.is_foreign(part):
+            recorder.reach(int(part.identity.rank), gate.calls)
 
     def advance(self: Any) -> bool:
         due = bool(kind.advance(self))
         if not due:
-            recorder.reach(rank_of(self), self.calls)
+            reached(self)
         return due
 
     def handle(self: Any, event: Any, now: float) -> list:
-        recorder.reach(rank_of(self), self.calls)
+        reached(self)
         return list(kind.handle(self, event, now))
 
     def begin_poll(self: Any, now: float) -> Any:
-        recorder.reach(rank_of(self), self.calls)
+        reached(self)
         vector = kind.begin_poll(self, now)
-        recorder.compute(rank_of(self), True)
+        part = self.participants[0]
+        if not recorder.is_foreign(part):
+            recorder.compute(int(part.identity.rank), True)
         return vector
 
     members = {"advance": advance, "handle": handle, "begin_poll": begin_poll}
