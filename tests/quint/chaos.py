@@ -17,6 +17,8 @@ from tests.quint.judge import Verdict, broken_invariant
 from tests.quint.values import Record
 
 EMPTY: tuple = ()
+_Query = tuple[RankStream, int, int]
+"""The stream, term and number of a query: each term counts its queries anew."""
 _MOST_TRIES = 20
 """Times that a run is explained anew with one more poll at which the ranks dropped a wave."""
 
@@ -68,7 +70,7 @@ class _Explanation:
         """The answers of each rank that nobody has read yet."""
         self._said: dict[int, Record | None] = {}
         """The answers that were said, by the id of the message on the wire."""
-        self._asked: set[tuple[RankStream, int]] = set()
+        self._asked: set[_Query | None] = set()
         """The queries that ranks have taken."""
 
     def verdict(self) -> Verdict:
@@ -237,17 +239,13 @@ class _Explanation:
 
     def _demand_rankstate(self, rank: int, message: WireMessage, body: tuple[str, Any]) -> None:
         """A RankState answers a query, and tells what the rank holds."""
-        query = message.body.query
-        if (message.stream, query) not in self._asked:
-            self._take_orders(
-                rank,
-                message.stream,
-                lambda m: m.kind == "query_state" and m.body.query == query,
-            )
+        hold, wave = body[1]["hold"][0], body[1]["wave"]["id"]
+        self._use_older_streams(rank, message.stream, hold, wave)
+        if _answered_query(message) not in self._asked:
+            self._take_orders(rank, message.stream, lambda m: _query(m) == _answered_query(message))
         self._reach_epoch(rank, body[1]["epoch"])
-        wanted = body[1]["hold"][0]
-        if wanted != "Nothing":
-            self._reach_hold(rank, wanted, body[1]["wave"]["id"])
+        if hold != "Nothing":
+            self._reach_hold(rank, hold, wave)
         elif self.rank(rank)["hold"][0] != "Nothing":
             self._let_go(rank)
         if body[1]["drained"]:
@@ -298,7 +296,7 @@ class _Explanation:
         self.take("RankGot", Record(message=order, again=True, refuses=refuses))
         if message.kind != "query_state":
             return
-        self._asked.add((message.stream, message.body.query))
+        self._asked.add(_query(message))
         pending = self._answers[rank]
         if not wanted and (answer := self._answer_to(rank, message)) is not None:
             while answer in pending:
@@ -307,9 +305,8 @@ class _Explanation:
     def _answer_to(self, rank: int, query: WireMessage) -> WireMessage | None:
         """Return the answer to a query that nobody has read yet."""
         for message in self._answers[rank]:
-            if message.kind == "rank_state" and message.stream is query.stream:
-                if message.body.query == query.body.query:
-                    return message
+            if message.kind == "rank_state" and _answered_query(message) == _query(query):
+                return message
         return None
 
     def _refuses(self, rank: int, prepare: WireMessage) -> bool:
@@ -339,13 +336,39 @@ class _Explanation:
             self._got(rank, message, False)
         raise _RefusedError("the rank refused a term, and no message of a lower one had arrived")
 
-    def _take_order_about(self, rank: int, wave: int, kind: str) -> bool:
-        """Let a rank take a message about a wave, on whichever stream one has arrived."""
-        for stream in self._streams[rank]:
-            if any(self._is_about(m, wave, kind) for m in self._inbox[stream]):
+    def _take_order_about(
+        self, rank: int, wave: int, kind: str, streams: list[RankStream] | None = None
+    ) -> bool:
+        """Let a rank take a message about a wave, on the first stream on which one has arrived."""
+
+        def wanted(message: WireMessage) -> bool:
+            return self._is_about(message, wave, kind) and bool(
+                self.model.accepts(self.state, self.facts.order(message))
+            )
+
+        for stream in self._streams[rank] if streams is None else streams:
+            if any(map(wanted, self._inbox[stream])):
                 self._take_orders(rank, stream, lambda m: self._is_about(m, wave, kind))
                 return True
         return False
+
+    def _use_older_streams(self, rank: int, stream: RankStream, hold: str, wave: int) -> None:
+        """Let a rank take what only an older stream explains before anything of this stream."""
+        streams = self._streams[rank]
+        older = streams[: streams.index(stream)] if stream in streams else []
+        held = self.rank(rank)
+        if hold == "Nothing":
+            here = any(self._is_about(m, held["wave"]["id"], "abort") for m in self._inbox[stream])
+            if held["hold"][0] != "Nothing" and not here:
+                self._take_order_about(rank, held["wave"]["id"], "abort", older)
+            return
+        if held["hold"][0] == "Nothing":
+            self._take_order_about(rank, wave, "prepare", older)
+        if hold == "Armed" and not any(self._is_about(m, wave, "commit") for m in self._inbox[stream]):
+            if self.rank(rank)["hold"][0] == "Staging":
+                self._vote(rank, True)
+            if self.rank(rank)["hold"][0] == "Prepared":
+                self._take_order_about(rank, wave, "commit", older)
 
     # --- the held wave ----------------------------------------------------------------------------
 
@@ -437,6 +460,18 @@ class _Explanation:
             self._reach_hold(rank, "Armed", self.facts.passed[poll])
         if poll in self.drops:
             self.take("LeaderLost", rank)
+
+
+def _query(message: WireMessage) -> _Query | None:
+    """Return the name of a query; None for another message."""
+    if message.kind != "query_state":
+        return None
+    return message.stream, int(message.body.leader.term), int(message.body.query)
+
+
+def _answered_query(state: WireMessage) -> _Query:
+    """Return the name of the query that a RankState answers."""
+    return state.stream, int(state.body.highest_term), int(state.body.query)
 
 
 def _message(rank: int, leader: int, term: int, gen: int, body: tuple[str, Any]) -> Record:
