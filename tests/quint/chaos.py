@@ -66,6 +66,8 @@ class _Explanation:
         """Messages that may have arrived at the rank and of which it has shown no effect yet."""
         self._streams: dict[int, list[RankStream]] = defaultdict(list)
         """The streams of each rank of this generation on which a message has arrived."""
+        self._computed: dict[int, int] = defaultdict(lambda: -1)
+        """The boundary of the newest step that each rank has computed in this generation."""
         self._answers: dict[int, deque[WireMessage]] = defaultdict(deque)
         """The answers of each rank that nobody has read yet."""
         self._said: dict[int, Record | None] = {}
@@ -116,6 +118,7 @@ class _Explanation:
         group: Group = fact.what
         self.group = group
         self._streams.clear()
+        self._computed.clear()
         epoch = max(group.epochs.values())
         place = self.facts.place_of_epoch(epoch)
         self.take("GroupRestarted", Record(epoch=epoch, place=place, version=1))
@@ -130,6 +133,7 @@ class _Explanation:
         boundary = step.step - group.first_step
         for rank in self.ranks:
             self._begin_step(rank, boundary)
+        self._computed[fact.rank] = boundary
         for state in (step.before, step.after):
             place = self.facts.place_of_map(state.map, state.epoch)
             self.take("Uses", Record(rank=fact.rank, epoch=state.epoch, place=place))
@@ -292,6 +296,8 @@ class _Explanation:
         if not wanted and not self.model.accepts(self.state, order):
             self.take("RankRefused", order)
             return
+        if message.kind == "commit":
+            self._poll_first(rank)
         refuses = message.kind == "prepare" and self._refuses(rank, message)
         self.take("RankGot", Record(message=order, again=True, refuses=refuses))
         if message.kind != "query_state":
@@ -453,6 +459,13 @@ class _Explanation:
         if polled:
             self._prepare_ballot(rank, (self.group.number, boundary))
         self.take("Computed", Record(rank=rank, polled=polled))
+
+    def _poll_first(self, rank: int) -> None:
+        """Begin the next poll before a Commit is taken, if it can have begun and did not pass."""
+        boundary = self._computed[rank] + 1
+        poll = (self.group.number, boundary)
+        if boundary % self.facts.every == 0 and poll not in {*self.facts.passed, *self.drops}:
+            self._begin_step(rank, boundary)
 
     def _prepare_ballot(self, rank: int, poll: tuple[int, int]) -> None:
         """Bring a rank to the state with which its poll had the result that the ranks show."""
