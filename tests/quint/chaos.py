@@ -136,10 +136,11 @@ class _Explanation:
         self._computed[fact.rank] = boundary
         for state in (step.before, step.after):
             place = self.facts.place_of_map(state.map, state.epoch)
-            self.take("Uses", Record(rank=fact.rank, epoch=state.epoch, place=place))
-        if step.epoch != step.before.epoch:
-            place = self.rank(fact.rank)["place"]
-            self.take("Uses", Record(rank=fact.rank, epoch=step.epoch, place=place))
+            self._shows(fact.rank, state.epoch, place)
+        self._shows(fact.rank, step.epoch, self.rank(fact.rank)["place"])
+
+    def _shows(self, rank: int, epoch: int, place: int) -> None:
+        self.take("Uses", Record(rank=rank, epoch=epoch, place=place))
 
     def _saved(self, fact: Fact) -> None:
         """A rank has logged a swap, so its placement is saved."""
@@ -149,6 +150,7 @@ class _Explanation:
         if group is not self.group:
             raise _RefusedError("a rank of an earlier generation swapped")
         self._reach_boundary(fact.rank, self.facts.boundary(group, swap))
+        self._shows(fact.rank, swap.epoch, self.facts.place_of_swap(swap))
         self.take("Saved", fact.rank)
 
     def _ordered(self, fact: Fact) -> None:
@@ -191,6 +193,12 @@ class _Explanation:
         wave = self.facts.wave(wave_in(fact.what))
         self.take("Recorded", Record(wave=wave, committed=bool(fact.what["committed"])))
 
+    def _mapped(self, fact: Fact) -> None:
+        """A controller has recorded the map of an epoch."""
+        epoch, found = fact.what
+        place = self.facts.place_of_map(found, epoch)
+        self.take("RecordedMap", Record(epoch=epoch, place=place))
+
     # --- answers ----------------------------------------------------------------------------------
 
     def _say(self, rank: int, message: WireMessage) -> None:
@@ -227,7 +235,11 @@ class _Explanation:
 
     def _demand_ack(self, rank: int, message: WireMessage, body: tuple[str, Any]) -> None:
         """An Ack follows the swap."""
-        self._reach_epoch(rank, body[1]["epoch"])
+        epoch = body[1]["epoch"]
+        self._reach_epoch(rank, epoch)
+        if message.kind == "ack":
+            digest = message.body.placement_digest
+            self._shows(rank, epoch, self.facts.place_of_digest(digest, epoch))
 
     def _demand_dropped(self, rank: int, message: WireMessage, body: tuple[str, Any]) -> None:
         """The wave has ended at this rank, or can never begin."""

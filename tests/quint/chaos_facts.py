@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tests.chaos.judge.case import Case, Process, WaveId, wave_of
 from tests.chaos.judge.maps import Map, digest_of
 from tests.chaos.judge.ranks import RankFacts, RankSwap
+from tests.chaos.judge.store import placement_of
 from tests.chaos.judge.wire import RankStream, WireMessage
 from tests.quint.values import Record
 
@@ -63,7 +64,7 @@ class ChaosFacts:
         self._leaders: dict[str, int] = {}
         self.groups = self._find_groups()
         self._by_name = {group.name: group for group in self.groups}
-        self._maps = {id(found): epoch for epoch, found in case.maps.items()}
+        self._maps = {found: epoch for epoch, found in case.maps.items()}
         self._digests = {
             digest_of(found, self.ranks, case.config["experts"]): epoch
             for epoch, found in case.maps.items()
@@ -90,11 +91,19 @@ class ChaosFacts:
             return self.wave(min(waves))
         return 0 if epoch == 0 else UNKNOWN_PLACE
 
+    def place_of_swap(self, swap: RankSwap) -> int:
+        """Return the wave by which a rank says that it came to an epoch."""
+        named = (swap.generation, swap.plan_id, swap.wave_index)
+        for wave, prepare in self.case.prepares.items():
+            if wave[:3] == named and prepare.body.base_epoch == swap.epoch - 1:
+                return self.wave(wave)
+        return UNKNOWN_PLACE
+
     def place_of_map(self, found: Map, epoch: int) -> int:
         """Return the wave that led to a map, which was seen at an epoch."""
-        if self.case.maps.get(epoch) is found:
+        if self.case.maps.get(epoch) == found:
             return self.place_of_epoch(epoch)
-        known = self._maps.get(id(found))
+        known = self._maps.get(found)
         return UNKNOWN_PLACE if known is None else self.place_of_epoch(known)
 
     def place_of_digest(self, digest: str, epoch: int) -> int:
@@ -269,15 +278,24 @@ class ChaosFacts:
         return found[::-1]
 
     def _of_store(self) -> Iterator[Fact]:
-        """Yield the intents and outcomes that controllers stored, and those that a dump shows."""
+        """Yield what controllers stored about waves and epochs, and what dumps newly show of it."""
         for write in self.case.wire.writes:
-            if write.name == "outcome" and write.accepted:
-                document = json.loads(write.body)
-                yield Fact(write.sent.unix, write.sent.position, "recorded", -1, document)
-            elif write.name == "intent" and write.accepted and write.answered is not None:
-                moment = write.answered
-                document = (write.term, json.loads(write.body))
-                yield Fact(moment.unix, moment.position, "intended", -1, document)
+            if not write.accepted:
+                continue
+            unix, position = write.sent.unix, write.sent.position
+            if write.name == "outcome":
+                yield Fact(unix, position, "recorded", -1, json.loads(write.body))
+            elif write.table == "epochs":
+                epoch = int(write.name)
+                yield Fact(unix, position, "mapped", -1, (epoch, placement_of(write.body)))
+            elif write.name == "intent" and write.answered is not None:
+                unix, position = write.answered.unix, write.answered.position
+                intent = (write.term, json.loads(write.body))
+                yield Fact(unix, position, "intended", -1, intent)
+        known: set[tuple[int, Map]] = set()
         for dump in self.case.dumps:
             if "outcome" in dump.documents:
                 yield Fact(dump.unix, -1, "recorded", -1, dump.documents["outcome"])
+            for shown in dump.epochs.items() - known:
+                known.add(shown)
+                yield Fact(dump.unix, -1, "mapped", -1, shown)
