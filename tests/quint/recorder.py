@@ -97,10 +97,12 @@ class Recorder:
             send(stream, self.hearing(stream, deliver), message)
 
         def written(deployment: Any, action: Any, leader: Any) -> None:
-            write(deployment, action, leader)
-            if isinstance(action, ctl.PersistIntent):
+            # A leader of the simulation may learn late that a write failed, which no shell does. So
+            # what it tried to store counts here.
+            if isinstance(action, ctl.PersistIntent) and leader is not None:
                 wave = self.wave(action.wave)
                 self.add("Intended", _record(term=leader.term, wave=wave))
+            write(deployment, action, leader)
 
         def recorded(deployment: Any, wave: Any, committed: bool) -> None:
             if wave in self._waves:
