@@ -90,8 +90,10 @@ check: .venv/ready
 	$(BIN)/python -m tests.structure
 	$(MAKE) verify-proto
 
-# Kills, pauses and disconnects real processes for ten minutes; fails if a check is violated.
+# Kills, pauses and disconnects real processes for ten minutes; fails if a check is violated. Where
+# Node.js is there, the model of the switch judges the run too.
 chaos: .venv/ready
+	@if command -v npm >/dev/null; then $(MAKE) .cache/quint/switch.json; fi
 	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
 # Gives every parser wrong input for so many seconds. What made one fail is kept in the corpus.

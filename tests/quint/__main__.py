@@ -1,19 +1,29 @@
-"""`python -m tests.quint --seeds n`: let the model judge n seeds of the simulation."""
+"""`python -m tests.quint --seeds n` lets the model judge n seeds of the simulation.
+
+`--chaos FOLDER` lets it judge a kept chaos run instead.
+"""
 
 import argparse
 import sys
+from pathlib import Path
 
+from tests.quint.chaos import chaos_verdict
 from tests.quint.judge import TREE, judge, record_seed
 from tests.quint.translate import load
 from tests.quint.values import Walk
 
 
 def main() -> int:
-    """Judge the seeds and print the figures; return 1 if the model refuses a trace."""
+    """Judge the seeds or the run and print the figures; return 1 if the model refuses one."""
     parser = argparse.ArgumentParser(prog="tests.quint")
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--chaos", type=Path, help="what `python -m tests.chaos --folder` kept")
     options = parser.parse_args()
+    if options.chaos is not None:
+        line, refused = chaos_verdict(options.chaos)
+        print(line)
+        return 1 if refused else 0
     model = load(TREE, Walk(0))
     lengths, switched, failed = [], 0, 0
     for seed in range(options.first, options.first + options.seeds):

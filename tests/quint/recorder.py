@@ -200,7 +200,7 @@ class Recorder:
             self.add("Sends", self._sending)
 
     def hearing(self, stream: Any, deliver: Any) -> Any:
-        """Return what delivers a message and records that the leader heard it, if it is an answer."""
+        """Return what delivers a message; if it is an answer, record that its leader heard it."""
         answer, self._sending = self._sending, None
         if answer is None:
             return deliver

@@ -25,7 +25,8 @@ def model() -> SimpleNamespace:
 
 def test_model_accepts_runs_of_the_machines(model: SimpleNamespace) -> None:
     switched = 0
-    for seed in range(20):
+    # In the last one another group takes the place of the first.
+    for seed in (*range(20), 408):
         trace = record_seed(seed)
         if trace is not None:
             verdict = judge(model, *trace)
