@@ -136,7 +136,7 @@ def test_the_role_decides_which_buttons_there_are(visitor: Visitor):
     visitor.browser.click("#policy")
     assert visitor.browser.find("input[name=plan_below]") is not None
     assert visitor.browser.find("input[name=max_moves]") is None
-    assert visitor.browser.find("#freeze") is not None
+    visitor.browser.wait("#freeze")
 
 
 def test_a_wrong_token_is_refused_and_asked_for_again(visitor: Visitor):
