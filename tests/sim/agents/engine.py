@@ -35,6 +35,8 @@ class SlotMemory:
         ]
         self.table: dict = {}
         """(layer, local slot) -> buffer."""
+        self.derived: dict = {}
+        """(layer, local slot) -> what the engine derived from the bytes there."""
         self.free = list(range(count))
         slots = [
             (layer, local)
@@ -59,6 +61,24 @@ class SlotMemory:
         for slot in slots if self.site.shape.pooled else ():
             self.free.append(self.table.pop(slot))
 
+    def renew(self, slots) -> None:
+        """Derive what the engine derives from the bytes of slots."""
+        for slot in slots:
+            self.derived[slot] = expert_of(self.tensors(*slot))
+
+    def probe(self, layer: int, local_slot: int) -> torch.Tensor:
+        """Return what the expert in a slot computes, from its bytes and what is derived."""
+        head, tail = self.tensors(layer, local_slot)
+        derived = self.derived[layer, local_slot]
+        return torch.cat([head.to(torch.int64), tail.to(torch.int64), torch.tensor(derived[1:])])
+
+    def read(self, layer: int, local_slot: int) -> tuple | None:
+        """Return the (version, layer, expert) of a slot; other words if its content is wrong."""
+        if (layer, local_slot) not in self.table:
+            return None
+        found = expert_of(self.tensors(layer, local_slot))
+        return found if found == self.derived.get((layer, local_slot)) else (*found, "not renewed")
+
     def fill(self) -> None:
         """Load every slot of the map from the checkpoint."""
         for layer, local in self.table:
@@ -67,6 +87,7 @@ class SlotMemory:
                 loaded = expert_tensors(self.site.version, layer, expert)
                 for tensor, value in zip(self.tensors(layer, local), loaded, strict=True):
                     tensor.copy_(value)
+                self.renew([(layer, local)])
 
 
 class Tables:

@@ -1,14 +1,17 @@
-"""Hazards of the agent: late bytes, damaged bytes, slow saves, failing polls, ranks at a stand.
+"""Hazards of the agent: late and damaged bytes, slow saves, failing polls, stopped ranks, reloads.
 
 Each is a focus of the simulation, of the agent's own code instead of pairs of the machines' tables.
 """
 
+from tests.sim.causes import wish
 from tests.sim.conditions import like
 from tests.sim.focus import Focus
 
 SHARE = 0.6
 """Share of the seeds that have one."""
 TIMES = 4
+CANCELLED = wish("cancel", "rank is prepared", 0.2)
+"""Some waves are given up when they are staged, so that another wave finds what they left."""
 
 
 def at_times(fault):
@@ -38,12 +41,17 @@ def pause(world, rank) -> None:
     rank.pause(4.0 * world.rng.random())
 
 
+def reload(world, _rank) -> None:
+    world.fleet.begin_reload(world.deployments[0], world.rng.random() < 0.7)
+
+
 HAZARDS = (
-    Focus("late bytes", 3, (like(late_copies=0.1),)),
-    Focus("damaged bytes", 2, (like(corruption=0.1),)),
+    Focus("late bytes", 3, (like(late_copies=0.1), CANCELLED)),
+    Focus("damaged bytes", 3, (like(corruption=0.1),)),
     Focus("slow saves", 1, (like(slow_saves=2.0), at_times(crash))),
     Focus("failing polls", 1, (at_times(fail_poll),)),
-    Focus("ranks at a stand", 1, (at_times(pause),)),
+    Focus("stopped ranks", 1, (at_times(pause),)),
+    Focus("reloads", 1, (at_times(reload),)),
 )
 
 

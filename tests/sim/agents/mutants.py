@@ -3,13 +3,14 @@
 If no invariant catches one, the mistake does no harm or the simulation does not see it.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from evenkeel_moe.adapters.torch.transport import StageOutcome, TorchWeightTransport
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.staging import StagingWorker
 from evenkeel_moe.agent.swap_record import SwapRecord
-from evenkeel_moe.protocol.messages import StagingFinished, SwapFinished
+from evenkeel_moe.protocol.messages import StagingFinished, SwapFinished, WeightsReloaded
 from tests.sim.agents.kit import AgentKit
 from tests.sim.mutants import Mutant
 
@@ -95,6 +96,18 @@ class SwapsWhateverIsStaged(VotesYesAnyway):
         return super().swap(wave)
 
 
+class RenewsFirstSlot(StagingWorker):
+    def swap(self, wave):
+        ready = super().swap(wave)
+        return replace(ready, staged=dict(list(ready.staged.items())[:1]))
+
+
+class KeepsOldChecksums(Agent):
+    def finish_reload(self, weights_version):
+        self._register(self.placement)
+        self.feed(WeightsReloaded(weights_version, self._participant.checksums))
+
+
 GLUE_MUTANTS = (
     Mutant("save", "R3", "acknowledges before the save", AgentKit(agent=AcknowledgesBeforeSave)),
     Mutant("barrier", "R3", "begins no save barrier", AgentKit(agent=SavesWithoutBarrier)),
@@ -107,6 +120,8 @@ GLUE_MUTANTS = (
         "flight", "R7", "does not wait for operations", AgentKit(transport=LeavesOperationsInFlight)
     ),
     Mutant("batch", "R10", "waits for no batch", AgentKit(transport=WaitsForNoBatch)),
+    Mutant("renew", "R11", "renews the first written slot", AgentKit(worker=RenewsFirstSlot)),
+    Mutant("reload", "R4", "keeps the old checksums", AgentKit(agent=KeepsOldChecksums)),
     Mutant("swap", "R11", "swaps whatever is staged", AgentKit(worker=SwapsWhateverIsStaged)),
 )
 GLUE_BY_NAME = {mutant.name: mutant for mutant in GLUE_MUTANTS}

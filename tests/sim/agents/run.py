@@ -12,6 +12,8 @@ from tests.sim.run import FleetWorld, Outcome, run_seed
 
 LATE_S = 4.0
 """Late bytes land within this time after the deadline of their batch."""
+PROBES = 0.3
+"""Share of the seeds in which engines have probes."""
 AGENT_ERROR = "error of the agent"
 ERRORS = frozenset(
     {"participant_failed", "transfer_job_failed", "staging_failed", "staging_broke_off"}
@@ -27,6 +29,11 @@ class AgentWorld(FleetWorld):
     second_deployment = 0.0
     late_copies = 0.0
     """Probability that the bytes of a copy land seconds after the deadline of its batch."""
+
+    def configure(self, rng) -> None:
+        super().configure(rng)
+        self.probes = random.Random(f"probes {self.seed}").random() < PROBES
+        """True if engines probe what experts compute, which hides wrong bytes from the checks."""
 
     def copy_delay(self, deadline: float) -> float:
         delay = super().copy_delay(deadline)

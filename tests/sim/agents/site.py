@@ -8,7 +8,7 @@ from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.network_thread import NetworkThread
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.protocol import messages as msg
-from tests.sim.agents.engine import SlotMemory, Tables, expert_of
+from tests.sim.agents.engine import SlotMemory, Tables
 from tests.sim.agents.watch import watched
 from tests.sim.network import Stream, describe
 from tests.sim.rank_stream import RankStream
@@ -86,6 +86,7 @@ class AgentSite(RankStream):
             link=self,
             on_swap=self.save,
             slots_written=self.swapped,
+            probe=self.memory.probe if self.world.probes else None,
         )
         rank.threads.start(self.listen, "link")
 
@@ -97,9 +98,7 @@ class AgentSite(RankStream):
 
     def read(self, layer: int, local: int):
         """Return the (version, layer, expert) whose bytes a slot holds."""
-        if (layer, local) not in self.memory.table:
-            return None
-        return expert_of(self.memory.tensors(layer, local))
+        return self.memory.read(layer, local)
 
     def fill(self) -> None:
         self.memory.fill()
@@ -116,9 +115,10 @@ class AgentSite(RankStream):
         self.rank.fleet.dirty = True
         self.world.checks.installed(self.deployment, self.rank.generation, epoch, self.map, wave)
 
-    def swapped(self, _slots) -> None:
+    def swapped(self, slots) -> None:
         """Renew what the engine derives from slots; slow or failing in some seeds."""
         world = self.world
+        self.memory.renew(slots)
         self.rank.threads.sleep((0.03 if world.calm else world.slow_swaps) * world.rng.random())
         if not world.calm and world.rng.random() < world.failing_swaps:
             raise RuntimeError("injected")

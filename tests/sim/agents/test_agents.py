@@ -14,17 +14,23 @@ from tests.sim.search import hunt
 CATCHING_SEEDS = {
     "save": 0,
     "barrier": 0,
-    "gate": 1,
+    "gate": 0,
     "lock": 0,
-    "hash": 16,
-    "flight": 1,
+    "hash": 2,
+    "flight": 11,
     "batch": 2,
-    "swap": 10,
+    "renew": 1,
+    "reload": 7,
+    "swap": 11,
 }
 """A seed that catches each mutant. If the simulation has changed, the test searches for another."""
 
 
-@pytest.mark.parametrize("first", range(0, 24, 8))
+SOUND = 24
+"""The first seeds, run with the production parts."""
+
+
+@pytest.mark.parametrize("first", range(0, SOUND, 8))
 def test_no_invariant_breaks_with_real_agents(first):
     waves = 0
     for seed in range(first, first + 8):
@@ -36,15 +42,11 @@ def test_no_invariant_breaks_with_real_agents(first):
 
 @pytest.mark.parametrize("name", [mutant.name for mutant in GLUE_MUTANTS])
 def test_every_mistake_in_the_glue_is_caught(name):
+    assert CATCHING_SEEDS[name] < SOUND, "the seed alone breaks nothing"
     known = run_agent_seed(CATCHING_SEEDS[name], GLUE_BY_NAME[name].kit)
     if known.violation is None:
         found = hunt(name, 200, "agents")
         assert found.invariant, f"{GLUE_BY_NAME[name].breaks}: nothing noticed"
-
-
-def test_seeds_that_catch_mutants_break_nothing_by_themselves():
-    for seed in {*CATCHING_SEEDS.values()} - {*range(24)}:
-        assert run_agent_seed(seed).violation is None
 
 
 def test_a_swap_refuses_what_another_wave_has_staged():
@@ -66,5 +68,5 @@ def test_every_hazard_has_seeds_and_others_are_left():
 
 
 def test_the_command_runs_agents(capsys):
-    assert main(["--agents", "--seed", "10", "--mutant", "swap"]) == 1
+    assert main(["--agents", "--seed", "11", "--mutant", "swap"]) == 1
     assert "torn map" in capsys.readouterr().out
