@@ -122,6 +122,6 @@ GLUE_MUTANTS = (
     Mutant("batch", "R10", "waits for no batch", AgentKit(transport=WaitsForNoBatch)),
     Mutant("renew", "R11", "renews the first written slot", AgentKit(worker=RenewsFirstSlot)),
     Mutant("reload", "R4", "keeps the old checksums", AgentKit(agent=KeepsOldChecksums)),
-    Mutant("swap", "R11", "swaps whatever is staged", AgentKit(worker=SwapsWhateverIsStaged)),
+    Mutant("swap", "R8", "swaps whatever is staged", AgentKit(worker=SwapsWhateverIsStaged)),
 )
 GLUE_BY_NAME = {mutant.name: mutant for mutant in GLUE_MUTANTS}

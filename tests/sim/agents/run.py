@@ -35,6 +35,13 @@ class AgentWorld(FleetWorld):
         self.probes = random.Random(f"probes {self.seed}").random() < PROBES
         """True if engines probe what experts compute, which hides wrong bytes from the checks."""
 
+    def begin(self) -> None:
+        """Start the group before the controllers, whose moments need ranks."""
+        self.fleet.start()
+        self.run_until(1.0, lambda: bool(self.fleet.ranks))
+        for replica in self.replicas:
+            replica.start()
+
     def copy_delay(self, deadline: float) -> float:
         delay = super().copy_delay(deadline)
         if not self.calm and self.rng.random() < self.late_copies:

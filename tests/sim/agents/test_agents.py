@@ -17,7 +17,7 @@ CATCHING_SEEDS = {
     "gate": 0,
     "lock": 0,
     "hash": 2,
-    "flight": 11,
+    "flight": 21,
     "batch": 2,
     "renew": 1,
     "reload": 7,
