@@ -4,6 +4,9 @@ It is checked for the memory fake, for the real transport over real Gloo sockets
 transport over the simulation's threads and network.
 """
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -34,7 +37,7 @@ def ignore(done, total):
 
 
 class Memory:
-    threads = SYSTEM_THREADS
+    threads: Any = SYSTEM_THREADS
     run = staticmethod(run_ranks)
 
     def __init__(self, size):
@@ -45,7 +48,7 @@ class Memory:
 
 
 class Gloo:
-    threads = SYSTEM_THREADS
+    threads: Any = SYSTEM_THREADS
     run = staticmethod(run_ranks)
 
     def __init__(self, size):
@@ -81,8 +84,12 @@ class Simulated(Gloo):
 
     def run(self, count, work):
         results = {}
+
+        def keep(rank):
+            results[rank] = work(rank)
+
         for rank in range(count):
-            self.threads.start(lambda rank=rank: results.update({rank: work(rank)}), "rank")
+            self.threads.start(partial(keep, rank), "rank")
         self.world.run_until(1000.0)
         assert len(results) == count, "a rank hangs"
         return [results[rank] for rank in range(count)]
