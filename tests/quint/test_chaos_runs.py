@@ -81,3 +81,14 @@ def test_model_refuses_a_forgery(model, run, case, tmp_path, forge):
     forge(forger)
     forger.write_wire()
     assert REFUSED[forge] in judge_run(model, read_case(forger.folder)).refused
+
+
+@pytest.mark.parametrize("held", [2, 3, 4], ids=["staging", "prepared", "armed"])
+def test_model_refuses_a_wave_that_a_rank_lets_go_of_and_swaps(model, run, case, tmp_path, held):
+    # Its state is told as idle (1): neither an Abort nor a poll can explain that.
+    shutil.copytree(run, tmp_path / "run")
+    forger = Forger(tmp_path / "run", case)
+    state = forger.first("rank_state", lambda body: body.state == held)
+    forger.rewrite(state, lambda body: setattr(body, "state", 1))
+    forger.write_wire()
+    assert judge_run(model, read_case(forger.folder)).refused
