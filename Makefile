@@ -119,7 +119,8 @@ explore: .venv/ready
 	  $(if $(WAVES),--waves $(WAVES)) $(if $(FAULTS),--faults $(FAULTS)) \
 	  $(if $(KINDS),--kinds "$(KINDS)") $(if $(SECONDS),--seconds $(SECONDS))
 
-# Checks the model of the switch in Quint, from npm, and lets it judge runs of the simulation.
+# Checks the model of the switch in Quint, from npm, and lets it judge runs of the simulation and a
+# recorded chaos run.
 QUINT := .cache/quint/node_modules/.bin/quint
 MODEL := $(wildcard tests/quint/*.qnt)
 
