@@ -225,7 +225,7 @@ def fallen_term_of_a_leader(forger):
 
 
 def two_leaders(forger):
-    """Two replicas led in one term."""
+    """A rank acknowledged the Commit of a second leader of its term."""
 
     def change(body):
         body.leader.leader_id = body.leader.leader_id[:-1] + "9"
@@ -366,7 +366,7 @@ FORGERIES = {
     silent_rank: "every swap is acknowledged",
     fallen_term: "terms never fall",
     fallen_term_of_a_leader: "terms never fall",
-    two_leaders: "terms never fall",
+    two_leaders: "one leader in a term",
     two_outcomes_on_the_wire: "one outcome for each wave",
     two_outcomes_in_the_store: "one outcome for each wave",
     wrong_report: "reports name the epoch of the step",

@@ -71,7 +71,8 @@ async def run_chaos(
             asyncio.create_task(arena.dump_store(end_watch), name="dumps"),
         ]
         plays = [asyncio.create_task(arena.play(faults, began, say)) for faults in (main, noise)]
-        await _all(plays, tasks, seconds + 240)
+        # A fault waits for a plan and for what it struck, so a busy machine takes longer.
+        await _all(plays, tasks, 1.5 * seconds + 240)
         await _check_living(arena, result, fds, end_operator, tasks)
         end_watch.set()
         await _all(tasks, [], 30)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from tests.chaos.judge.case import Breach, Case, Process, wave_of
 from tests.chaos.judge.maps import digest_of
 from tests.chaos.judge.ranks import RankSwap
-from tests.chaos.judge.wire import WireMessage
+from tests.chaos.judge.wire import RankStream, WireMessage
 
 __all__ = [
     "acks_follow_swap_and_save",
+    "ranks_obey_one_leader_in_a_term",
     "swaps_are_acknowledged",
     "terms_never_fall",
     "wave_messages_reach_the_group_only",
@@ -18,6 +19,8 @@ __all__ = [
 _TELL_STEPS = 50
 """Steps after a swap by which a rank with an open stream must have sent its Ack."""
 _WAVE_KINDS = ("prepare", "commit", "abort")
+_ANSWERED = {"vote": "prepare", "ack": "commit", "abort_answer": "abort"}
+"""Kind of an answer -> the kind of message that it answers."""
 
 
 def wave_messages_reach_the_group_only(case: Case) -> Iterator[Breach]:
@@ -38,9 +41,8 @@ def wave_messages_reach_the_group_only(case: Case) -> Iterator[Breach]:
 
 
 def terms_never_fall(case: Case) -> Iterator[Breach]:
-    """The term that a rank knows never falls, nor that of a stream; a term has one leader."""
+    """The term that a rank knows never falls, nor that of a stream."""
     rule = "terms never fall"
-    leaders: dict[int, str] = {}
     for process in case.streams:
         known = 0
         for message in case.sent_by(process):
@@ -58,13 +60,49 @@ def terms_never_fall(case: Case) -> Iterator[Breach]:
         if message.from_rank or message.kind not in (*_WAVE_KINDS, "query_state"):
             continue
         leader, stream = message.body.leader, id(message.stream)
-        if leaders.setdefault(leader.term, leader.leader_id) != leader.leader_id:
-            text = f"term {leader.term} belongs to {leaders[leader.term]} and {leader.leader_id}"
-            yield Breach(rule, text, message.read.unix, message.place)
         if leader.term < sent[stream]:
             text = f"{leader.leader_id} sent term {leader.term} after {sent[stream]}"
             yield Breach(rule, text, message.read.unix, message.place)
         sent[stream] = max(sent[stream], leader.term)
+
+
+def ranks_obey_one_leader_in_a_term(case: Case) -> Iterator[Breach]:
+    """No rank answers two leaders of one term.
+
+    A store that loses its data may give a term twice. The ranks then refuse the second leader.
+    """
+    for process, streams in case.streams.items():
+        obeyed: dict[int, str] = {}
+        for stream in streams:
+            for term, leader, answer in _obeyed(stream):
+                if obeyed.setdefault(term, leader) != leader:
+                    text = f"{process} obeyed {obeyed[term]} and {leader} in term {term}"
+                    yield Breach("one leader in a term", text, answer.read.unix, answer.place)
+
+
+def _obeyed(stream: RankStream) -> Iterator[tuple[int, str, WireMessage]]:
+    """Yield term and leader of each question that the rank answered, with the answer.
+
+    An answer that may belong to questions of two terms is left out.
+    """
+    asked: dict[tuple[str, object], set[tuple[int, str]]] = defaultdict(set)
+    for message in stream.messages:
+        if not message.from_rank and message.kind in (*_WAVE_KINDS, "query_state"):
+            body = message.body
+            about = body.query if message.kind == "query_state" else wave_of(body.wave)
+            asked[message.kind, about].add((body.leader.term, body.leader.leader_id))
+    for message in stream.messages:
+        body = message.body
+        if message.kind == "rank_state":
+            queries = asked["query_state", body.query]
+            found = {query for query in queries if query[0] == body.highest_term}
+        elif message.kind in _ANSWERED:
+            found = asked[_ANSWERED[message.kind], wave_of(body.wave)]
+        else:
+            continue
+        if len(found) == 1:
+            [(term, leader)] = found
+            yield term, leader, message
 
 
 def acks_follow_swap_and_save(case: Case) -> Iterator[Breach]:

@@ -17,6 +17,7 @@ RULES: tuple[Callable[[Case], Iterator[Breach]], ...] = (
     rules_steps.restarts_keep_the_epoch,
     rules_steps.slots_hold_the_experts_of_the_map,
     rules_waves.acks_follow_swap_and_save,
+    rules_waves.ranks_obey_one_leader_in_a_term,
     rules_waves.swaps_are_acknowledged,
     rules_waves.terms_never_fall,
     rules_waves.wave_messages_reach_the_group_only,
