@@ -14,7 +14,8 @@ from tests.sim.network import Stream, describe
 from tests.sim.rank_stream import RankStream
 
 GATE_TIMEOUT_S = 3.0
-SEVERAL = 0.02
+"""A poll that takes longer is an error; pauses of a rank can be longer."""
+FAILING_SAVES = 0.02
 """Probability that a save fails; the rank goes on without it."""
 
 
@@ -127,7 +128,7 @@ class AgentSite(RankStream):
         """Save the placement of a swap, on the transfer thread; in some seeds slowly or never."""
         world, rank = self.world, self.rank
         rank.threads.sleep((0.02 if world.calm else world.slow_saves) * world.rng.random())
-        if not world.calm and world.rng.random() < SEVERAL:
+        if not world.calm and world.rng.random() < FAILING_SAVES:
             # The rank reports the epoch all the same; a restart comes back from an earlier one.
             world.checks.saved.add((self.deployment, rank.generation, record.epoch))
             raise OSError("injected")
