@@ -8,6 +8,7 @@ from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.messages import WaveOutcome
 from evenkeel_moe.protocol.terms import MAX_TERM, MAX_TERM_RISE
 from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.protocol.transitions import ControlState as S
@@ -214,6 +215,18 @@ def test_wave_is_not_counted_unless_the_whole_group_comes_back_where_it_leads(re
     control = control_of(S.MIGRATING)
     vote(control)
     restarts(control, *reached)
+    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.ABORTED, 0)
+
+
+@pytest.mark.parametrize("dropped_by", [(0,), (0, 1)])
+def test_wave_that_a_rank_dropped_is_not_counted_though_another_group_is_where_it_leads(dropped_by):
+    """A second group of the same name may have come there by a plan of its own."""
+    control = control_of(S.MIGRATING)
+    control.handle(from_rank(0, msg.Vote(key_of(), False, Reason.CHECKSUM_MISMATCH, "")), 0.5)
+    for rank in dropped_by:
+        answer = msg.AbortAnswer(key_of(), Epoch(0), WaveOutcome.DROPPED, True)
+        control.handle(from_rank(rank, answer), 0.6)
+    restarts(control, (1, AFTER_ONE), (1, AFTER_ONE))
     assert (record(control).phase, record(control).waves_committed) == (PlanPhase.ABORTED, 0)
 
 

@@ -139,6 +139,12 @@ class Coordinator:
             return not self.peers.pending
         return self.state is CoordinatorState.ABORTED
 
+    @property
+    def is_dropped(self) -> bool:
+        """True if a rank has answered that it dropped the wave: then no rank swaps it (R6, R7)."""
+        aborting = self.state is CoordinatorState.ABORTING
+        return self.state is CoordinatorState.ABORTED or (aborting and self.peers.any_answered)
+
     # --- rules ------------------------------------------------------------------------------------
 
     def outcome(self, answers: Iterable[RankState]) -> CoordinatorState:

@@ -51,6 +51,11 @@ class Peers:
         return tuple(rank for rank, peer in self.by_rank.items() if not peer.answered)
 
     @property
+    def any_answered(self) -> bool:
+        """True if a rank has answered the current question."""
+        return any(peer.answered for peer in self.by_rank.values())
+
+    @property
     def states(self) -> list[RankState]:
         """The answers to the query of a recovery."""
         return [peer.state for peer in self.by_rank.values() if peer.state is not None]

@@ -156,14 +156,16 @@ class Recovery:
     def end_old_plans(self, now: float) -> list[ControlAction]:
         """R1: end the plans of an earlier generation; their waves ended with its ranks."""
         executor, records = self.executor, self.executor.records
-        executor.coordinator = None
+        last, executor.coordinator = executor.coordinator, None
+        dropped = last.wave if last is not None and last.is_dropped else None
         unix = now + executor.unix_offset_s
         detail = f"the group restarted as {executor.membership.generation}"
         actions: list[ControlAction] = []
         for record in records.open:
             if not executor.is_of_other_generation(record.plan):
                 continue
-            actions += self._count_swapped(record, unix)
+            if record.plan.key(record.waves_committed) != dropped:
+                actions += self._count_swapped(record, unix)
             record = records.get(record.plan.plan_id)
             ended = records.complete(record, unix) or records.end(
                 record, Reason.GENERATION_CHANGED, unix, detail
@@ -174,7 +176,8 @@ class Recovery:
     def _count_swapped(self, record: PlanRecord, unix: float) -> list[ControlAction]:
         """Count waves that all ranks swapped, and none lived to acknowledge (R12).
 
-        They are known from the epoch and placement at which the group comes up again.
+        They are known from the epoch and placement at which the group comes up again. Another group
+        of the same name may have both by another plan, so a wave that was dropped is not asked for.
         """
         plan, records = record.plan, self.executor.records
         hellos = [member.hello for member in self.executor.membership.members.values()]
