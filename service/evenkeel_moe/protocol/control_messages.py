@@ -3,7 +3,8 @@
 The shell carries out a batch of actions in order. All Persist actions of a batch finish before its
 first SendToRank starts. If a Persist action fails, `PersistFailed` names the writes that are not
 known to be stored. The batch's SendToRank actions are then skipped, except questions; all other
-actions are carried out.
+actions are carried out. The machine takes `PersistFailed` before any other event: a tick would make
+it send again what has to wait for the write.
 """
 
 from collections.abc import Mapping
