@@ -44,8 +44,11 @@ class RankStream(ABC):
             self.wants += 1
             world.after(0.2 + 0.2 * world.rng.random(), self.connect)
             return
+        hello = self.hello()  # An agent may wait for its lock, and send meanwhile.
+        if not rank.alive or self.stream is not None:
+            return
         self.stream = world.network.open(rank, replica, self.deployment)
-        world.network.to_replica(self.stream, self.hello())
+        world.network.to_replica(self.stream, hello)
         self.heard_at = world.now
         world.after(SILENCE_S, self.watch, self.stream)
 
