@@ -38,6 +38,15 @@ def test_the_recommendation_answers_in_words_first(run):
     row = next(line for line in out.splitlines() if line.startswith("eplb  "))
     assert "20.0%" in row and "15.0% to 25.0%" in row and "10 steps" in row
     assert "2 (now)" in out
+    assert "the row (now) is not the\npresent placement" in out
+
+
+def test_a_plan_that_a_recommendation_imagines_has_not_started(run):
+    out = run("recommend", "demo")[1]
+    row = next(line for line in out.splitlines() if line.startswith("eplb  "))
+    assert row.split()[1:3] == ["would", "start"]
+    assert "would start: the copies would begin in mode auto" in out
+    assert "plan_started" not in out
 
 
 def test_the_heat_map_names_its_largest_cells(run):

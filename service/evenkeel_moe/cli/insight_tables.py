@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
-from evenkeel_moe.cli.reasons import explained
+from evenkeel_moe.cli.reasons import WOULD, explained, would
 from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, legend, number
 from evenkeel_moe.cli.units import moment, moments, share
 from evenkeel_moe.model.quantities import bytes_text, duration_text
@@ -17,6 +17,11 @@ _CALLS = {
     "not_now": "no: a plan would not pay now",
     "insufficient_evidence": "not known yet: too few steps, or the gain is uncertain",
 }
+
+_LEVELS_BASE = (
+    "Every row is a new placement of that many replicas by a simple rule. So the row (now) is not"
+    " the\npresent placement. Gains are relative to it."
+)
 
 
 def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
@@ -33,19 +38,19 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
     if answer["redundancy"] is not None:
         advised, present = answer["redundancy"]["advised"], answer["redundancy"]["present"]
         title = f"\nReplicas per layer: {present} now, {advised} advised"
-        parts += [Text(title, style="bold"), _levels(answer["redundancy"])]
+        parts += [Text(title, style="bold"), Text(_LEVELS_BASE), _levels(answer["redundancy"])]
     tradeoff = answer["replica_tradeoff"]
     if tradeoff is not None:
         words = (tradeoff["words"], tradeoff["craft_words"])
         parts += [Text(), *(Text(text) for text in words if text)]
     given = [str(answer["reason"]), *(str(row["reason"]) for row in answer["policies"])]
-    # Here a plan only would have started.
-    reasons = [reason for reason in given if reason != "plan_started"]
+    reasons = [reason for reason in given if reason not in WOULD]
     return Group(
         *parts,
         legend(
             "gain: saved share of MoE time on later steps, with its 94 % interval",
             BALANCEDNESS_WORDS,
+            *(f"{name}: {words}" for reason, (name, words) in WOULD.items() if reason in given),
             *explained(reasons),
         ),
     )
@@ -54,7 +59,7 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
 def _policies(rows: Sequence[Mapping[str, Any]]) -> FittedTable:
     columns = (
         FittedColumn("POLICY"),
-        FittedColumn("WOULD END WITH"),
+        FittedColumn("IN MODE AUTO"),
         FittedColumn("GAIN", right=True),
         FittedColumn("INTERVAL", keep=2),
         FittedColumn("COPIES", right=True, keep=1),
@@ -73,7 +78,7 @@ def _policy(row: Mapping[str, Any]) -> tuple[str, ...]:
         after = duration_text(verdict["payback_s"])
     return (
         row["policy"],
-        row["reason"],
+        would(row["reason"]),
         share(verdict.get("gain")),
         _interval(verdict),
         "-" if row["copies"] is None else f"{row['copies']:,}",

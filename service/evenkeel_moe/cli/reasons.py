@@ -11,7 +11,7 @@ WORDS: dict[str, str] = {
     Reason.BALANCE_BELOW_THRESHOLD: "balance fell below the threshold plan_below",
     Reason.LOAD_CHANGED: "traffic changed, and the change cost balance",
     Reason.SEPARATE_APPROVAL: "another person than the maker must approve the plan",
-    Reason.OBSERVE_MODE: "a plan would pay, and the mode observe starts none",
+    Reason.OBSERVE_MODE: "a plan would pay, but mode observe starts no plan",
     Reason.PLAN_IN_PROGRESS: "another plan is running",
     Reason.FROZEN: "an operator froze the deployment for some time",
     Reason.OUTSIDE_SCHEDULE: "the schedule allows no plan now",
@@ -51,6 +51,19 @@ WORDS: dict[str, str] = {
     Reason.DEPLOYMENT_FAILED: "the controller failed on this deployment and starts it again",
 }
 """Reason -> sentence without its full stop. Reasons that only errors carry explain themselves."""
+
+WOULD: dict[str, tuple[str, str]] = {
+    Reason.PLAN_STARTED: (
+        "would start",
+        "the copies would begin in mode auto; in mode propose the plan would wait for approval",
+    )
+}
+"""Reason -> name and sentence for a plan that is only imagined: a recommendation starts none."""
+
+
+def would(reason: str) -> str:
+    """Return the name of a reason for a plan that is only imagined."""
+    return WOULD[reason][0] if reason in WOULD else reason
 
 
 def explained(reasons: Iterable[str]) -> list[str]:

@@ -63,6 +63,13 @@ def test_the_words_carry_the_arithmetic():
         assert part in words, (part, words)
 
 
+def test_a_plan_on_fewer_steps_than_the_window_must_hold_says_so():
+    few = ask(skewed(26))
+    assert few.planned_on_steps < 24
+    assert few.words[1].startswith("The plan rests on fewer steps than min_window_steps (24)")
+    assert "min_window_steps" not in " ".join(ask(skewed(60)).words)
+
+
 def test_the_words_name_the_margin_on_the_price_where_only_that_is_missing():
     words = "A lower bound above 1.5 times the price of the copies would be needed."
     free = ask(skewed(60))
@@ -215,7 +222,7 @@ def test_replicas_that_cost_reading_are_advised_against():
             "0 replicas per layer instead of 4 would save 33.33% of predicted MoE time; the saving"
             f" is from {found.levels[0].gain_lower:.2%} to {found.levels[0].gain_upper:.2%}."
         ),
-        "It is the smallest number that surely costs less than 0.2%.",
+        "It is the smallest number that costs less than 0.2%, by the lower end.",
     )
 
 
@@ -244,7 +251,10 @@ def test_replicas_that_bring_nothing_are_called_superfluous():
     assert "= 4 kB fewer on a rank" in words[-1]
     kept, words = redundancy(load, BARE)
     assert kept.advised == 0
-    assert words[-1] == "0 replicas per layer: no other number tried would surely pay."
+    assert (
+        words[-1]
+        == "0 replicas per layer: no other number tried pays, by the lower end of its interval."
+    )
 
 
 def test_craft_levels_are_told_per_layer_beside_the_uniform_ones():

@@ -255,5 +255,6 @@ def _craft_words(factors: CraftFactors | None) -> str:
     return (
         "CRAFT gives each layer its own number of replicas, at most R of a rank in all. It would"
         f" choose R = {factors.per_replica_gain} by the highest gain per replica,"
-        f" R = {factors.knee} at the bend of gain over log2 R, and {memory} by free memory."
+        f" R = {factors.knee} as the number from which more replicas gain little, and {memory} by"
+        " free memory."
     )

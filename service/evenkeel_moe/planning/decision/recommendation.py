@@ -184,6 +184,7 @@ def recommend(inputs: RecommendationInputs) -> Recommendation:
                 f"Planned on {split.cut - split.begin} steps,"
                 f" scored on the {steps - split.cut} after them."
             ),
+            *_few_steps_words(split.cut - split.begin, least),
             f"Cost model: {basis.words}.",
             *_plan_words(cycle, own),
             *_replica_words(cycle, redundancy, inputs.free_bytes),
@@ -196,6 +197,15 @@ def recommend(inputs: RecommendationInputs) -> Recommendation:
         redundancy=redundancy,
         cost_model=basis,
     )
+
+
+def _few_steps_words(planned_on: int, least: float) -> list[str]:
+    """Return a sentence if the plan rests on fewer steps than the window must hold."""
+    if planned_on >= least:
+        return []
+    return [
+        f"The plan rests on fewer steps than min_window_steps ({least:g}), a limit for the window."
+    ]
 
 
 def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
@@ -259,13 +269,15 @@ def _replica_words(cycle: CycleInputs, redundancy: Redundancy, free_bytes: int |
     """Return the sentences about the number of replicas."""
     present, advised = redundancy.present, redundancy.advised
     if advised == present:
-        return [f"{_per_layer(present)}: no other number tried would surely pay."]
+        return [
+            f"{_per_layer(present)}: no other number tried pays, by the lower end of its interval."
+        ]
     level = next(level for level in redundancy.levels if level.replicas_per_layer == advised)
     kind, least = "more" if advised > present else "fewer", cycle.settings.min_gain
     why = (
-        f"No larger number that fits surely saves {least:.1%} more."
+        f"No larger number that fits saves {least:.1%} more, by the lower end of its interval."
         if advised > present
-        else f"It is the smallest number that surely costs less than {least:.1%}."
+        else f"It is the smallest number that costs less than {least:.1%}, by the lower end."
     )
     words = [
         (
