@@ -70,7 +70,8 @@ class RankOut(ResponseBody):
     stopped: bool
     """True if its engine said that it stops as planned; a restart ends this."""
     last_seen_unix: float
-    epoch: int
+    epoch: int | None
+    """Null while the rank is not connected: what it named at its start may be over."""
     state: str
     """State of the wave the rank holds."""
     load_share: float | None

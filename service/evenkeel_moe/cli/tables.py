@@ -197,7 +197,7 @@ def _ranks_table(ranks: Sequence[Mapping[str, Any]], now: float) -> FittedTable:
             str(rank["node"]),
             _alive(rank),
             age(rank["last_seen_unix"], now),
-            str(rank["epoch"]),
+            known(rank["epoch"]),
             str(rank["state"]),
             share(rank["load_share"]),
             duration_text(rank["seconds_per_token"]),
@@ -211,7 +211,8 @@ def _ranks_table(ranks: Sequence[Mapping[str, Any]], now: float) -> FittedTable:
 
 def _alive(rank: Mapping[str, Any]) -> FittedCell:
     if rank["fresh"]:
-        return "yes"
+        # Without a stream it may be dead; its lease has only not ended yet.
+        return "yes" if rank["epoch"] is not None else Text("no stream", style="yellow")
     return "stopped" if rank["stopped"] else Text("NO", style="red")
 
 

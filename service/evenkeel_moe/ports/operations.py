@@ -25,7 +25,8 @@ class RankStatus:
     fresh: bool
     """True while its heartbeat lease is valid and it has not stopped as planned."""
     last_seen_unix: float
-    epoch: int
+    epoch: int | None
+    """The epoch the rank named last; None while it has no stream."""
     state: str
     """ParticipantState of the wave that it holds."""
     load_share: float | None

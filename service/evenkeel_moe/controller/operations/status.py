@@ -175,7 +175,7 @@ class LiveView:
             weight_format=hello.weight_format,
             fresh=self.control.membership.is_fresh(member, now),
             last_seen_unix=member.last_seen + self.control.unix_offset_s,
-            epoch=session.epoch if session is not None else hello.epoch,
+            epoch=None if session is None else session.epoch,
             state="unknown" if state is None else self._state_now(state.state),
             load_share=load_share,
             seconds_per_token=seconds_per_token,
