@@ -82,4 +82,5 @@ def test_a_fleet_that_failed_says_how():
         "the ranks ended after 7 steps and 3 restarts, with exit codes 0, -9: not every check was"
         " made"
     )
+    assert "after 7 steps and 1 restart, with" in FleetReport(False, (1, 0), 1, 7).words
     assert FleetReport(False, (1, 0), 0, 7, ("a", "b")).words.endswith("1, 0: 2 problems")

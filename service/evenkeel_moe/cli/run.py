@@ -117,7 +117,7 @@ def fleet(
         f" {', '.join(config.controllers)}; logs are {run_folder}/rank-*.log",
         err=True,
     )
-    report = run_fleet(config)
+    report = run_fleet(config, lambda words: typer.echo(words, err=True))
     for problem in report.problems:
         typer.echo(f"found {problem}", err=True)
     typer.echo(report.words, err=True)

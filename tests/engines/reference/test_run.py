@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.reference.config import ExitCode, Fault, RankConfig
-from evenkeel_moe.engines.reference.supervisor import Supervisor
+from evenkeel_moe.engines.reference.supervisor import Supervisor, died_words
 from tests.waiting import deadline, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -146,12 +147,21 @@ def test_a_killed_rank_restarts_the_group_warm_on_the_last_committed_placement(t
     assert not any(psutil.pid_exists(pid) for pid in killed[0])
 
 
+def test_only_ranks_that_died_are_named_with_their_signal_or_exit_code():
+    codes = (0, -9, None, ExitCode.GROUP_LOST, ExitCode.CHECK_FAILED)
+    assert died_words(codes) == "rank 1 died (signal 9), rank 3 died (exit code 43)"
+
+
 def test_a_group_that_keeps_dying_is_given_up(tmp_path):
     """No rank can start, because its trace is missing; the restarts are limited."""
     config = RankConfig(
         run_folder=str(tmp_path), **{**SMALL, "trace": str(tmp_path / "missing.npz")}
     )
-    report = run_supervisor(Supervisor(config, max_restarts=1))
+    told: list[str] = []
+    report = run_supervisor(Supervisor(config, max_restarts=1, tell=told.append))
+    first, last = told
+    assert re.fullmatch(r"rank [01] died \(exit code 1\).*; restarting the group", first)
+    assert last.endswith("; the group is not restarted again")
     assert not report.ok and report.restarts == 1 and set(report.codes) == {ExitCode.FAILED}
 
 

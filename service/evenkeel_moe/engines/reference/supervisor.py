@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -53,7 +54,8 @@ class FleetReport:
     @property
     def words(self) -> str:
         """The result in one sentence."""
-        ended = f"the ranks ended after {self.steps} steps and {self.restarts} restarts"
+        restarts = "1 restart" if self.restarts == 1 else f"{self.restarts} restarts"
+        ended = f"the ranks ended after {self.steps} steps and {restarts}"
         if self.ok:
             return f"{ended}: all {len(self.checks)} checks of weights and outputs passed"
         found = f"{len(self.problems)} problems" if self.problems else "not every check was made"
@@ -68,6 +70,7 @@ class Supervisor:
         max_restarts: how often the group may be restarted.
         grace_s: seconds that ranks get to stop before they are killed.
         module: the module of a rank process, run as `python -m MODULE CONFIG RANK`.
+        tell: takes a sentence for the operator whenever a rank died.
     """
 
     def __init__(
@@ -77,9 +80,11 @@ class Supervisor:
         max_restarts: int = 3,
         grace_s: float = 10.0,
         module: str = "evenkeel_moe.engines.reference",
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self._config = config
         self._module = module
+        self._tell = tell
         self._max_restarts = max_restarts
         self._grace_s = grace_s
         self._attempt = 0
@@ -121,6 +126,8 @@ class Supervisor:
         if broken and self._broken_at is None:
             self._broken_at = now
             self._write("rank_died", codes=codes)
+            if self._tell is not None:
+                self._tell(f"{died_words(codes)}; {self._next_words()}")
         if None in codes:
             if self._broken_at is None or now - self._broken_at <= self._grace_s:
                 return None
@@ -151,6 +158,13 @@ class Supervisor:
     def kill_rank(self, rank: int) -> None:
         """Kill one rank without warning, as a crash would."""
         self._ranks[rank].kill()
+
+    def _next_words(self) -> str:
+        if self._stopping:
+            return "the group is stopping"
+        if self._attempt < self._max_restarts:
+            return "restarting the group"
+        return "the group is not restarted again"
 
     def _restart(self) -> None:
         first_step = self._newest_step() + 1
@@ -225,9 +239,27 @@ class Supervisor:
             self._lines.write(kind, **keys)
 
 
-def run_fleet(config: RankConfig) -> FleetReport:
-    """Run the ranks to their end; on the main thread, SIGINT and SIGTERM stop them cleanly."""
-    supervisor = Supervisor(config)
+def died_words(codes: Sequence[int | None]) -> str:
+    """Return which ranks died of what, such as `rank 1 died (signal 9)`.
+
+    Args:
+        codes: exit code of each rank, or minus the number of its signal; None while it runs.
+    """
+    return ", ".join(
+        f"rank {rank} died ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+        for rank, code in enumerate(codes)
+        if code is not None and code not in _FINAL
+    )
+
+
+def run_fleet(config: RankConfig, tell: Callable[[str], None] | None = None) -> FleetReport:
+    """Run the ranks to their end; on the main thread, SIGINT and SIGTERM stop them cleanly.
+
+    Args:
+        config: as in `Supervisor`.
+        tell: as in `Supervisor`.
+    """
+    supervisor = Supervisor(config, tell=tell)
 
     def on_signal(_signal: int, _frame: FrameType | None) -> None:
         supervisor.request_stop()
