@@ -7,6 +7,22 @@ import pytest
 from evenkeel_moe.cli.console import print_json, work_bars
 
 
+def test_lines_in_a_pipe_end_without_blanks_and_fit_columns(run, monkeypatch):
+    for command in (
+        ("status",),
+        ("status", "demo"),
+        ("decisions", "demo"),
+        ("policy", "-d", "demo"),
+    ):
+        lines = run(*command)[1].splitlines()
+        assert lines == [line.rstrip() for line in lines]
+    assert "POLICY" in run("status")[1]
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run("status")[1]
+    assert "POLICY" not in out.splitlines()[0]
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_json_has_null_for_numbers_that_json_does_not_have(capsys):
     nan, infinity = float("nan"), float("inf")
     print_json({"a": nan, "b": [1.5, (infinity, "text")], "c": {1: nan}})

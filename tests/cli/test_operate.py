@@ -106,6 +106,15 @@ def test_what_waits_for_an_operator_is_shown(run, operations):
     assert re.search(r"waiting +none", run("status", "demo")[1])
 
 
+def test_a_waiting_proposal_is_visible_at_80_columns(run, operations, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    record = make_plan("automatic-0-0bc37c751748", phase=PlanPhase.PROPOSED)
+    status = make_status(proposals=(record,), mode="propose", reason="recovered")
+    operations.views = {"reference": FakeView(status, {}, None)}
+    head, row = run("status")[1].splitlines()[:2]
+    assert "PLAN" in head and "automatic-0-0bc37c751748 proposed" in row
+
+
 def test_a_deployment_that_another_replica_leads_is_listed_without_numbers(run, operations):
     operations.elsewhere = [LedElsewhere(DeploymentId("chat"), "b", "b:1")]
     row = run("status")[1].splitlines()[1].split()

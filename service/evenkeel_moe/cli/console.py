@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +21,14 @@ def plain_console(*, width: int | None = None, force_terminal: bool | None = Non
 
 
 def stdout_console() -> Console:
-    """Return the console of stdout; in a pipe or a file, tables may be wider than a terminal."""
+    """Return the console of stdout; in a pipe or a file, tables may be wider than a terminal.
+
+    `COLUMNS` sets the width everywhere.
+    """
     console = plain_console()
-    return console if console.is_terminal else plain_console(width=200)
+    if console.is_terminal:
+        return console
+    return plain_console(width=shutil.get_terminal_size((200, 50)).columns)
 
 
 def stderr_console() -> Console:
@@ -49,7 +55,18 @@ def print_parts(*parts: RenderableType) -> None:
     """Print texts and tables."""
     console = stdout_console()
     for part in parts:
+        print_part(console, part)
+
+
+def print_part(console: Console, part: RenderableType) -> None:
+    """Print a text or a table; in a pipe or a file without the blanks at the ends of lines."""
+    if console.is_terminal:
         console.print(part)
+        return
+    with console.capture() as captured:
+        console.print(part)
+    lines = captured.get().splitlines()
+    typer.echo("\n".join(line.rstrip() for line in lines))
 
 
 def show(answer: Any, as_json: bool, table: RenderableType) -> None:

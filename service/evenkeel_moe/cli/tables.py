@@ -47,13 +47,13 @@ def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     columns = (
         FittedColumn("DEPLOYMENT"),
         FittedColumn("STATE"),
-        FittedColumn("REASON", keep=3),
+        FittedColumn("REASON", keep=4),
         FittedColumn("MODE"),
-        FittedColumn("POLICY", keep=5),
-        FittedColumn("EPOCH", right=True, keep=4),
-        FittedColumn("BALANCEDNESS", right=True),
+        FittedColumn("POLICY", keep=7),
+        FittedColumn("EPOCH", right=True, keep=5),
+        FittedColumn("BALANCEDNESS", right=True, keep=2),
         FittedColumn("WORST", right=True, keep=6),
-        FittedColumn("RANKS", right=True),
+        FittedColumn("RANKS", right=True, keep=3),
         FittedColumn("PLAN", keep=1),
     )
     cells = [

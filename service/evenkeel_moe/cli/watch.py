@@ -12,7 +12,7 @@ from rich.text import Text
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli.client import CliError, Exit
-from evenkeel_moe.cli.console import show, stdout_console
+from evenkeel_moe.cli.console import print_part, show, stdout_console
 from evenkeel_moe.cli.units import moment
 
 
@@ -56,7 +56,7 @@ class ShowOptions:
 
         console = stdout_console()
         if not console.is_terminal:
-            self._repeat(lambda: console.print(self._page(draw())), _tell)
+            self._repeat(lambda: print_part(console, self._page(draw())), _tell)
             return
         with Live(console=console, auto_refresh=False, screen=True) as live:
 
