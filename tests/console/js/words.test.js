@@ -153,7 +153,7 @@ test("events are told in words", () => {
   assert.equal(
     eventWords(back, "rollback"),
     "Gain measured: delivered -20.4 %. A rollback returns to an earlier placement as intended, so" +
-      " that it may save less.",
+      " it may save less.",
   );
 });
 
