@@ -49,6 +49,7 @@ def test_capacity_gives_the_recommendation_in_words(visitor: Visitor):
     visitor.browser.wait_text("Replicas against KV cache", within_s=120)
     visitor.browser.wait_text("predicted MoE time (by tokens)")
     visitor.browser.wait_text("KV tokens then")
+    assert "A plan was started" not in visitor.browser.text("body")
 
 
 def test_a_proposal_shows_before_and_after_and_its_copies(visitor: Visitor):

@@ -1,5 +1,6 @@
 import assert from "node:assert/strict";
 import test from "node:test";
+import { adviceWords, outcomeWords } from "../../../service/evenkeel_moe/console/lib/advice.js";
 import * as format from "../../../service/evenkeel_moe/console/lib/format.js";
 import {
   eventWords,
@@ -92,6 +93,20 @@ test("a role includes the rights of the roles before it", () => {
     [false, true, true],
   );
   assert.equal(allows("strange", "operate"), false);
+});
+
+test("a recommendation says what would happen, by the mode, and never that it happened", () => {
+  assert.equal(outcomeWords("plan_started", "auto"), "Would start a plan.");
+  assert.equal(outcomeWords("plan_started", "propose"), "Would propose a plan.");
+  assert.match(outcomeWords("plan_started", "observe"), /in observe mode nothing moves/);
+  assert.equal(outcomeWords("plan_started", null), "Would make a plan.");
+  assert.equal(
+    adviceWords("plan_started", "propose"),
+    "A cycle would propose a plan, if the gates before planning are open.",
+  );
+  for (const words of [outcomeWords, adviceWords]) {
+    assert.equal(words("gain_too_small", "auto"), sentence("gain_too_small"));
+  }
 });
 
 test("an unknown reason is shown as it is", () => {

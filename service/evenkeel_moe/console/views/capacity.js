@@ -1,6 +1,7 @@
 /** Capacity: more or fewer replicas against the KV cache and goodput. */
 
 import { useCallback, useEffect, useState } from "../vendor/hooks.js";
+import { adviceWords, outcomeWords } from "../lib/advice.js";
 import {
   bytes,
   count,
@@ -10,7 +11,6 @@ import {
   signedPercent,
   UNKNOWN,
 } from "../lib/format.js";
-import { sentence } from "../lib/reasons.js";
 import { deploymentPath } from "../net/api.js";
 import { Badge, Facts, html, Moment, Problem, Section, Table } from "../ui.js";
 
@@ -46,8 +46,9 @@ function useRecommendation(api, name) {
   return { ...state, ask };
 }
 
-export function Capacity({ api, name, now }) {
+export function Capacity({ api, name, deployment, now }) {
   const { data, error, busy, ask } = useRecommendation(api, name);
+  const mode = deployment?.mode;
   const again = html`<button
     type="button"
     class="button"
@@ -59,15 +60,21 @@ export function Capacity({ api, name, now }) {
   </button>`;
   return html`<${Section} title="Recommendation" actions=${again}>
       <${Problem} error=${error} />
-      ${data ? html`<${Advice} advice=${data} now=${now} />` : ""}
+      ${data ? html`<${Advice} advice=${data} mode=${mode} now=${now} />` : ""}
       ${busy && !data ? html`<p class="empty" aria-busy="true">Computing…</p>` : ""}
     <//>
-    ${data ? html`<${Replicas} advice=${data} /><${Policies} rows=${data.policies} />` : ""}`;
+    ${
+      data
+        ? html`<${Replicas} advice=${data} /><${Policies} rows=${data.policies} mode=${mode} />`
+        : ""
+    }`;
 }
 
-function Advice({ advice, now }) {
+function Advice({ advice, mode, now }) {
   const [kind, words] = CALLS[advice.call] ?? ["plain", advice.call];
-  return html`<p class="answer"><${Badge} kind=${kind}>${words}<//> ${sentence(advice.reason)}</p>
+  return html`<p class="answer">
+      <${Badge} kind=${kind}>${words}<//> ${adviceWords(advice.reason, mode)}
+    </p>
     <ul class="words">
       ${advice.words.map((line, i) => html`<li key=${i}>${line}</li>`)}
     </ul>
@@ -135,7 +142,7 @@ function Replicas({ advice }) {
   <//>`;
 }
 
-function Policies({ rows }) {
+function Policies({ rows, mode }) {
   return html`<${Section} title="Planning algorithms on the same steps">
     <${Table}
       caption="Planning algorithms"
@@ -143,7 +150,7 @@ function Policies({ rows }) {
       keyOf=${(row) => row.policy}
       columns=${[
         { title: "Policy", of: (row) => row.policy },
-        { title: "Outcome", of: (row) => sentence(row.reason) },
+        { title: "Outcome", of: (row) => outcomeWords(row.reason, mode) },
         { title: "Copies", numeric: true, of: (row) => count(row.copies) },
         { title: "Bytes", numeric: true, of: (row) => bytes(row.nbytes) },
         {
