@@ -63,6 +63,7 @@ def test_a_plan_is_approved_carried_out_and_rolled_back(visitor: Visitor):
         f"to the placement of epoch {plan['base_epoch']}, which was there before plan"
         f" {plan['plan_id']} (made "
     )
+    visitor.browser.wait_text("In mode propose proposals are still made")
     visitor.browser.click("#rollback-confirm")
     visitor.browser.wait_text("rollback")
     wait_until(lambda: visitor.fleet.get()["held"], within_s=60, what="the hold")

@@ -98,6 +98,26 @@ test("the gate of a waiting proposal says when it expires", () => {
   assert.equal(gate.detail, "The proposal expires in 10 min.");
 });
 
+test("the gate of the hold says what the hold stops in each mode", () => {
+  const held = { held: true, held_because: "held_after_rollback" };
+  const gateOf = (row, mode) =>
+    gatesOf(row, { ...POLICY, mode }, 100).find((gate) => gate.title.includes("hold"));
+  const stopped = gateOf(deployment({ ...held, ...decided("held_after_rollback") }), "auto");
+  assert.equal(stopped.state, "closed");
+  assert.match(stopped.detail, /In mode auto no plan is made/);
+  const passed = gateOf(deployment({ ...held, ...decided("plan_proposed") }), "propose");
+  assert.equal(passed.state, "open");
+  assert.match(passed.detail, /proposals are still made, and each waits for approval/);
+  assert.match(gateOf(deployment(held), "observe").detail, /In mode observe nothing moves/);
+  assert.equal(gateOf(deployment(), "auto").detail, "Automatic plans are not held.");
+});
+
+test("no title of a gate is a negation", () => {
+  for (const { title } of gatesOf(deployment(), POLICY, 100)) {
+    assert.doesNotMatch(title, /\b(no|not|none|never)\b/i);
+  }
+});
+
 test("too few later steps close the gate of the gain, not the one of the window", () => {
   const row = deployment(decided("insufficient_data", { held_out_steps: 3 }));
   const gate = gatesOf(row, POLICY, 100).find((each) => each.state === "closed");

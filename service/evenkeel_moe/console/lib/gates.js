@@ -14,7 +14,7 @@ const GATES = [
     remedy: () => "It ends by itself once the store and all ranks can be reached.",
   },
   {
-    title: "Not frozen, and inside the schedule",
+    title: "Freeze and schedule let plans begin",
     closes: ["frozen", "outside_schedule"],
     says: ({ numbers, policy, deployment, now }) => {
       const left = numbers.frozen_s ?? remaining(deployment.frozen_until_unix, now);
@@ -27,20 +27,25 @@ const GATES = [
     remedy: () => "End the freeze, change the schedule, or wait.",
   },
   {
-    title: "Automatic plans are not held",
+    title: "The hold lets plans be made in this mode",
     closes: ["held_after_rollback", "gains_not_delivered"],
-    says: ({ deployment }) => (deployment.held ? `Held: ${deployment.held_because}.` : "Not held."),
+    says: ({ policy, deployment }) =>
+      deployment.held
+        ? `Automatic plans are held (${deployment.held_because}). ${holdWords(policy.mode)}`
+        : "Automatic plans are not held.",
     remedy: () => "Find out why the rollback was needed or the gain was missing, then resume.",
   },
   {
-    title: "No plan is under way",
+    title: "Earlier plans have ended",
     closes: ["plan_in_progress"],
     says: ({ deployment }) =>
-      deployment.active_plan ? `Plan ${deployment.active_plan.plan_id} is running.` : "None is.",
+      deployment.active_plan
+        ? `Plan ${deployment.active_plan.plan_id} is running.`
+        : "No plan is running.",
     remedy: () => "Wait for the plan to end, or cancel it.",
   },
   {
-    title: "No proposal waits for approval",
+    title: "The place for a proposal is free",
     closes: ["plan_proposed"],
     says: ({ numbers }) =>
       isKnown(numbers.expires_in_s)
@@ -146,6 +151,20 @@ const GATES = [
     remedy: () => "Set the mode to propose or auto.",
   },
 ];
+
+/**
+ * @param {string} mode of the deployment
+ * @returns {string} What the hold on automatic plans stops in this mode.
+ */
+export function holdWords(mode) {
+  return mode === "auto"
+    ? "In mode auto no plan is made until somebody resumes automatic plans."
+    : `The hold stops plans in mode auto only. ${
+        mode === "propose"
+          ? "In mode propose proposals are still made, and each waits for approval."
+          : "In mode observe nothing moves."
+      }`;
+}
 
 /** Reasons after which a plan exists: every gate was open. */
 const ALL_OPEN = ["plan_started"];

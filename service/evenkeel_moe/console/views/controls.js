@@ -2,6 +2,7 @@
 
 import { useEffect, useState } from "../vendor/hooks.js";
 import { ago, moment } from "../lib/format.js";
+import { holdWords } from "../lib/gates.js";
 import { planBehind } from "../lib/placement.js";
 import { allows } from "../lib/problem.js";
 import { linkTo } from "../lib/route.js";
@@ -41,8 +42,8 @@ export function Controls({ api, role, deployment, reload, now }) {
             act=${() => post("resume")}
           >
             <p>
-              ${sentence(because)} After this the controller may start plans by itself again, as the
-              mode says.
+              ${sentence(because)} ${holdWords(deployment.mode)} After this the controller may start
+              plans by itself in mode auto.
             </p><//
           >`
         : ""
@@ -117,6 +118,7 @@ function Rollback({ api, path, deployment, reload, now }) {
           : ""
       }.
       Automatic plans are then held until somebody resumes them.
+      ${` ${holdWords(deployment.mode)}`}
     </p><//
   >`;
 }
