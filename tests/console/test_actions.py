@@ -65,8 +65,10 @@ def test_a_plan_is_approved_carried_out_and_rolled_back(visitor: Visitor):
     )
     visitor.browser.wait_text("In mode propose proposals are still made")
     visitor.browser.click("#rollback-confirm")
+    visitor.browser.wait_gone("dialog[open]", within_s=60)
+    assert visitor.browser.find("#resume") is not None
+    assert visitor.fleet.get()["held"]
     visitor.browser.wait_text("rollback")
-    wait_until(lambda: visitor.fleet.get()["held"], within_s=60, what="the hold")
     settle(visitor)
     visitor.browser.wait_text("automatic plans held")
     visitor.confirm("resume")
@@ -85,6 +87,33 @@ def test_a_deployment_is_frozen_and_thawed(visitor: Visitor):
     visitor.confirm("unfreeze")
     wait_until(lambda: visitor.fleet.get()["frozen_until_unix"] is None)
     visitor.browser.wait("#freeze")
+
+
+LATE = """const real = window.fetch, [name, wait] = arguments;
+    window.fetch = async (url, options) => {
+      const answer = await real(url, options);
+      if (window.late || options.method !== "GET" || !String(url).endsWith(`/${name}`))
+        return answer;
+      window.late = "waits";
+      await new Promise((done) => setTimeout(done, wait));
+      window.late = "came";
+      return answer;
+    };
+    setInterval(() => (window.lost ||= window.seen && !document.querySelector("#unfreeze")), 20);"""
+
+
+def test_an_older_answer_takes_back_nothing_that_an_action_showed(visitor: Visitor):
+    visitor.go("why")
+    visitor.browser.wait("#freeze")
+    visitor.browser.script(LATE, NAME, 8000)
+    wait_until(lambda: visitor.browser.script("return window.late") == "waits")
+    visitor.confirm("freeze")
+    assert visitor.browser.find("#unfreeze") is not None
+    assert visitor.browser.script("window.seen = true; return window.late") == "waits"
+    wait_until(lambda: visitor.browser.script("return window.late") == "came", within_s=30)
+    visitor.browser.wait_script("setTimeout(arguments[0], 1000)")
+    assert not visitor.browser.script("return window.lost")
+    visitor.confirm("unfreeze")
 
 
 def test_the_policy_is_changed_and_recorded(visitor: Visitor):

@@ -13,13 +13,21 @@ export function usePoll(api, path, periodMs) {
   const [state, setState] = useState({ path, data: null, error: null, at: null });
   const current = useRef(path);
   current.current = path;
+  // An answer that was asked for before another one, and comes after it, is out of date: the page
+  // would take back what an action has just shown.
+  const asked = useRef(0);
+  const shownSince = useRef(0);
   const reload = useCallback(async () => {
     if (path === null) return;
+    const number = ++asked.current;
+    const isNewest = () => current.current === path && number > shownSince.current;
     try {
       const data = await api.get(path);
-      if (current.current === path) setState({ path, data, error: null, at: api.now() });
+      if (!isNewest()) return;
+      shownSince.current = number;
+      setState({ path, data, error: null, at: api.now() });
     } catch (error) {
-      if (current.current !== path) return;
+      if (!isNewest()) return;
       setState((old) =>
         old.path === path ? { ...old, error } : { path, data: null, error, at: null },
       );

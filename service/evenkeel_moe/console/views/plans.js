@@ -23,11 +23,12 @@ export function Phase({ phase }) {
   return html`<${Badge} kind=${KINDS[phase] ?? "plain"}>${phase}<//>`;
 }
 
-export function Plans({ api, role, name, deployment, now }) {
+export function Plans({ api, role, name, deployment, now, reload }) {
   const path = `${deploymentPath(name)}/plans`;
   const poll = usePoll(api, `${path}?page_size=100`, PERIOD_MS);
   const dryRun = async () => {
     const plan = await api.change("POST", path, { dry_run: true });
+    await reload();
     location.hash = linkTo(name, "plans", plan.plan_id);
   };
   const actions = allows(role, "operate")
