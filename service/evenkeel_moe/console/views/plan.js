@@ -171,24 +171,31 @@ function Gain({ plan, deployment }) {
   const model = deployment?.cost_model;
   // A figure must not claim time where none is known.
   const byTokens = model?.source === "tokens" ? " (by tokens)" : "";
-  return html`<${Section} title=${delivered ? "Promised and delivered" : "Before and after"}>
-    <div class="pairs">
-      <${BeforeAfter}
-        name=${`Predicted MoE time${byTokens}`}
-        before=${after === null ? null : 1}
-        after=${after}
-        show=${(value) => percent(value)}
-      />
-      <${BeforeAfter}
-        name="Balancedness"
-        before=${numbers.balancedness_mean}
-        after=${numbers.balancedness_expected}
-        show=${(value) => number(value)}
-      />
-    </div>
+  // A rollback returns to a known placement: nothing is predicted for it.
+  const predicted = plan.kind !== "rollback";
+  const title = delivered && predicted ? "Promised and delivered" : "Before and after";
+  return html`<${Section} title=${predicted ? title : "Effect"}>
+    ${
+      predicted
+        ? html`<div class="pairs">
+            <${BeforeAfter}
+              name=${`Predicted MoE time${byTokens}`}
+              before=${after === null ? null : 1}
+              after=${after}
+              show=${(value) => percent(value)}
+            />
+            <${BeforeAfter}
+              name="Balancedness"
+              before=${numbers.balancedness_mean}
+              after=${numbers.balancedness_expected}
+              show=${(value) => number(value)}
+            />
+          </div>`
+        : ""
+    }
     <${Facts}
       rows=${[
-        [
+        predicted && [
           `Predicted saving of MoE time${byTokens}`,
           percent(numbers.gain),
           `94 % interval ${percentRange(numbers.gain_lower, numbers.gain_upper)}`,
@@ -208,17 +215,17 @@ function Gain({ plan, deployment }) {
             UNKNOWN,
             "It is measured once enough steps have run on the new placement.",
           ],
-        [
+        predicted && [
           "Price of the copies",
           percent(numbers.copy_cost_share, 2),
           "of MoE time, over the expected life of the plan",
         ],
-        [
+        predicted && [
           `Pays for itself after${byTokens}`,
           numbers.payback_steps == null ? UNKNOWN : stepsText(numbers.payback_steps),
           numbers.payback_s == null ? "" : roughDuration(numbers.payback_s),
         ],
-        [
+        (predicted || numbers.expected_stall_s != null) && [
           "Expected stall",
           numbers.expected_stall_s == null ? UNKNOWN : duration(numbers.expected_stall_s),
           numbers.expected_stall_s == null
@@ -232,11 +239,11 @@ function Gain({ plan, deployment }) {
             ? "The number of slots stays the same."
             : "The ranks have pooled slots: memory can move between layers.",
         ],
-        [
+        predicted && [
           "Scored on",
           numbers.held_out_steps == null ? UNKNOWN : `${count(numbers.held_out_steps)} later steps`,
         ],
-        ["Cost model now", model ? model.words : UNKNOWN],
+        predicted && ["Cost model now", model ? model.words : UNKNOWN],
       ]}
     />
     <details>

@@ -18,6 +18,9 @@ const KINDS = {
   committed: "good",
 };
 
+/** Nothing is predicted for a rollback. */
+const promised = (plan) => (plan.kind === "rollback" ? "" : percent(plan.numbers.gain));
+
 /** The phase of a plan, as a word in a frame. */
 export function Phase({ phase }) {
   return html`<${Badge} kind=${KINDS[phase] ?? "plain"}>${phase}<//>`;
@@ -65,7 +68,7 @@ export function Plans({ api, role, name, deployment, now, reload }) {
             { title: "Policy", of: (plan) => plan.policy },
             { title: "Copies", numeric: true, of: (plan) => count(plan.moves) },
             { title: "Bytes", numeric: true, of: (plan) => bytes(plan.nbytes) },
-            { title: "Promised", numeric: true, of: (plan) => percent(plan.numbers.gain) },
+            { title: "Promised", numeric: true, of: promised },
             { title: "Delivered", numeric: true, of: (plan) => percent(plan.delivered?.gain) },
           ]}
         />`}<//
