@@ -4,6 +4,7 @@ import { adviceWords, outcomeWords } from "../../../service/evenkeel_moe/console
 import * as format from "../../../service/evenkeel_moe/console/lib/format.js";
 import {
   eventWords,
+  rankWords,
   storyRange,
   waveSpans,
 } from "../../../service/evenkeel_moe/console/lib/timeline.js";
@@ -138,6 +139,24 @@ test("waves are spans from their start to their commit", () => {
   assert.deepEqual(storyRange(story, 50, true), [1, 9]);
   assert.equal(waveSpans(story.slice(0, 4)).at(-1).to, null);
   assert.deepEqual(storyRange(story.slice(0, 4), 50, false), [1, 50]);
+});
+
+test("the timeline begins when the plan begins, not when it was proposed", () => {
+  const story = [
+    row(1, "created", { phase: "proposed" }),
+    row(600, "approved", { phase: "approved" }),
+    row(602, "wave_started"),
+    row(605, "wave_committed", { waves_committed: 1 }),
+    row(606, "ended", { phase: "committed" }),
+  ];
+  assert.deepEqual(storyRange(story, 900, true), [600, 606]);
+  assert.deepEqual(storyRange(story.slice(0, 1), 9, false), [1, 9]);
+});
+
+test("a rank that has not told the state of its wave is not said to be idle", () => {
+  assert.equal(rankWords({ state: "idle", epoch: 6 }), "epoch 6");
+  assert.equal(rankWords({ state: "unknown", epoch: 6 }), "epoch 6");
+  assert.equal(rankWords({ state: "staging", epoch: 6 }), "staging, epoch 6");
 });
 
 test("a wave that is tried again has two spans", () => {

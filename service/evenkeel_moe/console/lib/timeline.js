@@ -67,14 +67,27 @@ export function waveSpans(story) {
  * @param {object[]} story oldest first
  * @param {number} now Unix seconds; the end of a plan that still runs
  * @param {boolean} ended
- * @returns {[number, number]} First and last moment of the timeline, Unix seconds. The measurement
- *   of the gain comes long after the end and is left out.
+ * @returns {[number, number]} First and last moment of the timeline, Unix seconds. The wait for an
+ *   approval is left out, and so is the measurement of the gain, which comes long after the end.
  */
 export function storyRange(story, now, ended) {
-  const moments = story.filter((row) => row.event !== "measured").map((row) => row.at);
-  const first = Math.min(...moments);
+  const shown = story.filter((row) => row.event !== "measured");
+  const moments = shown.map((row) => row.at);
+  const first = shown.find((row) => row.phase !== "proposed")?.at ?? moments[0];
   const last = ended ? Math.max(...moments) : Math.max(now, ...moments);
   return [first, Math.max(last, first + 0.001)];
+}
+
+/**
+ * Ranks tell the state of their wave only when a leader asks for it, so that "idle" or "unknown"
+ * says nothing about the wave under way.
+ *
+ * @param {object} rank of a deployment that carries out a plan
+ * @returns {string} What is known of it.
+ */
+export function rankWords(rank) {
+  const told = ["idle", "unknown"].includes(rank.state) ? "" : `${rank.state}, `;
+  return `${told}epoch ${rank.epoch}`;
 }
 
 /**

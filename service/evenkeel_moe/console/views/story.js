@@ -1,7 +1,7 @@
 /** The course of a plan: its waves as a timeline, the ranks now, and the events in order. */
 
 import { bytes, duration, percent, timeOfDay } from "../lib/format.js";
-import { eventWords, hasEnded, storyRange, waveSpans } from "../lib/timeline.js";
+import { eventWords, hasEnded, rankWords, storyRange, waveSpans } from "../lib/timeline.js";
 import { html, Moment, Section, Table } from "../ui.js";
 
 /** The waves as bars over time. */
@@ -59,7 +59,7 @@ export function RankStates({ plan, deployment }) {
       ${ranks.map(
         (rank) =>
           html`<li key=${rank.rank} class="chip ${rank.state}">
-            rank ${rank.rank}: ${rank.state}, epoch ${rank.epoch}
+            rank ${rank.rank}: ${rankWords(rank)}
           </li>`,
       )}
     </ul>
