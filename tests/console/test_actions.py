@@ -122,8 +122,12 @@ def test_an_older_answer_takes_back_nothing_that_an_action_showed(visitor: Visit
 def test_the_policy_is_changed_and_recorded(visitor: Visitor):
     visitor.go("record")
     visitor.browser.click("#policy")
+    visitor.browser.wait_text("Nothing is changed yet.")
+    assert visitor.browser.find("#policy-confirm:disabled") is not None
+    visitor.browser.wait_text("with evenkeel policy")
     visitor.browser.choose("dialog select[name=mode]", "observe")
     visitor.browser.wait_text('{"mode":"observe"}')
+    assert visitor.browser.find("#policy-confirm:disabled") is None
     visitor.browser.click("#policy-confirm")
     visitor.browser.wait_gone("dialog[open]")
     wait_until(lambda: visitor.fleet.get("/policy")["mode"] == "observe")

@@ -101,7 +101,7 @@ export function Loaded({ poll, children }) {
 
 /**
  * A button that asks before it acts. `act` does the work; its error is shown in the dialog, which
- * then stays open.
+ * then stays open. `ready` is false while there is nothing to confirm.
  */
 export function ActionButton({
   label,
@@ -112,6 +112,7 @@ export function ActionButton({
   confirm,
   id,
   disabled,
+  ready = true,
 }) {
   const dialog = useRef(null);
   const [state, setState] = useState({ busy: false, error: null });
@@ -145,7 +146,12 @@ export function ActionButton({
         ${children}
         <${Problem} error=${state.error} />
         <div class="buttons">
-          <button type="submit" class="button ${kind}" id="${id}-confirm" disabled=${state.busy}>
+          <button
+            type="submit"
+            class="button ${kind}"
+            id="${id}-confirm"
+            disabled=${state.busy || !ready}
+          >
             ${state.busy ? "Sending…" : (confirm ?? label)}
           </button>
           <button type="button" class="button" onClick=${() => dialog.current.close()}>

@@ -109,9 +109,9 @@ function EditPolicy({ api, path, role, document, changed }) {
   };
   const forget = () => setBase(null);
   const { changes, errors } = policyChanges(base?.document ?? document, form);
+  const isChanged = Object.keys(changes).length > 0;
   const act = async () => {
     if (errors.length) throw new Error(errors.join(" "));
-    if (!Object.keys(changes).length) throw new Error("Nothing was changed.");
     const tag = base?.tag;
     try {
       await api.change("PATCH", `${path}/policy`, changes, tag ? { "If-Match": tag } : {});
@@ -136,6 +136,7 @@ function EditPolicy({ api, path, role, document, changed }) {
     title="Change the policy"
     confirm="Send the changes"
     act=${act}
+    ready=${isChanged || errors.length > 0}
   >
     <label
       >${"Mode "}
@@ -166,7 +167,16 @@ function EditPolicy({ api, path, role, document, changed }) {
           </details>`
         : ""
     }
-    <p>What is sent: <code id="policy-body">${JSON.stringify(changes)}</code></p>
+    <p class="hint">
+      ${allows(role, "admin") ? "" : "The limits need a token of role admin. "}
+      The algorithm, its shadows, the cost model, the dispatch and the schedule are set on the
+      command line, with <code>evenkeel policy</code>.
+    </p>
+    ${
+      isChanged
+        ? html`<p>What is sent: <code id="policy-body">${JSON.stringify(changes)}</code></p>`
+        : html`<p id="policy-same">Nothing is changed yet.</p>`
+    }
     ${
       base
         ? html`<button type="button" class="button" onClick=${forget}>Discard the changes</button>`
