@@ -2,7 +2,7 @@
 
 /** The views of one deployment, in the order of the tabs. */
 export const VIEWS = [
-  ["why", "Why is nothing happening?"],
+  ["why", "What the planner waits for"],
   ["plans", "Plans"],
   ["load", "Load"],
   ["capacity", "Capacity"],

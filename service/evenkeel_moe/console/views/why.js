@@ -1,4 +1,4 @@
-/** Why is nothing happening? The gates of the newest cycle, and what would change the answer. */
+/** What the planner waits for: the gates of the newest cycle, and what would change the answer. */
 
 import { count, percent } from "../lib/format.js";
 import { gatesOf } from "../lib/gates.js";
