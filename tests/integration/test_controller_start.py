@@ -103,6 +103,7 @@ def test_what_is_in_the_way_of_a_start_is_one_line(tmp_path, what, words):
         assert "choose another address" not in told[0]
     assert "Traceback" not in done.stderr
     assert done.returncode == 2
+    assert not (tmp_path / "data" / "tokens").exists(), "a script would take it for a start"
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,7 @@ async def _start_servers(settings: Settings, stack: contextlib.AsyncExitStack) -
     """Take the addresses, connect to the store, and warm the kernels."""
     with _usable(settings.data_dir):
         settings.data_dir.mkdir(parents=True, exist_ok=True)
-        clock = SystemClock()
-        tokens = _tokens(settings, clock)
+    clock = SystemClock()
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     metrics = ControllerMetrics(registry)
@@ -135,6 +134,9 @@ async def _start_servers(settings: Settings, stack: contextlib.AsyncExitStack) -
     stack.callback(metrics_server.close)
     rest = RestServer(settings.rest.host, settings.rest.port, tls=rest_tls(settings.rest))
     stack.callback(rest.close)
+    # After the addresses: a first token tells scripts that this controller starts.
+    with _usable(settings.data_dir):
+        tokens = _tokens(settings, clock)
     redis = settings.redis
     client = connect(
         redis.url if embedded is None else embedded.url,
