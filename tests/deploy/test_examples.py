@@ -114,17 +114,13 @@ def test_the_patch_for_the_engines_own_image_fits_its_pod_and_the_controllers_im
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the pool")
 def test_kustomize_adds_what_the_patches_have_and_keeps_the_rest(engine, tmp_path):
-    shutil.copytree(FOLDER, tmp_path / "examples")
-    file = tmp_path / "examples" / "kustomization.yaml"
-    file.write_text(file.read_text().replace("vllm", engine))
-    done = subprocess.run(
-        ["kubectl", "kustomize", file.parent],
-        capture_output=True,
-        text=True,
-        timeout=deadline(60),
-        check=True,
+    whole = _rendered(
+        tmp_path,
+        ("patches: []", "patches:"),
+        ("# - path", "- path"),
+        ("patches/vllm-", f"patches/{engine}-"),
+        ("vllm-decode", f"{engine}-decode"),
     )
-    whole = yaml.safe_load(done.stdout)["spec"]["leaderWorkerTemplate"]["workerTemplate"]
     wanted = workers(FOLDER / f"{engine}-decode.yaml")
     for name in ("tls", "plugin"):
         patch = yaml.safe_load((FOLDER / "patches" / f"{engine}-{name}.yaml").read_text())
@@ -134,6 +130,36 @@ def test_kustomize_adds_what_the_patches_have_and_keeps_the_rest(engine, tmp_pat
             key: value for key, value in added["containers"][0].items() if key == "image"
         }
     assert _sorted(whole) == _sorted(wanted)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the pool")
+def test_without_patches_kustomize_changes_the_registry_and_nothing_else(engine, tmp_path):
+    pushed = ("newName: registry.example", "newName: registry.here:5000/team")
+    whole = _rendered(tmp_path, pushed, ("vllm-decode", f"{engine}-decode"))
+    wanted = workers(FOLDER / f"{engine}-decode.yaml")
+    container = wanted["spec"]["containers"][0]
+    container["image"] = container["image"].replace("registry.example", "registry.here:5000/team")
+    assert _sorted(whole) == _sorted(wanted)
+
+
+def _rendered(folder, *changes):
+    """Return the template of the workers that kustomize renders after changes of its file."""
+    shutil.copytree(FOLDER, folder / "examples")
+    file = folder / "examples" / "kustomization.yaml"
+    text = file.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    file.write_text(text)
+    done = subprocess.run(
+        ["kubectl", "kustomize", file.parent],
+        capture_output=True,
+        text=True,
+        timeout=deadline(60),
+        check=True,
+    )
+    return yaml.safe_load(done.stdout)["spec"]["leaderWorkerTemplate"]["workerTemplate"]
 
 
 def _sorted(value):
