@@ -93,6 +93,14 @@ def test_waves_move_real_weights_and_every_output_stays_exact(tmp_path):
         steps = lines(tmp_path, rank, "step")
         assert [step["step"] for step in steps] == list(range(60))
         assert steps[-1]["epoch"] == len(swaps)
+        # The runbooks search the log for these.
+        logged = [
+            json.loads(text) for text in (tmp_path / f"rank-{rank}.log").read_text().splitlines()
+        ]
+        assert [row["epoch"] for row in logged if row["event"] == "swap"] == [
+            swap["epoch"] for swap in swaps
+        ]
+        assert (logged[0]["event"], logged[-1]["event"]) == ("start", "exit")
 
 
 @pytest.mark.parametrize(

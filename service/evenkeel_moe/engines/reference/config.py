@@ -5,7 +5,8 @@ This module imports neither torch nor the agent, so that the command line and th
 Files under `run_folder`
     config.json             the RankConfig that every rank reads (rank -1 in the file)
     rank-R.jsonl            lines of rank R over all attempts, see below
-    rank-R.log              stdout and stderr of rank R
+    rank-R.log              stdout and stderr of rank R, with its lines `start`, `swap`, `fault`,
+                            `problem` and `exit`
     supervisor.jsonl        lines of the supervisor: `started`, `rank_died`, `restarted`, `finished`
     state/rank-R.npz        last committed placement of rank R, replaced atomically
     rendezvous-A            file store of attempt A

@@ -2,10 +2,15 @@
 
 import json
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from evenkeel_moe.adapters.clock import SystemClock
+
+_log = structlog.get_logger(__name__)
 
 
 class LineWriter:
@@ -13,12 +18,14 @@ class LineWriter:
 
     Args:
         path: the file; its folder is made if it is missing.
+        logged: kinds of lines that the log of the process gets too.
         always: keys of every line.
     """
 
-    def __init__(self, path: Path, **always: Any) -> None:
+    def __init__(self, path: Path, *, logged: Collection[str] = (), **always: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._logged = logged
         self._always = always
         self._lock = threading.Lock()
         self._clock = SystemClock()
@@ -30,6 +37,8 @@ class LineWriter:
         with self._lock:
             if not self._file.closed:
                 self._file.write(text + "\n")
+                if kind in self._logged:
+                    _log.info(kind, **self._always, **keys)
 
     def close(self) -> None:
         """Close the file."""

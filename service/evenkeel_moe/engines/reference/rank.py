@@ -31,6 +31,8 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.wire.link import KvCache
 
 _distributed: Any = torch.distributed
+_LOGGED = ("start", "swap", "fault", "problem", "exit")
+"""The lines for which an operator searches the log; the others come with every step."""
 
 
 class StepObserver(Protocol):
@@ -61,7 +63,8 @@ def run_rank(
         An ExitCode.
     """
     torch.set_num_threads(1)
-    lines = LineWriter(config.folder / f"rank-{config.rank}.jsonl", rank=config.rank)
+    path = config.folder / f"rank-{config.rank}.jsonl"
+    lines = LineWriter(path, logged=_LOGGED, rank=config.rank)
     code, reason, detail = ExitCode.FINISHED, "finished", ""
     rank, planned = None, False
     try:
