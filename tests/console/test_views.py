@@ -8,7 +8,12 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 VIEWS = {
-    "why": ("What the planner waits for", "Gates", "The place for a proposal is free", "How cycles ended"),
+    "why": (
+        "What the planner waits for",
+        "Gates",
+        "The place for a proposal is free",
+        "How cycles ended",
+    ),
     "plans": ("Made because", "Promised", "keel"),
     "load": ("Load of ranks", "times the layer's mean", "Slots of one layer", "Most load"),
     "ranks": ("node-0", "node-1", "4 of 4 connected"),
