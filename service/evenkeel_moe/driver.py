@@ -16,7 +16,7 @@ from enum import Enum, auto
 from typing import Any, Generic, Protocol, TypeVar
 
 from evenkeel_moe.errors import Reason, Unavailable
-from evenkeel_moe.ports import Clock
+from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.control_messages import LeaseLost
 
 ActionT = TypeVar("ActionT")

@@ -22,7 +22,7 @@ from evenkeel_moe.planning.decision.replica_levels import (
     ReplicaLevel,
 )
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
-from evenkeel_moe.ports import (
+from evenkeel_moe.ports.operations import (
     Advice,
     DeploymentStatus,
     LedElsewhere,

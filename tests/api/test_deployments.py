@@ -7,7 +7,7 @@ from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.ports import LedElsewhere, NotLeading
+from evenkeel_moe.ports.operations import LedElsewhere, NotLeading
 from tests.api.conftest import assert_problem, make_client
 from tests.api.fakes import SHAPE, FakeOperations, FakeView, make_plan, make_status, make_window
 

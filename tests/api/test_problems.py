@@ -13,7 +13,7 @@ from evenkeel_moe.errors import (
     Unavailable,
 )
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import LedElsewhere, NotLeading
+from evenkeel_moe.ports.operations import LedElsewhere, NotLeading
 from tests.api.conftest import assert_problem
 
 

@@ -27,6 +27,12 @@ def run_replay(*args):
     return result.stdout
 
 
+@pytest.fixture(autouse=True)
+def _wide_pipe(monkeypatch):
+    """Let tables be as wide as in a pipe, whatever width the runner of the tests has set."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def small(tmp_path):
     """Return a trace of 3 MoE layers after 2 dense ones, with source counts of 2 ranks."""

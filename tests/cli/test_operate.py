@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.plan import PlanPhase
-from evenkeel_moe.ports import LedElsewhere
+from evenkeel_moe.ports.operations import LedElsewhere
 from tests.api.fakes import NOW, FakeView, make_plan, make_rank, make_status
 
 

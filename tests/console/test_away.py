@@ -11,7 +11,7 @@ from evenkeel_moe.api import TokenSet, create_app
 from evenkeel_moe.controller.policy_document import policy_document
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.policy import DeploymentPolicy
-from evenkeel_moe.ports import LedElsewhere, NotLeading
+from evenkeel_moe.ports.operations import LedElsewhere, NotLeading
 from tests.api.fakes import FakeOperations, make_operations
 from tests.console.browser import Browser, chromium, installed
 from tests.console.fleet import OPERATE, TOKENS

@@ -12,7 +12,7 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
-from evenkeel_moe.ports import Clock, Lease
+from evenkeel_moe.ports.stores import Clock, Lease
 from evenkeel_moe.telemetry.windows import join_windows
 
 

@@ -12,7 +12,7 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
-from evenkeel_moe.ports import Lease
+from evenkeel_moe.ports.stores import Lease
 from tests.contracts.conftest import CAPACITY, EPOCHS_KEPT
 from tests.waiting import until
 

@@ -177,7 +177,8 @@ async def test_a_term_the_ranks_refuse_makes_a_leader_step_down(tmp_path, store)
         # Ranks refuse it, so it stops leading; it leads again only above the term they know.
         await until(above)
         await until(lambda: one.state("ready"))
-        assert all(rank.refused for rank in group.ranks if isinstance(rank, BoundRank))
+        # The first refusal ends the term, so the other ranks may not have been asked in it.
+        assert any(rank.refused for rank in group.ranks if isinstance(rank, BoundRank))
 
 
 async def test_a_restarted_leader_reclaims_its_lease_at_once(tmp_path, store):

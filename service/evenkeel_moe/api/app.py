@@ -16,7 +16,7 @@ from evenkeel_moe.api.problems import KINDS, add_problem_handlers
 from evenkeel_moe.api.read_tags import ReadTags
 from evenkeel_moe.api.schemas import ProblemOut
 from evenkeel_moe.api.trace import TraceMiddleware
-from evenkeel_moe.ports import Operations
+from evenkeel_moe.ports.operations import Operations
 
 _DESCRIPTION = """Plans, approves, cancels and rolls back expert placements.
 

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evenkeel_moe.api.auth import Role, Token, needed_role
 from evenkeel_moe.api.context import deployment_in
-from evenkeel_moe.ports import AuditEntry, Operations
+from evenkeel_moe.ports.operations import AuditEntry, Operations
 
 _MOST_PATH = 256
 

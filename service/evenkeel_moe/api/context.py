@@ -13,7 +13,7 @@ from fastapi import Depends, Header, Path, Query, Request
 from evenkeel_moe.api.auth import Token
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import DeploymentId, PlanId
-from evenkeel_moe.ports import Operations
+from evenkeel_moe.ports.operations import Operations
 
 T = TypeVar("T")
 

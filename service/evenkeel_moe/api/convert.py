@@ -27,7 +27,7 @@ from evenkeel_moe.model.plan import Plan, PlanLimits, PlanRecord
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.kv_tradeoff import kv_tradeoff
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.ports import Advice, DeploymentStatus, LedElsewhere, PlanRequest
+from evenkeel_moe.ports.operations import Advice, DeploymentStatus, LedElsewhere, PlanRequest
 from evenkeel_moe.protocol.transitions import ControlState
 
 

@@ -43,7 +43,7 @@ from evenkeel_moe.api.schemas import (
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.policy import Mode
-from evenkeel_moe.ports import DeploymentStatus, Operations
+from evenkeel_moe.ports.operations import DeploymentStatus, Operations
 
 router = APIRouter(tags=["deployments"], route_class=LargeBodyRoute)
 

@@ -24,7 +24,7 @@ from evenkeel_moe.api.context import PLAN_ID_PATTERN, deployment_in
 from evenkeel_moe.api.problems import problem_response
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import Operations, StoredResponse
+from evenkeel_moe.ports.operations import Operations, StoredResponse
 
 _TTL_S = 86_400.0
 _MOST_KEYS = 4096

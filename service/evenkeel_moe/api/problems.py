@@ -24,7 +24,7 @@ from evenkeel_moe.errors import (
     Reason,
     Unavailable,
 )
-from evenkeel_moe.ports import NotLeading
+from evenkeel_moe.ports.operations import NotLeading
 
 _log = logging.getLogger(__name__)
 

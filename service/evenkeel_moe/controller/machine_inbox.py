@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from evenkeel_moe.driver import Driver
-from evenkeel_moe.ports import Clock
+from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 

@@ -7,7 +7,7 @@ import structlog
 
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.errors import Unavailable
-from evenkeel_moe.ports import Clock
+from evenkeel_moe.ports.stores import Clock
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)

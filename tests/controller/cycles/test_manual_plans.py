@@ -13,7 +13,7 @@ from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanLimits, PlanPhase
-from evenkeel_moe.ports import PlanRequest
+from evenkeel_moe.ports.operations import PlanRequest
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.contracts.memory_store import MemoryStore

@@ -10,7 +10,7 @@ from evenkeel_moe.controller.deployment.failures import DeploymentFailures
 from evenkeel_moe.controller.ingest.group_memory import memory_together
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import NotLeading
+from evenkeel_moe.ports.operations import NotLeading
 from evenkeel_moe.wire.link import NotLeader, Registration, RegistrationOutcome
 from tests.controller.replicas import DEMO, ONE, TWO, replicas
 from tests.protocol.machines import hello_of

@@ -10,7 +10,7 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.controller.leadership.leases import LeaseKeeper
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import Lease
+from evenkeel_moe.ports.stores import Lease
 from tests.contracts.memory_store import MemoryStore
 from tests.waiting import deadline, until
 

@@ -12,7 +12,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy
-from evenkeel_moe.ports import Lease
+from evenkeel_moe.ports.stores import Lease
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import BASE, DEMO, TARGET, make_record

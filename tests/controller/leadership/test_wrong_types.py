@@ -8,7 +8,7 @@ from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.adapters.redis.wrong_types import ASIDE, type_of
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.load import Phase
-from evenkeel_moe.ports import Lease
+from evenkeel_moe.ports.stores import Lease
 from tests.contracts.conftest import valkey
 from tests.contracts.test_stores import make_window
 from tests.controller.leadership.test_bad_records import PREFIX, fill, lead_and_look

@@ -10,7 +10,7 @@ from evenkeel_moe.controller.operations.answers import AnswerLog
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import StoredResponse
+from evenkeel_moe.ports.operations import StoredResponse
 from tests.contracts.memory_store import MemoryStore
 
 DEMO = DeploymentId("demo")

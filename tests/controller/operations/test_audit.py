@@ -14,7 +14,7 @@ from evenkeel_moe.controller.operations.audit import AuditLog
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import AuditEntry
+from evenkeel_moe.ports.operations import AuditEntry
 from tests.contracts.memory_store import MemoryStore
 
 DEMO = DeploymentId("demo")

@@ -7,7 +7,7 @@ import pytest
 from evenkeel_moe.controller.cycles.manual_plans import request_digest
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import PlanId
-from evenkeel_moe.ports import PlanRequest
+from evenkeel_moe.ports.operations import PlanRequest
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_record
 from tests.controller.replicas import ONE

@@ -14,7 +14,7 @@ from evenkeel_moe.adapters.redis.client import Client, Timed, deployment_key, ti
 from evenkeel_moe.adapters.redis.encoding import UnreadableRecord
 from evenkeel_moe.adapters.redis.wrong_types import WrongTypes
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import Lease
+from evenkeel_moe.ports.stores import Lease
 from evenkeel_moe.wire.values import is_deployment_id
 
 NEW_AGE_S = 3600.0

@@ -31,7 +31,8 @@ from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, Calibrati
 from evenkeel_moe.planning.decision.cycle import CycleInputs
 from evenkeel_moe.planning.decision.gates import GateMemory, GateSettings
 from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.ports import Clock, PlanRequest
+from evenkeel_moe.ports.operations import PlanRequest
+from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.telemetry.rank_speeds import Device, SlowRanks
 

@@ -31,7 +31,8 @@ from evenkeel_moe.model.plan import Plan, PlanKind, PlanLimits, PlanRecord
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.cycle import CycleResult
 from evenkeel_moe.planning.policies.registry import resolve_policy
-from evenkeel_moe.ports import Clock, DeploymentStore, PlanRequest
+from evenkeel_moe.ports.operations import PlanRequest
+from evenkeel_moe.ports.stores import Clock, DeploymentStore
 from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.leader.plan_records import require_same_request
 from evenkeel_moe.telemetry.swap_stalls import SwapStalls

@@ -19,7 +19,7 @@ from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord
 from evenkeel_moe.planning.decision.calibration import Calibration, GainPair, calibrate
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from evenkeel_moe.ports import Clock
+from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.telemetry.delivered_gain import (

@@ -32,7 +32,7 @@ from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.calibration import Calibration
-from evenkeel_moe.ports import Clock, DeploymentStore
+from evenkeel_moe.ports.stores import Clock, DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.telemetry.swap_stalls import SwapStalls

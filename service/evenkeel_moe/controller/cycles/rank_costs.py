@@ -13,7 +13,7 @@ from evenkeel_moe.model.cost import CostModel, CostSource
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.ports import Clock
+from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.telemetry.cost_choice import ChosenCost, KnownCosts, RankNumbers, choose_cost
 

@@ -13,7 +13,8 @@ from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import RecommendationInputs, recommend
-from evenkeel_moe.ports import Advice, Clock
+from evenkeel_moe.ports.operations import Advice
+from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 
 _REFERENCE = "eplb"

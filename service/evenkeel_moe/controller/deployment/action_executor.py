@@ -13,7 +13,7 @@ from evenkeel_moe.driver import ActionStage
 from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.plan import WaveKey
-from evenkeel_moe.ports import DeploymentStore
+from evenkeel_moe.ports.stores import DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Prepare
 

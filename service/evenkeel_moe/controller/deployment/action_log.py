@@ -11,7 +11,7 @@ from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.model.plan import PlanRecord, WaveKey
-from evenkeel_moe.ports import Clock
+from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
 
 _log = structlog.get_logger(__name__)

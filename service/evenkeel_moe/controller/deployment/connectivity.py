@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from evenkeel_moe.controller.leadership.leases import LeaseKeeper
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.controller.tasks import Spawn
-from evenkeel_moe.ports import Clock
+from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.transitions import ControlState
 

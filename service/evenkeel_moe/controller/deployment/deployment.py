@@ -32,7 +32,7 @@ from evenkeel_moe.model.cost import TOKENS
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.ports import Clock, DeploymentStore, WindowStore
+from evenkeel_moe.ports.stores import Clock, DeploymentStore, WindowStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.operator import Operator

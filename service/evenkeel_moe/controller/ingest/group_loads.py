@@ -18,7 +18,7 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.ids import Epoch, Generation
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from evenkeel_moe.ports import DeploymentStore
+from evenkeel_moe.ports.stores import DeploymentStore
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.protocol.transitions import ControlState

@@ -11,7 +11,7 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.load import MAX_STEP, LoadReport, LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.ports import Clock, WindowStore
+from evenkeel_moe.ports.stores import Clock, WindowStore
 from evenkeel_moe.telemetry.assembly import Intake, Quarantine, Rejection, StepAssembler
 from evenkeel_moe.telemetry.windows import StepRing
 from evenkeel_moe.wire.link import ReportAck

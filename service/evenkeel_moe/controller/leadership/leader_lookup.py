@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import DeploymentStore, LedElsewhere
+from evenkeel_moe.ports.operations import LedElsewhere
+from evenkeel_moe.ports.stores import DeploymentStore
 
 _CONCURRENT = 16
 """Deployments looked up at a time."""

@@ -17,7 +17,7 @@ from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.controller.tasks import Spawn
 from evenkeel_moe.errors import Conflict, Unavailable
-from evenkeel_moe.ports import Clock, DeploymentStore, Lease
+from evenkeel_moe.ports.stores import Clock, DeploymentStore, Lease
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.messages import Leader

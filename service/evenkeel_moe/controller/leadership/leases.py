@@ -10,7 +10,7 @@ import structlog
 from evenkeel_moe.controller.tasks import end_tasks
 from evenkeel_moe.errors import Conflict, EvenkeelError, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import Clock, DeploymentStore, Lease
+from evenkeel_moe.ports.stores import Clock, DeploymentStore, Lease
 
 _log = structlog.get_logger(__name__)
 _RETRY_S = 1.0

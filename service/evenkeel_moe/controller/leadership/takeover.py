@@ -7,7 +7,7 @@ from evenkeel_moe.controller.leadership.operator_state import OperatorStateRecov
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
-from evenkeel_moe.ports import DeploymentStore, Lease
+from evenkeel_moe.ports.stores import DeploymentStore, Lease
 from evenkeel_moe.protocol.control_messages import StoredRecords
 from evenkeel_moe.protocol.leader.plan_records import select_remembered
 

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from evenkeel_moe.controller.operations.stored_rows import Row, StoredRows
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import Clock, DeploymentStore, StoredResponse
+from evenkeel_moe.ports.operations import StoredResponse
+from evenkeel_moe.ports.stores import Clock, DeploymentStore
 
 _KEPT = 512
 """Answers kept for each deployment: about 120 kB."""

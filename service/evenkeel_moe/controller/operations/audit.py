@@ -9,7 +9,8 @@ from evenkeel_moe.controller.logs import audit_line
 from evenkeel_moe.controller.operations.stored_rows import Row, StoredRows
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import AuditEntry, Clock, DeploymentStore
+from evenkeel_moe.ports.operations import AuditEntry
+from evenkeel_moe.ports.stores import Clock, DeploymentStore
 
 _IN_MEMORY = 1024
 """Changes of all deployments on this replica."""

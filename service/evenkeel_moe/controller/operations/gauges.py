@@ -26,7 +26,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from evenkeel_moe.ports import Clock
+from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.telemetry.windows import newest_parts
 

@@ -18,10 +18,9 @@ from evenkeel_moe.errors import Conflict, InvalidInput, NotFound, Reason, Unavai
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.planning.decision.gates import GateSettings
-from evenkeel_moe.ports import (
+from evenkeel_moe.ports.operations import (
     Advice,
     AuditEntry,
-    DeploymentStore,
     DeploymentView,
     LedElsewhere,
     NotLeading,
@@ -29,6 +28,7 @@ from evenkeel_moe.ports import (
     QuarantineRow,
     StoredResponse,
 )
+from evenkeel_moe.ports.stores import DeploymentStore
 from evenkeel_moe.protocol.control_messages import ControlAction
 from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.settings_checks import never_met

@@ -18,7 +18,8 @@ from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.ports import Clock, DeploymentStatus, RankStatus
+from evenkeel_moe.ports.operations import DeploymentStatus, RankStatus
+from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.membership import Member
 from evenkeel_moe.protocol.leader.operator import Operator

@@ -11,7 +11,7 @@ import structlog
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports import DeploymentStore
+from evenkeel_moe.ports.stores import DeploymentStore
 
 _log = structlog.get_logger(__name__)
 

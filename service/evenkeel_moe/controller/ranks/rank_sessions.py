@@ -11,7 +11,7 @@ from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.controller.ranks.session import RankSession, SessionTargets
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId, Generation
-from evenkeel_moe.ports import Clock
+from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Ack, ControllerMessage, Hello
 from evenkeel_moe.protocol.timing import ControlTiming
