@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import structlog
 
-from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming, order_of
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
@@ -279,7 +279,11 @@ async def test_a_controller_that_is_silent_for_a_lease_is_left_for_another():
     """The host of a paused leader keeps the connection open; only messages show that it lives."""
     silent = Registration(RegistrationOutcome.ACCEPTED, 0.05, 0.3, FlowControl(0.1))
     query = QueryState(Leader("b", 2))
-    async with serving([silent]) as (paused, one), serving([ACCEPTED, query]) as (other, two):
+    async with serving() as first, serving() as second:
+        servers = {address: server for server, address in (first, second)}
+        one, two = order_of(HELLO.identity.deployment, list(servers))
+        paused, other = servers[one], servers[two]
+        paused.answers, other.answers = [[silent]], [[ACCEPTED, query]]
         async with running(GrpcRankLink([one, two], timing=FAST)) as listener:
             await until(lambda: any(message == query for _, message in listener.got))
             assert paused.streams == 1
