@@ -157,6 +157,7 @@ test("a rank that has not told the state of its wave is not said to be idle", ()
   assert.equal(rankWords({ state: "idle", epoch: 6 }), "epoch 6");
   assert.equal(rankWords({ state: "unknown", epoch: 6 }), "epoch 6");
   assert.equal(rankWords({ state: "staging", epoch: 6 }), "staging, epoch 6");
+  assert.equal(rankWords({ state: "unknown", epoch: null }), "epoch unknown");
 });
 
 test("a wave that is tried again has two spans", () => {

@@ -1,6 +1,6 @@
 /** The story of a plan as intervals of its waves, and its events in words. */
 
-import { percent } from "./format.js";
+import { percent, text } from "./format.js";
 import { sentence } from "./reasons.js";
 
 const EVENTS = {
@@ -87,7 +87,7 @@ export function storyRange(story, now, ended) {
  */
 export function rankWords(rank) {
   const told = ["idle", "unknown"].includes(rank.state) ? "" : `${rank.state}, `;
-  return `${told}epoch ${rank.epoch}`;
+  return `${told}epoch ${text(rank.epoch)}`;
 }
 
 /**

@@ -30,7 +30,7 @@ export function Ranks({ api, name, deployment, now }) {
                   of: (rank) =>
                     html`${text(rank.device)}<span class="hint">${rank.gpu_uuid}</span>`,
                 },
-                { title: "Epoch", numeric: true, of: (rank) => rank.epoch },
+                { title: "Epoch", numeric: true, of: (rank) => text(rank.epoch) },
                 {
                   title: "Last seen",
                   of: (rank) => html`<${Moment} unix=${rank.last_seen_unix} now=${now} />`,
