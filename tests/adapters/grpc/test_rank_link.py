@@ -243,10 +243,7 @@ async def test_no_leader_and_refusal_are_tried_again_later():
 @pytest.mark.parametrize("order", [1, -1])
 async def test_all_ranks_of_a_deployment_begin_with_the_same_controller(order):
     """The order of their start does not matter: the deployment determines the first address."""
-    async with (
-        serving(*[[ACCEPTED]] * 4) as (first, one),
-        serving(*[[ACCEPTED]] * 4) as (second, two),
-    ):
+    async with serving([ACCEPTED]) as (first, one), serving([ACCEPTED]) as (second, two):
         links = [GrpcRankLink([one, two], timing=FAST, seed=seed) for seed in (1, 2, 3)][::order]
         async with running(links[0]) as a, running(links[1]) as b, running(links[2]) as c:
             await until(lambda: a.got and b.got and c.got)
@@ -281,13 +278,12 @@ async def test_a_controller_that_is_silent_for_a_lease_is_left_for_another():
     query = QueryState(Leader("b", 2))
     async with serving() as first, serving() as second:
         servers = {address: server for server, address in (first, second)}
-        one, two = order_of(HELLO.identity.deployment, list(servers))
-        paused, other = servers[one], servers[two]
+        order = order_of(HELLO.identity.deployment, list(servers))
+        paused, other = (servers[address] for address in order)
         paused.answers, other.answers = [[silent]], [[ACCEPTED, query]]
-        async with running(GrpcRankLink([one, two], timing=FAST)) as listener:
+        async with running(GrpcRankLink(order, timing=FAST)) as listener:
             await until(lambda: any(message == query for _, message in listener.got))
-            assert paused.streams == 1
-            assert other.streams == 1
+            assert (paused.streams, other.streams) == (1, 1)
             assert listener.lost_streams == [1]
 
 
