@@ -19,6 +19,8 @@ from evenkeel_moe.protocol.messages import Prepare
 
 _WAITING = 100
 """Decisions on a new deployment that are kept."""
+_BALANCE = "balancedness_mean"
+"""The name that the gates give to the mean balancedness."""
 
 
 @dataclass(eq=False, repr=False)
@@ -28,6 +30,7 @@ class ActionExecutor:
     Args:
         expect_wave: prepares for reports under the placement that a wave leads to.
         begin_cycle: plans in the background; ends with `CycleDecided`.
+        balancedness: returns the mean balancedness of the window now; None if it is unknown.
     """
 
     deployment: DeploymentId
@@ -38,6 +41,7 @@ class ActionExecutor:
     log: ActionLog
     expect_wave: Callable[[Prepare], None]
     begin_cycle: Callable[[ctl.RunCycle], None]
+    balancedness: Callable[[], float | None]
     _waiting: deque[ctl.ControlAction] = field(
         default_factory=lambda: deque(maxlen=_WAITING), init=False
     )
@@ -66,6 +70,7 @@ class ActionExecutor:
             `PersistFailed` with the actions that may not be stored, `LeaseLost` if another replica
             leads, or nothing.
         """
+        actions = [self._with_balance(action) for action in actions]
         for action in actions:
             self.log.persisting(action)
         if self._is_new() and all(isinstance(one, ctl.PersistDecision) for one in actions):
@@ -86,6 +91,19 @@ class ActionExecutor:
                 return (ctl.LeaseLost(),)
         self.health.answered()
         return ()
+
+    def _with_balance(self, action: ctl.ControlAction) -> ctl.ControlAction:
+        """Add the balance to a new decision that has none, because its cycle ended before planning.
+
+        Operators must see the balance also while a proposal waits for them.
+        """
+        if not isinstance(action, ctl.PersistDecision) or self.log.has_logged(action):
+            return action
+        numbers = action.row.get("numbers", {})
+        balance = None if _BALANCE in numbers else self.balancedness()
+        if balance is None:
+            return action
+        return ctl.PersistDecision({**action.row, "numbers": {**numbers, _BALANCE: balance}})
 
     def _is_new(self) -> bool:
         """Return True while the ranks were never all here and no operator acted."""

@@ -50,6 +50,11 @@ class ActionLog:
         self._wave_began = {wave: self.clock.monotonic()}
         return True
 
+    def has_logged(self, action: ctl.ControlAction) -> bool:
+        """Return True if the action was logged before; it is then stored again."""
+        subject = _subject(action)
+        return subject is not None and subject in self._logged
+
     def persisting(self, action: ctl.ControlAction) -> None:
         """Log and count an action that is about to be stored, unless that was done before."""
         subject = _subject(action)

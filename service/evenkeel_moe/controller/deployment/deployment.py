@@ -191,6 +191,7 @@ class Deployment:
             log,
             expect_wave=self._expect_wave,
             begin_cycle=self.planner.begin_cycle,
+            balancedness=lambda: self.loads.balancedness(shared.clock.monotonic()),
         )
 
     def _swapped(self, metrics: ControllerMetrics, ack: Ack) -> None:

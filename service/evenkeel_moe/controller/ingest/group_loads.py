@@ -16,6 +16,8 @@ from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.ids import Epoch, Generation
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports.stores import DeploymentStore
@@ -81,6 +83,33 @@ class GroupLoads:
         members = self.control.membership.members.values()
         told = (member.hello.dispatch for member in members)
         return choose_dispatch(self.control.policy.dispatch, told, self.dispatch)
+
+    def update_balance(self) -> None:
+        """Bring balance and times up to the newest steps, under the committed placement."""
+        control = self.control
+        placement, epoch = control.placement, control.epoch
+        if placement is None:
+            return
+        windows = self._windows_of(placement)
+        self.balance.update(windows, placement)
+        if epoch is not None:
+            self.times.update(windows, placement, epoch, self.split(), control.history)
+
+    def balancedness(self, now: float) -> float | None:
+        """Return the mean balancedness now; None without load, or while no rank is heard."""
+        placement = self.control.placement
+        if placement is None or not self.control.membership.any_fresh(now):
+            return None
+        self.balance.update(self._windows_of(placement), placement)
+        return self.balance.summary()[0]
+
+    def _windows_of(self, placement: Placement) -> dict[Phase, Sequence[LoadWindow]]:
+        sizes = placement.num_layers, placement.num_logical_experts
+        return {
+            phase: parts
+            for phase, parts in self.ingest.parts().items()
+            if parts[-1].counts.shape[1:] == sizes
+        }
 
     # --- following the machine --------------------------------------------------------------------
 

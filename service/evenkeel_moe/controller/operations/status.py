@@ -64,26 +64,11 @@ class LiveView:
         """
         if not self._any_rank_heard():
             return dict.fromkeys(Phase, (None, None))
-        self._update_balance()
+        self.loads.update_balance()
         return {phase: self.loads.balance.summary(phase) for phase in Phase}
 
     def _any_rank_heard(self) -> bool:
         return self.control.membership.any_fresh(self.clock.monotonic())
-
-    def _update_balance(self) -> None:
-        placement = self.control.placement
-        if placement is None:
-            return
-        layers, experts = placement.num_layers, placement.num_logical_experts
-        windows = {
-            phase: parts
-            for phase, parts in self.loads.ingest.parts().items()
-            if parts[-1].counts.shape[1:] == (layers, experts)
-        }
-        self.loads.balance.update(windows, placement)
-        if self.control.epoch is not None:
-            history, split = self.control.history, self.loads.split()
-            self.loads.times.update(windows, placement, self.control.epoch, split, history)
 
     def status(self) -> DeploymentStatus:
         """Return the present status.
@@ -94,7 +79,7 @@ class LiveView:
         control, loads, leadership = self.control, self.loads, self.leadership
         if loads.shape is None:
             raise Unavailable(f"no rank of {control.deployment} has connected yet")
-        self._update_balance()
+        self.loads.update_balance()
         now = self.clock.monotonic()
         heard = self._any_rank_heard()
         mean, worst = loads.balance.summary() if heard else (None, None)
