@@ -194,10 +194,11 @@ sbom: .venv/ready
 
 # PIP_FLAGS can select another package index, for example a CPU-only one for torch.
 .venv/ready: pyproject.toml constraints.txt
+	@echo "Installs Evenkeel and its tools into .venv. This takes some minutes; pip prints nothing."
 	$(PYTHON) -m venv .venv
 	$(INSTALL) -c constraints.txt -e '.[dev]'
-	# Kernels are compiled once here and cached beside their sources, so that no first run waits.
-	$(BIN)/python -c \
+	@echo "Compiles the kernels once, beside their sources, so that no first run waits. About a minute."
+	@$(BIN)/python -c \
 	  "from evenkeel_moe.planning.policies.registry import warm_kernels; warm_kernels()"
 	touch $@
 
