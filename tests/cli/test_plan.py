@@ -78,7 +78,11 @@ def test_the_only_deployment_needs_no_name(run, operations):
 
 def test_long_lists_are_fetched_whole(run, operations):
     operations.records["demo"] = [make_plan(f"p{number}") for number in range(230)]
-    assert len(json.loads(run("plan", "list", "-d", "demo", "--json")[1])) == 230
+    every = json.loads(run("plan", "list", "-d", "demo", "--json")[1])
+    assert len(every) == 230
+    for limit in (3, 150):
+        newest = json.loads(run("plan", "list", "-d", "demo", "--json", "-n", str(limit))[1])
+        assert newest == every[:limit]
 
 
 def test_a_target_file_becomes_the_plan(run, operations, tmp_path):

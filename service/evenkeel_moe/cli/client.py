@@ -122,12 +122,12 @@ class ApiClient:
         """Call PATCH /v1/path."""
         return self._call("PATCH", path, json=body)
 
-    def every(self, path: str) -> list[Any]:
-        """Return all items of a paged list."""
+    def every(self, path: str, limit: int | None = None) -> list[Any]:
+        """Return all items of a paged list, or its first ones."""
         items: list[Any] = []
         token: str | None = None
         while True:
-            page = self.get(path, page_token=token)
+            page = self.get(path, page_token=token, page_size=limit)
             try:
                 items += page["items"]
                 token = page["next_page_token"]
@@ -135,8 +135,8 @@ class ApiClient:
                 raise CliError(
                     f"{self._url} did not answer with a list of {path}; {_HINT}", Exit.REFUSED
                 ) from error
-            if token is None:
-                return items
+            if token is None or (limit is not None and len(items) >= limit):
+                return items[:limit]
 
     def deployment(self, name: str | None) -> str:
         """Return the named deployment, or the only one there is.

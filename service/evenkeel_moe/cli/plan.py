@@ -195,11 +195,21 @@ def _read_target(path: Path) -> dict[str, Any]:
 
 @app.command("list")
 @with_option_groups
-def list_plans(connection: NamedDeployment, shown: ShowOptions) -> None:
+def list_plans(
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit", "-n", min=1, max=1000, help="Number of newest plans.", show_default="all"
+        ),
+    ] = None,
+    *,
+    connection: NamedDeployment,
+    shown: ShowOptions,
+) -> None:
     """List plans, newest first."""
     with connection.client() as client:
         path = connection.path(client, "/plans")
-        shown.run(lambda: client.every(path), plan_tables.plans_table)
+        shown.run(lambda: client.every(path, limit), plan_tables.plans_table)
 
 
 @app.command("show")
