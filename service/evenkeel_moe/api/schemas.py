@@ -78,7 +78,8 @@ class RankOut(ResponseBody):
     """Share of the window's tokens; 1/ranks is balanced. Null without data."""
     seconds_per_token: float | None
     """Median seconds of MoE computation per token, before the collective. Null if not measured."""
-    free_bytes: int
+    free_bytes: int | None
+    """Bytes of memory that its device has free. Null while the rank is not connected."""
     staging_bytes: int
     slowness: float | None
     """Seconds per token divided by the median rank's; above 1 is slower. Null if unknown."""

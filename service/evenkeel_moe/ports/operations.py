@@ -33,7 +33,8 @@ class RankStatus:
     """Share of the window's tokens; 1/R is balanced. None without data."""
     seconds_per_token: float | None
     """Median MoE computation before the collective; None if not measured."""
-    free_bytes: int
+    free_bytes: int | None
+    """Bytes of memory that its device has free; None while it has no stream."""
     staging_bytes: int
     slowness: float | None = None
     """Its seconds divided by the median rank's for the same tokens; None if not measured."""

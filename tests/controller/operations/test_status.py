@@ -45,14 +45,16 @@ async def test_a_leader_whose_ranks_have_not_reported_their_state_reports_no_epo
         assert "evenkeel_term" in series(view)
 
 
-async def test_the_epoch_of_a_rank_without_a_stream_is_unknown_and_not_the_one_of_its_start():
+async def test_what_a_rank_without_a_stream_told_at_its_start_is_unknown():
     async with replicas("a") as (one, _):
         sessions = await one.lead()
         view = live_view(one.member)
         assert [rank.epoch for rank in view.status().ranks] == [0, 0]
         sessions[1].lost()
-        epochs = [rank.epoch for rank in deployment_out(view.status()).ranks or []]
-        assert epochs == [0, None]
+        here, lost = deployment_out(view.status()).ranks or []
+        assert (here.epoch, lost.epoch) == (0, None)
+        assert here.free_bytes is not None
+        assert lost.free_bytes is None
 
 
 async def test_a_state_that_a_rank_told_within_a_wave_is_not_shown_when_the_wave_is_over():

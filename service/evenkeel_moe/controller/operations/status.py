@@ -165,7 +165,7 @@ class LiveView:
             state="unknown" if state is None else self._state_now(state.state),
             load_share=load_share,
             seconds_per_token=seconds_per_token,
-            free_bytes=session.free_bytes if session is not None else hello.free_bytes,
+            free_bytes=None if session is None else session.free_bytes,
             staging_bytes=hello.staging_bytes,
             slowness=slowness,
             trouble=session.trouble if session is not None else "",
