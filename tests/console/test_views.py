@@ -11,7 +11,7 @@ VIEWS = {
     "why": (
         "What the planner waits for",
         "Gates",
-        "The place for a proposal is free",
+        "Earlier proposals have been answered",
         "How cycles ended",
     ),
     "plans": ("Made because", "Promised", "keel"),

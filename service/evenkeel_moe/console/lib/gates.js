@@ -27,7 +27,7 @@ const GATES = [
     remedy: () => "End the freeze, change the schedule, or wait.",
   },
   {
-    title: "The hold lets plans be made in this mode",
+    title: "Mode and hold let plans be made",
     closes: ["held_after_rollback", "gains_not_delivered"],
     says: ({ policy, deployment }) =>
       deployment.held
@@ -45,7 +45,7 @@ const GATES = [
     remedy: () => "Wait for the plan to end, or cancel it.",
   },
   {
-    title: "The place for a proposal is free",
+    title: "Earlier proposals have been answered",
     closes: ["plan_proposed"],
     says: ({ numbers }) =>
       isKnown(numbers.expires_in_s)

@@ -24,7 +24,7 @@ export function Why({ api, name, deployment, now }) {
   const points = useHistory(api, deployment);
   if (!deployment) return "";
   const decision = deployment.last_decision;
-  return html`<${Section} title="The newest answer">
+  return html`<${Section} title="The newest decision">
       ${
         decision
           ? html`<p class="answer">${sentence(decision.reason)}</p>
