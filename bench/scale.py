@@ -24,6 +24,7 @@ from evenkeel_moe.controller.ingest.group_memory import GroupMemory, group_memor
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
+from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 STEPS_PER_S = 100.0
@@ -39,6 +40,7 @@ async def each(batches: Iterable[list[Row]]) -> AsyncIterator[list[Row]]:
 
 def plan_rows() -> Iterable[list[Row]]:
     """Yield the seconds of a first plan, and of a plan after the load has drifted."""
+    warm_kernels()  # As the planner's process does when it starts.
     for name, shape in (("256", MANY), ("2048", LARGE)):
         load = lognormal_steps(256, shape.num_layers, shape.num_logical_experts)
         topology = Topology(tuple(rank // 8 for rank in range(shape.num_ranks)))
