@@ -105,7 +105,7 @@ def make_plan(plan_id: str = "p-1", deployment: str = "demo", **changes) -> Plan
         target=base.with_rows((0,), rows),
         waves=(wave,),
         created_at=NOW,
-        numbers={"balancedness_before": 0.6, "balancedness_after": 0.9},
+        numbers={"balancedness_mean": 0.6, "balancedness_expected": 0.9},
     )
     values = {
         "plan": plan,

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,12 +69,12 @@ def print_part(console: Console, part: RenderableType) -> None:
     typer.echo("\n".join(line.rstrip() for line in lines))
 
 
-def show(answer: Any, as_json: bool, table: RenderableType) -> None:
-    """Print an answer of the controller, either unchanged as JSON or as a table."""
+def show(answer: Any, as_json: bool, render: Callable[[], RenderableType]) -> None:
+    """Print an answer of the controller, either unchanged as JSON or as `render` draws it."""
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
     else:
-        print_parts(table)
+        print_parts(render())
 
 
 @contextmanager

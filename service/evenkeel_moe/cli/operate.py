@@ -101,7 +101,7 @@ def policy(
             name = chosen.found(client)
             confirm(f"In mode auto the controller moves experts of {name} without asking.", yes)
         document = client.patch(path, fields) if fields else client.get(path)
-    show(document, as_json, tables.document_table(document))
+    show(document, as_json, lambda: tables.document_table(document))
 
 
 def freeze(

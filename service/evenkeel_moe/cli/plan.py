@@ -2,11 +2,13 @@
 
 import json
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli import plan_tables
@@ -135,11 +137,15 @@ def create(
         if asks and (request.start or client.get(path)["mode"] == "auto"):
             confirm(f"The plan starts at once: ranks of {name} copy experts.", yes)
         answer = _post_plan(client, f"{path}/plans", body)
-    _show_plan(answer, as_json)
+        show(answer, as_json, lambda: _view(client, name, answer))
 
 
-def _show_plan(answer: dict[str, Any], as_json: bool) -> None:
-    show(answer, as_json, plan_tables.plan_view(answer, SystemClock().unix()))
+def _view(client: ApiClient, deployment: str, plan: dict[str, Any]) -> RenderableType:
+    """Return the view of a plan, with the cost model of its deployment if that can be read."""
+    model = None
+    with suppress(CliError):  # The plan was answered, and must be shown.
+        model = client.get(f"deployments/{deployment}")["cost_model"]
+    return plan_tables.plan_view(plan, SystemClock().unix(), model)
 
 
 def _new_id(kind: str) -> str:
@@ -218,10 +224,10 @@ def show_plan(words: PlanArgument, connection: DeploymentClientOptions, shown: S
     """Show one plan and the figures behind it."""
     chosen, plan = connection.named_in(words, "PLAN")
     with connection.client() as client:
-        path = chosen.path(client, f"/plans/{plan}")
+        name = chosen.found(client)
         shown.run(
-            lambda: client.get(path),
-            lambda answer: plan_tables.plan_view(answer, SystemClock().unix()),
+            lambda: client.get(f"deployments/{name}/plans/{plan}"),
+            lambda answer: _view(client, name, answer),
         )
 
 
@@ -254,10 +260,10 @@ def approve(
                 f"Ranks of {name} copy {found['moves']:,} experts, {bytes_text(found['nbytes'])},"
                 f" in {found['waves']} waves.",
                 yes,
-                plan_tables.plan_view(found, SystemClock().unix()),
+                _view(client, name, found),
             )
         answer = client.post(f"{path}/approve")
-    _show_plan(answer, as_json)
+        show(answer, as_json, lambda: _view(client, name, answer))
 
 
 @app.command()
@@ -268,8 +274,9 @@ def cancel(
     """Stop a plan. A wave that has all its votes still commits; later waves do not start."""
     chosen, plan = connection.named_in(words, "PLAN")
     with connection.client() as client:
-        answer = client.post(chosen.path(client, f"/plans/{plan}/cancel"))
-    _show_plan(answer, as_json)
+        name = chosen.found(client)
+        answer = client.post(f"deployments/{name}/plans/{plan}/cancel")
+        show(answer, as_json, lambda: _view(client, name, answer))
 
 
 @app.command()
@@ -300,4 +307,4 @@ def rollback(
             yes,
         )
         answer = _post_plan(client, f"deployments/{name}/rollback", body)
-    _show_plan(answer, as_json)
+        show(answer, as_json, lambda: _view(client, name, answer))

@@ -6,20 +6,16 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from evenkeel_moe.cli import plan_figures
 from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
-from evenkeel_moe.cli.reasons import explained
-from evenkeel_moe.cli.tables import legend
+from evenkeel_moe.cli.reasons import explained, with_reason
+from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, legend
 from evenkeel_moe.cli.units import age, figure, figure_name, moment, moments, share
 from evenkeel_moe.model.quantities import bytes_text
 
-_WORDS = (
-    "copies: experts copied between ranks; wave: whole layers that change on the same step",
-    "promised, delivered: saved share of MoE time, predicted and then measured",
-)
-
-
+_COPIES = "copies: experts copied between ranks; wave: whole layers that change on the same step"
+_WORDS = (_COPIES, "promised, delivered: saved share of MoE time, predicted and then measured")
 _TRANSFER = "transfer: one expert copied into a slot, from another rank or within the rank"
-_ROLLBACK = "rollback: it returns to an earlier placement as intended, so it may save less"
 
 
 def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -57,52 +53,64 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             )
         )
     returned = any(row["kind"] == "rollback" and row["delivered"] is not None for row in rows)
-    return Group(FittedTable(columns, cells), legend(*_WORDS, *([_ROLLBACK] if returned else [])))
+    return Group(
+        FittedTable(columns, cells), legend(*_WORDS, *([plan_figures.ROLLBACK] if returned else []))
+    )
 
 
-def plan_view(row: Mapping[str, Any], now: float) -> RenderableType:
-    """Return a view of one plan and its figures; `now` is in Unix seconds."""
-    parts: list[RenderableType] = [_facts(row, now)]
-    if row["error"]:
+def plan_view(
+    row: Mapping[str, Any], now: float, cost_model: Mapping[str, Any] | None
+) -> RenderableType:
+    """Return a view of one plan: gain, effort, facts, and then the other figures behind it.
+
+    Args:
+        row: the plan, with its story and target.
+        now: Unix seconds.
+        cost_model: of the deployment now; None if it is not known.
+    """
+    plan = f"{row['plan_id']} of {row['deployment']} ({row['kind']}, policy {row['policy']})"
+    parts: list[RenderableType] = [
+        _facts(
+            [
+                ("plan", plan),
+                ("phase", with_reason(row["phase"], row["reason"])),
+                *plan_figures.predicted(row, cost_model),
+                *plan_figures.delivered(row),
+                *plan_figures.effort(row, now),
+                *_origin(row, now),
+                *([] if cost_model is None else [("cost model now", str(cost_model["words"]))]),
+            ]
+        )
+    ]
+    if row["error"] and row["error"] != row["reason"]:
         parts.append(Text(row["error"], style="red"))
-    if row["delivered"] is not None:
-        parts.append(Text(_delivered_line(row["delivered"], row["kind"])))
-    if row["numbers"]:
-        cells = [(figure_name(name), figure(name, value)) for name, value in row["numbers"].items()]
-        columns = (FittedColumn("FIGURE"), FittedColumn("VALUE", right=True))
-        parts += [Text(), FittedTable(columns, cells)]
+    rows = plan_figures.details(row["numbers"])
+    if rows:
+        parts += [Text("\nFigures behind it", style="bold"), _facts(rows)]
     reasons = explained([str(row["reason"]), str(row["planned_because"])])
-    return Group(*parts, legend(*_WORDS, *reasons))
+    balanced = any(name.startswith("balancedness") for name in row["numbers"])
+    words = [_COPIES, *([BALANCEDNESS_WORDS] if balanced else []), *reasons]
+    return Group(*parts, legend(*words))
 
 
-def _facts(row: Mapping[str, Any], now: float) -> RenderableType:
+def _origin(row: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
+    """Return who made a plan, when, and on which placement."""
     approved = "" if row["approved_by"] is None else f", approved by {row['approved_by']}"
     created = f"{moment(row['created_at'])} UTC, {age(row['created_at'], now)}{approved}"
-    facts = {
-        "plan": f"{row['plan_id']} of {row['deployment']} ({row['kind']}, policy {row['policy']})",
-        "phase": f"{row['phase']} ({row['reason']})",
-        "made because": row["planned_because"],
-        "created": created,
-        "base epoch": row["base_epoch"],
-        "waves": f"{row['waves_committed']} of {row['waves']} committed",
-        "copies": f"{row['moves']:,} between ranks, {bytes_text(row['nbytes'])}",
-    }
+    rows = [
+        ("made because", str(row["planned_because"])),
+        ("created", created),
+        ("made on", f"epoch {row['base_epoch']}"),
+    ]
     if row["expires_at"] is not None and row["phase"] == "proposed":
-        facts["expires"] = f"{moment(row['expires_at'])} UTC, {age(row['expires_at'], now)}"
-    cells = [(Text(name, style="dim"), Text(str(value))) for name, value in facts.items()]
+        expires = f"{moment(row['expires_at'])} UTC, {age(row['expires_at'], now)}"
+        rows.append(("expires", expires))
+    return rows
+
+
+def _facts(rows: Sequence[tuple[str, str]]) -> RenderableType:
+    cells = [(Text(name, style="dim"), Text(value)) for name, value in rows]
     return FittedTable((FittedColumn(""), FittedColumn("", fold=True)), cells)
-
-
-def _delivered_line(row: Mapping[str, Any], kind: str) -> str:
-    """Return promise and delivery of a plan in words."""
-    if row["gain"] is None:
-        return f"what it delivered is unknown: {row['unknown_because']}"
-    returned = kind == "rollback" and row["gain"] < 0
-    promised = f"promised {share(row['promised'])} of MoE time, " if row["promised"] else ""
-    return (
-        f"{promised}delivered {share(row['gain'])} ({share(row['lower'])} to"
-        f" {share(row['upper'])}) on {row['steps']} steps{'; ' + _ROLLBACK if returned else ''}"
-    )
 
 
 def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

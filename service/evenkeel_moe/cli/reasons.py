@@ -66,6 +66,11 @@ def would(reason: str) -> str:
     return WOULD[reason][0] if reason in WOULD else reason
 
 
+def with_reason(phase: str, reason: str) -> str:
+    """Return a phase or state with its reason in brackets, unless the reason repeats it."""
+    return phase if phase in reason.split("_") else f"{phase} ({reason})"
+
+
 def explained(reasons: Iterable[str]) -> list[str]:
     """Return one line for each reason that has an explanation, in order and without repeats."""
     return [f"{reason}: {WORDS[reason]}" for reason in dict.fromkeys(reasons) if reason in WORDS]

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evenkeel_moe.cli.fitted_table import FittedCell, FittedColumn, FittedTable, with_values
-from evenkeel_moe.cli.reasons import WORDS, explained
+from evenkeel_moe.cli.reasons import WORDS, explained, with_reason
 from evenkeel_moe.cli.units import age, figure, figure_name, moment, moments, share
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.quantities import bytes_text, duration_text
@@ -156,7 +156,7 @@ def _state(row: Mapping[str, Any]) -> str:
     words = WORDS.get(row["reason"])
     if _at_rest(row):
         return str(row["state"])
-    return f"{row['state']} ({row['reason']})" + ("" if words is None else f": {words}")
+    return with_reason(row["state"], row["reason"]) + ("" if words is None else f": {words}")
 
 
 def _at_rest(row: Mapping[str, Any]) -> bool:
@@ -226,7 +226,7 @@ def _shape_line(shape: Mapping[str, Any]) -> str:
 def _plan_line(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     done, total = row["staging_bytes_done"], row["staging_bytes_total"]
     return (
-        f"{plan['plan_id']} {plan['phase']} ({plan['reason']}),"
+        f"{plan['plan_id']} {with_reason(plan['phase'], plan['reason'])},"
         f" wave {plan['waves_committed']}/{plan['waves']},"
         f" {bytes_text(done)} of {bytes_text(total)} staged"
     )

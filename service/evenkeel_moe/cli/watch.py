@@ -44,7 +44,7 @@ class ShowOptions:
         """
         if not self.watch:
             answer = fetch()
-            show(answer, self.as_json, render(answer))
+            show(answer, self.as_json, lambda: render(answer))
         elif self.as_json:
             self._repeat(lambda: typer.echo(json.dumps(fetch())), _tell)
         else:

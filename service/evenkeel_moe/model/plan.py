@@ -154,7 +154,7 @@ class Plan:
     """Unix seconds at which a proposal that nobody approved is EXPIRED."""
     allow_duplicates: bool = False
     numbers: dict[str, float] = field(default_factory=dict)
-    """Figures behind the decision: balancedness_before/after, predicted_gain, copies_raw, ..."""
+    """Figures behind the decision: balancedness_mean, balancedness_expected, gain, copies, ..."""
 
     @property
     def moves(self) -> int:
