@@ -39,8 +39,8 @@ def test_the_operator_sees_the_plan_and_decides(run, operations, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     code, out, err = run("plan", "approve", "demo", "mine")
     assert (code, out) == (1, "")
-    assert "Ranks of demo copy 1 experts, 1 kB, in 1 waves." in err
-    assert "balancedness after" in err
+    assert "Ranks of demo copy 1 expert, 1 kB, in 1 wave." in err
+    assert "0.600 -> 0.900" in err
     assert operations.records["demo"][0].phase == "proposed"
     monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
     code, out, _ = run("plan", "approve", "demo", "mine")

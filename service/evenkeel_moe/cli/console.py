@@ -77,6 +77,14 @@ def show(answer: Any, as_json: bool, render: Callable[[], RenderableType]) -> No
         print_parts(render())
 
 
+def tell(answer: Any, as_json: bool, words: str) -> None:
+    """Print an answer of the controller, either unchanged as JSON or in a sentence.
+
+    The sentence is not broken into lines, so that a command in it can be copied.
+    """
+    typer.echo(json.dumps(answer, indent=2) if as_json else words)
+
+
 @contextmanager
 def work_bars() -> Iterator[tuple[Any, Any]]:
     """Draw progress bars on stderr if it is a terminal; yield (on_work, on_replan) to update them.

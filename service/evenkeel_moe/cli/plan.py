@@ -11,11 +11,11 @@ import typer
 from rich.console import RenderableType
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.cli import plan_tables
+from evenkeel_moe.cli import plan_answers, plan_tables
 from evenkeel_moe.cli.client import ApiClient, CliError, Exit
 from evenkeel_moe.cli.completion import plan_ids
 from evenkeel_moe.cli.confirm import confirm
-from evenkeel_moe.cli.console import show
+from evenkeel_moe.cli.console import show, tell
 from evenkeel_moe.cli.options import (
     DeploymentClientOptions,
     JsonOption,
@@ -23,6 +23,7 @@ from evenkeel_moe.cli.options import (
     YesOption,
     with_option_groups,
 )
+from evenkeel_moe.cli.plan_figures import counted
 from evenkeel_moe.cli.watch import ShowOptions
 from evenkeel_moe.model.quantities import bytes_text
 
@@ -138,6 +139,8 @@ def create(
             confirm(f"The plan starts at once: ranks of {name} copy experts.", yes)
         answer = _post_plan(client, f"{path}/plans", body)
         show(answer, as_json, lambda: _view(client, name, answer))
+    if not as_json:
+        typer.echo(f"\n{plan_answers.created(answer)}")
 
 
 def _view(client: ApiClient, deployment: str, plan: dict[str, Any]) -> RenderableType:
@@ -257,13 +260,13 @@ def approve(
         if not yes:
             found = client.get(path)
             confirm(
-                f"Ranks of {name} copy {found['moves']:,} experts, {bytes_text(found['nbytes'])},"
-                f" in {found['waves']} waves.",
+                f"Ranks of {name} copy {counted(found['moves'], 'expert')},"
+                f" {bytes_text(found['nbytes'])}, in {counted(found['waves'], 'wave')}.",
                 yes,
                 _view(client, name, found),
             )
         answer = client.post(f"{path}/approve")
-        show(answer, as_json, lambda: _view(client, name, answer))
+    tell(answer, as_json, plan_answers.approved(answer))
 
 
 @app.command()
@@ -274,9 +277,8 @@ def cancel(
     """Stop a plan. A wave that has all its votes still commits; later waves do not start."""
     chosen, plan = connection.named_in(words, "PLAN")
     with connection.client() as client:
-        name = chosen.found(client)
-        answer = client.post(f"deployments/{name}/plans/{plan}/cancel")
-        show(answer, as_json, lambda: _view(client, name, answer))
+        answer = client.post(chosen.path(client, f"/plans/{plan}/cancel"))
+    tell(answer, as_json, plan_answers.cancelled(answer))
 
 
 @app.command()
@@ -307,4 +309,4 @@ def rollback(
             yes,
         )
         answer = _post_plan(client, f"deployments/{name}/rollback", body)
-        show(answer, as_json, lambda: _view(client, name, answer))
+    tell(answer, as_json, plan_answers.rolled_back(answer))
