@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from evenkeel_moe.cli import plan_figures
-from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
+from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable, with_values
 from evenkeel_moe.cli.reasons import explained, with_reason
 from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, legend
 from evenkeel_moe.cli.units import age, figure, figure_name, moment, moments, share
@@ -19,43 +19,84 @@ _TRANSFER = "transfer: one expert copied into a slot, from another rank or withi
 
 
 def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return a table with one row for each plan."""
+    """Return a table with one row for each plan. Columns without a value are left out."""
     columns = (
         FittedColumn("PLAN"),
         FittedColumn("PHASE"),
-        FittedColumn("PHASE BECAUSE", keep=4),
-        FittedColumn("MADE BECAUSE", keep=5),
-        FittedColumn("POLICY", keep=6),
-        FittedColumn("BASE EPOCH", right=True, keep=7),
-        FittedColumn("WAVES", right=True, keep=2),
-        FittedColumn("COPIES", right=True, keep=1),
-        FittedColumn("BYTES", right=True, keep=1),
+        FittedColumn("BECAUSE", keep=5),
+        FittedColumn("UNDOES", keep=2),
+        FittedColumn("MADE BECAUSE", keep=6),
+        FittedColumn("POLICY", keep=7),
+        FittedColumn("BASE EPOCH", right=True, keep=8),
+        FittedColumn("WAVES", right=True, keep=4),
+        FittedColumn("COPIES", right=True, keep=3),
+        FittedColumn("BYTES", right=True, keep=4),
         FittedColumn("PROMISED", right=True, keep=1),
         FittedColumn("DELIVERED", right=True, keep=1),
-        FittedColumn("CREATED (UTC)", keep=3),
+        FittedColumn("CREATED", keep=1),
     )
-    cells = []
-    for row in rows:
-        delivered = row["delivered"]
-        cells.append(
-            (
-                *(
-                    str(row[name])
-                    for name in ("plan_id", "phase", "reason", "planned_because", "policy")
-                ),
-                str(row["base_epoch"]),
-                f"{row['waves_committed']}/{row['waves']}",
-                f"{row['moves']:,}",
-                bytes_text(row["nbytes"]),
-                share(row["numbers"].get("gain")),
-                "-" if delivered is None else share(delivered["gain"]),
-                moment(row["created_at"]),
+    if not rows:
+        return Text("no plan yet", style="dim")
+    created, day = _created(rows)
+    shown, cells = with_values(
+        columns, [_plan(rows, index, at) for index, at in enumerate(created)]
+    )
+    words = [day, *_WORDS]
+    rollbacks = [row for row in rows if row["kind"] == "rollback"]
+    if rollbacks:
+        words.append("undoes: the plan, or all plans since an epoch, that a rollback takes back")
+    if any(row["delivered"] is not None for row in rollbacks):
+        words.append(plan_figures.ROLLBACK)
+    return Group(FittedTable(shown, cells), legend(*words))
+
+
+def _created(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
+    """Return when plans were created, and a line that says what of a moment is shown."""
+    times, day = moments([row["created_at"] for row in rows])
+    if day:
+        return times, f"created: UTC, {day[0]}"
+    return [text[5:16] for text in times], "created: month, day, hour and minute in UTC"
+
+
+def _plan(rows: Sequence[Mapping[str, Any]], index: int, created: str) -> list[str]:
+    """Return the cells of one row; `rows` are all plans, newest first."""
+    row = rows[index]
+    phase, reason, delivered = row["phase"], row["reason"], row["delivered"]
+    return [
+        row["plan_id"],
+        phase,
+        "-" if with_reason(phase, reason) == phase else reason,
+        _undoes(row, rows[index + 1 :]),
+        row["planned_because"],
+        row["policy"],
+        str(row["base_epoch"]),
+        f"{row['waves_committed']}/{row['waves']}",
+        f"{row['moves']:,}",
+        bytes_text(row["nbytes"]),
+        share(row["numbers"].get("gain")),
+        "-" if delivered is None else share(delivered["gain"]),
+        created,
+    ]
+
+
+def _undoes(row: Mapping[str, Any], older: Sequence[Mapping[str, Any]]) -> str:
+    """Return the plan that led from the target of a rollback to its base, else the target.
+
+    Args:
+        row: a plan.
+        older: plans before it, newest first.
+    """
+    epoch = row["numbers"].get("to_epoch")
+    if row["kind"] != "rollback" or epoch is None:
+        return "-"
+    for plan in older:
+        led_to = plan["base_epoch"] + plan["waves_committed"]
+        if plan["waves_committed"] and led_to == row["base_epoch"]:
+            # The newest such plan led to the base; one before a cold start may have its epochs.
+            return (
+                str(plan["plan_id"]) if plan["base_epoch"] == epoch else f"since epoch {epoch:.0f}"
             )
-        )
-    returned = any(row["kind"] == "rollback" and row["delivered"] is not None for row in rows)
-    return Group(
-        FittedTable(columns, cells), legend(*_WORDS, *([plan_figures.ROLLBACK] if returned else []))
-    )
+    return f"since epoch {epoch:.0f}"
 
 
 def plan_view(

@@ -1,0 +1,79 @@
+"""The list of plans, as terminals of usual widths show it."""
+
+import pytest
+
+from evenkeel_moe.cli.plan_tables import plans_table
+from tests.cli.test_tables import drawn
+
+
+def plan(plan_id, **changes):
+    found = {
+        "plan_id": plan_id,
+        "kind": "automatic",
+        "policy": "keel",
+        "phase": "committed",
+        "reason": "committed",
+        "planned_because": "balance_below_threshold",
+        "base_epoch": 0,
+        "waves": 3,
+        "waves_committed": 3,
+        "moves": 31,
+        "nbytes": 2_050_000,
+        "created_at": 60.0,
+        "numbers": {"gain": 0.339},
+        "delivered": {"gain": 0.331},
+    }
+    return found | changes
+
+
+PLAN = plan("automatic-0-0bc37c751748")
+
+
+def rollback(to_epoch, plan_id="rollback-0bc37c751748", **changes):
+    values = {"kind": "rollback", "policy": "rollback", "base_epoch": 3, "created_at": 120.0}
+    return plan(plan_id, numbers={"to_epoch": to_epoch}, delivered=None, **(values | changes))
+
+
+def undone(*rows):
+    """Return the cell UNDOES of the first row."""
+    lines = drawn(plans_table(rows), 200)
+    begin = lines[0].index("UNDOES")
+    return lines[1][begin:].split("  ")[0]
+
+
+def test_a_rollback_names_the_plan_that_it_takes_back():
+    assert undone(rollback(0.0), PLAN) == PLAN["plan_id"]
+    # Cancelled before its first wave, it led nowhere.
+    nothing = plan("nothing", base_epoch=3, phase="cancelled", waves_committed=0)
+    assert undone(rollback(0.0), nothing, PLAN) == PLAN["plan_id"]
+    partly = plan("partly", base_epoch=1, phase="aborted", waves_committed=2)
+    assert undone(rollback(1.0), partly, PLAN) == "partly"
+
+
+def test_a_rollback_over_several_plans_names_its_epoch():
+    second = plan("second", base_epoch=3, waves_committed=2)
+    assert undone(rollback(0.0, base_epoch=5), second, PLAN) == "since epoch 0"
+    assert undone(rollback(0.0)) == "since epoch 0"
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("created_at", [60.0, 100_000.0])
+def test_the_list_shows_when_plans_were_made_at_usual_widths(width, created_at):
+    lines = drawn(plans_table([rollback(0.0, created_at=created_at), PLAN]), width)
+    heads = lines[0].split()
+    assert {"PLAN", "PHASE", "PROMISED", "DELIVERED", "CREATED"} <= set(heads)
+    assert ("UNDOES" in heads) == (width == 100)
+    same_day = created_at < 86_400
+    assert lines[2].endswith("00:01:00" if same_day else "01-01 00:01")
+    assert max(map(len, lines)) <= width
+    assert ("created: UTC, all on 1970-01-01" in lines) == same_day
+
+
+def test_a_reason_that_repeats_the_phase_is_not_shown():
+    assert "BECAUSE  " not in drawn(plans_table([PLAN]), 200)[0].replace("MADE BECAUSE", "")
+    lost = plan("lost", phase="aborted", reason="rank_lost")
+    assert drawn(plans_table([lost, PLAN]), 200)[1].split()[2] == "rank_lost"
+
+
+def test_without_plans_the_list_says_so():
+    assert drawn(plans_table([])) == ["no plan yet"]
