@@ -20,7 +20,7 @@ def test_the_best_policy_is_named_with_what_it_gains_and_costs(setup):
     assert headline(comparison) == (
         "eplb has the least predicted MoE time (by tokens), 10.0% above a perfect split of tokens,"
         f" 20.0% less than the initial placement. A replan copies 2 GB between ranks, about"
-        f" {2 / 5 / ranks:.2g} s at 5 GB/s and rank."
+        f" {2 / 5 / ranks:.2g} s at 5 GB/s per rank."
     )
     worse = replace(comparison, results=tuple(reversed(comparison.results)))
     assert headline(worse).startswith("eplb ")

@@ -39,7 +39,7 @@ def headline(comparison: Comparison) -> str:
     seconds = copy_seconds(best.bytes, comparison.setup.shape.num_ranks) / replans
     return (
         f"{text} A replan copies {best.bytes / replans / 1e9:.2g} GB between ranks, about"
-        f" {seconds:.2g} s at {COPY_BYTES_PER_S / 1e9:g} GB/s and rank."
+        f" {seconds:.2g} s at {COPY_BYTES_PER_S / 1e9:g} GB/s per rank."
     )
 
 

@@ -130,7 +130,7 @@ def _charts(comparison: Comparison) -> list[str]:
             "Copies paid",
             "Total of experts copied between ranks, per layer, after relabelling. The first plan "
             f"starts from the initial placement. A copy per layer of every rank takes about "
-            f"{copy_round_s(comparison) * 1e3:.3g} ms at 5 GB/s and rank.",
+            f"{copy_round_s(comparison) * 1e3:.3g} ms at 5 GB/s per rank.",
             _copies(comparison.walks, styles),
         ),
         _section(
