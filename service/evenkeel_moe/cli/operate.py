@@ -88,6 +88,8 @@ def policy(
 ) -> None:
     """Show or change the policy document: mode, policy and its options, cost, limits and gates.
 
+    After a change it prints the fields that have changed.
+
     The mode says who starts plans: nobody (observe), an operator who approves them (propose), or
     the controller (auto).
     """
@@ -100,8 +102,15 @@ def policy(
         if fields.get("mode") == "auto":
             name = chosen.found(client)
             confirm(f"In mode auto the controller moves experts of {name} without asking.", yes)
-        document = client.patch(path, fields) if fields else client.get(path)
-    show(document, as_json, lambda: tables.document_table(document))
+        before = client.get(path)
+        document = client.patch(path, fields) if fields else before
+    show(
+        document,
+        as_json,
+        lambda: (
+            tables.changes_view(before, document) if fields else tables.document_table(document)
+        ),
+    )
 
 
 def freeze(
