@@ -92,6 +92,22 @@ def test_a_change_of_the_policy_prints_only_what_changed(run, operations):
     assert "thresholds.a" in run("policy", "demo")[1]
 
 
+def test_before_the_first_cycle_decisions_say_when_it_comes(run, operations):
+    async def none(*_):
+        return []
+
+    operations.decisions = none
+    operations.document["cycle_s"] = 2.0
+    begins = "demo: no cycle has run yet; the first "
+    assert run("decisions", "demo")[1] == f"{begins}is due within 2 s\n"
+    status = make_status(state="waiting_for_ranks", reason="ranks_missing")
+    operations.views["demo"] = FakeView(status, {}, None)
+    out = run("decisions", "demo")[1]
+    state = "waiting_for_ranks (ranks_missing): not all ranks of the EP group are connected"
+    assert out.startswith(f"{begins}comes when its state is ready; now it is {state}")
+    assert json.loads(run("decisions", "demo", "--json")[1]) == []
+
+
 def test_a_running_plan_is_shown(run, operations):
     operations.views["demo"] = FakeView(make_status(active_plan=make_plan("busy")), {}, None)
     assert "busy" in run("status")[1]

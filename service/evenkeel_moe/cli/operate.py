@@ -63,10 +63,14 @@ def decisions(
 ) -> None:
     """Show what each cycle decided and why, newest first, including cycles that did nothing."""
     with connection.client() as client:
-        path = connection.path(client, "/decisions")
+        path = connection.path(client)
         shown.run(
-            lambda: client.get(path, page_size=limit)["items"],
-            tables.decisions_table,
+            lambda: client.get(f"{path}/decisions", page_size=limit)["items"],
+            lambda rows: (
+                tables.decisions_table(rows)
+                if rows
+                else tables.no_decision(client.get(path), client.get(f"{path}/policy"))
+            ),
         )
 
 

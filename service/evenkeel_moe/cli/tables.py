@@ -281,6 +281,15 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     return Group(FittedTable(shown, values), legend(*words, "--json shows every figure", *lines))
 
 
+def no_decision(row: Mapping[str, Any], policy: Mapping[str, Any]) -> RenderableType:
+    """Return a sentence for a deployment without decisions: when the first one comes."""
+    if row["state"] == "ready":
+        comes = f"is due within {duration_text(policy['cycle_s'])}"
+    else:
+        comes = f"comes when its state is ready; now it is {_state(row)}"
+    return Text(f"{row['deployment']}: no cycle has run yet; the first {comes}")
+
+
 def _compared(reason: str, figures: Mapping[str, float]) -> dict[str, float]:
     """Return the figures that the gate compared, without those in columns of their own."""
     chosen = _COMPARED.get(reason)
