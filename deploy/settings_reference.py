@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.settings import Settings
+from evenkeel_moe.settings_forms import THRESHOLD, form_of
 
 _HEAD = """# Settings
 
@@ -26,12 +27,6 @@ setting, and `evenkeel config print -c FILE` prints the values that count.
 A planner's setting may be overridden for one deployment by its policy document (`evenkeel policy`):
 `mode`, `policy`, `cycle_s`, `proposal_ttl_s`, `cost`, `dispatch` and `thresholds`.
 """
-_BOUNDS = (
-    ("minimum", "at least"),
-    ("exclusiveMinimum", "above"),
-    ("maximum", "at most"),
-    ("exclusiveMaximum", "below"),
-)
 
 
 def settings_page() -> str:
@@ -73,9 +68,9 @@ def _section(
     for one in fields(kind):
         if is_dataclass(one.type):
             continue
-        schema = properties.get(one.name, {"type": "number", "minimum": 0})
+        schema = properties.get(one.name, THRESHOLD)
         reference = schema.get("$ref", "").rsplit("/", 1)[-1]
-        form = _form(definitions.get(reference, schema))
+        form = form_of(definitions.get(reference, schema))
         meaning = " ".join(docstrings.get(one.name, "").split()).replace("|", "\\|")
         row = (f"`{one.name}`", f"`{_default(one)}`", form, meaning)
         lines.append("| " + " | ".join(row) + " |")
@@ -89,25 +84,6 @@ def _default(one: Any) -> str:
     if isinstance(value, Path):
         value = str(value)
     return json.dumps(value)
-
-
-def _form(schema: dict[str, Any]) -> str:
-    """Return type and bounds of a value in words."""
-    if "anyOf" in schema:
-        return " or ".join(_form(one) for one in schema["anyOf"])
-    if "enum" in schema:
-        return ", ".join(f"`{name}`" for name in schema["enum"])
-    if schema.get("type") == "null":
-        return "none"
-    kind = {
-        "integer": "whole number",
-        "number": "number",
-        "boolean": "true or false",
-        "string": "path" if schema.get("format") == "path" else "text",
-        "object": "numbers by name",
-    }[schema["type"]]
-    bounds = [f"{words} {schema[key]:,}" for key, words in _BOUNDS if key in schema]
-    return ", ".join((kind, *bounds))
 
 
 def _docstrings(kind: type[Any]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import pytest
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.settings import Settings
+from evenkeel_moe.settings_forms import number_form
 from evenkeel_moe.settings_sources import load_settings
 
 
@@ -206,6 +207,35 @@ def test_times_and_sizes_too_large_for_grpc_are_refused():
         "EVENKEEL_GRPC__MAX_CONNECTION_AGE_S",
         "EVENKEEL_GRPC__MAX_CONNECTION_AGE_GRACE_S",
     ]
+
+
+def test_a_wrong_number_is_told_with_its_range_for_every_setting():
+    numbers = {
+        f"{section.name}__{one.name}".upper(): form
+        for section in dataclasses.fields(Settings)
+        if dataclasses.is_dataclass(section.type)
+        for one in dataclasses.fields(section.type)
+        if (form := number_form((section.name, one.name))) is not None
+    }
+    assert len(numbers) > 40
+    wrong = {**dict.fromkeys(numbers, "many"), "REST__PORT": "70000", "REDIS__PREFIX": "a{b}"}
+    lines = refusal(**wrong).splitlines()[1:]
+    assert len(lines) == len(numbers) + 1
+    for name, form in numbers.items():
+        value = "70000" if name == "REST__PORT" else "many"
+        assert f"EVENKEEL_{name}: must be a {form}; it is {value}" in lines
+    assert numbers["REST__PORT"] == "whole number, at least 0, at most 65,535"
+    assert numbers["PLANNER__CYCLE_S"] == "number, above 0"
+
+
+def test_a_wrong_threshold_is_told_with_its_variable():
+    cooldown = "planner.thresholds.cooldown_s"
+    variable = "EVENKEEL_PLANNER__THRESHOLDS__COOLDOWN_S"
+    assert refusal(PLANNER__THRESHOLDS__COOLDOWN_S="-1").splitlines()[1] == (
+        f"{cooldown} is -1.0, must be finite and not negative ({cooldown} is set by {variable})"
+    )
+    words = refusal(PLANNER__THRESHOLDS__COOLDOWN_S="soon")
+    assert f"{variable}: must be a number, at least 0; it is soon" in words
 
 
 def test_all_faults_are_reported_at_once():

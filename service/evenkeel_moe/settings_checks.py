@@ -1,6 +1,7 @@
 """Contradictions between settings, with the arithmetic."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.planning.decision.gates import GateSettings
@@ -80,6 +81,11 @@ def _planner_faults(planner: PlannerSettings, window: WindowSettings) -> Iterato
     try:
         gates = GateSettings.from_thresholds(planner.thresholds)
         yield from (f"planner.{words}" for words in never_met(gates, window.plan_steps))
+    except InvalidInput as error:
+        names = {one.name for one in fields(GateSettings)}
+        one_of_them = str(error).partition(" ")[0] in names
+        yield f"planner.thresholds{'.' if one_of_them else ': '}{error}"
+    try:
         resolve_policy(planner.policy)
     except InvalidInput as error:
         yield f"planner: {error}"

@@ -30,6 +30,7 @@ from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.settings import Settings
 from evenkeel_moe.settings_checks import contradictions
+from evenkeel_moe.settings_forms import number_form
 from evenkeel_moe.settings_lines import line_of
 
 _PREFIX = "EVENKEEL_"
@@ -192,18 +193,15 @@ class _Origins:
 def _faults(
     error: ValidationError | SettingsError, origins: _Origins, file: Mapping[str, Any]
 ) -> str:
-    """Return one line for each fault, without the value, because it may be a secret.
+    """Return one line for each fault; only of numbers with the value, because it may be a secret.
 
     Variables come first, then the file from its top.
     """
     if isinstance(error, SettingsError):
         return str(error)
     found = [
-        (
-            tuple(str(part) for part in fault["loc"]),
-            _unknown(fault["loc"]) if fault["type"] in _UNKNOWN else fault["msg"],
-        )
-        for fault in error.errors(include_url=False, include_input=False, include_context=False)
+        (tuple(str(part) for part in fault["loc"]), _words(fault))
+        for fault in error.errors(include_url=False, include_context=False)
     ]
     found += [(path, _unknown(path)) for path in _unknown_thresholds(file)]
     lines = []
@@ -215,6 +213,16 @@ def _faults(
         number = re.search(r":(\d+)$", origin or "")
         lines.append((int(number[1]) if number else 0, f"{where}: {words}"))
     return "\n".join(line for _, line in sorted(lines, key=lambda each: each[0]))
+
+
+def _words(fault: Mapping[str, Any]) -> str:
+    """Return what is wrong with one setting."""
+    if fault["type"] in _UNKNOWN:
+        return _unknown(fault["loc"])
+    form = number_form([str(part).lower() for part in fault["loc"]])
+    if form is None:
+        return str(fault["msg"])
+    return f"must be a {form}; it is {fault['input']!s:.40}"
 
 
 def _unknown_thresholds(file: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
