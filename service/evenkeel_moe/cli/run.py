@@ -184,8 +184,8 @@ class DemoArguments:
         bool,
         typer.Option(
             "--told",
-            help="With --slow: slow from the start, and the ranks tell their compute time then"
-            " instead of reporting seconds.",
+            help="With --slow: the rank is slow from the first step, and each rank sends a profile"
+            " of its compute time instead of reporting the seconds of its steps.",
         ),
     ] = False
     console: Annotated[
