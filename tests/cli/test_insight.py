@@ -49,6 +49,14 @@ def test_a_plan_that_a_recommendation_imagines_has_not_started(run):
     assert "plan_started" not in out
 
 
+def test_one_number_of_replicas_is_advised_and_the_others_are_told_apart(run, operations):
+    words = " ".join(run("recommend", "demo")[1].split())
+    advised, others = words.split("Other rules for the number of replicas")
+    assert "Replicas per layer: 2 now, 2 advised" in advised and "CRAFT" not in advised
+    assert others.index("advised above is by predicted MoE time alone") < others.index("R = 2")
+    assert "it counts the replicas of one rank over all layers" in others
+
+
 def test_the_heat_map_names_its_largest_cells(run):
     code, out, _ = run("heatmap", "demo", "--experts")
     assert code == 0

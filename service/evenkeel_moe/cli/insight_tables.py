@@ -24,6 +24,13 @@ _LEVELS_BASE = (
 )
 
 
+_OTHER_RULES = (
+    "The number advised above is by predicted MoE time alone. Where the KV cache limits the batch,"
+    " estimated goodput counts instead. CRAFT's R is no number per layer: it counts the replicas of"
+    " one rank over all layers."
+)
+
+
 def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
     """Return a recommendation: its answer in a sentence, its arithmetic, and its comparisons."""
     call = _CALLS.get(answer["call"], answer["call"])
@@ -41,8 +48,11 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
         parts += [Text(title, style="bold"), Text(_LEVELS_BASE), _levels(answer["redundancy"])]
     tradeoff = answer["replica_tradeoff"]
     if tradeoff is not None:
-        words = (tradeoff["words"], tradeoff["craft_words"])
-        parts += [Text(), *(Text(text) for text in words if text)]
+        words = (_OTHER_RULES, tradeoff["words"], tradeoff["craft_words"])
+        parts += [
+            Text("\nOther rules for the number of replicas", style="bold"),
+            *(Text(text) for text in words if text),
+        ]
     given = [str(answer["reason"]), *(str(row["reason"]) for row in answer["policies"])]
     reasons = [reason for reason in given if reason not in WOULD]
     return Group(
