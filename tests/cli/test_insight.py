@@ -38,7 +38,7 @@ def test_the_recommendation_answers_in_words_first(run):
     row = next(line for line in out.splitlines() if line.startswith("eplb  "))
     assert "20.0%" in row and "15.0% to 25.0%" in row and "10 steps" in row
     assert "2 (now)" in out
-    assert "the row (now) is not the\npresent placement" in out
+    assert "the row (now) is not the present placement" in " ".join(out.split())
 
 
 def test_a_plan_that_a_recommendation_imagines_has_not_started(run):

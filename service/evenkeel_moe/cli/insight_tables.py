@@ -20,7 +20,7 @@ _CALLS = {
 
 _LEVELS_BASE = (
     "Every row is a new placement of that many replicas by a simple rule. So the row (now) is not"
-    " the\npresent placement. Gains are relative to it."
+    " the present placement. Gains are relative to it."
 )
 
 

@@ -160,17 +160,24 @@ def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     times, day = moments([row.get("at") for row in rows])
     cells = []
     for at, row in zip(times, rows, strict=True):
-        rest = {key: value for key, value in row.items() if key not in ("at", "event")}
-        cells.append((at, str(row.get("event", "")), _detail(rest)))
+        cells.append((at, str(row.get("event", "")), _detail(row)))
     return Group(FittedTable(columns, cells), legend(*day, _TRANSFER))
 
 
-def _detail(values: Mapping[str, Any]) -> str:
-    shown = [
-        f"{figure_name(key)} {figure(key, value)}"
-        if isinstance(value, int | float) and not isinstance(value, bool)
-        else f"{key.replace('_', ' ')} {value}"
-        for key, value in values.items()
-        if value is not None
-    ]
-    return ", ".join(shown)
+def _detail(row: Mapping[str, Any]) -> str:
+    """Return an event of a story in words, without what its name or its phase say already."""
+    event, phase, reason = (row.get(name) for name in ("event", "phase", "reason"))
+    repeats = phase is not None and reason is not None and with_reason(phase, reason) == phase
+    left_out = {"at", "event", *(["phase"] if phase == event else [])}
+    left_out |= {"reason"} if repeats else set()
+    return ", ".join(
+        _told(key, value) for key, value in row.items() if value is not None and key not in left_out
+    )
+
+
+def _told(key: str, value: Any) -> str:
+    if key == "detail":
+        return str(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{figure_name(key)} {figure(key, value)}"
+    return f"{key.replace('_', ' ')} {value}"
