@@ -23,6 +23,7 @@ def test_help_explains_every_option(command):
     assert result.exit_code == 0
     # The help's renderer drops square brackets as markup, so units must be words.
     assert not re.search(r"\s[.,;](\s|$)", result.output)
+    assert "<bool>" not in result.output, "a flag takes no value"
     rows = [line for line in result.output.splitlines() if line.strip("│ ").startswith("--")]
     for row in rows:
         words = row.strip("│ ").split()

@@ -8,6 +8,7 @@ from evenkeel_moe import __version__
 from evenkeel_moe.cli import config, engines, insight, operate, plan, record, replay, run
 from evenkeel_moe.cli.client import CliError
 from evenkeel_moe.cli.export import export
+from evenkeel_moe.cli.help import CommandApp
 from evenkeel_moe.cli.offline import offline
 from evenkeel_moe.cli.profile import profile
 from evenkeel_moe.errors import EvenkeelError, Reason
@@ -24,7 +25,7 @@ _EPILOG = (
     " 4 no valid token; 130 interrupted."
 )
 
-app = typer.Typer(
+app = CommandApp(
     name="evenkeel",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

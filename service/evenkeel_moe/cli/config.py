@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Check and print the controller's settings.")
+from evenkeel_moe.cli.help import CommandApp
+
+app = CommandApp(no_args_is_help=True, help="Check and print the controller's settings.")
 
 ConfigOption = Annotated[
     Path | None,

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from evenkeel_moe.cli.client import CliError, Exit
+from evenkeel_moe.cli.help import CommandApp
 
-app = typer.Typer(no_args_is_help=True, help="Compare installed engines with the plugins.")
+app = CommandApp(no_args_is_help=True, help="Compare installed engines with the plugins.")
 _ENGINES = ("vllm", "sglang")
 
 

@@ -16,6 +16,7 @@ from evenkeel_moe.cli.client import ApiClient, CliError, Exit
 from evenkeel_moe.cli.completion import plan_ids
 from evenkeel_moe.cli.confirm import confirm
 from evenkeel_moe.cli.console import show, tell
+from evenkeel_moe.cli.help import CommandApp
 from evenkeel_moe.cli.options import (
     DeploymentClientOptions,
     JsonOption,
@@ -27,7 +28,7 @@ from evenkeel_moe.cli.plan_figures import counted
 from evenkeel_moe.cli.watch import ShowOptions
 from evenkeel_moe.model.quantities import bytes_text
 
-app = typer.Typer(no_args_is_help=True, help="Create, show, approve, cancel and roll back plans.")
+app = CommandApp(no_args_is_help=True, help="Create, show, approve, cancel and roll back plans.")
 
 PlanArgument = Annotated[
     list[str],

@@ -12,12 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from evenkeel_moe.cli.client import CliError, Exit
+from evenkeel_moe.cli.help import CommandApp
 from evenkeel_moe.cli.options import with_option_groups
 from evenkeel_moe.cli.replay import check_writable, print_notes
 from evenkeel_moe.errors import EvenkeelError, InvalidInput
 from evenkeel_moe.replay.options import FirstMoeLayerOption
 
-app = typer.Typer(
+app = CommandApp(
     no_args_is_help=True, help="Record what an engine routes to a trace, without a controller."
 )
 _POLL_S = 0.5

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli.console import print_json, print_parts, stdout_console, work_bars
+from evenkeel_moe.cli.help import CommandApp
 from evenkeel_moe.cli.options import JsonOption, PlacementFileOptions, with_option_groups
 from evenkeel_moe.cli.units import moment
 from evenkeel_moe.errors import InvalidInput
@@ -28,7 +29,7 @@ from evenkeel_moe.replay.options import (
     TraceOption,
 )
 
-app = typer.Typer(
+app = CommandApp(
     no_args_is_help=True, help="Try policies on recorded traffic, without a running fleet."
 )
 

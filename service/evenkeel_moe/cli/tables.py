@@ -354,7 +354,7 @@ def _leaves(document: Mapping[str, Any]) -> dict[str, Any]:
 
     An object without fields is one itself.
     """
-    leaves = {}
+    leaves: dict[str, Any] = {}
     for key, value in sorted(document.items()):
         if isinstance(value, Mapping) and value:
             leaves |= {f"{key}.{name}": inner for name, inner in value.items()}
