@@ -54,6 +54,8 @@ def test_a_rollback_over_several_plans_names_its_epoch():
     second = plan("second", base_epoch=3, waves_committed=2)
     assert undone(rollback(0.0, base_epoch=5), second, PLAN) == "since epoch 0"
     assert undone(rollback(0.0)) == "since epoch 0"
+    # Without a record of the plan that led from 3 to 5, an older one must not take its place.
+    assert undone(rollback(0.0, base_epoch=5), PLAN) == "since epoch 0"
 
 
 @pytest.mark.parametrize("width", [80, 100])
