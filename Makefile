@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
-.PHONY: demo test test-engines test-vllm test-gpu gpu-report test-deploy test-console
+.PHONY: demo help test test-engines test-vllm test-gpu gpu-report test-deploy test-console
 .PHONY: example-join example-qwen3moe check sim explore mutants quint chaos fuzz soak
 .PHONY: format console-vendor console-images
 .PHONY: proto verify-proto
@@ -14,27 +14,30 @@ INSTALL := .venv/$(PIP_INSTALL)
 # SLOW=1 slows a rank for a while; SLOW=told slows it from the start, and ranks tell their times.
 SLOW_FLAGS = $(if $(SLOW),--slow $(if $(filter told,$(SLOW)),--told))
 # CONSOLE=1 serves until Ctrl-C and prints the link of the web console.
-demo: .venv/ready
+demo: .venv/ready ## Shows a real engine that loses and regains its balance.
 	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(SLOW_FLAGS) $(if $(CONSOLE),--console) \
 	  $(DEMO_FLAGS)
 
-test: .venv/ready check
+test: .venv/ready check ## Checks the code and runs all tests that need nothing else.
 	$(BIN)/pytest -n 3 --dist worksteal
+
+help: ## Lists these commands.
+	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
 # Downloads the wheels of the engines once (about 400 MB, without dependencies) and tests the plugins
 # with the engines' own balancers. ENGINES="vllm==0.32.0 sglang==0.5.22" tests other versions.
-test-engines: .venv/ready
+test-engines: .venv/ready ## Tests the plugins with the engines' own balancers.
 	$(INSTALL) -c constraints.txt -e '.[examples]'
 	ENGINES="$(ENGINES)" $(BIN)/python -m tests.engines.fetch
 	ENGINES="$(ENGINES)" $(BIN)/pytest -v -n 3 --dist loadfile -m engines tests/engines
 
 # Runs the toy engine of docs/join.md on two processes under a real controller.
-example-join: .venv/ready
+example-join: .venv/ready ## Runs the toy engine of docs/join.md under a real controller.
 	$(BIN)/python -m examples.join
 
 # Runs the real vLLM 0.32.0 on a CPU with the plugin under a real controller, in an environment of
 # its own (3.6 GB). PyPI has no CPU build of torch: pip finds it at the index in PIP_FLAGS.
-test-vllm: .venv/ready .cache/vllm/ready
+test-vllm: .venv/ready .cache/vllm/ready ## Runs the real vLLM on a CPU with the plugin.
 	.cache/vllm/$(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	$(BIN)/pytest -m vllm tests/vllm
 
@@ -47,42 +50,42 @@ test-vllm: .venv/ready .cache/vllm/ready
 
 # Runs a Hugging Face MoE model on two processes under a real controller. It fails if any bit of an
 # output changes.
-example-qwen3moe: .venv/ready
+example-qwen3moe: .venv/ready ## Runs a Hugging Face MoE model under a real controller.
 	$(INSTALL) -c constraints.txt -e '.[examples]'
 	$(BIN)/python -m examples.qwen3moe
 
-test-gpu: .venv/ready
+test-gpu: .venv/ready ## Runs the tests that need a GPU.
 	@if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; \
 	then $(BIN)/pytest -m gpu; else echo "test-gpu: there is no GPU, so nothing was run"; fi
 
 # Runs all that one GPU can show, in MINUTES (25), and writes docs/gpu.md. PARTS chooses some. Without
 # a GPU it runs small and writes bench/out/gpu.md.
-gpu-report: .venv/ready
+gpu-report: .venv/ready ## Measures on one GPU and writes docs/gpu.md.
 	$(BIN)/python -m bench.gpu_report $(if $(MINUTES),--minutes $(MINUTES)) $(PARTS)
 
 # Tests the chart, dashboards and alerts. Needs promtool and prometheus, which are in the Debian
 # package prometheus.
-test-deploy: .venv/ready
+test-deploy: .venv/ready ## Tests the chart, dashboards and alerts.
 	$(BIN)/pytest tests/deploy -m "$(or $(MARKS),deploy or promtool)"
 
 # Writes the generated files again, after a change of settings, values, rules or dashboards.
-deploy-files: .venv/ready
+deploy-files: .venv/ready ## Generates docs/settings.md and the files of the chart again.
 	$(BIN)/python -m deploy.generate
 
 # Downloads the console's JavaScript libraries again, in the versions of its list.
-console-vendor: .venv/ready
+console-vendor: .venv/ready ## Downloads the console's JavaScript libraries again.
 	$(BIN)/python -m deploy.console_vendor
 
 # Drives the console in Chromium against a running fleet. Needs chromium and chromedriver, which are
 # in the Debian packages chromium and chromium-driver.
-test-console: .venv/ready
+test-console: .venv/ready ## Drives the console in a browser against a running fleet.
 	$(BIN)/pytest tests/console -m "browser or not browser"
 
 # Takes the pictures of the console in docs/images.
-console-images: .venv/ready
+console-images: .venv/ready ## Takes the pictures of the console in docs/images.
 	$(BIN)/python -m tests.console.images
 
-check: .venv/ready
+check: .venv/ready ## Runs the linters, the type checker and the checks of structure.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -92,29 +95,29 @@ check: .venv/ready
 
 # Kills, pauses and disconnects real processes for ten minutes; fails if a check is violated. Where
 # Node.js is there, the model of the switch judges the run too.
-chaos: .venv/ready
+chaos: .venv/ready ## Kills, pauses and disconnects real processes.
 	@if command -v npm >/dev/null; then $(MAKE) .cache/quint/switch.json; fi
 	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
 # Gives every parser wrong input for so many seconds. What made one fail is kept in the corpus.
-fuzz: .venv/ready
+fuzz: .venv/ready ## Gives every parser wrong input.
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600)
 
 # Runs hostile peers beside honest groups for so many minutes; fails if the groups lose anything.
-soak: .venv/ready
+soak: .venv/ready ## Runs hostile peers beside honest groups.
 	$(BIN)/python -m tests.soak --seconds $$(($(or $(MINUTES),60) * 60)) --seed $(or $(SEED),1)
 
 # Changes the code of PATHS in small wrong ways, one at a time; fails if no test notices one of them.
 # All of protocol/ takes about an hour on one core. FLAGS=--again runs only the survivors again.
-mutants: .venv/ready
+mutants: .venv/ready ## Changes code in small wrong ways that tests must notice.
 	nice -n 10 $(BIN)/python -m tests.mutation $(FLAGS) $(or $(PATHS),service/evenkeel_moe/protocol)
 
-sim: .venv/ready
+sim: .venv/ready ## Simulates whole fleets with faults.
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),20000)
 
 # Visits every state of small worlds. RANKS=2 WAVES=1 FAULTS=1 KINDS=lose,reload SECONDS=600 choose
 # one world; MUTANTS=1 breaks each rule instead.
-explore: .venv/ready
+explore: .venv/ready ## Visits every state of small worlds.
 	$(BIN)/python -m tests.explore $(if $(MUTANTS),--mutants) $(if $(RANKS),--ranks $(RANKS)) \
 	  $(if $(WAVES),--waves $(WAVES)) $(if $(FAULTS),--faults $(FAULTS)) \
 	  $(if $(KINDS),--kinds "$(KINDS)") $(if $(SECONDS),--seconds $(SECONDS))
@@ -133,13 +136,13 @@ $(QUINT): tests/quint/package-lock.json
 	$(QUINT) typecheck tests/quint/switch.qnt
 	$(QUINT) parse tests/quint/switch.qnt --out $@
 
-quint: .venv/ready .cache/quint/switch.json
+quint: .venv/ready .cache/quint/switch.json ## Checks the model of the switch.
 	$(QUINT) run tests/quint/switch.qnt --backend=typescript --max-samples=3 --max-steps=300 \
 	  --invariant=safe --verbosity=1
 	$(BIN)/pytest -q -m quint tests/quint
 	$(BIN)/python -m tests.quint --seeds $(or $(SEEDS),200)
 
-format: .venv/ready
+format: .venv/ready ## Formats the code.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -155,10 +158,10 @@ $(STUBS): .venv/ready $(PROTOS)
 	  --pyi_out=.cache/stubs --grpc_python_out=.cache/stubs $(PROTOS)
 	sed -i 's/^from evenkeel\.v1 import/from evenkeel_moe.v1 import/' $(STUBS)/*
 
-proto: $(STUBS)
+proto: $(STUBS) ## Generates the Python code of the protocol again.
 	cp $(STUBS)/*.py $(STUBS)/*.pyi service/evenkeel_moe/v1/
 
-verify-proto: $(STUBS)
+verify-proto: $(STUBS) ## Compares that code with the protocol.
 	diff -r -x __pycache__ -x __init__.py $(STUBS) service/evenkeel_moe/v1
 
 # Compares the protocol with the last released one, with buf from npm: finds every change that would
@@ -170,18 +173,18 @@ $(BUF):
 	npm install --prefix .cache/buf --no-fund --no-audit --ignore-scripts --loglevel=error \
 	  @bufbuild/buf@1.75.0
 
-proto-breaking: .venv/ready $(BUF)
+proto-breaking: .venv/ready $(BUF) ## Compares the protocol with the last released one.
 	$(BUF) lint proto
 	$(BUF) breaking proto --against $(RELEASED)
 	$(BIN)/pytest -q -m buf tests/wire
 
 # Part of a release: later versions are compared with the protocol of this one.
-proto-release: proto-breaking
+proto-release: proto-breaking ## Records the protocol as released.
 	$(BUF) build proto -o $(RELEASED)
 
 # Lists the packages of the image as CycloneDX JSON in .cache/sbom: installs them as the Dockerfile
 # does, lists them, and compares the list with constraints.txt.
-sbom: .venv/ready
+sbom: .venv/ready ## Lists the packages of the image as CycloneDX.
 	rm -rf .cache/sbom build && mkdir -p .cache/sbom
 	$(BIN)/python -m venv .cache/sbom/image && $(BIN)/python -m venv .cache/sbom/tool
 	.cache/sbom/image/$(PIP_INSTALL) -c constraints.txt '.[controller]'
@@ -204,10 +207,10 @@ sbom: .venv/ready
 
 # make bench-dispatch, bench-planning, ...: prints the figures and writes bench/out/NAME.json. The
 # exit code does not depend on the figures.
-bench-%: .venv/ready
+bench-%: .venv/ready ## Measures one part, for example bench-planning.
 	$(BIN)/python -m bench.$*
 
 # Also removes numba's caches: numba does not notice a change of a kernel in another file.
-clean:
+clean: ## Removes the environment, caches and results.
 	rm -rf .venv .cache bench/out
 	find service bench tests -name '*.nb[ic]' -delete
