@@ -27,6 +27,8 @@ ENVIRONMENT = {
     "PLANNER__MODE": "auto",
     # The lease runs out if the event loop does not renew it in time, as beside other replicas.
     "LEADER__REPLICAS": "2",
+    # The honest ranks do not connect again when the controller renews connections, as agents do.
+    "GRPC__MAX_CONNECTION_AGE_S": "0",
     "GRPC__MAX_STREAMS": "64",
     "INGEST__MAX_DEPLOYMENTS": "64",
     "INGEST__MAX_NEW_DEPLOYMENTS": "16",
