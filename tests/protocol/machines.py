@@ -313,6 +313,16 @@ AFTER_ONE = BASE.with_rows((0,), plan_of().waves[0].rows)
 AFTER_TWO = plan_of().target
 
 
+def after_wave(index: int, plan_id: str = "p") -> dict[str, Any]:
+    """The answers of ranks that have swapped this wave of the plan, and no other since."""
+    return {
+        "epoch": index + 1,
+        "placement": (AFTER_ONE, AFTER_TWO)[index],
+        "last_wave": key_of(plan_id, index),
+        "last_outcome": msg.WaveOutcome.SWAPPED,
+    }
+
+
 def both(control, message_of, now=0.0):
     """Both ranks say the same."""
     return [

@@ -206,10 +206,14 @@ class Fleet:
         old, slots = sites[0].map, self.shapes[self.rebalancing].slots_per_rank
         rows = np.roll(old.phy2log, slots, axis=1)
         placement = Placement(rows, old.num_ranks, old.num_logical_experts)
-        self.world.note(f"the engine moves the experts of {self.rebalancing}")
+        self.move_experts(self.rebalancing, placement)
         self.rebalancing = None
-        for site in sites:
-            site.rebalanced(placement)
+
+    def move_experts(self, deployment, placement: Placement) -> None:
+        """Let the engine switch to another placement by itself, on every rank between two steps."""
+        self.world.note(f"the engine moves the experts of {deployment}")
+        for rank in self.ranks:
+            rank.sites[deployment].rebalanced(placement)
         self.dirty = True
 
     def stray_map(self, deployment, participant):

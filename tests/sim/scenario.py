@@ -8,6 +8,7 @@ Commands:
     run SECONDS                     let time pass
     submit PLAN WAVE...             begin a plan by hand; a wave is LAYER:SRC>DST, a copy into DST
     cancel PLAN
+    engine-moves LAYER:SRC>DST      the engine copies an expert into another slot by itself
     drop KIND [rank=N] [times=N]    lose the next messages of a kind, to or from a rank
     delay KIND SECONDS [rank=N]     let the next message of a kind take so long
     slow-copy SECONDS               let the next copy between ranks take so long
@@ -31,9 +32,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, Transfer, Wave
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape
@@ -172,13 +175,10 @@ class Script:
         base = target = control.placement
         bodies = []
         for index, text in enumerate(waves):
-            layer, slots = text.split(":")
-            src, dst = (int(slot) for slot in slots.split(">"))
-            rows = target.phy2log[[int(layer)]].copy()
-            rows[0, dst] = rows[0, src]
-            transfer = Transfer(int(layer), int(rows[0, src]), src, dst, SHAPE.bytes_per_expert)
-            bodies.append(Wave(index, (int(layer),), np.asarray(rows, np.int32), ((transfer,),)))
-            target = target.with_rows((int(layer),), rows)
+            transfer, rows = copy_of(text, target)
+            layers = (transfer.layer,)
+            bodies.append(Wave(index, layers, rows, ((transfer,),)))
+            target = target.with_rows(layers, rows)
         plan = Plan(
             plan_id=PlanId(plan_id),
             deployment=TARGET,
@@ -199,6 +199,12 @@ class Script:
     def cancel(self, plan_id: str):
         seat = self.world.seat
         seat.carry(seat.operator.cancel(PlanId(plan_id), "script", self.world.now)[1])
+
+    def engine_moves(self, text: str):
+        fleet = self.world.fleet
+        before = fleet.ranks[0].sites[TARGET].map
+        transfer, rows = copy_of(text, before)
+        fleet.move_experts(TARGET, before.with_rows((transfer.layer,), rows))
 
     def drop(self, kind: str, rank: str | None = None, times: str = "1"):
         self._rule(kind, rank, int(times), None)
@@ -294,6 +300,15 @@ class Script:
             lines.append(f"{seat.replica.name} {control.state} {where}: {plans or 'no plans'}")
         lines.append(f"store: epochs {sorted(world.store.shelf(TARGET).epochs)}")
         return lines
+
+
+def copy_of(text: str, before: Placement) -> tuple[Transfer, NDArray[np.int32]]:
+    """Return the transfer `LAYER:SRC>DST`, and the layer's (1, S) row after it."""
+    layer, slots = text.split(":")
+    src, dst = (int(slot) for slot in slots.split(">"))
+    rows = before.phy2log[[int(layer)]].copy()
+    rows[0, dst] = rows[0, src]
+    return Transfer(int(layer), int(rows[0, src]), src, dst, SHAPE.bytes_per_expert), rows
 
 
 Block = tuple[list[str], str, list[str]]

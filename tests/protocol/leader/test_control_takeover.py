@@ -19,6 +19,7 @@ from tests.protocol.machines import (
     BASE,
     CONTROL_TIMING,
     ack,
+    after_wave,
     answer_queries,
     both,
     control_of,
@@ -88,7 +89,7 @@ def test_new_leader_keeps_a_freeze():
 
 def test_new_leader_goes_on_with_a_plan_that_the_ranks_are_in_the_middle_of():
     control = control_of(S.RECOVERING, stored_plan())
-    actions = answer_queries(control, epoch=1, placement=AFTER_ONE)
+    actions = answer_queries(control, **after_wave(0))
     assert control.state is S.MIGRATING and record(control).waves_committed == 1
     assert {m.wave for m in sent(actions) if isinstance(m, msg.Prepare)} == {key_of(index=1)}
 
@@ -186,7 +187,7 @@ def test_plan_that_waited_for_ranks_goes_on_with_its_found_wave():
 
 def test_new_leader_ends_a_plan_that_the_ranks_completed():
     control = control_of(S.RECOVERING, stored_plan())
-    answer_queries(control, epoch=2, placement=AFTER_TWO)
+    answer_queries(control, **after_wave(1))
     assert (control.state, record(control).phase, record(control).waves_committed) == (
         S.READY,
         "committed",
@@ -196,7 +197,7 @@ def test_new_leader_ends_a_plan_that_the_ranks_completed():
 
 def test_new_leader_ends_a_plan_whose_base_is_gone():
     control = control_of(S.RECOVERING, stored_plan())
-    answer_queries(control, epoch=1, placement=AFTER_TWO)
+    answer_queries(control, **{**after_wave(0), "placement": AFTER_TWO})
     assert (record(control).phase, record(control).reason) == (PlanPhase.ABORTED, Reason.STALE_BASE)
 
 
@@ -206,5 +207,5 @@ def test_new_leader_honours_a_cancel_its_predecessor_took():
     Operator(control).cancel(PlanId("p"), "me", 0.0)
     stored = ctl.StoredRecords(plans=(record(control),))
     control = control_of(S.RECOVERING, stored)
-    answer_queries(control, epoch=1, placement=AFTER_ONE)
+    answer_queries(control, **after_wave(0))
     assert record(control).phase is PlanPhase.CANCELLED

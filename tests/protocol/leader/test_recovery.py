@@ -15,10 +15,10 @@ from evenkeel_moe.protocol.transitions import ControlState as S
 from evenkeel_moe.protocol.transitions import CoordinatorState
 from tests.protocol.machines import (
     AFTER_ONE,
-    AFTER_TWO,
     BASE,
     CONTROL_TIMING,
     abort_answers,
+    after_wave,
     answer_queries,
     both,
     control_of,
@@ -34,6 +34,12 @@ from tests.protocol.machines import (
     state_in,
     state_of,
     wave_state,
+)
+
+SWAPPED, REFUSED, DROPPED = (
+    msg.WaveOutcome.SWAPPED,
+    msg.WaveOutcome.REFUSED,
+    msg.WaveOutcome.DROPPED,
 )
 
 
@@ -162,7 +168,7 @@ def stored_plans(*changes):
 def test_only_the_newest_accepted_plan_goes_on_and_proposals_stay():
     proposed = {"phase": PlanPhase.PROPOSED}
     control = control_of(S.RECOVERING, stored_plans({}, {}, proposed))
-    answer_queries(control, epoch=1, placement=AFTER_ONE)
+    answer_queries(control, **after_wave(0, "q"))
     assert (record(control, "p").phase, record(control, "p").reason) == (
         PlanPhase.ABORTED,
         Reason.STALE_BASE,
@@ -175,8 +181,8 @@ def test_only_the_newest_accepted_plan_goes_on_and_proposals_stay():
     ("answers", "reason"),
     [
         ({"weights_version": 2}, Reason.WEIGHTS_VERSION_CHANGED),
-        ({"epoch": 3, "placement": AFTER_TWO}, Reason.STALE_BASE),
-        ({"epoch": 1, "placement": BASE}, Reason.STALE_BASE),
+        ({**after_wave(1), "epoch": 3, "last_wave": key_of(index=2)}, Reason.STALE_BASE),
+        ({**after_wave(0), "placement": BASE}, Reason.STALE_BASE),
     ],
 )
 def test_a_plan_that_does_not_fit_the_group_any_more_ends(answers, reason):
@@ -186,6 +192,33 @@ def test_a_plan_that_does_not_fit_the_group_any_more_ends(answers, reason):
     assert (record(control).phase, record(control).reason) == (PlanPhase.ABORTED, reason)
     assert record(control).waves_committed == 0
     assert not [m for m in sent(actions) if isinstance(m, msg.Prepare)]
+
+
+@pytest.mark.parametrize(
+    ("ended", "counts"),
+    [
+        ((("p", 0, SWAPPED), ("p", 0, SWAPPED)), True),
+        ((("p", 0, SWAPPED), ("r", 0, REFUSED)), True),
+        ((("q", 0, SWAPPED), ("q", 0, SWAPPED)), False),
+        ((("q", 0, SWAPPED), ("r", 0, REFUSED)), False),
+        ((("p", 0, DROPPED), ("p", 0, DROPPED)), False),
+        ((("r", 0, DROPPED), ("p", 0, REFUSED)), False),
+        ((None, None), False),
+        ((("r", 0, DROPPED), None), False),
+        ((("r", 0, DROPPED), ("r", 0, REFUSED)), True),
+    ],
+)
+def test_a_wave_counts_only_if_it_led_to_the_epoch_as_far_as_the_ranks_know(ended, counts):
+    """R12: the same epoch and map may come from another plan, or from the engine itself."""
+    control = control_of(S.RECOVERING, stored_plans({}))
+    for rank, last in enumerate(ended):
+        wave, outcome = (None, None) if last is None else (key_of(*last[:2]), last[2])
+        state = state_of(
+            rank, query_of(control), 1, AFTER_ONE, last_wave=wave, last_outcome=outcome
+        )
+        control.handle(from_rank(rank, state), 0.0)
+    assert record(control).waves_committed == counts
+    assert (record(control).reason is Reason.STALE_BASE) is not counts
 
 
 def test_a_plan_based_on_a_later_epoch_than_the_groups_ends():
@@ -202,7 +235,7 @@ def test_a_plan_that_is_where_the_store_says_goes_on_without_a_row_of_its_recove
     assert record(control).phase is PlanPhase.MIGRATING
     assert "recovered" not in [row["event"] for row in record(control).story]
     control = control_of(S.RECOVERING, stored_plans({}))
-    answer_queries(control, epoch=1, placement=AFTER_ONE)
+    answer_queries(control, **after_wave(0))
     row = next(row for row in record(control).story if row["event"] == "recovered")
     assert (row["waves_committed"], row["detail"]) == (1, "epoch 1")
 
@@ -250,7 +283,7 @@ def test_a_plan_that_waits_while_the_ranks_disagree_says_so():
 def test_what_a_recovery_learns_of_a_plan_is_stored_at_once():
     control = control_of(S.RECOVERING, stored_plans({}))
     control.handle(ctl.RankTroubled(EpRank(1), 11, "its replicas differ"), 0.0)
-    actions = answer_queries(control, epoch=1, placement=AFTER_ONE)
+    actions = answer_queries(control, **after_wave(0))
     assert only(actions, ctl.PersistPlan).record.waves_committed == 1
 
 

@@ -17,6 +17,7 @@ from tests.protocol.machines import (
     BASE,
     abort_answers,
     ack,
+    after_wave,
     answer_queries,
     both,
     control_of,
@@ -91,7 +92,7 @@ def test_a_plan_that_waits_for_ranks_or_ends_with_its_group_says_when():
     for t in range(1, 13):
         control.handle(msg.Tick(), float(t))
     assert times(control)[-1] == ("stalled", 1011.0)
-    answer_queries(control, 13.0, epoch=1, placement=AFTER_ONE)
+    answer_queries(control, 13.0, **after_wave(0))
     assert times(control)[-2:] == [("recovered", 1013.0), ("wave_started", 1013.0)]
     group_leaves(control)
     for rank in (0, 1):

@@ -6,7 +6,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, EpRank
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
-from evenkeel_moe.protocol.messages import RankState
+from evenkeel_moe.protocol.messages import RankState, WaveOutcome
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -84,6 +84,18 @@ class QueryRound:
     def held_wave(self) -> WaveKey | None:
         """Return a wave that some rank still holds, or None."""
         return next((a.wave for _, a in sorted(self.answers.items()) if a.wave is not None), None)
+
+    def may_follow(self, wave: WaveKey) -> bool:
+        """Return False if the ranks know that this wave did not lead to their epoch (R12).
+
+        A rank names the wave that ended last on it. A wave that it has dropped since hides the one
+        that it swapped; then the epoch and the map have to do.
+        """
+        answers = self.answers.values()
+        swapped = {a.last_wave for a in answers if a.last_outcome is WaveOutcome.SWAPPED}
+        if swapped:
+            return wave in swapped
+        return all(answer.last_wave not in (None, wave) for answer in answers)
 
     def group_state(self) -> GroupState | Disagreement:
         """Return the state all answers agree on, or how they differ."""

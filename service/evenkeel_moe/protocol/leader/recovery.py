@@ -127,7 +127,7 @@ class Recovery:
             return self._alert(group)
         self.round, self.over = None, True
         self.settled_query = self.query + 1
-        return [*self._bring_up(group), *self._reconcile_all(now)]
+        return [*self._bring_up(group), *self._reconcile_all(current, now)]
 
     def _has_reloaded(self, state: RankState) -> bool:
         member = self.executor.membership.members.get(state.identity.rank)
@@ -196,16 +196,18 @@ class Recovery:
             ),
         ]
 
-    def _reconcile_all(self, now: float) -> list[ControlAction]:
+    def _reconcile_all(self, answered: QueryRound, now: float) -> list[ControlAction]:
         """Compare every plan that was accepted with the state of the group."""
         records, unix = self.executor.records, now + self.executor.unix_offset_s
         actions, active = [], records.active
         for record in records.open:
             if record.phase is not PlanPhase.PROPOSED:
-                actions += self._reconcile(record, record is active, unix)
+                actions += self._reconcile(record, record is active, answered, unix)
         return actions
 
-    def _reconcile(self, record: PlanRecord, newest: bool, unix: float) -> list[ControlAction]:
+    def _reconcile(
+        self, record: PlanRecord, newest: bool, answered: QueryRound, unix: float
+    ) -> list[ControlAction]:
         executor, records, plan = self.executor, self.executor.records, record.plan
         group = executor.group
         assert group is not None
@@ -213,10 +215,12 @@ class Recovery:
             return [records.end(record, Reason.WEIGHTS_VERSION_CHANGED, unix)]
         waves = group.epoch - plan.base_epoch
         detail = f"the group is at epoch {group.epoch}"
+        # Another plan's wave, or the engine itself, may have led to the same epoch and map.
         if (
             not newest
             or not 0 <= waves <= len(plan.waves)
             or placement_at(plan, waves).digest != group.placement.digest
+            or (waves > record.waves_committed and not answered.may_follow(plan.key(waves - 1)))
         ):
             return [records.end(record, Reason.STALE_BASE, unix, detail)]
         actions: list[ControlAction] = []
