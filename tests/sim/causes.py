@@ -181,6 +181,26 @@ def leaderless(moment: str, kinds: frozenset = frozenset(), chance: float = 0.5)
 
 def cut(moment: str, part: float, chance: float = 0.7):
     """Streams to a replica break: one always, each other one with a probability."""
+    return _at_streams(cut_off, moment, part, chance)
+
+
+def cut_off(world, stream) -> None:
+    """Break a stream."""
+    world.network.cut(stream)
+
+
+def stop(moment: str, part: float = 1.0, chance: float = 0.7):
+    """Ranks at a replica stop as planned: one always, each other one with a probability."""
+    return _at_streams(stop_rank, moment, part, chance)
+
+
+def stop_rank(world, stream) -> None:
+    """The engine of a stream's rank stops as planned."""
+    if not world.calm:
+        stream.rank.die(planned=True)
+
+
+def _at_streams(fault, moment: str, part: float, chance: float):
 
     def arrange(world) -> None:
         def strike(context) -> None:
@@ -188,7 +208,7 @@ def cut(moment: str, part: float, chance: float = 0.7):
             first = world.rng.choice(streams) if streams else None
             for stream in streams:
                 if stream is first or world.rng.random() < part:
-                    world.after(SOON_S * world.rng.random(), world.network.cut, stream)
+                    world.after(SOON_S * world.rng.random(), fault, world, stream)
 
         meet(world, moment, chance, strike)
 

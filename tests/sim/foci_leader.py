@@ -10,6 +10,7 @@ from tests.sim.causes import (
     set_clock,
     silent,
     split,
+    stop,
     store_away,
     twice,
     wish,
@@ -17,6 +18,7 @@ from tests.sim.causes import (
 from tests.sim.conditions import like, quick
 from tests.sim.foci_ranks import BUSY, CANCELLED, COMMIT, INTENT
 from tests.sim.focus import focus
+from tests.sim.network import GOODBYE
 
 ORDERS = ("policy", "thaw", "resume")
 
@@ -70,14 +72,31 @@ LEADER_FOCI = (
         silent("wave is recovering", 0.4, 0.9),
         cut("wave is recovering", 0.5, 0.7),
     ),
-    # --- a wave: late answers, cancels ------------------------------------------------------------
+    # --- a wave: late answers ---------------------------------------------------------------------
     focus(
         "coordinator aborting Ack; coordinator committed AbortAnswer",
         19,
         late(frozenset({"Ack"}), "wave is committing", "wave is aborting", 2.5),
         quick(commit_deadline_s=0.3, commit_deadline_steps=10),
     ),
-    focus("coordinator preparing CancelWave", 6, wish("cancel", "wave is preparing")),
+    # --- a controller: ranks that stop as planned -------------------------------------------------
+    focus(
+        "control ready RankStopped; control follower RankStopped;"
+        " control waiting_for_ranks RankStopped; control recovering RankStopped",
+        6,
+        late(frozenset({"Hello"}), "controller is waiting_for_ranks", None, 0.4, 0.9, one=True),
+        late(frozenset({"RankState"}), "controller is recovering", None, 0.4, 0.9, one=True),
+        stop("controller is ready", chance=0.2),
+        stop("controller is recovering", chance=0.2),
+        stop("controller follower has a rank", chance=0.2),
+        stop("controller waiting_for_ranks has a rank", chance=0.1),
+        *(
+            again(GOODBYE, f"controller is {state}", 10)
+            for state in ("ready", "follower", "waiting_for_ranks", "recovering")
+        ),
+        lapse("controller is ready", 0.9, same=1.0, within=0.3),
+    ),
+    # --- a wave: cancels --------------------------------------------------------------------------
     focus("coordinator committing CancelWave", 4, wish("cancel", "wave is committing")),
     focus("coordinator committed CancelWave", 11, wish("cancel", "wave is committed")),
     focus(

@@ -131,13 +131,13 @@ RANK_FOCI = (
     focus("participant armed WeightsReloaded", 12, reload("rank is armed", False)),
     focus(
         "participant swapping ReloadRequested",
-        15,
+        12,
         reload("rank swaps", True, 0.9),
         like(slow_swaps=0.6),
     ),
     focus(
         "participant swapping WeightsReloaded",
-        13,
+        18,
         reload("rank swaps", False, 0.8, within=0.05),
         like(slow_swaps=0.5),
     ),
@@ -150,7 +150,7 @@ RANK_FOCI = (
     ),
     focus(
         "participant aborted WeightsReloaded",
-        4,
+        3,
         wish("cancel", "rank is staging", 0.4),
         BUSY,
         reload("rank is aborted", False),
@@ -163,7 +163,7 @@ RANK_FOCI = (
         " participant idle MigrationEnabled; participant staging MigrationEnabled;"
         " participant prepared MigrationEnabled; participant armed MigrationEnabled;"
         " participant swapping MigrationEnabled; participant aborted MigrationEnabled",
-        22,
+        21,
         BUSY,
         like(slow_swaps=0.2),
         disable("rank is staging", restart_s=1.5),

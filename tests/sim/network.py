@@ -24,6 +24,8 @@ _ECHOED = (
     "TermRefused",
     "Beat",
 )
+GOODBYE = "Goodbye"
+"""Heartbeats that say that the engine stops as planned; they count as `Beat` too."""
 
 
 class Stream:
@@ -99,6 +101,8 @@ class SimNetwork:
         random, kind = world.rng.random, type(message).__name__
         if not world.calm and kind in _ECHOED:
             self.sent[kind].append((deliver, stream, message))
+            if isinstance(message, Beat) and message.stopping:
+                self.sent[GOODBYE].append((deliver, stream, message))
         if self.calm_weather():
             world.post(0.005 + 0.02 * random(), kind, stream, deliver, stream, message)
             return
