@@ -6,8 +6,8 @@ thirty million events or more (some 16,000 seeds) every pair must also pass 1,00
 million.
 
     --seed X [--mutant R5] [--trace]   replay one seed exactly
-    --agents                           ranks run the real agent, and the mutants are of its glue;
-                                       pairs need not pass
+    --agents [rules]                   ranks run the real agent, and the mutants are of its glue, or
+                                       those of the rules; pairs need not pass
 """
 
 import argparse
@@ -124,9 +124,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="replay this one seed")
     parser.add_argument("--mutant", help="with --seed: replay it on a mutant")
     parser.add_argument("--trace", action="store_true", help="with --seed: print what happens")
-    parser.add_argument("--agents", action="store_true", help="let ranks run the real agent")
+    parser.add_argument(
+        "--agents",
+        nargs="?",
+        const="agents",
+        default="machines",
+        choices=("rules",),
+        help="let ranks run the real agent; `rules`: with the mutants of the rules",
+    )
     options = parser.parse_args(arguments)
-    kind = KINDS["agents" if options.agents else "machines"]()
+    kind = KINDS[options.agents]()
     if options.mutant not in (None, *kind.by_name):
         parser.error(f"--mutant is one of {', '.join(kind.by_name)}")
     if options.seed is not None:

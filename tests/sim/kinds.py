@@ -1,7 +1,7 @@
 """The kinds of runs: ranks with the bare machines, and ranks with the real agent around them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.sim.mutants import MUTANTS, Mutant
 from tests.sim.run import Outcome, run_seed
@@ -37,4 +37,12 @@ def agents() -> Kind:
     return Kind("agents", "python -m tests.sim --agents", run_agent_seed, GLUE_MUTANTS, False)
 
 
-KINDS = {"machines": machines, "agents": agents}
+def rules() -> Kind:
+    """Return the runs of real agents whose mutants are those of the rules."""
+    from tests.sim.agents.mutants import RULE_MUTANTS
+
+    command = "python -m tests.sim --agents rules"
+    return replace(agents(), name="rules", command=command, mutants=RULE_MUTANTS)
+
+
+KINDS = {"machines": machines, "agents": agents, "rules": rules}

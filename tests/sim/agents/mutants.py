@@ -12,7 +12,7 @@ from evenkeel_moe.agent.staging import StagingWorker
 from evenkeel_moe.agent.swap_record import SwapRecord
 from evenkeel_moe.protocol.messages import StagingFinished, SwapFinished, WeightsReloaded
 from tests.sim.agents.kit import AgentKit
-from tests.sim.mutants import Mutant
+from tests.sim.mutants import MUTANTS, Mutant
 
 
 class AcknowledgesBeforeSave(Agent):
@@ -124,4 +124,6 @@ GLUE_MUTANTS = (
     Mutant("reload", "R4", "keeps the old checksums", AgentKit(agent=KeepsOldChecksums)),
     Mutant("swap", "R8", "swaps whatever is staged", AgentKit(worker=SwapsWhateverIsStaged)),
 )
+RULE_MUTANTS = tuple(replace(mutant, kit=AgentKit(**vars(mutant.kit))) for mutant in MUTANTS)
+"""The mutants of the protocol's rules, with the real agent around their machines."""
 GLUE_BY_NAME = {mutant.name: mutant for mutant in GLUE_MUTANTS}

@@ -70,3 +70,5 @@ def test_every_hazard_has_seeds_and_others_are_left():
 def test_the_command_runs_agents(capsys):
     assert main(["--agents", "--seed", "11", "--mutant", "swap"]) == 1
     assert "torn map" in capsys.readouterr().out
+    assert main(["--agents", "rules", "--seed", "0", "--mutant", "R9"]) == 1
+    assert "unmatched operation" in capsys.readouterr().out
