@@ -86,16 +86,20 @@ def test_a_plan_is_shown_where_the_deployment_cannot_be_read(shown):
 def test_a_plan_that_ended_tells_what_it_delivered_and_how_long_it_took(shown):
     begun = {"at": NOW, "event": "wave_started"}
     story = (begun, {"at": NOW + 21.1, "event": "wave_committed"}, {"at": NOW + 90, "event": "x"})
-    ended = {"phase": PlanPhase.COMMITTED, "reason": Reason.COMMITTED, "story": story}
+    ended = {"phase": PlanPhase.COMMITTED, "reason": Reason.COMMITTED, "waves_committed": 1}
+    ended["story"] = story
     gained = DeliveredGain(1.0, 0.331, 0.01, 0.32, 0.34, None, 64)
     lines = [cells(line) for line in shown(delivered=gained, **ended)]
     words = "33.1% of MoE time, 95 % interval 32.0% to 34.0%, on 64 steps; promised 33.9%"
     assert ["delivered gain", words] in lines
-    assert ["duration", "21.1 s for all waves"] in lines
+    assert ["duration", "21.1 s for 1 wave"] in lines
     waits = ["delivered gain", "not measured yet: enough steps must run on the new placement"]
     assert waits in [cells(line) for line in shown(**ended)]
     running = shown(phase=PlanPhase.MIGRATING, reason=Reason.PLAN_STARTED, story=(begun,))
     assert re.search(r"duration +\S+ \w+ so far", "\n".join(running))
+    lost = {"phase": PlanPhase.ABORTED, "reason": Reason.RANK_LOST}
+    stopped = shown(story=(begun, {"at": NOW + 9, "event": "ended"}), **lost)
+    assert ["duration", "9 s until it ended"] in [cells(line) for line in stopped]
     assert "duration" not in "\n".join(shown())
 
 

@@ -140,4 +140,6 @@ def _duration(row: Mapping[str, Any], now: float) -> str | None:
     if row["phase"] in ("approved", "migrating", "paused", "stalled"):
         return f"{duration_text(now - begun[0])} so far"
     ended = [event["at"] for event in row["story"] if event["event"] in ("wave_committed", "ended")]
-    return None if not ended else f"{duration_text(ended[-1] - begun[0])} for all waves"
+    done = row["waves_committed"]
+    until = f"for {counted(done, 'wave')}" if done else "until it ended"
+    return None if not ended else f"{duration_text(ended[-1] - begun[0])} {until}"
