@@ -1,12 +1,17 @@
 """Codecs of messages declared by the types of their fields."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.errors import PeerViolation, Reason
+from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.v1 import telemetry_pb2 as pb
-from evenkeel_moe.wire.fields import MessageCodec, count
+from evenkeel_moe.wire.codec import decode_rank_message
+from evenkeel_moe.wire.fields import MessageCodec, count, read_numbers
+from tests.wire.wires import HELLO
 
 
 @dataclass(frozen=True)
@@ -44,3 +49,33 @@ def test_a_codec_for_fields_that_the_message_or_the_model_lacks_is_refused():
 def test_a_type_without_a_codec_is_refused():
     with pytest.raises(KeyError):
         MessageCodec(Unsupported, pb.ReportAck)
+
+
+class ReadInParts(Sequence):
+    """Numbers as protobuf has them. It notes how many are asked for at a time."""
+
+    def __init__(self, size):
+        self.size, self.lengths = size, []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, part):
+        self.lengths.append(len(range(self.size)[part]))
+        return range(self.size)[part]
+
+    def __iter__(self):
+        raise AssertionError("read in one call")
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 14, (1 << 14) + 1, 100_000])
+def test_many_numbers_are_read_in_parts_so_that_other_threads_get_their_turn(size):
+    message = SimpleNamespace(checksums=ReadInParts(size))
+    assert read_numbers(message, "checksums") == tuple(range(size))
+    assert max(message.checksums.lengths, default=0) <= 1 << 14
+
+
+def test_millions_of_tiles_are_refused_before_they_are_read():
+    message = agent_pb2.CostCurve(tile_tokens=1, tile_seconds=[float("nan")] * 4097)
+    with pytest.raises(PeerViolation, match="4097 tiles, at most 4096"):
+        decode_rank_message(agent_pb2.RankMessage(cost_curve=message), HELLO)

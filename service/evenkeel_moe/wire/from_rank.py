@@ -67,6 +67,11 @@ def _read_capabilities(message: pb.Hello, name: str) -> frozenset[str]:
 
 
 def _read_tiles(message: pb.CostCurve, name: str) -> tuple[float, ...]:
+    # Before the values are read: there may be millions.
+    if len(message.tile_seconds) > _MAX_TILES:
+        raise PeerViolation(
+            f"a cost curve of {len(message.tile_seconds)} tiles, at most {_MAX_TILES} are taken"
+        )
     return tuple(check_seconds(name, value) for value in message.tile_seconds)
 
 
@@ -97,7 +102,7 @@ def _check_hello(hello: m.Hello) -> None:
 def _check_curve(curve: CostCurve) -> None:
     """Refuse a curve that a planner cannot use as it is."""
     tiles = curve.tile_seconds
-    if not 1 <= len(tiles) <= _MAX_TILES or not 1 <= curve.tile_tokens <= _MAX_TILE_TOKENS:
+    if not tiles or not 1 <= curve.tile_tokens <= _MAX_TILE_TOKENS:
         raise PeerViolation(
             f"a cost curve of {len(tiles)} tiles of {curve.tile_tokens} tokens;"
             f" at most {_MAX_TILES} tiles of {_MAX_TILE_TOKENS} are taken"

@@ -72,8 +72,15 @@ def decode_report(message: pb.LoadReport, identity: RankIdentity, shape: ModelSh
 
 
 def reported_steps(message: pb.LoadReport) -> list[int]:
-    """Return the step numbers of a report that was refused, as far as they can be read."""
-    whole_rows = message.step_table[: len(message.step_table) // STEP.itemsize * STEP.itemsize]
+    """Return the step numbers of a report that was refused, as far as they can be read.
+
+    Of more steps than a report may hold, only the last are returned: a rank forgets all steps up
+    to the highest.
+    """
+    table = message.step_table  # Read once: protobuf copies it each time.
+    num_rows = len(table) // STEP.itemsize
+    first = max(0, num_rows - MAX_REPORT_STEPS)
+    whole_rows = table[first * STEP.itemsize : num_rows * STEP.itemsize]
     return [int(step) for step in np.frombuffer(whole_rows, _STEP)["step"]]
 
 
