@@ -343,3 +343,15 @@ async def test_a_flood_that_is_not_processed_stops_its_own_stream_alone(serve):
             await asyncio.sleep(0.01)
         await flooding
         call.cancel()
+
+
+@pytest.mark.integration
+async def test_nobody_can_watch_the_health_and_so_open_streams_without_a_limit(serve):
+    server, _ = await serve()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(), timeout=deadline(30)
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -117,7 +117,7 @@ class GrpcServer:
         self._inbound = InboundBudget()
         self._decoding = asyncio.Semaphore(_DECODING)
         self._slots = StreamSlots(options.max_streams, options.max_streams_per_peer)
-        self._health = health.aio.HealthServicer()
+        self._health = _Health()
         self.port = 0
         """The port; known once bound."""
 
@@ -290,6 +290,17 @@ class GrpcServer:
             return _decode(data, hello)
         async with self._decoding:
             return await asyncio.to_thread(_decode, data, hello)
+
+
+class _Health(health.aio.HealthServicer):
+    """Answers each question about the health, and keeps no stream of answers open.
+
+    Streams of watchers would count as no rank's, so nothing would limit them.
+    """
+
+    async def Watch(self, _request: Any, context: Any) -> None:
+        """Refuse the call, as the service allows. Raises, as `abort` does."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "call Check: streams are only for ranks")
 
 
 def _channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
