@@ -1,5 +1,6 @@
 """The REST application."""
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Security
@@ -18,6 +19,8 @@ from evenkeel_moe.api.schemas import ProblemOut
 from evenkeel_moe.api.trace import TraceMiddleware
 from evenkeel_moe.ports.operations import Operations
 
+_WINDOW_READERS = 2
+"""Requests that hold a copy of windows at the same time; the others wait."""
 _DESCRIPTION = """Plans, approves, cancels and rolls back expert placements.
 
 Success means that the change is stored. After a failure other than 4xx the change may still have
@@ -54,6 +57,7 @@ def create_app(
         separate_input_output_schemas=False,
     )
     app.state.operations = operations
+    app.state.window_turns = asyncio.Semaphore(_WINDOW_READERS)
     add_problem_handlers(app)
     _add_middleware(app, tokens, max_body_bytes)
     bearer = [

@@ -1,5 +1,6 @@
 """Shared parts of the routes: dependencies, path and query parameters, pages and entity tags."""
 
+import asyncio
 import base64
 import binascii
 import hashlib
@@ -27,6 +28,11 @@ def _operations(request: Request) -> Operations:
     return operations
 
 
+def _window_turns(request: Request) -> asyncio.Semaphore:
+    turns: asyncio.Semaphore = request.app.state.window_turns
+    return turns
+
+
 def _caller_token(request: Request) -> Token:
     token: Token = request.state.token
     return token
@@ -41,6 +47,8 @@ KEY_DESCRIPTION = (
     " 422; while the first call is in progress it gets 409."
 )
 OperationsOf = Annotated[Operations, Depends(_operations)]
+WindowTurns = Annotated[asyncio.Semaphore, Depends(_window_turns)]
+"""Held by a request that copies windows: a window may have hundreds of megabytes."""
 Caller = Annotated[str, Depends(_caller)]
 CallerToken = Annotated[Token, Depends(_caller_token)]
 IdempotencyKey = Annotated[

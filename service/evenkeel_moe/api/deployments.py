@@ -17,6 +17,7 @@ from evenkeel_moe.api.context import (
     OperationsOf,
     PageSize,
     PageToken,
+    WindowTurns,
     entity_tag,
     page,
 )
@@ -117,16 +118,20 @@ async def get_placement(operations: OperationsOf, deployment: DeploymentPath) ->
 
 
 @router.get("/deployments/{deployment}/load")
-async def get_load(operations: OperationsOf, deployment: DeploymentPath) -> LoadOut:
+async def get_load(
+    operations: OperationsOf, turns: WindowTurns, deployment: DeploymentPath
+) -> LoadOut:
     """Return the load of each phase: layers x experts, and layers x ranks of the placement."""
-    view = await operations.deployment(deployment)
-    placement = view.placement()
-    windows = {phase: view.window(phase) for phase in Phase}
-    # Summing a large window takes most of a second: not on the event loop, which serves ranks.
-    phases = {
-        phase: await asyncio.to_thread(phase_load, window, placement)
-        for phase, window in windows.items()
-    }
+    async with turns:
+        view = await operations.deployment(deployment)
+        placement = view.placement()
+        windows = {phase: view.window(phase) for phase in Phase}
+        # Summing a large window takes most of a second: not on the event loop, which serves ranks.
+        phases = {
+            phase: await asyncio.to_thread(phase_load, window, placement)
+            for phase, window in windows.items()
+        }
+        del windows  # Before another request takes its copy.
     return LoadOut(deployment=deployment, epoch=view.status().epoch, phases=phases)
 
 

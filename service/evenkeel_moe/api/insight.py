@@ -15,6 +15,7 @@ from evenkeel_moe.api.context import (
     OperationsOf,
     PageSize,
     PageToken,
+    WindowTurns,
     page,
 )
 from evenkeel_moe.api.insight_schemas import (
@@ -45,6 +46,7 @@ _AUDIT_SHOWN = 1024
 @router.get("/deployments/{deployment}/heatmap")
 async def get_heatmap(
     operations: OperationsOf,
+    turns: WindowTurns,
     deployment: DeploymentPath,
     phase: Annotated[
         Phase | None, Query(description="Default: the windows of all phases together.")
@@ -52,15 +54,17 @@ async def get_heatmap(
     first_layer: Annotated[int, Query(ge=0, le=2**31, description="Layer of the first row.")] = 0,
 ) -> HeatMapOut:
     """Return the load as a multiple of each layer's mean: layers x experts, and layers x ranks."""
-    view = await operations.deployment(deployment)
-    windows = [view.window(one) for one in ([phase] if phase is not None else Phase)]
-    # Summing a large window takes most of a second: not on the event loop, which serves ranks.
-    rows = await asyncio.to_thread(
-        heat_map,
-        [window for window in windows if window is not None],
-        view.placement(),
-        first_layer,
-    )
+    async with turns:
+        view = await operations.deployment(deployment)
+        windows = [view.window(one) for one in ([phase] if phase is not None else Phase)]
+        # Summing a large window takes most of a second: not on the event loop, which serves ranks.
+        rows = await asyncio.to_thread(
+            heat_map,
+            [window for window in windows if window is not None],
+            view.placement(),
+            first_layer,
+        )
+        del windows  # Before another request takes its copy.
     return HeatMapOut(
         deployment=deployment,
         epoch=view.status().epoch,

@@ -1,0 +1,43 @@
+"""Requests that copy windows take turns: many readers must not fill the memory."""
+
+import asyncio
+import weakref
+
+import pytest
+
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.placement import Placement
+from tests.api.conftest import READ, make_client
+from tests.api.fakes import SHAPE, FakeOperations, FakeView, make_status, make_window
+
+
+class CountedView(FakeView):
+    """Gives a new window each time, as the controller does, and counts those that are held."""
+
+    def __init__(self):
+        super().__init__(make_status("demo"), {}, Placement.initial(SHAPE))
+        self.held = self.most = self.made = 0
+
+    def window(self, phase):
+        window = make_window()
+        self.made += 1
+        self.held += 1
+        self.most = max(self.most, self.held)
+        weakref.finalize(window, self._freed)
+        return window
+
+    def _freed(self):
+        self.held -= 1
+
+
+@pytest.mark.parametrize("path", ["load", "heatmap"])
+async def test_of_many_readers_two_hold_windows_at_a_time(app, path):
+    view = CountedView()
+    app.state.operations = FakeOperations(view)
+    async with make_client(app, READ) as client:
+        answers = await asyncio.gather(
+            *(client.get(f"/v1/deployments/demo/{path}") for _ in range(12))
+        )
+    assert {answer.status_code for answer in answers} == {200}
+    assert view.made == 12 * len(Phase)
+    assert view.most <= 2 * len(Phase)
