@@ -5,20 +5,12 @@ from typing import Any
 
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.messages import ParticipantState, WaveOutcome
+from evenkeel_moe.protocol.messages import ParticipantState
+from tests.quint.terms import EMPTY, HOLD, Terms, envelope, fields
 from tests.quint.values import Record
 from tests.sim.kit import Kit
 from tests.sim.run import FleetWorld
 
-EMPTY: tuple = ()
-_HOLD = {
-    ParticipantState.IDLE: "Nothing",
-    ParticipantState.STAGING: "Staging",
-    ParticipantState.PREPARED: "Prepared",
-    ParticipantState.ARMED: "Armed",
-    ParticipantState.SWAPPING: "Swapping",
-    ParticipantState.ABORTED: "Nothing",
-}
 _LEFT_OUT = (msg.EngineRebalanced, msg.SwapFailed)
 """Events that the model leaves out: a trace ends there."""
 
@@ -30,7 +22,7 @@ class Recorder:
         self.events: list[tuple[str, Any]] = []
         self.ended_by = ""
         self.world: Any = None
-        self._waves: dict[Any, int] = {}
+        self._terms = Terms(self._place)
         self._messages: dict[int, tuple[Any, Record]] = {}
         """Answers that ranks have made up, by the id of the message, which is kept alive."""
         self._sending: Record | None = None
@@ -85,7 +77,7 @@ class Recorder:
 
         def sent_to_rank(stream: Any, message: Any) -> None:
             if stream.rank.fleet is fleet:
-                self.add("LeaderSent", self.controller_message(stream.rank, message))
+                self.add("LeaderSent", self._terms.controller_message(stream.rank, message))
             to_rank(stream, message)
 
         def sent_to_replica(stream: Any, message: Any) -> None:
@@ -100,13 +92,13 @@ class Recorder:
             # A leader of the simulation may learn late that a write failed, which no shell does. So
             # what it tried to store counts here.
             if isinstance(action, ctl.PersistIntent) and leader is not None:
-                wave = self.wave(action.wave)
-                self.add("Intended", _record(term=leader.term, wave=wave))
+                wave = self._terms.wave(action.wave)
+                self.add("Intended", fields(term=leader.term, wave=wave))
             write(deployment, action, leader)
 
         def recorded(deployment: Any, wave: Any, committed: bool) -> None:
-            if wave in self._waves:
-                self.add("Recorded", _record(wave=self._waves[wave], committed=committed))
+            if wave in self._terms.waves:
+                self.add("Recorded", fields(wave=self._terms.waves[wave], committed=committed))
             outcome(deployment, wave, committed)
 
         fleet.start, fleet.remember, fleet.exchange = started, remembered, exchanged
@@ -121,7 +113,7 @@ class Recorder:
         part = fleet.ranks[0].sites[self.world.deployments[0]].participant
         place = self._saved.get((part.epoch, part.placement.digest), 0)
         if fleet.generations > 1:
-            start = _record(epoch=int(part.epoch), place=place, version=part.weights_version)
+            start = fields(epoch=int(part.epoch), place=place, version=part.weights_version)
             self.add("GroupRestarted", start)
         self._saved[part.epoch, part.placement.digest] = place
         self._places = dict.fromkeys(range(fleet.num_ranks), place)
@@ -140,61 +132,30 @@ class Recorder:
         """Record that a rank begins its step, unless it did so already."""
         if rank in self._inside:
             self._inside.discard(rank)
-            self.add("Computed", _record(rank=rank, polled=polled))
+            self.add("Computed", fields(rank=rank, polled=polled))
 
     # --- one rank ---------------------------------------------------------------------------------
 
-    def wave(self, key: Any) -> int:
-        """Return the model's name of a wave."""
-        return self._waves.setdefault(key, len(self._waves) + 1)
-
     def seen(self, part: Any) -> None:
         """Record the state of a rank that an observer sees."""
-        hold = _HOLD[part.state]
-        wave = 0 if hold == "Nothing" else self.wave(part.wave)
-        seen = _record(rank=part.identity.rank, hold=(hold, EMPTY), wave=wave)
+        hold = HOLD[part.state]
+        wave = 0 if hold == "Nothing" else self._terms.wave(part.wave)
+        seen = fields(rank=part.identity.rank, hold=(hold, EMPTY), wave=wave)
         self.add("Seen", seen.having("epoch", int(part.epoch)))
-
-    def controller_message(self, rank: Any, message: Any) -> Record:
-        """Return a controller's message in the terms of the model."""
-        kind = type(message).__name__
-        match message:
-            case msg.Prepare():
-                body: tuple = kind, self.wave_record(message.wave, message.base_epoch)
-            case msg.Commit() | msg.Abort():
-                body = kind, self.wave_record(message.wave, 0)
-            case _:
-                body = "Query", EMPTY
-        return _message(rank, message.leader, body)
-
-    def wave_record(self, key: Any, base: int) -> Record:
-        """Return the model's wave of a key."""
-        return _record(id=self.wave(key), base=int(base), version=int(key.weights_version))
 
     def says(self, part: Any, message: Any) -> None:
         """Record an answer that a rank has made up."""
-        match message:
-            case msg.Vote():
-                body: tuple = "Vote", _record(wave=self.wave(message.wave), yes=message.yes)
-            case msg.Ack():
-                body = "Ack", self._ack(message)
-            case msg.AbortAnswer(outcome=WaveOutcome.SWAPPED):
-                body = "Ack", self._ack(message)
-            case msg.AbortAnswer():
-                body = "Dropped", self._ack(message).having("drained", message.drained)
-            case msg.RankState():
-                body = "RankState", self._rank_state(part, message)
-            case _:
-                return
-        record = _message(part.identity, part.leader, body)
+        record = self._terms.answer(part, message)
+        if record is None:
+            return
         self._messages[id(message)] = message, record
         self.add("Says", record)
 
     def sends(self, rank: Any, message: Any) -> None:
         """Record that an answer or a Hello leaves a rank."""
         if isinstance(message, msg.Hello):
-            named = _record(wave=0, epoch=int(message.epoch))
-            self.add("Sends", _message(rank, None, ("Ack", named)))
+            named = fields(wave=0, epoch=int(message.epoch))
+            self.add("Sends", envelope(rank, None, ("Ack", named)))
         elif id(message) in self._messages:
             self._sending = self._messages[id(message)][1]
             self.add("Sends", self._sending)
@@ -204,7 +165,7 @@ class Recorder:
         answer, self._sending = self._sending, None
         if answer is None:
             return deliver
-        heard = _record(leader=int(stream.replica.name[1:]), message=answer)
+        heard = fields(leader=int(stream.replica.name[1:]), message=answer)
 
         def delivered(*args: Any) -> None:
             self.add("LeaderHeard", heard)
@@ -212,24 +173,9 @@ class Recorder:
 
         return delivered
 
-    def _ack(self, message: Any) -> Record:
-        return _record(wave=self.wave(message.wave), epoch=int(message.epoch))
-
-    def _rank_state(self, part: Any, message: msg.RankState) -> Record:
-        hold = _HOLD[message.state]
-        place = self._places[part.identity.rank]
-        if self._digests.get(message.placement_digest) != place:
-            place = -9
-        base = part.prepare.base_epoch if part.prepare is not None else 0
-        held = self.wave_record(message.wave, base) if message.wave is not None else None
-        return _record(
-            epoch=int(message.epoch),
-            place=place,
-            hold=(hold, EMPTY),
-            wave=_record(id=0, base=0, version=0) if hold == "Nothing" or held is None else held,
-            drained=message.drained,
-            version=int(message.weights_version),
-        )
+    def _place(self, rank: int, digest: str) -> int:
+        place = self._places[rank]
+        return place if self._digests.get(digest) == place else -9
 
     def handle(self, part: Any, event: Any, take: Any) -> list:
         """Record one event of a participant, and what it answers."""
@@ -245,14 +191,14 @@ class Recorder:
             case msg.FromController(message=message):
                 self._got(part.identity, message, accepts, actions, held)
             case msg.StagingFinished() if before is ParticipantState.STAGING != part.state:
-                self.add("Copied", _record(rank=rank, good=True))
-                self.add("Voted", _record(rank=rank, yes=True))
+                self.add("Copied", fields(rank=rank, good=True))
+                self.add("Voted", fields(rank=rank, yes=True))
             case msg.StagingFailed() if before is ParticipantState.STAGING != part.state:
-                self.add("Voted", _record(rank=rank, yes=False))
+                self.add("Voted", fields(rank=rank, yes=False))
             case msg.TransportDrained() if before is ParticipantState.ABORTED != part.state:
-                self.add("Drained", _record(rank=rank, wave=self.wave(event.wave)))
+                self.add("Drained", fields(rank=rank, wave=self._terms.wave(event.wave)))
             case msg.SwapFinished():
-                self._places[rank] = self.wave(event.wave)
+                self._places[rank] = self._terms.wave(event.wave)
                 self._digests[part.placement.digest] = self._places[rank]
                 self.add("Swapped", rank)
             case msg.ReloadRequested() if not reloading:
@@ -277,24 +223,13 @@ class Recorder:
         return foreign
 
     def _got(self, rank: Any, message: Any, accepts: bool, actions: list, held: Any) -> None:
-        record = self.controller_message(rank, message)
+        record = self._terms.controller_message(rank, message)
         if not accepts:
             self.add("RankRefused", record)
             return
         stages = any(isinstance(action, msg.StartStaging) for action in actions)
         refuses = isinstance(message, msg.Prepare) and not stages and held is None
-        self.add("RankGot", _record(message=record, again=True, refuses=refuses))
-
-
-def _message(rank: Any, leader: Any, body: tuple) -> Record:
-    name = int(leader.leader_id[1:]) if leader is not None else -1
-    term = leader.term if leader is not None else 0
-    gen = int(rank.generation[1:])
-    return _record(rank=int(rank.rank), leader=name, term=term, gen=gen, body=body)
-
-
-def _record(**fields: Any) -> Record:
-    return Record(fields)
+        self.add("RankGot", fields(message=record, again=True, refuses=refuses))
 
 
 def _recorded_participant(kind: type, recorder: Recorder) -> type:
