@@ -47,7 +47,7 @@ def test_model_refuses_a_run_of_a_mutant(model: SimpleNamespace, mutant: str, se
 
 @pytest.mark.parametrize(("init", "invariant"), sorted(FAULTS.items()))
 def test_walk_finds_a_rule_broken_in_the_model(init: str, invariant: str) -> None:
-    for seed in range(10):
+    for seed in range(80):
         walk = Walk(seed)
         model = load(TREE, walk)
         walk.step(getattr(model, init))
@@ -57,6 +57,21 @@ def test_walk_finds_a_rule_broken_in_the_model(init: str, invariant: str) -> Non
                 assert broken == invariant
                 return
     pytest.fail("no run broke an invariant")
+
+
+def test_rank_takes_no_message_of_a_rank(model: SimpleNamespace) -> None:
+    start = model.started(frozenset({0, 1}), frozenset({0}), Record(every=2, delay=1, fault=""))
+    state = model.apply(start, ("LeaseTaken", Record(leader=0, term=1)))["state"]
+    query = next(message for message in state["net"] if message["rank"] == 0)
+    state = model.apply(state, ("RankGot", _arrives(query)))["state"]
+    state = model.apply(state, ("Tells", Record(rank=0, about=0)))["state"]
+    [answer] = (message for message in state["net"] if message["body"][0] == "RankState")
+    assert model.apply(state, ("LeaderGot", Record(message=answer, again=True)))["ok"]
+    assert not model.apply(state, ("RankGot", _arrives(answer)))["ok"]
+
+
+def _arrives(message: Record) -> Record:
+    return Record(message=message, again=True, refuses=False)
 
 
 def test_quint_judges_a_trace_as_its_translation_does(
