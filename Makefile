@@ -123,7 +123,7 @@ explore: .venv/ready ## Visits every state of small worlds.
 	  $(if $(KINDS),--kinds "$(KINDS)") $(if $(SECONDS),--seconds $(SECONDS))
 
 # Checks the model of the switch in Quint, from npm, and lets it judge runs of the simulation and a
-# recorded chaos run.
+# recorded chaos run. Then replays random runs of the model through the real machines.
 QUINT := .cache/quint/node_modules/.bin/quint
 MODEL := $(wildcard tests/quint/*.qnt)
 
@@ -141,6 +141,7 @@ quint: .venv/ready .cache/quint/switch.json ## Checks the model of the switch.
 	  --invariant=safe --verbosity=1
 	$(BIN)/pytest -q -m quint tests/quint
 	$(BIN)/python -m tests.quint --seeds $(or $(SEEDS),200)
+	$(BIN)/python -m tests.quint --replay $(or $(RUNS),400)
 
 format: .venv/ready ## Formats the code.
 	$(BIN)/ruff format .

@@ -110,6 +110,11 @@ class Walk:
         self.next: Any = None
         self._random = random.Random(seed)
 
+    def begin(self, seed: int, state: Any) -> None:
+        """Begin another run at a state."""
+        self.state = state
+        self._random.seed(seed)
+
     def assign(self, value: Any) -> bool:
         """Set the state after this step."""
         self.next = value
