@@ -1,6 +1,7 @@
 """Replay random runs of the model through the real machines, and find where they differ."""
 
 from evenkeel_moe.errors import IllegalEvent
+from tests.quint.leader_replay import LeaderReplay
 from tests.quint.rank_replay import DifferenceError, RankReplay
 from tests.quint.values import Record
 from tests.quint.walks import Step, Walker
@@ -8,8 +9,8 @@ from tests.sim.kit import Kit
 
 STEPS = 1000
 """The events of a run."""
-FOUND = ("R2b", "R3", "R3c", "R4", "R5", "R6", "R7", "R7b", "R9", "R10")
-"""The mutants of the simulation that break a rule of the ranks within the model's scope."""
+FOUND = ("R2b", "R3", "R3c", "R4", "R5", "R6", "R7", "R7b", "R9", "R10", "R12", "R14")
+"""The mutants of the simulation that break a rule within the model's scope."""
 
 
 def difference(walker: Walker, run: tuple[Record, list[Step]], kit: Kit) -> str:
@@ -18,10 +19,13 @@ def difference(walker: Walker, run: tuple[Record, list[Step]], kit: Kit) -> str:
     An error of a machine is a difference too: it forbids what the model did.
     """
     start, steps = run
-    replay = RankReplay(walker.model, start, kit)
+    ranks = RankReplay(walker.model, start, kit)
+    leaders = LeaderReplay(ranks)
     for number, step in enumerate(steps):
         try:
-            replay.take(step)
+            before = ranks.state
+            ranks.take(step)
+            leaders.take(before, step)
         except (DifferenceError, IllegalEvent, AssertionError, KeyError) as error:
             return f"event {number} {step.event}: {error}"
     return ""

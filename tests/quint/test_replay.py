@@ -1,4 +1,4 @@
-"""The ranks' real machines do what random runs of the model do, and broken machines do not.
+"""The real machines take random runs of the model, and machines with a broken rule do not.
 
 The first test belongs to `make test`. It is skipped where `make quint` has not parsed the model.
 """
