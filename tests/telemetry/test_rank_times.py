@@ -1,5 +1,7 @@
 """Steps are fitted with the placement they ran under, and tell the speeds of the ranks."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -265,3 +267,16 @@ def test_a_rank_that_changes_its_speed_loses_its_earlier_steps_only():
             assert fit_of(times).drifted == (2,)
             assert fit_of(times).steps >= first, "the others keep theirs"
     assert fit_of(times).s_per_replica == pytest.approx(PER_REPLICA, rel=0.05)
+
+
+@pytest.mark.parametrize("seconds", [1e308, 1e6, 5e-324, 0.0, -1.0, math.inf])
+def test_seconds_that_no_step_can_take_are_not_fitted(seconds):
+    """One number like these in one report ended the deployment: the fit overflowed."""
+    tokens = np.random.default_rng(0).integers(1, 500, (64, 4))
+    told = PER_TOKEN * tokens * [1.0, 1.0, 1.0, 1.5]
+    told[40, 1] = seconds
+    unmeasured = told.copy()
+    unmeasured[40, 1] = np.nan
+    factors = seen(tokens, told).speed_factors()
+    assert np.isfinite(factors).all() and factors[3] > 1.2
+    assert np.array_equal(factors, seen(tokens, unmeasured).speed_factors())

@@ -37,7 +37,7 @@ def make_steps(place, **fields):
     return wire
 
 
-@pytest.mark.parametrize("value", [float("inf"), -1.0])
+@pytest.mark.parametrize("value", [float("inf"), -1.0, 1e308, 100_001.0])
 def test_a_compute_time_that_is_no_duration_is_refused(value):
     error = refusal(make_steps(0, compute_s=value))
     assert error.reason is Reason.NOT_FINITE and f"step 7 has compute_s {value}" in str(error)

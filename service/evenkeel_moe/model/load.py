@@ -36,6 +36,8 @@ MAX_STEP = (1 << 62) - 1
 """Largest step number and epoch."""
 MAX_TOKENS = (1 << 31) - 1
 """Largest token count of a rank in a step; sums over ranks, times `top_k`, stay below 2**63."""
+MAX_COMPUTE_S = 1e5
+"""Most seconds of MoE computation of a rank in a step, above a day; sums of squares stay finite."""
 
 STEP = np.dtype(
     [

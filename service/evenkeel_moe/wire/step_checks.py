@@ -4,7 +4,7 @@ import math
 
 from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.jit import kernel
-from evenkeel_moe.model.load import MAX_STEP, MAX_TOKENS, PHASE_CODE, StepTable
+from evenkeel_moe.model.load import MAX_COMPUTE_S, MAX_STEP, MAX_TOKENS, PHASE_CODE, StepTable
 
 _NUM_PHASES = len(PHASE_CODE)
 _ORDER, _EPOCH, _TOKENS, _COMPUTE_S, _PHASE, _DUMMY = range(1, 7)
@@ -22,7 +22,7 @@ def first_fault(steps: StepTable) -> tuple[int, int]:
             return i, _EPOCH
         if not 0 <= one.tokens <= MAX_TOKENS:
             return i, _TOKENS
-        if not (0 <= one.compute_s < math.inf or math.isnan(one.compute_s)):
+        if not (0 <= one.compute_s <= MAX_COMPUTE_S or math.isnan(one.compute_s)):
             return i, _COMPUTE_S
         if not 1 <= one.phase <= _NUM_PHASES:
             return i, _PHASE
@@ -47,7 +47,7 @@ def check_steps(steps: StepTable) -> None:
         _ORDER: f"follows step {before}; steps must rise and stay below 2**62",
         _EPOCH: f"has epoch {epoch}, must be 0..{MAX_STEP}",
         _TOKENS: f"has {tokens} tokens, must be 0..{MAX_TOKENS}",
-        _COMPUTE_S: f"has compute_s {compute_s}",
+        _COMPUTE_S: f"has compute_s {compute_s}, must be 0..{MAX_COMPUTE_S:g} or not measured",
         _PHASE: f"has unknown phase {phase}",
         _DUMMY: f"has dummy {dummy}, must be 0 or 1",
     }
