@@ -202,7 +202,7 @@ async def _prepare(controller: Any, ranks: list[LinkedRank], layers: int) -> lis
     await controller.http.post(f"{base}/{name}/cancel")
 
     async def over() -> bool:
-        return (await controller.http.get(f"{base}/{name}")).json()["phase"] == "aborted"
+        return (await controller.http.get(f"{base}/{name}")).json()["phase"] == "cancelled"
 
     await until(over, within_s=_WITHIN_S, every_s=0.5)
     return [
