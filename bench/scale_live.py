@@ -142,8 +142,9 @@ async def _live(scale: Scale) -> AsyncIterator[list[Row]]:
                             "bytes of memory per rank"),
                         *await _metrics_rows(one),
                     ]  # fmt: skip
-                    await _report(ranks)
-                    for layers in _LAYERS:
+                    for number, layers in enumerate(_LAYERS):
+                        # A plan is refused on steps that are 15 s old.
+                        await _report(ranks, number * scale.steps)
                         yield await _prepare(one, ranks, layers)
                     for rank in ranks:  # As if a Service had given them the other replica.
                         rank._link._order = (two.address,)
@@ -176,13 +177,15 @@ async def _metrics_rows(controller: Any) -> list[Row]:
     ]
 
 
-async def _report(ranks: list[LinkedRank]) -> None:
+async def _report(ranks: list[LinkedRank], first: int) -> None:
     """Let every rank report 64 steps, of which a plan needs as many, and wait for the answers."""
     scale = ranks[0].scale
     counts = draw_counts(scale, ranks[0].placement, 0)
-    steps = step_table(StepMeta(step, 0, Phase.DECODE, TOKENS) for step in range(scale.steps))
+    numbers = range(first, first + scale.steps)
+    steps = step_table(StepMeta(step, 0, Phase.DECODE, TOKENS) for step in numbers)
     width = scale.slots_per_rank
     for number, rank in enumerate(ranks):
+        rank.acknowledged = False
         rank.report(steps, counts[:, :, number * width : (number + 1) * width])
     await until(lambda: all(rank.acknowledged for rank in ranks), within_s=_WITHIN_S)
 

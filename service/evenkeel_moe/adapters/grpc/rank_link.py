@@ -152,6 +152,8 @@ class GrpcRankLink:
         self._jitter = random.Random(seed)
         self._tls = tls
         self._redirect = ""
+        self._unreachable = ""
+        """The address of the stream that failed last."""
         self._stream = 0
         self._outbox: asyncio.Queue[FromRankLink] | None = None
         self._call: Any = None
@@ -172,6 +174,7 @@ class GrpcRankLink:
                 wait_s = await self._attach(address, listener)
             except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
                 _log.info("link_lost", address=address, detail=_brief(error))
+                self._unreachable = address
                 wait_s = _asked_to_wait(error)
             except EvenkeelError as error:
                 _log.warning(
@@ -246,7 +249,10 @@ class GrpcRankLink:
         match answer:
             case NotLeader(address=leader, retry_after_s=retry_after_s):
                 self._redirect = leader if leader != address else ""
-                return self._timing.backoff_min_s if self._redirect else retry_after_s
+                # A leader that died holds its lease for seconds. Meanwhile all its ranks would come
+                # to the other replicas again and again.
+                lost = self._redirect in ("", self._unreachable)
+                return retry_after_s if lost else self._timing.backoff_min_s
             case Registration(reason=reason, detail=detail):
                 _log.warning("registration_refused", address=address, reason=reason, detail=detail)
         return None
