@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ class ReadInParts(Sequence):
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 14, (1 << 14) + 1, 100_000])
 def test_many_numbers_are_read_in_parts_so_that_other_threads_get_their_turn(size):
-    message = SimpleNamespace(checksums=ReadInParts(size))
+    message: Any = SimpleNamespace(checksums=ReadInParts(size))
     assert read_numbers(message, "checksums") == tuple(range(size))
     assert max(message.checksums.lengths, default=0) <= 1 << 14
 

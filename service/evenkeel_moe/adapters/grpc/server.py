@@ -292,7 +292,7 @@ class GrpcServer:
             return await asyncio.to_thread(_decode, data, hello)
 
 
-class _Health(health.aio.HealthServicer):
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]
     """Answers each question about the health, and keeps no stream of answers open.
 
     Streams of watchers would count as no rank's, so nothing would limit them.
