@@ -3,6 +3,7 @@ import json
 import pytest
 
 from evenkeel_moe.errors import Unavailable
+from tests.api.fakes import make_plan
 
 
 @pytest.fixture
@@ -41,6 +42,7 @@ def test_a_controller_that_is_away_is_waited_for(run, rounds, operations):
     def return_():
         operations.error = None
 
+    operations.records["demo"] = [make_plan()]
     rounds += [leave, return_]
     code, out, err = run("plan", "list", "demo", "--watch")
     assert (code, out.count("no plan yet")) == (130, 2)
