@@ -124,3 +124,11 @@ def test_speed_is_seconds_over_tokens_carried():
     balance = Balance(100)
     balance.update({Phase.DECODE: [make_window(range(20), seconds=(1e-6, 3e-6))]}, PLACEMENT)
     assert np.allclose(balance.seconds_per_token(), [1e-6, 3e-6])
+
+
+@pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e300])
+def test_a_speed_of_seconds_that_no_step_takes_is_unknown(seconds):
+    """The price of a copy is divided by it."""
+    balance = Balance(100)
+    balance.update({Phase.DECODE: [make_window(range(20), seconds=(1e-6, seconds))]}, PLACEMENT)
+    assert np.allclose(balance.seconds_per_token(), [1e-6, math.nan], equal_nan=True)

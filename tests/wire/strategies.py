@@ -6,7 +6,14 @@ from hypothesis.extra import numpy as hnp
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
-from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
+from evenkeel_moe.model.load import (
+    MAX_COMPUTE_S,
+    CountingSide,
+    LoadReport,
+    Phase,
+    StepMeta,
+    step_table,
+)
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
 from evenkeel_moe.model.topology import ModelShape
@@ -22,6 +29,7 @@ IDENTITY = m.RankIdentity(DeploymentId("demo"), EpRank(1), Generation("g-1"), 17
 counts = st.integers(0, (1 << 63) - 1)
 highest_terms = st.integers(0, MAX_TERM)
 seconds = st.floats(0, 1e6)
+step_seconds = st.floats(0, MAX_COMPUTE_S)
 positive_seconds = st.floats(1e-6, 1e6)
 short_text = st.text(max_size=40)
 name = st.text(min_size=1, max_size=40)
@@ -77,7 +85,7 @@ def reports(draw, shape=SHAPE):
             draw(st.sampled_from(Phase)),
             draw(st.integers(0, (1 << 31) - 1)),
             draw(st.booleans()),
-            draw(st.none() | seconds),
+            draw(st.none() | step_seconds),
         )
         for number in numbers
     )
@@ -154,18 +162,18 @@ def rank_states(draw):
 
 no_votes = st.builds(m.Vote, keys, st.just(False), reasons, short_text)
 yes_votes = st.builds(m.Vote, keys, st.just(True), detail=short_text)
-stairs = st.lists(seconds, min_size=1, max_size=20).map(lambda values: tuple(sorted(values)))
+stairs = st.lists(step_seconds, min_size=1, max_size=20).map(lambda values: tuple(sorted(values)))
 rank_messages = st.one_of(
     reports(),
     st.builds(link.Heartbeat, counts, counts, counts, short_text),
-    st.builds(link.CostCurve, st.integers(1, 4096), stairs, seconds),
+    st.builds(link.CostCurve, st.integers(1, 4096), stairs, step_seconds),
     st.builds(
         link.ReplicaCost,
-        seconds,
-        seconds.filter(lambda value: value > 0),
-        seconds,
-        seconds,
-        seconds,
+        step_seconds,
+        st.floats(1e-15, MAX_COMPUTE_S),
+        step_seconds,
+        step_seconds,
+        step_seconds,
         seconds,
     ),
     st.builds(link.KvCache, st.integers(1, 1 << 40), st.integers(0, 1 << 53)),

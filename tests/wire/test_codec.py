@@ -315,6 +315,8 @@ def test_a_flow_without_steps_is_refused():
         (64, (2.0, 1.0), 0.0),
         (64, (1.0,), float("nan")),
         (64, (-1.0,), 0.0),
+        (64, (1.0, 1e308), 0.0),
+        (64, (1.0,), 1e308),
         (64, (1.0,) * 5000, 0.0),
     ],
 )
@@ -325,7 +327,7 @@ def test_curves_that_planners_cannot_use_are_refused(tile, stairs, slope):
 
 
 @pytest.mark.parametrize("change", ["fixed_s", "s_per_replica", "read_s", "fit_error"])
-@pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf"), 1e308])
 def test_replica_costs_that_planners_cannot_use_are_refused(change, value):
     cost = link.ReplicaCost(1e-5, 1e-7, 1e-6, 0.0, 0.02, 1.7e9)
     message = encode_rank_message(dataclasses.replace(cost, **{change: value}))
@@ -333,9 +335,10 @@ def test_replica_costs_that_planners_cannot_use_are_refused(change, value):
         decode_rank_message(over_the_wire(message), HELLO)
 
 
-def test_a_replica_cost_without_time_for_a_token_is_refused():
-    message = encode_rank_message(link.ReplicaCost(1e-5, 0.0, 1e-6, 0.0, 0.02, 1.7e9))
-    with pytest.raises(PeerViolation, match="s_per_token is 0"):
+@pytest.mark.parametrize("s_per_token", [0.0, 5e-324, 1e6])
+def test_a_replica_cost_with_an_impossible_time_for_a_token_is_refused(s_per_token):
+    message = encode_rank_message(link.ReplicaCost(1e-5, s_per_token, 1e-6, 0.0, 0.02, 1.7e9))
+    with pytest.raises(PeerViolation, match=f"s_per_token is {s_per_token}"):
         decode_rank_message(over_the_wire(message), HELLO)
 
 

@@ -38,6 +38,8 @@ MAX_TOKENS = (1 << 31) - 1
 """Largest token count of a rank in a step; sums over ranks, times `top_k`, stay below 2**63."""
 MAX_COMPUTE_S = 1e5
 """Most seconds of MoE computation of a rank in a step, above a day; sums of squares stay finite."""
+_LEAST_COMPUTE_S = 1e-9
+"""No clock measures a step below this; such seconds count as not measured."""
 
 STEP = np.dtype(
     [
@@ -67,6 +69,15 @@ class StepMeta(NamedTuple):
     """True for a warm-up, profiling or idle step, which is never counted."""
     compute_s: float | None = None
     """Seconds of MoE computation before the collective; None if the engine does not measure it."""
+
+
+def measured_seconds(compute_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return seconds of steps, of any shape, with NaN in place of what no step can take.
+
+    Stored windows are not checked as reports are, and fits divide by seconds and square them.
+    """
+    possible = (compute_s >= _LEAST_COMPUTE_S) & (compute_s <= MAX_COMPUTE_S)
+    return np.where(possible, compute_s, np.nan)
 
 
 def step_table(metas: Iterable[StepMeta]) -> StepTable:

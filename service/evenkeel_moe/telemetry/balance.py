@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InfeasiblePlan
-from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.load import LoadWindow, Phase, measured_seconds
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT, SplitModel
@@ -121,7 +121,8 @@ class Balance:
         tokens, seconds = self._joined("tokens"), self._joined("compute_s")
         if tokens is None or seconds is None:
             return np.zeros(0)
-        measured = np.where((tokens > 0) & (seconds > 0), seconds / np.maximum(tokens, 1.0), np.nan)
+        seconds = measured_seconds(seconds)
+        measured = np.where(tokens > 0, seconds / np.maximum(tokens, 1.0), np.nan)
         return np.array(
             [
                 np.median(column[~np.isnan(column)]) if (~np.isnan(column)).any() else math.nan

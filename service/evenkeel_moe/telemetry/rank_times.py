@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InfeasiblePlan
 from evenkeel_moe.model.ids import Epoch
-from evenkeel_moe.model.load import MAX_COMPUTE_S, LoadWindow, Phase
+from evenkeel_moe.model.load import LoadWindow, Phase, measured_seconds
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
 from evenkeel_moe.telemetry.speed_changes import fit_present_speeds
@@ -23,8 +23,6 @@ from evenkeel_moe.telemetry.windows import newest_parts
 _FIT_EVERY = 16
 """New steps after which the fit is made again; it takes milliseconds to tens of milliseconds."""
 _COLUMNS = 3
-_LEAST_S = 1e-9
-"""Seconds of a step below which no clock measures; they count as not measured."""
 
 
 class RankTimes:
@@ -106,9 +104,7 @@ class RankTimes:
         by_rank = by_slot.reshape(len(counts), placement.num_layers, placement.num_ranks, -1)
         # Below one token, as an even split gives it on average, a replica runs in some steps only.
         active = np.minimum(by_rank, 1.0).sum(axis=(1, 3))
-        seconds = part.compute_s[counted]
-        # Also of a stored window: the fit squares them and divides by them.
-        seconds = np.where((seconds >= _LEAST_S) & (seconds <= MAX_COMPUTE_S), seconds, np.nan)
+        seconds = measured_seconds(part.compute_s[counted])
         rows = np.stack([by_rank.sum(axis=(1, 3)), active, seconds], axis=1)
         cut = slice(-self._capacity, None)
         steps = np.concatenate([self._steps, part.steps[counted]])

@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 from evenkeel_moe.errors import PeerViolation, Reason
-from evenkeel_moe.model.load import LoadReport
+from evenkeel_moe.model.load import MAX_COMPUTE_S, LoadReport
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.protocol.terms import MAX_TERM
@@ -37,6 +37,8 @@ _MAX_CAPABILITIES = 64
 _MAX_KV_BYTES_PER_TOKEN = 1 << 40
 _MAX_KV_BYTES = 1 << 53
 _MAX_CLOCK_RATIO = 2.0
+_MIN_S_PER_TOKEN = 1e-15
+"""No device computes a token faster; the planner divides by the time of a token."""
 _OUTCOMES = {
     m.WaveOutcome.SWAPPED: pb.WAVE_OUTCOME_SWAPPED,
     m.WaveOutcome.REFUSED: pb.WAVE_OUTCOME_REFUSED,
@@ -109,6 +111,28 @@ def _check_curve(curve: CostCurve) -> None:
         )
     if any(later < earlier for earlier, later in pairwise(tiles)):
         raise PeerViolation("tile_seconds fall with the number of tokens")
+    _check_cost(tile_seconds=tiles[-1], slope_s_per_token=curve.slope_s_per_token)
+
+
+def _check_replica_cost(cost: ReplicaCost) -> None:
+    if cost.s_per_token < _MIN_S_PER_TOKEN:
+        raise PeerViolation(
+            f"s_per_token is {cost.s_per_token}, must be at least {_MIN_S_PER_TOKEN:g}"
+        )
+    _check_cost(
+        fixed_s=cost.fixed_s,
+        s_per_token=cost.s_per_token,
+        s_per_replica=cost.s_per_replica,
+        read_s=cost.read_s,
+        fit_error=cost.fit_error,
+    )
+
+
+def _check_cost(**told: float) -> None:
+    """Refuse figures that no step has: the planner's sums would not stay finite."""
+    for name, value in told.items():
+        if value > MAX_COMPUTE_S:
+            raise PeerViolation(f"{name} is {value}, at most {MAX_COMPUTE_S:g} is allowed")
 
 
 def _check_kv_cache(cache: KvCache) -> None:
@@ -154,7 +178,10 @@ _CODECS: dict[str, MessageCodec[Any, Any]] = {
         CostCurve, pb.CostCurve, check=_check_curve, tile_seconds=FieldCodec(_read_tiles)
     ),
     "replica_cost": message_codec(
-        ReplicaCost, pb.ReplicaCost, s_per_token=seconds(above_zero=True)
+        ReplicaCost,
+        pb.ReplicaCost,
+        check=_check_replica_cost,
+        s_per_token=seconds(above_zero=True),
     ),
     "kv_cache": message_codec(KvCache, pb.KvCache, check=_check_kv_cache),
     "device_clock": message_codec(

@@ -1,8 +1,13 @@
-"""The order in which links try the replicas of a controller."""
+"""When links try which replica of a controller."""
 
+import asyncio
 from collections import Counter
 
-from evenkeel_moe.adapters.grpc.rank_link import order_of
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, order_of
+from evenkeel_moe.protocol.messages import Hello
+from evenkeel_moe.wire.link import NotLeader
+from tests.adapters.grpc.test_rank_link import ACCEPTED, FAST, running, serving
+from tests.waiting import until
 
 
 def test_the_deployments_of_a_replica_that_dies_are_shared_by_the_others():
@@ -15,3 +20,15 @@ def test_the_deployments_of_a_replica_that_dies_are_shared_by_the_others():
     for number, order in enumerate(orders):
         left = [address for address in order if address != addresses[0]]
         assert order_of(f"model-{number}", addresses[:0:-1]) == tuple(left)
+
+
+async def test_a_leader_that_is_gone_is_tried_again_only_after_the_wait_that_a_follower_asks_for():
+    """Or all ranks of a dead leader would come to the followers again and again."""
+    began = asyncio.get_running_loop().time()
+    gone = NotLeader("b", "127.0.0.1:1", 0.5)
+    async with serving([gone], [gone], [gone], [ACCEPTED]) as (follower, address):
+        async with running(GrpcRankLink([address], timing=FAST)) as listener:
+            await until(lambda: listener.got)
+        assert len(follower.of(Hello)) == 4
+    # The first redirect is followed at once; each wait is 0.5 to 1 times what is asked for.
+    assert asyncio.get_running_loop().time() - began >= 2 * 0.25

@@ -216,18 +216,6 @@ async def test_a_follower_sends_the_link_to_the_leader():
             assert len(follower.of(Hello)) == 1 and len(leader.of(Hello)) == 1
 
 
-async def test_a_leader_that_is_gone_is_tried_again_only_after_the_wait_that_a_follower_asks_for():
-    """Or all ranks of a dead leader would come to the followers again and again."""
-    began = asyncio.get_running_loop().time()
-    gone = NotLeader("b", "127.0.0.1:1", 0.5)
-    async with serving([gone], [gone], [gone], [ACCEPTED]) as (follower, address):
-        async with running(GrpcRankLink([address], timing=FAST)) as listener:
-            await until(lambda: listener.got)
-        assert len(follower.of(Hello)) == 4
-    # The first redirect is followed at once; each wait is 0.5 to 1 times what is asked for.
-    assert asyncio.get_running_loop().time() - began >= 2 * 0.25
-
-
 async def test_a_leader_that_steps_down_later_redirects_too():
     async with serving([ACCEPTED]) as (leader, leader_address):
         async with serving([ACCEPTED, NotLeader("b", leader_address, 0.0)]) as (_, address):

@@ -298,14 +298,15 @@ class Membership:
             return Admission(False, Reason.WRONG_SHAPE, f"rank {rank} of {shape.num_ranks}")
         known = self.newest(rank)
         if known is not None and self.is_outdated(known, hello, stream, now):
+            # Refusals name nothing with which a stranger could take the place of a rank.
             detail = (
-                f"rank {rank} incarnation {identity.incarnation} on stream {stream}; known is"
-                f" {known.hello.identity.incarnation} on {known.stream}"
+                f"rank {rank} incarnation {identity.incarnation} on stream {stream}: a newer"
+                " process or stream of it is known"
             )
             return Admission(False, Reason.STALE_INCARNATION, detail)
         if identity.generation != self.generation and not certified and self.is_in_place(now):
             detail = (
-                f"all {len(self.members)} ranks of {self.generation} are present;"
+                f"all {len(self.members)} ranks of another group are present;"
                 f" {identity.generation} has to wait until one of them has left"
             )
             return Admission(False, Reason.DEPLOYMENT_IN_USE, detail)
