@@ -141,7 +141,7 @@ quint: .venv/ready .cache/quint/switch.json ## Checks the model of the switch.
 	  --invariant=safe --verbosity=1
 	$(BIN)/pytest -q -m quint tests/quint
 	$(BIN)/python -m tests.quint --seeds $(or $(SEEDS),200)
-	$(BIN)/python -m tests.quint --replay $(or $(RUNS),400)
+	$(BIN)/python -m tests.quint --replay $(or $(RUNS),300)
 
 format: .venv/ready ## Formats the code.
 	$(BIN)/ruff format .
