@@ -113,7 +113,7 @@ def agree_on_numbers(
             else None,
         )
         return None
-    return tuple(agreed.reshape(-1).tolist())
+    return tuple(agreed.ravel().tolist())
 
 
 def checksums_digest(checksums: Sequence[int]) -> str:
@@ -131,7 +131,7 @@ def _numbers_held(
     """
     layers, experts = placement.num_layers, placement.num_logical_experts
     table, held = np.zeros((layers, experts), np.uint64), np.zeros((layers, experts), np.uint8)
-    mine = placement.phy2log.reshape(layers, placement.num_ranks, -1)[:, rank]
+    mine = placement.phy2log.reshape(layers, placement.num_ranks, placement.slots_per_rank)[:, rank]
     for layer, local in np.argwhere(mine != EMPTY).tolist():
         expert = int(mine[layer, local])
         value = number_of(layer, local)
