@@ -20,13 +20,14 @@ class StagingReports:
     ) -> None:
         self._now = now
         self._receivers = [one for one in receivers if one is not None]
-        self._reported_s = 0.0
+        self._due: dict[WaveKey, float] = {}
+        """The time [s] of the next report between the first and the last of the newest wave."""
 
     def report(self, wave: WaveKey, done: int, total: int) -> None:
         """Report the bytes staged so far."""
         now = self._now()
-        if done < total and now - self._reported_s < _INTERVAL_S:
+        if done < total and now < self._due.get(wave, now):
             return
-        self._reported_s = now
+        self._due = {wave: now + _INTERVAL_S}
         for receive in self._receivers:
             receive(wave, done, total)
