@@ -48,7 +48,7 @@ class WrittenSlots:
         self._rank = rank
         self._slots_written = slots_written
         self._probe = probe
-        self._numbers: tuple[int, ...] = ()
+        self._numbers: tuple[int, ...] | None = None
 
     def register(self, placement: Placement) -> bool:
         """Probe every expert of this rank and gather the numbers of all ranks; collective.
@@ -58,9 +58,8 @@ class WrittenSlots:
         """
         if self._probe is None:
             return True
-        numbers = agree_on_numbers(self._group, self._rank, placement, self._number, "probe")
-        self._numbers = numbers or ()
-        return numbers is not None
+        self._numbers = agree_on_numbers(self._group, self._rank, placement, self._number, "probe")
+        return self._numbers is not None
 
     def follow(self, placement: Placement, slots: Sequence[tuple[int, int]]) -> None:
         """Let the engine renew its derived state; then compare the probes of the written experts.
@@ -74,7 +73,7 @@ class WrittenSlots:
         """
         if self._slots_written is not None:
             self._slots_written(slots)
-        if not self._numbers:
+        if self._numbers is None:
             return
         for layer, local in slots:
             slot = self._rank * placement.slots_per_rank + local
