@@ -1,0 +1,105 @@
+"""The times at which a lease is dropped, or the store is asked again. The clock stands still."""
+
+import asyncio
+import math
+import time
+
+import pytest
+
+from evenkeel_moe.controller.leadership import leases
+from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.ports.stores import Lease
+from tests.contracts.memory_store import MemoryStore
+from tests.waiting import deadline
+
+BEGIN = 100.0
+OVER = BEGIN + 0.3
+"""The end of a lease that was taken at BEGIN."""
+DROPPED = OVER - 0.03
+"""One renewal earlier."""
+
+
+async def test_a_lease_is_dropped_one_renewal_before_it_runs_out_and_not_earlier(rig):
+    """R13: after that another replica may hold it before the next renewal has failed."""
+    rig.clock.still_at = BEGIN
+    keeper = rig.start("a")
+    await keeper.decided(deadline(5))
+    rig.down = True
+    rig.clock.still_at = math.nextafter(DROPPED, 0)
+    await rig.after("renew_lease", 3)
+    assert keeper.leading and isinstance(keeper.fault, Unavailable)
+    rig.clock.still_at = DROPPED
+    await rig.until(lambda: not keeper.leading)
+    assert rig.happened == [("won", "a", 1), ("lost", "a")]
+
+
+async def test_an_answer_is_awaited_for_as_long_as_the_lease_is_held(rig):
+    rig.clock.still_at = BEGIN
+    keeper = rig.start("a")
+    await keeper.decided(deadline(5))
+    rig.silent, began = True, time.monotonic()
+    await rig.until(lambda: not keeper.leading)
+    assert time.monotonic() - began > 0.25
+    assert ("lost", "a") in rig.happened and "within 0.27 s" in str(keeper.fault)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("loaded_at", [math.nextafter(OVER, 0), OVER])
+async def test_a_lease_that_is_over_when_the_records_are_loaded_is_led_by_alone(
+    rig, loaded_at, alone
+):
+    rig.clock.still_at = BEGIN
+    keeper = rig.keeper("a", alone=alone)
+
+    async def won(lease):
+        rig.clock.still_at = loaded_at
+
+    keeper.won = won
+    assert await keeper._acquire() is (alone or loaded_at - BEGIN < keeper.lease_s)
+    assert rig.happened == ([] if keeper.leading else [("lost", "a")])
+
+
+async def test_the_term_does_not_fall_with_a_store_that_lost_its_data(rig):
+    """R2: ranks know the term."""
+    keeper = rig.start("a")
+    keeper.raise_term(40)
+    await keeper.decided(deadline(5))
+    assert keeper.lease == Lease("a", 41)
+    rig.store = MemoryStore(rig.clock)
+    await rig.until(lambda: keeper.lease == Lease("a", 42))
+
+
+async def test_who_waits_for_a_decision_is_woken_by_it(rig):
+    async with asyncio.timeout(deadline(20)):
+        for name in "ab":
+            await rig.start(name).decided(1000.0)
+    assert rig.happened == [("won", "a", 1), ("outrun", "b", "a")]
+
+
+async def test_a_store_that_failed_is_asked_again_soon(rig, monkeypatch):
+    """A long interval between renewals is meant for a store that answers."""
+    monkeypatch.setattr(leases, "_RETRY_S", 0.01)
+    rig.clock.still_at = BEGIN
+    rig.down = True
+    keeper = rig.keeper("a")
+    keeper.renew_s = 1000.0
+    keeper.lease_s = 3000.0
+    keeper.want()
+    task = asyncio.create_task(keeper.run())
+    try:
+        await rig.after("acquire_lease", 3)
+        keeper.renew_s, rig.down = 0.01, False
+        await rig.until(lambda: keeper.leading)
+        rig.down = True
+        await rig.until(lambda: keeper.fault is not None)
+        keeper.renew_s = 1000.0
+        await rig.after("renew_lease", 3)
+        assert keeper.leading
+        rig.down = False
+        await rig.until(lambda: keeper.fault is None)
+        asked = rig.calls["renew_lease"]
+        await asyncio.sleep(0.1)
+        assert rig.calls["renew_lease"] == asked
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
