@@ -38,8 +38,6 @@ _WINDOW_BYTES = 256 * 1024
 _HANDSHAKE_WITHIN_MS = 10_000
 _LARGE_BYTES = 256 * 1024
 """Messages above this are decoded in a thread: what grows with a shape must not stop the loop."""
-_DECODING = 2
-"""Large messages decoded at the same time."""
 _UNUSED_MS = 120_000
 """Time after which a connection without a stream is closed."""
 _RETRY_MS = 2000
@@ -115,7 +113,9 @@ class GrpcServer:
         self._numbers = itertools.count(1)
         self._server: Any = None
         self._inbound = InboundBudget()
-        self._decoding = asyncio.Semaphore(_DECODING)
+        self._decoding = asyncio.Lock()
+        """One large message at a time: protobuf holds the interpreter's lock, so two would take
+        hardly less time, and the event loop would wait twice as long for its turn."""
         self._slots = StreamSlots(options.max_streams, options.max_streams_per_peer)
         self._health = _Health()
         self.port = 0
