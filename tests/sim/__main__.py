@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="?",
         const="agents",
         default="machines",
-        choices=("rules",),
+        choices=("agents", "rules"),
         help="let ranks run the real agent; `rules`: with the mutants of the rules",
     )
     options = parser.parse_args(arguments)
