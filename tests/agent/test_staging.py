@@ -1,12 +1,16 @@
 """The queue of the transfer thread while a peer does not answer."""
 
+import contextlib
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+from evenkeel_moe.adapters.threads import SYSTEM_THREADS, SystemThreads
+from evenkeel_moe.adapters.torch.transport import StageOutcome
 from evenkeel_moe.agent.staging import StagingWorker
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import (
     Abort,
@@ -14,6 +18,7 @@ from evenkeel_moe.protocol.messages import (
     Commit,
     QueryState,
     StagingFinished,
+    TransportDrained,
     Vote,
 )
 from tests.agent.fleet import Fleet
@@ -123,12 +128,16 @@ class Heard:
 
     def __init__(self):
         self.events: list[Any] = []
+        self.heard: list[Any] = []
 
     def feed(self, event):
         self.events.append(event)
 
+    def request_rebuild(self, serial):
+        self.events.append(serial)
+
     def progress(self, wave, done, total):
-        """Not of interest here."""
+        self.heard.append((wave, done, total))
 
 
 def test_a_swap_takes_only_what_its_own_wave_has_staged():
@@ -152,3 +161,232 @@ def test_a_swap_takes_only_what_its_own_wave_has_staged():
             worker.swap(staged.wave)
     finally:
         worker.close()
+
+
+class Noting(MemoryTransport):
+    """Notes fences and aborts, with what the slots hold."""
+
+    def __init__(self, rank, weights, ranks=1, per_rank=2):
+        super().__init__(Fabric(ranks), rank, per_rank, weights.tensors)
+        self.weights, self.noted = weights, []
+        self.serial, self.broken = 0, False
+
+    def fence(self):
+        self.noted.append(("fence", self.weights.holds(SWAPPED)))
+
+    def stage(self, prepare, cancel, progress):
+        outcome = super().stage(prepare, cancel, progress)
+        self.noted.append(("staged", outcome.ok))
+        return outcome
+
+    def abort(self):
+        super().abort()
+        self.noted.append(("abort", True))
+
+
+@contextlib.contextmanager
+def alone(threads=SYSTEM_THREADS):
+    """Yield a worker of the only rank, its transport and its events."""
+    weights, events = ToyWeights(ALONE, 0), Heard()
+    transport = Noting(0, weights)
+    worker = StagingWorker(0, transport, weights, ToyMaps(ALONE), events, threads)  # type: ignore[arg-type]
+    worker.start()
+    try:
+        yield worker, transport, events
+    finally:
+        worker.close(deadline(20))
+
+
+SLOW = prepare_for(ALONE, SWAPPED, max_bytes_per_s=1e-3)
+
+
+def test_a_wave_that_is_cancelled_ends_without_its_throttle_and_leaves_nothing():
+    """R7: its bytes can be swapped by no later order, and its memory serves the next wave."""
+    with alone() as (worker, transport, events):
+        for wave in (SLOW, prepare_for(ALONE, SWAPPED, plan="next", max_bytes_per_s=1e-3)):
+            worker.stage(wave, ALONE, SWAPPED)
+            wait_until(lambda: events.heard)
+            worker.cancel(wave.wave)
+            wait_until(lambda: TransportDrained(wave.wave) in events.events)  # noqa: B023
+            assert transport.staged == {} and worker._cancels == {}
+            with pytest.raises(RuntimeError, match="is not staged here"):
+                worker.swap(wave.wave)
+            events.heard.clear()
+
+
+def test_the_next_wave_is_ordered_after_the_copies_of_a_swap():
+    with alone() as (worker, transport, events):
+        wave = prepare_for(ALONE, SWAPPED)
+        worker.stage(wave, ALONE, SWAPPED)
+        wait_until(lambda: events.events)
+        worker.swap(wave.wave)
+        assert transport.noted == [("staged", True), ("fence", True)]
+        assert worker._cancels == {}
+
+
+class PatientThread(threading.Thread):
+    """A thread that is joined until it has ended, however busy the machine is."""
+
+    def join(self, timeout=None):
+        if timeout is None or timeout > 0:
+            super().join(deadline(20))
+
+
+class PatientThreads(SystemThreads):
+    def start(self, run, name):
+        thread = PatientThread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
+
+
+def test_a_worker_that_closes_lets_a_wave_end_before_it_aborts():
+    """The peers wait for their halves; the throttle does not hold the wave up."""
+    with alone(PatientThreads()) as (worker, transport, events):
+        worker.stage(SLOW, ALONE, SWAPPED)
+        wait_until(lambda: events.heard)
+    assert transport.noted == [("staged", True), ("abort", True)]
+
+
+class Deaf(Noting):
+    """A transport whose wave ends some time after an abort, and at nothing else."""
+
+    def stage(self, prepare, cancel, progress):
+        wait_until(lambda: self.broken, within_s=60)
+        threading.Event().wait(0.1)
+        self.noted.append(("ended", True))
+        return StageOutcome(Reason.TRANSFER_FAILED, "aborted")
+
+
+def test_a_worker_that_closes_aborts_what_does_not_end_and_waits_for_it():
+    weights, events = ToyWeights(ALONE, 0), Heard()
+    transport = Deaf(0, weights)
+    worker = StagingWorker(0, transport, weights, ToyMaps(ALONE), events)  # type: ignore[arg-type]
+    worker.start()
+    worker.stage(SLOW, ALONE, SWAPPED)
+    worker.close(deadline(20))
+    assert transport.noted == [("abort", True), ("ended", True)]
+    unused = StagingWorker(0, transport, weights, ToyMaps(ALONE), events)  # type: ignore[arg-type]
+    unused.close()  # Its thread was never started.
+    assert transport.noted[-1] == ("abort", True)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_rank_reserves_its_own_slots_only(rank):
+    empty = Placement(np.array([[0, 1, 2, -1]], np.int32), 2, 3)
+    filled = Placement(np.array([[0, 1, 2, 2]], np.int32), 2, 3)
+    weights, events = ToyWeights(empty, rank), Heard()
+    worker = StagingWorker(
+        rank,
+        Noting(rank, weights, 2),
+        weights,
+        ToyMaps(empty),
+        events,  # type: ignore[arg-type]
+    )
+    worker.start()
+    try:
+        worker.stage(prepare_for(empty, filled), empty, filled)
+        wait_until(lambda: events.events)
+        assert weights.reserved == ([(0, 1)] if rank == 1 else [])
+    finally:
+        worker.close(deadline(20))
+
+
+def test_what_a_failed_wave_reserved_is_released_at_once():
+    """R7: nothing of it is left, whenever its Abort comes."""
+    empty = Placement(np.array([[0, 1, -1]], np.int32), 1, 2)
+    filled = Placement(np.array([[0, 1, 0]], np.int32), 1, 2)
+    weights, events = ToyWeights(empty, 0), Heard()
+    transport = Noting(0, weights, per_rank=3)
+    worker = StagingWorker(0, transport, weights, ToyMaps(empty), events)  # type: ignore[arg-type]
+    worker.start()
+    try:
+        assert not transport.staged
+        worker.stage(prepare_for(empty, filled, checksums=(1,)), empty, filled)
+        assert worker.wait_until_idle(deadline(20))
+        [failed] = events.events
+        assert failed.reason is Reason.CHECKSUM_MISMATCH
+        assert weights.released == weights.reserved and len(weights.released) == 1
+        assert transport.staged == {}
+    finally:
+        worker.close(deadline(20))
+
+
+def test_a_new_communicator_ends_the_wave_on_the_old_one():
+    """R10: the group agreed to give it up, so no operation on it can still succeed."""
+    weights, events = ToyWeights(ALONE, 0), Heard()
+    transport = Deaf(0, weights)
+    worker = StagingWorker(0, transport, weights, ToyMaps(ALONE), events)  # type: ignore[arg-type]
+    worker.start()
+    try:
+        worker.stage(SLOW, ALONE, SWAPPED)
+        assert not worker.wait_until_idle(0.01)
+        worker.rebuild(1)
+        assert worker.wait_until_idle(deadline(20))
+        request, failed = events.events
+        assert request == 0 and failed.wave == SLOW.wave
+        assert transport.serial == 1 and not transport.broken
+    finally:
+        worker.close(deadline(20))
+
+
+def test_a_wave_on_a_broken_communicator_is_drained_once_there_is_a_new_one():
+    with alone() as (worker, transport, events):
+        wave = prepare_for(ALONE, SWAPPED)
+        worker.stage(wave, ALONE, SWAPPED)
+        assert worker.wait_until_idle(deadline(20))
+        transport.abort()
+        worker.cancel(wave.wave)
+        assert worker.wait_until_idle(deadline(20))
+        assert events.events == [StagingFinished(wave.wave), 0]
+        worker.rebuild(1)
+        assert worker.wait_until_idle(deadline(20))
+        assert events.events[2:] == [TransportDrained(wave.wave)]
+
+
+class Connecting(Noting):
+    """Notes what it connects; `before` is called first, and may raise."""
+
+    def rebuild(self, serial):
+        self.noted.append(("connect", serial))
+        self.before(serial)
+        super().rebuild(serial)
+
+    def before(self, serial):
+        """Nothing, unless the test sets it."""
+
+
+@pytest.mark.parametrize("case", ["ordered twice", "failed", "ordered as another one begins"])
+def test_a_communicator_is_connected_until_the_group_has_the_newest(case):
+    """R10: a rank that takes an older one for the newest would wait for the others for ever."""
+    weights, events = ToyWeights(ALONE, 0), Heard()
+    transport = Connecting(0, weights)
+    worker = StagingWorker(0, transport, weights, ToyMaps(ALONE), events)  # type: ignore[arg-type]
+    ready = threading.Event()
+
+    def before(serial):
+        if len([what for what, _ in transport.noted if what == "connect"]) > 1:
+            return
+        if case == "failed":
+            transport.serial = serial
+            raise OSError("too many open files")
+        if case == "ordered as another one begins":
+            worker.rebuild(2)
+
+    transport.before = before  # type: ignore[method-assign]
+    worker.later(lambda: wait_until(ready.is_set))
+    worker.start()
+    try:
+        worker.rebuild(1)
+        if case == "ordered twice":
+            worker.rebuild(1)
+        ready.set()
+        assert worker.wait_until_idle(deadline(20))
+        if case == "failed":
+            assert events.events == [1]
+            worker.rebuild(1)
+        assert worker.wait_until_idle(deadline(20))
+        connected = [serial for what, serial in transport.noted if what == "connect"]
+        assert connected == {"ordered twice": [1], "failed": [1, 1]}.get(case, [1, 2])
+        assert transport.serial == connected[-1] and not transport.broken
+    finally:
+        worker.close(deadline(20))
