@@ -195,6 +195,8 @@ def alone(threads=SYSTEM_THREADS):
         yield worker, transport, events
     finally:
         worker.close(deadline(20))
+        thread: Any = worker._thread
+        assert not thread.is_alive()
 
 
 SLOW = prepare_for(ALONE, SWAPPED, max_bytes_per_s=1e-3)
