@@ -5,6 +5,7 @@ is 0 only if every mutant is killed, or docs/mutants.md lists it as equivalent.
 
     --again      run only the mutants that survived the last run of their file
     --like TEXT  run only mutants whose line in the output contains TEXT
+    --killers    print for each killed mutant the test that failed, and its error
 """
 
 # Not mutmut: it leaves out decorated functions, so every property, and changes every text. Not
@@ -12,6 +13,7 @@ is 0 only if every mutant is killed, or docs/mutants.md lists it as equivalent.
 # is a copy of one process that has imported everything and collected the tests.
 
 import argparse
+import faulthandler
 import gc
 import importlib
 import inspect
@@ -36,11 +38,13 @@ from tests.mutation.changes import Change, changes
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "service" / "evenkeel_moe"
 CACHE = ROOT / ".cache" / "mutation"
+RUNNING = CACHE / "running"
+"""Holds the name of the test that a mutant runs."""
 TRANSFERS = ("tests/agent", "tests/adapters/torch", "tests/contracts/test_weight_transport.py")
 TESTS = {
     "protocol": ("tests/protocol", "tests/sim/test_sim.py::test_scenario"),
     "agent": TRANSFERS,
-    "adapters/torch": TRANSFERS,
+    "adapters/torch": TRANSFERS[1:],
     "adapters/redis": ("tests/adapters/redis", "tests/contracts/test_stores.py"),
     "controller/leadership": ("tests/controller/leadership",),
 }
@@ -58,13 +62,15 @@ class Mutants:
         self.files, self.options = files, options
         self.left: list[str] = []
         self._seconds: dict[str, float] = defaultdict(float)
-        self._failed = ""
+        self._failed = self._error = ""
         self._kills = Counter[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
         if report.failed and not self._failed:
             self._failed = report.nodeid
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self._error = crash.message.split("\n", 1)[0] if crash else ""
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         names = [module_name(file) for file in self.files]
@@ -83,6 +89,10 @@ class Mutants:
         for item, after in zip(items, [*items[1:], None], strict=True):
             if watch is not None:
                 watch.switch_context(item.nodeid)
+            else:
+                RUNNING.write_text(item.nodeid)
+                limit_s = 3 + 4 * self._seconds[item.nodeid]
+                faulthandler.dump_traceback_later(limit_s, exit=True)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
             if self._failed:
                 break
@@ -113,8 +123,10 @@ class Mutants:
                 continue
             span = range(change.first_line, change.last_line + 1)
             tests = {test for line in span for test in lines.get(str(line), [])}
-            killer = self._killer(module, change, [i for i in items if i.nodeid in tests])
-            self._kills[killer] += 1
+            killer, error = self._killer(module, change, [i for i in items if i.nodeid in tests])
+            self._kills[killer] += error != "timeout"
+            if killer and self.options.killers:
+                print(f"killed by {killer} ({error}) {key}", flush=True)
             found["killed" if killer else "survived"] += 1
             if not killer:
                 left.append(key)
@@ -123,19 +135,21 @@ class Mutants:
         print(f"{name}: {dict(found)}, {time.monotonic() - began:.0f} s", flush=True)
         self.left += left
 
-    def _killer(self, module: ModuleType, change: Change, items: list[pytest.Item]) -> str:
-        """Return the test that finds the change, or `timeout`; empty if it survives."""
+    def _killer(
+        self, module: ModuleType, change: Change, items: list[pytest.Item]
+    ) -> tuple[str, str]:
+        """Return the test that finds the change and its error; empty if it survives."""
         # First the tests that have found most mutants, then the fastest.
         items = sorted(items, key=lambda i: (-self._kills[i.nodeid], self._seconds[i.nodeid]))
 
-        def work() -> str:
+        def work() -> tuple[str, str]:
             install(module, change.code)
-            return self._run_tests(items)
+            return self._run_tests(items), self._error
 
         if not items:
-            return ""
+            return "", ""
         found = in_child(work, 20 + 5 * sum(self._seconds[item.nodeid] for item in items))
-        return "timeout" if found is None else str(found)
+        return (RUNNING.read_text(), "timeout") if found is None else tuple(found)
 
 
 def install(module: ModuleType, changed: CodeType) -> None:
@@ -175,14 +189,15 @@ def in_child(work: Any, timeout_s: float) -> Any:
             answer.write_text(json.dumps(work()))
         finally:
             os._exit(0)
-    ends_at, ended = time.monotonic() + timeout_s, False
+    ends_at, ended, status = time.monotonic() + timeout_s, 0, 0
     while not ended and time.monotonic() < ends_at:
         time.sleep(0.002)
-        ended = os.waitpid(child, os.WNOHANG)[0] != 0
+        ended, status = os.waitpid(child, os.WNOHANG)
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # Also the servers that its tests have started.
     if not ended:
         os.waitpid(child, 0)
+    if not ended or status != 0:
         return None
     return json.loads(answer.read_text())  # Missing if the work raised an error: a bug here.
 
@@ -196,6 +211,7 @@ def main() -> int:
     parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--like", default="")
+    parser.add_argument("--killers", action="store_true")
     options = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
     folders = [path.resolve() for path in options.paths]
