@@ -99,6 +99,7 @@ def make_registry(
         max_deployments=max_deployments,
         max_new_deployments=max_new_deployments,
         memory_bytes=memory_bytes,
+        max_streams=(settings or Settings()).grpc.max_streams,
     )
 
 

@@ -272,6 +272,18 @@ async def test_a_group_that_does_not_fit_beside_the_others_is_refused_with_the_n
         assert await attached(one, renamed("second"), 12) is None
 
 
+async def test_a_group_with_more_ranks_than_there_may_be_streams_is_refused_with_the_numbers():
+    """It can never be whole, and its ranks would be remembered one by one."""
+    async with replicas("a") as (one, _):
+        one.registry._max_streams = 1
+        refusal = await attached(one, renamed("second"), 11)
+        assert refusal is not None and refusal.reason is Reason.LIMIT_EXCEEDED
+        assert refusal.detail == "the group has 2 ranks, grpc.max_streams is 1"
+        assert DeploymentId("second") not in one.registry.deployments
+        one.registry._max_streams = 2
+        assert await attached(one, renamed("second"), 12) is None
+
+
 async def test_the_hello_that_would_complete_a_second_group_is_refused():
     """Groups that gather hold no windows, so that made-up shapes keep no group out."""
     async with replicas("a") as (one, _):

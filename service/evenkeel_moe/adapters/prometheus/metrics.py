@@ -85,7 +85,7 @@ _REPLICA_COUNTERS = (
     (
         "evenkeel_deployments_refused_total",
         ("limit",),
-        "Hellos that were refused because there are too many deployments, or too little memory.",
+        "Hellos that were refused because of too many deployments or ranks, or too little memory.",
     ),
 )
 """Name, labels, help text."""

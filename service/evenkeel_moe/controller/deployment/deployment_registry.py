@@ -39,6 +39,7 @@ class DeploymentRegistry:
         max_deployments: int,
         max_new_deployments: int,
         memory_bytes: int,
+        max_streams: int,
     ) -> None:
         self.deployments: dict[DeploymentId, Deployment] = {}
         self.options = options
@@ -47,6 +48,7 @@ class DeploymentRegistry:
         self._max_deployments = max_deployments
         self._max_new_deployments = max_new_deployments
         self._memory_bytes = memory_bytes
+        self._max_streams = max_streams
         self._flow = options.flow
 
     def add(self, name: DeploymentId, *, lasting: bool = True) -> Deployment:
@@ -215,6 +217,18 @@ class DeploymentRegistry:
         self.shared.metrics.deployment_refused(limit)
         self._refuse(stream, Reason.LIMIT_EXCEEDED, detail)
 
+    def _has_streams(self, hello: Hello, stream: RankStream) -> bool:
+        """Return True if all ranks of a group can have a stream; else refuse the rank.
+
+        Ranks of a group that can never be whole would only fill the memory.
+        """
+        ranks = hello.shape.num_ranks
+        if ranks <= self._max_streams:
+            return True
+        detail = f"the group has {ranks} ranks, grpc.max_streams is {self._max_streams}"
+        self._refuse_deployment(hello.identity.deployment, stream, "max_streams", detail)
+        return False
+
     def _fits_memory(self, hello: Hello, stream: RankStream) -> bool:
         """Return True if the deployment of a rank fits beside the others; else refuse the rank.
 
@@ -257,7 +271,7 @@ class DeploymentRegistry:
             detail = f"{failure.detail}; {name} starts again in {failure.left_s(now):.0f} s"
             self._refuse(stream, Reason.DEPLOYMENT_FAILED, detail)
             return None
-        if not self._fits_memory(hello, stream):
+        if not (self._has_streams(hello, stream) and self._fits_memory(hello, stream)):
             return None
         known: bool | None = True
         if name not in self.deployments:

@@ -191,6 +191,7 @@ async def _run(
         max_deployments=settings.ingest.max_deployments,
         max_new_deployments=settings.ingest.max_new_deployments,
         memory_bytes=deployments_bytes(settings, memory_limit_bytes()),
+        max_streams=settings.grpc.max_streams,
     )
     storing = _spawn_background(settings, servers, registry, spawner)
     app = create_app(OperatorService(registry), servers.tokens)
