@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from evenkeel_moe.adapters.torch.checksum import checksum
 from evenkeel_moe.agent.checksums import checksums_digest
 from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.model.load import LoadReport, Phase
@@ -215,7 +216,7 @@ def test_a_swap_that_fails_takes_the_rank_out_of_the_group():
             assert link.expect(Vote).yes
         fleet.say(Commit(LEADER, prepare.wave))
         fleet.wait_left()
-        assert fleet.left[1] is not None and "half way" in str(fleet.left[1])
+        assert fleet.left[1] is not None and "RuntimeError('half way')" in str(fleet.left[1])
         assert fleet.left[0] is not None
         assert fleet.left[0].reason is Reason.GATE_FAILED
         with pytest.raises(type(fleet.left[1])):
@@ -251,6 +252,9 @@ def test_new_weights_need_a_permit_and_raise_the_version():
     hello = fleet.agents[0].hello()
     assert hello.weights_version == 2 and "migrate" in hello.capabilities
     assert hello.checksums_digest == fleet.agents[1].hello().checksums_digest
+    experts = [(layer, expert) for layer in range(2) for expert in range(4)]
+    loaded = [checksum(expert_tensors(*key, version=1)) for key in experts]
+    assert hello.checksums_digest == checksums_digest(loaded)
 
 
 def reload(fleet, versions):
@@ -271,6 +275,9 @@ def test_a_reload_without_checksums_is_reported_with_every_heartbeat():
                 agent.trouble
                 == "after loading weights 2, replicas of an expert differ or an expert is missing"
             )
+            assert agent.hello().checksums_digest == checksums_digest(())
+        reload(fleet, versions=(3, 3))
+        assert not any(agent.trouble or agent.observe_only for agent in fleet.agents)
 
 
 def test_an_equal_reload_on_all_ranks_is_no_trouble():

@@ -2,14 +2,18 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from evenkeel_moe.agent import GateFailed
+from evenkeel_moe.agent.gate_polls import GatePolls
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.protocol.messages import Abort, AbortAnswer, Ack, Commit, QueryState, Vote
+from evenkeel_moe.protocol.rank.gate import PollFailed, PollResolved
 from evenkeel_moe.wire.link import Heartbeat
 from tests.agent.fleet import Fleet
 from tests.agent.ranks import CPU, LEADER, Group, prepare_for, run_ranks, two_rank_placements
+from tests.waiting import deadline
 
 OLD, NEW = two_rank_placements()
 
@@ -77,10 +81,10 @@ def test_one_lock_is_held_whenever_the_gate_or_the_participant_is_used():
 
 
 class FailsOnce:
-    """A backend whose reduction fails once, with an error that no backend raises."""
+    """A backend whose reduction fails once."""
 
-    def __init__(self, backend, at):
-        self._backend, self._left = backend, at
+    def __init__(self, backend, at, error):
+        self._backend, self._left, self._error = backend, at, error
 
     def __getattr__(self, name):
         return getattr(self._backend, name)
@@ -88,23 +92,28 @@ class FailsOnce:
     def allreduce(self, *arguments):
         self._left -= 1
         if self._left == 0:
-            raise OSError("the cable is out")
+            raise self._error
         return self._backend.allreduce(*arguments)
 
 
 class Unplugged(Group):
     """The gate of rank 0 fails in its second poll; its first reduction compares the ranks."""
 
+    def __init__(self, size, error):
+        super().__init__(size)
+        self.error = error
+
     def connect(self, rank, name, device=CPU):
         communicator = super().connect(rank, name, device)
         if rank == 0 and name.startswith("gate"):
-            communicator._backend = FailsOnce(communicator._backend, at=3)
+            communicator._backend = FailsOnce(communicator._backend, 3, self.error)
         return communicator
 
 
-def test_after_any_error_in_the_gate_the_rank_leaves_and_takes_no_further_step():
-    """R8: an error in the gate means unknown, never "not agreed"."""
-    with Fleet(OLD, group=Unplugged(2), steps=False) as fleet:
+@pytest.mark.parametrize("kind", [RuntimeError, OSError])
+def test_after_any_error_in_the_gate_the_rank_leaves_and_takes_no_further_step(kind):
+    """R8: an error in the gate means unknown, never "not agreed". Backends raise RuntimeError."""
+    with Fleet(OLD, group=Unplugged(2, kind("the cable is out")), steps=False) as fleet:
 
         def steps(rank):
             for _ in range(5):
@@ -118,3 +127,36 @@ def test_after_any_error_in_the_gate_the_rank_leaves_and_takes_no_further_step()
         fleet.agents[0].close()
         said = [m for _, m in list(fleet.links[0].sent.queue) if isinstance(m, Heartbeat)]
         assert not any(beat.stopping for beat in said), "no planned stop"
+
+
+def test_the_result_of_a_poll_is_the_least_of_all_ranks_and_is_used_once():
+    """R8: the result of an earlier poll says nothing of what is armed now."""
+    group = Group(2)
+
+    def poll(rank):
+        polls = GatePolls(group.connect(rank, "gate", CPU), 20.0)
+        for round_ in range(2):
+            polls.begin(np.array([rank, 1 - rank, 7 + round_ + rank], np.int64))
+            result = polls.wait()
+            assert isinstance(result, PollResolved)
+            assert result.minima.tolist() == [0, 0, 7 + round_]
+            with pytest.raises(AssertionError):
+                polls.wait()
+
+    run_ranks(2, poll)
+
+
+def test_a_poll_that_a_rank_does_not_join_fails_at_its_deadline():
+    group, over = Group(2), threading.Event()
+
+    def poll(rank):
+        polls = GatePolls(group.connect(rank, "gate", CPU), 0.1)
+        if rank == 1:
+            assert over.wait(deadline(20))
+            return
+        polls.begin(np.array([1], np.int64))
+        result = polls.wait()
+        over.set()
+        assert isinstance(result, PollFailed) and result.detail
+
+    run_ranks(2, poll)
