@@ -1,6 +1,7 @@
 """The agent on real Gloo groups: ranks are threads, and the test is the controller."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_a_rank_says_that_it_stops_only_if_that_was_planned(planned):
 
 def test_a_committed_wave_changes_every_rank_on_the_same_step():
     """Gate (step 4) and R11; on exit the fleet checks that epochs were equal at every step."""
-    prepare = prepare_for(OLD, NEW)
+    prepare, began = prepare_for(OLD, NEW), time.monotonic()
     with Fleet(OLD) as fleet:
         acks = commit(fleet, prepare)
         assert {int(ack.epoch) for ack in acks} == {1}
@@ -78,6 +79,8 @@ def test_a_committed_wave_changes_every_rank_on_the_same_step():
             # What is acknowledged was saved before.
             [(record, placement)] = fleet.swaps[rank]
             assert placement == NEW and record.epoch == 1 and record.received_bytes > 0
+            assert record.layers == prepare.body.layers
+            assert 0 <= record.seconds < time.monotonic() - began
     # Slot 2 of rank 0 was empty: its memory was set aside before the vote; nothing was emptied.
     assert fleet.weights[0].reserved == [(0, 2), (1, 2)] and fleet.weights[0].released == []
 
@@ -295,6 +298,7 @@ def test_an_error_of_the_agent_is_reported_with_every_heartbeat():
         first, second = (agent.heartbeat().trouble for agent in fleet.agents)
         assert first.startswith("the agent failed at str: IllegalEvent(")
         assert second.startswith("the agent failed at the gate: snapshot of toy: TypeError(")
+        assert len(fleet.agents[1]._gate.faults) <= 1, "each is told once"
         assert fleet.agents[0].observe_only and fleet.agents[1].observe_only
 
 
