@@ -45,3 +45,10 @@ def test_the_memory_is_free_again_after_clear():
     memory.clear()
     assert memory.staged == {}
     assert memory.allocate(1, 0, EXPERT)[0].data_ptr() == first[0].data_ptr()
+
+
+def test_experts_of_one_byte_fit_and_experts_without_bytes_are_no_error():
+    byte = (torch.zeros(1, dtype=torch.int8),)
+    memory = StagingMemory(4, byte, CPU)
+    assert [memory.allocate(0, slot, byte)[0].numel() for slot in range(4)] == [1] * 4
+    assert StagingMemory(0, (torch.zeros(0),), CPU).staged == {}

@@ -63,8 +63,7 @@ async def test_the_term_does_not_fall_with_a_store_that_lost_its_data(rig):
     """R2: ranks know the term."""
     keeper = rig.start("a")
     keeper.raise_term(40)
-    await keeper.decided(deadline(5))
-    assert keeper.lease == Lease("a", 41)
+    await rig.until(lambda: keeper.lease == Lease("a", 41))
     rig.store = MemoryStore(rig.clock)
     await rig.until(lambda: keeper.lease == Lease("a", 42))
 
@@ -103,3 +102,10 @@ async def test_a_store_that_failed_is_asked_again_soon(rig, monkeypatch):
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_lease_that_the_machine_has_lost_is_dropped_without_telling_it(rig):
+    keeper = rig.start("a")
+    await keeper.decided(deadline(5))
+    keeper.drop("term 9 has taken over")
+    assert not keeper.leading and rig.happened == [("won", "a", 1)]
