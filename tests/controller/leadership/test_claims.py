@@ -45,3 +45,10 @@ async def test_a_released_lease_is_free_and_a_new_deployment_can_be_forgotten(
     assert await rig.store.acquire_lease(DEMO, "b", 60.0, 0) == Lease("b", next_term)
     await keeper.release(forget=forget)
     assert rig.calls["release_lease"] + rig.calls["drop_lease"] == 1
+
+
+async def test_a_deployment_with_records_is_claimed_already(rig):
+    await rig.store.store_document(DEMO, "policy", {}, 1)
+    keeper = rig.start("a", lasting=False)
+    await keeper.decided(5)
+    assert keeper.leading and keeper.lasting

@@ -12,7 +12,7 @@ from evenkeel_moe.ports.stores import Lease
 from tests.contracts.memory_store import MemoryStore
 from tests.waiting import deadline
 
-BEGIN = 100.0
+BEGIN = 0.0
 OVER = BEGIN + 0.3
 """The end of a lease that was taken at BEGIN."""
 DROPPED = OVER - 0.03
@@ -34,7 +34,7 @@ async def test_a_lease_is_dropped_one_renewal_before_it_runs_out_and_not_earlier
 
 
 async def test_an_answer_is_awaited_for_as_long_as_the_lease_is_held(rig):
-    rig.clock.still_at = BEGIN
+    rig.clock.still_at = 100.0
     keeper = rig.start("a")
     await keeper.decided(deadline(5))
     rig.silent, began = True, time.monotonic()
