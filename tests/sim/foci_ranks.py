@@ -37,6 +37,7 @@ RANK_FOCI = (
             for state in RANK_STATES
             for kind in ("Prepare", "Commit", "Abort")
         ),
+        again("Prepare", "rank is aborted", 1),
         like(slow_swaps=0.2),
         CANCELLED,
     ),
