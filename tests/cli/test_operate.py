@@ -60,6 +60,14 @@ def test_json_is_the_controllers_answer(run):
     assert json.loads(out)["shape"]["top_k"] == 2
 
 
+def test_resume_says_that_a_freeze_goes_on_and_how_it_ends(run, operations):
+    view = operations.views["demo"]
+    for until, words in ((4e9, "; frozen until "), (1.0, "")):
+        view._status = replace(view.status(), frozen_until_unix=until)
+        out = run("resume", "demo")[1]
+        assert ("evenkeel freeze demo 0" in out, words in out) == (bool(words), True)
+
+
 def test_operating_commands(run, operations):
     assert run("plan", "rollback", "demo", "--yes", "--to-epoch", "2")[0] == 0
     code, out, _ = run("freeze", "demo", "1m")

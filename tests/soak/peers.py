@@ -252,7 +252,12 @@ PEERS: dict[Peer, tuple[str, ...]] = {
     half_open: ("some or all were closed",),
     second_group: ("deployment_in_use",),
     highest_term: (_LIMIT,),
-    two_shapes: ("shape_disagrees, shape_disagrees", f"{_LIMIT}, shape_disagrees"),
+    two_shapes: (
+        "shape_disagrees, shape_disagrees",
+        f"{_LIMIT}, shape_disagrees",
+        # Two of these peers use one name at the same time.
+        "stale_incarnation, shape_disagrees",
+    ),
     new_names: (TAKEN, _LIMIT, f"{_LIMIT} {TAKEN}"),
     oversized: ("OK", "RESOURCE_EXHAUSTED", "CANCELLED", "UNAVAILABLE", "INTERNAL"),
     compressed: ("UNIMPLEMENTED", "INTERNAL"),

@@ -94,8 +94,10 @@ def policy(
 
     After a change it prints the fields that have changed.
 
-    The mode says who starts plans: nobody (observe), an operator who approves them (propose), or
-    the controller (auto).
+    The mode says who starts plans.
+    observe: operators alone; with observe_lock, nobody.
+    propose: operators, who approve what the controller proposes.
+    auto: the controller.
     """
     changes = list(words or [])
     named = changes.pop(0) if changes and "=" not in changes[0] else None
@@ -167,7 +169,7 @@ def resume(connection: NamedDeployment) -> None:
         name = connection.found(client)
         before = client.get(f"deployments/{name}")
         client.post(f"deployments/{name}/resume")
-    typer.echo(f"{name}: {_resumed(before)}")
+    typer.echo(f"{name}: {_resumed(before)}{_still_frozen(name, before['frozen_until_unix'])}")
 
 
 def _resumed(before: dict[str, Any]) -> str:
@@ -177,6 +179,13 @@ def _resumed(before: dict[str, Any]) -> str:
         return f"automatic plans were not held; the mode is {mode}"
     after = "may start again" if mode == "auto" else f"are no longer held, but the mode is {mode}"
     return f"automatic plans {after}; they were held ({before['held_because']})"
+
+
+def _still_frozen(name: str, until: float | None) -> str:
+    """Return a warning that a freeze goes on, which `resume` does not end; empty without one."""
+    if until is None or until <= SystemClock().unix():
+        return ""
+    return f"; frozen until {moment(until)} UTC: end that with evenkeel freeze {name} 0"
 
 
 def forget(

@@ -16,7 +16,7 @@ from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
 from evenkeel_moe.telemetry.balance import Balance
@@ -188,6 +188,15 @@ def test_the_newest_measured_plan_is_shown_and_losses_are_counted_back_to_the_la
     assert found.losses_in_a_row == 2
     only = measured_gauges([measured_plan("lost", 3.0, -0.1)])
     assert only is not None and only.losses_in_a_row == 1
+
+
+def test_a_rollback_and_a_loss_within_its_interval_are_not_counted_as_losses():
+    lost, rolled_back = measured_plan("lost", 1.0, -0.1), measured_plan("back", 3.0, -2.5)
+    rolled_back = replace(rolled_back, plan=replace(rolled_back.plan, kind=PlanKind.ROLLBACK))
+    rough = replace(lost, delivered=DeliveredGain(2.0, -1.1, 4.0, -9.5, 0.6))
+    found = measured_gauges([rolled_back, rough, lost])
+    assert found is not None and found.losses_in_a_row == 1
+    assert found.delivered is not None and found.delivered[0] == -2.5, "the newest is shown"
 
 
 def test_balance_by_layer_is_what_the_summary_is_made_of():

@@ -125,8 +125,9 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
         " by what earlier plans delivered; 1 without measured plans.",
         "evenkeel_plan_promised_gain_ratio": "Saving of MoE time that the verdict promised for the"
         " newest measured plan.",
-        "evenkeel_plans_lost_time_in_a_row": "Newest measured plans in a row that cost MoE time by"
-        " the seconds that ranks reported; absent before one was measured.",
+        "evenkeel_plans_lost_time_in_a_row": "Newest measured plans in a row, rollbacks left out,"
+        " that cost MoE time by the seconds that ranks reported, with 95 % certainty; absent before"
+        " one was measured.",
         "evenkeel_last_plan_committed_timestamp_seconds": "When the newest committed plan was"
         " done.",
     },

@@ -5,7 +5,7 @@ import { sentence } from "./reasons.js";
 const WOULD = {
   auto: "would start a plan",
   propose: "would propose a plan",
-  observe: "would find a plan, and in observe mode nothing moves",
+  observe: "would find a plan, and in observe mode the controller starts nothing",
 };
 
 /**

@@ -162,7 +162,7 @@ export function holdWords(mode) {
     : `The hold stops plans in mode auto only. ${
         mode === "propose"
           ? "In mode propose proposals are still made, and each waits for approval."
-          : "In mode observe nothing moves."
+          : "In mode observe the controller starts nothing."
       }`;
 }
 

@@ -7,7 +7,7 @@ const SENTENCES = {
   balance_below_threshold: "Balance fell below the threshold, so a plan was made.",
   load_changed: "The traffic changed, so a plan was made.",
   separate_approval: "Another person than the maker must approve the plan.",
-  observe_mode: "All gates were open, but in observe mode nothing is moved.",
+  observe_mode: "Every gate but the mode was open: in observe mode the controller starts nothing.",
   plan_in_progress: "A plan is being carried out.",
   frozen: "An operator froze this deployment: no new plan may start.",
   outside_schedule: "The schedule lets no plan start now.",

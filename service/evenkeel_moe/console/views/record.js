@@ -145,7 +145,7 @@ function EditPolicy({ api, path, role, document, changed }) {
         value=${form.mode}
         onChange=${(event) => edit({ mode: event.target.value })}
       >
-        <option value="observe">observe: nothing moves</option>
+        <option value="observe">observe: the controller starts nothing</option>
         <option value="propose">propose: plans wait for approval</option>
         <option value="auto">auto: plans start by themselves</option>
       </select></label

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -236,12 +237,26 @@ def _check_limits(plan: Plan, limits: PlanLimits) -> None:
             )
 
 
+_REFUSED: Mapping[Reason, tuple[str, Sequence[str]]] = {
+    Reason.NO_CHANGE: ("no better placement was found", ("balancedness_mean",)),
+    Reason.INSUFFICIENT_DATA: (
+        "too few complete steps to plan on",
+        ("window_steps", "min_window_steps"),
+    ),
+    Reason.STALE_DATA: (
+        "the newest complete step is too old to plan on",
+        ("newest_step_age_s", "max_data_age_s"),
+    ),
+}
+"""Why there is no plan, in words, and the figures that say it."""
+
+
 def _refusal(result: CycleResult) -> EvenkeelError:
     """Return the error that tells a caller why there is no plan."""
-    numbers = ", ".join(
-        f"{name} {value:.6g}" for name, value in sorted(finite(result.numbers).items())
-    )
-    words = f"{result.reason}: {result.detail or numbers or 'no numbers'}"
+    words, names = _REFUSED.get(result.reason, (str(result.reason), sorted(result.numbers)))
+    known = finite(result.numbers)
+    numbers = ", ".join(f"{name} {known[name]:.6g}" for name in names if name in known)
+    words += f": {result.detail or numbers or 'no numbers'}"
     if result.reason in _INFEASIBLE:
         return InfeasiblePlan(words, result.reason)
     return Conflict(words, result.reason)

@@ -20,10 +20,11 @@ from evenkeel_moe.controller.cycles.planner import DeploymentPlanner
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.cost import TOKENS, CostModel, CostSource
+from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import EpRank, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import PlanPhase, PlanRecord
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports.stores import Clock
@@ -142,21 +143,35 @@ def live_replicas(
 def measured_gauges(records: Iterable[PlanRecord]) -> MeasuredGauges | None:
     """Return promise and delivery of the newest measured plan; None if none was measured."""
     measured = [
-        (record.delivered, record.plan.numbers)
+        (record.delivered, record.plan)
         for record in records
         if record.delivered is not None and record.delivered.gain is not None
     ]
     if not measured:
         return None
     measured.sort(key=lambda one: one[0].at, reverse=True)
-    delivered, numbers = measured[0]
-    gains = [one.gain for one, _ in measured if one.gain is not None]
-    lost = next((at for at, gain in enumerate(gains) if gain >= 0), len(gains))
+    delivered, plan = measured[0]
     return MeasuredGauges(
-        numbers.get("gain"),
+        plan.numbers.get("gain"),
         (delivered.gain, delivered.lower, delivered.upper),
-        lost,
+        _lost_in_a_row(measured),
     )
+
+
+def _lost_in_a_row(measured: Iterable[tuple[DeliveredGain, Plan]]) -> int:
+    """Count plans that cost time, newest first, back to one that saved some.
+
+    A rollback may cost time as intended. A plan whose interval reaches above 0 is no evidence.
+    """
+    lost = 0
+    for delivered, plan in measured:
+        assert delivered.gain is not None and delivered.upper is not None
+        if plan.kind is PlanKind.ROLLBACK:
+            continue
+        if delivered.gain >= 0:
+            break
+        lost += delivered.upper < 0
+    return lost
 
 
 class ReplicaCoverage:
