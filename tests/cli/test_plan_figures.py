@@ -120,14 +120,16 @@ def test_no_figure_of_a_cycle_is_shown_under_a_field_name():
     assert {result.passed for result in results} == {True}
     numbers = dict(results[0].numbers | results[1].numbers)
     first = {*(f"gain{end}" for end in ("", "_lower", "_upper")), "payback_s"}
+    first |= {"gain_modelled", "calibration"}
     first |= {*("balancedness_mean", "balancedness_expected"), "copies", "bytes", "layers", "waves"}
     assert first < numbers.keys()
     assert "change_strength" in numbers and "calibration" in numbers
     rows = details(numbers)
     assert len(rows) == len(numbers) - len(first)
-    names = {name.replace("_", " ") for name in numbers} - {"calibration"}
-    assert not names & {words for words, _ in rows}
-    assert len(predicted({"numbers": numbers, "kind": "manual"}, None)) == 2
+    assert not {name.replace("_", " ") for name in numbers} & {words for words, _ in rows}
+    shown = dict(predicted({"numbers": numbers, "kind": "manual"}, None))
+    assert list(shown) == ["balancedness", "predicted gain", "by the cost model"]
+    assert shown["by the cost model"].endswith(", times 0.5 as earlier plans delivered")
 
 
 def test_a_figure_of_a_later_controller_is_shown_all_the_same():

@@ -11,7 +11,7 @@ ROLLBACK = "rollback: it returns to an earlier placement as intended, so it may 
 _PREDICTED = frozenset(
     {
         *("balancedness_mean", "balancedness_expected", "gain", "gain_lower", "gain_upper"),
-        *("payback_s", "expected_stall_s", "to_epoch"),
+        *("gain_modelled", "calibration", "payback_s", "expected_stall_s", "to_epoch"),
     }
 )
 """Figures that the first lines of a plan show, or another figure beside its own."""
@@ -23,8 +23,6 @@ _DETAILS: Mapping[str, tuple[str, str]] = {
     "payback_steps": ("paid back after", "{}"),
     "min_gain": ("least gain to plan for", "{} of MoE time"),
     "max_payback_steps": ("longest payback allowed", "{} steps"),
-    "gain_modelled": ("gain by the cost model alone", "{} of MoE time"),
-    "calibration": ("calibration", "{} x the cost model's gain, as earlier plans delivered"),
     "calibrated_on_plans": ("calibrated on", "{} plans"),
     "window_steps": ("window", "{} complete steps"),
     "planned_on_steps": ("planned on", "{} steps"),
@@ -91,6 +89,10 @@ def predicted(
         interval = f"{share(numbers.get('gain_lower'))} to {share(numbers.get('gain_upper'))}"
         gain = f"{share(numbers['gain'])} of {of}, 94 % interval {interval}"
         rows.append(("predicted gain", gain))
+        modelled, factor = numbers.get("gain_modelled"), numbers.get("calibration")
+        if modelled is not None and factor is not None:
+            words = f"{share(modelled)}, times {factor:.3g} as earlier plans delivered"
+            rows.append(("by the cost model", words))
     if row["kind"] == "rollback" and numbers.get("to_epoch") is not None:
         rows.append(("returns to", f"epoch {numbers['to_epoch']:.0f}"))
     return rows

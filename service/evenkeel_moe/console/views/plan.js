@@ -6,6 +6,7 @@ import {
   count,
   counted,
   duration,
+  isKnown,
   number,
   percent,
   percentRange,
@@ -198,7 +199,14 @@ function Gain({ plan, deployment }) {
         predicted && [
           `Predicted saving of MoE time${byTokens}`,
           percent(numbers.gain),
-          `94 % interval ${percentRange(numbers.gain_lower, numbers.gain_upper)}`,
+          `94 % interval ${percentRange(numbers.gain_lower, numbers.gain_upper)}${
+            isKnown(numbers.calibration)
+              ? `. ${percent(numbers.gain_modelled)} by the cost model, times ${number(
+                  numbers.calibration,
+                  2,
+                )} as earlier plans delivered`
+              : ""
+          }`,
         ],
         delivered && [
           "Delivered, by the ranks' seconds",
