@@ -59,6 +59,7 @@ RANK_FOCI = (
         21,
         *(again(kind, f"wave is {state}", 1) for state in WAVE_STATES for kind in ANSWERS),
         *(again(kind, "controller is ready", 1) for kind in ANSWERS),
+        *(again("Vote", f"wave is {state}", 1) for state in ("aborted", "committed")),
         CANCELLED,
     ),
     focus(
