@@ -201,7 +201,7 @@ sbom: .venv/ready ## Lists the packages of the image as CycloneDX.
 	@echo "Installs Evenkeel and its tools into .venv. This takes some minutes; pip prints nothing."
 	$(PYTHON) -m venv .venv
 	$(INSTALL) -c constraints.txt -e '.[dev]'
-	@echo "Compiles the kernels once, beside their sources, so that no first run waits. About a minute."
+	@echo "Compiles the kernels once, beside their sources, so that no first run waits. A minute or more."
 	@$(BIN)/python -c \
 	  "from evenkeel_moe.planning.policies.registry import warm_kernels; warm_kernels()"
 	touch $@
