@@ -58,13 +58,7 @@ async def get_heatmap(
         view = await operations.deployment(deployment)
         windows = [view.window(one) for one in ([phase] if phase is not None else Phase)]
         # Summing a large window takes most of a second: not on the event loop, which serves ranks.
-        rows = await asyncio.to_thread(
-            heat_map,
-            [window for window in windows if window is not None],
-            view.placement(),
-            first_layer,
-        )
-        del windows  # Before another request takes its copy.
+        rows = await asyncio.to_thread(_heat_map_of, windows, view.placement(), first_layer)
     return HeatMapOut(
         deployment=deployment,
         epoch=view.status().epoch,
@@ -72,6 +66,18 @@ async def get_heatmap(
         first_layer=first_layer,
         **rows,
     )
+
+
+def _heat_map_of(
+    windows: list[LoadWindow | None], placement: Placement | None, first_layer: int
+) -> dict[str, Any]:
+    """Return `heat_map` of the windows that are known, and empty the list.
+
+    The thread would hold its arguments a little longer than the request's turn lasts.
+    """
+    known = [window for window in windows if window is not None]
+    windows.clear()
+    return heat_map(known, placement, first_layer)
 
 
 def heat_map(

@@ -108,7 +108,7 @@ test("the gate of the hold says what the hold stops in each mode", () => {
   const passed = gateOf(deployment({ ...held, ...decided("plan_proposed") }), "propose");
   assert.equal(passed.state, "open");
   assert.match(passed.detail, /proposals are still made, and each waits for approval/);
-  assert.match(gateOf(deployment(held), "observe").detail, /In mode observe the controller starts nothing/);
+  assert.match(gateOf(deployment(held), "observe").detail, /the controller starts nothing/);
   assert.equal(gateOf(deployment(), "auto").detail, "Automatic plans are not held.");
 });
 
