@@ -99,7 +99,7 @@ test("a role includes the rights of the roles before it", () => {
 test("a recommendation says what would happen, by the mode, and never that it happened", () => {
   assert.equal(outcomeWords("plan_started", "auto"), "Would start a plan.");
   assert.equal(outcomeWords("plan_started", "propose"), "Would propose a plan.");
-  assert.match(outcomeWords("plan_started", "observe"), /in observe mode the controller starts nothing/);
+  assert.match(outcomeWords("plan_started", "observe"), /the controller starts nothing/);
   assert.equal(outcomeWords("plan_started", null), "Would make a plan.");
   assert.equal(
     adviceWords("plan_started", "propose"),
