@@ -23,8 +23,10 @@ the costs of plans."""
 _MAPS = 96
 """Placements that fill as many bytes as those of the last 64 epochs, for rollbacks, and the maps
 derived from eight of them, under which reports are counted."""
-_PLANNED_BYTES = 33
-"""Bytes of keel's search for each layer, expert and rank: three numbers and a flag."""
+_SEARCHED_BYTES = 17
+"""Bytes of keel's search for each layer, expert and rank: copies, share, price and a flag."""
+_ORIGIN_BYTES = 24
+"""The same of what is known of tokens by source rank: the sums, the shares, and a copy of these."""
 _RANK_BYTES = 160_000
 """Bytes of a stream and its session, measured with `make bench-scale`, rounded up."""
 
@@ -115,8 +117,22 @@ def group_memory(
         cycle=2 * cycle_steps * _window_step(shape),
         maps=_MAPS * 4 * layers * shape.num_slots,
         ranks=_RANK_BYTES * shape.num_ranks,
-        plan=_PLANNED_BYTES * layers * experts * shape.num_ranks
-        + 3 * cycle_steps * 8 * layers * experts,
+        plan=_plan_bytes(shape, cycle_steps, limits.keeps_sources),
+    )
+
+
+def _plan_bytes(shape: ModelShape, steps: int, has_sources: bool) -> int:
+    """Return the bytes of one of keel's plans.
+
+    Beside what it keeps of all layers, it works on the slopes, swaps and pairs of ranks of one
+    layer at a time. The steps are held as they came and as expected, with the work of copies and
+    that of one copy more.
+    """
+    layers, experts, ranks = shape.num_layers, shape.num_logical_experts, shape.num_ranks
+    per_cell = _SEARCHED_BYTES + (_ORIGIN_BYTES if has_sources else 0)
+    one_layer = ranks * (16 * experts + 16 * shape.num_slots + 64 * ranks)
+    return (
+        per_cell * layers * experts * ranks + one_layer + 8 * steps * layers * (6 * experts + ranks)
     )
 
 

@@ -20,27 +20,50 @@ from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 @kernel
 def _overlap(
     target: NDArray[np.int32], current: NDArray[np.int32], num_ranks: int, num_experts: int
+) -> NDArray[np.float64]:
+    """Return the (R, R) number of experts that a target rank and a current rank both hold.
+
+    Args:
+        target: (S,) the slots of one layer, as `current`.
+    """
+    slots = target.shape[0]
+    per_rank = slots // num_ranks
+    out = np.zeros((num_ranks, num_ranks))
+    held = np.zeros((num_experts, num_ranks), np.bool_)
+    for slot in range(slots):
+        if current[slot] >= 0:
+            held[current[slot], slot // per_rank] = True
+    seen = np.full(num_experts, -1, np.int64)
+    for slot in range(slots):
+        expert = target[slot]
+        rank = slot // per_rank
+        if expert < 0 or seen[expert] == rank:
+            continue
+        seen[expert] = rank
+        for other in range(num_ranks):
+            out[rank, other] += held[expert, other]
+    return out
+
+
+@kernel
+def _moves_by_layer(
+    target: NDArray[np.int32], current: NDArray[np.int32], num_ranks: int, num_experts: int
 ) -> NDArray[np.int64]:
-    """Return the (L, R, R) number of experts that a target rank and a current rank both hold."""
+    """Return the (L,) number of experts that a target rank holds and the current one does not."""
     layers, slots = target.shape
     per_rank = slots // num_ranks
-    out = np.zeros((layers, num_ranks, num_ranks), np.int64)
-    held = np.zeros((num_experts, num_ranks), np.bool_)
-    seen = np.full(num_experts, -1, np.int64)
+    out = np.zeros(layers, np.int64)
     for layer in range(layers):
-        held[:] = False
-        for slot in range(slots):
-            if current[layer, slot] >= 0:
-                held[current[layer, slot], slot // per_rank] = True
-        seen[:] = -1
-        for slot in range(slots):
-            expert = target[layer, slot]
-            rank = slot // per_rank
-            if expert < 0 or seen[expert] == rank:
-                continue
-            seen[expert] = rank
-            for other in range(num_ranks):
-                out[layer, rank, other] += held[expert, other]
+        present, counted = np.full(num_experts, -1, np.int64), np.full(num_experts, -1, np.int64)
+        for rank in range(num_ranks):
+            for slot in range(rank * per_rank, (rank + 1) * per_rank):
+                if current[layer, slot] >= 0:
+                    present[current[layer, slot]] = rank
+            for slot in range(rank * per_rank, (rank + 1) * per_rank):
+                expert = target[layer, slot]
+                if expert >= 0 and present[expert] != rank and counted[expert] != rank:
+                    counted[expert] = rank
+                    out[layer] += 1
     return out
 
 
@@ -102,14 +125,9 @@ def moves_by_layer(current: Placement, target: Placement) -> NDArray[np.int64]:
         ShapeMismatch: placements of different deployments.
     """
     _check_same(current, target)
-    kept = _overlap(
+    return _moves_by_layer(
         target.phy2log.copy(), current.phy2log.copy(), target.num_ranks, target.num_logical_experts
     )
-    by_rank = np.sort(target.phy2log.reshape(target.num_layers, target.num_ranks, -1), axis=2)
-    distinct = (by_rank[:, :, :1] >= 0).sum(axis=(1, 2)) + (
-        (by_rank[:, :, 1:] != by_rank[:, :, :-1]) & (by_rank[:, :, 1:] >= 0)
-    ).sum(axis=(1, 2))
-    return np.asarray(distinct - np.trace(kept, axis1=1, axis2=2), np.int64)
 
 
 def count_moves(current: Placement, target: Placement) -> int:
@@ -157,16 +175,15 @@ def fewest_moves(
     """
     _check_same(current, target)
     layers, ranks = target.num_layers, target.num_ranks
-    kept = _overlap(
-        target.phy2log.copy(), current.phy2log.copy(), ranks, target.num_logical_experts
-    )
+    wanted, present = target.phy2log.copy(), current.phy2log.copy()
     speed = _speed_classes(costs, ranks)
     filled = (target.phy2log.reshape(layers, ranks, -1) >= 0).sum(axis=2)
     rows = np.empty((layers, ranks, target.slots_per_rank), np.int32)
     for layer in range(layers):
         classes = speed * (target.slots_per_rank + 1) + (filled[layer] if pooled else 0)
+        kept = _overlap(wanted[layer], present[layer], ranks, target.num_logical_experts)
         # A forbidden exchange must cost more than all others together can save.
-        gain = np.where(classes[:, None] == classes[None, :], kept[layer].astype(np.float64), -1e9)
+        gain = np.where(classes[:, None] == classes[None, :], kept, -1e9)
         new_rank = _assign(gain) if topology is None else _assign_by_node(gain, topology)
         if gain[np.arange(ranks), new_rank].sum() <= np.trace(gain):
             new_rank = np.arange(ranks)

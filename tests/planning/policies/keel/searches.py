@@ -64,8 +64,8 @@ def is_exact(search):
 def _price_of(layer, moves):
     """Return the price of some moves (expert that leaves, expert that enters, rank), in copies."""
     return sum(
-        (layer.copy_price[enter, rank] if enter >= 0 else 0.0)
-        - (layer.copy_price[leave, rank] if leave >= 0 else 0.0)
+        (float(layer.copy_price[enter, rank]) if enter >= 0 else 0.0)
+        - (float(layer.copy_price[leave, rank]) if leave >= 0 else 0.0)
         for leave, enter, rank in moves
     )
 

@@ -1,10 +1,12 @@
 """Builds the state of a layer from its tokens, its start and the current placement."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel_moe.jit import kernel
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective, load_ranks
 
 
@@ -19,25 +21,83 @@ def _aligned_zeros(*shape: int) -> NDArray[np.float64]:
     return memory[skipped : skipped + size].reshape(shape)
 
 
+class WorkingMemory(NamedTuple):
+    """The arrays of a `LayerState` that `refresh` and single moves fill anew; layers share them."""
+
+    powers: NDArray[np.float64]
+    power_sum: NDArray[np.float64]
+    norm: NDArray[np.float64]
+    rank_slope: NDArray[np.float64]
+    slope: NDArray[np.float64]
+    scratch: NDArray[np.float64]
+    moved: NDArray[np.float64]
+    after: NDArray[np.float64]
+
+
+def working_memory(experts: int, ranks: int, steps: int) -> WorkingMemory:
+    """Allocate the working memory of layers of one size."""
+    return WorkingMemory(
+        powers=np.zeros((ranks, steps)),
+        power_sum=np.zeros(steps),
+        norm=np.zeros(steps),
+        rank_slope=_aligned_zeros(steps, ranks),
+        slope=_aligned_zeros(experts, ranks),
+        scratch=np.zeros(steps),
+        moved=np.zeros((2, ranks)),
+        after=np.zeros((4, steps)),
+    )
+
+
+class _CopyPrices(NamedTuple):
+    """Arrays of a `LayerState` by the same names."""
+
+    had: NDArray[np.bool_]
+    copy_price: NDArray[np.float32]
+    homes: NDArray[np.int64]
+    cheapest: NDArray[np.float64]
+    dearest: NDArray[np.float64]
+
+
+@kernel
 def _copy_prices(
-    current: NDArray[np.int32] | None,
-    experts: int,
-    nodes: NDArray[np.int64],
-    cross_node_factor: float,
-) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-    """Return `had` and `copy_price` of a `LayerState`; arguments as in `build_layer`."""
-    ranks = len(nodes)
-    if current is None:
-        return np.ones((experts, ranks), np.bool_), np.zeros((experts, ranks))
+    current: NDArray[np.int32], experts: int, nodes: NDArray[np.int64], cross_node_factor: float
+) -> _CopyPrices:
+    """Compute the prices of copies; arguments as in `build_layer`."""
+    ranks = nodes.shape[0]
+    per_rank = current.shape[0] // ranks
+    far = float(np.float32(cross_node_factor))
     had = np.zeros((experts, ranks), np.bool_)
-    holders = np.arange(len(current)) // (len(current) // ranks)
-    filled = current >= 0
-    had[current[filled], holders[filled]] = True
-    on_node = np.zeros((experts, int(nodes.max()) + 1), np.bool_)
-    for rank in range(ranks):
-        on_node[:, nodes[rank]] |= had[:, rank]
-    price = np.where(had, 0.0, np.where(on_node[:, nodes], 1.0, cross_node_factor))
-    return had, price
+    on_node = np.zeros((experts, nodes.max() + 1), np.bool_)
+    for slot in range(current.shape[0]):
+        if current[slot] >= 0:
+            had[current[slot], slot // per_rank] = True
+            on_node[current[slot], nodes[slot // per_rank]] = True
+    copy_price = np.empty((experts, ranks), np.float32)
+    homes, cheapest, dearest = np.zeros(experts, np.int64), np.zeros(experts), np.zeros(1)
+    for expert in range(experts):
+        least = np.inf
+        for rank in range(ranks):
+            if had[expert, rank]:
+                copy_price[expert, rank] = 0.0
+                homes[expert] += 1
+                continue
+            price = 1.0 if on_node[expert, nodes[rank]] else far
+            copy_price[expert, rank] = price
+            least, dearest[0] = min(least, price), max(dearest[0], price)
+        if homes[expert] < ranks:
+            cheapest[expert] = least
+    return _CopyPrices(had, copy_price, homes, cheapest, dearest)
+
+
+def _free_copies(experts: int, ranks: int) -> _CopyPrices:
+    """Return the prices where there is no current placement: no copy has a price."""
+    return _CopyPrices(
+        had=np.ones((experts, ranks), np.bool_),
+        copy_price=np.zeros((experts, ranks), np.float32),
+        homes=np.full(experts, ranks),
+        cheapest=np.zeros(experts),
+        dearest=np.zeros(1),
+    )
 
 
 def build_layer(
@@ -50,6 +110,7 @@ def build_layer(
     cross_node_factor: float,
     base: NDArray[np.float64],
     floor: NDArray[np.float64],
+    memory: WorkingMemory,
 ) -> LayerState:
     """Build the state of a layer.
 
@@ -64,11 +125,15 @@ def build_layer(
         cross_node_factor: price of a copy that no rank of the node can send.
         base: (R, T) load of each rank without routed experts, in mean rank loads.
         floor: (T,) time that every rank takes at least, in layer times.
+        memory: shared by all layers of a search, which are worked on one after the other.
     """
     experts, steps = tokens.shape
     ranks = len(objective.node_of_rank)
-    had, copy_price = _copy_prices(current, experts, objective.node_of_rank, cross_node_factor)
-    cheapest = np.where(had, np.inf, copy_price).min(axis=1)
+    nodes = objective.node_of_rank
+    if current is None:
+        prices = _free_copies(experts, ranks)
+    else:
+        prices = _copy_prices(current, experts, nodes, cross_node_factor)
     tokens = np.ascontiguousarray(tokens)
     layer = LayerState(
         tokens=tokens,
@@ -79,23 +144,12 @@ def build_layer(
         weight=weight,
         origin=np.ascontiguousarray(origin),
         row=row.astype(np.int32, copy=True),
-        held=np.zeros((experts, ranks), np.int64),
+        held=np.zeros((experts, ranks), np.int32),
         copies=np.zeros(experts, np.int64),
         share=np.zeros((experts, ranks)),
-        had=had,
-        copy_price=copy_price,
-        homes=had.sum(axis=1),
-        cheapest=np.where(had.all(axis=1), 0.0, cheapest),
-        dearest=np.array([copy_price.max()]),
         rank_load=np.zeros((ranks, steps)),
-        powers=np.zeros((ranks, steps)),
-        power_sum=np.zeros(steps),
-        norm=np.zeros(steps),
-        rank_slope=_aligned_zeros(steps, ranks),
-        slope=_aligned_zeros(experts, ranks),
-        scratch=np.zeros(steps),
-        moved=np.zeros((2, ranks)),
-        after=np.zeros((4, steps)),
+        **prices._asdict(),
+        **memory._asdict(),
     )
     load_ranks(layer, objective)
     return layer

@@ -237,7 +237,7 @@ def add_work_changes(
     rank: int,
     old: int,
     expert: int,
-    held: NDArray[np.int64],
+    held: NDArray[np.int32],
     rank_load: NDArray[np.float64],
     powers: NDArray[np.float64],
     costs: SmoothCosts,

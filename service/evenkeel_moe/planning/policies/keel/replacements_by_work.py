@@ -114,7 +114,7 @@ def _promise_relief(
     one_more: NDArray[np.float64],
     slope: NDArray[np.float64],
     rank_slope: NDArray[np.float64],
-    held: NDArray[np.int64],
+    held: NDArray[np.int32],
     copies: int,
     expert: int,
 ) -> float:

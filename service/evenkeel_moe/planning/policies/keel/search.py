@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.keel.budget_trades import CopyOffers, best_copies
-from evenkeel_moe.planning.policies.keel.build_layer import build_layer
+from evenkeel_moe.planning.policies.keel.build_layer import build_layer, working_memory
 from evenkeel_moe.planning.policies.keel.descent import descend
 from evenkeel_moe.planning.policies.keel.evaluation_budget import EvaluationBudget
 from evenkeel_moe.planning.policies.keel.moves import apply_replacement, copies_of_replacement
@@ -33,6 +33,7 @@ from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
 from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.planning.schedule import relabel
 
 _UNLIMITED = 1 << 40
 """Stands for no limit on copies or slots."""
@@ -78,6 +79,8 @@ class Search:
         self.objective = _scaled_objective(problem, window, options, sharp)
         origin = _origin_shares(problem)
         base, floor = _unplanned(problem, window.load)
+        experts, ranks = problem.shape.num_logical_experts, problem.shape.num_ranks
+        memory = working_memory(experts, ranks, len(window.weights))
         self.layers: list[LayerState] = [
             build_layer(
                 window.tokens[layer],
@@ -89,6 +92,7 @@ class Search:
                 problem.objective.cross_node_factor,
                 base[layer % len(base)] / window.unit_tokens,
                 floor[:, layer] / window.unit_cost,
+                memory,
             )
             for layer in range(problem.shape.num_layers)
         ]
@@ -277,10 +281,12 @@ class Search:
 
     def _recount(self) -> None:
         """Count the copies, the filled slots and the room of ranks from the slots."""
-        self._counts = [
-            _Count(int(((layer.held > 0) & ~layer.had).sum()), int((layer.row >= 0).sum()))
-            for layer in self.layers
-        ]
+        now, current = self.placement(), self.problem.current
+        copies = np.zeros(now.num_layers, np.int64)
+        if current is not None:
+            copies = relabel.moves_by_layer(current, now)
+        filled = (now.phy2log >= 0).sum(axis=1)
+        self._counts = list(map(_Count, copies.tolist(), filled.tolist()))
         self._total = _Count(
             sum(count.copies for count in self._counts), sum(count.filled for count in self._counts)
         )

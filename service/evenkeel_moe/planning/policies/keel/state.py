@@ -82,7 +82,7 @@ class LayerState(NamedTuple):
     """(E, R) share of each expert's tokens that start on a rank."""
     row: NDArray[np.int32]
     """(S,) expert of each slot, -1 for empty."""
-    held: NDArray[np.int64]
+    held: NDArray[np.int32]
     """(E, R) copies of an expert on a rank."""
     copies: NDArray[np.int64]
     """(E,) copies of an expert."""
@@ -90,7 +90,7 @@ class LayerState(NamedTuple):
     """(E, R) share of an expert's tokens that lands on a rank."""
     had: NDArray[np.bool_]
     """(E, R) True if the current placement has the expert on the rank: that copy is free."""
-    copy_price: NDArray[np.float64]
+    copy_price: NDArray[np.float32]
     """(E, R) price of the copy over the price of a move: 0 where `had`, 1 if a rank of the same
     node has the expert, else the cross-node factor."""
     homes: NDArray[np.int64]
@@ -175,7 +175,7 @@ def root(value: float, doublings: int) -> float:
 
 @kernel
 def expert_shares(
-    held: NDArray[np.int64],
+    held: NDArray[np.int32],
     count: int,
     origin: NDArray[np.float64],
     nearest: bool,
