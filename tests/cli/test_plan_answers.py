@@ -78,4 +78,4 @@ def test_a_cancel_says_what_stays():
 def test_a_repeated_request_whose_plan_has_ended_says_so(words):
     assert words(plan("committed", "committed")) == "plan mine is committed"
     failed = plan("refused", Reason.STALE_BASE.value, error="the epoch is 4")
-    assert words(failed) == "plan mine is refused (stale_base): the epoch is 4"
+    assert words(failed) == "plan mine is superseded (stale_base): the epoch is 4"

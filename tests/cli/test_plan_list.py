@@ -1,8 +1,14 @@
 """The list of plans and the story of one, as terminals of usual widths show them."""
 
+import json
+
 import pytest
 
 from evenkeel_moe.cli.plan_tables import plans_table, story_table
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.protocol.leader.plan_records import PlanRecords
+from tests.api.fakes import NOW, make_plan
 from tests.cli.test_tables import drawn
 
 
@@ -75,6 +81,27 @@ def test_a_reason_that_repeats_the_phase_is_not_shown():
     assert "BECAUSE  " not in drawn(plans_table([PLAN]), 200)[0].replace("MADE BECAUSE", "")
     lost = plan("lost", phase="aborted", reason="rank_lost")
     assert drawn(plans_table([lost, PLAN]), 200)[1].split()[2] == "rank_lost"
+
+
+def test_a_proposal_that_another_plan_replaced_is_superseded_and_not_refused(run, operations):
+    records = PlanRecords()
+    records.add(make_plan("mine").plan, PlanPhase.PROPOSED, Reason.MANUAL_REQUEST, NOW)
+    records.sweep(lambda record: True, NOW)  # As the first wave of another plan does.
+    operations.records["demo"] = list(records.by_id.values())
+    row = run("plan", "list", "demo")[1].splitlines()[1]
+    assert row.split()[:3] == ["mine", "superseded", "stale_base"]
+    for command in ("list", "show", "story"):
+        name = [] if command == "list" else ["mine"]
+        out = run("plan", command, "-d", "demo", *name)[1]
+        assert "superseded" in out and "refused" not in out
+    assert json.loads(run("plan", "show", "demo", "mine", "--json")[1])["phase"] == "refused"
+
+
+def test_a_plan_that_breaks_a_rule_is_refused():
+    wrong = plan("wrong", phase="refused", reason="empty_slots", waves_committed=0)
+    lines = drawn(plans_table([wrong]), 200)
+    assert lines[1].split()[1:3] == ["refused", "empty_slots"]
+    assert "superseded" not in "\n".join(lines)
 
 
 def test_without_plans_the_list_says_so():

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evenkeel_moe.cli.plan_figures import counted
-from evenkeel_moe.cli.reasons import with_reason
+from evenkeel_moe.cli.reasons import plan_phase
 
 _ENDED = ("committed", "aborted", "cancelled", "expired", "refused")
 
@@ -66,4 +66,4 @@ def _follow(plan: Mapping[str, Any]) -> str:
 def _ended(plan: Mapping[str, Any]) -> str:
     error = plan["error"]
     because = "" if error in (None, plan["reason"]) else f": {error}"
-    return f"plan {plan['plan_id']} is {with_reason(plan['phase'], plan['reason'])}{because}"
+    return f"plan {plan['plan_id']} is {plan_phase(plan['phase'], plan['reason'])}{because}"

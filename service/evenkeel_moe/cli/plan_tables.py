@@ -8,7 +8,13 @@ from rich.text import Text
 
 from evenkeel_moe.cli import plan_figures
 from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable, with_values
-from evenkeel_moe.cli.reasons import explained, with_reason
+from evenkeel_moe.cli.reasons import (
+    SUPERSEDED_WORDS,
+    explained,
+    phase_name,
+    plan_phase,
+    with_reason,
+)
 from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, legend
 from evenkeel_moe.cli.units import age, figure, figure_name, moment, moments, share
 from evenkeel_moe.model.quantities import bytes_text
@@ -42,6 +48,8 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         columns, [_plan(rows, index, at) for index, at in enumerate(created)]
     )
     words = [day, *_WORDS]
+    if any(phase_name(row["phase"], row["reason"]) == "superseded" for row in rows):
+        words.append(SUPERSEDED_WORDS)
     rollbacks = [row for row in rows if row["kind"] == "rollback"]
     if rollbacks:
         words.append("undoes: the plan, or all plans since an epoch, that a rollback takes back")
@@ -61,7 +69,8 @@ def _created(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
 def _plan(rows: Sequence[Mapping[str, Any]], index: int, created: str) -> list[str]:
     """Return the cells of one row; `rows` are all plans, newest first."""
     row = rows[index]
-    phase, reason, delivered = row["phase"], row["reason"], row["delivered"]
+    reason, delivered = row["reason"], row["delivered"]
+    phase = phase_name(row["phase"], reason)
     return [
         row["plan_id"],
         phase,
@@ -114,7 +123,7 @@ def plan_view(
         _facts(
             [
                 ("plan", plan),
-                ("phase", with_reason(row["phase"], row["reason"])),
+                ("phase", plan_phase(row["phase"], row["reason"])),
                 *plan_figures.predicted(row, cost_model),
                 *plan_figures.delivered(row),
                 *plan_figures.effort(row, now),
@@ -167,6 +176,9 @@ def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 def _detail(row: Mapping[str, Any]) -> str:
     """Return an event of a story in words, without what its name or its phase say already."""
     event, phase, reason = (row.get(name) for name in ("event", "phase", "reason"))
+    if phase is not None and reason is not None:
+        phase = phase_name(phase, reason)
+        row = {**row, "phase": phase}
     repeats = phase is not None and reason is not None and with_reason(phase, reason) == phase
     left_out = {"at", "event", *(["phase"] if phase == event else [])}
     left_out |= {"reason"} if repeats else set()

@@ -38,7 +38,8 @@ WORDS: dict[str, str] = {
     Reason.GROUP_STOPPED: "the engine has stopped as planned",
     Reason.NO_STEPS: "no step has been complete yet",
     Reason.COMMITTED: "every wave of the plan is in place",
-    Reason.STALE_BASE: "the placement changed after the plan was made",
+    Reason.STALE_BASE: "another plan, or the engine itself, changed the placement after the plan was"
+    " made",
     Reason.POLICY_CHANGED: "the policy changed while the plan was waiting",
     Reason.GENERATION_CHANGED: "the EP group restarted",
     Reason.WEIGHTS_VERSION_CHANGED: "the engine loaded other weights",
@@ -64,6 +65,32 @@ WOULD: dict[str, tuple[str, str]] = {
 def would(reason: str) -> str:
     """Return the name of a reason for a plan that is only imagined."""
     return WOULD[reason][0] if reason in WOULD else reason
+
+
+_SUPERSEDED = (
+    Reason.STALE_BASE,
+    Reason.GENERATION_CHANGED,
+    Reason.WEIGHTS_VERSION_CHANGED,
+)
+"""Reasons for which a plan that has not begun is useless, although nothing is wrong with it."""
+SUPERSEDED_WORDS = (
+    "superseded: never started, because its placement, group or weights were replaced; nothing is"
+    " wrong with the plan"
+)
+
+
+def phase_name(phase: str, reason: str) -> str:
+    """Return the phase of a plan as people call it.
+
+    The record has the phase `refused` both for plans that break a rule and for plans that were
+    replaced before they began; the reason tells them apart.
+    """
+    return "superseded" if phase == "refused" and reason in _SUPERSEDED else phase
+
+
+def plan_phase(phase: str, reason: str) -> str:
+    """Return the phase of a plan as people call it, with its reason in brackets."""
+    return with_reason(phase_name(phase, reason), reason)
 
 
 def with_reason(phase: str, reason: str) -> str:
