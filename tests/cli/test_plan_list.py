@@ -78,9 +78,29 @@ def test_the_list_shows_when_plans_were_made_at_usual_widths(width, created_at):
 
 
 def test_a_reason_that_repeats_the_phase_is_not_shown():
-    assert "BECAUSE  " not in drawn(plans_table([PLAN]), 200)[0].replace("MADE BECAUSE", "")
+    assert "WHY THIS PHASE" not in drawn(plans_table([PLAN]), 200)[0]
     lost = plan("lost", phase="aborted", reason="rank_lost")
     assert drawn(plans_table([lost, PLAN]), 200)[1].split()[2] == "rank_lost"
+
+
+def test_a_proposal_does_not_say_twice_why_it_was_made(run, operations):
+    reason = Reason.MANUAL_REQUEST
+    operations.records["demo"] = [make_plan("mine", reason=reason)]
+    assert run("plan", "list", "demo")[1].splitlines()[0].count("WHY") == 1
+    lines = run("plan", "show", "demo", "mine")[1].splitlines()
+    assert [line.split(None, 1)[1] for line in lines if line.startswith("phase")] == ["proposed"]
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_reason_of_a_phase_is_shown_at_usual_widths(width):
+    lost = plan("automatic-7-0bc37c751748", phase="aborted", reason="weights_version_changed")
+    lines = drawn(plans_table([lost, rollback(0.0), PLAN]), width)
+    assert lines[1].split()[:2] == ["automatic-7-0bc37c751748", "aborted"]
+    assert lines[2] == "  why: weights_version_changed"
+    assert lines[3].startswith("rollback-0bc37c751748")
+    assert "PHASE, " not in "".join(lines), "what is shown is not named as left out"
+    assert "weights_version_changed: the engine loaded other weights" in lines
+    assert max(map(len, lines)) <= width
 
 
 def test_a_proposal_that_another_plan_replaced_is_superseded_and_not_refused(run, operations):

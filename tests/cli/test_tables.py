@@ -107,6 +107,18 @@ def test_decisions_about_a_plan_take_one_line_each(width):
     assert both_days[1].startswith("1970-01-01 00:01:00")
 
 
+def test_figures_that_a_gate_compared_are_shown_on_a_narrow_terminal():
+    plan = {"gain": 0.3421, "gain_lower": 0.33, "gain_upper": 0.35, "copies": 35, "bytes": 2.3e6}
+    short = decision(60.0, "gain_too_small", **plan, min_gain=0.4)
+    gate = {"balancedness_mean": 0.648, "windows_below": 1.0, "consecutive_windows": 2}
+    waits = decision(59.0, "waiting_consecutive_windows", **gate)
+    lines = drawn(decisions_table([short, waits]), 80)
+    assert lines[2].strip() == "min gain 40.0%"
+    assert lines[3].startswith("00:00:59  waiting_consecutive_windows")
+    assert " ".join(" ".join(lines[4:6]).split()) == "windows below 1, consecutive windows 2"
+    assert "COMPARED" not in "".join(lines)
+
+
 def test_a_rollback_that_saves_less_is_told_to_be_intended(run, operations):
     lost = DeliveredGain(1.0, -0.204, 0.01, -0.22, -0.19, None, 64)
     record = make_plan("back", delivered=lost)

@@ -1,5 +1,6 @@
 """A table without borders that leaves out its least important columns on a narrow terminal."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,12 @@ class FittedColumn:
     fold: bool = False
     """True for long text, which may take several lines; other cells stay in one line."""
     least: int = 16
-    """Characters that a folded column needs."""
+    """Characters that a folded column needs, and that a line below another column may have."""
+    under: str = ""
+    """Head of the column under whose cells the values of this one are printed where it does not
+    fit, instead of being left out. That column is always kept."""
+    label: str = ""
+    """Word before a value that is printed under another column."""
 
 
 def with_values(
@@ -65,7 +71,11 @@ class FittedTable:
             # The last of the least important ones.
             kept.remove(max(droppable, key=lambda index: (self._columns[index].keep, index)))
         yield self._table(kept)
-        left_out = [one.head for index, one in enumerate(self._columns) if index not in kept]
+        left_out = [
+            one.head
+            for index, one in enumerate(self._columns)
+            if index not in kept and not one.under
+        ]
         if left_out:
             yield Text(f"a wider terminal also shows {', '.join(left_out)}", style="dim")
 
@@ -77,9 +87,30 @@ class FittedTable:
         total = 2 * (len(kept) - 1)
         for index in kept:
             column = self._columns[index]
-            widest = max([len(column.head), *(len(row[index]) for row in self._rows)])
+            below = [line for row in self._rows for line in self._below(row, index, kept)]
+            widest = max(self._widest(index), *map(len, below), 0)
             total += min(widest, column.least) if column.fold else widest
         return total
+
+    def _widest(self, index: int) -> int:
+        return max([len(self._columns[index].head), *(len(row[index]) for row in self._rows)])
+
+    def _below(self, row: Sequence[FittedCell], index: int, kept: Sequence[int]) -> list[str]:
+        """Return the lines below a cell: values of columns that do not fit."""
+        lines: list[str] = []
+        for other, column in enumerate(self._columns):
+            if other in kept or column.under != self._columns[index].head:
+                continue
+            if (value := str(row[other])) not in ("", "-"):
+                width = max(self._widest(index), column.least)
+                lines += _wrapped(f"{column.label}{value}", width)
+        return lines
+
+    def _cell(self, row: Sequence[FittedCell], index: int, kept: Sequence[int]) -> FittedCell:
+        below = self._below(row, index, kept)
+        if not below:
+            return row[index]
+        return Text.assemble(row[index], "\n", ("\n".join(below), "dim"))
 
     def _table(self, kept: Sequence[int]) -> Table:
         table = Table(
@@ -98,5 +129,17 @@ class FittedTable:
                 overflow="fold",
             )
         for row in self._rows:
-            table.add_row(*(row[index] for index in kept))
+            table.add_row(*(self._cell(row, index, kept) for index in kept))
         return table
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return indented lines of whole words."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent="  ",
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -12,7 +12,6 @@ from evenkeel_moe.cli.reasons import (
     SUPERSEDED_WORDS,
     explained,
     phase_name,
-    plan_phase,
     with_reason,
 )
 from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, legend
@@ -29,9 +28,9 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     columns = (
         FittedColumn("PLAN"),
         FittedColumn("PHASE"),
-        FittedColumn("BECAUSE", keep=5),
+        FittedColumn("WHY THIS PHASE", keep=5, least=40, under="PLAN", label="why: "),
         FittedColumn("UNDOES", keep=2),
-        FittedColumn("MADE BECAUSE", keep=6),
+        FittedColumn("WHY MADE", keep=6),
         FittedColumn("POLICY", keep=7),
         FittedColumn("BASE EPOCH", right=True, keep=8),
         FittedColumn("WAVES", right=True, keep=4),
@@ -48,6 +47,10 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         columns, [_plan(rows, index, at) for index, at in enumerate(created)]
     )
     words = [day, *_WORDS]
+    ended = [
+        row for row in rows if not _says_nothing_new(row, phase_name(row["phase"], row["reason"]))
+    ]
+    words += explained(str(row["reason"]) for row in ended)
     if any(phase_name(row["phase"], row["reason"]) == "superseded" for row in rows):
         words.append(SUPERSEDED_WORDS)
     rollbacks = [row for row in rows if row["kind"] == "rollback"]
@@ -74,7 +77,7 @@ def _plan(rows: Sequence[Mapping[str, Any]], index: int, created: str) -> list[s
     return [
         row["plan_id"],
         phase,
-        "-" if with_reason(phase, reason) == phase else reason,
+        "-" if _says_nothing_new(row, phase) else reason,
         _undoes(row, rows[index + 1 :]),
         row["planned_because"],
         row["policy"],
@@ -86,6 +89,11 @@ def _plan(rows: Sequence[Mapping[str, Any]], index: int, created: str) -> list[s
         "-" if delivered is None else share(delivered["gain"]),
         created,
     ]
+
+
+def _says_nothing_new(row: Mapping[str, Any], phase: str) -> bool:
+    """Return True if the reason of a phase repeats its name or says why the plan was made."""
+    return with_reason(phase, row["reason"]) == phase or row["reason"] == row["planned_because"]
 
 
 def _undoes(row: Mapping[str, Any], older: Sequence[Mapping[str, Any]]) -> str:
@@ -118,12 +126,13 @@ def plan_view(
         now: Unix seconds.
         cost_model: of the deployment now; None if it is not known.
     """
+    phase = phase_name(row["phase"], row["reason"])
     plan = f"{row['plan_id']} of {row['deployment']} ({row['kind']}, policy {row['policy']})"
     parts: list[RenderableType] = [
         _facts(
             [
                 ("plan", plan),
-                ("phase", plan_phase(row["phase"], row["reason"])),
+                ("phase", phase if _says_nothing_new(row, phase) else f"{phase} ({row['reason']})"),
                 *plan_figures.predicted(row, cost_model),
                 *plan_figures.delivered(row),
                 *plan_figures.effort(row, now),

@@ -38,8 +38,8 @@ WORDS: dict[str, str] = {
     Reason.GROUP_STOPPED: "the engine has stopped as planned",
     Reason.NO_STEPS: "no step has been complete yet",
     Reason.COMMITTED: "every wave of the plan is in place",
-    Reason.STALE_BASE: "another plan, or the engine itself, changed the placement after the plan was"
-    " made",
+    Reason.STALE_BASE: "another plan, or the engine itself, changed the placement after the plan"
+    " was made",
     Reason.POLICY_CHANGED: "the policy changed while the plan was waiting",
     Reason.GENERATION_CHANGED: "the EP group restarted",
     Reason.WEIGHTS_VERSION_CHANGED: "the engine loaded other weights",

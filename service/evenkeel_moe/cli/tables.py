@@ -251,7 +251,7 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         FittedColumn("GAIN", keep=2),
         FittedColumn("COPIES", keep=4),
         FittedColumn("PLAN", keep=1),
-        FittedColumn("COMPARED", keep=3, fold=True, least=24),
+        FittedColumn("COMPARED", keep=3, fold=True, least=24, under="DECISION"),
     )
     times, words = moments([row["at"] for row in rows])
     cells = []
