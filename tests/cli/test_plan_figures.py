@@ -90,7 +90,7 @@ def test_a_plan_that_ended_tells_what_it_delivered_and_how_long_it_took(shown):
     ended["story"] = story
     gained = DeliveredGain(1.0, 0.331, 0.01, 0.32, 0.34, None, 64)
     lines = [cells(line) for line in shown(delivered=gained, **ended)]
-    words = "33.1% of MoE time, 95 % interval 32.0% to 34.0%, on 64 steps; promised 33.9%"
+    words = "33.1% of MoE time saved, 95 % interval 32.0% to 34.0%, on 64 steps; promised 33.9%"
     assert ["delivered gain", words] in lines
     assert ["duration", "21.1 s for 1 wave"] in lines
     waits = ["delivered gain", "not measured yet: enough steps must run on the new placement"]

@@ -1,10 +1,10 @@
-"""The list of plans and the story of one, as terminals of usual widths show them."""
+"""The list of plans, as terminals of usual widths show them."""
 
 import json
 
 import pytest
 
-from evenkeel_moe.cli.plan_tables import plans_table, story_table
+from evenkeel_moe.cli.plan_tables import plans_table
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
@@ -126,24 +126,3 @@ def test_a_plan_that_breaks_a_rule_is_refused():
 
 def test_without_plans_the_list_says_so():
     assert drawn(plans_table([])) == ["no plan yet"]
-
-
-def test_a_story_says_no_word_of_an_event_twice():
-    rows = [
-        {
-            "at": 1.0,
-            "event": "approved",
-            "phase": "approved",
-            "reason": "manual_request",
-            "by": "a",
-        },
-        {"at": 2.0, "event": "wave_started", "phase": "migrating", "reason": "plan_started"},
-        {"at": 3.0, "event": "ended", "phase": "committed", "reason": "committed", "by": None},
-        {"at": 4.0, "event": "measured", "steps": 0, "detail": "16 pairs of steps are needed"},
-    ]
-    assert [line[10:].split("  ")[-1].strip() for line in drawn(story_table(rows))[1:5]] == [
-        "reason manual_request, by a",
-        "phase migrating, reason plan_started",
-        "phase committed",
-        "steps 0, 16 pairs of steps are needed",
-    ]

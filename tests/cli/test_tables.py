@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from rich.console import Console
 
@@ -27,10 +29,12 @@ def test_a_plan_shows_promise_and_delivery(run, operations):
     record.plan.numbers["gain"] = 0.081
     operations.records["demo"] = [record]
     shown = " ".join(run("plan", "show", "mine", "-d", "demo")[1].split())
-    delivered = "delivered gain -2.1% of MoE time, 95 % interval -4.0% to -0.2%, on 64 steps"
+    rose = "slower: MoE time rose by 2.1%"
+    delivered = f"delivered gain {rose}, 95 % interval 4.0% slower to 0.2% slower, on 64 steps"
     assert f"{delivered}; promised 8.1%" in shown
     listed = run("plan", "list", "-d", "demo")[1]
-    assert "8.1%" in listed and "-2.1%" in listed
+    assert re.search(r" 8.1% +2.1% slower ", listed)
+    assert "slower: MoE time rose" in listed
     unknown = DeliveredGain(1.0, unknown_because="no rank reports seconds")
     operations.records["demo"] = [make_plan("mine", delivered=unknown)]
     shown = " ".join(run("plan", "show", "mine", "-d", "demo")[1].split())
@@ -127,6 +131,7 @@ def test_a_rollback_that_saves_less_is_told_to_be_intended(run, operations):
     assert words not in run("plan", "show", "back", "-d", "demo")[1]
     object.__setattr__(record.plan, "kind", PlanKind.ROLLBACK)
     shown = " ".join(run("plan", "show", "back", "-d", "demo")[1].split())
-    delivered = "delivered gain -20.4% of MoE time, 95 % interval -22.0% to -19.0%, on 64 steps"
+    rose = "slower: MoE time rose by 20.4%"
+    delivered = f"delivered gain {rose}, 95 % interval 22.0% slower to 19.0% slower, on 64 steps"
     assert f"{delivered}; rollback: it returns" in shown
     assert words in run("plan", "list", "-d", "demo")[1]

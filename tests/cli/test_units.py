@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from evenkeel_moe.cli.units import age, figure, figure_name, moments, share
+from evenkeel_moe.cli.units import age, figure, figure_name, moments, saving, saving_range, share
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 
 
@@ -86,3 +86,13 @@ def test_moments_of_one_day_show_only_the_time():
 def test_shares_of_a_story_are_in_percent():
     assert figure("delivered_gain", 0.3339) == "33.4%"
     assert figure("promised_lower", -0.1) == "-10.0%"
+
+
+def test_a_loss_of_time_is_told_in_words():
+    gains = (0.217, 0.0, -0.0004, -0.0006, -0.2, -1.0, -2.519, None, math.nan)
+    assert [saving(gain) for gain in gains] == [
+        *("21.7% saved", "0.0% saved", "0.0% saved", "0.1% slower", "20.0% slower"),
+        *("2.0x as long", "3.5x as long", "-", "-"),
+    ]
+    assert saving_range(0.1, 0.2) == "10.0% to 20.0%"
+    assert saving_range(-0.1, 0.2) == "10.0% slower to 20.0% saved"

@@ -11,7 +11,7 @@ import typer
 from rich.console import RenderableType
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.cli import plan_answers, plan_tables
+from evenkeel_moe.cli import plan_answers, plan_story, plan_tables
 from evenkeel_moe.cli.client import ApiClient, CliError, Exit
 from evenkeel_moe.cli.completion import plan_ids
 from evenkeel_moe.cli.confirm import confirm
@@ -242,7 +242,7 @@ def story(words: PlanArgument, connection: DeploymentClientOptions, shown: ShowO
     chosen, plan = connection.named_in(words, "PLAN")
     with connection.client() as client:
         path = chosen.path(client, f"/plans/{plan}/story")
-        shown.run(lambda: client.get(path), lambda answer: plan_tables.story_table(answer["rows"]))
+        shown.run(lambda: client.get(path), lambda answer: plan_story.story_table(answer["rows"]))
 
 
 @app.command()

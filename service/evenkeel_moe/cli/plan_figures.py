@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from evenkeel_moe.cli.units import figure, figure_name, share
+from evenkeel_moe.cli.units import figure, figure_name, is_loss, saving_range, share
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 
 ROLLBACK = "rollback: it returns to an earlier placement as intended, so it may save less"
@@ -106,11 +106,17 @@ def delivered(row: Mapping[str, Any]) -> list[tuple[str, str]]:
         return [("delivered gain", waits)] if row["phase"] == "committed" else []
     if found["gain"] is None:
         return [("delivered gain", f"unknown: {found['unknown_because']}")]
+    interval = f"95 % interval {saving_range(found['lower'], found['upper'])}"
+    words = (
+        f"slower: MoE time rose by {share(-found['gain'])}"
+        if is_loss(found["gain"])
+        else f"{share(found['gain'])} of MoE time saved"
+    )
     promised = f"; promised {share(found['promised'])}" if found["promised"] else ""
     returned = f"; {ROLLBACK}" if row["kind"] == "rollback" and found["gain"] < 0 else ""
-    interval = f"95 % interval {share(found['lower'])} to {share(found['upper'])}"
-    words = f"{share(found['gain'])} of MoE time, {interval}, on {found['steps']} steps"
-    return [("delivered gain", words + promised + returned)]
+    return [
+        ("delivered gain", f"{words}, {interval}, on {found['steps']} steps{promised}{returned}")
+    ]
 
 
 def effort(row: Mapping[str, Any], now: float) -> list[tuple[str, str]]:

@@ -15,12 +15,11 @@ from evenkeel_moe.cli.reasons import (
     with_reason,
 )
 from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, legend
-from evenkeel_moe.cli.units import age, figure, figure_name, moment, moments, share
+from evenkeel_moe.cli.units import age, is_loss, moment, moments, saving, share
 from evenkeel_moe.model.quantities import bytes_text
 
 _COPIES = "copies: experts copied between ranks; wave: whole layers that change on the same step"
-_WORDS = (_COPIES, "promised, delivered: saved share of MoE time, predicted and then measured")
-_TRANSFER = "transfer: one expert copied into a slot, from another rank or within the rank"
+_GAIN = "promised, delivered: saved share of MoE time, predicted and then measured"
 
 
 def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -46,7 +45,8 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     shown, cells = with_values(
         columns, [_plan(rows, index, at) for index, at in enumerate(created)]
     )
-    words = [day, *_WORDS]
+    losses = any(is_loss(row["delivered"] and row["delivered"]["gain"]) for row in rows)
+    words = [day, _COPIES, _GAIN + ("; slower: MoE time rose" if losses else "")]
     ended = [
         row for row in rows if not _says_nothing_new(row, phase_name(row["phase"], row["reason"]))
     ]
@@ -86,7 +86,7 @@ def _plan(rows: Sequence[Mapping[str, Any]], index: int, created: str) -> list[s
         f"{row['moves']:,}",
         bytes_text(row["nbytes"]),
         share(row["numbers"].get("gain")),
-        "-" if delivered is None else share(delivered["gain"]),
+        "-" if delivered is None else saving(delivered["gain"]),
         created,
     ]
 
@@ -170,35 +170,3 @@ def _origin(row: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
 def _facts(rows: Sequence[tuple[str, str]]) -> RenderableType:
     cells = [(Text(name, style="dim"), Text(value)) for name, value in rows]
     return FittedTable((FittedColumn(""), FittedColumn("", fold=True)), cells)
-
-
-def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return a table of the events of a plan, in order. Rows of one day show only the time."""
-    columns = (FittedColumn("AT (UTC)"), FittedColumn("EVENT"), FittedColumn("DETAIL", fold=True))
-    times, day = moments([row.get("at") for row in rows])
-    cells = []
-    for at, row in zip(times, rows, strict=True):
-        cells.append((at, str(row.get("event", "")), _detail(row)))
-    return Group(FittedTable(columns, cells), legend(*day, _TRANSFER))
-
-
-def _detail(row: Mapping[str, Any]) -> str:
-    """Return an event of a story in words, without what its name or its phase say already."""
-    event, phase, reason = (row.get(name) for name in ("event", "phase", "reason"))
-    if phase is not None and reason is not None:
-        phase = phase_name(phase, reason)
-        row = {**row, "phase": phase}
-    repeats = phase is not None and reason is not None and with_reason(phase, reason) == phase
-    left_out = {"at", "event", *(["phase"] if phase == event else [])}
-    left_out |= {"reason"} if repeats else set()
-    return ", ".join(
-        _told(key, value) for key, value in row.items() if value is not None and key not in left_out
-    )
-
-
-def _told(key: str, value: Any) -> str:
-    if key == "detail":
-        return str(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return f"{figure_name(key)} {figure(key, value)}"
-    return f"{key.replace('_', ' ')} {value}"

@@ -53,6 +53,28 @@ def share(value: float | None) -> str:
     return f"{0.0 + round(value, 3):.1%}"
 
 
+def is_loss(gain: float | None) -> bool:
+    """Return True if a saved share of MoE time is a loss, as far as its text shows."""
+    return gain is not None and math.isfinite(gain) and round(gain, 3) < 0
+
+
+def saving(gain: float | None) -> str:
+    """Return a saved share of MoE time in words, or `-` if it is unknown.
+
+    A loss says that the step got slower: `20.4% slower`, and from twice the time on `3.5x as long`.
+    """
+    if gain is None or not is_loss(gain):
+        return share(gain) if share(gain) == "-" else f"{share(gain)} saved"
+    return f"{share(-gain)} slower" if gain > -1.0 else f"{1.0 - gain:.1f}x as long"
+
+
+def saving_range(lower: float | None, upper: float | None) -> str:
+    """Return an interval of saved shares in percent; where it holds losses, in words."""
+    if not is_loss(lower):
+        return f"{share(lower)} to {share(upper)}"
+    return f"{saving(lower)} to {saving(upper)}"
+
+
 def figure(name: str, value: float | None) -> str:
     """Return a named figure of a decision or a plan, with the unit that its name implies."""
     if value is None or not math.isfinite(value):
