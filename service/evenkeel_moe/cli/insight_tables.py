@@ -26,8 +26,7 @@ _LEVELS_BASE = (
 
 _OTHER_RULES = (
     "The number advised above is by predicted MoE time alone. Where the KV cache limits the batch,"
-    " estimated goodput counts instead. CRAFT's R is no number per layer: it counts the replicas of"
-    " one rank over all layers."
+    " estimated goodput counts instead."
 )
 
 

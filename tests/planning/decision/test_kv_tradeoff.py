@@ -1,9 +1,11 @@
 import math
+from dataclasses import replace
 
 import pytest
 
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory, kv_tradeoff
 from evenkeel_moe.planning.decision.replica_levels import (
+    CraftFactors,
     CraftLevel,
     Redundancy,
     ReplicaLevel,
@@ -87,3 +89,26 @@ def test_the_sentence_names_the_best_level_with_its_kv_cache():
         "No other number of replicas has a higher estimated goodput for sure, whatever part of a"
         " step is MoE time."
     )
+
+
+def craft_words(*factors):
+    known = CraftFactors(*factors) if factors else None
+    return kv_tradeoff(replace(comparison(NOW), craft_factors=known), None).craft_words
+
+
+def test_the_words_about_craft_say_what_its_budget_is_and_which_one_is_advised():
+    words = craft_words(1, 4, 16)
+    assert words.startswith("CRAFT gives each layer its own number of replicas. It has one budget,")
+    assert "Advised is R = 4: up to it, replicas gain much balance, beyond it little (rule" in words
+    assert "R = 1 gains most for each replica (rule `per_replica_gain`)" in words
+    assert words.endswith("R = 16 is the most that free memory allows (rule `memory`).")
+    assert craft_words(1, 4, 4).count("Advised is R = 4: up to it") == 1
+    assert craft_words(1, 4, None).endswith("how many fit in the free memory is unknown.")
+    assert "R = 0 is advised" in craft_words(0, 1, 16)
+    assert craft_words() == "The number of replicas that CRAFT would choose is unknown."
+
+
+def test_no_budget_is_advised_that_does_not_fit():
+    words = craft_words(1, 4, 2)
+    assert "Advised is R = 2, the most that free memory allows" in words
+    assert words.endswith("and more do not fit.")

@@ -1,4 +1,5 @@
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -58,9 +59,27 @@ def test_the_words_carry_the_arithmetic():
             f"the copies are paid back after {own.verdict.payback_steps:.2g} steps"
             f" ({duration_text(own.verdict.payback_s)})"
         ),
-        f"= {own.verdict.net_gain:.2%}: recommend.",
+        f"so the net gain is {own.verdict.gain:.2%}: recommend.",
     ):
         assert part in words, (part, words)
+
+
+@pytest.mark.parametrize("copy_cost", [3.7, 5.3, 31.0, 57.0, 121.0])
+def test_the_figures_of_a_net_gain_add_up_as_they_are_printed(copy_cost):
+    words = " ".join(ask(skewed(60), objective=Objective(copy_cost=copy_cost)).words)
+    gain, price, net = re.search(r"Net gain (\S+)% - (\S+)% = (\S+)%: ", words).groups()
+    assert float(price) > 0
+    assert round(float(gain) - float(price) - float(net), 9) == 0
+
+
+def test_a_price_that_rounds_away_is_not_subtracted():
+    found = ask(skewed(60), objective=Objective(copy_cost=1e-4))
+    assert found.policies[0].verdict is not None
+    net = found.policies[0].verdict.net_gain
+    words = " ".join(found.words)
+    assert f"The price of the copies is below 0.01%, so the net gain is {net:.2%}:" in words
+    assert "and are less than 0.01% of the time of" in words
+    assert "0.00%" not in words
 
 
 def test_a_plan_on_fewer_steps_than_the_window_must_hold_says_so():

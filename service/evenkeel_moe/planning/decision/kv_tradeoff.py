@@ -91,7 +91,7 @@ class ReplicaTradeoff:
     """Uniform levels first, then CRAFT's; each in rising order."""
     words: str
     craft_words: str
-    """The replication factors that CRAFT's automatic rules would choose, in a sentence."""
+    """What CRAFT's R is, the R that is advised and why, and those of the other rules."""
     kv: KvMemory | None
     tokens_per_sequence: int | None
     moe_share: float | None
@@ -251,10 +251,30 @@ def _words(
 def _craft_words(factors: CraftFactors | None) -> str:
     if factors is None:
         return "The number of replicas that CRAFT would choose is unknown."
-    memory = "an unknown R" if factors.memory is None else f"R = {factors.memory}"
+    budget = (
+        "CRAFT gives each layer its own number of replicas. It has one budget, R: the replicas that"
+        " a rank holds, counted over all layers."
+    )
+    if factors.per_replica_gain == 0:
+        return f"{budget} No replica gains balance here, so R = 0 is advised."
+    memory, knee = factors.memory, factors.knee
+    fits = (
+        "how many fit in the free memory is unknown"
+        if memory is None
+        else f"R = {memory} is the most that free memory allows (rule `memory`)"
+    )
+    if memory is not None and memory < knee:
+        advice = (
+            f"Advised is R = {memory}, the most that free memory allows (rule `memory`): replicas"
+            f" would gain much balance up to R = {knee} (rule `knee`)"
+        )
+        fits = "more do not fit"
+    else:
+        advice = (
+            f"Advised is R = {knee}: up to it, replicas gain much balance, beyond it little (rule"
+            " `knee`)"
+        )
     return (
-        "CRAFT gives each layer its own number of replicas, at most R of a rank in all. It would"
-        f" choose R = {factors.per_replica_gain} by the highest gain per replica,"
-        f" R = {factors.knee} as the number from which more replicas gain little, and {memory} by"
-        " free memory."
+        f"{budget} {advice}. R = {factors.per_replica_gain} gains most for each replica (rule"
+        f" `per_replica_gain`), and {fits}."
     )

@@ -242,18 +242,28 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
         (
             f"{own.copies} copies x {each:.3g} {unit} = {verdict.copy_cost:.4g} {unit} against"
             f" {verdict.saved_per_step:.4g} {unit} saved a step: the copies {paid},"
-            f" and are {verdict.cost:.2%} of the time of {verdict.lifetime_steps} steps."
+            f" and are {_price(verdict.cost)} of the time of {verdict.lifetime_steps} steps."
         ),
-        (
-            f"Net gain {verdict.gain:.2%} - {verdict.cost:.2%} = {verdict.net_gain:.2%}:"
-            f" {verdict.call}."
-        ),
+        f"{_net_words(verdict.gain, verdict.cost)}: {verdict.call}.",
         *(
             [f"A lower bound above {margin:g} times the price of the copies would be needed."]
             if verdict.call is not Call.RECOMMEND and verdict.cost < verdict.gain_lower
             else []
         ),
     ]
+
+
+def _price(cost: float) -> str:
+    """Return the price of copies as a share with two digits; a smaller one is no 0."""
+    return f"{cost:.2%}" if round(cost, 4) > 0 or cost <= 0 else "less than 0.01%"
+
+
+def _net_words(gain: float, cost: float) -> str:
+    """Return the net gain as a difference of figures that add up as they are printed."""
+    shown, price = round(gain, 4), round(cost, 4)
+    if price == 0:
+        return f"The price of the copies is below 0.01%, so the net gain is {shown:.2%}"
+    return f"Net gain {shown:.2%} - {price:.2%} = {shown - price:.2%}"
 
 
 def _rounded(steps: float) -> str:
