@@ -13,6 +13,10 @@ from typer.testing import CliRunner
 from evenkeel_moe.cli.replay import app
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
+from evenkeel_moe.planning.policies.registry import FORMS, POLICIES
+from evenkeel_moe.replay.legend import POLICY_WORDS
+from evenkeel_moe.replay.planners import BASELINES
+from evenkeel_moe.replay.tables import COLUMNS
 from tests.cli.conftest import SMALL, run_replay
 from tests.replay.conftest import SHIPPED
 from tests.waiting import deadline
@@ -95,6 +99,26 @@ def test_the_table_names_every_policy_and_stays_on_stdout(small):
     assert lines[8] == "Cost model: by tokens, because nothing is known of time."
     assert lines[9].startswith("On this trace the redundant replicas of the initial placement ")
     assert result.stderr == ""
+
+
+def explained(lines):
+    """Return the words that the legend at the end of the output explains."""
+    return [line.split(": ")[0] for line in lines[lines.index("") + 1 :] if ": " in line]
+
+
+def test_the_legend_explains_what_is_shown_and_nothing_else(small, monkeypatch):
+    arguments = ("compare", "-t", small, *SMALL, "-p", "eplb,keel", "--verdict")
+    wide = explained(run_replay(*arguments, "--no-baselines").splitlines())
+    assert wide == [*(column.head for column in COLUMNS), "eplb", "keel", "+verdict"]
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = explained(run_replay("compare", "-t", small, *SMALL, "-p", "eplb").splitlines())
+    assert narrow[-4:] == ["initial", "once", "ewma", "eplb"]
+    assert set(narrow[:-4]) < {column.head for column in COLUMNS}
+    assert "bal. p5" not in narrow
+
+
+def test_every_policy_and_baseline_has_a_line_of_its_own():
+    assert {*POLICIES, *FORMS, *BASELINES} == set(POLICY_WORDS)
 
 
 def test_the_page_stands_alone_and_its_drawings_are_well_formed(small, tmp_path):

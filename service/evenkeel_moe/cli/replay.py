@@ -158,18 +158,28 @@ def _write_files(comparison: Any, tradeoff: Any, plans: Path | None, html: Path 
 
 def _print_comparison(comparison: Any, tradeoff: Any, as_json: bool) -> None:
     from evenkeel_moe.replay.headline import headline
-    from evenkeel_moe.replay.tables import comparison_table
+    from evenkeel_moe.replay.legend import column_lines, policy_lines
+    from evenkeel_moe.replay.tables import comparison_table, shown_columns
 
     if as_json:
         print_json({**comparison.as_dict(), **_tradeoff_fields(tradeoff)})
         return
     facts = ", ".join(f"{value} {name}" for name, value in comparison.facts().items())
-    table = comparison_table(comparison.results, stdout_console().width)
+    results, width = comparison.results, stdout_console().width
+    table = comparison_table(results, width)
+    names = [result.policy for result in results]
     texts = [headline(comparison), f"Cost model: {comparison.cost_model.words}."]
     if comparison.replicas is not None:
         texts.append(comparison.replicas.words)
     shown = _tradeoff_parts(tradeoff)
-    print_parts(_headline(comparison.name, f": {facts}"), table, *map(Text, texts), *shown)
+    legend = [*column_lines(shown_columns(results, width)), *policy_lines(names)]
+    print_parts(
+        _headline(comparison.name, f": {facts}"),
+        table,
+        *map(Text, texts),
+        *shown,
+        Text("\n".join(("", *legend)), style="dim"),
+    )
 
 
 def _tradeoff_fields(tradeoff: Any) -> dict[str, Any]:

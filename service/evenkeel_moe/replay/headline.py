@@ -10,17 +10,18 @@ from evenkeel_moe.replay.walk_metrics import WalkMetrics
 COPY_BYTES_PER_S = 5e9
 """Rate of copies of one rank, as the controller assumes it (`planner.copy_bytes_per_s`)."""
 
-_BASELINE_WORDS = {
+BASELINE_WORDS = {
     "initial": "experts in order with spare slots filled in turn, and never a copy",
     "once": "eplb on the first window, and never again",
     "ewma": "eplb at every replan, on a mean of the past in which old steps weigh less",
 }
+"""Planner that is there only to compare with -> what it does."""
 
 
 def baseline_words(comparison: Comparison) -> list[str]:
     """Return one sentence for each planner that is there only to compare with."""
     rows = {result.policy for result in comparison.results}
-    return [f"{name}: {words}." for name, words in _BASELINE_WORDS.items() if name in rows]
+    return [f"{name}: {words}." for name, words in BASELINE_WORDS.items() if name in rows]
 
 
 def headline(comparison: Comparison) -> str:

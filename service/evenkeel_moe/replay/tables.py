@@ -54,32 +54,45 @@ COLUMNS = (
         "bal. mean",
         _plain(4),
         1,
-        "balancedness (mean / max rank load), mean over steps and layers",
+        "balancedness (mean / largest load of a rank), mean over steps and layers",
     ),
-    Column("balancedness_p5", "bal. p5", _plain(3), 1, "5th percentile over steps and layers"),
-    Column("balancedness_worst", "bal. worst", _plain(3), 1, "mean over steps of the worst layer"),
+    Column(
+        "balancedness_p5",
+        "bal. p5",
+        _plain(3),
+        1,
+        "balancedness that 95 % of all steps and layers reach",
+    ),
+    Column(
+        "balancedness_worst",
+        "bal. worst",
+        _plain(3),
+        1,
+        "balancedness of the worst layer, mean over steps",
+    ),
     Column(
         "time_over_fluid",
         "time /fluid",
         _plain(4),
         -1,
-        "predicted MoE time / time of a perfect split",
+        "predicted MoE time / that of a perfect split of the tokens; 1 is the least",
     ),
     Column(
         "step_time_p90",
         "p90 step",
         _plain(3),
         -1,
-        "p90 over steps of the predicted time / mean fluid time",
+        "predicted MoE time that 90 % of the steps stay below / mean time of a perfect split",
     ),
     Column(
         "copies_per_layer",
         "copies /layer",
         _plain(1),
         0,
-        "copies between ranks per layer and replan, after relabelling, without the first plan",
+        "copies between ranks per layer and replan, after ranks were renamed so that the fewest"
+        " experts move; without the first plan",
     ),
-    Column("copies_per_layer_raw", "raw", _plain(1), 0, "the same before relabelling"),
+    Column("copies_per_layer_raw", "raw", _plain(1), 0, "the same before the renaming"),
     Column("first_copies_per_layer", "first", _plain(1), 0, "copies per layer of the first plan"),
     Column("bytes", "bytes", _bytes, 0, "bytes between ranks in all replans except the first"),
     Column("plan_ms", "plan ms", _plain(1), 0, "median time of one planning call"),
@@ -99,6 +112,17 @@ def best_by_column(results: Sequence[WalkMetrics]) -> dict[str, set[int]]:
     return {c.key: c.best([getattr(result, c.key) for result in results]) for c in COLUMNS}
 
 
+def shown_columns(results: Sequence[WalkMetrics], width: int | None = None) -> list[Column]:
+    """Return the columns that fit `width` characters; all of them if it is None."""
+    columns = list(COLUMNS)
+    while width is not None and _width(_table_of(results, columns)) > width:
+        left_out = next((c for key in DROP_ORDER for c in columns if c.key == key), None)
+        if left_out is None:
+            break
+        columns.remove(left_out)
+    return columns
+
+
 def comparison_table(results: Sequence[WalkMetrics], width: int | None = None) -> Table:
     """Return a table with one row for each policy; the best value of a column is bold.
 
@@ -106,13 +130,7 @@ def comparison_table(results: Sequence[WalkMetrics], width: int | None = None) -
         results: the rows.
         width: characters available; None for as many as needed.
     """
-    columns = list(COLUMNS)
-    while (table := _table_of(results, columns)) and width is not None and _width(table) > width:
-        left_out = next((c for key in DROP_ORDER for c in columns if c.key == key), None)
-        if left_out is None:
-            break
-        columns.remove(left_out)
-    return table
+    return _table_of(results, shown_columns(results, width))
 
 
 def _width(table: Table) -> int:
