@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from setuptools import Distribution
 
 from deploy.console_vendor import FOLDER, LIST, adapt
@@ -72,6 +73,26 @@ def test_our_own_scripts_evaluate_no_text():
         if path.suffix == ".js":
             text = path.read_text(encoding="utf-8")
             assert not re.search(r"\beval\(|new Function|innerHTML|document\.write", text), path
+
+
+def test_health_looks_at_the_bounds_of_the_delivered_alerts():
+    text = (CONSOLE / "lib" / "health.js").read_text(encoding="utf-8")
+    told = re.search(r"ALERT_BOUNDS = \{(.*?)\}", text, re.DOTALL)
+    assert told is not None
+    bounds = {name: float(value) for name, value in re.findall(r"(\w+): ([\d.]+)", told[1])}
+    values = yaml.safe_load((ROOT / "helm" / "evenkeel" / "values.yaml").read_text("utf-8"))
+    alerts = values["prometheusRule"]["thresholds"]
+    assert bounds == {
+        "balance": alerts["balancednessMin"],
+        "dataAgeS": alerts["dataStaleSeconds"],
+        "slowness": alerts["slowRankRatio"],
+        "planUnchangedS": alerts["planStuckSeconds"],
+        "planAbortedS": alerts["planFailedSeconds"],
+        "plansLostTime": alerts["plansLostTime"],
+        "noDecisionS": alerts["noDecisionsSeconds"],
+        "epochsDifferS": 60 * float(alerts["epochMismatchFor"].removesuffix("m")),
+    }
+    assert alerts["balancednessMin"] == alerts["timeBalanceMin"]
 
 
 def test_every_reason_has_a_sentence():

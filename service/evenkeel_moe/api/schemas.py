@@ -203,6 +203,14 @@ class DeploymentOut(ResponseBody):
     """Model of the engines' dispatcher, for which plans are made."""
     dispatch_warning: str | None
     """A sentence that names two dispatchers that disagree; empty if none do."""
+    balancedness_by_phase: dict[Phase, Number] | None
+    """Mean over the steps and layers of the window of each phase."""
+    newest_step_unix: Number
+    """Unix seconds at which the newest complete step was counted."""
+    plan_aborted_unix: Number
+    """Unix seconds at which the newest plan that was aborted ended."""
+    plans_lost_time: int | None
+    """Newest measured plans in a row that cost time; null before a plan was measured."""
 
 
 class DeploymentPage(ResponseBody):

@@ -1,7 +1,7 @@
 """The operations that the controller offers to the REST API, and the values they return."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from evenkeel_moe.errors import Reason, Unavailable
@@ -101,6 +101,13 @@ class DeploymentStatus:
     """The model of the engines' dispatcher, by which plans are made and balance is computed."""
     dispatch_warning: str = ""
     """A sentence that names two dispatchers that disagree; empty if none do."""
+    balancedness_by_phase: Mapping[Phase, float | None] = field(default_factory=dict)
+    """As `balancedness_mean`, for the window of each phase."""
+    newest_step_unix: float | None = None
+    plan_aborted_unix: float | None = None
+    """When the newest complete step was counted, and when the newest aborted plan ended."""
+    plans_lost_time: int | None = None
+    """Newest measured plans in a row that cost time; None before a plan was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +310,6 @@ class Operations(Protocol):
         """Return to the placement of an epoch and hold automatic plans.
 
         With `bounded`, a rollback beyond the limits of the policy is Conflict(LIMIT_EXCEEDED).
-
         None is the placement before the last plan. The same id with the same epoch gives the same
         plan; with another epoch it gives Conflict(ID_REUSED).
         """

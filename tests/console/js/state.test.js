@@ -53,9 +53,10 @@ function deployment(changes = {}) {
     leader: "a",
     shape: { num_ranks: 2 },
     ranks: [
-      { rank: 0, fresh: true, trouble: "" },
-      { rank: 1, fresh: true, trouble: "" },
+      { rank: 0, fresh: true, stopped: false, trouble: "", epoch: 5, slowness: 1 },
+      { rank: 1, fresh: true, stopped: false, trouble: "", epoch: 5, slowness: 1 },
     ],
+    proposals: [],
     balancedness_mean: 0.95,
     time_balance: null,
     held: false,
@@ -149,30 +150,79 @@ test("limits and gains are told with what they are compared with", () => {
 });
 
 test("health names the worst that is known", () => {
-  assert.equal(healthOf(deployment()).level, "good");
-  const lost = [
-    { rank: 0, fresh: true, trouble: "" },
-    { rank: 1, fresh: false, trouble: "" },
-  ];
-  assert.deepEqual(healthOf(deployment({ ranks: lost })), {
+  const health = (changes, now = 100) => healthOf(deployment(changes), now);
+  const level = (changes, now) => health(changes, now).level;
+  assert.deepEqual(health(), {
+    level: "good",
+    words: "Balance is good enough: nothing has to move.",
+  });
+  const [first, second] = deployment().ranks;
+  const lost = { ranks: [first, { ...second, fresh: false }] };
+  const waiting = [{ plan_id: "p" }];
+  assert.deepEqual(health({ ...lost, proposals: waiting }), {
     level: "bad",
     words: "1 rank of 2 not connected.",
   });
-  assert.equal(
-    healthOf(deployment({ held: true, held_because: "held_after_rollback" })).level,
-    "attention",
-  );
-  assert.equal(healthOf(deployment({ balancedness_mean: null })).level, "unknown");
-  assert.equal(healthOf(deployment(decided("planner_failed"))).level, "attention");
-  assert.equal(healthOf(deployment(), 1).words, "1 proposal waits for approval.");
+  const ended = { ranks: [first, { ...second, fresh: false, stopped: true }] };
+  const waits = { state: "waiting_for_ranks", reason: "ranks_missing" };
+  assert.deepEqual(health({ ...ended, ...waits }), {
+    level: "attention",
+    words: "1 rank stopped as planned.",
+  });
+  assert.equal(level({ ranks: [first, { ...second, trouble: "no room" }] }), "bad");
+  assert.equal(level({ held: true, held_because: "held_after_rollback" }), "attention");
+  assert.equal(level({ balancedness_mean: null }), "unknown");
+  assert.equal(level({ last_decision: null }), "unknown");
+  assert.equal(level(decided("planner_failed")), "attention");
+  assert.equal(health({ proposals: waiting }).words, "1 proposal waits for approval.");
   const stopped = deployment({ reason: "group_stopped", ranks: [] });
-  assert.deepEqual(healthOf(stopped), {
+  assert.deepEqual(healthOf(stopped, 100), {
     level: "unknown",
     words: "The engine stopped as planned.",
   });
   const follower = { state: "follower", ranks: null, shape: null };
-  assert.equal(healthOf({ ...deployment(follower), leader: null }).level, "bad");
-  assert.equal(healthOf(deployment(follower)).level, "unknown");
+  assert.equal(level({ ...follower, leader: null }), "bad");
+  assert.equal(level(follower), "unknown");
+});
+
+test("health is not good where an alert looks at the same numbers, and good just within", () => {
+  const { ranks } = deployment();
+  const withRank = (changes) => ({ ranks: [ranks[0], { ...ranks[1], ...changes }] });
+  const plan = (phase, updated_at) => ({ state: "migrating", active_plan: { phase, updated_at } });
+  const cases = [
+    [{ balancedness_by_phase: { decode: 0.749 } }, { balancedness_by_phase: { decode: 0.75 } }],
+    [
+      { balancedness_by_phase: { decode: 0.9, prefill: 0.7, mixed: null } },
+      { balancedness_by_phase: { decode: 0.9, prefill: null } },
+    ],
+    [{ time_balance: 0.749 }, { time_balance: 0.75 }],
+    [withRank({ slowness: 1.31 }), withRank({ slowness: 1.3 })],
+    [{ newest_step_unix: 879 }, { newest_step_unix: 880 }],
+    [{ plan_aborted_unix: 101 }, { plan_aborted_unix: 100 }],
+    [{ plans_lost_time: 2 }, { plans_lost_time: 1 }],
+    [plan("migrating", 399), plan("migrating", 400)],
+    [plan("migrating", 399), plan("paused", 399)],
+    [{ last_decision: { at: 700, reason: "no_change" } }, {}],
+    [{ frozen_until_unix: 2000 }, { frozen_until_unix: null }],
+    [
+      { ...withRank({ epoch: 6 }), ...plan("migrating", 879) },
+      { ...withRank({ epoch: 6 }), ...plan("migrating", 880) },
+    ],
+    [withRank({ epoch: 6 }), withRank({ epoch: null })],
+  ];
+  const recent = { last_decision: { at: 999, reason: "no_change" } };
+  for (const [alerts, quiet] of cases) {
+    assert.notEqual(healthOf(deployment({ ...recent, ...alerts }), 1000).level, "good");
+    assert.equal(healthOf(deployment({ ...recent, ...quiet }), 1000).level, "good");
+  }
+  assert.equal(
+    healthOf(deployment({ ...recent, ...cases[1][0] }), 1000).words,
+    "Balancedness of prefill is 0.700, below 0.75.",
+  );
+  assert.match(
+    healthOf(deployment({ ...recent, ...cases[3][0] }), 1000).words,
+    /^Rank 1 takes 1.31 times as long as the median rank/,
+  );
 });
 
 test("a rank shows the state of its wave only while a plan needs it", () => {
@@ -206,9 +256,9 @@ test("the worst deployment comes first, then the least balanced", () => {
     deployment({ deployment: "fine", balancedness_mean: 0.99 }),
     deployment({ deployment: "low", balancedness_mean: 0.5 }),
     deployment({ deployment: "stuck", active_plan: { phase: "stalled" } }),
-    deployment({ deployment: "asks" }),
+    deployment({ deployment: "asks", proposals: [{ plan_id: "p" }] }),
   ];
-  const names = worstFirst(rows, { asks: 1 }).map((row) => row.deployment);
+  const names = worstFirst(rows, 100).map((row) => row.deployment);
   assert.deepEqual(names, ["stuck", "asks", "low", "fine"]);
 });
 

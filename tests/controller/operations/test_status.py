@@ -12,10 +12,12 @@ from evenkeel_moe.controller.operations.gauges import GaugeLimits, GaugeReader
 from evenkeel_moe.controller.operations.status import live_view
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
+from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol.control_messages import LeaseLost
 from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.wire.link import Heartbeat
+from tests.controller.operations.test_gauges import measured_plan
 from tests.controller.replicas import DEMO, replicas
 from tests.waiting import until
 
@@ -108,6 +110,24 @@ async def test_the_time_balance_is_that_of_the_newest_cycle_and_absent_without_o
         assert "evenkeel_cost_model_fit_error_ratio" not in series(view)
         one.member.decisions.append({"at": 2.0, "reason": "store_unavailable", "numbers": {}})
         assert "evenkeel_time_balance_ratio" not in series(view)
+
+
+async def test_what_alerts_look_at_is_in_the_status_too():
+    async with replicas("a") as (one, _):
+        await one.lead()
+        view = live_view(one.member)
+        status = view.status()
+        assert status.plan_aborted_unix is status.plans_lost_time is None
+        by_phase = {phase: mean for phase, (mean, _) in view.balance().items()}
+        assert status.balancedness_by_phase == by_phase
+        records = one.member.control.records
+        for name, at in (("old", 5.0), ("new", 9.0)):
+            record = measured_plan(name, at, -0.1)
+            records.by_id[record.plan.plan_id] = replace(
+                record, phase=PlanPhase.ABORTED, updated_at=at
+            )
+        shown = deployment_out(view.status())
+        assert (shown.plan_aborted_unix, shown.plans_lost_time) == (9.0, 2)
 
 
 async def test_a_freeze_is_reported_until_it_ends():

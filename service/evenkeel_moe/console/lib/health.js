@@ -1,7 +1,7 @@
 /** The health of a deployment in one word and one sentence, and the order of the fleet. */
 
 import { sentence } from "./reasons.js";
-import { counted } from "./format.js";
+import { ago, counted, duration, isKnown, number } from "./format.js";
 
 /** Levels from worst to best. */
 export const LEVELS = ["bad", "attention", "unknown", "good"];
@@ -14,13 +14,117 @@ export const LEVEL_SIGNS = {
   good: ["✓", "Good"],
 };
 
+/** Bounds of the alerts in deploy/prometheus, as delivered. */
+export const ALERT_BOUNDS = {
+  balance: 0.75,
+  dataAgeS: 120,
+  slowness: 1.3,
+  planUnchangedS: 600,
+  planAbortedS: 900,
+  plansLostTime: 2,
+  noDecisionS: 300,
+  epochsDifferS: 120,
+};
+
 /**
- * @param {object} deployment as REST returns it
- * @param {number} [proposals] plans that wait for approval
- * @returns {{level: string, words: string}}
+ * The conditions of a deployment that this replica leads. Of those with the same level the first is
+ * told. A condition that an alert of deploy/prometheus also looks at holds at once, not only after
+ * the time for which the alert waits. Each gets (deployment, now) and returns [level, words] or
+ * null.
  */
-export function healthOf(deployment, proposals = 0) {
-  const { state, reason, ranks, shape } = deployment;
+const CONDITIONS = [
+  ({ ranks, shape, state, reason }) => {
+    const { missing, stopped, told } = troubledRanks({ ranks, shape });
+    const absent = `${counted(missing, "rank")} of ${shape?.num_ranks} not connected.`;
+    if (missing > 0) return ["bad", absent];
+    if (told > 0) return ["bad", `${counted(told, "rank takes", "ranks take")} no more waves.`];
+    if (stopped > 0) return ["attention", `${counted(stopped, "rank")} stopped as planned.`];
+    return state === "waiting_for_ranks" ? ["bad", sentence(reason)] : null;
+  },
+  ({ active_plan: plan }) =>
+    plan?.phase === "stalled" ? ["bad", "The running plan cannot continue."] : null,
+  ({ last_decision: decision }) =>
+    decision?.reason === "store_unavailable" ? ["bad", sentence(decision.reason)] : null,
+  ({ ranks, active_plan: plan }, now) => {
+    const epochs = new Set(ranks.filter((rank) => rank.fresh).map((rank) => rank.epoch));
+    epochs.delete(null);
+    // While a plan runs, one rank tells of its swap before another.
+    const swaps = plan && now - plan.updated_at <= ALERT_BOUNDS.epochsDifferS;
+    return epochs.size > 1 && !swaps
+      ? ["bad", `Ranks report different epochs: ${[...epochs].join(", ")}.`]
+      : null;
+  },
+  ({ state, reason }) => (state === "recovering" ? ["attention", sentence(reason)] : null),
+  ({ active_plan: plan }, now) => {
+    const unchanged = plan && plan.phase !== "paused" ? now - plan.updated_at : 0;
+    return unchanged > ALERT_BOUNDS.planUnchangedS
+      ? ["attention", `The running plan has made no progress for ${duration(unchanged)}.`]
+      : null;
+  },
+  ({ held, held_because: because }) => (held ? ["attention", sentence(because)] : null),
+  ({ frozen_until_unix: until }) => (until ? ["attention", sentence("frozen")] : null),
+  ({ dispatch_warning: warning }) => (warning ? ["attention", warning] : null),
+  ({ proposals, last_decision: decision, state }) => {
+    const waiting = proposals?.length ?? 0;
+    const verb = waiting === 1 ? "waits" : "wait";
+    if (waiting) return ["attention", `${counted(waiting, "proposal")} ${verb} for approval.`];
+    const proposed = decision?.reason === "plan_proposed" && state !== "migrating";
+    return proposed ? ["attention", sentence(decision.reason)] : null;
+  },
+  ({ plan_aborted_unix: at }, now) =>
+    isKnown(at) && now - at < ALERT_BOUNDS.planAbortedS
+      ? ["attention", `A plan was aborted ${ago(at, now)}.`]
+      : null,
+  ({ plans_lost_time: lost }) =>
+    lost >= ALERT_BOUNDS.plansLostTime
+      ? ["attention", `The newest ${lost} plans that were measured made steps slower.`]
+      : null,
+  ({ last_decision: decision }) =>
+    ["planner_failed", "stale_data"].includes(decision?.reason)
+      ? ["attention", sentence(decision.reason)]
+      : null,
+  ({ last_decision: decision }, now) =>
+    decision && now - decision.at >= ALERT_BOUNDS.noDecisionS
+      ? ["attention", `No cycle has ended for ${duration(now - decision.at)}.`]
+      : null,
+  ({ newest_step_unix: at }, now) =>
+    isKnown(at) && now - at > ALERT_BOUNDS.dataAgeS
+      ? ["attention", `The newest complete step is ${duration(now - at)} old.`]
+      : null,
+  ({ ranks }) => {
+    const slow = ranks.filter((rank) => rank.slowness > ALERT_BOUNDS.slowness);
+    const worst = slow.sort((a, b) => b.slowness - a.slowness)[0];
+    const times = `${number(worst?.slowness, 2)} times as long as the median rank`;
+    return worst ? ["attention", `Rank ${worst.rank} takes ${times} for the same tokens.`] : null;
+  },
+  ({ time_balance: time, balancedness_by_phase: phases }) => {
+    const bound = ALERT_BOUNDS.balance;
+    const words = (what, value) => [
+      "attention",
+      `${what} is ${number(value)}, below ${number(bound, 2)}.`,
+    ];
+    if (isKnown(time) && time < bound) return words("Time balance", time);
+    const known = Object.entries(phases ?? {}).filter(([, value]) => isKnown(value));
+    const [phase, least] = known.sort(([, a], [, b]) => a - b)[0] ?? [];
+    const what = known.length > 1 ? `Balancedness of ${phase}` : "Balancedness";
+    return least < bound ? words(what, least) : null;
+  },
+  ({ balancedness_mean: mean }) =>
+    isKnown(mean) ? null : ["unknown", "The load is not known yet."],
+  ({ last_decision: decision }) => (decision ? null : ["unknown", "No cycle has ended yet."]),
+];
+
+/**
+ * The one place that decides about health. While an alert of deploy/prometheus about a deployment
+ * fires, its level is not `good`, except for alerts on what the API does not tell: the past of
+ * hours, delays of swaps, refused reports, displaced ranks, restarts after an error.
+ *
+ * @param {object} deployment as REST returns it
+ * @param {number} now Unix seconds
+ * @returns {{level: string, words: string}} The worst condition.
+ */
+export function healthOf(deployment, now) {
+  const { state, reason, last_decision: decision } = deployment;
   if (state === "follower") {
     const leader = deployment.leader;
     return {
@@ -29,50 +133,28 @@ export function healthOf(deployment, proposals = 0) {
     };
   }
   if (reason === "group_stopped") return { level: "unknown", words: sentence(reason) };
-  const trouble = troubledRanks(deployment);
-  if (ranks && shape && trouble.missing > 0) {
-    const words = `${counted(trouble.missing, "rank")} of ${shape.num_ranks} not connected.`;
-    return { level: "bad", words };
-  }
-  if (trouble.told > 0) {
-    return { level: "bad", words: `${counted(trouble.told, "rank")} take no more waves.` };
-  }
-  if (state === "waiting_for_ranks") return { level: "bad", words: sentence(reason) };
-  if (state === "recovering") return { level: "attention", words: sentence(reason) };
-  const phase = deployment.active_plan?.phase;
-  if (phase === "stalled") return { level: "bad", words: "The running plan cannot continue." };
-  if (deployment.held) return { level: "attention", words: sentence(deployment.held_because) };
-  if (deployment.dispatch_warning) {
-    return { level: "attention", words: deployment.dispatch_warning };
-  }
-  if (proposals > 0) {
-    const verb = proposals === 1 ? "waits" : "wait";
-    return { level: "attention", words: `${counted(proposals, "proposal")} ${verb} for approval.` };
-  }
-  const decision = deployment.last_decision?.reason;
-  if (decision === "plan_proposed" && state !== "migrating") {
-    return { level: "attention", words: sentence(decision) };
-  }
-  if (!ranks || deployment.balancedness_mean === null) {
-    return { level: "unknown", words: "The load is not known yet." };
-  }
-  if (["planner_failed", "store_unavailable", "stale_data"].includes(decision)) {
-    return { level: "attention", words: sentence(decision) };
-  }
-  if (state === "migrating") return { level: "good", words: "A plan is being carried out." };
-  return { level: "good", words: decision ? sentence(decision) : "No decision yet." };
+  const found = CONDITIONS.map((condition) => condition(deployment, now)).filter((one) => one);
+  const worst = LEVELS.find((level) => found.some(([each]) => each === level));
+  if (worst) return { level: worst, words: found.find(([each]) => each === worst)[1] };
+  const words = state === "migrating" ? "A plan is being carried out." : sentence(decision.reason);
+  return { level: "good", words };
 }
 
 /**
  * @param {object} deployment
- * @returns {{missing: number, told: number}} Ranks without a valid lease, and ranks that take no
- *   more waves.
+ * @returns {{missing: number, stopped: number, told: number}} Ranks without a valid lease that did
+ *   not stop as planned; ranks that stopped; ranks that take no more waves.
  */
-export function troubledRanks(deployment) {
+function troubledRanks(deployment) {
   const ranks = deployment.ranks ?? [];
   const fresh = ranks.filter((rank) => rank.fresh).length;
+  const stopped = ranks.filter((rank) => rank.stopped).length;
   const expected = deployment.shape?.num_ranks ?? ranks.length;
-  return { missing: expected - fresh, told: ranks.filter((rank) => rank.trouble).length };
+  return {
+    missing: expected - fresh - stopped,
+    stopped,
+    told: ranks.filter((rank) => rank.trouble).length,
+  };
 }
 
 /**
@@ -92,14 +174,11 @@ export function rankCondition(rank, deployment) {
 
 /**
  * @param {object[]} deployments
- * @param {Record<string, number>} proposals waiting plans by deployment
+ * @param {number} now Unix seconds
  * @returns {object[]} Worst first; then by balance, the lowest first; then by name.
  */
-export function worstFirst(deployments, proposals = {}) {
-  const key = (row) => [
-    LEVELS.indexOf(healthOf(row, proposals[row.deployment] ?? 0).level),
-    balanceOf(row) ?? 2,
-  ];
+export function worstFirst(deployments, now) {
+  const key = (row) => [LEVELS.indexOf(healthOf(row, now).level), balanceOf(row) ?? 2];
   return [...deployments].sort((a, b) => {
     const [levelA, balanceA] = key(a);
     const [levelB, balanceB] = key(b);

@@ -57,7 +57,7 @@ export function Deployment({ api, role, route }) {
 }
 
 function Head({ poll, name, deployment, api, role, reload, now }) {
-  const health = deployment ? healthOf(deployment) : null;
+  const health = deployment ? healthOf(deployment, now) : null;
   return html`<div class="page-head">
       <h1>${name}</h1>
       ${health ? html`<${Level} level=${health.level} />` : ""}
@@ -66,6 +66,7 @@ function Head({ poll, name, deployment, api, role, reload, now }) {
       ${deployment ? html`<${Controls} ...${{ api, role, deployment, reload, now }} />` : ""}
     </div>
     <${Problem} error=${poll.error} />
+    ${health ? html`<p id="health"><b>${health.words}</b></p>` : ""}
     ${deployment ? html`<p class="note">${facts(deployment)}</p>` : ""}`;
 }
 

@@ -1,48 +1,19 @@
 /** Fleet now: every deployment, the one in the worst state first. */
 
-import { useState } from "../vendor/hooks.js";
 import { counted, number } from "../lib/format.js";
 import { healthOf, worstFirst } from "../lib/health.js";
 import { linkTo } from "../lib/route.js";
 import { sentence } from "../lib/reasons.js";
-import { deploymentPath } from "../net/api.js";
 import { useHistory } from "../net/history.js";
-import { useEvery, usePoll } from "../net/poll.js";
+import { usePoll } from "../net/poll.js";
 import { BalanceChart, BalanceKey } from "../charts/series.js";
 import { Badge, Freshness, html, Level, Loaded, Moment, useTitle } from "../ui.js";
 
 const PERIOD_MS = 3000;
-const PLANS_PERIOD_MS = 10_000;
-
-/** @returns {Record<string, object[]>} Plans that wait for approval, by deployment. */
-function useProposals(api, names) {
-  const [found, setFound] = useState({});
-  const ask = async () => {
-    for (const name of names) {
-      try {
-        const page = await api.get(`${deploymentPath(name)}/plans?page_size=20`);
-        const waiting = page.items.filter((plan) => plan.phase === "proposed");
-        setFound((old) => ({ ...old, [name]: waiting }));
-      } catch {
-        // The list of deployments shows the failure; what was known stays until it is known anew.
-      }
-    }
-  };
-  useEvery(ask, PLANS_PERIOD_MS, [api, names.join(" ")]);
-  return found;
-}
 
 export function Fleet({ api }) {
   const poll = usePoll(api, "deployments?page_size=1000", PERIOD_MS);
-  const rows = poll.data?.items ?? [];
-  const proposals = useProposals(
-    api,
-    rows.map((row) => row.deployment),
-  );
   useTitle("Fleet – Evenkeel");
-  const counts = Object.fromEntries(
-    Object.entries(proposals).map(([name, plans]) => [name, plans.length]),
-  );
   return html`<div class="page-head">
       <h1>Fleet now</h1>
       <${Freshness} poll=${poll} now=${api.now()} />
@@ -50,17 +21,11 @@ export function Fleet({ api }) {
     <${Loaded} poll=${poll}
       >${({ items }) =>
         items.length
-          ? html`<p class="note">${summary(items, counts)}</p>
+          ? html`<p class="note">${summary(items, api.now())}</p>
               <${BalanceKey} />
               <ul class="fleet">
-                ${worstFirst(items, counts).map(
-                  (row) =>
-                    html`<${Row}
-                      key=${row.deployment}
-                      api=${api}
-                      row=${row}
-                      waiting=${proposals[row.deployment] ?? []}
-                    />`,
+                ${worstFirst(items, api.now()).map(
+                  (row) => html`<${Row} key=${row.deployment} api=${api} row=${row} />`,
                 )}
               </ul>`
           : html`<p class="empty card">
@@ -69,8 +34,8 @@ export function Fleet({ api }) {
     >`;
 }
 
-function summary(rows, counts) {
-  const levels = rows.map((row) => healthOf(row, counts[row.deployment] ?? 0).level);
+function summary(rows, now) {
+  const levels = rows.map((row) => healthOf(row, now).level);
   const troubled = levels.filter((level) => level === "bad").length;
   const attention = levels.filter((level) => level === "attention").length;
   const parts = [counted(rows.length, "deployment")];
@@ -79,8 +44,9 @@ function summary(rows, counts) {
   return `${parts.join(", ")}. The worst comes first.`;
 }
 
-function Row({ api, row, waiting }) {
-  const health = healthOf(row, waiting.length);
+function Row({ api, row }) {
+  const health = healthOf(row, api.now());
+  const waiting = row.proposals ?? [];
   const points = useHistory(api, row);
   const { last_decision: decision, active_plan: plan } = row;
   const fresh = row.ranks?.filter((rank) => rank.fresh).length;

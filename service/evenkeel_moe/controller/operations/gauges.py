@@ -269,7 +269,7 @@ class GaugeReader:
         return metrics.window_rank_load(load[None], placement, self.loads.split())
 
     def _last_plan(self) -> PlanGauges | None:
-        record = self._newest(PlanPhase.COMMITTED)
+        record = self.control.records.newest(PlanPhase.COMMITTED)
         if record is None:
             return None
         try:
@@ -292,11 +292,5 @@ class GaugeReader:
         return None if record is None else (record.plan.created_at, record.plan.expires_at)
 
     def _last_failure(self) -> tuple[float, str] | None:
-        record = self._newest(PlanPhase.ABORTED)
+        record = self.control.records.newest(PlanPhase.ABORTED)
         return None if record is None else (record.updated_at, str(record.reason))
-
-    def _newest(self, phase: PlanPhase) -> PlanRecord | None:
-        records = self.control.records.by_id.values()
-        return max(
-            (r for r in records if r.phase is phase), key=lambda r: r.updated_at, default=None
-        )

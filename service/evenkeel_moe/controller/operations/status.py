@@ -12,11 +12,13 @@ from evenkeel_moe.adapters.prometheus.metric_families import PhaseBalance
 from evenkeel_moe.controller.deployment.deployment import Deployment
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.leadership.leadership import Leadership
+from evenkeel_moe.controller.operations.gauges import measured_gauges
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.ports.operations import DeploymentStatus, RankStatus
 from evenkeel_moe.ports.stores import Clock
@@ -67,6 +69,9 @@ class LiveView:
         self.loads.update_balance()
         return {phase: self.loads.balance.summary(phase) for phase in Phase}
 
+    def _by_phase(self) -> Mapping[Phase, float | None]:
+        return {phase: self.loads.balance.summary(phase)[0] for phase in Phase}
+
     def _any_rank_heard(self) -> bool:
         return self.control.membership.any_fresh(self.clock.monotonic())
 
@@ -86,6 +91,8 @@ class LiveView:
         staged = control.executor.staged.values() if control.executor is not None else ()
         winner, leading = leadership.keeper.winner, leadership.keeper.leading
         frozen_until, choice = control.frozen_until, loads.dispatch_choice()
+        aborted, newest_at = control.records.newest(PlanPhase.ABORTED), loads.ingest.newest_at
+        measured = measured_gauges(control.records.by_id.values())
         return DeploymentStatus(
             deployment=control.deployment,
             state=control.shown_state(now),
@@ -117,6 +124,10 @@ class LiveView:
             leader_address=leadership.advertise if leading else None,
             dispatch=choice.model.value,
             dispatch_warning=choice.warning,
+            balancedness_by_phase=self._by_phase() if heard else {},
+            newest_step_unix=None if newest_at is None else newest_at + control.unix_offset_s,
+            plan_aborted_unix=None if aborted is None else aborted.updated_at,
+            plans_lost_time=None if measured is None else measured.losses_in_a_row,
         )
 
     def _of_last_cycle(self, name: str) -> float | None:

@@ -131,6 +131,11 @@ class PlanRecords:
         waiting = reversed(self.proposals)
         return next((r for r in waiting if r.plan.kind is PlanKind.AUTOMATIC), None)
 
+    def newest(self, phase: PlanPhase) -> PlanRecord | None:
+        """Return the record of a phase that changed last."""
+        found = (record for record in self.by_id.values() if record.phase is phase)
+        return max(found, key=lambda record: record.updated_at, default=None)
+
     def add(
         self,
         plan: Plan,

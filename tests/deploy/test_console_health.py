@@ -1,0 +1,124 @@
+"""The console's health agrees with the alerts, on what a running controller answers."""
+
+import asyncio
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.console_vendor import FOLDER
+from evenkeel_moe.wire.link import Heartbeat
+from tests.deploy.test_rules import RULES, promtool
+from tests.integration.controller_rig import Controller, Group
+from tests.waiting import deadline, until
+
+pytestmark = [pytest.mark.deploy, pytest.mark.integration, pytest.mark.timeout(300)]
+HEALTH = FOLDER.parent / "lib" / "health.js"
+REFRESH_S = 0.2
+EVALUATED_S = 900
+"""Seconds for which the alerts see the numbers; most wait for 10 minutes at most."""
+
+
+def alerts_of(scrape: str, now: float, folder: Path) -> set[str]:
+    """The alerts that fire if the numbers of a scrape stay as they are for 15 minutes.
+
+    Prometheus counts the time of its tests from 0, so that moments are moved to have their age.
+    """
+    series = [{"series": 'up{job="evenkeel"}', "values": "1x15"}]
+    for family in text_string_to_metric_families(scrape):
+        for sample in family.samples:
+            labels = {**sample.labels, "job": "evenkeel"}
+            shown = ",".join(f"{name}={json.dumps(value)}" for name, value in labels.items())
+            moved = EVALUATED_S - now if sample.name.endswith("_timestamp_seconds") else 0.0
+            values = f"{sample.value + moved!r}x15"
+            series.append({"series": f"{sample.name}{{{shown}}}", "values": values})
+    asked = {
+        "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+        "eval_time": f"{EVALUATED_S}s",
+        "exp_samples": [],
+    }
+    tests = [{"interval": "1m", "input_series": series, "promql_expr_test": [asked]}]
+    file = folder / "test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": tests}))
+    done = promtool("test", "rules", file)
+    told = done.stdout + done.stderr
+    assert done.returncode == 0 or "got:" in told, told
+    return set(re.findall(r'alertname="Evenkeel(\w+)"', told))
+
+
+def health_of(deployment: dict[str, Any], now: float) -> dict[str, str]:
+    code = f"""import {{ healthOf }} from {json.dumps(HEALTH.as_uri())};
+        import {{ readFileSync }} from "node:fs";
+        const [deployment, now] = JSON.parse(readFileSync(0, "utf8"));
+        console.log(JSON.stringify(healthOf(deployment, now)));"""
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", code],
+        input=json.dumps([deployment, now]),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=deadline(30),
+    )
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+async def test_health_is_not_good_beside_an_alert_and_good_without_one(tmp_path):
+    controller = Controller(
+        tmp_path, PLANNER__MODE="observe", WINDOW__STEPS="256", METRICS__REFRESH_S=str(REFRESH_S)
+    )
+    async with controller, Group() as group, httpx.AsyncClient(trust_env=False) as metrics:
+
+        async def moment(later_s: float = 0.0) -> tuple[set[str], dict[str, str]]:
+            """The alerts and the health now, or if nothing is heard for some seconds more."""
+            before = await controller.status()
+            await asyncio.sleep(2 * REFRESH_S)  # The scrape tells of a moment between the answers.
+            text = (
+                await metrics.get(f"http://127.0.0.1:{controller.ports['metrics']}/metrics")
+            ).text
+            after, now = await controller.status(), time.time() + later_s
+            alerts = alerts_of(text, now, tmp_path)
+            seen = [health_of(deployment, now) for deployment in (before, after)]
+            assert not alerts or any(each["level"] != "good" for each in seen), (alerts, seen)
+            return alerts, seen[-1]
+
+        async def fires(alert: str, words: str, later_s: float = 0.0) -> None:
+            async def told() -> bool:
+                alerts, health = await moment(later_s)
+                return alert in alerts and words in health["words"]
+
+            await until(told, within_s=60)
+
+        async def is_quiet() -> bool:
+            alerts, health = await moment()
+            return not alerts and health["level"] == "good"
+
+        await group.connect(controller.address)
+        group.serve_on()
+        await until(lambda: controller.events("planner_ready"), within_s=120)
+        skewed = group.popularity
+        await fires("BalancednessLow", "Balancedness is 0.")
+        group.popularity = skewed * 0 + 1 / skewed.shape[1]
+        await until(is_quiet, within_s=60)
+        await fires("NoDecisions", "No cycle has ended for", later_s=1000)
+
+        rank = group.ranks[1]
+        await rank.send(Heartbeat(group.step, 10_000, 1 << 20, "an engine that stopped half way"))
+        await fires("RankTrouble", "1 rank takes no more waves")
+        await rank.send(Heartbeat(group.step, 10_000, 1 << 20, ""))
+        await until(is_quiet, within_s=60)
+
+        base = "/v1/deployments/demo"
+        group.popularity = skewed
+        (await controller.http.patch(f"{base}/policy", json={"mode": "propose"})).raise_for_status()
+        await fires("ProposalWaiting", "1 proposal waits for approval", later_s=2000)
+
+        await rank.close()
+        await fires("RankLost", "1 rank of 4 not connected")
