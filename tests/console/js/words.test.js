@@ -4,8 +4,10 @@ import { adviceWords, outcomeWords } from "../../../service/evenkeel_moe/console
 import * as format from "../../../service/evenkeel_moe/console/lib/format.js";
 import {
   eventWords,
+  phaseOf,
   rankWords,
   storyRange,
+  storyRows,
   waveSpans,
 } from "../../../service/evenkeel_moe/console/lib/timeline.js";
 import { formOf, policyChanges } from "../../../service/evenkeel_moe/console/lib/changes.js";
@@ -179,17 +181,68 @@ test("a planner that starts is told without the words of HTTP", () => {
 test("events are told in words", () => {
   assert.equal(eventWords(row(1, "approved", { by: "ann" })), "Approved by ann");
   assert.equal(
+    eventWords(row(1, "created", { by: "auto", reason: "load_changed" })),
+    "Created in mode auto: The traffic changed, so a plan was made.",
+  );
+  assert.equal(
     eventWords(row(1, "ended", { reason: "cancelled" })),
     "Ended: An operator cancelled it.",
   );
-  const measured = row(1, "measured", { promised_gain: 0.1, delivered_gain: null });
-  assert.equal(eventWords(measured), "Gain measured: promised 10.0 %, delivered unknown");
+  const measured = row(1, "measured", { promised_gain: 0.1, delivered_gain: null, steps: 0 });
+  assert.equal(
+    eventWords(measured),
+    "Saving of MoE time measured: promised 10.0 %, delivered unknown",
+  );
+  const known = { promised_lower: 0.08, delivered_gain: 0.09, delivered_lower: 0.085 };
+  assert.equal(
+    eventWords({ ...measured, ...known, delivered_upper: 0.095, steps: 512 }),
+    "Saving of MoE time measured on 512 steps: promised 10.0 % (at least 8.0 %), delivered" +
+      " +9.0 % (95 % interval 8.5 to 9.5 %)",
+  );
   const back = row(1, "measured", { promised_gain: null, delivered_gain: -0.204 });
   assert.equal(
-    eventWords(back, "rollback"),
-    "Gain measured: delivered -20.4 %. A rollback returns to an earlier placement as intended, so" +
-      " it may save less.",
+    eventWords(back, { kind: "rollback" }),
+    "Saving of MoE time measured: delivered −20.4 %. A rollback returns to an earlier placement" +
+      " as intended, so it may save less.",
   );
+  assert.equal(eventWords(row(1, "brand_new")), "brand new");
+});
+
+test("a story counts its waves, and tells what each copies and to which epoch it led", () => {
+  const story = [
+    row(1, "created", { phase: "proposed", reason: "manual_request", by: "ann" }),
+    row(2, "wave_started", { detail: "wave 1 of 3: 9 transfers" }),
+    row(3, "wave_committed", { waves_committed: 1 }),
+    row(4, "wave_started"),
+    row(5, "paused", { reason: "no_steps", phase: "paused", detail: "no step for 9 s" }),
+    row(6, "wave_committed", { waves_committed: 3 }),
+  ];
+  const wave_list = [1, 2, 3].map((moves) => ({ moves, nbytes: 1000 * moves }));
+  const rows = storyRows({ kind: "manual", base_epoch: 4, waves: 3, wave_list, story });
+  assert.deepEqual(
+    rows.map((each) => each.words),
+    [
+      "Created by ann: An operator asked for this plan.",
+      "Wave 1 of 3 began: 1 copy, 1.0 kB",
+      "Wave 1 of 3 was committed: the ranks are at epoch 5",
+      "Wave 2 of 3 began: 2 copies, 2.0 kB",
+      "Paused: The ranks run no steps.",
+      "Waves 2 to 3 of 3 were committed: the ranks are at epoch 7",
+    ],
+  );
+  assert.deepEqual(
+    rows.map((each) => each.detail),
+    ["", "", "", "", "no step for 9 s", ""],
+  );
+});
+
+test("a plan that another one replaced is superseded, one that breaks a rule is refused", () => {
+  const phase = (name, reason) => phaseOf({ phase: name, reason });
+  for (const reason of ["stale_base", "generation_changed", "weights_version_changed"]) {
+    assert.equal(phase("refused", reason), "superseded");
+    assert.equal(phase("aborted", reason), "aborted");
+  }
+  assert.equal(phase("refused", "empty_slots"), "refused");
 });
 
 const POLICY = {

@@ -1,43 +1,99 @@
 /** The story of a plan as intervals of its waves, and its events in words. */
 
-import { percent, text } from "./format.js";
+import {
+  bytes,
+  counted,
+  isKnown,
+  percent,
+  percentRange,
+  signedPercent,
+  text,
+} from "./format.js";
 import { sentence } from "./reasons.js";
 
 const EVENTS = {
   created: "Created",
   approved: "Approved",
-  wave_started: "A wave began",
-  wave_committed: "A wave was committed",
   paused: "Paused",
   stalled: "Stalled",
-  resumed: "Resumed",
+  resumed: "Continued",
   recovered: "Taken over by a new leader",
   cancel_requested: "Cancellation requested",
   ended: "Ended",
-  measured: "Gain measured",
+  measured: "Saving of MoE time measured",
 };
+
+/** Events whose reason says why they happened. */
+const GIVES_REASON = ["created", "paused", "stalled", "ended"];
 
 export const ROLLBACK_WORDS =
   "A rollback returns to an earlier placement as intended, so it may save less.";
 
+const SUPERSEDED = ["stale_base", "generation_changed", "weights_version_changed"];
+
+/**
+ * A record is `refused` if the plan breaks a rule, and also if its placement, its group or its
+ * weights were replaced before it began. The reason tells the two apart.
+ *
+ * @param {{phase: string, reason: string}} row a plan or a row of a story
+ * @returns {string} The phase as people call it.
+ */
+export function phaseOf({ phase, reason }) {
+  return phase === "refused" && SUPERSEDED.includes(reason) ? "superseded" : (phase ?? "");
+}
+
 /**
  * @param {object} row of a story
- * @param {string} [kind] of the plan
+ * @param {object} [plan] with `kind`, `waves`, `base_epoch` and `wave_list`
+ * @param {number} [committed] waves that were committed before it
  * @returns {string} The event in words.
  */
-export function eventWords(row, kind = "") {
-  const words = EVENTS[row.event] ?? row.event;
-  if (row.event === "measured") {
-    const { promised_gain: promised, delivered_gain: delivered } = row;
-    const known = `delivered ${percent(delivered)}`;
-    if (kind === "rollback") {
-      return `${words}: ${known}${delivered < 0 ? `. ${ROLLBACK_WORDS}` : ""}`;
-    }
-    return `${words}: promised ${percent(promised)}, ${known}`;
+export function eventWords(row, plan = {}, committed = 0) {
+  const words = EVENTS[row.event] ?? row.event.replaceAll("_", " ");
+  if (row.event === "measured") return `${words}${measuredWords(row, plan.kind)}`;
+  if (row.event === "wave_started") {
+    const wave = plan.wave_list?.[committed];
+    const size = wave ? `: ${counted(wave.moves, "copy", "copies")}, ${bytes(wave.nbytes)}` : "";
+    return `Wave ${committed + 1} of ${plan.waves} began${size}`;
   }
-  const by = row.by ? ` by ${row.by}` : "";
-  const why = row.event === "ended" || row.event === "stalled" ? `: ${sentence(row.reason)}` : "";
+  if (row.event === "wave_committed") {
+    const last = row.waves_committed ?? committed + 1;
+    const what = last > committed + 1 ? `Waves ${committed + 1} to ${last}` : `Wave ${last}`;
+    const end = last > committed + 1 ? "were committed" : "was committed";
+    return `${what} of ${plan.waves} ${end}: the ranks are at epoch ${plan.base_epoch + last}`;
+  }
+  const by = row.by === "auto" ? " in mode auto" : row.by ? ` by ${row.by}` : "";
+  const why = GIVES_REASON.includes(row.event) ? `: ${sentence(row.reason)}` : "";
   return `${words}${by}${why}`;
+}
+
+function measuredWords(row, kind) {
+  const interval =
+    isKnown(row.delivered_lower) && isKnown(row.delivered_upper)
+      ? ` (95 % interval ${percentRange(row.delivered_lower, row.delivered_upper)})`
+      : "";
+  const steps = row.steps ? ` on ${counted(row.steps, "step")}` : "";
+  const delivered = `delivered ${signedPercent(row.delivered_gain)}${interval}`;
+  if (kind === "rollback") {
+    return `${steps}: ${delivered}${row.delivered_gain < 0 ? `. ${ROLLBACK_WORDS}` : ""}`;
+  }
+  const least = isKnown(row.promised_lower) ? ` (at least ${percent(row.promised_lower)})` : "";
+  return `${steps}: promised ${percent(row.promised_gain)}${least}, ${delivered}`;
+}
+
+/**
+ * @param {object} plan with its story
+ * @returns {{at: number, words: string, phase: string, detail: string}[]} Oldest first.
+ */
+export function storyRows(plan) {
+  let committed = 0;
+  return plan.story.map((row) => {
+    const words = eventWords(row, plan, committed);
+    committed = row.waves_committed ?? committed;
+    // The words about a wave say all that its detail says.
+    const detail = row.event === "wave_started" ? "" : (row.detail ?? "");
+    return { at: row.at, words, phase: phaseOf(row), detail };
+  });
 }
 
 /**

@@ -20,7 +20,7 @@ import {
 import { changedLayers, movesBetween, sameShape } from "../lib/placement.js";
 import { allows } from "../lib/problem.js";
 import { sentence } from "../lib/reasons.js";
-import { hasEnded, ROLLBACK_WORDS } from "../lib/timeline.js";
+import { hasEnded, phaseOf, ROLLBACK_WORDS } from "../lib/timeline.js";
 import { deploymentPath } from "../net/api.js";
 import { usePoll } from "../net/poll.js";
 import { ActionButton, BeforeAfter, Facts, html, Loaded, Moment, Section, Table } from "../ui.js";
@@ -127,7 +127,7 @@ function Head({ plan, role, act, now, deployment }) {
     : "";
   const stale = proposed && deployment && deployment.epoch !== plan.base_epoch;
   return html`<${Section} title=${proposed ? "Proposal" : "Plan"} actions=${buttons}>
-    <p class="answer"><${Phase} phase=${plan.phase} /> ${headline(plan)}</p>
+    <p class="answer"><${Phase} plan=${plan} /> ${headline(plan)}</p>
     ${stale ? html`<p class="problem">${staleWords(plan, deployment)}</p>` : ""}
     <${Facts}
       rows=${[
@@ -162,6 +162,9 @@ function staleWords({ base_epoch: base }, { epoch }) {
 
 function headline(plan) {
   if (plan.phase === "proposed") return "It waits for approval. Nothing has moved.";
+  if (phaseOf(plan) === "superseded") {
+    return `It never began, and nothing is wrong with it. ${sentence(plan.reason)}`;
+  }
   if (plan.error) return `${sentence(plan.reason)} ${plan.error === plan.reason ? "" : plan.error}`;
   return sentence(plan.reason);
 }

@@ -4,6 +4,7 @@ import { bytes, count, percent } from "../lib/format.js";
 import { allows } from "../lib/problem.js";
 import { sentence } from "../lib/reasons.js";
 import { linkTo } from "../lib/route.js";
+import { phaseOf } from "../lib/timeline.js";
 import { deploymentPath } from "../net/api.js";
 import { usePoll } from "../net/poll.js";
 import { ActionButton, Badge, html, Loaded, Moment, Section, Table } from "../ui.js";
@@ -22,7 +23,8 @@ const KINDS = {
 const promised = (plan) => (plan.kind === "rollback" ? "" : percent(plan.numbers.gain));
 
 /** The phase of a plan, as a word in a frame. */
-export function Phase({ phase }) {
+export function Phase({ plan }) {
+  const phase = phaseOf(plan);
   return html`<${Badge} kind=${KINDS[phase] ?? "plain"}>${phase}<//>`;
 }
 
@@ -59,7 +61,7 @@ export function Plans({ api, role, name, deployment, now, reload }) {
           empty="No plan was made yet."
           columns=${[
             { title: "Plan", of: id },
-            { title: "Phase", of: (plan) => html`<${Phase} phase=${plan.phase} />` },
+            { title: "Phase", of: (plan) => html`<${Phase} plan=${plan} />` },
             { title: "Made because", of: (plan) => sentence(plan.planned_because) },
             {
               title: "Created",

@@ -1,7 +1,7 @@
 /** The course of a plan: its waves as a timeline, the ranks now, and the events in order. */
 
 import { bytes, duration, percent, timeOfDay } from "../lib/format.js";
-import { eventWords, hasEnded, rankWords, storyRange, waveSpans } from "../lib/timeline.js";
+import { hasEnded, rankWords, storyRange, storyRows, waveSpans } from "../lib/timeline.js";
 import { html, Moment, Section, Table } from "../ui.js";
 
 /** The waves as bars over time. */
@@ -71,13 +71,13 @@ export function Story({ plan, now }) {
   return html`<${Section} title="Story">
     <${Table}
       caption="Events"
-      rows=${plan.story}
+      rows=${storyRows(plan)}
       columns=${[
         { title: "When", of: (row) => html`<${Moment} unix=${row.at} now=${now} />` },
         { title: "UTC", of: (row) => timeOfDay(row.at) },
-        { title: "Event", of: (row) => eventWords(row, plan.kind) },
-        { title: "Phase", of: (row) => row.phase ?? "" },
-        { title: "Detail", of: (row) => row.detail ?? "" },
+        { title: "Event", of: (row) => row.words },
+        { title: "Phase", of: (row) => row.phase },
+        { title: "Detail", of: (row) => row.detail },
       ]}
     />
   <//>`;
