@@ -85,6 +85,33 @@ def test_the_page_names_the_replica_that_leads(replica: Replica, browser: Browse
     assert all("503" in message for message in browser.errors())
 
 
+def test_a_controller_that_lost_its_own_lease_is_not_called_another_replica(
+    replica: Replica, browser: Browser
+):
+    sign_in(browser, replica)
+    browser.script("location.hash = '#/d/demo/ranks'")
+    browser.wait_text("2 of 2 connected")
+    led = LedElsewhere(DeploymentId("demo"), None, None)
+    replica.operations.error = NotLeading(led)
+    replica.operations.views.pop("demo")
+    replica.operations.elsewhere = [led]
+    words = "Neither this controller nor another replica holds the lease of this deployment."
+    browser.wait_text(words)
+    browser.wait_text("Not live: the newest answer came")
+    browser.script("location.hash = '#/'")
+    browser.wait_text(words)
+    assert all("503" in message for message in browser.errors())
+
+
+def test_an_answer_that_takes_too_long_is_told_with_its_seconds(replica: Replica, browser: Browser):
+    sign_in(browser, replica)
+    # The time is over at once, and the answer does not come.
+    browser.script("""AbortSignal.timeout = () => AbortSignal.abort(
+        new DOMException("signal timed out", "TimeoutError"))""")
+    browser.wait_text("The controller has not answered within 20 s. It may be busy.")
+    browser.wait_text("Not live: the newest answer came")
+
+
 def test_the_page_keeps_the_last_answer_and_says_how_old_it_is(replica: Replica, browser: Browser):
     sign_in(browser, replica)
     assert browser.errors() == []

@@ -85,7 +85,9 @@ test("an error says who leads, or what the controller said", () => {
   assert.match(describe(0, null), /does not answer/);
   assert.match(describe(401, null), /revoked/);
   assert.match(describe(503, { reason: "not_leader", leader: "keel-1" }), /keel-1 leads/);
-  assert.match(describe(503, { reason: "not_leader", leader: null }), /No replica leads/);
+  const nobody = describe(503, { reason: "not_leader", leader: null });
+  assert.match(nobody, /^Neither this controller nor another replica holds the lease/);
+  assert.match(describe(0, { waited_s: 20 }), /^The controller has not answered within 20 s/);
   assert.equal(describe(409, { title: "No", detail: "why" }), "No: why.");
   assert.equal(describe(500, null), "The answer has status 500.");
 });

@@ -1,5 +1,6 @@
 /** The health of a deployment in one word and one sentence, and the order of the fleet. */
 
+import { NO_LEASE } from "./problem.js";
 import { sentence } from "./reasons.js";
 import { ago, counted, duration, isKnown, number } from "./format.js";
 
@@ -129,7 +130,7 @@ export function healthOf(deployment, now) {
     const leader = deployment.leader;
     return {
       level: leader ? "unknown" : "bad",
-      words: leader ? `Replica ${leader} leads it; ask that replica.` : "No replica leads it.",
+      words: leader ? `Replica ${leader} leads it; ask that replica.` : NO_LEASE,
     };
   }
   if (reason === "group_stopped") return { level: "unknown", words: sentence(reason) };

@@ -75,8 +75,9 @@ export class Api {
     try {
       const signal = AbortSignal.timeout(timeoutMs);
       response = await fetch(url, { method, headers: all, body, signal, cache: "no-store" });
-    } catch {
-      throw new RequestError(0, null, path);
+    } catch (error) {
+      const late = error.name === "TimeoutError" ? { waited_s: timeoutMs / 1000 } : null;
+      throw new RequestError(0, late, path);
     }
     const date = Date.parse(response.headers.get("Date") ?? "");
     if (Number.isFinite(date)) this.noteClock(date / 1000);
