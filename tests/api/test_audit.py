@@ -28,19 +28,28 @@ async def test_every_request_for_a_change_is_recorded_with_its_outcome(app, oper
     assert [row["idempotency_key"] for row in reversed(operations.rows)] == [None, "k", None, None]
 
 
-async def test_a_change_of_the_policy_is_recorded_with_what_it_asked_for(app, operations):
+async def test_a_request_is_recorded_with_what_it_asked_for(app, operations):
     async with make_client(app, OPERATE) as client:
         path = "/v1/deployments/demo/policy"
         await client.patch(path, json={"mode": "observe", "thresholds": {"plan_below": 0.8}})
         await client.patch(path, json={"limits": {"max_moves": 3}})
         await client.patch(path, json={"x" * 300: 1})
         await client.post("/v1/deployments/demo/freeze", json={"seconds": 1})
+        await client.post("/v1/deployments/demo/rollback", json={"to_epoch": 2})
+        await client.post("/v1/deployments/demo/rollback")
+        await client.post(PLANS, json={"dry_run": True, "policy": "eplb"})
+        rows_of = {"target": {"physical_to_logical": [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 0, 1]]}}
+        await client.post(PLANS, json=rows_of)
         rows = (await client.get("/v1/deployments/demo/audit")).json()["items"]
     assert [(row["status"] < 400, row["change"]) for row in reversed(rows)] == [
         (True, '{"mode":"observe","thresholds":{"plan_below":0.8}}'),
         (False, '{"limits":{"max_moves":3}}'),
         (True, '{"' + "x" * 254),
+        (True, '{"seconds":1.0}'),
+        (True, '{"to_epoch":2}'),
         (True, None),
+        (True, '{"policy":"eplb","dry_run":true}'),
+        (True, '{"target":"given"}'),
     ]
 
 

@@ -6,7 +6,7 @@ import binascii
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Header, Path, Query, Request
@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 _DEPLOYMENT_ID = "[a-z0-9][a-z0-9._-]{0,62}"
 _DEPLOYMENT_PATH = re.compile(rf"^/v1/deployments/({_DEPLOYMENT_ID})(?:/|$)")
+_MOST_CHANGE = 256
+"""Characters of a request's content that its audit row keeps."""
 PLAN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
 
@@ -40,6 +42,12 @@ def _caller_token(request: Request) -> Token:
 
 def _caller(request: Request) -> str:
     return _caller_token(request).name
+
+
+def keep_for_audit(request: Request, asked: Mapping[str, Any]) -> None:
+    """Let the audit row of a request say what it asked for."""
+    text = json.dumps(asked, separators=(",", ":"))[:_MOST_CHANGE]
+    request.state.change = text if asked else None
 
 
 KEY_DESCRIPTION = (

@@ -1,7 +1,6 @@
 """Routes of deployments: state, placement, load, policy, freeze, decisions."""
 
 import asyncio
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any
@@ -19,6 +18,7 @@ from evenkeel_moe.api.context import (
     PageToken,
     WindowTurns,
     entity_tag,
+    keep_for_audit,
     page,
 )
 from evenkeel_moe.api.convert import (
@@ -56,8 +56,6 @@ _CONFLICT: dict[int | str, dict[str, Any]] = {
         "description": "The request does not fit the current state, or its key is in use",
     }
 }
-_MOST_CHANGE = 256
-"""Characters of a change of the policy that its audit row keeps."""
 _DECISIONS_SHOWN = 1000
 """Number of newest rows that the pages cover."""
 
@@ -218,7 +216,7 @@ async def set_policy(
     while `observe_lock` is true.
     Returns the document.
     """
-    request.state.change = json.dumps(changes, separators=(",", ":"))[:_MOST_CHANGE]
+    keep_for_audit(request, changes)
     tags = None if if_match is None else {tag.strip() for tag in if_match.split(",")}
     # `*` requires that the document exists, which it always does (RFC 9110, section 13.1.1).
     tags = None if tags == {"*"} else tags
@@ -258,6 +256,7 @@ def _needs_admin(changes: Mapping[str, Any], base: Mapping[str, Any] | None) -> 
 
 @router.post("/deployments/{deployment}/freeze", status_code=204, responses=_CONFLICT)
 async def freeze(
+    request: Request,
     operations: OperationsOf,
     caller: Caller,
     deployment: DeploymentPath,
@@ -265,6 +264,7 @@ async def freeze(
     idempotency_key: IdempotencyKey = None,
 ) -> None:
     """Start no new plan for some seconds; 0 ends the freeze. A running plan continues."""
+    keep_for_audit(request, body.model_dump())
     await operations.freeze(deployment, body.seconds, caller)
 
 

@@ -283,8 +283,7 @@ class AuditRowOut(ResponseBody):
     trace_id: str | None = None
     """The trace in `traceparent` and in the log; null in rows of older versions."""
     change: str | None = None
-    """The requested change of the policy, as JSON cut after 256 characters; null for other
-    requests and in rows of older versions."""
+    """What the request asked for, as JSON cut after 256 characters; null without a body."""
 
 
 class AuditPage(ResponseBody):

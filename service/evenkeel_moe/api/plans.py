@@ -3,7 +3,7 @@
 import hashlib
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Header, Request, Response
 
 from evenkeel_moe.api.auth import Role
 from evenkeel_moe.api.context import (
@@ -17,6 +17,7 @@ from evenkeel_moe.api.context import (
     PageSize,
     PageToken,
     PlanPath,
+    keep_for_audit,
     page_token_of,
     read_page_token,
 )
@@ -49,6 +50,7 @@ def _accepted(record: PlanRecord, response: Response) -> PlanOut:
     },
 )
 async def create_plan(
+    request: Request,
     operations: OperationsOf,
     caller: Caller,
     deployment: DeploymentPath,
@@ -67,9 +69,12 @@ async def create_plan(
     The same plan_id with the same body gives the same plan; with another body it gives 409
     `id_reused`.
     """
+    asked = body.model_dump(mode="json", exclude_unset=True, exclude={"target"})
+    # A target may have megabytes.
+    keep_for_audit(request, asked if body.target is None else {**asked, "target": "given"})
     status = (await operations.deployment(deployment)).status()
-    request = plan_request(body, body.plan_id or idempotency_key, status, caller)
-    record = await operations.create_plan(deployment, request)
+    wanted = plan_request(body, body.plan_id or idempotency_key, status, caller)
+    record = await operations.create_plan(deployment, wanted)
     if record.phase is PlanPhase.PROPOSED:
         response.status_code = 201
     return _accepted(record, response)
@@ -162,6 +167,7 @@ async def cancel_plan(
 
 @router.post("/deployments/{deployment}/rollback", status_code=202, responses=_CONFLICT)
 async def rollback(
+    request: Request,
     operations: OperationsOf,
     token: CallerToken,
     deployment: DeploymentPath,
@@ -185,6 +191,7 @@ async def rollback(
     first.
     """
     from_body = body if body is not None else RollbackIn()
+    keep_for_audit(request, from_body.model_dump(exclude_unset=True))
     epoch = None if from_body.to_epoch is None else Epoch(from_body.to_epoch)
     plan_id = from_body.plan_id
     if plan_id is None and idempotency_key is not None:

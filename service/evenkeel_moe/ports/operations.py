@@ -179,7 +179,7 @@ class AuditEntry:
     trace_id: str | None = None
     """Trace id of the request, 32 hex digits."""
     change: str | None = None
-    """The start of what a change of the policy asked for, as JSON; None for other requests."""
+    """The start of what the request asked for, as JSON; None if it has no content."""
 
 
 @dataclass(frozen=True, slots=True)

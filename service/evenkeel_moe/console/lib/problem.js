@@ -2,8 +2,8 @@
 
 /** Also a single controller loses its lease, if it is held up for longer than the lease lasts. */
 export const NO_LEASE =
-  "Neither this controller nor another replica holds the lease of this deployment. It is asked for" +
-  " about once a second.";
+  "Neither this controller nor another replica holds the lease of this deployment. It is asked" +
+  " for about once a second.";
 
 /** A request that failed: a problem of the API, or no answer at all. */
 export class RequestError extends Error {

@@ -1,6 +1,7 @@
 /** Policy and record: the policy, and who changed what. */
 
 import { useState } from "../vendor/hooks.js";
+import { auditWords } from "../lib/audit.js";
 import { formOf, labelOf, policyChanges } from "../lib/changes.js";
 import { bytes, count, duration, moment } from "../lib/format.js";
 import { allows } from "../lib/problem.js";
@@ -39,9 +40,7 @@ export function Record({ api, role, name, now, reload }) {
               { title: "Who", of: (row) => html`${row.by} <span class="hint">${row.role}</span>` },
               {
                 title: "Request",
-                of: (row) =>
-                  html`<code>${row.method} ${row.path.replace(`/v1/${path}`, "")}</code>
-                    ${row.change ? html` <code>${row.change}</code>` : ""}`,
+                of: (row) => html`<${Request} row=${row} base=${`/v1/${path}`} />`,
               },
               { title: "Outcome", of: (row) => html`<${Outcome} status=${row.status} />` },
               {
@@ -53,6 +52,11 @@ export function Record({ api, role, name, now, reload }) {
           />`}<//
       >
     <//>`;
+}
+
+function Request({ row, base }) {
+  const { words, request } = auditWords(row, base);
+  return html`${words}<span class="hint"><code>${request}</code></span>`;
 }
 
 function Outcome({ status }) {
