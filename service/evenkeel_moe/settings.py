@@ -39,8 +39,8 @@ class GrpcSettings:
     port: Port = 50051
     """0 uses a free port, which the log names."""
     advertise: str = ""
-    """host:port where ranks reach this replica; followers redirect ranks to it. Empty is the
-    address listened on, or the machine's name if that is every address. With several replicas a
+    """host:port where ranks reach this controller replica; followers redirect ranks to it. Empty is
+    the address listened on, or the machine's name if that is every address. With several replicas a
     wrong value redirects ranks in circles."""
     max_message_bytes: Annotated[int, Field(ge=1 << 16, lt=1 << 31)] = 64 << 20
     """Largest message accepted. A rank with a larger map or report cannot register or report."""
@@ -114,7 +114,7 @@ class RedisSettings:
     url: str = field(default="", repr=False)
     """redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel://, redis+cluster:// or
     rediss+cluster://. Empty starts an embedded server in the data folder: it keeps its data over
-    restarts, but replicas cannot share it."""
+    restarts, but controller replicas cannot share it."""
     password: str = field(default="", repr=False)
     """Overrides a password in the URL."""
     sentinel_username: str = ""
@@ -139,8 +139,8 @@ class WindowSettings:
     """The windows of past steps."""
 
     steps: Annotated[int, Field(ge=16)] = 512
-    """Complete steps kept for each deployment and phase, in memory and in the store. A step takes
-    layers x experts x 4 bytes of memory: 60 kB for 58 x 256."""
+    """Complete steps kept for each deployment and phase of serving, in memory and in the store. A
+    step takes layers x experts x 4 bytes of memory: 60 kB for 58 x 256."""
     plan_steps: Annotated[int, Field(ge=16)] = 256
     """Newest steps that a cycle uses. More take longer to plan; with few, plans follow noise."""
     ttl_s: Seconds = 86_400.0
@@ -217,7 +217,7 @@ class IngestSettings:
     report_interval_s: Seconds = 0.25
     """Time between reports of a rank; the window lags by about this."""
     stride: Count = 1
-    """Every n-th step is reported. Above 1 a window spans more time and may miss short phases."""
+    """Every n-th step is reported. Above 1 a window spans more time and may miss short changes."""
     max_pending_steps: Annotated[int, Field(ge=8)] = 512
     """Incomplete steps kept for each deployment; each takes layers x slots x 4 bytes once used. If
     a slow rank lags by more, steps are lost."""
@@ -236,19 +236,20 @@ class IngestSettings:
     """Largest number of deployments whose ranks were never all here, so that made-up names keep
     nobody out. One more replaces one of them that had no ranks for ten seconds, or is refused."""
     memory_bytes: Annotated[int, Field(ge=0)] = 0
-    """Memory for the deployments of this replica. The most that a deployment takes follows from the
-    shape its ranks declare; one that does not fit beside the others is refused. 0 is the limit of
-    the container, or the memory of the machine, without what the process and the planners need."""
+    """Memory for the deployments of this controller replica. The most that a deployment takes
+    follows from the shape its ranks declare; one that does not fit beside the others is refused. 0
+    is the limit of the container, or the memory of the machine, without what the process and the
+    planners need."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class LeaderSettings:
-    """The election of the leading replica."""
+    """The election of the leading controller replica."""
 
     replica_id: Annotated[str, Field(min_length=1)] = field(default_factory=socket.gethostname)
-    """Unique name of this replica. After a restart the same name gets its leases back."""
+    """Unique name of this controller replica. The same name gets its leases back at a restart."""
     replicas: Count = 1
-    """Number of replicas. More than one need an external store."""
+    """Number of controller replicas. More than one need an external store."""
     lease_s: Seconds = 4.0
     """Time after which a dead leader is replaced, and a leader that cannot renew stops."""
     renew_s: Seconds = 1.0
