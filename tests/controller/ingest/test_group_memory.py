@@ -92,19 +92,21 @@ def test_a_full_window_takes_no_more_than_said(side):
 def test_a_plan_takes_no_more_than_said(shape, steps, cost, dispatch):
     rng = np.random.default_rng(1)
     size = (shape.num_layers, shape.num_logical_experts)
+    load = rng.lognormal(3.0, 1.0, (steps, *size))
+    sources = rng.random((shape.num_ranks, *size))
     problem = PlacementProblem(
-        rng.lognormal(3.0, 1.0, (steps, *size)),
+        load,
         shape,
         Topology(tuple(rank // 8 for rank in range(shape.num_ranks))),
         current=Placement.initial(shape),
         objective=Objective(cost=cost, dispatch=dispatch),
-        source_load=rng.random((shape.num_ranks, *size)),
+        source_load=sources,
         max_evaluations=2_000,
     )
     plan_keel(replace(problem, max_evaluations=1))  # Compiles what it needs.
     tracemalloc.start()
     plan_keel(problem)
-    peak = tracemalloc.get_traced_memory()[1] + problem.load.nbytes + problem.source_load.nbytes
+    peak = tracemalloc.get_traced_memory()[1] + load.nbytes + sources.nbytes
     tracemalloc.stop()
     said = memory(shape, plan_steps=steps).plan
     assert 0.4 * said < peak <= said
