@@ -14,16 +14,18 @@ from tests.waiting import deadline
 
 BEGIN = 0.0
 OVER = BEGIN + 0.3
-"""The end of a lease that was taken at BEGIN."""
+"""The end of a lease that was taken or renewed at BEGIN."""
 DROPPED = OVER - 0.03
 """One renewal earlier."""
 
 
 async def test_a_lease_is_dropped_one_renewal_before_it_runs_out_and_not_earlier(rig):
     """R13: after that another replica may hold it before the next renewal has failed."""
-    rig.clock.still_at = BEGIN
+    rig.clock.still_at = BEGIN - 0.2
     keeper = rig.start("a")
     await keeper.decided(deadline(5))
+    rig.clock.still_at = BEGIN
+    await rig.after("renew_lease", 1)
     rig.down = True
     rig.clock.still_at = math.nextafter(DROPPED, 0)
     await rig.after("renew_lease", 3)
@@ -57,6 +59,20 @@ async def test_a_lease_that_is_over_when_the_records_are_loaded_is_led_by_alone(
     keeper.won = won
     assert await keeper._acquire() is (alone or loaded_at - BEGIN < keeper.lease_s)
     assert rig.happened == ([] if keeper.leading else [("lost", "a")])
+
+
+async def test_a_renewal_while_the_records_are_loaded_prolongs_the_lease(rig):
+    rig.clock.still_at = BEGIN - 0.2
+    keeper = rig.keeper("a")
+
+    async def won(lease):
+        rig.clock.still_at = BEGIN
+        await rig.after("renew_lease", 1)
+        rig.clock.still_at = math.nextafter(OVER, 0)
+
+    keeper.won = won
+    assert await keeper._acquire()
+    assert keeper.leading and rig.happened == []
 
 
 async def test_the_term_does_not_fall_with_a_store_that_lost_its_data(rig):
@@ -109,3 +125,6 @@ async def test_a_lease_that_the_machine_has_lost_is_dropped_without_telling_it(r
     await keeper.decided(deadline(5))
     keeper.drop("term 9 has taken over")
     assert not keeper.leading and rig.happened == [("won", "a", 1)]
+    asked, keeper.renew_s = rig.calls["renew_lease"], 1000.0
+    await keeper.decided(deadline(5))
+    assert rig.calls["renew_lease"] == asked, "a lease that was dropped is not renewed"

@@ -213,10 +213,10 @@ class LeaseKeeper:
                 async with asyncio.timeout(left):
                     held = await self._renew(replace(lease, lasting=self.lasting))
                 self.fault = None
-                if not held:
+                if held:
+                    self._held_since = asked_at
+                else:
                     self._lose("the store says another replica has it")
-                    break
-                self._held_since = asked_at
             except (Unavailable, TimeoutError) as error:
                 if self.lease is not lease:
                     break  # It was given up: no later answer would end a fault.
@@ -224,7 +224,6 @@ class LeaseKeeper:
                 self.fault = error if isinstance(error, Unavailable) else silent
                 if self.fault is silent or (not self.alone and self.clock.monotonic() >= gone_at):
                     self._lose(f"{self.fault}: it may have run out")
-                    break
 
     def _lose(self, why: str) -> None:
         _log.warning("lease_lost", deployment=self.deployment, why=why)
