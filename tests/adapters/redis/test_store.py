@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from redis.exceptions import ConnectionError
 
+from evenkeel_moe.adapters.redis import leases
 from evenkeel_moe.adapters.redis.client import connect, disconnect, eviction_policies
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
@@ -14,6 +18,7 @@ from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.ports.stores import Lease
 from tests.contracts.test_stores import (
     BASE,
     DEMO,
@@ -103,6 +108,89 @@ async def test_a_deployment_is_listed_for_as_long_as_it_is_led(valkey):
 
     await until(renewed_beyond_the_age, every_s=0.1)
     assert await store.deployments() == [DEMO]
+    await disconnect(client)
+
+
+async def test_a_led_deployment_is_listed_again_after_a_hundredth_of_the_age(valkey, monkeypatch):
+    client: Any = connect(valkey.url, timeout_s=2)
+    store = RedisDeploymentStore(client, record_age_s=100.0)
+    clock = SimpleNamespace(now=50.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(leases, "time", clock)
+    lease = await store.acquire_lease(DEMO, "a", 60, 0)
+    found = []
+    for clock.now in (50.0, 50.75, 51.0):
+        await store.unlist(DEMO)
+        assert await store.renew_lease(DEMO, lease, 60)
+        found.append(await store.deployments())
+    assert found == [[DEMO], [], [DEMO]]
+    await store.release_lease(DEMO, lease)
+    assert not store._listed_at, "nothing is kept of a deployment that this replica does not lead"
+    await disconnect(client)
+
+
+async def test_a_store_that_lost_its_data_lists_a_claimed_deployment_at_once(valkey):
+    client: Any = connect(valkey.url, timeout_s=2)
+    store = RedisDeploymentStore(client)
+    lease = await store.acquire_lease(DEMO, "a", 60, 0)
+    assert await store.renew_lease(DEMO, lease, 60)
+    await client.flushall()
+    lease = await store.acquire_lease(DEMO, "a", 60, 0, lasting=False)
+    assert await store.deployments() == []
+    assert await store.renew_lease(DEMO, dataclasses.replace(lease, lasting=True), 60)
+    assert await store.deployments() == [DEMO]
+    await disconnect(client)
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+async def test_a_renewal_prolongs_all_records_or_those_of_a_new_deployment(valkey, lasting):
+    client: Any = connect(valkey.url, timeout_s=2)
+    store = RedisDeploymentStore(client, record_age_s=2 * leases.NEW_AGE_S)
+    lease = await store.acquire_lease(DEMO, "a", 60, 0)
+    await store.store_document(DEMO, "policy", {}, 1)
+    await store.store_plan(make_record(), 1)
+    await store.store_epoch(DEMO, Epoch(1), BASE, 1)
+    records = [key for key in await client.keys("*{demo}*") if not key.endswith(b":lease")]
+    for key in records:
+        await client.pexpire(key, 1_000_000)
+    assert await store.renew_lease(DEMO, dataclasses.replace(lease, lasting=lasting), 60)
+    left = {key.decode().rpartition(":")[2]: await client.pttl(key) for key in records}
+    age_ms = 1000 * leases.NEW_AGE_S * (2 if lasting else 1)
+    prolonged = {name for name, ms in left.items() if 0.9 * age_ms < ms <= age_ms}
+    under_a_lease = {"term", "written", "documents"}
+    assert prolonged == (left.keys() if lasting else under_a_lease)
+    assert all(ms <= 1_000_000 for name, ms in left.items() if name not in prolonged)
+    assert left.keys() == under_a_lease | {"plans", "plan_order", "plans_open", "epochs"}
+    await disconnect(client)
+
+
+def test_an_age_is_at_least_one_millisecond():
+    assert [leases.milliseconds(s) for s in (0.0, 0.0004, 0.002, 60.0)] == [1, 1, 2, 60_000]
+
+
+async def test_leases_and_names_that_cannot_be_read_are_skipped_and_named(valkey):
+    client: Any = connect(valkey.url, timeout_s=2)
+    noted: list[tuple[str, str]] = []
+    store = RedisDeploymentStore(client, unreadable=lambda kind, key, _: noted.append((kind, key)))
+    await store.acquire_lease(DEMO, "a", 60, 0)
+    await client.zadd("evenkeel:seen", {b"\xff": 5e9, b"a b": 5e9})
+    assert await store.deployments() == [DEMO]
+    names = [r"evenkeel:seen b'\xff'", "evenkeel:seen b'a b'"]
+    assert noted == [("deployment", name) for name in names]
+    noted.clear()
+    lease = "evenkeel:{demo}:lease"
+    for fields, told in (
+        ({"holder": b"\xff", "term": 5}, [("lease", lease)]),
+        ({"holder": "a", "term": "soon"}, [("lease", lease)]),
+        ({"holder": "a"}, []),
+        ({"term": 5}, []),
+    ):
+        await client.delete(lease)
+        await client.hset(lease, mapping=fields)
+        assert await store.fetch_lease(DEMO) is None
+        assert noted == told
+        noted.clear()
+    await client.hset(lease, "holder", "a")
+    assert await store.fetch_lease(DEMO) == Lease("a", 5)
     await disconnect(client)
 
 
