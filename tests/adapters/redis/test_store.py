@@ -114,7 +114,8 @@ async def test_a_deployment_is_listed_for_as_long_as_it_is_led(valkey):
 async def test_a_led_deployment_is_listed_again_after_a_hundredth_of_the_age(valkey, monkeypatch):
     client: Any = connect(valkey.url, timeout_s=2)
     store = RedisDeploymentStore(client, record_age_s=100.0)
-    clock = SimpleNamespace(now=50.0, monotonic=lambda: clock.now)
+    clock = SimpleNamespace(now=50.0)
+    clock.monotonic = lambda: clock.now
     monkeypatch.setattr(leases, "time", clock)
     lease = await store.acquire_lease(DEMO, "a", 60, 0)
     found = []
