@@ -36,7 +36,7 @@ from tests.agent.ranks import (
     run_ranks,
     two_rank_placements,
 )
-from tests.waiting import deadline
+from tests.waiting import deadline, wait_until
 
 OLD, NEW = two_rank_placements()
 
@@ -64,6 +64,8 @@ def test_a_rank_says_that_it_stops_only_if_that_was_planned(planned):
         fleet.agents[0].close(planned=planned)
     said = [m for _, m in list(fleet.links[0].sent.queue) if isinstance(m, Heartbeat)]
     assert any(beat.stopping for beat in said) is planned
+    transfers = [agent._worker._thread for agent in fleet.agents]
+    wait_until(lambda: not any(thread.is_alive() for thread in transfers))
 
 
 def test_a_committed_wave_changes_every_rank_on_the_same_step():

@@ -80,6 +80,27 @@ def test_one_lock_is_held_whenever_the_gate_or_the_participant_is_used():
     assert unlocked == []
 
 
+def test_each_reload_has_a_permit_of_its_own():
+    """R4: a wave that a poll may still pass comes first, though an earlier reload was permitted."""
+    prepare = prepare_for(OLD, NEW)
+    with Fleet(OLD, steps=False) as fleet:
+        assert all(agent.request_reload().is_set() for agent in fleet.agents)
+        run_ranks(2, lambda rank: fleet.agents[rank].finish_reload(1))  # It was given up.
+        fleet.say(prepare)
+        assert all(link.expect(Vote).yes for link in fleet.links)
+        fleet.say(Commit(LEADER, prepare.wave))
+        parts = [agent._participant for agent in fleet.agents]
+        while not all(part.must_wait_for_poll() for part in parts):
+            for agent in fleet.agents:
+                agent.step_boundary()
+        permits = [agent.request_reload() for agent in fleet.agents]
+        assert not any(permit.is_set() for permit in permits)
+        for _ in range(3):
+            run_ranks(2, lambda rank: fleet.agents[rank].step_boundary())
+        assert all(permit.wait(deadline(20)) for permit in permits)
+        assert all(weights.holds(NEW) for weights in fleet.weights)
+
+
 class FailsOnce:
     """A backend whose reduction fails once."""
 

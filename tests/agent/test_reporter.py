@@ -1,6 +1,7 @@
 """Reports are kept until acknowledged, sent again after a reconnect, and never pile up."""
 
 import asyncio
+import threading
 
 import numpy as np
 
@@ -10,7 +11,8 @@ from evenkeel_moe.model.ids import DeploymentId, EpRank
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.wire.link import FlowControl
-from tests.agent.ranks import GENERATION
+from tests.agent.fleet import Fleet
+from tests.agent.ranks import GENERATION, two_rank_placements
 from tests.waiting import deadline
 
 FLOW = FlowControl(report_interval_s=60.0, max_steps_per_report=2)
@@ -143,3 +145,29 @@ async def test_a_cancellation_that_comes_with_the_wake_is_not_lost():
         task.cancel()
         await asyncio.wait([task], timeout=deadline(5))
         assert task.cancelled(), turns
+
+
+def test_without_a_stream_an_agent_keeps_its_newest_steps_and_counts_those_it_drops():
+    def make(fleet, rank):
+        return fleet.config(rank, ring_steps=2)
+
+    with Fleet(two_rank_placements()[0], make_config=make, steps=False) as fleet:
+        agent, link, over = fleet.agents[0], fleet.links[0], threading.Event()
+
+        def record(step):
+            counts = np.ones((2, 3), np.int64)
+            agent.record(step, counts, epoch=0, tokens=1, phase=Phase.DECODE)
+
+        fleet.register()
+        record(0)
+        assert link.expect(LoadReport).steps["step"].tolist() == [0]
+        agent._network._loop.call_soon_threadsafe(link.listener.lost, 1)
+        agent._network._loop.call_soon_threadsafe(over.set)
+        assert over.wait(deadline(20))
+        for step in range(1, 6):
+            record(step)
+        agent._network.reporter.report()
+        assert link.nothing(LoadReport) and agent.dropped_steps == 3
+        fleet.register()
+        newest = link.expect(LoadReport, lambda report: 0 not in report.steps["step"])
+        assert newest.steps["step"].tolist() == [4, 5]

@@ -168,5 +168,16 @@ def test_a_reload_registers_the_probes_again():
 
 def test_a_probe_on_one_rank_alone_is_refused_at_the_start():
     """Registering is collective: the other rank would not come."""
-    with pytest.raises(PeerViolation, match="probe"):
-        Scaled(OLD, probing=(0,))
+    said = {}
+
+    class Refused(Scaled):
+        def _make(self, rank):
+            try:
+                return super()._make(rank)
+            except PeerViolation as error:
+                said[rank] = str(error).partition(" on their ")[2]
+                raise
+
+    with pytest.raises(PeerViolation):
+        Refused(OLD, probing=(0,))
+    assert said == {0: "probe; this rank has True", 1: "probe; this rank has False"}
