@@ -55,7 +55,7 @@ class _Flight:
     tag: int
     """Tag of the next chunk."""
     works: list[Work] = field(default_factory=list)
-    """Operations of the chunk posted last; empty when the batch is done or needs none here."""
+    """Operations in flight. Gloo would wait for one that has ended until the timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,32 +239,29 @@ class TorchWeightTransport:
         self._post(flight)
         return flight
 
-    def _post(self, flight: _Flight) -> bool:
-        """Post the next chunk of a batch; return False if none is left."""
+    def _post(self, flight: _Flight) -> None:
+        """Post the next chunk of a batch, if one is left."""
         communicator = self._communicator
         if communicator is None:
             raise RuntimeError("the communicator is down")
         operations = next(flight.chunks, None)
-        flight.works = []
-        if operations is None:
-            return False
-        flight.works = communicator.start_exchange(operations, flight.tag % 2**31)
-        flight.tag += 1
-        return True
+        if operations is not None:
+            flight.works = communicator.start_exchange(operations, flight.tag % 2**31)
+            flight.tag += 1
 
     def _end(self, flights: Sequence[_Flight], deadline: float) -> StageOutcome | None:
         """Finish the oldest batch in flight; return None, or the failure that ends staging."""
         flight = flights[0]
         try:
-            posted = bool(flight.works)
-            while posted:
-                for work in flight.works:
-                    left = deadline - self._now()
-                    if left <= 0:
-                        detail = f"batch {flight.index}: past its deadline"
-                        return self._give_up(flights, Reason.TRANSFER_TIMEOUT, detail)
-                    work.wait(timedelta(seconds=left))
-                posted = self._post(flight)
+            while flight.works:
+                left = deadline - self._now()
+                if left <= 0:
+                    detail = f"batch {flight.index}: past its deadline"
+                    return self._give_up(flights, Reason.TRANSFER_TIMEOUT, detail)
+                flight.works[0].wait(timedelta(seconds=left))
+                del flight.works[0]
+                if not flight.works:
+                    self._post(flight)
             if not wait_for_device(self._device, deadline):
                 detail = f"batch {flight.index}: past its deadline on the device"
                 return self._give_up(flights, Reason.TRANSFER_TIMEOUT, detail)
@@ -290,8 +287,6 @@ class TorchWeightTransport:
         pending: list[Operation] = []
         for transfer in batch:
             source, target = self._rank_of(transfer.src_slot), self._rank_of(transfer.dst_slot)
-            if self._rank not in (source, target):
-                continue
             here: Sequence[Tensor] = ()
             if source == self._rank:
                 here = self._tensors_of(transfer.layer, self._local(transfer.src_slot))
