@@ -14,7 +14,7 @@ import torch
 from evenkeel_moe.adapters.threads import SYSTEM_THREADS
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.placement import EMPTY, Placement
 from tests.agent.ranks import (
     CPU,
     EXPERT_BYTES,
@@ -141,6 +141,42 @@ def test_every_tensor_arrives_in_staging_and_slots_stay_untouched(kind):
         staged_bytes_are_right(transport, prepare, rank, old.slots_per_rank)
         assert weights.holds(old)
         assert heard[-1][0] == heard[-1][1] == EXPERT_BYTES * len(transport.staged)
+        transport.abort()
+
+    seam.run(2, rank_work)
+
+
+def test_an_expert_is_copied_between_slots_of_one_rank(kind):
+    old = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]], np.int32), 2, 4)
+    new = Placement(np.array([[0, 1, 1, 2, 3, EMPTY]], np.int32), 2, 4)
+    seam, prepare = kind(2), prepare_for(old, new)
+
+    def rank_work(rank):
+        transport = seam.make(rank, old, ToyWeights(old, rank))
+        transport.rebuild(0)
+        assert transport.stage(prepare, seam.threads.event(), ignore).ok
+        staged_bytes_are_right(transport, prepare, rank, old.slots_per_rank)
+        transport.abort()
+        return len(transport.staged)
+
+    assert seam.run(2, rank_work) == [1, 0]
+
+
+def test_a_wave_takes_the_place_of_what_was_staged_before(kind):
+    """R11: a swap copies all that is staged."""
+    old, new = two_rank_placements()
+    seam = kind(2)
+
+    def rank_work(rank):
+        transport = seam.make(rank, old, ToyWeights(old, rank))
+        assert transport.broken and transport.serial == -1
+        transport.rebuild(0)
+        for layer in range(2):
+            part = old.with_rows((layer,), new.phy2log[[layer]])
+            prepare = prepare_for(old, part, index=layer)
+            assert transport.stage(prepare, seam.threads.event(), ignore).ok
+            assert {staged for staged, _ in transport.staged} == {layer}
+            staged_bytes_are_right(transport, prepare, rank, old.slots_per_rank)
         transport.abort()
 
     seam.run(2, rank_work)

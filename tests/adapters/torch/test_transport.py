@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,6 +192,43 @@ def test_a_communicator_that_connects_after_the_abort_is_aborted_too():
     made.clear()
     transport.rebuild(2)
     assert not transport.broken, "the next attempt is not affected"
+    transport.abort()
+
+
+class Interrupted:
+    """A lock; `before` runs once, before the lock is taken."""
+
+    def __init__(self, lock):
+        self.lock, self.before = lock, lambda: None
+
+    def __enter__(self):
+        before, self.before = self.before, lambda: None
+        before()
+        self.lock.__enter__()
+
+    def __exit__(self, *error):
+        self.lock.__exit__(*error)
+
+
+def test_an_abort_that_comes_as_the_connection_is_made_is_not_lost():
+    """R10: the group may have agreed on another communicator meanwhile."""
+    group, made = Group(1), []
+
+    def connect(serial):
+        made.append(group.connect(0, f"transfer-{serial}"))
+        transport._lock.before = transport.abort if serial == 1 else lambda: None
+        return made[-1]
+
+    transport: Any = transport_of(connect)
+    transport._lock = Interrupted(transport._lock)
+    with pytest.raises(Unavailable, match="transfer communicator 1 was aborted at once") as caught:
+        transport.rebuild(1)
+    assert caught.value.reason is Reason.TRANSFER_FAILED
+    assert transport.broken and made[0]._backend is None
+    transport.rebuild(2)
+    transport.rebuild(3)
+    assert not transport.broken
+    assert [communicator._backend is None for communicator in made] == [True, True, False]
     transport.abort()
 
 
