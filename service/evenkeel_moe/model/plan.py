@@ -66,14 +66,16 @@ class WaveKey:
 
     @property
     def fingerprint(self) -> int:
-        """62-bit hash, h in the gate vector; never 0."""
-        text = (
+        """62-bit hash; never 0."""
+        return hash_of(
             f"{self.generation}/{self.plan_id}/{self.wave_index}/{self.weights_version}"
             f"/{self.base_epoch}"
         )
-        return (
-            int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
-        ) | 1
+
+
+def hash_of(text: str) -> int:
+    """Return a 62-bit hash, which fits a signed word; never 0."""
+    return (int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2) | 1
 
 
 class PlanKind(StrEnum):

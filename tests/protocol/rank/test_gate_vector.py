@@ -5,6 +5,7 @@ import pytest
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch
+from evenkeel_moe.model.plan import hash_of
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.messages import ParticipantState as State
 from evenkeel_moe.protocol.rank.gate import Gate, PollResolved
@@ -12,9 +13,11 @@ from tests.protocol.machines import (
     LEADER,
     from_controller,
     key_of,
+    next_digest,
     participant_in,
     participant_of,
     prepare_of,
+    wave_of,
 )
 
 KEY = key_of()
@@ -38,12 +41,31 @@ def number_of(gate):
 
 
 def test_a_vector_has_the_rebuild_the_digest_and_what_each_participant_says():
-    gate = gate_of(participant_in(State.ARMED))
-    number = number_of(gate)
-    assert poll(gate) == [0, number, -number, 1, -1, KEY.fingerprint, -KEY.fingerprint, 0]
+    rank = participant_in(State.ARMED)
+    gate = gate_of(rank)
+    number, h = number_of(gate), hash_of(f"{KEY.fingerprint}/{next_digest(rank)}")
+    assert poll(gate) == [0, number, -number, 1, -1, h, -h, 0]
     asks = gate_of(participant_in(State.PREPARED))
     asks.request_rebuild(4)
     assert poll(asks, now=99.0) == [-5, number, -number, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [prepare_of(key=key_of("q")), prepare_of(wave_of(dst=3))],
+    ids=["another wave", "another map under the same key"],
+)
+def test_ranks_that_are_armed_for_different_waves_or_maps_do_not_pass(other):
+    vectors = []
+    for prepare in (prepare_of(), other):
+        rank = participant_of()
+        rank.handle(from_controller(prepare), 0.0)
+        rank.handle(msg.StagingFinished(prepare.wave), 0.0)
+        rank.handle(from_controller(msg.Commit(LEADER, prepare.wave)), 0.0)
+        assert rank.state is State.ARMED
+        vectors.append(poll(gate_of(rank)))
+    minima = np.minimum(*np.array(vectors))[3:].tolist()
+    assert gate_of(participant_of()).verdict(minima) == msg.PollNotPassed()
 
 
 def test_a_participant_that_fails_in_the_snapshot_is_not_armed_and_drops_nothing(monkeypatch):

@@ -63,7 +63,7 @@ class Participant(RankDeployment):
 
     def snapshot(self, now: float) -> PollView:
         """Return the view for the poll that begins now; only one poll may be in flight."""
-        armed = self.wave if self.state is ParticipantState.ARMED else None
+        armed = self.held if self.state is ParticipantState.ARMED else None
         self.poll = PollView(
             armed_epoch=self.epoch + 1 if armed is not None else 0,
             fingerprint=armed.fingerprint if armed is not None else 0,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import WaveKey
+from evenkeel_moe.model.plan import WaveKey, hash_of
 from evenkeel_moe.protocol.messages import Prepare, Vote, WaveOutcome
 
 _MAX_ENDED = 1024
@@ -17,7 +17,7 @@ class PollView(NamedTuple):
     armed_epoch: int
     """The epoch after the held wave if the rank is armed, else 0."""
     fingerprint: int
-    """The entry `h` of the held wave if the rank is armed, else 0."""
+    """`HeldWave.fingerprint` if the rank is armed, else 0."""
     want_drop: bool
     """True if the rank is not armed and heard no leader for `drop_after_s`."""
     wave: WaveKey | None
@@ -42,6 +42,14 @@ class HeldWave:
     """None until an Abort arrives."""
     outcome: WaveOutcome = WaveOutcome.DROPPED
     """The outcome if the wave does not swap."""
+
+    @property
+    def fingerprint(self) -> int:
+        """62-bit hash of the wave's key and the map after it, h in the gate's vector; never 0.
+
+        Ranks that were sent different rows under one key must not swap together.
+        """
+        return hash_of(f"{self.prepare.wave.fingerprint}/{self.placement.digest}")
 
 
 class EndedWaves:
