@@ -83,8 +83,8 @@ async def test_large_messages_are_decoded_one_at_a_time_and_small_ones_meanwhile
             await asyncio.to_thread(lambda: None)
             assert len(begun) == 1, "a second large message was decoded beside the first"
             async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as other:
-                messages = map(encode_rank_message, (HELLO, Heartbeat(7, 1, 2)))
-                assert await ask(other, *messages) == ReportAck(7)
+                beat = encode_rank_message(Heartbeat(7, 1, 2))
+                assert await ask(other, encode_rank_message(HELLO), beat) == ReportAck(7)
             assert hub.states == 0
         finally:
             first_may_end.set()
