@@ -91,7 +91,7 @@ def _processes() -> list[Any]:
         ),
         line_panel(
             "Streams of ranks",
-            "Open on each controller. Ranks connect to the replica that leads their deployment.",
+            "Open on each controller. Ranks connect to the one that leads their deployment.",
             [(f"evenkeel_grpc_streams{_ALL}", "{{instance}}")],
             span=8,
         ),

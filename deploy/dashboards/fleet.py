@@ -50,12 +50,12 @@ def _numbers() -> list[stat.Panel]:
     return [
         number_panel(
             "Deployments led",
-            "Deployments that a replica leads.",
+            "Deployments that a controller replica leads.",
             f"sum(max by ({BY}) (evenkeel_leading{{{ONE}}}))",
         ),
         number_panel(
             "Without a leader",
-            "Deployments that replicas know but none leads.",
+            "Deployments that controller replicas know but none leads.",
             f"count(max by ({BY}) (evenkeel_leading{{{ONE}}}))"
             f" - sum(max by ({BY}) (evenkeel_leading{{{ONE}}}))",
             colors=bad_above_zero,

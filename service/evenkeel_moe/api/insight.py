@@ -171,7 +171,7 @@ async def list_audit(
 async def list_replica_audit(
     operations: OperationsOf, page_size: PageSize = 100, page_token: PageToken = None
 ) -> AuditPage:
-    """List the requests for changes that this replica received since it started, newest first."""
+    """List the changes asked of this controller replica since it started, newest first."""
     return await _audit_page(operations, None, page_size, page_token)
 
 

@@ -253,7 +253,7 @@ class QuarantineRowOut(ResponseBody):
 
     reason: str
     rank_steps: int
-    """Number of (rank, step) pairs since this replica led the deployment or a reset."""
+    """Number of (rank, step) pairs since this controller replica led the deployment or a reset."""
     samples: list[QuarantineSampleOut]
     """The newest few, newest last."""
 

@@ -36,7 +36,7 @@ class ProblemOut(ResponseBody):
     reason: str | None = None
     """One of the closed list of reasons."""
     leader: str | None = None
-    """With `not_leader`: id of the replica that leads; null while no replica leads."""
+    """With `not_leader`: id of the controller replica that leads; null while none leads."""
     leader_address: str | None = None
     """host:port where ranks reach the leader; null if unknown."""
 
@@ -153,7 +153,7 @@ class PlanSummary(ResponseBody):
 class DeploymentOut(ResponseBody):
     """One deployment; null means unknown, never zero.
 
-    In a list, a deployment that another replica leads has only its name and its leader.
+    In a list, a deployment that another controller replica leads has only its name and its leader.
     """
 
     deployment: str
@@ -162,7 +162,7 @@ class DeploymentOut(ResponseBody):
     mode: str | None
     policy: str | None
     leader: TextOrNull
-    """Id of the replica that leads; null while no replica leads."""
+    """Id of the controller replica that leads; null while none leads."""
     leader_address: str | None
     """host:port where ranks reach the leader."""
     term: int | None

@@ -62,7 +62,7 @@ class DeploymentGauges:
     group_steps: int | None = None
     """Steps that the group has run in this generation, dummy steps included."""
     live_replicas: tuple[int, int, int] | None = None
-    """Number of (layer, expert) pairs with a copy on no, one, and more than one live rank."""
+    """Number of (layer, expert) pairs with a replica on no, one, and more than one live rank."""
     down_to_one: int | None = None
     """Number of (layer, expert) pairs that are placed on several ranks of which one is alive."""
     redundant: tuple[int, float, int] | None = None
@@ -169,7 +169,7 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
         " absent.",
     },
     ("live_replicas",): {
-        "evenkeel_experts": "Experts of all layers by how many live ranks hold a copy.",
+        "evenkeel_experts": "Experts of all layers by how many live ranks hold a replica.",
     },
     ("statistic",): {
         "evenkeel_redundant_replicas_per_layer": "Filled slots of a layer beyond one for each"

@@ -67,7 +67,7 @@ _COUNTERS = (
     (
         "evenkeel_deployment_failures_total",
         (),
-        "Errors that ended a deployment on this replica; it starts again after a pause.",
+        "Errors that ended a deployment on this controller replica; it starts again after a pause.",
     ),
     (
         "evenkeel_ranks_displaced_total",
@@ -80,7 +80,7 @@ _REPLICA_COUNTERS = (
     (
         "evenkeel_store_unreadable_records_total",
         ("kind",),
-        "Stored records that this replica skipped because it could not read them.",
+        "Stored records that this controller replica skipped because it could not read them.",
     ),
     (
         "evenkeel_deployments_refused_total",
@@ -171,12 +171,12 @@ class ControllerMetrics(Collector):
         )
         self._streams = Gauge(
             "evenkeel_grpc_streams",
-            "Streams of ranks that are open on this replica.",
+            "Streams of ranks that are open on this controller replica.",
             registry=registry,
         )
         self._certificates = Gauge(
             "evenkeel_certificate_expiry_timestamp_seconds",
-            "When a certificate of this replica ends: grpc, grpc_client_ca or rest.",
+            "When a certificate of this controller replica ends: grpc, grpc_client_ca or rest.",
             ["kind"],
             registry=registry,
         )
@@ -330,7 +330,7 @@ class ControllerMetrics(Collector):
         """Yield the gauges; the registry calls it at each scrape."""
         leading = GaugeMetricFamily(
             "evenkeel_leading",
-            "1 on the replica that leads a deployment, 0 on others that know it.",
+            "1 on the controller replica that leads a deployment, 0 on others that know it.",
             labels=["deployment"],
         )
         for name, leads in list(self._leading.items()):
