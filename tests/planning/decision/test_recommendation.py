@@ -67,7 +67,9 @@ def test_the_words_carry_the_arithmetic():
 @pytest.mark.parametrize("copy_cost", [3.7, 5.3, 31.0, 57.0, 121.0])
 def test_the_figures_of_a_net_gain_add_up_as_they_are_printed(copy_cost):
     words = " ".join(ask(skewed(60), objective=Objective(copy_cost=copy_cost)).words)
-    gain, price, net = re.search(r"Net gain (\S+)% - (\S+)% = (\S+)%: ", words).groups()
+    found = re.search(r"Net gain (\S+)% - (\S+)% = (\S+)%: ", words)
+    assert found is not None
+    gain, price, net = found.groups()
     assert float(price) > 0
     assert round(float(gain) - float(price) - float(net), 9) == 0
 
