@@ -61,6 +61,7 @@ NOT_APPLICABLE = {
     "R2": "the store never loses its term",
     "R2b": "it takes a leader that stops between a write and its messages",
     "R9b": "all ranks have the same K",
+    "R5b": "no leader sends ranks different Prepares of one wave",
     "R9c": "no agent fails",
     "R11": "no slots are pooled",
     "R13": "it takes three leaders around a wave, in a world too large to be exhausted",

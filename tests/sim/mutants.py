@@ -94,6 +94,16 @@ class CommitSwaps(Participant):
         return [Swap(commit.wave, Epoch(self.epoch + 1))]
 
 
+class PollsWithItsKeyAlone(Participant):
+    def snapshot(self, now):
+        view = super().snapshot(now)
+        if view.fingerprint:
+            assert view.wave is not None
+            self.poll = view._replace(fingerprint=view.wave.fingerprint)
+            return self.poll
+        return view
+
+
 class DropsAlone(Participant):
     def handle(self, event, now):
         held = self.state in (ParticipantState.PREPARED, ParticipantState.ARMED)
@@ -235,6 +245,7 @@ MUTANTS = (
     Mutant("R3c", "R3", "tells an epoch before it is saved", Kit(barrier=TellsBeforeSaved)),
     Mutant("R4", "R4", "reloads under a poll in flight", Kit(participant=ReloadsUnderPoll)),
     Mutant("R5", "R5", "Commit swaps", Kit(participant=CommitSwaps)),
+    Mutant("R5b", "R5", "polls with the wave's key alone", Kit(participant=PollsWithItsKeyAlone)),
     Mutant("R6", "R6", "a rank drops alone", Kit(participant=DropsAlone)),
     Mutant("R7", "R7", "answers Abort under a poll in flight", Kit(participant=AbortsUnderPoll)),
     Mutant("R7b", "R7", "calls itself drained at once", Kit(participant=CallsItselfDrained)),

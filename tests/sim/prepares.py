@@ -1,4 +1,4 @@
-"""Prepares that are wrong in themselves, and a slow, simple check that finds them (R17)."""
+"""Prepares that are wrong in themselves or for one rank alone, and a slow, simple check (R17)."""
 
 import dataclasses
 
@@ -51,6 +51,24 @@ def spoiled(rng, prepare: Prepare) -> Prepare:
     kept = tuple(tuple(each) for each in batches if each)
     body = dataclasses.replace(body, batches=kept)
     return dataclasses.replace(prepare, body=body, checksums=tuple(checksums))
+
+
+def for_one_rank(rng, prepare: Prepare) -> Prepare:
+    """Return another right Prepare of the same wave, after which a layer has one replica less.
+
+    A faulty leader may send it to one rank and the other one to the rest (R5).
+    """
+    body, rows = prepare.body, prepare.body.rows.copy()
+    written = {(t.layer, t.dst_slot) for t in body.transfers}
+    spare = [
+        (index, slot)
+        for index, layer in enumerate(body.layers)
+        for slot, expert in enumerate(rows[index].tolist())
+        if expert >= 0 and (rows[index] == expert).sum() > 1 and (layer, slot) not in written
+    ]
+    if spare:
+        rows[rng.choice(spare)] = -1
+    return dataclasses.replace(prepare, body=dataclasses.replace(body, rows=rows))
 
 
 def without_replica(rng, body):

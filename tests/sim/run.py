@@ -51,7 +51,9 @@ class FleetWorld(World):
         self.slow_saves = 0.02
         """The longest time in which a rank saves its placement."""
         self.wrong_prepares = 0.0
-        """Probability that a leader sends a wave's Prepare with a flaw."""
+        """Probability that a leader sends a wrong Prepare of a wave."""
+        self.prepares_differ = 0.3
+        """Of these, the share where one rank gets another right Prepare than the others."""
         self.copy_s = (0.01, 0.05)
         """The shortest and longest time of a copy without a fault."""
         self.prompt_failures = 0.5

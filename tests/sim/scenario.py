@@ -252,7 +252,7 @@ class Script:
 
     def spoil_prepare(self):
         world = self.world
-        world.wrong_prepares = 1.0
+        world.wrong_prepares, world.prepares_differ = 1.0, 0.0
         world.when("rank sends Vote", lambda _context: setattr(world, "wrong_prepares", 0.0))
 
     def lose_write(self, kind: str):

@@ -9,7 +9,7 @@ from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from tests.sim.checks import WAVE_REFUSED
-from tests.sim.prepares import problem_of, spoiled
+from tests.sim.prepares import for_one_rank, problem_of, spoiled
 from tests.sim.store import StoreDown
 
 LEASE_S = 2.0
@@ -73,7 +73,7 @@ class Seat:
         self.waves: set = set()
         """Waves begun under this term."""
         self.spoiled: dict = {}
-        """Wave -> its Prepare with a flaw, sent in place of the right one."""
+        """Wave -> a Prepare that replaces the right one, and for which ranks (None: all)."""
 
     # --- lease ------------------------------------------------------------------------------------
 
@@ -186,7 +186,10 @@ class Seat:
                     )
 
     def check_prepare(self, prepare) -> None:
-        """Check a Prepare by itself (R17); some seeds spoil it afterwards, for all ranks alike."""
+        """Check a Prepare by itself (R17); some seeds spoil it afterwards.
+
+        Either it has the same flaw for all ranks, or one rank gets another right one.
+        """
         world = self.world
         before = world.checks.truth.get(
             (self.deployment, prepare.wave.generation, prepare.base_epoch)
@@ -195,7 +198,11 @@ class Seat:
         if problem:
             world.checks.fail(WAVE_REFUSED, f"{prepare.wave} begins: {problem}")
         if not world.calm and world.rng.random() < world.wrong_prepares:
-            self.spoiled[prepare.wave] = spoiled(world.rng, prepare)
+            if world.rng.random() < world.prepares_differ:
+                ranks = {world.rng.randrange(before.num_ranks)} if before is not None else set()
+                self.spoiled[prepare.wave] = for_one_rank(world.rng, prepare), ranks
+            else:
+                self.spoiled[prepare.wave] = spoiled(world.rng, prepare), None
 
     def carry(self, actions) -> None:
         """Carry out writes, then sends; after a failed write only questions are sent."""
@@ -257,8 +264,10 @@ class Seat:
     def send(self, action) -> None:
         stream, message = self.streams.get(action.stream), action.message
         kind = type(message).__name__
-        if isinstance(message, Prepare):
-            message = self.spoiled.get(message.wave, message)
+        if isinstance(message, Prepare) and stream is not None:
+            other, ranks = self.spoiled.get(message.wave, (message, None))
+            if ranks is None or stream.rank.rank in ranks:
+                message = other
         self.world.moment(f"controller sends {kind}", replica=self.replica, seat=self)
         if stream is not None and self.replica.alive:
             self.world.network.to_rank(stream, message)
@@ -277,7 +286,7 @@ class Seat:
                 self.leader = None
                 self.try_at = self.replica.now + 0.05
                 self.close_streams()
-                if world.rng.random() < 0.3:
+                if world.rng.random() < world.prepares_differ:
                     self.feed(ctl.LeaseLost())  # a renewal that was under way failed, of course
             case ctl.RunCycle():
                 world.moment("controller plans", replica=self.replica, seat=self)

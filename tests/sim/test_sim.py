@@ -24,6 +24,7 @@ CATCHING_SEEDS = {
     "R3c": 1,
     "R4": 168,
     "R5": 1,
+    "R5b": 28,
     "R6": 142,
     "R7": 96,
     "R7b": 4,
@@ -40,7 +41,7 @@ CATCHING_SEEDS = {
     "R16": 40,
     "R17": 118,
     "R17b": 305,
-    "R17c": 28,
+    "R17c": 18,
 }
 """A seed that catches each mutant. If the simulation has changed, the test searches for another."""
 
