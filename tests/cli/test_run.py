@@ -1,6 +1,10 @@
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -75,6 +79,25 @@ def test_a_fleet_says_what_it_starts_and_what_its_checks_found(tmp_path):
         "the ranks ended after 3 steps and 0 restarts: all 2 checks of weights and outputs passed",
     ]
     assert (tmp_path / "rank-1.log").exists()
+
+
+@pytest.mark.integration
+def test_a_fleet_on_a_terminal_shows_the_step(tmp_path, monkeypatch):
+    main, terminal = pty.openpty()
+    command = [sys.executable, "-m", "evenkeel_moe", "fleet", "--ranks", "2", "--steps", "60"]
+    options = ["--step-s", "0.05", "--controller", "127.0.0.1:9", "--run-folder", tmp_path]
+    monkeypatch.setenv("TERM", "xterm")
+    with subprocess.Popen([*command, *options], stderr=terminal) as fleet:
+        os.close(terminal)
+        shown = b""
+        with suppress(OSError):  # Linux says EIO at the end.
+            while part := os.read(main, 65536):
+                shown += part
+        assert fleet.wait(deadline(60)) == 0, shown
+    os.close(main)
+    found = re.findall(rb"step (\d+) of 60 served", shown)
+    assert b"ranks are starting: they load torch and connect to each other" in shown
+    assert found and all(int(step) < 60 for step in found)
 
 
 def test_a_fleet_that_failed_says_how():

@@ -86,6 +86,20 @@ def tell(answer: Any, as_json: bool, words: str) -> None:
 
 
 @contextmanager
+def status_line() -> Iterator[Callable[[str], None] | None]:
+    """Yield a function that shows a text in one line on stderr; None if it is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    # Imported here because other commands should not wait for it.
+    from rich.status import Status
+    from rich.text import Text
+
+    with Status("", console=stderr_console()) as status:
+        yield lambda words: status.update(Text(words))
+
+
+@contextmanager
 def work_bars() -> Iterator[tuple[Any, Any]]:
     """Draw progress bars on stderr if it is a terminal; yield (on_work, on_replan) to update them.
 

@@ -125,6 +125,11 @@ def compare_command(
     names = compared.names()
     policies = replay_policies(names, planning)
     planners = choose_planners(names, baselines=compared.baselines, policies=policies)
+    typer.echo(
+        f"comparing {', '.join(planners)} on {recorded.num_steps} steps of {recorded.name}; this"
+        " may take minutes, above all the first time, when kernels are compiled",
+        err=True,
+    )
     print_notes(origin_notes(recorded, setup, planners))
     with work_bars() as (on_work, on_replan):
         comparison = compare(

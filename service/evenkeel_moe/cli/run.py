@@ -8,7 +8,7 @@ import typer
 
 from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.config import ConfigOption
-from evenkeel_moe.cli.console import plain_console
+from evenkeel_moe.cli.console import plain_console, status_line
 from evenkeel_moe.cli.options import with_option_groups
 
 
@@ -117,7 +117,19 @@ def fleet(
         f" {', '.join(config.controllers)}; logs are {run_folder}/rank-*.log",
         err=True,
     )
-    report = run_fleet(config, lambda words: typer.echo(words, err=True))
+    of = f" of {steps}" if steps else ""
+    with status_line() as show_words:
+
+        def progress(step: int | None) -> None:
+            assert show_words is not None
+            started = "ranks are starting: they load torch and connect to each other"
+            show_words(started if step is None else f"step {step:,}{of} served")
+
+        report = run_fleet(
+            config,
+            lambda words: typer.echo(words, err=True),
+            None if show_words is None else progress,
+        )
     for problem in report.problems:
         typer.echo(f"found {problem}", err=True)
     typer.echo(report.words, err=True)

@@ -46,6 +46,31 @@ class LineWriter:
             self._file.close()
 
 
+_TAIL_BYTES = 16_384
+"""More than the longest line of a rank, which names each rank a few times."""
+
+
+def newest_step(path: Path) -> int | None:
+    """Return the step of the last `step` line near the end of a file; None without one.
+
+    It reads the end of the file alone, so that a long run may be asked again and again.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue  # The first line may be cut off by the seek, the last one by its writer.
+        if isinstance(found, dict) and found.get("kind") == "step":
+            return int(found["step"])
+    return None
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file, if it exists, without a line that a crash cut off."""
     if not path.is_file():

@@ -26,9 +26,10 @@ from typing import Any
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
-from evenkeel_moe.engines.reference.lines import LineWriter, read_lines
+from evenkeel_moe.engines.reference.lines import LineWriter, newest_step, read_lines
 
 _POLL_S = 0.05
+_POLLS_PER_PROGRESS = 20
 _FINAL = frozenset({ExitCode.FINISHED, ExitCode.CHECK_FAILED})
 """Exit codes after which the group is not restarted."""
 _FINDINGS = ("epoch_mismatch", "check_failed")
@@ -252,12 +253,17 @@ def died_words(codes: Sequence[int | None]) -> str:
     )
 
 
-def run_fleet(config: RankConfig, tell: Callable[[str], None] | None = None) -> FleetReport:
+def run_fleet(
+    config: RankConfig,
+    tell: Callable[[str], None] | None = None,
+    progress: Callable[[int | None], None] | None = None,
+) -> FleetReport:
     """Run the ranks to their end; on the main thread, SIGINT and SIGTERM stop them cleanly.
 
     Args:
         config: as in `Supervisor`.
         tell: as in `Supervisor`.
+        progress: takes about once a second the newest step of rank 0; None before the first.
     """
     supervisor = Supervisor(config, tell=tell)
 
@@ -269,7 +275,11 @@ def run_fleet(config: RankConfig, tell: Callable[[str], None] | None = None) -> 
     previous = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         supervisor.start()
+        polls = 0
         while (report := supervisor.poll()) is None:
+            if progress is not None and polls % _POLLS_PER_PROGRESS == 0:
+                progress(newest_step(supervisor.folder / "rank-0.jsonl"))
+            polls += 1
             time.sleep(_POLL_S)
         return report
     finally:
