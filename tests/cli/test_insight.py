@@ -2,10 +2,11 @@ import re
 
 import pytest
 
+from evenkeel_moe.cli.audit_words import request_words
 from evenkeel_moe.cli.heat import heat_map
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
-from tests.api.fakes import SHAPE, FakeView, make_status, make_window
+from tests.api.fakes import SHAPE, FakeView, make_plan, make_status, make_window
 
 
 def answer(rows, **changes):
@@ -90,9 +91,49 @@ def test_the_audit_tells_who_did_what(run):
     run("policy", "demo", "mode=observe")
     run("plan", "cancel", "demo", "nope")
     lines = run("audit", "demo")[1].splitlines()
-    assert re.search(r"alice +operate +POST /plans/nope/cancel +404", lines[1])
-    assert re.search(r'PATCH /policy {"mode":"observe"} +200 done', lines[2])
-    assert "204 done" in lines[3]
+    assert re.search(r"alice +operate +cancel plan nope +404", lines[1])
+    assert re.search(r"policy mode=observe +200 done", lines[2])
+    assert re.search(r"freeze for 60 s +204 done", lines[3])
+
+
+def asked(method, path, change=None):
+    row = {"deployment": "demo", "method": method, "change": change}
+    return request_words({**row, "path": f"/v1/deployments/demo{path}"})
+
+
+def test_the_audit_tells_what_each_request_asked_for(run, operations):
+    operations.records["demo"] = [make_plan("mine")]
+    for words in (
+        "freeze demo 0",
+        "resume demo",
+        "policy demo thresholds.plan_below=0.8 mode=propose",
+        "plan create demo --id dry --dry-run --policy keel --max-moves 8 --phase decode",
+        "plan create demo --id now --start --yes",
+        "plan approve demo mine --yes",
+        "plan rollback demo --id back --yes --to-epoch 2",
+        "plan rollback demo --id again --yes",
+    ):
+        run(*words.split())
+    lines = [re.split(" {2,}", line) for line in run("audit", "demo")[1].splitlines()[1:9]]
+    assert [cells[3] for cells in reversed(lines)] == [
+        "end the freeze",
+        "resume automatic plans",
+        "policy mode=propose, thresholds.plan_below=0.8",
+        'create plan dry, a dry run, limits.max_moves=8, phases=["decode"], policy=keel',
+        "create plan now, start at once",
+        "approve plan mine",
+        "roll back to epoch 2 as plan back",
+        "roll back the last plan as plan again",
+    ]
+
+
+def test_a_request_without_words_is_shown_as_it_was_sent():
+    assert asked("DELETE", "/quarantine") == "reset the counts of rejected reports"
+    assert asked("DELETE", "") == "remove the deployment"
+    assert asked("POST", "/new", '{"a":1}') == 'POST /new {"a":1}'
+    # The record cuts long texts off; older records have none.
+    assert asked("PATCH", "/policy", '{"mode":"au') == 'PATCH /policy {"mode":"au'
+    assert asked("POST", "/freeze") == "freeze"
 
 
 def test_rejected_reports_are_shown_with_samples(run, operations):

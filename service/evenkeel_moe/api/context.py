@@ -18,6 +18,9 @@ from evenkeel_moe.ports.operations import Operations
 
 T = TypeVar("T")
 
+_MOST_CHANGE = 256
+"""Characters of a change that the audit record keeps."""
+
 _DEPLOYMENT_ID = "[a-z0-9][a-z0-9._-]{0,62}"
 _DEPLOYMENT_PATH = re.compile(rf"^/v1/deployments/({_DEPLOYMENT_ID})(?:/|$)")
 _MOST_CHANGE = 256

@@ -69,12 +69,13 @@ async def create_plan(
     The same plan_id with the same body gives the same plan; with another body it gives 409
     `id_reused`.
     """
-    asked = body.model_dump(mode="json", exclude_unset=True, exclude={"target"})
-    # A target may have megabytes.
-    keep_for_audit(request, asked if body.target is None else {**asked, "target": "given"})
     status = (await operations.deployment(deployment)).status()
+    asked = body.model_dump(mode="json", exclude_defaults=True, exclude={"plan_id", "target"})
     wanted = plan_request(body, body.plan_id or idempotency_key, status, caller)
+    target = None if wanted.target is None else wanted.target.digest
+    keep_for_audit(request, _named(plan_id=wanted.plan_id, **asked, target=target))
     record = await operations.create_plan(deployment, wanted)
+    keep_for_audit(request, _named(plan_id=record.plan.plan_id, **asked, target=target))
     if record.phase is PlanPhase.PROPOSED:
         response.status_code = 201
     return _accepted(record, response)
@@ -191,15 +192,21 @@ async def rollback(
     first.
     """
     from_body = body if body is not None else RollbackIn()
-    keep_for_audit(request, from_body.model_dump(exclude_unset=True))
     epoch = None if from_body.to_epoch is None else Epoch(from_body.to_epoch)
     plan_id = from_body.plan_id
     if plan_id is None and idempotency_key is not None:
         plan_id = _rollback_id(token.name, idempotency_key)
     chosen = None if plan_id is None else PlanId(plan_id)
     bounded = not token.role.covers(Role.ADMIN)
+    keep_for_audit(request, _named(plan_id=chosen, to_epoch=epoch))
     record = await operations.rollback(deployment, epoch, token.name, chosen, bounded=bounded)
+    keep_for_audit(request, _named(plan_id=record.plan.plan_id, to_epoch=epoch))
     return _accepted(record, response)
+
+
+def _named(**asked: Any) -> dict[str, Any]:
+    """Return the fields that a request names, for the audit record."""
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _rollback_id(caller: str, key: str) -> str:

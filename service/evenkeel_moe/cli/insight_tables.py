@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from evenkeel_moe.cli.audit_words import request_words
 from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
 from evenkeel_moe.cli.reasons import WOULD, explained, would
 from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, legend, number
@@ -146,19 +147,13 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             at,
             row["by"],
             row["role"],
-            _request(row),
+            request_words(row),
             _outcome(row["status"]),
             row["trace_id"] or "-",
         )
         for at, row in zip(times, rows, strict=True)
     ]
     return Group(FittedTable(columns, cells), legend(*day)) if day else FittedTable(columns, cells)
-
-
-def _request(row: Mapping[str, Any]) -> str:
-    """Return method, path within the deployment, and change; the command names the deployment."""
-    path = row["path"].removeprefix(f"/v1/deployments/{row['deployment']}") or row["path"]
-    return f"{row['method']} {path}" + (f" {row['change']}" if row.get("change") else "")
 
 
 def _outcome(status: int) -> Text:

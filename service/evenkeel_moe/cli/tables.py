@@ -326,7 +326,7 @@ def document_table(document: Mapping[str, Any]) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("FIELD", no_wrap=True)
     table.add_column("VALUE", overflow="fold")
-    for name, value in _leaves(document).items():
+    for name, value in leaves(document).items():
         table.add_row(name, json.dumps(value))
     return table
 
@@ -334,22 +334,23 @@ def document_table(document: Mapping[str, Any]) -> RenderableType:
 def changes_view(before: Mapping[str, Any], after: Mapping[str, Any]) -> RenderableType:
     """Return one line for each field that differs between two documents, old -> new."""
     old, new = (
-        {name: value for name, value in _leaves(document).items() if value != {}}
+        {name: value for name, value in leaves(document).items() if value != {}}
         for document in (before, after)
     )
     lines = [
-        f"{name}: {_setting(old.get(name))} -> {_setting(new.get(name))}"
+        f"{name}: {setting(old.get(name))} -> {setting(new.get(name))}"
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]
     return Text("\n".join(lines) or "nothing changed")
 
 
-def _setting(value: Any) -> str:
+def setting(value: Any) -> str:
+    """Return the value of a field as `evenkeel policy FIELD=VALUE` takes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _leaves(document: Mapping[str, Any]) -> dict[str, Any]:
+def leaves(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a document and of the objects in it, in order of their names.
 
     An object without fields is one itself.
