@@ -174,13 +174,35 @@ def test_a_planner_that_starts_is_waited_for_and_the_command_says_so(run, monkey
 
     with server_of(answer) as address:
         code, out, err = run("policy", "-d", "demo", "--url", address)
-    assert err.startswith("evenkeel: the controller's planner is starting: waiting up to 500 ms;")
+    assert err.startswith("evenkeel: the planner is starting; waiting up to 500 ms, Ctrl-C ends\n")
     if refused == 2:
         assert (code, len(callers), len(err.splitlines())) == (Exit.DONE, 3, 1)
         assert "auto" in out
     else:
         assert (code, out) == (Exit.UNAVAILABLE, "") and len(callers) > 3
         assert err.splitlines()[1:] == ["evenkeel: Try again: it starts (planner_starting)"]
+
+
+def test_a_command_of_several_requests_says_once_that_the_planner_starts(monkeypatch, capsys):
+    monkeypatch.setattr(client, "_PLANNER_PAUSE_S", 0.01)
+    starting = json.dumps({"title": "t", "detail": "d", "reason": "planner_starting"}).encode()
+    refusals = [10**9]
+
+    def answer(_):
+        refusals[0] -= 1
+        return (503, starting) if refusals[0] >= 0 else (200, b"{}")
+
+    with server_of(answer) as address, ApiClient(address, None) as asked:
+        monkeypatch.setattr(client, "_PLANNER_STARTS_WITHIN_S", 0.1)
+        with pytest.raises(CliError, match="planner_starting"):
+            asked.get("deployments")
+        monkeypatch.setattr(client, "_PLANNER_STARTS_WITHIN_S", 60.0)
+        refusals[0] = 1
+        asked.get("deployments")
+        assert capsys.readouterr().err.count("the planner is starting") == 1
+        refusals[0] = 1  # Its process died: it starts once more.
+        asked.get("deployments")
+        assert capsys.readouterr().err.count("the planner is starting") == 1
 
 
 def test_a_request_that_takes_longer_may_have_a_longer_time_out():

@@ -74,6 +74,7 @@ class ApiClient:
             )
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._url, self._token_words = url.rstrip("/"), token_words
+        self._told_to_wait = False
         try:
             # Proxies from the environment are ignored: a token must not go through an unknown host.
             self._http = httpx.Client(
@@ -165,14 +166,15 @@ class ApiClient:
         """Ask again while the controller answers that its planner is starting."""
         response = ask()
         give_up_at = time.monotonic() + _PLANNER_STARTS_WITHIN_S
-        told = False
         while _planner_starts(response) and time.monotonic() < give_up_at:
-            if not told:
-                words = f"waiting up to {duration_text(_PLANNER_STARTS_WITHIN_S)}; Ctrl-C ends"
-                typer.echo(f"evenkeel: the controller's planner is starting: {words}", err=True)
-                told = True
+            if not self._told_to_wait:
+                words = f"waiting up to {duration_text(_PLANNER_STARTS_WITHIN_S)}, Ctrl-C ends"
+                typer.echo(f"evenkeel: the planner is starting; {words}", err=True)
+                # A command may send several requests, and `--watch` sends one after the other.
+                self._told_to_wait = True
             time.sleep(_pause_s(response))
             response = ask()
+        self._told_to_wait = self._told_to_wait and _planner_starts(response)
         return response
 
     def _call(self, method: str, path: str, **kwargs: Any) -> Any:
