@@ -41,9 +41,14 @@ def test_a_rank_outside_of_waves_is_named_with_its_reason(run, operations):
 def test_a_rank_without_a_stream_has_no_epoch_and_does_not_count_as_alive(run, operations):
     ranks = (make_rank(0), make_rank(1, epoch=None))
     operations.views["demo"] = FakeView(make_status(ranks=ranks), {}, None)
-    rows = [line for line in run("status", "demo")[1].splitlines() if "node-0" in line]
-    assert [re.split(" {2,}", row.strip())[2] for row in rows] == ["yes", "no stream"]
-    assert re.search(r"no stream +.* ago +- +idle", rows[1])
+    out = run("status", "demo")[1]
+    rows = [line for line in out.splitlines() if "node-0" in line]
+    assert [re.split(" {2,}", row.strip())[2] for row in rows] == ["yes", "disconnected"]
+    assert re.search(r"disconnected +.* ago +- +idle", rows[1])
+    words = "disconnected: the rank has lost its connection to the controller"
+    assert words in out
+    operations.views["demo"] = FakeView(make_status(ranks=(make_rank(0),)), {}, None)
+    assert words not in run("status", "demo")[1]
 
 
 def test_a_dispatcher_that_disagrees_is_shown(run, operations):

@@ -27,6 +27,13 @@ _COMPARED: Mapping[str, tuple[str, ...]] = {
 BALANCEDNESS_WORDS = "balancedness: mean / largest load of a rank; 1.000 is a perfect split"
 
 
+_DISCONNECTED = "disconnected"
+_DISCONNECTED_WORDS = (
+    f"{_DISCONNECTED}: the rank has lost its connection to the controller and tries to come back;"
+    " it counts as lost when its lease ends"
+)
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Return a number as text, or `-` if it is unknown."""
     return "-" if value is None else f"{value:.{digits}f}"
@@ -140,6 +147,7 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
         "epoch: version of the placement; each wave of a plan raises it by 1",
         "generation: one life of the EP group; it changes when the engine restarts",
         *explained([] if decision is None else [str(decision["reason"])]),
+        *([_DISCONNECTED_WORDS] if any(map(_is_disconnected, row["ranks"])) else []),
     )
     return Group(table, Text(), _ranks_table(row["ranks"], now), *troubles, words)
 
@@ -212,8 +220,12 @@ def _ranks_table(ranks: Sequence[Mapping[str, Any]], now: float) -> FittedTable:
 def _alive(rank: Mapping[str, Any]) -> FittedCell:
     if rank["fresh"]:
         # Without a stream it may be dead; its lease has only not ended yet.
-        return "yes" if rank["epoch"] is not None else Text("no stream", style="yellow")
+        return "yes" if not _is_disconnected(rank) else Text(_DISCONNECTED, style="yellow")
     return "stopped" if rank["stopped"] else Text("NO", style="red")
+
+
+def _is_disconnected(rank: Mapping[str, Any]) -> bool:
+    return bool(rank["fresh"]) and rank["epoch"] is None
 
 
 def _shape_line(shape: Mapping[str, Any]) -> str:
