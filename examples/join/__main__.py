@@ -13,7 +13,10 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     options.add_argument(
-        "--limit-s", type=float, default=300.0, help="give up if no plan was carried out by then"
+        "--limit-s",
+        type=float,
+        default=300.0,
+        help="seconds to wait for a plan; on a busy machine give more (default: %(default)s)",
     )
     options.add_argument(
         "--forget-hook",
@@ -25,7 +28,8 @@ def main() -> int:
         folder = Path(name)
         with local_controller(folder) as address:
             seen = run_ranks(run, asked.ranks, address, asked.limit_s, asked.forget_hook)
-        fault = judge([detail for _, kind, detail in seen if kind == "end"], asked.ranks)
+        ends = [detail for _, kind, detail in seen if kind == "end"]
+        fault = judge(ends, asked.ranks, asked.limit_s)
         if fault:
             print(f"FAILED: {fault}")
             print((folder / "controller.log").read_text(errors="replace")[-2000:])
@@ -34,8 +38,8 @@ def main() -> int:
     return 0
 
 
-def judge(ends: list[dict], size: int) -> str:
-    """Return what went wrong; empty if nothing did."""
+def judge(ends: list[dict], size: int, limit_s: float) -> str:
+    """Return what went wrong, and what to do about it; empty if nothing did."""
     left = [detail["left"] for detail in ends if detail["left"]]
     if left:
         cause = next((text for text in left if not text.startswith("lost a peer")), left[0])
@@ -47,7 +51,11 @@ def judge(ends: list[dict], size: int) -> str:
     if len({detail["digest"] for detail in ends}) > 1:
         return "the ranks ended with different maps"
     if not all(detail["epoch"] for detail in ends):
-        return "no plan was carried out in time"
+        return (
+            f"no plan was carried out in time: within {limit_s:g} s no expert moved, so this run"
+            f" shows nothing. Run it again with --limit-s {3 * limit_s:g}; if that changes nothing,"
+            " the last `reason` below says what the controller waits for"
+        )
     return ""
 
 

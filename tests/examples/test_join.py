@@ -42,9 +42,17 @@ def test_the_probe_finds_the_forgotten_hook_and_the_text_names_the_expert():
 def test_the_cause_is_told_rather_than_the_loss_of_a_peer():
     """A plan may write slots of one rank only; the other then loses its peer."""
     ends = [{"left": "lost a peer: closed"}, {"left": "swap failed: layer 0 expert 1 computes"}]
-    assert judge(ends, 2) == "2 ranks left the group: swap failed: layer 0 expert 1 computes"
-    assert judge(ends[:1], 2) == "1 ranks left the group: lost a peer: closed"
-    assert judge([], 2) == "2 ranks did not finish"
+    assert judge(ends, 2, 60.0) == "2 ranks left the group: swap failed: layer 0 expert 1 computes"
+    assert judge(ends[:1], 2, 60.0) == "1 ranks left the group: lost a peer: closed"
+    assert judge([], 2, 60.0) == "2 ranks did not finish"
+
+
+def test_a_run_without_a_plan_says_that_it_shows_nothing_and_what_to_do():
+    end = {"left": "", "wrong": 0, "digest": "d", "epoch": 0}
+    said = judge([end, end], 2, 300.0)
+    assert said.startswith("no plan was carried out in time: within 300 s no expert moved")
+    assert "Run it again with --limit-s 900;" in said
+    assert judge([{**end, "epoch": 1}] * 2, 2, 300.0) == ""
 
 
 def test_the_code_of_the_page_is_the_code_of_the_example():
