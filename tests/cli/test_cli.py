@@ -2,8 +2,10 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from evenkeel_moe.cli import app
@@ -28,6 +30,38 @@ def test_help_explains_every_option(command):
     for row in rows:
         words = row.strip("│ ").split()
         assert len(words) >= 3, row
+
+
+VERBS = {
+    *("Allow", "Balance", "Check", "Compare", "Create", "Describe", "Draw", "List", "Measure"),
+    *("Plan", "Print", "Record", "Remove", "Return", "Run", "Say", "Show", "Start", "Stop", "Try"),
+    *("Watch", "Write"),
+}
+
+
+def helps(command):
+    yield command.help
+    for child in getattr(command, "commands", {}).values():
+        yield from helps(child)
+
+
+@pytest.mark.parametrize("text", list(helps(get_command(app))))
+def test_a_help_begins_with_one_imperative_sentence(text):
+    sentence = " ".join(text.split("\n\n")[0].split())
+    assert sentence.split()[0].rstrip(",") in VERBS
+    assert re.fullmatch(r"[^.]+\.", sentence), sentence
+    assert len(sentence) <= 100
+
+
+def test_a_help_breaks_lines_only_where_the_terminal_ends():
+    for command in (["policy"], ["replay", "inspect"], ["demo"]):
+        for width in (60, 80):
+            env = {"COLUMNS": str(width), "TERM": "dumb"}
+            out = CliRunner().invoke(app, [*command, "--help"], env=env).output
+            text = [line.strip() for line in out[: out.index("╭")].splitlines()[3:]]
+            for line, after in pairwise(text):
+                broken_early = line and after and len(f"{line} {after.split()[0]}") < width - 2
+                assert not broken_early, (line, after)
 
 
 def test_help_names_the_exit_codes():

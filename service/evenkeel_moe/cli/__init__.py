@@ -17,6 +17,8 @@ __all__ = ["app", "main"]
 
 _EPILOG = (
     "Words: a deployment is one EP group, the ranks (GPU processes) that serve one model together."
+    " The experts of the model are spread over them: the placement says where. A policy is an"
+    " algorithm that plans a better placement."
     " A plan moves experts between ranks in waves, each of which changes whole layers on the same"
     " step of all ranks. The epoch is the version of the placement, which each wave raises by 1."
     " Balancedness is the mean load of the ranks / the largest; 1 is a perfect split.\n\n"
@@ -29,7 +31,7 @@ app = CommandApp(
     name="evenkeel",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Keep expert-parallel MoE serving fleets balanced.",
+    help="Balance the experts of an MoE model across the GPUs that serve it.",
     epilog=_EPILOG,
 )
 

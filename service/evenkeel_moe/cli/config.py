@@ -27,7 +27,10 @@ ConfigOption = Annotated[
 
 @app.command()
 def check(config: ConfigOption = None) -> None:
-    """Check every setting and report what is wrong. Exits with 2 if anything is wrong."""
+    """Check every setting and report what is wrong.
+
+    Exits with 2 if anything is wrong.
+    """
     from evenkeel_moe.settings_sources import load_settings
 
     load_settings(config)

@@ -8,7 +8,9 @@ import typer
 from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.help import CommandApp
 
-app = CommandApp(no_args_is_help=True, help="Compare installed engines with the plugins.")
+app = CommandApp(
+    no_args_is_help=True, help="Check that the plugins fit the engines installed here."
+)
 _ENGINES = ("vllm", "sglang")
 
 
@@ -19,7 +21,7 @@ def check(
         typer.Argument(help="vllm or sglang.", show_default="every engine that is installed here"),
     ] = None,
 ) -> None:
-    """Print each part of an engine that a plugin uses, found or changed; it changes nothing.
+    """Check each part of an installed engine that its plugin uses, and change nothing.
 
     Exits with 0 if the plugin would start, and with 1 if a part differs or the version was not
     tested.

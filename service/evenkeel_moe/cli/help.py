@@ -1,5 +1,6 @@
-"""Help texts that name no type of an option without a value, where Typer says `<bool>`."""
+"""Help texts that any terminal can wrap, and that name no type of an option without a value."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,8 +33,19 @@ class CommandApp(typer.Typer):
         super().__init__(cls=HelpfulGroup, **options)
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[_Function], _Function]:
-        """Register a command, as `typer.Typer.command` does."""
-        return super().command(name, cls=HelpfulCommand, **options)
+        """Register a command, as `typer.Typer.command` does; its docstring is its help."""
+        register = super().command
+
+        def decorate(function: _Function) -> _Function:
+            text = paragraphs(inspect.getdoc(function) or "")
+            return register(name, cls=HelpfulCommand, help=text, **options)(function)
+
+        return decorate
+
+
+def paragraphs(text: str) -> str:
+    """Return a docstring with one line for each paragraph, so that any terminal can wrap it."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
 def _without_types(parameters: list[Any]) -> list[Any]:

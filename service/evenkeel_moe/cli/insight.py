@@ -84,7 +84,7 @@ def quarantine(
     yes: YesOption = False,
     shown: ShowOptions,
 ) -> None:
-    """Show the parts of the ranks' reports that were rejected, by reason, with the newest few."""
+    """Show which parts of the ranks' reports were rejected, by reason, with the newest few."""
     with connection.client() as client:
         path = connection.path(client, "/quarantine")
         if clear:

@@ -61,7 +61,7 @@ def decisions(
     connection: NamedDeployment,
     shown: ShowOptions,
 ) -> None:
-    """Show what each cycle decided and why, newest first, including cycles that did nothing."""
+    """Show each decision of the controller and its reason, newest first, also to do nothing."""
     with connection.client() as client:
         path = connection.path(client)
         shown.run(
@@ -90,13 +90,16 @@ def policy(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show or change the policy document: mode, policy and its options, cost, limits and gates.
+    """Show or change how a deployment is balanced: its mode, policy, cost model, limits and gates.
 
-    After a change it prints the fields that have changed.
+    A gate is a check that a plan must pass. After a change it prints the fields that have changed.
 
     The mode says who starts plans.
+
     observe: operators alone; with observe_lock, nobody.
+
     propose: operators, who approve what the controller proposes.
+
     auto: the controller.
     """
     changes = list(words or [])
@@ -132,7 +135,10 @@ def freeze(
     *,
     connection: DeploymentClientOptions,
 ) -> None:
-    """Allow no new plans for some time, for a reload or a resize. The freeze ends by itself."""
+    """Allow no new plans for some time, as before a reload of weights or a change of the ranks.
+
+    The freeze ends by itself.
+    """
     chosen, text = connection.named_in(words, "TIME")
     seconds = parse_seconds(text)
     with connection.client() as client:
@@ -164,7 +170,7 @@ def parse_seconds(text: str) -> float:
 
 
 def resume(connection: NamedDeployment) -> None:
-    """Let automatic plans run again that a rollback or undelivered gains stopped."""
+    """Allow automatic plans again, after a rollback or gains that were not delivered."""
     with connection.client() as client:
         name = connection.found(client)
         before = client.get(f"deployments/{name}")
@@ -197,7 +203,7 @@ def forget(
     connection: ClientOptions,
     yes: YesOption = False,
 ) -> None:
-    """Remove a deployment whose ranks are gone: lease, memory, series and windows.
+    """Remove a deployment whose ranks are gone, with its metrics and the recent loads.
 
     Its plans and epochs stay stored, and ranks that come back are accepted. Needs role admin.
     """

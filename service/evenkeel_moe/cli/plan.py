@@ -127,7 +127,10 @@ def create(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Create a plan by hand. It starts at once with --start, and in mode auto."""
+    """Create a plan by hand.
+
+    It starts at once with --start, and in mode auto. Else it waits for `evenkeel plan approve`.
+    """
     target = None if request.target is None else _read_target(request.target)
     body = request.body(target)
     with connection.client() as client:
@@ -253,7 +256,10 @@ def approve(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Start a proposed plan. It is refused (stale_base) if the placement has changed since."""
+    """Start a plan that waits for approval.
+
+    The answer is stale_base if the placement has changed since the plan was made.
+    """
     chosen, plan = connection.named_in(words, "PLAN")
     with connection.client() as client:
         name = chosen.found(client)
@@ -275,7 +281,10 @@ def approve(
 def cancel(
     words: PlanArgument, connection: DeploymentClientOptions, as_json: JsonOption = False
 ) -> None:
-    """Stop a plan. A wave that has all its votes still commits; later waves do not start."""
+    """Stop a plan.
+
+    A wave for which all ranks have voted is still carried out. Later waves do not start.
+    """
     chosen, plan = connection.named_in(words, "PLAN")
     with connection.client() as client:
         answer = client.post(chosen.path(client, f"/plans/{plan}/cancel"))
@@ -299,7 +308,10 @@ def rollback(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Return to an earlier placement. Automatic plans then wait for `evenkeel resume`."""
+    """Return to an earlier placement.
+
+    Automatic plans then wait for `evenkeel resume`.
+    """
     body = {"plan_id": plan_id or _new_id("rollback"), "to_epoch": to_epoch}
     with connection.client() as client:
         name = connection.found(client)

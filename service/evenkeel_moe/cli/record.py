@@ -19,7 +19,8 @@ from evenkeel_moe.errors import EvenkeelError, InvalidInput
 from evenkeel_moe.replay.options import FirstMoeLayerOption
 
 app = CommandApp(
-    no_args_is_help=True, help="Record what an engine routes to a trace, without a controller."
+    no_args_is_help=True,
+    help="Record the expert loads of an engine in a trace file, without a controller.",
 )
 _POLL_S = 0.5
 _DUMP_S = 120.0
@@ -62,9 +63,9 @@ def sglang(
     ] = None,
     first_moe_layer: FirstMoeLayerOption = None,
 ) -> None:
-    """Record with SGLang's own recorder, over its HTTP routes; needs torch.
+    """Record the expert loads of an SGLang server with its own recorder.
 
-    Start the server with --expert-distribution-recorder-mode stat.
+    Start the server with --expert-distribution-recorder-mode stat. The command needs torch.
     """
     import httpx
 
@@ -102,7 +103,7 @@ def vllm(
     ],
     first_moe_layer: FirstMoeLayerOption = None,
 ) -> None:
-    """Take the steps that vLLM's ranks record from now on; the server needs the plugin."""
+    """Record the expert loads of a vLLM server that runs with the plugin."""
     from evenkeel_moe.formats.recording import is_recording, newest_step
 
     _check_out(recording.out)

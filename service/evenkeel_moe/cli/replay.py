@@ -99,7 +99,7 @@ def compare_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Walk policies over a trace: plan on the past window, score on the steps that follow, repeat.
+    """Compare policies on a trace: plan on past steps, score the plan on later ones, and repeat.
 
     Copies and bytes are those of all replans except the first, which starts from the initial
     placement. The trace must be long enough for at least 4 replans.
@@ -234,7 +234,7 @@ def plan_command(
     first_moe_layer: FirstMoeLayerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan one placement on a trace and write it for an engine."""
+    """Plan one placement on a trace and write it to a file for an engine."""
     from evenkeel_moe.formats import PlacementFile, PlacementFormat, write_placement
     from evenkeel_moe.replay.compare import origin_notes
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
@@ -293,7 +293,12 @@ def inspect_command(
     first_moe_layer: FirstMoeLayerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Describe a trace: skew, consistent and temporal experts, correlated pairs, drift."""
+    """Describe a trace: how uneven its expert loads are, and how they change.
+
+    Skew is the largest / the mean load of the experts of a layer. Consistent experts have a high
+    load in nearly all steps, temporal ones in few. The loads of a correlated pair rise in the same
+    steps. Drift is the change of the loads over time.
+    """
     from evenkeel_moe.replay.describe import describe
     from evenkeel_moe.replay.tables import description_tables
 

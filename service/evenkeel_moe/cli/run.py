@@ -13,7 +13,7 @@ from evenkeel_moe.cli.options import with_option_groups
 
 
 def serve(config: ConfigOption = None) -> None:
-    """Run a controller until SIGTERM: gRPC for ranks, REST for operators, Prometheus metrics."""
+    """Run a controller until Ctrl-C or SIGTERM, with ports for ranks, operators and metrics."""
     try:
         from evenkeel_moe.controller.process.serve import run as run_controller
     except ModuleNotFoundError as error:
@@ -36,7 +36,9 @@ def serve(config: ConfigOption = None) -> None:
 
 
 def rank(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="JSON file with a RankConfig.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="JSON file with the settings of a rank.")
+    ],
     number: Annotated[
         int | None,
         typer.Option(
@@ -44,7 +46,10 @@ def rank(
         ),
     ] = None,
 ) -> None:
-    """Run one rank of the reference engine. Exits with 0 if its final check passed."""
+    """Run one rank of the small MoE engine that `evenkeel fleet` runs.
+
+    Exits with 0 if its final check passed.
+    """
     from evenkeel_moe.engines.reference.config import RankConfig
 
     try:
@@ -95,10 +100,10 @@ def fleet(
         typer.Option(help="Folder for logs, records and saved placements; created if missing."),
     ] = Path("evenkeel-ranks"),
 ) -> None:
-    """Run all ranks of the reference engine, and restart the EP group when a rank dies.
+    """Run all ranks of a small MoE engine, to try out a controller.
 
-    This is a small real MoE engine for trying out a controller. Exits with 0 if no rank found an
-    error.
+    The engine is real, and is called the reference engine. If a rank dies, all ranks start again.
+    Exits with 0 if no rank found an error.
     """
     from evenkeel_moe.engines.reference.config import RankConfig
     from evenkeel_moe.engines.reference.supervisor import run_fleet
