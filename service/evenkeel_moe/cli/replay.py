@@ -125,11 +125,7 @@ def compare_command(
     names = compared.names()
     policies = replay_policies(names, planning)
     planners = choose_planners(names, baselines=compared.baselines, policies=policies)
-    typer.echo(
-        f"comparing {', '.join(planners)} on {recorded.num_steps} steps of {recorded.name}; this"
-        " may take minutes, above all the first time, when kernels are compiled",
-        err=True,
-    )
+    _tell_start(planners, recorded)
     print_notes(origin_notes(recorded, setup, planners))
     with work_bars() as (on_work, on_replan):
         comparison = compare(
@@ -145,6 +141,15 @@ def compare_command(
     # Printed before any file is written: a full disk must not lose the results.
     _print_comparison(comparison, tradeoff, as_json)
     _write_files(comparison, tradeoff, save_plans, html)
+
+
+def _tell_start(planners: Iterable[str], recorded: Any) -> None:
+    """Say on stderr what begins; in a pipe it is all that is said until the end."""
+    typer.echo(
+        f"comparing {', '.join(planners)} on {recorded.num_steps} steps of {recorded.name}; this"
+        " may take minutes, above all the first time, when kernels are compiled",
+        err=True,
+    )
 
 
 def _write_files(comparison: Any, tradeoff: Any, plans: Path | None, html: Path | None) -> None:

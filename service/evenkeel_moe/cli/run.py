@@ -1,5 +1,6 @@
 """Commands that start something: a controller, a rank, a fleet of ranks, the demonstration."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -124,21 +125,18 @@ def fleet(
     )
     of = f" of {steps}" if steps else ""
     with status_line() as show_words:
-
-        def progress(step: int | None) -> None:
-            assert show_words is not None
-            started = "ranks are starting: they load torch and connect to each other"
-            show_words(started if step is None else f"step {step:,}{of} served")
-
-        report = run_fleet(
-            config,
-            lambda words: typer.echo(words, err=True),
-            None if show_words is None else progress,
-        )
+        progress = None if show_words is None else _progress(show_words, of)
+        report = run_fleet(config, lambda words: typer.echo(words, err=True), progress)
     for problem in report.problems:
         typer.echo(f"found {problem}", err=True)
     typer.echo(report.words, err=True)
     raise typer.Exit(0 if report.ok else 1)
+
+
+def _progress(show: Callable[[str], None], of: str) -> Callable[[int | None], None]:
+    """Return a function that shows the newest step of a fleet, None before the first."""
+    starting = "ranks are starting: they load torch and connect to each other"
+    return lambda step: show(starting if step is None else f"step {step:,}{of} served")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

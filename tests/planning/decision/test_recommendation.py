@@ -68,7 +68,7 @@ def test_the_words_carry_the_arithmetic():
 def test_the_figures_of_a_net_gain_add_up_as_they_are_printed(copy_cost):
     words = " ".join(ask(skewed(60), objective=Objective(copy_cost=copy_cost)).words)
     found = re.search(r"Net gain (\S+)% - (\S+)% = (\S+)%: ", words)
-    assert found is not None
+    assert found is not None, words
     gain, price, net = found.groups()
     assert float(price) > 0
     assert round(float(gain) - float(price) - float(net), 9) == 0
