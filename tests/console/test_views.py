@@ -28,6 +28,16 @@ def test_the_fleet_shows_its_deployment_with_its_newest_reason(visitor: Visitor)
     visitor.browser.wait(".fleet-row canvas")
 
 
+@pytest.mark.parametrize("view", ["", "why"])
+def test_the_key_names_only_lines_that_are_drawn(visitor: Visitor, view: str):
+    assert visitor.fleet.get()["time_balance"] is None, "or time balance is drawn"
+    visitor.go(*([view] if view else []))
+    visitor.browser.wait(".key")
+    key = visitor.browser.text(".key")
+    assert "balancedness" in key
+    assert "time balance" not in key
+
+
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_view_shows_what_the_fleet_does(visitor: Visitor, view: str):
     visitor.fleet.wait_proposal()

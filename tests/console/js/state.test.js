@@ -15,6 +15,7 @@ import {
 } from "../../../service/evenkeel_moe/console/lib/health.js";
 import {
   columns,
+  hasTime,
   merge,
   pointOf,
   reasonCounts,
@@ -279,6 +280,8 @@ test("history keeps each moment once, and unknown balance stays unknown", () => 
     [2],
   );
   assert.deepEqual(columns(known), [[1], [null], [0.5]]);
+  assert.equal(hasTime(known), false);
+  assert.equal(hasTime([...known, { ...first, time: 0.9 }]), true);
   assert.deepEqual(
     reasonCounts(known).map((row) => row.share),
     [0.5, 0.5],

@@ -2,7 +2,7 @@
 
 import { useEffect, useRef } from "../vendor/hooks.js";
 import uPlot from "../vendor/uplot.js";
-import { columns } from "../lib/history.js";
+import { columns, hasTime } from "../lib/history.js";
 import { number, timeOfDay } from "../lib/format.js";
 import { useDark, useWidth } from "../net/poll.js";
 import { html } from "../ui.js";
@@ -31,7 +31,8 @@ export function BalanceChart({ points, height, compact = false, threshold = null
     if (width) chart.current?.setSize({ width, height });
   }, [width, height]);
   const last = points.length ? points[points.length - 1] : null;
-  const words = `Time balance ${number(last?.time)}, balancedness ${number(last?.tokens)}.`;
+  const time = hasTime(points) ? `time balance ${number(last?.time)}, ` : "";
+  const words = `${time}balancedness ${number(last?.tokens)}.`;
   return html`<div
     class="chart"
     ref=${element}
@@ -40,10 +41,14 @@ export function BalanceChart({ points, height, compact = false, threshold = null
   ></div>`;
 }
 
-/** The names and strokes of the lines; each line has a dash of its own. */
-export function BalanceKey({ threshold = null }) {
+/**
+ * The names and strokes of the lines; each line has a dash of its own.
+ *
+ * @param {{time: boolean, threshold?: number | null}} props `time` is true if that line is drawn
+ */
+export function BalanceKey({ time, threshold = null }) {
   return html`<ul class="key">
-    <li><span class="line time"></span>time balance</li>
+    ${time && html`<li><span class="line time"></span>time balance</li>`}
     <li><span class="line tokens"></span>balancedness</li>
     ${
       threshold !== null &&

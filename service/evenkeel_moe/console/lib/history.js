@@ -42,6 +42,11 @@ export function merge(known, added, oldest) {
   return kept.sort((a, b) => a.at - b.at);
 }
 
+/** @param {Point[]} points @returns {boolean} True if a line of time balance can be drawn. */
+export function hasTime(points) {
+  return points.some((point) => isKnown(point.time));
+}
+
 /** A gap this many times the usual distance is drawn as one. */
 const GAP = 5;
 

@@ -1,6 +1,6 @@
 /** Fleet now: every deployment, the one in the worst state first. */
 
-import { counted, number } from "../lib/format.js";
+import { counted, isKnown, number } from "../lib/format.js";
 import { healthOf, worstFirst } from "../lib/health.js";
 import { linkTo } from "../lib/route.js";
 import { sentence } from "../lib/reasons.js";
@@ -22,7 +22,7 @@ export function Fleet({ api }) {
       >${({ items }) =>
         items.length
           ? html`<p class="note">${summary(items, api.now())}</p>
-              <${BalanceKey} />
+              <${BalanceKey} time=${items.some(knowsTime)} />
               <ul class="fleet">
                 ${worstFirst(items, api.now()).map(
                   (row) => html`<${Row} key=${row.deployment} api=${api} row=${row} />`,
@@ -65,7 +65,7 @@ function Row({ api, row }) {
     </div>
     <div class="fleet-balance">
       <p class="figures">
-        ${byTokens(row) ? "" : html`<${Figure} value=${row.time_balance} name="time balance" />`}
+        ${knowsTime(row) && html`<${Figure} value=${row.time_balance} name="time balance" />`}
         <${Figure} value=${row.balancedness_mean} name="balancedness" />
       </p>
       ${
@@ -79,8 +79,9 @@ function Row({ api, row }) {
 
 const Figure = ({ value, name }) => html`<span><b>${number(value, 2)}</b> ${name}</span>`;
 
-/** Under a cost model by tokens there is no time balance, and balancedness decides. */
-const byTokens = (row) => row.time_balance === null && row.cost_model?.unit === "tokens";
+/** Without a cost model, and under one by tokens, there is no time balance. */
+const knowsTime = ({ time_balance: time, cost_model: model }) =>
+  isKnown(time) || (Boolean(model) && model.unit !== "tokens");
 
 function Newest({ decision, now, above }) {
   const words = sentence(decision.reason);

@@ -2,7 +2,7 @@
 
 import { count, percent } from "../lib/format.js";
 import { gatesOf } from "../lib/gates.js";
-import { reasonCounts } from "../lib/history.js";
+import { hasTime, reasonCounts } from "../lib/history.js";
 import { sentence } from "../lib/reasons.js";
 import { linkTo } from "../lib/route.js";
 import { deploymentPath } from "../net/api.js";
@@ -51,7 +51,10 @@ export function Why({ api, name, deployment, now }) {
     <${Section} title="Balance" note=${spanWords(points)}>
       ${
         points?.length
-          ? html`<${BalanceKey} threshold=${policy.data?.thresholds.plan_below ?? null} />
+          ? html`<${BalanceKey}
+                time=${hasTime(points)}
+                threshold=${policy.data?.thresholds.plan_below ?? null}
+              />
               <${BalanceChart}
                 points=${points}
                 height=${220}
