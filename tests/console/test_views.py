@@ -46,8 +46,15 @@ def test_a_view_shows_what_the_fleet_does(visitor: Visitor, view: str):
         visitor.browser.wait_text(words)
 
 
+CUT_OFF = """return [...document.querySelectorAll("header *, main *")]
+    .filter((each) => !each.closest(".scroll, .tabs, .hidden, .skip, dialog"))
+    .filter((each) => each.getBoundingClientRect().right > innerWidth + 1)
+    .map((each) => `${each.tagName} ${each.className} ${each.innerText}`)"""
+HEIGHTS = """return ["header", ".page-head"].map((one) => document.querySelector(one).offsetHeight)"""
+
+
 @pytest.mark.parametrize("view", ["", *VIEWS])
-def test_no_view_is_wider_than_a_phone(visitor: Visitor, view: str):
+def test_a_phone_shows_every_view_whole_under_heads_of_two_lines(visitor: Visitor, view: str):
     visitor.browser.size(390, 844, phone=True)
     visitor.go(*([view] if view else []))
     visitor.browser.wait_text(NAME)
@@ -56,6 +63,9 @@ def test_no_view_is_wider_than_a_phone(visitor: Visitor, view: str):
         "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     )
     assert wide <= 0
+    assert visitor.browser.script(CUT_OFF) == []
+    header, head = visitor.browser.script(HEIGHTS)
+    assert header < 90 and head < 90, "three lines take more"
 
 
 def test_capacity_gives_the_recommendation_in_words(visitor: Visitor):

@@ -32,6 +32,9 @@ export function Section({ title, note, actions, children, id }) {
   </section>`;
 }
 
+/** Characters of a value that needs the width of the card. */
+const LONG = 60;
+
 /** Names and values. `rows` are [name, value, explanation]; rows without a name are left out. */
 export function Facts({ rows }) {
   return html`<dl class="facts">
@@ -39,7 +42,7 @@ export function Facts({ rows }) {
       .filter((row) => row)
       .map(
         ([name, value, hint]) =>
-          html`<div key=${name}>
+          html`<div key=${name} class=${String(value).length > LONG ? "wide" : ""}>
             <dt>${name}</dt>
             <dd>${value}${hint ? html`<span class="hint">${hint}</span>` : ""}</dd>
           </div>`,
@@ -48,8 +51,8 @@ export function Facts({ rows }) {
 }
 
 /**
- * A table. Columns are {title, of, numeric}; `of` makes the cell of a row. It scrolls sideways in
- * its frame, which the keyboard can reach.
+ * A table. Columns are {title, of, numeric, text}; `of` makes the cell of a row, and `text` keeps
+ * room for sentences. It scrolls sideways in its frame, which the keyboard can reach.
  */
 export function Table({ caption, columns, rows, keyOf, empty = "There is none." }) {
   if (!rows.length) return html`<p class="empty">${empty}</p>`;
@@ -75,10 +78,10 @@ export function Table({ caption, columns, rows, keyOf, empty = "There is none." 
   </div>`;
 }
 
-const alignment = ({ numeric }) => (numeric ? "num" : "");
+const alignment = ({ numeric, text }) => (numeric ? "num" : text ? "text" : "");
 
 export function Moment({ unix, now }) {
-  return html`<time title=${moment(unix)}>${ago(unix, now)}</time>`;
+  return html`<time class="nowrap" title=${moment(unix)}>${ago(unix, now)}</time>`;
 }
 
 /** An error, announced to screen readers. */

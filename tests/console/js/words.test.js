@@ -214,10 +214,10 @@ test("a story counts its waves, and tells what each copies and to which epoch it
   const story = [
     row(1, "created", { phase: "proposed", reason: "manual_request", by: "ann" }),
     row(2, "wave_started", { detail: "wave 1 of 3: 9 transfers" }),
-    row(3, "wave_committed", { waves_committed: 1 }),
+    row(3, "wave_committed", { waves_committed: 1, detail: "epoch 5" }),
     row(4, "wave_started"),
     row(5, "paused", { reason: "no_steps", phase: "paused", detail: "no step for 9 s" }),
-    row(6, "wave_committed", { waves_committed: 3 }),
+    row(6, "wave_committed", { waves_committed: 3, detail: "found on the ranks" }),
   ];
   const wave_list = [1, 2, 3].map((moves) => ({ moves, nbytes: 1000 * moves }));
   const rows = storyRows({ kind: "manual", base_epoch: 4, waves: 3, wave_list, story });
@@ -234,7 +234,7 @@ test("a story counts its waves, and tells what each copies and to which epoch it
   );
   assert.deepEqual(
     rows.map((each) => each.detail),
-    ["", "", "", "", "no step for 9 s", ""],
+    ["", "", "", "", "no step for 9 s", "found on the ranks"],
   );
 });
 

@@ -90,8 +90,9 @@ export function storyRows(plan) {
   return plan.story.map((row) => {
     const words = eventWords(row, plan, committed);
     committed = row.waves_committed ?? committed;
-    // The words about a wave say all that its detail says.
-    const detail = row.event === "wave_started" ? "" : (row.detail ?? "");
+    // The words about a wave say all that these details say.
+    const said = row.event === "wave_started" || /^epoch \d+$/.test(row.detail);
+    const detail = said ? "" : (row.detail ?? "");
     return { at: row.at, words, phase: phaseOf(row), detail };
   });
 }

@@ -98,9 +98,11 @@ function Replicas({ advice }) {
     >`;
   const advised = (row) => row.rule === "uniform" && row.level === redundancy?.advised;
   const mark = (row) =>
-    html`${row.rule === "uniform" ? `${row.level} in every layer` : `CRAFT, R = ${row.level}`}
-    ${row.present ? html` <${Badge} kind="info">present<//>` : ""}
-    ${advised(row) ? html` <${Badge} kind="good">advised<//>` : ""}`;
+    html`<span class="nowrap"
+      >${row.rule === "uniform" ? `${row.level} in every layer` : `CRAFT, R = ${row.level}`}
+      ${row.present ? html` <${Badge} kind="info">present<//>` : ""}
+      ${advised(row) ? html` <${Badge} kind="good">advised<//>` : ""}</span
+    >`;
   return html`<${Section} title="Replicas against KV cache" note=${tradeoff.words}>
     ${tradeoff.craft_words ? html`<p class="note">${tradeoff.craft_words}</p>` : ""}
     <${Table}
@@ -150,7 +152,7 @@ function Policies({ rows, mode }) {
       keyOf=${(row) => row.policy}
       columns=${[
         { title: "Policy", of: (row) => row.policy },
-        { title: "Outcome", of: (row) => outcomeWords(row.reason, mode) },
+        { title: "Outcome", text: true, of: (row) => outcomeWords(row.reason, mode) },
         { title: "Copies", numeric: true, of: (row) => count(row.copies) },
         { title: "Bytes", numeric: true, of: (row) => bytes(row.nbytes) },
         {

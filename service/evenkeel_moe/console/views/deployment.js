@@ -1,7 +1,7 @@
 /** One deployment: its header, the buttons that change it, and the tabs of its views. */
 
 import { useEffect } from "../vendor/hooks.js";
-import { counted, number, text } from "../lib/format.js";
+import { counted, isKnown, number, text } from "../lib/format.js";
 import { healthOf } from "../lib/health.js";
 import { linkTo, VIEWS } from "../lib/route.js";
 import { deploymentPath } from "../net/api.js";
@@ -78,8 +78,7 @@ function facts(row) {
     const slots = `${counted(shape.slots_per_rank, "slot")} each`;
     parts.push(`${experts} on ${counted(shape.num_ranks, "rank")} with ${slots}`);
   }
-  parts.push(
-    `time balance ${number(row.time_balance)}, balancedness ${number(row.balancedness_mean)}`,
-  );
+  if (isKnown(row.time_balance)) parts.push(`time balance ${number(row.time_balance)}`);
+  parts.push(`balancedness ${number(row.balancedness_mean)}`);
   return `${parts.join("; ")}.`;
 }

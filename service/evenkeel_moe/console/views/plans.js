@@ -62,7 +62,7 @@ export function Plans({ api, role, name, deployment, now, reload }) {
           columns=${[
             { title: "Plan", of: id },
             { title: "Phase", of: (plan) => html`<${Phase} plan=${plan} />` },
-            { title: "Made because", of: (plan) => sentence(plan.planned_because) },
+            { title: "Made because", text: true, of: (plan) => sentence(plan.planned_because) },
             {
               title: "Created",
               of: (plan) => html`<${Moment} unix=${plan.created_at} now=${now} />`,

@@ -73,11 +73,13 @@ export function Ranks({ api, name, deployment, now }) {
             columns=${[
               {
                 title: "Reason",
+                text: true,
                 of: (row) => html`${sentence(row.reason)} <code>${row.reason}</code>`,
               },
               { title: "Rank steps", numeric: true, of: (row) => count(row.rank_steps) },
               {
                 title: "Newest",
+                text: true,
                 of: (row) =>
                   row.samples.length
                     ? `rank ${row.samples.at(-1).rank}: ${row.samples.at(-1).detail}`

@@ -36,13 +36,17 @@ export function Record({ api, role, name, now, reload }) {
             empty="Nobody has asked for a change yet."
             columns=${[
               { title: "When", of: (row) => html`<${Moment} unix=${row.at} now=${now} />` },
-              { title: "UTC", of: (row) => moment(row.at).slice(0, 19) },
               { title: "Who", of: (row) => html`${row.by} <span class="hint">${row.role}</span>` },
               {
                 title: "Request",
+                text: true,
                 of: (row) => html`<${Request} row=${row} base=${`/v1/${path}`} />`,
               },
               { title: "Outcome", of: (row) => html`<${Outcome} status=${row.status} />` },
+              {
+                title: "UTC",
+                of: (row) => html`<span class="nowrap">${moment(row.at).slice(0, 19)}</span>`,
+              },
               {
                 title: "Trace",
                 of: (row) =>
@@ -56,7 +60,7 @@ export function Record({ api, role, name, now, reload }) {
 
 function Request({ row, base }) {
   const { words, request } = auditWords(row, base);
-  return html`${words}<span class="hint"><code>${request}</code></span>`;
+  return html`${words}<span class="hint nowrap"><code>${request}</code></span>`;
 }
 
 function Outcome({ status }) {

@@ -75,7 +75,7 @@ export function Story({ plan, now }) {
       columns=${[
         { title: "When", of: (row) => html`<${Moment} unix=${row.at} now=${now} />` },
         { title: "UTC", of: (row) => timeOfDay(row.at) },
-        { title: "Event", of: (row) => row.words },
+        { title: "Event", text: true, of: (row) => row.words },
         { title: "Phase", of: (row) => row.phase },
         { title: "Detail", of: (row) => row.detail },
       ]}

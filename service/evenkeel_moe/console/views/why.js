@@ -73,6 +73,7 @@ export function Why({ api, name, deployment, now }) {
         columns=${[
           {
             title: "Reason",
+            text: true,
             of: (row) => html`${sentence(row.reason)} <code>${row.reason}</code>`,
           },
           { title: "Cycles", numeric: true, of: (row) => count(row.count) },
