@@ -47,7 +47,7 @@ RATE = 20.0
 """Requests a second of the client."""
 HEADER = ((D, 2.0),)
 VIEWS: tuple[tuple[tuple[str, float], ...], ...] = (
-    (("deployments?page_size=1000", 3), (f"{D}/plans?page_size=20", 10)),
+    (("deployments?page_size=1000", 3),),
     (*HEADER, (f"{D}/policy", 10), (f"{D}/decisions?page_size=1000", 0)),
     (*HEADER, (f"{D}/plans?page_size=100", 3)),
     (*HEADER, (f"{D}/heatmap", 5), (f"{D}/plans?page_size=20", 5), (f"{D}/placement", 0)),
