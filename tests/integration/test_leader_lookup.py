@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel_moe.adapters.grpc.rank_link import order_of
+from evenkeel_moe.adapters.grpc.controller_addresses import order_of
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.protocol import messages as m

@@ -261,6 +261,17 @@ def break_transfer(wire):
     wire.prepare.body.batches.add().transfers.add(src_slot=4)
 
 
+def break_number(wire):
+    for _ in range(5):
+        wire.prepare.body.batches.add().transfers.add()
+    wire.prepare.checksums.extend([0] * 5)
+
+
+def break_batches(wire):
+    for _ in range(5):
+        wire.prepare.body.batches.add()
+
+
 def break_term(wire):
     wire.prepare.leader.term = 0
 
@@ -281,6 +292,8 @@ def break_deadline(wire):
         break_slots,
         break_layers,
         break_transfer,
+        break_number,
+        break_batches,
         break_term,
         break_high_term,
         break_deadline,

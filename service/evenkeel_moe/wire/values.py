@@ -116,6 +116,7 @@ def _decode_wave(message: pb.Wave) -> Wave:
     layers = tuple(message.layers)
     if len(set(layers)) != len(layers):
         raise PeerViolation(f"wave {message.index} names a layer twice: {layers}")
+    _check_transfers(message, rows.size)
     batches = tuple(tuple(map(_TRANSFER.decode, batch.transfers)) for batch in message.batches)
     wave = Wave(message.index, layers, rows, batches)
     for copy in wave.transfers:
@@ -125,6 +126,17 @@ def _decode_wave(message: pb.Wave) -> Wave:
                 f" there are {message.num_slots} slots"
             )
     return wave
+
+
+def _check_transfers(message: pb.Wave, slots: int) -> None:
+    """Refuse more transfers than slots to write, before they are read: there may be millions."""
+    batches = len(message.batches)
+    found = batches if batches > slots else sum(len(one.transfers) for one in message.batches)
+    if max(batches, found) > slots:
+        raise PeerViolation(
+            f"wave {message.index} has {found} transfers in {batches} batches for {slots} slots",
+            Reason.LIMIT_EXCEEDED,
+        )
 
 
 message_codec = partial(

@@ -3,7 +3,8 @@
 import asyncio
 from collections import Counter
 
-from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, order_of
+from evenkeel_moe.adapters.grpc.controller_addresses import order_of
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.wire.link import NotLeader
 from tests.adapters.grpc.test_rank_link import ACCEPTED, FAST, running, serving

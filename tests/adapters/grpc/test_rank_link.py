@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import structlog
 
-from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming, order_of
+from evenkeel_moe.adapters.grpc.controller_addresses import order_of
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table

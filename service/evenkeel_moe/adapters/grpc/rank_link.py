@@ -1,7 +1,6 @@
 """The rank's end of the stream: it keeps one open to the leading replica, and never gives up."""
 
 import asyncio
-import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +10,14 @@ from typing import Any, Protocol
 import grpc
 import structlog
 
-from evenkeel_moe.errors import EvenkeelError, InvalidInput
+from evenkeel_moe.adapters.grpc.controller_addresses import ControllerAddresses
+from evenkeel_moe.adapters.grpc.rank_stream import MessageRate
+from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
+from evenkeel_moe.wire.limits import most_order_bytes
 from evenkeel_moe.wire.link import (
     FromRankLink,
     Heartbeat,
@@ -27,6 +30,12 @@ from evenkeel_moe.wire.link import (
 _log = structlog.get_logger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 20
 """A full map with checksums of the largest models is a few megabytes."""
+_MAX_MESSAGES_PER_S = 200.0
+"""Messages of a controller, which sends a few. Each takes time that the engine's thread needs."""
+_MIN_BEAT_S = 0.01
+"""Least time between heartbeats, whatever the controller asks for."""
+_MAX_WAIT_S = 60.0
+"""Longest wait for another stream, whatever the controller asks for."""
 _QUIET_BEATS = 3
 """Heartbeats in a row that are skipped while other messages show that the rank is alive."""
 _MAX_OUTBOX = 1024
@@ -92,32 +101,22 @@ class LinkTls:
         return grpc.ssl_channel_credentials(self.ca_file.read_bytes(), *pair)
 
 
-def channel_options(timing: LinkTiming) -> list[tuple[str, int]]:
-    """Return gRPC's options of a rank's channel."""
+def channel_options(timing: LinkTiming, shape: ModelShape | None = None) -> list[tuple[str, int]]:
+    """Return gRPC's options of a rank's channel; the shape bounds what it receives."""
+    received = _MAX_MESSAGE_BYTES if shape is None else most_order_bytes(shape)
     return [
         ("grpc.keepalive_time_ms", int(timing.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(timing.keepalive_timeout_s * 1000)),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", min(received, _MAX_MESSAGE_BYTES)),
         ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        # Identity alone: a compressed message may be a thousand times larger than what arrived.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         # gRPC would measure bandwidth with a ping after every answer, which costs the controller.
         ("grpc.http2.bdp_probe", 0),
         # Two agents of one process must not share a connection: both would lose it at once.
         ("grpc.use_local_subchannel_pool", 1),
     ]
-
-
-def order_of(deployment: str, addresses: Sequence[str]) -> tuple[str, ...]:
-    """Return the addresses in the order in which the ranks of a deployment try them.
-
-    Each address is hashed with the deployment. Where one is missing, the order of the others is
-    the same, so a deployment moves only if its replica is gone.
-    """
-
-    def place(address: str) -> bytes:
-        return hashlib.blake2b(f"{deployment} {address}".encode(), digest_size=8).digest()
-
-    return tuple(sorted(addresses, key=place))
 
 
 class GrpcRankLink:
@@ -143,17 +142,10 @@ class GrpcRankLink:
     ) -> None:
         if not addresses:
             raise InvalidInput("a link needs at least one controller address")
-        self._addresses = tuple(addresses)
-        self._tried = 0
-        """Number of addresses tried, from the deployment's first on."""
-        self._order = self._addresses
-        """The addresses in the order of the deployment."""
+        self._addresses = ControllerAddresses(addresses)
         self._timing = timing if timing is not None else LinkTiming()
         self._jitter = random.Random(seed)
         self._tls = tls
-        self._redirect = ""
-        self._unreachable = ""
-        """The address of the stream that failed last."""
         self._stream = 0
         self._outbox: asyncio.Queue[FromRankLink] | None = None
         self._call: Any = None
@@ -166,15 +158,14 @@ class GrpcRankLink:
     async def run(self, listener: LinkListener) -> None:
         """Keep a stream open until cancelled; streams are numbered from 1."""
         failures = 0
-        self._order = order_of(listener.hello().identity.deployment, self._addresses)
+        self._addresses.sort(listener.hello().identity.deployment)
         while True:
-            address, self._redirect = self._redirect or self._next_address(), ""
-            wait_s = None
+            address, wait_s = self._addresses.next(), None
             try:
                 wait_s = await self._attach(address, listener)
             except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
                 _log.info("link_lost", address=address, detail=_brief(error))
-                self._unreachable = address
+                self._addresses.failed(address)
                 wait_s = _asked_to_wait(error)
             except EvenkeelError as error:
                 _log.warning(
@@ -188,6 +179,7 @@ class GrpcRankLink:
                 wait_s = min(self._timing.backoff_max_s, doubled)
             else:
                 failures = 0
+                wait_s = min(max(wait_s, self._timing.backoff_min_s), _MAX_WAIT_S)
             await asyncio.sleep(wait_s * self._jitter.uniform(0.5, 1.0))
 
     def send(self, message: FromRankLink, stream: int | None = None) -> None:
@@ -218,23 +210,20 @@ class GrpcRankLink:
         await call.done_writing()
         await call.code()
 
-    def _next_address(self) -> str:
-        self._tried += 1
-        return self._order[(self._tried - 1) % len(self._order)]
-
     async def _attach(self, address: str, listener: LinkListener) -> float | None:
         """Run one stream to its end.
 
         Returns:
             Seconds to wait before the next stream; None to back off.
         """
-        async with self._channel(address) as channel:
+        hello = listener.hello()
+        async with self._channel(address, hello.shape) as channel:
             call = agent_pb2_grpc.RankLinkStub(channel).Attach()  # type: ignore[no-untyped-call]
             self._stream += 1
             stream = self._stream
             try:
                 async with asyncio.timeout(self._timing.connect_timeout_s):
-                    await call.write(encode_rank_message(listener.hello()))
+                    await call.write(encode_rank_message(hello))
                     first = await _read(call)
                 if (
                     isinstance(first, Registration)
@@ -248,11 +237,8 @@ class GrpcRankLink:
     def _refused(self, address: str, answer: ToRankLink | None) -> float | None:
         match answer:
             case NotLeader(address=leader, retry_after_s=retry_after_s):
-                self._redirect = leader if leader != address else ""
-                # A leader that died holds its lease for seconds. Meanwhile all its ranks would come
-                # to the other replicas again and again.
-                lost = self._redirect in ("", self._unreachable)
-                return retry_after_s if lost else self._timing.backoff_min_s
+                follow = self._addresses.redirect(address, leader)
+                return self._timing.backoff_min_s if follow else retry_after_s
             case Registration(reason=reason, detail=detail):
                 _log.warning("registration_refused", address=address, reason=reason, detail=detail)
         return None
@@ -294,16 +280,25 @@ class GrpcRankLink:
         self, call: Any, stream: int, registration: Registration, listener: LinkListener
     ) -> float | None:
         """Pass the controller's messages to the listener until the stream ends."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        rate = MessageRate(_MAX_MESSAGES_PER_S, began)
         message: ToRankLink | None = registration
         while message is not None:
+            if not rate.take(loop.time()):
+                raise PeerViolation(f"more than {_MAX_MESSAGES_PER_S:g} messages a second")
             if isinstance(message, NotLeader):
                 # This controller shuts down. Start again at the deployment's first address, so that
                 # a rolling update spreads the deployments over the replicas.
-                self._tried = 0
+                self._addresses.restart()
                 return self._refused("", message)
             listener.received(stream, message)
             message = await self._read_within(call, registration.lease_s)
-        return self._timing.backoff_min_s
+            if isinstance(message, Registration):
+                raise PeerViolation("a second registration on one stream")
+        # A controller that ends every stream at once is tried more and more rarely.
+        lasted_s = loop.time() - began
+        return self._timing.backoff_min_s if lasted_s >= self._timing.backoff_max_s else None
 
     async def _read_within(self, call: Any, lease_s: float) -> ToRankLink | None:
         """Return the next message, which must arrive within a lease.
@@ -328,7 +323,7 @@ class GrpcRankLink:
                 self.send(beat)
                 skipped, sent_trouble = 0, beat.trouble
             self._spoke = False
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(max(interval_s, _MIN_BEAT_S))
 
     async def _write(self, call: Any, outbox: asyncio.Queue[FromRankLink]) -> None:
         """Write the queued messages. One that cannot be encoded is our own bug: log and skip it."""
@@ -344,16 +339,22 @@ class GrpcRankLink:
                     self._spoke = True
             outbox.task_done()
 
-    def _channel(self, address: str) -> Any:
-        options = channel_options(self._timing)
+    def _channel(self, address: str, shape: ModelShape) -> Any:
+        options = channel_options(self._timing, shape)
         if self._tls is None:
             return grpc.aio.insecure_channel(address, options)
         return grpc.aio.secure_channel(address, self._tls.credentials(), options)
 
 
 async def _read(call: Any) -> ToRankLink | None:
-    """Return the next message; None at the end of the stream."""
+    """Return the next message; None at the end of the stream.
+
+    Raises:
+        PeerViolation: malformed.
+    """
     message = await call.read()
+    if message is None:  # so gRPC gives bytes that protobuf cannot read
+        raise PeerViolation("bytes that are no message")
     return None if message is grpc.aio.EOF else decode_controller_message(message)
 
 
