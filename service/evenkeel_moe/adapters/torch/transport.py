@@ -24,7 +24,7 @@ from evenkeel_moe.adapters.torch.groups import Communicator, Operation, Work
 from evenkeel_moe.adapters.torch.staging_memory import StagingMemory
 from evenkeel_moe.adapters.torch.streams import OwnStream, mark_queued, wait_for_device
 from evenkeel_moe.errors import Reason, Unavailable
-from evenkeel_moe.model.plan import Transfer
+from evenkeel_moe.model.plan import Transfer, hash_of
 from evenkeel_moe.ports.threads import Event, Threads
 from evenkeel_moe.protocol.messages import Prepare
 
@@ -38,6 +38,9 @@ _CHUNKS_PER_BATCH = 4096
 """Tags reserved for the chunks of one batch."""
 _WAIT_GRAIN_S = 0.001
 """Waits count whole milliseconds: one can end this much before its deadline."""
+_MAX_BATCH_S = 600.0
+"""Longest deadline of a batch, and longest pause for its rate, whatever the controller asks for.
+Until then no cancellation ends a batch whose peer does not come."""
 _ABORT_WAIT = timedelta(seconds=5)
 
 Progress = Callable[[int, int], None]
@@ -196,7 +199,7 @@ class TorchWeightTransport:
             t.nbytes for t in prepare.body.transfers if self._rank_of(t.dst_slot) == self._rank
         )
         outcome, done, pace_s = StageOutcome(), 0, 0.0
-        batches = enumerate(prepare.body.batches)
+        batches, first_tag = enumerate(prepare.body.batches), _first_tag(prepare)
         expected = iter(prepare.checksums)
         ahead = _AHEAD_OPS if self._device.type == "cpu" and prepare.max_bytes_per_s <= 0 else 0
         while True:
@@ -206,14 +209,15 @@ class TorchWeightTransport:
                     upcoming = next(batches, None)
                     if upcoming is None:
                         break
-                    flights.append(self._begin(prepare, *upcoming))
+                    flights.append(self._begin(first_tag, *upcoming))
             except RuntimeError as error:
                 return self._give_up(
                     flights, Reason.TRANSFER_FAILED, f"a batch could not begin: {error}"
                 )
             if not flights:
                 return outcome
-            failure = self._end(flights, self._now() + prepare.batch_deadline_s + pace_s)
+            limit_s = min(prepare.batch_deadline_s, _MAX_BATCH_S) + pace_s
+            failure = self._end(flights, self._now() + limit_s)
             if failure is not None:
                 return failure
             batch = flights.popleft().batch
@@ -231,11 +235,10 @@ class TorchWeightTransport:
 
     # --- one batch ------------------------------------------------------------------------------
 
-    def _begin(self, prepare: Prepare, index: int, batch: Sequence[Transfer]) -> _Flight:
+    def _begin(self, first_tag: int, index: int, batch: Sequence[Transfer]) -> _Flight:
         """Post the first chunk of a batch."""
-        flight = _Flight(
-            index, batch, self._chunks(batch), prepare.wave.fingerprint + index * _CHUNKS_PER_BATCH
-        )
+        tag = first_tag + index * _CHUNKS_PER_BATCH
+        flight = _Flight(index, batch, self._chunks(batch), tag)
         self._post(flight)
         return flight
 
@@ -328,10 +331,20 @@ class TorchWeightTransport:
         for transfer in batch:
             for rank in {self._rank_of(transfer.src_slot), self._rank_of(transfer.dst_slot)}:
                 share[rank] = share.get(rank, 0) + transfer.nbytes
-        return max(share.values(), default=0) / max_bytes_per_s
+        return min(_MAX_BATCH_S, max(share.values(), default=0) / max_bytes_per_s)
 
     def _rank_of(self, slot: int) -> int:
         return slot // self._slots_per_rank
 
     def _local(self, slot: int) -> int:
         return slot % self._slots_per_rank
+
+
+def _first_tag(prepare: Prepare) -> int:
+    """Return a number that ranks share if they were sent the same wave with the same transfers.
+
+    Gloo ends the process of a rank that gets more bytes than it made room for. So operations of
+    ranks that were sent different transfers under one key must not match: they run into their
+    deadline.
+    """
+    return hash_of(f"{prepare.wave.fingerprint} {prepare.body.batches}")

@@ -49,6 +49,10 @@ def prepare_refusal(
     refusal = transfers_refusal(body, placement, new, Reason.MALFORMED)
     if refusal is not None:
         return refusal
+    told = {transfer.nbytes for transfer in body.transfers} - {shape.bytes_per_expert}
+    if told:
+        detail = f"a transfer of {min(told)} bytes, an expert has {shape.bytes_per_expert}"
+        return Reason.MALFORMED, detail
     refusal = _checksums_refusal(prepare, shape, registered)
     if refusal is not None:
         return refusal
