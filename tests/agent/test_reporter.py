@@ -37,8 +37,8 @@ class ListLink:
         return [report.steps["step"].tolist() for report in self.sent]
 
 
-def make(capacity=64):
-    recorder, link = Recorder(capacity, 1, 1), ListLink()
+def make(capacity=64, layers=1, width=1):
+    recorder, link = Recorder(capacity, layers, width), ListLink()
     identity = RankIdentity(DeploymentId("toy"), EpRank(1), GENERATION, 5)
     return recorder, link, Reporter(recorder, identity, CountingSide.DESTINATION, link)
 
@@ -171,3 +171,27 @@ def test_without_a_stream_an_agent_keeps_its_newest_steps_and_counts_those_it_dr
         fleet.register()
         newest = link.expect(LoadReport, lambda report: 0 not in report.steps["step"])
         assert newest.steps["step"].tolist() == [4, 5]
+
+
+def test_a_report_stays_within_what_the_link_carries_whatever_the_controller_asks_for():
+    """A report that it cannot carry would end every stream on which it is sent."""
+    layers, width = 512, 2048
+    recorder, link, reporter = make(layers=layers, width=width)
+    reporter.registered(FlowControl(60.0, max_steps_per_report=2**32 - 1), None)
+    counts = np.zeros((layers, width), np.int64)
+    for step in range(5):
+        recorder.record(step, counts, epoch=0, tokens=0, phase=Phase.DECODE)
+    reporter.report()
+    assert link.steps() == [[0, 1, 2, 3], [4]]
+
+
+async def test_reports_keep_a_pause_whatever_the_interval(monkeypatch):
+    _, _, reporter = make()
+    times = []
+    monkeypatch.setattr(reporter, "report", lambda: times.append(0))
+    reporter.registered(FlowControl(1e-9), None)
+    task = asyncio.create_task(reporter.run())
+    await asyncio.sleep(0.3)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert 1 <= len(times) <= 2 + 0.3 / 0.01 + 20

@@ -76,6 +76,11 @@ class Recorder:
                 self._overwritten += 1
 
     @property
+    def counts_per_step(self) -> int:
+        """L * W, the counts of one step."""
+        return math.prod(self._shape)
+
+    @property
     def last_step(self) -> int:
         """The newest step recorded; -1 before the first."""
         try:

@@ -9,6 +9,11 @@ from evenkeel_moe.model.load import CountingSide, LoadReport
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.wire.link import FlowControl
 
+_MIN_INTERVAL_S = 0.01
+"""Least time between reports, whatever the controller asks for."""
+_MAX_REPORT_BYTES = 16 << 20
+"""Bytes of the counts of a report, 4 for each on the wire. The link carries at most 64 MiB, and a
+report that it cannot carry would end every stream on which it is sent."""
 _MAX_UNACKNOWLEDGED = 16
 """Reports sent and not acknowledged. Beyond this, steps wait in the recorder, which drops the
 oldest."""
@@ -24,6 +29,7 @@ class Reporter:
         self._identity = identity
         self._side = side
         self._link = link
+        self._most_steps = max(1, _MAX_REPORT_BYTES // (4 * recorder.counts_per_step))
         self._flow = FlowControl(report_interval_s=0.5)
         self._unacknowledged: deque[LoadReport] = deque()
         self._registered = False
@@ -37,7 +43,7 @@ class Reporter:
             try:
                 # Not `wait_for`: before Python 3.12 it loses a cancellation that arrives together
                 # with the event.
-                async with asyncio.timeout(self._flow.report_interval_s):
+                async with asyncio.timeout(max(self._flow.report_interval_s, _MIN_INTERVAL_S)):
                     await self._wake.wait()
             except TimeoutError:
                 continue
@@ -46,7 +52,8 @@ class Reporter:
         """Send the steps that wait in the recorder, as far as the controller keeps up."""
         while self._registered and len(self._unacknowledged) < _MAX_UNACKNOWLEDGED:
             flow = self._flow
-            taken = self._recorder.take(flow.max_steps_per_report, flow.stride, flow.from_step)
+            most = min(flow.max_steps_per_report, self._most_steps)
+            taken = self._recorder.take(most, flow.stride, flow.from_step)
             if taken is None:
                 return
             report = LoadReport(
