@@ -22,3 +22,13 @@ def test_the_first_and_the_last_progress_of_each_wave_are_passed_on_and_some_bet
         *((TWO, done, 9) for done in (1, 3, 9)),
     ]
     assert also == heard
+
+
+def test_the_same_progress_is_passed_on_once_however_many_batches_follow():
+    """A rank that receives nothing would otherwise send one message for each batch of the wave."""
+    heard = []
+    reports = StagingReports(lambda: 0.0, lambda *one: heard.append(one))
+    for wave in (ONE, TWO):
+        for _ in range(3):
+            reports.report(wave, 0, 0)
+    assert heard == [(ONE, 0, 0), (TWO, 0, 0)]

@@ -22,12 +22,16 @@ class StagingReports:
         self._receivers = [one for one in receivers if one is not None]
         self._due: dict[WaveKey, float] = {}
         """The time [s] of the next report between the first and the last of the newest wave."""
+        self._told: tuple[WaveKey, int, int] | None = None
+        """The newest report."""
 
     def report(self, wave: WaveKey, done: int, total: int) -> None:
         """Report the bytes staged so far."""
+        if self._told == (wave, done, total):
+            return  # A rank that receives nothing more goes through the other batches all the same.
         now = self._now()
         if done < total and now < self._due.get(wave, now):
             return
-        self._due = {wave: now + _INTERVAL_S}
+        self._due, self._told = {wave: now + _INTERVAL_S}, (wave, done, total)
         for receive in self._receivers:
             receive(wave, done, total)
