@@ -95,3 +95,18 @@ async def test_at_most_twenty_errors_are_listed(client):
     problem = assert_problem(await client.post(PLANS, json=body), 422)
     assert len(problem["errors"]) == 20
     assert problem["detail"].endswith("and 27 more")
+
+
+@pytest.mark.parametrize("depth", [17, 300, 900, 5000, 30_000])
+@pytest.mark.parametrize(
+    ("opened", "closed"), [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"]
+)
+async def test_a_change_that_is_nested_deeply_is_refused_whatever_its_depth(
+    client, depth, opened, closed
+):
+    """Depths that can be parsed, and not be walked through, were a fault of the server."""
+    body = '{"options":' + opened * depth + "1" + closed * depth + "}"
+    headers = {"Content-Type": "application/json"}
+    answer = await client.patch("/v1/deployments/demo/policy", content=body, headers=headers)
+    assert answer.status_code in (400, 422), answer.text
+    assert_problem(answer, answer.status_code)

@@ -1,10 +1,12 @@
-"""Requests that copy windows take turns: many readers must not fill the memory."""
+"""Requests that copy windows or write out maps take turns, or many would fill the memory."""
 
 import asyncio
+import threading
 import weakref
 
 import pytest
 
+from evenkeel_moe.api import deployments
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from tests.api.conftest import READ, make_client
@@ -41,3 +43,24 @@ async def test_of_many_readers_two_hold_windows_at_a_time(app, path):
     assert {answer.status_code for answer in answers} == {200}
     assert view.made == 12 * len(Phase)
     assert view.most <= 2 * len(Phase)
+
+
+async def test_of_many_readers_two_write_out_the_map_at_a_time(app, monkeypatch):
+    view = FakeView(make_status("demo"), {}, Placement.initial(SHAPE))
+    app.state.operations = FakeOperations(view)
+    busy, counts, write_out = threading.BoundedSemaphore(2), [], deployments.placement_out
+
+    def counted(placement, epoch):
+        counts.append(busy.acquire(blocking=False))
+        try:
+            return write_out(placement, epoch)
+        finally:
+            busy.release()
+
+    monkeypatch.setattr(deployments, "placement_out", counted)
+    async with make_client(app, READ) as client:
+        answers = await asyncio.gather(
+            *(client.get("/v1/deployments/demo/placement") for _ in range(12))
+        )
+    assert {answer.status_code for answer in answers} == {200}
+    assert counts == [True] * 12

@@ -59,7 +59,8 @@ KEY_DESCRIPTION = (
 )
 OperationsOf = Annotated[Operations, Depends(_operations)]
 WindowTurns = Annotated[asyncio.Semaphore, Depends(_window_turns)]
-"""Held by a request that copies windows: a window may have hundreds of megabytes."""
+"""Held by a request that copies windows, which may have hundreds of megabytes, or writes out a map,
+which takes a hundred bytes for each slot meanwhile."""
 Caller = Annotated[str, Depends(_caller)]
 CallerToken = Annotated[Token, Depends(_caller_token)]
 IdempotencyKey = Annotated[

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Request, Response
+from pydantic import AfterValidator
 
 from evenkeel_moe.api.auth import Role
 from evenkeel_moe.api.context import (
@@ -31,7 +32,7 @@ from evenkeel_moe.api.convert import (
 from evenkeel_moe.api.insight_schemas import RecommendationOut
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
 from evenkeel_moe.api.problems import problem_response
-from evenkeel_moe.api.schema_base import plain
+from evenkeel_moe.api.schema_base import plain, refuse_deep
 from evenkeel_moe.api.schemas import (
     DecisionPage,
     DeploymentOut,
@@ -103,17 +104,21 @@ async def forget_deployment(
 
 
 @router.get("/deployments/{deployment}/placement", response_model=PlacementOut)
-async def get_placement(operations: OperationsOf, deployment: DeploymentPath) -> Response:
+async def get_placement(
+    operations: OperationsOf, turns: WindowTurns, deployment: DeploymentPath
+) -> Response:
     """Return the committed placement; 503 before the ranks reported it."""
-    view = await operations.deployment(deployment)
-    placement = view.placement()
-    if placement is None:
-        raise Unavailable(
-            f"the ranks of {deployment} have not reported their placement yet", Reason.RANKS_MISSING
-        )
-    epoch = view.status().epoch
-    # A large map takes most of a second: not on the event loop, which serves ranks.
-    body = await asyncio.to_thread(lambda: placement_out(placement, epoch).model_dump_json())
+    async with turns:
+        view = await operations.deployment(deployment)
+        placement = view.placement()
+        if placement is None:
+            raise Unavailable(
+                f"the ranks of {deployment} have not reported their placement yet",
+                Reason.RANKS_MISSING,
+            )
+        epoch = view.status().epoch
+        # A large map takes most of a second: not on the event loop, which serves ranks.
+        body = await asyncio.to_thread(lambda: placement_out(placement, epoch).model_dump_json())
     return Response(body, media_type="application/json")
 
 
@@ -203,7 +208,9 @@ async def set_policy(
     token: CallerToken,
     deployment: DeploymentPath,
     changes: Annotated[
-        dict[str, Any], Body(description="Fields to change; the others stay as they are.")
+        dict[str, Any],
+        AfterValidator(refuse_deep),
+        Body(description="Fields to change; the others stay as they are."),
     ],
     response: Response,
     if_match: Annotated[

@@ -35,6 +35,26 @@ TextOrNull = Annotated[str | None, BeforeValidator(lambda text: text or None)]
 """Null if the text is empty."""
 
 
+_MOST_DEPTH = 16
+
+
+def refuse_deep(value: Any) -> Any:
+    """Return a value of free JSON. Refuse one whose objects and lists are nested too deeply.
+
+    Whatever walks through it would otherwise run out of stack.
+
+    Raises:
+        ValueError: more than 16 levels.
+    """
+    level = [value]
+    for _ in range(_MOST_DEPTH):
+        inside = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for items in inside for one in items if isinstance(one, dict | list)]
+        if not level:
+            return value
+    raise ValueError(f"objects and lists are nested more than {_MOST_DEPTH} deep")
+
+
 _MOST_UNKNOWN = 16
 """Unknown fields of an object that are named one by one."""
 
