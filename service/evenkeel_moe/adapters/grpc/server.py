@@ -15,10 +15,11 @@ from structlog.contextvars import bound_contextvars
 
 from evenkeel_moe.adapters.addresses import chosen_by, host_port
 from evenkeel_moe.adapters.grpc.encoder import Encoder
+from evenkeel_moe.adapters.grpc.fair_turns import FairTurns
 from evenkeel_moe.adapters.grpc.inbound import InboundBudget, StreamInbound
 from evenkeel_moe.adapters.grpc.rank_stream import MessageRate, RankStream, Silence
 from evenkeel_moe.adapters.grpc.server_tls import ServerCertificates, check_identity
-from evenkeel_moe.adapters.grpc.stream_slots import StreamSlots
+from evenkeel_moe.adapters.grpc.stream_slots import StreamSlots, host_of
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation, Reason
 from evenkeel_moe.protocol.messages import Hello, RankState
 from evenkeel_moe.v1 import agent_pb2
@@ -113,7 +114,7 @@ class GrpcServer:
         self._numbers = itertools.count(1)
         self._server: Any = None
         self._inbound = InboundBudget()
-        self._decoding = asyncio.Lock()
+        self._decoding = FairTurns()
         """One large message at a time: protobuf holds the interpreter's lock, so two would take
         hardly less time, and the event loop would wait twice as long for its turn."""
         self._slots = StreamSlots(options.max_streams, options.max_streams_per_peer)
@@ -271,7 +272,7 @@ class GrpcServer:
                 try:
                     _check_size(data, most)
                     inbound.message_bytes = len(data)
-                    _deliver(await self._decode(data, hello), attached)
+                    _deliver(await self._decode(data, hello, stream.peer), attached)
                 except PeerViolation as violation:
                     detail = str(violation)
                     _log.warning(
@@ -285,10 +286,10 @@ class GrpcServer:
         finally:
             silence.stop()
 
-    async def _decode(self, data: bytes, hello: Hello) -> "FromRankLink | _BadReport":
+    async def _decode(self, data: bytes, hello: Hello, peer: str) -> "FromRankLink | _BadReport":
         if len(data) <= _LARGE_BYTES:
             return _decode(data, hello)
-        async with self._decoding:
+        async with self._decoding.turn(host_of(peer)):
             return await asyncio.to_thread(_decode, data, hello)
 
 
