@@ -3,6 +3,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from evenkeel_moe.api.convert import placement_json, placement_out
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import Phase
@@ -89,6 +90,13 @@ async def test_placement_and_its_derived_maps_agree(client):
         for expert, slots in enumerate(experts):
             assert len(slots) == body["replica_count"][layer][expert]
             assert all(body["physical_to_logical"][layer][slot] == expert for slot in slots)
+
+
+def test_a_placement_that_is_written_layer_by_layer_is_the_documented_one():
+    placement = Placement(np.array([[0, 1, -1, 2, 0, 3], [3, 2, 1, 0, -1, -1]], np.int32), 2, 4)
+    for epoch in (7, None):
+        want = placement_out(placement, epoch).model_dump_json()
+        assert placement_json(placement, epoch) == want
 
 
 async def test_placement_before_the_ranks_reported_it(client):

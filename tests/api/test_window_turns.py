@@ -48,7 +48,7 @@ async def test_of_many_readers_two_hold_windows_at_a_time(app, path):
 async def test_of_many_readers_two_write_out_the_map_at_a_time(app, monkeypatch):
     view = FakeView(make_status("demo"), {}, Placement.initial(SHAPE))
     app.state.operations = FakeOperations(view)
-    busy, counts, write_out = threading.BoundedSemaphore(2), [], deployments.placement_out
+    busy, counts, write_out = threading.BoundedSemaphore(2), [], deployments.placement_json
 
     def counted(placement, epoch):
         counts.append(busy.acquire(blocking=False))
@@ -57,7 +57,7 @@ async def test_of_many_readers_two_write_out_the_map_at_a_time(app, monkeypatch)
         finally:
             busy.release()
 
-    monkeypatch.setattr(deployments, "placement_out", counted)
+    monkeypatch.setattr(deployments, "placement_json", counted)
     async with make_client(app, READ) as client:
         answers = await asyncio.gather(
             *(client.get("/v1/deployments/demo/placement") for _ in range(12))

@@ -3,6 +3,8 @@
 A response body takes fields of the same name from the value; here is only what has to be computed.
 """
 
+import json
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -99,6 +101,30 @@ def placement_out(placement: Placement, epoch: int | None) -> PlacementOut:
         logical_to_physical=placement.slots_by_expert(),
         replica_count=placement.logcnt.tolist(),
     )
+
+
+def placement_json(placement: Placement, epoch: int | None) -> str:
+    """Return `placement_out` as JSON, written layer by layer.
+
+    In a thread this leaves the event loop its turns: one call for a whole map of millions of slots
+    would hold the interpreter's lock for seconds.
+    """
+    maps: dict[str, Iterable[list[Any]]] = {
+        "physical_to_logical": (row.tolist() for row in placement.phy2log),
+        "logical_to_physical": placement.slots_by_expert(),
+        "replica_count": (row.tolist() for row in placement.logcnt),
+    }
+    head = {
+        "epoch": epoch,
+        "digest": placement.digest,
+        "num_ranks": placement.num_ranks,
+        "slots_per_rank": placement.slots_per_rank,
+    }
+    members = [f"{json.dumps(name)}:{json.dumps(value)}" for name, value in head.items()]
+    for name, rows in maps.items():
+        written = ",".join(json.dumps(row, separators=(",", ":")) for row in rows)
+        members.append(f"{json.dumps(name)}:[{written}]")
+    return f"{{{','.join(members)}}}"
 
 
 def deployment_out(status: DeploymentStatus) -> DeploymentOut:

@@ -26,7 +26,7 @@ from evenkeel_moe.api.convert import (
     deployment_out,
     elsewhere_out,
     phase_load,
-    placement_out,
+    placement_json,
     recommendation_out,
 )
 from evenkeel_moe.api.insight_schemas import RecommendationOut
@@ -118,7 +118,7 @@ async def get_placement(
             )
         epoch = view.status().epoch
         # A large map takes most of a second: not on the event loop, which serves ranks.
-        body = await asyncio.to_thread(lambda: placement_out(placement, epoch).model_dump_json())
+        body = await asyncio.to_thread(placement_json, placement, epoch)
     return Response(body, media_type="application/json")
 
 
