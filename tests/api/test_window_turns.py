@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from evenkeel_moe.api import deployments
+from evenkeel_moe.api import convert, deployments
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from tests.api.conftest import READ, make_client
@@ -48,7 +48,7 @@ async def test_of_many_readers_two_hold_windows_at_a_time(app, path):
 async def test_of_many_readers_two_write_out_the_map_at_a_time(app, monkeypatch):
     view = FakeView(make_status("demo"), {}, Placement.initial(SHAPE))
     app.state.operations = FakeOperations(view)
-    busy, counts, write_out = threading.BoundedSemaphore(2), [], deployments.placement_json
+    busy, counts, write_out = threading.BoundedSemaphore(2), [], convert.placement_json
 
     def counted(placement, epoch):
         counts.append(busy.acquire(blocking=False))

@@ -179,8 +179,7 @@ class AuditEntry:
     trace_id: str | None = None
     """Trace id of the request, 32 hex digits."""
     change: str | None = None
-    """The start of what the request asked for, as JSON: the fields of the policy, the seconds of a
-    freeze, a plan by hand or a rollback; None for requests without such fields."""
+    """The start of what the request asked for, as JSON; None if it named nothing."""
 
 
 @dataclass(frozen=True, slots=True)
