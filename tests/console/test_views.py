@@ -59,8 +59,9 @@ HEIGHTS = (
 def test_a_phone_shows_every_view_whole_under_heads_of_two_lines(visitor: Visitor, view: str):
     visitor.browser.size(390, 844, phone=True)
     visitor.go(*([view] if view else []))
-    visitor.browser.wait_text(NAME)
-    visitor.browser.wait(".card")
+    visitor.browser.wait("#health" if view else ".fleet-row")
+    visitor.browser.wait_gone("[aria-busy=true]")
+    visitor.browser.wait("#main .card")
     wide = visitor.browser.script(
         "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     )
