@@ -89,10 +89,10 @@ def test_each_reload_has_a_permit_of_its_own():
         fleet.say(prepare)
         assert all(link.expect(Vote).yes for link in fleet.links)
         fleet.say(Commit(LEADER, prepare.wave))
-        parts = [agent._participant for agent in fleet.agents]
-        while not all(part.must_wait_for_poll() for part in parts):
+        for _ in range(3):
             for agent in fleet.agents:
                 agent.step_boundary()
+        assert all(agent._participant.must_wait_for_poll() for agent in fleet.agents)
         permits = [agent.request_reload() for agent in fleet.agents]
         assert not any(permit.is_set() for permit in permits)
         for _ in range(3):
