@@ -27,6 +27,8 @@ class Recorder:
         """Answers that ranks have made up, by the id of the message, which is kept alive."""
         self._sending: Record | None = None
         """The answer that leaves a rank at this moment."""
+        self._rows: dict[Any, bytes] = {}
+        """The rows that the first Prepare of each wave has."""
         self._digests: dict[str, int] = {}
         self._saved: dict[tuple[int, str], int] = {}
         self._places: dict[int, int] = {}
@@ -77,6 +79,8 @@ class Recorder:
 
         def sent_to_rank(stream: Any, message: Any) -> None:
             if stream.rank.fleet is fleet:
+                if isinstance(message, msg.Prepare) and self._differs(message):
+                    self.end("ranks are sent different Prepares of one wave")
                 self.add("LeaderSent", self._terms.controller_message(stream.rank, message))
             to_rank(stream, message)
 
@@ -105,6 +109,11 @@ class Recorder:
         network.to_rank, network.to_replica = sent_to_rank, sent_to_replica
         network.send, world.store.write = sent, written  # type: ignore[method-assign]
         checks.outcome = recorded
+
+    def _differs(self, prepare: msg.Prepare) -> bool:
+        """Return True if another Prepare of this wave had other rows."""
+        rows = prepare.body.rows.tobytes()
+        return self._rows.setdefault(prepare.wave, rows) != rows
 
     # --- the group --------------------------------------------------------------------------------
 
