@@ -50,9 +50,8 @@ CUT_OFF = """return [...document.querySelectorAll("header *, main *")]
     .filter((each) => !each.closest(".scroll, .tabs, .hidden, .skip, dialog"))
     .filter((each) => each.getBoundingClientRect().right > innerWidth + 1)
     .map((each) => `${each.tagName} ${each.className} ${each.innerText}`)"""
-HEIGHTS = (
-    """return ["header", ".page-head"].map((one) => document.querySelector(one).offsetHeight)"""
-)
+HEIGHTS = """return ["header", ".page-head"].map(
+    (one) => document.querySelector(one).offsetHeight)"""
 
 
 @pytest.mark.parametrize("view", ["", *VIEWS])
