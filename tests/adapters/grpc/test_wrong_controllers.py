@@ -1,6 +1,7 @@
 """A rank's link bounds what a controller, whoever it is, can make it do."""
 
 import asyncio
+import time
 
 import grpc
 import pytest
@@ -20,7 +21,16 @@ from evenkeel_moe.wire.link import (
     Registration,
     RegistrationOutcome,
 )
-from tests.adapters.grpc.test_rank_link import ACCEPTED, FAST, SHAPE, Server, running, serving
+from tests.adapters.grpc.test_rank_link import (
+    ACCEPTED,
+    FAST,
+    HELLO,
+    SHAPE,
+    Server,
+    running,
+    serving,
+)
+from tests.adapters.serving import Listener
 from tests.waiting import until
 
 STEADY = LinkTiming(backoff_min_s=0.1, backoff_max_s=1.0, connect_timeout_s=5.0)
@@ -170,6 +180,29 @@ async def test_a_flood_of_messages_ends_the_stream(monkeypatch):
             async with running(GrpcRankLink([address], timing=FAST)) as listener:
                 await until(lambda: listener.registrations == [1, 2])
     assert "messages a second" in events(logs, "link_violated")[0]["detail"]
+
+
+class Slow(Listener):
+    """Each message takes some processor time."""
+
+    def received(self, stream, message):
+        super().received(stream, message)
+        began = time.thread_time()
+        while time.thread_time() - began < 0.05:
+            pass
+
+
+async def test_a_link_rests_after_messages_that_take_long():
+    """The engine's thread needs the interpreter too."""
+    async with serving([ACCEPTED, *[QueryState(Leader("a", 1))] * 5]) as (_, address):
+        listener, began = Slow(HELLO), time.monotonic()
+        task = asyncio.create_task(GrpcRankLink([address], timing=FAST).run(listener))
+        try:
+            await until(lambda: len(listener.got) == 6)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    assert time.monotonic() - began >= 5 * 4 * 0.05
 
 
 async def test_bytes_that_are_no_message_are_a_violation_and_no_fault_of_ours():

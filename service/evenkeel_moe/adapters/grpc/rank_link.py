@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,10 @@ _MAX_MESSAGE_BYTES = 64 << 20
 """A full map with checksums of the largest models is a few megabytes."""
 _MAX_MESSAGES_PER_S = 200.0
 """Messages of a controller, which sends a few. Each takes time that the engine's thread needs."""
+_REST = 4.0
+"""Rest after a message, as a multiple of the processor time that it took, in which the engine's
+thread could run no Python. A Prepare of thousands of transfers takes a tenth of a second."""
+_MAX_REST_S = 2.0
 _MIN_BEAT_S = 0.01
 """Least time between heartbeats, whatever the controller asks for."""
 _MAX_WAIT_S = 60.0
@@ -224,7 +229,7 @@ class GrpcRankLink:
             try:
                 async with asyncio.timeout(self._timing.connect_timeout_s):
                     await call.write(encode_rank_message(hello))
-                    first = await _read(call)
+                    first = _decoded(await call.read())
                 if (
                     isinstance(first, Registration)
                     and first.outcome is not RegistrationOutcome.REFUSED
@@ -281,33 +286,36 @@ class GrpcRankLink:
     ) -> float | None:
         """Pass the controller's messages to the listener until the stream ends."""
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        began, used = loop.time(), time.thread_time()
         rate = MessageRate(_MAX_MESSAGES_PER_S, began)
         message: ToRankLink | None = registration
         while message is not None:
             if not rate.take(loop.time()):
                 raise PeerViolation(f"more than {_MAX_MESSAGES_PER_S:g} messages a second")
+            if isinstance(message, Registration) and message is not registration:
+                raise PeerViolation("a second registration on one stream")
             if isinstance(message, NotLeader):
                 # This controller shuts down. Start again at the deployment's first address, so that
                 # a rolling update spreads the deployments over the replicas.
                 self._addresses.restart()
                 return self._refused("", message)
             listener.received(stream, message)
-            message = await self._read_within(call, registration.lease_s)
-            if isinstance(message, Registration):
-                raise PeerViolation("a second registration on one stream")
+            await asyncio.sleep(min(_MAX_REST_S, _REST * (time.thread_time() - used)))
+            wire = await self._read_within(call, registration.lease_s)
+            used = time.thread_time()
+            message = _decoded(wire)
         # A controller that ends every stream at once is tried more and more rarely.
         lasted_s = loop.time() - began
         return self._timing.backoff_min_s if lasted_s >= self._timing.backoff_max_s else None
 
-    async def _read_within(self, call: Any, lease_s: float) -> ToRankLink | None:
-        """Return the next message, which must arrive within a lease.
+    async def _read_within(self, call: Any, lease_s: float) -> Any:
+        """Return the next message as gRPC gives it, which must arrive within a lease.
 
         A controller sends a message at least every half lease. After a silent lease it is paused or
         out of reach, whatever the state of the connection, and another may lead by now.
         """
         async with asyncio.timeout(lease_s if lease_s > 0 else None):
-            return await _read(call)
+            return await call.read()
 
     async def _beat(self, interval_s: float, listener: LinkListener) -> None:
         """Send heartbeats, and skip some while other messages show that the rank is alive.
@@ -346,16 +354,15 @@ class GrpcRankLink:
         return grpc.aio.secure_channel(address, self._tls.credentials(), options)
 
 
-async def _read(call: Any) -> ToRankLink | None:
-    """Return the next message; None at the end of the stream.
+def _decoded(wire: Any) -> ToRankLink | None:
+    """Return what gRPC has read; None at the end of the stream.
 
     Raises:
         PeerViolation: malformed.
     """
-    message = await call.read()
-    if message is None:  # so gRPC gives bytes that protobuf cannot read
+    if wire is None:  # so gRPC gives bytes that protobuf cannot read
         raise PeerViolation("bytes that are no message")
-    return None if message is grpc.aio.EOF else decode_controller_message(message)
+    return None if wire is grpc.aio.EOF else decode_controller_message(wire)
 
 
 def _asked_to_wait(error: BaseException) -> float | None:
