@@ -21,6 +21,13 @@ def test_hottest_copy_matches_the_twin(shape, data):
             assert got[t, layer] == pytest.approx(max(want, mean))
 
 
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(60, 300))
+def test_the_hottest_copy_of_many_slots_is_that_of_copies_made_one_by_one(tokens, redundant):
+    load = np.array(tokens, float) * 7.0
+    got = bounds.hottest_copy(load.reshape(1, 1, -1), redundant, 1000)
+    assert got[0, 0] == max(twins.hottest_copy(load, redundant, 1000), load.sum() / 1000)
+
+
 def test_bound_sees_an_expert_too_hot_for_its_replicas():
     # One spare slot: two copies of 45 tokens stay under the mean rank load.
     assert bounds.bound_times(np.array([[[90.0, 10.0]]]), 2, 1).tolist() == [[50.0]]

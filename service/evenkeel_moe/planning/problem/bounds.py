@@ -13,6 +13,53 @@ from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 _ROUNDING = 1e-12
 """Relative rounding error between sums taken in different orders."""
+_HALVINGS = 12
+"""After so many the level is found up to a few copies."""
+_FEW_SLOTS = 64
+"""Below it, finding the level takes as long as making the copies one by one."""
+
+
+@kernel
+def _copies_below(
+    hot: NDArray[np.float64], copies: NDArray[np.float64], num_redundant: int, mean: float
+) -> int:
+    """Give experts the copies that bring all of them to a level which so many slots surely reach.
+
+    Whoever always copies the hottest one first comes through this state: until then, only experts
+    above the level get copies. That way alone takes as many searches as there are slots.
+
+    Args:
+        hot: (N,) loads of experts.
+        copies: (N,) written.
+        num_redundant: the further copies that may be made.
+        mean: the lowest level of interest.
+
+    Returns:
+        The further copies that these are, at most `num_redundant`.
+    """
+    if num_redundant < _FEW_SLOTS or hot.shape[0] == 0:
+        return 0
+    # n further copies can reach the sum over n: whole numbers round up by less than 1 an expert.
+    low, high = hot.sum() / (num_redundant + hot.shape[0]), hot.sum() / num_redundant
+    low, high = max(low, mean), max(high, mean)
+    for _ in range(_HALVINGS):
+        middle = 0.5 * (low + high)
+        needed = 0.0
+        for i in range(hot.shape[0]):
+            needed += np.ceil(hot[i] / middle) - 1.0
+        if needed > num_redundant:
+            low = middle
+        else:
+            high = middle
+    high *= 1.0 + _ROUNDING
+    spent = 0
+    for i in range(hot.shape[0]):
+        copies[i] = max(1.0, np.ceil(hot[i] / high))
+        spent += int(copies[i]) - 1
+    if spent > num_redundant:  # Only rounding could do this.
+        copies[:] = 1.0
+        return 0
+    return spent
 
 
 @kernel
@@ -35,7 +82,8 @@ def _hottest_copy(
                     copies[count] = 1.0
                     count += 1
             level = mean
-            for spent in range(num_redundant + 1):
+            made = _copies_below(hot[:count], copies[:count], num_redundant, mean)
+            for spent in range(made, num_redundant + 1):
                 best = -1
                 level = mean
                 for i in range(count):

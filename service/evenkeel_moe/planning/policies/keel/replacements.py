@@ -22,7 +22,12 @@ from evenkeel_moe.planning.policies.keel.open_slots import (
     tighten,
 )
 from evenkeel_moe.planning.policies.keel.replacements_by_work import best_replacement_by_work
-from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective, SmoothCosts
+from evenkeel_moe.planning.policies.keel.state import (
+    LayerState,
+    SearchObjective,
+    SmoothCosts,
+    slots_of_experts,
+)
 
 
 @kernel
@@ -81,7 +86,7 @@ def _best_of_open_slots(
     slot_of, rank_of, drop, alone, saved, given_up, freed = slots
     costs, tight = objective.costs, objective.quick and not objective.nearest
     most = (alone + saved).max()
-    first, following = _slots_of_experts(row, copies_of.shape[0])
+    first, following = slots_of_experts(row, copies_of.shape[0])
     slot, chosen, best_copies, used = -1, -1, 0, 0
     for expert in range(copies_of.shape[0]):
         part = 1.0 / (copies_of[expert] + 1.0)
@@ -150,19 +155,6 @@ def _add_relief(
         at = following[at]
         while at >= 0 and at // per_rank == at_rank:
             at = following[at]
-
-
-@kernel
-def _slots_of_experts(
-    row: NDArray[np.int32], experts: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (E,) the first slot of every expert, (S,) the next slot of the same; -1 for none."""
-    first, following = np.full(experts, -1), np.full(row.shape[0], -1)
-    for slot in range(row.shape[0] - 1, -1, -1):
-        if row[slot] >= 0:
-            following[slot] = first[row[slot]]
-            first[row[slot]] = slot
-    return first, following
 
 
 @kernel

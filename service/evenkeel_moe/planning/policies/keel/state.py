@@ -230,15 +230,36 @@ def load_ranks(layer: LayerState, objective: SearchObjective) -> None:
             layer.copies[layer.row[slot]] += 1
     layer.rank_load[:] = layer.base
     nearest, nodes = objective.nearest, objective.node_of_rank
+    first, following = slots_of_experts(layer.row, experts)
+    layer.share[:] = 0.0
     for expert in range(experts):
         shares = layer.share[expert]
         held, count = layer.held[expert], layer.copies[expert]
-        expert_shares(held, count, layer.origin[expert], nearest, nodes, shares)
+        if nearest:
+            expert_shares(held, count, layer.origin[expert], nearest, nodes, shares)
         update_work(layer, objective, expert)
-        for rank in range(num_ranks):
-            if shares[rank] > 0.0:
+        before, slot = -1, first[expert]
+        while slot >= 0:
+            rank = slot // per_rank
+            if rank != before:
+                if not nearest:
+                    shares[rank] = held[rank] / count
                 for t in range(steps):
                     layer.rank_load[rank, t] += shares[rank] * layer.work[expert, t]
+            before, slot = rank, following[slot]
+
+
+@kernel
+def slots_of_experts(
+    row: NDArray[np.int32], experts: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (E,) the first slot of every expert, (S,) the next slot of the same; -1 for none."""
+    first, following = np.full(experts, -1), np.full(row.shape[0], -1)
+    for slot in range(row.shape[0] - 1, -1, -1):
+        if row[slot] >= 0:
+            following[slot] = first[row[slot]]
+            first[row[slot]] = slot
+    return first, following
 
 
 @kernel
