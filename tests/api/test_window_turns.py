@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 import weakref
 
 import pytest
@@ -52,6 +53,7 @@ async def test_of_many_readers_two_write_out_the_map_at_a_time(app, monkeypatch)
 
     def counted(placement, epoch):
         counts.append(busy.acquire(blocking=False))
+        time.sleep(0.02)
         try:
             return write_out(placement, epoch)
         finally:
