@@ -263,8 +263,7 @@ async def test_cancelling_the_link_closes_its_stream():
     async with serving([ACCEPTED]) as (server, address):
         async with running(GrpcRankLink([address], timing=FAST)) as listener:
             await until(lambda: listener.got)
-        async with asyncio.timeout(deadline(5)):
-            await server.closed.wait()
+        await asyncio.wait_for(server.closed.wait(), deadline(5))
         assert server.open == 0
 
 
