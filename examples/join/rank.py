@@ -138,7 +138,7 @@ def serve(
             phase=Phase.DECODE,
             dummy=idle,
         )
-        agent.step_boundary()
+        agent.step_boundary(step)
         if step % 8 == 0:
             detail["checked"] += 1
             same = torch.equal(output[words >= 0], engine.step(words, alone=True)[words >= 0])

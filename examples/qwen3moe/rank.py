@@ -131,7 +131,7 @@ def run(
             agent.record(
                 step, counts, epoch=epoch, tokens=ids.numel(), phase=Phase.PREFILL, dummy=probing
             )
-            agent.step_boundary()
+            agent.step_boundary(step)
             if agent.epoch and moved_at is None:
                 moved_at = step
                 events.put((rank, "moved", {"step": step, "epoch": agent.epoch}))

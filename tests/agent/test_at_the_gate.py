@@ -8,12 +8,20 @@ import pytest
 from evenkeel_moe.agent import GateFailed
 from evenkeel_moe.agent.gate_polls import GatePolls
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.protocol.messages import Abort, AbortAnswer, Ack, Commit, QueryState, Vote
+from evenkeel_moe.protocol.messages import (
+    Abort,
+    AbortAnswer,
+    Ack,
+    Commit,
+    ParticipantState,
+    QueryState,
+    Vote,
+)
 from evenkeel_moe.protocol.rank.gate import PollFailed, PollResolved
 from evenkeel_moe.wire.link import Heartbeat
 from tests.agent.fleet import Fleet
 from tests.agent.ranks import CPU, LEADER, Group, prepare_for, run_ranks, two_rank_placements
-from tests.waiting import deadline
+from tests.waiting import deadline, wait_until
 
 OLD, NEW = two_rank_placements()
 
@@ -148,6 +156,28 @@ def test_after_any_error_in_the_gate_the_rank_leaves_and_takes_no_further_step(k
         fleet.agents[0].close()
         said = [m for _, m in list(fleet.links[0].sent.queue) if isinstance(m, Heartbeat)]
         assert not any(beat.stopping for beat in said), "no planned stop"
+
+
+@pytest.mark.parametrize("left_out", [1, 3], ids=["before a poll", "before its use"])
+def test_a_boundary_that_one_rank_leaves_out_ends_every_rank(left_out):
+    """R9: the ranks would compute one step under two maps."""
+    prepare = prepare_for(OLD, NEW)
+    with Fleet(OLD, steps=False) as fleet:
+        fleet.say(prepare)
+        assert all(link.expect(Vote).yes for link in fleet.links)
+        fleet.say(Commit(LEADER, prepare.wave))
+        participants = [agent._participant for agent in fleet.agents]
+        wait_until(lambda: all(one.state is ParticipantState.ARMED for one in participants))
+
+        def steps(rank):
+            with pytest.raises(GateFailed) as caught:
+                for step in range(12):
+                    if (rank, step) != (1, left_out):
+                        fleet.agents[rank].step_boundary(step)
+            assert rank == 0 or "boundaries were left out" in str(caught.value)
+
+        run_ranks(2, steps)
+        assert (fleet.agents[1].epoch, fleet.weights[1].holds(OLD)) == (0, True)
 
 
 def test_the_result_of_a_poll_is_the_least_of_all_ranks_and_is_used_once():

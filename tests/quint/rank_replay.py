@@ -151,10 +151,10 @@ class RankReplay:
         armed = ballot["armed"]
         held = rank.participant.held if armed else None
         wave = self.waves.key(ballot["wave"]) if armed else None
-        self._equal("polls as armed for", vector[3], known["epoch"] + 1 if armed else 0)
+        self._equal("polls as armed for", vector[5], known["epoch"] + 1 if armed else 0)
         self._equal("polls with the wave", held.prepare.wave if held else None, wave)
-        self._equal("polls with its map", vector[5], held.fingerprint if held else 0)
-        self._equal("wants to drop", vector[7] == 1, ballot["drop"] and not armed)
+        self._equal("polls with its map", vector[7], held.fingerprint if held else 0)
+        self._equal("wants to drop", vector[9] == 1, ballot["drop"] and not armed)
         self._equal(
             "has a communicator", -vector[0] <= rank.gate.transport_serial, ballot["connected"]
         )

@@ -141,8 +141,8 @@ class PollsWhenBusy(Gate):
     def begin_poll(self, now):
         return super().begin_poll(now)
 
-    def advance(self):
-        due = super().advance()
+    def advance(self, step=None):
+        due = super().advance(step)
         if due and self._began is None and not self.is_poll_call():
             self.next_due = self.calls + 1
             return False

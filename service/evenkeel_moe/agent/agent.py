@@ -203,18 +203,20 @@ class Agent:
         """
         self._recorder.record(step, counts, epoch, tokens, phase, dummy, compute_s)
 
-    def step_boundary(self) -> None:
+    def step_boundary(self, step: int | None = None) -> None:
         """Poll the gate when a poll is due, and swap when all ranks agreed; call between steps.
+
+        All ranks pass the engine's number of the last step, or none does; see `Gate.advance`.
 
         Raises:
             GateFailed: leave the EP group at once; the state of the group is unknown to this rank.
         """
-        if self._gate.advance():
-            try:
+        try:
+            if self._gate.advance(step):
                 self._at_gate()
-            except Exception as error:  # in the gate an error means unknown, not "not agreed" (R8)
-                _log.exception("gate_failed")
-                self._left = LeaveGroup(Reason.GATE_FAILED, repr(error)[:300])
+        except Exception as error:  # in the gate an error means unknown, not "not agreed" (R8)
+            _log.exception("gate_failed")
+            self._left = LeaveGroup(Reason.GATE_FAILED, repr(error)[:300])
         if self._left is not None:
             raise GateFailed(self._left.detail, self._left.reason)
 
@@ -284,8 +286,7 @@ class Agent:
 
     def _swap(self, action: Swap) -> None:
         """Swap the staged wave. The commit point has passed: this rank swaps or leaves (R8)."""
-        prepare = self._participant.prepare
-        layers = prepare.body.layers if prepare is not None else ()
+        layers = held.body.layers if (held := self._participant.prepare) is not None else ()
         began = self._now()
         try:
             ready = self._worker.swap(action.wave)
@@ -384,14 +385,13 @@ class Agent:
 
     def heartbeat(self) -> Heartbeat:
         """Return the steps run, the free memory and the trouble of this rank."""
-        memory = self._memory.read()
-        return Heartbeat(self._gate.calls, memory, self._config.staging_bytes, self.trouble)
+        memory, staging = self._memory.read(), self._config.staging_bytes
+        return Heartbeat(self._gate.calls, memory, staging, self.trouble)
 
     def received(self, stream: int, message: ToRankLink) -> None:
         """Pass messages about reports to the reporter, and all others to the participant."""
         assert self._network is not None
-        other = self._network.take_telemetry(stream, message)
-        if other is not None:
+        if (other := self._network.take_telemetry(stream, message)) is not None:
             self.feed(FromController(stream, other))
 
     def lost(self, stream: int) -> None:

@@ -161,7 +161,7 @@ class GuestAgent(Agent):
         """The wave that the engine carries out; None between waves."""
         return self._move
 
-    def step_boundary(self) -> None:
+    def step_boundary(self, step: int | None = None) -> None:
         """Poll the gate when a poll is due; during a move no rank polls. Call between steps.
 
         Raises:
@@ -179,7 +179,7 @@ class GuestAgent(Agent):
             return
         armed = self._participant.must_wait_for_poll()
         try:
-            super().step_boundary()
+            super().step_boundary(step)
         except GateFailed as error:
             if armed:
                 raise

@@ -194,6 +194,39 @@ def test_two_deployments_share_one_poll():
     assert (item.deployment, item.action.epoch) == ("draft", 1)
 
 
+@pytest.mark.parametrize("armed", [True, False])
+def test_ranks_at_different_steps_of_the_engine_all_leave_before_a_swap(armed):
+    """R9: the polls and swaps of one come a step later."""
+    state = State.ARMED if armed else State.IDLE
+    ranks = [participant_in(state), participant_in(state)]
+    gates = gates_of(ranks)
+    for number, gate in enumerate(gates):
+        for step in range(3):
+            gate.advance(step + 2 * number)
+    vectors = [gate.begin_poll(0.0) for gate in gates]
+    assert [vector[3:5].tolist() for vector in vectors] == [[2, -2], [4, -4]]
+    for gate in gates:
+        (item,) = gate.handle(PollResolved(np.minimum.reduce(vectors)), 0.0)
+        assert isinstance(item.action, msg.LeaveGroup)
+        assert (item.action.reason, gate.left) == (Reason.GATE_FAILED, True)
+        assert "step 2 on one rank, at step 4 on another" in item.action.detail
+    assert [rank.state for rank in ranks] == [state, state]
+
+
+def test_a_boundary_that_the_engine_left_out_is_found_at_the_next_one():
+    """R9: also between the start of a poll and its use."""
+    gate = gates_of([participant_in(State.ARMED)], poll_every=3, resolve_after=3)[0]
+    assert not gate.advance(7)
+    gate.rest()
+    assert gate.advance(12), "steps at which the gate rests are not compared"
+    gate.begin_poll(0.0)
+    assert not gate.advance(13)
+    with pytest.raises(InvalidInput, match="step 15 came after step 13"):
+        gate.advance(15)
+    unused = Gate([], poll_every=3, resolve_after=2)
+    assert not any(unused.advance(step) for step in (0, 5, 6))
+
+
 @pytest.mark.parametrize(("poll_every", "resolve_after"), [(0, 0), (3, 0), (3, 4)])
 def test_d_must_lie_between_one_and_k(poll_every, resolve_after):
     with pytest.raises(InvalidInput, match="1 <= D <= K"):
@@ -206,7 +239,7 @@ def test_one_deployment_may_not_come_twice():
 
 
 @pytest.mark.parametrize(
-    "spoiled", [np.zeros(3, np.int64), np.zeros(8, np.int64)], ids=["length", "digest"]
+    "spoiled", [np.zeros(3, np.int64), np.zeros(10, np.int64)], ids=["length", "digest"]
 )
 def test_answer_of_another_gate_leaves_the_group(spoiled):
     gate = gates_of([participant_of()])[0]

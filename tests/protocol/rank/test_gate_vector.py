@@ -44,10 +44,10 @@ def test_a_vector_has_the_rebuild_the_digest_and_what_each_participant_says():
     rank = participant_in(State.ARMED)
     gate = gate_of(rank)
     number, h = number_of(gate), hash_of(f"{KEY.fingerprint}/{next_digest(rank)}")
-    assert poll(gate) == [0, number, -number, 1, -1, h, -h, 0]
+    assert poll(gate) == [0, number, -number, 3, -3, 1, -1, h, -h, 0]
     asks = gate_of(participant_in(State.PREPARED))
     asks.request_rebuild(4)
-    assert poll(asks, now=99.0) == [-5, number, -number, 0, 0, 0, 0, 1]
+    assert poll(asks, now=99.0) == [-5, number, -number, 3, -3, 0, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_ranks_that_are_armed_for_different_waves_or_maps_do_not_pass(other):
         rank.handle(from_controller(msg.Commit(LEADER, prepare.wave)), 0.0)
         assert rank.state is State.ARMED
         vectors.append(poll(gate_of(rank)))
-    minima = np.minimum(*np.array(vectors))[3:].tolist()
+    minima = np.minimum(*np.array(vectors))[5:].tolist()
     assert gate_of(participant_of()).verdict(minima) == msg.PollNotPassed()
 
 
@@ -73,7 +73,7 @@ def test_a_participant_that_fails_in_the_snapshot_is_not_armed_and_drops_nothing
     rank = participant_in(State.ARMED)
     gate = gate_of(rank)
     monkeypatch.setattr(rank, "snapshot", lambda now: 1 / 0)
-    assert poll(gate, now=99.0)[3:] == [0, 0, 0, 0, 0]
+    assert poll(gate, now=99.0)[5:] == [0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_rank_that_was_not_armed_for_what_passed_leaves_with_the_reason():
     rank.handle(msg.StagingFinished(other), 0.0)
     rank.handle(from_controller(msg.Commit(LEADER, other)), 0.0)
     h = other.fingerprint
-    (item,) = gate.handle(PollResolved(np.array([0, number, -number, 1, -1, h, -h, 0])), 0.0)
+    (item,) = gate.handle(PollResolved(np.array([0, number, -number, 3, -3, 1, -1, h, -h, 0])), 0.0)
     assert isinstance(item.action, msg.LeaveGroup)
     assert (item.action.reason, gate.left) == (Reason.EPOCH_MISMATCH, True)
     assert not any(gate.advance() or gate.poll_due for _ in range(9))

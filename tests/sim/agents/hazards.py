@@ -41,6 +41,10 @@ def pause(world, rank) -> None:
     rank.pause(4.0 * world.rng.random())
 
 
+def leave_boundary_out(_world, rank) -> None:
+    rank.leaves_out = 1
+
+
 def reload(world, _rank) -> None:
     world.fleet.begin_reload(world.deployments[0], world.rng.random() < 0.7)
 
@@ -53,6 +57,9 @@ HAZARDS = (
     Focus("stopped ranks", 1, (at_times(pause),)),
     Focus("reloads", 1, (at_times(reload),)),
 )
+
+LEFT_OUT = Focus("boundaries left out", 0, (at_times(leave_boundary_out),))
+"""A mistake of the engine, which no seed has by itself: every time the group has to restart."""
 
 
 def hazard_of(rng) -> Focus | None:

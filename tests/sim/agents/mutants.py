@@ -31,8 +31,8 @@ class SavesWithoutBarrier(Agent):
 
 
 class LivesThroughGateErrors(Agent):
-    def step_boundary(self):
-        if self._gate.advance():
+    def step_boundary(self, step=None):
+        if self._gate.advance(step):
             try:
                 self._at_gate()
             except Exception:

@@ -8,6 +8,7 @@ from structlog.testing import capture_logs
 from tests.sim.agents.fleet import AgentFleet
 from tests.sim.agents.hazards import hazard_of
 from tests.sim.agents.kit import AgentKit
+from tests.sim.focus import Focus
 from tests.sim.run import FleetWorld, Outcome, run_seed
 
 LATE_S = 4.0
@@ -54,9 +55,14 @@ def run_agent_seed(
     kit: AgentKit | None = None,
     pairs: Counter | None = None,
     trace: bool = False,
+    hazard: Focus | None = None,
 ) -> Outcome:
-    """Run one seed with real agents to its end or to the first broken invariant."""
-    hazard = hazard_of(random.Random(f"hazard {seed}"))
+    """Run one seed with real agents to its end or to the first broken invariant.
+
+    Args:
+        hazard: in place of the seed's own.
+    """
+    hazard = hazard or hazard_of(random.Random(f"hazard {seed}"))
     with capture_logs() as logs:
         outcome = run_seed(seed, kit or AgentKit(), pairs, trace, hazard, AgentWorld)
     errors = [line for line in logs if line["event"] in ERRORS]

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
+from evenkeel_moe.protocol.rank.gate import Gate
 from tests.sim.__main__ import main
-from tests.sim.agents.hazards import HAZARDS, hazard_of
+from tests.sim.agents.hazards import HAZARDS, LEFT_OUT, hazard_of
 from tests.sim.agents.kit import AgentKit
 from tests.sim.agents.mutants import (
     GLUE_BY_NAME,
@@ -14,6 +15,7 @@ from tests.sim.agents.mutants import (
     VotesYesAnyway,
 )
 from tests.sim.agents.run import run_agent_seed
+from tests.sim.checks import TORN_MAP
 from tests.sim.search import hunt
 
 CATCHING_SEEDS = {
@@ -69,6 +71,29 @@ def test_a_swap_refuses_what_another_wave_has_staged():
     """R8: the same seed breaks the invariants once the swap does not compare the wave."""
     outcome = run_agent_seed(CATCHING_SEEDS["swap"], AgentKit(worker=VotesYesAnyway))
     assert outcome.violation is None
+
+
+class TakesAnyStep(Gate):
+    def advance(self, step=None):
+        return super().advance()
+
+
+LEAVES_OUT_SEEDS = (0, 3)
+
+
+def test_a_boundary_that_one_rank_leaves_out_ends_the_group_before_a_swap():
+    """R9; without the comparison of the steps the ranks swap at different ones."""
+    left = []
+    for seed in LEAVES_OUT_SEEDS:
+        outcome = run_agent_seed(seed, hazard=LEFT_OUT, trace=True)
+        assert outcome.violation is None, f"seed {seed}: {outcome.violation}: {outcome.detail}"
+        left += [line for line in outcome.trace if "boundaries were left out" in line]
+    assert left
+    mutants = (
+        run_agent_seed(seed, AgentKit(gate=TakesAnyStep), hazard=LEFT_OUT)
+        for seed in LEAVES_OUT_SEEDS
+    )
+    assert any(outcome.violation == TORN_MAP for outcome in mutants)
 
 
 def test_a_seed_with_agents_replays_exactly():

@@ -206,7 +206,7 @@ class _Rank:
             phase=Phase.PREFILL,
             compute_s=float(result.compute_s.sum()) if self.config.report_seconds else None,
         )
-        agent.step_boundary()
+        agent.step_boundary(step)
 
     def _verify(self, step: int, result: StepResult) -> None:
         """Compare the outputs with the undistributed model, if it is time to."""

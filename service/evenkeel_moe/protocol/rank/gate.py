@@ -40,7 +40,7 @@ from evenkeel_moe.protocol.messages import (
 )
 from evenkeel_moe.protocol.rank.participant import Participant
 
-HEADER = ("minus_wanted_serial", "digest", "minus_digest")
+HEADER = ("minus_wanted_serial", "digest", "minus_digest", "step", "minus_step")
 """The first entries of the vector."""
 PER_DEPLOYMENT = ("armed_epoch", "minus_armed_epoch", "h", "minus_h", "want_drop")
 """The entries of each deployment, in the order of the participants."""
@@ -113,6 +113,8 @@ class Gate:
         """Errors of ours in a poll; the polling went on all the same."""
         self._wanted_serial = 0
         self._began: int | None = None
+        self._step: int | None = None
+        """The engine's number of the last step; None if it told none."""
 
     # --- start of the group -----------------------------------------------------------------------
 
@@ -135,14 +137,29 @@ class Gate:
 
     # --- every step -------------------------------------------------------------------------------
 
-    def advance(self) -> bool:
-        """Count one step boundary; return True if a poll must be used or begun at it."""
+    def advance(self, step: int | None = None) -> bool:
+        """Count one step boundary; return True if a poll must be used or begun at it.
+
+        Args:
+            step: the engine's number of the step before this boundary, the same on all ranks, one
+                higher at each boundary. None: the count of boundaries takes its place in the polls.
+                Polls begin at equal counts, so the count does not show a boundary that the engine
+                left out.
+
+        Raises:
+            InvalidInput: the engine left a boundary out.
+        """
         self.calls += 1
+        if step is not None:
+            last, self._step = self._step, step
+            if last is not None and step != last + 1 and not self.observe_only:
+                raise InvalidInput(f"step {step} came after step {last}: boundaries were left out")
         return self.calls >= self.next_due
 
     def rest(self) -> None:
         """Count one step boundary at which the engine does not let the gate poll."""
         self.calls += 1
+        self._step = None
         for participant in self.participants:
             participant.step = self.calls
 
@@ -174,7 +191,8 @@ class Gate:
             (vector_length,) int64 - HEADER, then PER_DEPLOYMENT for each participant.
         """
         number = self._digest_number
-        entries = [-self._wanted_serial, number, -number]
+        step = self.calls if self._step is None else self._step
+        entries = [-self._wanted_serial, number, -number, step, -step]
         for participant in self.participants:
             participant.step = self.calls
             try:
@@ -217,6 +235,10 @@ class Gate:
             return self._leave(
                 f"another gate answered: header {minima[:3]} of {len(minima)} entries"
             )
+        if self.is_out_of_step(minima):
+            return self._leave(
+                f"the poll began at step {minima[3]} on one rank, at step {-minima[4]} on another"
+            )
         actions = []
         serial = self.agreed_serial(minima)
         if serial > self.transport_serial:
@@ -239,6 +261,10 @@ class Gate:
     def agreed_serial(self, minima: list[int]) -> int:
         """R10: return the highest communicator any rank asked for, the same on all ranks."""
         return -minima[0]
+
+    def is_out_of_step(self, minima: list[int]) -> bool:
+        """R9: the ranks were not at the same step; if they swapped, one step would see two maps."""
+        return minima[3] != -minima[4]
 
     def verdict(self, entries: list[int]) -> PollPassed | PollNotPassed | PollDropped:
         """Return the event that one deployment's reduced entries mean, the same on every rank."""
