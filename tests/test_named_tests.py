@@ -24,7 +24,7 @@ def test_every_convention_names_a_test(number, shown):
     assert names and shown.count("::") == len(names), f"row {number}"
 
 
-@pytest.mark.parametrize("page", ["conventions.md", "engines.md"])
+@pytest.mark.parametrize("page", ["conventions.md", "engines.md", "hostile.md"])
 def test_every_test_that_a_page_names_exists(page):
     named = set(NAMED.findall((DOCS / page).read_text(encoding="utf-8")))
     missing = [
