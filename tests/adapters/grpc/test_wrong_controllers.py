@@ -1,6 +1,7 @@
 """A rank's link bounds what a controller, whoever it is, can make it do."""
 
 import asyncio
+import dataclasses
 import time
 
 import grpc
@@ -10,6 +11,7 @@ import structlog
 from evenkeel_moe.adapters.grpc import rank_link
 from evenkeel_moe.adapters.grpc.controller_addresses import ControllerAddresses
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.protocol.messages import Hello, Leader, QueryState
 from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.wire.codec import encode_controller_message
@@ -170,6 +172,19 @@ async def test_a_second_registration_ends_the_stream():
             async with running(GrpcRankLink([address], timing=FAST)) as listener:
                 await until(lambda: listener.registrations == [1, 2])
     assert "second registration" in events(logs, "link_violated")[0]["detail"]
+
+
+async def test_a_rank_that_loses_its_place_says_why_and_comes_again():
+    refused = dataclasses.replace(
+        ACCEPTED, outcome=RegistrationOutcome.REFUSED, reason=Reason.DISPLACED
+    )
+    async with serving([ACCEPTED, refused], [ACCEPTED]) as (_, address):
+        with structlog.testing.capture_logs() as logs:
+            async with running(GrpcRankLink([address], timing=FAST)) as listener:
+                await until(lambda: listener.registrations == [1, 2])
+    [log] = events(logs, "registration_refused")
+    assert (log["reason"], log["address"]) == (Reason.DISPLACED, address)
+    assert not events(logs, "link_violated")
 
 
 async def test_a_flood_of_messages_ends_the_stream(monkeypatch):

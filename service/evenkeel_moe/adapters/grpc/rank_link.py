@@ -234,7 +234,7 @@ class GrpcRankLink:
                     isinstance(first, Registration)
                     and first.outcome is not RegistrationOutcome.REFUSED
                 ):
-                    return await self._serve(call, stream, first, listener)
+                    return await self._serve(call, stream, address, first, listener)
                 return self._refused(address, first)
             finally:
                 call.cancel()
@@ -249,14 +249,19 @@ class GrpcRankLink:
         return None
 
     async def _serve(
-        self, call: Any, stream: int, registration: Registration, listener: LinkListener
+        self,
+        call: Any,
+        stream: int,
+        address: str,
+        registration: Registration,
+        listener: LinkListener,
     ) -> float | None:
         self._outbox, self._call = asyncio.Queue(_MAX_OUTBOX), call
         self._spoke = False
         self._full.clear()
         # This task runs first: the listener must know of the registration before any call to it.
         reader = asyncio.create_task(
-            self._listen(call, stream, registration, listener), name="link-reader"
+            self._listen(call, stream, address, registration, listener), name="link-reader"
         )
         others: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._write(call, self._outbox), name="link-writer"),
@@ -282,7 +287,12 @@ class GrpcRankLink:
             await asyncio.gather(reader, *others, return_exceptions=True)
 
     async def _listen(
-        self, call: Any, stream: int, registration: Registration, listener: LinkListener
+        self,
+        call: Any,
+        stream: int,
+        address: str,
+        registration: Registration,
+        listener: LinkListener,
     ) -> float | None:
         """Pass the controller's messages to the listener until the stream ends."""
         loop = asyncio.get_running_loop()
@@ -293,6 +303,8 @@ class GrpcRankLink:
             if not rate.take(loop.time()):
                 raise PeerViolation(f"more than {_MAX_MESSAGES_PER_S:g} messages a second")
             if isinstance(message, Registration) and message is not registration:
+                if message.outcome is RegistrationOutcome.REFUSED:  # The rank has lost its place.
+                    return self._refused(address, message)
                 raise PeerViolation("a second registration on one stream")
             if isinstance(message, NotLeader):
                 # This controller shuts down. Start again at the deployment's first address, so that
