@@ -1,13 +1,17 @@
 """The device checksum: compared with a plain Python version, and what it must distinguish."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.adapters.torch import checksum as module
-from evenkeel_moe.adapters.torch.checksum import device_checksum
+from evenkeel_moe.adapters.torch.checksum import checksum, device_checksum
 
 WRAP = 2**64
 SPREAD, MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
@@ -39,6 +43,14 @@ def plain(tensors):
 def test_it_equals_the_plain_version(parts):
     tensors = [torch.from_numpy(np.frombuffer(part, np.uint8).copy()) for part in parts]
     assert device_checksum(tensors) == plain(tensors)
+
+
+def test_experts_on_a_device_have_its_own_checksum_and_others_that_of_the_host(monkeypatch):
+    monkeypatch.setattr(module, "device_checksum", lambda tensors: 7)
+    there: Any = SimpleNamespace(device=torch.device("cuda"))
+    assert checksum([there]) == 7
+    assert checksum([torch.tensor([1, 2], dtype=torch.uint8)]) == xxhash.xxh3_64_intdigest(b"\1\2")
+    assert checksum([]) == xxhash.xxh3_64_intdigest(b"")
 
 
 def test_pieces_make_no_difference(monkeypatch):

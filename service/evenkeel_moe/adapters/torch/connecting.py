@@ -67,8 +67,6 @@ class Connector:
             self._attempt = attempt
         self._threads.start(lambda: self._run(attempt, serial), "evenkeel-connect")
         attempt.over.wait()
-        with self._lock:
-            self._attempt = None
         if attempt.aborted:
             raise Unavailable(
                 f"transfer communicator {serial}: connecting was aborted", Reason.TRANSFER_FAILED
