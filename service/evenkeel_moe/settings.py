@@ -63,8 +63,9 @@ class GrpcSettings:
     tls_key_file: Path | None = None
     """Private key of that certificate (PEM)."""
     tls_client_ca_file: Path | None = None
-    """CA of the clients that may connect (PEM). With it every rank needs a certificate. Changes of
-    these three files take effect without a restart."""
+    """CAs of the clients that may connect (PEM). With it every rank needs a certificate. Changes of
+    these three files take effect without a restart: within 10 s after a CA is taken out of the file
+    all ranks connect again, and those that only it vouched for are refused."""
     tls_require_identity: bool = False
     """Require that a rank's certificate names it, in a URI such as evenkeel://DEPLOYMENT/ranks/0-7.
     A certificate that names ranks is valid only for them in any case."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from evenkeel_moe.adapters.grpc.server import ServerOptions
+from evenkeel_moe.adapters.grpc.rank_port import ServerOptions
 from evenkeel_moe.model.ids import Epoch, Generation, PlanId
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
 from evenkeel_moe.protocol.messages import Leader, Prepare

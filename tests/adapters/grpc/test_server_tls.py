@@ -8,16 +8,17 @@ import grpc
 import pytest
 import structlog
 
+from evenkeel_moe.adapters.grpc import rank_port
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming, LinkTls
 from evenkeel_moe.adapters.grpc.server import GrpcServer
 from evenkeel_moe.adapters.grpc.server_tls import Grant, read_grants
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.ids import DeploymentId, EpRank
-from evenkeel_moe.v1 import agent_pb2
+from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel_moe.wire.codec import encode_rank_message
 from evenkeel_moe.wire.link import Heartbeat, NotLeader, ReportAck
 from tests.adapters.serving import Authority, Listener, RegisteringHub, ask, make_options
-from tests.waiting import until
+from tests.waiting import deadline, until
 from tests.wire.wires import HELLO
 
 
@@ -153,11 +154,61 @@ async def test_a_server_takes_new_certificates_without_a_restart(serve, tmp_path
     put("leaf.key")
     put("ca.pem")
     assert (await gets_in(old), await gets_in(new)) == (False, True)
-    # A connection that was there goes on.
+    # A connection that was there goes on until the next look at the CAs.
     assert await ask(before, *messages) == ReportAck(7)
     await before.close()
     (mounted / "leaf.pem").unlink()
     assert await gets_in(new)
+
+
+@pytest.mark.integration
+async def test_a_ca_that_is_taken_away_ends_the_streams_of_its_ranks(serve, tmp_path, monkeypatch):
+    """One that is added ends none, and an unusable file changes nothing."""
+    monkeypatch.setattr(rank_port, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(rank_port, "_RETRY_S", 0.05)
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    for authority in (old, new):
+        authority.issue("leaf")
+    mounted = tmp_path / "ca.pem"
+
+    def trust(*authorities, more=b""):
+        whole = b"".join(one.read("ca.pem")[0] for one in authorities) + more
+        (tmp_path / "fresh").write_bytes(whole)
+        (tmp_path / "fresh").replace(mounted)
+
+    trust(old)
+    server, _ = await serve(**{**old.files("leaf"), "tls_client_ca_file": mounted})
+    hello, beat = encode_rank_message(HELLO), encode_rank_message(Heartbeat(7, 1, 2))
+    async with old.channel(server.port, "leaf") as channel:
+        call = agent_pb2_grpc.RankLinkStub(channel).Attach()
+        await call.write(hello)
+
+        async def answers() -> bool:
+            await call.write(beat)
+            return await asyncio.wait_for(call.read(), deadline(10)) is not grpc.aio.EOF
+
+        assert await answers()
+        with structlog.testing.capture_logs() as logs:
+            trust(old, new)
+            await until(lambda: any(log["event"] == "certificate_changed" for log in logs))
+            trust(more=b"no certificate")
+            await until(lambda: any(log["event"] == "certificate_not_taken" for log in logs))
+            assert await answers()
+            trust(new)
+            await until(lambda: any(log["event"] == "client_ca_removed" for log in logs))
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+            for _ in range(1000):
+                await answers()
+                await asyncio.sleep(0.01)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(channel, hello, beat)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    ca, key, leaf = old.read("ca.pem")[0], *new.read("leaf.key", "leaf.pem")
+    known = grpc.ssl_channel_credentials(ca, key, leaf)
+    async with grpc.aio.secure_channel(f"127.0.0.1:{server.port}", known) as channel:
+        assert await ask(channel, hello, beat) == ReportAck(7)
 
 
 @pytest.mark.integration

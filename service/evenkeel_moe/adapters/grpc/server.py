@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -13,14 +12,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from structlog.contextvars import bound_contextvars
 
-from evenkeel_moe.adapters.addresses import chosen_by, host_port
 from evenkeel_moe.adapters.grpc.encoder import Encoder
 from evenkeel_moe.adapters.grpc.fair_turns import FairTurns
 from evenkeel_moe.adapters.grpc.inbound import InboundBudget, StreamInbound
+from evenkeel_moe.adapters.grpc.rank_port import RankPort, ServerOptions
 from evenkeel_moe.adapters.grpc.rank_stream import MessageRate, RankStream, Silence
-from evenkeel_moe.adapters.grpc.server_tls import ServerCertificates, check_identity
+from evenkeel_moe.adapters.grpc.server_tls import check_identity
 from evenkeel_moe.adapters.grpc.stream_slots import StreamSlots, host_of
-from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation, Reason
+from evenkeel_moe.errors import EvenkeelError, PeerViolation, Reason
 from evenkeel_moe.protocol.messages import Hello, RankState
 from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.wire.codec import decode_rank_message
@@ -34,13 +33,8 @@ _SERVICE = "evenkeel.v1.RankLink"
 _HELLO_WITHIN_S = 10.0
 _FLUSH_WITHIN_S = 2.0
 """Time to send what is queued when a stream ends."""
-_WINDOW_BYTES = 256 * 1024
-"""Bytes of one stream that are on their way to us and not yet read."""
-_HANDSHAKE_WITHIN_MS = 10_000
 _LARGE_BYTES = 256 * 1024
 """Messages above this are decoded in a thread: what grows with a shape must not stop the loop."""
-_UNUSED_MS = 120_000
-"""Time after which a connection without a stream is closed."""
 _RETRY_MS = 2000
 """Retry hint in an answer RESOURCE_EXHAUSTED, in the header that gRPC clients know."""
 
@@ -73,37 +67,6 @@ class RankHub(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Addresses, limits and TLS files of the server."""
-
-    host: str
-    port: int
-    max_message_bytes: int
-    send_queue: int
-    keepalive_s: float
-    keepalive_timeout_s: float
-    max_streams: int = 8192
-    """Streams open at a time; more are answered RESOURCE_EXHAUSTED."""
-    max_streams_per_peer: int = 2048
-    """Streams of one address open at a time."""
-    max_messages_per_s: float = 200.0
-    """Messages of one stream; a faster one is ended with RESOURCE_EXHAUSTED."""
-    tls_cert_file: Path | None = None
-    tls_key_file: Path | None = None
-    tls_client_ca_file: Path | None = None
-    silent_s: float = 30.0
-    """A stream of a rank that sends nothing for this long is ended; ranks send heartbeats."""
-    max_connection_age_s: float = 3600.0
-    """A connection of this age, plus or minus a random tenth, is asked to close; 0: never."""
-    max_connection_age_grace_s: float = 60.0
-    """Time after that until its streams are cut."""
-    tls_require_identity: bool = False
-    """Refuse certificates that name no ranks. Names in a certificate are checked in any case."""
-    reflection: bool = False
-    """Describe the services and messages to clients that ask."""
-
-
 class GrpcServer:
     """Serves RankLink and grpc.health.v1 on one port, and reflection if it is enabled."""
 
@@ -112,15 +75,13 @@ class GrpcServer:
         self._options = options
         self._encoder = Encoder()
         self._numbers = itertools.count(1)
-        self._server: Any = None
+        self._port = RankPort(options, self._add_services)
         self._inbound = InboundBudget()
         self._decoding = FairTurns()
         """One large message at a time: protobuf holds the interpreter's lock, so two would take
         hardly less time, and the event loop would wait twice as long for its turn."""
         self._slots = StreamSlots(options.max_streams, options.max_streams_per_peer)
         self._health = _Health()
-        self.port = 0
-        """The port; known once bound."""
 
     def bind(self) -> None:
         """Bind the port.
@@ -128,8 +89,14 @@ class GrpcServer:
         Raises:
             InvalidInput: the address is in use or a TLS file cannot be read.
         """
-        options = self._options
-        server = grpc.aio.server(options=_channel_arguments(options))
+        self._port.bind()
+
+    @property
+    def port(self) -> int:
+        """The port; known once bound."""
+        return self._port.number
+
+    def _add_services(self, server: Any) -> None:
         attach: Any = grpc.stream_stream_rpc_method_handler(
             self._attach,
             # We parse the messages: an invalid one must count as a violation, not fail the call.
@@ -139,26 +106,9 @@ class GrpcServer:
             (grpc.method_handlers_generic_handler(_SERVICE, {"Attach": attach}),)
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        if options.reflection:
+        if self._options.reflection:
             names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
-        address = host_port(options.host, options.port)
-        cert, key = options.tls_cert_file, options.tls_key_file
-        try:
-            if cert is None or key is None:
-                self.port = server.add_insecure_port(address)
-            else:
-                certificates = ServerCertificates(cert, key, options.tls_client_ca_file)
-                self.port = server.add_secure_port(address, certificates.credentials())
-        except OSError as error:
-            raise InvalidInput(f"cannot listen for ranks on {address}: {error}") from error
-        except RuntimeError as error:
-            # gRPC goes on with advice for its own developers.
-            words, _, _ = str(error).partition("; set GRPC_VERBOSITY")
-            raise InvalidInput(
-                f"cannot listen for ranks on {address}: {words}{chosen_by('grpc')}"
-            ) from error
-        self._server = server
 
     @property
     def open_streams(self) -> int:
@@ -168,16 +118,14 @@ class GrpcServer:
     async def start(self, hub: RankHub) -> None:
         """Accept ranks."""
         self._hub = hub
-        await self._server.start()
+        await self._port.start()
         for service in ("", _SERVICE):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Stop accepting streams and end the open ones. May be called twice."""
-        server, self._server = self._server, None
-        if server is not None:
-            await self._health.enter_graceful_shutdown()
-            await server.stop(grace_s)
+        await self._health.enter_graceful_shutdown()
+        await self._port.stop(grace_s)
 
     async def _attach(self, _requests: Any, context: Any) -> None:
         given = dict(context.invocation_metadata() or ()).get("traceparent")
@@ -302,39 +250,6 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]
     async def Watch(self, _request: Any, context: Any) -> None:
         """Refuse the call, as the service allows. Raises, as `abort` does."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "call Check: streams are only for ranks")
-
-
-def _channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
-    """Return gRPC's options of the server."""
-    arguments = {
-        "grpc.max_receive_message_length": options.max_message_bytes,
-        "grpc.max_send_message_length": options.max_message_bytes,
-        # Identity alone: a compressed message may be a thousand times larger than what arrived.
-        "grpc.compression_enabled_algorithms_bitset": 1,
-        "grpc.keepalive_time_ms": round(options.keepalive_s * 1000),
-        "grpc.keepalive_timeout_ms": round(options.keepalive_timeout_s * 1000),
-        "grpc.keepalive_permit_without_calls": 1,
-        "grpc.http2.max_pings_without_data": 0,
-        # Ranks send pings too; a server that counts them as abuse would disconnect the ranks.
-        "grpc.http2.min_ping_interval_without_data_ms": 1000,
-        "grpc.http2.max_ping_strikes": 0,
-        # To size this window, gRPC would measure each connection's bandwidth with a ping after
-        # every read. That would be half of the work of its threads here.
-        "grpc.http2.bdp_probe": 0,
-        "grpc.server_handshake_timeout_ms": _HANDSHAKE_WITHIN_MS,
-        "grpc.max_connection_idle_ms": _UNUSED_MS,
-        "grpc.http2.lookahead_bytes": _WINDOW_BYTES,
-        # Otherwise a second server could bind the port and receive every other rank.
-        "grpc.so_reuseport": 0,
-    }
-    if options.max_connection_age_s:
-        # gRPC spreads the ages by 10 %, so that the ranks of a fleet do not reconnect all at once.
-        grace_s = options.max_connection_age_grace_s
-        arguments |= {
-            "grpc.max_connection_age_ms": max(1, round(options.max_connection_age_s * 1000)),
-            "grpc.max_connection_age_grace_ms": max(1, round(grace_s * 1000)),
-        }
-    return list(arguments.items())
 
 
 async def _exhausted(context: Any, why: str) -> None:

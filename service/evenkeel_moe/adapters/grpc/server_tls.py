@@ -1,6 +1,7 @@
 """TLS of the rank link: certificates that may be replaced, and the ranks that they name."""
 
 import re
+import ssl
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,9 +95,9 @@ def check_identity(
 class ServerCertificates:
     """Credentials of a server; each handshake reads the files again if they have changed.
 
-    Open streams keep their certificate. If the files are unusable, for instance while a pair is
-    being replaced, the current certificate stays in use. That is logged once per state of the
-    files.
+    Open streams keep their certificate; `ClientAuthorities` tells when they must not. If the files
+    are unusable, for instance while a pair is being replaced, the current certificate stays in use.
+    That is logged once per state of the files.
     """
 
     def __init__(self, cert_file: Path, key_file: Path, client_ca_file: Path | None) -> None:
@@ -132,3 +133,32 @@ class ServerCertificates:
         gRPC's threads call it at every handshake.
         """
         return self._files.changed()
+
+
+class ClientAuthorities:
+    """The CAs that clients may have their certificates from, as their file has them.
+
+    Args:
+        file: their certificates (PEM).
+
+    Raises:
+        OSError: it cannot be read, or holds no certificate.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._files = CertificateFiles([file], self._read)
+        self._known = self._files.first()
+
+    def have_lost_one(self) -> bool:
+        """Return True if a CA has gone since the last call. An unusable file changes nothing."""
+        fresh = self._files.changed()
+        if fresh is None:
+            return False
+        before, self._known = self._known, fresh
+        return bool(before - fresh)
+
+    def _read(self) -> frozenset[bytes]:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_verify_locations(self._file)
+        return frozenset(context.get_ca_certs(binary_form=True))

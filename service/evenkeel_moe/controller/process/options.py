@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evenkeel_moe.adapters.addresses import host_port
-from evenkeel_moe.adapters.grpc.server import ServerOptions
+from evenkeel_moe.adapters.grpc.rank_port import ServerOptions
 from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings
 from evenkeel_moe.controller.deployment.deployment import DeploymentOptions
 from evenkeel_moe.model.cost import TOKENS
