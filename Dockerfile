@@ -6,13 +6,14 @@
 #     --tmpfs /tmp --tmpfs /data:mode=1777 evenkeel
 FROM python:3.11-slim AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml requirements.txt README.md LICENSE ./
 COPY service ./service
 # Modules are compiled here, because with a read-only root every process would have to compile them
 # again. pip is not part of the image. The wheel is for engines' pods that install the plugin into a
 # volume: deploy/examples/patches.
 RUN python -m venv /opt/evenkeel \
- && /opt/evenkeel/bin/pip install --no-cache-dir -c constraints.txt '.[controller]' \
+ && /opt/evenkeel/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements.txt \
+ && /opt/evenkeel/bin/pip install --no-cache-dir --no-deps . \
  && /opt/evenkeel/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /opt/evenkeel/wheels . \
  && /opt/evenkeel/bin/pip uninstall --yes pip setuptools \
  && /opt/evenkeel/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"

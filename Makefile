@@ -9,7 +9,7 @@ INSTALL := .venv/$(PIP_INSTALL)
 .PHONY: example-join example-qwen3moe check sim explore mutants quint chaos fuzz soak
 .PHONY: format console-vendor console-images
 .PHONY: proto verify-proto
-.PHONY: proto-breaking proto-release deploy-files sbom clean
+.PHONY: proto-breaking proto-release deploy-files requirements sbom clean
 
 # SLOW=1 slows a rank for a while; SLOW=told slows it from the start, and ranks tell their times.
 SLOW_FLAGS = $(if $(SLOW),--slow $(if $(filter told,$(SLOW)),--told))
@@ -183,12 +183,20 @@ proto-breaking: .venv/ready $(BUF) ## Compares the protocol with the last releas
 proto-release: proto-breaking ## Records the protocol as released.
 	$(BUF) build proto -o $(RELEASED)
 
+requirements: .venv/ready ## Writes requirements.txt, what the image installs by hash.
+	rm -rf .cache/uv && $(BIN)/python -m venv .cache/uv && .cache/uv/$(PIP_INSTALL) uv==0.13.9
+	head -2 requirements.txt > .cache/uv/requirements.txt
+	.cache/uv/bin/uv pip compile --quiet --extra controller -c constraints.txt --generate-hashes \
+	  --no-annotate --no-header --python-version 3.11.9 pyproject.toml >> .cache/uv/requirements.txt
+	mv .cache/uv/requirements.txt requirements.txt && rm -rf .cache/uv
+
 # Lists the packages of the image as CycloneDX JSON in .cache/sbom: installs them as the Dockerfile
 # does, lists them, and compares the list with constraints.txt.
 sbom: .venv/ready ## Lists the packages of the image as CycloneDX.
 	rm -rf .cache/sbom build && mkdir -p .cache/sbom
 	$(BIN)/python -m venv .cache/sbom/image && $(BIN)/python -m venv .cache/sbom/tool
-	.cache/sbom/image/$(PIP_INSTALL) -c constraints.txt '.[controller]'
+	.cache/sbom/image/$(PIP_INSTALL) --no-deps --require-hashes -r requirements.txt
+	.cache/sbom/image/$(PIP_INSTALL) --no-deps .
 	.cache/sbom/image/bin/pip uninstall --quiet --yes pip setuptools
 	.cache/sbom/tool/$(PIP_INSTALL) cyclonedx-bom==7.5.0
 	.cache/sbom/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,39 @@ def pins() -> dict[str, str]:
 
 def plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def closure(name: str, extra: str) -> set[str]:
+    """Return the packages that an installed one needs, and those that they need."""
+    found: set[tuple[str, str]] = set()
+    waiting = [(plain(name), extra)]
+    while waiting:
+        one, chosen = waiting.pop()
+        for line in metadata.requires(one) or ():
+            need = Requirement(line)
+            if need.marker is None or need.marker.evaluate({"extra": chosen}):
+                new = {(plain(need.name), each) for each in (*need.extras, "")} - found
+                found |= new
+                waiting += new
+    return {package for package, _ in found}
+
+
+def test_the_image_installs_what_the_controller_needs_by_hash():
+    """A file that was replaced at the package index is not installed."""
+    blocks = re.findall(
+        r"^(\S+)==(\S+) \\\n(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+",
+        (ROOT / "requirements.txt").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    locked = {plain(name): version for name, version in blocks}
+    assert set(locked) == closure("evenkeel-moe", "controller")
+    pinned = {plain(name): version for name, version in pins().items()}
+    assert {name: pinned[name] for name in locked} == locked
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert re.findall(r"pip install (.+?) \\$", dockerfile, re.MULTILINE) == [
+        "--no-cache-dir --no-deps --require-hashes -r requirements.txt",
+        "--no-cache-dir --no-deps .",
+    ]
 
 
 def write_wheel(folder: Path, name: str, version: str, needs: tuple[str, ...] = ()) -> None:
