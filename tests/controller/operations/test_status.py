@@ -16,10 +16,19 @@ from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol.control_messages import LeaseLost
 from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.transitions import ControlState
+from evenkeel_moe.telemetry.balance import Balance
+from evenkeel_moe.telemetry.rank_times import RankTimes
 from evenkeel_moe.wire.link import Heartbeat
 from tests.controller.operations.test_gauges import measured_plan
-from tests.controller.replicas import DEMO, replicas
+from tests.controller.replicas import DEMO, feed, replicas
 from tests.waiting import until
+
+BY_WINDOW = {
+    "evenkeel_rank_load_share_ratio",
+    "evenkeel_rank_compute_seconds_per_token",
+    "evenkeel_rank_slowness_ratio",
+}
+"""Series of a rank by the steps of the window."""
 
 
 def series(view):
@@ -70,13 +79,18 @@ async def test_a_state_that_a_rank_told_within_a_wave_is_not_shown_when_the_wave
         assert {rank.state for rank in view.status().ranks} == {"staging"}
 
 
-async def test_a_group_that_stopped_as_planned_is_neither_ready_nor_balanced_nor_lost():
+async def test_a_group_that_stopped_as_planned_is_neither_ready_nor_balanced_nor_lost(monkeypatch):
     async with replicas("a") as (one, _):
         sessions = await one.lead()
         view = live_view(one.member)
         numbers = {"time_balance": 0.8, "time_balance_worst": 0.7}
         one.member.decisions.append({"at": 1.0, "reason": "no_change", "numbers": numbers})
         assert (view.status().state, view.status().time_balance) == ("ready", 0.8)
+        feed(one, 0, 8)
+        monkeypatch.setattr(Balance, "seconds_per_token", lambda _: np.ones(2))
+        monkeypatch.setattr(RankTimes, "speed_factors", lambda _: np.full(2, 1.5))
+        assert view.status().ranks[0].slowness == 1.5
+        assert BY_WINDOW < series(view)
         for session in sessions:
             session.received(Heartbeat(5, 1, 1, stopping=True))
             session.lost()
@@ -85,6 +99,9 @@ async def test_a_group_that_stopped_as_planned_is_neither_ready_nor_balanced_nor
         assert [(rank.fresh, rank.stopped) for rank in status.ranks] == 2 * [(False, True)]
         assert status.time_balance is status.balancedness_mean is None
         assert set(view.balance().values()) == {(None, None)}
+        assert not BY_WINDOW & series(view), (
+            "a slow rank that has stopped would keep its alert firing"
+        )
         gauges = GaugeReader(
             one.member.control, one.member.loads, one.member.clock, GaugeLimits(8, 0),
             one.member.planner,

@@ -229,8 +229,11 @@ def test_no_steps_is_insufficient_data_and_never_a_balance():
     assert "balancedness_mean" not in result.numbers
 
 
-def test_a_lost_rank_stops_the_cycle_whatever_the_balance():
-    assert run_cycle(inputs(skewed(60), ranks_fresh=3)).reason is Reason.RANKS_MISSING
+def test_a_lost_rank_stops_the_cycle_whatever_the_balance_and_without_any_it_is_unknown():
+    lost, gone = (run_cycle(inputs(skewed(60), ranks_fresh=fresh)) for fresh in (3, 0))
+    assert lost.reason is gone.reason is Reason.RANKS_MISSING
+    assert "balancedness_mean" in lost.numbers
+    assert gone.numbers.keys() == {"ranks_fresh", "ranks_expected"}
 
 
 def asked_of_a_policy(monkeypatch, load, source_load):

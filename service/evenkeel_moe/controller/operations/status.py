@@ -138,8 +138,10 @@ class LiveView:
 
     def _rank_rows(self, now: float) -> tuple[RankStatus, ...]:
         balance, members = self.loads.balance, self.control.membership.members
-        shares = balance.load_shares()
-        speeds, factors = balance.seconds_per_token(), self.loads.times.speed_factors()
+        heard, unknown = self._any_rank_heard(), np.zeros(0)
+        shares = balance.load_shares() if heard else None
+        speeds = balance.seconds_per_token() if heard else unknown
+        factors = self.loads.times.speed_factors() if heard else unknown
         return tuple(
             self._rank_row(
                 rank,

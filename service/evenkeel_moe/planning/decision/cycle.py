@@ -245,6 +245,8 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
         ),
         inputs.settings,
     )
+    if not inputs.ranks_fresh:  # The window tells of the past.
+        return decision
     measured = {
         "balancedness_mean": tokens.window,
         "balancedness_worst": tokens.worst,
