@@ -56,6 +56,7 @@ def test_a_plan_is_approved_carried_out_and_rolled_back(visitor: Visitor):
     wait_phase(visitor, plan["plan_id"], "committed")
     visitor.browser.wait_text("All waves were carried out.")
     visitor.browser.wait_text("Timeline")
+    assert "No swap was measured here yet" not in visitor.browser.text("main"), "its own were"
     assert visitor.fleet.get(f"/plans/{plan['plan_id']}")["approved_by"] == "owner"
     assert visitor.fleet.get()["epoch"] > before
     visitor.browser.click("#rollback")

@@ -240,7 +240,7 @@ function Gain({ plan, deployment }) {
           "Expected stall",
           numbers.expected_stall_s == null ? UNKNOWN : duration(numbers.expected_stall_s),
           numbers.expected_stall_s == null
-            ? "No swap was measured here yet. Copies run beside serving."
+            ? "No swap was measured before this plan was made. Copies run beside serving."
             : "of one step for each wave, by the swaps measured here. Copies run beside serving.",
         ],
         [
