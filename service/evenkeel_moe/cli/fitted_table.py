@@ -134,12 +134,11 @@ class FittedTable:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Return indented lines of whole words."""
+    """Return indented lines; a hyphen ends no line, because ids have hyphens."""
     return textwrap.wrap(
         text,
         width,
         initial_indent="  ",
         subsequent_indent="  ",
-        break_long_words=False,
         break_on_hyphens=False,
     )
