@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -101,25 +102,30 @@ def asked(method, path, change=None):
     return request_words({**row, "path": f"/v1/deployments/demo{path}"})
 
 
-def test_the_audit_tells_what_each_request_asked_for(run, operations):
+def test_the_audit_tells_what_each_request_asked_for(run, operations, tmp_path):
+    path = tmp_path / "target.json"
+    target = Placement.initial(SHAPE)
+    path.write_text(json.dumps({"physical_to_logical": target.phy2log.tolist()}))
     operations.records["demo"] = [make_plan("mine")]
     for words in (
         "freeze demo 0",
         "resume demo",
         "policy demo thresholds.plan_below=0.8 mode=propose",
         "plan create demo --id dry --dry-run --policy keel --max-moves 8 --phase decode",
+        f"plan create demo --id exact --target {path} --yes",
         "plan create demo --id now --start --yes",
         "plan approve demo mine --yes",
         "plan rollback demo --id back --yes --to-epoch 2",
         "plan rollback demo --id again --yes",
     ):
         run(*words.split())
-    lines = [re.split(" {2,}", line) for line in run("audit", "demo")[1].splitlines()[1:9]]
+    lines = [re.split(" {2,}", line) for line in run("audit", "demo")[1].splitlines()[1:10]]
     assert [cells[3] for cells in reversed(lines)] == [
         "end the freeze",
         "resume automatic plans",
         "policy mode=propose, thresholds.plan_below=0.8",
         'create plan dry, a dry run, limits.max_moves=8, phases=["decode"], policy=keel',
+        f"create plan exact, target={target.digest}",
         "create plan now, start at once",
         "approve plan mine",
         "roll back to epoch 2 as plan back",

@@ -79,6 +79,8 @@ def test_the_list_shows_when_plans_were_made_at_usual_widths(width, created_at):
 
 def test_a_reason_that_repeats_the_phase_is_not_shown():
     assert "WHY THIS PHASE" not in drawn(plans_table([PLAN]), 200)[0]
+    runs = plan("runs", phase="migrating", reason="plan_started")
+    assert "WHY THIS PHASE" not in drawn(plans_table([runs, PLAN]), 200)[0]
     lost = plan("lost", phase="aborted", reason="rank_lost")
     assert drawn(plans_table([lost, PLAN]), 200)[1].split()[2] == "rank_lost"
 

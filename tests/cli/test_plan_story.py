@@ -44,8 +44,12 @@ def test_a_story_tells_events_and_reasons_in_words():
             "not all ranks of the EP group are connected and alive (ranks_missing); rank 3",
         ),
         ("resumed", "migrating", "-"),
-        ("taken over by a new leader", "migrating", "epoch 3; 0 waves committed so far"),
-        ("a wave was committed", "migrating", "epoch 4; 1 wave committed so far"),
+        (
+            "taken over by a new leader",
+            "migrating",
+            "0 waves committed so far; the ranks are at epoch 3",
+        ),
+        ("a wave was committed", "migrating", "1 wave committed so far; the ranks are at epoch 4"),
         ("ended", "committed", "every wave of the plan is in place"),
     ]
 
@@ -74,6 +78,13 @@ def test_a_measured_gain_is_told_beside_its_promise(gain, words):
     records.measured(records.get(plan.plan_id), gain, NOW)
     shown = words if gain.gain is None else f"promised 33.4% (at least 32.4%), {words}"
     assert told(records.get(plan.plan_id).story)[-1] == ("gain measured", "committed", shown)
+
+
+def test_a_plan_that_starts_by_itself_was_not_made_by_a_person():
+    row = {"at": 1.0, "event": "created", "phase": "approved", "reason": "load_changed"}
+    assert told([{**row, "by": "auto"}]) == [
+        ("created in mode auto", "approved", "traffic changed, and the change cost balance")
+    ]
 
 
 def test_a_story_fits_a_narrow_terminal_and_shows_what_it_does_not_know():

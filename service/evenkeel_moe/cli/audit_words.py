@@ -23,10 +23,12 @@ def request_words(row: Mapping[str, Any]) -> str:
     path = str(row["path"]).removeprefix(f"/v1/deployments/{row['deployment']}")
     sent, change = f"{row['method']} {path}", row.get("change")
     asked = _fields(change)
+    if asked is None:
+        return f"{sent} {change}"
     match sent.split("/"):
         case ["POST ", "freeze"]:
             return _freeze(asked)
-        case ["PATCH ", "policy"] if asked:
+        case ["PATCH ", "policy"]:
             changed = (f"{name}={setting(value)}" for name, value in leaves(asked).items())
             return f"policy {', '.join(changed)}"
         case ["POST ", "plans"]:
@@ -38,13 +40,13 @@ def request_words(row: Mapping[str, Any]) -> str:
     return _PLAIN.get(sent, sent + (f" {change}" if change else ""))
 
 
-def _fields(change: str | None) -> dict[str, Any]:
-    """Return the fields that a request named; none if its text was cut off or not recorded."""
+def _fields(change: str | None) -> dict[str, Any] | None:
+    """Return the fields that a request named; None if the record cut its text off."""
     try:
         found = json.loads(change or "{}")
     except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _freeze(asked: Mapping[str, Any]) -> str:

@@ -104,19 +104,25 @@ class PlanArguments:
 
     def body(self, target: dict[str, Any] | None) -> dict[str, Any]:
         """Return the body of the REST request; `target` is the content of the target file."""
-        return {
-            "plan_id": self.plan_id or _new_id("manual"),
-            "policy": self.policy,
-            "limits": {
-                "max_moves": self.max_moves,
-                "max_bytes": self.max_bytes,
-                "max_layers": self.max_layers,
-            },
-            "phases": self.phase or [],
-            "dry_run": self.dry_run,
-            "approve": self.start,
-            "target": target and {"physical_to_logical": target["physical_to_logical"]},
+        limits = {
+            "max_moves": self.max_moves,
+            "max_bytes": self.max_bytes,
+            "max_layers": self.max_layers,
         }
+        return _given(
+            plan_id=self.plan_id or _new_id("manual"),
+            policy=self.policy,
+            limits=_given(**limits) or None,
+            phases=self.phase or None,
+            dry_run=self.dry_run or None,
+            approve=self.start or None,
+            target=target and {"physical_to_logical": target["physical_to_logical"]},
+        )
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    """Return the fields that are not None: the audit record tells what a request names."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 @app.command()
@@ -312,7 +318,7 @@ def rollback(
 
     Automatic plans then wait for `evenkeel resume`.
     """
-    body = {"plan_id": plan_id or _new_id("rollback"), "to_epoch": to_epoch}
+    body = _given(plan_id=plan_id or _new_id("rollback"), to_epoch=to_epoch)
     with connection.client() as client:
         name = connection.found(client)
         to = "the placement before its last plan" if to_epoch is None else f"epoch {to_epoch}"

@@ -1,5 +1,6 @@
 """Renders the story of a plan as a table in words. Pure functions from JSON to renderables."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,8 @@ def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 def _event(row: Mapping[str, Any]) -> str:
     event = str(row.get("event", "-"))
-    by = f" by {row['by']}" if row.get("by") else ""
+    by = row.get("by")
+    by = " in mode auto" if by == "auto" else f" by {by}" if by else ""
     return _EVENTS.get(event, event.replace("_", " ")) + by
 
 
@@ -74,9 +76,10 @@ def _details(row: Mapping[str, Any]) -> list[str]:
     if row.get("event") == "measured":
         return [_measured(row), *_others(row)]
     parts = [_reason(row)] if row.get("event") in _CAUSED else []
-    parts.append(str(row.get("detail") or ""))
     if row.get("waves_committed") is not None:
         parts.append(f"{counted(row['waves_committed'], 'wave')} committed so far")
+    detail = str(row.get("detail") or "")
+    parts.append(f"the ranks are at {detail}" if re.fullmatch(r"epoch \d+", detail) else detail)
     return [part for part in parts if part] + _others(row)
 
 

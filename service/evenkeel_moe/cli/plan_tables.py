@@ -16,6 +16,7 @@ from evenkeel_moe.cli.reasons import (
 )
 from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, legend
 from evenkeel_moe.cli.units import age, is_loss, moment, moments, saving, share
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.quantities import bytes_text
 
 _COPIES = "copies: experts copied between ranks; wave: whole layers that change on the same step"
@@ -92,8 +93,9 @@ def _plan(rows: Sequence[Mapping[str, Any]], index: int, created: str) -> list[s
 
 
 def _says_nothing_new(row: Mapping[str, Any], phase: str) -> bool:
-    """Return True if the reason of a phase repeats its name or says why the plan was made."""
-    return with_reason(phase, row["reason"]) == phase or row["reason"] == row["planned_because"]
+    """Return True if the reason of a phase repeats it, or says why the plan was made."""
+    known = (row["planned_because"], Reason.PLAN_STARTED)
+    return with_reason(phase, row["reason"]) == phase or row["reason"] in known
 
 
 def _undoes(row: Mapping[str, Any], older: Sequence[Mapping[str, Any]]) -> str:
