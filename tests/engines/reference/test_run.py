@@ -155,6 +155,20 @@ def test_a_killed_rank_restarts_the_group_warm_on_the_last_committed_placement(t
     assert not any(psutil.pid_exists(pid) for pid in killed[0])
 
 
+def test_a_run_is_judged_by_its_own_lines_alone_in_the_folder_of_an_earlier_one(tmp_path):
+    earlier = [
+        {"kind": "start", "attempt": 0},
+        {"kind": "step", "step": 999},
+        {"kind": "check", "problems": ["slot 3 was wrong"]},
+    ]
+    for rank in range(2):
+        text = "".join(json.dumps(row) + "\n" for row in earlier)
+        (tmp_path / f"rank-{rank}.jsonl").write_text(text)
+    report = run(tmp_path, None, steps=4)
+    assert report.ok, report
+    assert (report.steps, len(report.checks), report.problems) == (4, 2, ())
+
+
 def test_only_ranks_that_died_are_named_with_their_signal_or_exit_code():
     codes = (0, -9, None, ExitCode.GROUP_LOST, ExitCode.CHECK_FAILED)
     assert died_words(codes) == "rank 1 died (signal 9), rank 3 died (exit code 43)"

@@ -94,6 +94,7 @@ class Supervisor:
         self._stopping = False
         self._report: FleetReport | None = None
         self._lines: LineWriter | None = None
+        self._earlier: dict[int, int] = {}  # rank -> lines of earlier runs in the same folder
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -114,6 +115,7 @@ class Supervisor:
         """Start every rank for the first time."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lines = LineWriter(self.folder / "supervisor.jsonl")
+        self._earlier = {rank: len(self._lines_of(rank)) for rank in range(self._config.num_ranks)}
         self._spawn(self._config.first_step)
         self._write("started", pids=self.pids)
 
@@ -233,7 +235,8 @@ class Supervisor:
         return int(max([self._config.first_step - 1, *steps]))
 
     def _lines_of(self, rank: int) -> list[dict[str, Any]]:
-        return read_lines(self.folder / f"rank-{rank}.jsonl")
+        """Return what a rank wrote in this run."""
+        return read_lines(self.folder / f"rank-{rank}.jsonl")[self._earlier.get(rank, 0) :]
 
     def _write(self, kind: str, **keys: Any) -> None:
         if self._lines is not None:
