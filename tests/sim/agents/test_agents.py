@@ -21,19 +21,19 @@ from tests.sim.search import hunt
 CATCHING_SEEDS = {
     "save": 0,
     "barrier": 0,
-    "gate": 0,
+    "gate": 3,
     "lock": 0,
     "hash": 2,
-    "flight": 21,
-    "batch": 2,
+    "flight": 52,
+    "batch": 10,
     "renew": 1,
-    "reload": 7,
+    "reload": 14,
     "swap": 11,
 }
 """A seed that catches each mutant. If the simulation has changed, the test searches for another."""
 
 
-CATCHING_RULES = {"R3c": 0, "R5": 0, "R9": 3, "R10": 4, "R13": 24, "R14": 1}
+CATCHING_RULES = {"R3c": 0, "R5": 0, "R9": 3, "R10": 4, "R13": 24, "R14": 3}
 """A seed that catches a mutant of a rule; docs/mutants.md tells of the others."""
 
 SOUND = 24
@@ -52,8 +52,9 @@ def test_no_invariant_breaks_with_real_agents(first):
 
 @pytest.mark.parametrize("name", [mutant.name for mutant in GLUE_MUTANTS])
 def test_every_mistake_in_the_glue_is_caught(name):
-    assert CATCHING_SEEDS[name] < SOUND, "the seed alone breaks nothing"
-    known = run_agent_seed(CATCHING_SEEDS[name], GLUE_BY_NAME[name].kit)
+    seed = CATCHING_SEEDS[name]
+    assert seed < SOUND or run_agent_seed(seed).violation is None, "the seed alone breaks nothing"
+    known = run_agent_seed(seed, GLUE_BY_NAME[name].kit)
     if known.violation is None:
         found = hunt(name, 200, "agents")
         assert found.invariant, f"{GLUE_BY_NAME[name].breaks}: nothing noticed"
