@@ -67,4 +67,5 @@ def test_version_one_takes_these_arguments():
     ]
     on_device = list(inspect.signature(agent.DeviceRecorder.record).parameters)
     assert on_device == [*record, "phy2log"]
-    assert list(inspect.signature(agent.Agent.step_boundary).parameters) == ["self"]
+    boundary = inspect.signature(agent.Agent.step_boundary).parameters
+    assert list(boundary) == ["self", "step"] and boundary["step"].default is None

@@ -16,13 +16,12 @@ from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.adapters.torch.transport import StageOutcome, TorchWeightTransport
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, PlanId
-from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
+from evenkeel_moe.model.plan import Transfer, Wave, WaveKey, hash_of
 from evenkeel_moe.protocol.messages import Prepare
 from tests.agent.ranks import CPU, GENERATION, LEADER
 
 PER_RANK = 256
 KEY = WaveKey(GENERATION, PlanId("times"), 0, 1)
-TAGS = [(KEY.fingerprint + 4096 * batch) % 2**31 for batch in range(9)]
 """Tag of the first chunk of each batch."""
 EXPERT = (torch.zeros(8, dtype=torch.uint8),)
 CHECKSUM = checksum(EXPERT)
@@ -112,6 +111,12 @@ def transport_over(backend):
     return transport
 
 
+def tags_of(*batches):
+    """Return the tag of each batch's first chunk: it names the wave and its transfers."""
+    first = hash_of(f"{KEY.fingerprint} {batches}")
+    return [(first + 4096 * batch) % 2**31 for batch in range(len(batches))]
+
+
 def stage(backend, *batches, transport=None, **changes):
     """Stage a wave on rank 0 with a deadline of 10 s for each batch."""
     count = sum(map(len, batches))
@@ -126,33 +131,32 @@ def stage(backend, *batches, transport=None, **changes):
 def test_a_throttle_gives_each_batch_the_time_of_its_busiest_rank():
     """Its deadline allows for ranks that are still in the pause after the batch before."""
     backend = Backend(takes=iter([1.0, 0.5, 0.25, 9.0]))
-    outcome = stage(
-        backend,
+    batches = (
         (copy(1, 0, 3),),
         (copy(2, 3, 5),),
         (copy(2, 3, 7), copy(1, 0, 2, slot=1), copy(0, 1, 4)),
         (),
         (copy(1, 0, 1, slot=2),),
-        max_bytes_per_s=1.0,
     )
-    assert outcome == StageOutcome()
+    assert stage(backend, *batches, max_bytes_per_s=1.0) == StageOutcome()
+    tags = tags_of(*batches)
     assert backend.events == [
-        ("recv", 1, TAGS[0]),
-        ("wait", TAGS[0], 10.0),
+        ("recv", 1, tags[0]),
+        ("wait", tags[0], 10.0),
         ("progress", 3, 6),
         ("pause", 2.0),
         ("progress", 3, 6),
         ("pause", 5.0),
-        ("recv", 1, TAGS[2]),
-        ("send", 1, TAGS[2]),
-        ("wait", TAGS[2], 15.0),
-        ("wait", TAGS[2], 14.5),
+        ("recv", 1, tags[2]),
+        ("send", 1, tags[2]),
+        ("wait", tags[2], 15.0),
+        ("wait", tags[2], 14.5),
         ("progress", 5, 6),
         ("pause", 6.25),
         ("progress", 5, 6),
         ("pause", 0.0),
-        ("recv", 1, TAGS[4]),
-        ("wait", TAGS[4], 10.0),
+        ("recv", 1, tags[4]),
+        ("wait", tags[4], 10.0),
         ("progress", 6, 6),
         ("pause", 0.0),
     ]
@@ -166,16 +170,16 @@ def test_batches_are_posted_ahead_on_the_host_and_end_in_their_order(device, ahe
     """
     backend, sends = Backend(), 50
     batches = [tuple(copy(0, 1, slot=slot) for slot in range(sends)) for _ in range(6)]
-    transport = transport_over(backend)
+    transport, tags = transport_over(backend), tags_of(*batches)
     transport._device = torch.device(device)
     assert stage(backend, *batches, transport=transport).ok
     posted = [event[2] for event in backend.events if event[0] == "send"]
     waited = [event[1] for event in backend.events if event[0] == "wait"]
-    chunks = [[tag] * 32 + [tag + 1] * 18 for tag in TAGS[:6]]
+    chunks = [[tag] * 32 + [tag + 1] * 18 for tag in tags]
     assert waited == list(itertools.chain(*chunks))
     assert sorted(posted) == sorted(waited)
     first = next(at for at, event in enumerate(backend.events) if event[0] == "wait")
-    assert posted[:first] == [tag for tag in TAGS[:ahead] for _ in range(32)]
+    assert posted[:first] == [tag for tag in tags[:ahead] for _ in range(32)]
     assert {event[1] for event in backend.events if event[0] == "pause"} == {0.0}
     assert {event[2] for event in backend.events if event[0] == "wait"} == {10.0}
 
