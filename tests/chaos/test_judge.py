@@ -4,17 +4,23 @@
 Connections between store nodes, and lines of the ranks that the judge does not read, are left out.
 """
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import zstandard
 
 from tests.chaos.forge import Forger, unpack
 from tests.chaos.forgeries import FORGERIES
+from tests.chaos.judge import rules_outcomes
 from tests.chaos.judge.case import read_case
+from tests.chaos.judge.store import PlanFacts, StoreDump
 from tests.chaos.judge.verdict import judge
+from tests.chaos.judge.wire import Moment, StoreWrite
 from tests.waiting import deadline
 
 RECORDED = Path(__file__).parent / "recorded.tar.xz"
@@ -60,3 +66,31 @@ def test_a_forgery_is_found(forger, forge):
     forger.write_wire()
     breaches = judge(forger.folder).breaches
     assert FORGERIES[forge] in {breach.rule for breach in breaches}
+
+
+def _write(term, unix, waves, phase="migrating", accepted=True):
+    """Return a write of the plan `p`, which has two waves."""
+    plan = {"plan_id": "p", "generation": "g", "base_epoch": 4, "waves": [0, 1]}
+    record = {"plan": plan, "phase": phase, "waves_committed": waves}
+    body = zstandard.compress(json.dumps(record).encode())
+    moment = Moment(0, int(unix * 1e9))
+    return StoreWrite("fleet", "plans", "p", body, term, 0, 0, moment, accepted)
+
+
+@pytest.mark.parametrize(
+    ("writes", "found"),
+    [
+        ([_write(1, 1.0, 2), _write(2, 9.0, 1, "aborted")], True),
+        ([_write(1, 1.0, 2, accepted=False), _write(2, 9.0, 1, "aborted")], False),
+        ([_write(1, 1.0, 2)], False),
+        ([_write(1, 1.0, 2), _write(1, 9.0, 1, "aborted")], False),
+        ([_write(1, 1.0, 2), _write(2, 4.0, 1, "aborted")], False),
+    ],
+    ids=["set back", "never stored", "no later leader", "the same leader", "the same primary"],
+)
+def test_only_a_failover_of_the_store_explains_a_plan_with_fewer_waves(writes, found):
+    dumps = [StoreDump(unix, node, False) for unix, node in ((0.0, "a"), (5.0, "b"))]
+    wire = SimpleNamespace(writes=writes)
+    case = SimpleNamespace(config={"deployment": "fleet"}, wire=wire, dumps=dumps)
+    plan = PlanFacts("p", "g", 4, "aborted", 2, 1)
+    assert rules_outcomes._was_set_back(case, "p", plan, 2) is found  # type: ignore[arg-type]

@@ -4,6 +4,8 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 
+import zstandard
+
 from tests.chaos.judge.case import Breach, Case, WaveId, wave_in, wave_of
 from tests.chaos.judge.store import PlanFacts, StoreDump, placement_of, plan_of
 from tests.chaos.judge.wire import WireMessage
@@ -149,20 +151,29 @@ def _was_set_back(case: Case, name: str, plan: PlanFacts, done: int) -> bool:
     The wire must show that a leader stored all waves, and a leader of a later term fewer; between
     them another node became the store's primary.
     """
-    writes = [
-        (write, plan_of(write.body))
-        for write in case.wire.writes
-        if (write.deployment, write.table, write.name, write.accepted)
-        == (case.config["deployment"], "plans", name, True)
-    ]
-    whole = [write for write, found in writes if found.waves_committed == done]
-    fewer = [write for write, found in writes if found == plan and found.phase == "aborted"]
+    wanted = (case.config["deployment"], "plans", name, True)
+    whole, fewer = [], []
+    for write in case.wire.writes:
+        if (write.deployment, write.table, write.name, write.accepted) == wanted:
+            found = _plan_in(write.body)
+            if found is not None and found.waves_committed == done:
+                whole.append(write)
+            elif found == plan and plan.phase == "aborted":
+                fewer.append(write)
     return any(
         early.term < late.term
         and _primary_at(case, early.sent.unix) != _primary_at(case, late.sent.unix)
         for early in whole
         for late in fewer
     )
+
+
+def _plan_in(body: bytes) -> PlanFacts | None:
+    """Return a stored plan; None if it cannot be read, which proves nothing."""
+    try:
+        return plan_of(body)
+    except (ValueError, KeyError, zstandard.ZstdError):
+        return None
 
 
 def _primary_at(case: Case, unix: float) -> str:
