@@ -100,8 +100,8 @@ def test_the_words_about_craft_say_what_its_budget_is_and_which_one_is_advised()
     words = craft_words(1, 4, 16)
     assert words.startswith("CRAFT gives each layer its own number of replicas. It has one budget,")
     assert "Advised is R = 4: up to it, replicas gain much balance, beyond it little (rule" in words
-    assert "R = 1 gains most for each replica (rule `per_replica_gain`)" in words
-    assert words.endswith("R = 16 is the most that free memory allows (rule `memory`).")
+    assert "R = 1 gains most for each replica (rule per_replica_gain)" in words
+    assert words.endswith("R = 16 is the most that free memory allows (rule memory).")
     assert craft_words(1, 4, 4).count("Advised is R = 4: up to it") == 1
     assert craft_words(1, 4, None).endswith("how many fit in the free memory is unknown.")
     assert "R = 0 is advised" in craft_words(0, 1, 16)

@@ -261,20 +261,20 @@ def _craft_words(factors: CraftFactors | None) -> str:
     fits = (
         "how many fit in the free memory is unknown"
         if memory is None
-        else f"R = {memory} is the most that free memory allows (rule `memory`)"
+        else f"R = {memory} is the most that free memory allows (rule memory)"
     )
     if memory is not None and memory < knee:
         advice = (
-            f"Advised is R = {memory}, the most that free memory allows (rule `memory`): replicas"
-            f" would gain much balance up to R = {knee} (rule `knee`)"
+            f"Advised is R = {memory}, the most that free memory allows (rule memory): replicas"
+            f" would gain much balance up to R = {knee} (rule knee)"
         )
         fits = "more do not fit"
     else:
         advice = (
             f"Advised is R = {knee}: up to it, replicas gain much balance, beyond it little (rule"
-            " `knee`)"
+            " knee)"
         )
     return (
         f"{budget} {advice}. R = {factors.per_replica_gain} gains most for each replica (rule"
-        f" `per_replica_gain`), and {fits}."
+        f" per_replica_gain), and {fits}."
     )
