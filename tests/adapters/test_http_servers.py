@@ -59,7 +59,7 @@ def test_an_ipv6_address_is_distinguished_from_its_port():
 async def test_one_form_of_an_ipv6_address_serves_for_all_three(host):
     servers = [listen(kind, host) for kind in ("grpc", "rest", "metrics")]
     try:
-        await servers[0]._server.start()
+        await servers[0]._port.start()
         async with grpc.aio.insecure_channel(f"[::1]:{servers[0].port}") as channel:
             await channel.channel_ready()
         async with httpx.AsyncClient(trust_env=False) as client:
