@@ -9,7 +9,7 @@ import pytest
 
 from evenkeel_moe.adapters.grpc.controller_addresses import order_of
 from evenkeel_moe.engines.demo.processes import free_ports
-from evenkeel_moe.model.ids import EpRank
+from evenkeel_moe.model.ids import DeploymentId, EpRank
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.wire import link
 from tests.integration.controller_rig import SHAPE, Group, Rank
@@ -57,18 +57,35 @@ class LinkedRank:
         await asyncio.gather(self._running, return_exceptions=True)
 
 
+def ports_that_spread(one, names):
+    """Return two free ports, with which the hashes of these few names are not all alike by chance.
+
+    Where the first replica is away, the other two get half of the names each.
+    """
+    for _ in range(200):
+        free = free_ports(2)
+        addresses = [one, *(f"127.0.0.1:{port}" for port in free)]
+        orders = [order_of(DeploymentId(name), addresses) for name in names]
+        first = Counter(order[0] for order in orders)
+        other = Counter(next(each for each in order if each != one) for order in orders)
+        if len(first) >= 2 and first[one] <= 4 and set(other.values()) == {len(names) // 2}:
+            return free
+    raise AssertionError("no two free ports spread the names")
+
+
 async def test_deployments_are_shared_when_one_replica_becomes_three(tmp_path, store):
     """Ranks keep their streams; the roll-out that comes with more replicas spreads them."""
     one, two, three = replicas(tmp_path, store, "one", "two", "three")
     async with one:
-        free = free_ports(2)
+        names = [f"model-{n}" for n in range(6)]
+        free = ports_that_spread(one.address, names)
         for controller, port in zip((two, three), free, strict=True):
             controller.environment["EVENKEEL_GRPC__PORT"] = str(port)
         one.environment["EVENKEEL_GRPC__PORT"] = str(one.ports["grpc"])
         addresses = [one.address, *(f"127.0.0.1:{port}" for port in free)]
         fleets = {
             name: [LinkedRank(group, rank, addresses) for rank in range(group.shape.num_ranks)]
-            for name, group in ((f"model-{n}", Group(deployment=f"model-{n}")) for n in range(6))
+            for name, group in ((name, Group(deployment=name)) for name in names)
         }
         try:
             await until(lambda: leaders_of(fleets) == dict.fromkeys(fleets, {"one"}), within_s=60)
