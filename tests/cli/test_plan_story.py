@@ -1,4 +1,4 @@
-"""What `evenkeel plan story` says of each event."""
+"""`evenkeel plan story` tells each event in words."""
 
 import re
 

@@ -53,7 +53,7 @@ class FleetWorld(World):
         self.wrong_prepares = 0.0
         """Probability that a leader sends a wrong Prepare of a wave."""
         self.prepares_differ = 0.3
-        """Of these, the share where one rank gets another right Prepare than the others."""
+        """Probability that a wrong Prepare is a right one that only one rank gets."""
         self.copy_s = (0.01, 0.05)
         """The shortest and longest time of a copy without a fault."""
         self.prompt_failures = 0.5

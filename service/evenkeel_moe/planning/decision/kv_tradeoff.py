@@ -91,7 +91,7 @@ class ReplicaTradeoff:
     """Uniform levels first, then CRAFT's; each in rising order."""
     words: str
     craft_words: str
-    """What CRAFT's R is, the R that is advised and why, and those of the other rules."""
+    """Sentences that explain CRAFT's R and say which R is advised, and why."""
     kv: KvMemory | None
     tokens_per_sequence: int | None
     moe_share: float | None
