@@ -283,7 +283,7 @@ class AuditRowOut(ResponseBody):
     trace_id: str | None = None
     """The trace in `traceparent` and in the log; null in rows of older versions."""
     change: str | None = None
-    """What the request asked for, as JSON cut after 256 characters; null without a body."""
+    """The request as JSON, cut after 256 characters; null if it named nothing."""
 
 
 class AuditPage(ResponseBody):
