@@ -24,12 +24,12 @@ from evenkeel_moe.planning.decision.replica_levels import (
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
 from evenkeel_moe.ports.operations import (
     Advice,
-    DeploymentStatus,
     LedElsewhere,
     QuarantineRow,
-    RankStatus,
+    RecordedEpoch,
     StoredResponse,
 )
+from evenkeel_moe.ports.status import DeploymentStatus, RankStatus
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -274,20 +274,28 @@ class FakeOperations:
     async def cancel(self, deployment, plan_id, by):
         return await self._move(deployment, plan_id, PlanPhase.CANCELLED, Reason.CANCELLED, by)
 
-    async def rollback(self, deployment, to_epoch, by, plan_id=None, *, bounded=True):
+    async def epochs(self, deployment):
         self._check(deployment)
-        self.bounded = bounded
+        base = Placement.initial(SHAPE)
+        return [RecordedEpoch(Epoch(3), base, False), RecordedEpoch(Epoch(8), base, True)]
+
+    async def rollback(self, deployment, request):
+        self._check(deployment)
+        self.bounded = request.bounded
+        target = request.to_placement or request.to_epoch
         for record in self.records[deployment]:
-            if record.plan.plan_id == plan_id:
-                if record.request_digest != repr(to_epoch):
-                    raise Conflict(f"plan {plan_id} was made from another body", Reason.ID_REUSED)
+            if record.plan.plan_id == request.plan_id:
+                if record.request_digest != repr(target):
+                    raise Conflict(
+                        f"plan {request.plan_id} was made from another body", Reason.ID_REUSED
+                    )
                 return record
-        self.calls.append(("rollback", deployment, to_epoch, by))
+        self.calls.append(("rollback", deployment, target, request.requested_by))
         record = make_plan(
-            plan_id or "rollback-1",
+            request.plan_id or "rollback-1",
             deployment,
             phase=PlanPhase.APPROVED,
-            request_digest=repr(to_epoch),
+            request_digest=repr(target),
         )
         self.records[deployment].insert(0, record)
         return record

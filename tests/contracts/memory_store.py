@@ -26,6 +26,7 @@ class MemoryStore:
         self._listed: set[DeploymentId] = set()
         self._plans: dict[DeploymentId, dict[str, PlanRecord]] = {}
         self._epochs: dict[DeploymentId, dict[Epoch, Placement]] = {}
+        self._replaced: dict[DeploymentId, list[tuple[Epoch, Placement]]] = {}
         self._documents: dict[tuple[DeploymentId, str], str] = {}
         self._decisions: dict[DeploymentId, list[str]] = {}
         self._windows: dict[tuple[DeploymentId, Phase], LoadWindow] = {}
@@ -105,16 +106,30 @@ class MemoryStore:
         return [known[plan_id] for plan_id in plan_ids if plan_id in known]
 
     async def store_epoch(
-        self, deployment: DeploymentId, epoch: Epoch, placement: Placement, term: int
+        self,
+        deployment: DeploymentId,
+        epoch: Epoch,
+        placement: Placement,
+        term: int,
+        begins_history: bool = False,
     ) -> None:
         self._fence(deployment, term)
-        known = self._epochs.get(deployment, {})
-        self._epochs[deployment] = {
-            e: p for e, p in known.items() if epoch - self._epochs_kept < e < epoch
-        } | {epoch: placement}
+        known = self._epochs.pop(deployment, {})
+        rows = sorted(known.items(), key=lambda row: row[0])
+        replaced = [row for row in rows if begins_history or row[0] > epoch]
+        moved = [row for row in reversed(replaced) if row != (epoch, placement)]
+        before = [row for row in self._replaced.get(deployment, []) if row not in moved]
+        self._replaced[deployment] = (moved + before)[: self._epochs_kept]
+        stay = {e: p for e, p in rows if epoch - self._epochs_kept < e and (e, p) not in replaced}
+        self._epochs[deployment] = stay | {epoch: placement}
 
     async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
         return dict(self._epochs.get(deployment, {}))
+
+    async def fetch_replaced_epochs(
+        self, deployment: DeploymentId
+    ) -> Sequence[tuple[Epoch, Placement]]:
+        return list(self._replaced.get(deployment, []))
 
     async def store_document(
         self,

@@ -269,7 +269,7 @@ async def test_a_write_of_a_higher_term_fences_lower_ones(store):
     assert (await store.acquire_lease(DEMO, "a", 60.0, 0)).term == 9
 
 
-async def test_the_newest_epochs_are_kept_and_later_epochs_of_a_lost_history_deleted(store):
+async def test_the_newest_epochs_are_kept_and_later_epochs_become_replaced_ones(store):
     for epoch in range(1, 8):
         await store.store_epoch(DEMO, Epoch(epoch), BASE, 1)
     assert list(await store.fetch_epochs(DEMO)) == [
@@ -279,6 +279,25 @@ async def test_the_newest_epochs_are_kept_and_later_epochs_of_a_lost_history_del
     epochs = await store.fetch_epochs(DEMO)
     assert list(epochs) == [4, 5]
     assert (epochs[4], epochs[5]) == (BASE, TARGET)
+    assert await store.fetch_replaced_epochs(DEMO) == [(7, BASE), (6, BASE)]
+
+
+async def test_all_epochs_become_replaced_ones_where_a_history_begins(store):
+    for epoch in (1, 2):
+        await store.store_epoch(DEMO, Epoch(epoch), BASE, 1)
+    for _ in ("first", "repeated"):
+        await store.store_epoch(DEMO, Epoch(2), TARGET, 1, begins_history=True)
+        assert await store.fetch_epochs(DEMO) == {2: TARGET}
+        assert await store.fetch_replaced_epochs(DEMO) == [(2, BASE), (1, BASE)]
+    assert await store.fetch_replaced_epochs(OTHER) == []
+
+
+async def test_the_last_replaced_epochs_are_kept(store):
+    for epoch in range(2 * EPOCHS_KEPT):
+        await store.store_epoch(DEMO, Epoch(epoch + 1), BASE, 1)
+        await store.store_epoch(DEMO, Epoch(0), TARGET, 1, begins_history=True)
+    replaced = await store.fetch_replaced_epochs(DEMO)
+    assert replaced == [(2 * EPOCHS_KEPT - n, BASE) for n in range(EPOCHS_KEPT)]
 
 
 async def test_documents_are_replaced_whole(store):

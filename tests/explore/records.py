@@ -58,8 +58,8 @@ class Stores:
             case ctl.PersistPlan(record=record):
                 before = plans.get(record.plan.plan_id)
                 plans = plans | {record.plan.plan_id: normal_record(record)}
-            case ctl.PersistEpoch(epoch=epoch, placement=placement):
-                kept = {known: old for known, old in epochs.items() if known < epoch}
+            case ctl.PersistEpoch(_, epoch, placement, begins):
+                kept = {e: map_ for e, map_ in epochs.items() if e < epoch and not begins}
                 epochs = kept | {epoch: placement}
         history = history.write(action, before, max(store.epochs, default=0))
         return self._intern(Store(store.term, plans, epochs)), history

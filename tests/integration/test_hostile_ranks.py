@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from evenkeel_moe.adapters.redis.client import connect, disconnect
+from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.terms import MAX_TERM
 from evenkeel_moe.wire import link
@@ -60,6 +61,8 @@ async def test_a_second_group_waits_while_the_first_is_whole_and_gives_its_place
         Group(generation="first") as first,
         Group(generation="second") as second,
     ):
+        for rank in first.ranks:
+            rank.epoch = Epoch(5)
         await first.connect(controller.address)
         await until(lambda: controller.state("ready"))
         first.serve_on(every_s=0.3)
@@ -77,11 +80,20 @@ async def test_a_second_group_waits_while_the_first_is_whole_and_gives_its_place
         assert len(controller.events("rank_displaced")) == 3
         name = 'evenkeel_ranks_displaced_total{deployment="demo"}'
         assert (await controller.metrics())[name] == 3
+        await until(lambda: controller.state("ready"))
+        # What is recorded of the first stays, for a rollback by hand.
+        assert await _epochs(controller) == [(0, False), (5, True)]
         for rank in second.ranks:
             await rank.close()
         await until(lambda: _is_taken(first, controller), within_s=30)
         await until(lambda: controller.state("ready"))
         assert (await controller.status())["generation"] == "first"
+        assert await _epochs(controller) == [(5, False), (0, True), (5, True)]
+
+
+async def _epochs(controller: Controller) -> list[tuple[int, bool]]:
+    rows = (await controller.http.get("/v1/deployments/demo/epochs")).json()["items"]
+    return [(row["epoch"], row["replaced"]) for row in rows]
 
 
 async def _is_taken(group: Group, controller: Controller) -> bool:

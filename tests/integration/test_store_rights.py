@@ -37,6 +37,7 @@ async def do_everything(client) -> None:
         )
     await store.store_epoch(DEMO, Epoch(1), BASE, lease.term)
     await store.store_epoch(DEMO, Epoch(0), BASE, lease.term)
+    assert await store.fetch_replaced_epochs(DEMO)
     await store.store_document(DEMO, "policy", {"mode": "auto"}, lease.term)
     await store.append_decision(DEMO, {"cycle": 1})
     for first in range(0, 40, 4):

@@ -114,10 +114,10 @@ class SimStore:
         match action:
             case ctl.PersistOutcome(wave=wave, committed=committed):
                 checks.outcome(deployment, wave, committed)
-            case ctl.PersistEpoch(generation=generation, epoch=epoch, placement=placement):
+            case ctl.PersistEpoch(generation, epoch, placement, begins):
                 checks.epoch(deployment, generation, epoch, placement, shelf.epochs, rightful)
-                for above in [known for known in shelf.epochs if known > epoch]:
-                    del shelf.epochs[above]
+                for known in [known for known in shelf.epochs if begins or known > epoch]:
+                    del shelf.epochs[known]
                 shelf.epochs[epoch] = placement
             case ctl.PersistPlan(record=record):
                 checks.plan(deployment, record, shelf.plans.get(record.plan.plan_id), rightful)

@@ -29,7 +29,8 @@ from evenkeel_moe.model.plan import Plan, PlanLimits, PlanRecord
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.kv_tradeoff import kv_tradeoff
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.ports.operations import Advice, DeploymentStatus, LedElsewhere, PlanRequest
+from evenkeel_moe.ports.operations import Advice, LedElsewhere, PlanRequest
+from evenkeel_moe.ports.status import DeploymentStatus
 from evenkeel_moe.protocol.transitions import ControlState
 
 

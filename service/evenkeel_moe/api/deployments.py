@@ -47,7 +47,8 @@ from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import Mode
-from evenkeel_moe.ports.operations import DeploymentStatus, Operations
+from evenkeel_moe.ports.operations import Operations
+from evenkeel_moe.ports.status import DeploymentStatus
 
 router = APIRouter(tags=["deployments"], route_class=LargeBodyRoute)
 

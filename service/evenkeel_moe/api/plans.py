@@ -24,9 +24,19 @@ from evenkeel_moe.api.context import (
 from evenkeel_moe.api.convert import plan_out, plan_request, plan_summary
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
 from evenkeel_moe.api.problems import problem_response
-from evenkeel_moe.api.schemas import PlanIn, PlanOut, PlanPage, ProblemOut, RollbackIn, StoryOut
+from evenkeel_moe.api.schemas import (
+    EpochOut,
+    EpochsOut,
+    PlanIn,
+    PlanOut,
+    PlanPage,
+    ProblemOut,
+    RollbackIn,
+    StoryOut,
+)
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
+from evenkeel_moe.ports.operations import RollbackRequest
 
 router = APIRouter(tags=["plans"], route_class=LargeBodyRoute)
 
@@ -166,6 +176,18 @@ async def cancel_plan(
     return _accepted(await operations.cancel(deployment, plan_id, caller), response)
 
 
+@router.get("/deployments/{deployment}/epochs")
+async def get_epochs(operations: OperationsOf, deployment: DeploymentPath) -> EpochsOut:
+    """Return the recorded placements: the group's history, newest first, then replaced ones."""
+    rows = await operations.epochs(deployment)
+    return EpochsOut(
+        items=[
+            EpochOut(epoch=row.epoch, digest=row.placement.digest, replaced=row.replaced)
+            for row in rows
+        ]
+    )
+
+
 @router.post("/deployments/{deployment}/rollback", status_code=202, responses=_CONFLICT)
 async def rollback(
     request: Request,
@@ -183,24 +205,31 @@ async def rollback(
         ),
     ] = None,
 ) -> PlanOut:
-    """Return to the placement of an earlier epoch and hold automatic plans until `resume`.
+    """Return to a recorded placement and hold automatic plans until `resume`.
 
     Beyond the limits of the policy this needs role admin, and is 409 `limit_exceeded` for others.
 
-    The same plan_id with the same epoch gives the same plan; with another epoch it gives 409
+    The same plan_id with the same target gives the same plan; with another one it gives 409
     `id_reused`. Without plan_id and key every call is a new rollback: a repeated call undoes the
     first.
     """
     from_body = body if body is not None else RollbackIn()
-    epoch = None if from_body.to_epoch is None else Epoch(from_body.to_epoch)
+    to_epoch, to_placement = from_body.to_epoch, from_body.to_placement
     plan_id = from_body.plan_id
     if plan_id is None and idempotency_key is not None:
         plan_id = _rollback_id(token.name, idempotency_key)
     chosen = None if plan_id is None else PlanId(plan_id)
-    bounded = not token.role.covers(Role.ADMIN)
-    keep_for_audit(request, _named(plan_id=chosen, to_epoch=epoch))
-    record = await operations.rollback(deployment, epoch, token.name, chosen, bounded=bounded)
-    keep_for_audit(request, _named(plan_id=record.plan.plan_id, to_epoch=epoch))
+    target = _named(to_epoch=to_epoch, to_placement=to_placement)
+    keep_for_audit(request, _named(plan_id=chosen) | target)
+    asked = RollbackRequest(
+        chosen,
+        None if to_epoch is None else Epoch(to_epoch),
+        to_placement,
+        bounded=not token.role.covers(Role.ADMIN),
+        requested_by=token.name,
+    )
+    record = await operations.rollback(deployment, asked)
+    keep_for_audit(request, _named(plan_id=record.plan.plan_id) | target)
     return _accepted(record, response)
 
 

@@ -346,13 +346,32 @@ class PlanIn(RequestBody):
     """A placement to reach, instead of a policy."""
 
 
+class EpochOut(ResponseBody):
+    """A recorded placement."""
+
+    epoch: int
+    digest: str
+    """Digest of the placement."""
+    replaced: bool
+    """True if it belongs to another history than the group's: one before a cold start, or that of
+    other ranks of the same name."""
+
+
+class EpochsOut(ResponseBody):
+    """The recorded placements."""
+
+    items: list[EpochOut]
+
+
 class RollbackIn(RequestBody):
-    """The epoch to return to."""
+    """The placement to return to; that before the last plan if the body names none."""
 
     plan_id: str | None = Field(default=None, pattern=PLAN_ID_PATTERN)
     """Chosen by the client, so that a repeated call is not a second rollback."""
     to_epoch: int | None = Field(default=None, ge=0, le=2**53)
-    """Null is the placement before the last plan."""
+    """An epoch of the group's history."""
+    to_placement: str | None = Field(default=None, pattern="^[0-9a-f]{32}$")
+    """Digest of a recorded placement, also a replaced one."""
 
 
 class FreezeIn(RequestBody):

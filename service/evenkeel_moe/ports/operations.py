@@ -1,113 +1,18 @@
 """The operations that the controller offers to the REST API, and the values they return."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from evenkeel_moe.errors import Reason, Unavailable
-from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits, PlanRecord
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import Recommendation
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """The state of one rank."""
-
-    rank: int
-    node: str
-    gpu_uuid: str
-    fresh: bool
-    """True while its heartbeat lease is valid and it has not stopped as planned."""
-    last_seen_unix: float
-    epoch: int | None
-    """The epoch the rank named last; None while it has no stream."""
-    state: str
-    """ParticipantState of the wave that it holds."""
-    load_share: float | None
-    """Share of the window's tokens; 1/R is balanced. None without data."""
-    seconds_per_token: float | None
-    """Median MoE computation before the collective; None if not measured."""
-    free_bytes: int | None
-    """Bytes of memory that its device has free; None while it has no stream."""
-    staging_bytes: int
-    slowness: float | None = None
-    """Its seconds divided by the median rank's for the same tokens; None if not measured."""
-    trouble: str = ""
-    """The reason, in words, that it takes no more waves; empty if it takes them."""
-    device: str = ""
-    """Name of its device; empty if unknown."""
-    weight_format: str = ""
-    """Number type of its experts' weights; empty if unknown."""
-    stopped: bool = False
-    """True if its engine said that it stops as planned."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeploymentStatus:
-    """The state of one deployment. None means unknown, never zero."""
-
-    deployment: DeploymentId
-    state: str
-    """State of the control machine: waiting_for_ranks, recovering, ready, migrating, ..."""
-    reason: str
-    """The Reason for the state."""
-    mode: str
-    """observe, propose or auto."""
-    policy: str
-    leader: str
-    term: int
-    generation: str
-    epoch: int | None
-    """None before the ranks reported it."""
-    rollback_epoch: int | None
-    """The epoch a rollback without a named epoch leads to; None if there is none."""
-    shape: ModelShape
-    ranks: tuple[RankStatus, ...]
-    step: int | None
-    """Newest complete step."""
-    window_steps: int
-    """Complete steps in the fullest window."""
-    balancedness_mean: float | None
-    """Mean over steps and layers of the window."""
-    balancedness_worst: float | None
-    """Mean over the steps of the window, of the worst layer."""
-    time_balance: float | None
-    """Fluid time / predicted time of the window in the newest cycle; None if the cost model is by
-    tokens, or the cycle did not get that far."""
-    time_balance_worst: float | None
-    """The same of the worst layer."""
-    cost_model: CostBasis | None
-    """What predicted times rest on; None before the first cycle."""
-    active_plan: PlanRecord | None
-    proposals: tuple[PlanRecord, ...] = ()
-    """The plans that wait for approval, oldest first."""
-    staging_bytes_done: int = 0
-    staging_bytes_total: int = 0
-    last_decision: Mapping[str, Any] | None = None
-    frozen_until_unix: float | None = None
-    held: bool = False
-    """True while automatic plans wait for `resume`."""
-    held_because: str | None = None
-    """The Reason for the hold; None if not held."""
-    leader_address: str | None = None
-    """host:port by which ranks reach the leader."""
-    dispatch: str = ""
-    """The model of the engines' dispatcher, by which plans are made and balance is computed."""
-    dispatch_warning: str = ""
-    """A sentence that names two dispatchers that disagree; empty if none do."""
-    balancedness_by_phase: Mapping[Phase, float | None] = field(default_factory=dict)
-    """As `balancedness_mean`, for the window of each phase."""
-    newest_step_unix: float | None = None
-    plan_aborted_unix: float | None = None
-    """When the newest complete step was counted, and when the newest aborted plan ended."""
-    plans_lost_time: int | None = None
-    """Newest measured plans in a row that cost time; None before a plan was measured."""
+from evenkeel_moe.ports.status import DeploymentStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +33,32 @@ class PlanRequest:
     approve: bool = False
     """Start at once, even in propose mode."""
     requested_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackRequest:
+    """A request for the return to an earlier placement."""
+
+    plan_id: PlanId | None = None
+    """Chosen by the client; None lets the controller choose one."""
+    to_epoch: Epoch | None = None
+    """An epoch of the group's history."""
+    to_placement: str | None = None
+    """Digest of a placement that `epochs` returns. Both None: that before the last plan."""
+    bounded: bool = True
+    """A rollback beyond the limits of the policy is Conflict(LIMIT_EXCEEDED)."""
+    requested_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEpoch:
+    """A recorded placement to which a group can return."""
+
+    epoch: Epoch
+    placement: Placement
+    replaced: bool
+    """True if it belongs to another history than the group's: one before a cold start, or that of
+    other ranks of the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,20 +229,15 @@ class Operations(Protocol):
         """Stop a plan. After the votes of a wave, this takes effect before the next wave (R16)."""
         ...
 
-    async def rollback(
-        self,
-        deployment: DeploymentId,
-        to_epoch: Epoch | None,
-        by: str,
-        plan_id: PlanId | None = None,
-        *,
-        bounded: bool = True,
-    ) -> PlanRecord:
-        """Return to the placement of an epoch and hold automatic plans.
+    async def epochs(self, deployment: DeploymentId) -> Sequence[RecordedEpoch]:
+        """Return the recorded placements: the group's history, newest first, then replaced ones."""
+        ...
 
-        With `bounded`, a rollback beyond the limits of the policy is Conflict(LIMIT_EXCEEDED).
-        None is the placement before the last plan. The same id with the same epoch gives the same
-        plan; with another epoch it gives Conflict(ID_REUSED).
+    async def rollback(self, deployment: DeploymentId, request: RollbackRequest) -> PlanRecord:
+        """Return to a recorded placement and hold automatic plans.
+
+        The same id with the same target gives the same plan; with another one it gives
+        Conflict(ID_REUSED).
         """
         ...
 

@@ -119,13 +119,31 @@ class DeploymentStore(Protocol):
         ...
 
     async def store_epoch(
-        self, deployment: DeploymentId, epoch: Epoch, placement: Placement, term: int
+        self,
+        deployment: DeploymentId,
+        epoch: Epoch,
+        placement: Placement,
+        term: int,
+        begins_history: bool = False,
     ) -> None:
-        """Store a committed placement under its epoch."""
+        """Store a committed placement under its epoch.
+
+        Stored epochs above it belong to another history, and so do all if one begins. They become
+        replaced epochs.
+        """
         ...
 
     async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
         """Return the stored placements by epoch; the oldest are not kept."""
+        ...
+
+    async def fetch_replaced_epochs(
+        self, deployment: DeploymentId
+    ) -> Sequence[tuple[Epoch, Placement]]:
+        """Return the epochs that another history replaced, the last replaced first.
+
+        The oldest are not kept. A number may occur more than once.
+        """
         ...
 
     async def store_document(

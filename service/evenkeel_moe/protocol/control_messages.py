@@ -241,11 +241,16 @@ class PersistOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PersistEpoch:
-    """The group is at this epoch with this placement; the write drops all later epochs."""
+    """The group is at this epoch with this placement.
+
+    The write sets aside all later epochs, and all others if a history begins.
+    """
 
     generation: Generation
     epoch: Epoch
     placement: Placement
+    begins_history: bool = False
+    """True if the group did not come from the recorded epochs, for instance after a cold start."""
 
 
 @dataclass(frozen=True, slots=True)

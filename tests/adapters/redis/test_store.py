@@ -150,6 +150,7 @@ async def test_a_renewal_prolongs_all_records_or_those_of_a_new_deployment(valke
     await store.store_document(DEMO, "policy", {}, 1)
     await store.store_plan(make_record(), 1)
     await store.store_epoch(DEMO, Epoch(1), BASE, 1)
+    await store.store_epoch(DEMO, Epoch(0), BASE, 1)
     records = [key for key in await client.keys("*{demo}*") if not key.endswith(b":lease")]
     for key in records:
         await client.pexpire(key, 1_000_000)
@@ -160,7 +161,13 @@ async def test_a_renewal_prolongs_all_records_or_those_of_a_new_deployment(valke
     under_a_lease = {"term", "written", "documents"}
     assert prolonged == (left.keys() if lasting else under_a_lease)
     assert all(ms <= 1_000_000 for name, ms in left.items() if name not in prolonged)
-    assert left.keys() == under_a_lease | {"plans", "plan_order", "plans_open", "epochs"}
+    assert left.keys() == under_a_lease | {
+        "plans",
+        "plan_order",
+        "plans_open",
+        "epochs",
+        "replaced_epochs",
+    }
     await disconnect(client)
 
 

@@ -4,202 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.controller.cycles.manual_plans import request_digest
-from evenkeel_moe.controller.deployment.deployment import TICK_S
-from evenkeel_moe.controller.operations.operator_service import OperatorService
-from evenkeel_moe.errors import Conflict, Reason, Unavailable
+from evenkeel_moe.errors import (
+    Conflict,
+    Reason,
+    Unavailable,
+)
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanLimits, PlanPhase
 from evenkeel_moe.ports.operations import PlanRequest
-from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.transitions import ControlState
-from tests.contracts.memory_store import MemoryStore
-from tests.controller.replicas import Spawned, make_registry
-from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, SHAPE, hello_of, plan_of, state_of
-from tests.telemetry.reports import Fleet as LoadFleet
+from tests.controller.cycles.manual_rig import BACK, BAD, rollback
+from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT
 from tests.waiting import until
-
-BAD = PlanId("bad")
-BACK = PlanId("back")
-
-
-class FlakyStore(MemoryStore):
-    """Fails the next writes of plans and documents, before or after it stored them."""
-
-    def __init__(self, clock):
-        super().__init__(clock)
-        self.failing, self.takes = 0, False
-
-    async def _write(self, write):
-        fails, self.failing = self.failing > 0, max(0, self.failing - 1)
-        if self.takes or not fails:
-            await write
-        else:
-            write.close()
-        if fails:
-            raise Unavailable("too few replicas have it")
-
-    async def store_plan(self, *arguments):
-        await self._write(super().store_plan(*arguments))
-
-    async def store_document(self, *arguments):
-        await self._write(super().store_document(*arguments))
-
-
-class InlinePlanner:
-    """Plans at once, in this process."""
-
-    fault, warm = "", True
-
-    def begin(self):
-        return True
-
-    async def wait_until_warm(self):
-        if not self.warm:
-            raise Unavailable("it starts", Reason.PLANNER_STARTING)
-
-    async def run(self, function, argument):
-        return function(argument)
-
-
-class Ranks:
-    """Two ranks that carry out every message at once."""
-
-    def __init__(self, spawn):
-        self.epoch, self.placement, self.maps = Epoch(0), BASE, [BASE]
-        self.sessions = []
-        self._spawn = spawn
-        self._after = None
-
-    async def attach(self, registry, first_stream=1):
-        streams = [RankStream(first_stream + rank, "peer", capacity=4096) for rank in range(2)]
-        sessions = [
-            await registry.attach(
-                hello_of(
-                    rank,
-                    epoch=self.epoch,
-                    placement_digest=self.placement.digest,
-                    capabilities=frozenset({"migrate"}),
-                ),
-                streams[rank],
-            )
-            for rank in range(2)
-        ]
-        self.sessions = sessions
-        for rank in range(2):
-            self._spawn(self._serve(rank, streams[rank], sessions[rank]), f"rank-{rank}")
-
-    async def _serve(self, rank, stream, session):
-        while (message := await stream.next()) is not None:
-            self._take(rank, session, message)
-
-    def _take(self, rank, session, message):
-        say = session.received
-        match message:
-            case msg.QueryState():
-                state = state_of(
-                    rank, query=message.query, epoch=self.epoch, placement=self.placement
-                )
-                say(replace(state, identity=session.hello.identity))
-            case msg.Prepare():
-                rows = self.placement.with_rows(message.body.layers, message.body.rows)
-                self._after = (Epoch(message.base_epoch + 1), rows)
-                say(msg.Vote(message.wave, True))
-            case msg.Commit():
-                if self._after is not None:
-                    (self.epoch, self.placement), self._after = self._after, None
-                    self.maps.append(self.placement)
-                say(msg.Ack(message.wave, self.epoch, self.placement.digest, 0.01 * (1 + rank)))
-
-
-class Rig:
-    """A replica that leads DEPLOYMENT, its ranks and its store; `restart` replaces the replica."""
-
-    def __init__(self):
-        self.clock = SystemClock()
-        self.serving, self.tasks = Spawned(), Spawned()
-        self.store, self.ranks = FlakyStore(self.clock), Ranks(self.serving.spawn)
-        self.start()
-
-    def start(self):
-        self.registry = make_registry(
-            self.store, self.tasks.spawn, clock=self.clock, planner=InlinePlanner()
-        )
-        self.health = self.registry.shared.health
-        self.operations = OperatorService(self.registry)
-
-    @property
-    def member(self):
-        return self.registry.deployments[DEPLOYMENT]
-
-    async def lead(self, first_stream=1):
-        await self.ranks.attach(self.registry, first_stream)
-        await self.at_rest()
-
-    async def restart(self):
-        """Let the replica die and come back under its name."""
-        await self.tasks.end()
-        self.start()
-        await self.lead(first_stream=11)
-
-    async def at_rest(self):
-        def settled():
-            control = self.member.control
-            return (
-                control.state is ControlState.READY
-                and not control.write_retry
-                and not self.health.resting
-            )
-
-        await until(settled)
-
-    async def migrate(self):
-        """Carry out a plan that an operator regrets."""
-        plan = plan_of(1, plan_id=BAD, created_at=self.clock.unix())
-        await self.member.driver.call(
-            lambda now: self.member.operator.submit(plan, now, approve=True)
-        )
-        await until(lambda: self.ranks.placement == AFTER_ONE)
-        await self.at_rest()
-
-    async def load(self):
-        """Report a few steps of load, which a manual plan is judged on."""
-        await self.operations.set_policy(DEPLOYMENT, {"thresholds": {"min_window_steps": 1}}, "me")
-        run = LoadFleet(placement=BASE, shape=SHAPE).run(range(8), epoch=Epoch(0))
-        for rank, session in enumerate(self.ranks.sessions):
-            identity = session.hello.identity
-            report = run.report(rank)
-            session.received(
-                replace(report, deployment=identity.deployment, generation=identity.generation)
-            )
-        await until(lambda: self.member.loads.ingest.windows(8))
-
-    async def once_the_store_is_asked_again(self, ask):
-        """Return the answer once the store is asked again after its failure."""
-        await until(lambda: not self.health.resting)
-        return await ask()
-
-    async def look_on(self):
-        """Wait for a few ticks: the machine has done by then what it does by itself."""
-        first = self.clock.monotonic()
-        await until(lambda: self.clock.monotonic() - first > 4 * TICK_S)
-        await self.at_rest()
-
-
-@pytest.fixture
-async def rig():
-    rig = Rig()
-    await rig.lead()
-    yield rig
-    await rig.tasks.end()
-    await rig.serving.end()
-
-
-def rollback(rig, to_epoch=None, plan_id=BACK):
-    return rig.operations.rollback(DEPLOYMENT, to_epoch, "me", plan_id)
 
 
 @pytest.mark.parametrize(("to_epoch", "takes"), [(None, False), (Epoch(0), True)])
@@ -265,7 +82,10 @@ async def test_plans_and_rollbacks_are_refused_while_the_planner_starts(rig):
     await rig.migrate()
     rig.member.planner.pool.warm = False
     request = PlanRequest(plan_id=PlanId("mine"), target=BASE)
-    for ask in (lambda: rig.operations.create_plan(DEPLOYMENT, request), lambda: rollback(rig)):
+    for ask in (
+        lambda: rig.operations.create_plan(DEPLOYMENT, request),
+        lambda: rollback(rig),
+    ):
         with pytest.raises(Unavailable) as caught:
             await ask()
         assert caught.value.reason is Reason.PLANNER_STARTING
@@ -330,7 +150,9 @@ async def test_approve_and_cancel_repeated_after_a_failure_do_nothing_twice(rig)
     assert rig.ranks.maps == [BASE, AFTER_ONE]
 
 
-async def test_freeze_resume_and_policy_hold_at_once_and_are_stored_when_the_store_is_back(rig):
+async def test_freeze_resume_and_policy_hold_at_once_and_are_stored_when_the_store_is_back(
+    rig,
+):
     operations, control, store = rig.operations, rig.member.control, rig.store
     await rig.migrate()
     await rollback(rig)
@@ -382,18 +204,3 @@ def test_requests_of_different_callers_are_the_same():
     assert request_digest(one) != request_digest(PlanRequest(None, "eplb", PlanLimits(4)))
     target = PlanRequest(target=BASE)
     assert request_digest(target) != request_digest(PlanRequest())
-
-
-@pytest.mark.parametrize("limits", [{"max_moves": 0}, {"max_bytes": 0}, {"max_layers": 0}])
-async def test_a_rollback_keeps_the_limits_of_the_policy_unless_an_admin_asks(rig, limits):
-    await rig.migrate()
-    await rig.operations.set_policy(DEPLOYMENT, {"limits": limits}, "me")
-    with pytest.raises(
-        Conflict, match=f"needs 1.*{next(iter(limits))} of the policy is 0"
-    ) as error:
-        await rollback(rig)
-    assert error.value.reason is Reason.LIMIT_EXCEEDED
-    await rig.look_on()
-    assert rig.ranks.maps == [BASE, AFTER_ONE]
-    await rig.operations.rollback(DEPLOYMENT, None, "me", BACK, bounded=False)
-    await until(lambda: rig.ranks.placement == BASE)

@@ -24,7 +24,7 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
 from evenkeel_moe.protocol import control_messages as ctl
 from tests.api.fakes import make_plan
-from tests.controller.cycles.test_manual_plans import BAD, Rig
+from tests.controller.cycles.manual_rig import BAD, Rig
 from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, plan_of
 from tests.waiting import until
 

@@ -15,7 +15,7 @@ from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
 from evenkeel_moe.telemetry.rank_times import RankTimes
 from evenkeel_moe.wire.link import ReplicaCost
-from tests.controller.cycles.test_manual_plans import Rig
+from tests.controller.cycles.manual_rig import Rig
 from tests.protocol.machines import BASE, SHAPE
 from tests.waiting import until
 

@@ -169,7 +169,8 @@ async def fill(client, store, windows) -> None:
         ("shape", shape_document(Generation("g1"), SHAPE)),
     ):
         await store.store_document(DEMO, name, body, lease.term)
-    await store.store_epoch(DEMO, Epoch(0), BASE, lease.term)
+    for epoch in (1, 0):
+        await store.store_epoch(DEMO, Epoch(epoch), BASE, lease.term)
     await store.store_plan(RECORD, lease.term)
     await store.append_decision(DEMO, ROW)
     await windows.append(DEMO, Phase.DECODE, make_window(range(3)))
@@ -187,6 +188,8 @@ async def damage(client, turn: int) -> None:
     await client.zadd(PREFIX + "plan_order", {b"\xff\xff": 5.0})
     await client.hset(PREFIX + "plans_open", b"\xff\xfe", 1)
     await client.hset(PREFIX + "epochs", mapping=EPOCHS)
+    for epoch, placement in EPOCHS.items():
+        await client.lpush(PREFIX + "replaced_epochs", epoch + b" " + placement, epoch)
     for row in DECISIONS:
         await client.xadd(PREFIX + "decisions", {"d": row})
     await client.xadd(PREFIX + "decisions", {"x": b"no row"})
@@ -219,6 +222,7 @@ async def lead_and_look(client) -> Seen:
         await operations.plans(DEMO, 50)
         await operations.decisions(DEMO, 50)
         await operations.policy(DEMO)
+        await operations.epochs(DEMO)
         await operations.led_elsewhere()
         for name in (PlanId("p"), PlanId("none")):
             try:
@@ -250,6 +254,7 @@ async def test_bad_records_are_skipped_counted_and_never_fatal(valkey):
             said = " ".join(seen.noted)
             for name in (*bad_plans(), *map(repr, EPOCHS.keys() - {b"5"}), *DOCUMENTS):
                 assert f" {name}" in said, f"nothing was said of {name} in turn {turn}"
+            assert sum("replaced_epochs" in where for where in seen.noted) == len(EPOCHS)
             assert sum("decisions" in where for where in seen.noted) == len(DECISIONS) + 1
             assert sum("seen" in where for where in seen.noted) == 2
             assert seen.plans == {"p"}, "the sound one is still there"

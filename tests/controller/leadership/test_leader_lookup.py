@@ -10,7 +10,7 @@ from evenkeel_moe.api.convert import deployment_out
 from evenkeel_moe.errors import Conflict, NotFound, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.model.plan import PlanPhase
-from evenkeel_moe.ports.operations import LedElsewhere, NotLeading
+from evenkeel_moe.ports.operations import LedElsewhere, NotLeading, RollbackRequest
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_record
 from tests.controller.replicas import DEMO, feed, replicas
@@ -87,7 +87,8 @@ ASKED = {
     "resume": lambda operations: operations.resume(DEMO, "eve"),
     "approve": lambda operations: operations.approve(DEMO, PlanId("p"), "eve"),
     "cancel": lambda operations: operations.cancel(DEMO, PlanId("p"), "eve"),
-    "rollback": lambda operations: operations.rollback(DEMO, None, "eve"),
+    "epochs": lambda operations: operations.epochs(DEMO),
+    "rollback": lambda operations: operations.rollback(DEMO, RollbackRequest()),
     "forget": lambda operations: operations.forget(DEMO, "eve"),
 }
 

@@ -29,6 +29,7 @@ KEYS = [
             "plan_order",
             "plans_open",
             "epochs",
+            "replaced_epochs",
             "documents",
             "decisions",
             "window:decode",

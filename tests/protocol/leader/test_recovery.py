@@ -125,20 +125,41 @@ def test_a_rank_that_reconnects_is_asked_unless_it_has_answered():
 
 
 @pytest.mark.parametrize(
-    ("epochs", "written"),
+    ("epochs", "begins"),
     [
-        ({0: BASE}, False),
-        ({}, True),
+        ({0: BASE}, None),
+        ({}, False),
         ({0: AFTER_ONE}, True),
-        ({0: BASE, 1: AFTER_ONE}, True),
+        ({0: BASE, 1: AFTER_ONE}, False),
+        ({3: BASE, 4: AFTER_ONE}, True),
     ],
 )
-def test_the_epoch_of_the_ranks_is_recorded_unless_it_is_the_newest_recorded_one(epochs, written):
+def test_the_epoch_of_the_ranks_is_recorded_unless_it_is_the_newest_recorded_one(epochs, begins):
     stored = ctl.StoredRecords(epochs={Epoch(epoch): map_ for epoch, map_ in epochs.items()})
     control = control_of(S.RECOVERING, stored)
     actions = answer_queries(control)
-    assert bool(of_kind(actions, ctl.PersistEpoch)) is written
+    written = [action.begins_history for action in of_kind(actions, ctl.PersistEpoch)]
+    assert written == ([] if begins is None else [begins])
     assert control.history == {0: BASE}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "begins", "history"),
+    [
+        ({1: AFTER_ONE, 2: BASE, 3: AFTER_ONE}, False, [1, 2]),
+        ({1: AFTER_ONE, 2: AFTER_ONE, 3: AFTER_ONE}, True, [2]),
+        ({1: AFTER_ONE}, False, [1, 2]),
+        ({0: AFTER_ONE}, True, [2]),
+    ],
+)
+def test_a_group_continues_the_recorded_history_only_from_its_end_or_a_placement_of_it(
+    recorded, begins, history
+):
+    epochs = {Epoch(epoch): map_ for epoch, map_ in recorded.items()}
+    control = control_of(S.RECOVERING, ctl.StoredRecords(epochs=epochs))
+    actions = answer_queries(control, epoch=2)
+    assert only(actions, ctl.PersistEpoch).begins_history is begins
+    assert sorted(control.history) == history
 
 
 def test_after_a_reload_on_all_ranks_plans_begin_again():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from prometheus_client.core import GaugeMetricFamily
 
 from evenkeel_moe.model.load import Phase
-from evenkeel_moe.ports.operations import DeploymentStatus
+from evenkeel_moe.ports.status import DeploymentStatus
 
 PhaseBalance = Mapping[Phase, tuple[float | None, float | None]]
 """Balancedness (mean, worst layer) of each phase's window; None where the window holds no load."""

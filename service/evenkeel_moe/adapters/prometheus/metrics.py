@@ -33,7 +33,7 @@ from evenkeel_moe.adapters.prometheus.metric_families import (
     families,
 )
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports.operations import DeploymentStatus
+from evenkeel_moe.ports.status import DeploymentStatus
 
 _WAVE_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STALL_BUCKETS_S = (1e-5, 1e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.05, 0.1, 0.5, 1.0)

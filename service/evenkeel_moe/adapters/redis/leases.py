@@ -26,7 +26,16 @@ _UNDER_A_LEASE = ("term", "written", "documents")
 _LISTINGS_PER_AGE = 100
 """Times per record age that a deployment is listed again while it is led."""
 
-_RECORDS = ("term", "written", "plans", "plan_order", "plans_open", "epochs", "documents")
+_RECORDS = (
+    "term",
+    "written",
+    "plans",
+    "plan_order",
+    "plans_open",
+    "epochs",
+    "replaced_epochs",
+    "documents",
+)
 
 
 class RedisLeases:

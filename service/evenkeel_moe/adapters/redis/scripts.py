@@ -114,18 +114,32 @@ end
     + _KEEP
 )
 
-# KEYS from 3: epochs. ARGV from 5: epoch, body, epochs kept. Epochs above the written one belong
-# to a history that did not happen.
+# KEYS from 3: epochs, replaced epochs. ARGV from 5: epoch, body, epochs kept, 1 if a history
+# begins. Epochs above the written one belong to another history, and so do all if one begins. They
+# become replaced ones. A write may be repeated.
 STORE_EPOCH = (
     _FENCE
     + """
-local kept = tonumber(ARGV[5]) - tonumber(ARGV[7])
+local written, kept = tonumber(ARGV[5]), tonumber(ARGV[7])
+local replaced = {}
 for _, epoch in ipairs(redis.call('HKEYS', KEYS[3])) do
   local known = tonumber(epoch)
-  if known and (known > tonumber(ARGV[5]) or known <= kept) then
+  if known and (known > written or ARGV[8] == '1') then
+    table.insert(replaced, epoch)
+  elseif known and known <= written - kept then
     redis.call('HDEL', KEYS[3], epoch)
   end
 end
+table.sort(replaced, function(one, other) return tonumber(one) < tonumber(other) end)
+for _, epoch in ipairs(replaced) do
+  local body = redis.call('HGET', KEYS[3], epoch)
+  if tonumber(epoch) ~= written or body ~= ARGV[6] then
+    redis.call('LREM', KEYS[4], 0, epoch .. ' ' .. body)
+    redis.call('LPUSH', KEYS[4], epoch .. ' ' .. body)
+  end
+  redis.call('HDEL', KEYS[3], epoch)
+end
+redis.call('LTRIM', KEYS[4], 0, kept - 1)
 redis.call('HSET', KEYS[3], ARGV[5], ARGV[6])
 """
     + _KEEP

@@ -144,12 +144,18 @@ class RedisDeploymentStore(RedisLeases):
         return [plan for plan in plans if not isinstance(plan, Unreadable)]
 
     async def store_epoch(
-        self, deployment: DeploymentId, epoch: Epoch, placement: Placement, term: int
+        self,
+        deployment: DeploymentId,
+        epoch: Epoch,
+        placement: Placement,
+        term: int,
+        begins_history: bool = False,
     ) -> None:
-        """Record a committed placement under its epoch; drop recorded epochs above it."""
+        """Record a committed placement under its epoch; set aside epochs of another history."""
         body = await pack_off_loop(pack_placement, placement, placement)
-        values = (epoch, body, self._epochs_kept)
-        write = _Write(deployment, "epochs", scripts.STORE_EPOCH, ("epochs",))
+        values = (epoch, body, self._epochs_kept, int(begins_history))
+        names = ("epochs", "replaced_epochs")
+        write = _Write(deployment, "epochs", scripts.STORE_EPOCH, names)
         await self._write(write, term, values, self._wait_replicas)
 
     async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
@@ -157,13 +163,28 @@ class RedisDeploymentStore(RedisLeases):
         key = self._key(deployment, "epochs")
         with self._call("read", "reading epochs"):
             found = await self._types.run([key], lambda: self._client.hgetall(key))
-        epochs: dict[Epoch, Placement] = {}
-        for name, body in found.items():
-            try:
-                epochs[_epoch_of(name)] = unpack_placement(body)
-            except Unreadable as error:
-                self._unreadable("epoch", f"{key} {name!r:.80}", str(error))
-        return dict(sorted(epochs.items()))
+        return dict(sorted(await self._epochs_of(key, list(found.items()))))
+
+    async def fetch_replaced_epochs(
+        self, deployment: DeploymentId
+    ) -> Sequence[tuple[Epoch, Placement]]:
+        """Return the epochs that another history replaced, the last replaced first."""
+        key = self._key(deployment, "replaced_epochs")
+        with self._call("read", "reading replaced epochs"):
+            rows = await self._types.run([key], lambda: self._client.lrange(key, 0, -1))
+        parts = (row.partition(b" ") for row in rows)
+        return await self._epochs_of(key, [(name, body) for name, _, body in parts])
+
+    async def _epochs_of(
+        self, key: str, rows: Sequence[tuple[bytes, bytes]]
+    ) -> list[tuple[Epoch, Placement]]:
+        """Return the epochs and placements that can be read."""
+        # In a thread, as plans are.
+        found = await asyncio.to_thread(lambda: [_epoch_or_fault(*row) for row in rows])
+        for (name, _), epoch in zip(rows, found, strict=True):
+            if isinstance(epoch, Unreadable):
+                self._unreadable("epoch", f"{key} {name!r:.80}", str(epoch))
+        return [epoch for epoch in found if not isinstance(epoch, Unreadable)]
 
     async def store_document(
         self,
@@ -296,6 +317,13 @@ def _plan_or_fault(
     if (plan.deployment, plan.plan_id) != (deployment, plan_id):
         return Unreadable(f"it is plan {plan.plan_id:.80} of {plan.deployment:.80}")
     return record
+
+
+def _epoch_or_fault(name: bytes, body: bytes) -> tuple[Epoch, Placement] | Unreadable:
+    try:
+        return _epoch_of(name), unpack_placement(body)
+    except Unreadable as error:
+        return error
 
 
 def _epoch_of(name: bytes) -> Epoch:

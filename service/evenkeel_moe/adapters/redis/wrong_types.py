@@ -19,6 +19,7 @@ _TYPES = {
     b"hash": ("lease", "written", "plans", "plans_open", "epochs", "documents"),
     b"string": ("term", "probe", "window_total", "window_source"),
     b"zset": ("plan_order", "seen", "window_chunks"),
+    b"list": ("replaced_epochs",),
     b"stream": ("decisions", "window"),
 }
 _TYPE_OF = {name: kind for kind, names in _TYPES.items() for name in names}

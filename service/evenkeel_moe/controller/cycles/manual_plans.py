@@ -23,16 +23,19 @@ from evenkeel_moe.errors import (
     EvenkeelError,
     InfeasiblePlan,
     InvalidInput,
+    NotFound,
     Reason,
+    ShapeMismatch,
     Unavailable,
 )
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanLimits, PlanRecord
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.cycle import CycleResult
 from evenkeel_moe.planning.policies.registry import resolve_policy
-from evenkeel_moe.ports.operations import PlanRequest
+from evenkeel_moe.ports.operations import PlanRequest, RecordedEpoch, RollbackRequest
 from evenkeel_moe.ports.stores import Clock, DeploymentStore
 from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.leader.plan_records import require_same_request
@@ -114,46 +117,53 @@ class ManualPlanner:
         starts = request.approve or (by_itself and not request.dry_run)
         return await self._submit(plan, starts, request.requested_by, digest)
 
-    async def rollback(
-        self,
-        to_epoch: Epoch | None,
-        by: str,
-        plan_id: PlanId | None = None,
-        *,
-        bounded: bool = True,
-    ) -> PlanRecord:
-        """Plan and start the return to the placement of an earlier epoch (R16).
-
-        Args:
-            to_epoch: None for the epoch before the last plan.
-            by: the operator.
-            plan_id: chosen by the client; None chooses a new id.
-            bounded: refuse a rollback beyond the limits of the policy.
+    async def epochs(self) -> list[RecordedEpoch]:
+        """Return the recorded placements: the group's history, newest first, then replaced ones.
 
         Raises:
-            NotFound, Conflict: there is no such epoch, it is the present one, or a limit of the
+            Unavailable: the store, which holds the replaced ones, does not answer.
+        """
+        control = self.operator.control
+        replaced = await self.store.fetch_replaced_epochs(control.deployment)
+        history = sorted(control.history.items(), key=lambda row: -row[0])
+        return [
+            *(RecordedEpoch(epoch, placement, False) for epoch, placement in history),
+            *(RecordedEpoch(epoch, placement, True) for epoch, placement in replaced),
+        ]
+
+    async def rollback(self, request: RollbackRequest) -> PlanRecord:
+        """Plan and start the return to a recorded placement (R16).
+
+        Raises:
+            InvalidInput: the request names both an epoch and a placement, or the placement has
+                another shape than the group.
+            NotFound, Conflict: there is no such placement, it is the present one, or a limit of the
                 policy does not allow it.
             Unavailable: the planner is starting or failed, the store failed, or this replica does
                 not lead.
         """
-        digest = _digest({"kind": PlanKind.ROLLBACK.value, "to_epoch": to_epoch})
+        plan_id = request.plan_id
+        target_named: dict[str, Any] = {"to_epoch": request.to_epoch}
+        if request.to_placement is not None:
+            target_named |= {"to_placement": request.to_placement}
+        digest = _digest({"kind": PlanKind.ROLLBACK.value, **target_named})
         # Look for a repeated request first: once a rollback is carried out, the epoch before the
         # last plan is the one that the rollback left.
         known = await self._repeated(plan_id, digest)
         if known is not None:
             return known
-        epoch, target = self.operator.rollback_target(to_epoch)
+        epoch, target = await self._rollback_target(request)
         base, membership = PlanBase.current(self.operator.control), self.operator.control.membership
         assert membership.shape is not None
         await self.pool.wait_until_warm()
-        request = WaveRequest(
+        copies = WaveRequest(
             base.placement,
             target,
             membership.shape,
             self.loads.topology(),
             membership.staging_bytes(),
         )
-        waves = await self.pool.run(build_waves, request)
+        waves = await self.pool.run(build_waves, copies)
         if not waves:
             raise Conflict(f"the placement of epoch {epoch} is the present one", Reason.NO_CHANGE)
         plan = base.plan(
@@ -167,9 +177,27 @@ class ManualPlanner:
             expires_at=None,
             numbers={"to_epoch": float(epoch)} | expected_stall(self.stalls, waves, base),
         )
-        if bounded:
+        if request.bounded:
             _check_limits(plan, self.operator.control.policy.limits)
-        return await self._submit(plan, True, by, digest)
+        return await self._submit(plan, True, request.requested_by, digest)
+
+    async def _rollback_target(self, request: RollbackRequest) -> tuple[Epoch, Placement]:
+        digest = request.to_placement
+        if digest is None:
+            return self.operator.rollback_target(request.to_epoch)
+        if request.to_epoch is not None:
+            raise InvalidInput("a rollback leads to an epoch or to a placement: name one of them")
+        present = PlanBase.current(self.operator.control).placement
+        for row in await self.epochs():
+            if row.placement.digest != digest:
+                continue
+            if row.placement.sizes != present.sizes:
+                raise ShapeMismatch(
+                    f"placement {digest} is (L, S, R, E) = {row.placement.sizes},"
+                    f" the group is {present.sizes}"
+                )
+            return row.epoch, row.placement
+        raise NotFound(f"no placement {digest} is recorded")
 
     async def _repeated(self, plan_id: PlanId | None, digest: str) -> PlanRecord | None:
         """Return the plan of a request that was made before under the id it chose.

@@ -122,8 +122,8 @@ class ActionExecutor:
         match action:
             case ctl.PersistPlan(record):
                 await store.store_plan(record, term)
-            case ctl.PersistEpoch(epoch=epoch, placement=placement):
-                await store.store_epoch(deployment, epoch, placement, term)
+            case ctl.PersistEpoch(_, epoch, placement, begins):
+                await store.store_epoch(deployment, epoch, placement, term, begins)
             case ctl.PersistDocument(name, body):
                 await store.store_document(deployment, name, body, term)
             case ctl.PersistDecision(row):

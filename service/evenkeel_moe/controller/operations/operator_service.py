@@ -15,7 +15,7 @@ from evenkeel_moe.controller.operations.plan_pages import page_of_plans
 from evenkeel_moe.controller.operations.status import live_view
 from evenkeel_moe.controller.policy_document import change_policy, policy_document
 from evenkeel_moe.errors import Conflict, InvalidInput, NotFound, Reason, Unavailable
-from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
+from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.ports.operations import (
@@ -26,6 +26,8 @@ from evenkeel_moe.ports.operations import (
     NotLeading,
     PlanRequest,
     QuarantineRow,
+    RecordedEpoch,
+    RollbackRequest,
     StoredResponse,
 )
 from evenkeel_moe.ports.stores import DeploymentStore
@@ -188,6 +190,10 @@ class OperatorService:
             raise NotFound(f"no plan {plan_id}")
         return stored[0]
 
+    async def epochs(self, deployment: DeploymentId) -> Sequence[RecordedEpoch]:
+        """Return the recorded placements: the group's history, newest first, then replaced ones."""
+        return await (await self._readable(deployment)).planner.manual.epochs()
+
     async def policy(self, deployment: DeploymentId) -> Mapping[str, Any]:
         """Return the policy document."""
         return policy_document((await self._readable(deployment)).control.policy)
@@ -276,21 +282,9 @@ class OperatorService:
             record = await self.plan(deployment, plan_id)
             raise Conflict(f"plan {plan_id} is {record.phase}") from None
 
-    async def rollback(
-        self,
-        deployment: DeploymentId,
-        to_epoch: Epoch | None,
-        by: str,
-        plan_id: PlanId | None = None,
-        *,
-        bounded: bool = True,
-    ) -> PlanRecord:
-        """Return to an earlier epoch's placement (None: before the last plan) and hold `auto`.
-
-        The same id and epoch give the same plan. `bounded`: not beyond the policy's limits.
-        """
-        known = await self._changeable(deployment)
-        return await known.planner.manual.rollback(to_epoch, by, plan_id, bounded=bounded)
+    async def rollback(self, deployment: DeploymentId, request: RollbackRequest) -> PlanRecord:
+        """Return to a recorded placement and hold `auto`. The same id and target, the same plan."""
+        return await (await self._changeable(deployment)).planner.manual.rollback(request)
 
     async def resume(self, deployment: DeploymentId, by: str) -> None:
         """Let automatic plans run again that a rollback or undelivered gains stopped."""

@@ -20,7 +20,7 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.ports.operations import DeploymentStatus, RankStatus
+from evenkeel_moe.ports.status import DeploymentStatus, RankStatus
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.membership import Member

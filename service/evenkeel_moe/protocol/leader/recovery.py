@@ -138,20 +138,22 @@ class Recovery:
     def _bring_up(self, group: GroupState) -> list[ControlAction]:
         """R12, R15: take the state the ranks report; the stored one is only a hint.
 
-        Recorded epochs above the group's belong to an earlier generation and are dropped.
+        Recorded epochs above the group's belong to another history. All do if the group is neither
+        at a recorded placement nor one epoch ahead: at most one wave commits before its record.
         """
         executor, known = self.executor, self.executor.history
         generation = executor.membership.generation
         assert generation is not None
         executor.group = group
         executor.weights_changed = False
-        if known.get(group.epoch) == group.placement and max(known) == group.epoch:
+        newest = max(known, default=group.epoch)
+        is_recorded = known.get(group.epoch) == group.placement
+        if is_recorded and newest == group.epoch:
             return []
-        executor.history = {
-            epoch: placement for epoch, placement in known.items() if epoch < group.epoch
-        }
-        executor.history[group.epoch] = group.placement
-        return [PersistEpoch(generation, group.epoch, group.placement)]
+        begins = bool(known) and not is_recorded and group.epoch != newest + 1
+        earlier = {} if begins else {e: map_ for e, map_ in known.items() if e < group.epoch}
+        executor.history = {**earlier, group.epoch: group.placement}
+        return [PersistEpoch(generation, group.epoch, group.placement, begins)]
 
     def end_old_plans(self, now: float) -> list[ControlAction]:
         """R1: end the plans of an earlier generation; their waves ended with its ranks."""

@@ -1,0 +1,106 @@
+"""The state of a deployment and of its ranks, as the REST API and the metrics show it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from evenkeel_moe.model.cost import CostBasis
+from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.plan import PlanRecord
+from evenkeel_moe.model.topology import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """The state of one rank."""
+
+    rank: int
+    node: str
+    gpu_uuid: str
+    fresh: bool
+    """True while its heartbeat lease is valid and it has not stopped as planned."""
+    last_seen_unix: float
+    epoch: int | None
+    """The epoch the rank named last; None while it has no stream."""
+    state: str
+    """ParticipantState of the wave that it holds."""
+    load_share: float | None
+    """Share of the window's tokens; 1/R is balanced. None without data."""
+    seconds_per_token: float | None
+    """Median MoE computation before the collective; None if not measured."""
+    free_bytes: int | None
+    """Bytes of memory that its device has free; None while it has no stream."""
+    staging_bytes: int
+    slowness: float | None = None
+    """Its seconds divided by the median rank's for the same tokens; None if not measured."""
+    trouble: str = ""
+    """The reason, in words, that it takes no more waves; empty if it takes them."""
+    device: str = ""
+    """Name of its device; empty if unknown."""
+    weight_format: str = ""
+    """Number type of its experts' weights; empty if unknown."""
+    stopped: bool = False
+    """True if its engine said that it stops as planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentStatus:
+    """The state of one deployment. None means unknown, never zero."""
+
+    deployment: DeploymentId
+    state: str
+    """State of the control machine: waiting_for_ranks, recovering, ready, migrating, ..."""
+    reason: str
+    """The Reason for the state."""
+    mode: str
+    """observe, propose or auto."""
+    policy: str
+    leader: str
+    term: int
+    generation: str
+    epoch: int | None
+    """None before the ranks reported it."""
+    rollback_epoch: int | None
+    """The epoch a rollback without a named epoch leads to; None if there is none."""
+    shape: ModelShape
+    ranks: tuple[RankStatus, ...]
+    step: int | None
+    """Newest complete step."""
+    window_steps: int
+    """Complete steps in the fullest window."""
+    balancedness_mean: float | None
+    """Mean over steps and layers of the window."""
+    balancedness_worst: float | None
+    """Mean over the steps of the window, of the worst layer."""
+    time_balance: float | None
+    """Fluid time / predicted time of the window in the newest cycle; None if the cost model is by
+    tokens, or the cycle did not get that far."""
+    time_balance_worst: float | None
+    """The same of the worst layer."""
+    cost_model: CostBasis | None
+    """What predicted times rest on; None before the first cycle."""
+    active_plan: PlanRecord | None
+    proposals: tuple[PlanRecord, ...] = ()
+    """The plans that wait for approval, oldest first."""
+    staging_bytes_done: int = 0
+    staging_bytes_total: int = 0
+    last_decision: Mapping[str, Any] | None = None
+    frozen_until_unix: float | None = None
+    held: bool = False
+    """True while automatic plans wait for `resume`."""
+    held_because: str | None = None
+    """The Reason for the hold; None if not held."""
+    leader_address: str | None = None
+    """host:port by which ranks reach the leader."""
+    dispatch: str = ""
+    """The model of the engines' dispatcher, by which plans are made and balance is computed."""
+    dispatch_warning: str = ""
+    """A sentence that names two dispatchers that disagree; empty if none do."""
+    balancedness_by_phase: Mapping[Phase, float | None] = field(default_factory=dict)
+    """As `balancedness_mean`, for the window of each phase."""
+    newest_step_unix: float | None = None
+    plan_aborted_unix: float | None = None
+    """When the newest complete step was counted, and when the newest aborted plan ended."""
+    plans_lost_time: int | None = None
+    """Newest measured plans in a row that cost time; None before a plan was measured."""
