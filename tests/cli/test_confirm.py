@@ -1,9 +1,12 @@
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 
 from evenkeel_moe.cli.client import Exit
+from evenkeel_moe.model.ids import Epoch
+from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.policy import Mode
 from tests.api.fakes import FakeView, make_plan, make_rank, make_status
 
@@ -39,12 +42,85 @@ def test_the_operator_sees_the_plan_and_decides(run, operations, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     code, out, err = run("plan", "approve", "demo", "mine")
     assert (code, out) == (1, "")
-    assert "Ranks of demo copy 1 expert, 1 kB, in 1 wave." in err
+    digest = operations.records["demo"][0].plan.target.digest
+    assert (
+        "Ranks of demo copy 1 expert, 1 kB, in 1 wave. Plan mine, whose target has digest"
+        f" {digest[:12]}, takes the placement from epoch 3 to epoch 4; the expected stall is not"
+        " known. Go on? [y/N]: " in err
+    )
     assert "0.600 -> 0.900" in err
     assert operations.records["demo"][0].phase == "proposed"
     monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
     code, out, _ = run("plan", "approve", "demo", "mine")
     assert (code, "approved" in out) == (0, True)
+
+
+def test_the_plan_that_was_shown_is_approved_or_none(run, operations, monkeypatch):
+    """A store that lost the plan may hold another one under the same id by then."""
+    shown = make_plan("mine")
+    operations.records["demo"] = [shown]
+    other = replace(shown, plan=replace(shown.plan, target=shown.plan.base, waves=()))
+
+    class Slow(Terminal):
+        def readline(self):
+            operations.records["demo"] = [other]
+            return super().readline()
+
+    monkeypatch.setattr(sys, "stdin", Slow("y\n"))
+    code, out, err = run("plan", "approve", "demo", "mine")
+    assert (code, out) == (Exit.REFUSED, "")
+    assert f"the target of plan mine has digest {other.plan.target.digest}" in err
+    assert operations.records["demo"][0].phase == "proposed"
+
+
+@pytest.mark.parametrize("words", [("plan", "create", "demo"), ("plan", "create", "-d", "demo")])
+def test_a_plan_that_would_start_at_once_is_made_and_shown_first(
+    run, operations, monkeypatch, words
+):
+    start = () if words[-2] == "-d" else ("--start",)
+    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
+    code, out, err = run(*words, *start, "--id", "mine")
+    assert (code, out) == (1, "")
+    assert "0.600 -> 0.900" in err
+    assert "Plan mine, whose target has digest" in err
+    assert err.endswith("Aborted.\n") and "plan mine is cancelled; it has moved nothing" in err
+    assert operations.records["demo"][0].phase == "cancelled"
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    code, out, _ = run(*words, *start, "--id", "more")
+    assert (code, out.startswith("plan more approved; it moves 1 expert")) == (0, True)
+    assert [call[2].dry_run for call in operations.calls] == [True, True]
+    assert operations.records["demo"][0].phase == "approved"
+
+
+def test_with_separate_approval_a_plan_waits_without_a_question(run, operations):
+    operations.document["separate_approval"] = True
+    assert run("plan", "create", "demo")[0] == 0
+
+
+def test_a_rollback_asks_with_its_epochs_and_what_it_undoes(run, operations, monkeypatch):
+    before = make_plan("mine", phase=PlanPhase.COMMITTED, waves_committed=1)
+    before = replace(before, plan=replace(before.plan, base_epoch=Epoch(2)))
+    operations.records["demo"] = [before]
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    code, _, err = run("plan", "rollback", "demo")
+    assert code == 0
+    assert err == (
+        "Ranks of demo copy experts to return from epoch 3 to the placement of epoch 2. This undoes"
+        " plan mine (1 expert, 1 kB, in 1 wave). The bytes to copy and the stall are not known"
+        " before it is planned. Automatic plans wait for `evenkeel resume demo`. Go on? [y/N]: "
+    )
+    # The epoch that was shown is requested, also if another plan has ended by then.
+    assert operations.calls == [("rollback", "demo", 2, "alice")]
+    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
+    code, _, err = run("plan", "rollback", "demo", "--to-epoch", "1")
+    assert (code, "to the placement of epoch 1. The bytes" in err) == (1, True), err
+    assert len(operations.calls) == 1
+
+
+def test_without_an_earlier_placement_no_rollback_is_asked_for(run, operations):
+    operations.views["demo"] = FakeView(make_status(rollback_epoch=None), {}, None)
+    said = "evenkeel: no earlier placement of demo is recorded\n"
+    assert run("plan", "rollback", "demo") == (Exit.REFUSED, "", said)
 
 
 def test_what_moves_nothing_needs_no_confirmation(run, operations):

@@ -50,6 +50,21 @@ def test_a_plan_that_may_have_been_accepted_can_be_repeated_by_its_id(
     assert [record.plan.plan_id for record in operations.records["demo"]] == [repeat[1]]
 
 
+@pytest.mark.parametrize("arguments", ["create", "rollback", "rollback --to-epoch 2"])
+def test_a_plan_that_no_controller_took_was_not_sent(run, arguments):
+    away = ("--url", "http://127.0.0.1:9")
+    code, out, err = run("plan", *arguments.split(), "--yes", "-d", "demo", *away)
+    assert (code, out) == (Exit.UNAVAILABLE, "")
+    assert err.endswith("; nothing was sent\n")
+    assert "accepted" not in err and "--id" not in err
+
+
+def test_a_rollback_to_an_epoch_is_repeated_to_the_same_epoch(run, operations):
+    operations.error = Unavailable("the store did not take it")
+    err = run("plan", "rollback", "demo", "--yes", "--to-epoch", "2")[2]
+    assert re.search(r"--id rollback-[0-9a-f]{12} --to-epoch 2$", err.strip())
+
+
 def test_a_refused_plan_is_not_to_be_repeated(run, operations):
     operations.error = Conflict("plan p is migrating")
     code, _, err = run("plan", "rollback", "demo", "--yes")

@@ -46,6 +46,10 @@ class CliError(Exception):
         self.code = code
 
 
+class NotSent(CliError):
+    """A command whose last request could not be sent: no controller took the connection."""
+
+
 class ApiClient:
     """A client of the controller at one address.
 
@@ -111,9 +115,16 @@ class ApiClient:
             return self._call("GET", path, params=given)
         return self._call("GET", path, params=given, timeout=timeout_s)
 
-    def post(self, path: str, body: Any = None) -> Any:
-        """Call POST /v1/path; return None if the answer has no body."""
-        return self._call("POST", path, json=body)
+    def post(self, path: str, body: Any = None, *, if_match: str | None = None) -> Any:
+        """Call POST /v1/path; return None if the answer has no body.
+
+        Args:
+            path: below /v1/.
+            body: JSON.
+            if_match: digest of what was looked at; the controller refuses if it is another now.
+        """
+        headers = {} if if_match is None else {"If-Match": f'"{if_match}"'}
+        return self._call("POST", path, json=body, headers=headers)
 
     def delete(self, path: str) -> None:
         """Call DELETE /v1/path."""
@@ -189,7 +200,8 @@ class ApiClient:
                     " --ca-file names the file of its CA",
                     Exit.USAGE,
                 ) from error
-            raise CliError(
+            unconnected = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise (NotSent if unconnected else CliError)(
                 f"no answer from {self._url}: {error}; --url names the REST address of a"
                 " controller",
                 Exit.UNAVAILABLE,

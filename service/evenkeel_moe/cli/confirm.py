@@ -23,11 +23,20 @@ def confirm(question: str, yes: bool, shown: RenderableType | None = None) -> No
     """
     if yes:
         return
-    if not sys.stdin.isatty():
-        raise CliError(f"{question} Repeat the command with --yes to do it.", Exit.USAGE)
+    require_terminal(question)
     if shown is not None:
         # On stderr, so that standard output holds only the answer.
         stderr_console().print(shown)
     typer.echo(f"{question} Go on? [y/N]: ", nl=False, err=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise typer.Abort
+
+
+def require_terminal(question: str) -> None:
+    """Return if somebody can be asked.
+
+    Raises:
+        CliError: standard input is no terminal. It names what would have been asked, and --yes.
+    """
+    if not sys.stdin.isatty():
+        raise CliError(f"{question} Repeat the command with --yes to do it.", Exit.USAGE)

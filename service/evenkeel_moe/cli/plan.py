@@ -11,10 +11,10 @@ import typer
 from rich.console import RenderableType
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.cli import plan_answers, plan_story, plan_tables
-from evenkeel_moe.cli.client import ApiClient, CliError, Exit
+from evenkeel_moe.cli import plan_answers, plan_questions, plan_story, plan_tables
+from evenkeel_moe.cli.client import ApiClient, CliError, Exit, NotSent
 from evenkeel_moe.cli.completion import plan_ids
-from evenkeel_moe.cli.confirm import confirm
+from evenkeel_moe.cli.confirm import confirm, require_terminal
 from evenkeel_moe.cli.console import show, tell
 from evenkeel_moe.cli.help import CommandApp
 from evenkeel_moe.cli.options import (
@@ -24,9 +24,10 @@ from evenkeel_moe.cli.options import (
     YesOption,
     with_option_groups,
 )
-from evenkeel_moe.cli.plan_figures import counted
 from evenkeel_moe.cli.watch import ShowOptions
-from evenkeel_moe.model.quantities import bytes_text
+
+_LOOKED_AT = 100
+"""Newest plans among which a rollback looks for the one that it takes back."""
 
 app = CommandApp(no_args_is_help=True, help="Create, show, approve, cancel and roll back plans.")
 
@@ -144,13 +145,52 @@ def create(
         path = f"deployments/{name}"
         if target is not None and "num_ranks" in target:
             _check_ranks(client.get(path), target["num_ranks"], str(request.target))
-        asks = not (yes or request.dry_run)
-        if asks and (request.start or client.get(path)["mode"] == "auto"):
-            confirm(f"The plan starts at once: ranks of {name} copy experts.", yes)
+        if not (yes or request.dry_run) and _starts_at_once(client, path, request):
+            require_terminal(f"The plan starts at once: ranks of {name} copy experts.")
+            shown_first = _given(**body | {"dry_run": True, "approve": None})
+            answer = _post_plan(client, f"{path}/plans", shown_first)
+            if answer["phase"] == "proposed":
+                answer = _start_or_cancel(client, answer)
+            tell(answer, as_json, plan_answers.approved(answer))
+            return
         answer = _post_plan(client, f"{path}/plans", body)
         show(answer, as_json, lambda: _view(client, name, answer))
     if not as_json:
         typer.echo(f"\n{plan_answers.created(answer)}")
+
+
+def _starts_at_once(client: ApiClient, path: str, request: PlanArguments) -> bool:
+    """Return True if the controller would start the plan without another request."""
+    if request.start or client.get(path)["mode"] != "auto":
+        return request.start
+    return not client.get(f"{path}/policy").get("separate_approval", False)
+
+
+def _start_or_cancel(client: ApiClient, plan: dict[str, Any]) -> Any:
+    """Start a plan that was made to be shown; cancel it if the operator or the controller refuses.
+
+    What an operator did not want must not stay as a proposal.
+    """
+    try:
+        return _start(client, plan)
+    except (typer.Abort, KeyboardInterrupt, CliError) as error:
+        # Without an answer it may have been started.
+        if not (isinstance(error, CliError) and error.code is Exit.UNAVAILABLE):
+            with suppress(CliError):  # It has ended already, or the error says what is wrong.
+                client.post(f"{_path(plan)}/cancel")
+                typer.echo(f"plan {plan['plan_id']} is cancelled; it has moved nothing", err=True)
+        raise
+
+
+def _start(client: ApiClient, plan: dict[str, Any]) -> Any:
+    """Show a plan, and start this very plan if the operator agrees."""
+    view = _view(client, plan["deployment"], plan)
+    confirm(plan_questions.start(plan), False, view)
+    return client.post(f"{_path(plan)}/approve", if_match=plan["target"]["digest"])
+
+
+def _path(plan: dict[str, Any]) -> str:
+    return f"deployments/{plan['deployment']}/plans/{plan['plan_id']}"
 
 
 def _view(client: ApiClient, deployment: str, plan: dict[str, Any]) -> RenderableType:
@@ -175,9 +215,12 @@ def _post_plan(client: ApiClient, path: str, body: dict[str, Any]) -> Any:
     except CliError as error:
         if error.code is not Exit.UNAVAILABLE:
             raise
+        if isinstance(error, NotSent):
+            raise CliError(f"{error}; nothing was sent", error.code) from error
+        to = f" --to-epoch {body['to_epoch']}" if "to_epoch" in body else ""
         raise CliError(
             f"{error}; the plan may have been accepted: "
-            f"repeat the command with --id {body['plan_id']}",
+            f"repeat the command with --id {body['plan_id']}{to}",
             error.code,
         ) from error
 
@@ -270,15 +313,7 @@ def approve(
     with connection.client() as client:
         name = chosen.found(client)
         path = f"deployments/{name}/plans/{plan}"
-        if not yes:
-            found = client.get(path)
-            confirm(
-                f"Ranks of {name} copy {counted(found['moves'], 'expert')},"
-                f" {bytes_text(found['nbytes'])}, in {counted(found['waves'], 'wave')}.",
-                yes,
-                _view(client, name, found),
-            )
-        answer = client.post(f"{path}/approve")
+        answer = client.post(f"{path}/approve") if yes else _start(client, client.get(path))
     tell(answer, as_json, plan_answers.approved(answer))
 
 
@@ -287,7 +322,7 @@ def approve(
 def cancel(
     words: PlanArgument, connection: DeploymentClientOptions, as_json: JsonOption = False
 ) -> None:
-    """Stop a plan.
+    """Stop a plan, or reject one that waits for approval.
 
     A wave for which all ranks have voted is still carried out. Later waves do not start.
     """
@@ -321,11 +356,22 @@ def rollback(
     body = _given(plan_id=plan_id or _new_id("rollback"), to_epoch=to_epoch)
     with connection.client() as client:
         name = connection.found(client)
-        to = "the placement before its last plan" if to_epoch is None else f"epoch {to_epoch}"
-        confirm(
-            f"Ranks of {name} copy experts to return to {to}, and automatic plans wait for"
-            f" `evenkeel resume {name}`.",
-            yes,
-        )
+        if not yes:
+            body["to_epoch"] = _confirmed_epoch(client, name, to_epoch)
         answer = _post_plan(client, f"deployments/{name}/rollback", body)
     tell(answer, as_json, plan_answers.rolled_back(answer))
+
+
+def _confirmed_epoch(client: ApiClient, name: str, to_epoch: int | None) -> int:
+    """Return the epoch of the placement to return to, after the operator agreed to it.
+
+    The request then names this epoch, also if another plan ends meanwhile.
+    """
+    path = f"deployments/{name}"
+    status = client.get(path)
+    epoch = status["rollback_epoch"] if to_epoch is None else to_epoch
+    if epoch is None:
+        raise CliError(f"no earlier placement of {name} is recorded", Exit.REFUSED)
+    plans = client.every(f"{path}/plans", _LOOKED_AT)
+    confirm(plan_questions.rollback(status, plans, epoch), False)
+    return int(epoch)

@@ -108,14 +108,24 @@ def _undoes(row: Mapping[str, Any], older: Sequence[Mapping[str, Any]]) -> str:
     epoch = row["numbers"].get("to_epoch")
     if row["kind"] != "rollback" or epoch is None:
         return "-"
-    for plan in older:
-        led_to = plan["base_epoch"] + plan["waves_committed"]
-        if plan["waves_committed"] and led_to == row["base_epoch"]:
-            # The newest such plan led to the base; one before a cold start may have its epochs.
-            return (
-                str(plan["plan_id"]) if plan["base_epoch"] == epoch else f"since epoch {epoch:.0f}"
-            )
-    return f"since epoch {epoch:.0f}"
+    plan = plan_between(older, epoch, row["base_epoch"])
+    return f"since epoch {epoch:.0f}" if plan is None else str(plan["plan_id"])
+
+
+def plan_between(
+    plans: Sequence[Mapping[str, Any]], first: float, last: int
+) -> Mapping[str, Any] | None:
+    """Return the one plan that led from an epoch to a later one; None if there are several.
+
+    Args:
+        plans: newest first. One before a cold start may have the same epochs as a later one.
+        first: the epoch before the plan.
+        last: the epoch after its waves.
+    """
+    for plan in plans:
+        if plan["waves_committed"] and plan["base_epoch"] + plan["waves_committed"] == last:
+            return plan if plan["base_epoch"] == first else None
+    return None
 
 
 def plan_view(
