@@ -62,9 +62,9 @@ def test_the_plan_that_was_shown_is_approved_or_none(run, operations, monkeypatc
     other = replace(shown, plan=replace(shown.plan, target=shown.plan.base, waves=()))
 
     class Slow(Terminal):
-        def readline(self):
+        def readline(self, size=-1):
             operations.records["demo"] = [other]
-            return super().readline()
+            return super().readline(size)
 
     monkeypatch.setattr(sys, "stdin", Slow("y\n"))
     code, out, err = run("plan", "approve", "demo", "mine")
@@ -90,6 +90,13 @@ def test_a_plan_that_would_start_at_once_is_made_and_shown_first(
     assert (code, out.startswith("plan more approved; it moves 1 expert")) == (0, True)
     assert [call[2].dry_run for call in operations.calls] == [True, True]
     assert operations.records["demo"][0].phase == "approved"
+
+
+def test_nobody_is_asked_about_a_plan_that_does_not_wait(run, operations):
+    operations.records["demo"] = [make_plan("mine", phase=PlanPhase.COMMITTED)]
+    code, out, err = run("plan", "approve", "demo", "mine")
+    assert (code, out) == (Exit.REFUSED, "")
+    assert "plan mine is committed" in err and "--yes" not in err
 
 
 def test_with_separate_approval_a_plan_waits_without_a_question(run, operations):

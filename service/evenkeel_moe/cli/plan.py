@@ -313,7 +313,11 @@ def approve(
     with connection.client() as client:
         name = chosen.found(client)
         path = f"deployments/{name}/plans/{plan}"
-        answer = client.post(f"{path}/approve") if yes else _start(client, client.get(path))
+        found = None if yes else client.get(path)
+        if found is None or found["phase"] != "proposed":  # The controller says what is wrong.
+            answer = client.post(f"{path}/approve")
+        else:
+            answer = _start(client, found)
     tell(answer, as_json, plan_answers.approved(answer))
 
 
