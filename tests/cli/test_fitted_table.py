@@ -11,10 +11,10 @@ COLUMNS = (
 ROWS = [("alpha", "unimportant", "12", "long text that may take lines")]
 
 
-def drawn(width):
+def drawn(width, columns=COLUMNS, rows=ROWS):
     console = Console(width=width, file=None, record=True, quiet=False, force_terminal=False)
     with console.capture() as captured:
-        console.print(FittedTable(COLUMNS, ROWS))
+        console.print(FittedTable(columns, rows))
     return captured.get().splitlines()
 
 
@@ -40,3 +40,25 @@ def test_columns_that_are_left_out_are_named():
 def test_names_are_never_cut():
     for width in range(8, 80):
         assert "alpha" in "".join(drawn(width)).replace("\n", "")
+
+
+def test_values_below_a_row_use_the_width_of_the_terminal_and_move_no_column():
+    columns = (
+        FittedColumn("NO"),
+        FittedColumn("NAME"),
+        FittedColumn("WHY", keep=2, under="NAME", label="why: "),
+        FittedColumn("PLAN", keep=1, under="NAME"),
+        FittedColumn("TEXT", fold=True, least=10),
+    )
+    rows = [
+        ("1", "a", "the reason takes many words", "a-plan-with-a-long-name", "folded into lines"),
+        ("2", "beta", "-", "", "short"),
+    ]
+    assert [line.rstrip() for line in drawn(40, columns, rows)] == [
+        "NO  NAME  TEXT",
+        "1   a     folded into lines",
+        "      why: the reason takes many words;",
+        "      a-plan-with-a-long-name",
+        "2   beta  short",
+    ]
+    assert drawn(20, columns, rows)[1:3] == ["1   a     folded    ", "          into lines"]

@@ -1,9 +1,10 @@
+import json
 import re
 
 import pytest
 from rich.console import Console
 
-from evenkeel_moe.cli.tables import decisions_table
+from evenkeel_moe.cli.tables import decisions_table, deployments_table
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.plan import PlanKind
@@ -51,6 +52,32 @@ def test_status_says_why_automatic_plans_are_held(run, operations):
         assert words in " ".join(run("status", "demo")[1].split())
     operations.views["demo"] = FakeView(make_status(), {}, None)
     assert "held" not in run("status", "demo")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [("demo", 80), ("deepseek-v3-decode-eu-west-1", 80), ("demo", 60)]
+)
+def test_what_an_operator_needs_is_visible_at_usual_widths(run, operations, name, width):
+    """A proposal or a trouble must not hide the reason, the epoch, the balance or the ranks."""
+    ranks = tuple(make_rank(rank, fresh=rank > 0) for rank in range(2))
+    status = make_status(
+        name,
+        state="degraded",
+        reason="ranks_missing",
+        mode="propose",
+        held=True,
+        ranks=ranks,
+        proposals=[make_plan("automatic-4-973ef643a194")],
+    )
+    operations.views = {name: FakeView(status, {}, None)}
+    rows = json.loads(run("status", "--json")[1])
+    lines = drawn(deployments_table(rows), width)
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines[: lines.index("")]).split())
+    for told in (name, "degraded", "ranks_missing", "propose, held", " 3", "0.800", "1/2"):
+        assert told in text, text
+    assert "automatic-4-973ef643a194 proposed" in text
+    assert not re.search("shows.*(REASON|EPOCH|BALANCEDNESS|RANKS|PLAN)", text)
 
 
 def test_a_state_without_news_needs_no_reason(run, operations):
@@ -119,7 +146,7 @@ def test_figures_that_a_gate_compared_are_shown_on_a_narrow_terminal():
     lines = drawn(decisions_table([short, waits]), 80)
     assert lines[2].strip() == "min gain 40.0%"
     assert lines[3].startswith("00:00:59  waiting_consecutive_windows")
-    assert " ".join(" ".join(lines[4:6]).split()) == "windows below 1, consecutive windows 2"
+    assert lines[4].strip() == "windows below 1, consecutive windows 2"
     assert "COMPARED" not in "".join(lines)
 
 

@@ -24,10 +24,11 @@ class FittedColumn:
     fold: bool = False
     """True for long text, which may take several lines; other cells stay in one line."""
     least: int = 16
-    """Characters that a folded column needs, and that a line below another column may have."""
+    """Characters that a folded column needs."""
     under: str = ""
     """Head of the column under whose cells the values of this one are printed where it does not
-    fit, instead of being left out. That column is always kept."""
+    fit, instead of being left out. That column is always kept. The lines below a row reach to the
+    right edge of the terminal."""
     label: str = ""
     """Word before a value that is printed under another column."""
 
@@ -70,7 +71,7 @@ class FittedTable:
                 break
             # The last of the least important ones.
             kept.remove(max(droppable, key=lambda index: (self._columns[index].keep, index)))
-        yield self._table(kept)
+        yield from self._drawn(kept, options.max_width)
         left_out = [
             one.head
             for index, one in enumerate(self._columns)
@@ -84,61 +85,89 @@ class FittedTable:
         return Measurement(1, options.max_width)
 
     def _needs(self, kept: Sequence[int]) -> int:
-        total = 2 * (len(kept) - 1)
-        for index in kept:
-            column = self._columns[index]
-            below = [line for row in self._rows for line in self._below(row, index, kept)]
-            widest = max(self._widest(index), *map(len, below), 0)
-            total += min(widest, column.least) if column.fold else widest
-        return total
+        columns = self._columns
+        return 2 * (len(kept) - 1) + sum(
+            min(self._widest(index), columns[index].least)
+            if columns[index].fold
+            else self._widest(index)
+            for index in kept
+        )
 
     def _widest(self, index: int) -> int:
         return max([len(self._columns[index].head), *(len(row[index]) for row in self._rows)])
 
-    def _below(self, row: Sequence[FittedCell], index: int, kept: Sequence[int]) -> list[str]:
-        """Return the lines below a cell: values of columns that do not fit."""
+    def _drawn(self, kept: Sequence[int], width: int) -> RenderResult:
+        """Yield one table, or one for each row if lines stand below some of them."""
+        below = [self._below(row, kept, width) for row in self._rows]
+        if not any(below):
+            yield self._table(kept, self._rows)
+            return
+        free = max(width - self._needs(kept), 0)
+        widths = [
+            min(self._widest(index), self._columns[index].least + free)
+            if self._columns[index].fold
+            else self._widest(index)
+            for index in kept
+        ]
+        yield self._table(kept, [], widths)
+        for row, lines in zip(self._rows, below, strict=True):
+            yield self._table(kept, [row], widths, heads=False)
+            if lines:
+                yield Text("\n".join(lines), style="dim")
+
+    def _below(self, row: Sequence[FittedCell], kept: Sequence[int], width: int) -> list[str]:
+        """Return the lines below a row: values of columns that do not fit."""
         lines: list[str] = []
-        for other, column in enumerate(self._columns):
-            if other in kept or column.under != self._columns[index].head:
-                continue
-            if (value := str(row[other])) not in ("", "-"):
-                width = max(self._widest(index), column.least)
-                lines += _wrapped(f"{column.label}{value}", width)
+        begin = 0
+        for index in kept:
+            values = [
+                f"{column.label}{value}"
+                for other, column in enumerate(self._columns)
+                if other not in kept
+                and column.under == self._columns[index].head
+                and (value := str(row[other])) not in ("", "-")
+            ]
+            lines += _wrapped("; ".join(values), width, begin)
+            begin += self._widest(index) + 2
         return lines
 
-    def _cell(self, row: Sequence[FittedCell], index: int, kept: Sequence[int]) -> FittedCell:
-        below = self._below(row, index, kept)
-        if not below:
-            return row[index]
-        return Text.assemble(row[index], "\n", ("\n".join(below), "dim"))
-
-    def _table(self, kept: Sequence[int]) -> Table:
+    def _table(
+        self,
+        kept: Sequence[int],
+        rows: Sequence[Sequence[FittedCell]],
+        widths: Sequence[int] | None = None,
+        *,
+        heads: bool = True,
+    ) -> Table:
+        """Return a table of some rows; `widths` of the kept columns let several tables be one."""
         table = Table(
             box=None,
             pad_edge=False,
             padding=(0, 2, 0, 0),
             header_style="bold",
-            show_header=any(column.head for column in self._columns),
+            show_header=heads and any(column.head for column in self._columns),
         )
-        for index in kept:
+        for place, index in enumerate(kept):
             column = self._columns[index]
             table.add_column(
                 column.head,
                 justify="right" if column.right else "left",
                 no_wrap=not column.fold,
                 overflow="fold",
+                width=None if widths is None else widths[place],
             )
-        for row in self._rows:
-            table.add_row(*(self._cell(row, index, kept) for index in kept))
+        for row in rows:
+            table.add_row(*(row[index] for index in kept))
         return table
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    """Return indented lines; a hyphen ends no line, because ids have hyphens."""
+def _wrapped(text: str, width: int, begin: int) -> list[str]:
+    """Return lines that begin at a column; a hyphen ends no line, because ids have hyphens."""
+    indent = " " * (begin + 2)
     return textwrap.wrap(
         text,
-        width,
-        initial_indent="  ",
-        subsequent_indent="  ",
+        max(width, len(indent) + 16),
+        initial_indent=indent,
+        subsequent_indent=indent,
         break_on_hyphens=False,
     )

@@ -28,7 +28,7 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     columns = (
         FittedColumn("PLAN"),
         FittedColumn("PHASE"),
-        FittedColumn("WHY THIS PHASE", keep=5, least=40, under="PLAN", label="why: "),
+        FittedColumn("WHY THIS PHASE", keep=5, under="PLAN", label="why: "),
         FittedColumn("UNDOES", keep=2),
         FittedColumn("WHY MADE", keep=6),
         FittedColumn("POLICY", keep=7),

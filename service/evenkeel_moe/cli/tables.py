@@ -54,14 +54,14 @@ def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     columns = (
         FittedColumn("DEPLOYMENT"),
         FittedColumn("STATE"),
-        FittedColumn("REASON", keep=4),
+        FittedColumn("REASON", keep=4, under="DEPLOYMENT", label="reason: "),
         FittedColumn("MODE"),
         FittedColumn("POLICY", keep=7),
-        FittedColumn("EPOCH", right=True, keep=5),
-        FittedColumn("BALANCEDNESS", right=True, keep=2),
+        FittedColumn("EPOCH", right=True, keep=3, under="DEPLOYMENT", label="epoch "),
+        FittedColumn("BALANCEDNESS", right=True, keep=2, under="DEPLOYMENT", label="balancedness "),
         FittedColumn("WORST", right=True, keep=6),
-        FittedColumn("RANKS", right=True, keep=3),
-        FittedColumn("PLAN", keep=1),
+        FittedColumn("RANKS", right=True, keep=1, under="DEPLOYMENT", label="ranks "),
+        FittedColumn("PLAN", keep=5, under="DEPLOYMENT", label="plan: "),
     )
     cells = [
         (
