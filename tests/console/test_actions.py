@@ -30,9 +30,13 @@ def settle(visitor: Visitor) -> None:
 def test_a_proposal_is_rejected(visitor: Visitor):
     plan = visitor.fleet.wait_proposal()
     visitor.open_plan(plan["plan_id"])
-    visitor.confirm("cancel")
+    assert visitor.browser.find("#cancel") is None
+    visitor.browser.click("#reject")
+    visitor.browser.wait_text("The plan is refused, and nothing moves.")
+    visitor.browser.click("#reject-confirm")
+    visitor.browser.wait_gone("dialog[open]")
     wait_phase(visitor, plan["plan_id"], "cancelled")
-    visitor.browser.wait_text("An operator cancelled it.")
+    visitor.browser.wait_text("An operator rejected it. Nothing has moved.")
 
 
 def test_a_plan_is_cancelled_under_way(visitor: Visitor):
@@ -156,7 +160,7 @@ def test_a_proposal_is_asked_for(visitor: Visitor):
     visitor.browser.click("#dry-run-confirm")
     visitor.browser.wait_text("It waits for approval. Nothing has moved.", within_s=60)
     visitor.browser.wait_text("An operator asked for this plan.")
-    visitor.confirm("cancel")
+    visitor.confirm("reject")
 
 
 def test_the_role_decides_which_buttons_there_are(visitor: Visitor):
@@ -164,7 +168,7 @@ def test_the_role_decides_which_buttons_there_are(visitor: Visitor):
     visitor.sign_in(READ)
     visitor.browser.wait_text("role read")
     visitor.open_plan(plan["plan_id"])
-    for button in ("approve", "cancel", "freeze", "rollback"):
+    for button in ("approve", "reject", "cancel", "freeze", "rollback"):
         assert visitor.browser.find(f"#{button}") is None
     visitor.sign_in(OPERATE)
     visitor.browser.wait_text("role operate")

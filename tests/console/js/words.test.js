@@ -4,6 +4,7 @@ import { adviceWords, outcomeWords } from "../../../service/evenkeel_moe/console
 import * as format from "../../../service/evenkeel_moe/console/lib/format.js";
 import {
   eventWords,
+  isRejected,
   phaseOf,
   rankWords,
   storyRange,
@@ -276,4 +277,14 @@ test("text that is no number is named, not sent", () => {
     errors.map((words) => words.split(":")[0]),
     ["Cycle", "Copies of one plan"],
   );
+});
+
+test("a proposal that was cancelled is rejected, a plan that was cancelled is not", () => {
+  const asked = (phase) => ({ event: "cancel_requested", phase, by: "kim" });
+  const plan = (...story) => ({ phase: "cancelled", story });
+  assert.equal(isRejected(plan(asked("proposed"))), true);
+  assert.equal(isRejected(plan(asked("migrating"))), false);
+  assert.equal(isRejected({ phase: "proposed", story: [asked("proposed")] }), false);
+  assert.equal(eventWords(asked("proposed")), "Rejected by kim");
+  assert.equal(eventWords(asked("migrating")), "Cancellation requested by kim");
 });

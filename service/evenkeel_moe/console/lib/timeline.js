@@ -49,7 +49,7 @@ export function phaseOf({ phase, reason }) {
  * @returns {string} The event in words.
  */
 export function eventWords(row, plan = {}, committed = 0) {
-  const words = EVENTS[row.event] ?? row.event.replaceAll("_", " ");
+  const words = rejects(row) ? "Rejected" : (EVENTS[row.event] ?? row.event.replaceAll("_", " "));
   if (row.event === "measured") return `${words}${measuredWords(row, plan.kind)}`;
   if (row.event === "wave_started") {
     const wave = plan.wave_list?.[committed];
@@ -153,4 +153,16 @@ export function rankWords(rank) {
  */
 export function hasEnded(plan) {
   return ["committed", "aborted", "cancelled", "expired", "refused"].includes(plan.phase);
+}
+
+/**
+ * @param {object} plan with `phase` and `story`
+ * @returns {boolean} True if an operator cancelled the plan while it waited for approval.
+ */
+export function isRejected(plan) {
+  return plan.phase === "cancelled" && plan.story.some(rejects);
+}
+
+function rejects(row) {
+  return row.event === "cancel_requested" && row.phase === "proposed";
 }

@@ -20,7 +20,7 @@ import {
 import { changedLayers, movesBetween, sameShape } from "../lib/placement.js";
 import { allows } from "../lib/problem.js";
 import { sentence } from "../lib/reasons.js";
-import { hasEnded, phaseOf, ROLLBACK_WORDS } from "../lib/timeline.js";
+import { hasEnded, isRejected, phaseOf, ROLLBACK_WORDS } from "../lib/timeline.js";
 import { deploymentPath } from "../net/api.js";
 import { usePoll } from "../net/poll.js";
 import { ActionButton, BeforeAfter, Facts, html, Loaded, Moment, Section, Table } from "../ui.js";
@@ -100,13 +100,19 @@ function Head({ plan, role, act, now, deployment }) {
                   </p><//
                 >
                 <${ActionButton}
-                  id="cancel"
-                  label="Cancel"
-                  title="Cancel this proposal"
-                  confirm="Cancel the proposal"
+                  id="reject"
+                  label="Reject"
+                  title="Reject this proposal"
+                  confirm="Reject the proposal"
                   act=${() => act("cancel")}
                 >
-                  <p>The proposal ends. The controller may make another one in a later cycle.</p><//
+                  <p>
+                    The plan is refused, and nothing moves. The controller may propose another plan
+                    in a later cycle.
+                  </p>
+                  <p class="hint">
+                    This is <code>evenkeel plan cancel</code>. The plan's phase is then cancelled.
+                  </p><//
                 >`
             : hasEnded(plan)
               ? ""
@@ -165,6 +171,7 @@ function headline(plan) {
   if (phaseOf(plan) === "superseded") {
     return `It never began, and nothing is wrong with it. ${sentence(plan.reason)}`;
   }
+  if (isRejected(plan)) return "An operator rejected it. Nothing has moved.";
   if (plan.error) return `${sentence(plan.reason)} ${plan.error === plan.reason ? "" : plan.error}`;
   return sentence(plan.reason);
 }
