@@ -6,7 +6,15 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
 from tests.api.conftest import ADMIN, assert_problem, make_client
-from tests.api.fakes import SHAPE, FakeOperations, FakeView, make_rank, make_status, make_window
+from tests.api.fakes import (
+    NOW,
+    SHAPE,
+    FakeOperations,
+    FakeView,
+    make_rank,
+    make_status,
+    make_window,
+)
 
 HEAT = "/v1/deployments/demo/heatmap"
 
@@ -36,6 +44,16 @@ async def test_a_heat_map_without_steps_is_null(client):
             "ranks",
         )
         assert [body[name] for name in unknown] == [None] * 6
+
+
+async def test_a_heat_map_tells_when_its_load_was_reported_and_by_how_many_ranks(app):
+    gone = tuple(make_rank(rank, fresh=False) for rank in range(2))
+    status = make_status(newest_step_unix=NOW - 240, ranks=gone)
+    windows = {Phase.DECODE: make_window()}
+    app.state.operations = FakeOperations(FakeView(status, windows, Placement.initial(SHAPE)))
+    async with make_client(app) as client:
+        body = (await client.get(HEAT)).json()
+    assert (body["newest_step_unix"], body["ranks_connected"]) == (NOW - 240, 0)
 
 
 async def test_layers_without_load_are_null_and_ranks_before_a_placement(app):

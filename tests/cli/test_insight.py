@@ -7,7 +7,7 @@ from evenkeel_moe.cli.audit_words import request_words
 from evenkeel_moe.cli.heat import heat_map
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
-from tests.api.fakes import SHAPE, FakeView, make_plan, make_status, make_window
+from tests.api.fakes import NOW, SHAPE, FakeView, make_plan, make_status, make_window
 
 
 def answer(rows, **changes):
@@ -16,6 +16,8 @@ def answer(rows, **changes):
         "phase": None,
         "steps": 5,
         "newest_step": 4,
+        "newest_step_unix": NOW,
+        "ranks_connected": 2,
         "first_layer": 0,
         "ranks": rows,
         "experts": None,
@@ -78,7 +80,7 @@ def test_a_large_heat_map_fits_the_terminal_and_keeps_its_worst_cell(width):
     rows: list[list[float | None]] = [[1.0] * 320 for _ in range(92)]
     rows[77][301] = 9.5
     rows[3][5] = None
-    lines = drawn(heat_map(answer(rows), experts=False), width).splitlines()
+    lines = drawn(heat_map(answer(rows), False, NOW), width).splitlines()
     assert max(len(line) for line in lines) <= width
     cells = [line for line in lines if re.match(r"\d+(-\d+)? +[=@.#+?-]+$", line)]
     assert len(cells) <= 40
@@ -164,5 +166,22 @@ def test_placement_of_the_fake_is_drawn_by_rank(run, operations):
     ],
 )
 def test_the_head_of_a_heat_map_names_ranks_above_their_columns(ranks, head):
-    lines = drawn(heat_map(answer([[1.0] * ranks]), experts=False), 80).splitlines()
-    assert [line.rstrip() for line in lines[2:4]] == ["          rank", head]
+    lines = drawn(heat_map(answer([[1.0] * ranks]), False, NOW), 80).splitlines()
+    assert [line.rstrip() for line in lines[3:5]] == ["          rank", head]
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({}, "last reported 4 min ago, 2 ranks are connected"),
+        ({"ranks_connected": 1}, "last reported 4 min ago, 1 rank is connected"),
+        ({"ranks_connected": 0}, "last reported 4 min ago, no rank is connected"),
+        (
+            {"newest_step_unix": None},
+            "it is unknown when it was last reported, 2 ranks are connected",
+        ),
+    ],
+)
+def test_a_heat_map_tells_how_old_its_load_is(told, words):
+    shown = drawn(heat_map(answer([[1.0]], **told), False, NOW + 240), 80)
+    assert shown.splitlines()[1].rstrip() == words

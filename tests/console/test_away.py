@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,9 +11,19 @@ from evenkeel_moe.adapters.http_servers import RestServer
 from evenkeel_moe.api import TokenSet, create_app
 from evenkeel_moe.controller.policy_document import policy_document
 from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.ports.operations import LedElsewhere, NotLeading
-from tests.api.fakes import FakeOperations, make_operations
+from tests.api.fakes import (
+    SHAPE,
+    FakeOperations,
+    FakeView,
+    make_operations,
+    make_rank,
+    make_status,
+    make_window,
+)
 from tests.console.browser import Browser, chromium, installed
 from tests.console.fleet import OPERATE, TOKENS
 from tests.waiting import deadline
@@ -101,6 +112,27 @@ def test_a_controller_that_lost_its_own_lease_is_not_called_another_replica(
     browser.script("location.hash = '#/'")
     browser.wait_text(words)
     assert all("503" in message for message in browser.errors())
+
+
+def test_load_that_no_rank_reports_any_more_is_not_shown_as_current(
+    replica: Replica, browser: Browser
+):
+    def show(*, fresh: bool, age_s: float) -> None:
+        ranks = tuple(make_rank(rank, fresh=fresh) for rank in range(2))
+        status = make_status(ranks=ranks, newest_step_unix=time.time() - age_s)
+        windows = {Phase.DECODE: make_window()}
+        replica.operations.views["demo"] = FakeView(status, windows, Placement.initial(SHAPE))
+
+    show(fresh=True, age_s=2)
+    sign_in(browser, replica)
+    browser.script("location.hash = '#/d/demo/load'")
+    browser.wait_text("Now, last reported")
+    assert browser.find(".notice") is None
+    show(fresh=False, age_s=240)
+    browser.wait_text("This is the past: last reported 4 min")
+    browser.wait_text("no rank is connected.")
+    assert "Now, " not in browser.text(".slider")
+    browser.wait("canvas.heatmap")
 
 
 def test_an_answer_that_takes_too_long_is_told_with_its_seconds(replica: Replica, browser: Browser):

@@ -59,10 +59,13 @@ async def get_heatmap(
         windows = [view.window(one) for one in ([phase] if phase is not None else Phase)]
         # Summing a large window takes most of a second: not on the event loop, which serves ranks.
         rows = await asyncio.to_thread(_heat_map_of, windows, view.placement(), first_layer)
+    status = view.status()
     return HeatMapOut(
         deployment=deployment,
-        epoch=view.status().epoch,
+        epoch=status.epoch,
         phase=phase,
+        newest_step_unix=status.newest_step_unix,
+        ranks_connected=sum(rank.fresh for rank in status.ranks),
         first_layer=first_layer,
         **rows,
     )

@@ -224,6 +224,10 @@ class HeatMapOut(ResponseBody):
     steps: int
     """Steps of the window; without any, every matrix is null."""
     newest_step: int | None
+    newest_step_unix: float | None
+    """Unix seconds at which the newest complete step of any phase was counted; null if unknown."""
+    ranks_connected: int
+    """Ranks with a valid heartbeat lease. Without any, the window tells of the past."""
     num_layers: int | None
     """Layers of the model."""
     first_layer: int

@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from evenkeel_moe.cli.units import age
+
 _STEPS = (
     (0.5, "grey70", "."),
     (0.8, "cyan", "-"),
@@ -57,8 +59,12 @@ class _Cells:
             )
 
 
-def heat_map(answer: Mapping[str, Any], experts: bool) -> RenderableType:
-    """Return the heat map of an answer of the controller, with its scale and its worst cells."""
+def heat_map(answer: Mapping[str, Any], experts: bool, now: float) -> RenderableType:
+    """Return the heat map of an answer of the controller, with its scale and its worst cells.
+
+    Args:
+        now: Unix seconds, from which the age of the load counts.
+    """
     noun = "expert" if experts else "rank"
     rows = answer[f"{noun}s"]
     if not rows or not rows[0]:
@@ -71,7 +77,25 @@ def heat_map(answer: Mapping[str, Any], experts: bool) -> RenderableType:
         f"{answer['deployment']}: load of each {noun} / mean of its layer, {phase},"
         f" {answer['steps']} steps up to step {answer['newest_step']}"
     )
-    return Group(Text(head), Text(), _Cells(rows, noun), Text(), _key(), _worst(rows, answer, noun))
+    return Group(
+        Text(head),
+        Text(_reported(answer, now)),
+        Text(),
+        _Cells(rows, noun),
+        Text(),
+        _key(),
+        _worst(rows, answer, noun),
+    )
+
+
+def _reported(answer: Mapping[str, Any], now: float) -> str:
+    """Return how old the load is, and by how many ranks it is still reported."""
+    at, connected = answer["newest_step_unix"], answer["ranks_connected"]
+    when = (
+        "it is unknown when it was last reported" if at is None else f"last reported {age(at, now)}"
+    )
+    who = {0: "no rank is connected", 1: "1 rank is connected"}
+    return f"{when}, {who.get(connected, f'{connected} ranks are connected')}"
 
 
 def _key() -> Text:

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli import insight_tables
 from evenkeel_moe.cli.client import ApiClient
 from evenkeel_moe.cli.confirm import confirm
@@ -111,7 +112,8 @@ def heatmap(
     with connection.client() as client:
         path = connection.path(client, "/heatmap")
         shown.run(
-            lambda: _all_layers(client, path, phase), lambda answer: heat_map(answer, experts)
+            lambda: _all_layers(client, path, phase),
+            lambda answer: heat_map(answer, experts, SystemClock().unix()),
         )
 
 

@@ -11,6 +11,7 @@ import { gatesOf } from "../../../service/evenkeel_moe/console/lib/gates.js";
 import {
   healthOf,
   rankCondition,
+  reportedWords,
   worstFirst,
 } from "../../../service/evenkeel_moe/console/lib/health.js";
 import {
@@ -342,6 +343,16 @@ test("a picture has one pixel a cell", () => {
     assert.deepEqual([...pixels.slice(4 * i, 4 * i + 3)], colourOf(load, false));
     assert.equal(pixels[4 * i + 3], 255);
   });
+});
+
+test("load that no rank reports any more is told as the past, with its age", () => {
+  const at = (connected, reported) => reportedWords({ connected, reported }, 1000);
+  assert.deepEqual(at(2, 998), { words: "last reported 2.0 s ago", past: false });
+  assert.deepEqual(at(2, 760), { words: "last reported 4 min ago", past: true });
+  const gone = "last reported 4 min ago, no rank is connected";
+  assert.deepEqual(at(0, 760), { words: gone, past: true });
+  const unknown = "it is unknown when it was last reported";
+  assert.deepEqual(at(2, null), { words: unknown, past: false });
 });
 
 test("the hottest cells are found in order", () => {

@@ -159,6 +159,23 @@ function troubledRanks(deployment) {
 }
 
 /**
+ * The window of load stays after the last rank is gone.
+ *
+ * @param {{connected: number, reported: number | null}} map ranks that are connected, and Unix
+ *   seconds of the newest complete step
+ * @param {number} now Unix seconds
+ * @returns {{words: string, past: boolean}} How old the load is; `past` if it is not current.
+ */
+export function reportedWords({ connected, reported }, now) {
+  const when = isKnown(reported)
+    ? `last reported ${ago(reported, now)}`
+    : "it is unknown when it was last reported";
+  const old = isKnown(reported) && now - reported > ALERT_BOUNDS.dataAgeS;
+  const words = connected ? when : `${when}, no rank is connected`;
+  return { words, past: old || !connected };
+}
+
+/**
  * A rank tells the state of its wave while a plan runs or its end is made sure of. Afterwards the
  * last state that it told says nothing about now.
  *

@@ -3,6 +3,7 @@
 import { useEffect, useRef, useState } from "../vendor/hooks.js";
 import { hottest } from "../lib/colour.js";
 import { ago, count, number, timeOfDay } from "../lib/format.js";
+import { reportedWords } from "../lib/health.js";
 import { sameShape } from "../lib/placement.js";
 import { hasEnded } from "../lib/timeline.js";
 import { deploymentPath } from "../net/api.js";
@@ -39,6 +40,8 @@ async function wholeMap(api, path, phase) {
   return {
     steps: whole.steps,
     newest: whole.newest_step,
+    reported: whole.newest_step_unix,
+    connected: whole.ranks_connected,
     ranks: joined("ranks"),
     experts: joined("experts"),
   };
@@ -58,9 +61,11 @@ function useMoments(api, path, phase) {
       const map = { ...(await wholeMap(api, path, phase)), at: api.now() };
       setError(null);
       if (shown.current !== phase) return;
+      const same = (last) => last?.newest === map.newest;
+      const { reported, connected } = map;
       setMoments((old) =>
-        old.length && old[old.length - 1].newest === map.newest
-          ? old
+        same(old[old.length - 1])
+          ? [...old.slice(0, -1), { ...old[old.length - 1], reported, connected }]
           : [...old, map].slice(-MOST_MOMENTS),
       );
     } catch (failure) {
@@ -135,7 +140,8 @@ function Slider({ moments, index, now, onChange }) {
   if (!moments.length) return "";
   const map = moments[index];
   const live = index === moments.length - 1;
-  const when = live ? "Newest" : `${timeOfDay(map.at)} UTC, ${ago(map.at, now)}`;
+  const { words: reported, past } = reportedWords(map, now);
+  const when = live ? `Now, ${reported}` : `${timeOfDay(map.at)} UTC, ${ago(map.at, now)}`;
   const steps = `${count(map.steps)} steps up to step ${count(map.newest)}`;
   return html`<div class="slider">
     <label for="moment">Time</label>
@@ -149,9 +155,17 @@ function Slider({ moments, index, now, onChange }) {
       aria-valuetext="${timeOfDay(map.at)} UTC"
       onInput=${(event) => onChange(Number(event.target.value))}
     />
-    <span>${`${when}: ${steps}.`}</span>
+    <span>${`${live && past ? "Not current" : when}: ${steps}.`}</span>
     <span class="hint">Earlier moments are kept while this page is open.</span>
+    ${live && past ? html`<${Past} words=${reported} />` : ""}
   </div>`;
+}
+
+/** Tells in place that what is drawn is not current. */
+function Past({ words }) {
+  return html`<p class="notice" role="status">
+    <span aria-hidden="true">!</span> This is the past: ${words}.
+  </p>`;
 }
 
 function Hottest({ rows, column }) {
