@@ -276,8 +276,11 @@ class FakeOperations:
 
     async def epochs(self, deployment):
         self._check(deployment)
-        base = Placement.initial(SHAPE)
-        return [RecordedEpoch(Epoch(3), base, False), RecordedEpoch(Epoch(8), base, True)]
+        plan = make_plan().plan
+        return [
+            RecordedEpoch(Epoch(3), plan.base, False),
+            RecordedEpoch(Epoch(8), plan.target, True),
+        ]
 
     async def rollback(self, deployment, request):
         self._check(deployment)

@@ -1,4 +1,5 @@
 import io
+import json
 import sys
 from dataclasses import replace
 
@@ -121,6 +122,22 @@ def test_a_rollback_asks_with_its_epochs_and_what_it_undoes(run, operations, mon
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     code, _, err = run("plan", "rollback", "demo", "--to-epoch", "1")
     assert (code, "to the placement of epoch 1. The bytes" in err) == (1, True), err
+    assert len(operations.calls) == 1
+
+
+def test_a_rollback_to_a_placement_asks_with_its_epoch_and_history(run, operations, monkeypatch):
+    rows = json.loads(run("epochs", "demo", "--json")[1])
+    replaced = next(row for row in rows if row["replaced"])
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    code, _, err = run("plan", "rollback", "demo", "--to-placement", replaced["digest"])
+    assert code == 0
+    digest = replaced["digest"]
+    assert f"from epoch 3 to placement {digest[:12]} of epoch 8 in a replaced history." in err
+    assert operations.calls == [("rollback", "demo", digest, "alice")]
+    code, _, err = run("plan", "rollback", "demo", "--to-placement", "0" * 32)
+    assert (code, err.strip().endswith("is recorded")) == (Exit.REFUSED, True)
+    both = ("--to-placement", digest, "--to-epoch", "2", "--yes")
+    assert run("plan", "rollback", "demo", *both)[0] == Exit.USAGE
     assert len(operations.calls) == 1
 
 

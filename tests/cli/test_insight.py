@@ -119,9 +119,10 @@ def test_the_audit_tells_what_each_request_asked_for(run, operations, tmp_path):
         "plan approve demo mine --yes",
         "plan rollback demo --id back --yes --to-epoch 2",
         "plan rollback demo --id again --yes",
+        f"plan rollback demo --id third --yes --to-placement {target.digest}",
     ):
         run(*words.split())
-    lines = [re.split(" {2,}", line) for line in run("audit", "demo")[1].splitlines()[1:10]]
+    lines = [re.split(" {2,}", line) for line in run("audit", "demo")[1].splitlines()[1:11]]
     assert [cells[3] for cells in reversed(lines)] == [
         "end the freeze",
         "resume automatic plans",
@@ -132,7 +133,16 @@ def test_the_audit_tells_what_each_request_asked_for(run, operations, tmp_path):
         "approve plan mine",
         "roll back to epoch 2 as plan back",
         "roll back the last plan as plan again",
+        f"roll back to placement {target.digest:.12} as plan third",
     ]
+
+
+def test_recorded_placements_are_listed_with_their_state(run):
+    out = run("epochs", "demo")[1]
+    states = [line.split()[2] for line in out.splitlines()[1:3]]
+    assert states == ["present", "replaced"]
+    assert "--to-placement" in out and "another history" in out
+    assert [row["epoch"] for row in json.loads(run("epochs", "demo", "--json")[1])] == [3, 8]
 
 
 def test_a_request_without_words_is_shown_as_it_was_sent():

@@ -16,6 +16,7 @@ COMMANDS = [
     ("heatmap",),
     ("audit",),
     ("quarantine",),
+    ("epochs",),
     ("export",),
     ("policy",),
     ("plan", "list"),

@@ -63,6 +63,9 @@ def test_a_rollback_to_an_epoch_is_repeated_to_the_same_epoch(run, operations):
     operations.error = Unavailable("the store did not take it")
     err = run("plan", "rollback", "demo", "--yes", "--to-epoch", "2")[2]
     assert re.search(r"--id rollback-[0-9a-f]{12} --to-epoch 2$", err.strip())
+    digest = "0" * 32
+    err = run("plan", "rollback", "demo", "--yes", "--to-placement", digest)[2]
+    assert err.strip().endswith(f" --to-placement {digest}")
 
 
 def test_a_refused_plan_is_not_to_be_repeated(run, operations):

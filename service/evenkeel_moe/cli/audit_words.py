@@ -68,5 +68,6 @@ def _plan(asked: Mapping[str, Any]) -> str:
 
 def _rollback(asked: Mapping[str, Any]) -> str:
     name = f" as plan {asked['plan_id']}" if "plan_id" in asked else ""
-    epoch = asked.get("to_epoch")
-    return f"roll back {'the last plan' if epoch is None else f'to epoch {epoch}'}{name}"
+    epoch, placement = asked.get("to_epoch"), asked.get("to_placement")
+    target = "the last plan" if epoch is None else f"to epoch {epoch}"
+    return f"roll back {target if placement is None else f'to placement {placement:.12}'}{name}"

@@ -76,6 +76,13 @@ def audit(
         )
 
 
+def epochs(*, connection: NamedDeployment, shown: ShowOptions) -> None:
+    """List the recorded placements, to which a rollback can lead."""
+    with connection.client() as client:
+        path = connection.path(client, "/epochs")
+        shown.run(lambda: client.get(path)["items"], insight_tables.epochs_table)
+
+
 def quarantine(
     clear: Annotated[
         bool, typer.Option("--clear", help="Reset the counts first. Needs role admin.")
@@ -133,5 +140,5 @@ def _all_layers(client: ApiClient, path: str, phase: str | None) -> dict[str, An
 
 def add_commands(app: typer.Typer) -> None:
     """Register the commands of this module."""
-    for command in (recommend, heatmap, quarantine, audit):
+    for command in (recommend, heatmap, epochs, quarantine, audit):
         app.command()(with_option_groups(command))

@@ -66,6 +66,25 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
     )
 
 
+def epochs_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return a table with one row for each recorded placement."""
+    if not rows:
+        return Text("no placement is recorded yet", style="dim")
+    columns = (FittedColumn("EPOCH", right=True), FittedColumn("PLACEMENT"), FittedColumn("STATE"))
+    states = ["replaced" if row["replaced"] else "earlier" for row in rows]
+    if not rows[0]["replaced"]:
+        states[0] = "present"
+    cells = [
+        (str(row["epoch"]), row["digest"], state) for row, state in zip(rows, states, strict=True)
+    ]
+    words = ["return to one: evenkeel plan rollback --to-placement PLACEMENT"]
+    if "replaced" in states:
+        words.append(
+            "replaced: of another history, before a cold start or of other ranks with this name"
+        )
+    return Group(FittedTable(columns, cells), legend(*words))
+
+
 def _policies(rows: Sequence[Mapping[str, Any]]) -> FittedTable:
     columns = (
         FittedColumn("POLICY"),

@@ -24,10 +24,8 @@ from evenkeel_moe.cli.options import (
     YesOption,
     with_option_groups,
 )
+from evenkeel_moe.cli.rollback_target import confirm_placement, confirmed_epoch
 from evenkeel_moe.cli.watch import ShowOptions
-
-_LOOKED_AT = 100
-"""Newest plans among which a rollback looks for the one that it takes back."""
 
 app = CommandApp(no_args_is_help=True, help="Create, show, approve, cancel and roll back plans.")
 
@@ -217,7 +215,8 @@ def _post_plan(client: ApiClient, path: str, body: dict[str, Any]) -> Any:
             raise
         if isinstance(error, NotSent):
             raise CliError(f"{error}; nothing was sent", error.code) from error
-        to = f" --to-epoch {body['to_epoch']}" if "to_epoch" in body else ""
+        named = ("to_epoch", "to_placement")
+        to = "".join(f" --{key.replace('_', '-')} {body[key]}" for key in named if key in body)
         raise CliError(
             f"{error}; the plan may have been accepted: "
             f"repeat the command with --id {body['plan_id']}{to}",
@@ -347,6 +346,10 @@ def rollback(
             show_default="the one before the last plan",
         ),
     ] = None,
+    to_placement: Annotated[
+        str | None,
+        typer.Option(help="Placement to return to, as `evenkeel epochs` names it."),
+    ] = None,
     plan_id: IdOption = None,
     *,
     connection: NamedDeployment,
@@ -357,25 +360,15 @@ def rollback(
 
     Automatic plans then wait for `evenkeel resume`.
     """
-    body = _given(plan_id=plan_id or _new_id("rollback"), to_epoch=to_epoch)
+    if to_epoch is not None and to_placement is not None:
+        raise CliError("name an epoch or a placement to return to, not both", Exit.USAGE)
+    new_id = plan_id or _new_id("rollback")
+    body = _given(plan_id=new_id, to_epoch=to_epoch, to_placement=to_placement)
     with connection.client() as client:
         name = connection.found(client)
-        if not yes:
-            body["to_epoch"] = _confirmed_epoch(client, name, to_epoch)
+        if not yes and to_placement is not None:
+            confirm_placement(client, name, to_placement)
+        elif not yes:
+            body["to_epoch"] = confirmed_epoch(client, name, to_epoch)
         answer = _post_plan(client, f"deployments/{name}/rollback", body)
     tell(answer, as_json, plan_answers.rolled_back(answer))
-
-
-def _confirmed_epoch(client: ApiClient, name: str, to_epoch: int | None) -> int:
-    """Return the epoch of the placement to return to, after the operator agreed to it.
-
-    The request then names this epoch, also if another plan ends meanwhile.
-    """
-    path = f"deployments/{name}"
-    status = client.get(path)
-    epoch = status["rollback_epoch"] if to_epoch is None else to_epoch
-    if epoch is None:
-        raise CliError(f"no earlier placement of {name} is recorded", Exit.REFUSED)
-    plans = client.every(f"{path}/plans", _LOOKED_AT)
-    confirm(plan_questions.rollback(status, plans, epoch), False)
-    return int(epoch)

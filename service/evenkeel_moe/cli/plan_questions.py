@@ -29,12 +29,28 @@ def rollback(status: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], to_e
         plans: newest first.
         to_epoch: the epoch to return to.
     """
-    name, epoch = status["deployment"], status["epoch"]
-    last = plan_between(plans, to_epoch, epoch)
+    last = plan_between(plans, to_epoch, status["epoch"])
     undone = "" if last is None else f" This undoes plan {last['plan_id']} ({_effort(last)})."
+    return _return(status, f"the placement of epoch {to_epoch}", undone)
+
+
+def rollback_to_placement(status: Mapping[str, Any], target: Mapping[str, Any]) -> str:
+    """Return what follows if a deployment returns to a recorded placement.
+
+    Args:
+        status: of the deployment.
+        target: a row of its recorded placements.
+    """
+    history = "a replaced history" if target["replaced"] else "its history"
+    to = f"placement {target['digest']:.12} of epoch {target['epoch']} in {history}"
+    return _return(status, to, "")
+
+
+def _return(status: Mapping[str, Any], to: str, undone: str) -> str:
+    name, epoch = status["deployment"], status["epoch"]
     return (
-        f"Ranks of {name} copy experts to return from epoch {epoch} to the placement of epoch"
-        f" {to_epoch}.{undone} The bytes to copy and the stall are not known before it is planned."
+        f"Ranks of {name} copy experts to return from epoch {epoch} to {to}.{undone} The bytes to"
+        " copy and the stall are not known before it is planned."
         f" Automatic plans wait for `evenkeel resume {name}`."
     )
 

@@ -30,10 +30,12 @@ const REQUESTS = {
   "POST /freeze": ({ seconds }) =>
     seconds === 0 ? "End of the freeze" : `Freeze${seconds ? ` for ${duration(seconds)}` : ""}`,
   "POST /resume": () => "Resume automatic plans",
-  "POST /rollback": ({ to_epoch: epoch }) =>
-    epoch === undefined || epoch === null
+  "POST /rollback": ({ to_epoch: epoch, to_placement: placement }) => {
+    if (placement) return `Roll back to placement ${placement.slice(0, 12)}`;
+    return epoch === undefined || epoch === null
       ? "Roll back the last plan"
-      : `Roll back to epoch ${epoch}`,
+      : `Roll back to epoch ${epoch}`;
+  },
   "POST /plans": planWords,
   "POST /plans/*/approve": (_, id) => `Approve plan ${id}`,
   "POST /plans/*/cancel": (_, id) => `Cancel plan ${id}`,
