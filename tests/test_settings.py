@@ -1,6 +1,7 @@
 """The sources of the settings, and their checks at start."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -244,6 +245,76 @@ def test_all_faults_are_reported_at_once():
         assert name in words
 
 
+def test_names_values_and_contradictions_are_reported_in_one_run(tmp_path, monkeypatch):
+    path = tmp_path / "c.yaml"
+    path.write_text("rest:\n  prot: 1\n  port: 7001\ngprc: {port: 1}\nmetrics: {port: 7001}\n")
+    monkeypatch.setenv("EVENKEEL_RESTT__PORT", "1")
+    monkeypatch.setenv("EVENKEEL_GRPC__PROT", "1")
+    monkeypatch.setenv("EVENKEEL_GRPC__KEEPALIVE__S", "1")
+    monkeypatch.setenv("EVENKEEL_PLANNER__POLICY", "best")
+    for name in ("MIN_GAIN", "RETRY_S"):
+        monkeypatch.setenv(f"EVENKEEL_PLANNER__THRESHOLDS__{name}", "-1")
+    with pytest.raises(InvalidInput) as caught:
+        load_settings(path)
+    lines = str(caught.value).splitlines()
+    assert [re.split(r"[ :]", line.removeprefix(f"{path}:"))[0] for line in lines] == [
+        "settings",
+        "EVENKEEL_RESTT__PORT",
+        "EVENKEEL_GRPC__PROT",
+        "EVENKEEL_GRPC__KEEPALIVE",
+        "2",
+        "4",
+        "planner.thresholds.min_gain",
+        "planner.thresholds.retry_s",
+        "planner.policy",
+        "grpc.port",
+    ]
+    assert lines[-2].endswith("(planner.policy is set by EVENKEEL_PLANNER__POLICY)")
+    assert lines[-1] == (
+        "grpc.port 50051, rest.port 7001, metrics.port 7001: all must differ"
+        f" (rest.port is set by {path}:3; metrics.port is set by {path}:5)"
+    )
+
+
+def test_what_cannot_be_read_hides_no_other_fault(tmp_path, monkeypatch):
+    """Their values are missing, so what is left is not compared with each other."""
+    path = tmp_path / "c.yaml"
+    path.write_text("grpc: [\n")
+    monkeypatch.setenv("EVENKEEL_REDIS__URL_FILE", str(tmp_path / "absent"))
+    monkeypatch.setenv("EVENKEEL_REDIS__WAIT_REPLICAS", "1")
+    monkeypatch.setenv("EVENKEEL_LOG_LEVEL", "loud")
+    monkeypatch.setenv("EVENKEEL_REST", "{port: 1}")
+    monkeypatch.setenv("EVENKEEL_PLANNER__THRESHOLDS", "[]")
+    monkeypatch.setenv("EVENKEEL_METRICS", '{"port": "high"}')
+    with pytest.raises(InvalidInput) as caught:
+        load_settings(path)
+    lines = sorted(str(caught.value).splitlines()[1:])
+    begins = [
+        f"{path}:2: ",
+        "EVENKEEL_LOG_LEVEL: ",
+        "EVENKEEL_METRICS: metrics.port: must be a whole number",
+        "EVENKEEL_PLANNER__THRESHOLDS: must be a JSON object",
+        "EVENKEEL_REDIS__URL_FILE: cannot read",
+        "EVENKEEL_REST: must be a JSON object",
+    ]
+    assert len(lines) == len(begins), lines
+    for line, begin in zip(lines, begins, strict=True):
+        assert line.startswith(begin)
+    for name in ("LOG_LEVEL", "REST", "PLANNER__THRESHOLDS", "METRICS"):
+        monkeypatch.delenv(f"EVENKEEL_{name}")
+    with pytest.raises(InvalidInput) as caught:
+        load_settings(path)
+    assert "wait_replicas" not in str(caught.value)
+
+
+def test_a_variable_of_a_section_is_named_only_for_what_it_sets(tmp_path, monkeypatch):
+    path = tmp_path / "c.yaml"
+    path.write_text("metrics: {port: high}\n")
+    monkeypatch.setenv("EVENKEEL_METRICS", '{"host": "::1"}')
+    with pytest.raises(InvalidInput, match=rf"{path}:1: metrics\.port: must be"):
+        load_settings(path)
+
+
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
@@ -270,7 +341,11 @@ def test_all_faults_are_reported_at_once():
         ),
         ({"PLANNER__THRESHOLDS__MIN_HELD_OUT_STEPS": "100.5"}, "100.5 can never be met"),
         ({"PLANNER__THRESHOLDS__MIN_HELD_OUT_STEPS": "1e300"}, "1e+300 can never be met"),
-        ({"PLANNER__THRESHOLDS__COOLDOWN": "3"}, "unknown gate settings cooldown"),
+        ({"PLANNER__THRESHOLDS": '{"cooldown": 3}'}, "unknown gate settings cooldown"),
+        (
+            {"PLANNER__THRESHOLDS__COOLDOWN": "3"},
+            "EVENKEEL_PLANNER__THRESHOLDS__COOLDOWN: there is no such setting; do you mean",
+        ),
         ({"PLANNER__POLICY": "best"}, "unknown policy 'best'"),
         ({"GRPC__TLS_CERT_FILE": "a.pem"}, "need each other"),
         ({"GRPC__TLS_CLIENT_CA_FILE": "a.pem"}, "needs grpc.tls_cert_file"),

@@ -1,6 +1,7 @@
 """Contradictions between settings, with the arithmetic."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from evenkeel_moe.errors import InvalidInput
@@ -51,9 +52,15 @@ def contradictions(settings: Settings) -> Iterator[str]:
             f"migration.batch_deadline_s {migration.batch_deadline_s:g} exceeds"
             f" migration.prepare_deadline_s {migration.prepare_deadline_s:g}"
         )
-    ports = [s.port for s in (settings.grpc, settings.rest, settings.metrics) if s.port]
-    if len(set(ports)) < len(ports):
-        yield f"grpc, rest and metrics listen on {', '.join(map(str, ports))}: all must differ"
+    listeners = {
+        "grpc": settings.grpc.port,
+        "rest": settings.rest.port,
+        "metrics": settings.metrics.port,
+    }
+    ports = {name: port for name, port in listeners.items() if port}
+    if len(set(ports.values())) < len(ports):
+        told = ", ".join(f"{name}.port {port}" for name, port in ports.items())
+        yield f"{told}: all must differ"
 
 
 def _leader_faults(settings: Settings) -> Iterator[str]:
@@ -78,17 +85,29 @@ def _planner_faults(planner: PlannerSettings, window: WindowSettings) -> Iterato
             f"planner.recent_steps {planner.recent_steps} x 4 = {4 * planner.recent_steps} exceeds"
             f" window.plan_steps {window.plan_steps}: a change of traffic could never be seen"
         )
-    try:
-        gates = GateSettings.from_thresholds(planner.thresholds)
-        yield from (f"planner.{words}" for words in never_met(gates, window.plan_steps))
-    except InvalidInput as error:
-        names = {one.name for one in fields(GateSettings)}
-        one_of_them = str(error).partition(" ")[0] in names
-        yield f"planner.thresholds{'.' if one_of_them else ': '}{error}"
+    yield from _threshold_faults(planner.thresholds, window.plan_steps)
     try:
         resolve_policy(planner.policy)
     except InvalidInput as error:
-        yield f"planner: {error}"
+        yield f"planner.policy: {error}"
+
+
+def _threshold_faults(thresholds: Mapping[str, float], plan_steps: int) -> Iterator[str]:
+    wrong = {
+        name: value
+        for name, value in thresholds.items()
+        if not (math.isfinite(value) and value >= 0)
+    }
+    for name, value in wrong.items():
+        yield f"planner.thresholds.{name} is {value}, must be finite and not negative"
+    right = {name: value for name, value in thresholds.items() if name not in wrong}
+    try:
+        gates = GateSettings.from_thresholds(right)
+    except InvalidInput as error:
+        one_of_them = str(error).partition(" ")[0] in {one.name for one in fields(GateSettings)}
+        yield f"planner.thresholds{'.' if one_of_them else ': '}{error}"
+    else:
+        yield from (f"planner.{words}" for words in never_met(gates, plan_steps))
 
 
 def _redis_faults(redis: RedisSettings) -> Iterator[str]:

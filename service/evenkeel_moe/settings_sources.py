@@ -6,14 +6,15 @@ variable or key is an error, and so are contradictory values. The secrets `EVENK
 the variable with `_FILE` appended names.
 """
 
+import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 from pydantic import Field, ValidationError, create_model
@@ -49,21 +50,58 @@ def load_settings(config: Path | None = None) -> Settings:
     Raises:
         InvalidInput: all faults found, one a line, with the arithmetic of contradictory values.
     """
-    _refuse_unknown_variables()
-    sources = _secret_files(), ({} if config is None else _read_file(config))
-    origins = _Origins(config)
-    try:
-        gathered = _root_model(*sources)()
-    except (ValidationError, SettingsError) as error:
-        raise InvalidInput(f"settings:\n{_faults(error, origins, sources[1])}") from None
-    settings = Settings(**{f.name: getattr(gathered, f.name) for f in fields(Settings)})
-    faults = [f"{fault}{origins.named_in(fault)}" for fault in contradictions(settings)]
-    if faults:
+    secrets, unread_secrets = _secret_files()
+    file, text, unread_file = ({}, "", []) if config is None else _read_file(config)
+    broken = _broken_variables()
+    unread = [*unread_secrets, *unread_file]
+    origins = _Origins(config, text)
+    hidden = {name.lower() for name in broken}
+    settings, found = _gathered(secrets, file, hidden)
+    found += [
+        _Fault(path, _unknown(path), is_name=True) for path in _unknown_thresholds(file, hidden)
+    ]
+    if found and all(fault.is_name for fault in found):
+        # Without these names, the values can be compared with each other.
+        paths = {fault.path for fault in found}
+        hidden |= {name.lower() for name in os.environ if _is_below(name, paths)}
+        settings, _ = _gathered(secrets, _without(file, paths), hidden)
+    faults = [*_unknown_sections(), *(f"{name}: {words}" for name, words in broken.items())]
+    faults += _lines(found, origins) + unread
+    if settings is not None and not (unread or broken):
+        faults += [f"{fault}{origins.named_in(fault)}" for fault in contradictions(settings)]
+    if settings is None or faults:
         raise InvalidInput("settings:\n" + "\n".join(faults))
     return settings
 
 
-def _root_model(secrets: dict[str, Any], file: dict[str, Any]) -> type[BaseSettings]:
+class _Fault(NamedTuple):
+    """One wrong setting."""
+
+    path: tuple[str, ...]
+    words: str
+    is_name: bool = False
+    """True if there is no setting of this name."""
+
+
+def _gathered(
+    secrets: dict[str, Any], file: dict[str, Any], hidden: Set[str]
+) -> tuple[Settings | None, list[_Fault]]:
+    """Return the settings, or None and their faults; `hidden` are variables not to read."""
+    try:
+        gathered = _root_model(secrets, file, hidden)()
+    except SettingsError as error:
+        return None, [_Fault((), str(error))]
+    except ValidationError as error:
+        return None, [
+            _Fault(tuple(map(str, one["loc"])), _words(one), one["type"] in _UNKNOWN)
+            for one in error.errors(include_url=False, include_context=False)
+        ]
+    return Settings(**{f.name: getattr(gathered, f.name) for f in fields(Settings)}), []
+
+
+def _root_model(
+    secrets: dict[str, Any], file: dict[str, Any], unread: Set[str]
+) -> type[BaseSettings]:
     """Return `Settings` as a model that reads variables, secret files and the settings file."""
 
     class Sources(BaseSettings):
@@ -81,7 +119,7 @@ def _root_model(secrets: dict[str, Any], file: dict[str, Any]) -> type[BaseSetti
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             assert isinstance(env_settings, EnvSettingsSource)
-            hidden = {f"{_PREFIX}{secret}_FILE".lower() for secret in _SECRETS}
+            hidden = {f"{_PREFIX}{secret}_FILE".lower() for secret in _SECRETS} | unread
             seen = env_settings.env_vars
             env_settings.env_vars = {
                 name: seen[name] for name in seen if name.lower() not in hidden
@@ -101,8 +139,8 @@ def _root_model(secrets: dict[str, Any], file: dict[str, Any]) -> type[BaseSetti
     return create_model("Root", __base__=Sources, **sections)
 
 
-def _refuse_unknown_variables() -> None:
-    """Refuse variables of unknown sections, which would be ignored.
+def _unknown_sections() -> Iterator[str]:
+    """Yield a fault for each variable of an unknown section, which would be ignored.
 
     Variables of the command line have no section.
     """
@@ -110,12 +148,35 @@ def _refuse_unknown_variables() -> None:
     for name in os.environ:
         section, nested, _ = name.removeprefix(_PREFIX).lower().partition("__")
         if name.startswith(_PREFIX) and nested and section not in known:
-            raise InvalidInput(f"{name} names no section; there are {', '.join(sorted(known))}")
+            yield f"{name} names no section; there are {', '.join(sorted(known))}"
 
 
-def _secret_files() -> dict[str, Any]:
-    """Return the values of the `_FILE` variables, nested as sections."""
+def _broken_variables() -> dict[str, str]:
+    """Return the variables of whole sections and mappings that are no JSON object, with words.
+
+    Pydantic names only the section in its error, and reads no further variable.
+    """
+    found: dict[str, str] = {}
+    for name, value in os.environ.items():
+        path = tuple(name.removeprefix(_PREFIX).lower().split("__"))
+        if name.startswith(_PREFIX) and (path == _THRESHOLDS or _is_section(path)):
+            try:
+                is_object = isinstance(json.loads(value), dict)
+            except (ValueError, RecursionError):
+                is_object = False
+            if not is_object:
+                found[name] = "must be a JSON object"
+    return found
+
+
+def _is_section(path: tuple[str, ...]) -> bool:
+    return len(path) == 1 and is_dataclass(get_type_hints(Settings).get(path[0]))
+
+
+def _secret_files() -> tuple[dict[str, Any], list[str]]:
+    """Return the values of the `_FILE` variables, nested as sections, and the faults of others."""
     found: dict[str, Any] = {}
+    faults: list[str] = []
     for secret in _SECRETS:
         name = f"{_PREFIX}{secret.upper()}_FILE"
         path = os.environ.get(name)
@@ -124,33 +185,43 @@ def _secret_files() -> dict[str, Any]:
         try:
             text = Path(path).read_text(encoding="utf-8").strip()
         except OSError as error:
-            raise InvalidInput(f"{name}: cannot read {path}: {error.strerror}") from None
+            faults.append(f"{name}: cannot read {path}: {error.strerror}")
+            continue
         except UnicodeError:
             # Not the text of the error, which would show a byte of the secret.
-            raise InvalidInput(f"{name}: {path} is not UTF-8 text") from None
+            faults.append(f"{name}: {path} is not UTF-8 text")
+            continue
         section, _, key = secret.partition("__")
         found.setdefault(section, {})[key] = text
-    return found
+    return found, faults
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> tuple[dict[str, Any], str, list[str]]:
+    """Return the content of the settings file and its text, or the fault of an unreadable one."""
     try:
         text = path.read_text(encoding="utf-8")
-        if path.suffix == ".toml":
-            content = tomllib.loads(text)
-        elif path.suffix in (".yaml", ".yml"):
-            content = yaml.safe_load(text)
-        else:
-            raise InvalidInput(f"settings file {path} must end in .toml, .yaml or .yml")
+        return _parsed(path, text), text, []
+    except InvalidInput as error:
+        fault = str(error)
     except OSError as error:
-        raise InvalidInput(f"cannot read settings file {path}: {error.strerror}") from None
+        fault = f"cannot read settings file {path}: {error.strerror}"
     except yaml.MarkedYAMLError as error:
         # Not the text of the error, which would show a line of the file, maybe with a secret.
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        raise InvalidInput(f"{path}{line}: {error.problem or error.context}") from None
+        fault = f"{path}{line}: {error.problem or error.context}"
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         # ValueError: not UTF-8, not TOML, or an impossible date or number in YAML.
-        raise InvalidInput(f"settings file {path}: {error}") from None
+        fault = f"settings file {path}: {error}"
+    return {}, "", [fault]
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    if path.suffix == ".toml":
+        content = tomllib.loads(text)
+    elif path.suffix in (".yaml", ".yml"):
+        content = yaml.safe_load(text)
+    else:
+        raise InvalidInput(f"settings file {path} must end in .toml, .yaml or .yml")
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -158,16 +229,33 @@ def _read_file(path: Path) -> dict[str, Any]:
     return content
 
 
+def _without(content: dict[str, Any], paths: Set[tuple[str, ...]]) -> dict[str, Any]:
+    """Return the content of a file without the settings of these paths."""
+    return {
+        key: _without(value, {path[1:] for path in paths if path[:1] == (str(key),)})
+        if isinstance(value, dict)
+        else value
+        for key, value in content.items()
+        if (str(key),) not in paths
+    }
+
+
+def _is_below(variable: str, paths: Set[tuple[str, ...]]) -> bool:
+    """Return True if a variable sets a setting of one of these paths, or one below it."""
+    names = [_PREFIX + "__".join(path).upper() for path in paths]
+    return any(f"{variable.upper()}__".startswith(f"{name}__") for name in names)
+
+
 class _Origins:
     """Says where the values of settings come from.
 
     Args:
         config: the settings file; None if there is none.
+        text: its content; empty if it cannot be read.
     """
 
-    def __init__(self, config: Path | None) -> None:
-        self._config = config
-        self._text = "" if config is None else config.read_text(encoding="utf-8")
+    def __init__(self, config: Path | None, text: str) -> None:
+        self._config, self._text = config, text
         self._variables = {name.upper(): name for name in os.environ}
 
     def of(self, path: tuple[str, ...], *, exact: bool = False) -> str | None:
@@ -175,12 +263,22 @@ class _Origins:
         for length in range(len(path), 0, -1):
             name = _PREFIX + "__".join(path[:length]).upper()
             for variable in (name, f"{name}_FILE"):
-                if variable in self._variables and (length > 1 or len(path) == 1):
+                if variable in self._variables and self._sets(variable, path[length:]):
                     return self._variables[variable]
         if self._config is None:
             return None
         line = line_of(self._text, self._config.suffix, path, exact=exact)
         return None if line is None else f"{self._config}:{line}"
+
+    def _sets(self, variable: str, rest: tuple[str, ...]) -> bool:
+        """Return True if a variable sets a value itself, or is JSON that contains it."""
+        if not rest:
+            return True
+        try:
+            content = json.loads(os.environ[self._variables[variable]])
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(content, dict) and rest[0] in content
 
     def named_in(self, fault: str) -> str:
         """Return where the settings that a message names were set, in brackets; empty if not."""
@@ -190,29 +288,20 @@ class _Origins:
         return f" ({'; '.join(shown)})" if shown else ""
 
 
-def _faults(
-    error: ValidationError | SettingsError, origins: _Origins, file: Mapping[str, Any]
-) -> str:
+def _lines(found: Sequence[_Fault], origins: _Origins) -> list[str]:
     """Return one line for each fault; only of numbers with the value, because it may be a secret.
 
     Variables come first, then the file from its top.
     """
-    if isinstance(error, SettingsError):
-        return str(error)
-    found = [
-        (tuple(str(part) for part in fault["loc"]), _words(fault))
-        for fault in error.errors(include_url=False, include_context=False)
-    ]
-    found += [(path, _unknown(path)) for path in _unknown_thresholds(file)]
     lines = []
-    for path, words in found:
+    for path, words, _ in found:
         variable = _PREFIX + "__".join(path).upper()
         origin = origins.of(tuple(part.lower() for part in path)) or origins.of(path)
         # A variable names its setting; a file does not.
         where = variable if origin in (None, variable) else f"{origin}: {'.'.join(path)}"
         number = re.search(r":(\d+)$", origin or "")
         lines.append((int(number[1]) if number else 0, f"{where}: {words}"))
-    return "\n".join(line for _, line in sorted(lines, key=lambda each: each[0]))
+    return [line for _, line in sorted(lines, key=lambda each: each[0])]
 
 
 def _words(fault: Mapping[str, Any]) -> str:
@@ -225,7 +314,7 @@ def _words(fault: Mapping[str, Any]) -> str:
     return f"must be a {form}; it is {fault['input']!s:.40}"
 
 
-def _unknown_thresholds(file: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+def _unknown_thresholds(file: Mapping[str, Any], hidden: Set[str]) -> Iterator[tuple[str, ...]]:
     """Yield the paths of thresholds that do not exist. To Pydantic they are keys of a mapping."""
     planner = file.get("planner")
     thresholds = planner.get("thresholds") if isinstance(planner, dict) else None
@@ -234,7 +323,7 @@ def _unknown_thresholds(file: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     names += [
         name.upper().removeprefix(prefix).lower()
         for name in os.environ
-        if name.upper().startswith(prefix)
+        if name.upper().startswith(prefix) and name.lower() not in hidden
     ]
     known = {one.name for one in fields(GateSettings)}
     yield from ((*_THRESHOLDS, name) for name in dict.fromkeys(names) if name not in known)
