@@ -303,6 +303,12 @@ class FakeOperations:
         self.records[deployment].insert(0, record)
         return record
 
+    async def rollback_plan(self, deployment, request):
+        self._check(deployment)
+        plan = make_plan("rollback-1", deployment).plan
+        epoch = 2 if request.to_epoch is None else request.to_epoch
+        return replace(plan, numbers={"to_epoch": float(epoch), "expected_stall_s": 0.004})
+
     async def resume(self, deployment, by):
         self._check(deployment)
         self.calls.append(("resume", deployment, by))

@@ -172,6 +172,22 @@ async def test_rollback_names_its_epoch_or_takes_the_one_before(client, operatio
     assert_problem(await client.post("/v1/deployments/demo/rollback", json={"to_epoch": -1}), 422)
 
 
+async def test_the_preview_of_a_rollback_tells_its_cost_and_starts_nothing(client, operations):
+    path = "/v1/deployments/demo/rollback"
+    shown = await client.get(path, params={"to_epoch": 1})
+    assert shown.json() == {
+        "to_epoch": 1,
+        "base_epoch": 3,
+        "waves": 1,
+        "moves": 1,
+        "nbytes": 1000,
+        "expected_stall_s": 0.004,
+    }
+    assert (await client.get(path)).json()["to_epoch"] == 2
+    assert operations.calls == [] and operations.records["demo"] == []
+    assert_problem(await client.get(path, params={"to_epoch": -1}), 422)
+
+
 async def test_the_same_id_makes_only_one_rollback(client, operations):
     path, body = "/v1/deployments/demo/rollback", {"plan_id": "mine-1", "to_epoch": 2}
     first = await client.post(path, json=body, headers={"Idempotency-Key": "k-1"})

@@ -69,6 +69,11 @@ def test_a_plan_is_approved_carried_out_and_rolled_back(visitor: Visitor):
         f" {plan['plan_id']} (made "
     )
     visitor.browser.wait_text("In mode propose proposals are still made")
+    told = visitor.fleet.get("/rollback")
+    assert told["to_epoch"] == plan["base_epoch"] and told["moves"] > 0
+    visitor.browser.wait_text(f"Copies between ranks\n{told['moves']}\n")
+    assert told["expected_stall_s"] is not None, "the swaps of the plan were measured"
+    visitor.browser.wait_text("of one step for each wave")
     visitor.browser.click("#rollback-confirm")
     visitor.browser.wait_gone("dialog[open]", within_s=60)
     assert visitor.browser.find("#resume") is not None

@@ -26,6 +26,7 @@ _DEPLOYMENT_PATH = re.compile(rf"^/v1/deployments/({_DEPLOYMENT_ID})(?:/|$)")
 _MOST_CHANGE = 256
 """Characters of a request's content that its audit row keeps."""
 PLAN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+DIGEST_PATTERN = "^[0-9a-f]{32}$"
 
 
 def _operations(request: Request) -> Operations:

@@ -3,10 +3,11 @@
 import hashlib
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 
 from evenkeel_moe.api.auth import Role
 from evenkeel_moe.api.context import (
+    DIGEST_PATTERN,
     KEY_DESCRIPTION,
     PLAN_ID_PATTERN,
     Caller,
@@ -32,6 +33,7 @@ from evenkeel_moe.api.schemas import (
     PlanPage,
     ProblemOut,
     RollbackIn,
+    RollbackPreviewOut,
     StoryOut,
 )
 from evenkeel_moe.model.ids import Epoch, PlanId
@@ -185,6 +187,31 @@ async def get_epochs(operations: OperationsOf, deployment: DeploymentPath) -> Ep
             EpochOut(epoch=row.epoch, digest=row.placement.digest, replaced=row.replaced)
             for row in rows
         ]
+    )
+
+
+@router.get("/deployments/{deployment}/rollback", responses=_CONFLICT)
+async def preview_rollback(
+    operations: OperationsOf,
+    deployment: DeploymentPath,
+    to_epoch: Annotated[
+        int | None, Query(ge=0, le=2**53, description="An epoch of the group's history.")
+    ] = None,
+    to_placement: Annotated[
+        str | None, Query(pattern=DIGEST_PATTERN, description="Digest of a recorded placement.")
+    ] = None,
+) -> RollbackPreviewOut:
+    """Return what a rollback would move and cost. Nothing is started or stored."""
+    epoch = None if to_epoch is None else Epoch(to_epoch)
+    asked = RollbackRequest(to_epoch=epoch, to_placement=to_placement)
+    plan = await operations.rollback_plan(deployment, asked)
+    return RollbackPreviewOut(
+        to_epoch=int(plan.numbers["to_epoch"]),
+        base_epoch=plan.base_epoch,
+        waves=len(plan.waves),
+        moves=plan.moves,
+        nbytes=plan.nbytes,
+        expected_stall_s=plan.numbers.get("expected_stall_s"),
     )
 
 

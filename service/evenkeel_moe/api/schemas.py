@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from evenkeel_moe.api.context import PLAN_ID_PATTERN
+from evenkeel_moe.api.context import DIGEST_PATTERN, PLAN_ID_PATTERN
 from evenkeel_moe.api.schema_base import (
     PLAIN,
     CostModelOut,
@@ -258,6 +258,22 @@ class PlanOut(PlanSummary):
     story: list[JsonObject]
 
 
+class RollbackPreviewOut(ResponseBody):
+    """The plan that a rollback would carry out now."""
+
+    to_epoch: int
+    """Epoch of the placement to which it returns."""
+    base_epoch: int
+    """The present epoch."""
+    waves: int
+    moves: int
+    """Number of copies between ranks."""
+    nbytes: int
+    """Bytes copied between ranks."""
+    expected_stall_s: float | None
+    """Seconds of one step that each wave is expected to cost; null before a swap was measured."""
+
+
 class StoryOut(ResponseBody):
     """The events of a plan, in order."""
 
@@ -370,7 +386,7 @@ class RollbackIn(RequestBody):
     """Chosen by the client, so that a repeated call is not a second rollback."""
     to_epoch: int | None = Field(default=None, ge=0, le=2**53)
     """An epoch of the group's history."""
-    to_placement: str | None = Field(default=None, pattern="^[0-9a-f]{32}$")
+    to_placement: str | None = Field(default=None, pattern=DIGEST_PATTERN)
     """Digest of a recorded placement, also a replaced one."""
 
 

@@ -104,7 +104,8 @@ export function Loaded({ poll, children }) {
 
 /**
  * A button that asks before it acts. `act` does the work; its error is shown in the dialog, which
- * then stays open. `ready` is false while there is nothing to confirm.
+ * then stays open. `ready` is false while there is nothing to confirm. `onOpen` is called when the
+ * dialog opens.
  */
 export function ActionButton({
   label,
@@ -116,12 +117,14 @@ export function ActionButton({
   id,
   disabled,
   ready = true,
+  onOpen = () => {},
 }) {
   const dialog = useRef(null);
   const [state, setState] = useState({ busy: false, error: null });
   const open = () => {
     setState({ busy: false, error: null });
     dialog.current.showModal();
+    onOpen();
   };
   const run = async (event) => {
     event.preventDefault();

@@ -8,7 +8,7 @@ from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import PlanLimits, PlanRecord
+from evenkeel_moe.model.plan import Plan, PlanLimits, PlanRecord
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import Recommendation
@@ -184,10 +184,7 @@ class Operations(Protocol):
         ...
 
     async def led_elsewhere(self) -> Sequence[LedElsewhere]:
-        """Return the known deployments that this replica does not lead.
-
-        While the store is not reachable, these are only those that this replica remembers.
-        """
+        """Return the known deployments led elsewhere; without the store, those it remembers."""
         ...
 
     async def deployment(self, deployment: DeploymentId) -> DeploymentView:
@@ -239,6 +236,10 @@ class Operations(Protocol):
         The same id with the same target gives the same plan; with another one it gives
         Conflict(ID_REUSED).
         """
+        ...
+
+    async def rollback_plan(self, deployment: DeploymentId, request: RollbackRequest) -> Plan:
+        """Return the plan that such a rollback would carry out. Nothing is started or stored."""
         ...
 
     async def resume(self, deployment: DeploymentId, by: str) -> None:

@@ -89,6 +89,7 @@ ASKED = {
     "cancel": lambda operations: operations.cancel(DEMO, PlanId("p"), "eve"),
     "epochs": lambda operations: operations.epochs(DEMO),
     "rollback": lambda operations: operations.rollback(DEMO, RollbackRequest()),
+    "rollback_plan": lambda operations: operations.rollback_plan(DEMO, RollbackRequest()),
     "forget": lambda operations: operations.forget(DEMO, "eve"),
 }
 

@@ -1,14 +1,14 @@
 /** The buttons that change a deployment: freeze, resume, roll back. The token's role decides. */
 
 import { useEffect, useState } from "../vendor/hooks.js";
-import { ago, moment } from "../lib/format.js";
+import { ago, bytes, count, duration, moment, UNKNOWN } from "../lib/format.js";
 import { holdWords } from "../lib/gates.js";
 import { planBehind } from "../lib/placement.js";
 import { allows } from "../lib/problem.js";
 import { linkTo } from "../lib/route.js";
 import { sentence } from "../lib/reasons.js";
 import { deploymentPath } from "../net/api.js";
-import { ActionButton, Badge, html } from "../ui.js";
+import { ActionButton, Badge, Facts, html, Problem } from "../ui.js";
 
 const FREEZES = [
   [600, "10 minutes"],
@@ -17,6 +17,8 @@ const FREEZES = [
   [24 * 3600, "1 day"],
   [7 * 24 * 3600, "1 week"],
 ];
+
+const NOT_ASKED = { data: null, error: null };
 
 export function Controls({ api, role, deployment, reload, now }) {
   const [seconds, setSeconds] = useState(3600);
@@ -93,6 +95,13 @@ function Rollback({ api, path, deployment, reload, now }) {
     api.get(`${path}/plans?page_size=100`).then(known, () => setPlans([]));
   }, [api, path, epoch]);
   const last = planBehind(plans, deployment);
+  const [cost, setCost] = useState(NOT_ASKED);
+  const ask = () => {
+    setCost(NOT_ASKED);
+    const told = (data) => setCost({ data, error: null });
+    const failed = (error) => setCost({ data: null, error });
+    api.get(`${path}/rollback?to_epoch=${before}`).then(told, failed);
+  };
   const roll = async () => {
     // The epoch that the dialog names, also if another plan ends meanwhile.
     const plan = await api.change("POST", `${path}/rollback`, { to_epoch: before });
@@ -107,6 +116,7 @@ function Rollback({ api, path, deployment, reload, now }) {
     disabled=${before === null}
     confirm="Roll back now"
     act=${roll}
+    onOpen=${ask}
   >
     <p>
       ${`This moves weights: the ranks return from epoch ${epoch} to the placement of `}
@@ -119,6 +129,27 @@ function Rollback({ api, path, deployment, reload, now }) {
       }.
       Automatic plans are then held until somebody resumes them.
       ${` ${holdWords(deployment.mode)}`}
-    </p><//
+    </p>
+    <${RollbackCost} ...${cost} pooled=${deployment.shape?.pool_slots_per_rank != null} /><//
   >`;
+}
+
+/** What a rollback moves and costs, as a proposal tells it. */
+function RollbackCost({ data, error, pooled }) {
+  if (error) return html`<${Problem} error=${error} />`;
+  if (!data) return html`<p class="empty" aria-busy="true">Counting the copies…</p>`;
+  const stall = data.expected_stall_s;
+  return html`<${Facts}
+    rows=${[
+      ["Copies between ranks", count(data.moves)],
+      ["Bytes", bytes(data.nbytes)],
+      ["Waves", count(data.waves)],
+      [
+        "Expected stall",
+        stall === null ? UNKNOWN : duration(stall),
+        stall === null ? "No swap was measured yet." : "of one step for each wave",
+      ],
+      ["KV cache", pooled ? UNKNOWN : "unchanged"],
+    ]}
+  />`;
 }

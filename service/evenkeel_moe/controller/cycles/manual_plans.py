@@ -152,6 +152,17 @@ class ManualPlanner:
         known = await self._repeated(plan_id, digest)
         if known is not None:
             return known
+        plan = await self.rollback_plan(request)
+        if request.bounded:
+            _check_limits(plan, self.operator.control.policy.limits)
+        return await self._submit(plan, True, request.requested_by, digest)
+
+    async def rollback_plan(self, request: RollbackRequest) -> Plan:
+        """Make the plan of a rollback. Nothing is started or stored.
+
+        Raises:
+            InvalidInput, NotFound, Conflict, Unavailable: as `rollback`, without the limits.
+        """
         epoch, target = await self._rollback_target(request)
         base, membership = PlanBase.current(self.operator.control), self.operator.control.membership
         assert membership.shape is not None
@@ -166,10 +177,10 @@ class ManualPlanner:
         waves = await self.pool.run(build_waves, copies)
         if not waves:
             raise Conflict(f"the placement of epoch {epoch} is the present one", Reason.NO_CHANGE)
-        plan = base.plan(
+        return base.plan(
             target,
             waves,
-            plan_id=plan_id,
+            plan_id=request.plan_id,
             kind=PlanKind.ROLLBACK,
             policy="rollback",
             reason=Reason.MANUAL_REQUEST,
@@ -177,9 +188,6 @@ class ManualPlanner:
             expires_at=None,
             numbers={"to_epoch": float(epoch)} | expected_stall(self.stalls, waves, base),
         )
-        if request.bounded:
-            _check_limits(plan, self.operator.control.policy.limits)
-        return await self._submit(plan, True, request.requested_by, digest)
 
     async def _rollback_target(self, request: RollbackRequest) -> tuple[Epoch, Placement]:
         digest = request.to_placement

@@ -16,7 +16,7 @@ from evenkeel_moe.controller.operations.status import live_view
 from evenkeel_moe.controller.policy_document import change_policy, policy_document
 from evenkeel_moe.errors import Conflict, InvalidInput, NotFound, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, PlanId
-from evenkeel_moe.model.plan import PlanRecord
+from evenkeel_moe.model.plan import Plan, PlanRecord
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.ports.operations import (
     Advice,
@@ -285,6 +285,11 @@ class OperatorService:
     async def rollback(self, deployment: DeploymentId, request: RollbackRequest) -> PlanRecord:
         """Return to a recorded placement and hold `auto`. The same id and target, the same plan."""
         return await (await self._changeable(deployment)).planner.manual.rollback(request)
+
+    async def rollback_plan(self, deployment: DeploymentId, request: RollbackRequest) -> Plan:
+        """Return the plan that such a rollback would carry out; nothing is started or stored."""
+        known = await self._changeable(deployment)
+        return await known.planner.manual.rollback_plan(request)
 
     async def resume(self, deployment: DeploymentId, by: str) -> None:
         """Let automatic plans run again that a rollback or undelivered gains stopped."""
