@@ -60,6 +60,10 @@ def test_a_plan_is_approved_carried_out_and_rolled_back(visitor: Visitor):
     wait_phase(visitor, plan["plan_id"], "committed")
     visitor.browser.wait_text("All waves were carried out.")
     visitor.browser.wait_text("Timeline")
+    took = [row["ranks"] for row in visitor.fleet.get(f"/plans/{plan['plan_id']}")["story"][2:3]]
+    assert [rank["rank"] for rank in took[0]] == [0, 1, 2, 3]
+    visitor.browser.wait_text("Ranks in wave 1")
+    visitor.browser.wait_text("Rank 3\nvoted after")
     assert "No swap was measured here yet" not in visitor.browser.text("main"), "its own were"
     assert visitor.fleet.get(f"/plans/{plan['plan_id']}")["approved_by"] == "owner"
     assert visitor.fleet.get()["epoch"] > before

@@ -35,6 +35,7 @@ _CAUSED = ("created", "paused", "stalled", "ended")
 
 _SHOWN = {
     *("at", "event", "phase", "reason", "by", "detail", "waves_committed", "steps"),
+    *("num_ranks", "ranks"),
     *("promised_gain", "promised_lower"),
     *("delivered_gain", "delivered_lower", "delivered_upper"),
 }

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import struct
+from dataclasses import replace
 
 import pytest
 import zstandard
@@ -123,3 +124,10 @@ def test_a_chunk_that_claims_too_many_counts_is_not_unpacked():
     head = struct.pack("<BBIIII", 2, 1, 1 << 14, 1 << 7, 1 << 8, 1)
     with pytest.raises(Unreadable, match="16384 x 128 x 256 counts"):
         unpack_window(head + b"anything")
+
+
+def test_the_story_keeps_what_each_rank_took_for_a_wave():
+    took = {"rank": 0, "voted_s": 0.25, "swapped_s": None, "stall_s": 0.01}
+    row = {"at": 2.0, "event": "wave_started", "num_ranks": 1, "ranks": [took]}
+    record = replace(make_record(), story=(row,))
+    assert unpack_plan(pack_plan(record)).story == (row,)

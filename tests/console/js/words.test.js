@@ -9,6 +9,7 @@ import {
   rankWords,
   storyRange,
   storyRows,
+  tookWords,
   waveSpans,
 } from "../../../service/evenkeel_moe/console/lib/timeline.js";
 import { formOf, policyChanges } from "../../../service/evenkeel_moe/console/lib/changes.js";
@@ -137,7 +138,8 @@ test("waves are spans from their start to their commit", () => {
     row(9, "ended", { reason: "cancelled" }),
     row(99, "measured"),
   ];
-  assert.deepEqual(waveSpans(story), [
+  const spans = waveSpans(story).map(({ ranks, numRanks, ...span }) => span);
+  assert.deepEqual(spans, [
     { index: 0, from: 2, to: 4, committed: true },
     { index: 1, from: 5, to: 9, committed: false },
   ]);
@@ -277,6 +279,18 @@ test("text that is no number is named, not sent", () => {
     errors.map((words) => words.split(":")[0]),
     ["Cycle", "Copies of one plan"],
   );
+});
+
+test("a wave keeps what each rank took for it, and is unknown in older plans", () => {
+  const rank = { rank: 1, voted_s: 0.4, swapped_s: 0.5, stall_s: 0.02 };
+  const started = { event: "wave_started", at: 10 };
+  const [known] = waveSpans([{ ...started, num_ranks: 40, ranks: [rank] }]);
+  assert.deepEqual([known.ranks, known.numRanks], [[rank], 40]);
+  assert.deepEqual(waveSpans([started])[0].ranks, null);
+  const words = "voted after 400.0 ms, swapped after 500.0 ms, its step waited 20.0 ms";
+  assert.equal(tookWords(rank), words);
+  const silent = { rank: 2, voted_s: null, swapped_s: null, stall_s: null };
+  assert.equal(tookWords(silent), "did not vote");
 });
 
 test("a proposal that was cancelled is rejected, a plan that was cancelled is not", () => {

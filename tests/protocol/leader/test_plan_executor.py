@@ -7,6 +7,7 @@ from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.leader.wave_durations import MOST_RANKS, WaveDurations
 from evenkeel_moe.protocol.transitions import ControlState as S
 from evenkeel_moe.protocol.transitions import CoordinatorState as C
 from tests.protocol.machines import (
@@ -69,6 +70,49 @@ def test_every_change_of_a_record_appends_a_row_to_its_story():
     ack(control, AFTER_ONE, 1)
     story = [row["event"] for row in record(control).story]
     assert story == ["created", "wave_started", "wave_committed", "wave_started"]
+
+
+def test_the_story_keeps_what_each_rank_took_for_a_wave():
+    control = control_of(S.MIGRATING)
+    row = record(control).story[1]
+    assert row["event"] == "wave_started" and "ranks" not in row
+    for rank, at in ((0, 1.0), (1, 2.5)):
+        control.handle(from_rank(rank, msg.Vote(key_of(), True)), at)
+    for rank, at, stall in ((1, 3.0, 0.02), (0, 4.0, 0.0), (0, 9.0, 0.5)):
+        answer = msg.Ack(key_of(), Epoch(1), AFTER_ONE.digest, stall)
+        control.handle(from_rank(rank, answer), at)
+    told = record(control).story[1]
+    assert told["num_ranks"] == 2
+    assert told["ranks"] == [
+        {"rank": 0, "voted_s": 1.0, "swapped_s": 4.0, "stall_s": None},
+        {"rank": 1, "voted_s": 2.5, "swapped_s": 3.0, "stall_s": 0.02},
+    ]
+    assert {name: told[name] for name in row} == row
+    vote(control, 1)
+    actions = ack(control, AFTER_TWO, 2, 1)
+    stored = of_kind(actions, ctl.PersistPlan)[-1].record
+    waves = [row for row in stored.story if row["event"] == "wave_started"]
+    assert [len(row["ranks"]) for row in waves] == [2, 2]
+
+
+def test_the_story_of_an_aborted_wave_says_which_rank_did_not_vote():
+    control = control_of(S.MIGRATING)
+    control.handle(from_rank(0, msg.Vote(key_of(), True)), 1.0)
+    Operator(control).cancel(PlanId("p"), "me", 2.0)
+    abort_answers(control)
+    assert record(control).phase is PlanPhase.CANCELLED
+    assert [row["voted_s"] for row in record(control).story[1]["ranks"]] == [1.0, None]
+
+
+def test_the_story_keeps_the_slowest_ranks_of_a_large_group():
+    ranks = [EpRank(rank) for rank in range(MOST_RANKS + 8)]
+    durations = WaveDurations(ranks, 0.0)
+    for rank in ranks[1:]:
+        durations.note(from_rank(rank, msg.Vote(key_of(), True)), float(rank))
+    row = durations.row()
+    assert row["num_ranks"] == len(ranks)
+    # Rank 0 did not vote at all.
+    assert [each["rank"] for each in row["ranks"]] == [0, *ranks[-MOST_RANKS + 1 :]]
 
 
 def test_persists_come_before_sends():

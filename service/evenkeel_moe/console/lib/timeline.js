@@ -3,6 +3,7 @@
 import {
   bytes,
   counted,
+  duration,
   isKnown,
   percent,
   percentRange,
@@ -98,7 +99,11 @@ export function storyRows(plan) {
 }
 
 /**
- * @typedef {{index: number, from: number, to: number | null, committed: boolean}} WaveSpan
+ * @typedef {{rank: number, voted_s: number | null, swapped_s: number | null,
+ *   stall_s: number | null}} RankTook seconds since the start of a wave
+ * @typedef {{index: number, from: number, to: number | null, committed: boolean,
+ *   ranks: RankTook[] | null, numRanks: number | null}} WaveSpan `ranks` is null while the wave
+ *   runs, and where no controller saw it from its start to its end
  * @param {object[]} story oldest first
  * @returns {WaveSpan[]} The waves that began, in order; `to` is null while a wave runs.
  */
@@ -109,7 +114,8 @@ export function waveSpans(story) {
     const open = spans.find((span) => span.to === null);
     if (row.event === "wave_started") {
       if (open) open.to = row.at;
-      spans.push({ index: committed, from: row.at, to: null, committed: false });
+      const { ranks = null, num_ranks: numRanks = null } = row;
+      spans.push({ index: committed, from: row.at, to: null, committed: false, ranks, numRanks });
     } else if (row.event === "wave_committed") {
       committed = row.waves_committed ?? committed + 1;
       if (open) Object.assign(open, { to: row.at, committed: true });
@@ -145,6 +151,17 @@ export function storyRange(story, now, ended) {
 export function rankWords(rank) {
   const told = ["idle", "unknown"].includes(rank.state) ? "" : `${rank.state}, `;
   return `${told}epoch ${text(rank.epoch)}`;
+}
+
+/**
+ * @param {RankTook} rank
+ * @returns {string} What it took for its part of a wave.
+ */
+export function tookWords({ voted_s: voted, swapped_s: swapped, stall_s: stall }) {
+  const parts = [isKnown(voted) ? `voted after ${duration(voted)}` : "did not vote"];
+  if (isKnown(swapped)) parts.push(`swapped after ${duration(swapped)}`);
+  if (isKnown(stall)) parts.push(`its step waited ${duration(stall)}`);
+  return parts.join(", ");
 }
 
 /**

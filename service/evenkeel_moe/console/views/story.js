@@ -1,10 +1,22 @@
 /** The course of a plan: its waves as a timeline, the ranks now, and the events in order. */
 
 import { bytes, duration, percent, timeOfDay } from "../lib/format.js";
-import { hasEnded, rankWords, storyRange, storyRows, waveSpans } from "../lib/timeline.js";
+import {
+  hasEnded,
+  rankWords,
+  storyRange,
+  storyRows,
+  tookWords,
+  waveSpans,
+} from "../lib/timeline.js";
 import { html, Moment, Section, Table } from "../ui.js";
 
-/** The waves as bars over time. */
+const FEW_WAVES = 2;
+const NOT_SEEN =
+  "It is unknown what each rank took in this wave: the plan is older than this figure, or another" +
+  " controller saw the wave end.";
+
+/** The waves as bars over time, and in each the ranks. */
 export function Timeline({ plan, now }) {
   const spans = waveSpans(plan.story);
   if (!spans.length) return "";
@@ -33,10 +45,47 @@ export function Timeline({ plan, now }) {
           <span class="timeline-words"
             >${state}, ${took}${wave ? `, ${bytes(wave.nbytes)}` : ""}</span
           >
+          <${WaveRanks} span=${span} place=${place} open=${spans.length <= FEW_WAVES} />
         </li>`;
       })}
     </ul>
   <//>`;
+}
+
+/** What each rank took for a wave that is over, on the same time as the wave. */
+function WaveRanks({ span, place, open }) {
+  const { ranks, numRanks, from, to, index } = span;
+  if (!ranks) return to === null ? "" : html`<p class="wave-ranks hint">${NOT_SEEN}</p>`;
+  const all = ranks.length === numRanks;
+  return html`<details class="wave-ranks" open=${open}>
+    <summary>
+      Ranks in wave ${index + 1}${all ? "" : `: the slowest ${ranks.length} of ${numRanks}`}
+    </summary>
+    <ul class="timeline">
+      ${ranks.map(
+        (rank) =>
+          html`<li key=${rank.rank}>
+            <span class="timeline-name">Rank ${rank.rank}</span>
+            <span class="timeline-track">
+              ${partsOf(rank).map(
+                ([kind, first, last]) =>
+                  html`<span
+                    class="timeline-bar ${kind}"
+                    style=${place(from + first, from + last)}
+                  ></span>`,
+              )}</span
+            >
+            <span class="timeline-words">${tookWords(rank)}</span>
+          </li>`,
+      )}
+    </ul>
+  </details>`;
+}
+
+/** The bars of a rank: until its vote, and from the vote until it has swapped. */
+function partsOf({ voted_s: voted, swapped_s: swapped }) {
+  const parts = voted === null ? [] : [["staging", 0, voted]];
+  return swapped === null ? parts : [...parts, ["swapping", voted ?? 0, swapped]];
 }
 
 /** What every rank does now, and the bytes that it has staged. */

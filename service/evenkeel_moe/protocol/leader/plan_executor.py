@@ -13,6 +13,7 @@ from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord, WaveKey
 from evenkeel_moe.protocol.control_messages import (
     ControlAction,
     CoordinatorAction,
+    FromRank,
     PersistEpoch,
     PersistPlan,
     WaveHealth,
@@ -28,6 +29,7 @@ from evenkeel_moe.protocol.leader.plan_validation import (
     wave_refusal,
 )
 from evenkeel_moe.protocol.leader.query_round import GroupState
+from evenkeel_moe.protocol.leader.wave_durations import WaveDurations
 from evenkeel_moe.protocol.messages import Leader, Prepare, StagingProgress
 from evenkeel_moe.protocol.timing import WaveTiming
 from evenkeel_moe.protocol.transitions import CoordinatorState
@@ -77,6 +79,7 @@ class PlanExecutor:
         """Waves that a recovery aborted; their plans cannot go on."""
         self._next_placement: Placement | None = None
         """The placement after the running wave; None for a found wave."""
+        self._durations: WaveDurations | None = None
         self._wave_over = True
         self._waiting: tuple[PlanId, float] | None = None
         """The plan that cannot go on, and since when."""
@@ -195,6 +198,7 @@ class PlanExecutor:
             for rank, member in self.membership.members.items()
         }
         self._wave_over = False
+        self._durations = WaveDurations(peers, now)
         self.coordinator = self.coordinator_type(
             wave, self.leader, peers, self.timing, prepare=prepare, query=query
         )
@@ -206,6 +210,8 @@ class PlanExecutor:
         if coordinator is None:
             return []
         before = coordinator.state
+        if self._durations and isinstance(event, FromRank) and coordinator.peers.counts(event):
+            self._durations.note(event, now)
         answers = coordinator.handle(event, now)
         actions: list[ControlAction] = []
         committed = CoordinatorState.COMMITTED
@@ -285,6 +291,8 @@ class PlanExecutor:
             if aborted:
                 self.aborted_found.add(coordinator.wave)
             return []
+        if self._durations is not None:
+            record = self.records.note_wave(record, self._durations.row())
         if aborted:
             return [self.records.end(record, coordinator.reason, unix, coordinator.detail)]
         return self.settle(record, unix)

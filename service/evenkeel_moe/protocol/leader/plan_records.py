@@ -219,6 +219,18 @@ class PlanRecords:
         self.by_id[record.plan.plan_id] = new
         return PersistPlan(new)
 
+    def note_wave(self, record: PlanRecord, figures: Mapping[str, Any]) -> PlanRecord:
+        """Add figures of the newest wave to the row of its start; the next change stores them."""
+        story = list(record.story)
+        began = (i for i, row in enumerate(story) if row["event"] == "wave_started")
+        newest = max(began, default=None)
+        if newest is None:
+            return record
+        story[newest] = story[newest] | figures
+        new = replace(record, story=tuple(story))
+        self.by_id[record.plan.plan_id] = new
+        return new
+
     def sweep(self, is_stale: Callable[[PlanRecord], bool], unix: float) -> list[PersistPlan]:
         """End proposals that have expired or whose base is stale."""
         changes = []
