@@ -306,7 +306,17 @@ class FakeOperations:
     async def rollback_plan(self, deployment, request):
         self._check(deployment)
         plan = make_plan("rollback-1", deployment).plan
-        epoch = 2 if request.to_epoch is None else request.to_epoch
+        epoch = request.to_epoch
+        if request.to_placement is not None:
+            rows = await self.epochs(deployment)
+            found = [row.epoch for row in rows if row.placement.digest == request.to_placement]
+            if not found:
+                raise NotFound(f"no placement {request.to_placement} is recorded")
+            epoch = found[0]
+        elif epoch is None:
+            epoch = self.views[deployment].status().rollback_epoch
+        if epoch is None:
+            raise NotFound("no earlier placement is recorded")
         return replace(plan, numbers={"to_epoch": float(epoch), "expected_stall_s": 0.004})
 
     async def resume(self, deployment, by):

@@ -113,15 +113,15 @@ def test_a_rollback_asks_with_its_epochs_and_what_it_undoes(run, operations, mon
     code, _, err = run("plan", "rollback", "demo")
     assert code == 0
     assert err == (
-        "Ranks of demo copy experts to return from epoch 3 to the placement of epoch 2. This undoes"
-        " plan mine (1 expert, 1 kB, in 1 wave). The bytes to copy and the stall are not known"
-        " before it is planned. Automatic plans wait for `evenkeel resume demo`. Go on? [y/N]: "
+        "Ranks of demo copy 1 expert, 1 kB, in 1 wave, to return from epoch 3 to the placement of"
+        " epoch 2; expected stall 4 ms of one step for each wave. This undoes plan mine (1 expert,"
+        " 1 kB, in 1 wave). Automatic plans wait for `evenkeel resume demo`. Go on? [y/N]: "
     )
     # The epoch that was shown is requested, also if another plan has ended by then.
     assert operations.calls == [("rollback", "demo", 2, "alice")]
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     code, _, err = run("plan", "rollback", "demo", "--to-epoch", "1")
-    assert (code, "to the placement of epoch 1. The bytes" in err) == (1, True), err
+    assert (code, "to the placement of epoch 1; expected" in err) == (1, True), err
     assert len(operations.calls) == 1
 
 
@@ -132,10 +132,10 @@ def test_a_rollback_to_a_placement_asks_with_its_epoch_and_history(run, operatio
     code, _, err = run("plan", "rollback", "demo", "--to-placement", replaced["digest"])
     assert code == 0
     digest = replaced["digest"]
-    assert f"from epoch 3 to placement {digest[:12]} of epoch 8 in a replaced history." in err
+    assert f"from epoch 3 to placement {digest[:12]} of epoch 8; expected stall" in err
     assert operations.calls == [("rollback", "demo", digest, "alice")]
     code, _, err = run("plan", "rollback", "demo", "--to-placement", "0" * 32)
-    assert (code, err.strip().endswith("is recorded")) == (Exit.REFUSED, True)
+    assert code == Exit.REFUSED and f"no placement {'0' * 32} is recorded" in err
     both = ("--to-placement", digest, "--to-epoch", "2", "--yes")
     assert run("plan", "rollback", "demo", *both)[0] == Exit.USAGE
     assert len(operations.calls) == 1
@@ -143,8 +143,9 @@ def test_a_rollback_to_a_placement_asks_with_its_epoch_and_history(run, operatio
 
 def test_without_an_earlier_placement_no_rollback_is_asked_for(run, operations):
     operations.views["demo"] = FakeView(make_status(rollback_epoch=None), {}, None)
-    said = "evenkeel: no earlier placement of demo is recorded\n"
-    assert run("plan", "rollback", "demo") == (Exit.REFUSED, "", said)
+    code, out, err = run("plan", "rollback", "demo")
+    assert (code, out) == (Exit.REFUSED, "")
+    assert "no earlier placement is recorded" in err
 
 
 def test_what_moves_nothing_needs_no_confirmation(run, operations):

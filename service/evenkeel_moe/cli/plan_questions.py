@@ -21,36 +21,29 @@ def start(plan: Mapping[str, Any]) -> str:
     )
 
 
-def rollback(status: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], to_epoch: int) -> str:
+def rollback(preview: Mapping[str, Any], name: str, plans: Sequence[Mapping[str, Any]]) -> str:
     """Return what follows if a deployment returns to the placement of an earlier epoch.
 
     Args:
-        status: of the deployment.
+        preview: of the rollback.
+        name: of the deployment.
         plans: newest first.
-        to_epoch: the epoch to return to.
     """
-    last = plan_between(plans, to_epoch, status["epoch"])
+    to_epoch, epoch = preview["to_epoch"], preview["base_epoch"]
+    last = plan_between(plans, to_epoch, epoch)
     undone = "" if last is None else f" This undoes plan {last['plan_id']} ({_effort(last)})."
-    return _return(status, f"the placement of epoch {to_epoch}", undone)
+    return _return(preview, name, f"the placement of epoch {to_epoch}", undone)
 
 
-def rollback_to_placement(status: Mapping[str, Any], target: Mapping[str, Any]) -> str:
-    """Return what follows if a deployment returns to a recorded placement.
-
-    Args:
-        status: of the deployment.
-        target: a row of its recorded placements.
-    """
-    history = "a replaced history" if target["replaced"] else "its history"
-    to = f"placement {target['digest']:.12} of epoch {target['epoch']} in {history}"
-    return _return(status, to, "")
+def rollback_to_placement(preview: Mapping[str, Any], name: str, digest: str) -> str:
+    """Return what follows if a deployment returns to a recorded placement."""
+    return _return(preview, name, f"placement {digest:.12} of epoch {preview['to_epoch']}", "")
 
 
-def _return(status: Mapping[str, Any], to: str, undone: str) -> str:
-    name, epoch = status["deployment"], status["epoch"]
+def _return(preview: Mapping[str, Any], name: str, to: str, undone: str) -> str:
     return (
-        f"Ranks of {name} copy experts to return from epoch {epoch} to {to}.{undone} The bytes to"
-        " copy and the stall are not known before it is planned."
+        f"Ranks of {name} copy {_effort(preview)}, to return from epoch {preview['base_epoch']} to"
+        f" {to}; {_stall(preview['expected_stall_s'])}.{undone}"
         f" Automatic plans wait for `evenkeel resume {name}`."
     )
 

@@ -226,7 +226,7 @@ class PlanRecords:
         newest = max(began, default=None)
         if newest is None:
             return record
-        story[newest] = story[newest] | figures
+        story[newest] = {**story[newest], **figures}
         new = replace(record, story=tuple(story))
         self.by_id[record.plan.plan_id] = new
         return new
