@@ -145,7 +145,7 @@ test("limits and gains are told with what they are compared with", () => {
   );
   assert.match(
     gain.find((gate) => gate.state === "closed").detail,
-    /0.1 %, at least -10.0 %; needs 0.2 %/,
+    /0.1 %, at least −10.0 %; needs 0.2 %/,
   );
   const frozen = gatesOf(deployment({ ...decided("frozen"), frozen_until_unix: 160 }), POLICY, 100);
   assert.match(frozen.find((gate) => gate.state === "closed").detail, /another 1 min/);

@@ -42,6 +42,15 @@ test("numbers have units and separators", () => {
   assert.equal(format.bytes(-1e13), "−10.0 TB");
 });
 
+test("every negative number has the same sign", () => {
+  assert.equal(format.number(-0.5), "−0.500");
+  assert.equal(format.count(-1234), "−1,234");
+  assert.equal(format.percent(-0.02), "−2.0 %");
+  assert.equal(format.percentRange(-0.12, -0.01), "−12.0 to −1.0 %");
+  assert.equal(format.withMinus("-1e-9"), "−1e-9");
+  assert.equal(format.number(-0.0001), "0.000");
+});
+
 test("a payback has two significant digits", () => {
   const cases = [
     [2.16e-5, "22 µs"],

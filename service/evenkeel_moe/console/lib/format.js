@@ -8,18 +8,23 @@ export function isKnown(value) {
   return typeof value === "number" && Number.isFinite(value);
 }
 
+/** @param {string} text of a number @returns {string} With a real minus, which zero has not. */
+export function withMinus(text) {
+  return text.replace(/^-(.*)$/, (_, rest) => (/[1-9]/.test(rest) ? `−${rest}` : rest));
+}
+
 /**
  * @param {number | null | undefined} value
  * @param {number} [digits] after the point
  * @returns {string}
  */
 export function number(value, digits = 3) {
-  return isKnown(value) ? value.toFixed(digits) : UNKNOWN;
+  return isKnown(value) ? withMinus(value.toFixed(digits)) : UNKNOWN;
 }
 
 /** @param {number | null | undefined} value @returns {string} A whole number with separators. */
 export function count(value) {
-  return isKnown(value) ? Math.round(value).toLocaleString("en-US") : UNKNOWN;
+  return isKnown(value) ? withMinus(Math.round(value).toLocaleString("en-US")) : UNKNOWN;
 }
 
 /**
@@ -38,7 +43,7 @@ export function counted(value, one, many = `${one}s`) {
  * @returns {string} In percent.
  */
 export function percent(share, digits = 1) {
-  return isKnown(share) ? `${(share * 100).toFixed(digits)} %` : UNKNOWN;
+  return isKnown(share) ? `${number(share * 100, digits)} %` : UNKNOWN;
 }
 
 /** @param {number | null | undefined} share @returns {string} In percent, always with a sign. */
@@ -54,7 +59,7 @@ export function signedPercent(share) {
  */
 export function percentRange(lower, upper) {
   if (!isKnown(lower) || !isKnown(upper)) return UNKNOWN;
-  return `${(lower * 100).toFixed(1)} to ${(upper * 100).toFixed(1)} %`;
+  return `${number(lower * 100, 1)} to ${number(upper * 100, 1)} %`;
 }
 
 /** @param {number | null | undefined} value @returns {string} With a decimal unit: `1.5 MB`. */

@@ -1,6 +1,6 @@
 /** What the planner waits for: the gates of the newest cycle, and what would change the answer. */
 
-import { count, percent } from "../lib/format.js";
+import { count, percent, withMinus } from "../lib/format.js";
 import { gatesOf } from "../lib/gates.js";
 import { hasTime, reasonCounts } from "../lib/history.js";
 import { sentence } from "../lib/reasons.js";
@@ -113,7 +113,8 @@ export function Numbers({ numbers }) {
       {
         title: "Value",
         numeric: true,
-        of: ([, value]) => (Number.isInteger(value) ? count(value) : Number(value).toPrecision(6)),
+        of: ([, value]) => 
+          Number.isInteger(value) ? count(value) : withMinus(Number(value).toPrecision(6)),
       },
     ]}
   />`;
