@@ -64,6 +64,7 @@ def test_a_single_rank_runs_to_its_final_check(tmp_path):
 @pytest.mark.integration
 def test_a_fleet_says_what_it_starts_and_what_its_checks_found(tmp_path):
     options = ("--ranks", "2", "--steps", "3", "--step-s", "0", "--controller", "127.0.0.1:9")
+    options += ("--kv-free-bytes", "5000000")
     done = subprocess.run(
         [sys.executable, "-m", "evenkeel_moe", "fleet", *options, "--run-folder", tmp_path],
         timeout=deadline(60),
@@ -79,6 +80,9 @@ def test_a_fleet_says_what_it_starts_and_what_its_checks_found(tmp_path):
         "the ranks ended after 3 steps and 0 restarts: all 2 checks of weights and outputs passed",
     ]
     assert (tmp_path / "rank-1.log").exists()
+    config = json.loads((tmp_path / "config.json").read_text())
+    # Keys and values of 4 layers of 64 numbers, 4 bytes each.
+    assert (config["kv_bytes_per_token"], config["kv_free_bytes"]) == (2048, 5_000_000)
 
 
 @pytest.mark.integration

@@ -96,6 +96,23 @@ def fleet(
     step_s: Annotated[
         float, typer.Option(min=0, max=5, help="Minimum duration of a step in seconds.")
     ] = 0.05,
+    kv_bytes_per_token: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Simulated bytes of one token in the KV cache. The engine has no KV cache: its"
+            " ranks tell the controller of one, so that replicas can be weighed against it.",
+            show_default="float32 keys and values of every layer",
+        ),
+    ] = None,
+    kv_free_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Simulated bytes of the KV cache of one rank while no sequence runs.",
+            show_default="8 MiB",
+        ),
+    ] = None,
     run_folder: Annotated[
         Path,
         typer.Option(help="Folder for logs, records and saved placements; created if missing."),
@@ -116,7 +133,7 @@ def fleet(
         controllers=tuple(controller or ["127.0.0.1:50051"]),
         steps=steps,
         min_step_s=step_s,
-    )
+    ).with_simulated_kv_cache(kv_bytes_per_token, kv_free_bytes)
     until = f"for {steps} steps" if steps else "until Ctrl-C"
     typer.echo(
         f"starting {ranks} ranks of {config.deployment} {until}; controller"

@@ -109,7 +109,7 @@ def _rank_config(options: DemoOptions, folder: Path, controller: DemoController)
         min_step_s=options.step_s,
         fault=options.fault,
         **slow,
-    )
+    ).with_simulated_kv_cache()
 
 
 def status_command(rest_url: str, token_file: Path) -> str:

@@ -51,6 +51,10 @@ from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
 
+_FLOAT32_BYTES = 4
+_KV_FREE_BYTES = 8 << 20
+"""A replica of every layer takes 3 % of it, with the default sizes."""
+
 
 class ExitCode(IntEnum):
     """The exit code of a rank process."""
@@ -282,7 +286,7 @@ class RankConfig:
     @property
     def bytes_per_expert(self) -> int:
         """The bytes of one expert: two matrices and the scale."""
-        return 4 * (2 * self.d_model * self.d_ffn + self.d_ffn)
+        return _FLOAT32_BYTES * (2 * self.d_model * self.d_ffn + self.d_ffn)
 
     @property
     def shape(self) -> ModelShape:
@@ -315,6 +319,20 @@ class RankConfig:
     def replace(self, **changes: Any) -> "RankConfig":
         """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def with_simulated_kv_cache(
+        self, bytes_per_token: int | None = None, free_bytes: int | None = None
+    ) -> "RankConfig":
+        """Return a copy whose ranks tell of a KV cache, which this engine does not have.
+
+        None takes what an engine of this shape could have: float32 keys and values of every layer,
+        and `_KV_FREE_BYTES`.
+        """
+        own = 2 * self.layers * self.d_model * _FLOAT32_BYTES
+        return self.replace(
+            kv_bytes_per_token=own if bytes_per_token is None else bytes_per_token,
+            kv_free_bytes=_KV_FREE_BYTES if free_bytes is None else free_bytes,
+        )
 
     def to_json(self) -> str:
         """Return the configuration as a JSON object."""
