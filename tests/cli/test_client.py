@@ -1,6 +1,7 @@
 """Commands that call no controller, a server of another kind, or a replica that does not lead."""
 
 import http.server
+import itertools
 import json
 import threading
 from contextlib import contextmanager
@@ -38,6 +39,20 @@ def test_errors_are_one_line_and_an_exit_code(run, token, arguments, code):
     assert "Traceback" not in err
     if arguments[-1] != "--nope":
         assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["plan", "deployment"])
+def test_an_argument_that_is_no_id_is_refused_before_it_is_sent(run, kind):
+    """In a path, `..` would name another resource, and nothing would name all of them."""
+    commands = {
+        "plan": ("plan story", "plan show", "plan approve --yes", "plan cancel"),
+        "deployment": ("status", "forget --yes", "decisions", "plan list"),
+    }[kind]
+    on = ("-d", "demo") if kind == "plan" else ()
+    for words, text in itertools.product(commands, ("", " ", "..", "../policy", "a/b", "a?b")):
+        code, out, err = run(*words.split(), *on, text)
+        assert (code, out) == (Exit.USAGE, "")
+        assert err.startswith(f"evenkeel: {text!r} is no {kind} id: ")
 
 
 @pytest.mark.parametrize(

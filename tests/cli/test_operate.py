@@ -153,8 +153,10 @@ def test_a_waiting_proposal_is_visible_at_80_columns(run, operations, monkeypatc
     record = make_plan("automatic-0-0bc37c751748", phase=PlanPhase.PROPOSED)
     status = make_status(proposals=(record,), mode="propose", reason="recovered")
     operations.views = {"reference": FakeView(status, {}, None)}
-    head, row = run("status")[1].splitlines()[:2]
-    assert "PLAN" in head and "automatic-0-0bc37c751748 proposed" in row
+    head, row, below = run("status")[1].splitlines()[:3]
+    assert {"REASON", "MODE", "EPOCH", "BALANCEDNESS", "RANKS"} <= set(head.split())
+    assert row.startswith("reference   ready")
+    assert below == "  plan: automatic-0-0bc37c751748 proposed"
 
 
 def test_a_deployment_that_another_replica_leads_is_listed_without_numbers(run, operations):

@@ -45,7 +45,7 @@ def test_a_plan_shows_promise_and_delivery(run, operations):
 def test_status_says_why_automatic_plans_are_held(run, operations):
     for because, words in (
         ("gains_not_delivered", "held because plans did not deliver their gain"),
-        ("held_after_rollback", "held after a rollback"),
+        ("held_after_rollback", "held after a rollback, or because the store came back empty"),
     ):
         status = make_status(held=True, held_because=because)
         operations.views["demo"] = FakeView(status, {}, None)
@@ -148,6 +148,14 @@ def test_figures_that_a_gate_compared_are_shown_on_a_narrow_terminal():
     assert lines[3].startswith("00:00:59  waiting_consecutive_windows")
     assert lines[4].strip() == "windows below 1, consecutive windows 2"
     assert "COMPARED" not in "".join(lines)
+
+
+def test_a_decision_with_words_shows_them():
+    """A store that came back empty has no figures; its row of the decision log has a sentence."""
+    words = "the store came back empty: mode, freeze and hold stay as they were"
+    row = decision(60.0, "recovered") | {"detail": words}
+    assert words in drawn(decisions_table([row]), 100)[1]
+    assert words in " ".join(" ".join(drawn(decisions_table([row]), 60)).split())
 
 
 def test_a_rollback_that_saves_less_is_told_to_be_intended(run, operations):

@@ -1,5 +1,6 @@
 """Calls the REST API, and turns every failure into one line for the operator and an exit code."""
 
+import re
 import ssl
 import time
 from collections.abc import Callable
@@ -154,10 +155,10 @@ class ApiClient:
         """Return the named deployment, or the only one there is.
 
         Raises:
-            CliError: no name is given, and there is no deployment or more than one.
+            CliError: the name is no id; or none is given, and there is not exactly one deployment.
         """
         if name is not None:
-            return name
+            return checked_id(name, "deployment")
         names = [row["deployment"] for row in self.every("deployments")]
         if len(names) == 1:
             return str(names[0])
@@ -225,6 +226,18 @@ class ApiClient:
                 Exit.REFUSED,
             )
         return answer
+
+
+def checked_id(text: str, kind: str) -> str:
+    """Return an id that may stand in a path; `kind` is what it should name.
+
+    Raises:
+        CliError: it is none. In a path, such as `..`, it could name something else.
+    """
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text) is None:
+        allowed = "a letter or digit, and then letters, digits and . _ -"
+        raise CliError(f"{text!r} is no {kind} id: it has {allowed}", Exit.USAGE)
+    return text
 
 
 def _trusting(ca_file: Path) -> ssl.SSLContext:

@@ -22,6 +22,7 @@ from evenkeel_moe.cli.options import (
     parse_value,
     with_option_groups,
 )
+from evenkeel_moe.cli.reasons import HELD
 from evenkeel_moe.cli.units import moment
 from evenkeel_moe.cli.watch import ShowOptions
 from evenkeel_moe.model.quantities import duration_text
@@ -49,6 +50,7 @@ def status(
         if name is None:
             shown.run(lambda: client.every("deployments"), tables.deployments_table)
             return
+        client.deployment(name)
         shown.run(
             lambda: client.get(f"deployments/{name}"),
             lambda row: tables.deployment_view(row, SystemClock().unix()),
@@ -184,7 +186,8 @@ def _resumed(before: dict[str, Any]) -> str:
     if not before["held"]:
         return f"automatic plans were not held; the mode is {mode}"
     after = "may start again" if mode == "auto" else f"are no longer held, but the mode is {mode}"
-    return f"automatic plans {after}; they were held ({before['held_because']})"
+    because = HELD.get(before["held_because"], f"({before['held_because']})")
+    return f"automatic plans {after}; they were held {because}"
 
 
 def _still_frozen(name: str, until: float | None) -> str:
@@ -208,6 +211,7 @@ def forget(
     Its plans and epochs stay stored, and ranks that come back are accepted. Needs role admin.
     """
     with connection.client() as client:
+        client.deployment(name)
         confirm(f"{name} leaves the list and the metrics, and its windows are deleted.", yes)
         client.delete(f"deployments/{name}")
     typer.echo(f"{name}: removed; its plans and epochs stay stored")

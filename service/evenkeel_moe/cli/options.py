@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from evenkeel_moe.cli.client import ApiClient, CliError, Exit, read_token
+from evenkeel_moe.cli.client import ApiClient, CliError, Exit, checked_id, read_token
 from evenkeel_moe.cli.completion import deployment_names
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
@@ -173,7 +173,8 @@ class DeploymentClientOptions(ClientOptions):
         Raises:
             CliError: no deployment is named, and there is not exactly one.
         """
-        return client.deployment(self.deployment or self.default_deployment)
+        chosen = self.deployment
+        return client.deployment(self.default_deployment or None if chosen is None else chosen)
 
     def of(self, name: str | None) -> "DeploymentClientOptions":
         """Return the options for the deployment of this name; None keeps them.
@@ -191,13 +192,14 @@ class DeploymentClientOptions(ClientOptions):
         """Split the arguments `[NAME] LAST`; return the options for NAME, and LAST.
 
         Raises:
-            CliError: there are no arguments or more than two.
+            CliError: there are no arguments or more than two, or a plan id is none.
         """
         if not 1 <= len(words) <= 2:
             raise CliError(
                 f"expected [NAME] {last}, got {len(words)} arguments; see --help", Exit.USAGE
             )
-        return self.of(words[0] if len(words) == 2 else None), words[-1]
+        found = checked_id(words[-1], "plan") if last == "PLAN" else words[-1]
+        return self.of(words[0] if len(words) == 2 else None), found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,8 +218,7 @@ class NamedDeployment(DeploymentClientOptions):
 
     def found(self, client: ApiClient) -> str:
         """Return the id of the deployment."""
-        named = self.of(self.name)
-        return client.deployment(named.deployment or self.default_deployment)
+        return DeploymentClientOptions.found(self.of(self.name), client)
 
 
 def nested_fields(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evenkeel_moe.cli.fitted_table import FittedCell, FittedColumn, FittedTable, with_values
-from evenkeel_moe.cli.reasons import WORDS, explained, with_reason
+from evenkeel_moe.cli.reasons import HELD, WORDS, explained, with_reason
 from evenkeel_moe.cli.units import age, figure, figure_name, moment, moments, share
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.quantities import bytes_text, duration_text
@@ -153,11 +153,10 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
 
 
 def _held(because: str | None) -> str:
-    return {
-        "held_after_rollback": "held after a rollback: no plan starts by itself until `resume`",
-        "gains_not_delivered": "held because plans did not deliver their gain: no plan starts by"
-        " itself until `resume`",
-    }.get(str(because), "held")
+    words = HELD.get(str(because))
+    if words is None:
+        return "held"
+    return f"held {words}: no plan starts by itself until `resume`"
 
 
 def _state(row: Mapping[str, Any]) -> str:
@@ -278,7 +277,8 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
                 _gain(figures),
                 _copies(figures),
                 str(row.get("plan_id") or "-"),
-                ", ".join(
+                row.get("detail")
+                or ", ".join(
                     f"{figure_name(name)} {figure(name, value)}" for name, value in compared.items()
                 ),
             )
