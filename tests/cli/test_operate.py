@@ -151,7 +151,7 @@ def test_what_waits_for_an_operator_is_shown(run, operations):
 def test_a_waiting_proposal_is_visible_at_80_columns(run, operations, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     record = make_plan("automatic-0-0bc37c751748", phase=PlanPhase.PROPOSED)
-    status = make_status(proposals=(record,), mode="propose", reason="recovered")
+    status = make_status("reference", proposals=(record,), mode="propose", reason="recovered")
     operations.views = {"reference": FakeView(status, {}, None)}
     head, row, below = run("status")[1].splitlines()[:3]
     assert {"REASON", "MODE", "EPOCH", "BALANCEDNESS", "RANKS"} <= set(head.split())
