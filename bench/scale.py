@@ -88,7 +88,7 @@ def all_rows(known: dict[str, float]) -> Iterable[list[Row]]:
 
 
 def _said(shape: ModelShape) -> GroupMemory:
-    return group_memory(shape, window_steps=512, max_pending=512, plan_steps=256)
+    return group_memory(shape, window_steps=512, max_pending=512, plan_steps=256, threads=2)
 
 
 def read_rows() -> dict[str, Row]:

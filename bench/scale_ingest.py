@@ -68,7 +68,7 @@ async def _measure(
     spent = [cpu_s(pid) - one for pid, one in zip(pids, cpu, strict=True)]
     stored = await _received(client) - net
     steps, messages = batches * scale.steps, batches * ranks
-    said = group_memory(scale.shape, window_steps=512, max_pending=512, plan_steps=256)
+    said = group_memory(scale.shape, window_steps=512, max_pending=512, plan_steps=256, threads=2)
     return [
         Row(f"{row}_message_us", sum(spent) / messages * 1e6, "us of CPU per message, with Valkey"),
         Row(f"{row}_step_us", sum(spent) / messages / scale.steps * 1e6, "us per rank step"),

@@ -187,6 +187,9 @@ class PlannerSettings:
     whose policy and ranks name none. With a wrong one the plans suit another engine."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of planner processes; each needs about 300 MB for compiled kernels."""
+    threads: Annotated[int, Field(ge=1, le=256)] = 2
+    """Threads of a planner process for the layers of large models. More than there are cores save
+    no time, and each takes memory. Plans do not depend on it."""
     deadline_s: Seconds = 60.0
     """Time limit of a cycle; after it the cycle has failed and its process is replaced. The
     policy's search may use a quarter of it, estimated from its measured rate of evaluations."""

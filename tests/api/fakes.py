@@ -306,17 +306,12 @@ class FakeOperations:
     async def rollback_plan(self, deployment, request):
         self._check(deployment)
         plan = make_plan("rollback-1", deployment).plan
-        epoch = request.to_epoch
-        if request.to_placement is not None:
-            rows = await self.epochs(deployment)
-            found = [row.epoch for row in rows if row.placement.digest == request.to_placement]
-            if not found:
-                raise NotFound(f"no placement {request.to_placement} is recorded")
-            epoch = found[0]
-        elif epoch is None:
+        known = {one.placement.digest: one.epoch for one in await self.epochs(deployment)}
+        epoch = known.get(request.to_placement, request.to_epoch)
+        if (epoch, request.to_placement) == (None, None):
             epoch = self.views[deployment].status().rollback_epoch
         if epoch is None:
-            raise NotFound("no earlier placement is recorded")
+            raise NotFound(f"no placement {request.to_placement or ''} is recorded")
         return replace(plan, numbers={"to_epoch": float(epoch), "expected_stall_s": 0.004})
 
     async def resume(self, deployment, by):

@@ -80,6 +80,7 @@ def settings(**changes) -> CycleSettings:
     values = {
         "plan_steps": 100,
         "recent_steps": 8,
+        "threads": 1,
         "copy_bytes_per_s": 1e6,
         "copy_cost_tokens": 77.0,
         "deadline_s": 60.0,

@@ -34,7 +34,11 @@ MANY = ModelShape(92, 896, 256, 4, 8, 44_000_000)
 
 def memory(shape, window_steps=512, max_pending=512, plan_steps=256):
     return group_memory(
-        shape, window_steps=window_steps, max_pending=max_pending, plan_steps=plan_steps
+        shape,
+        window_steps=window_steps,
+        max_pending=max_pending,
+        plan_steps=plan_steps,
+        threads=2,
     )
 
 

@@ -215,3 +215,13 @@ def test_other_deployments_are_refused():
     for function in (count_moves, align_slots, fewest_moves):
         with pytest.raises(ShapeMismatch):
             function(small, large)
+
+
+def test_threads_change_no_name_of_a_rank():
+    rng = np.random.default_rng(5)
+    rows = np.stack([rng.permutation(256) for _ in range(6)]).astype(np.int32)
+    current = Placement(rows[:3], 128, 256)
+    target = Placement(rows[3:], 128, 256)
+    one, three = (fewest_moves(current, target, threads=threads) for threads in (1, 3))
+    assert count_moves(current, one) < count_moves(current, target)
+    assert (one.phy2log == three.phy2log).all()

@@ -7,7 +7,7 @@ import pytest
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, PlanId
-from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.model.plan import PlanPhase, PlanRecord
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.operator import Operator
@@ -29,6 +29,7 @@ from tests.protocol.machines import (
     key_of,
     of_kind,
     only,
+    plan_of,
     query_of,
     record,
     sent,
@@ -209,3 +210,18 @@ def test_new_leader_honours_a_cancel_its_predecessor_took():
     control = control_of(S.RECOVERING, stored)
     answer_queries(control, **after_wave(0))
     assert record(control).phase is PlanPhase.CANCELLED
+
+
+def test_of_two_plans_that_run_by_the_records_the_newest_goes_on():
+    """R12: a lost write may leave an older one."""
+    records = tuple(
+        PlanRecord(plan_of(2, name), PlanPhase.MIGRATING, Reason.PLAN_STARTED, 0, 0.0)
+        for name in ("old", "p")
+    )
+    control = control_of(S.RECOVERING, ctl.StoredRecords(records))
+    answer_queries(control)
+    assert (record(control, "old").phase, record(control, "old").reason) == (
+        PlanPhase.ABORTED,
+        Reason.STALE_BASE,
+    )
+    assert (record(control).phase, control.state) == (PlanPhase.MIGRATING, S.MIGRATING)

@@ -7,7 +7,6 @@ from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.operator import Operator
-from evenkeel_moe.protocol.leader.wave_durations import MOST_RANKS, WaveDurations
 from evenkeel_moe.protocol.transitions import ControlState as S
 from evenkeel_moe.protocol.transitions import CoordinatorState as C
 from tests.protocol.machines import (
@@ -102,17 +101,6 @@ def test_the_story_of_an_aborted_wave_says_which_rank_did_not_vote():
     abort_answers(control)
     assert record(control).phase is PlanPhase.CANCELLED
     assert [row["voted_s"] for row in record(control).story[1]["ranks"]] == [1.0, None]
-
-
-def test_the_story_keeps_the_slowest_ranks_of_a_large_group():
-    ranks = [EpRank(rank) for rank in range(MOST_RANKS + 8)]
-    durations = WaveDurations(ranks, 0.0)
-    for rank in ranks[1:]:
-        durations.note(from_rank(rank, msg.Vote(key_of(), True)), float(rank))
-    row = durations.row()
-    assert row["num_ranks"] == len(ranks)
-    # Rank 0 did not vote at all.
-    assert [each["rank"] for each in row["ranks"]] == [0, *ranks[-MOST_RANKS + 1 :]]
 
 
 def test_persists_come_before_sends():

@@ -28,6 +28,7 @@ class CycleSettings:
 
     plan_steps: int
     recent_steps: int
+    threads: int
     copy_bytes_per_s: float
     copy_cost_tokens: float
     deadline_s: float

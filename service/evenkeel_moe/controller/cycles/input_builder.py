@@ -155,6 +155,7 @@ class InputBuilder:
             objective=objective,
             calibration=self.calibration,
             max_evaluations=self.budget.limit(policy),
+            threads=settings.threads,
             policy_options=control.policy.policy_options,
             recent_steps=settings.recent_steps,
         )

@@ -73,6 +73,7 @@ class DeploymentOptions:
             window_steps=self.window_steps,
             max_pending=self.max_pending,
             plan_steps=self.cycle.plan_steps,
+            threads=self.cycle.threads,
         )
 
 

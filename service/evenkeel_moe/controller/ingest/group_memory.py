@@ -93,7 +93,7 @@ def limit_steps(shape: ModelShape, window_steps: int, max_pending: int) -> StepL
 
 
 def group_memory(
-    shape: ModelShape, *, window_steps: int, max_pending: int, plan_steps: int
+    shape: ModelShape, *, window_steps: int, max_pending: int, plan_steps: int, threads: int
 ) -> GroupMemory:
     """Return the most memory that a deployment of a shape takes.
 
@@ -102,6 +102,7 @@ def group_memory(
         window_steps: `window.steps`.
         max_pending: `ingest.max_pending_steps`.
         plan_steps: `window.plan_steps`.
+        threads: `planner.threads`.
     """
     layers, experts = shape.num_layers, shape.num_logical_experts
     limits, phases = limit_steps(shape, window_steps, max_pending), len(Phase)
@@ -117,22 +118,24 @@ def group_memory(
         cycle=2 * cycle_steps * _window_step(shape),
         maps=_MAPS * 4 * layers * shape.num_slots,
         ranks=_RANK_BYTES * shape.num_ranks,
-        plan=_plan_bytes(shape, cycle_steps, limits.keeps_sources),
+        plan=_plan_bytes(shape, cycle_steps, limits.keeps_sources, threads),
     )
 
 
-def _plan_bytes(shape: ModelShape, steps: int, has_sources: bool) -> int:
+def _plan_bytes(shape: ModelShape, steps: int, has_sources: bool, threads: int) -> int:
     """Return the bytes of one of keel's plans.
 
-    Beside what it keeps of all layers, it works on the slopes, swaps and pairs of ranks of one
-    layer at a time. The steps are held as they came and as expected, with the work of copies and
-    that of one copy more.
+    Beside what it keeps of all layers, each thread works on the slopes, swaps and pairs of ranks of
+    one layer at a time. The steps are held as they came and as expected, with the work of copies
+    and that of one copy more.
     """
     layers, experts, ranks = shape.num_layers, shape.num_logical_experts, shape.num_ranks
     per_cell = _SEARCHED_BYTES + (_ORIGIN_BYTES if has_sources else 0)
     one_layer = ranks * (16 * experts + 16 * shape.num_slots + 64 * ranks)
     return (
-        per_cell * layers * experts * ranks + one_layer + 8 * steps * layers * (6 * experts + ranks)
+        per_cell * layers * experts * ranks
+        + threads * one_layer
+        + 8 * steps * layers * (6 * experts + ranks)
     )
 
 

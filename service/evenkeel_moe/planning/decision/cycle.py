@@ -105,6 +105,8 @@ class CycleInputs:
     if ranks do not report it."""
     max_evaluations: int | None = None
     """Candidates the policy may evaluate; None leaves it to the policy."""
+    threads: int = 1
+    """Threads that the policy may use."""
     policy_options: Mapping[str, Mapping[str, OptionValue]] = field(default_factory=dict)
     """Options by policy; those of other policies are for shadows and comparisons."""
     recent_steps: int = 32
@@ -305,6 +307,7 @@ def plan_target(inputs: CycleInputs, split: WindowSplit) -> tuple[Placement, dic
         source_load=source,
         objective=inputs.objective,
         max_evaluations=inputs.max_evaluations,
+        threads=inputs.threads,
         seed=inputs.seed,
     )
     proposal = resolve_policy(inputs.policy, inputs.policy_options.get(inputs.policy))(problem)

@@ -36,6 +36,8 @@ class PlacementProblem:
     max_evaluations: int | None = None
     """Budget of candidate evaluations, so that the same problem gives the same bytes on any
     machine. None: the policy's own budget, which follows from the sizes."""
+    threads: int = 1
+    """Threads that the search of a large model may use. The placement does not depend on them."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,6 +57,8 @@ class PlacementProblem:
         if self.source_load is not None:
             _check_source(self.source_load, shape)
         self.objective.check()
+        if self.threads < 1:
+            raise InvalidInput(f"threads is {self.threads}, must be at least 1")
         for name, value in (("max_evaluations", self.max_evaluations), ("seed", self.seed)):
             if value is not None and not 0 <= value < math.inf:
                 raise InvalidInput(f"{name} is {value}, must be finite and not negative")

@@ -14,7 +14,11 @@ from evenkeel_moe.model.cost import CostCurves
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning.problem.layer_threads import map_layers
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+
+_MANY_RANKS = 128
+"""Ranks from which a layer takes milliseconds, so that threads save time."""
 
 
 @kernel
@@ -153,6 +157,7 @@ def fewest_moves(
     topology: Topology | None = None,
     costs: CostCurves | None = None,
     pooled: bool = False,
+    threads: int = 1,
 ) -> Placement:
     """Rename the target's ranks, layer by layer, so that the fewest experts cross between ranks.
 
@@ -164,6 +169,7 @@ def fewest_moves(
         costs: if given, only ranks with the same curve are exchanged.
         pooled: if True, only ranks with equally many filled slots in the layer are exchanged, so
             that no pool overflows.
+        threads: used where there are many ranks; the result does not depend on them.
 
     Returns:
         A placement whose layers are those of the target up to the names of the ranks and the order
@@ -178,8 +184,8 @@ def fewest_moves(
     wanted, present = target.phy2log.copy(), current.phy2log.copy()
     speed = _speed_classes(costs, ranks)
     filled = (target.phy2log.reshape(layers, ranks, -1) >= 0).sum(axis=2)
-    rows = np.empty((layers, ranks, target.slots_per_rank), np.int32)
-    for layer in range(layers):
+
+    def renamed_layer(layer: int) -> NDArray[np.int32]:
         classes = speed * (target.slots_per_rank + 1) + (filled[layer] if pooled else 0)
         kept = _overlap(wanted[layer], present[layer], ranks, target.num_logical_experts)
         # A forbidden exchange must cost more than all others together can save.
@@ -187,8 +193,12 @@ def fewest_moves(
         new_rank = _assign(gain) if topology is None else _assign_by_node(gain, topology)
         if gain[np.arange(ranks), new_rank].sum() <= np.trace(gain):
             new_rank = np.arange(ranks)
-        rows[layer, new_rank] = target.phy2log[layer].reshape(ranks, -1)
-    renamed = Placement(rows.reshape(layers, -1), ranks, target.num_logical_experts)
+        rows = np.empty((ranks, target.slots_per_rank), np.int32)
+        rows[new_rank] = target.phy2log[layer].reshape(ranks, -1)
+        return rows.reshape(-1)
+
+    rows = map_layers(renamed_layer, range(layers), threads if ranks >= _MANY_RANKS else 1)
+    renamed = Placement(np.stack(rows), ranks, target.num_logical_experts)
     return align_slots(current, renamed)
 
 
@@ -251,4 +261,5 @@ def relabel(problem: PlacementProblem, target: Placement, *, keep_nodes: bool = 
         topology=problem.topology if by_node else None,
         costs=problem.objective.cost.curves,
         pooled=problem.shape.pooled,
+        threads=problem.threads,
     )

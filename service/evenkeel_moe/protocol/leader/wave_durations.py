@@ -22,14 +22,15 @@ class WaveDurations:
 
     def __init__(self, ranks: Iterable[EpRank], began: float) -> None:
         self._began = began
-        self._voted: dict[EpRank, float | None] = dict.fromkeys(ranks)
+        self._ranks = tuple(ranks)
+        self._voted: dict[EpRank, float] = {}
         self._swapped: dict[EpRank, float] = {}
         self._stalled: dict[EpRank, float] = {}
 
     def note(self, event: FromRank, now: float) -> None:
         """Take a message that counts for the wave; the first of a kind is the measured one."""
         rank, message, passed = event.rank, event.message, now - self._began
-        if isinstance(message, Vote) and self._voted.get(rank) is None:
+        if isinstance(message, Vote) and rank not in self._voted:
             self._voted[rank] = passed
         elif isinstance(message, Ack) and rank not in self._swapped:
             self._swapped[rank] = passed
@@ -43,21 +44,22 @@ class WaveDurations:
         `voted_s` and `swapped_s` count from the start of the wave: until all was staged and
         verified, and until the rank was at the new epoch. `stall_s` is the delay of its step.
         """
-        slowest = sorted(self._voted, key=self._slowness, reverse=True)[:MOST_RANKS]
+        never = float("inf")
+        slowest = sorted(
+            self._ranks,
+            key=lambda rank: (self._voted.get(rank, never), self._swapped.get(rank, never)),
+            reverse=True,
+        )[:MOST_RANKS]
         rows = [
             {
                 "rank": int(rank),
-                "voted_s": _rounded(self._voted[rank]),
+                "voted_s": _rounded(self._voted.get(rank)),
                 "swapped_s": _rounded(self._swapped.get(rank)),
                 "stall_s": _rounded(self._stalled.get(rank)),
             }
             for rank in sorted(slowest)
         ]
-        return {"num_ranks": len(self._voted), "ranks": rows}
-
-    def _slowness(self, rank: EpRank) -> tuple[bool, float, float]:
-        voted = self._voted[rank]
-        return voted is None, voted or 0.0, self._swapped.get(rank, 0.0)
+        return {"num_ranks": len(self._ranks), "ranks": rows}
 
 
 def _rounded(seconds: float | None) -> float | None:

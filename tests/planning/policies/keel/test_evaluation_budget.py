@@ -48,3 +48,19 @@ def test_plans_with_large_layers_evaluate_about_as_many_candidates_whatever_thei
         EvaluationBudget(problem_of(50, 256, ranks, 9), options).share * 50 for ranks in (32, 128)
     )
     assert many == few == options.large_evaluations
+
+
+def test_shares_suffice_unless_other_layers_may_use_them():
+    problem = problem_of(58, 256, 32, 9)
+    every = range(58)
+    assert EvaluationBudget(problem).suffice_for(every)
+    assert not EvaluationBudget(problem_of(26, 64, 16, 5)).suffice_for([0]), "one pool"
+    share = EvaluationBudget(problem).share
+    tight = EvaluationBudget(replace(problem, max_evaluations=10 * share))
+    assert not tight.suffice_for(every) and tight.suffice_for(range(10))
+    tight.spend(3, share)
+    assert tight.suffice_for(range(10)) and not tight.suffice_for(range(11))
+    tight.spend(50, 1)
+    assert not tight.suffice_for(range(10))
+    with tight.keeping(0.5):
+        assert tight.suffice_for(range(10))

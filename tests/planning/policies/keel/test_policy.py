@@ -246,6 +246,29 @@ def test_the_layers_of_a_large_model_that_may_change_are_searched_after_they_wer
     assert keel.score < least * (1 - 0.3 * 5 / LARGE.num_layers)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_evaluations": 200_000},
+        {"objective": Objective(limits=PlanLimits(max_layers=3))},
+        {"objective": Objective(limits=PlanLimits(max_moves=20))},
+    ],
+    ids=["free", "few evaluations", "few layers", "few moves"],
+)
+def test_threads_change_no_byte_of_a_plan(changes):
+    shape = replace(LARGE, num_layers=6)
+    problem = PlacementProblem(
+        large_and_skewed().load[:, :6].copy(),
+        shape,
+        Topology.single_node(32),
+        current=Placement.initial(shape),
+    )
+    one, three = (plan_keel(replace(problem, threads=n, **changes)) for n in (1, 3))
+    assert (one.placement.phy2log == three.placement.phy2log).all()
+    assert (one.evaluations, one.score) == (three.evaluations, three.score)
+
+
 def test_merged_steps_of_large_layers_still_give_a_good_first_plan_and_few_copies_later():
     options = KeelOptions(common_layer_size=1_000)
     shape = ModelShape(3, 32, 8, 5, 2, 1)

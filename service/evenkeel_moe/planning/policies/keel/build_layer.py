@@ -125,7 +125,7 @@ def build_layer(
         cross_node_factor: price of a copy that no rank of the node can send.
         base: (R, T) load of each rank without routed experts, in mean rank loads.
         floor: (T,) time that every rank takes at least, in layer times.
-        memory: shared by all layers of a search, which are worked on one after the other.
+        memory: shared by layers of a search that are worked on one after the other.
     """
     experts, steps = tokens.shape
     ranks = len(objective.node_of_rank)

@@ -4,7 +4,7 @@ The same problem so gives the same bytes on any machine. In a large model every 
 its own, which no other layer can use up.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,6 +19,7 @@ class EvaluationBudget:
     A plan that may evaluate just what another plan used gives the bytes of that plan.
 
     Attributes:
+        is_pooled: True in a small model, where any layer may use all candidates.
         share: candidates that one layer may evaluate; in a small model, all layers together.
         used: candidates evaluated so far.
     """
@@ -26,9 +27,9 @@ class EvaluationBudget:
     def __init__(self, problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS) -> None:
         steps, layers, experts = problem.load.shape
         ranks = problem.shape.num_ranks
-        self._pooled = layers * experts * ranks <= options.pooled_size
+        self.is_pooled = layers * experts * ranks <= options.pooled_size
         self.share = total = options.least_evaluations
-        if not self._pooled:
+        if not self.is_pooled:
             size = experts * ranks * steps
             least = options.least_evaluations
             if size > options.common_layer_size:
@@ -47,6 +48,11 @@ class EvaluationBudget:
         """Return the candidates that a layer may still evaluate; 0 or less if there are none."""
         return min(self.share - self._kept - int(self._spent[layer]), self._total - self.used)
 
+    def suffice_for(self, layers: Sequence[int]) -> bool:
+        """Return True if every one of these layers may use its share, whatever the others use."""
+        shares = sum(max(0, self.share - self._kept - int(self._spent[one])) for one in layers)
+        return not self.is_pooled and shares <= self._total - self.used
+
     def is_spent(self) -> bool:
         """Return True if no layer may evaluate another candidate."""
         return all(self.left(layer) <= 0 for layer in range(len(self._spent)))
@@ -60,7 +66,7 @@ class EvaluationBudget:
     def keeping(self, part: float) -> Iterator[None]:
         """Keep a part of every layer's share for what follows; of a pool nothing is kept."""
         before = self._kept
-        self._kept = 0 if self._pooled else int(part * self.share)
+        self._kept = 0 if self.is_pooled else int(part * self.share)
         try:
             yield
         finally:

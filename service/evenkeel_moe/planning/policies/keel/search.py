@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.keel.budget_trades import CopyOffers, best_copies
 from evenkeel_moe.planning.policies.keel.build_layer import build_layer, working_memory
@@ -20,19 +18,20 @@ from evenkeel_moe.planning.policies.keel.evaluation_budget import EvaluationBudg
 from evenkeel_moe.planning.policies.keel.moves import apply_replacement, copies_of_replacement
 from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
 from evenkeel_moe.planning.policies.keel.outlook import reading_dominates
+from evenkeel_moe.planning.policies.keel.search_inputs import (
+    scaled_objective,
+    source_shares,
+    unplanned,
+)
 from evenkeel_moe.planning.policies.keel.state import (
     LayerState,
-    SearchObjective,
-    SmoothCosts,
     load_ranks,
     refresh,
 )
 from evenkeel_moe.planning.policies.keel.window import SearchWindow
-from evenkeel_moe.planning.policies.keel.work import smooth_work
 from evenkeel_moe.planning.policies.slot_budget import SlotBudget
-from evenkeel_moe.planning.problem import moe_time
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
-from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.planning.problem.layer_threads import map_layers
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule import relabel
 
 _UNLIMITED = 1 << 40
@@ -76,13 +75,15 @@ class Search:
         self._evaluations = evaluations
         self._options = options
         sharp = sharp or window.unit_tokens >= options.sharp_tokens or reading_dominates(problem)
-        self.objective = _scaled_objective(problem, window, options, sharp)
-        origin = _origin_shares(problem)
-        base, floor = _unplanned(problem, window.load)
+        self.objective = scaled_objective(problem, window, options, sharp)
+        origin = source_shares(problem)
+        base, floor = unplanned(problem, window.load)
         experts, ranks = problem.shape.num_logical_experts, problem.shape.num_ranks
-        memory = working_memory(experts, ranks, len(window.weights))
-        self.layers: list[LayerState] = [
-            build_layer(
+        self._threads = 1 if evaluations.is_pooled else problem.threads
+        memory = [working_memory(experts, ranks, len(window.weights)) for _ in range(self._threads)]
+
+        def build(layer: int) -> LayerState:
+            return build_layer(
                 window.tokens[layer],
                 window.weights,
                 origin[layer % len(origin)],
@@ -92,10 +93,10 @@ class Search:
                 problem.objective.cross_node_factor,
                 base[layer % len(base)] / window.unit_tokens,
                 floor[:, layer] / window.unit_cost,
-                memory,
+                memory[layer % self._threads],
             )
-            for layer in range(problem.shape.num_layers)
-        ]
+
+        self.layers = map_layers(build, range(problem.shape.num_layers), self._threads)
         self._budget = SlotBudget.of(problem)
         self._copy_limit = _copy_limit(problem)
         self._few_limit = _UNLIMITED
@@ -164,17 +165,34 @@ class Search:
                 self._run_pass(which, level)
 
     def _run_pass(self, which: Sequence[int], price: float) -> None:
-        for i in which:
-            self._descend(i, price)
+        if self._share_nothing(which):
+            found = map_layers(lambda i: self._descended(i, price), which, self._threads)
+            for i, result in zip(which, found, strict=True):
+                self._book_descent(i, *result)
+        else:
+            for i in which:
+                self._descend(i, price)
         if self._budget.pool_per_rank is not None:
             self._trade(which, price)
 
+    def _share_nothing(self, which: Sequence[int]) -> bool:
+        """Return True if no layer's search takes from what another one may use."""
+        return (
+            self._budget.pool_per_rank is None
+            and self._allowed_copies() == _UNLIMITED
+            and self._evaluations.suffice_for(which)
+        )
+
     def _descend(self, i: int, price: float) -> None:
         """Search layer i by itself."""
+        self._book_descent(i, *self._descended(i, price))
+
+    def _descended(self, i: int, price: float) -> tuple[int, int, int]:
+        """Search layer i; return copies, filled slots and evaluations, which are not booked yet."""
         left = self._evaluations.left(i)
         if left <= 0 or not self._window.loaded[i]:
-            return
-        copies, added, used = descend(
+            return 0, 0, 0
+        return descend(
             self.layers[i],
             self.objective,
             self.rooms[i],
@@ -184,8 +202,10 @@ class Search:
             self._options.least_gain,
             left,
         )
-        self._book(i, copies, added)
-        self._evaluations.spend(i, used)
+
+    def _book_descent(self, i: int, copies: int, filled: int, evaluations: int) -> None:
+        self._book(i, copies, filled)
+        self._evaluations.spend(i, evaluations)
 
     def _trade(self, which: Sequence[int], price: float) -> None:
         """Add copies where they save most, in spare slots or in those of other layers' copies."""
@@ -320,65 +340,3 @@ def _copy_limit(problem: PlacementProblem) -> int:
     if limits.max_bytes is not None and shape.bytes_per_expert > 0:
         allowed = min(allowed, limits.max_bytes // shape.bytes_per_expert)
     return allowed
-
-
-def _scaled_objective(
-    problem: PlacementProblem, window: SearchWindow, options: KeelOptions, sharp: bool
-) -> SearchObjective:
-    """Convert the problem's objective to search units, and curves without stairs to lines."""
-    unit_tokens, unit_cost = window.unit_tokens, window.unit_cost
-    ranks, costs = problem.shape.num_ranks, problem.objective.cost.curves
-    replica, dispatch = problem.objective.cost.replica, problem.objective.dispatch
-    tile, stairs = 0.0, np.zeros((ranks, 1))
-    if costs is None:
-        rates = np.ones(ranks) * unit_tokens / unit_cost
-    else:
-        _, seconds, slope = moe_time.curve_arrays(costs, ranks)
-        rates = slope * unit_tokens / unit_cost
-        straight = np.arange(1, seconds.shape[1] + 1) * costs.tile_tokens * slope[:, None]
-        if costs.tile_tokens != 1 or not np.allclose(seconds, straight, rtol=1e-9, atol=0.0):
-            tile, stairs = costs.tile_tokens / unit_tokens, seconds / unit_cost
-    doublings = options.sharp_doublings if sharp else options.smooth_doublings
-    quick = sharp or window.merged
-    return SearchObjective(
-        costs=SmoothCosts(rates, tile, stairs, doublings),
-        quick=quick,
-        swap_share=options.swap_share if quick else 1.0,
-        nearest=dispatch is DispatchModel.NEAREST and replica.proportional,
-        node_of_rank=np.array(problem.topology.node_of_rank, np.int64),
-        work=smooth_work(replica, unit_tokens, single=dispatch is DispatchModel.FEWEST),
-        drops=not replica.proportional,
-    )
-
-
-def _unplanned(
-    problem: PlacementProblem, load: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return what no placement changes: the work of shared experts, and a least time.
-
-    Under Waterfill the shared experts run where there is room, so only the level that they reach
-    counts: below it, the routed load of a rank does not matter.
-
-    Returns:
-        (L, R, T) [tokens] and (T, L) in the unit of the score; the other of the two is 0. A single
-        layer of the first stands for all.
-    """
-    cost, ranks = problem.objective.cost, problem.shape.num_ranks
-    if problem.objective.dispatch is DispatchModel.WATERFILL and cost.shared_tokens > 0.0:
-        level = np.maximum(moe_time.fluid_times(load, ranks, cost) - cost.fixed, 0.0)
-        return np.zeros((1, ranks, load.shape[0])), level
-    if cost.shared_tokens == 0.0:
-        return np.zeros((1, ranks, load.shape[0])), np.zeros(load.shape[:2])
-    shared = moe_time.shared_work(load, ranks, cost, SplitModel.of(problem))
-    return np.moveaxis(shared, 0, 2), np.zeros(load.shape[:2])
-
-
-def _origin_shares(problem: PlacementProblem) -> NDArray[np.float64]:
-    """Return (L, E, R) shares of an expert's tokens that start on a rank.
-
-    A single layer of even shares stands for all if the ranks are unknown.
-    """
-    shape = problem.shape
-    if problem.source_load is None:
-        return np.full((1, shape.num_logical_experts, shape.num_ranks), 1.0 / shape.num_ranks)
-    return np.ascontiguousarray(np.moveaxis(origin_shares(problem.source_load, shape), 0, 2))
