@@ -276,11 +276,8 @@ class FakeOperations:
 
     async def epochs(self, deployment):
         self._check(deployment)
-        plan = make_plan().plan
-        return [
-            RecordedEpoch(Epoch(3), plan.base, False),
-            RecordedEpoch(Epoch(8), plan.target, True),
-        ]
+        base, target = make_plan().plan.base, make_plan().plan.target
+        return [RecordedEpoch(Epoch(3), base, False), RecordedEpoch(Epoch(8), target, True)]
 
     async def rollback(self, deployment, request):
         self._check(deployment)
@@ -289,9 +286,7 @@ class FakeOperations:
         for record in self.records[deployment]:
             if record.plan.plan_id == request.plan_id:
                 if record.request_digest != repr(target):
-                    raise Conflict(
-                        f"plan {request.plan_id} was made from another body", Reason.ID_REUSED
-                    )
+                    raise Conflict("the plan was made from another body", Reason.ID_REUSED)
                 return record
         self.calls.append(("rollback", deployment, target, request.requested_by))
         record = make_plan(
