@@ -15,6 +15,15 @@ _COLOURS = 256
 """Colours of a picture: a small file, and no difference that can be seen."""
 
 
+def settled(browser: Browser) -> bool:
+    """Return True if the page shows newest data; ask again what was not answered in time."""
+    if browser.find(".problem[role=alert], .fresh.stale") is not None:
+        browser.call("POST", "refresh", {})
+        return False
+    live = browser.text(".fresh") == "Live"
+    return live and browser.find("[aria-busy=true]") is None
+
+
 def take(browser: Browser, name: str) -> None:
     """Store what the window shows, with fewer colours."""
     file = FOLDER / f"console-{name}.png"
@@ -40,8 +49,12 @@ def main() -> None:
                 browser.script(
                     "location.hash = arguments[0]", f"#/d/{NAME}/{view}" if view else "#/"
                 )
-                browser.wait_text(words)
-                wait_until(lambda: browser.find("[aria-busy=true]") is None)
+                wait_until(
+                    lambda: settled(browser) and words in browser.text("body"),
+                    within_s=120,
+                    every_s=2,
+                    what=f"the words {words!r} on a live page",
+                )
 
             browser.size(1280, 800)
             browser.scheme("light")

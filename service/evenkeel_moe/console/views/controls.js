@@ -18,8 +18,6 @@ const FREEZES = [
   [7 * 24 * 3600, "1 week"],
 ];
 
-const NOT_ASKED = { data: null, error: null };
-
 export function Controls({ api, role, deployment, reload, now }) {
   const [seconds, setSeconds] = useState(3600);
   const path = deploymentPath(deployment.deployment);
@@ -95,9 +93,9 @@ function Rollback({ api, path, deployment, reload, now }) {
     api.get(`${path}/plans?page_size=100`).then(known, () => setPlans([]));
   }, [api, path, epoch]);
   const last = planBehind(plans, deployment);
-  const [cost, setCost] = useState(NOT_ASKED);
+  const [cost, setCost] = useState(null);
   const ask = () => {
-    setCost(NOT_ASKED);
+    setCost({ data: null, error: null });
     const told = (data) => setCost({ data, error: null });
     const failed = (error) => setCost({ data: null, error });
     api.get(`${path}/rollback?to_epoch=${before}`).then(told, failed);
@@ -130,9 +128,11 @@ function Rollback({ api, path, deployment, reload, now }) {
       Automatic plans are then held until somebody resumes them.
       ${` ${holdWords(deployment.mode)}`}
     </p>
-    <${RollbackCost} ...${cost} pooled=${deployment.shape?.pool_slots_per_rank != null} /><//
+    ${cost ? html`<${RollbackCost} ...${cost} pooled=${isPooled(deployment)} />` : ""}<//
   >`;
 }
+
+const isPooled = ({ shape }) => Boolean(shape) && shape.pool_slots_per_rank !== null;
 
 /** What a rollback moves and costs, as a proposal tells it. */
 function RollbackCost({ data, error, pooled }) {
