@@ -15,7 +15,7 @@ from tests.waiting import deadline, wait_until
 
 CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
-ENTER, ARROW_RIGHT, ARROW_DOWN, TAB = "\ue007", "\ue014", "\ue015", "\ue004"
+ENTER, ARROW_RIGHT, ARROW_DOWN, TAB, ESCAPE = "\ue007", "\ue014", "\ue015", "\ue004", "\ue00c"
 
 
 class Browser:

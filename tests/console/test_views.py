@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.console.browser import ENTER, ESCAPE, TAB
 from tests.console.conftest import Visitor
 from tests.console.fleet import NAME
 from tests.waiting import wait_until
@@ -122,6 +123,54 @@ def test_the_tab_key_reaches_every_button_and_link_in_order(visitor: Visitor):
         "Policy and record",
     ):
         assert words in seen, seen
+
+
+STOPS = """const all = document.querySelectorAll(
+      "a[href], button:enabled, input:enabled, select, summary, [tabindex='0']");
+    return [...all].filter((each) => each.checkVisibility() && !each.closest("dialog"))
+      .filter((each) => each.type !== "radio" || each.checked)
+      .map((each) => each.outerHTML.slice(0, 90))"""
+FOCUSED = """const at = document.activeElement, next = at.nextElementSibling;
+    const marked = (one) => one && getComputedStyle(one).outlineStyle !== "none";
+    return [at.outerHTML.slice(0, 90), marked(at) || (at.type === "radio" && marked(next))]"""
+
+
+@pytest.mark.parametrize("view", ["", *VIEWS, "capacity"])
+def test_the_keyboard_reaches_all_of_a_view_and_the_focus_can_be_seen(visitor: Visitor, view: str):
+    visitor.go(*([view] if view else []))
+    visitor.browser.wait("#rollback" if view else ".fleet-row canvas")
+    visitor.browser.wait("#main .card")
+    wait_until(lambda: visitor.browser.find("[aria-busy=true]") is None, within_s=120)
+    stops = visitor.browser.script(STOPS)
+    visitor.browser.script("document.activeElement.blur(); scrollTo(0, 0)")
+    reached = []
+    for _ in range(len(stops) + 6):
+        visitor.browser.keys(TAB)
+        element, marked = visitor.browser.script(FOCUSED)
+        if not element.startswith("<body"):
+            assert marked, element
+            reached.append(element)
+    # The page lives: a proposal may come or go while it is walked through.
+    missed = [
+        each for each in visitor.browser.script(STOPS) if each in stops and each not in reached
+    ]
+    assert not missed, missed
+
+
+def test_escape_closes_a_dialog_and_the_focus_returns_to_its_button(visitor: Visitor):
+    visitor.go("why")
+    visitor.browser.wait("#freeze")
+    for button in ("freeze", "rollback"):
+        if visitor.browser.find(f"#{button}:disabled") is not None:
+            continue
+        visitor.browser.script("document.getElementById(arguments[0]).focus()", button)
+        visitor.browser.keys(ENTER)
+        visitor.browser.wait("dialog[open]")
+        inside = "return Boolean(document.activeElement.closest('dialog'))"
+        assert visitor.browser.script(inside)
+        visitor.browser.keys(ESCAPE)
+        visitor.browser.wait_gone("dialog[open]")
+        assert visitor.browser.script("return document.activeElement.id") == button
 
 
 def test_a_phone_shows_the_tab_of_the_open_view(visitor: Visitor):

@@ -19,7 +19,7 @@ test("a request is told as what it asked for", () => {
     ["POST", "/rollback", undefined, "Roll back the last plan"],
     ["POST", "/rollback", { to_placement: "001122334455" }, "Roll back to placement 001122334455"],
     ["POST", "/plans/p-1/approve", undefined, "Approve plan p-1"],
-    ["POST", "/plans/p-1/cancel", undefined, "Cancel plan p-1"],
+    ["POST", "/plans/p-1/cancel", undefined, "Reject or cancel plan p-1"],
     ["POST", "/plans", { dry_run: true }, "Dry run of a plan"],
     [
       "POST",

@@ -347,6 +347,7 @@ test("a picture has one pixel a cell", () => {
 
 test("load that no rank reports any more is told as the past, with its age", () => {
   const at = (connected, reported) => reportedWords({ connected, reported }, 1000);
+  assert.deepEqual(at(2, 1000), { words: "reported just now", past: false });
   assert.deepEqual(at(2, 998), { words: "last reported 2.0 s ago", past: false });
   assert.deepEqual(at(2, 760), { words: "last reported 4 min ago", past: true });
   const gone = "last reported 4 min ago, no rank is connected";

@@ -49,6 +49,9 @@ test("every negative number has the same sign", () => {
   assert.equal(format.percentRange(-0.12, -0.01), "−12.0 to −1.0 %");
   assert.equal(format.withMinus("-1e-9"), "−1e-9");
   assert.equal(format.number(-0.0001), "0.000");
+  assert.equal(format.signedPercent(-0.0001), "0.0 %");
+  assert.equal(format.signedRange(-0.038, 0.004), "−3.8 to +0.4 %");
+  assert.equal(format.wordsWithMinus("from -1.81% to keel-2 (-1)"), "from −1.81% to keel-2 (−1)");
 });
 
 test("a payback has two significant digits", () => {

@@ -72,7 +72,7 @@ function options(width, height, compact, span) {
     tzDate: (unix) => uPlot.tzDate(new Date(unix * 1000), "Etc/UTC"),
     legend: { show: false },
     cursor: { show: !compact, points: { show: !compact } },
-    padding: compact ? [4, 2, 4, 2] : [10, 12, 0, 0],
+    padding: compact ? [4, 2, 4, 2] : [10, 30, 0, 0],
     scales: {
       x: { range: () => span.current },
       y: { range: (_, low) => [Math.min(0.5, Math.floor((low ?? 0) * 10) / 10), 1] },

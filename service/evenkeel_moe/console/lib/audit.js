@@ -38,7 +38,7 @@ const REQUESTS = {
   },
   "POST /plans": planWords,
   "POST /plans/*/approve": (_, id) => `Approve plan ${id}`,
-  "POST /plans/*/cancel": (_, id) => `Cancel plan ${id}`,
+  "POST /plans/*/cancel": (_, id) => `Reject or cancel plan ${id}`,
   "PATCH /policy": (asked) => `Change the policy${listWords(asked)}`,
   "DELETE /quarantine": () => "Reset the counts of reports that were not used",
   "DELETE ": () => "Forget the deployment",

@@ -48,8 +48,28 @@ export function percent(share, digits = 1) {
 
 /** @param {number | null | undefined} share @returns {string} In percent, always with a sign. */
 export function signedPercent(share) {
-  if (!isKnown(share)) return UNKNOWN;
-  return `${share > 0 ? "+" : share < 0 ? "−" : ""}${Math.abs(share * 100).toFixed(1)} %`;
+  return isKnown(share) ? `${signed(share * 100)} %` : UNKNOWN;
+}
+
+/** Zero has no sign, also if it is rounded. */
+function signed(value) {
+  const text = withMinus(value.toFixed(1));
+  return value > 0 && text !== "0.0" ? `+${text}` : text;
+}
+
+/**
+ * @param {number | null | undefined} lower
+ * @param {number | null | undefined} upper
+ * @returns {string} An interval of changes, in percent, always with signs.
+ */
+export function signedRange(lower, upper) {
+  if (!isKnown(lower) || !isKnown(upper)) return UNKNOWN;
+  return `${signed(lower * 100)} to ${signed(upper * 100)} %`;
+}
+
+/** @param {string} words of the controller @returns {string} The same with the page's minus. */
+export function wordsWithMinus(words) {
+  return words.replace(/(^|[\s(])-(?=\d)/g, "$1−");
 }
 
 /**

@@ -51,7 +51,7 @@ const GATES = [
       isKnown(numbers.expires_in_s)
         ? `The proposal expires in ${duration(numbers.expires_in_s)}.`
         : "In propose mode, one automatic plan waits at a time.",
-    remedy: () => "Approve or cancel the proposal; it expires by itself otherwise.",
+    remedy: () => "Approve or reject the proposal; it expires by itself otherwise.",
   },
   {
     title: "All ranks are connected",

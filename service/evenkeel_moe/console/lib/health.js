@@ -167,9 +167,9 @@ function troubledRanks(deployment) {
  * @returns {{words: string, past: boolean}} How old the load is; `past` if it is not current.
  */
 export function reportedWords({ connected, reported }, now) {
-  const when = isKnown(reported)
-    ? `last reported ${ago(reported, now)}`
-    : "it is unknown when it was last reported";
+  const told = ago(reported, now);
+  const known = told === "now" ? "reported just now" : `last reported ${told}`;
+  const when = isKnown(reported) ? known : "it is unknown when it was last reported";
   const old = isKnown(reported) && now - reported > ALERT_BOUNDS.dataAgeS;
   const words = connected ? when : `${when}, no rank is connected`;
   return { words, past: old || !connected };

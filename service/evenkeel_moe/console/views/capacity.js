@@ -7,9 +7,10 @@ import {
   count,
   number,
   percent,
-  percentRange,
   signedPercent,
+  signedRange,
   UNKNOWN,
+  wordsWithMinus,
 } from "../lib/format.js";
 import { deploymentPath } from "../net/api.js";
 import { Badge, Facts, html, Moment, Problem, Section, Table } from "../ui.js";
@@ -76,7 +77,7 @@ function Advice({ advice, mode, now }) {
       <${Badge} kind=${kind}>${words}<//> ${adviceWords(advice.reason, mode)}
     </p>
     <ul class="words">
-      ${advice.words.map((line, i) => html`<li key=${i}>${line}</li>`)}
+      ${advice.words.map((line, i) => html`<li key=${i}>${wordsWithMinus(line)}</li>`)}
     </ul>
     <${Facts}
       rows=${[
@@ -103,8 +104,8 @@ function Replicas({ advice }) {
       ${row.present ? html` <${Badge} kind="info">present<//>` : ""}
       ${advised(row) ? html` <${Badge} kind="good">advised<//>` : ""}</span
     >`;
-  return html`<${Section} title="Replicas against KV cache" note=${tradeoff.words}>
-    ${tradeoff.craft_words ? html`<p class="note">${tradeoff.craft_words}</p>` : ""}
+  return html`<${Section} title="Replicas against KV cache" note=${wordsWithMinus(tradeoff.words)}>
+    ${tradeoff.craft_words ? html`<p class="note">${wordsWithMinus(tradeoff.craft_words)}</p>` : ""}
     <${Table}
       caption="Numbers of replicas"
       rows=${tradeoff.rows}
@@ -127,7 +128,7 @@ function Replicas({ advice }) {
           of: (row) =>
             row.goodput_lower === row.goodput_upper
               ? signedPercent(row.goodput_lower)
-              : percentRange(row.goodput_lower, row.goodput_upper),
+              : signedRange(row.goodput_lower, row.goodput_upper),
         },
       ]}
     />

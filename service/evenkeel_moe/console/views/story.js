@@ -11,7 +11,7 @@ import {
 } from "../lib/timeline.js";
 import { html, Moment, Section, Table } from "../ui.js";
 
-const FEW_WAVES = 2;
+const FEW_BARS = 32;
 const NOT_SEEN =
   "It is unknown what each rank took in this wave: the plan is older than this figure, or another" +
   " controller saw the wave end.";
@@ -21,6 +21,8 @@ export function Timeline({ plan, now }) {
   const spans = waveSpans(plan.story);
   if (!spans.length) return "";
   const [first, last] = storyRange(plan.story, now, hasEnded(plan));
+  const bars = spans.reduce((sum, { ranks }) => sum + (ranks?.length ?? 0), 0);
+  const isShort = bars <= FEW_BARS;
   const place = (from, to) => ({
     left: `${(100 * (from - first)) / (last - first)}%`,
     width: `max(4px, ${(100 * (to - from)) / (last - first)}%)`,
@@ -45,7 +47,7 @@ export function Timeline({ plan, now }) {
           <span class="timeline-words"
             >${state}, ${took}${wave ? `, ${bytes(wave.nbytes)}` : ""}</span
           >
-          <${WaveRanks} span=${span} place=${place} open=${spans.length <= FEW_WAVES} />
+          <${WaveRanks} span=${span} place=${place} open=${isShort} />
         </li>`;
       })}
     </ul>

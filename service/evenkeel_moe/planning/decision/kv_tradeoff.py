@@ -80,7 +80,7 @@ class TradeoffRow:
         """The level in words."""
         if self.rule == "craft":
             return f"CRAFT with R = {self.level}"
-        return f"{self.level} replicas in every layer"
+        return f"{self.level} {'replica' if self.level == 1 else 'replicas'} in every layer"
 
 
 @dataclass(frozen=True, slots=True)
