@@ -63,8 +63,8 @@ def test_a_single_rank_runs_to_its_final_check(tmp_path):
 
 @pytest.mark.integration
 def test_a_fleet_says_what_it_starts_and_what_its_checks_found(tmp_path):
-    options = ("--ranks", "2", "--steps", "3", "--step-s", "0", "--controller", "127.0.0.1:9")
-    options += ("--kv-free-bytes", "5000000")
+    options = ["--ranks", "2", "--steps", "3", "--step-s", "0", "--controller", "127.0.0.1:9"]
+    options += ["--kv-free-bytes", "5000000"]
     done = subprocess.run(
         [sys.executable, "-m", "evenkeel_moe", "fleet", *options, "--run-folder", tmp_path],
         timeout=deadline(60),

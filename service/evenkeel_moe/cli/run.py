@@ -72,6 +72,29 @@ def rank(
     raise typer.Exit(run_rank(rank_config))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedKvCache:
+    """The options of the KV cache that the ranks of `evenkeel fleet` tell of."""
+
+    kv_bytes_per_token: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Simulated bytes of one token in the KV cache. The engine has no KV cache: its"
+            " ranks tell the controller of one, so that replicas can be weighed against it.",
+            show_default="float32 keys and values of every layer",
+        ),
+    ] = None
+    kv_free_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Simulated bytes of the KV cache of one rank while no sequence runs.",
+            show_default="8 MiB",
+        ),
+    ] = None
+
+
 def fleet(
     name: Annotated[
         str | None,
@@ -96,27 +119,12 @@ def fleet(
     step_s: Annotated[
         float, typer.Option(min=0, max=5, help="Minimum duration of a step in seconds.")
     ] = 0.05,
-    kv_bytes_per_token: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Simulated bytes of one token in the KV cache. The engine has no KV cache: its"
-            " ranks tell the controller of one, so that replicas can be weighed against it.",
-            show_default="float32 keys and values of every layer",
-        ),
-    ] = None,
-    kv_free_bytes: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Simulated bytes of the KV cache of one rank while no sequence runs.",
-            show_default="8 MiB",
-        ),
-    ] = None,
     run_folder: Annotated[
         Path,
         typer.Option(help="Folder for logs, records and saved placements; created if missing."),
     ] = Path("evenkeel-ranks"),
+    *,
+    kv: SimulatedKvCache,
 ) -> None:
     """Run all ranks of a small MoE engine, to try out a controller.
 
@@ -133,16 +141,15 @@ def fleet(
         controllers=tuple(controller or ["127.0.0.1:50051"]),
         steps=steps,
         min_step_s=step_s,
-    ).with_simulated_kv_cache(kv_bytes_per_token, kv_free_bytes)
+    ).with_simulated_kv_cache(kv.kv_bytes_per_token, kv.kv_free_bytes)
     until = f"for {steps} steps" if steps else "until Ctrl-C"
     typer.echo(
         f"starting {ranks} ranks of {config.deployment} {until}; controller"
         f" {', '.join(config.controllers)}; logs are {run_folder}/rank-*.log",
         err=True,
     )
-    of = f" of {steps}" if steps else ""
-    with status_line() as show_words:
-        progress = None if show_words is None else _progress(show_words, of)
+    with status_line() as show:
+        progress = None if show is None else _progress(show, f" of {steps}" if steps else "")
         report = run_fleet(config, lambda words: typer.echo(words, err=True), progress)
     for problem in report.problems:
         typer.echo(f"found {problem}", err=True)

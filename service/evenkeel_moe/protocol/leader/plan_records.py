@@ -219,7 +219,7 @@ class PlanRecords:
         self.by_id[record.plan.plan_id] = new
         return PersistPlan(new)
 
-    def note_wave(self, record: PlanRecord, figures: Mapping[str, Any]) -> PlanRecord:
+    def note_wave(self, record: PlanRecord, figures: dict[str, Any]) -> PlanRecord:
         """Add figures of the newest wave to the row of its start; the next change stores them."""
         story = list(record.story)
         began = (i for i, row in enumerate(story) if row["event"] == "wave_started")
