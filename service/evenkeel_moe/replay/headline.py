@@ -49,12 +49,6 @@ def copy_seconds(nbytes: float, num_ranks: int) -> float:
     return nbytes / (num_ranks * COPY_BYTES_PER_S)
 
 
-def copy_round_s(comparison: Comparison) -> float:
-    """Return the time in which every rank copies one expert of every layer."""
-    ranks, layers = comparison.setup.shape.num_ranks, comparison.setup.shape.num_layers
-    return copy_seconds(ranks * layers * comparison.bytes_per_expert, ranks)
-
-
 def _against(best: WalkMetrics, results: Sequence[WalkMetrics]) -> str:
     """Return how much less that is than without plans, or than the next policy."""
     others = [one for one in results if one.policy != best.policy]

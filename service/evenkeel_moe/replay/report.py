@@ -13,7 +13,7 @@ from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.budget import BudgetPoint
 from evenkeel_moe.replay.charts import PALETTE, SMALL, Series, Style, bars, heat_map, lines, ranges
 from evenkeel_moe.replay.compare import Comparison
-from evenkeel_moe.replay.headline import baseline_words, copy_round_s, headline
+from evenkeel_moe.replay.headline import COPY_BYTES_PER_S, baseline_words, copy_seconds, headline
 from evenkeel_moe.replay.planners import BASELINES, VERDICT
 from evenkeel_moe.replay.tables import (
     COLUMNS,
@@ -62,7 +62,7 @@ svg text{{font-family:system-ui,sans-serif!important}}
 .charts{{display:grid;grid-template-columns:repeat(auto-fill,minmax(300px,1fr));gap:20px}}
 .legend i{{display:inline-block;width:240px;height:13px;margin:0 8px;vertical-align:-1px;
 background:linear-gradient(90deg,var(--under),var(--even),var(--over))}}
-.scroll{{overflow-x:auto}}
+.scroll{{overflow-x:auto}}.scroll>svg{{min-width:760px}}
 table{{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%;margin:14px 0 6px}}
 th,td{{padding:5px 9px;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}}
 th{{font-weight:600}}
@@ -128,10 +128,10 @@ def _charts(comparison: Comparison) -> list[str]:
         ),
         _section(
             "Copies paid",
-            "Total of experts copied between ranks, per layer, after relabelling. The first plan "
-            f"starts from the initial placement. A copy per layer of every rank takes about "
-            f"{copy_round_s(comparison) * 1e3:.3g} ms at 5 GB/s per rank.",
-            _copies(comparison.walks, styles),
+            "Time in which ranks copy experts from each other, all at once and each at "
+            f"{COPY_BYTES_PER_S / 1e9:g} GB/s, summed over the replans so far. The first plan "
+            "starts from the initial placement.",
+            _copies(comparison, styles),
         ),
         _section(
             "Rank load per layer, before and after",
@@ -159,6 +159,7 @@ def _styles(names: Sequence[str]) -> dict[str, Style]:
 
 
 def _section(title: str, text: str, body: str) -> str:
+    body = f'<div class="scroll">{body}</div>'
     return f"<section><h2>{escape(title)}</h2><p>{escape(text)}</p>{body}</section>"
 
 
@@ -263,18 +264,22 @@ def _tail(comparison: Comparison, styles: Mapping[str, Style]) -> str:
     )
 
 
-def _copies(walks: Sequence[Walk], styles: Mapping[str, Style]) -> str:
-    series = []
-    for walk in walks:
-        so_far = np.cumsum(walk.copies) / walk.placements[0].num_layers
-        series.append(
-            Series(walk.policy, styles[walk.policy], walk.steps.tolist(), so_far.tolist())
+def _copies(comparison: Comparison, styles: Mapping[str, Style]) -> str:
+    each = copy_seconds(comparison.bytes_per_expert, comparison.setup.shape.num_ranks)
+    series = [
+        Series(
+            walk.policy,
+            styles[walk.policy],
+            walk.steps.tolist(),
+            (each * np.cumsum(walk.copies)).tolist(),
         )
+        for walk in comparison.walks
+    ]
     return lines(
-        "copies per layer so far",
+        "time of copies so far",
         series,
         x_label="step of the replan",
-        y_label="copies per layer",
+        y_label="copy time [s]",
         from_zero=True,
         points=_few_points(series),
     )
@@ -374,8 +379,9 @@ def _budget(points: Sequence[BudgetPoint]) -> str:
     xs = [float(index) for index in range(len(points))]
     balance = [point.balancedness_mean for point in points]
     gains = [point.gain_per_replica for point in points]
-    lost = [point.kv_bytes_lost / 1e9 for point in points]
-    x_label = "replicas per layer"
+    lost_gb = [point.kv_bytes_lost / 1e9 for point in points]
+    x_label, gained = "replicas per layer", "balancedness gained per replica"
+    lost = "KV cache lost, GB per rank"
     drawings = (
         lines(
             "balancedness by budget",
@@ -386,15 +392,7 @@ def _budget(points: Sequence[BudgetPoint]) -> str:
             x_ticks=dict(zip(xs, names, strict=True)),
             points=True,
         ),
-        bars(
-            "marginal gain per replica", names, gains, x_label=x_label, y_label="gain per replica"
-        ),
-        bars(
-            "KV-cache bytes lost",
-            names,
-            lost,
-            x_label=x_label,
-            y_label="KV cache lost, GB per rank",
-        ),
+        bars(gained, names, gains, x_label=x_label, y_label=gained),
+        bars(lost, names, lost_gb, x_label=x_label, y_label=lost),
     )
     return f'<div class="charts">{"".join(f"<div>{drawing}</div>" for drawing in drawings)}</div>'
