@@ -102,7 +102,7 @@ def _policies(rows: Sequence[Mapping[str, Any]]) -> FittedTable:
 def _policy(row: Mapping[str, Any]) -> tuple[str, ...]:
     verdict = row["verdict"] or {}
     steps = verdict.get("payback_steps")
-    after = "-" if steps is None else f"{steps:,.0f} steps"
+    after = "-" if steps is None else "under 1 step" if steps < 1 else f"{steps:,.0f} steps"
     if verdict.get("payback_s") is not None:
         after = duration_text(verdict["payback_s"])
     return (

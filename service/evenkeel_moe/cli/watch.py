@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.text import Text
 
 from evenkeel_moe.adapters.clock import SystemClock
@@ -61,7 +62,7 @@ class ShowOptions:
         with Live(console=console, auto_refresh=False, screen=True) as live:
 
             def refresh(part: RenderableType) -> None:
-                live.update(self._page(part), refresh=True)
+                live.update(_Screen(self._page(part)), refresh=True)
 
             self._repeat(
                 lambda: refresh(draw()), lambda error: refresh(Text(str(error), style="red"))
@@ -80,6 +81,26 @@ class ShowOptions:
                     raise
                 unavailable(error)
             time.sleep(self.interval)
+
+
+class _Screen:
+    """A page that says how many of its lines do not fit the height of the terminal."""
+
+    def __init__(self, page: RenderableType) -> None:
+        self._page = page
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines that fit; the last one counts the others."""
+        drawn = console.render_lines(self._page, options.update(height=None), pad=False)
+        left_out = 0
+        if len(drawn) > console.height:
+            left_out = len(drawn) - console.height + 1
+            drawn = drawn[: console.height - 1]
+        for line in drawn:
+            yield from line
+            yield Segment.line()
+        if left_out:
+            yield Text(f"a higher terminal shows {left_out} more lines", style="yellow")
 
 
 def _tell(error: CliError) -> None:
