@@ -313,6 +313,7 @@ async def test_decisions_come_newest_first(store):
         await store.append_decision(DEMO, {"cycle": cycle, "numbers": {"gain": 0.5}})
     found = await store.fetch_decisions(DEMO, 3)
     assert [row["cycle"] for row in found] == [4, 3, 2]
+    assert [row["cycle"] for row in await store.fetch_decisions(DEMO, 1)] == [4]
     assert await store.fetch_decisions(DEMO, 0) == []
     assert await store.fetch_decisions(OTHER, 3) == []
     await store.ping()

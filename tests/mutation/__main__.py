@@ -42,6 +42,7 @@ CACHE = ROOT / ".cache" / "mutation"
 RUNNING = CACHE / "running"
 """Holds the name of the test that a mutant runs."""
 TRANSFERS = ("tests/agent", "tests/adapters/torch", "tests/contracts/test_weight_transport.py")
+REPLICAS = "tests/integration/test_store_replicas.py"
 TESTS = {
     "protocol": ("tests/protocol", "tests/sim/test_sim.py::test_scenario"),
     "agent": TRANSFERS,
@@ -50,6 +51,7 @@ TESTS = {
         "tests/adapters/redis",
         "tests/contracts/test_stores.py",
         "tests/controller/leadership/test_bad_records.py",
+        f"{REPLICAS}::test_what_was_acknowledged_is_on_the_replica_that_takes_over",
     ),
     "controller/leadership": ("tests/controller/leadership",),
 }

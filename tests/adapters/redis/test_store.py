@@ -309,3 +309,15 @@ async def test_a_cluster_takes_every_command(tmp_path, unused_tcp_port_factory):
     finally:
         process.terminate()
         await process.wait()
+
+
+async def test_an_epoch_has_at_most_eighteen_digits(valkey):
+    client: Any = connect(valkey.url, timeout_s=2)
+    noted: list[str] = []
+    store = RedisDeploymentStore(client, unreadable=lambda _kind, where, _why: noted.append(where))
+    await store.store_epoch(DEMO, Epoch(1), BASE, 1)
+    body = await client.hget("evenkeel:{demo}:epochs", "1")
+    await client.hset("evenkeel:{demo}:epochs", mapping={"9" * 18: body, "9" * 19: body})
+    assert list(await store.fetch_epochs(DEMO)) == [1, 10**18 - 1]
+    assert noted == [f"evenkeel:{{demo}}:epochs b'{'9' * 19}'"]
+    await disconnect(client)
