@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import typer
 
+from evenkeel_moe.cli import app
 from evenkeel_moe.cli.client import Exit
 from evenkeel_moe.cli.reasons import WORDS
 from evenkeel_moe.errors import Reason
@@ -91,3 +93,18 @@ def test_json_of_every_view_is_exact(run, words):
     assert all(isinstance(epoch, int) for epoch in epochs)
     if words == "status":
         assert (answer["ranks"][0]["free_bytes"], answer["epoch"]) == (10_000, 3)
+
+
+def test_no_command_takes_a_deployment_by_an_option_alone():
+    def commands(command):
+        below = getattr(command, "commands", {}).values()
+        return [one for each in below for one in commands(each)] if below else [command]
+
+    found = [
+        command
+        for command in commands(typer.main.get_command(app))
+        if any(parameter.name == "deployment" for parameter in command.params)
+    ]
+    assert len(found) > 15
+    for command in found:
+        assert any((each.metavar or "").startswith("[NAME]") for each in command.params), command
