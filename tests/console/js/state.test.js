@@ -177,6 +177,9 @@ test("health names the worst that is known", () => {
   assert.equal(level({ last_decision: null }), "unknown");
   assert.equal(level(decided("planner_failed")), "attention");
   assert.equal(health({ proposals: waiting }).words, "1 proposal waits for approval.");
+  const told = decided("plan_in_progress");
+  assert.equal(health(told).words, "A plan has just ended.");
+  assert.equal(health({ ...told, state: "migrating" }).words, "A plan is being carried out.");
   const stopped = deployment({ reason: "group_stopped", ranks: [] });
   assert.deepEqual(healthOf(stopped, 100), {
     level: "unknown",

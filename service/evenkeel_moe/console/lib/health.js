@@ -137,8 +137,10 @@ export function healthOf(deployment, now) {
   const found = CONDITIONS.map((condition) => condition(deployment, now)).filter((one) => one);
   const worst = LEVELS.find((level) => found.some(([each]) => each === level));
   if (worst) return { level: worst, words: found.find(([each]) => each === worst)[1] };
-  const words = state === "migrating" ? "A plan is being carried out." : sentence(decision.reason);
-  return { level: "good", words };
+  if (state === "migrating") return { level: "good", words: sentence("plan_in_progress") };
+  // The newest cycle still met the plan, which has ended since.
+  const over = decision.reason === "plan_in_progress";
+  return { level: "good", words: over ? "A plan has just ended." : sentence(decision.reason) };
 }
 
 /**
