@@ -355,6 +355,7 @@ test("load that no rank reports any more is told as the past, with its age", () 
   assert.deepEqual(at(2, 760), { words: "last reported 4 min ago", past: true });
   const gone = "last reported 4 min ago, no rank is connected";
   assert.deepEqual(at(0, 760), { words: gone, past: true });
+  assert.equal(at(0, 998).past, true);
   const unknown = "it is unknown when it was last reported";
   assert.deepEqual(at(2, null), { words: unknown, past: false });
 });
