@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from evenkeel_moe.replay.headline import copy_seconds, headline
+from evenkeel_moe.replay.headline import copies_words, headline
 from evenkeel_moe.replay.report import render_report
+from evenkeel_moe.replay.walk_metrics import copy_seconds
 from tests.replay.test_report import _compare
 
 
@@ -12,22 +13,24 @@ def test_the_best_policy_is_named_with_what_it_gains_and_costs(setup):
     comparison = replace(
         comparison,
         results=tuple(
-            replace(one, time_over_fluid=over, bytes=4_000_000_000, replans=3)
+            replace(one, time_over_fluid=over, bytes=4_000_000_000, copy_s=0.5, replans=3)
             for one, over in zip(comparison.results, (1.1, 1.375), strict=True)
         ),
     )
-    ranks = setup.shape.num_ranks
     assert headline(comparison) == (
         "eplb has the least predicted MoE time (by tokens), 10.0% above a perfect split of tokens,"
-        f" 20.0% less than the initial placement. A replan copies 2 GB between ranks, about"
-        f" {2 / 5 / ranks:.2g} s at 5 GB/s per rank."
+        " 20.0% less than the initial placement."
+    )
+    assert copies_words(comparison) == (
+        "A replan of eplb copies 2 GB between ranks, about 0.25 s at 5 GB/s per rank."
     )
     worse = replace(comparison, results=tuple(reversed(comparison.results)))
     assert headline(worse).startswith("eplb ")
     alone = replace(comparison, results=(replace(comparison.results[0], bytes=0),))
-    assert headline(alone).endswith("After its first plan it copies nothing.")
+    assert copies_words(alone) == "After its first plan eplb copies nothing."
     unknown = replace(comparison.results[0], time_over_fluid=np.nan)
-    assert "no load" in headline(replace(comparison, results=(unknown,)))
+    nothing = replace(comparison, results=(unknown,))
+    assert "no load" in headline(nothing) and copies_words(nothing) == ""
 
 
 def test_ranks_copy_at_the_same_time():
@@ -38,5 +41,7 @@ def test_the_page_begins_with_the_sentence_and_names_its_command(setup):
     comparison = _compare(setup, "eplb")
     page = render_report(comparison, made_by="evenkeel replay compare --trace '<b>'")
     assert page.index(headline(comparison)) < page.index("<table>")
+    (result,) = comparison.results
+    assert ">copy s</th>" in page and f"<td>{result.copy_s:.2f}</td>" in page
     assert "--trace &#x27;&lt;b&gt;&#x27;</code>" in page
     assert "Made by" not in render_report(comparison)

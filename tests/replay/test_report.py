@@ -9,10 +9,10 @@ from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.replay.compare import Comparison, compare
-from evenkeel_moe.replay.headline import copy_seconds
 from evenkeel_moe.replay.planners import choose_planners
 from evenkeel_moe.replay.report import render_report
 from evenkeel_moe.replay.walk import Setup
+from evenkeel_moe.replay.walk_metrics import copy_seconds
 
 
 def _compare(setup: Setup, *policies: str) -> Comparison:

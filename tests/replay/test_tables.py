@@ -22,6 +22,7 @@ def _metrics(policy, time):
         copies_per_layer_raw=60.6,
         first_copies_per_layer=50.6,
         bytes=723_700_000_000,
+        copy_s=18.1,
         first_bytes=0,
         plan_ms=1007.9,
         plan_ms_max=float("nan"),

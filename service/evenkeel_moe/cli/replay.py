@@ -167,7 +167,7 @@ def _write_files(comparison: Any, tradeoff: Any, plans: Path | None, html: Path 
 
 
 def _print_comparison(comparison: Any, tradeoff: Any, as_json: bool) -> None:
-    from evenkeel_moe.replay.headline import headline
+    from evenkeel_moe.replay.headline import copies_words, headline
     from evenkeel_moe.replay.legend import column_lines, policy_lines
     from evenkeel_moe.replay.tables import comparison_table, shown_columns
 
@@ -178,7 +178,11 @@ def _print_comparison(comparison: Any, tradeoff: Any, as_json: bool) -> None:
     results, width = comparison.results, stdout_console().width
     table = comparison_table(results, width)
     names = [result.policy for result in results]
-    texts = [headline(comparison), f"Cost model: {comparison.cost_model.words}."]
+    texts = [
+        headline(comparison),
+        copies_words(comparison),
+        f"Cost model: {comparison.cost_model.words}.",
+    ]
     if comparison.replicas is not None:
         texts.append(comparison.replicas.words)
     shown = _tradeoff_parts(tradeoff)

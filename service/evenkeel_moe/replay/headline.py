@@ -5,10 +5,7 @@ from collections.abc import Sequence
 
 from evenkeel_moe.replay.compare import Comparison
 from evenkeel_moe.replay.planners import BASELINES
-from evenkeel_moe.replay.walk_metrics import WalkMetrics
-
-COPY_BYTES_PER_S = 5e9
-"""Rate of copies of one rank, as the controller assumes it (`planner.copy_bytes_per_s`)."""
+from evenkeel_moe.replay.walk_metrics import COPY_BYTES_PER_S, WalkMetrics
 
 BASELINE_WORDS = {
     "initial": "experts in order with spare slots filled in turn, and never a copy",
@@ -25,28 +22,34 @@ def baseline_words(comparison: Comparison) -> list[str]:
 
 
 def headline(comparison: Comparison) -> str:
-    """Return which policy has the least predicted MoE time, what it gains and what it copies."""
-    results = [one for one in comparison.results if math.isfinite(one.time_over_fluid)]
-    if not results:
+    """Return which policy has the least predicted MoE time, and what it gains."""
+    results, best = _best(comparison)
+    if best is None:
         return "The scored steps have no load, so the policies cannot be compared."
-    chosen = [one for one in results if one.policy not in BASELINES] or results
-    best = min(chosen, key=lambda one: one.time_over_fluid)
     over = f"{best.time_over_fluid - 1:.1%} above a perfect split of tokens"
     moe_time = comparison.setup.objective.cost.basis.moe_time
-    text = f"{best.policy} has the least predicted {moe_time}, {over}{_against(best, results)}."
+    return f"{best.policy} has the least predicted {moe_time}, {over}{_against(best, results)}."
+
+
+def copies_words(comparison: Comparison) -> str:
+    """Return what a replan of that policy copies, and how long it takes; empty if unknown."""
+    best = _best(comparison)[1]
+    if best is None:
+        return ""
     replans = best.replans - 1
     if best.bytes == 0 or replans < 1:
-        return f"{text} After its first plan it copies nothing."
-    seconds = copy_seconds(best.bytes, comparison.setup.shape.num_ranks) / replans
+        return f"After its first plan {best.policy} copies nothing."
     return (
-        f"{text} A replan copies {best.bytes / replans / 1e9:.2g} GB between ranks, about"
-        f" {seconds:.2g} s at {COPY_BYTES_PER_S / 1e9:g} GB/s per rank."
+        f"A replan of {best.policy} copies {best.bytes / replans / 1e9:.2g} GB between ranks, about"
+        f" {best.copy_s / replans:.2g} s at {COPY_BYTES_PER_S / 1e9:g} GB/s per rank."
     )
 
 
-def copy_seconds(nbytes: float, num_ranks: int) -> float:
-    """Return the time of copies that all ranks make at once at `COPY_BYTES_PER_S`."""
-    return nbytes / (num_ranks * COPY_BYTES_PER_S)
+def _best(comparison: Comparison) -> tuple[list[WalkMetrics], WalkMetrics | None]:
+    """Return the results that can be compared, and the one of the best policy among them."""
+    results = [one for one in comparison.results if math.isfinite(one.time_over_fluid)]
+    chosen = [one for one in results if one.policy not in BASELINES] or results
+    return results, min(chosen, key=lambda one: one.time_over_fluid, default=None)
 
 
 def _against(best: WalkMetrics, results: Sequence[WalkMetrics]) -> str:

@@ -13,16 +13,17 @@ from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.budget import BudgetPoint
 from evenkeel_moe.replay.charts import PALETTE, SMALL, Series, Style, bars, heat_map, lines, ranges
 from evenkeel_moe.replay.compare import Comparison
-from evenkeel_moe.replay.headline import COPY_BYTES_PER_S, baseline_words, copy_seconds, headline
+from evenkeel_moe.replay.headline import baseline_words, copies_words, headline
 from evenkeel_moe.replay.planners import BASELINES, VERDICT
 from evenkeel_moe.replay.tables import (
-    COLUMNS,
+    PAGE_COLUMNS,
     TRADEOFF_HEADS,
     TRADEOFF_TITLE,
     best_by_column,
     tradeoff_rows,
 )
 from evenkeel_moe.replay.walk import Walk
+from evenkeel_moe.replay.walk_metrics import COPY_BYTES_PER_S, copy_seconds
 
 MOST_DOTS = 60
 """Most points of a chart that are drawn as dots; with more there are only lines."""
@@ -174,7 +175,9 @@ def _head(comparison: Comparison, made_by: str) -> str:
         cost += f"<p>{escape(comparison.replicas.words)}</p>"
     return (
         f"<header><h1>Replay of {escape(comparison.name)}</h1>"
-        f"<p class='verdict'>{escape(headline(comparison))}</p><p class='facts'>{facts}</p>"
+        f"<p class='verdict'>{escape(headline(comparison))}</p>"
+        f"<p>{escape(copies_words(comparison))}</p>"
+        f"<p class='facts'>{facts}</p>"
         "<p>Every plan was made on the steps before it and scored on the steps after it. Times are "
         "predictions from recorded loads, not measurements of an engine.</p>"
         f"{cost}{notes}{origin}</header>"
@@ -184,13 +187,13 @@ def _head(comparison: Comparison, made_by: str) -> str:
 def _table(comparison: Comparison) -> str:
     heads = "".join(
         f'<th scope="col" title="{escape(c.explanation, quote=True)}">{escape(c.head)}</th>'
-        for c in COLUMNS
+        for c in PAGE_COLUMNS
     )
     best = best_by_column(comparison.results)
     rows = []
     for index, result in enumerate(comparison.results):
         cells = []
-        for column in COLUMNS:
+        for column in PAGE_COLUMNS:
             text = escape(column.show(getattr(result, column.key)))
             bold = index in best[column.key]
             cells.append(f"<td><b>{text}</b></td>" if bold else f"<td>{text}</td>")

@@ -11,7 +11,7 @@ from rich.text import Text
 from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff, goodput_words
 from evenkeel_moe.replay.describe import TraceDescription
 from evenkeel_moe.replay.planners import BASELINES
-from evenkeel_moe.replay.walk_metrics import WalkMetrics
+from evenkeel_moe.replay.walk_metrics import COPY_BYTES_PER_S, WalkMetrics
 
 
 def _plain(digits: int) -> Callable[[float], str]:
@@ -97,6 +97,15 @@ COLUMNS = (
     Column("bytes", "bytes", _bytes, 0, "bytes between ranks in all replans except the first"),
     Column("plan_ms", "plan ms", _plain(1), 0, "median time of one planning call"),
 )
+_COPY_TIME = Column(
+    "copy_s",
+    "copy s",
+    _plain(2),
+    0,
+    f"time of these bytes, if all ranks copy at once at {COPY_BYTES_PER_S / 1e9:g} GB/s each",
+)
+PAGE_COLUMNS = (*COLUMNS[:-1], _COPY_TIME, COLUMNS[-1])
+"""The columns of the page, which has room for more than a usual terminal."""
 DROP_ORDER = (
     "balancedness_p5",
     "step_time_p90",
@@ -109,7 +118,7 @@ DROP_ORDER = (
 
 def best_by_column(results: Sequence[WalkMetrics]) -> dict[str, set[int]]:
     """Return the rows to print in bold, by key of the column."""
-    return {c.key: c.best([getattr(result, c.key) for result in results]) for c in COLUMNS}
+    return {c.key: c.best([getattr(result, c.key) for result in results]) for c in PAGE_COLUMNS}
 
 
 def shown_columns(results: Sequence[WalkMetrics], width: int | None = None) -> list[Column]:

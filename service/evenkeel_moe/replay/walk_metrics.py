@@ -7,6 +7,14 @@ import numpy as np
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.walk import Walk
 
+COPY_BYTES_PER_S = 5e9
+"""Rate of copies of one rank, as the controller assumes it (`planner.copy_bytes_per_s`)."""
+
+
+def copy_seconds(nbytes: float, num_ranks: int) -> float:
+    """Return the time of copies that all ranks make at once at `COPY_BYTES_PER_S`."""
+    return nbytes / (num_ranks * COPY_BYTES_PER_S)
+
 
 @dataclass(frozen=True, slots=True)
 class WalkMetrics:
@@ -34,6 +42,8 @@ class WalkMetrics:
     """Copies per layer of the first plan, from the initial placement, after relabelling."""
     bytes: int
     """Bytes between ranks over all replans except the first, after relabelling."""
+    copy_s: float
+    """Time of `bytes`, by `copy_seconds`."""
     first_bytes: int
     plan_ms: float
     """Median milliseconds of one planning call."""
@@ -55,8 +65,9 @@ def measure_walk(walk: Walk, bytes_per_expert: int) -> WalkMetrics:
     p50, p90, p99 = (
         np.percentile(step_times, [50, 90, 99]) / per_step if per_step > 0 else [np.nan] * 3
     )
-    layers = walk.rank_load.shape[1]
+    layers, ranks = walk.rank_load.shape[1:]
     later = walk.copies[1:]
+    nbytes = int(later.sum()) * bytes_per_expert
     return WalkMetrics(
         policy=walk.policy,
         balancedness_mean=metrics.balancedness_mean(walk.rank_load),
@@ -70,7 +81,8 @@ def measure_walk(walk: Walk, bytes_per_expert: int) -> WalkMetrics:
         copies_per_layer=float(later.mean()) / layers,
         copies_per_layer_raw=float(walk.copies_raw[1:].mean()) / layers,
         first_copies_per_layer=float(walk.copies[0]) / layers,
-        bytes=int(later.sum()) * bytes_per_expert,
+        bytes=nbytes,
+        copy_s=copy_seconds(nbytes, ranks),
         first_bytes=int(walk.copies[0]) * bytes_per_expert,
         plan_ms=float(np.median(walk.plan_s)) * 1e3,
         plan_ms_max=float(walk.plan_s.max()) * 1e3,
