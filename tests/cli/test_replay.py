@@ -96,8 +96,9 @@ def test_the_table_names_every_policy_and_stays_on_stdout(small):
     ]
     assert [line.split()[0] for line in lines[3:7]] == ["initial", "once", "ewma", "eplb"]
     assert " has the least predicted MoE time (by tokens), " in lines[7]
-    assert lines[8] == "Cost model: by tokens, because nothing is known of time."
-    assert lines[9].startswith("On this trace the redundant replicas of the initial placement ")
+    assert lines[8].startswith("A replan of eplb copies ")
+    assert lines[9] == "Cost model: by tokens, because nothing is known of time."
+    assert lines[10].startswith("On this trace the redundant replicas of the initial placement ")
     (told,) = result.stderr.splitlines()  # In a pipe there are no progress bars.
     assert told.startswith("comparing initial, once, ewma, eplb on 40 steps of small; ")
 
