@@ -299,7 +299,7 @@ test("a wave keeps what each rank took for it, and is unknown in older plans", (
   const [known] = waveSpans([{ ...started, num_ranks: 40, ranks: [rank] }]);
   assert.deepEqual([known.ranks, known.numRanks], [[rank], 40]);
   assert.deepEqual(waveSpans([started])[0].ranks, null);
-  const words = "voted after 400.0 ms, swapped after 500.0 ms, its step waited 20.0 ms";
+  const words = "voted after 400 ms, swapped after 500 ms, step waited 20 ms";
   assert.equal(tookWords(rank), words);
   const silent = { rank: 2, voted_s: null, swapped_s: null, stall_s: null };
   assert.equal(tookWords(silent), "did not vote");

@@ -3,10 +3,10 @@
 import {
   bytes,
   counted,
-  duration,
   isKnown,
   percent,
   percentRange,
+  roughDuration,
   signedPercent,
   text,
 } from "./format.js";
@@ -158,9 +158,9 @@ export function rankWords(rank) {
  * @returns {string} What it took for its part of a wave.
  */
 export function tookWords({ voted_s: voted, swapped_s: swapped, stall_s: stall }) {
-  const parts = [isKnown(voted) ? `voted after ${duration(voted)}` : "did not vote"];
-  if (isKnown(swapped)) parts.push(`swapped after ${duration(swapped)}`);
-  if (isKnown(stall)) parts.push(`its step waited ${duration(stall)}`);
+  const parts = [isKnown(voted) ? `voted after ${roughDuration(voted)}` : "did not vote"];
+  if (isKnown(swapped)) parts.push(`swapped after ${roughDuration(swapped)}`);
+  if (isKnown(stall)) parts.push(`step waited ${roughDuration(stall)}`);
   return parts.join(", ");
 }
 
