@@ -17,6 +17,7 @@ import psutil
 from evenkeel_moe.adapters.http_servers import RestServer
 from evenkeel_moe.api import TokenSet, create_app
 from evenkeel_moe.controller.policy_document import policy_document
+from evenkeel_moe.controller.process.serve import tune_garbage_collection
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
@@ -65,6 +66,7 @@ def serve(port: int) -> None:
     operations = FakeOperations(view)
     operations.document = policy_document(DeploymentPolicy())
     app = create_app(operations, TokenSet.parse(TOKENS))
+    tune_garbage_collection()  # As the controller does.
     asyncio.run(RestServer("127.0.0.1", port).run(app))
 
 

@@ -197,7 +197,7 @@ async def _run(
     app = create_app(OperatorService(registry), servers.tokens)
     spawner.spawn(servers.rest.run(app), "rest")
     await servers.grpc.start(registry)
-    _tune_garbage_collection()
+    tune_garbage_collection()
     _log.info(
         "serving",
         grpc=servers.grpc.port,
@@ -274,7 +274,7 @@ def _spawn_background(
     )
 
 
-def _tune_garbage_collection() -> None:
+def tune_garbage_collection() -> None:
     """Look for cycles rarely, and never among the objects loaded so far.
 
     Reports are thousands of short-lived objects a second, without cycles.
