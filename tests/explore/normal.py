@@ -7,8 +7,8 @@ rank that is not heard, or does not hear its leader, is marked by the time `AGES
 Counts that only grow: the steps of the group, and the number of times a question was asked, of
 which the machines use only whether it is 0 or 1 more than before.
 
-Texts and histories for people: no machine decides by them, except by the events "wave_started" and
-"cancel_requested" in the story of a plan.
+Texts, durations and histories for people: no machine decides by them, except by the events
+"wave_started" and "cancel_requested" in the story of a plan.
 """
 
 from collections.abc import Callable
@@ -101,6 +101,7 @@ def _plan_records(records: Any) -> None:
 
 
 def _plan_executor(executor: Any) -> None:
+    executor._durations = None
     if executor._waiting is not None:
         executor._waiting = (executor._waiting[0], 0.0)
 
