@@ -126,7 +126,7 @@ def test_failures_in_a_row_are_counted_back_to_the_last_plan_that_was_carried_ou
 
 def test_what_a_person_did_or_the_world_outran_is_no_failure():
     for phase, reason, kind in (
-        (PlanPhase.CANCELLED, Reason.CANCELLED, PlanKind.AUTOMATIC),
+        (PlanPhase.CANCELLED, Reason.CANCELLED, PlanKind.MANUAL),
         (PlanPhase.EXPIRED, Reason.EXPIRED, PlanKind.AUTOMATIC),
         (PlanPhase.REFUSED, Reason.STALE_BASE, PlanKind.AUTOMATIC),
         (PlanPhase.ABORTED, Reason.GENERATION_CHANGED, PlanKind.AUTOMATIC),
@@ -134,6 +134,15 @@ def test_what_a_person_did_or_the_world_outran_is_no_failure():
         (PlanPhase.MIGRATING, Reason.LOAD_CHANGED, PlanKind.AUTOMATIC),
     ):
         assert plan_failures([ended("a", phase, reason, 5.0, kind)]) == (0, None)
+
+
+def test_a_proposal_that_was_rejected_counts_and_a_plan_that_was_stopped_does_not():
+    """The planner waits before it asks again; a plan that ran is no refusal."""
+    rejected = ended("a", PlanPhase.CANCELLED, Reason.CANCELLED, 5.0)
+    assert plan_failures([rejected]) == (1, 5.0)
+    began = replace(rejected, story=({"at": 1.0, "event": "wave_started"},))
+    assert plan_failures([began]) == (0, None)
+    assert plan_failures([replace(rejected, waves_committed=1)]) == (0, None)
 
 
 def test_steps_under_the_present_placement_are_those_of_its_epoch():

@@ -24,11 +24,11 @@ def add(records, name="p", phase=P.PROPOSED, reason=Reason.MANUAL_REQUEST, **cha
         (P.REFUSED, Reason.NO_SOURCE, PlanKind.AUTOMATIC, True),
         (P.ABORTED, Reason.RANK_LOST, PlanKind.AUTOMATIC, True),
         (P.ABORTED, Reason.STALE_BASE, PlanKind.AUTOMATIC, False),
-        (P.CANCELLED, Reason.CANCELLED, PlanKind.AUTOMATIC, False),
+        (P.CANCELLED, Reason.CANCELLED, PlanKind.AUTOMATIC, True),
         (P.ABORTED, Reason.RANK_LOST, PlanKind.MANUAL, False),
     ],
 )
-def test_only_automatic_plans_that_failed_by_themselves_are_failures(phase, reason, kind, failed):
+def test_automatic_plans_that_failed_or_were_rejected_are_failures(phase, reason, kind, failed):
     assert is_failure(add(PlanRecords(), phase=phase, reason=reason, kind=kind)) is failed
 
 

@@ -193,7 +193,7 @@ def last_plan_ended(records: Iterable[PlanRecord]) -> float | None:
 
 
 def plan_failures(records: Iterable[PlanRecord]) -> tuple[int, float | None]:
-    """Count the automatic plans that were refused or failed since a plan of any kind was committed.
+    """Count the automatic plans that were refused, rejected or failed since a commit of any plan.
 
     Returns:
         The number of plans, and the Unix seconds at which the newest ended; None if there are none.

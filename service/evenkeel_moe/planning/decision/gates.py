@@ -37,9 +37,9 @@ class GateSettings:
     logical expert: a window stays valid after a plan. A change of traffic that cost balance does
     not wait for it (`ObservedChange.is_urgent`)."""
     retry_s: float = 30.0
-    """Seconds to wait after a plan that was refused or failed, if more than `cooldown_s`. Doubles
-    with every further failure, so that a fleet that cannot carry out plans is not asked every
-    cycle."""
+    """Seconds to wait after a plan that was refused, failed or rejected by an operator, if above
+    `cooldown_s`. Doubles with every further one, so that a fleet that cannot carry out plans, or a
+    person who does not want one, is not asked every cycle."""
     max_retry_s: float = 1800.0
     """Upper bound of that wait; has no effect below `cooldown_s`."""
     min_window_steps: float = 64

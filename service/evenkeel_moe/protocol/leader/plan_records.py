@@ -51,11 +51,15 @@ def require_same_request(record: PlanRecord, digest: str | None) -> PlanRecord:
 
 
 def is_failure(record: PlanRecord) -> bool:
-    """Return True if an automatic plan was refused or failed, and was not merely overtaken."""
+    """Return True if an automatic plan was refused or failed, and was not merely overtaken.
+
+    An operator's rejection counts as a refusal: who said no is not asked again at once.
+    """
     failed = (
         record.phase in (PlanPhase.REFUSED, PlanPhase.ABORTED) and record.reason not in _OVERTAKEN
     )
-    return failed and record.plan.kind is PlanKind.AUTOMATIC
+    rejected = record.phase is PlanPhase.CANCELLED and not PlanRecords.has_begun(record)
+    return (failed or rejected) and record.plan.kind is PlanKind.AUTOMATIC
 
 
 def is_measured(record: PlanRecord) -> bool:
