@@ -1,5 +1,6 @@
 """Requests answered with 503: they are carried out once, also if they are repeated."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from evenkeel_moe.controller.cycles.manual_plans import request_digest
 from evenkeel_moe.errors import (
     Conflict,
+    InfeasiblePlan,
     Reason,
     Unavailable,
 )
@@ -76,6 +78,35 @@ async def test_a_plan_names_the_stall_that_its_swaps_are_expected_to_cause(rig):
     await until(lambda: rig.member.planner.stalls.expected_s((), 1) == 0.02)
     shown = (await rig.operations.rollback_plan(DEPLOYMENT, RollbackRequest())).numbers
     assert shown == {"to_epoch": 0, "expected_stall_s": 0.02} == (await rollback(rig)).plan.numbers
+
+
+async def test_a_refused_plan_says_why_in_words_with_units(rig):
+    async def refused(words, reason, **request):
+        with pytest.raises((Conflict, InfeasiblePlan)) as caught:
+            await rig.operations.create_plan(DEPLOYMENT, PlanRequest(approve=True, **request))
+        assert caught.value.reason is reason
+        assert re.fullmatch(words, str(caught.value)), caught.value
+
+    few = "too few complete steps to plan on: 0, at least [0-9]+ are needed"
+    await refused(few, Reason.INSUFFICIENT_DATA)
+    await rig.load()
+    same = r"no better placement was found than the present one, whose balancedness is 0\.\d{3}"
+    await refused(same, Reason.NO_CHANGE, target=BASE)
+    for limit, words in (
+        ("moves", r"(\d+) copies, the limit is 0 copies"),
+        ("bytes", r"\S+ k?B, the limit is 0 B"),
+        ("layers", r"(\d+) layers, the limit is 0 layers"),
+    ):
+        limits = PlanLimits(**{f"max_{limit}": 0})
+        needs = f"the plan needs {words}"
+        await refused(needs, Reason.LIMIT_EXCEEDED, target=AFTER_ONE, limits=limits)
+    thresholds = {"max_data_age_s": 0.001}
+    await rig.operations.set_policy(DEPLOYMENT, {"thresholds": thresholds}, "me")
+    old = r"the newest complete step is too old to plan on: of age \S+ m?s, at most 1 ms is allowed"
+    await refused(old, Reason.STALE_DATA)
+    await rig.operations.freeze(DEPLOYMENT, 1800.0, "me")
+    ends = f"frozen for another 30 min; `evenkeel freeze {DEPLOYMENT} 0` ends it"
+    await refused(ends, Reason.FROZEN)
 
 
 async def test_plans_and_rollbacks_are_refused_while_the_planner_starts(rig):

@@ -15,6 +15,7 @@ from tests.protocol.machines import (
     AFTER_ONE,
     AFTER_TWO,
     BASE,
+    DEPLOYMENT,
     ack,
     answer_queries,
     control_of,
@@ -163,7 +164,10 @@ def test_a_freeze_lasts_for_its_seconds_and_zero_ends_it():
         assert control.frozen_until == until
     operator.freeze(50.0, 5.0)
     asked = refused(Conflict, lambda: operator.submit(plan_of(), 15.0, approve=True))
-    assert asked == (Reason.FROZEN, "frozen for 40 s more")
+    assert asked == (
+        Reason.FROZEN,
+        f"frozen for another 40 s; `evenkeel freeze {DEPLOYMENT} 0` ends it",
+    )
     assert operator.submit(plan_of(), 55.0, approve=True)[0].phase is PlanPhase.APPROVED
 
 
@@ -171,7 +175,7 @@ def test_a_closed_schedule_says_when_it_opens():
     closed = DeploymentPolicy(schedule=Schedule(windows=("daily 02:00 - 04:00",)))
     operator = Operator(control_of(policy=closed))
     asked = refused(Conflict, lambda: operator.submit(plan_of(), 3600.0, approve=True))
-    assert asked == (Reason.OUTSIDE_SCHEDULE, "the schedule opens in 3600 s")
+    assert asked == (Reason.OUTSIDE_SCHEDULE, "the schedule opens in 60 min")
 
 
 def test_a_plan_between_two_waves_is_cancelled_at_once():

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanLimits, PlanRecord
 from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.model.quantities import bytes_text, duration_text
 from evenkeel_moe.planning.decision.cycle import CycleResult
 from evenkeel_moe.planning.policies.registry import resolve_policy
 from evenkeel_moe.ports.operations import PlanRequest, RecordedEpoch, RollbackRequest
@@ -100,7 +101,7 @@ class ManualPlanner:
         inputs = self.builder.build(base, name, limits, phases, request=request)
         result = await self.budget.run(self.pool, inputs)
         if not result.passed or result.target is None:
-            raise _refusal(result)
+            raise _refusal(result, self.operator.control.deployment)
         unix = self.clock.unix()
         plan = base.plan(
             result.target,
@@ -273,26 +274,68 @@ def _check_limits(plan: Plan, limits: PlanLimits) -> None:
             )
 
 
-_REFUSED: Mapping[Reason, tuple[str, Sequence[str]]] = {
-    Reason.NO_CHANGE: ("no better placement was found", ("balancedness_mean",)),
-    Reason.INSUFFICIENT_DATA: (
-        "too few complete steps to plan on",
-        ("window_steps", "min_window_steps"),
-    ),
-    Reason.STALE_DATA: (
-        "the newest complete step is too old to plan on",
-        ("newest_step_age_s", "max_data_age_s"),
-    ),
-}
-"""Why there is no plan, in words, and the figures that say it."""
-
-
-def _refusal(result: CycleResult) -> EvenkeelError:
+def _refusal(result: CycleResult, deployment: str) -> EvenkeelError:
     """Return the error that tells a caller why there is no plan."""
-    words, names = _REFUSED.get(result.reason, (str(result.reason), sorted(result.numbers)))
     known = finite(result.numbers)
-    numbers = ", ".join(f"{name} {known[name]:.6g}" for name in names if name in known)
-    words += f": {result.detail or numbers or 'no numbers'}"
+    in_words = _REFUSED.get(result.reason)
+    words = None if in_words is None or result.detail else in_words(known)
+    if words is None:
+        numbers = ", ".join(f"{name} {known[name]:.6g}" for name in sorted(known))
+        words = f"{result.reason}: {result.detail or numbers or 'no numbers'}"
+    if result.reason is Reason.FROZEN:
+        words += f"; `evenkeel freeze {deployment} 0` ends it"
     if result.reason in _INFEASIBLE:
         return InfeasiblePlan(words, result.reason)
     return Conflict(words, result.reason)
+
+
+def _frozen(numbers: Mapping[str, float]) -> str:
+    return f"frozen for another {duration_text(numbers['frozen_s'])}"
+
+
+def _no_change(numbers: Mapping[str, float]) -> str:
+    balance = numbers.get("balancedness_mean")
+    found = "no better placement was found than the present one"
+    return found if balance is None else f"{found}, whose balancedness is {balance:.3f}"
+
+
+def _ranks_missing(numbers: Mapping[str, float]) -> str:
+    fresh, expected = numbers["ranks_fresh"], numbers["ranks_expected"]
+    return f"{fresh:.0f} of {expected:.0f} ranks are connected and alive"
+
+
+def _insufficient_data(numbers: Mapping[str, float]) -> str | None:
+    steps, least = numbers.get("window_steps"), numbers.get("min_window_steps")
+    if steps is None or least is None or steps >= least:  # The steps that there are have no load.
+        return None
+    return f"too few complete steps to plan on: {steps:.0f}, at least {least:.0f} are needed"
+
+
+def _stale_data(numbers: Mapping[str, float]) -> str:
+    age, most = (numbers.get(name) for name in ("newest_step_age_s", "max_data_age_s"))
+    words = f"of age {duration_text(age)}, at most {duration_text(most)} is allowed"
+    return f"the newest complete step is too old to plan on: {words}"
+
+
+def _limit_exceeded(numbers: Mapping[str, float]) -> str | None:
+    forms = {
+        "copies": "{:,.0f} copies".format,
+        "bytes": bytes_text,
+        "layers": "{:,.0f} layers".format,
+    }
+    for name, form in forms.items():
+        if f"max_{name}" in numbers:
+            most = form(numbers[f"max_{name}"])
+            return f"the plan needs {form(numbers[name])}, the limit is {most}"
+    return None
+
+
+_REFUSED: Mapping[Reason, Callable[[Mapping[str, float]], str | None]] = {
+    Reason.FROZEN: _frozen,
+    Reason.NO_CHANGE: _no_change,
+    Reason.RANKS_MISSING: _ranks_missing,
+    Reason.INSUFFICIENT_DATA: _insufficient_data,
+    Reason.STALE_DATA: _stale_data,
+    Reason.LIMIT_EXCEEDED: _limit_exceeded,
+}
+"""Reason -> words from the finite figures of a cycle; None if they do not say it."""

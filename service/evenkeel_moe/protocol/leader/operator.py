@@ -13,6 +13,7 @@ from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.model.quantities import duration_text
 from evenkeel_moe.protocol.control_messages import (
     AutomaticPlansResumed,
     CancelWave,
@@ -272,10 +273,13 @@ class Operator:
         _, planning_loop = self._leading()
         unix = now + self.control.unix_offset_s
         if unix < planning_loop.frozen_until:
-            wait_s = planning_loop.frozen_until - unix
-            raise Conflict(f"frozen for {wait_s:.0f} s more", Reason.FROZEN)
+            wait = duration_text(planning_loop.frozen_until - unix)
+            raise Conflict(
+                f"frozen for another {wait}; `evenkeel freeze {self.control.deployment} 0` ends it",
+                Reason.FROZEN,
+            )
         opens_at = self.control.policy.schedule.opens_at(unix)
         if opens_at != unix:
             assert opens_at is not None
-            wait_s = opens_at - unix
-            raise Conflict(f"the schedule opens in {wait_s:.0f} s", Reason.OUTSIDE_SCHEDULE)
+            wait = duration_text(opens_at - unix)
+            raise Conflict(f"the schedule opens in {wait}", Reason.OUTSIDE_SCHEDULE)
