@@ -64,11 +64,12 @@ class InlinePlanner:
 
 
 class Ranks:
-    """Two ranks that carry out every message at once."""
+    """Two ranks that carry out every message at once, or none while they hang."""
 
     def __init__(self, spawn):
         self.epoch, self.placement, self.maps = Epoch(0), BASE, [BASE]
         self.sessions = []
+        self.hung = False
         self._spawn = spawn
         self._after = None
         self._generation = Generation("g1")
@@ -97,7 +98,8 @@ class Ranks:
 
     async def _serve(self, rank, stream, session):
         while (message := await stream.next()) is not None:
-            self._take(rank, session, message)
+            if not self.hung:
+                self._take(rank, session, message)
 
     def _take(self, rank, session, message):
         say = session.received

@@ -16,6 +16,7 @@ from tests.protocol.machines import (
     AFTER_ONE,
     AFTER_TWO,
     BASE,
+    DEPLOYMENT,
     abort_answers,
     ack,
     both,
@@ -181,6 +182,8 @@ def test_one_plan_at_a_time():
         with pytest.raises(Conflict) as caught:
             call()
         assert caught.value.reason is Reason.PLAN_IN_PROGRESS
+        advice = f"plan p is migrating: wait for it, or `evenkeel plan cancel {DEPLOYMENT} p`"
+        assert str(caught.value) == advice
 
 
 def test_invalid_plan_is_refused_before_prepare():

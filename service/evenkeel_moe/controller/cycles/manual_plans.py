@@ -38,7 +38,7 @@ from evenkeel_moe.planning.decision.cycle import CycleResult
 from evenkeel_moe.planning.policies.registry import resolve_policy
 from evenkeel_moe.ports.operations import PlanRequest, RecordedEpoch, RollbackRequest
 from evenkeel_moe.ports.stores import Clock, DeploymentStore
-from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.leader.operator import Operator, plan_in_progress
 from evenkeel_moe.protocol.leader.plan_records import require_same_request
 from evenkeel_moe.telemetry.swap_stalls import SwapStalls
 
@@ -98,8 +98,11 @@ class ManualPlanner:
         await self.pool.wait_until_warm()
         limits = _tighter(policy.limits, request.limits)
         phases = request.phases or tuple(Phase)
+        active = self.operator.control.active_plan
         inputs = self.builder.build(base, name, limits, phases, request=request)
         result = await self.budget.run(self.pool, inputs)
+        if result.reason is Reason.PLAN_IN_PROGRESS and active is not None:
+            raise plan_in_progress(active)
         if not result.passed or result.target is None:
             raise _refusal(result, self.operator.control.deployment)
         unix = self.clock.unix()

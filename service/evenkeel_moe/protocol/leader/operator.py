@@ -267,7 +267,7 @@ class Operator:
             )
         active = self.control.records.active
         if active is not None:
-            raise Conflict(f"plan {active.plan.plan_id} is {active.phase}", Reason.PLAN_IN_PROGRESS)
+            raise plan_in_progress(active)
         if plan.kind is PlanKind.ROLLBACK:
             return
         _, planning_loop = self._leading()
@@ -283,3 +283,12 @@ class Operator:
             assert opens_at is not None
             wait = duration_text(opens_at - unix)
             raise Conflict(f"the schedule opens in {wait}", Reason.OUTSIDE_SCHEDULE)
+
+
+def plan_in_progress(active: PlanRecord) -> Conflict:
+    """Return the refusal of a plan while another one runs."""
+    plan = active.plan
+    cancel = f"`evenkeel plan cancel {plan.deployment} {plan.plan_id}`"
+    return Conflict(
+        f"plan {plan.plan_id} is {active.phase}: wait for it, or {cancel}", Reason.PLAN_IN_PROGRESS
+    )
