@@ -3,6 +3,9 @@ import re
 import time
 from dataclasses import replace
 
+import pytest
+
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.ports.operations import LedElsewhere
@@ -71,6 +74,21 @@ def test_resume_says_that_a_freeze_goes_on_and_how_it_ends(run, operations):
         view._status = replace(view.status(), frozen_until_unix=until)
         out = run("resume", "demo")[1]
         assert ("evenkeel freeze demo 0" in out, words in out) == (bool(words), True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("auto", "automatic plans may start again"),
+        ("propose", "plans are no longer held; in mode propose each plan waits for approval"),
+        ("observe", "no longer held; in mode observe the controller starts and proposes none"),
+    ],
+)
+def test_resume_says_what_follows_in_each_mode(run, operations, mode, words):
+    because = Reason.HELD_AFTER_ROLLBACK
+    status = make_status(mode=mode, held=True, held_because=because)
+    operations.views["demo"] = FakeView(status, {}, None)
+    assert f"{words}; they were held after a rollback" in run("resume", "demo")[1]
 
 
 def test_operating_commands(run, operations):

@@ -29,6 +29,12 @@ from evenkeel_moe.model.quantities import duration_text
 
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _MOST_FROZEN_S = 7 * 86400
+_RESUMED = {
+    "auto": "automatic plans may start again",
+    "propose": "plans are no longer held; in mode propose each plan waits for approval",
+    "observe": "plans are no longer held; in mode observe the controller starts and proposes none",
+}
+"""Mode -> what follows when plans are no longer held."""
 
 
 def status(
@@ -185,9 +191,8 @@ def _resumed(before: dict[str, Any]) -> str:
     mode = before["mode"]
     if not before["held"]:
         return f"automatic plans were not held; the mode is {mode}"
-    after = "may start again" if mode == "auto" else f"are no longer held, but the mode is {mode}"
     because = HELD.get(before["held_because"], f"({before['held_because']})")
-    return f"automatic plans {after}; they were held {because}"
+    return f"{_RESUMED[mode]}; they were held {because}"
 
 
 def _still_frozen(name: str, until: float | None) -> str:
