@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from difflib import get_close_matches
 from typing import Any
 
 from evenkeel_moe.errors import EvenkeelError, InvalidInput
@@ -18,6 +19,8 @@ _MAX_SHADOWS = 8
 """Every cycle plans once with each of them."""
 _MOST_NAMES = 20
 """Unknown names in a message."""
+_LONGEST_NAME = 40
+"""Characters of an unknown name in a message."""
 _MAX_LIMIT = 2**62
 """The same as in the request body of a manual plan."""
 
@@ -60,7 +63,10 @@ def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> Deplo
     document = policy_document(policy)
     unknown = sorted(set(changes) - set(document))
     if unknown:
-        raise InvalidInput(f"unknown policy fields {_some(unknown)}; known: {', '.join(document)}")
+        meant = _similar(unknown[0], document)
+        raise InvalidInput(
+            f"unknown policy fields {_some(unknown)}{meant}; known: {', '.join(document)}"
+        )
     for name, value in changes.items():
         if name in ("limits", "schedule", "thresholds"):
             if not isinstance(value, Mapping):
@@ -68,7 +74,8 @@ def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> Deplo
             strange = sorted(set(value) - set(document[name]))
             if strange:
                 known = ", ".join(sorted(document[name]))
-                raise InvalidInput(f"unknown {name} {_some(strange)}; known: {known}")
+                meant = _similar(strange[0], document[name])
+                raise InvalidInput(f"unknown {name} {_some(strange)}{meant}; known: {known}")
             document[name] |= value
         elif name == "policy_options":
             document[name] = _merged_options(document[name], value)
@@ -79,8 +86,17 @@ def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> Deplo
 
 def _some(names: Sequence[str]) -> str:
     """Return the first names, shortened: a caller may send megabytes of them."""
-    shown = ", ".join(f"{name:.40}" for name in names[:_MOST_NAMES])
+    shown = ", ".join(name[:_LONGEST_NAME] for name in names[:_MOST_NAMES])
     return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
+
+
+def _similar(name: str, document: Mapping[str, Any]) -> str:
+    """Return a question for the known field that an unknown name resembles most, or nothing."""
+    paths = {field: field for field in document}
+    for section in ("limits", "schedule", "thresholds"):
+        paths |= {field: f"{section}.{field}" for field in document.get(section, ())}
+    similar = get_close_matches(name[:_LONGEST_NAME].lower(), paths, 1)
+    return f": do you mean {paths[similar[0]]}?" if similar else ""
 
 
 def _merged_options(present: Mapping[str, Mapping[str, Any]], changes: Any) -> dict[str, Any]:
