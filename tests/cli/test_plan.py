@@ -1,12 +1,15 @@
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from evenkeel_moe.cli.client import Exit
 from evenkeel_moe.errors import Conflict, Unavailable
+from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.registry import FORMS, POLICIES
+from evenkeel_moe.ports.operations import RecordedEpoch
 from tests.api.fakes import SHAPE, FakeView, make_plan, make_status
 
 
@@ -66,6 +69,43 @@ def test_a_rollback_to_an_epoch_is_repeated_to_the_same_epoch(run, operations):
     digest = "0" * 32
     err = run("plan", "rollback", "demo", "--yes", "--to-placement", digest)[2]
     assert err.strip().endswith(f" --to-placement {digest}")
+
+
+def test_a_rollback_takes_the_first_digits_of_a_placement(run, operations):
+    def back(digits):
+        return run("plan", "rollback", "demo", "--yes", "--to-placement", digits)
+
+    digest = make_plan().plan.base.digest
+    for digits in (digest[:6], digest[:31], digest, digest[:8].upper()):
+        assert back(digits)[0] == Exit.DONE
+        assert operations.calls.pop()[2] == digest
+    code, _, err = back(digest[:5])
+    assert (code, err.startswith(f"evenkeel: {digest[:5]} is no placement: ")) == (Exit.USAGE, True)
+    assert back(digest + "0")[0] == back("ghijkl")[0] == Exit.USAGE
+    other = "f" * 6 if digest[0] != "f" else "e" * 6
+    code, _, err = back(other)
+    none = f"no recorded placement begins with {other}; `evenkeel epochs demo` lists them"
+    assert (code, err) == (Exit.REFUSED, f"evenkeel: {none}\n")
+    assert not operations.calls
+
+
+def test_digits_of_several_placements_are_refused_and_those_of_one_in_two_epochs_are_not(
+    run, operations
+):
+    one, two = ("abcdef1".ljust(32, "0"), "abcdef2".ljust(32, "0"))
+
+    async def epochs(_deployment):
+        placements = [SimpleNamespace(digest=digest) for digest in (one, two, two)]
+        return [RecordedEpoch(Epoch(n), at, False) for n, at in enumerate(placements)]
+
+    operations.epochs = epochs
+    back = ("plan", "rollback", "demo", "--yes", "--to-placement")
+    assert run(*back, "abcdef2")[0] == Exit.DONE
+    assert operations.calls.pop()[2] == two
+    code, _, err = run(*back, "abcdef")
+    words = f"2 recorded placements begin with abcdef, give more digits: {one}, {two}"
+    assert (code, err) == (Exit.USAGE, f"evenkeel: {words}\n")
+    assert not operations.calls
 
 
 def test_a_refused_plan_is_not_to_be_repeated(run, operations):

@@ -24,7 +24,7 @@ from evenkeel_moe.cli.options import (
     YesOption,
     with_option_groups,
 )
-from evenkeel_moe.cli.rollback_target import confirm_placement, confirmed_epoch
+from evenkeel_moe.cli.rollback_target import confirm_placement, confirmed_epoch, whole_digest
 from evenkeel_moe.cli.watch import ShowOptions
 
 app = CommandApp(no_args_is_help=True, help="Create, show, approve, cancel and roll back plans.")
@@ -348,7 +348,10 @@ def rollback(
     ] = None,
     to_placement: Annotated[
         str | None,
-        typer.Option(help="Placement to return to, as `evenkeel epochs` names it."),
+        typer.Option(
+            help="Placement to return to, as `evenkeel epochs` names it, or its first 6 digits or"
+            " more."
+        ),
     ] = None,
     plan_id: IdOption = None,
     *,
@@ -366,6 +369,8 @@ def rollback(
     body = _given(plan_id=new_id, to_epoch=to_epoch, to_placement=to_placement)
     with connection.client() as client:
         name = connection.found(client)
+        if to_placement is not None:
+            to_placement = body["to_placement"] = whole_digest(client, name, to_placement)
         if not yes and to_placement is not None:
             confirm_placement(client, name, to_placement)
         elif not yes:
