@@ -27,7 +27,7 @@ def plan(plan_id, **changes):
         "nbytes": 2_050_000,
         "created_at": 60.0,
         "numbers": {"gain": 0.339},
-        "delivered": {"gain": 0.331},
+        "delivered": {"gain": 0.331, "lower": 0.3, "upper": 0.36},
     }
     return found | changes
 
@@ -75,6 +75,20 @@ def test_the_list_shows_when_plans_were_made_at_usual_widths(width, created_at):
     assert lines[2].endswith("00:01:00" if same_day else "01-01 00:01")
     assert max(map(len, lines)) <= width
     assert ("created: UTC, all on 1970-01-01" in lines) == same_day
+
+
+def test_a_measured_gain_whose_interval_contains_0_is_uncertain():
+    def listed(gain, lower, upper):
+        delivered = {"gain": gain, "lower": lower, "upper": upper}
+        lines = drawn(plans_table([plan("p", delivered=delivered)]), 200)
+        end = lines[0].index("DELIVERED") + len("DELIVERED")
+        cell, text = lines[1][:end].split("  ")[-1].strip(), " ".join(lines)
+        return cell, "uncertain: the 95 % interval of the measured" in text, "slower: " in text
+
+    assert listed(0.333, -0.017, 0.562) == ("uncertain", True, False)
+    assert listed(-0.05, -0.2, 0.1) == ("uncertain", True, False)
+    assert listed(0.333, 0.001, 0.562) == ("33.3% saved", False, False)
+    assert listed(-0.05, -0.08, -0.01) == ("5.0% slower", False, True)
 
 
 def test_a_reason_that_repeats_the_phase_is_not_shown():

@@ -15,12 +15,16 @@ from evenkeel_moe.cli.reasons import (
     with_reason,
 )
 from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, legend
-from evenkeel_moe.cli.units import age, is_loss, moment, moments, saving, share
+from evenkeel_moe.cli.units import age, is_loss, is_uncertain, moment, moments, saving, share
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.quantities import bytes_text
 
 _COPIES = "copies: experts copied between ranks; wave: whole layers that change on the same step"
 _GAIN = "promised, delivered: saved share of MoE time, predicted and then measured"
+
+_UNCERTAIN = (
+    "uncertain: the 95 % interval of the measured share contains 0; `evenkeel plan show` tells it"
+)
 
 
 def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -46,8 +50,11 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     shown, cells = with_values(
         columns, [_plan(rows, index, at) for index, at in enumerate(created)]
     )
-    losses = any(is_loss(row["delivered"] and row["delivered"]["gain"]) for row in rows)
+    measured = [row["delivered"] for row in rows if row["delivered"] is not None]
+    losses = any(is_loss(one["gain"]) and not _is_uncertain(one) for one in measured)
     words = [day, _COPIES, _GAIN + ("; slower: MoE time rose" if losses else "")]
+    if any(_is_uncertain(one) for one in measured):
+        words.append(_UNCERTAIN)
     ended = [
         row for row in rows if not _says_nothing_new(row, phase_name(row["phase"], row["reason"]))
     ]
@@ -87,9 +94,17 @@ def _plan(rows: Sequence[Mapping[str, Any]], index: int, created: str) -> list[s
         f"{row['moves']:,}",
         bytes_text(row["nbytes"]),
         share(row["numbers"].get("gain")),
-        "-" if delivered is None else saving(delivered["gain"]),
+        "-" if delivered is None else _delivered(delivered),
         created,
     ]
+
+
+def _delivered(measured: Mapping[str, Any]) -> str:
+    return "uncertain" if _is_uncertain(measured) else saving(measured["gain"])
+
+
+def _is_uncertain(measured: Mapping[str, Any]) -> bool:
+    return is_uncertain(measured["lower"], measured["upper"])
 
 
 def _says_nothing_new(row: Mapping[str, Any], phase: str) -> bool:

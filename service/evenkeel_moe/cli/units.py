@@ -58,6 +58,11 @@ def is_loss(gain: float | None) -> bool:
     return gain is not None and math.isfinite(gain) and round(gain, 3) < 0
 
 
+def is_uncertain(lower: float | None, upper: float | None) -> bool:
+    """Return True if an interval of saved shares holds both savings and losses, or ends at 0."""
+    return lower is not None and upper is not None and lower <= 0 <= upper
+
+
 def saving(gain: float | None) -> str:
     """Return a saved share of MoE time in words, or `-` if it is unknown.
 
