@@ -41,6 +41,13 @@ def test_errors_are_one_line_and_an_exit_code(run, token, arguments, code):
         assert len(err.splitlines()) == 1
 
 
+def test_without_a_controller_the_error_asks_for_one_in_words(run):
+    words = "no controller answers at http://127.0.0.1:9 (connection refused); is `evenkeel serve`"
+    more = "running? --url names the REST address of a controller"
+    err = run("status", "--url", "http://127.0.0.1:9")[2]
+    assert err == f"evenkeel: {words} {more}\n"
+
+
 @pytest.mark.parametrize("kind", ["plan", "deployment"])
 def test_an_argument_that_is_no_id_is_refused_before_it_is_sent(run, kind):
     """In a path, `..` would name another resource, and nothing would name all of them."""

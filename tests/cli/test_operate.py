@@ -91,11 +91,17 @@ def test_resume_says_what_follows_in_each_mode(run, operations, mode, words):
     assert f"{words}; they were held after a rollback" in run("resume", "demo")[1]
 
 
+def test_the_end_of_a_freeze_is_told(run, operations):
+    operations.views["demo"] = FakeView(make_status(frozen_until_unix=NOW), {}, None)
+    assert run("freeze", "demo", "0")[1] == "demo: the freeze has ended; plans may start again\n"
+    assert operations.calls == [("freeze", "demo", 0.0, "alice")]
+
+
 def test_operating_commands(run, operations):
     assert run("plan", "rollback", "demo", "--yes", "--to-epoch", "2")[0] == 0
     code, out, _ = run("freeze", "demo", "1m")
     assert (code, "no new plan starts for 60 s" in out) == (0, True)
-    assert "the freeze has ended" in run("freeze", "0", "-d", "demo")[1]
+    assert run("freeze", "0", "-d", "demo")[1] == "demo: there was no freeze\n"
     assert "were not held; the mode is auto" in run("resume", "demo")[1]
     assert operations.calls == [
         ("rollback", "demo", 2, "alice"),

@@ -201,8 +201,13 @@ class ApiClient:
                     " --ca-file names the file of its CA",
                     Exit.USAGE,
                 ) from error
-            unconnected = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            raise (NotSent if unconnected else CliError)(
+            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                raise NotSent(
+                    f"no controller answers at {self._url} ({_connection_words(error)}); is"
+                    " `evenkeel serve` running? --url names the REST address of a controller",
+                    Exit.UNAVAILABLE,
+                ) from error
+            raise CliError(
                 f"no answer from {self._url}: {error}; --url names the REST address of a"
                 " controller",
                 Exit.UNAVAILABLE,
@@ -245,6 +250,12 @@ def _trusting(ca_file: Path) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:
         raise CliError(f"cannot use the CA file {ca_file}: {error}", Exit.USAGE) from error
+
+
+def _connection_words(error: httpx.TransportError) -> str:
+    """Return why there is no connection, without the number of the system's error."""
+    words = re.sub(r"^\[Errno -?\d+\] ", "", str(error))
+    return words[:1].lower() + words[1:] or "timed out"
 
 
 def _led_elsewhere(response: httpx.Response) -> bool:

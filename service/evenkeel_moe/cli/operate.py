@@ -151,9 +151,11 @@ def freeze(
     seconds = parse_seconds(text)
     with connection.client() as client:
         name = chosen.found(client)
+        before = client.get(f"deployments/{name}")["frozen_until_unix"] if seconds == 0 else None
         client.post(f"deployments/{name}/freeze", {"seconds": seconds})
     if seconds == 0:
-        typer.echo(f"{name}: the freeze has ended; plans may start again")
+        ended = "the freeze has ended; plans may start again"
+        typer.echo(f"{name}: {'there was no freeze' if before is None else ended}")
         return
     until = moment(SystemClock().unix() + seconds)
     typer.echo(

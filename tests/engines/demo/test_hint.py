@@ -23,4 +23,4 @@ def test_the_printed_command_runs_with_and_without_an_active_environment(
     token_file.write_text("me admin 0123456789abcdef\n")
     ran = subprocess.run(words, capture_output=True, text=True, cwd="/", check=False)
     assert ran.returncode == 3, ran.stderr
-    assert "no answer from http://127.0.0.1:9" in ran.stderr
+    assert "no controller answers at http://127.0.0.1:9" in ran.stderr
