@@ -1,6 +1,7 @@
 import json
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_digits_of_several_placements_are_refused_and_those_of_one_in_two_epochs
     one, two = ("abcdef1".ljust(32, "0"), "abcdef2".ljust(32, "0"))
 
     async def epochs(_deployment):
-        placements = [SimpleNamespace(digest=digest) for digest in (one, two, two)]
+        placements: list[Any] = [SimpleNamespace(digest=digest) for digest in (one, two, two)]
         return [RecordedEpoch(Epoch(n), at, False) for n, at in enumerate(placements)]
 
     operations.epochs = epochs
