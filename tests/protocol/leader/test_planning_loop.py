@@ -136,7 +136,7 @@ def test_outside_its_schedule_no_plan_begins_and_none_by_hand():
     control = fresh(dataclasses.replace(AUTO, schedule=only_from(unix + 7200)))
     row = only(control.handle(msg.Tick(), 10.0), ctl.PersistDecision).row
     assert row["reason"] == Reason.OUTSIDE_SCHEDULE
-    with pytest.raises(Conflict, match="opens in 7") as caught:
+    with pytest.raises(Conflict, match="the schedule opens in 120 min") as caught:
         Operator(control).submit(plan_of(), 10.0, approve=True)
     assert caught.value.reason is Reason.OUTSIDE_SCHEDULE
     waiting, _ = Operator(control).submit(plan_of(), 10.0)
