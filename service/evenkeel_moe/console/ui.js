@@ -188,13 +188,13 @@ export function Choice({ legend, name, value, options, onChange }) {
 }
 
 /** Two bars from zero, with their numbers: before and after. */
-export function BeforeAfter({ name, before, after, show }) {
-  const bar = (word, value) =>
+export function BeforeAfter({ name, words, before, after, show }) {
+  const bar = (kind, word, value) =>
     html`<div class="bar-row">
       <span class="bar-word">${word}</span>
       <span class="bar-track"
         ><span
-          class="bar ${word}"
+          class="bar ${kind}"
           style=${{ width: `${Math.max(0, Math.min(1, value ?? 0)) * 100}%` }}
         ></span
       ></span>
@@ -202,7 +202,7 @@ export function BeforeAfter({ name, before, after, show }) {
     </div>`;
   return html`<div class="bars">
     <h3>${name}</h3>
-    ${bar("now", before)}${bar("then", after)}
+    ${bar("now", words[0], before)}${bar("then", words[1], after)}
   </div>`;
 }
 

@@ -5,6 +5,7 @@ import * as format from "../../../service/evenkeel_moe/console/lib/format.js";
 import {
   eventWords,
   isRejected,
+  pairWords,
   phaseOf,
   rankWords,
   storyRange,
@@ -313,4 +314,11 @@ test("a proposal that was cancelled is rejected, a plan that was cancelled is no
   assert.equal(isRejected({ phase: "proposed", story: [asked("proposed")] }), false);
   assert.equal(eventWords(asked("proposed")), "Rejected by kim");
   assert.equal(eventWords(asked("migrating")), "Cancellation requested by kim");
+});
+
+test("the balance that a plan was made on is not that of now once the plan was begun", () => {
+  assert.deepEqual(pairWords({ phase: "proposed" }), ["now", "then"]);
+  for (const phase of ["migrating", "committed", "aborted"]) {
+    assert.deepEqual(pairWords({ phase }), ["before", "predicted after"]);
+  }
 });

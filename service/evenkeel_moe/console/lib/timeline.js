@@ -173,6 +173,15 @@ export function hasEnded(plan) {
 }
 
 /**
+ * @param {object} plan with `phase`
+ * @returns {[string, string]} The words for the balance that a plan was made on, and for the one
+ *   that was predicted for its target. Once a plan was begun, the first one is not that of now.
+ */
+export function pairWords({ phase }) {
+  return phase === "proposed" ? ["now", "then"] : ["before", "predicted after"];
+}
+
+/**
  * @param {object} plan with `phase` and `story`
  * @returns {boolean} True if an operator cancelled the plan while it waited for approval.
  */

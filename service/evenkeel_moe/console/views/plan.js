@@ -20,7 +20,7 @@ import {
 import { changedLayers, movesBetween, sameShape } from "../lib/placement.js";
 import { allows } from "../lib/problem.js";
 import { sentence } from "../lib/reasons.js";
-import { hasEnded, isRejected, phaseOf, ROLLBACK_WORDS } from "../lib/timeline.js";
+import { hasEnded, isRejected, pairWords, phaseOf, ROLLBACK_WORDS } from "../lib/timeline.js";
 import { deploymentPath } from "../net/api.js";
 import { usePoll } from "../net/poll.js";
 import { ActionButton, BeforeAfter, Facts, html, Loaded, Moment, Section, Table } from "../ui.js";
@@ -191,12 +191,14 @@ function Gain({ plan, deployment }) {
         ? html`<div class="pairs">
             <${BeforeAfter}
               name=${`Predicted MoE time${byTokens}`}
+              words=${pairWords(plan)}
               before=${after === null ? null : 1}
               after=${after}
               show=${(value) => percent(value)}
             />
             <${BeforeAfter}
               name="Balancedness"
+              words=${pairWords(plan)}
               before=${numbers.balancedness_mean}
               after=${numbers.balancedness_expected}
               show=${(value) => number(value)}
