@@ -115,6 +115,14 @@ test("the gate of the hold says what the hold stops in each mode", () => {
   assert.equal(gateOf(deployment(), "auto").detail, "Automatic plans are not held.");
 });
 
+test("one gate alone names the mode", () => {
+  const titles = gatesOf(deployment(), POLICY, 100).map((gate) => gate.title);
+  assert.deepEqual(
+    titles.filter((title) => /\bmode\b/i.test(title)),
+    ["The mode lets plans start"],
+  );
+});
+
 test("no title of a gate is a negation", () => {
   for (const { title } of gatesOf(deployment(), POLICY, 100)) {
     assert.doesNotMatch(title, /\b(no|not|none|never)\b/i);

@@ -27,7 +27,7 @@ const GATES = [
     remedy: () => "End the freeze, change the schedule, or wait.",
   },
   {
-    title: "Mode and hold let plans be made",
+    title: "The hold lets plans be made",
     closes: ["held_after_rollback", "gains_not_delivered"],
     says: ({ policy, deployment }) =>
       deployment.held
