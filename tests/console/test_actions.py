@@ -32,7 +32,7 @@ def test_a_proposal_is_rejected(visitor: Visitor):
     visitor.open_plan(plan["plan_id"])
     assert visitor.browser.find("#cancel") is None
     visitor.browser.click("#reject")
-    visitor.browser.wait_text("The plan is refused, and nothing moves.")
+    visitor.browser.wait_text("Freeze, or mode observe, stops that.")
     visitor.browser.click("#reject-confirm")
     visitor.browser.wait_gone("dialog[open]")
     wait_phase(visitor, plan["plan_id"], "cancelled")

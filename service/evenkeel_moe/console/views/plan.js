@@ -107,8 +107,8 @@ function Head({ plan, role, act, now, deployment }) {
                   act=${() => act("cancel")}
                 >
                   <p>
-                    The plan is refused, and nothing moves. The controller may propose another plan
-                    in a later cycle.
+                    The plan is refused, and nothing moves. The planner may propose again later;
+                    Freeze, or mode observe, stops that.
                   </p>
                   <p class="hint">
                     This is <code>evenkeel plan cancel</code>. The plan's phase is then cancelled.
