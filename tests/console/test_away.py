@@ -135,6 +135,28 @@ def test_load_that_no_rank_reports_any_more_is_not_shown_as_current(
     browser.wait("canvas.heatmap")
 
 
+def test_figures_of_a_group_that_lost_a_rank_are_last_known(replica: Replica, browser: Browser):
+    ranks = (make_rank(0), make_rank(1, fresh=False))
+    decision = {"at": time.time(), "reason": "ranks_missing", "plan_id": None, "numbers": {}}
+    replica.operations.views["demo"] = FakeView(
+        make_status(ranks=ranks, last_decision=decision),
+        {Phase.DECODE: make_window()},
+        Placement.initial(SHAPE),
+    )
+    sign_in(browser, replica)
+    browser.wait_text("so the present load is unknown")
+    browser.wait_text("0.80 balancedness\nlast known")
+    browser.script("location.hash = '#/d/demo/ranks'")
+    browser.wait_text("balancedness 0.800, last known.")
+    cells = """return [...document.querySelectorAll("main table")[0].querySelectorAll("tbody tr")]
+        .map((row) => [...row.querySelectorAll("td")].map((cell) => cell.innerText))"""
+    alive, lost = browser.script(cells)
+    past = "last known"
+    # Load / mean, time / median (unknown), time per token, free memory
+    assert [past in cell for cell in alive[-4:]] == [True, False, False, False]
+    assert [past in cell for cell in lost[-4:]] == [True, False, True, True]
+
+
 def test_an_answer_that_takes_too_long_is_told_with_its_seconds(replica: Replica, browser: Browser):
     sign_in(browser, replica)
     # The time is over at once, and the answer does not come.

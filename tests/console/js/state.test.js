@@ -10,6 +10,7 @@ import {
 import { gatesOf } from "../../../service/evenkeel_moe/console/lib/gates.js";
 import {
   healthOf,
+  isLoadPast,
   rankCondition,
   reportedWords,
   worstFirst,
@@ -236,6 +237,14 @@ test("health is not good where an alert looks at the same numbers, and good just
     healthOf(deployment({ ...recent, ...cases[3][0] }), 1000).words,
     /^Rank 1 takes 1.31 times as long as the median rank/,
   );
+});
+
+test("load and balance are past while one rank of the group is not connected", () => {
+  const [fresh, other] = deployment().ranks;
+  assert.equal(isLoadPast(deployment()), false);
+  assert.equal(isLoadPast(deployment({ ranks: [fresh, { ...other, fresh: false }] })), true);
+  assert.equal(isLoadPast(deployment({ ranks: [fresh] })), true);
+  assert.equal(isLoadPast({ ranks: null, shape: null }), false);
 });
 
 test("a rank shows the state of its wave only while a plan needs it", () => {

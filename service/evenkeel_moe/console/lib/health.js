@@ -178,6 +178,18 @@ export function reportedWords({ connected, reported }, now) {
 }
 
 /**
+ * A step is complete only with the reports of all ranks, so that load and balance stay as they were
+ * while one rank is missing.
+ *
+ * @param {object} deployment
+ * @returns {boolean} True if ranks are known and not all of them are connected.
+ */
+export function isLoadPast({ ranks, shape }) {
+  const fresh = ranks?.filter((rank) => rank.fresh).length;
+  return isKnown(fresh) && fresh < (shape?.num_ranks ?? ranks.length);
+}
+
+/**
  * A rank tells the state of its wave while a plan runs or its end is made sure of. Afterwards the
  * last state that it told says nothing about now.
  *

@@ -2,7 +2,7 @@
 
 import { useEffect } from "../vendor/hooks.js";
 import { counted, isKnown, number, text } from "../lib/format.js";
-import { healthOf } from "../lib/health.js";
+import { healthOf, isLoadPast } from "../lib/health.js";
 import { linkTo, VIEWS } from "../lib/route.js";
 import { deploymentPath } from "../net/api.js";
 import { usePoll, useWidth } from "../net/poll.js";
@@ -79,6 +79,7 @@ function facts(row) {
     parts.push(`${experts} on ${counted(shape.num_ranks, "rank")} with ${slots}`);
   }
   if (isKnown(row.time_balance)) parts.push(`time balance ${number(row.time_balance)}`);
-  parts.push(`balancedness ${number(row.balancedness_mean)}`);
+  const past = isLoadPast(row) && isKnown(row.balancedness_mean) ? ", last known" : "";
+  parts.push(`balancedness ${number(row.balancedness_mean)}${past}`);
   return `${parts.join("; ")}.`;
 }

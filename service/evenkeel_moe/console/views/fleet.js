@@ -1,7 +1,7 @@
 /** Fleet now: every deployment, the one in the worst state first. */
 
 import { counted, isKnown, number } from "../lib/format.js";
-import { healthOf, worstFirst } from "../lib/health.js";
+import { healthOf, isLoadPast, worstFirst } from "../lib/health.js";
 import { linkTo } from "../lib/route.js";
 import { sentence } from "../lib/reasons.js";
 import { useHistory } from "../net/history.js";
@@ -67,6 +67,7 @@ function Row({ api, row }) {
       <p class="figures">
         ${knowsTime(row) && html`<${Figure} value=${row.time_balance} name="time balance" />`}
         <${Figure} value=${row.balancedness_mean} name="balancedness" />
+        ${isLoadPast(row) && isKnown(row.balancedness_mean) ? html`<span>last known</span>` : ""}
       </p>
       ${
         points?.length

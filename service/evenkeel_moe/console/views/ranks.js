@@ -1,7 +1,7 @@
 /** Ranks: where they run, how fast they are, and which of their reports were not used. */
 
-import { bytes, count, number, percent, text } from "../lib/format.js";
-import { rankCondition } from "../lib/health.js";
+import { bytes, count, isKnown, number, percent, text, UNKNOWN } from "../lib/format.js";
+import { isLoadPast, rankCondition } from "../lib/health.js";
 import { sentence } from "../lib/reasons.js";
 import { deploymentPath } from "../net/api.js";
 import { usePoll } from "../net/poll.js";
@@ -13,6 +13,7 @@ export function Ranks({ api, name, deployment, now }) {
   const quarantine = usePoll(api, `${deploymentPath(name)}/quarantine`, PERIOD_MS);
   const ranks = deployment?.ranks;
   const mean = ranks?.length ? 1 / ranks.length : null;
+  const past = ranks ? isLoadPast(deployment) : false;
   return html`<${Section} title="Ranks" note=${ranks ? summary(deployment) : ""}>
       ${
         ranks
@@ -38,22 +39,29 @@ export function Ranks({ api, name, deployment, now }) {
                 {
                   title: "Load / mean",
                   numeric: true,
-                  of: (rank) => number(rank.load_share === null ? null : rank.load_share / mean, 2),
+                  of: (rank) =>
+                    lastKnown(past, rank.load_share, (share) => number(share / mean, 2)),
                 },
                 {
                   title: "Time / median",
                   numeric: true,
-                  of: (rank) => number(rank.slowness, 2),
+                  of: (rank) => lastKnown(!rank.fresh, rank.slowness, (value) => number(value, 2)),
                 },
                 {
                   title: "Time per token",
                   numeric: true,
                   of: (rank) =>
-                    rank.seconds_per_token === null
-                      ? "unknown"
-                      : `${number(rank.seconds_per_token * 1e6, 2)} µs`,
+                    lastKnown(
+                      !rank.fresh,
+                      rank.seconds_per_token,
+                      (seconds) => `${number(seconds * 1e6, 2)} µs`,
+                    ),
                 },
-                { title: "Free memory", numeric: true, of: (rank) => bytes(rank.free_bytes) },
+                {
+                  title: "Free memory",
+                  numeric: true,
+                  of: (rank) => lastKnown(!rank.fresh, rank.free_bytes, bytes),
+                },
               ]}
             />`
           : html`<p class="empty">The ranks are not known here.</p>`
@@ -91,6 +99,13 @@ export function Ranks({ api, name, deployment, now }) {
     <//>`;
 }
 
+/** A value as `show` writes it; grey and with words if it is not that of now. */
+function lastKnown(past, value, show) {
+  if (!isKnown(value)) return UNKNOWN;
+  if (!past) return show(value);
+  return html`<span class="note">${show(value)}</span><span class="hint">last known</span>`;
+}
+
 function Condition({ rank, deployment }) {
   const { kind, words } = rankCondition(rank, deployment);
   return html`<${Badge} kind=${kind}>${words}<//>${rank.fresh ? ` ${rank.trouble}` : ""}`;
@@ -102,8 +117,9 @@ function summary({ ranks, shape }) {
   const most =
     shares.length === ranks.length && shares.length ? Math.max(...shares) * ranks.length : null;
   const share = most === null ? "an unknown share" : percent(most, 0);
+  const has = isLoadPast({ ranks, shape }) ? "had, as last known," : "has";
   return (
-    `${fresh} of ${count(shape?.num_ranks)} connected. The fullest has ${share} of the mean. ` +
+    `${fresh} of ${count(shape?.num_ranks)} connected. The fullest ${has} ${share} of the mean. ` +
     "Time / median compares ranks at equal tokens; time per token depends on how many a rank has."
   );
 }
