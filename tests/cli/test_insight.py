@@ -55,10 +55,10 @@ def test_a_plan_that_a_recommendation_imagines_has_not_started(run):
 
 def test_one_number_of_replicas_is_advised_and_the_others_are_told_apart(run, operations):
     words = " ".join(run("recommend", "demo")[1].split())
-    advised, others = words.split("Other rules for the number of replicas")
-    assert "Replicas per layer: 2 now, 2 advised" in advised and "CRAFT" not in advised
+    advised, others = words.split("Other rules for the number of extra replicas")
+    assert "Extra replicas per layer: 2 now, 2 advised" in advised and "CRAFT" not in advised
     assert others.index("advised above is by predicted MoE time alone") < others.index("R = 2")
-    assert "R: the replicas that a rank holds, counted over all layers" in others
+    assert "R: the extra replicas that a rank holds, counted over all layers" in others
 
 
 def test_the_heat_map_names_its_largest_cells(run):

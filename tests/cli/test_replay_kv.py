@@ -38,7 +38,7 @@ def test_compare_weighs_every_number_of_replicas_on_the_shipped_trace(tmp_path):
     assert rows["craft", 1]["kv_tokens_lost"] < 0 < rows["uniform", 16]["kv_tokens_lost"]
     page = tmp_path / "page.html"
     text = " ".join(run_replay(*asked, "--html", page).split())
-    assert "Replicas against KV cache" in text
+    assert "Extra replicas against KV cache" in text
     assert answer["replica_tradeoff"]["words"] in text
     written = page.read_text()
     assert escape(answer["replica_tradeoff"]["words"]) in written

@@ -20,15 +20,12 @@ _CALLS = {
 }
 
 _LEVELS_BASE = (
-    "Every row is a new placement of that many replicas by a simple rule. So the row (now) is not"
-    " the present placement. Gains are relative to it."
+    "Every row is a new placement of that many extra replicas by a simple rule. So the row (now) is"
+    " not the present placement. Gains are relative to it."
 )
 
 
-_OTHER_RULES = (
-    "The number advised above is by predicted MoE time alone. Where the KV cache limits the batch,"
-    " estimated goodput counts instead."
-)
+_OTHER_RULES = "The number advised above is by predicted MoE time alone."
 
 
 def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
@@ -44,13 +41,13 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
         parts += [Text("\nPolicies", style="bold"), _policies(answer["policies"])]
     if answer["redundancy"] is not None:
         advised, present = answer["redundancy"]["advised"], answer["redundancy"]["present"]
-        title = f"\nReplicas per layer: {present} now, {advised} advised"
+        title = f"\nExtra replicas per layer: {present} now, {advised} advised"
         parts += [Text(title, style="bold"), Text(_LEVELS_BASE), _levels(answer["redundancy"])]
     tradeoff = answer["replica_tradeoff"]
     if tradeoff is not None:
         words = (_OTHER_RULES, tradeoff["words"], tradeoff["craft_words"])
         parts += [
-            Text("\nOther rules for the number of replicas", style="bold"),
+            Text("\nOther rules for the number of extra replicas", style="bold"),
             *(Text(text) for text in words if text),
         ]
     given = [str(answer["reason"]), *(str(row["reason"]) for row in answer["policies"])]
@@ -125,7 +122,7 @@ def _interval(row: Mapping[str, Any]) -> str:
 
 def _levels(redundancy: Mapping[str, Any]) -> FittedTable:
     columns = (
-        FittedColumn("REPLICAS", right=True),
+        FittedColumn("EXTRA REPLICAS", right=True),
         FittedColumn("GAIN", right=True),
         FittedColumn("INTERVAL", keep=2),
         FittedColumn("MORE MEMORY PER RANK", right=True),

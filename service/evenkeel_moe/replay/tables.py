@@ -179,9 +179,9 @@ def _titled(title: str, *heads: str, show_header: bool = True) -> Table:
     return table
 
 
-TRADEOFF_TITLE = "Replicas against KV cache, on one rank"
+TRADEOFF_TITLE = "Extra replicas against KV cache, on one rank"
 TRADEOFF_HEADS = (
-    "replicas", "balance", "MoE time", "KV tokens lost", "KV tokens", "sequences", "goodput",
+    "extra replicas", "balance", "MoE time", "KV tokens lost", "KV tokens", "sequences", "goodput",
 )  # fmt: skip
 
 

@@ -77,18 +77,38 @@ def test_what_is_not_told_is_unknown():
 
 def test_the_sentence_names_the_best_level_with_its_kv_cache():
     craft = CraftLevel(1, 4, 2, 0.1, 0.1, 0.1, -1000, True, 0.95)
-    found = kv_tradeoff(comparison(NOW, level(4, 0.2, 5000), craft=[craft]), KV, 100, 0.5)
+    levels = replace(comparison(NOW, level(4, 0.2, 5000), craft=[craft]), advised=4)
+    found = kv_tradeoff(levels, KV, 100, 0.5)
     assert found.rows[2].rule == "craft"
     assert found.words == (
-        "Estimated goodput is highest with CRAFT with R = 1: +15.8% against the present number,"
-        " with MoE time as 50% of a step; a rank's KV cache holds 100 tokens more, and 11 sequences"
-        " fit a rank."
+        "If the KV cache does not limit the batch, take 4 extra replicas in every layer; if it"
+        " does, take CRAFT with R = 1. That has the highest estimated goodput: +15.8% against the"
+        " present number, with MoE time as 50% of a step; a rank's KV cache holds 100 tokens more,"
+        " and 11 sequences fit a rank."
     )
     kept = kv_tradeoff(comparison(NOW, level(4, 0.2, 5000)), KV, 100)
     assert kept.words == (
-        "No other number of replicas has a higher estimated goodput for sure, whatever part of a"
-        " step is MoE time."
+        "Keep 2 extra replicas in every layer, whether or not the KV cache limits the batch. No"
+        " other number of replicas has a higher estimated goodput for sure, whatever part of a step"
+        " is MoE time."
     )
+
+
+def test_the_advice_for_a_batch_that_the_kv_cache_limits_may_be_the_same_or_unknown():
+    advised = replace(comparison(NOW, level(4, 0.2, 5000), level(1, 0.1, -1000)), advised=4)
+    limited = kv_tradeoff(advised, KV, 100).words
+    assert limited.startswith(
+        "If the KV cache does not limit the batch, take 4 extra replicas in every layer; if it"
+        " does, take 1 in every layer. "
+    )
+    both = kv_tradeoff(replace(advised, advised=1), KV, 100).words
+    assert both.startswith(
+        "Take 1 extra replica in every layer, whether or not the KV cache limits the batch. "
+    )
+    present = kv_tradeoff(replace(comparison(NOW, level(4, 0.2, 5000)), advised=4), KV, 100).words
+    assert "; if it does, keep 2 in every layer. No other" in present
+    unknown = kv_tradeoff(advised, None).words
+    assert "layer; if it does, the best number is unknown: the ranks did not report" in unknown
 
 
 def craft_words(*factors):
@@ -96,19 +116,18 @@ def craft_words(*factors):
     return kv_tradeoff(replace(comparison(NOW), craft_factors=known), None).craft_words
 
 
-def test_the_words_about_craft_say_what_its_budget_is_and_which_one_is_advised():
+def test_the_words_about_craft_say_its_budget_in_plain_words_and_advise_nothing():
     words = craft_words(1, 4, 16)
-    assert words.startswith("CRAFT gives each layer its own number of replicas. It has one budget,")
-    assert "Advised is R = 4: up to it, replicas gain much balance, beyond it little (rule" in words
-    assert "R = 1 gains most for each replica (rule per_replica_gain)" in words
-    assert words.endswith("R = 16 is the most that free memory allows (rule memory).")
-    assert craft_words(1, 4, 4).count("Advised is R = 4: up to it") == 1
+    assert words.startswith("CRAFT gives each layer its own number of extra replicas, so it needs")
+    assert "Balance gains much up to R = 4, and little beyond it. R = 1 gains most for" in words
+    assert words.endswith("R = 16 is the most that free memory allows.")
     assert craft_words(1, 4, None).endswith("how many fit in the free memory is unknown.")
-    assert "R = 0 is advised" in craft_words(0, 1, 16)
+    assert craft_words(0, 1, 16).endswith("so R = 0 is enough.")
     assert craft_words() == "The number of replicas that CRAFT would choose is unknown."
+    assert "dvise" not in words and "rule" not in words
 
 
-def test_no_budget_is_advised_that_does_not_fit():
+def test_the_budget_that_fits_is_told_if_more_would_gain_balance():
     words = craft_words(1, 4, 2)
-    assert "Advised is R = 2, the most that free memory allows" in words
-    assert words.endswith("and more do not fit.")
+    assert "Balance gains much up to R = 4" in words
+    assert words.endswith("R = 2 is the most that free memory allows.")

@@ -240,8 +240,8 @@ def test_replicas_that_cost_reading_are_advised_against():
     assert words[1] == "Cost model: derived, not measured."
     assert words[-3:-1] == (
         (
-            "0 replicas per layer instead of 4 would save 33.33% of predicted MoE time; the saving"
-            f" is from {found.levels[0].gain_lower:.2%} to {found.levels[0].gain_upper:.2%}."
+            "0 extra replicas per layer instead of 4 would save 33.33% of predicted MoE time; the"
+            f" saving is from {found.levels[0].gain_lower:.2%} to {found.levels[0].gain_upper:.2%}."
         ),
         "It is the smallest number that costs less than 0.2%, by the lower end.",
     )
@@ -272,9 +272,8 @@ def test_replicas_that_bring_nothing_are_called_superfluous():
     assert "= 4 kB fewer on a rank" in words[-1]
     kept, words = redundancy(load, BARE)
     assert kept.advised == 0
-    assert (
-        words[-1]
-        == "0 replicas per layer: no other number tried pays, by the lower end of its interval."
+    assert words[-1] == (
+        "0 extra replicas per layer: no other number tried pays, by the lower end of its interval."
     )
 
 

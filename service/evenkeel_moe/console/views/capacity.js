@@ -1,4 +1,4 @@
-/** Capacity: more or fewer replicas against the KV cache and goodput. */
+/** Capacity: more or fewer extra replicas against the KV cache and goodput. */
 
 import { useCallback, useEffect, useState } from "../vendor/hooks.js";
 import { adviceWords, outcomeWords } from "../lib/advice.js";
@@ -94,24 +94,24 @@ function Advice({ advice, mode, now }) {
 function Replicas({ advice }) {
   const { redundancy, replica_tradeoff: tradeoff } = advice;
   if (!tradeoff)
-    return html`<${Section} title="Replicas"
-      ><p class="empty">There are too few steps to compare numbers of replicas.</p><//
+    return html`<${Section} title="Extra replicas"
+      ><p class="empty">There are too few steps to compare numbers of extra replicas.</p><//
     >`;
   const advised = (row) => row.rule === "uniform" && row.level === redundancy?.advised;
   const mark = (row) =>
     html`<span class="nowrap"
       >${row.rule === "uniform" ? `${row.level} in every layer` : `CRAFT, R = ${row.level}`}
       ${row.present ? html` <${Badge} kind="info">present<//>` : ""}
-      ${advised(row) ? html` <${Badge} kind="good">advised<//>` : ""}</span
+      ${advised(row) ? html` <${Badge} kind="good">advised by MoE time<//>` : ""}</span
     >`;
-  return html`<${Section} title="Replicas against KV cache" note=${wordsWithMinus(tradeoff.words)}>
+  return html`<${Section} title="Extra replicas against KV cache" note=${wordsWithMinus(tradeoff.words)}>
     ${tradeoff.craft_words ? html`<p class="note">${wordsWithMinus(tradeoff.craft_words)}</p>` : ""}
     <${Table}
-      caption="Numbers of replicas"
+      caption="Numbers of extra replicas"
       rows=${tradeoff.rows}
       keyOf=${(row) => `${row.rule} ${row.level}`}
       columns=${[
-        { title: "Replicas", of: mark },
+        { title: "Extra replicas", of: mark },
         { title: "Total", numeric: true, of: (row) => count(row.replicas) },
         { title: "Balancedness", numeric: true, of: (row) => number(row.balancedness) },
         { title: "MoE time saved", numeric: true, of: (row) => signedPercent(row.gain) },

@@ -25,7 +25,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evenkeel_moe.errors import InvalidInput
-from evenkeel_moe.planning.decision.replica_levels import CraftFactors, Redundancy
+from evenkeel_moe.planning.decision.replica_levels import (
+    CraftFactors,
+    Redundancy,
+    extra_replicas,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +81,22 @@ class TradeoffRow:
 
     @property
     def name(self) -> str:
-        """The level in words."""
+        """The number of extra replicas in words."""
         if self.rule == "craft":
             return f"CRAFT with R = {self.level}"
-        return f"{self.level} {'replica' if self.level == 1 else 'replicas'} in every layer"
+        return f"{self.level} in every layer"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTradeoff:
-    """All numbers of replicas, and the sentence that sums them up."""
+    """All numbers of replicas, and the sentences that sum them up."""
 
     rows: tuple[TradeoffRow, ...]
     """Uniform levels first, then CRAFT's; each in rising order."""
     words: str
+    """The advice if the KV cache does not limit the batch and if it does, and why."""
     craft_words: str
-    """Sentences that explain CRAFT's R and say which R is advised, and why."""
+    """Sentences that explain CRAFT's R and say which R balance and free memory allow."""
     kv: KvMemory | None
     tokens_per_sequence: int | None
     moe_share: float | None
@@ -143,7 +148,7 @@ def kv_tradeoff(
         )
         for level in redundancy.craft
     ]
-    words = _words(rows, kv, tokens_per_sequence, share)
+    words = _words(rows, redundancy, kv, tokens_per_sequence, share)
     craft_words = _craft_words(redundancy.craft_factors)
     return ReplicaTradeoff(tuple(rows), words, craft_words, kv, tokens_per_sequence, share)
 
@@ -210,15 +215,19 @@ def goodput_words(lower: float | None, upper: float | None) -> str:
 
 def _words(
     rows: Sequence[TradeoffRow],
+    redundancy: Redundancy,
     kv: KvMemory | None,
     tokens_per_sequence: int | None,
     share: float | None,
 ) -> str:
-    """Return one sentence: the level with the highest goodput that is certain."""
+    """Return the advice with and without a limit by the KV cache, and the reason for the former."""
+    verb = "keep" if redundancy.advised == redundancy.present else "take"
+    advice = f"{verb} {extra_replicas(redundancy.advised, 'in every layer')}"
+    unlimited = f"If the KV cache does not limit the batch, {advice}; if it does,"
     if kv is None:
         return (
-            "The cost of replicas in KV cache is unknown: the ranks did not report bytes per KV"
-            " token and free KV bytes."
+            f"{unlimited} the best number is unknown: the ranks did not report bytes per KV token"
+            " and free KV bytes."
         )
     known = [row for row in rows if row.goodput_lower is not None]
     if not known:
@@ -229,19 +238,26 @@ def _words(
             if kv.tokens() < (tokens_per_sequence or 1)
             else "predicted MoE time is not known"
         )
-        return f"What replicas cost in goodput is unknown: {why}."
+        return f"{unlimited} the best number is unknown: {why}."
     best = max(known, key=lambda row: (row.goodput_lower or 0.0, row.present, -row.replicas))
     basis = (
         "whatever part of a step is MoE time"
         if share is None
         else f"with MoE time as {share:.0%} of a step"
     )
+    lead = (
+        f"{advice.capitalize()}, whether or not the KV cache limits the batch."
+        if (best.rule, best.level) == ("uniform", redundancy.advised)
+        else f"{unlimited} {'keep' if best.present else 'take'} {best.name}."
+    )
     if best.present:
-        return f"No other number of replicas has a higher estimated goodput for sure, {basis}."
+        return (
+            f"{lead} No other number of replicas has a higher estimated goodput for sure, {basis}."
+        )
     lost = best.kv_tokens_lost or 0
     fit = "" if best.sequences is None else f", and {best.sequences} sequences fit a rank"
     return (
-        f"Estimated goodput is highest with {best.name}:"
+        f"{lead} That has the highest estimated goodput:"
         f" {goodput_words(best.goodput_lower, best.goodput_upper)} against the present number,"
         f" {basis}; a rank's KV cache holds {abs(lost)} tokens {'less' if lost >= 0 else 'more'}"
         f"{fit}."
@@ -252,29 +268,15 @@ def _craft_words(factors: CraftFactors | None) -> str:
     if factors is None:
         return "The number of replicas that CRAFT would choose is unknown."
     budget = (
-        "CRAFT gives each layer its own number of replicas. It has one budget, R: the replicas that"
-        " a rank holds, counted over all layers."
+        "CRAFT gives each layer its own number of extra replicas, so it needs slots pooled over"
+        " layers. It has one budget, R: the extra replicas that a rank holds, counted over all"
+        " layers."
     )
     if factors.per_replica_gain == 0:
-        return f"{budget} No replica gains balance here, so R = 0 is advised."
+        return f"{budget} No replica gains balance here, so R = 0 is enough."
     memory, knee = factors.memory, factors.knee
-    fits = (
-        "how many fit in the free memory is unknown"
-        if memory is None
-        else f"R = {memory} is the most that free memory allows (rule memory)"
-    )
-    if memory is not None and memory < knee:
-        advice = (
-            f"Advised is R = {memory}, the most that free memory allows (rule memory): replicas"
-            f" would gain much balance up to R = {knee} (rule knee)"
-        )
-        fits = "more do not fit"
-    else:
-        advice = (
-            f"Advised is R = {knee}: up to it, replicas gain much balance, beyond it little (rule"
-            " knee)"
-        )
-    return (
-        f"{budget} {advice}. R = {factors.per_replica_gain} gains most for each replica (rule"
-        f" per_replica_gain), and {fits}."
-    )
+    bend = f"Balance gains much up to R = {knee}, and little beyond it"
+    most = f"R = {factors.per_replica_gain} gains most for each replica"
+    if memory is None:
+        return f"{budget} {bend}. {most}, and how many fit in the free memory is unknown."
+    return f"{budget} {bend}. {most}, and R = {memory} is the most that free memory allows."

@@ -24,6 +24,7 @@ from evenkeel_moe.planning.decision.replica_levels import (
     LevelPart,
     Redundancy,
     compare_levels,
+    extra_replicas,
 )
 from evenkeel_moe.planning.decision.verdict import Call, Verdict, VerdictRules
 from evenkeel_moe.planning.schedule.relabel import count_moves
@@ -271,17 +272,12 @@ def _rounded(steps: float) -> str:
     return f"{float(f'{steps:.2g}'):,.4g}" if steps < 10 else f"{float(f'{steps:.2g}'):,.0f}"
 
 
-def _per_layer(replicas: int) -> str:
-    return f"{replicas} replica{'' if replicas == 1 else 's'} per layer"
-
-
 def _replica_words(cycle: CycleInputs, redundancy: Redundancy, free_bytes: int | None) -> list[str]:
     """Return the sentences about the number of replicas."""
     present, advised = redundancy.present, redundancy.advised
     if advised == present:
-        return [
-            f"{_per_layer(present)}: no other number tried pays, by the lower end of its interval."
-        ]
+        kept = f"{extra_replicas(present, 'per layer')}: no other number tried pays"
+        return [f"{kept}, by the lower end of its interval."]
     level = next(level for level in redundancy.levels if level.replicas_per_layer == advised)
     kind, least = "more" if advised > present else "fewer", cycle.settings.min_gain
     why = (
@@ -291,7 +287,7 @@ def _replica_words(cycle: CycleInputs, redundancy: Redundancy, free_bytes: int |
     )
     words = [
         (
-            f"{_per_layer(advised)} instead of {present} would"
+            f"{extra_replicas(advised, 'per layer')} instead of {present} would"
             f" {'save' if level.gain >= 0 else 'cost'} {abs(level.gain):.2%} of predicted"
             f" {cycle.objective.cost.basis.moe_time}; the saving is from"
             f" {level.gain_lower:.2%} to {level.gain_upper:.2%}."

@@ -83,7 +83,7 @@ class Redundancy:
     """Numbers of replicas compared: placed by simple rules and scored on the same steps."""
 
     present: int
-    """Replicas per layer now; the average if slots are pooled."""
+    """Extra replicas per layer now; the average if slots are pooled."""
     advised: int
     """The least number that no larger one, as far as memory allows, beats by `min_gain` for
     sure."""
@@ -215,6 +215,11 @@ def _against(inputs: LevelInputs, base: _Scored, other: _Scored) -> Verdict:
         cost_model=inputs.cost.basis,
         rules=inputs.rules,
     )
+
+
+def extra_replicas(count: int, where: str) -> str:
+    """Return a number of replicas beyond one for each expert, in words."""
+    return f"{count} extra replica{'' if count == 1 else 's'} {where}"
 
 
 # --- the same number in every layer ---------------------------------------------------------------
