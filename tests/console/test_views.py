@@ -74,7 +74,9 @@ def test_a_phone_shows_every_view_whole_under_heads_of_two_lines(visitor: Visito
 def test_capacity_gives_the_recommendation_in_words(visitor: Visitor):
     visitor.fleet.wait_proposal()  # The page asks once, so the window must hold enough by then.
     visitor.go("capacity")
-    visitor.browser.wait_text("Replicas against KV cache", within_s=120)
+    visitor.browser.wait_text("Extra replicas against KV cache", within_s=120)
+    visitor.browser.wait_text("If the KV cache does not limit the batch, ")
+    visitor.browser.wait_text("advised by MoE time")
     visitor.browser.wait_text("predicted MoE time (by tokens)")
     visitor.browser.wait_text("KV tokens then")
     assert "A plan was started" not in visitor.browser.text("body")

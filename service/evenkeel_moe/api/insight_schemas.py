@@ -74,7 +74,7 @@ class PolicyScoreOut(ResponseBody):
 
 
 class ReplicaLevelOut(ResponseBody):
-    """One number of replicas, the same in every layer."""
+    """One number of extra replicas, the same in every layer."""
 
     replicas_per_layer: int
     gain: Number
@@ -119,7 +119,7 @@ class CraftFactorsOut(ResponseBody):
 
 
 class RedundancyOut(ResponseBody):
-    """Comparison of more and fewer replicas per layer."""
+    """Comparison of more and fewer extra replicas per layer."""
 
     present: int
     advised: int
@@ -138,12 +138,12 @@ class KvMemoryOut(ResponseBody):
 
 
 class TradeoffRowOut(ResponseBody):
-    """One number of replicas, with its KV cache. Null is unknown."""
+    """One number of extra replicas, with its KV cache. Null is unknown."""
 
     rule: str
     """uniform: the same number in every layer; craft: each layer its own, in pooled slots."""
     level: int
-    """Replicas per layer if uniform; R if craft."""
+    """Extra replicas per layer if uniform; R if craft."""
     replicas: int
     """Over all layers and ranks."""
     present: bool

@@ -383,7 +383,7 @@ def _budget(points: Sequence[BudgetPoint]) -> str:
     balance = [point.balancedness_mean for point in points]
     gains = [point.gain_per_replica for point in points]
     lost_gb = [point.kv_bytes_lost / 1e9 for point in points]
-    x_label, gained = "replicas per layer", "balancedness gained per replica"
+    x_label, gained = "extra replicas per layer", "balancedness gained per replica"
     lost = "KV cache lost, GB per rank"
     drawings = (
         lines(
