@@ -380,7 +380,6 @@ def _replicas(comparison: Comparison, styles: Mapping[str, Style]) -> str:
 def _budget(points: Sequence[BudgetPoint]) -> str:
     names = [str(point.replicas_per_layer) for point in points]
     xs = [float(index) for index in range(len(points))]
-    balance = [point.balancedness_mean for point in points]
     gains = [point.gain_per_replica for point in points]
     lost_gb = [point.kv_bytes_lost / 1e9 for point in points]
     x_label, gained = "extra replicas per layer", "balancedness gained per replica"
@@ -388,7 +387,7 @@ def _budget(points: Sequence[BudgetPoint]) -> str:
     drawings = (
         lines(
             "balancedness by budget",
-            [Series("balancedness", STYLES["keel"], xs, balance)],
+            [Series("balancedness", STYLES["keel"], xs, [p.balancedness_mean for p in points])],
             x_label=x_label,
             y_label="balancedness",
             size=SMALL,
