@@ -104,7 +104,8 @@ function Replicas({ advice }) {
       ${row.present ? html` <${Badge} kind="info">present<//>` : ""}
       ${advised(row) ? html` <${Badge} kind="good">advised by MoE time<//>` : ""}</span
     >`;
-  return html`<${Section} title="Extra replicas against KV cache" note=${wordsWithMinus(tradeoff.words)}>
+  const note = wordsWithMinus(tradeoff.words);
+  return html`<${Section} title="Extra replicas against KV cache" note=${note}>
     ${tradeoff.craft_words ? html`<p class="note">${wordsWithMinus(tradeoff.craft_words)}</p>` : ""}
     <${Table}
       caption="Numbers of extra replicas"
