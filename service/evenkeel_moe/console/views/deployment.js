@@ -78,8 +78,9 @@ function facts(row) {
     const slots = `${counted(shape.slots_per_rank, "slot")} each`;
     parts.push(`${experts} on ${counted(shape.num_ranks, "rank")} with ${slots}`);
   }
-  if (isKnown(row.time_balance)) parts.push(`time balance ${number(row.time_balance)}`);
-  const past = isLoadPast(row) && isKnown(row.balancedness_mean) ? ", last known" : "";
-  parts.push(`balancedness ${number(row.balancedness_mean)}${past}`);
+  const balance = (name, value) =>
+    `${name} ${number(value)}${isLoadPast(row) && isKnown(value) ? " (last known)" : ""}`;
+  if (isKnown(row.time_balance)) parts.push(balance("time balance", row.time_balance));
+  parts.push(balance("balancedness", row.balancedness_mean));
   return `${parts.join("; ")}.`;
 }

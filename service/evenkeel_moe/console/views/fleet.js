@@ -67,8 +67,12 @@ function Row({ api, row }) {
       <p class="figures">
         ${knowsTime(row) && html`<${Figure} value=${row.time_balance} name="time balance" />`}
         <${Figure} value=${row.balancedness_mean} name="balancedness" />
-        ${isLoadPast(row) && isKnown(row.balancedness_mean) ? html`<span>last known</span>` : ""}
       </p>
+      ${
+        isLoadPast(row) && isKnown(row.balancedness_mean)
+          ? html`<p class="hint">Last known, while all ranks were connected.</p>`
+          : ""
+      }
       ${
         points?.length
           ? html`<${BalanceChart} points=${points} height=${64} compact />`
