@@ -79,7 +79,7 @@ class DeploymentStatus:
     time_balance_worst: float | None
     """The same of the worst layer."""
     cost_model: CostBasis | None
-    """What predicted times rest on; None before the first cycle."""
+    """The origin of predicted times; None before the first cycle."""
     active_plan: PlanRecord | None
     proposals: tuple[PlanRecord, ...] = ()
     """The plans that wait for approval, oldest first."""

@@ -24,7 +24,7 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
 from evenkeel_moe.protocol import control_messages as ctl
 from tests.api.fakes import make_plan
-from tests.controller.cycles.manual_rig import BAD, Rig
+from tests.controller.cycles.manual_rig import BAD
 from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, plan_of
 from tests.waiting import until
 
@@ -109,15 +109,6 @@ def test_a_verdict_is_calibrated_by_the_model_and_not_by_calibrated_promises():
 
 
 # --- in a running controller ----------------------------------------------------------------------
-
-
-@pytest.fixture
-async def rig():
-    rig = Rig()
-    await rig.lead()
-    yield rig
-    await rig.tasks.end()
-    await rig.serving.end()
 
 
 def append(rig, part):

@@ -15,20 +15,10 @@ from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
 from evenkeel_moe.telemetry.rank_times import RankTimes
 from evenkeel_moe.wire.link import ReplicaCost
-from tests.controller.cycles.manual_rig import Rig
 from tests.protocol.machines import BASE, SHAPE
 from tests.waiting import until
 
 PROFILE = ReplicaCost(1e-5, 1e-7, 2e-6, 0.0, 0.01, 1.8e9)
-
-
-@pytest.fixture
-async def rig():
-    rig = Rig()
-    await rig.lead()
-    yield rig
-    await rig.tasks.end()
-    await rig.serving.end()
 
 
 def costs_of(rig, windows=None) -> RankCosts:

@@ -13,7 +13,7 @@ change of the plan."""
 
 
 class WaveDurations:
-    """What the ranks of one wave needed, as their leader saw it.
+    """Measures how long the ranks of one wave take, as their leader sees it.
 
     Args:
         ranks: all ranks of the wave.

@@ -1,4 +1,4 @@
-"""What a search of all layers takes from a problem, in the units of the search."""
+"""Converts what a search of all layers needs of a problem to the units of the search."""
 
 import numpy as np
 from numpy.typing import NDArray
