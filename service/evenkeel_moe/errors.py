@@ -33,6 +33,7 @@ class Reason(StrEnum):
     FROZEN = "frozen"
     OUTSIDE_SCHEDULE = "outside_schedule"
     HELD_AFTER_ROLLBACK = "held_after_rollback"
+    HELD_AFTER_DATA_LOSS = "held_after_data_loss"
     GAINS_NOT_DELIVERED = "gains_not_delivered"
     COOLDOWN = "cooldown"
     INSUFFICIENT_DATA = "insufficient_data"

@@ -45,7 +45,8 @@ def test_a_plan_shows_promise_and_delivery(run, operations):
 def test_status_says_why_automatic_plans_are_held(run, operations):
     for because, words in (
         ("gains_not_delivered", "held because plans did not deliver their gain"),
-        ("held_after_rollback", "held after a rollback, or because the store came back empty"),
+        ("held_after_rollback", "held after a rollback"),
+        ("held_after_data_loss", "held because the store lost what operators had set"),
     ):
         status = make_status(held=True, held_because=because)
         operations.views["demo"] = FakeView(status, {}, None)

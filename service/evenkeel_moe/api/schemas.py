@@ -195,10 +195,9 @@ class DeploymentOut(ResponseBody):
     last_decision: JsonObject | None
     frozen_until_unix: float | None
     held: bool | None
-    """True until `resume`, after a rollback or gains that were not delivered: no automatic
-    plans."""
+    """True while automatic plans wait for `resume`."""
     held_because: str | None
-    """held_after_rollback or gains_not_delivered; null if not held."""
+    """held_after_rollback, held_after_data_loss or gains_not_delivered; null if not held."""
     dispatch: str | None
     """Model of the engines' dispatcher, for which plans are made."""
     dispatch_warning: str | None

@@ -15,8 +15,9 @@ WORDS: dict[str, str] = {
     Reason.PLAN_IN_PROGRESS: "another plan is running",
     Reason.FROZEN: "an operator froze the deployment for some time",
     Reason.OUTSIDE_SCHEDULE: "the schedule allows no plan now",
-    Reason.HELD_AFTER_ROLLBACK: "automatic plans wait for `evenkeel resume` after a rollback, or"
-    " because the store came back empty",
+    Reason.HELD_AFTER_ROLLBACK: "automatic plans wait for `evenkeel resume` after a rollback",
+    Reason.HELD_AFTER_DATA_LOSS: "automatic plans wait for `evenkeel resume`, because the store"
+    " lost what operators had set",
     Reason.GAINS_NOT_DELIVERED: "automatic plans wait for `evenkeel resume`, because the last ones"
     " did not deliver their gain",
     Reason.COOLDOWN: "the last plan ended too short a time ago",
@@ -55,10 +56,11 @@ WORDS: dict[str, str] = {
 """Reason -> sentence without its full stop. Reasons that only errors carry explain themselves."""
 
 HELD: dict[str, str] = {
-    Reason.HELD_AFTER_ROLLBACK: "after a rollback, or because the store came back empty",
+    Reason.HELD_AFTER_ROLLBACK: "after a rollback",
+    Reason.HELD_AFTER_DATA_LOSS: "because the store lost what operators had set",
     Reason.GAINS_NOT_DELIVERED: "because plans did not deliver their gain",
 }
-"""Reason of a hold -> words after "held". A store that came back empty has no reason of its own."""
+"""Reason of a hold -> words after "held"."""
 
 WOULD: dict[str, tuple[str, str]] = {
     Reason.PLAN_STARTED: (

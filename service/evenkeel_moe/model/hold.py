@@ -9,13 +9,16 @@ from evenkeel_moe.errors import Reason
 _LATEST = 1e15
 """Unix seconds beyond which a stored time is no time."""
 
+REASONS = (Reason.HELD_AFTER_ROLLBACK, Reason.HELD_AFTER_DATA_LOSS, Reason.GAINS_NOT_DELIVERED)
+"""What holds automatic plans; the first stands for a stored reason that is not known."""
+
 
 @dataclass(frozen=True, slots=True)
 class Hold:
     """The hold on automatic plans, as it is kept over restarts."""
 
     because: Reason | None = None
-    """HELD_AFTER_ROLLBACK or GAINS_NOT_DELIVERED; None if automatic plans are not held."""
+    """One of `REASONS`; None if automatic plans are not held."""
     judged_from: float = 0.0
     """Unix seconds of the newest `resume` after GAINS_NOT_DELIVERED: plans measured earlier do not
     stop `auto` again."""
@@ -30,9 +33,10 @@ class Hold:
     @classmethod
     def of_document(cls, body: Mapping[str, Any]) -> "Hold":
         """Read a stored hold. Values that cannot be read have their default; `held` counts."""
-        because = Reason.HELD_AFTER_ROLLBACK if body.get("held") else None
-        if because is not None and body.get("held_because") == Reason.GAINS_NOT_DELIVERED.value:
-            because = Reason.GAINS_NOT_DELIVERED
+        because = None
+        if body.get("held"):
+            told = (reason for reason in REASONS if reason.value == body.get("held_because"))
+            because = next(told, Reason.HELD_AFTER_ROLLBACK)
         since = body.get("judged_from", 0.0)
         known = isinstance(since, int | float) and -_LATEST <= since <= _LATEST
         return cls(because, float(since) if known else 0.0)

@@ -313,7 +313,7 @@ async def test_deployment_whose_freeze_cannot_be_read_is_held(valkey):
         await client.hset(PREFIX + "documents", "control", DOCUMENTS["control"][0])
         seen = await lead_and_look(client)
         assert seen.held
-        assert "held_after_rollback" in seen.decisions
+        assert "held_after_data_loss" in seen.decisions
     finally:
         await disconnect(client)
 

@@ -66,7 +66,8 @@ async def test_a_new_process_on_an_emptied_store_holds_automatic_plans_and_says_
         await one.lead(highest_term=7)
         assert orders(one) == (Mode.AUTO, True, False)
         assert one.member.leadership.term > 7
-        assert (await store.fetch_document(DEMO, "control"))["held"]
+        control = await store.fetch_document(DEMO, "control")
+        assert control["held"] and control["held_because"] == "held_after_data_loss"
         await until(lambda: _said(one, "held until resume"))
         await one.operations.resume(DEMO, "eve")
         assert not one.member.control.held

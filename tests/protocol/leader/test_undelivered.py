@@ -161,6 +161,7 @@ def test_a_rollback_keeps_the_reason_of_the_stop():
         ({"held": True}, Hold(Reason.HELD_AFTER_ROLLBACK)),
         ({"held": True, "held_because": ["?"]}, Hold(Reason.HELD_AFTER_ROLLBACK)),
         ({"held": True, "held_because": "committed"}, Hold(Reason.HELD_AFTER_ROLLBACK)),
+        ({"held": True, "held_because": "held_after_data_loss"}, Hold(Reason.HELD_AFTER_DATA_LOSS)),
         ({"judged_from": "soon"}, Hold()),
         ({"judged_from": float("nan")}, Hold()),
         ({"judged_from": 5}, Hold(None, 5.0)),

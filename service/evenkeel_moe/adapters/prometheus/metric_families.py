@@ -188,8 +188,8 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
     ("reason",): {
         "evenkeel_last_decision_reason": "Reason with which the last cycle ended; always 1, one"
         " series at a time.",
-        "evenkeel_held_reason": "Why automatic plans wait for resume: held_after_rollback or"
-        " gains_not_delivered; always 1, absent while they do not wait.",
+        "evenkeel_held_reason": "Why automatic plans wait for resume: held_after_rollback,"
+        " held_after_data_loss or gains_not_delivered; always 1, absent while they do not wait.",
         "evenkeel_last_plan_failed_timestamp_seconds": "When the newest aborted plan ended, and"
         " why; one series at a time.",
     },

@@ -28,12 +28,12 @@ const GATES = [
   },
   {
     title: "The hold lets plans be made",
-    closes: ["held_after_rollback", "gains_not_delivered"],
+    closes: ["held_after_rollback", "held_after_data_loss", "gains_not_delivered"],
     says: ({ policy, deployment }) =>
       deployment.held
         ? `Automatic plans are held (${deployment.held_because}). ${holdWords(policy.mode)}`
         : "Automatic plans are not held.",
-    remedy: () => "Find out why the rollback was needed or the gain was missing, then resume.",
+    remedy: () => "Find out why the plans are held: the rollback, the lost data or the missing gain. Then resume.",
   },
   {
     title: "Earlier plans have ended",

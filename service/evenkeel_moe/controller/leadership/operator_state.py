@@ -104,13 +104,13 @@ class OperatorStateRecovery:
                 known = OperatorState(known.policy, Hold.of_document(control), frozen_until)
             except InvalidInput as error:
                 # An operator may have frozen the deployment: unknown is not "not frozen".
-                known = OperatorState(known.policy, Hold(Reason.HELD_AFTER_ROLLBACK))
+                known = OperatorState(known.policy, Hold(Reason.HELD_AFTER_DATA_LOSS))
                 unreadable["control"] = str(error)
                 loss = f"the stored freeze: {error}; automatic plans are held until resume"
         state = known
         if self._was_blank and self._ranks_term > self._term:
             # Another replica led since, or this process never did: its settings are not known.
-            hold = Hold(Reason.HELD_AFTER_ROLLBACK)
+            hold = Hold(Reason.HELD_AFTER_DATA_LOSS)
             state = OperatorState(state.policy, hold, state.frozen_until)
             loss = (
                 f"the store came back empty, and ranks were led under term {self._ranks_term}: what"
