@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
 
 from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.model.cost import CostCurves, CostModel
@@ -215,6 +216,39 @@ def test_other_deployments_are_refused():
     for function in (count_moves, align_slots, fewest_moves):
         with pytest.raises(ShapeMismatch):
             function(small, large)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("speeds", [1, 3])
+@given(seed=seeds)
+def test_with_one_slot_a_rank_no_assignment_keeps_more(pooled, speeds, seed):
+    rng = np.random.default_rng(seed)
+    layers, ranks, experts = 2, 9, int(rng.integers(1, 8))
+    rows = np.concatenate(
+        [np.tile(np.arange(experts), (2 * layers, 1)), rng.integers(-1, experts, (4, 9 - experts))],
+        axis=1,
+    )
+    rows = rng.permuted(rows, axis=1).astype(np.int32)
+    current, target = (Placement(part, ranks, experts) for part in (rows[:layers], rows[layers:]))
+    rates = rng.integers(1, speeds + 1, ranks).astype(float)
+    costs = CostCurves.linear(rates) if speeds > 1 else None
+    renamed = fewest_moves(current, target, costs=costs, pooled=pooled)
+    for layer in range(layers):
+        old, present = target.phy2log[layer], current.phy2log[layer]
+        classes = np.stack([rates if speeds > 1 else np.ones(ranks), (old >= 0) & pooled])
+        kept = (old[:, None] == present[None, :]) & (old[:, None] >= 0)
+        apart = (classes[:, :, None] != classes[:, None, :]).any(axis=0)
+        best = np.where(apart, -100, kept.astype(int))
+        most = best[linear_sum_assignment(best, maximize=True)].sum()
+        new = renamed.phy2log[layer]
+        assert ((new == present) & (new >= 0)).sum() == most
+        for one in np.unique(classes, axis=1).T:
+            among = (classes == one[:, None]).all(axis=0)
+            assert sorted(new[among]) == sorted(old[among])
+        # A rank that has no reason to change keeps its name.
+        assert (new[(old == present) & (old >= 0)] == old[(old == present) & (old >= 0)]).all()
+    again = fewest_moves(target, target, costs=costs, pooled=pooled)
+    assert (again.phy2log == target.phy2log).all()
 
 
 def test_threads_change_no_name_of_a_rank():

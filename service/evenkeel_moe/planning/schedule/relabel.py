@@ -113,6 +113,57 @@ def _align(
     return out
 
 
+@kernel
+def _rename_single(
+    target: NDArray[np.int32],
+    current: NDArray[np.int32],
+    classes: NDArray[np.int64],
+    num_experts: int,
+) -> NDArray[np.int64]:
+    """Return the (R,) new rank of each target rank, where every rank has one slot.
+
+    A rank then keeps its expert or not, so no assignment has to be searched: of each expert and
+    class, as many copies stay as the target and the current placement both have.
+
+    Args:
+        target: (R,) the slots of one layer, as `current`.
+        classes: (R,) only ranks of the same class are exchanged.
+        num_experts: E.
+    """
+    ranks, kinds = target.shape[0], classes.max() + 1
+    new_rank, taken = np.full(ranks, -1), np.zeros(ranks, np.bool_)
+    for rank in range(ranks):
+        if target[rank] >= 0 and target[rank] == current[rank]:
+            new_rank[rank] = rank
+            taken[rank] = True
+    # Lists of the other ranks by class and present expert, in the order of their numbers.
+    first, after = np.full((kinds, num_experts), -1), np.full(ranks, -1)
+    for rank in range(ranks - 1, -1, -1):
+        if not taken[rank] and current[rank] >= 0:
+            after[rank] = first[classes[rank], current[rank]]
+            first[classes[rank], current[rank]] = rank
+    for rank in range(ranks):
+        if new_rank[rank] < 0 and target[rank] >= 0:
+            found = first[classes[rank], target[rank]]
+            if found >= 0:
+                first[classes[rank], target[rank]] = after[found]
+                new_rank[rank] = found
+                taken[found] = True
+    for rank in range(ranks):
+        if new_rank[rank] < 0 and not taken[rank]:
+            new_rank[rank] = rank
+            taken[rank] = True
+    free = np.zeros(kinds, np.int64)
+    for rank in range(ranks):
+        if new_rank[rank] < 0:
+            kind = classes[rank]
+            while taken[free[kind]] or classes[free[kind]] != kind:
+                free[kind] += 1
+            new_rank[rank] = free[kind]
+            taken[free[kind]] = True
+    return new_rank
+
+
 def _check_same(current: Placement, target: Placement) -> None:
     if current.sizes != target.sizes:
         raise ShapeMismatch(f"placements are (L, S, R, E) = {current.sizes} and {target.sizes}")
@@ -184,10 +235,15 @@ def fewest_moves(
     wanted, present = target.phy2log.copy(), current.phy2log.copy()
     speed = _speed_classes(costs, ranks)
     filled = (target.phy2log.reshape(layers, ranks, -1) >= 0).sum(axis=2)
+    experts = target.num_logical_experts
 
     def renamed_layer(layer: int) -> NDArray[np.int32]:
         classes = speed * (target.slots_per_rank + 1) + (filled[layer] if pooled else 0)
-        kept = _overlap(wanted[layer], present[layer], ranks, target.num_logical_experts)
+        if target.slots_per_rank == 1 and topology is None:
+            rows = np.empty(ranks, np.int32)
+            rows[_rename_single(wanted[layer], present[layer], classes, experts)] = wanted[layer]
+            return rows
+        kept = _overlap(wanted[layer], present[layer], ranks, experts)
         # A forbidden exchange must cost more than all others together can save.
         gain = np.where(classes[:, None] == classes[None, :], kept, -1e9)
         new_rank = _assign(gain) if topology is None else _assign_by_node(gain, topology)
@@ -198,8 +254,7 @@ def fewest_moves(
         return rows.reshape(-1)
 
     rows = map_layers(renamed_layer, range(layers), threads if ranks >= _MANY_RANKS else 1)
-    renamed = Placement(np.stack(rows), ranks, target.num_logical_experts)
-    return align_slots(current, renamed)
+    return align_slots(current, Placement(np.stack(rows), ranks, experts))
 
 
 def _speed_classes(costs: CostCurves | None, num_ranks: int) -> NDArray[np.int64]:
