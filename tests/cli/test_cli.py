@@ -82,3 +82,15 @@ def test_help_is_quick_and_loads_no_heavy_library():
         timeout=deadline(30),
         env={**os.environ, "TERM": "dumb"},
     )
+
+
+def test_a_process_of_the_planner_does_not_load_the_command_line():
+    # As multiprocessing does in a process that it spawns.
+    code = (
+        "import runpy, sys; runpy.run_module('evenkeel_moe', run_name='__mp_main__');"
+        " print('evenkeel_moe.cli' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=deadline(30)
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
