@@ -137,6 +137,11 @@ def warm_kernels() -> None:
         )
         for policy in POLICIES.values():
             _plan_to_waves(problem, policy)
+    # With one slot on every rank keel has a search of its own.
+    single = replace(fixed, num_ranks=12, slots_per_rank=1)
+    start = Placement.initial(single)
+    problem = PlacementProblem(load, single, Topology((0,) * 12), current=start)
+    _plan_to_waves(problem, POLICIES["keel"])
     detect_change(np.repeat(load, 4, axis=0))
 
 

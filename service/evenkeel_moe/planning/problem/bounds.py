@@ -129,7 +129,9 @@ def bound_times(
     """
     copy = hottest_copy(load, num_redundant, num_ranks)
     work = moe_time.replica_work(copy, cost.replica)
-    on_ranks = moe_time.rank_times(np.repeat(work[:, :, None], num_ranks, axis=2), cost)
+    # Without curves all ranks are alike, so one stands for all: there may be thousands.
+    columns = 1 if cost.curves is None else num_ranks
+    on_ranks = moe_time.rank_times(np.repeat(work[:, :, None], columns, axis=2), cost)
     return np.asarray(
         np.maximum(moe_time.fluid_times(load, num_ranks, cost), on_ranks.min(axis=2)), np.float64
     )

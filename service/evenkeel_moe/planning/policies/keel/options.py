@@ -158,6 +158,10 @@ class KeelOptions:
     common_layer_size: int = 256 * 64 * 256
     """Experts x ranks x steps of a layer up to which its search looks at every step. Beyond it
     neighbouring steps are merged, and `layer_evaluations` falls with the cube of the size."""
+    counted_layer_size: int = 1 << 15
+    """Experts x steps up to which the search looks at every step of a layer where only the numbers
+    of copies count (`copy_counts`). Too high: slow. Too low: changes within a few steps are
+    lost."""
     large_evaluations: int = 1_000_000
     """`least_evaluations` of a plan with such layers. These take about a second."""
 

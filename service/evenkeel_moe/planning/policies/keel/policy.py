@@ -8,7 +8,7 @@ for every copy. Replicas, rank speeds and moves are weighed together. The way to
 2. `starts`: start from the current placement, so that what stays costs nothing; else from nothing.
 3. `search`: improve all layers by single moves (`descent`, `swaps`, `replacements`,
    `budget_trades`) on a smooth replacement for the maximum (`state`), within an
-   `evaluation_budget`.
+   `evaluation_budget`. Where every rank has one slot, `copy_counts` does this faster.
 4. Here: the price of a copy, the comparison with EPLB's placement, and what dispatch changes.
 
 All constants are in `options`.
@@ -25,6 +25,7 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.planning.policies.eplb import place_by_eplb
+from evenkeel_moe.planning.policies.keel.copy_counts import CountSearch
 from evenkeel_moe.planning.policies.keel.evaluation_budget import EvaluationBudget
 from evenkeel_moe.planning.policies.keel.fewest_slots import fill_for_fewest
 from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
@@ -36,7 +37,7 @@ from evenkeel_moe.planning.policies.keel.outlook import (
 )
 from evenkeel_moe.planning.policies.keel.search import Search
 from evenkeel_moe.planning.policies.keel.starts import cold_start, fit_to_budget, linear_rates
-from evenkeel_moe.planning.policies.keel.window import SearchWindow, search_window
+from evenkeel_moe.planning.policies.keel.window import SearchWindow, counts_suffice, search_window
 from evenkeel_moe.planning.policies.proposal import build_proposal
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import (
@@ -267,11 +268,19 @@ class _Planner:
     def _search_from(self, start: Placement, *, sharp: bool = False) -> Search:
         return Search(self.problem, start, self.window, self.evaluations, self.options, sharp=sharp)
 
+    def _search_copies(
+        self, start: Placement, *, sharp: bool = False
+    ) -> Search | CountSearch | None:
+        """Return a search; None if no evaluations are left for one."""
+        if counts_suffice(self.problem):
+            return CountSearch(self.problem, start, self.window, self.options, sharp=sharp)
+        return None if self.evaluations.is_spent() else self._search_from(start, sharp=sharp)
+
     def _improve(self, start: Placement, price: float) -> Placement:
         """Search at the price, then for a few more copies at a lower one."""
-        if self.evaluations.is_spent():
+        search = self._search_copies(start)
+        if search is None:
             return start
-        search = self._search_from(start)
         search.search(price)
         objective, options = self.problem.objective, self.options
         if price > 0.0 and objective.limits.max_layers is None:
@@ -296,9 +305,9 @@ class _Planner:
             first = None
         if first is not None:
             best = min((best, self._improve(first, 0.0)), key=time)
-        if self.evaluations.is_spent():
+        search = self._search_copies(best, sharp=True)
+        if search is None:
             return best
-        search = self._search_from(best, sharp=True)
         search.search(0.0)
         return min((best, search.placement()), key=time)
 

@@ -33,6 +33,12 @@ def cold_start(problem: PlacementProblem) -> Placement:
     load = problem.load.sum(axis=0)
     share = SlotBudget.of(problem).equal_share(layers)
     _, logcnt = replicate_experts(load.astype(np.float32), share, ranks)
+    if shape.slots_per_rank == 1 and problem.objective.cost.curves is None:
+        # Nothing to pack: one copy to a rank, and any rank is as good as another.
+        rows = np.full((layers, ranks), EMPTY, np.int32)
+        for row, copies in zip(rows, logcnt, strict=True):
+            row[: copies.sum()] = np.repeat(np.arange(len(copies)), copies)
+        return Placement(rows, ranks, shape.num_logical_experts)
     # Every rank gets the same number of places as far as they divide. The rest go to consecutive
     # ranks, starting at another rank in each layer, so that pools fill evenly.
     base, rest = divmod(share, ranks)

@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
+from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
@@ -32,14 +34,31 @@ class SearchWindow:
     from a good start."""
 
 
+def counts_suffice(problem: PlacementProblem) -> bool:
+    """Return True if a placement is described by the number of copies of each expert.
+
+    Every rank has one slot and the same speed, all copies of an expert have the same load, and no
+    limit counts single moves.
+    """
+    shape, objective = problem.shape, problem.objective
+    return (
+        shape.slots_per_rank == 1
+        and not shape.pooled
+        and objective.cost.by_tokens
+        and objective.dispatch is DispatchModel.EVEN
+        and objective.limits == PlanLimits()
+    )
+
+
 def search_window(
     problem: PlacementProblem, weights: NDArray[np.float64], options: KeelOptions = DEFAULT_OPTIONS
 ) -> SearchWindow:
     """Prepare a problem's window for searches.
 
-    The time of a search is proportional to experts x ranks x steps. Beyond
-    `options.common_layer_size`, neighbouring steps are merged into their weighted mean: the load of
-    every expert counts in full, only its changes within a few steps are lost.
+    The time of a search is proportional to experts x ranks x steps, or to experts x steps where
+    `counts_suffice`. Beyond `options.common_layer_size` or `options.counted_layer_size`,
+    neighbouring steps are merged into their weighted mean: the load of every expert counts in full,
+    only its changes within a few steps are lost.
 
     Args:
         problem: the loads to plan for.
@@ -48,7 +67,10 @@ def search_window(
     """
     load, ranks = problem.load, problem.shape.num_ranks
     steps, layers, experts = load.shape
-    together = -(-experts * ranks * steps // options.common_layer_size)
+    if counts_suffice(problem):
+        together = -(-experts * steps // options.counted_layer_size)
+    else:
+        together = -(-experts * ranks * steps // options.common_layer_size)
     if together > 1:
         first = np.append(np.arange(0, steps, together), steps)
         load = _merged_steps(load, weights, first)
