@@ -363,12 +363,12 @@ def _place(
         for expert in range(experts):
             if left[expert] == 0:
                 continue
-            for rank in free:
+            for slot in free:
                 if (
                     left[expert] > 0
-                    and out[rank] < 0
-                    and (on_node[nodes[rank], expert] or not near)
+                    and out[slot] < 0
+                    and (on_node[nodes[slot], expert] or not near)
                 ):
-                    out[rank] = expert
+                    out[slot] = expert
                     left[expert] -= 1
     return out
