@@ -33,7 +33,8 @@ const GATES = [
       deployment.held
         ? `Automatic plans are held (${deployment.held_because}). ${holdWords(policy.mode)}`
         : "Automatic plans are not held.",
-    remedy: () => "Find out why the plans are held: the rollback, the lost data or the missing gain. Then resume.",
+    remedy: () =>
+      "Find out why: the rollback, the lost data or the gain that was missing. Then resume.",
   },
   {
     title: "Earlier plans have ended",
