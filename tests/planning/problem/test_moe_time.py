@@ -53,6 +53,17 @@ def test_the_time_of_a_layer_is_that_of_its_slowest_rank(case):
     assert moe_time.rank_times(work, cost).max(axis=2) == pytest.approx(slowest)
 
 
+@given(st.integers(1, 9), st.integers(0, 4), st.integers(0, 2**32 - 1))
+def test_with_one_slot_a_rank_the_copy_with_most_tokens_is_the_time(experts, spare, seed):
+    rng = np.random.default_rng(seed)
+    rows = np.concatenate([np.arange(experts), rng.integers(-1, experts, spare)])
+    rows = rng.permuted(np.tile(rows, (2, 1)), axis=1).astype(np.int32)
+    placement = Placement(rows, experts + spare, experts)
+    load = rng.integers(0, 9, (3, 2, experts)).astype(float)
+    most = slot_load(load, placement).max(axis=2)
+    assert (moe_time.step_times(load, placement) == most).all()
+
+
 @given(scored())
 def test_no_placement_beats_the_fluid_time_or_the_bound(case):
     load, placement, cost, split = case

@@ -169,6 +169,29 @@ def step_times_kernel(
 
 
 @kernel
+def single_slot_times_kernel(
+    load: NDArray[np.float64], shares: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """(T, L, E) load, (L, E) share of a copy -> (T, L) tokens of the copy with the most."""
+    steps, layers, experts = load.shape
+    out = np.empty((steps, layers))
+    whole = experts // 4 * 4
+    for t in range(steps):
+        for layer in range(layers):
+            tokens, share = load[t, layer], shares[layer]
+            a = b = c = d = 0.0
+            for expert in range(0, whole, 4):  # Four at a time: no comparison waits for another.
+                a = max(a, tokens[expert] * share[expert])
+                b = max(b, tokens[expert + 1] * share[expert + 1])
+                c = max(c, tokens[expert + 2] * share[expert + 2])
+                d = max(d, tokens[expert + 3] * share[expert + 3])
+            for expert in range(whole, experts):
+                a = max(a, tokens[expert] * share[expert])
+            out[t, layer] = max(max(a, b), max(c, d))
+    return out
+
+
+@kernel
 def balancedness_kernel(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
     """(N, R) rank load -> (N,) mean / max, NaN where nothing was routed."""
     rows, ranks = rank_load.shape

@@ -131,6 +131,11 @@ def step_times(
             rank_times(rank_work(load, placement, cost, split), cost).max(axis=2), np.float64
         )
     cost.check_ranks(ranks)
+    if placement.slots_per_rank == 1 and cost.by_tokens and split.dispatch is DispatchModel.EVEN:
+        # All ranks with an expert take equally long: there may be thousands.
+        return kernels.single_slot_times_kernel(
+            check_load(load, placement), 1.0 / np.maximum(placement.logcnt, 1)
+        )
     return kernels.step_times_kernel(
         check_load(load, placement),
         placement.phy2log.copy(),
