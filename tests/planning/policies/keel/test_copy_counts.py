@@ -145,6 +145,7 @@ def test_a_new_copy_goes_to_a_node_that_has_the_expert(nodes, row):
         {"cost": CostModel(replica=ReplicaWork(3.0))},
         {"dispatch": DispatchModel.FEWEST},
         {"limits": PlanLimits(max_moves=2)},
+        {"cross_node_factor": 2.0},
     ],
 )
 def test_where_more_than_counts_matters_the_general_search_is_used(change):

@@ -227,7 +227,11 @@ def _follow_tangent(layer: _Layer, rules: _Rules) -> bool:
         if slope[t] > 0.0:
             norm = _root(slope[t], rules.doublings)
             slope[t] = layer.weight[t] * norm / (slope[t] * 2.0**rules.doublings)
-    factor = layer.power @ slope
+    # Written out: a library's product adds in another order on another machine.
+    factor = np.zeros(layer.power.shape[0])
+    for expert in range(factor.shape[0]):
+        for t in range(slope.shape[0]):
+            factor[expert] += layer.power[expert, t] * slope[t]
     more, less = np.empty(factor.shape[0]), np.empty(factor.shape[0])
     for expert in range(factor.shape[0]):
         more[expert], less[expert] = _tangent_gains(layer, expert, factor)

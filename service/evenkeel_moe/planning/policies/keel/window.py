@@ -37,8 +37,8 @@ class SearchWindow:
 def counts_suffice(problem: PlacementProblem) -> bool:
     """Return True if a placement is described by the number of copies of each expert.
 
-    Every rank has one slot and the same speed, all copies of an expert have the same load, and no
-    limit counts single moves.
+    Every rank has one slot and the same speed, all copies of an expert have the same load, every
+    new copy has the same price, and no limit counts single moves.
     """
     shape, objective = problem.shape, problem.objective
     return (
@@ -46,6 +46,7 @@ def counts_suffice(problem: PlacementProblem) -> bool:
         and not shape.pooled
         and objective.cost.by_tokens
         and objective.dispatch is DispatchModel.EVEN
+        and objective.cross_node_factor == 1.0
         and objective.limits == PlanLimits()
     )
 
