@@ -10,7 +10,7 @@ _LATEST = 1e15
 """Unix seconds beyond which a stored time is no time."""
 
 REASONS = (Reason.HELD_AFTER_ROLLBACK, Reason.HELD_AFTER_DATA_LOSS, Reason.GAINS_NOT_DELIVERED)
-"""What holds automatic plans; the first stands for a stored reason that is not known."""
+"""A hold has one of these reasons. An unknown stored reason is read as the first one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,9 @@ described by the copies of each expert, not by experts and ranks. The objective 
 is x / n, for an expert with x tokens and n copies, so the power sum of a step is the sum over
 experts of x ** p * n ** (1 - p).
 
-Two stages find the counts of a layer. Both exchange a copy of one expert for a copy of another.
-
-1. The norm is concave in the power sum, so a tangent at the present sum is never below it, and
-   counts that lower the tangent lower the norm more. The tangent is a sum of one term for each
-   expert, so the best exchange is found in O(E). A new tangent follows until nothing changes.
-2. A tangent promises too little for a copy that changes the power sum much. So the gain of one copy
-   more and of one copy less is computed exactly for every expert, and the best exchanges are made.
+A copy of one expert is exchanged for a copy of another. For every expert the exact gain of one copy
+more and the exact loss of one copy less are computed; the best exchanges are made, and all is
+computed again, until none gains more than the price of its copies.
 
 Units are those of `search`: loads in mean rank loads, gains and prices in layer times.
 """
@@ -22,19 +18,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.jit import inlined, kernel
+from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
+from evenkeel_moe.planning.policies.keel.state import power, root
 from evenkeel_moe.planning.policies.keel.window import SearchWindow
 from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem.layer_threads import map_layers
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
-_TANGENTS = 64
-"""Most tangents of a layer; most layers need a dozen."""
-_EXACT_PASSES = 64
-"""Most passes with exact gains. Each may make many exchanges."""
+_MOST_PASSES = 256
+"""Bounds the search of a layer. Each pass may make many exchanges."""
 _UNLIMITED = 1 << 40
+"""Stands for no limit on copies."""
 
 
 class CountSearch:
@@ -89,12 +85,8 @@ class CountSearch:
 
     def placement(self) -> Placement:
         """Return a placement with these copies that needs the fewest moves."""
-        nodes = np.array(self._problem.topology.node_of_rank, np.int64)
-        rows = [
-            _place(row.copy(), copies, nodes)
-            for row, copies in zip(self._base.phy2log, self.copies, strict=True)
-        ]
-        return Placement(np.stack(rows), len(nodes), self._base.num_logical_experts)
+        rows = _place(self._base.phy2log.copy(), self.copies)
+        return Placement(rows, self._base.num_ranks, self._base.num_logical_experts)
 
     def _improve(self, layer: int, price: float, allowance: int) -> int:
         """Improve one layer; return how many further copies between ranks are still allowed."""
@@ -111,29 +103,15 @@ class CountSearch:
         )
 
 
-@inlined
-def _power(value: float, doublings: int) -> float:
-    for _ in range(doublings):
-        value *= value
-    return value
-
-
-@inlined
-def _root(value: float, doublings: int) -> float:
-    for _ in range(doublings):
-        value = np.sqrt(value)
-    return value
-
-
 class _Rules(NamedTuple):
-    """What a search of one layer must keep to."""
+    """The search of a layer keeps to these numbers."""
 
     most: int
     """Copies of all experts together."""
     price: float
-    """Of a copy beyond those of the current placement, as `least` in layer times."""
+    """The gain that a copy beyond those of the current placement must bring, in layer times."""
     least: float
-    """Smallest gain of an exchange."""
+    """The smallest gain of an exchange, in layer times."""
     doublings: int
     """p of the norm is 2 to this power."""
 
@@ -147,7 +125,7 @@ class _Layer(NamedTuple):
     """(E,) copies in the current placement: up to these a copy is free."""
     left: NDArray[np.int64]
     """(1,) further copies that may be made beyond `had`."""
-    power: NDArray[np.float64]
+    powers: NDArray[np.float64]
     """(E, T) time of each expert's tokens on one rank, to the power p."""
     weight: NDArray[np.float64]
     """(T,) weight of each step, summing to 1."""
@@ -174,19 +152,16 @@ def _improve_counts(
         allowance: further copies beyond `had`.
         rules: of the search.
     """
-    power = np.empty(load.shape)
+    powers = np.empty(load.shape)
     for expert in range(load.shape[0]):
         for t in range(load.shape[1]):
-            power[expert, t] = _power(load[expert, t], rules.doublings)
+            powers[expert, t] = power(load[expert, t], rules.doublings)
     shrink = np.ones(rules.most + 2)
     for n in range(1, rules.most + 2):
-        shrink[n] = n / _power(float(n), rules.doublings)
-    layer = _Layer(copies, had, np.full(1, allowance), power, weight, shrink)
-    for _ in range(_TANGENTS):
-        if not _follow_tangent(layer, rules):
-            break
-    for _ in range(_EXACT_PASSES):
-        if not _exchange_exactly(layer, rules):
+        shrink[n] = n / power(float(n), rules.doublings)
+    layer = _Layer(copies, had, np.full(1, allowance), powers, weight, shrink)
+    for _ in range(_MOST_PASSES):
+        if not _make_exchanges(layer, rules):
             break
     return int(layer.left[0])
 
@@ -194,11 +169,11 @@ def _improve_counts(
 @kernel
 def _power_sums(layer: _Layer) -> NDArray[np.float64]:
     """Return the (T,) power sums of the rank loads."""
-    total = np.zeros(layer.power.shape[1])
-    for expert in range(layer.power.shape[0]):
+    total = np.zeros(layer.powers.shape[1])
+    for expert in range(layer.powers.shape[0]):
         factor = layer.shrink[layer.copies[expert]]
-        for t in range(layer.power.shape[1]):
-            total[t] += factor * layer.power[expert, t]
+        for t in range(layer.powers.shape[1]):
+            total[t] += factor * layer.powers[expert, t]
     return total
 
 
@@ -207,55 +182,20 @@ def _norm(layer: _Layer, rules: _Rules) -> float:
     """Return the objective of a layer."""
     out, total = 0.0, _power_sums(layer)
     for t in range(total.shape[0]):
-        out += layer.weight[t] * _root(total[t], rules.doublings)
+        out += layer.weight[t] * root(total[t], rules.doublings)
     return out
 
 
 @kernel
-def _tangent_gains(layer: _Layer, expert: int, factor: NDArray[np.float64]) -> tuple[float, float]:
-    """Return by how much one copy more lowers, and one less raises, the tangent of the norm."""
-    n, shrink = layer.copies[expert], layer.shrink
-    lower, raised = shrink[n] - shrink[n + 1], shrink[n - 1] - shrink[n]
-    return factor[expert] * lower, factor[expert] * raised
-
-
-@kernel
-def _follow_tangent(layer: _Layer, rules: _Rules) -> bool:
-    """Make all exchanges that lower the tangent of the norm; return True if there were any."""
-    slope = _power_sums(layer)
-    for t in range(slope.shape[0]):
-        if slope[t] > 0.0:
-            norm = _root(slope[t], rules.doublings)
-            slope[t] = layer.weight[t] * norm / (slope[t] * 2.0**rules.doublings)
-    # Written out: a library's product adds in another order on another machine.
-    factor = np.zeros(layer.power.shape[0])
-    for expert in range(factor.shape[0]):
-        for t in range(slope.shape[0]):
-            factor[expert] += layer.power[expert, t] * slope[t]
-    more, less = np.empty(factor.shape[0]), np.empty(factor.shape[0])
-    for expert in range(factor.shape[0]):
-        more[expert], less[expert] = _tangent_gains(layer, expert, factor)
-    made = False
-    while True:
-        add, drop, _ = _exchange(layer, rules, more, less)
-        if add < 0:
-            return made
-        made = True
-        more[add], less[add] = _tangent_gains(layer, add, factor)
-        if drop >= 0:
-            more[drop], less[drop] = _tangent_gains(layer, drop, factor)
-
-
-@kernel
-def _exchange_exactly(layer: _Layer, rules: _Rules) -> bool:
-    """Make exchanges by their exact gains; return True if the norm fell, with copies paid.
+def _make_exchanges(layer: _Layer, rules: _Rules) -> bool:
+    """Make the best exchanges; return True if the norm fell by more than the price of copies.
 
     Each expert takes part in one exchange. Exchanges made together may gain less than each alone:
     if they gain nothing, only the best one is kept, if that gains.
     """
     copies, left = layer.copies, layer.left
     old, allowance = copies.copy(), left[0]
-    more, less = _exact_gains(layer, rules)
+    more, less = _gains(layer, rules)
     before = _norm(layer, rules)
     first = (-1, -1, 0)
     paid = 0
@@ -287,19 +227,19 @@ def _exchange_exactly(layer: _Layer, rules: _Rules) -> bool:
 
 
 @kernel
-def _exact_gains(layer: _Layer, rules: _Rules) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _gains(layer: _Layer, rules: _Rules) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return (E,) by how much one copy more lowers the norm, and (E,) one less raises it."""
     total, shrink = _power_sums(layer), layer.shrink
-    experts, steps = layer.power.shape
+    experts, steps = layer.powers.shape
     more, less = np.zeros(experts), np.zeros(experts)
     for t in range(steps):
-        now = _root(total[t], rules.doublings)
+        now = root(total[t], rules.doublings)
         for expert in range(experts):
-            n, part = layer.copies[expert], layer.power[expert, t]
+            n, part = layer.copies[expert], layer.powers[expert, t]
             lower = max(total[t] - part * (shrink[n] - shrink[n + 1]), 0.0)
             raised = total[t] + part * (shrink[n - 1] - shrink[n])
-            more[expert] += layer.weight[t] * (now - _root(lower, rules.doublings))
-            less[expert] += layer.weight[t] * (_root(raised, rules.doublings) - now)
+            more[expert] += layer.weight[t] * (now - root(lower, rules.doublings))
+            less[expert] += layer.weight[t] * (root(raised, rules.doublings) - now)
     return more, less
 
 
@@ -344,35 +284,20 @@ def _exchange(
 
 
 @kernel
-def _place(
-    row: NDArray[np.int32], copies: NDArray[np.int64], nodes: NDArray[np.int64]
-) -> NDArray[np.int32]:
-    """Return the (R,) slots with these copies that keep most of a row.
-
-    A new copy goes to a node that has the expert, if a rank there is free: it is cheaper to send.
-    """
-    ranks, experts = row.shape[0], copies.shape[0]
-    out = np.full(ranks, np.int32(EMPTY), np.int32)
-    left = copies.copy()
-    on_node = np.zeros((nodes.max() + 1, experts), np.bool_)
-    for rank in range(ranks):
-        expert = row[rank]
-        if expert >= 0:
-            on_node[nodes[rank], expert] = True
-            if left[expert] > 0:
-                out[rank] = expert
+def _place(rows: NDArray[np.int32], copies: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return the (L, S) slots with (L, E) copies that change the fewest slots of (L, S) rows."""
+    out = np.full(rows.shape, np.int32(EMPTY), np.int32)
+    for layer in range(rows.shape[0]):
+        left = copies[layer].copy()
+        for slot in range(rows.shape[1]):
+            expert = rows[layer, slot]
+            if expert >= 0 and left[expert] > 0:
+                out[layer, slot] = expert
                 left[expert] -= 1
-    free = np.nonzero(out < 0)[0]
-    for near in (True, False):
-        for expert in range(experts):
-            if left[expert] == 0:
-                continue
-            for slot in free:
-                if (
-                    left[expert] > 0
-                    and out[slot] < 0
-                    and (on_node[nodes[slot], expert] or not near)
-                ):
-                    out[slot] = expert
-                    left[expert] -= 1
+        slot = 0
+        for expert in range(left.shape[0]):
+            for _ in range(left[expert]):
+                while out[layer, slot] >= 0:
+                    slot += 1
+                out[layer, slot] = expert
     return out

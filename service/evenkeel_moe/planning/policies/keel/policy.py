@@ -268,17 +268,17 @@ class _Planner:
     def _search_from(self, start: Placement, *, sharp: bool = False) -> Search:
         return Search(self.problem, start, self.window, self.evaluations, self.options, sharp=sharp)
 
-    def _search_copies(
+    def _begin_search(
         self, start: Placement, *, sharp: bool = False
     ) -> Search | CountSearch | None:
-        """Return a search; None if no evaluations are left for one."""
+        """Return the search for this problem; None if no evaluations are left for it."""
         if counts_suffice(self.problem):
             return CountSearch(self.problem, start, self.window, self.options, sharp=sharp)
         return None if self.evaluations.is_spent() else self._search_from(start, sharp=sharp)
 
     def _improve(self, start: Placement, price: float) -> Placement:
         """Search at the price, then for a few more copies at a lower one."""
-        search = self._search_copies(start)
+        search = self._begin_search(start)
         if search is None:
             return start
         search.search(price)
@@ -305,7 +305,7 @@ class _Planner:
             first = None
         if first is not None:
             best = min((best, self._improve(first, 0.0)), key=time)
-        search = self._search_copies(best, sharp=True)
+        search = self._begin_search(best, sharp=True)
         if search is None:
             return best
         search.search(0.0)

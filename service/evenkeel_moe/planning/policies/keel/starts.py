@@ -7,6 +7,7 @@ from evenkeel_moe.errors import InfeasiblePlan, Reason
 from evenkeel_moe.model.cost import CostCurves
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.capacity_packing import pack_copies
+from evenkeel_moe.planning.policies.keel.window import counts_suffice
 from evenkeel_moe.planning.policies.replication import replicate_experts
 from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
@@ -33,8 +34,8 @@ def cold_start(problem: PlacementProblem) -> Placement:
     load = problem.load.sum(axis=0)
     share = SlotBudget.of(problem).equal_share(layers)
     _, logcnt = replicate_experts(load.astype(np.float32), share, ranks)
-    if shape.slots_per_rank == 1 and problem.objective.cost.curves is None:
-        # Nothing to pack: one copy to a rank, and any rank is as good as another.
+    if counts_suffice(problem):
+        # Any rank is as good as another; packing would compare them all for each of many copies.
         rows = np.full((layers, ranks), EMPTY, np.int32)
         for row, copies in zip(rows, logcnt, strict=True):
             row[: copies.sum()] = np.repeat(np.arange(len(copies)), copies)
