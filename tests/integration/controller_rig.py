@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +13,6 @@ import grpc
 import httpx
 import numpy as np
 
-from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel_moe.model.placement import Placement
@@ -23,6 +21,7 @@ from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
+from tests.integration.forked_controller import start_forked, start_new
 from tests.waiting import deadline, until
 
 SHAPE = ModelShape(
@@ -33,19 +32,21 @@ SHAPE = ModelShape(
     top_k=2,
     bytes_per_expert=1024,
 )
-_MAIN = (
-    "from evenkeel_moe.controller import run;"
-    " from evenkeel_moe.settings_sources import load_settings;"
-    " run(load_settings())"
-)
 _incarnations = itertools.count(time.time_ns())
 
 
 class Controller:
-    """`serve` in a process of its own on free ports."""
+    """`serve` in a process of its own on free ports.
 
-    def __init__(self, data_dir: Path, **environment: str) -> None:
+    Args:
+        data_dir: its data folder.
+        forked: start it as a copy of a loaded process; False starts it as operators do.
+        environment: settings, without the prefix of their variables.
+    """
+
+    def __init__(self, data_dir: Path, *, forked: bool = True, **environment: str) -> None:
         self.data_dir = data_dir
+        self._start_process = start_forked if forked else start_new
         self.environment = {
             "EVENKEEL_DATA_DIR": str(data_dir),
             "EVENKEEL_GRPC__PORT": "0",
@@ -76,13 +77,7 @@ class Controller:
     async def start(self) -> None:
         self.log.clear()
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("EVENKEEL_")}
-        self.process = await asyncio.create_subprocess_exec(
-            *dying_with_parent([sys.executable, "-c", _MAIN]),
-            env=inherited | self.environment,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            limit=1 << 24,
-        )
+        self.process = await self._start_process(inherited | self.environment)
         self._reader = asyncio.create_task(self._read())
         # Importing the controller alone takes seconds on a busy machine.
         serving = await until(
@@ -100,7 +95,6 @@ class Controller:
         )
 
     async def _read(self) -> None:
-        assert self.process.stdout is not None
         async for line in self.process.stdout:
             try:
                 self.log.append(json.loads(line))
@@ -118,7 +112,7 @@ class Controller:
     async def stop(self, number: int = signal.SIGTERM) -> int:
         if self.process.returncode is None:
             self.process.send_signal(number)
-        code = await asyncio.wait_for(self.process.wait(), 20)
+        code = await asyncio.wait_for(self.process.wait(), deadline(20))
         await self._reader
         await self.http.aclose()
         return code
@@ -204,7 +198,7 @@ class Rank:
         return await until(lambda: len(self.acks) >= count and self.acks[count - 1])
 
     async def read(self) -> Any:
-        message = await asyncio.wait_for(self.call.read(), 20)
+        message = await asyncio.wait_for(self.call.read(), deadline(20))
         return None if message is grpc.aio.EOF else decode_controller_message(message)
 
     async def send(self, message) -> None:

@@ -57,7 +57,7 @@ class PlannerPool:
         The process starts when it is first used.
         """
         if self._background is None:
-            self._background = PlannerPool(1, deadline_s=self._deadline_s)
+            self._background = type(self)(1, deadline_s=self._deadline_s)
         return self._background
 
     def begin(self) -> bool:
