@@ -24,7 +24,7 @@ from tests.chaos.proxy import Proxy
 from tests.chaos.schedule import Fault, FaultKind
 from tests.chaos.store_dump import StoreDumps
 from tests.chaos.system import POOL_PER_LAYER, SETTINGS, rank_config
-from tests.waiting import until
+from tests.waiting import slowness, until
 
 __all__ = ["Arena", "Struck"]
 
@@ -123,6 +123,7 @@ class Arena:
         )
         for controller in self.controllers:
             await until(controller.ready, within_s=_START_S, what=f"{controller.name} to serve")
+            await until(controller.plans, within_s=_START_S, what=f"{controller.name} to plan")
         await until(self.settled, within_s=_START_S, what="the ranks to be led")
 
     async def look_after(self, stop: asyncio.Event) -> None:
@@ -175,7 +176,7 @@ class Arena:
 
     async def _aim(self) -> None:
         """Wait a little for a plan under way, and for a replica that could take over."""
-        deadline = time.time() + _AIM_S
+        deadline = time.time() + _AIM_S * max(1.0, slowness())
         while time.time() < deadline:
             primary = await self.primary()
             if self.operator.under_way and primary is not None and await primary.has_replica():

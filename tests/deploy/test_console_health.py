@@ -74,15 +74,15 @@ async def test_health_is_not_good_beside_an_alert_and_good_without_one(tmp_path)
     controller = Controller(
         tmp_path, PLANNER__MODE="observe", WINDOW__STEPS="256", METRICS__REFRESH_S=str(REFRESH_S)
     )
-    async with controller, Group() as group, httpx.AsyncClient(trust_env=False) as metrics:
+    async with controller, Group() as group:
 
         async def moment(later_s: float = 0.0) -> tuple[set[str], dict[str, str]]:
             """The alerts and the health now, or if nothing is heard for some seconds more."""
             before = await controller.status()
             await asyncio.sleep(2 * REFRESH_S)  # The scrape tells of a moment between the answers.
-            text = (
-                await metrics.get(f"http://127.0.0.1:{controller.ports['metrics']}/metrics")
-            ).text
+            async with httpx.AsyncClient(trust_env=False) as metrics:
+                url = f"http://127.0.0.1:{controller.ports['metrics']}/metrics"
+                text = (await metrics.get(url)).text
             after, now = await controller.status(), time.time() + later_s
             alerts = alerts_of(text, now, tmp_path)
             seen = [health_of(deployment, now) for deployment in (before, after)]

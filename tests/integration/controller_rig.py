@@ -21,7 +21,7 @@ from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
-from tests.integration.forked_controller import start_forked, start_new
+from tests.forked.controller import start_forked, start_new
 from tests.waiting import deadline, until
 
 SHAPE = ModelShape(
@@ -91,10 +91,13 @@ class Controller:
             base_url=f"http://127.0.0.1:{self.ports['rest']}",
             headers={"Authorization": f"Bearer {token}"},
             timeout=deadline(20),
+            # A server may close an idle connection just as the next request is sent.
+            limits=httpx.Limits(max_keepalive_connections=0),
             trust_env=False,
         )
 
     async def _read(self) -> None:
+        assert self.process.stdout is not None
         async for line in self.process.stdout:
             try:
                 self.log.append(json.loads(line))
@@ -112,7 +115,11 @@ class Controller:
     async def stop(self, number: int = signal.SIGTERM) -> int:
         if self.process.returncode is None:
             self.process.send_signal(number)
-        code = await asyncio.wait_for(self.process.wait(), deadline(20))
+        try:
+            code = await asyncio.wait_for(self.process.wait(), deadline(20))
+        except TimeoutError:
+            self.process.kill()
+            raise
         await self._reader
         await self.http.aclose()
         return code

@@ -232,8 +232,7 @@ async def test_the_store_goes_away_and_comes_back(tmp_path, shared_store, how):
         # deciding anything. Nothing may happen in this time, so there is no condition to wait for.
         before = (await controller.status())["step"]
         await asyncio.sleep(6)
-        status = await controller.status()
-        assert status["step"] > before + 50
+        status = await until(lambda: _counted(controller, before + 50))
         assert status["balancedness_mean"] < 0.8
         assert status["state"] == "ready"
         assert status["last_decision"]["reason"] == Reason.STORE_UNAVAILABLE
@@ -252,6 +251,11 @@ async def test_the_store_goes_away_and_comes_back(tmp_path, shared_store, how):
         assert (await controller.metrics())["evenkeel_store_degraded"] == 0
         assert all(not rank.call.done() for rank in group.ranks)
         assert not controller.failures()
+
+
+async def _counted(controller, step):
+    status = await controller.status()
+    return status if (status.get("step") or 0) > step else None
 
 
 async def _health(controller, status):
@@ -306,7 +310,7 @@ async def test_a_killed_controller_has_its_window_back_when_it_returns(tmp_path)
         status = await until(lambda: _steps(controller, 293))
         assert status["term"] > term
         assert status["generation"] == group.generation
-        assert asyncio.get_running_loop().time() - began < 20
+        assert asyncio.get_running_loop().time() - began < deadline(10)
 
         # The next life of the group counts its steps from zero, and so does the window.
         for rank in group.ranks:

@@ -57,6 +57,7 @@ async def test_no_role_can_make_a_real_controller_fail(tmp_path):
         f"carol admin {ADMIN}\nalice operate {OPERATE}\nbob read {READ}\n"
     )
     async with Controller(tmp_path, PLANNER__MODE="propose") as controller, Group() as group:
+        await until(lambda: controller.events("planner_ready"), within_s=90)
         await group.connect(controller.address)
         await until(lambda: controller.state("ready"))
         group.serve_on()

@@ -83,10 +83,11 @@ async def _the_heat_map_is_of_what_was_served(controller):
 async def test_a_key_holds_over_a_restart(tmp_path):
     """The plan has another id than the key: only the kept answer shows that it was requested."""
     async with Controller(tmp_path / "data") as controller, Group() as group:
+        # First, because ranks that report nothing for long are lost.
+        await until(lambda: controller.events("planner_ready"), within_s=90)
         await group.connect(controller.address)
         await until(lambda: controller.state("ready"))
         await group.serve(128)
-        await until(lambda: controller.events("planner_ready"), within_s=90)
         await until(lambda: _steps(controller, 100))
         keyed: dict[str, Any] = {"headers": {"Idempotency-Key": "k-1"}}
         plan = {"plan_id": "mine", "policy": "eplb", "dry_run": True}
@@ -129,10 +130,11 @@ async def test_a_request_is_followed_through_the_log_by_its_trace(tmp_path):
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
     async with Controller(tmp_path / "data") as controller, Group() as group:
+        # First, because ranks that report nothing for long are lost.
+        await until(lambda: controller.events("planner_ready"), within_s=90)
         await group.connect(controller.address)
         await until(lambda: controller.state("ready"))
         await group.serve(128)
-        await until(lambda: controller.events("planner_ready"), within_s=90)
         await until(lambda: _steps(controller, 100))
         plan = {"plan_id": "mine", "policy": "eplb", "dry_run": True}
         made = await controller.http.post(f"{BASE}/plans", json=plan, headers=headers)

@@ -52,7 +52,7 @@ def finish(demo):
         assert time.monotonic() - began < deadline(200), "".join(lines[-40:])
     code = demo.wait(deadline(20))
     demo.stdout.close()
-    assert len(processes) >= 5
+    assert len(processes) >= 5, "".join(lines)
     assert_all_gone(processes)
     return code, "".join(lines)
 

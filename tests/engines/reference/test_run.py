@@ -14,6 +14,7 @@ import pytest
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.reference.config import ExitCode, Fault, RankConfig
 from evenkeel_moe.engines.reference.supervisor import Supervisor, died_words
+from tests.forked.rank import fork_rank
 from tests.waiting import deadline, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -37,10 +38,15 @@ def lines(folder, rank, kind):
 def supervisor_for(folder, script, **changes):
     config = RankConfig(run_folder=str(folder), **{**SMALL, **changes})
     if script is None:
-        return Supervisor(config, grace_s=deadline(10))
+        return Supervisor(config, grace_s=deadline(10), start_rank=fork_rank)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "script.json").write_text(json.dumps(script))
-    return Supervisor(config, grace_s=deadline(10), module="tests.engines.reference.scripted")
+    return Supervisor(
+        config,
+        grace_s=deadline(10),
+        module="tests.engines.reference.scripted",
+        start_rank=fork_rank,
+    )
 
 
 def run(folder, script, *, until=lambda supervisor: None, **changes):
@@ -180,7 +186,9 @@ def test_a_group_that_keeps_dying_is_given_up(tmp_path):
         run_folder=str(tmp_path), **{**SMALL, "trace": str(tmp_path / "missing.npz")}
     )
     told: list[str] = []
-    report = run_supervisor(Supervisor(config, max_restarts=1, tell=told.append))
+    report = run_supervisor(
+        Supervisor(config, max_restarts=1, tell=told.append, start_rank=fork_rank)
+    )
     first, last = told
     assert re.fullmatch(r"rank [01] died \(exit code 1\).*; restarting the group", first)
     assert last.endswith("; the group is not restarted again")

@@ -36,6 +36,7 @@ from evenkeel_moe.wire.link import (
     RegistrationOutcome,
     ReportAck,
 )
+from tests.forked.rank import fork_rank
 from tests.waiting import deadline
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -149,7 +150,7 @@ async def test_ranks_report_move_and_swap_over_grpc(tmp_path):
             run_folder=str(tmp_path), num_ranks=2, layers=2, experts=8, tokens_per_step=32,
             steps=0, min_step_s=0.01, controllers=(address,), staging_bytes=4 << 20,
         )  # fmt: skip
-        supervisor = Supervisor(config, grace_s=deadline(10))
+        supervisor = Supervisor(config, grace_s=deadline(10), start_rank=fork_rank)
         supervisor.start()
         try:
             async with asyncio.timeout(deadline(60)):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
@@ -63,6 +63,42 @@ class FleetReport:
         return f"{ended}, with exit codes {', '.join(map(str, self.codes))}: {found}"
 
 
+class RankProcess(Protocol):
+    """A rank process, as `subprocess.Popen` describes it."""
+
+    pid: int
+    returncode: Any
+    """None until `poll` or `wait` has seen the end."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit code."""
+
+
+StartRank = Callable[[str, Path, int, Path], RankProcess]
+"""Starts a rank from its module, the file of its configuration, its number and its log."""
+
+
+def start_rank_process(module: str, config: Path, rank: int, log: Path) -> RankProcess:
+    """Start a rank as a new process that dies with this one."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            dying_with_parent([sys.executable, "-m", module, str(config), str(rank)]),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            process_group=0,  # A Ctrl-C in the terminal must reach only the supervisor.
+        )
+
+
 class Supervisor:
     """The parent of one run's ranks.
 
@@ -71,6 +107,7 @@ class Supervisor:
         max_restarts: how often the group may be restarted.
         grace_s: seconds that ranks get to stop before they are killed.
         module: the module of a rank process, run as `python -m MODULE CONFIG RANK`.
+        start_rank: starts a rank process; `start_rank_process` by default.
         tell: takes a sentence for the operator whenever a rank died.
     """
 
@@ -81,15 +118,17 @@ class Supervisor:
         max_restarts: int = 3,
         grace_s: float = 10.0,
         module: str = "evenkeel_moe.engines.reference",
+        start_rank: StartRank = start_rank_process,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self._config = config
         self._module = module
+        self._start_rank = start_rank
         self._tell = tell
         self._max_restarts = max_restarts
         self._grace_s = grace_s
         self._attempt = 0
-        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[RankProcess] = []
         self._broken_at: float | None = None
         self._stopping = False
         self._report: FleetReport | None = None
@@ -184,18 +223,10 @@ class Supervisor:
         )
         path = self.folder / "config.json"
         path.write_text(config.to_json(), encoding="utf-8")
-        self._ranks = []
-        for rank in range(config.num_ranks):
-            command = [sys.executable, "-m", self._module, str(path), str(rank)]
-            with (self.folder / f"rank-{rank}.log").open("ab") as log:
-                process = subprocess.Popen(
-                    dying_with_parent(command),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    process_group=0,  # A Ctrl-C in the terminal must reach only the supervisor.
-                )
-            self._ranks.append(process)
+        self._ranks = [
+            self._start_rank(self._module, path, rank, self.folder / f"rank-{rank}.log")
+            for rank in range(config.num_ranks)
+        ]
 
     def _kill(self) -> None:
         for process in self._ranks:

@@ -9,12 +9,15 @@ from evenkeel_moe.model.cost import TOKENS, CostModel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.bounds_branch import BRANCH_EXPERTS, BRANCH_RANKS, branch_bound
+from evenkeel_moe.planning.problem.layer_threads import map_layers
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 _ROUNDING = 1e-12
 """Relative rounding error between sums taken in different orders."""
-_HALVINGS = 12
-"""After so many the level is found up to a few copies."""
+_MOST_GUESSES = 12
+"""Enough to find the level up to a few copies even by halving."""
+_FEW_COPIES = 2
+"""So many are made one by one."""
 _FEW_SLOTS = 64
 """Below it, finding the level takes as long as making the copies one by one."""
 
@@ -39,22 +42,30 @@ def _copies_below(
     """
     if num_redundant < _FEW_SLOTS or hot.shape[0] == 0:
         return 0
-    # n further copies can reach the sum over n: whole numbers round up by less than 1 an expert.
-    low, high = hot.sum() / (num_redundant + hot.shape[0]), hot.sum() / num_redundant
-    low, high = max(low, mean), max(high, mean)
-    for _ in range(_HALVINGS):
-        middle = 0.5 * (low + high)
-        needed = 0.0
+    total = hot.sum()
+    # A level is sought by its inverse. n further copies can reach n over the sum: whole numbers
+    # round up by less than 1 an expert. Rounded up by half a copy on average, they reach `guess`.
+    reached = min(num_redundant / total, 1.0 / mean)
+    missed = min((num_redundant + hot.shape[0]) / total, 1.0 / mean)
+    guess = min((num_redundant + 0.5 * hot.shape[0]) / total, missed)
+    for _ in range(_MOST_GUESSES):
+        needed = 0
         for i in range(hot.shape[0]):
-            needed += np.ceil(hot[i] / middle) - 1.0
+            needed += int(hot[i] * guess)
         if needed > num_redundant:
-            low = middle
+            missed = guess
         else:
-            high = middle
-    high *= 1.0 + _ROUNDING
+            reached = guess
+            if needed >= num_redundant - _FEW_COPIES or guess == missed:
+                break
+        # A copy more raises the inverse by this on average.
+        guess += (num_redundant - needed) / total
+        if not reached < guess < missed:
+            guess = 0.5 * (reached + missed)
+    level = (1.0 + _ROUNDING) / reached
     spent = 0
     for i in range(hot.shape[0]):
-        copies[i] = max(1.0, np.ceil(hot[i] / high))
+        copies[i] = max(1.0, np.ceil(hot[i] / level))
         spent += int(copies[i]) - 1
     if spent > num_redundant:  # Only rounding could do this.
         copies[:] = 1.0
@@ -64,41 +75,40 @@ def _copies_below(
 
 @kernel
 def _hottest_copy(
-    load: NDArray[np.float64], num_redundant: int, num_ranks: int
+    load: NDArray[np.float64], layer: int, num_redundant: int, num_ranks: int
 ) -> NDArray[np.float64]:
-    """See `hottest_copy`."""
-    steps, layers, experts = load.shape
-    out = np.zeros((steps, layers))
+    """Return the (T,) least loads of the hottest copy in one layer of (T, L, E) loads."""
+    steps, _, experts = load.shape
+    out = np.zeros(steps)
     hot = np.empty(experts)
     copies = np.empty(experts)
     for t in range(steps):
-        for layer in range(layers):
-            # Only experts above the mean rank load can raise the bound above it; they are few.
-            mean = load[t, layer].sum() / num_ranks
-            count = 0
-            for expert in range(experts):
-                if load[t, layer, expert] > mean:
-                    hot[count] = load[t, layer, expert]
-                    copies[count] = 1.0
-                    count += 1
+        # Only experts above the mean rank load can raise the bound above it; they are few.
+        mean = load[t, layer].sum() / num_ranks
+        count = 0
+        for expert in range(experts):
+            if load[t, layer, expert] > mean:
+                hot[count] = load[t, layer, expert]
+                copies[count] = 1.0
+                count += 1
+        level = mean
+        made = _copies_below(hot[:count], copies[:count], num_redundant, mean)
+        for spent in range(made, num_redundant + 1):
+            best = -1
             level = mean
-            made = _copies_below(hot[:count], copies[:count], num_redundant, mean)
-            for spent in range(made, num_redundant + 1):
-                best = -1
-                level = mean
-                for i in range(count):
-                    if hot[i] / copies[i] > level:
-                        level = hot[i] / copies[i]
-                        best = i
-                if best < 0 or spent == num_redundant:
-                    break
-                copies[best] += 1.0
-            out[t, layer] = level
+            for i in range(count):
+                if hot[i] / copies[i] > level:
+                    level = hot[i] / copies[i]
+                    best = i
+            if best < 0 or spent == num_redundant:
+                break
+            copies[best] += 1.0
+        out[t] = level
     return out
 
 
 def hottest_copy(
-    load: NDArray[np.generic], num_redundant: int, num_ranks: int
+    load: NDArray[np.generic], num_redundant: int, num_ranks: int, threads: int = 1
 ) -> NDArray[np.float64]:
     """Return the least load of the hottest copy if each step could choose its own replicas.
 
@@ -106,17 +116,29 @@ def hottest_copy(
         load: (T, L, E) [tokens].
         num_redundant: redundant slots one layer may have.
         num_ranks: R.
+        threads: layers are shared among so many.
 
     Returns:
         (T, L) float64 [tokens], at least the mean rank load.
     """
     if load.ndim != 3:
         raise ShapeMismatch(f"load must be (T, L, E), got {load.shape}")
-    return _hottest_copy(np.ascontiguousarray(load, np.float64), num_redundant, num_ranks)
+    loads = np.ascontiguousarray(load, np.float64)
+    out = np.empty(loads.shape[:2])
+
+    def bound(layer: int) -> None:
+        out[:, layer] = _hottest_copy(loads, layer, num_redundant, num_ranks)
+
+    map_layers(bound, range(loads.shape[1]), threads)
+    return out
 
 
 def bound_times(
-    load: NDArray[np.generic], num_ranks: int, num_redundant: int, cost: CostModel = TOKENS
+    load: NDArray[np.generic],
+    num_ranks: int,
+    num_redundant: int,
+    cost: CostModel = TOKENS,
+    threads: int = 1,
 ) -> NDArray[np.float64]:
     """Return a time of every step and layer that no placement and no dispatcher can beat.
 
@@ -127,7 +149,7 @@ def bound_times(
     Returns:
         (T, L) float64 in the unit of the cost model.
     """
-    copy = hottest_copy(load, num_redundant, num_ranks)
+    copy = hottest_copy(load, num_redundant, num_ranks, threads)
     work = moe_time.replica_work(copy, cost.replica)
     # Without curves all ranks are alike, so one stands for all: there may be thousands.
     columns = 1 if cost.curves is None else num_ranks
@@ -146,7 +168,7 @@ def lower_bound(problem: PlacementProblem) -> float:
     """
     shape, objective = problem.shape, problem.objective
     redundant = shape.num_slots - shape.num_logical_experts
-    bound = bound_times(problem.load, shape.num_ranks, redundant, objective.cost)
+    bound = bound_times(problem.load, shape.num_ranks, redundant, objective.cost, problem.threads)
     by_layer = bound.sum(axis=0)
     if (
         objective.cost.by_tokens

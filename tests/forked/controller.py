@@ -1,29 +1,19 @@
-"""Controllers that are forked from a process which has loaded them already.
-
-A controller and its planner import their libraries and load their kernels in about 10 s of a core,
-30 s on a slow one, and most of a run of all tests was that. The fork server of multiprocessing
-loads them once for each process of pytest. `tests/integration/test_controller_start.py`,
-`tests/integration/whole.py` and the chaos runs start controllers as operators do.
-"""
+"""Controllers, forked, and their planners."""
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
-from multiprocessing.reduction import DupFd
 from typing import Any
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
+from tests.forked.server import CONTEXT, Output, end_with_parent
 from tests.waiting import until
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.integration.preloaded"])
 _LINE_BYTES = 1 << 24
 _MAIN = (
     "from evenkeel_moe.controller import run;"
@@ -50,7 +40,7 @@ async def start_forked(environment: Mapping[str, str]) -> "ForkedController":
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb", 0)
     )
-    process = _context.Process(target=_Serve(dict(environment), write))
+    process = CONTEXT.Process(target=_serve, args=(dict(environment), Output(write)))
     try:
         # In a thread, because the first start waits until the fork server has loaded everything.
         await asyncio.to_thread(process.start)
@@ -84,33 +74,18 @@ class ForkedController:
         return self.returncode
 
 
-class _Serve:
-    """The work of the process. Its descriptor is passed while it is pickled."""
+def _serve(environment: dict[str, str], output: Output) -> None:
+    output.use()
+    end_with_parent()
+    os.environ.clear()
+    os.environ.update(environment)
+    # This process was forked by the server, which runs already.
+    vars(forkserver._forkserver)["ensure_running"] = lambda: None  # type: ignore[attr-defined]
+    from evenkeel_moe.controller.process import serve
+    from evenkeel_moe.settings_sources import load_settings
 
-    def __init__(self, environment: dict[str, str], output: int) -> None:
-        self._environment, self._output = environment, output
-
-    def __getstate__(self) -> Any:
-        return self._environment, DupFd(self._output)
-
-    def __setstate__(self, state: Any) -> None:
-        self._environment, output = state
-        self._output = output.detach()
-
-    def __call__(self) -> None:
-        end_with_parent()
-        for number in (1, 2):
-            os.dup2(self._output, number)
-        os.close(self._output)
-        os.environ.clear()
-        os.environ.update(self._environment)
-        # This process was forked by the server, which runs already.
-        vars(forkserver._forkserver)["ensure_running"] = lambda: None  # type: ignore[attr-defined]
-        from evenkeel_moe.controller.process import serve
-        from evenkeel_moe.settings_sources import load_settings
-
-        vars(serve)["PlannerPool"] = ForkedPlanner
-        serve.run(load_settings())
+    vars(serve)["PlannerPool"] = ForkedPlanner
+    serve.run(load_settings())
 
 
 class ForkedPlanner(PlannerPool):
@@ -118,25 +93,10 @@ class ForkedPlanner(PlannerPool):
 
     def _start(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(
-            self._workers, mp_context=_context, initializer=_begin_forked_worker
+            self._workers, mp_context=CONTEXT, initializer=_begin_forked_worker
         )
 
 
 def _begin_forked_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
-
-
-def end_with_parent() -> None:
-    """Kill this process as soon as the one that asked for it has ended.
-
-    The kernel does so for children, but this one is a child of the fork server.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, daemon=True).start()
