@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ class ForkedRank:
     def kill(self) -> None:
         self._process.kill()
 
-    def wait(self) -> int:
-        self._process.join()
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
         code = self.poll()
-        assert code is not None
+        if code is None:
+            raise subprocess.TimeoutExpired("rank", timeout or 0.0)
         return code
 
 

@@ -21,7 +21,7 @@ from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
-from tests.forked.controller import start_forked, start_new
+from tests.forked.controller import ForkedController, start_forked, start_new
 from tests.waiting import deadline, until
 
 SHAPE = ModelShape(
@@ -36,17 +36,10 @@ _incarnations = itertools.count(time.time_ns())
 
 
 class Controller:
-    """`serve` in a process of its own on free ports.
+    """`serve` in a process of its own on free ports, forked from one that has loaded it."""
 
-    Args:
-        data_dir: its data folder.
-        forked: start it as a copy of a loaded process; False starts it as operators do.
-        environment: settings, without the prefix of their variables.
-    """
-
-    def __init__(self, data_dir: Path, *, forked: bool = True, **environment: str) -> None:
+    def __init__(self, data_dir: Path, **environment: str) -> None:
         self.data_dir = data_dir
-        self._start_process = start_forked if forked else start_new
         self.environment = {
             "EVENKEEL_DATA_DIR": str(data_dir),
             "EVENKEEL_GRPC__PORT": "0",
@@ -95,6 +88,11 @@ class Controller:
             limits=httpx.Limits(max_keepalive_connections=0),
             trust_env=False,
         )
+
+    async def _start_process(
+        self, environment: dict[str, str]
+    ) -> ForkedController | asyncio.subprocess.Process:
+        return await start_forked(environment)
 
     async def _read(self) -> None:
         assert self.process.stdout is not None
@@ -146,6 +144,13 @@ class Controller:
             text = (await client.get(f"http://127.0.0.1:{self.ports['metrics']}/metrics")).text
         rows = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in rows}
+
+
+class NewController(Controller):
+    """`serve` as operators start it: it loads everything, and its planner is its child."""
+
+    async def _start_process(self, environment: dict[str, str]) -> asyncio.subprocess.Process:
+        return await start_new(environment)
 
 
 class Rank:

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from evenkeel_moe.errors import Reason
-from tests.integration.controller_rig import Controller, Group
+from tests.integration.controller_rig import Controller, Group, NewController
 from tests.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -176,7 +176,7 @@ async def test_a_rank_that_votes_no_time_aborts_the_wave_and_all_keep_the_old_ma
 
 
 async def test_it_stops_cleanly_and_leaves_no_process(tmp_path):
-    async with Controller(tmp_path, forked=False) as controller, Group() as group:
+    async with NewController(tmp_path) as controller, Group() as group:
         await group.connect(controller.address)
         await until(lambda: controller.events("planner_ready"), within_s=60)
         children = psutil.Process(controller.process.pid).children(recursive=True)

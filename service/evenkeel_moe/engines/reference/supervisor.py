@@ -79,8 +79,12 @@ class RankProcess(Protocol):
     def kill(self) -> None:
         """Send SIGKILL."""
 
-    def wait(self) -> int:
-        """Wait for the end and return the exit code."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
+        """
 
 
 StartRank = Callable[[str, Path, int, Path], RankProcess]
