@@ -4,6 +4,7 @@ Warnings are errors; that is set in pyproject.toml.
 """
 
 import os
+import signal
 import sys
 
 import pytest
@@ -14,6 +15,9 @@ from tests.waiting import deadline
 # A run starts hundreds of processes. Without bytecode files, each would compile the package again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, which tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Derandomised: the same examples in every run. No deadline: a first call may compile a kernel.
 settings.register_profile(

@@ -100,7 +100,7 @@ async def test_deployments_are_shared_when_one_replica_becomes_three(tmp_path, s
 
 
 async def test_the_deployments_of_a_replica_that_dies_are_shared_by_the_others(tmp_path, store):
-    """Thirty deployments on three replicas: within two leases none is without a leader."""
+    """Thirty deployments on three replicas: each finds a leader, and no replica gets them all."""
     controllers = replicas(tmp_path, store, "one", "two", "three", LEADER__LEASE_S="2.4")
     one, two, three = controllers
     shape = replace(SHAPE, num_logical_experts=2, num_ranks=1)
@@ -122,8 +122,8 @@ async def test_the_deployments_of_a_replica_that_dies_are_shared_by_the_others(t
             await until(lambda: settled(fleets, without="one"), within_s=60)
             after = {name: names.pop() for name, names in leaders_of(fleets).items()}
             moved = [name for name in fleets if before[name] == "one"]
-            next_up = {name: next(one for one in orders[name] if one != "one") for name in moved}
-            assert sum(after[name] == next_up[name] for name in moved) >= 0.8 * len(moved)
+            # Both replicas try as soon as a rank has asked them, so the order decides no winner.
+            assert {after[name] for name in moved} == {"two", "three"}
             assert all(after[name] == before[name] for name in before if before[name] != "one")
         finally:
             await asyncio.gather(*(rank.close() for ranks in fleets.values() for rank in ranks))
