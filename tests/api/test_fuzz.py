@@ -14,10 +14,11 @@ ROLES = {"read": READ, "operate": OPERATE, "admin": ADMIN}
 IDS = {"deployment": "demo", "plan_id": "p-1"}
 # A well-formed page token, mode or target may still be unknown.
 SEMANTICS = positive_data_acceptance
+# One for all tests, because to make it and its document takes longer than the requests of a test.
+APP = create_app(make_operations(), TOKENS)
+APP.openapi_schema = APP.openapi()
 OPERATIONS = [
-    (method, path)
-    for path, item in create_app(make_operations(), TOKENS).openapi()["paths"].items()
-    for method in item
+    (method, path) for path, item in APP.openapi_schema["paths"].items() for method in item
 ]
 
 
@@ -30,9 +31,9 @@ def with_a_plan():
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda part: str(part))
 def test_no_request_gets_an_undocumented_answer(method, path, role):
-    app = create_app(with_a_plan(), TOKENS)
+    APP.state.operations = with_a_plan()
     headers = {"Authorization": f"Bearer {ROLES[role]}"}
-    schema = schemathesis.openapi.from_asgi("/openapi.json", app, headers=headers)
+    schema = schemathesis.openapi.from_asgi("/openapi.json", APP, headers=headers)
 
     @given(case=schema[path][method].as_strategy(), known=booleans())
     @settings(
