@@ -18,7 +18,9 @@ demo: .venv/ready ## Shows a real engine that loses and regains its balance.
 	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(SLOW_FLAGS) $(if $(CONSOLE),--console) \
 	  $(DEMO_FLAGS)
 
-test: .venv/ready check ## Checks the code and runs all tests that need nothing else.
+# In a new clone the kernels are compiled beside the checks: each takes one core.
+test: .venv/installed ## Checks the code and runs all tests that need nothing else.
+	$(MAKE) -j2 .venv/ready check
 	$(BIN)/pytest -n 3 --dist worksteal
 
 help: ## Lists these commands.
@@ -85,7 +87,7 @@ test-console: .venv/ready ## Drives the console in a browser against a running f
 console-images: .venv/ready ## Takes the pictures of the console in docs/images.
 	$(BIN)/python -m tests.console.images
 
-check: .venv/ready ## Runs the linters, the type checker and the checks of structure.
+check: .venv/installed ## Runs the linters, the type checker and the checks of structure.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -153,7 +155,7 @@ PROTOS := $(wildcard proto/evenkeel/v1/*.proto)
 # of the stubs are adapted.
 STUBS := .cache/stubs/evenkeel/v1
 
-$(STUBS): .venv/ready $(PROTOS)
+$(STUBS): .venv/installed $(PROTOS)
 	rm -rf .cache/stubs && mkdir -p .cache/stubs
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=.cache/stubs \
 	  --pyi_out=.cache/stubs --grpc_python_out=.cache/stubs $(PROTOS)
@@ -205,10 +207,13 @@ sbom: .venv/ready ## Lists the packages of the image as CycloneDX.
 	$(BIN)/python -m deploy.sbom .cache/sbom/evenkeel.cdx.json
 
 # PIP_FLAGS can select another package index, for example a CPU-only one for torch.
-.venv/ready: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml constraints.txt
 	@echo "Installs Evenkeel and its tools into .venv. This takes some minutes; pip prints nothing."
 	$(PYTHON) -m venv .venv
 	$(INSTALL) -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/ready: .venv/installed
 	@echo "Compiles the kernels once, beside their sources, so that no first run waits. A minute or more."
 	@$(BIN)/python -c \
 	  "from evenkeel_moe.planning.policies.registry import warm_kernels; warm_kernels()"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -21,3 +22,10 @@ def inlined(function: _F) -> _F:
     return cast(
         _F, numba.njit(cache=True, nogil=True, error_model="numpy", inline="always")(function)
     )
+
+
+index: Callable[[int], int] = cast(Any, np.int64)
+"""Gives an argument of a kernel the type int64.
+
+Numba compiles a kernel once more for each literal, such as -1, and for elements of int32 arrays.
+"""

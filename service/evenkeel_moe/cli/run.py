@@ -237,7 +237,7 @@ class DemoArguments:
     ] = False
     timeout_s: Annotated[
         float, typer.Option(min=10, help="Stop the demo after this many seconds.")
-    ] = 170.0
+    ] = 600.0
     folder: Annotated[
         Path | None,
         typer.Option(

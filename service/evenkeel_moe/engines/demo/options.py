@@ -44,8 +44,9 @@ class DemoOptions:
     nothing is checked or approved."""
     folder: Path | None = None
     """Folder for logs and lines; None removes them at the end."""
-    timeout_s: float = 170.0
-    """After this time the run is stopped, and has failed."""
+    timeout_s: float = 600.0
+    """After this time the run is stopped, and has failed. It takes under three minutes, on a slow
+    machine several times as long."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "propose", "observe"):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.jit import kernel
+from evenkeel_moe.jit import index, kernel
 from evenkeel_moe.planning.policies.keel.moves import copies_of_replacement, replacement_gain
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective, refresh
 
@@ -47,17 +47,17 @@ def best_copies(
     for expert in range(experts):
         for rank in range(ranks):
             borne[expert] += layer.held[expert, rank] * layer.slope[expert, rank]
-    used = 0
+    used, none = 0, index(-1)
     for rank in range(ranks):
-        free = -1
+        free = none
         for slot in range(rank * per_rank, (rank + 1) * per_rank):
-            old = layer.row[slot]
+            old = index(layer.row[slot])
             if old < 0:
                 free = slot if free < 0 else free
             elif layer.copies[old] > 1:
-                _, cost = copies_of_replacement(layer, rank, old, -1)
+                _, cost = copies_of_replacement(layer, rank, old, none)
                 used += 1
-                gain = replacement_gain(layer, objective, slot, -1) - price * cost
+                gain = replacement_gain(layer, objective, slot, none) - price * cost
                 if gain > drop[rank]:
                     drop[rank], drop_slot[rank] = gain, slot
         if free < 0:
@@ -65,7 +65,7 @@ def best_copies(
         for expert in range(experts):
             if layer.held[expert, rank] > 0:
                 continue
-            _, cost = copies_of_replacement(layer, rank, -1, expert)
+            _, cost = copies_of_replacement(layer, rank, none, expert)
             copies = layer.copies[expert]
             promise = borne[expert] / (copies * (copies + 1)) - layer.slope[expert, rank] / (
                 copies + 1

@@ -11,7 +11,7 @@ A gain is by how much a move lowers the objective, before the price of copies.
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.jit import inlined, kernel
+from evenkeel_moe.jit import index, inlined, kernel
 from evenkeel_moe.planning.policies.keel.state import (
     WRITTEN_OUT,
     WRITTEN_OUT_SHARP,
@@ -160,7 +160,7 @@ def _gain_of_share_changes(layer: LayerState, costs: SmoothCosts, first: int, se
 def swap_gain(layer: LayerState, objective: SearchObjective, here: int, there: int) -> float:
     """Return the gain if slots `here` (filled) and `there`, on different ranks, swap experts."""
     per_rank = layer.row.shape[0] // layer.rank_load.shape[0]
-    e, f = layer.row[here], layer.row[there]
+    e, f = index(layer.row[here]), index(layer.row[there])
     i, j = here // per_rank, there // per_rank
     layer.moved[1] = 0.0
     _share_changes(layer, objective, e, i, j, layer.moved[0])
@@ -176,7 +176,7 @@ def replacement_gain(
     """Return the gain if `slot` takes another expert (-1: becomes empty)."""
     ranks = layer.rank_load.shape[0]
     rank = slot // (layer.row.shape[0] // ranks)
-    old = layer.row[slot]
+    old = index(layer.row[slot])
     if not objective.work.proportional:
         leave_changes(layer, objective, old, layer.after[:2])
         enter_changes(layer, expert, layer.after[2:])
@@ -190,9 +190,9 @@ def replacement_gain(
         )
     layer.moved[:] = 0.0
     if old >= 0:
-        _share_changes(layer, objective, old, rank, -1, layer.moved[0])
+        _share_changes(layer, objective, old, rank, index(-1), layer.moved[0])
     if expert >= 0:
-        _share_changes(layer, objective, expert, -1, rank, layer.moved[1])
+        _share_changes(layer, objective, expert, index(-1), rank, layer.moved[1])
     return _gain_of_share_changes(layer, objective.costs, old, expert)
 
 
@@ -285,7 +285,7 @@ def apply_swap(layer: LayerState, objective: SearchObjective, here: int, there: 
     """Swap the experts of two slots; costs and gradient stay stale until `refresh`."""
     per_rank = layer.row.shape[0] // layer.rank_load.shape[0]
     i, j = here // per_rank, there // per_rank
-    e, f = layer.row[here], layer.row[there]
+    e, f = index(layer.row[here]), index(layer.row[there])
     layer.row[here], layer.row[there] = f, e
     layer.held[e, i] -= 1
     layer.held[e, j] += 1
@@ -302,7 +302,7 @@ def apply_replacement(
 ) -> None:
     """Put an expert (-1: none) into a slot; costs and gradient stay stale until `refresh`."""
     rank = slot // (layer.row.shape[0] // layer.rank_load.shape[0])
-    old = layer.row[slot]
+    old = index(layer.row[slot])
     layer.row[slot] = expert
     if old >= 0:
         layer.held[old, rank] -= 1

@@ -8,7 +8,7 @@ of work are computed exactly, and the gradient bounds the gain as in `replacemen
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.jit import inlined, kernel
+from evenkeel_moe.jit import index, inlined, kernel
 from evenkeel_moe.planning.policies.keel.moves import (
     ENTERS,
     STAYS,
@@ -95,7 +95,7 @@ def _promise_drops(
     changes = np.zeros((2 * len(slots.slot) + 2, layer.weight.shape[0]))
     slope, share, rank_slope = layer.slope, layer.share, layer.rank_slope
     for n in range(len(slots.slot)):
-        old, rank = layer.row[slots.slot[n]], slots.rank[n]
+        old, rank = index(layer.row[slots.slot[n]]), slots.rank[n]
         slots.drop[n] = 0.0
         if old >= 0:
             slots.drop[n] = slope[old, rank] * share[old, rank]
