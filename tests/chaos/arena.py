@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.demo.processes import free_ports
@@ -140,15 +141,15 @@ class Arena:
             await self.dumps.add(await self.primary())
             await asyncio.sleep(_DUMP_EVERY_S)
 
-    async def settled(self) -> bool:
-        """Return True if a replica leads, and all ranks are fresh and at the same epoch."""
+    async def settled(self) -> dict[str, Any] | None:
+        """Return what the leader says if all ranks are fresh and at its epoch, else None."""
         leader = await self.leader()
         status = None if leader is None else await leader.status()
         if status is None or status["state"] != "ready":
-            return False
+            return None
         ranks = status["ranks"]
         fresh = len(ranks) == self.num_ranks and all(rank["fresh"] for rank in ranks)
-        return fresh and {rank["epoch"] for rank in ranks} == {status["epoch"]}
+        return status if fresh and {rank["epoch"] for rank in ranks} == {status["epoch"]} else None
 
     async def leader(self) -> ControllerProcess | None:
         for controller in self.controllers:

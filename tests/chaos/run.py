@@ -144,10 +144,6 @@ async def _check_living(
     result.figures["seconds from healed to settled"] = round(time.time() - healed_at, 1)
     for controller in arena.controllers:
         await until(controller.ready, within_s=_HEALED_S, what=f"{controller.name} to serve")
-    leader = await arena.leader()
-    status = None if leader is None else await leader.status()
-    if leader is None or status is None:
-        raise AssertionError("nobody leads")
     if any(node for node in arena.nodes if not node.running):
         raise AssertionError("a store node is gone")
     await asyncio.sleep(FORGET_AFTER_S * 1.5 + 2.0)
@@ -163,7 +159,8 @@ async def _check_living(
         result.figures[f"{controller.name} MB"] = round(held.memory_info().rss / 1e6)
     if not await arena.dumps.add(await arena.primary(), final=True):
         raise AssertionError("the store cannot be dumped")
-    final = await leader.status() or status
+    # Asked of the present leader: on a slow machine another replica may have taken the lease.
+    final = await until(arena.settled, within_s=_HEALED_S, what="every rank at the final epoch")
     result.broken += checks.bad_waves(
         arena.folder / "ranks", arena.num_ranks, final, arena.operator.plans
     )
