@@ -19,6 +19,8 @@ from tests.engines.demo.lines import (
     swap_line,
 )
 
+ANSWERED = "the controller answered the shift by its own decision"
+
 
 @dataclass(frozen=True)
 class Options(DemoOptions):
@@ -92,8 +94,26 @@ def test_one_plan_is_not_enough():
     lines = [line for line in good_run() if line.get("plan_id") != "p2"]
     assert failed(run(lines)) == [
         "at least two plans were committed",
-        "the controller answered the shift by its own decision",
+        ANSWERED,
     ]
+
+
+@pytest.mark.parametrize(
+    ("loads", "promises"),
+    [
+        ((102, 98), []),  # 1.000 -> 0.980 would be the least that a plan must save.
+        ((103, 97), ["at least two plans were committed", ANSWERED]),
+    ],
+)
+def test_a_placement_that_lost_less_than_a_plan_must_save_may_be_kept(loads, promises):
+    lines = [line for line in good_run() if line.get("plan_id") != "p2"]
+    shifted = [
+        line | {"rank_load": [loads[line["rank"]]]}
+        if line["kind"] == "step" and line["step"] >= 40
+        else line
+        for line in lines
+    ]
+    assert failed(run(shifted)) == promises
 
 
 def test_a_plan_without_a_gain_is_reported():
@@ -125,9 +145,7 @@ def test_a_further_plan_may_gain_little_but_not_lose(last, promises):
 
 def test_a_manual_plan_is_no_reaction_of_the_controller():
     by_hand = [PLANS[1], plan("p2", 55.5, "manual_request", kind="manual")]
-    assert failed(run(good_run(), by_hand)) == [
-        "the controller answered the shift by its own decision"
-    ]
+    assert failed(run(good_run(), by_hand)) == [ANSWERED]
 
 
 @pytest.mark.parametrize(
