@@ -14,7 +14,7 @@ from evenkeel_moe.adapters.redis.client import connect, disconnect, store_errors
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.processes import ChildProcess, StopFlag, free_ports
 
-_READY_S = 60.0
+_READY_S = 300.0
 _PLANNER_READY_S = 900.0
 """Compiling the planner's kernels takes minutes at the first start on a busy machine."""
 _PLANNER_STARTED = ("planner_ready", "planner_does_not_start", "planner_kernels_do_not_compile")

@@ -245,6 +245,6 @@ def _interrupted(stop: StopFlag, console: Console) -> int:
 
 
 def _no_controller(controller: DemoController, console: Console) -> int:
-    message = f"the controller is not running; the end of its log:\n{controller.log_tail()}"
+    message = f"the controller does not serve; the end of its log:\n{controller.log_tail()}"
     console.print(Text(message, "red"))
     return 1
