@@ -77,9 +77,10 @@ class Placement:
     @cached_property
     def logcnt(self) -> NDArray[np.int32]:
         """(L, E) int32 - number of replicas of each logical expert."""
-        counts = np.zeros((self.num_layers, self.num_logical_experts), np.int32)
-        layers, slots = np.nonzero(self.phy2log >= 0)
-        np.add.at(counts, (layers, self.phy2log[layers, slots]), 1)
+        layers, experts = self.num_layers, self.num_logical_experts
+        first = experts * np.arange(layers)[:, None]
+        counted = np.bincount((self.phy2log + first)[self.phy2log >= 0], minlength=layers * experts)
+        counts = counted.reshape(layers, experts).astype(np.int32)
         counts.flags.writeable = False
         return counts
 

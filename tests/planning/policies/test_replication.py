@@ -10,7 +10,7 @@ from tests.planning import twins
 from tests.strategies import seeds
 
 
-@given(st.integers(1, 12), st.integers(1, 8), seeds)
+@given(st.integers(1, 40), st.integers(1, 60), seeds)
 def test_replication_matches_the_twin(experts, extra, seed):
     weight = np.random.default_rng(seed).integers(1, 50, (3, experts)).astype(np.float32)
     logical, copies = replicate_experts(weight, experts + extra)

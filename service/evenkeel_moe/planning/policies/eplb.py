@@ -174,7 +174,7 @@ def rebalance_experts(
     per_copy = np.asarray(load / copies.astype(np.float32), np.float32)
     # 3. Pack replicas into the ranks of every node.
     rows = _pack_replicas(logical, per_copy, ranks_per_node, allow_duplicates)
-    if not allow_duplicates:
+    if not allow_duplicates and num_slots > num_ranks:
         _remove_duplicates(rows, per_copy.astype(np.float64), ranks_per_node)
     if order is None:
         return rows

@@ -52,32 +52,49 @@ def _replicate(
     rows, experts = weight.shape
     logical = np.full((rows, num_slots), np.int32(EMPTY), np.int32)
     logcnt = np.ones((rows, experts), np.int32)
+    # A complete binary tree over the experts. Each node names the expert below it that comes first,
+    # and the leaves are the second half.
+    leaves = 1
+    while leaves < experts:
+        leaves *= 2
+    tree = np.arange(2 * leaves) - leaves
+    copies = np.empty(leaves, np.int32)
     # Load per copy; -1 marks an expert that may get no further copy.
-    per_copy = np.empty(experts, np.float32)
+    per_copy = np.full(leaves, np.float32(-1.0), np.float32)
     for row in range(rows):
+        copies[:] = 1
         for expert in range(experts):
             logical[row, expert] = expert
             per_copy[expert] = weight[row, expert] if max_copies > 1 else np.float32(-1.0)
+        for node in range(leaves - 1, 0, -1):
+            tree[node] = _first(tree[2 * node], tree[2 * node + 1], per_copy, copies)
         for slot in range(experts, num_slots):
-            best = 0
-            for expert in range(1, experts):
-                if per_copy[expert] > per_copy[best]:
-                    best = expert
+            best = tree[1]
             if per_copy[best] < 0:
                 break
-            if per_copy[best] == 0:
-                # No load is left to divide. Take the expert with the fewest copies, or one expert
-                # would get every slot.
-                best = -1
-                for expert in range(experts):
-                    if per_copy[expert] == 0 and (
-                        best < 0 or logcnt[row, expert] < logcnt[row, best]
-                    ):
-                        best = expert
             logical[row, slot] = best
-            logcnt[row, best] += 1
-            if logcnt[row, best] >= max_copies:
+            copies[best] += 1
+            if copies[best] >= max_copies:
                 per_copy[best] = np.float32(-1.0)
             else:
-                per_copy[best] = weight[row, best] / np.float32(logcnt[row, best])
+                per_copy[best] = weight[row, best] / np.float32(copies[best])
+            node = (leaves + best) // 2
+            while node > 0:
+                tree[node] = _first(tree[2 * node], tree[2 * node + 1], per_copy, copies)
+                node //= 2
+        logcnt[row] = copies[:experts]
     return logical, logcnt
+
+
+@kernel
+def _first(low: int, high: int, per_copy: NDArray[np.float32], copies: NDArray[np.int32]) -> int:
+    """Return the one of two experts that gets a copy before the other; `low` has the lower id.
+
+    Where no load is left to divide, it is the one with fewer copies, or one expert would get every
+    slot.
+    """
+    if per_copy[low] != per_copy[high]:
+        return low if per_copy[low] > per_copy[high] else high
+    if per_copy[low] == 0:
+        return low if copies[low] <= copies[high] else high
+    return low
