@@ -65,8 +65,8 @@ test-gpu: .venv/ready ## Runs the tests that need a GPU.
 gpu-report: .venv/ready ## Measures on one GPU and writes docs/gpu.md.
 	$(BIN)/python -m bench.gpu_report $(if $(MINUTES),--minutes $(MINUTES)) $(PARTS)
 
-# Tests the chart, dashboards and alerts. Needs promtool and prometheus, which are in the Debian
-# package prometheus.
+# Tests the chart, dashboards and alerts. Needs node, and promtool and prometheus, which are in the
+# Debian package prometheus.
 test-deploy: .venv/ready ## Tests the chart, dashboards and alerts.
 	$(BIN)/pytest tests/deploy -m "$(or $(MARKS),deploy or promtool)"
 

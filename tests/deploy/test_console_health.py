@@ -19,7 +19,7 @@ from tests.deploy.test_rules import RULES, promtool
 from tests.integration.controller_rig import Controller, Group
 from tests.waiting import deadline, until
 
-pytestmark = [pytest.mark.deploy, pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.promtool, pytest.mark.integration, pytest.mark.timeout(300)]
 HEALTH = FOLDER.parent / "lib" / "health.js"
 REFRESH_S = 0.2
 EVALUATED_S = 900
