@@ -26,6 +26,7 @@ from evenkeel_moe.engines.demo.controller import DemoController
 from evenkeel_moe.engines.demo.fleet_log import FleetLog, read_new_lines
 from evenkeel_moe.engines.demo.options import PACE_S_PER_REPLICA, PACE_S_PER_TOKEN, DemoOptions
 from evenkeel_moe.engines.demo.processes import stop_flag
+from evenkeel_moe.engines.demo.slow_rank import moe_s
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.supervisor import Supervisor
 
@@ -144,10 +145,7 @@ def gain_by_lines(fleet: FleetLog, plan_id: str) -> float:
     after = [row for row in fleet.rows if max(mine) < row.step < to_step][:_COMPARED]
     if min(len(before), len(after)) < _COMPARED // 4:
         return float("nan")
-    old, new = (
-        float(np.median([row.layer_s for row in rows], axis=0).sum()) for rows in (before, after)
-    )
-    return 1.0 - new / old
+    return 1.0 - moe_s(after) / moe_s(before)
 
 
 def rows_of(found: list[Promise]) -> list[Row]:

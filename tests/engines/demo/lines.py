@@ -15,6 +15,7 @@ def step_lines(step, loads, *, unix=None, seconds=0.01, epoch=0, domain="prose",
             "domain": domain,
             "rank_load": [load],
             "compute_s": [load * 1e-3],
+            "paced_s": [load * 1e-3],
             "mismatches": mismatches,
         }
         for rank, load in enumerate(loads)

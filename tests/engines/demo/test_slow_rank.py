@@ -41,7 +41,9 @@ def slow_run(after=950, noise=0.0):
         pace = 1e-5 * (1 + noise * (step * 7 % 10 - 2.25) / 10)
         seconds = (tokens[0] * pace, tokens[1] * pace * (1.12 if slow else 1.0))
         rows = step_lines(step, tokens)
-        lines += [row | {"compute_s": [s]} for row, s in zip(rows, seconds, strict=True)]
+        lines += [
+            row | {"compute_s": [s], "paced_s": [s]} for row, s in zip(rows, seconds, strict=True)
+        ]
         if step in (140, 240):
             lines += [swap_line(rank, step, "p1" if step == 140 else "p2") for rank in range(2)]
     return lines
@@ -95,8 +97,20 @@ def test_a_recovery_may_deliver_less_within_the_error_of_the_measurement():
 def test_steps_that_other_processes_delay_do_not_count():
     run = fleet()
     for row in run.rows[::2]:
-        row.layer_s[:] *= 1.0 + row.step % 3
+        late_s = row.layer_s * (row.step % 3)
+        row.layer_s[:] += late_s
+        row.delay_s[:] += late_s
     assert failed(run, plans()) == []
+
+
+def test_what_chance_gives_the_slowest_rank_is_no_saving():
+    """Before the plan chance moves tokens of the slow rank, after it both ranks are always even."""
+    run = fleet()
+    for row in run.rows:
+        if row.step <= 140:
+            row.layer_s[:] *= 1.0 + 0.1 * (row.step % 5 - 2)
+    found = saving(run, plans(), 100, 200)
+    assert found.measured == pytest.approx(1 - 10.64 / 11.2)
 
 
 def test_the_bench_reads_the_figures_from_the_printed_lines():

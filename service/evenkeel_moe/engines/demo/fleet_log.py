@@ -33,6 +33,8 @@ class StepRow:
     layer_s: NDArray[np.float64]
     """(L,) seconds in the experts: of the slowest rank in each layer, because a layer's results
     must arrive before the next begins."""
+    delay_s: NDArray[np.float64]
+    """(L,) the part of `layer_s` beyond the time that the pace of the slowest rank asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class FleetLog:
         load = np.array([ranks[rank]["rank_load"] for rank in range(self.num_ranks)], np.int64).T
         per_layer = metrics.balancedness(load.astype(np.float64))
         known = per_layer[~np.isnan(per_layer)]
+        layer_s = np.max([row["compute_s"] for row in ranks.values()], axis=0)
+        paced_s = np.max([row["paced_s"] for row in ranks.values()], axis=0)
         self.rows.append(
             StepRow(
                 step=line["step"],
@@ -105,7 +109,8 @@ class FleetLog:
                 domain=line["domain"],
                 rank_load=load,
                 balancedness=float(known.mean()) if known.size else float("nan"),
-                layer_s=np.max([row["compute_s"] for row in ranks.values()], axis=0),
+                layer_s=layer_s,
+                delay_s=layer_s - paced_s if paced_s.size else layer_s,
             )
         )
 

@@ -24,6 +24,8 @@ epoch, domain
            (`prose`, `code` or `trace`), rank_load (L integers: tokens this rank's slots received),
            served (L integers: tokens it computed, also with fetched and shared experts),
            compute_s (L numbers: seconds in the experts of each layer),
+           paced_s (L numbers: the least of these seconds that the pace allows; none where a rank
+           fetches experts),
            mismatches (rows that differed from the undistributed model since the start)
 staging    plan_id, wave_index, bytes_done, bytes_total
 swap       step, epoch (the new one), plan_id, wave_index, layers, seconds (delay of the step),

@@ -233,6 +233,7 @@ class _Rank:
             rank_load=result.counts.sum(axis=1).tolist(),
             served=result.served.tolist(),
             compute_s=result.compute_s.round(6).tolist(),
+            paced_s=[round(seconds, 6) for seconds in self.parts.pace.paced_s],
             mismatches=self.mismatches,
         )
 
