@@ -154,15 +154,16 @@ class _Planner:
         with self.evaluations.keeping(self.options.even_reserve):
             single, _ = replace(self, problem=replace(problem, replica_budget=0)).plan()
         best, price = self.plan()
+        present: Placement | None = None
         others: list[Placement | None] = [best]
         if problem.current is not None and problem.objective.limits == PlanLimits():
-            others.append(fit_to_budget(problem, problem.current))
+            present = fit_to_budget(problem, problem.current)
             if _is_engine_start(problem.current):
                 others.append(_metro_placement(problem))
             per_step = self.options.fill_price * price * self.window.unit_cost
             others += [fill_for_fewest(problem, plan, per_step) for plan in (single, best)]
-        found = [other for other in others if other is not None]
-        return self._best_by_layer([single, *found], price), price
+        found = [other for other in [present, single, *others] if other is not None]
+        return self._best_by_layer(found, price), price
 
     def _best_by_layer(self, candidates: list[Placement], price: float) -> Placement:
         """Return each layer from the candidate with the least time, copies paid.
