@@ -340,7 +340,13 @@ class _Planner:
         return max(price, problem.objective.cost_per_move / self.window.unit_cost)
 
     def _restart_gain(self) -> float:
-        """Return the share of the window's time that a plan from nothing must save to be chosen."""
+        """Return the share of the window's time that a plan from nothing must save to be chosen.
+
+        Under Waterfill, moves between ranks below the waterline gain nothing, so a search from the
+        present placement often stops early.
+        """
+        if self.problem.objective.dispatch is DispatchModel.WATERFILL:
+            return 0.0
         rates = linear_rates(self.problem.objective.cost.curves, self.problem.shape.num_ranks)
         if rates.max() > (1.0 + self.options.equal_speed_tolerance) * rates.min():
             return 0.0
