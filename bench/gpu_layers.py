@@ -7,16 +7,20 @@ slowest rank, as ranks wait for each other. Communication is not part of it.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bench.gpu_costs import MODELS, TYPES, measured_cost
 from bench.gpu_parts import Sizes
 from bench.planning_walk import EXAMPLES, setup_of
-from evenkeel_moe.agent.profile.expert_layer import ExpertShape, Point, grouped_layer, waiter
-from evenkeel_moe.agent.profile.replica_cost import ReplicaProfile, fit_replica_cost, grid
+from evenkeel_moe.agent.profile.expert_layer import (
+    ExpertShape,
+    GroupedProduct,
+    Replayed,
+    waiter,
+)
 from evenkeel_moe.agent.profile.timing import time_points
 from evenkeel_moe.formats import read_trace
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
@@ -26,24 +30,17 @@ from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.replay.walk import Setup, relabelled
 from evenkeel_moe.wire.link import ReplicaCost
 
-__all__ = ["MODELS", "RaggedLayer", "layer_times", "rank_tokens", "slowest_ranks"]
+__all__ = ["RaggedLayer", "layer_times", "rank_tokens", "slowest_ranks"]
 
 
-class ModelExperts(NamedTuple):
-    """The routed experts of a model, from its published configuration."""
-
-    d_model: int
-    """Width of what an expert reads; Kimi-K3's experts work on a projection of half the width."""
-    d_ffn: int
-    top_k: int
-
-
-MODELS = {
-    "DeepSeek-V3": ModelExperts(7168, 2048, 8),
-    "Qwen3-235B-A22B": ModelExperts(4096, 1536, 8),
-    "Kimi-K3": ModelExperts(3584, 3072, 16),
-}
 RANKS, SLOTS = 8, 72
+LAYERS = (
+    ("DeepSeek-V3", "fp8"),
+    ("DeepSeek-V3", "bf16"),
+    ("Qwen3-235B-A22B", "bf16"),
+    ("Kimi-K3", "bf16"),
+)
+"""Models, and the number types of their experts, that are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,46 +53,43 @@ class Share:
 class RaggedLayer:
     """A MoE layer whose slots each have a number of tokens of their own.
 
-    One `grouped_mm` per matrix computes all slots. The inputs of a share are made in the first call
-    with it, so that later calls time the products alone.
+    One grouped product per matrix computes all slots, replayed as a graph on a GPU.
     """
 
-    def __init__(self, shape: ExpertShape, device: torch.device) -> None:
-        dtype: torch.dtype = getattr(torch, shape.dtype)
-        generator = torch.Generator().manual_seed(0)
+    def __init__(self, shape: ExpertShape, device: torch.device, most_tokens: int) -> None:
+        self._dtype: torch.dtype = getattr(torch, shape.dtype)
+        generator = torch.Generator(device).manual_seed(0)
 
-        def weights(*size: int) -> torch.Tensor:
-            drawn = torch.randn(*size, generator=generator) * 0.02
-            return drawn.to(device=device, dtype=dtype)
+        def random(*size: int) -> torch.Tensor:
+            drawn = torch.randn(*size, generator=generator, device=device) * 0.02
+            return drawn.to(self._dtype)
 
-        self.up = weights(shape.experts, shape.d_model, 2 * shape.d_ffn)
-        self.down = weights(shape.experts, shape.d_ffn, shape.d_model)
-        self.row = weights(1, shape.d_model)
+        self.up = random(shape.experts, 2 * shape.d_ffn, shape.d_model).mT
+        self.down = random(shape.experts, shape.d_model, shape.d_ffn).mT
+        self.row = random(1, shape.d_model)
         """Every token is this one."""
-        self._rows = self.row
+        self._rows = self.row.repeat(most_tokens, 1)
         self._ends: dict[Share, torch.Tensor] = {}
-        self._grouped: Any = torch.nn.functional.grouped_mm
+        self._product = GroupedProduct(self._dtype, device)
+        self._run = Replayed(self.compute, device)
 
     def __call__(self, share: Share) -> None:
-        """Compute a share; its result is dropped."""
-        self.compute(share)
+        """Compute a share; its result is dropped. A rank without tokens launches nothing."""
+        if any(share.tokens):
+            self._run(share)
 
     def compute(self, share: Share) -> torch.Tensor:
         """Return (n, d_model) results, slot by slot."""
-        total = sum(share.tokens)
         if share not in self._ends:
             reached = np.cumsum(share.tokens)
             self._ends[share] = torch.tensor(reached, dtype=torch.int32, device=self.row.device)
-        if len(self._rows) < total:
-            self._rows = self.row.repeat(total, 1)
-        rows, ends = self._rows[:total], self._ends[share]
-        if total == 0:
+        rows, ends = self._rows[: sum(share.tokens)], self._ends[share]
+        if len(rows) == 0:
             return rows
         with torch.no_grad():
-            gate, value = self._grouped(rows, self.up, offs=ends).chunk(2, dim=-1)
-            hidden = torch.nn.functional.silu(gate).mul_(value)
-            result: torch.Tensor = self._grouped(hidden, self.down, offs=ends)
-        return result
+            gate, value = self._product(rows, self.up, ends).chunk(2, dim=-1)
+            hidden = torch.nn.functional.silu(gate).mul_(value).to(self._dtype)
+            return self._product(hidden, self.down, ends)
 
 
 def rank_tokens(row: NDArray[np.int32], counts: NDArray[np.int64], ranks: int) -> list[Share]:
@@ -181,8 +175,9 @@ def layer_times(device: torch.device, sizes: Sizes) -> list[str]:
             f" {SLOTS // RANKS} slots each, as many slots as a rank of DeepSeek-V3 has on 32 ranks."
             " The counts of a recorded step are scaled to the tokens named, and the tokens of an"
             " expert are split evenly over its replicas."
-            " Planned on steps before those that are measured. `keel` is planned by tokens, and"
-            " `keel, time` by the fit of this device."
+            " Planned on steps before those that are measured. `linear` has no replicas,"
+            " `initial` is where an engine starts, `keel` is planned by tokens, and `keel, time` by"
+            " the fit of this device."
         ),
         "",
         (
@@ -191,25 +186,29 @@ def layer_times(device: torch.device, sizes: Sizes) -> list[str]:
         ),
         "|---|---|---|---|---|---|---|",
     ]
-    models = dict(list(MODELS.items())[: sizes.pick(3, 1)])
-    for name, model in models.items():
-        for tokens in (64, 2048)[: sizes.pick(2, 1)]:
-            budget = sizes.budget_s / (len(models) * sizes.pick(2, 1))
-            lines += _rows(name, model, tokens, setup, device, Sizes(sizes.small, budget))
+    layers = LAYERS if device.type == "cuda" else (("DeepSeek-V3", "bf16"),)
+    batches = (64, 256, 2048)[: sizes.pick(3, 1)]
+    share = Sizes(sizes.small, sizes.budget_s / (len(layers) * len(batches)))
+    for name, kind in layers:
+        for tokens in batches:
+            lines += _rows(name, kind, tokens, setup, device, share)
     return lines
 
 
 def _rows(
     name: str,
-    model: ModelExperts,
+    kind: str,
     tokens: int,
     setup: Setup,
     device: torch.device,
     sizes: Sizes,
 ) -> Iterator[str]:
+    model = MODELS[name]
     width = (model.d_model, model.d_ffn) if not sizes.small else (64, 32)
-    shape = ExpertShape(*width, setup.shape.slots_per_rank, "bfloat16")
-    cost = _fit(shape, device, Sizes(sizes.small, sizes.budget_s / 4))
+    shape = ExpertShape(*width, setup.shape.slots_per_rank, TYPES[kind])
+    cost, _, _ = measured_cost(
+        shape, device, max_tokens=sizes.pick(4096, 128), budget_s=sizes.budget_s / 4
+    )
     work = ReplicaWork(cost.read_s / cost.s_per_token, cost.s_per_replica / cost.s_per_token)
     # The trace's own steps are smaller or larger than the batch that is measured.
     choices = RANKS * tokens * model.top_k
@@ -217,6 +216,7 @@ def _rows(
     there = ReplicaWork(work.read_tokens * scale, work.start_tokens * scale)
     placements = {
         "linear": _linear(setup),
+        "initial": Placement.initial(setup.shape),
         "eplb": _planned(setup, "eplb", Objective()),
         "keel": _planned(setup, "keel", Objective()),
         "keel, time": _planned(setup, "keel", Objective(cost=CostModel(replica=there))),
@@ -227,9 +227,8 @@ def _rows(
         {share for layers in shares.values() for ranks in layers for share in ranks},
         key=lambda share: share.tokens,
     )
-    timing = time_points(
-        RaggedLayer(shape, device), points, budget_s=sizes.budget_s * 3 / 4, settle=waiter(device)
-    )
+    layer = RaggedLayer(shape, device, max(sum(share.tokens) for share in points))
+    timing = time_points(layer, points, budget_s=sizes.budget_s * 3 / 4, settle=waiter(device))
     measured = dict(zip(points, timing.seconds, strict=True))
     times = slowest_ranks(shares, measured.__getitem__)
     by_tokens = slowest_ranks(shares, lambda share: float(sum(share.tokens)))
@@ -237,13 +236,5 @@ def _rows(
     for key, seconds in times.items():
         ratios = [found[key] / found["linear"] for found in (times, by_tokens, by_fit)]
         shown = " | ".join(f"{ratio:.3f}" for ratio in ratios)
-        of = "a small layer" if sizes.small else name
+        of = "a small layer" if sizes.small else f"{name}, {kind}"
         yield f"| {of} | {tokens} | {key} | {seconds * 1e6:,.1f} us | {shown} |"
-
-
-def _fit(shape: ExpertShape, device: torch.device, sizes: Sizes) -> ReplicaCost:
-    points: list[Point] = grid(shape.experts, sizes.pick(4096, 128))
-    timing = time_points(
-        grouped_layer(shape, device), points, budget_s=sizes.budget_s, settle=waiter(device)
-    )
-    return fit_replica_cost(ReplicaProfile(tuple(points), timing), 0.0)

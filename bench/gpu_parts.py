@@ -21,7 +21,7 @@ from evenkeel_moe.adapters.torch.groups import TRANSFER, Operation, make_communi
 from evenkeel_moe.adapters.torch.streams import OwnStream, is_over, mark_queued
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
 from evenkeel_moe.agent import DeviceRecorder, Phase
-from evenkeel_moe.agent.profile.expert_layer import ExpertShape, Point, grouped_layer, waiter
+from evenkeel_moe.agent.profile.expert_layer import ExpertShape, GroupedLayer, Point, waiter
 from evenkeel_moe.agent.profile.replica_cost import ReplicaProfile, fit_replica_cost, grid
 from evenkeel_moe.agent.profile.timing import time_points
 from evenkeel_moe.agent.profile.token_curve import TokenProfile, curve_of, token_counts
@@ -86,7 +86,7 @@ def profile(device: torch.device, sizes: Sizes) -> list[str]:
     """Profile the grouped FFN of `evenkeel profile`, by tokens and by replicas."""
     shape = ExpertShape(7168, 2048, 9) if not sizes.small else ExpertShape(64, 32, 4, "float32")
     most = sizes.pick(16384, 512)
-    run, settle = grouped_layer(shape, device), waiter(device)
+    run, settle = GroupedLayer(shape, device), waiter(device)
 
     def run_tokens(tokens: int) -> None:
         active = min(tokens, shape.experts)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bench import gpu_layers, gpu_parts
+from bench import gpu_costs, gpu_layers, gpu_parts
 from bench.gpu_page import ON_CPU, Block, merged, read_blocks, written
 from bench.gpu_parts import Sizes
 
@@ -27,12 +27,13 @@ Part = Callable[[torch.device, Sizes], list[str]]
 
 PARTS: dict[str, tuple[str, Part, float]] = {
     "checksums": ("Checksums on the device", gpu_parts.checksums, 0.02),
-    "profile": ("Profile of the grouped FFN", gpu_parts.profile, 0.15),
-    "lplb": ("LPLB on the device", gpu_parts.lplb, 0.08),
+    "profile": ("Profile of the grouped FFN", gpu_parts.profile, 0.05),
+    "costs": ("Reading and computing, measured and derived", gpu_costs.costs, 0.2),
     "communicator": ("One rank's communicator", gpu_parts.communicator, 0.03),
     "streams": ("Streams and events", gpu_parts.streams, 0.02),
     "counts": ("Counts of a step", gpu_parts.counts, 0.02),
-    "layers": ("The slowest rank, measured", gpu_layers.layer_times, 0.68),
+    "layers": ("The slowest rank, measured", gpu_layers.layer_times, 0.58),
+    "lplb": ("LPLB on the device", gpu_parts.lplb, 0.08),
 }
 """Name -> title, function, share of the time."""
 

@@ -46,7 +46,7 @@ def test_the_slowest_rank_of_each_layer_counts():
 
 
 def test_the_ragged_layer_computes_every_slot_with_its_own_weights():
-    layer = RaggedLayer(ExpertShape(16, 8, 3, "bfloat16"), torch.device("cpu"))
+    layer = RaggedLayer(ExpertShape(16, 8, 3, "bfloat16"), torch.device("cpu"), 10)
     for share in (Share((2, 0, 5)), Share((0, 0, 0)), Share((9, 1, 0)), Share((2, 0, 5))):
         found = layer.compute(share)
         assert found.shape == (sum(share.tokens), 16)

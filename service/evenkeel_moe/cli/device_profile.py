@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.agent.profile.expert_layer import ExpertShape, Point, grouped_layer, waiter
+from evenkeel_moe.agent.profile.expert_layer import ExpertShape, GroupedLayer, Point, waiter
 from evenkeel_moe.agent.profile.files import save_curve
 from evenkeel_moe.agent.profile.replica_cost import ReplicaProfile, fit_replica_cost, grid
 from evenkeel_moe.agent.profile.timing import Timing, time_points
@@ -49,7 +49,7 @@ def profile_device(
         device = torch.device(name)
         on_gpu = device.type == "cuda"
         uuid = str(torch.cuda.get_device_properties(device).uuid) if on_gpu else ""
-        run = grouped_layer(shape, device)
+        run = GroupedLayer(shape, device)
     except (RuntimeError, AssertionError) as error:
         raise InvalidInput(f"{name}: {str(error)[:200]}") from error
 

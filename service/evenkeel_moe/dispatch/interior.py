@@ -187,7 +187,9 @@ def _interior_point(
         ) -> tuple[Tensor, Tensor, Tensor]:
             """Return the Newton step (dv, dz, dy) that subtracts `aim` from every product v * z."""
             side = primal + program.product(weight * dual + aim / divisor)
-            dy = torch.cholesky_solve(side.unsqueeze(2), factor).squeeze(2)
+            # Not `cholesky_solve`: on a GPU it allocates memory, which a graph cannot capture.
+            half = torch.linalg.solve_triangular(factor, side.unsqueeze(2), upper=False)
+            dy = torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(2)
             dz = (dual - program.transposed(dy)) * mask
             return (-aim / divisor - weight * dz) * mask, dz, dy
 

@@ -16,7 +16,13 @@ from evenkeel_moe.adapters.torch.groups import make_communicator
 from evenkeel_moe.adapters.torch.nvml_clock import NvmlClock
 from evenkeel_moe.adapters.torch.streams import OwnStream, is_over, mark_queued
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
-from evenkeel_moe.agent.profile.expert_layer import ExpertShape, Point, grouped_layer
+from evenkeel_moe.agent.profile.expert_layer import (
+    ExpertShape,
+    GroupedLayer,
+    GroupedProduct,
+    Point,
+    Replayed,
+)
 from evenkeel_moe.agent.profile.timing import time_points
 from evenkeel_moe.agent.profile.token_curve import TokenProfile, curve_of, token_counts
 from evenkeel_moe.model.placement import Placement
@@ -143,7 +149,7 @@ def test_checksums_run_at_the_speed_of_memory(capsys):
 
 def test_a_profile_at_the_shape_of_deepseek_v3(capsys):
     """Print the stairs, the time taken, and the error of the curve between measured points."""
-    layer, settle = grouped_layer(DEEPSEEK_V3, torch.device("cuda", 0)), torch.cuda.synchronize
+    layer, settle = GroupedLayer(DEEPSEEK_V3, torch.device("cuda", 0)), torch.cuda.synchronize
 
     def run(tokens: int) -> None:
         layer(Point(-(-tokens // DEEPSEEK_V3.experts), DEEPSEEK_V3.experts))
@@ -199,3 +205,35 @@ def test_nvml_tells_the_clock_of_a_busy_device(capsys):
     with capsys.disabled():
         print(f"\n{torch.cuda.get_device_name()}: {found}")
     assert 0 < found.ratio <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_grouped_products_are_those_of_each_replicas_weights(dtype):
+    device = torch.device("cuda", 0)
+    generator = torch.Generator(device).manual_seed(0)
+    rows = torch.randn(15, 256, generator=generator, device=device).to(dtype)
+    weights = torch.randn(3, 128, 256, generator=generator, device=device).to(dtype).mT
+    ends = [4, 4, 15]
+    found = GroupedProduct(dtype, device)(
+        rows, weights, torch.tensor(ends, dtype=torch.int32, device=device)
+    )
+    wanted = torch.cat(
+        [
+            rows[first:end].float() @ one.float()
+            for first, end, one in zip([0, *ends], ends, weights, strict=False)
+        ]
+    )
+    assert found.shape == (15, 128) and found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), wanted, rtol=0.02, atol=0.3)
+
+
+def test_a_replayed_layer_computes_with_the_weights_whose_turn_it_is():
+    """A graph is captured for each turn, and graphs that share memory do not spoil each other."""
+    seen, kept = torch.zeros(4, device="cuda"), torch.arange(4.0, device="cuda")
+    replayed = Replayed(lambda n: seen[n].add_(kept[n] + 1), torch.device("cuda", 0))
+    for _ in range(3):
+        for n in range(4):
+            replayed(n)
+    torch.cuda.synchronize()
+    # The call that captures computes once more, before it.
+    assert seen.tolist() == [4, 8, 12, 16]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from evenkeel_moe.agent.profile.expert_layer import ExpertShape, Point, grouped_layer
+from evenkeel_moe.agent.profile.expert_layer import ExpertShape, GroupedLayer, Point
 from evenkeel_moe.errors import InvalidInput
 
 SHAPE = ExpertShape(256, 512, 6, "float32")
@@ -21,7 +21,7 @@ def test_a_layer_is_one_batched_call_per_matrix():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "bmm", watched)
-        run = grouped_layer(SHAPE, torch.device("cpu"))
+        run = GroupedLayer(SHAPE, torch.device("cpu"))
         calls.clear()
         run(Point(8, 4))
     assert calls == [(4, 8, 256), (4, 8, 512)]
@@ -29,7 +29,7 @@ def test_a_layer_is_one_batched_call_per_matrix():
 
 def test_a_number_type_that_torch_cannot_multiply_is_refused():
     with pytest.raises(InvalidInput, match="no layer of float8_e4m3fn on cpu"):
-        grouped_layer(replace(SHAPE, dtype="float8_e4m3fn"), torch.device("cpu"))
+        GroupedLayer(replace(SHAPE, dtype="float8_e4m3fn"), torch.device("cpu"))
 
 
 def test_impossible_shapes_are_refused():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel_moe.agent.profile.expert_layer import ExpertShape, Point, grouped_layer
+from evenkeel_moe.agent.profile.expert_layer import ExpertShape, GroupedLayer, Point
 from evenkeel_moe.agent.profile.replica_cost import (
     ReplicaProfile,
     fit_replica_cost,
@@ -79,7 +79,7 @@ SHAPE = ExpertShape(256, 512, 6, "float32")
 
 def test_a_real_layer_is_measured_in_batched_calls_on_this_machine():
     points = grid(SHAPE.experts, 512)
-    run = grouped_layer(SHAPE, torch.device("cpu"))
+    run = GroupedLayer(SHAPE, torch.device("cpu"))
     timing = time_points(run, points, budget_s=2, rounds=2)
     assert len(timing.seconds) == len(points)
     assert fit_replica_cost(profile(timing.seconds, points), 0.0).s_per_token > 0

@@ -1,19 +1,23 @@
 """The MoE layer that a profile measures.
 
-One batched call computes all active replicas, as an engine's grouped kernel does; a loop over
-replicas would time its launches instead. Replicas take turns, so that weights come from memory and
+One call for each matrix computes all active replicas, as an engine's grouped kernel does; a loop
+over replicas would time its launches instead. On a GPU the layer is replayed as a graph, as engines
+run decode: launched one by one, the kernels of a small layer end sooner than they can be launched,
+and a measurement shows the launches only. Replicas take turns, so that weights come from memory and
 not from a cache. Weights are random. An engine's fused kernel has other stairs, so what carries
 over is the comparison of devices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from evenkeel_moe.errors import InvalidInput
+
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,41 +46,160 @@ class Point(NamedTuple):
     active: int
 
 
-def grouped_layer(shape: ExpertShape, device: torch.device) -> Callable[[Point], None]:
-    """Return a MoE layer that computes the active replicas in one batched call per matrix.
+class Replayed(Generic[KeyT]):
+    """Runs a computation; on a GPU it captures a graph in the first call with an argument.
+
+    Raises:
+        InvalidInput: the computation cannot be captured.
+    """
+
+    def __init__(self, run: Callable[[KeyT], object], device: torch.device) -> None:
+        self._run = run
+        self._on_gpu = device.type == "cuda"
+        self._graphs: dict[KeyT, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = torch.cuda.graph_pool_handle() if self._on_gpu else None
+
+    def __call__(self, key: KeyT) -> None:
+        """Start the computation; its result is dropped."""
+        if not self._on_gpu:
+            self._run(key)
+            return
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._captured(key)
+        graph.replay()
+
+    def _captured(self, key: KeyT) -> torch.cuda.CUDAGraph:
+        self._run(key)  # What is allocated once is allocated outside the graph.
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Graphs share memory, since no result is kept. Other threads may go on using the GPU.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._run(key)
+        except RuntimeError as error:
+            raise InvalidInput(f"no graph of {key}: {str(error)[:200]}") from error
+        return graph
+
+
+class GroupedProduct:
+    """Multiplies the rows of each replica by its weights, in one launch.
+
+    Its kernel is made for this, as that of an engine is. Eight-bit floats are computed with a scale
+    for each row, all 1, into bfloat16.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        functional: Any = torch.nn.functional
+        self.device = device
+        self._scaled = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        self._multiply = functional.scaled_grouped_mm if self._scaled else functional.grouped_mm
+        self._ones: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """Return (n, inner) products.
+
+        Args:
+            rows: (n, width), replica by replica.
+            weights: (a, width, inner), the columns contiguous.
+            ends: (a,) int32, the row after the last one of each replica.
+        """
+        found: Tensor
+        if not self._scaled:
+            found = self._multiply(rows, weights, offs=ends)
+            return found
+        by_row: Any = torch.nn.functional.ScalingType.RowWise  # type: ignore[attr-defined]
+        found = self._multiply(
+            rows,
+            weights,
+            self._scales(len(rows)),
+            by_row,
+            self._scales(len(weights), weights.shape[2]),
+            by_row,
+            offs=ends,
+            output_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return found
+
+    def _scales(self, *size: int) -> Tensor:
+        scales = self._ones.get(size)
+        if scales is None:
+            scales = self._ones[size] = torch.ones(size, device=self.device)
+        return scales
+
+
+def _batched_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return the same where every replica has the same number of rows."""
+    return torch.bmm(rows.view(len(weights), -1, rows.shape[1]), weights).flatten(0, 1)
+
+
+class GroupedLayer:
+    """A MoE layer whose active replicas all have the same number of tokens.
 
     Raises:
         InvalidInput: torch cannot multiply matrices of this number type on the device.
     """
-    dtype: torch.dtype = getattr(torch, shape.dtype)
-    generator = torch.Generator(device="cpu").manual_seed(0)
 
-    def weights(*size: int) -> Tensor:
-        return (torch.randn(*size, generator=generator) * 0.02).to(device=device, dtype=dtype)
+    def __init__(self, shape: ExpertShape, device: torch.device) -> None:
+        self.shape, self.device = shape, device
+        self._dtype: torch.dtype = getattr(torch, shape.dtype)
+        self._generator = torch.Generator(device).manual_seed(0)
+        # On a CPU, torch's grouped product is a loop over replicas.
+        grouped = self._dtype.itemsize == 1 or (
+            device.type == "cuda" and self._dtype == torch.bfloat16
+        )
+        try:
+            self._product = GroupedProduct(self._dtype, device) if grouped else _batched_product
+            self._up = self._weights(shape.d_model, 2 * shape.d_ffn, grouped)
+            self._down = self._weights(shape.d_ffn, shape.d_model, grouped)
+            self._rows: dict[Point, tuple[Tensor, Tensor]] = {}
+            self.compute(Point(1, 1))
+        except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
+            raise InvalidInput(
+                f"no layer of {shape.dtype} on {device}: {str(error)[:200]}"
+            ) from error
+        self._first = 0
+        self._run = Replayed(self._compute_turn, device)
 
-    try:
-        up = weights(shape.experts, shape.d_model, 2 * shape.d_ffn)
-        down = weights(shape.experts, shape.d_ffn, shape.d_model)
-        torch.bmm(weights(1, 1, shape.d_model), up[:1])
-    except (RuntimeError, NotImplementedError) as error:
-        raise InvalidInput(f"no layer of {shape.dtype} on {device}: {str(error)[:200]}") from error
-    inputs: dict[Point, Tensor] = {}
-    first = 0
+    def __call__(self, point: Point) -> None:
+        """Compute with the replicas whose turn it is."""
+        if self._first + point.active > self.shape.experts:
+            self._first = 0
+        self._run((point, self._first))
+        self._first += point.active
 
-    def run(point: Point) -> None:
-        nonlocal first
-        rows = inputs.get(point)
-        if rows is None:
-            rows = inputs[point] = weights(point.active, point.tokens, shape.d_model)
-        if first + point.active > shape.experts:
-            first = 0
+    def compute(self, point: Point, first: int = 0) -> Tensor:
+        """Return (active * tokens, d_model) results of the replicas from `first` on."""
+        rows, ends = self._inputs(point)
         chosen = slice(first, first + point.active)
-        first += point.active
         with torch.no_grad():
-            gate, value = torch.bmm(rows, up[chosen]).chunk(2, dim=-1)
-            torch.bmm(torch.nn.functional.silu(gate).mul_(value), down[chosen])
+            gate, value = self._product(rows, self._up[chosen], ends).chunk(2, dim=-1)
+            hidden = torch.nn.functional.silu(gate).mul_(value).to(self._dtype)
+            return self._product(hidden, self._down[chosen], ends)
 
-    return run
+    def _compute_turn(self, turn: tuple[Point, int]) -> None:
+        self.compute(*turn)
+
+    def _inputs(self, point: Point) -> tuple[Tensor, Tensor]:
+        found = self._rows.get(point)
+        if found is None:
+            ends = torch.arange(1, point.active + 1, dtype=torch.int32) * point.tokens
+            rows = self._random(1, point.active * point.tokens, self.shape.d_model)[0]
+            found = self._rows[point] = (rows, ends.to(self.device))
+        return found
+
+    def _weights(self, width: int, inner: int, grouped: bool) -> Tensor:
+        """Return (experts, width, inner) random weights; a grouped product reads columns."""
+        if grouped:
+            return self._random(self.shape.experts, inner, width).transpose(1, 2)
+        return self._random(self.shape.experts, width, inner)
+
+    def _random(self, count: int, *size: int) -> Tensor:
+        made = torch.empty(count, *size, device=self.device, dtype=self._dtype)
+        for one in made:  # One at a time: the memory beside an engine is small.
+            one.copy_(torch.randn(*size, generator=self._generator, device=self.device) * 0.02)
+        return made
 
 
 def waiter(device: torch.device) -> Callable[[], None]:

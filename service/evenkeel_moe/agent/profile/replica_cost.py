@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from evenkeel_moe.agent.profile.expert_layer import ExpertShape, Point, grouped_layer, waiter
+from evenkeel_moe.agent.profile.expert_layer import ExpertShape, GroupedLayer, Point, waiter
 from evenkeel_moe.agent.profile.timing import Timing, time_points
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.wire.link import ReplicaCost
@@ -114,7 +114,7 @@ def remeasure(
     experts = min(shape.experts, _experts_that_fit(shape, device))
     if experts < 2:
         raise InvalidInput(f"the free memory of {device} does not hold two experts for a profile")
-    run = grouped_layer(replace(shape, experts=experts), device)
+    run = GroupedLayer(replace(shape, experts=experts), device)
     points = grid(experts, max_tokens)
     timing = time_points(run, points, budget_s=budget_s, settle=waiter(device))
     del run

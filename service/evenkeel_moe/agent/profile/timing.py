@@ -27,7 +27,7 @@ class Timing:
 
 
 def time_points(
-    run: Callable[[PointT], None],
+    run: Callable[[PointT], object],
     points: Sequence[PointT],
     *,
     budget_s: float,

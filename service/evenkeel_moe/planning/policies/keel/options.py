@@ -80,7 +80,8 @@ class KeelOptions:
     # The first plan.
     restart_gain: float = 0.003
     """Share of the window's time that a plan from nothing must save over a plan from the engines'
-    start, which needs fewer copies. Where ranks differ in speed, any saving suffices."""
+    start, which needs fewer copies. Where ranks differ in speed, and under Waterfill, any saving
+    suffices."""
     restart_gain_moving: float = 0.01
     """The same where loads drift: the plan that fits the window best is not the best for long."""
     equal_speed_tolerance: float = 0.01
