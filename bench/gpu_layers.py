@@ -17,8 +17,8 @@ from bench.gpu_parts import Sizes
 from bench.planning_walk import EXAMPLES, setup_of
 from evenkeel_moe.agent.profile.expert_layer import (
     ExpertShape,
+    Graphs,
     GroupedProduct,
-    Replayed,
     waiter,
 )
 from evenkeel_moe.agent.profile.timing import time_points
@@ -71,12 +71,12 @@ class RaggedLayer:
         self._rows = self.row.repeat(most_tokens, 1)
         self._ends: dict[Share, torch.Tensor] = {}
         self._product = GroupedProduct(self._dtype, device)
-        self._run = Replayed(self.compute, device)
+        self._graphs: Graphs[Share] = Graphs(device)
 
     def __call__(self, share: Share) -> None:
         """Compute a share; its result is dropped. A rank without tokens launches nothing."""
         if any(share.tokens):
-            self._run(share)
+            self._graphs.run(self.compute, share)
 
     def compute(self, share: Share) -> torch.Tensor:
         """Return (n, d_model) results, slot by slot."""

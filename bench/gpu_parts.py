@@ -219,8 +219,8 @@ def communicator(device: torch.device, sizes: Sizes) -> list[str]:
     return [
         (
             f"{backend}, one rank: connected and warmed up in {connect_s * 1e3:.0f} ms; one expert"
-            f" of {rows * 4 / 1e6:.1f} MB copied, checked and staged in {stage_s * 1e3:.1f} ms; two"
-            f" communicators aborted in {abort_s * 1e3:.1f} ms."
+            f" of {rows * 4 / 1e6:.1f} MB copied, checked and staged in {stage_s * 1e3:.1f} ms;"
+            f" aborting two communicators returned in {abort_s * 1e3:.1f} ms."
         ),
         *lines,
     ]
@@ -306,9 +306,9 @@ def counts(device: torch.device, sizes: Sizes) -> list[str]:
     taken: dict[str, float] = {}
     for way in ("waits", "recorder"):
         settle = waiter(device)
-        settle()
         spent = 0.0
         for step in range(steps):
+            settle()  # An engine waits for each step; the host must not run ahead of the device.
             matrix @ matrix
             counted.fill_(step)
             began = time.perf_counter()

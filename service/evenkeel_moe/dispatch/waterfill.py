@@ -179,15 +179,14 @@ class Waterfill:
         rows = slots.shape[0]
         candidate = torch.zeros((rows, self.num_ranks), dtype=torch.bool, device=slots.device)
         candidate.scatter_(1, visited.to(torch.int64), True)
-        candidate[:, self.ep_rank] = True
+        # Filled, not assigned: an assignment copies from the host, which no CUDA graph may do.
+        candidate[:, self.ep_rank].fill_(True)
         if self.all_ranks:
             candidate.fill_(True)
 
         level = waterline(score, num_shared, self.shared_cost)
         pull = rank_slack(score, level).to(torch.float64)
-        own = torch.zeros_like(pull)
-        own[self.ep_rank] = 1.0
-        pull = pull * (1.0 + self.local_preference * own)
+        pull[self.ep_rank].mul_(1.0 + self.local_preference)
         bounds = torch.where(candidate, pull, 0.0).cumsum(dim=1)
         total = bounds[:, -1]
         at = (

@@ -18,10 +18,10 @@ from evenkeel_moe.adapters.torch.streams import OwnStream, is_over, mark_queued
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
 from evenkeel_moe.agent.profile.expert_layer import (
     ExpertShape,
+    Graphs,
     GroupedLayer,
     GroupedProduct,
     Point,
-    Replayed,
 )
 from evenkeel_moe.agent.profile.timing import time_points
 from evenkeel_moe.agent.profile.token_curve import TokenProfile, curve_of, token_counts
@@ -230,10 +230,10 @@ def test_grouped_products_are_those_of_each_replicas_weights(dtype):
 def test_a_replayed_layer_computes_with_the_weights_whose_turn_it_is():
     """A graph is captured for each turn, and graphs that share memory do not spoil each other."""
     seen, kept = torch.zeros(4, device="cuda"), torch.arange(4.0, device="cuda")
-    replayed = Replayed(lambda n: seen[n].add_(kept[n] + 1), torch.device("cuda", 0))
+    graphs = Graphs(torch.device("cuda", 0))
     for _ in range(3):
         for n in range(4):
-            replayed(n)
+            graphs.run(lambda n: seen[n].add_(kept[n] + 1), n)
     torch.cuda.synchronize()
     # The call that captures computes once more, before it.
     assert seen.tolist() == [4, 8, 12, 16]

@@ -1,6 +1,8 @@
 """Groups: ranks that do not come, and the parts of NCCL groups that need no device."""
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -59,6 +61,27 @@ def test_only_our_own_group_is_made_without_a_watchdog(monkeypatch, before, afte
         assert os.environ[VARIABLE] == "1"
         raise ValueError("no device")
     assert os.environ[VARIABLE] == after
+
+
+ABORT = """
+import time, torch
+from evenkeel_moe.adapters.torch.groups import Communicator
+
+class Backend:
+    def abort(self):
+        time.sleep(0.5)
+        print("aborted", flush=True)
+
+Communicator(Backend(), 0, 1, torch.device("cuda", 0)).abort()
+"""
+
+
+def test_an_abort_in_flight_is_over_when_python_exits():
+    """NCCL's abort, back in a Python that has ended, would end the process with an error."""
+    done = subprocess.run(
+        [sys.executable, "-c", ABORT], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "aborted" in done.stdout
 
 
 def test_nccl_is_asked_only_once_all_ranks_are_there():

@@ -5,7 +5,9 @@ The engine, the gate and the weight transport each use a communicator that the o
 again.
 """
 
+import atexit
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -118,9 +120,11 @@ class Communicator:
         if backend is None:
             return
         if self.device.type == "cuda":
-            threading.Thread(
+            thread = threading.Thread(
                 target=_abort, args=(backend,), name="evenkeel-abort", daemon=True
-            ).start()
+            )
+            _aborts.add(thread)
+            thread.start()
         else:
             backend.abort()
 
@@ -138,11 +142,25 @@ def _start(backend: Any, operation: Operation, tag: int) -> Work:
     return work
 
 
+_aborts: set[threading.Thread] = set()
+"""Threads that abort a communicator now."""
+
+
 def _abort(backend: Any) -> None:
     try:
         backend.abort()
     except RuntimeError as error:
         _log.warning("abort_failed", detail=str(error)[:300])
+    finally:
+        _aborts.discard(threading.current_thread())
+
+
+@atexit.register
+def _wait_for_aborts(timeout_s: float = 5.0) -> None:
+    """Wait when Python exits: a thread that returns from an abort after that ends the process."""
+    until = time.monotonic() + timeout_s
+    for thread in tuple(_aborts):
+        thread.join(max(until - time.monotonic(), 0.0))
 
 
 def make_communicator(

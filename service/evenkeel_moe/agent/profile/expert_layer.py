@@ -46,37 +46,44 @@ class Point(NamedTuple):
     active: int
 
 
-class Replayed(Generic[KeyT]):
-    """Runs a computation; on a GPU it captures a graph in the first call with an argument.
+class Graphs(Generic[KeyT]):
+    """Runs computations; on a GPU the first call with an argument captures a graph.
 
-    Raises:
-        InvalidInput: the computation cannot be captured.
+    A computation is passed with each call and not kept: a cycle of references would let Python end
+    old graphs at any time, and one that ends during a capture makes the capture fail.
     """
 
-    def __init__(self, run: Callable[[KeyT], object], device: torch.device) -> None:
-        self._run = run
+    def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._graphs: dict[KeyT, torch.cuda.CUDAGraph] = {}
         self._pool: Any = torch.cuda.graph_pool_handle() if self._on_gpu else None
 
-    def __call__(self, key: KeyT) -> None:
-        """Start the computation; its result is dropped."""
+    def run(self, compute: Callable[[KeyT], object], key: KeyT) -> None:
+        """Start a computation of the argument; its result is dropped.
+
+        Args:
+            compute: The same in every call.
+            key: Its argument.
+
+        Raises:
+            InvalidInput: the computation cannot be captured.
+        """
         if not self._on_gpu:
-            self._run(key)
+            compute(key)
             return
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._captured(key)
+            graph = self._graphs[key] = self._captured(compute, key)
         graph.replay()
 
-    def _captured(self, key: KeyT) -> torch.cuda.CUDAGraph:
-        self._run(key)  # What is allocated once is allocated outside the graph.
+    def _captured(self, compute: Callable[[KeyT], object], key: KeyT) -> torch.cuda.CUDAGraph:
+        compute(key)  # What is allocated once is allocated outside the graph.
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             # Graphs share memory, since no result is kept. Other threads may go on using the GPU.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._run(key)
+                compute(key)
         except RuntimeError as error:
             raise InvalidInput(f"no graph of {key}: {str(error)[:200]}") from error
         return graph
@@ -160,13 +167,13 @@ class GroupedLayer:
                 f"no layer of {shape.dtype} on {device}: {str(error)[:200]}"
             ) from error
         self._first = 0
-        self._run = Replayed(self._compute_turn, device)
+        self._graphs: Graphs[tuple[Point, int]] = Graphs(device)
 
     def __call__(self, point: Point) -> None:
         """Compute with the replicas whose turn it is."""
         if self._first + point.active > self.shape.experts:
             self._first = 0
-        self._run((point, self._first))
+        self._graphs.run(self._compute_turn, (point, self._first))
         self._first += point.active
 
     def compute(self, point: Point, first: int = 0) -> Tensor:
