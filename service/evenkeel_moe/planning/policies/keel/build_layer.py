@@ -27,9 +27,11 @@ class WorkingMemory(NamedTuple):
     powers: NDArray[np.float64]
     power_sum: NDArray[np.float64]
     norm: NDArray[np.float64]
+    inverse_sum: NDArray[np.float64]
     rank_slope: NDArray[np.float64]
     slope: NDArray[np.float64]
     scratch: NDArray[np.float64]
+    bounds: NDArray[np.float64]
     moved: NDArray[np.float64]
     after: NDArray[np.float64]
 
@@ -40,9 +42,11 @@ def working_memory(experts: int, ranks: int, steps: int) -> WorkingMemory:
         powers=np.zeros((ranks, steps)),
         power_sum=np.zeros(steps),
         norm=np.zeros(steps),
+        inverse_sum=np.zeros(steps),
         rank_slope=_aligned_zeros(steps, ranks),
         slope=_aligned_zeros(experts, ranks),
         scratch=np.zeros(steps),
+        bounds=np.zeros(steps),
         moved=np.zeros((2, ranks)),
         after=np.zeros((4, steps)),
     )

@@ -26,6 +26,8 @@ from evenkeel_moe.planning.policies.keel.state import (
 )
 from evenkeel_moe.planning.policies.keel.work import fill_work
 
+ROUNDING = 1e-12
+"""More than the rounding errors of a gain, in layer times."""
 LEAVES, STAYS, ENTERS, EASED = 0, 1, 0, 1
 """Rows of the changes of `leave_changes` and `enter_changes`, which `LayerState.after` holds one
 after the other."""
@@ -98,16 +100,52 @@ def gain_of_power_change(
     else:
         for t in range(steps):
             out[t] = weight[t] * (norm[t] - root(max(power_sum[t] + out[t], 0.0), doublings))
-    # Summed in four strands, so that no addition waits for the one before it.
+    return sum_of(out)
+
+
+@inlined
+def gain_is_at_most(
+    least: float,
+    weight: NDArray[np.float64],
+    norm: NDArray[np.float64],
+    inverse_sum: NDArray[np.float64],
+    doublings: int,
+    out: NDArray[np.float64],
+    bounds: NDArray[np.float64],
+) -> bool:
+    """Return True if `gain_of_power_change` of the same arguments is certainly at most `least`.
+
+    It takes no roots, and so a fraction of their time. With u the share of the power sum that is
+    taken away, the norm falls by the share 1 - (1 - u) ** (1/p). Taylor's polynomials bound it: of
+    the second order if u < 0, and of the third up to u = 1/2; beyond, the chord to u = 1.
+    `bounds` (T,) is overwritten.
+    """
+    one = 0.5**doublings
+    two = one * (1.0 - one) / 2.0
+    three = two * (2.0 - one) / 3.0 * 2.0 ** (3.0 - one)
+    chord = 2.0 ** (1.0 - one)
+    for t in range(out.shape[0]):
+        taken = -out[t] * inverse_sum[t]
+        fall = taken * (one + taken * (two + three * max(taken, 0.0)))
+        fall = fall if taken > 0.0 else min(fall, 0.0)
+        fall = fall if taken <= 0.5 else 1.0 - chord * (1.0 - taken)
+        bounds[t] = weight[t] * norm[t] * fall
+    return sum_of(bounds) <= least - ROUNDING
+
+
+@inlined
+def sum_of(values: NDArray[np.float64]) -> float:
+    """Return the sum, in four strands, so that no addition waits for the one before it."""
     a = b = c = d = 0.0
+    steps = values.shape[0]
     whole = steps // 4 * 4
     for t in range(0, whole, 4):
-        a += out[t]
-        b += out[t + 1]
-        c += out[t + 2]
-        d += out[t + 3]
+        a += values[t]
+        b += values[t + 1]
+        c += values[t + 2]
+        d += values[t + 3]
     for t in range(whole, steps):
-        a += out[t]
+        a += values[t]
     return (a + b) + (c + d)
 
 

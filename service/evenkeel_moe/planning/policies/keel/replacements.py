@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.planning.policies.keel.moves import (
     add_power_change,
+    gain_is_at_most,
     gain_of_power_change,
     replacement_gain,
 )
@@ -83,6 +84,7 @@ def _best_of_open_slots(
     work, share, copies_of, slope = layer.work, layer.share, layer.copies, layer.slope
     rank_load, powers, out = layer.rank_load, layer.powers, layer.scratch
     weight, norm, power_sum = layer.weight, layer.norm, layer.power_sum
+    inverse_sum, limits = layer.inverse_sum, layer.bounds
     slot_of, rank_of, drop, alone, saved, given_up, freed = slots
     costs, tight = objective.costs, objective.quick and not objective.nearest
     most = (alone + saved).max()
@@ -123,6 +125,9 @@ def _best_of_open_slots(
                     add_power_change(
                         work, one, by_old, expert, by_new, rank_load, powers, on, costs, out
                     )
+                needed = best + price * cost
+                if gain_is_at_most(needed, weight, norm, inverse_sum, costs.doublings, out, limits):
+                    continue
                 gain = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
             if gain - price * cost > best:
                 best, best_copies, slot, chosen = gain - price * cost, copies, slot_of[n], expert

@@ -10,10 +10,14 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.jit import index, inlined, kernel
 from evenkeel_moe.planning.policies.keel.moves import (
+    EASED,
     ENTERS,
+    LEAVES,
     STAYS,
+    add_power_change,
     add_work_changes,
     enter_changes,
+    gain_is_at_most,
     gain_of_power_change,
     leave_changes,
 )
@@ -42,9 +46,10 @@ def best_replacement_by_work(
     row, held, had, copy_price = layer.row, layer.held, layer.had, layer.copy_price
     rank_load, powers, rank_slope = layer.rank_load, layer.powers, layer.rank_slope
     weight, norm, power_sum, out = layer.weight, layer.norm, layer.power_sum, layer.scratch
+    inverse_sum, limits = layer.inverse_sum, layer.bounds
     one_more, slope, costs = layer.one_more, layer.slope, objective.costs
-    changes = _promise_drops(layer, objective, slots)
-    enter = 2 * len(slots.slot)
+    changes, others = _promise_drops(layer, objective, slots)
+    enter, relief = 2 * len(slots.slot), np.zeros(len(out))
     if objective.quick:
         tighten(layer, costs, slots)
     most = (slots.alone + slots.saved).max()
@@ -58,6 +63,13 @@ def best_replacement_by_work(
                 continue
             enter_changes(layer, expert, changes[enter:])
             _promise_cost(rank_slope, changes[enter + ENTERS], enter_cost)
+            relief[:] = 0.0
+            for on in range(held.shape[1]):
+                if held[expert, on] > 0:
+                    by = float(held[expert, on])
+                    add_power_change(
+                        changes, enter + EASED, by, 0, 0.0, rank_load, powers, on, costs, relief
+                    )
         for n in range(len(slots.slot)):
             rank, old = slots.rank[n], row[slots.slot[n]]
             if (expert < 0 and old < 0) or (expert >= 0 and held[expert, rank] > 0):
@@ -72,10 +84,23 @@ def best_replacement_by_work(
             if used >= evaluations:
                 return slot, chosen, best, best_copies, used
             used += 1
-            out[:] = 0.0
-            add_work_changes(
-                changes, 2 * n, enter, rank, old, expert, held, rank_load, powers, costs, out
-            )
+            if expert >= 0 and old >= 0 and _share_a_rank(held, old, expert):
+                out[:] = 0.0
+                add_work_changes(
+                    changes, 2 * n, enter, rank, old, expert, held, rank_load, powers, costs, out
+                )
+            else:
+                # No rank but this one changes by both, so the changes of the others add up.
+                by_old, by_new = 1.0 if old >= 0 else 0.0, 1.0 if expert >= 0 else 0.0
+                for t in range(len(out)):
+                    out[t] = others[n, t] + relief[t]
+                add_power_change(
+                    changes, 2 * n + LEAVES, by_old, enter + ENTERS, by_new,
+                    rank_load, powers, rank, costs, out,
+                )  # fmt: skip
+            needed = best + price * cost
+            if gain_is_at_most(needed, weight, norm, inverse_sum, costs.doublings, out, limits):
+                continue
             gain = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
             if gain - price * cost > best:
                 best, best_copies, slot, chosen = gain - price * cost, copies, slots.slot[n], expert
@@ -85,15 +110,19 @@ def best_replacement_by_work(
 @kernel
 def _promise_drops(
     layer: LayerState, objective: SearchObjective, slots: OpenSlots
-) -> NDArray[np.float64]:
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Fill `slots.drop` and `slots.alone` with the gain that the gradient promises for a drop.
 
     Returns:
-        (2 N + 2, T) for each slot the two rows of `leave_changes`, which are the same for all
-        candidates; then two rows of zeros for those of a candidate.
+        changes: (2 N + 2, T) for each slot the two rows of `leave_changes`, which are the same for
+            all candidates; then two rows of zeros for those of a candidate.
+        others: (N, T) for each slot the change of the powered costs of the ranks of the other
+            copies.
     """
     changes = np.zeros((2 * len(slots.slot) + 2, layer.weight.shape[0]))
+    others = np.zeros((len(slots.slot), layer.weight.shape[0]))
     slope, share, rank_slope = layer.slope, layer.share, layer.rank_slope
+    rank_load, powers, costs = layer.rank_load, layer.powers, objective.costs
     for n in range(len(slots.slot)):
         old, rank = index(layer.row[slots.slot[n]]), slots.rank[n]
         slots.drop[n] = 0.0
@@ -102,11 +131,24 @@ def _promise_drops(
             leave_changes(layer, objective, old, changes[2 * n : 2 * n + 2])
             for on in range(rank_slope.shape[1]):
                 if on != rank and layer.held[old, on] > 0:
+                    add_power_change(
+                        changes, 2 * n + STAYS, float(layer.held[old, on]), 0, 0.0,
+                        rank_load, powers, on, costs, others[n],
+                    )  # fmt: skip
                     for t in range(rank_slope.shape[0]):
                         more = layer.held[old, on] * changes[2 * n + STAYS, t]
                         slots.drop[n] -= more * rank_slope[t, on]
         slots.alone[n] = slots.drop[n]
-    return changes
+    return changes, others
+
+
+@inlined
+def _share_a_rank(held: NDArray[np.int32], one: int, two: int) -> bool:
+    """Return True if a rank has copies of both experts: its cost then changes by both together."""
+    found = 0
+    for rank in range(held.shape[1]):
+        found += int(held[one, rank] > 0) & int(held[two, rank] > 0)
+    return found > 0
 
 
 @inlined

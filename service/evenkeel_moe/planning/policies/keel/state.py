@@ -107,12 +107,15 @@ class LayerState(NamedTuple):
     """(T,) sum of `powers` over ranks."""
     norm: NDArray[np.float64]
     """(T,) power_sum ** (1/p): the time of the step."""
+    inverse_sum: NDArray[np.float64]
+    """(T,) 1 / power_sum; 0 in a step without load."""
     rank_slope: NDArray[np.float64]
     """(T, R) gradient of the objective in the rank loads."""
     slope: NDArray[np.float64]
     """(E, R) gradient of the objective in the share of an expert on a rank."""
     scratch: NDArray[np.float64]
-    """(T,) working memory."""
+    """(T,) working memory, as the next."""
+    bounds: NDArray[np.float64]
     moved: NDArray[np.float64]
     """(2, R) working memory: changes of the shares of two experts."""
     after: NDArray[np.float64]
@@ -295,6 +298,7 @@ def refresh(layer: LayerState, objective: SearchObjective) -> float:
     total = 0.0
     for t in range(steps):
         norm[t] = root(power_sum[t], costs.doublings)
+        layer.inverse_sum[t] = 1.0 / power_sum[t] if power_sum[t] > 0.0 else 0.0
         total += weight[t] * norm[t]
     rank_slope[:] = 0.0
     for rank in range(num_ranks):

@@ -1,8 +1,9 @@
 """Finds the swaps of one layer that are worth making now.
 
-Two bounds leave few swaps to evaluate; both cost O(1) per swap. The objective is convex in the rank
-loads, so no swap gains more than the gradient promises. And between equally fast ranks, moving too
-much load is as bad as moving too little, see `_reach`.
+Two bounds that cost O(1) per swap leave few swaps. The objective is convex in the rank loads, so no
+swap gains more than the gradient promises. And between equally fast ranks, moving too much load is
+as bad as moving too little, see `_reach`. What is left is bounded step by step by the same two, and
+then by the exact rank costs without the norm's roots, before its gain is computed.
 """
 
 from typing import NamedTuple
@@ -10,10 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.jit import kernel
+from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.planning.policies.keel.moves import (
+    ROUNDING,
     add_power_change,
+    gain_is_at_most,
     gain_of_power_change,
+    sum_of,
     swap_gain,
 )
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective
@@ -94,14 +98,21 @@ def _best_swaps_of_pairs(
     row, had, copy_price, copies_of = layer.row, layer.had, layer.copy_price, layer.copies
     work, share, rank_load, powers = layer.work, layer.share, layer.rank_load, layer.powers
     weight, norm, power_sum, out = layer.weight, layer.norm, layer.power_sum, layer.scratch
+    inverse_sum, limits = layer.inverse_sum, layer.bounds
     net, excess, most, reach, pairs, caps = bounds
     costs, per_rank = objective.costs, row.shape[0] // rank_load.shape[0]
     gains, swaps = np.empty(len(pairs)), np.empty((len(pairs), 3), np.int64)
+    rank_slope, tilt, width = layer.rank_slope, np.empty(len(out)), np.empty(len(out))
     count, used, bar = 0, 0, least
     for n in range(len(pairs)):
         best, i, j = bar, pairs[n, 0], pairs[n, 1]
         if caps[n] <= bar or used >= evaluations:
             continue
+        alike = reach[i, j] < np.inf
+        if alike:
+            for t in range(len(out)):
+                tilt[t] = rank_slope[t, i] - rank_slope[t, j]
+                width[t] = tilt[t] * (rank_load[i, t] - rank_load[j, t])
         for a in range(i * per_rank, (i + 1) * per_rank):
             here, left = net[a, j], reach[i, j] - excess[a, j]
             if here + most[j, i] <= best:
@@ -127,9 +138,19 @@ def _best_swaps_of_pairs(
                     gain = swap_gain(layer, objective, one, two)
                 else:  # Only the loads of these two ranks change.
                     by_e, by_f = share[e, own], share[f, other] if f >= 0 else 0.0
-                    f, out[:] = max(f, 0), 0.0
+                    f, needed = max(f, 0), best + price * cost
+                    way = 1.0 if own == i else -1.0
+                    if alike and _shift_gains_at_most(
+                        needed, tilt, width, work, e, way * by_e, f, way * by_f, out
+                    ):
+                        continue
+                    out[:] = 0.0
                     add_power_change(work, e, -by_e, f, by_f, rank_load, powers, own, costs, out)
                     add_power_change(work, e, by_e, f, -by_f, rank_load, powers, other, costs, out)
+                    if gain_is_at_most(
+                        needed, weight, norm, inverse_sum, costs.doublings, out, limits
+                    ):
+                        continue
                     gain = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
                 if gain - price * cost > best:
                     gains[count] = best = gain - price * cost
@@ -137,6 +158,39 @@ def _best_swaps_of_pairs(
         if best > bar:
             count, bar = count + 1, max(bar, objective.swap_share * best)
     return gains[:count], swaps[:count], bar, used
+
+
+@inlined
+def _shift_gains_at_most(
+    least: float,
+    tilt: NDArray[np.float64],
+    width: NDArray[np.float64],
+    work: NDArray[np.float64],
+    one: int,
+    by_one: float,
+    two: int,
+    by_two: float,
+    out: NDArray[np.float64],
+) -> bool:
+    """Return True if a swap between equally fast ranks certainly gains at most `least`.
+
+    The bound is that of the gradient and `_reach`, but step by step.
+
+    Args:
+        least: in layer times.
+        tilt: (T,) gradient in the load of the first rank, minus that of the second.
+        width: (T,) tilt times the difference of their loads.
+        work: (E, T) of `LayerState`.
+        one: expert whose share `by_one` goes from the first rank to the second.
+        by_one: may be negative: then it goes the other way. Also `by_two`.
+        two: expert whose share `by_two` comes back.
+        by_two: 0 for no expert.
+        out: (T,) overwritten.
+    """
+    for t in range(out.shape[0]):
+        promised = tilt[t] * (by_one * work[one, t] - by_two * work[two, t])
+        out[t] = min(promised, width[t] - promised)
+    return sum_of(out) <= least - ROUNDING
 
 
 @kernel
