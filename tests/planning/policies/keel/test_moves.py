@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evenkeel_moe.planning.policies.keel.moves import gain_is_at_most, gain_of_power_change
+from evenkeel_moe.planning.policies.keel.moves import Norms, gain_is_at_most, gain_of_power_change
 
 STEPS = 7
 
@@ -13,17 +13,18 @@ def gain_and_bound(doublings: int, taken: np.ndarray) -> tuple[float, float]:
     weight = np.full(STEPS, 1 / STEPS)
     power_sum = np.linspace(0.5, 20.0, STEPS)
     norm = power_sum ** (0.5**doublings)
-    change, memory = -taken * power_sum, np.empty(STEPS)
+    norms = Norms(weight, norm, power_sum, 1 / power_sum, np.empty(STEPS), doublings)
+    change = -taken * power_sum
 
     def holds(least: float) -> bool:
-        return bool(gain_is_at_most(least, weight, norm, 1 / power_sum, doublings, change, memory))
+        return bool(gain_is_at_most(least, norms, change))
 
     low, high = -1e6, 1e6
     assert holds(high) and not holds(low)
     while high - low > 1e-9:
         middle = (low + high) / 2
         low, high = (low, middle) if holds(middle) else (middle, high)
-    return gain_of_power_change(weight, norm, power_sum, doublings, change.copy()), high
+    return gain_of_power_change(norms, change.copy()), high
 
 
 @pytest.mark.parametrize("doublings", [1, 2, 3, 5])
@@ -43,5 +44,6 @@ def test_a_gain_is_not_far_below_its_bound(share):
 
 
 def test_a_step_without_load_gains_nothing():
-    none, memory = np.zeros(1), np.empty(1)
-    assert gain_is_at_most(1e-9, np.ones(1), none, none, 3, np.zeros(1), memory)
+    none = np.zeros(1)
+    norms = Norms(np.ones(1), none, none, none, np.empty(1), 3)
+    assert gain_is_at_most(1e-9, norms, np.zeros(1))

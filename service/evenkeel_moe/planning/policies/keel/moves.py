@@ -8,6 +8,8 @@ away.
 A gain is by how much a move lowers the objective, before the price of copies.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,6 +33,25 @@ ROUNDING = 1e-12
 LEAVES, STAYS, ENTERS, EASED = 0, 1, 0, 1
 """Rows of the changes of `leave_changes` and `enter_changes`, which `LayerState.after` holds one
 after the other."""
+
+
+class Norms(NamedTuple):
+    """The norms of a layer's steps: arrays of `LayerState`, and `doublings` of `SmoothCosts`."""
+
+    weight: NDArray[np.float64]
+    norm: NDArray[np.float64]
+    power_sum: NDArray[np.float64]
+    inverse_sum: NDArray[np.float64]
+    bounds: NDArray[np.float64]
+    doublings: int
+
+
+@inlined
+def norms_of(layer: LayerState, doublings: int) -> Norms:
+    """Return the norms of a layer; a whole layer would make inlined kernels slow."""
+    return Norms(
+        layer.weight, layer.norm, layer.power_sum, layer.inverse_sum, layer.bounds, doublings
+    )
 
 
 @inlined
@@ -80,14 +101,9 @@ def add_power_change(
 
 
 @inlined
-def gain_of_power_change(
-    weight: NDArray[np.float64],
-    norm: NDArray[np.float64],
-    power_sum: NDArray[np.float64],
-    doublings: int,
-    out: NDArray[np.float64],
-) -> float:
-    """Return the gain if `power_sum` changes by `out` (T,), which is overwritten."""
+def gain_of_power_change(norms: Norms, out: NDArray[np.float64]) -> float:
+    """Return the gain if the power sum changes by `out` (T,), which is overwritten."""
+    weight, norm, power_sum, _, _, doublings = norms
     steps = out.shape[0]
     if doublings == WRITTEN_OUT:
         for t in range(steps):
@@ -104,22 +120,14 @@ def gain_of_power_change(
 
 
 @inlined
-def gain_is_at_most(
-    least: float,
-    weight: NDArray[np.float64],
-    norm: NDArray[np.float64],
-    inverse_sum: NDArray[np.float64],
-    doublings: int,
-    out: NDArray[np.float64],
-    bounds: NDArray[np.float64],
-) -> bool:
+def gain_is_at_most(least: float, norms: Norms, out: NDArray[np.float64]) -> bool:
     """Return True if `gain_of_power_change` of the same arguments is certainly at most `least`.
 
     It takes no roots, and so a fraction of their time. With u the share of the power sum that is
     taken away, the norm falls by the share 1 - (1 - u) ** (1/p). Taylor's polynomials bound it: of
     the second order if u < 0, and of the third up to u = 1/2; beyond, the chord to u = 1.
-    `bounds` (T,) is overwritten.
     """
+    weight, norm, _, inverse_sum, bounds, doublings = norms
     one = 0.5**doublings
     two = one * (1.0 - one) / 2.0
     three = two * (2.0 - one) / 3.0 * 2.0 ** (3.0 - one)
@@ -131,6 +139,18 @@ def gain_is_at_most(
         fall = fall if taken <= 0.5 else 1.0 - chord * (1.0 - taken)
         bounds[t] = weight[t] * norm[t] * fall
     return sum_of(bounds) <= least - ROUNDING
+
+
+@inlined
+def gain_above(least: float, norms: Norms, out: NDArray[np.float64]) -> float:
+    """Return `gain_of_power_change`, or -inf where it certainly is at most `least`.
+
+    `out` (T,) is overwritten.
+    """
+    gain = -np.inf
+    if not gain_is_at_most(least, norms, out):
+        gain = gain_of_power_change(norms, out)
+    return gain
 
 
 @inlined
@@ -191,7 +211,7 @@ def _gain_of_share_changes(layer: LayerState, costs: SmoothCosts, first: int, se
                 layer.work, max(first, 0), by_first, max(second, 0), by_second,
                 layer.rank_load, layer.powers, rank, costs, out,
             )  # fmt: skip
-    return gain_of_power_change(layer.weight, layer.norm, layer.power_sum, costs.doublings, out)
+    return gain_of_power_change(norms_of(layer, costs.doublings), out)
 
 
 @kernel
@@ -223,9 +243,7 @@ def replacement_gain(
             layer.after, 0, 2, rank, old, expert, layer.held, layer.rank_load, layer.powers,
             objective.costs, layer.scratch,
         )  # fmt: skip
-        return gain_of_power_change(
-            layer.weight, layer.norm, layer.power_sum, objective.costs.doublings, layer.scratch
-        )
+        return gain_of_power_change(norms_of(layer, objective.costs.doublings), layer.scratch)
     layer.moved[:] = 0.0
     if old >= 0:
         _share_changes(layer, objective, old, rank, index(-1), layer.moved[0])

@@ -6,7 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
-from evenkeel_moe.planning.policies.keel.moves import add_power_change, gain_of_power_change
+from evenkeel_moe.planning.policies.keel.moves import (
+    add_power_change,
+    gain_of_power_change,
+    norms_of,
+)
 from evenkeel_moe.planning.policies.keel.state import LayerState, SmoothCosts
 
 
@@ -98,6 +102,7 @@ def tighten(layer: LayerState, costs: SmoothCosts, slots: OpenSlots) -> None:
     """
     share, slope, alone = layer.share, layer.slope, slots.alone
     work, rank_load, powers, out = layer.work, layer.rank_load, layer.powers, layer.scratch
+    norms = norms_of(layer, costs.doublings)
     for n in range(len(alone)):
         rank, old = slots.rank[n], layer.row[slots.slot[n]]
         alone[n] = 0.0
@@ -105,7 +110,5 @@ def tighten(layer: LayerState, costs: SmoothCosts, slots: OpenSlots) -> None:
             by = share[old, rank]
             out[:] = 0.0
             add_power_change(work, old, -by, 0, 0.0, rank_load, powers, rank, costs, out)
-            eased = gain_of_power_change(
-                layer.weight, layer.norm, layer.power_sum, costs.doublings, out
-            )
+            eased = gain_of_power_change(norms, out)
             alone[n] = slots.drop[n] - slope[old, rank] * by + eased

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.planning.policies.keel.moves import (
     add_power_change,
-    gain_is_at_most,
+    gain_above,
     gain_of_power_change,
+    norms_of,
     replacement_gain,
 )
 from evenkeel_moe.planning.policies.keel.open_slots import (
@@ -83,8 +84,7 @@ def _best_of_open_slots(
     row, held, had, copy_price = layer.row, layer.held, layer.had, layer.copy_price
     work, share, copies_of, slope = layer.work, layer.share, layer.copies, layer.slope
     rank_load, powers, out = layer.rank_load, layer.powers, layer.scratch
-    weight, norm, power_sum = layer.weight, layer.norm, layer.power_sum
-    inverse_sum, limits = layer.inverse_sum, layer.bounds
+    norms = norms_of(layer, objective.costs.doublings)
     slot_of, rank_of, drop, alone, saved, given_up, freed = slots
     costs, tight = objective.costs, objective.quick and not objective.nearest
     most = (alone + saved).max()
@@ -96,7 +96,7 @@ def _best_of_open_slots(
         if tight and eased + rest > best:
             out[:] = 0.0
             _add_relief(work, share, rank_load, powers, costs, first, following, expert, part, out)
-            eased = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
+            eased = gain_of_power_change(norms, out)
         if eased + rest <= best:
             continue
         for n in range(len(alone)):
@@ -125,10 +125,7 @@ def _best_of_open_slots(
                     add_power_change(
                         work, one, by_old, expert, by_new, rank_load, powers, on, costs, out
                     )
-                needed = best + price * cost
-                if gain_is_at_most(needed, weight, norm, inverse_sum, costs.doublings, out, limits):
-                    continue
-                gain = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
+                gain = gain_above(best + price * cost, norms, out)
             if gain - price * cost > best:
                 best, best_copies, slot, chosen = gain - price * cost, copies, slot_of[n], expert
     return slot, chosen, best, best_copies, used

@@ -17,12 +17,12 @@ from evenkeel_moe.planning.policies.keel.moves import (
     add_power_change,
     add_work_changes,
     enter_changes,
-    gain_is_at_most,
-    gain_of_power_change,
+    gain_above,
     leave_changes,
+    norms_of,
 )
 from evenkeel_moe.planning.policies.keel.open_slots import OpenSlots, tighten
-from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective
+from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective, SmoothCosts
 
 
 @kernel
@@ -45,15 +45,13 @@ def best_replacement_by_work(
     """
     row, held, had, copy_price = layer.row, layer.held, layer.had, layer.copy_price
     rank_load, powers, rank_slope = layer.rank_load, layer.powers, layer.rank_slope
-    weight, norm, power_sum, out = layer.weight, layer.norm, layer.power_sum, layer.scratch
-    inverse_sum, limits = layer.inverse_sum, layer.bounds
+    norms, out = norms_of(layer, objective.costs.doublings), layer.scratch
     one_more, slope, costs = layer.one_more, layer.slope, objective.costs
     changes, others = _promise_drops(layer, objective, slots)
-    enter, relief = 2 * len(slots.slot), np.zeros(len(out))
+    enter, relief, enter_cost = 2 * len(slots.slot), np.zeros(len(out)), np.empty(held.shape[1])
     if objective.quick:
         tighten(layer, costs, slots)
     most = (slots.alone + slots.saved).max()
-    enter_cost = np.empty(held.shape[1])
     slot, chosen, best_copies, used = -1, -1, 0, 0
     for expert in range(-1 if objective.drops else 0, held.shape[0]):
         eased = 0.0
@@ -64,12 +62,9 @@ def best_replacement_by_work(
             enter_changes(layer, expert, changes[enter:])
             _promise_cost(rank_slope, changes[enter + ENTERS], enter_cost)
             relief[:] = 0.0
-            for on in range(held.shape[1]):
-                if held[expert, on] > 0:
-                    by = float(held[expert, on])
-                    add_power_change(
-                        changes, enter + EASED, by, 0, 0.0, rank_load, powers, on, costs, relief
-                    )
+            _add_changes_of_others(
+                changes, enter + EASED, held, expert, -1, rank_load, powers, costs, relief
+            )
         for n in range(len(slots.slot)):
             rank, old = slots.rank[n], row[slots.slot[n]]
             if (expert < 0 and old < 0) or (expert >= 0 and held[expert, rank] > 0):
@@ -84,24 +79,10 @@ def best_replacement_by_work(
             if used >= evaluations:
                 return slot, chosen, best, best_copies, used
             used += 1
-            if expert >= 0 and old >= 0 and _share_a_rank(held, old, expert):
-                out[:] = 0.0
-                add_work_changes(
-                    changes, 2 * n, enter, rank, old, expert, held, rank_load, powers, costs, out
-                )
-            else:
-                # No rank but this one changes by both, so the changes of the others add up.
-                by_old, by_new = 1.0 if old >= 0 else 0.0, 1.0 if expert >= 0 else 0.0
-                for t in range(len(out)):
-                    out[t] = others[n, t] + relief[t]
-                add_power_change(
-                    changes, 2 * n + LEAVES, by_old, enter + ENTERS, by_new,
-                    rank_load, powers, rank, costs, out,
-                )  # fmt: skip
-            needed = best + price * cost
-            if gain_is_at_most(needed, weight, norm, inverse_sum, costs.doublings, out, limits):
-                continue
-            gain = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
+            _fill_changes(
+                changes, others, relief, n, rank, old, expert, held, rank_load, powers, costs, out
+            )
+            gain = gain_above(best + price * cost, norms, out)
             if gain - price * cost > best:
                 best, best_copies, slot, chosen = gain - price * cost, copies, slots.slot[n], expert
     return slot, chosen, best, best_copies, used
@@ -129,17 +110,75 @@ def _promise_drops(
         if old >= 0:
             slots.drop[n] = slope[old, rank] * share[old, rank]
             leave_changes(layer, objective, old, changes[2 * n : 2 * n + 2])
+            _add_changes_of_others(
+                changes, 2 * n + STAYS, layer.held, old, rank, rank_load, powers, costs, others[n]
+            )
             for on in range(rank_slope.shape[1]):
                 if on != rank and layer.held[old, on] > 0:
-                    add_power_change(
-                        changes, 2 * n + STAYS, float(layer.held[old, on]), 0, 0.0,
-                        rank_load, powers, on, costs, others[n],
-                    )  # fmt: skip
                     for t in range(rank_slope.shape[0]):
                         more = layer.held[old, on] * changes[2 * n + STAYS, t]
                         slots.drop[n] -= more * rank_slope[t, on]
         slots.alone[n] = slots.drop[n]
     return changes, others
+
+
+@inlined
+def _add_changes_of_others(
+    changes: NDArray[np.float64],
+    at: int,
+    held: NDArray[np.int32],
+    expert: int,
+    rank: int,
+    rank_load: NDArray[np.float64],
+    powers: NDArray[np.float64],
+    costs: SmoothCosts,
+    out: NDArray[np.float64],
+) -> None:
+    """Add to `out` (T,) the change of the powered costs of an expert's ranks, all but `rank`.
+
+    Row `at` of `changes` is the change of each copy's work. The other arrays are those of
+    `LayerState`.
+    """
+    for on in range(held.shape[1]):
+        if on != rank and held[expert, on] > 0:
+            by = float(held[expert, on])
+            add_power_change(changes, at, by, 0, 0.0, rank_load, powers, on, costs, out)
+
+
+@inlined
+def _fill_changes(
+    changes: NDArray[np.float64],
+    others: NDArray[np.float64],
+    relief: NDArray[np.float64],
+    n: int,
+    rank: int,
+    old: int,
+    expert: int,
+    held: NDArray[np.int32],
+    rank_load: NDArray[np.float64],
+    powers: NDArray[np.float64],
+    costs: SmoothCosts,
+    out: NDArray[np.float64],
+) -> None:
+    """Write to `out` (T,) the change of all powered costs if `expert` replaces `old` in slot n.
+
+    `changes` and `others` are those of `_promise_drops`, `relief` (T,) is the change of the ranks
+    of the expert's copies.
+    """
+    enter = changes.shape[0] - 2
+    if expert >= 0 and old >= 0 and _share_a_rank(held, old, expert):
+        out[:] = 0.0
+        add_work_changes(
+            changes, 2 * n, enter, rank, old, expert, held, rank_load, powers, costs, out
+        )
+    else:  # No rank but this one changes by both, so the changes of the others add up.
+        by_old, by_new = 1.0 if old >= 0 else 0.0, 1.0 if expert >= 0 else 0.0
+        leave = 2 * n + LEAVES
+        for t in range(out.shape[0]):
+            out[t] = others[n, t] + relief[t]
+        add_power_change(
+            changes, leave, by_old, enter + ENTERS, by_new, rank_load, powers, rank, costs, out
+        )
 
 
 @inlined

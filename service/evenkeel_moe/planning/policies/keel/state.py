@@ -315,12 +315,8 @@ def refresh(layer: LayerState, objective: SearchObjective) -> float:
     whole = steps // 4 * 4
     for expert in range(experts):
         for t in range(0, whole, 4):  # Four steps at a time: the sums stay in registers.
-            a, b, c, d = (
-                work[expert, t],
-                work[expert, t + 1],
-                work[expert, t + 2],
-                work[expert, t + 3],
-            )
+            a, b = work[expert, t], work[expert, t + 1]
+            c, d = work[expert, t + 2], work[expert, t + 3]
             if a + b + c + d > 0.0:
                 for rank in range(num_ranks):
                     slope[expert, rank] = (

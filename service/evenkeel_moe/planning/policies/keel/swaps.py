@@ -15,8 +15,8 @@ from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.planning.policies.keel.moves import (
     ROUNDING,
     add_power_change,
-    gain_is_at_most,
-    gain_of_power_change,
+    gain_above,
+    norms_of,
     sum_of,
     swap_gain,
 )
@@ -80,6 +80,7 @@ def best_swaps(
     return gains[order], swaps[order], used
 
 
+# All is in one kernel: each call with a layer costs as much as some evaluations.
 @kernel
 def _best_swaps_of_pairs(
     layer: LayerState,
@@ -90,29 +91,20 @@ def _best_swaps_of_pairs(
     least: float,
     evaluations: int,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], float, int]:
-    """Find the best swap of every pair, as `best_swaps`; return (gains, swaps, bar, evaluations).
-
-    Swaps that gain less than the bar are to be dropped. All is in one kernel: each call with a
-    layer costs as much as some evaluations.
-    """
+    """Find the best swap of every pair above a bar; return (gains, swaps, bar, evaluations)."""
     row, had, copy_price, copies_of = layer.row, layer.had, layer.copy_price, layer.copies
     work, share, rank_load, powers = layer.work, layer.share, layer.rank_load, layer.powers
-    weight, norm, power_sum, out = layer.weight, layer.norm, layer.power_sum, layer.scratch
-    inverse_sum, limits = layer.inverse_sum, layer.bounds
+    norms, out = norms_of(layer, objective.costs.doublings), layer.scratch
     net, excess, most, reach, pairs, caps = bounds
     costs, per_rank = objective.costs, row.shape[0] // rank_load.shape[0]
     gains, swaps = np.empty(len(pairs)), np.empty((len(pairs), 3), np.int64)
-    rank_slope, tilt, width = layer.rank_slope, np.empty(len(out)), np.empty(len(out))
+    tilt, width = layer.after[0], layer.after[1]
     count, used, bar = 0, 0, least
     for n in range(len(pairs)):
         best, i, j = bar, pairs[n, 0], pairs[n, 1]
         if caps[n] <= bar or used >= evaluations:
             continue
-        alike = reach[i, j] < np.inf
-        if alike:
-            for t in range(len(out)):
-                tilt[t] = rank_slope[t, i] - rank_slope[t, j]
-                width[t] = tilt[t] * (rank_load[i, t] - rank_load[j, t])
+        _fill_tilt(layer.rank_slope, rank_load, i, j, tilt, width)
         for a in range(i * per_rank, (i + 1) * per_rank):
             here, left = net[a, j], reach[i, j] - excess[a, j]
             if here + most[j, i] <= best:
@@ -126,11 +118,7 @@ def _best_swaps_of_pairs(
                 e, f = row[one], row[two]
                 if e < 0 or e == f:
                     continue
-                copies = int(had[e, own]) - int(had[e, other])
-                cost = copy_price[e, other] - copy_price[e, own]
-                if f >= 0:
-                    copies += int(had[f, other]) - int(had[f, own])
-                    cost += copy_price[f, own] - copy_price[f, other]
+                copies, cost = _price_of_swap(had, copy_price, e, own, f, other)
                 if copies > max(allowance, 0):
                     continue
                 used += 1
@@ -138,26 +126,54 @@ def _best_swaps_of_pairs(
                     gain = swap_gain(layer, objective, one, two)
                 else:  # Only the loads of these two ranks change.
                     by_e, by_f = share[e, own], share[f, other] if f >= 0 else 0.0
-                    f, needed = max(f, 0), best + price * cost
-                    way = 1.0 if own == i else -1.0
-                    if alike and _shift_gains_at_most(
+                    f, needed, way = max(f, 0), best + price * cost, 1.0 if own == i else -1.0
+                    if reach[i, j] < np.inf and _shift_gains_at_most(
                         needed, tilt, width, work, e, way * by_e, f, way * by_f, out
                     ):
                         continue
                     out[:] = 0.0
                     add_power_change(work, e, -by_e, f, by_f, rank_load, powers, own, costs, out)
                     add_power_change(work, e, by_e, f, -by_f, rank_load, powers, other, costs, out)
-                    if gain_is_at_most(
-                        needed, weight, norm, inverse_sum, costs.doublings, out, limits
-                    ):
-                        continue
-                    gain = gain_of_power_change(weight, norm, power_sum, costs.doublings, out)
+                    gain = gain_above(needed, norms, out)
                 if gain - price * cost > best:
                     gains[count] = best = gain - price * cost
                     swaps[count, 0], swaps[count, 1], swaps[count, 2] = one, two, copies
         if best > bar:
             count, bar = count + 1, max(bar, objective.swap_share * best)
     return gains[:count], swaps[:count], bar, used
+
+
+@inlined
+def _fill_tilt(
+    rank_slope: NDArray[np.float64],
+    rank_load: NDArray[np.float64],
+    i: int,
+    j: int,
+    tilt: NDArray[np.float64],
+    width: NDArray[np.float64],
+) -> None:
+    """Write to `tilt` and `width` (T,) what `_shift_gains_at_most` needs of ranks i and j."""
+    for t in range(tilt.shape[0]):
+        tilt[t] = rank_slope[t, i] - rank_slope[t, j]
+        width[t] = tilt[t] * (rank_load[i, t] - rank_load[j, t])
+
+
+@inlined
+def _price_of_swap(
+    had: NDArray[np.bool_],
+    copy_price: NDArray[np.float32],
+    e: int,
+    own: int,
+    f: int,
+    other: int,
+) -> tuple[int, float]:
+    """Return (copies, price) needed to swap expert e of rank `own` and f (-1: none) of `other`."""
+    copies = int(had[e, own]) - int(had[e, other])
+    price = copy_price[e, other] - copy_price[e, own]
+    if f >= 0:
+        copies += int(had[f, other]) - int(had[f, own])
+        price += copy_price[f, own] - copy_price[f, other]
+    return copies, price
 
 
 @inlined
