@@ -25,6 +25,7 @@ _SHARES = (
     "refine_reserve",
     "refine_gain",
     "even_reserve",
+    "reading_at_start",
     "optimal_gain",
     "layer_choice_reserve",
     "least_gain",
@@ -84,6 +85,10 @@ class KeelOptions:
     suffices."""
     restart_gain_moving: float = 0.01
     """The same where loads drift: the plan that fits the window best is not the best for long."""
+    reading_at_start: float = 0.75
+    """Time of reading, as a share of computing the mean replica's tokens in the half of the steps
+    with the fewest, from which the first plan starts without replicas. Too low: replicas that would
+    even out the coming loads are left out. Too high: replicas that cost reading stay."""
     equal_speed_tolerance: float = 0.01
     """Share by which the slowest rank's time per token may exceed the fastest rank's if the ranks
     count as equally fast. Too low: measurement noise counts as a difference."""

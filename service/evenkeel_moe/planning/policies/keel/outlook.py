@@ -83,6 +83,19 @@ def reading_dominates(problem: PlacementProblem) -> bool:
     return own > 0.0 and own > float(problem.load.mean())
 
 
+def reading_matters(problem: PlacementProblem, share: float) -> bool:
+    """Return True if reading takes the mean replica more than a share of the time of computing.
+
+    That is in the half of the steps that have the fewest tokens, where reading matters most.
+    """
+    replica = problem.objective.cost.replica
+    own = replica.read_tokens + replica.start_tokens
+    if own == 0.0:
+        return False
+    tokens = np.sort(problem.load.mean(axis=(1, 2)))
+    return own > share * float(tokens[: (len(tokens) + 1) // 2].mean())
+
+
 def shrink_origins(problem: PlacementProblem, trust: float) -> PlacementProblem:
     """Move the origins of tokens towards even ones, keeping the share `trust` of the difference."""
     if problem.source_load is None:

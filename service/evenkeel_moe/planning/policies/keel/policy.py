@@ -33,6 +33,7 @@ from evenkeel_moe.planning.policies.keel.outlook import (
     Outlook,
     look_ahead,
     reading_dominates,
+    reading_matters,
     shrink_origins,
 )
 from evenkeel_moe.planning.policies.keel.search import Search
@@ -226,15 +227,15 @@ class _Planner:
         return best, price
 
     def _starts_without_replicas(self) -> bool:
-        """Return True if replicas must pay: in a first plan, and wherever reading dominates.
+        """Return True if replicas must pay: wherever reading dominates, and in a first plan earlier.
 
         Copies are free in a first plan, and later ones seldom remove what it made.
         """
         problem = self.problem
         current = problem.current
-        first = current is not None and _is_engine_start(current)
-        reads = not problem.objective.cost.replica.proportional
-        return reading_dominates(problem) or (first and reads)
+        if current is None or not _is_engine_start(current):
+            return reading_dominates(problem)
+        return reading_matters(problem, self.options.reading_at_start)
 
     def _other_starts(self, rival: Placement | None) -> list[Placement]:
         """Return EPLB's placement if there is one, and in a first plan one from nothing."""
