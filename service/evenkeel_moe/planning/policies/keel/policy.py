@@ -227,7 +227,7 @@ class _Planner:
         return best, price
 
     def _starts_without_replicas(self) -> bool:
-        """Return True if replicas must pay: wherever reading dominates, and in a first plan earlier.
+        """Return True if replicas must pay: where reading dominates, and earlier in a first plan.
 
         Copies are free in a first plan, and later ones seldom remove what it made.
         """
