@@ -91,6 +91,9 @@ async def test_deployments_are_shared_when_one_replica_becomes_three(tmp_path, s
             await until(lambda: leaders_of(fleets) == dict.fromkeys(fleets, {"one"}), within_s=60)
             async with two, three:
                 await one.stop()
+                # A pod takes seconds to come back. One that is back before its ranks have turned to
+                # another replica leads them again.
+                await until(lambda: settled(fleets, without="one"), within_s=60)
                 await one.start()
                 await until(lambda: settled(fleets), within_s=60)
                 shares = Counter(next(iter(names)) for names in leaders_of(fleets).values())
