@@ -21,7 +21,7 @@ from evenkeel_moe.adapters.torch.groups import TRANSFER, Operation, make_communi
 from evenkeel_moe.adapters.torch.streams import OwnStream, is_over, mark_queued
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
 from evenkeel_moe.agent import DeviceRecorder, Phase
-from evenkeel_moe.agent.profile.expert_layer import ExpertShape, GroupedLayer, Point, waiter
+from evenkeel_moe.agent.profile.expert_layer import ExpertShape, Graphs, GroupedLayer, Point, waiter
 from evenkeel_moe.agent.profile.replica_cost import ReplicaProfile, fit_replica_cost, grid
 from evenkeel_moe.agent.profile.timing import time_points
 from evenkeel_moe.agent.profile.token_curve import TokenProfile, curve_of, token_counts
@@ -135,14 +135,12 @@ def _timed(run: Callable[[], object], device: torch.device, budget_s: float) -> 
     eager = _us(_seconds_of(run, device, budget_s / 2))
     if device.type != "cuda":
         return f"{eager}; no CUDA graph on a CPU"
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return f"{eager}; as a CUDA graph {_us(_seconds_of(graph.replay, device, budget_s / 2))}"
+    graphs: Graphs[None] = Graphs(device)
+
+    def replay() -> None:
+        graphs.run(lambda _: run(), None)
+
+    return f"{eager}; as a CUDA graph {_us(_seconds_of(replay, device, budget_s / 2))}"
 
 
 def lplb(device: torch.device, sizes: Sizes) -> list[str]:

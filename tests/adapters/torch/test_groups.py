@@ -77,7 +77,7 @@ Communicator(Backend(), 0, 1, torch.device("cuda", 0)).abort()
 
 
 def test_an_abort_in_flight_is_over_when_python_exits():
-    """NCCL's abort, back in a Python that has ended, would end the process with an error."""
+    """A thread that is back from NCCL after Python's end can end the process by an error."""
     done = subprocess.run(
         [sys.executable, "-c", ABORT], capture_output=True, text=True, timeout=120, check=True
     )

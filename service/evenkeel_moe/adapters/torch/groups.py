@@ -157,7 +157,7 @@ def _abort(backend: Any) -> None:
 
 @atexit.register
 def _wait_for_aborts(timeout_s: float = 5.0) -> None:
-    """Wait when Python exits: a thread that returns from an abort after that ends the process."""
+    """Wait when Python exits: a thread back from C++ after that can end the process by an error."""
     until = time.monotonic() + timeout_s
     for thread in tuple(_aborts):
         thread.join(max(until - time.monotonic(), 0.0))

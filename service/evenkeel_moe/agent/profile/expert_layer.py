@@ -62,8 +62,8 @@ class Graphs(Generic[KeyT]):
         """Start a computation of the argument; its result is dropped.
 
         Args:
-            compute: The same in every call.
-            key: Its argument.
+            compute: the same function in every call.
+            key: its argument.
 
         Raises:
             InvalidInput: the computation cannot be captured.

@@ -77,10 +77,9 @@ def reading_dominates(problem: PlacementProblem) -> bool:
     What counts is then whether an expert is active at all, about which a forecast of its mean
     tokens says nothing.
     """
-    replica = problem.objective.cost.replica
-    own = replica.read_tokens + replica.start_tokens
+    reading = _reading_tokens(problem)
     # The mean of a large window takes as long as some hundred evaluations of the search.
-    return own > 0.0 and own > float(problem.load.mean())
+    return reading > 0.0 and reading > float(problem.load.mean())
 
 
 def reading_matters(problem: PlacementProblem, share: float) -> bool:
@@ -88,12 +87,17 @@ def reading_matters(problem: PlacementProblem, share: float) -> bool:
 
     That is in the half of the steps that have the fewest tokens, where reading matters most.
     """
-    replica = problem.objective.cost.replica
-    own = replica.read_tokens + replica.start_tokens
-    if own == 0.0:
+    reading = _reading_tokens(problem)
+    if reading == 0.0:
         return False
     tokens = np.sort(problem.load.mean(axis=(1, 2)))
-    return own > share * float(tokens[: (len(tokens) + 1) // 2].mean())
+    return reading > share * float(tokens[: (len(tokens) + 1) // 2].mean())
+
+
+def _reading_tokens(problem: PlacementProblem) -> float:
+    """Return the tokens that take as long as reading one replica."""
+    replica = problem.objective.cost.replica
+    return replica.read_tokens + replica.start_tokens
 
 
 def shrink_origins(problem: PlacementProblem, trust: float) -> PlacementProblem:

@@ -114,12 +114,13 @@ class LayerState(NamedTuple):
     slope: NDArray[np.float64]
     """(E, R) gradient of the objective in the share of an expert on a rank."""
     scratch: NDArray[np.float64]
-    """(T,) working memory, as the next."""
+    """(T,) working memory."""
     bounds: NDArray[np.float64]
+    """(T,) working memory: bounds on the gain of each step."""
     moved: NDArray[np.float64]
     """(2, R) working memory: changes of the shares of two experts."""
     after: NDArray[np.float64]
-    """(4, T) working memory: changes of the work of one copy."""
+    """(4, T) working memory: changes of the work of one copy, or of the gradient of two ranks."""
 
 
 @kernel

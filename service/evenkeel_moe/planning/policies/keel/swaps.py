@@ -81,6 +81,7 @@ def best_swaps(
 
 
 # All is in one kernel: each call with a layer costs as much as some evaluations.
+# Swaps that gain less than the bar that is returned are to be dropped.
 @kernel
 def _best_swaps_of_pairs(
     layer: LayerState,
@@ -91,7 +92,7 @@ def _best_swaps_of_pairs(
     least: float,
     evaluations: int,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], float, int]:
-    """Find the best swap of every pair above a bar; return (gains, swaps, bar, evaluations)."""
+    """Find the best swap of every pair; return (gains, swaps, bar, evaluations)."""
     row, had, copy_price, copies_of = layer.row, layer.had, layer.copy_price, layer.copies
     work, share, rank_load, powers = layer.work, layer.share, layer.rank_load, layer.powers
     norms, out = norms_of(layer, objective.costs.doublings), layer.scratch
