@@ -115,6 +115,29 @@ def test_replicas_are_dropped_where_reading_dominates_and_kept_where_computing_d
     assert 3 * 4 >= replicas[10.0] > replicas[30.0] == replicas[1000.0] == 0
 
 
+@pytest.mark.parametrize(("read", "from_replicas"), [(12.0, True), (17.0, False)])
+def test_a_first_plan_starts_from_replicas_where_reading_takes_less_than_three_quarters(
+    read, from_replicas
+):
+    """Experts have 20 tokens in the mean."""
+    shape = ModelShape(3, 16, 4, 5, 4, 100)
+    rng = np.random.default_rng(3)
+    problem = PlacementProblem(
+        rng.poisson(np.linspace(12.0, 28.0, 16), (60, 3, 16)).astype(float),
+        shape,
+        Topology.single_node(4),
+        current=Placement.initial(shape),
+        objective=Objective(cost=CostModel(replica=ReplicaWork(read_tokens=read))),
+    )
+    always, never = (
+        plan_keel(problem, KeelOptions(reading_at_start=share)).placement.phy2log
+        for share in (0.99, 0.1)
+    )
+    assert (always != never).any()
+    expected = always if from_replicas else never
+    assert (plan_keel(problem).placement.phy2log == expected).all()
+
+
 def test_under_waterfill_balance_below_the_waterline_is_not_paid_for():
     shape = ModelShape(2, 8, 4, 3, 2, 100)
     load = np.tile(np.array([60.0, 40, 30, 20, 20, 20, 10, 10]), (40, 2, 1))
