@@ -58,11 +58,14 @@ def finish(demo):
 
 
 def test_plans_and_not_a_bit_wrong(tmp_path):
-    code, output = finish(start_demo(tmp_path, "--steps", "500", "--step-s", "0.05"))
+    code, output = finish(start_demo(tmp_path))
     assert code == 0, output
     assert "FAIL" not in output
-    # On a slow machine the first placement may suit the second text too.
-    if "ok   the shift cost less than a plan must save" not in output:
+    # The first placement may suit the second text, too. Then the shift costs little, and the plan
+    # after it, if any, is made because balance is below the threshold.
+    fell = re.search(r"^ok   balancedness fell .*: ([\d.]+) -> ([\d.]+) at", output, re.MULTILINE)
+    assert fell, output
+    if float(fell[1]) - float(fell[2]) > 0.05:
         assert re.search(r"^Plan 2  .*because load_changed$", output, re.MULTILINE), output
     assert re.search(r"^ok   every slot's weights equal", output, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
