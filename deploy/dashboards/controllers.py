@@ -97,7 +97,7 @@ def _processes() -> list[Any]:
         ),
         line_panel(
             "Certificates: time left",
-            "Until the first certificate of each kind ends; empty without TLS. The line is the"
+            "Until the first certificate of each kind expires; empty without TLS. The line is the"
             " threshold of EvenkeelCertificateExpiring.",
             [(f"{ends} - time()", "{{kind}}")],
             unit="s",

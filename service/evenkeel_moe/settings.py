@@ -41,7 +41,7 @@ class GrpcSettings:
     advertise: str = ""
     """host:port where ranks reach this controller replica; followers redirect ranks to it. Empty is
     the address listened on, or the machine's name if that is every address. With several replicas a
-    wrong value redirects ranks in circles."""
+    wrong value redirects ranks endlessly."""
     max_message_bytes: Annotated[int, Field(ge=1 << 16, lt=1 << 31)] = 64 << 20
     """Largest message accepted. A rank with a larger map or report cannot register or report."""
     max_streams: Count = 8192
@@ -53,8 +53,8 @@ class GrpcSettings:
     """Time for the answer to a ping; without it the connection is dead."""
     max_connection_age_s: Annotated[float, Field(ge=0, le=_GRPC_MOST_S)] = 3600.0
     """Age, plus or minus a random tenth, at which a connection is closed (GOAWAY). Ranks reconnect
-    and so use addresses that were added later. 0 is never. With a few seconds ranks do little but
-    connect."""
+    and so use addresses that were added later. 0 is never. With a few seconds ranks
+    reconnect most of the time."""
     max_connection_age_grace_s: GrpcSeconds = 60.0
     """Time until the streams of such a connection are cut, as ranks never close theirs. Serving
     goes on; reports wait and are sent again."""
@@ -237,8 +237,9 @@ class IngestSettings:
     """Largest number of deployments, so that a misconfigured fleet cannot fill the memory. One more
     replaces a deployment that had no ranks for ten seconds, or is refused."""
     max_new_deployments: Count = 64
-    """Largest number of deployments whose ranks were never all here, so that made-up names keep
-    nobody out. One more replaces one of them that had no ranks for ten seconds, or is refused."""
+    """Largest number of deployments whose ranks were never all connected at once, so that made-up
+    names keep nobody out. One more replaces one of them that had no ranks for ten seconds, or is
+    refused."""
     memory_bytes: Annotated[int, Field(ge=0)] = 0
     """Memory for the deployments of this controller replica. The most that a deployment takes
     follows from the shape its ranks declare; one that does not fit beside the others is refused. 0

@@ -147,7 +147,7 @@ class ControllerMetrics(Collector):
         )
         self._evicts = Gauge(
             "evenkeel_store_may_evict",
-            "1 while the store's maxmemory-policy lets it drop our records when memory is short,"
+            "1 while the store's maxmemory-policy lets it drop Evenkeel's records when memory is short,"
             " 0 with noeviction.",
             ["policy"],
             registry=registry,
@@ -176,7 +176,7 @@ class ControllerMetrics(Collector):
         )
         self._certificates = Gauge(
             "evenkeel_certificate_expiry_timestamp_seconds",
-            "When a certificate of this controller replica ends: grpc, grpc_client_ca or rest.",
+            "When a certificate of this controller replica expires: grpc, grpc_client_ca or rest.",
             ["kind"],
             registry=registry,
         )
