@@ -11,6 +11,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.telemetry import windows
 from evenkeel_moe.telemetry.balance import Balance
 
 SHAPE = ModelShape(2, 4, 2, 3, 2, 1000)
@@ -59,6 +60,16 @@ def test_balance_kept_step_by_step_equals_balance_of_the_whole_window():
     shares = balance.load_shares()
     assert shares is not None
     assert np.allclose(shares, by_rank.sum(axis=(0, 1)) / by_rank.sum())
+
+
+def test_a_window_of_a_large_shape_is_taken_in_several_calls(monkeypatch):
+    monkeypatch.setattr(windows, "_CELLS_AT_ONCE", 7 * PLACEMENT.num_layers * PLACEMENT.num_slots)
+    window, balance = make_window(range(20)), Balance(100)
+    for known in (7, 14, 20, 20):
+        parts = [window.slice(slice(0, 5)), window.slice(slice(5, 20))]
+        balance.update({Phase.DECODE: parts}, PLACEMENT)
+        expected = metrics.rank_load(window.counts[:known], PLACEMENT)
+        assert balance.summary()[0] == pytest.approx(metrics.balancedness_mean(expected))
 
 
 def test_balance_of_phases_is_told_apart_and_together():

@@ -9,6 +9,7 @@ from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
+from evenkeel_moe.telemetry import windows
 from evenkeel_moe.telemetry.rank_times import RankTimes
 from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
 
@@ -117,6 +118,15 @@ def test_no_step_is_lost_around_a_move():
     other = Placement(np.arange(8, dtype=np.int32)[None], 4, 8)
     lost.update({Phase.DECODE: parts}, SPREAD, 3, EVEN_SPLIT, {Epoch(1): other, Epoch(2): MOVED})
     assert fit_of(lost).steps == 60, "a placement of another shape counts nothing"
+
+
+def test_a_window_of_a_large_shape_is_taken_in_several_calls(monkeypatch):
+    monkeypatch.setattr(windows, "_CELLS_AT_ONCE", 60 * SPREAD.num_layers * SPREAD.num_slots)
+    times = RankTimes(512)
+    parts = {Phase.DECODE: [window(range(200), SPREAD, 1)]}
+    for known in (60, 120, 180, 200, 200):
+        times.update(parts, SPREAD, 1, EVEN_SPLIT)
+        assert fit_of(times).steps == known
 
 
 def test_phases_are_fitted_together_in_the_order_of_their_steps():

@@ -11,7 +11,7 @@ from evenkeel_moe.model.load import LoadWindow, Phase, measured_seconds
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT, SplitModel
-from evenkeel_moe.telemetry.windows import newest_parts
+from evenkeel_moe.telemetry.windows import newest_parts, oldest_parts, steps_at_once
 
 
 class _PhaseBalance:
@@ -53,10 +53,10 @@ class Balance:
         self._phases.clear()
 
     def update(self, windows: Mapping[Phase, Sequence[LoadWindow]], placement: Placement) -> None:
-        """Add the steps that are new since the last call.
+        """Add the steps that are new since the last call, the oldest first.
 
         Args:
-            windows: each in parts, oldest first.
+            windows: each in parts, oldest first. Of a large shape, some steps wait for later calls.
             placement: the placement under which balance is computed.
         """
         split = self._split_now()
@@ -64,10 +64,11 @@ class Balance:
         if self._placement is None or placement.digest != self._placement.digest or not same:
             self.clear()
             self._placement, self._split = placement, split
+        most = steps_at_once(placement.num_layers, placement.num_slots)
         for phase, parts in windows.items():
             known = self._phases.setdefault(phase, _PhaseBalance(placement))
             newest = int(known.steps[-1]) if len(known.steps) else -1
-            new = newest_parts(parts, newest, self._capacity)
+            new = oldest_parts(newest_parts(parts, newest, self._capacity), most)
             if not new:
                 continue
             try:

@@ -15,10 +15,11 @@ from evenkeel_moe.errors import InfeasiblePlan
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import LoadWindow, Phase, measured_seconds
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
+from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.telemetry.speed_changes import fit_present_speeds
 from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
-from evenkeel_moe.telemetry.windows import newest_parts
+from evenkeel_moe.telemetry.windows import newest_parts, oldest_parts, steps_at_once
 
 _FIT_EVERY = 16
 """New steps after which the fit is made again; it takes milliseconds to tens of milliseconds."""
@@ -59,10 +60,10 @@ class RankTimes:
         split: SplitModel,
         earlier: Mapping[Epoch, Placement] = MappingProxyType({}),
     ) -> None:
-        """Add the steps that are new since the last call and have seconds.
+        """Add the steps that are new since the last call and have seconds, the oldest first.
 
         Args:
-            windows: each in parts, oldest first.
+            windows: each in parts, oldest first. Of a large shape, some steps wait for later calls.
             placement: the placement of the epoch.
             epoch: the present one; steps of a later one wait until it is.
             split: how tokens split over replicas now.
@@ -75,8 +76,10 @@ class RankTimes:
         self._layers = placement.num_layers
         known = {int(one): its for one, its in earlier.items() if its.sizes == placement.sizes}
         known[epoch] = placement
+        most = steps_at_once(placement.num_layers, placement.num_slots)
         for phase, parts in windows.items():
-            for part in newest_parts(parts, self._newest.get(phase, -1), self._capacity):
+            new = newest_parts(parts, self._newest.get(phase, -1), self._capacity)
+            for part in oldest_parts(new, most):
                 later = np.flatnonzero(part.epochs > epoch)
                 if len(later):
                     part = part.slice(slice(0, int(later[0])))
@@ -98,14 +101,11 @@ class RankTimes:
     ) -> None:
         counts = part.counts[counted]
         try:
-            by_slot = slot_load(counts, placement, split)
+            tokens, active = metrics.rank_totals(counts, placement, split)
         except InfeasiblePlan:
             return  # The placement has lost an expert that has load: its tokens went nowhere.
-        by_rank = by_slot.reshape(len(counts), placement.num_layers, placement.num_ranks, -1)
-        # Below one token, as an even split gives it on average, a replica runs in some steps only.
-        active = np.minimum(by_rank, 1.0).sum(axis=(1, 3))
         seconds = measured_seconds(part.compute_s[counted])
-        rows = np.stack([by_rank.sum(axis=(1, 3)), active, seconds], axis=1)
+        rows = np.stack([tokens, active, seconds], axis=1)
         cut = slice(-self._capacity, None)
         steps = np.concatenate([self._steps, part.steps[counted]])
         order = np.argsort(steps, kind="stable")[cut]

@@ -13,6 +13,8 @@ from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.topology import ModelShape
 
 _BLOCKS = 4
+_CELLS_AT_ONCE = 1 << 23
+"""Cells of steps x layers x slots: a few tenths of a second of a core."""
 _SHORT = 16
 """Parts of fewer steps are joined, so that a window never consists of many tiny parts."""
 
@@ -59,6 +61,20 @@ def newest_parts(
             most -= len(part)
         found.append(part)
     return found[::-1]
+
+
+def oldest_parts(parts: Iterable[LoadWindow], most: int) -> list[LoadWindow]:
+    """Return the `most` oldest steps of consecutive parts, without copies and empty parts."""
+    return next(in_chunks(parts, most), [])
+
+
+def steps_at_once(layers: int, slots: int) -> int:
+    """Return how many steps of L layers and S slots the event loop may work on at a time.
+
+    For most shapes that is a whole window, for the largest one step. What is left waits for the
+    next call, so that no shape stops the loop for as long as a lease.
+    """
+    return max(1, _CELLS_AT_ONCE // (layers * slots))
 
 
 def in_chunks(parts: Iterable[LoadWindow], most: int) -> Iterator[list[LoadWindow]]:

@@ -18,6 +18,8 @@ MAX_CELLS = 1 << 22
 """Largest number of (layer, slot) or (layer, expert) cells of a deployment: ten times that of 92
 layers with 4096 slots. It bounds what a peer can make us allocate, and how long the event loop
 works on one map."""
+MAX_LAYERS = 1024
+"""Largest number of layers: some work is done layer by layer. The deepest models have about 130."""
 _ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789._-")
 
 
@@ -55,10 +57,10 @@ _SHAPE = MessageCodec(ModelShape, pb.ModelShape, invalid=Reason.WRONG_SHAPE)
 def _decode_shape(message: pb.ModelShape) -> ModelShape:
     width = max(message.num_ranks * message.slots_per_rank, message.num_logical_experts)
     cells = message.num_layers * width
-    if cells > MAX_CELLS:
+    if cells > MAX_CELLS or message.num_layers > MAX_LAYERS:
         raise PeerViolation(
             f"{message.num_layers} layers x {width} slots or experts = {cells} cells,"
-            f" at most {MAX_CELLS} are allowed",
+            f" at most {MAX_LAYERS} layers and {MAX_CELLS} cells are allowed",
             Reason.WRONG_SHAPE,
         )
     return _SHAPE.decode(message)
@@ -83,9 +85,10 @@ def _decode_placement(message: pb.PlacementMap) -> Placement:
 
 
 def _decode_rows(what: str, data: bytes, rows: int, slots: int) -> NDArray[np.int32]:
-    if not 0 < rows * slots <= MAX_CELLS:
+    if not (0 < rows <= MAX_LAYERS and 0 < rows * slots <= MAX_CELLS):
         raise PeerViolation(
-            f"{what} of {rows} layers x {slots} slots, 1 to {MAX_CELLS} cells are allowed"
+            f"{what} of {rows} layers x {slots} slots, 1 to {MAX_LAYERS} layers and 1 to"
+            f" {MAX_CELLS} cells are allowed"
         )
     if len(data) != 4 * rows * slots:
         raise PeerViolation(

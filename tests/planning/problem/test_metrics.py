@@ -8,7 +8,7 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.fewest_split import fewest_split_kernel
-from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
 from tests.planning import twins
 from tests.strategies import loads, placements, shapes, topologies
 
@@ -115,3 +115,17 @@ def test_rank_load_keeps_every_token_and_matches_the_twin(case):
             assert got == pytest.approx(
                 twins.rank_load(load[t, layer], row, shares, placement.num_ranks)
             )
+
+
+@given(st.data(), shapes())
+def test_rank_totals_are_the_sums_over_slots(data, shape):
+    placement = data.draw(placements(shape))
+    load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
+    split = SplitModel(
+        data.draw(st.sampled_from(DispatchModel)), data.draw(topologies(shape.num_ranks))
+    )
+    by_slot = slot_load(load, placement, split)
+    by_rank = by_slot.reshape(*by_slot.shape[:2], shape.num_ranks, -1)
+    tokens, active = metrics.rank_totals(load, placement, split)
+    assert tokens == pytest.approx(by_rank.sum(axis=(1, 3)))
+    assert active == pytest.approx(np.minimum(by_rank, 1.0).sum(axis=(1, 3)))

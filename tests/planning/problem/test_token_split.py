@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -6,7 +8,7 @@ from hypothesis import strategies as st
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load, slot_shares
 from tests.planning import twins
 from tests.strategies import loads, placements, seeds, shapes, topologies
@@ -18,7 +20,13 @@ def test_shares_of_an_expert_sum_to_one_and_match_the_twin(data, shape, seed):
     topology = data.draw(topologies(shape.num_ranks))
     size = (shape.num_ranks, shape.num_layers, shape.num_logical_experts)
     source = np.random.default_rng(seed).integers(0, 3, size).astype(float)
-    for split in (SplitModel(), SplitModel(DispatchModel.NEAREST, topology, source)):
+    nearest = DispatchModel.NEAREST
+    for split in (
+        SplitModel(),
+        SplitModel(nearest, topology, source),
+        SplitModel(nearest, topology),  # Tokens start evenly on all ranks.
+    ):
+        start = np.ones(size) if split.source_load is None else source
         shares = slot_shares(placement, split)
         for layer, row in enumerate(placement.phy2log):
             total = np.bincount(row[row >= 0], shares[layer][row >= 0], shape.num_logical_experts)
@@ -28,10 +36,20 @@ def test_shares_of_an_expert_sum_to_one_and_match_the_twin(data, shape, seed):
                 twins.shares_even(row)
                 if split.dispatch is DispatchModel.EVEN
                 else twins.shares_nearest(
-                    row, shape.num_ranks, topology.node_of_rank, source[:, layer]
+                    row, shape.num_ranks, topology.node_of_rank, start[:, layer]
                 )
             )
             assert shares[layer] == pytest.approx(np.array(twin))
+
+
+def test_nearest_shares_of_even_sources_take_no_table_of_ranks_and_experts():
+    placement = Placement.initial(ModelShape(64, 4096, 2048, 2, 1, 1))
+    tracemalloc.start()
+    shares = slot_shares(placement, SplitModel(DispatchModel.NEAREST))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (shares == 1.0).all()
+    assert peak < 64 << 20, "a float for each rank, layer and expert would be 4 GiB"
 
 
 def test_nearest_prefers_own_rank_then_own_node_then_all():

@@ -147,8 +147,8 @@ class ControllerMetrics(Collector):
         )
         self._evicts = Gauge(
             "evenkeel_store_may_evict",
-            "1 while the store's maxmemory-policy lets it drop Evenkeel's records when memory is short,"
-            " 0 with noeviction.",
+            "1 while the store's maxmemory-policy lets it drop Evenkeel's records when memory is"
+            " short, 0 with noeviction.",
             ["policy"],
             registry=registry,
         )

@@ -26,7 +26,7 @@ from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.telemetry.balance import Balance
 from evenkeel_moe.telemetry.rank_times import RankTimes
-from evenkeel_moe.wire.values import MAX_CELLS
+from evenkeel_moe.wire.values import MAX_CELLS, MAX_LAYERS
 
 _log = structlog.get_logger(__name__)
 _TIMED_STEPS = 512
@@ -263,4 +263,6 @@ def shape_from_document(body: Mapping[str, Any] | None) -> tuple[Generation, Mod
     except (EvenkeelError, TypeError, OverflowError):
         return None
     cells = shape.num_layers * max(shape.num_slots, shape.num_logical_experts)
-    return None if cells > MAX_CELLS else (Generation(generation), shape)
+    if cells > MAX_CELLS or shape.num_layers > MAX_LAYERS:
+        return None
+    return Generation(generation), shape

@@ -26,10 +26,11 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.planning.problem import metrics, moe_time
+from evenkeel_moe.planning.problem.kernels import coverage_kernel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
-from evenkeel_moe.telemetry.windows import newest_parts
+from evenkeel_moe.telemetry.windows import newest_parts, oldest_parts, steps_at_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,11 @@ class RealisedGain:
         split: SplitModel,
         cost: CostModel = TOKENS,
     ) -> None:
-        """Add the new steps that ran under the plan's last epoch.
+        """Add the new steps that ran under the plan's last epoch, the oldest first.
 
         Args:
             record: of the plan.
-            windows: each in parts, oldest first.
+            windows: each in parts, oldest first. Of a large shape, some steps wait for later calls.
             split: how tokens split over replicas now.
             cost: the cost model that plans are scored by now.
         """
@@ -83,10 +84,11 @@ class RealisedGain:
             self._plan, self._model, self._seen = plan.plan_id, model, {}
             self._base_time = self._target_time = self._balance = self._balanced_steps = 0.0
         final = plan.base_epoch + len(plan.waves)
+        most = steps_at_once(plan.target.num_layers, plan.target.num_slots)
         new = (
             (phase, part)
             for phase, parts in windows.items()
-            for part in newest_parts(parts, self._seen.get(phase, -1))
+            for part in oldest_parts(newest_parts(parts, self._seen.get(phase, -1)), most)
         )
         for phase, part in new:
             if part.counts.shape[1:] != (plan.target.num_layers, plan.target.num_logical_experts):
@@ -126,18 +128,9 @@ def live_replicas(
         The (layer, expert) pairs with a copy on no, one, and more live ranks; and, of the pairs
         with one, those that the placement has on several ranks.
     """
-    layers, experts = placement.num_layers, placement.num_logical_experts
-    layer, slot = np.nonzero(placement.phy2log >= 0)
-    expert = layer * experts + placement.phy2log[layer, slot]
-    # Each (expert, rank) once. A table of all pairs would be far larger than the map.
-    ranks = placement.num_ranks
-    pairs = np.unique(expert * ranks + slot // placement.slots_per_rank)
-    heard = pairs[live[pairs % ranks]]
-    placed, alive = (
-        np.bincount(some // ranks, minlength=layers * experts) for some in (pairs, heard)
-    )
-    counts = int((alive == 0).sum()), int((alive == 1).sum()), int((alive > 1).sum())
-    return counts, int(((alive == 1) & (placed > 1)).sum())
+    phy2log = placement.phy2log.copy()  # numba would compile another version if it is read-only.
+    none, one, more, left = coverage_kernel(phy2log, live, placement.num_logical_experts).tolist()
+    return (none, one, more), left
 
 
 def measured_gauges(records: Iterable[PlanRecord]) -> MeasuredGauges | None:

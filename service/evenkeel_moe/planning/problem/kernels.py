@@ -122,6 +122,63 @@ def rank_load_kernel(
 
 
 @kernel
+def rank_totals_kernel(
+    load: NDArray[np.float64] | NDArray[np.uint32],
+    phy2log: NDArray[np.int32],
+    shares: NDArray[np.float64],
+    num_ranks: int,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(T, L, E) load, (L, S) experts and shares -> (T, R) tokens, (T, R) active replicas."""
+    steps, layers, _ = load.shape
+    per_rank = phy2log.shape[1] // num_ranks
+    total, active = np.zeros((steps, num_ranks)), np.zeros((steps, num_ranks))
+    for t in range(steps):
+        for layer in range(layers):
+            tokens, experts, share = load[t, layer], phy2log[layer], shares[layer]
+            # Unsigned: numba would check whether a signed index counts from the end.
+            slot = np.uint64(0)
+            for rank in range(num_ranks):
+                for _ in range(per_rank):
+                    expert = experts[slot]
+                    if expert >= 0:
+                        part = tokens[np.uint64(expert)] * share[slot]
+                        total[t, rank] += part
+                        active[t, rank] += min(part, 1.0)
+                    slot += np.uint64(1)
+    return total, active
+
+
+@kernel
+def coverage_kernel(
+    phy2log: NDArray[np.int32], live: NDArray[np.bool_], num_experts: int
+) -> NDArray[np.int64]:
+    """Count the (layer, expert) pairs by their replicas on live ranks.
+
+    phy2log: (L, S) experts. Two replicas on one rank count as one.
+
+    Returns:
+        (4,) pairs on no, on one and on more live ranks, and pairs on one that others have lost.
+    """
+    layers, slots = phy2log.shape
+    per_rank = slots // len(live)
+    found = np.zeros(4, np.int64)
+    placed, alive = np.empty(num_experts, np.int64), np.empty(num_experts, np.int64)
+    last = np.empty(num_experts, np.int64)
+    for layer in range(layers):
+        placed[:], alive[:], last[:] = 0, 0, -1
+        for slot in range(slots):
+            expert, rank = phy2log[layer, slot], slot // per_rank
+            if expert >= 0 and last[expert] != rank:
+                last[expert] = rank
+                placed[expert] += 1
+                alive[expert] += live[rank]
+        for expert in range(num_experts):
+            found[min(alive[expert], 2)] += 1
+            found[3] += alive[expert] == 1 and placed[expert] > 1
+    return found
+
+
+@kernel
 def step_times_kernel(
     load: NDArray[np.float64],
     phy2log: NDArray[np.int32],
@@ -206,6 +263,72 @@ def balancedness_kernel(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
         # Without rounding errors, a mean never exceeds the maximum.
         out[row] = min(total / ranks / worst, 1.0) if worst > 0.0 else np.nan
     return out
+
+
+@kernel
+def nearest_even_shares_kernel(
+    phy2log: NDArray[np.int32], node_of_rank: NDArray[np.int64], num_experts: int
+) -> NDArray[np.float64]:
+    """Return the (L, S) shares of `nearest_shares_kernel` if tokens start evenly on all ranks.
+
+    Ranks that use the same replicas are counted, not visited: a layer takes O(S + E).
+    """
+    layers, slots = phy2log.shape
+    ranks = node_of_rank.shape[0]
+    per_rank = slots // ranks
+    shares = np.zeros((layers, slots))
+    ranks_on = np.zeros(node_of_rank.max() + 1, np.int64)
+    for rank in range(ranks):
+        ranks_on[node_of_rank[rank]] += 1
+    first = np.empty(num_experts + 1, np.int64)
+    holders = np.empty(slots, np.int64)
+    copies_on = np.zeros(len(ranks_on), np.int64)
+    holding_on = np.zeros(len(ranks_on), np.int64)
+    copies_of = np.zeros(ranks, np.int64)
+    for layer in range(layers):
+        _group_by_expert(phy2log[layer], first, holders)
+        for expert in range(num_experts):
+            held = holders[first[expert] : first[expert + 1]]
+            far = ranks
+            for slot in held:
+                rank, node = slot // per_rank, node_of_rank[slot // per_rank]
+                if copies_on[node] == 0:
+                    far -= ranks_on[node]
+                holding_on[node] += copies_of[rank] == 0
+                copies_on[node] += 1
+                copies_of[rank] += 1
+            for slot in held:
+                rank, node = slot // per_rank, node_of_rank[slot // per_rank]
+                near = (ranks_on[node] - holding_on[node]) / copies_on[node]
+                shares[layer, slot] = (1.0 / copies_of[rank] + near + far / len(held)) / ranks
+            for slot in held:
+                rank = slot // per_rank
+                copies_of[rank] = copies_on[node_of_rank[rank]] = 0
+                holding_on[node_of_rank[rank]] = 0
+    return shares
+
+
+@kernel
+def _group_by_expert(
+    experts: NDArray[np.int32], first: NDArray[np.int64], slots: NDArray[np.int64]
+) -> None:
+    """Write the slots of expert e, in rising order, to slots[first[e] : first[e + 1]].
+
+    experts: (S,) expert of each slot, negative if empty; first: (E + 1,); slots: (S,).
+    """
+    first[:] = 0
+    for expert in experts:
+        if expert >= 0:
+            first[expert + 1] += 1
+    for expert in range(1, len(first)):
+        first[expert] += first[expert - 1]
+    for slot in range(len(experts) - 1, -1, -1):
+        expert = experts[slot]
+        if expert >= 0:
+            first[expert + 1] -= 1
+            slots[first[expert + 1]] = slot
+    first[:-1] = first[1:]
+    first[-1] = (experts >= 0).sum()
 
 
 @kernel

@@ -50,6 +50,36 @@ def rank_load(
     )
 
 
+def rank_totals(
+    load: NDArray[np.generic], placement: Placement, split: SplitModel = EVEN_SPLIT
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the tokens and the active replicas of each EP rank in every step, over all layers.
+
+    A replica with less than one token, as an even split gives it on average, runs in some steps
+    only, and counts as that share of an active one.
+
+    Args:
+        load: (T, L, E) [tokens] - routed tokens per step.
+        placement: (L, S) slots on R ranks.
+        split: how the engine divides an expert's tokens over its replicas.
+
+    Returns:
+        (T, R) float64 [tokens], (T, R) float64 [replicas].
+
+    Raises:
+        ShapeMismatch: load and placement differ in layers or experts.
+        InfeasiblePlan: an expert that has load has no replica.
+    """
+    counts = check_counts(load, placement)
+    if not split.dispatch.per_batch:
+        return kernels.rank_totals_kernel(
+            counts, placement.phy2log.copy(), slot_shares(placement, split), placement.num_ranks
+        )
+    per_slot = slot_load(counts, placement, split)
+    by_rank = per_slot.reshape(*per_slot.shape[:2], placement.num_ranks, placement.slots_per_rank)
+    return by_rank.sum(axis=(1, 3)), np.minimum(by_rank, 1.0).sum(axis=(1, 3))
+
+
 def window_rank_load(
     load: NDArray[np.generic], placement: Placement, split: SplitModel = EVEN_SPLIT
 ) -> NDArray[np.float64]:

@@ -67,16 +67,17 @@ def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray
     topology = split.topology if split.topology is not None else Topology.single_node(ranks)
     if topology.num_ranks != ranks:
         raise ShapeMismatch(f"topology has {topology.num_ranks} ranks, placement {ranks}")
+    node_of_rank = np.array(topology.node_of_rank, np.int64)
     source = split.source_load
     if source is None:
-        source = np.ones((ranks, layers, experts))
+        return kernels.nearest_even_shares_kernel(placement.phy2log.copy(), node_of_rank, experts)
     if source.shape != (ranks, layers, experts):
         raise ShapeMismatch(
             f"source_load must be ({ranks}, {layers}, {experts}), got {source.shape}"
         )
     return kernels.nearest_shares_kernel(
         placement.phy2log.copy(),
-        np.array(topology.node_of_rank, np.int64),
+        node_of_rank,
         np.ascontiguousarray(source, np.float64),
         experts,
     )
