@@ -14,6 +14,7 @@ from evenkeel_moe.controller.ingest.group_memory import (
     memory_together,
 )
 from evenkeel_moe.controller.ingest.ingest import Ingest
+from evenkeel_moe.controller.ingest.waiting_reports import IncompleteGroups
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
@@ -51,6 +52,7 @@ def make_ingest(**limits) -> Ingest:
         accepted=lambda steps: None,
         rejected=lambda reason, steps: None,
         dropped=lambda rank, steps: None,
+        incomplete=IncompleteGroups(),
     )
 
 
@@ -137,7 +139,7 @@ def test_reports_that_wait_take_no_more_than_said():
         for rank in range(SHAPE.num_ranks):
             ingest.take(run.report(rank), lambda ack: None)
     said = memory(SHAPE, window_steps=50, max_pending=64, plan_steps=50)
-    assert 0 < ingest._waiting._bytes.total() <= said.waiting
+    assert 0 < ingest._waiting.num_bytes <= said.waiting
 
 
 async def test_a_restored_window_of_a_large_shape_is_bounded_too():

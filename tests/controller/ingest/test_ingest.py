@@ -9,6 +9,7 @@ import pytest
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.controller.ingest.ingest import Ingest
+from evenkeel_moe.controller.ingest.waiting_reports import IncompleteGroups
 from evenkeel_moe.errors import PeerViolation, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, Phase
@@ -22,7 +23,7 @@ DEMO, GENERATION = DeploymentId("demo"), Generation("g")
 class Rig:
     """An Ingest over a store in memory that can be made to fail."""
 
-    def __init__(self, store=None):
+    def __init__(self, store=None, incomplete=None):
         self.store = store or MemoryStore(SystemClock(), capacity=50)
         self.rejected: Counter[Reason] = Counter()
         self.dropped: Counter[int] = Counter()
@@ -38,6 +39,7 @@ class Rig:
             accepted=self._accept,
             rejected=lambda reason, steps: self.rejected.update({reason: steps}),
             dropped=lambda rank, steps: self.dropped.update({rank: steps}),
+            incomplete=incomplete or IncompleteGroups(),
         )
         self.down = False
         self.appended = []
@@ -331,7 +333,7 @@ def test_a_map_a_wave_leads_to_is_expected(rig):
 
 def test_reports_of_all_ranks_that_wait_are_bounded_together(rig, monkeypatch):
     run = Fleet().run(range(4))
-    size = run.report(0).counts.nbytes
+    size = run.report(0).counts.nbytes + run.report(0).steps.nbytes
     monkeypatch.setattr(
         "evenkeel_moe.controller.ingest.waiting_reports._MAX_BYTES", int(3.5 * size)
     )
@@ -343,6 +345,28 @@ def test_reports_of_all_ranks_that_wait_are_bounded_together(rig, monkeypatch):
     assert [rank for rank, _ in rig.ingest.quarantine.samples(Reason.UNKNOWN_EPOCH)] == [0]
     rig.ingest.settle(EPOCH, PLACEMENT)
     assert rig.steps() == list(range(4)), "no other rank lost anything"
+
+
+def test_reports_of_groups_without_all_ranks_are_bounded_together(monkeypatch):
+    incomplete = IncompleteGroups()
+    flood, honest, complete = (Rig(incomplete=incomplete) for _ in range(3))
+    run = Fleet().run(range(4))
+    size = run.report(0).counts.nbytes + run.report(0).steps.nbytes
+    monkeypatch.setattr(
+        "evenkeel_moe.controller.ingest.waiting_reports._MAX_BYTES", int(5.5 * size)
+    )
+    complete.ingest.begin_generation(GENERATION, SHAPE)
+    for rig in (complete, complete, honest, *[flood] * 20):
+        rig.ingest.take(run.report(0), rig.answers.append)
+    assert len(flood.answers) == 20 - 4, "five reports wait, one of them of the honest group"
+    assert not honest.answers and not complete.answers
+    flood.ingest.close()
+    for _ in range(4):
+        honest.ingest.take(run.report(0), honest.answers.append)
+    assert not honest.answers, "the reports of a deployment that ended do not count"
+    honest.ingest.begin_generation(GENERATION, SHAPE)
+    honest.ingest.settle(EPOCH, PLACEMENT)
+    assert honest.steps() == [] and len(honest.answers) == 5, "one rank of all has reported"
 
 
 def test_one_report_larger_than_the_bound_still_waits(rig, monkeypatch):

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from evenkeel_moe.controller.deployment.registration import RankRegistration
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.ingest.group_memory import GroupMemory, group_memory
 from evenkeel_moe.controller.ingest.ingest import Ingest
+from evenkeel_moe.controller.ingest.waiting_reports import IncompleteGroups
 from evenkeel_moe.controller.leadership.leadership import Leadership
 from evenkeel_moe.controller.leadership.leases import LeaseKeeper
 from evenkeel_moe.controller.machine_inbox import MachineInbox
@@ -88,6 +89,7 @@ class SharedServices:
     health: StoreHealth
     planner: PlannerPool
     spawn: Spawn
+    incomplete: IncompleteGroups = field(default_factory=IncompleteGroups)
 
 
 class Deployment:
@@ -250,6 +252,7 @@ class Deployment:
             forget: this replica does not take the deployment up again when it restarts.
         """
         await end_tasks(self._tasks)
+        self.loads.ingest.close()
         await self.leadership.release(forget=forget)
 
     async def attach(self, hello: Hello, stream: RankStream) -> RankSession | None:
@@ -320,4 +323,5 @@ def _build_ingest(
         accepted=partial(metrics.reports_received, deployment),
         rejected=partial(metrics.reports_rejected, deployment),
         dropped=partial(metrics.steps_dropped, deployment),
+        incomplete=shared.incomplete,
     )

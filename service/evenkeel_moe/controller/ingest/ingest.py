@@ -5,7 +5,12 @@ from collections.abc import Callable
 import structlog
 
 from evenkeel_moe.controller.ingest.group_memory import limit_steps, max_waiting_bytes
-from evenkeel_moe.controller.ingest.waiting_reports import ReportAnswer, WaitingReports
+from evenkeel_moe.controller.ingest.waiting_reports import (
+    IncompleteGroups,
+    ReportAnswer,
+    WaitingReport,
+    WaitingReports,
+)
 from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.load import MAX_STEP, LoadReport, LoadWindow, Phase
@@ -30,6 +35,7 @@ class Ingest:
         accepted: called with the number of rank steps taken.
         rejected: called with the reason and the number of rank steps that were not used.
         dropped: called with a rank and the number of steps that its recorder dropped.
+        incomplete: bounds the waiting reports of all groups of which some ranks are missing.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class Ingest:
         accepted: Callable[[int], None],
         rejected: Callable[[Reason, int], None],
         dropped: Callable[[int, int], None],
+        incomplete: IncompleteGroups,
     ) -> None:
         self.deployment = deployment
         self.generation: Generation | None = None
@@ -67,7 +74,7 @@ class Ingest:
         """Newest step of each phase that was restored with source-side sums."""
         self._settled = False
         """True while the group's placement is known; otherwise reports wait."""
-        self._waiting = WaitingReports()
+        self._waiting = WaitingReports(self._reject_waiting, incomplete)
         self._stored: dict[Phase, int] = {}
         """Newest step of each phase that the store has, or that is being stored."""
         self._forget_stored = False
@@ -85,7 +92,7 @@ class Ingest:
         restored = generation == self._restored
         self.generation, self._restored = generation, None
         limits = limit_steps(shape, self._window_steps, self._max_pending)
-        self._waiting.most_bytes = max_waiting_bytes(shape, limits)
+        self._waiting.begin_complete(max_waiting_bytes(shape, limits))
         self._assembler = StepAssembler(shape, max_pending=limits.pending_steps)
         self._assembler.sample(self._stride, 0)
         self._settled = False
@@ -106,6 +113,7 @@ class Ingest:
     def leave_generation(self) -> None:
         """Forget the generation and its steps; another generation is begun or restored next."""
         self.generation = self._assembler = None
+        self._waiting.begin_incomplete()
         self.newest_step = self.newest_at = None
         self.rings = {}
         self._stored.clear()
@@ -132,6 +140,10 @@ class Ingest:
         self._stride = stride
         if self._assembler is not None:
             self._assembler.sample(stride, from_step)
+
+    def close(self) -> None:
+        """Drop the reports that wait: the deployment ends here."""
+        self._waiting.close()
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -161,8 +173,7 @@ class Ingest:
         if self._settled and self._assembler is not None:
             answer(self._take(report))
             return
-        for waiting, detail in self._waiting.add(report, answer):
-            waiting.answer(self._reject_all(waiting.report, Reason.UNKNOWN_EPOCH, detail))
+        self._waiting.add(report, answer)
 
     def malformed(
         self, rank: EpRank, violation: PeerViolation, steps: tuple[int, ...]
@@ -190,6 +201,9 @@ class Ingest:
             self._reject(report.rank, rejection)
         refused = sum(rejection.rank_steps for rejection in intake.rejected)
         return ReportAck(intake.highest_step, refused, intake.rejected[0].reason)
+
+    def _reject_waiting(self, waiting: WaitingReport, detail: str) -> None:
+        waiting.answer(self._reject_all(waiting.report, Reason.UNKNOWN_EPOCH, detail))
 
     def _reject_all(self, report: LoadReport, reason: Reason, detail: str) -> ReportAck:
         """Reject every step of a report."""

@@ -18,8 +18,9 @@ from evenkeel_moe.wire.link import FlowControl
 
 _SILENT_LEASES = 3
 """Leases of a rank after which a stream that says nothing is ended: long after its rank is lost."""
-_PROCESS_BYTES = 600_000_000
-"""The controller without deployments, and the 256 MiB of messages that may wait unprocessed."""
+_PROCESS_BYTES = 900_000_000
+"""The controller without deployments, 256 MiB of messages that wait unprocessed, and 256 MiB of
+reports of groups of which some ranks are missing."""
 _PLANNER_BYTES = 300_000_000
 """One planner process."""
 T = TypeVar("T")
