@@ -22,8 +22,11 @@ class Planner:
     def __init__(self):
         self.evaluated, self.seconds = 0.0, 0.0
         self.failing = None
+        self.background: Planner = self
+        self.calls = 0
 
     async def run(self, function, argument):
+        self.calls += 1
         if self.failing is not None:
             raise self.failing
         numbers = {"evaluations": self.evaluated} if self.evaluated else {}
@@ -70,6 +73,20 @@ async def test_after_a_missed_deadline_there_is_less_to_evaluate_each_time():
             await budget.run(planner, inputs(skewed(20), policy="gem"))
         seen.append(budget.limit("gem"))
     assert seen == [1_000_000, 250_000, 62_500]
+
+
+async def test_after_a_missed_deadline_cycles_leave_the_process_of_others_until_one_is_in_time():
+    planner, budget = planner_and_budget()
+    own = planner.background = Planner()
+    planner.failing = own.failing = DeadlineMissed("planner: no plan within 60 s")
+    for calls in ((1, 0), (1, 1), (1, 2)):
+        with pytest.raises(DeadlineMissed):
+            await budget.run(planner, inputs(skewed(20), policy="gem"))
+        assert (planner.calls, own.calls) == calls
+    planner.failing = own.failing = None
+    for calls in ((1, 3), (2, 3), (3, 3)):
+        await budget.run(planner, inputs(skewed(20), policy="gem"))
+        assert (planner.calls, own.calls) == calls
 
 
 async def test_a_planner_that_died_teaches_nothing():

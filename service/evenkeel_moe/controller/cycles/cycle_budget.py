@@ -31,6 +31,8 @@ class CycleBudget:
         self._deadline_s = deadline_s
         self._timed = timed
         self._limits: dict[str, int] = {}
+        self._missed = False
+        """The newest cycle missed the deadline."""
 
     def limit(self, policy: str) -> int | None:
         """Return the evaluations a policy may make; None while its rate is not known."""
@@ -39,17 +41,23 @@ class CycleBudget:
     async def run(self, planner: PlannerPool, inputs: CycleInputs) -> CycleResult:
         """Run a cycle in the planner, and adjust the budget to it.
 
+        After a missed deadline, cycles run in the background process until one of them is in time:
+        a deployment that is too large for the deadline keeps the process of the others once.
+
         Raises:
             DeadlineMissed: the cycle took too long; the next one may evaluate less.
             Unavailable: the planner failed.
         """
         try:
-            result, seconds = await planner.run(_timed, inputs)
+            process = planner.background if self._missed else planner
+            result, seconds = await process.run(_timed, inputs)
         except DeadlineMissed:
+            self._missed = True
             before = self._limits.get(inputs.policy)
             less = _FIRST_AFTER_A_MISS if before is None else max(1, before // _AFTER_A_MISS)
             self._limits[inputs.policy] = less
             raise
+        self._missed = False
         self._timed(seconds)
         used = result.numbers.get("evaluations", 0.0)
         if used > 0 and seconds >= _MIN_MEASURED_S:
