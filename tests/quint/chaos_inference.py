@@ -59,6 +59,8 @@ class Inference:
         """The answers that were said, by the id of the message on the wire."""
         self._asked: set[_Query | None] = set()
         """The queries that ranks have taken."""
+        self._saying: dict[int, WireMessage | None] = {}
+        """The answer that each rank makes up at present."""
 
     def take(self, label: str, value: Any = EMPTY) -> None:
         """Let the model take an event."""
@@ -94,7 +96,9 @@ class Inference:
             return
         demand: Callable[[int, WireMessage, tuple[str, Any]], None]
         demand = getattr(self, f"_demand_{body[0].lower()}")
+        outer, self._saying[rank] = self._saying.get(rank), message
         demand(rank, message, body)
+        self._saying[rank] = outer
         known = self.rank(rank)
         term = int(message.body.highest_term) if message.kind == "rank_state" else known["term"]
         said = _message(rank, known["leader"], term, number, body)
@@ -208,11 +212,12 @@ class Inference:
         return None
 
     def _refuses(self, rank: int, prepare: WireMessage) -> bool:
-        """Return True if the next answer about a wave is a no."""
+        """Return True if the next answer about a wave, from the present one on, is a no."""
         if self.rank(rank)["hold"][0] != "Nothing":
             return False
         wave = wave_of(prepare.body.wave)
-        for message in self.answers[rank]:
+        now = self._saying.get(rank)
+        for message in (*([] if now is None else [now]), *self.answers[rank]):
             if message.kind == "vote" and wave_of(message.body.wave) == wave:
                 return not message.body.yes
             if message.kind == "rank_state" and message.body.HasField("wave"):
