@@ -1,5 +1,6 @@
 """Fills the slots that a plan left empty, for engines that cannot leave a slot empty."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -7,6 +8,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.planning.problem.kernels import (
     WorkTerms,
     token_cost,
@@ -39,7 +41,8 @@ def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placeme
     In each layer, the rank with the least predicted time among those with an empty slot is next. It
     gets the expert with which the window takes the least time, the price of a copy included. An
     expert that the rank holds at present needs no copy; of equal experts it is taken first, then
-    the one with the lower id. Times are those under an even split.
+    the one with the lower id. Times are those under an even split. Under limits a rank gets only
+    what it holds at present: a present row that is full always has something left.
 
     Args:
         problem: gives the loads, the cost model, the price of a copy and the current placement.
@@ -65,7 +68,7 @@ def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placeme
         work_terms(cost.replica),
         cost.fixed,
         curve_arrays(cost.curves, ranks),
-        objective.cost_per_move * len(load),
+        _price_of_copy(problem) * len(load),
     )
     rows = placement.phy2log.copy()
     for layer in np.nonzero((rows == EMPTY).any(axis=1))[0]:
@@ -76,6 +79,14 @@ def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placeme
         _fill_layer(tokens, rows[layer], present, shared[layer], terms, objective.allow_duplicates)
     filled = Placement(rows, ranks, shape.num_logical_experts)
     return filled if problem.current is None else align_slots(problem.current, filled)
+
+
+def _price_of_copy(problem: PlacementProblem) -> float:
+    """Return the price of a copy per step; infinite where none may be made to fill a slot."""
+    objective = problem.objective
+    if problem.current is not None and objective.limits != PlanLimits():
+        return math.inf
+    return objective.cost_per_move
 
 
 @kernel
