@@ -47,3 +47,15 @@ def test_slots_that_must_be_full_are_filled_within_the_limits(read, dispatch, li
     for seed in range(3):
         problem = problem_of(seed, read=read, dispatch=dispatch, limits=limits, fill_slots=True)
         assert moves_by_layer(problem.current, planned(problem)).sum() <= most
+
+
+@pytest.mark.parametrize("dispatch", DispatchModel)
+@pytest.mark.parametrize("shape", [SHAPE, POOLED], ids=["fixed", "pooled"])
+@pytest.mark.parametrize("read", [0.0, 60.0])
+def test_no_more_layers_change_than_may(read, shape, dispatch):
+    for seed in range(3):
+        problem = problem_of(
+            seed, shape, read=read, dispatch=dispatch, limits=PlanLimits(max_layers=1)
+        )
+        changed = (problem.current.phy2log != planned(problem).phy2log).any(axis=1)
+        assert changed.sum() <= 1

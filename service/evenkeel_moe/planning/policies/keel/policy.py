@@ -72,16 +72,15 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS)
     expected, outlook = look_ahead(problem, options)
     window = search_window(expected, outlook.weights, options)
     planner = _Planner(expected, outlook, window, options, EvaluationBudget(problem, options))
-    dispatch = problem.objective.dispatch
-    if problem.objective.limits.max_layers is None and dispatch is DispatchModel.OPTIMAL:
+    objective = problem.objective
+    if objective.limits.max_layers is not None:
+        # What the dispatchers ask for would change every layer, or count layers from another start.
+        best, price = planner.plan()
+    elif objective.dispatch is DispatchModel.OPTIMAL:
         best, price = planner.plan_for_optimal()
-    elif (
-        problem.objective.limits.max_layers is None
-        and dispatch is DispatchModel.NEAREST
-        and problem.objective.cost.replica.proportional
-    ):
+    elif objective.dispatch is DispatchModel.NEAREST and objective.cost.replica.proportional:
         best, price = planner.plan_for_nearest()
-    elif dispatch is DispatchModel.FEWEST:
+    elif objective.dispatch is DispatchModel.FEWEST:
         best, price = planner.plan_for_fewest()
     else:
         best, price = planner.plan()
@@ -119,8 +118,7 @@ class _Planner:
     def plan_for_nearest(self) -> tuple[Placement, float]:
         """Plan for an even split, then refine the plan for nearest dispatch.
 
-        A search under an even split knows less and so follows less noise. There is no limit on
-        layers: it would count from the refinement's start.
+        A search under an even split knows less and so follows less noise.
         """
         with self.evaluations.keeping(self.options.refine_reserve):
             best, price = self._under_even_split().plan()
@@ -229,10 +227,13 @@ class _Planner:
     def _starts_without_replicas(self) -> bool:
         """Return True if replicas must pay: where reading dominates, and earlier in a first plan.
 
-        Copies are free in a first plan, and later ones seldom remove what it made.
+        Copies are free in a first plan, and later ones seldom remove what it made. Never under a
+        limit on layers: every layer with replicas would change.
         """
         problem = self.problem
         current = problem.current
+        if problem.objective.limits.max_layers is not None:
+            return False
         if current is None or not _is_engine_start(current):
             return reading_dominates(problem)
         return reading_matters(problem, self.options.reading_at_start)
