@@ -21,6 +21,7 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule.relabel import count_moves
+from evenkeel_moe.settings import Settings
 from tests.strategies import seeds
 
 
@@ -149,3 +150,12 @@ def test_where_more_than_counts_matters_the_general_search_is_used(change):
     problem = problem_of(1, 2, 6, 8)
     assert not counts_suffice(replace(problem, objective=replace(Objective(), **change)))
     assert counts_suffice(problem)
+
+
+def test_within_one_node_the_price_of_other_nodes_changes_nothing():
+    here = replace(problem_of(1, 2, 6, 8), topology=Topology.single_node(8))
+    by_default = Settings().planner.cross_node_factor
+    assert by_default > 1.0
+    dear = replace(here, objective=Objective(cross_node_factor=by_default))
+    assert counts_suffice(dear)
+    assert policy.plan_keel(dear).placement == policy.plan_keel(here).placement

@@ -46,7 +46,7 @@ def counts_suffice(problem: PlacementProblem) -> bool:
         and not shape.pooled
         and objective.cost.by_tokens
         and objective.dispatch is DispatchModel.EVEN
-        and objective.cross_node_factor == 1.0
+        and (problem.topology.num_nodes == 1 or objective.cross_node_factor == 1.0)
         and objective.limits == PlanLimits()
     )
 
