@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies import fill_slots
 from evenkeel_moe.planning.policies.fill_slots import fill_empty_slots
@@ -73,7 +75,9 @@ def twin(problem, placement):
                 other = row.copy()
                 other[slot] = expert
                 time = float(time_of(other, layer).max(axis=2).sum())
-                copy = 0.0 if expert in present else objective.cost_per_move * len(problem.load)
+                # A verdict adopts copies that gain half more than their price.
+                dear = 1.5 * objective.cost_per_move * len(problem.load)
+                copy = 0.0 if expert in present else dear
                 tried.append((round(time + copy, 9), expert not in present, expert))
             row[slot] = min(tried)[2]
     return rows
@@ -109,6 +113,18 @@ def test_at_a_high_price_slots_keep_what_they_hold():
     problem = replace(problem_of(2, copy_cost=1e9), current=current)
     filled = fill_empty_slots(problem, Placement(sparse, 3, 6))
     assert filled == current and count_moves(current, filled) == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dispatch": DispatchModel.FEWEST}, {"limits": PlanLimits(max_layers=2)}]
+)
+def test_where_no_copy_may_fill_a_slot_it_gets_what_its_rank_holds(changes):
+    """Under fewest dispatch the times of the fill do not show what a copy relieves."""
+    current = Placement.initial(SHAPE)
+    sparse = sparse_placement(4)
+    filled = fill_empty_slots(replace(problem_of(4, **changes), current=current), sparse)
+    filled.check(SHAPE, fill_slots=True)
+    assert count_moves(current, filled) == count_moves(current, sparse)
 
 
 def test_where_reading_dominates_slots_get_experts_that_are_rarely_chosen():

@@ -17,6 +17,7 @@ from scipy.special import stdtrit
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.cost import TOKENS, CostBasis
 from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, Calibration
+from evenkeel_moe.planning.problem.objective import PRICE_MARGIN
 
 
 class Call(StrEnum):
@@ -48,10 +49,9 @@ class VerdictRules:
     drift: float = 1.0
     """Weight, >= 0, of the drift between parts in the variance of the next window; 0 assumes no
     drift."""
-    price_margin: float = 1.5
-    """Multiple, >= 1, of the price of the copies that the lower bound must exceed. The price is
-    spread over a lifetime that is only expected: with 1.5 a plan pays even if the placement lasts
-    two thirds of it. 1 trusts the lifetime."""
+    price_margin: float = PRICE_MARGIN
+    """Multiple, >= 1, of the price of the copies that the lower bound must exceed. 1 trusts the
+    expected lifetime."""
     few_steps: int = 0
     """Below this number of later steps the interval is at least that of Student's t for the mean of
     as many steps: a bootstrap of few steps underestimates their scatter."""

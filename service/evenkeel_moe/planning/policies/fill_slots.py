@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.planning.problem.kernels import (
@@ -16,6 +17,7 @@ from evenkeel_moe.planning.problem.kernels import (
     work_terms,
 )
 from evenkeel_moe.planning.problem.moe_time import CurveArrays, curve_arrays
+from evenkeel_moe.planning.problem.objective import PRICE_MARGIN
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.problem.token_split import SplitModel, source_shares
 from evenkeel_moe.planning.schedule.relabel import align_slots
@@ -39,10 +41,11 @@ def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placeme
     """Give every empty slot the replica that costs least, if the objective asks for full slots.
 
     In each layer, the rank with the least predicted time among those with an empty slot is next. It
-    gets the expert with which the window takes the least time, the price of a copy included. An
-    expert that the rank holds at present needs no copy; of equal experts it is taken first, then
-    the one with the lower id. Times are those under an even split. Under limits a rank gets only
-    what it holds at present: a present row that is full always has something left.
+    gets the expert with which the window takes the least time, the price of a copy included, with
+    the margin that a verdict asks for. An expert that the rank holds at present needs no copy; of
+    equal experts it is taken first, then the one with the lower id. Times are those under an even
+    split. Under limits and under fewest dispatch a rank gets only what it holds at present: a
+    present row that is full always has something left.
 
     Args:
         problem: gives the loads, the cost model, the price of a copy and the current placement.
@@ -84,9 +87,12 @@ def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placeme
 def _price_of_copy(problem: PlacementProblem) -> float:
     """Return the price of a copy per step; infinite where none may be made to fill a slot."""
     objective = problem.objective
-    if problem.current is not None and objective.limits != PlanLimits():
+    unlimited = objective.limits == PlanLimits()
+    # An even split does not show what a replica relieves under fewest dispatch.
+    valued = objective.dispatch is not DispatchModel.FEWEST
+    if problem.current is not None and not (unlimited and valued):
         return math.inf
-    return objective.cost_per_move
+    return PRICE_MARGIN * objective.cost_per_move
 
 
 @kernel

@@ -12,6 +12,11 @@ from evenkeel_moe.model.cost import TOKENS, CostModel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.plan import PlanLimits
 
+PRICE_MARGIN = 1.5
+"""Multiple, >= 1, of the price of its copies that a plan must gain to be adopted. The price is
+spread over a lifetime that is only expected: with 1.5 a plan pays even if the placement lasts two
+thirds of it."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Objective:
