@@ -201,6 +201,21 @@ def fluid_times(
     return np.where(totals > 0, fluid, 0.0)
 
 
+def waterline_times(
+    load: NDArray[np.generic], num_ranks: int, cost: CostModel = TOKENS
+) -> NDArray[np.float64]:
+    """Return the (T, L) time of the slowest rank if all ranks have the same work.
+
+    This is the time under Waterfill, which levels work whatever the speeds of ranks, of every
+    placement that leaves the routed work of all ranks below the waterline. Arguments and errors are
+    those of `fluid_times`.
+    """
+    cost.check_ranks(num_ranks)
+    level = _layer_work(load, cost) / num_ranks
+    work = np.broadcast_to(level[:, :, None], (*level.shape, num_ranks))
+    return np.asarray(rank_times(work, cost).max(axis=2), np.float64)
+
+
 def _layer_work(load: NDArray[np.generic], cost: CostModel) -> NDArray[np.float64]:
     """Return the (T, L) work of one replica for each expert, shared experts included [tokens].
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.loads import lognormal_steps
-from evenkeel_moe.model.cost import TOKENS, CostModel, ReplicaWork
+from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
@@ -152,6 +152,24 @@ def test_under_waterfill_balance_below_the_waterline_is_not_paid_for():
     # The waterline of 4 x 210 / 4 tokens is above every routed peak.
     filled = with_objective(problem, cost=CostModel(shared_tokens=4.0))
     assert plan_keel(filled).numbers["copies"] == 0
+
+
+def test_under_waterfill_a_slow_rank_below_the_waterline_is_not_paid_for():
+    shape = ModelShape(2, 16, 4, 5, 2, 100)
+    load = np.random.default_rng(2).poisson(np.linspace(5.0, 40.0, 16), (40, 2, 16)).astype(float)
+    first = Placement.initial(shape).phy2log[0]
+    cost = CostModel(CostCurves.linear(np.array([1.0, 1.0, 1.4, 1.0])), shared_tokens=1.0)
+    problem = PlacementProblem(
+        load,
+        shape,
+        Topology.single_node(4),
+        # Layers differ, so that copies have the price of a later plan.
+        current=Placement(np.stack([first, 15 - first]), 4, 16),
+        objective=Objective(cost, DispatchModel.WATERFILL, copy_cost=1.0),
+    )
+    # Waterfill gives every rank the same work, whatever its speed.
+    assert moe_time.score(problem, problem.current) == pytest.approx(1.4 * load.sum() * 2.0 / 4)
+    assert plan_keel(problem).numbers["copies"] == 0
 
 
 def test_under_fewest_dispatch_the_plan_is_not_worse_than_one_without_replicas():

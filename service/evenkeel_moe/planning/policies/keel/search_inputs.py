@@ -48,7 +48,8 @@ def unplanned(
     """Return what no placement changes: the work of shared experts, and a least time.
 
     Under Waterfill the shared experts run where there is room, so only the level that they reach
-    counts: below it, the routed load of a rank does not matter.
+    counts: below it, the routed load of a rank does not matter. It is a level of work, so the
+    slowest rank gives the time.
 
     Returns:
         (L, R, T) [tokens] and (T, L) in the unit of the score; the other of the two is 0. A single
@@ -56,7 +57,7 @@ def unplanned(
     """
     cost, ranks = problem.objective.cost, problem.shape.num_ranks
     if problem.objective.dispatch is DispatchModel.WATERFILL and cost.shared_tokens > 0.0:
-        level = np.maximum(moe_time.fluid_times(load, ranks, cost) - cost.fixed, 0.0)
+        level = np.maximum(moe_time.waterline_times(load, ranks, cost) - cost.fixed, 0.0)
         return np.zeros((1, ranks, load.shape[0])), level
     if cost.shared_tokens == 0.0:
         return np.zeros((1, ranks, load.shape[0])), np.zeros(load.shape[:2])
