@@ -30,6 +30,11 @@ from tests.cli.conftest import FLEET, SMALL, run_replay
             "unknown dispatch model 'magic'; known: even",
         ),
         (
+            ("compare", *SMALL, "--dispatch", "waterfill"),
+            InvalidInput,
+            "--dispatch waterfill needs --shared-experts: it pours their work",
+        ),
+        (
             ("compare", *SMALL, "--html", "/tmp"),
             InvalidInput,
             "/tmp is a folder: name a file in it",

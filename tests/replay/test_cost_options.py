@@ -1,10 +1,12 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.cost import CostModel, CostSource
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.derived_cost import derived_cost
@@ -25,7 +27,7 @@ BY_REPLICAS = {
 
 
 def cost(rank_speeds: str | None = None, **options) -> CostModel:
-    return replay_cost(CostOptions(**options), SHAPE, rank_speeds)
+    return replay_cost(CostOptions(**options), SHAPE, rank_speeds, DispatchModel.EVEN)
 
 
 @pytest.fixture
@@ -118,8 +120,25 @@ def test_speeds_of_ranks_scale_every_model(profile):
 
 def test_work_of_shared_experts_counts_where_time_is_known():
     shape = ModelShape(2, 8, 2, 5, 2, 44_040_192, shared_experts=1.0)
-    for options in (CostOptions(cost="roofline", read_tokens=9.0),):
-        assert replay_cost(options, shape, None).shared_tokens == 0.5
+    for dispatch in (DispatchModel.EVEN, DispatchModel.WATERFILL):
+        options = CostOptions(cost="roofline", read_tokens=9.0)
+        assert replay_cost(options, shape, None, dispatch).shared_tokens == 0.5
+
+
+def test_tokens_include_the_shared_experts_that_waterfill_pours():
+    shape = ModelShape(2, 8, 2, 5, 2, 44_040_192, shared_experts=1.0)
+    tokens = CostOptions()
+    for speeds in (None, "1,0.5"):
+        poured = replay_cost(tokens, shape, speeds, DispatchModel.WATERFILL)
+        assert (poured.shared_tokens, poured.source) == (0.5, CostSource.TOKENS)
+    assert replay_cost(tokens, shape, None, DispatchModel.EVEN).by_tokens
+    none = replace(shape, shared_experts=0.0)
+    assert replay_cost(tokens, none, None, DispatchModel.WATERFILL).by_tokens
+
+
+def test_waterfill_without_shared_experts_is_refused():
+    with pytest.raises(InvalidInput, match="--dispatch waterfill needs --shared-experts"):
+        replay_cost(CostOptions(), SHAPE, None, DispatchModel.WATERFILL)
 
 
 @pytest.mark.parametrize(

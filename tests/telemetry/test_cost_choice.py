@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.model.cost import CostSource
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost
@@ -88,6 +89,30 @@ def test_the_operator_can_ask_for_tokens():
     assert choice.model.by_tokens
     assert "policy asks for tokens" in choice.model.detail
     assert choice.others[0].model is not None, "the others are still shown"
+
+
+@pytest.mark.parametrize("asked", list(CostChoice))
+def test_under_waterfill_tokens_include_the_shared_experts_that_are_poured(asked):
+    unknown = known([RankNumbers()] * 4)
+    poured = replace(unknown, dispatch=DispatchModel.WATERFILL)
+    model = choose_cost(poured, asked).model
+    assert (model.shared_tokens, model.source) == (0.5, CostSource.TOKENS)
+    assert model.curves is None and model.unit == "tokens"
+    assert "shared experts" not in model.detail
+    assert choose_cost(unknown, asked).model.by_tokens
+
+
+@pytest.mark.parametrize("fit", [NONE, FIT])
+def test_shared_experts_that_waterfill_cannot_pour_are_named(fit):
+    poured = replace(known([RankNumbers()] * 4, fit), dispatch=DispatchModel.WATERFILL)
+    words = "the work of shared experts is not known, so waterfill counts as an even split"
+    for shared, named in ((None, True), (0.0, False), (2.0, False)):
+        found = replace(poured, shape=replace(SHAPE, shared_experts=shared))
+        assert (words in choose_cost(found).model.detail) is named
+    nothing_known = replace(poured, shape=replace(SHAPE, shared_experts=None))
+    assert words in choose_cost(nothing_known, CostChoice.TOKENS).model.detail
+    even = replace(nothing_known, dispatch=DispatchModel.EVEN)
+    assert words not in choose_cost(even).model.detail
 
 
 def reason_of(source, *args, **kwargs):

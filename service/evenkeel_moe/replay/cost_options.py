@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWork
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens
+from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
 from evenkeel_moe.replay.options import CostOptions
 from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, profiled_cost
 from evenkeel_moe.telemetry.step_times import NoFit
@@ -27,26 +28,34 @@ class CostKind(StrEnum):
     ROOFLINE = "roofline"
 
 
-def replay_cost(asked: CostOptions, shape: ModelShape, rank_speeds: str | None) -> CostModel:
+def replay_cost(
+    asked: CostOptions, shape: ModelShape, rank_speeds: str | None, dispatch: DispatchModel
+) -> CostModel:
     """Return the cost model that the options ask for.
 
     Args:
         asked: the options.
         shape: sizes of the deployment.
         rank_speeds: relative speed of every rank, separated by commas; None for equal ranks.
+        dispatch: the engine's rule.
 
     Raises:
-        InvalidInput: an option has an unknown value, is missing or does not belong to the model, or
-            the file holds no curve.
+        InvalidInput: an option has an unknown value, is missing or does not belong to the model,
+            the file holds no curve, or Waterfill has no shared experts to pour.
         ShapeMismatch: not one positive speed for each rank.
     """
     kind = _kind(asked)
+    if dispatch is DispatchModel.WATERFILL and shape.shared_experts is None:
+        raise InvalidInput(
+            "--dispatch waterfill needs --shared-experts: it pours their work, and without it the"
+            " split is even"
+        )
     if kind is CostKind.CURVE:
         model = _of_curve(asked.curve, shape)
     elif kind is CostKind.ROOFLINE:
         model = _of_roofline(asked, shape)
     else:
-        model = CostModel()
+        model = tokens_cost(shape, dispatch)
     slowness = None if rank_speeds is None else 1.0 / _speeds(rank_speeds, shape.num_ranks)
     return model if slowness is None else _slowed(model, slowness)
 

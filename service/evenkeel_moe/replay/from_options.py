@@ -51,7 +51,7 @@ def replay_setup(
         horizon_steps=horizon_steps,
         source=source,
         objective=Objective(
-            cost=replay_cost(cost, shape, fleet.rank_speeds),
+            cost=replay_cost(cost, shape, fleet.rank_speeds, dispatch),
             dispatch=dispatch,
             cross_node_factor=planning.cross_node_factor,
             allow_duplicates=planning.allow_duplicates,

@@ -60,7 +60,8 @@ class FleetOptions:
         float | None,
         typer.Option(
             help="Weights of the shared experts of a layer over those of one routed expert; their"
-            " time counts in the cost models curve and roofline.",
+            " time counts in the cost models curve and roofline, and under waterfill dispatch in"
+            " tokens too.",
             min=0.0,
             show_default="not counted",
         ),

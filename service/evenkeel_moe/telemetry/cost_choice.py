@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.cost import (
-    TOKENS,
     CostCurves,
     CostModel,
     CostSource,
     ReplicaWork,
 )
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens
+from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
 from evenkeel_moe.planning.problem.moe_time import rank_times, replica_work
 from evenkeel_moe.telemetry.rank_speeds import join_curves
 from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
@@ -65,6 +65,8 @@ class KnownCosts:
     active_per_rank: float
     """Mean active replicas of a rank in a layer and step."""
     now_unix: float
+    dispatch: DispatchModel = DispatchModel.EVEN
+    """The engine's rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +99,11 @@ def choose_cost(known: KnownCosts, asked: CostChoice = CostChoice.AUTO) -> Chose
     ]
     models = [one.model for one in found if one.model is not None]
     if asked is CostChoice.TOKENS or not models:
-        chosen_by = "the deployment's policy asks for tokens"
-        detail = chosen_by if asked is CostChoice.TOKENS else "; ".join(one.reason for one in found)
-        return ChosenCost(replace(TOKENS, detail=detail), tuple(found))
+        policy_asks = ["the deployment's policy asks for tokens"]
+        why = policy_asks if asked is CostChoice.TOKENS else [one.reason for one in found]
+        detail = "; ".join(part for part in (*why, _unpoured(known)) if part)
+        tokens = tokens_cost(known.shape, known.dispatch)
+        return ChosenCost(replace(tokens, detail=detail), tuple(found))
     chosen = _with_clocks(_with_measured_speeds(models, known.fit), known)
     chosen = replace(chosen, shared_tokens=shared_tokens(known.shape))
     others = tuple(
@@ -107,7 +111,15 @@ def choose_cost(known: KnownCosts, asked: CostChoice = CostChoice.AUTO) -> Chose
         for one in found
         if one.source is not chosen.source
     )
-    return ChosenCost(replace(chosen, detail=_detail(chosen, others)), others)
+    detail = "; ".join(part for part in (_detail(chosen, others), _unpoured(known)) if part)
+    return ChosenCost(replace(chosen, detail=detail), others)
+
+
+def _unpoured(known: KnownCosts) -> str:
+    """Return what the model misses under Waterfill, in words; empty if nothing."""
+    if known.dispatch is DispatchModel.WATERFILL and known.shape.shared_experts is None:
+        return "the work of shared experts is not known, so waterfill counts as an even split"
+    return ""
 
 
 def _candidate(source: CostSource, build: Callable[[], CostModel]) -> CostCandidate:

@@ -10,9 +10,10 @@ from structlog.testing import capture_logs
 from evenkeel_moe.controller.cycles.cycle_inputs import PlanBase
 from evenkeel_moe.controller.cycles.rank_costs import RankCosts
 from evenkeel_moe.model.cost import CostSource
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.policy import CostChoice
-from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
+from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT, SplitModel
 from evenkeel_moe.telemetry.rank_times import RankTimes
 from evenkeel_moe.wire.link import ReplicaCost
 from tests.protocol.machines import BASE, SHAPE
@@ -21,11 +22,11 @@ from tests.waiting import until
 PROFILE = ReplicaCost(1e-5, 1e-7, 2e-6, 0.0, 0.01, 1.8e9)
 
 
-def costs_of(rig, windows=None) -> RankCosts:
+def costs_of(rig, windows=None, split=EVEN_SPLIT) -> RankCosts:
     member = rig.member
     loads = SimpleNamespace(
         ingest=SimpleNamespace(parts=lambda: windows or {}),
-        split=lambda: EVEN_SPLIT,
+        split=lambda: split,
         times=RankTimes(512),
     )
     return RankCosts(member.control, loads, member.ranks, rig.clock)  # type: ignore[arg-type]
@@ -51,6 +52,14 @@ async def test_profiles_are_used_once_every_rank_told_one(rig):
     assert model.replica.start_tokens == pytest.approx(15.0)
     named = [row["source"] for row in said if row["event"] == "cost_model"]
     assert named == ["tokens", "profiled", "tokens"], "each change is logged once"
+
+
+async def test_the_dispatcher_in_force_says_if_shared_experts_are_poured(rig):
+    base = PlanBase.current(rig.member.control)
+    load, shape = np.ones((4, 2, 4), np.uint32), replace(SHAPE, shared_experts=2.0)
+    for dispatch, work in ((DispatchModel.EVEN, 0.0), (DispatchModel.WATERFILL, 2 / SHAPE.top_k)):
+        costs = costs_of(rig, split=SplitModel(dispatch))
+        assert costs.choose(base, shape, load, CostChoice.AUTO).shared_tokens == work
 
 
 async def test_seconds_that_ranks_report_come_before_their_profiles(rig):

@@ -1,5 +1,6 @@
-"""Cycles under cost models other than tokens: time balance decides."""
+"""Cycles under cost models other than tokens alone: time balance decides."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -7,13 +8,16 @@ import pytest
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWork
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.decision.cycle import CycleInputs, CycleResult, run_cycle
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.problem import moe_time
+from evenkeel_moe.planning.problem.derived_cost import tokens_cost
 from evenkeel_moe.planning.problem.objective import Objective
+from evenkeel_moe.planning.problem.token_split import SplitModel
 
 SHAPE = ModelShape(2, 64, 8, 8, 8, 1000)
 SLOW_RANK = 3
@@ -25,7 +29,13 @@ def traffic(steps: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).poisson(mean, (steps, 2, 64)).astype(np.uint32)
 
 
-def cycle(policy: str, current: Placement, cost: CostModel, load: np.ndarray) -> CycleResult:
+def cycle(
+    policy: str,
+    current: Placement,
+    cost: CostModel,
+    load: np.ndarray,
+    dispatch: DispatchModel = DispatchModel.EVEN,
+) -> CycleResult:
     """Run a cycle under the default thresholds; one window is enough to start."""
     return run_cycle(
         CycleInputs(
@@ -40,7 +50,7 @@ def cycle(policy: str, current: Placement, cost: CostModel, load: np.ndarray) ->
             mode=Mode.AUTO,
             ranks_fresh=8,
             newest_step_age_s=0.5,
-            objective=Objective(cost=cost),
+            objective=Objective(cost=cost, dispatch=dispatch),
         )
     )
 
@@ -99,6 +109,34 @@ def test_where_reading_dominates_tokens_say_nothing():
     assert result.reason is Reason.BALANCE_ABOVE_THRESHOLD
     assert result.numbers["balancedness_mean"] < 0.9
     assert result.numbers["time_balance"] == pytest.approx(1.0)
+
+
+def test_ranks_that_waterfill_levels_are_in_balance_by_tokens():
+    """The shared experts are a third of the work: as much as the fullest rank is above the mean."""
+    uneven, load = Placement.initial(SHAPE), traffic(96)
+    even = cycle("keel", uneven, CostModel(), load)
+    assert (even.passed, even.reason) == (True, Reason.BALANCE_BELOW_THRESHOLD)
+    cost = tokens_cost(replace(SHAPE, shared_experts=4.0), DispatchModel.WATERFILL)
+    level = cycle("keel", uneven, cost, load, DispatchModel.WATERFILL)
+    assert (level.passed, level.reason) == (False, Reason.BALANCE_ABOVE_THRESHOLD)
+    assert level.numbers["balancedness_mean"] < 0.9
+    assert level.numbers["time_balance"] > 0.99
+
+
+def test_by_tokens_a_plan_under_waterfill_promises_what_the_poured_work_leaves():
+    load = traffic(96) * np.where(np.arange(64) < 8, 6, 1).astype(np.uint32)
+    current, split = Placement.initial(SHAPE), SplitModel(DispatchModel.WATERFILL)
+    cost = tokens_cost(replace(SHAPE, shared_experts=1.0), DispatchModel.WATERFILL)
+    result = cycle("keel", current, cost, load, DispatchModel.WATERFILL)
+    assert result.passed and result.target is not None and result.verdict is not None
+    before, after = (
+        moe_time.predicted_time(load[-16:], one, cost, split) for one in (current, result.target)
+    )
+    assert result.verdict.gain == pytest.approx(1 - after / before)
+    assert result.verdict.cost_model.source is CostSource.TOKENS
+    assert result.verdict.cost_model.moe_time == "MoE time (by tokens)"
+    routed = cycle("keel", current, CostModel(), load)
+    assert routed.verdict is not None and result.verdict.gain < routed.verdict.gain - 0.01
 
 
 def test_curves_for_other_ranks_end_the_cycle_in_words():

@@ -59,6 +59,7 @@ class RankCosts:
                 tokens_per_rank=float(load.sum()) / each,
                 active_per_rank=float(np.count_nonzero(load)) / each,
                 now_unix=self.clock.unix(),
+                dispatch=self.loads.split().dispatch,
             ),
             asked,
         )

@@ -4,11 +4,14 @@ The weights of an expert are read at the bandwidth of the memory, and a token ta
 a weight. What takes longer decides: a roofline for each replica.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from evenkeel_moe.errors import InvalidInput
-from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWork
+from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, CostSource, ReplicaWork
 from evenkeel_moe.model.devices import BYTES_PER_WEIGHT, find_device
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
 
 FLOPS_SHARE = 0.55
@@ -57,6 +60,16 @@ def derived_cost(shape: ModelShape, device_name: str, weight_format: str) -> Cos
         detail=f"{shape.bytes_per_expert} bytes of {weight_format} per expert on {device.name}"
         + (f", computed in {computed}" if expands else ""),
     )
+
+
+def tokens_cost(shape: ModelShape, dispatch: DispatchModel) -> CostModel:
+    """Return the model of a deployment of whose time nothing is known.
+
+    Under Waterfill it has the work of the shared experts, which is in tokens: without it nothing
+    could be poured. Otherwise that work is left out, so that time balance is balancedness.
+    """
+    poured = dispatch is DispatchModel.WATERFILL
+    return replace(TOKENS, shared_tokens=shared_tokens(shape) if poured else 0.0)
 
 
 def shared_tokens(shape: ModelShape) -> float:
