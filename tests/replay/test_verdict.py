@@ -50,6 +50,19 @@ def test_a_plan_that_helps_only_on_older_steps_is_not_adopted():
     assert walk_forward("b", with_verdict(planner), _setup(both)).copies.sum() == 0
 
 
+def test_a_short_window_of_noise_adopts_as_few_plans_as_in_a_controller():
+    """Windows of 16 steps hold out 4; the planner swaps two experts that are alike."""
+    shape = ModelShape(1, 8, 4, 2, 2, 10)
+    rows = np.array([[0, 2, 1, 3, 4, 6, 5, 7]], np.int32)
+    adopted = 0
+    for seed in range(300):
+        load = np.random.default_rng(seed).poisson(40, (24, 1, 8)).astype(np.float64)
+        setup = Setup(load, shape, Topology.single_node(4), 16, 8)
+        replan = Replan(0, 16, setup.problem(0, 16, Placement.initial(shape)), load[:16], setup)
+        adopted += with_verdict(lambda _: Proposal(Placement(rows, 4, 8), 0.0))(replan) is not None
+    assert adopted <= 0.06 * 300
+
+
 def test_the_newest_steps_are_used_for_scoring_and_not_for_planning():
     seen = []
 

@@ -24,7 +24,8 @@ def with_verdict(planner: Planner) -> Planner:
     The number of held-out steps is that of the controller. The policy plans on as many steps before
     them as it would see without a verdict; at the first plan there are fewer. It plans with the
     source ranks of the steps it plans on; its plan is scored with those of the held-out steps.
-    Thresholds are the controller's defaults, except that a short window may decide on fewer steps.
+    Thresholds are the controller's defaults. A short window decides on fewer steps, which must be
+    as certain as in a controller after a change of traffic (`VerdictRules.few_steps`).
     """
     settings = GateSettings()
 
@@ -60,7 +61,10 @@ def with_verdict(planner: Planner) -> Planner:
                     copy_cost=objective.cost_per_move * LIFETIME_STEPS * moves,
                     lifetime_steps=LIFETIME_STEPS,
                     cost_model=objective.cost.basis,
-                    rules=VerdictRules(min_steps=max(2, int(min_steps))),
+                    rules=VerdictRules(
+                        min_steps=max(2, int(min_steps)),
+                        few_steps=int(settings.min_held_out_steps),
+                    ),
                     seed=problem.seed,
                 ),
                 limits=objective.limits,
