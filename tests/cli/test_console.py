@@ -4,7 +4,17 @@ import sys
 
 import pytest
 
-from evenkeel_moe.cli.console import print_json, work_bars
+from evenkeel_moe.cli.console import plain_console, print_json, work_bars
+from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
+from tests.api.fakes import FakeView, make_plan, make_rank, make_status
+
+STEERING = "\x1b]0;owned\x1b\\ \x1b]52;c;cm0=\x07 \x1b[2J \x7f \x9b31m \u202e \u2066 \u200f"
+"""Sets the title and the clipboard of a terminal, clears it, and turns the writing around."""
+
+
+def steers(text):
+    """Return True if a text has a character of its own that a terminal obeys."""
+    return any(not line.isprintable() for line in text.splitlines())
 
 
 def test_lines_in_a_pipe_end_without_blanks_and_fit_columns(run, monkeypatch):
@@ -21,6 +31,40 @@ def test_lines_in_a_pipe_end_without_blanks_and_fit_columns(run, monkeypatch):
     out = run("status")[1]
     assert "POLICY" not in out.splitlines()[0]
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_no_text_of_a_rank_or_of_the_store_steers_the_terminal(run, operations):
+    ranks = (make_rank(0, node=STEERING, device=STEERING, trouble=STEERING), make_rank(1))
+    proposal = make_plan("p-1", story=({"at": 0.0, "event": STEERING, "by": STEERING},))
+    status = make_status(
+        ranks=ranks, dispatch=STEERING, dispatch_warning=STEERING, proposals=[proposal]
+    )
+    operations.views["demo"] = FakeView(status, {}, None)
+    operations.records["demo"] = [proposal]
+    for command in (
+        ("status",),
+        ("status", "demo"),
+        ("status", "demo", "--json"),
+        ("plan", "list"),
+        ("plan", "show", "p-1", "-d", "demo"),
+        ("plan", "story", "p-1", "-d", "demo"),
+        ("policy", f"policy={STEERING}"),
+        ("plan", "show", "p-1", "--url", f"http://127.0.0.1:1/{STEERING}"),
+    ):
+        _, out, err = run(*command)
+        assert out + err
+        assert not steers(out) and not steers(err), command
+    assert "\ufffd]0;owned" in run("status", "demo")[1]
+
+
+def test_a_terminal_gets_the_styles_of_a_table_and_no_other_code(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    console = plain_console(width=200, force_terminal=True)
+    with console.capture() as captured:
+        console.print(FittedTable([FittedColumn("NODE")], [[STEERING]]))
+    out = captured.get()
+    assert "\x1b[1mNODE" in out and "\ufffd]0;owned\ufffd\\ \ufffd]52;" in out
+    assert not steers(out.replace("\x1b[1m", "").replace("\x1b[0m", ""))
 
 
 def test_json_has_null_for_numbers_that_json_does_not_have(capsys):

@@ -16,6 +16,7 @@ from evenkeel_moe.model.load import (
 )
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
+from evenkeel_moe.model.texts import printable_line
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.protocol.terms import MAX_TERM
@@ -31,8 +32,9 @@ highest_terms = st.integers(0, MAX_TERM)
 seconds = st.floats(0, 1e6)
 step_seconds = st.floats(0, MAX_COMPUTE_S)
 positive_seconds = st.floats(1e-6, 1e6)
-short_text = st.text(max_size=40)
-name = st.text(min_size=1, max_size=40)
+printable = st.characters(codec="utf-8").filter(lambda char: printable_line(char) == char)
+short_text = st.text(printable, max_size=40)
+name = st.text(printable, min_size=1, max_size=40)
 reasons = st.sampled_from(Reason)
 checksums64 = st.integers(0, (1 << 64) - 1)
 
@@ -177,7 +179,7 @@ rank_messages = st.one_of(
         seconds,
     ),
     st.builds(link.KvCache, st.integers(1, 1 << 40), st.integers(0, 1 << 53)),
-    st.builds(link.DeviceClock, st.floats(0, 2, exclude_min=True), st.text(max_size=16)),
+    st.builds(link.DeviceClock, st.floats(0, 2, exclude_min=True), short_text),
     no_votes,
     yes_votes,
     st.builds(m.Ack, keys, counts.map(Epoch), short_text, seconds),

@@ -7,6 +7,7 @@ import typer
 from evenkeel_moe import __version__
 from evenkeel_moe.cli import config, engines, insight, operate, plan, record, replay, run
 from evenkeel_moe.cli.client import CliError
+from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.export import export
 from evenkeel_moe.cli.help import CommandApp
 from evenkeel_moe.cli.offline import offline
@@ -38,7 +39,7 @@ app = CommandApp(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"evenkeel {__version__}")
+        say(f"evenkeel {__version__}")
         raise typer.Exit
 
 
@@ -73,10 +74,10 @@ def main() -> None:
     try:
         app(prog_name="evenkeel")
     except CliError as error:
-        typer.echo(f"evenkeel: {error}", err=True)
+        say(f"evenkeel: {error}", err=True)
         sys.exit(error.code)
     except EvenkeelError as error:
         # Raised before the command changes anything: wrong settings or options.
         reason = "" if error.reason is Reason.INVALID_INPUT else f" ({error.reason})"
-        typer.echo(f"evenkeel: {error}{reason}", err=True)
+        say(f"evenkeel: {error}{reason}", err=True)
         sys.exit(2)

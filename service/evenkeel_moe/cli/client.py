@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import typer
 
+from evenkeel_moe.cli.console import say
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.quantities import duration_text
 
@@ -181,7 +181,7 @@ class ApiClient:
         while _planner_starts(response) and time.monotonic() < give_up_at:
             if not self._told_to_wait:
                 words = f"waiting up to {duration_text(_PLANNER_STARTS_WITHIN_S)}, Ctrl-C ends"
-                typer.echo(f"evenkeel: the planner is starting; {words}", err=True)
+                say(f"evenkeel: the planner is starting; {words}", err=True)
                 # A command may send several requests, and `--watch` sends one after the other.
                 self._told_to_wait = True
             time.sleep(_pause_s(response))

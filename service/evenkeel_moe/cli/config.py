@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.help import CommandApp
 
 app = CommandApp(no_args_is_help=True, help="Check and print the controller's settings.")
@@ -35,7 +36,7 @@ def check(config: ConfigOption = None) -> None:
 
     load_settings(config)
     source = "environment variables and defaults" if config is None else f"{config} and variables"
-    typer.echo(f"all settings are valid ({source})")
+    say(f"all settings are valid ({source})")
 
 
 @app.command("print")
@@ -51,7 +52,7 @@ def print_settings(config: ConfigOption = None) -> None:
     document = dataclasses.asdict(settings)
     gates = GateSettings.from_thresholds(settings.planner.thresholds)
     document["planner"]["thresholds"] = dataclasses.asdict(gates)
-    typer.echo(json.dumps(redacted(document), indent=2, default=str))
+    say(json.dumps(redacted(document), indent=2, default=str))
 
 
 def redacted(document: dict[str, Any]) -> dict[str, Any]:

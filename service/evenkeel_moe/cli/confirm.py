@@ -6,7 +6,7 @@ import typer
 from rich.console import RenderableType
 
 from evenkeel_moe.cli.client import CliError, Exit
-from evenkeel_moe.cli.console import stderr_console
+from evenkeel_moe.cli.console import say, stderr_console
 
 
 def confirm(question: str, yes: bool, shown: RenderableType | None = None) -> None:
@@ -27,7 +27,7 @@ def confirm(question: str, yes: bool, shown: RenderableType | None = None) -> No
     if shown is not None:
         # On stderr, so that standard output holds only the answer.
         stderr_console().print(shown)
-    typer.echo(f"{question} Go on? [y/N]: ", nl=False, err=True)
+    say(f"{question} Go on? [y/N]: ", nl=False, err=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise typer.Abort
 

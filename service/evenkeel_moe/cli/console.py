@@ -4,20 +4,40 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from evenkeel_moe.model.texts import printable_lines
+
+
+class _SafeConsole(Console):
+    """A console that prints no control character of a text, only those of its own styles.
+
+    Names and error texts come from ranks, from the store and from files.
+    """
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Yield what is printed of a text or a table."""
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield segment._replace(text=printable_lines(segment.text))
 
 
 def plain_console(*, width: int | None = None, force_terminal: bool | None = None) -> Console:
-    """Return a console that prints text unchanged.
+    """Return a console that prints text as it is, without control characters.
 
     An error text of a rank, such as `[/lib/pair.cc:553]`, may look like markup.
     """
-    return Console(width=width, force_terminal=force_terminal, markup=False, emoji=False)
+    return _SafeConsole(width=width, force_terminal=force_terminal, markup=False, emoji=False)
 
 
 def stdout_console() -> Console:
@@ -33,12 +53,17 @@ def stdout_console() -> Console:
 
 def stderr_console() -> Console:
     """Return the console of stderr, for what is not the answer of a command."""
-    return Console(stderr=True, markup=False, emoji=False)
+    return _SafeConsole(stderr=True, markup=False, emoji=False)
+
+
+def say(words: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print a text without its control characters; `err` prints on stderr, `nl` ends the line."""
+    typer.echo(printable_lines(words), err=err, nl=nl)
 
 
 def print_json(answer: Any) -> None:
     """Print a value as JSON; NaN and infinity, which JSON does not have, become null."""
-    typer.echo(json.dumps(_finite(answer), indent=2, allow_nan=False))
+    say(json.dumps(_finite(answer), indent=2, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
@@ -66,13 +91,13 @@ def print_part(console: Console, part: RenderableType) -> None:
     with console.capture() as captured:
         console.print(part)
     lines = captured.get().splitlines()
-    typer.echo("\n".join(line.rstrip() for line in lines))
+    say("\n".join(line.rstrip() for line in lines))
 
 
 def show(answer: Any, as_json: bool, render: Callable[[], RenderableType]) -> None:
     """Print an answer of the controller, either unchanged as JSON or as `render` draws it."""
     if as_json:
-        typer.echo(json.dumps(answer, indent=2))
+        say(json.dumps(answer, indent=2))
     else:
         print_parts(render())
 
@@ -82,7 +107,7 @@ def tell(answer: Any, as_json: bool, words: str) -> None:
 
     The sentence is not broken into lines, so that a command in it can be copied.
     """
-    typer.echo(json.dumps(answer, indent=2) if as_json else words)
+    say(json.dumps(answer, indent=2) if as_json else words)
 
 
 @contextmanager
@@ -120,7 +145,7 @@ def work_bars() -> Iterator[tuple[Any, Any]]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=stderr_console(),
         transient=True,
         disable=not sys.stderr.isatty(),
     )

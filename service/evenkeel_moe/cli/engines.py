@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from evenkeel_moe.cli.client import CliError, Exit
+from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.help import CommandApp
 
 app = CommandApp(
@@ -46,7 +47,7 @@ def check(
 
 def _print(report: Any) -> None:
     for hook in report.hooks:
-        typer.echo(f"changed  {hook.difference}" if hook.difference else f"found    {hook.name}")
+        say(f"changed  {hook.difference}" if hook.difference else f"found    {hook.name}")
     known, name = ", ".join(report.known), f"{report.engine} {report.version}"
     changed = len(report.differences)
     if changed:
@@ -59,4 +60,4 @@ def _print(report: Any) -> None:
             f" start. Test it in a clone: make test-engines ENGINES={report.engine}=="
             f"{report.version}"
         )
-    typer.echo(f"{name}: {verdict}")
+    say(f"{name}: {verdict}")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from evenkeel_moe.cli.client import CliError, Exit
+from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.options import NamedDeployment, with_option_groups
 from evenkeel_moe.errors import EvenkeelError
 
@@ -59,7 +60,7 @@ def export(file: ExportedFile, connection: NamedDeployment) -> None:
     text = _render(answer, int(experts), name, file)
     output = file.output
     if output is None:
-        typer.echo(text, nl=False)
+        say(text, nl=False)
         return
     try:
         # Replaced in one step: an engine that starts now reads either the old file or the new one.
@@ -71,7 +72,7 @@ def export(file: ExportedFile, connection: NamedDeployment) -> None:
         raise CliError(
             f"cannot write {output}: {getattr(error, 'strerror', None) or error}", Exit.USAGE
         ) from error
-    typer.echo(f"{output}: epoch {answer['epoch']} of {name}, {file.format_name}")
+    say(f"{output}: epoch {answer['epoch']} of {name}, {file.format_name}")
 
 
 def _parse_ids(text: str) -> tuple[int, ...]:

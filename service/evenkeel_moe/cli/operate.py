@@ -10,7 +10,7 @@ from evenkeel_moe.cli import tables
 from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.completion import deployment_names
 from evenkeel_moe.cli.confirm import confirm
-from evenkeel_moe.cli.console import show
+from evenkeel_moe.cli.console import say, show
 from evenkeel_moe.cli.options import (
     ClientOptions,
     DeploymentClientOptions,
@@ -155,10 +155,10 @@ def freeze(
         client.post(f"deployments/{name}/freeze", {"seconds": seconds})
     if seconds == 0:
         ended = "the freeze has ended; plans may start again"
-        typer.echo(f"{name}: {'there was no freeze' if before is None else ended}")
+        say(f"{name}: {'there was no freeze' if before is None else ended}")
         return
     until = moment(SystemClock().unix() + seconds)
-    typer.echo(
+    say(
         f"{name}: no new plan starts for {duration_text(seconds)}, until {until} UTC; a plan that"
         f" runs goes on. `evenkeel freeze {name} 0` ends it earlier."
     )
@@ -185,7 +185,7 @@ def resume(connection: NamedDeployment) -> None:
         name = connection.found(client)
         before = client.get(f"deployments/{name}")
         client.post(f"deployments/{name}/resume")
-    typer.echo(f"{name}: {_resumed(before)}{_still_frozen(name, before['frozen_until_unix'])}")
+    say(f"{name}: {_resumed(before)}{_still_frozen(name, before['frozen_until_unix'])}")
 
 
 def _resumed(before: dict[str, Any]) -> str:
@@ -221,7 +221,7 @@ def forget(
         client.deployment(name)
         confirm(f"{name} leaves the list and the metrics, and its windows are deleted.", yes)
         client.delete(f"deployments/{name}")
-    typer.echo(f"{name}: removed; its plans and epochs stay stored")
+    say(f"{name}: removed; its plans and epochs stay stored")
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -15,7 +15,7 @@ from evenkeel_moe.cli import plan_answers, plan_questions, plan_story, plan_tabl
 from evenkeel_moe.cli.client import ApiClient, CliError, Exit, NotSent
 from evenkeel_moe.cli.completion import plan_ids
 from evenkeel_moe.cli.confirm import confirm, require_terminal
-from evenkeel_moe.cli.console import show, tell
+from evenkeel_moe.cli.console import say, show, tell
 from evenkeel_moe.cli.help import CommandApp
 from evenkeel_moe.cli.options import (
     DeploymentClientOptions,
@@ -154,7 +154,7 @@ def create(
         answer = _post_plan(client, f"{path}/plans", body)
         show(answer, as_json, lambda: _view(client, name, answer))
     if not as_json:
-        typer.echo(f"\n{plan_answers.created(answer)}")
+        say(f"\n{plan_answers.created(answer)}")
 
 
 def _starts_at_once(client: ApiClient, path: str, request: PlanArguments) -> bool:
@@ -176,7 +176,7 @@ def _start_or_cancel(client: ApiClient, plan: dict[str, Any]) -> Any:
         if not (isinstance(error, CliError) and error.code is Exit.UNAVAILABLE):
             with suppress(CliError):  # It has ended already, or the error says what is wrong.
                 client.post(f"{_path(plan)}/cancel")
-                typer.echo(f"plan {plan['plan_id']} is cancelled; it has moved nothing", err=True)
+                say(f"plan {plan['plan_id']} is cancelled; it has moved nothing", err=True)
         raise
 
 

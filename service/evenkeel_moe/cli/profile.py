@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from evenkeel_moe.cli.client import CliError, Exit
+from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.options import with_option_groups
 from evenkeel_moe.errors import InvalidInput
 
@@ -66,4 +67,4 @@ def profile(
         except InvalidInput as error:
             raise CliError(str(error), Exit.USAGE) from error
         for line in lines:
-            typer.echo(line)
+            say(line)

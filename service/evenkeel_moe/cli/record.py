@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from evenkeel_moe.cli.client import CliError, Exit
+from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.help import CommandApp
 from evenkeel_moe.cli.options import with_option_groups
 from evenkeel_moe.cli.replay import check_writable, print_notes
@@ -146,11 +147,11 @@ def _ask(client: Any, route: str) -> None:
 def _wait(seconds: float) -> None:
     """Wait, and say every 10 seconds how long it still takes."""
     end = time.monotonic() + seconds
-    typer.echo(f"recording for {seconds:g} s", err=True)
+    say(f"recording for {seconds:g} s", err=True)
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(left, 10.0))
         if end - time.monotonic() > 1.0:
-            typer.echo(f"  {end - time.monotonic():.0f} s left", err=True)
+            say(f"  {end - time.monotonic():.0f} s left", err=True)
 
 
 def _poll(limit_s: float, find: Callable[[], Any]) -> Any:
@@ -201,7 +202,7 @@ def _write(path: Path, first_moe_layer: int | None, out: Path, *, from_step: int
         trace = read_trace(path, first_moe_layer=first_moe_layer)
     print_notes(trace.notes)
     write_trace(out, trace)
-    typer.echo(
+    say(
         f"{out}: {trace.num_steps} steps, {trace.num_layers} MoE layers, {trace.num_experts}"
         f" experts. Next: evenkeel offline {out} --ranks R --slots S -f FORMAT -o FILE"
     )

@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.cli.console import print_json, print_parts, stdout_console, work_bars
+from evenkeel_moe.cli.console import print_json, print_parts, say, stdout_console, work_bars
 from evenkeel_moe.cli.help import CommandApp
 from evenkeel_moe.cli.options import JsonOption, PlacementFileOptions, with_option_groups
 from evenkeel_moe.cli.units import moment
@@ -145,7 +145,7 @@ def compare_command(
 
 def _tell_start(planners: Iterable[str], recorded: Any) -> None:
     """Say on stderr what begins; in a pipe it is all that is said until the end."""
-    typer.echo(
+    say(
         f"comparing {', '.join(planners)} on {recorded.num_steps} steps of {recorded.name}; this"
         " may take minutes, above all the first time, when kernels are compiled",
         err=True,
@@ -352,7 +352,7 @@ def read_current(path: Path, ranks: int, trace: Any) -> Any:
 def print_notes(notes: Iterable[str]) -> None:
     """Print the notes of readers on stderr."""
     for note in notes:
-        typer.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
 
 
 def _check_matplotlib() -> None:

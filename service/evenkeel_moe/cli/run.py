@@ -9,7 +9,7 @@ import typer
 
 from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.config import ConfigOption
-from evenkeel_moe.cli.console import plain_console, status_line
+from evenkeel_moe.cli.console import plain_console, say, status_line
 from evenkeel_moe.cli.options import with_option_groups
 
 
@@ -28,7 +28,7 @@ def serve(config: ConfigOption = None) -> None:
     grpc, rest, metrics = (
         host_port(each.host, each.port) for each in (settings.grpc, settings.rest, settings.metrics)
     )
-    typer.echo(
+    say(
         f"starting a controller: gRPC on {grpc}, REST and console on {rest}, metrics on {metrics},"
         f" data in {settings.data_dir}",
         err=True,
@@ -143,17 +143,17 @@ def fleet(
         min_step_s=step_s,
     ).with_simulated_kv_cache(kv.kv_bytes_per_token, kv.kv_free_bytes)
     until = f"for {steps} steps" if steps else "until Ctrl-C"
-    typer.echo(
+    say(
         f"starting {ranks} ranks of {config.deployment} {until}; controller"
         f" {', '.join(config.controllers)}; logs are {run_folder}/rank-*.log",
         err=True,
     )
     with status_line() as show:
         progress = None if show is None else _progress(show, f" of {steps}" if steps else "")
-        report = run_fleet(config, lambda words: typer.echo(words, err=True), progress)
+        report = run_fleet(config, lambda words: say(words, err=True), progress)
     for problem in report.problems:
-        typer.echo(f"found {problem}", err=True)
-    typer.echo(report.words, err=True)
+        say(f"found {problem}", err=True)
+    say(report.words, err=True)
     raise typer.Exit(0 if report.ok else 1)
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli.client import CliError, Exit
-from evenkeel_moe.cli.console import print_part, show, stdout_console
+from evenkeel_moe.cli.console import print_part, say, show, stdout_console
 from evenkeel_moe.cli.units import moment
 
 
@@ -47,7 +47,7 @@ class ShowOptions:
             answer = fetch()
             show(answer, self.as_json, lambda: render(answer))
         elif self.as_json:
-            self._repeat(lambda: typer.echo(json.dumps(fetch())), _tell)
+            self._repeat(lambda: say(json.dumps(fetch())), _tell)
         else:
             self._follow(lambda: render(fetch()))
 
@@ -104,4 +104,4 @@ class _Screen:
 
 
 def _tell(error: CliError) -> None:
-    typer.echo(f"evenkeel: {error}", err=True)
+    say(f"evenkeel: {error}", err=True)

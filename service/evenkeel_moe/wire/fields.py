@@ -15,6 +15,7 @@ from typing import Any, Generic, NewType, TypeVar, get_args, get_type_hints
 from google.protobuf.message import Message
 
 from evenkeel_moe.errors import EvenkeelError, PeerViolation, Reason
+from evenkeel_moe.model.texts import printable_line
 
 _MAX_TEXT = 4096
 _MAX_INT = (1 << 63) - 1
@@ -40,12 +41,18 @@ class FieldCodec:
 
 
 def check_text(what: str, value: str, most: int = _MAX_TEXT, *, empty: bool = True) -> str:
-    """Return the text. Refuse one that is too long, or empty if `empty` is false."""
-    if len(value) > most:
-        raise PeerViolation(f"{what} has {len(value)} characters, at most {most} are allowed")
+    """Return the text. Refuse control characters, too long ones, and empty ones if not `empty`."""
+    _check_length(what, value, most)
     if not value and not empty:
         raise PeerViolation(f"{what} is empty")
+    if printable_line(value) != value:
+        raise PeerViolation(f"{what} {value[:80]!r} has control characters")
     return value
+
+
+def _check_length(what: str, value: str, most: int) -> None:
+    if len(value) > most:
+        raise PeerViolation(f"{what} has {len(value)} characters, at most {most} are allowed")
 
 
 def check_count(what: str, value: int, most: int = _MAX_INT) -> int:
@@ -69,13 +76,27 @@ def check_seconds(what: str, value: float, *, above_zero: bool = False) -> float
 # --- fields ---------------------------------------------------------------------------------
 
 
-def text(most: int = _MAX_TEXT, *, empty: bool = True, cut: bool = False) -> FieldCodec:
-    """A string of at most `most` characters; with `cut` a longer one is shortened when sent."""
+def text(most: int = _MAX_TEXT, *, empty: bool = True) -> FieldCodec:
+    """A name of at most `most` characters, without control characters."""
 
     def read(message: Message, name: str) -> str:
         return check_text(name, getattr(message, name), most, empty=empty)
 
-    return FieldCodec(read, (lambda value: value[:most]) if cut else None)
+    return FieldCodec(read)
+
+
+def words(most: int = _MAX_TEXT) -> FieldCodec:
+    """A text for people. A longer one is shortened when sent.
+
+    Control characters are replaced when it is read: a refusal would lose what went wrong.
+    """
+
+    def read(message: Message, name: str) -> str:
+        value: str = getattr(message, name)
+        _check_length(name, value, most)
+        return printable_line(value)
+
+    return FieldCodec(read, lambda value: value[:most])
 
 
 def count(most: int = _MAX_INT) -> FieldCodec:

@@ -19,6 +19,7 @@ from evenkeel_moe.wire.fields import (
     read_reason,
     seconds,
     text,
+    words,
 )
 from evenkeel_moe.wire.link import (
     CostCurve,
@@ -173,7 +174,7 @@ _CODECS: dict[str, MessageCodec[Any, Any]] = {
         weight_format=text(32),
         dispatch=text(64),
     ),
-    "heartbeat": message_codec(Heartbeat, pb.Heartbeat, trouble=text(cut=True)),
+    "heartbeat": message_codec(Heartbeat, pb.Heartbeat, trouble=words()),
     "cost_curve": message_codec(
         CostCurve, pb.CostCurve, check=_check_curve, tile_seconds=FieldCodec(_read_tiles)
     ),
@@ -187,9 +188,7 @@ _CODECS: dict[str, MessageCodec[Any, Any]] = {
     "device_clock": message_codec(
         DeviceClock, pb.DeviceClock, check=_check_clock, limited_by=text(64)
     ),
-    "vote": message_codec(
-        m.Vote, pb.Vote, reason=FieldCodec(_read_vote_reason), detail=text(cut=True)
-    ),
+    "vote": message_codec(m.Vote, pb.Vote, reason=FieldCodec(_read_vote_reason), detail=words()),
     "ack": message_codec(m.Ack, pb.Ack, placement_digest=_DIGEST),
     "abort_answer": message_codec(m.AbortAnswer, pb.AbortAnswer, outcome=_OUTCOME),
     "rank_state": message_codec(

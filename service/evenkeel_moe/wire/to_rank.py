@@ -6,7 +6,7 @@ from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.v1 import agent_pb2 as pb
 from evenkeel_moe.v1 import telemetry_pb2
-from evenkeel_moe.wire.fields import MessageCodec, enum, nested, seconds, text
+from evenkeel_moe.wire.fields import MessageCodec, enum, nested, seconds, text, words
 from evenkeel_moe.wire.link import (
     FlowControl,
     NotLeader,
@@ -55,7 +55,7 @@ _CODECS: dict[str, MessageCodec[Any, Any]] = {
         heartbeat_interval_s=_INTERVAL,
         lease_s=_INTERVAL,
         flow=nested(_FLOW.decode, _FLOW.encode),
-        detail=text(cut=True),
+        detail=words(),
     ),
     "not_leader": message_codec(NotLeader, pb.NotLeader, leader_id=text(256), address=text(512)),
     "prepare": message_codec(
