@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from bench.agent_rank import POLL_EVERY, RESOLVE_AFTER
 from bench.report import Row, write_report
-from evenkeel_moe.engines.demo.fleet_log import FleetLog, read_new_lines
+from evenkeel_moe.engines.demo.fleet_log import FleetLog
+from evenkeel_moe.engines.reference.lines import read_new_lines
 from tests.integration.controller_rig import Controller
 from tests.integration.whole import Fleet, whole
 

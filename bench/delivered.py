@@ -23,11 +23,12 @@ import numpy as np
 
 from bench.report import Row, write_report
 from evenkeel_moe.engines.demo.controller import DemoController
-from evenkeel_moe.engines.demo.fleet_log import FleetLog, read_new_lines
+from evenkeel_moe.engines.demo.fleet_log import FleetLog
 from evenkeel_moe.engines.demo.options import PACE_S_PER_REPLICA, PACE_S_PER_TOKEN, DemoOptions
 from evenkeel_moe.engines.demo.processes import stop_flag
 from evenkeel_moe.engines.demo.slow_rank import moe_s
 from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.lines import read_new_lines
 from evenkeel_moe.engines.reference.supervisor import Supervisor
 
 RUNS = 5

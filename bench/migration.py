@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from bench.report import Row, write_report
-from evenkeel_moe.engines.demo.fleet_log import FleetLog, StepRow, read_new_lines
+from evenkeel_moe.engines.demo.fleet_log import FleetLog, StepRow
+from evenkeel_moe.engines.reference.lines import read_new_lines
 from tests.chaos.operator import draw_target
 from tests.integration.whole import Fleet, Served, plans, whole
 

@@ -77,8 +77,13 @@ def test_a_fleet_says_what_it_starts_and_what_its_checks_found(tmp_path):
             "starting 2 ranks of reference for 3 steps; controller 127.0.0.1:9; logs are"
             f" {tmp_path}/rank-*.log"
         ),
-        "the ranks ended after 3 steps and 0 restarts: all 2 checks of weights and outputs passed",
+        done.stderr.splitlines()[-1],
     ]
+    ended = "the ranks ended after 3 steps and 0 restarts"
+    alone = "they were never connected to a controller: "
+    assert done.stderr.splitlines()[-1].startswith(
+        f"{ended}: all 2 checks of weights and outputs passed; {alone}"
+    )
     assert (tmp_path / "rank-1.log").exists()
     config = json.loads((tmp_path / "config.json").read_text())
     # Keys and values of 4 layers of 64 numbers, 4 bytes each.
@@ -104,7 +109,20 @@ def test_a_fleet_on_a_terminal_shows_the_step(tmp_path, monkeypatch):
     assert found and all(int(step) < 60 for step in found)
 
 
+@pytest.mark.parametrize("address", ["http://127.0.0.1:50071", "localhost", "[::1]", "a:b", ""])
+def test_a_fleet_with_a_controller_that_is_no_host_and_port_is_refused(command, tmp_path, address):
+    code, out, err = command("fleet", "--controller", address, "--run-folder", str(tmp_path / "f"))
+    assert (code, out) == (Exit.USAGE, "")
+    assert err == (
+        f"evenkeel: controller {address!r} is not host:port of its gRPC server, such as"
+        " 127.0.0.1:50051\n"
+    )
+    assert not (tmp_path / "f").exists()
+
+
 def test_a_fleet_that_failed_says_how():
+    alone = FleetReport(True, (0, 0), 0, 7, unconnected="in use").words
+    assert alone.endswith("passed; they were never connected to a controller: in use")
     assert FleetReport(False, (0, -9), 3, 7).words == (
         "the ranks ended after 7 steps and 3 restarts, with exit codes 0, -9: not every check was"
         " made"

@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
-from evenkeel_moe.engines.demo.fleet_log import read_new_lines
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.lines import read_new_lines
 from evenkeel_moe.engines.reference.supervisor import Supervisor
 from tests.waiting import deadline
 

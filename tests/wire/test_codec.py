@@ -193,8 +193,8 @@ def test_control_characters_in_a_capability_are_refused():
 def test_control_characters_in_what_went_wrong_are_replaced_and_the_rest_is_kept():
     heartbeat = link.Heartbeat(1, 2, 3, f"out of memory\n{STEERING}.")
     no = m.Vote(KEY, False, Reason.CHECKSUM_MISMATCH, heartbeat.trouble)
-    answer = decode_rank_message(over_the_wire(encode_rank_message(heartbeat)), HELLO)
-    vote = decode_rank_message(over_the_wire(encode_rank_message(no)), HELLO)
+    answer: Any = decode_rank_message(over_the_wire(encode_rank_message(heartbeat)), HELLO)
+    vote: Any = decode_rank_message(over_the_wire(encode_rank_message(no)), HELLO)
     assert vote.detail == answer.trouble
     assert answer.trouble.isprintable()
     assert answer.trouble.startswith("out of memory \ufffd]52;c;cm0=\ufffd\\ \ufffd ")

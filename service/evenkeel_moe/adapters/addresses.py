@@ -1,5 +1,9 @@
 """Formats network addresses, and says which settings choose them."""
 
+import re
+
+_HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
+
 
 def host_port(host: str, port: int) -> str:
     """Return `host:port`; an IPv6 address gets brackets (RFC 3986, section 3.2.2).
@@ -7,6 +11,11 @@ def host_port(host: str, port: int) -> str:
     Without brackets the port could not be distinguished.
     """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_host_port(address: str) -> bool:
+    """Return True if a text is `host:port`, with brackets around an IPv6 address."""
+    return _HOST_PORT.fullmatch(address) is not None
 
 
 def chosen_by(section: str) -> str:

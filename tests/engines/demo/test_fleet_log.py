@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenkeel_moe.engines.demo.fleet_log import FleetLog, read_new_lines
+from evenkeel_moe.engines.demo.fleet_log import FleetLog
+from evenkeel_moe.engines.reference.lines import read_new_lines
 from tests.engines.demo.lines import step_lines, swap_line
 
 

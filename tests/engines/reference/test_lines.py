@@ -1,26 +1,26 @@
-"""The newest step is read from the end of a file that a rank still writes."""
+"""Lines are read from a file that a rank still writes."""
 
-from evenkeel_moe.engines.reference.lines import LineWriter, newest_step
+from evenkeel_moe.engines.reference.lines import LineWriter, read_lines, read_new_lines
 
 
-def test_the_newest_step_is_found_near_the_end_of_a_long_file(tmp_path):
+def test_new_lines_are_read_once_and_whole(tmp_path):
     path = tmp_path / "rank-0.jsonl"
-    assert newest_step(path) is None
+    read: dict = {}
+    assert list(read_new_lines(tmp_path, 2, read)) == []
     writer = LineWriter(path, rank=0)
     writer.write("start", attempt=0)
-    assert newest_step(path) is None
-    for step in range(500):
-        writer.write("step", step=step, tokens=256)
-    writer.write("swap", epoch=1)
-    writer.close()
-    assert path.stat().st_size > 16_384
-    assert newest_step(path) == 499
+    writer.write("step", step=1)
+    assert [line["kind"] for line in read_new_lines(tmp_path, 2, read)] == ["start", "step"]
     with path.open("a") as file:
         file.write('{"kind":"step","step":5')  # The writer has not ended its line.
-    assert newest_step(path) == 499
+    assert list(read_new_lines(tmp_path, 2, read)) == []
+    with path.open("a") as file:
+        file.write("}\n")
+    assert list(read_new_lines(tmp_path, 2, read)) == [{"kind": "step", "step": 5}]
+    writer.close()
 
 
-def test_a_step_far_before_the_end_is_not_looked_for(tmp_path):
+def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
     path = tmp_path / "rank-0.jsonl"
-    path.write_text('{"kind":"step","step":1}\n' + "[1]\n" * 10_000)
-    assert newest_step(path) is None
+    path.write_text('{"kind":"step"{"kind":"start"}\n{"kind":"exit"}\n')
+    assert read_lines(path) == list(read_new_lines(tmp_path, 1, {})) == [{"kind": "exit"}]

@@ -1,12 +1,12 @@
 """Chooses the controller that a rank tries next: its own addresses in turn, or a redirect."""
 
 import hashlib
-import re
 from collections.abc import Sequence
+
+from evenkeel_moe.adapters.addresses import is_host_port
 
 _MAX_REDIRECTS = 4
 """Redirects in a row; a leader is reached by one, or by two after it has changed."""
-_HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
 
 
 def order_of(deployment: str, addresses: Sequence[str]) -> tuple[str, ...]:
@@ -70,10 +70,6 @@ class ControllerAddresses:
             True if the leader can be tried at once. A leader that died holds its lease for seconds,
             and meanwhile all its ranks would come to the other replicas again and again.
         """
-        follow = (
-            leader != answering
-            and self._redirects < _MAX_REDIRECTS
-            and _HOST_PORT.fullmatch(leader) is not None
-        )
+        follow = leader != answering and self._redirects < _MAX_REDIRECTS and is_host_port(leader)
         self._redirect = leader if follow else ""
         return follow and leader != self._unreachable

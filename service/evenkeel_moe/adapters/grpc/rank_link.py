@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import grpc
 import structlog
 
+from evenkeel_moe.adapters.grpc.call_errors import asked_to_wait, brief
 from evenkeel_moe.adapters.grpc.controller_addresses import ControllerAddresses
 from evenkeel_moe.adapters.grpc.rank_stream import MessageRate
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation
@@ -135,6 +136,7 @@ class GrpcRankLink:
         seed: seed of the jitter. Give each rank its own, so that the ranks of a fleet do not
             reconnect all at once.
         tls: None connects in clear text.
+        on_change: takes why the rank is not connected, "" once it is; called when that changes.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class GrpcRankLink:
         timing: LinkTiming | None = None,
         seed: int = 0,
         tls: LinkTls | None = None,
+        on_change: Callable[[str], None] | None = None,
     ) -> None:
         if not addresses:
             raise InvalidInput("a link needs at least one controller address")
@@ -159,6 +162,8 @@ class GrpcRankLink:
         """Set when the outbox of the open stream was full."""
         self._spoke = False
         """True if another message was sent since the last heartbeat."""
+        self._on_change = on_change
+        self._unconnected: str | None = None
 
     async def run(self, listener: LinkListener) -> None:
         """Keep a stream open until cancelled; streams are numbered from 1."""
@@ -169,15 +174,17 @@ class GrpcRankLink:
             try:
                 wait_s = await self._attach(address, listener)
             except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
-                _log.info("link_lost", address=address, detail=_brief(error))
+                _log.info("link_lost", address=address, detail=brief(error))
+                self._note(f"no controller answers at {address} ({brief(error)})")
                 self._addresses.failed(address)
-                wait_s = _asked_to_wait(error)
+                wait_s = asked_to_wait(error)
             except EvenkeelError as error:
                 _log.warning(
                     "link_violated", address=address, reason=error.reason, detail=str(error)
                 )
+                self._note(f"{address} answers like no controller: {error}")
             except Exception as error:  # our own bug may cost this stream, but no later one
-                _log.exception("link_failed", address=address, detail=_brief(error))
+                _log.exception("link_failed", address=address, detail=brief(error))
             if wait_s is None:
                 failures += 1
                 doubled = self._timing.backoff_min_s * 2.0 ** min(failures - 1, 16)
@@ -246,7 +253,13 @@ class GrpcRankLink:
                 return self._timing.backoff_min_s if follow else retry_after_s
             case Registration(reason=reason, detail=detail):
                 _log.warning("registration_refused", address=address, reason=reason, detail=detail)
+                self._note(f"the controller at {address} refuses: {detail} ({reason})")
         return None
+
+    def _note(self, unconnected: str) -> None:
+        if self._on_change is not None and unconnected != self._unconnected:
+            self._unconnected = unconnected
+            self._on_change(unconnected)
 
     async def _serve(
         self,
@@ -256,6 +269,7 @@ class GrpcRankLink:
         registration: Registration,
         listener: LinkListener,
     ) -> float | None:
+        self._note("")
         self._outbox, self._call = asyncio.Queue(_MAX_OUTBOX), call
         self._spoke = False
         self._full.clear()
@@ -375,26 +389,3 @@ def _decoded(wire: Any) -> ToRankLink | None:
     if wire is None:  # so gRPC gives bytes that protobuf cannot read
         raise PeerViolation("bytes that are no message")
     return None if wire is grpc.aio.EOF else decode_controller_message(wire)
-
-
-def _asked_to_wait(error: BaseException) -> float | None:
-    """Return the wait that an overloaded server asks for [s]; None if it asks for none.
-
-    This is twice the hint, because the caller may wait for only half of it.
-    """
-    if (
-        not isinstance(error, grpc.aio.AioRpcError)
-        or error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED
-    ):
-        return None
-    hints = [
-        value for name, value in error.trailing_metadata() or () if name == "grpc-retry-pushback-ms"
-    ]
-    text = str(hints[0]) if hints else ""
-    return 2 * min(int(text), 60_000) / 1000 if text.isdecimal() else None
-
-
-def _brief(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return repr(error)

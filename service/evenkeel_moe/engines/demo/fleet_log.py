@@ -1,9 +1,7 @@
 """The lines that the ranks of a run have written so far, joined by step."""
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,22 +148,3 @@ def mean_balancedness(rows: Iterable[StepRow]) -> float | None:
     """Return the mean balancedness of the steps with load; None if there are none."""
     values = [row.balancedness for row in rows if not np.isnan(row.balancedness)]
     return sum(values) / len(values) if values else None
-
-
-def read_new_lines(
-    folder: Path, num_ranks: int, offsets: dict[Path, int]
-) -> Iterator[Mapping[str, Any]]:
-    """Yield the complete lines that the ranks wrote since the last call.
-
-    Mutates: `offsets`, the bytes read of each file.
-    """
-    for rank in range(num_ranks):
-        path = folder / f"rank-{rank}.jsonl"
-        if not path.exists():
-            continue
-        with path.open("rb") as file:
-            file.seek(offsets.get(path, 0))
-            text = file.read()
-        whole = text.rfind(b"\n") + 1
-        offsets[path] = offsets.get(path, 0) + whole
-        yield from [json.loads(line) for line in text[:whole].splitlines() if line.strip()]

@@ -16,7 +16,6 @@ from rich.live import Live
 from rich.text import Text
 
 from evenkeel_moe.engines.demo.controller import DemoController
-from evenkeel_moe.engines.demo.fleet_log import read_new_lines
 from evenkeel_moe.engines.demo.options import (
     PACE_S_PER_REPLICA,
     PACE_S_PER_TOKEN,
@@ -29,6 +28,7 @@ from evenkeel_moe.engines.demo.summary import Summary, decision_lines, summarise
 from evenkeel_moe.engines.demo.view import plain_line, render
 from evenkeel_moe.engines.demo.watch import Watch
 from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.lines import read_new_lines
 from evenkeel_moe.engines.reference.supervisor import FleetReport, Supervisor
 from evenkeel_moe.errors import InvalidInput
 

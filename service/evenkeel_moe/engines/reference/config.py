@@ -36,6 +36,8 @@ check      final check: ok, problems (list of sentences, empty when ok), epoch, 
 maps_agree,
            slots_checked, wrong_slots (list of {layer, local_slot, expert}), rows_checked,
            mismatches, swaps, dropped_records
+link       connected (to a controller), detail: why not, empty if connected; written when it
+changes
 exit       code, reason (a Reason or `finished`), detail
 =========
 ==========================================================================================
@@ -49,6 +51,7 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
+from evenkeel_moe.adapters.addresses import is_host_port
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
@@ -252,6 +255,12 @@ class RankConfig:
                 f"transient_experts is {self.transient_experts}, must not be negative"
             )
         self._check_pace()
+        for address in self.controllers:
+            if not is_host_port(address):
+                raise InvalidInput(
+                    f"controller {address!r} is not host:port of its gRPC server, such as"
+                    " 127.0.0.1:50051"
+                )
         if not 0 <= self.fault_rank < self.num_ranks:
             raise InvalidInput(f"fault_rank {self.fault_rank} is outside 0..{self.num_ranks - 1}")
 

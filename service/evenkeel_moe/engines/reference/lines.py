@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,39 +46,35 @@ class LineWriter:
             self._file.close()
 
 
-_TAIL_BYTES = 16_384
-"""More than the longest line of a rank, which names each rank a few times."""
-
-
-def newest_step(path: Path) -> int | None:
-    """Return the step of the last `step` line near the end of a file; None without one.
-
-    It reads the end of the file alone, so that a long run may be asked again and again.
-    """
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue  # The first line may be cut off by the seek, the last one by its writer.
-        if isinstance(found, dict) and found.get("kind") == "step":
-            return int(found["step"])
-    return None
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file, if it exists, without a line that a crash cut off."""
-    if not path.is_file():
-        return []
+    return _parsed(path.read_bytes()) if path.is_file() else []
+
+
+def read_new_lines(
+    folder: Path, num_ranks: int, offsets: dict[Path, int]
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the complete lines that the ranks wrote since the last call.
+
+    Mutates: `offsets`, the bytes read of each file.
+    """
+    for rank in range(num_ranks):
+        path = folder / f"rank-{rank}.jsonl"
+        if not path.exists():
+            continue
+        with path.open("rb") as file:
+            file.seek(offsets.get(path, 0))
+            text = file.read()
+        whole = text.rfind(b"\n") + 1
+        offsets[path] = offsets.get(path, 0) + whole
+        yield from _parsed(text[:whole])
+
+
+def _parsed(text: bytes) -> list[dict[str, Any]]:
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         try:
-            lines.append(json.loads(text))
+            lines.append(json.loads(line))
         except ValueError:
             continue
     return lines

@@ -26,7 +26,8 @@ from typing import Any, Protocol
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
-from evenkeel_moe.engines.reference.lines import LineWriter, newest_step, read_lines
+from evenkeel_moe.engines.reference.fleet_watch import FleetWatch
+from evenkeel_moe.engines.reference.lines import LineWriter, read_lines, read_new_lines
 
 _POLL_S = 0.05
 _POLLS_PER_PROGRESS = 20
@@ -51,16 +52,23 @@ class FleetReport:
     """Problems the ranks found, in words."""
     checks: tuple[dict[str, Any], ...] = ()
     """The `check` line of each rank that wrote one in the last attempt."""
+    unconnected: str = ""
+    """Why no rank was ever connected to a controller; empty if one was, or none is configured."""
 
     @property
     def words(self) -> str:
         """The result in one sentence."""
         restarts = "1 restart" if self.restarts == 1 else f"{self.restarts} restarts"
         ended = f"the ranks ended after {self.steps} steps and {restarts}"
+        alone = (
+            f"; they were never connected to a controller: {self.unconnected}"
+            if self.unconnected
+            else ""
+        )
         if self.ok:
-            return f"{ended}: all {len(self.checks)} checks of weights and outputs passed"
+            return f"{ended}: all {len(self.checks)} checks of weights and outputs passed{alone}"
         found = f"{len(self.problems)} problems" if self.problems else "not every check was made"
-        return f"{ended}, with exit codes {', '.join(map(str, self.codes))}: {found}"
+        return f"{ended}, with exit codes {', '.join(map(str, self.codes))}: {found}{alone}"
 
 
 class RankProcess(Protocol):
@@ -257,11 +265,23 @@ class Supervisor:
         unique = tuple(dict.fromkeys(problems))
         ok = not unique and not any(codes) and len(checks) == len(codes)
         steps = self._newest_step() + 1
-        self._report = FleetReport(ok, codes, self._attempt, steps, unique, tuple(checks))
+        self._report = FleetReport(
+            ok, codes, self._attempt, steps, unique, tuple(checks), self._unconnected()
+        )
         self._write("finished", ok=ok, codes=codes, restarts=self._attempt, problems=unique)
         if self._lines is not None:
             self._lines.close()
         return self._report
+
+    def _unconnected(self) -> str:
+        """Return why no rank was ever connected to a controller; empty if one was."""
+        if not self._config.agent or not self._config.controllers:
+            return ""
+        ranks = range(self._config.num_ranks)
+        links = [line for rank in ranks for line in self._lines_of(rank) if line["kind"] == "link"]
+        if any(line["connected"] for line in links):
+            return ""
+        return links[-1]["detail"] if links else "none had answered by the end"
 
     def _newest_step(self) -> int:
         ranks = range(self._config.num_ranks)
@@ -301,9 +321,10 @@ def run_fleet(
     Args:
         config: as in `Supervisor`.
         tell: as in `Supervisor`.
-        progress: takes about once a second the newest step of rank 0; None before the first.
+        progress: takes about once a second the newest step; None before the first.
     """
     supervisor = Supervisor(config, tell=tell)
+    watch = FleetWatch(tell or (lambda words: None))
 
     def on_signal(_signal: int, _frame: FrameType | None) -> None:
         supervisor.request_stop()
@@ -312,11 +333,14 @@ def run_fleet(
     numbers = (signal.SIGINT, signal.SIGTERM) if in_main else ()
     previous = {number: signal.signal(number, on_signal) for number in numbers}
     try:
+        read = {path: path.stat().st_size for path in config.folder.glob("rank-*.jsonl")}
         supervisor.start()
         polls = 0
         while (report := supervisor.poll()) is None:
-            if progress is not None and polls % _POLLS_PER_PROGRESS == 0:
-                progress(newest_step(supervisor.folder / "rank-0.jsonl"))
+            if polls % _POLLS_PER_PROGRESS == 0:
+                watch.feed(read_new_lines(config.folder, config.num_ranks, read), time.monotonic())
+                if progress is not None:
+                    progress(watch.step)
             polls += 1
             time.sleep(_POLL_S)
         return report

@@ -32,7 +32,7 @@ def make_agent(
         store: of this attempt, for the agent's own communicators.
         generation: agreed by the group.
         placement: the placement the group starts with.
-        lines: receives the lines on swaps and staging.
+        lines: receives the lines on swaps, staging and the controller.
         link: used instead of gRPC to `config.controllers`.
     """
     config, device = parts.config, parts.model.device
@@ -52,7 +52,11 @@ def make_agent(
         )
 
     if link is None and config.controllers:
-        link = GrpcRankLink(config.controllers, seed=config.rank)
+        link = GrpcRankLink(
+            config.controllers,
+            seed=config.rank,
+            on_change=lambda why: lines.write("link", connected=not why, detail=why),
+        )
     return Agent(
         _agent_config(config, generation, device),
         placement,
