@@ -13,7 +13,8 @@ import pytest
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.reference.config import ExitCode, Fault, RankConfig
-from evenkeel_moe.engines.reference.supervisor import Supervisor, died_words
+from evenkeel_moe.engines.reference.supervisor import Supervisor, died_words, run_fleet
+from evenkeel_moe.errors import InvalidInput
 from tests.forked.rank import fork_rank
 from tests.waiting import deadline, wait_until
 
@@ -217,6 +218,21 @@ def start_fleet(folder):
 
     wait_until(serves, within_s=60, what="three steps")
     return process, psutil.Process(process.pid).children()
+
+
+def test_a_folder_holds_one_fleet_at_a_time(tmp_path):
+    process, _ = start_fleet(tmp_path)
+    config = RankConfig(run_folder=str(tmp_path / "run"), **SMALL)
+    before = {path: path.stat().st_ino for path in (tmp_path / "run").rglob("*")}
+    with pytest.raises(InvalidInput, match=r"another fleet runs in the folder .*/run;"):
+        run_fleet(config)
+    assert {path: path.stat().st_ino for path in (tmp_path / "run").rglob("*")} == before
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=deadline(30))
+    assert output.startswith("ok")
+    again = Supervisor(config, start_rank=fork_rank)
+    again.start()
+    assert again.stop().restarts == 0
 
 
 def test_sigint_stops_the_group_after_its_step_with_a_passed_check(tmp_path):

@@ -10,6 +10,7 @@ Files under `run_folder`
     supervisor.jsonl        lines of the supervisor: `started`, `rank_died`, `restarted`, `finished`
     state/rank-R.npz        last committed placement of rank R, replaced atomically
     rendezvous-A            file store of attempt A
+    lock                    locked while a fleet runs in the folder
 
 Lines of a rank are JSON objects. All have `kind`, `rank` and `unix`:
 

@@ -13,6 +13,7 @@ kills the ranks when the thread that called `start` ends, however it ends. So th
 live as long as the run.
 """
 
+import fcntl
 import signal
 import subprocess
 import sys
@@ -22,12 +23,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
 from evenkeel_moe.engines.reference.fleet_watch import FleetWatch
 from evenkeel_moe.engines.reference.lines import LineWriter, read_lines, read_new_lines
+from evenkeel_moe.errors import InvalidInput
 
 _POLL_S = 0.05
 _POLLS_PER_PROGRESS = 20
@@ -144,6 +146,7 @@ class Supervisor:
         self._broken_at: float | None = None
         self._stopping = False
         self._report: FleetReport | None = None
+        self._lock: IO[str] | None = None
         self._lines: LineWriter | None = None
         self._earlier: dict[int, int] = {}  # rank -> lines of earlier runs in the same folder
 
@@ -163,8 +166,13 @@ class Supervisor:
         return self._config.folder
 
     def start(self) -> None:
-        """Start every rank for the first time."""
+        """Start every rank for the first time.
+
+        Raises:
+            InvalidInput: another fleet runs in the folder.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self.folder)
         self._lines = LineWriter(self.folder / "supervisor.jsonl")
         self._earlier = {rank: len(self._lines_of(rank)) for rank in range(self._config.num_ranks)}
         self._spawn(self._config.first_step)
@@ -271,6 +279,8 @@ class Supervisor:
         self._write("finished", ok=ok, codes=codes, restarts=self._attempt, problems=unique)
         if self._lines is not None:
             self._lines.close()
+        if self._lock is not None:
+            self._lock.close()
         return self._report
 
     def _unconnected(self) -> str:
@@ -296,6 +306,19 @@ class Supervisor:
     def _write(self, kind: str, **keys: Any) -> None:
         if self._lines is not None:
             self._lines.write(kind, **keys)
+
+
+def _locked(folder: Path) -> IO[str]:
+    """Return a file that locks the folder until it is closed; the ranks do not inherit it."""
+    lock = (folder / "lock").open("w", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise InvalidInput(
+            f"another fleet runs in the folder {folder}; --run-folder names another folder"
+        ) from None
+    return lock
 
 
 def died_words(codes: Sequence[int | None]) -> str:
