@@ -28,9 +28,8 @@ def never_met(gates: GateSettings, plan_steps: int) -> Iterator[str]:
     held_out = held_out_steps(plan_steps, int(gates.min_held_out_steps))
     if held_out < gates.min_held_out_steps:
         yield (
-            f"thresholds.min_held_out_steps {gates.min_held_out_steps:g} can never be met:"
-            f" of window.plan_steps {plan_steps} it holds out {held_out};"
-            f" a whole number up to {plan_steps // 2} can"
+            f"thresholds.min_held_out_steps {gates.min_held_out_steps:g} must be a whole number"
+            f" of at most {plan_steps // 2}, half of window.plan_steps ({plan_steps})"
         )
 
 

@@ -65,10 +65,13 @@ def test_an_argument_that_is_no_id_is_refused_before_it_is_sent(run, kind):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--token", "wrong-token-0123456789"), "the token is unknown there, or has ended"),
+        (("--token", "wrong-token-0123456789"), "the token is unknown there, or has expired"),
         (("--data-dir", "away"), "away/tokens does not exist; use --token-file or --data-dir"),
         (("--token-file", "empty"), "empty holds no token; use --token-file or --data-dir"),
-        (("--token-file", "old"), "the token of old is unknown there, or has ended; --token-file"),
+        (
+            ("--token-file", "old"),
+            "the token of old is unknown there, or has expired; --token-",
+        ),
     ],
 )
 def test_an_error_about_the_token_names_the_options(
@@ -85,6 +88,12 @@ def test_an_error_about_the_token_names_the_options(
 def test_no_answer_names_the_option_of_the_address(command):
     code, _, err = command("status", "--url", "http://127.0.0.1:9")
     assert (code, "--url names" in err) == (Exit.UNAVAILABLE, True)
+
+
+def test_https_to_a_port_that_speaks_http_is_told(command, url):
+    code, _, err = command("status", "--url", url.replace("http:", "https:"))
+    assert code == Exit.USAGE
+    assert "the port speaks http, not https" in err and "SSL" not in err
 
 
 def test_which_token_is_sent(tmp_path):

@@ -37,7 +37,7 @@ def drawn(renderable, width):
 def test_the_recommendation_answers_in_words_first(run):
     code, out, _ = run("recommend", "demo")
     assert code == 0
-    assert out.splitlines()[0] == "demo: yes: a plan would pay"
+    assert out.splitlines()[0] == "demo: a plan would pay"
     assert "eplb would make 2 copies." in out
     row = next(line for line in out.splitlines() if line.startswith("eplb  "))
     assert "20.0%" in row and "15.0% to 25.0%" in row and "10 steps" in row

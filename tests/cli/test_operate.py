@@ -16,7 +16,7 @@ def test_status_lists_deployments(run):
     code, out, _ = run("status")
     assert code == 0
     lines = out.splitlines()
-    assert lines[0].split()[:3] == ["DEPLOYMENT", "STATE", "REASON"]
+    assert lines[0].split()[:4] == ["DEPLOYMENT", "STATE", "STATE", "REASON"]
     assert lines[1].split()[0] == "demo"
     assert "0.800" in lines[1]
     assert lines[2].split()[0] == "fresh"
@@ -55,7 +55,7 @@ def test_a_rank_without_a_stream_has_no_epoch_and_does_not_count_as_alive(run, o
 
 
 def test_a_dispatcher_that_disagrees_is_shown(run, operations):
-    warning = "The policy sets dispatch 'optimal', the ranks tell 'even'."
+    warning = "The policy sets dispatch 'optimal', the ranks report 'even'."
     status = make_status(dispatch="optimal", dispatch_warning=warning)
     operations.views["demo"] = FakeView(status, {}, None)
     out = run("status", "demo")[1]
@@ -89,6 +89,12 @@ def test_resume_says_what_follows_in_each_mode(run, operations, mode, words):
     status = make_status(mode=mode, held=True, held_because=because)
     operations.views["demo"] = FakeView(status, {}, None)
     assert f"{words}; they were held after a rollback" in run("resume", "demo")[1]
+
+
+def test_a_text_that_is_no_duration_is_refused(run, operations):
+    code, _, err = run("freeze", "demo", "abc")
+    assert (code, operations.calls) == (2, [])
+    assert err == "evenkeel: abc is not a duration: give seconds, or for example 15m or 2h\n"
 
 
 def test_the_end_of_a_freeze_is_told(run, operations):

@@ -81,7 +81,10 @@ def test_a_rollback_takes_the_first_digits_of_a_placement(run, operations):
         assert back(digits)[0] == Exit.DONE
         assert operations.calls.pop()[2] == digest
     code, _, err = back(digest[:5])
-    assert (code, err.startswith(f"evenkeel: {digest[:5]} is no placement: ")) == (Exit.USAGE, True)
+    assert (code, err.startswith(f"evenkeel: {digest[:5]} is not a placement: ")) == (
+        Exit.USAGE,
+        True,
+    )
     assert back(digest + "0")[0] == back("ghijkl")[0] == Exit.USAGE
     other = "f" * 6 if digest[0] != "f" else "e" * 6
     code, _, err = back(other)

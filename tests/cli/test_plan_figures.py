@@ -55,12 +55,12 @@ def cells(line):
 def test_a_plan_begins_with_what_it_gains_and_then_tells_what_it_moves(shown):
     lines = shown()
     assert [cells(line)[0] for line in lines[:10]] == [
-        *("plan", "phase", "balancedness", "predicted gain", "copies", "waves", "ranks"),
+        *("plan", "phase", "balancedness", "promised gain", "copies", "waves", "ranks"),
         *("expected stall", "made because", "created"),
     ]
     assert [cells(line)[1] for line in lines[1:8]] == [
         "proposed",
-        "0.647 -> 0.962 predicted, mean of layers",
+        "0.647 -> 0.962 promised, mean of layers",
         "33.9% of MoE time, 94 % interval 33.5% to 34.2%",
         "1 expert between ranks, 1 kB",
         "0 of 1 committed; 4 layers change",
@@ -72,7 +72,7 @@ def test_a_plan_begins_with_what_it_gains_and_then_tells_what_it_moves(shown):
 
 def test_a_gain_by_tokens_does_not_claim_time(shown):
     tokens = make_status(cost_model=CostBasis(CostSource.TOKENS))
-    line = next(line for line in shown(tokens) if line.startswith("predicted gain"))
+    line = next(line for line in shown(tokens) if line.startswith("promised gain"))
     assert "33.9% of MoE time (by tokens), 94 %" in line
     line = next(line for line in shown(make_status()) if line.startswith("cost model now"))
     assert cells(line)[1] == "measured while the ranks served (1200 steps, mean error 3.4%)"
@@ -80,7 +80,7 @@ def test_a_gain_by_tokens_does_not_claim_time(shown):
 
 def test_a_plan_is_shown_where_the_deployment_cannot_be_read(shown):
     lines = shown(Unavailable("no leader", Reason.NOT_LEADER))
-    assert "predicted gain" in "".join(lines) and "cost model" not in "".join(lines)
+    assert "promised gain" in "".join(lines) and "cost model" not in "".join(lines)
 
 
 def test_a_plan_that_ended_tells_what_it_delivered_and_how_long_it_took(shown):
@@ -128,8 +128,13 @@ def test_no_figure_of_a_cycle_is_shown_under_a_field_name():
     assert len(rows) == len(numbers) - len(first)
     assert not {name.replace("_", " ") for name in numbers} & {words for words, _ in rows}
     shown = dict(predicted({"numbers": numbers, "kind": "manual"}, None))
-    assert list(shown) == ["balancedness", "predicted gain", "by the cost model"]
+    assert list(shown) == ["balancedness", "promised gain", "by the cost model"]
     assert shown["by the cost model"].endswith(", times 0.5 as earlier plans delivered")
+
+
+def test_plans_that_calibrated_a_promise_are_counted():
+    assert details({"calibrated_on_plans": 1.0}) == [("calibrated on", "1 plan")]
+    assert details({"calibrated_on_plans": 3.0}) == [("calibrated on", "3 plans")]
 
 
 def test_a_figure_of_a_later_controller_is_shown_all_the_same():

@@ -63,7 +63,7 @@ def test_a_story_tells_events_and_reasons_in_words():
         ),
         (
             DeliveredGain(1.0, -2.519, 0.01, -3.0, -2.0, None, 64),
-            "delivered 3.5x as long (95 % interval 4.0x as long to 3.0x as long), on 64 steps",
+            "delivered 3.5x as long (95 % interval 3.0x as long to 4.0x as long), on 64 steps",
         ),
         (
             DeliveredGain(1.0, unknown_because="no rank reports seconds"),

@@ -13,6 +13,13 @@ from evenkeel_moe.planning.problem import moe_time
 from tests.cli.conftest import FLEET, SMALL, run_replay
 
 
+def test_the_figures_of_a_plan_are_named_in_words(small, tmp_path):
+    out = run_replay("plan", "-t", small, *FLEET, "-p", "eplb", "-o", tmp_path / "placement")
+    shown = " ".join(out.split())
+    assert ", predicted MoE time / that of a perfect split of the tokens 1." in shown
+    assert ", extra replicas 6; " in shown
+
+
 @pytest.mark.parametrize("format_", ["neutral", "sglang", "trtllm", "ascend"])
 def test_plan_writes_for_every_engine(small, tmp_path, format_):
     out = tmp_path / "placement"

@@ -107,3 +107,4 @@ def test_a_loss_of_time_is_told_in_words():
     assert not (is_uncertain(0.1, 0.2) or is_uncertain(-0.2, -0.1) or is_uncertain(None, None))
     assert saving_range(0.1, 0.2) == "10.0% to 20.0%"
     assert saving_range(-0.1, 0.2) == "10.0% slower to 20.0% saved"
+    assert saving_range(-0.651, -0.4) == "40.0% slower to 65.1% slower"

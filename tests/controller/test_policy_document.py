@@ -80,7 +80,7 @@ def test_options_change_one_by_one_and_null_removes_them():
         ({"dispatch": 3}, "dispatch 3 is not null, even"),
         ({"cost": "seconds"}, "cost 'seconds' is not auto or tokens"),
         ({"cost": []}, "cost \\[\\] is not auto or tokens"),
-        ({"schedule": {"windows": ["sometimes"]}}, "'sometimes' is no weekly span"),
+        ({"schedule": {"windows": ["sometimes"]}}, "'sometimes' is not a weekly span"),
         ({"schedule": {"windows": "daily 01:00 - 02:00"}}, "must be a list of weekly spans"),
         ({"schedule": {"holidays": []}}, "unknown schedule holidays; known: blackouts, windows"),
         ({"schedule": {"blackouts": ["daily 00:00 - 24:00"]}}, "no minute of the week"),

@@ -69,7 +69,7 @@ class ApiClient:
         token: str | None,
         timeout_s: float = 30.0,
         ca_file: Path | None = None,
-        token_words: str = "the token is unknown to the controller, or has ended",
+        token_words: str = "the token is unknown to the controller, or has expired",
     ) -> None:
         if token is not None and not (
             token.isascii() and token.isprintable() and token.split() == [token]
@@ -199,6 +199,12 @@ class ApiClient:
                 raise CliError(
                     f"the certificate of {self._url} is not trusted: {error};"
                     " --ca-file names the file of its CA",
+                    Exit.USAGE,
+                ) from error
+            if "WRONG_VERSION_NUMBER" in str(error):
+                raise CliError(
+                    f"{self._url}: the port speaks http, not https; --url names the REST address"
+                    " of a controller",
                     Exit.USAGE,
                 ) from error
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):

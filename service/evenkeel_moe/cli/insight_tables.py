@@ -14,8 +14,8 @@ from evenkeel_moe.cli.units import moment, moments, share
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 
 _CALLS = {
-    "recommend": "yes: a plan would pay",
-    "not_now": "no: a plan would not pay now",
+    "recommend": "a plan would pay",
+    "not_now": "a plan would not pay now",
     "insufficient_evidence": "not known yet: too few steps, or the gain is uncertain",
 }
 

@@ -172,7 +172,9 @@ def parse_seconds(text: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h|d)?", text)
     if found is None:
-        raise CliError(f"{text} is no time: give seconds, or for example 15m or 2h", Exit.USAGE)
+        raise CliError(
+            f"{text} is not a duration: give seconds, or for example 15m or 2h", Exit.USAGE
+        )
     seconds = float(found[1]) * _SECONDS[found[2] or ""]
     if seconds > _MOST_FROZEN_S:
         raise CliError(f"{text} is more than 7d", Exit.USAGE)

@@ -128,10 +128,10 @@ class ClientOptions:
         token = read_token(self.token, self.token_file, local_file)
         path = self.token_file or local_file
         if self.token is not None:
-            words = "the token is unknown there, or has ended"
+            words = "the token is unknown there, or has expired"
         elif token is not None:
             words = (
-                f"the token of {path} is unknown there, or has ended; --token-file names another"
+                f"the token of {path} is unknown there, or has expired; --token-file names another"
             )
         else:
             lacks = "holds no token" if path.exists() else "does not exist"

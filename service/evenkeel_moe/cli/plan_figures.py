@@ -6,7 +6,7 @@ from typing import Any
 from evenkeel_moe.cli.units import figure, figure_name, is_loss, saving_range, share
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 
-ROLLBACK = "rollback: it returns to an earlier placement as intended, so it may save less"
+ROLLBACK = "rollback: it returns to an earlier placement, so MoE time may rise"
 
 _PREDICTED = frozenset(
     {
@@ -18,12 +18,12 @@ _PREDICTED = frozenset(
 _COUNTED = frozenset({"copies", "bytes", "layers", "waves"})
 """Counts that the plan has in fields of its own; `layers` stands beside the waves."""
 _DETAILS: Mapping[str, tuple[str, str]] = {
-    "net_gain": ("predicted gain less the copies", "{} of MoE time"),
+    "net_gain": ("promised gain less the copies", "{} of MoE time"),
     "copy_cost_share": ("price of the copies", "{} of MoE time, over the plan's expected life"),
     "payback_steps": ("paid back after", "{}"),
     "min_gain": ("least gain to plan for", "{} of MoE time"),
     "max_payback_steps": ("longest payback allowed", "{} steps"),
-    "calibrated_on_plans": ("calibrated on", "{} plans"),
+    "calibrated_on_plans": ("calibrated on", "{}"),
     "window_steps": ("window", "{} complete steps"),
     "planned_on_steps": ("planned on", "{} steps"),
     "held_out_steps": ("scored on", "{} later steps"),
@@ -61,6 +61,8 @@ def _value(name: str, numbers: Mapping[str, float]) -> str:
     value = numbers[name]
     if name == "copy_cost_share":
         return f"{value:.2%}"
+    if name == "calibrated_on_plans":
+        return counted(value, "plan")
     if name != "payback_steps":
         return figure(name, value)
     steps = "less than 1 step" if value < 1 else f"{value:,.0f} steps"
@@ -82,13 +84,13 @@ def predicted(
     now, expected = numbers.get("balancedness_mean"), numbers.get("balancedness_expected")
     if now is not None or expected is not None:
         before, after = figure("balancedness", now), figure("balancedness", expected)
-        rows.append(("balancedness", f"{before} -> {after} predicted, mean of layers"))
+        rows.append(("balancedness", f"{before} -> {after} promised, mean of layers"))
     if numbers.get("gain") is not None:
         by_tokens = cost_model is not None and cost_model["source"] == "tokens"
         of = "MoE time (by tokens)" if by_tokens else "MoE time"
         interval = f"{share(numbers.get('gain_lower'))} to {share(numbers.get('gain_upper'))}"
         gain = f"{share(numbers['gain'])} of {of}, 94 % interval {interval}"
-        rows.append(("predicted gain", gain))
+        rows.append(("promised gain", gain))
         modelled, factor = numbers.get("gain_modelled"), numbers.get("calibration")
         if modelled is not None and factor is not None:
             words = f"{share(modelled)}, times {factor:.3g} as earlier plans delivered"

@@ -280,9 +280,16 @@ def plan_command(
     print_parts(headline, *_tradeoff_parts(tradeoff))
 
 
+_NAMES = {
+    "replicas": "extra replicas",
+    "time_over_fluid": "predicted MoE time / that of a perfect split of the tokens",
+}
+"""Words for the figures of one plan whose names do not say what they are."""
+
+
 def _plan_line(info: dict[str, Any], numbers: dict[str, float]) -> str:
     """Return what a plan was made on, its figures and their cost model."""
-    shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    shown = ", ".join(f"{_NAMES.get(name, name)} {value:.4g}" for name, value in numbers.items())
     return (
         f"{info['policy']} on {info['planned_on_steps']} steps of {info['trace']}; {shown};"
         f" cost model: {info['cost_model']}"

@@ -24,7 +24,7 @@ def whole_digest(client: ApiClient, name: str, text: str) -> str:
     given, digits = text.lower(), _DIGEST_DIGITS
     if re.fullmatch(rf"[0-9a-f]{{{_LEAST_DIGITS},{digits}}}", given) is None:
         raise CliError(
-            f"{text} is no placement: give its {digits} digits of 0-9 and a-f, or its first"
+            f"{text} is not a placement: give its {digits} digits of 0-9 and a-f, or its first"
             f" {_LEAST_DIGITS} or more; `evenkeel epochs {name}` lists them",
             Exit.USAGE,
         )

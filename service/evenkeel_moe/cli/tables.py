@@ -54,7 +54,7 @@ def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     columns = (
         FittedColumn("DEPLOYMENT"),
         FittedColumn("STATE"),
-        FittedColumn("REASON", keep=4, under="DEPLOYMENT", label="reason: "),
+        FittedColumn("STATE REASON", keep=4, under="DEPLOYMENT", label="state reason: "),
         FittedColumn("MODE"),
         FittedColumn("POLICY", keep=7),
         FittedColumn("EPOCH", right=True, keep=3, under="DEPLOYMENT", label="epoch "),

@@ -74,9 +74,14 @@ def saving(gain: float | None) -> str:
 
 
 def saving_range(lower: float | None, upper: float | None) -> str:
-    """Return an interval of saved shares in percent; where it holds losses, in words."""
+    """Return an interval of saved shares in percent; where it holds losses, in words.
+
+    Of two losses the smaller one comes first.
+    """
     if not is_loss(lower):
         return f"{share(lower)} to {share(upper)}"
+    if is_loss(upper):
+        return f"{saving(upper)} to {saving(lower)}"
     return f"{saving(lower)} to {saving(upper)}"
 
 

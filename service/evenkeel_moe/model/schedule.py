@@ -35,7 +35,7 @@ def _read_span(text: str) -> tuple[WeeklySpan, ...]:
     found = _SPAN.fullmatch(text)
     if found is None:
         raise InvalidInput(
-            f"{text!r} is no weekly span;"
+            f"{text!r} is not a weekly span;"
             " write `sat 22:00 - sun 04:00` or `daily 01:00 - 03:00`, in UTC"
         )
     start, end = (_minute(text, found[f"{which}h"], found[f"{which}m"]) for which in ("", "end_"))
@@ -55,7 +55,7 @@ def _read_span(text: str) -> tuple[WeeklySpan, ...]:
 def _minute(text: str, hours: str, minutes: str) -> int:
     minute = int(hours) * 60 + int(minutes)
     if minute > _DAY or int(minutes) > 59:
-        raise InvalidInput(f"{text!r}: {hours}:{minutes} is no time of day")
+        raise InvalidInput(f"{text!r}: {hours}:{minutes} is not a time of day")
     return minute
 
 

@@ -21,7 +21,7 @@ EVEN, NEAREST, OPTIMAL = DispatchModel.EVEN, DispatchModel.NEAREST, DispatchMode
         (None, ("nearest", "nearest"), EVEN, NEAREST, ""),
         (None, ("nearest", ""), EVEN, NEAREST, ""),
         (None, ("nearest",), NEAREST, NEAREST, ""),
-        (None, ("even",), OPTIMAL, EVEN, "planner.dispatch is 'optimal', the ranks tell 'even'"),
+        (None, ("even",), OPTIMAL, EVEN, "planner.dispatch is 'optimal', the ranks report 'even'"),
         (
             None,
             ("even", "nearest"),
@@ -37,9 +37,9 @@ EVEN, NEAREST, OPTIMAL = DispatchModel.EVEN, DispatchModel.NEAREST, DispatchMode
             ("even",),
             EVEN,
             OPTIMAL,
-            "sets dispatch 'optimal', the ranks tell 'even'",
+            "sets dispatch 'optimal', the ranks report 'even'",
         ),
-        (EVEN, ("even", "x"), EVEN, EVEN, "sets dispatch 'even', the ranks tell 'even' and 'x'"),
+        (EVEN, ("even", "x"), EVEN, EVEN, "sets dispatch 'even', the ranks report 'even' and 'x'"),
     ],
 )
 def test_the_policy_comes_first_then_the_ranks_then_the_setting(
@@ -75,7 +75,7 @@ async def test_plans_and_status_follow_the_ranks_until_an_operator_decides():
         await one.operations.set_policy(DEMO, {"dispatch": "optimal"}, "eve")
         with capture_logs() as log:
             assert dispatch_of(one) is dispatch_of(one) is OPTIMAL
-        warning = "The policy sets dispatch 'optimal', the ranks tell 'nearest'."
+        warning = "The policy sets dispatch 'optimal', the ranks report 'nearest'."
         assert [row["detail"] for row in log if row["event"] == "dispatch_disagrees"] == [warning]
         status = live_view(one.member).status()
         assert (status.dispatch, status.dispatch_warning) == ("optimal", warning)

@@ -62,7 +62,7 @@ async def test_a_refused_change_is_not_logged_as_one(operations):
         ),
         (
             {"min_held_out_steps": 1000},
-            "^thresholds.min_held_out_steps 1000 can never be met: .* up to 128 can$",
+            "^thresholds.min_held_out_steps 1000 must be a whole number of at most 128, half",
         ),
         (
             {"min_window_steps": 300, "min_held_out_steps": 129},

@@ -159,6 +159,15 @@ def test_a_rank_that_is_not_found_slow_or_not_found_recovered_is_a_broken_promis
     assert failed(fleet(), plans(), worse) == ["time balance rose again"]
 
 
+def test_the_watch_names_a_reason_that_the_phase_does_not_say():
+    watch = Watch(OPTIONS)
+    phases = [("proposed", "plan_proposed"), ("committed", "committed"), ("refused", "stale_base")]
+    for phase, reason in phases:
+        watch.feed_plans([plan("p1", 1.0, phase=phase) | {"reason": reason, "error": ""}], 2.0)
+    told = [line.split("plan p1 is ")[1] for line in watch.events if " is " in line]
+    assert told == ["proposed", "committed", "refused (stale_base)"]
+
+
 def test_the_watch_reports_when_the_cost_model_names_other_ranks():
     watch = Watch(OPTIONS)
     watch.feed_lines(step_lines(5, (1, 1)), 1.0)

@@ -80,7 +80,7 @@ def test_a_price_that_rounds_away_is_not_subtracted():
     net = found.policies[0].verdict.net_gain
     words = " ".join(found.words)
     assert f"The price of the copies is below 0.01%, so the net gain is {net:.2%}:" in words
-    assert "and are less than 0.01% of the time of" in words
+    assert "and cost less than 0.01% of the time of" in words
     assert "0.00%" not in words
 
 

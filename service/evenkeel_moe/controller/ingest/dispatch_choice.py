@@ -34,25 +34,25 @@ def choose_dispatch(
         if names in ([], [operator.value]):
             return DispatchChoice(operator)
         return DispatchChoice(
-            operator, f"The policy sets dispatch '{operator}', the ranks tell {shown}."
+            operator, f"The policy sets dispatch '{operator}', the ranks report {shown}."
         )
     if not names:
         return DispatchChoice(setting)
     if len(names) > 1:
         return DispatchChoice(
-            setting, f"The ranks tell different dispatchers, {shown}; plans are for '{setting}'."
+            setting, f"The ranks report different dispatchers, {shown}; plans are for '{setting}'."
         )
     model = _MODELS.get(names[0])
     if model is None:
         return DispatchChoice(
             setting,
-            f"The ranks tell dispatcher {shown}, which has no model; plans are for '{setting}'.",
+            f"The ranks report dispatcher {shown}, which has no model; plans are for '{setting}'.",
         )
     # The default of the setting says nothing about the engine.
     if setting not in (model, DispatchModel.EVEN):
         return DispatchChoice(
             model,
-            f"The setting planner.dispatch is '{setting}', the ranks tell {shown}; plans are"
+            f"The setting planner.dispatch is '{setting}', the ranks report {shown}; plans are"
             f" for {shown}.",
         )
     return DispatchChoice(model)

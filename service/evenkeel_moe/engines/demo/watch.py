@@ -84,7 +84,9 @@ class Watch:
                     f" because {plan['planned_because']}",
                 )
             if known is None or known["phase"] != plan["phase"]:
-                detail = f": {plan['error']}" if plan["error"] else f" ({plan['reason']})"
+                said = plan["phase"] in plan["reason"].split("_")
+                because = "" if said else f" ({plan['reason']})"
+                detail = f": {plan['error']}" if plan["error"] else because
                 self._report(elapsed_s, f"plan {plan['plan_id']} is {plan['phase']}{detail}")
         self._report_effects(elapsed_s)
 

@@ -243,7 +243,7 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
         (
             f"{own.copies} copies x {each:.3g} {unit} = {verdict.copy_cost:.4g} {unit} against"
             f" {verdict.saved_per_step:.4g} {unit} saved a step: the copies {paid},"
-            f" and are {_price(verdict.cost)} of the time of {verdict.lifetime_steps} steps."
+            f" and cost {_price(verdict.cost)} of the time of {verdict.lifetime_steps} steps."
         ),
         f"{_net_words(verdict.gain, verdict.cost)}: {verdict.call}.",
         *(
