@@ -53,6 +53,15 @@ async def test_every_route_except_the_probes_needs_a_token(app):
                     assert_problem(response, 401)
 
 
+@pytest.mark.parametrize("path", sorted(OPEN))
+async def test_the_probes_are_open_to_reads_alone(app, path):
+    async with make_client(app, token=None) as client:
+        for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "anything"):
+            headers = {"Idempotency-Key": "k-1"}
+            assert_problem(await client.request(method, path, headers=headers), 401)
+        assert (await client.get(path)).status_code == 200
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -1,12 +1,14 @@
-"""The limit of request bodies."""
+"""The limits of request bodies."""
 
+import asyncio
 import json
 
 import pytest
 
 from evenkeel_moe.api import create_app
 from evenkeel_moe.api.bodies import MAX_BODY_BYTES
-from tests.api.conftest import OPERATE, TOKENS, assert_problem, make_client
+from tests.api.conftest import OPERATE, READ, TOKENS, assert_problem, make_client
+from tests.waiting import until
 
 PLANS = "/v1/deployments/demo/plans"
 ROLLBACK = "/v1/deployments/demo/rollback"
@@ -64,6 +66,67 @@ async def test_a_request_with_an_incomplete_body_is_ignored(app, operations, key
     await app(scope, receive, send)
     assert operations.calls == []
     assert sent == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "token", "status"),
+    [
+        ("GET", "/healthz", None, 200),
+        ("POST", "/healthz", None, 401),
+        ("POST", "/readyz", None, 401),
+        ("GET", "/v1/deployments", READ, 200),
+        ("POST", "/v1/deployments", READ, 403),
+        ("HEAD", "/v1/deployments", READ, 405),
+        ("OPTIONS", "/v1/deployments", READ, 405),
+    ],
+)
+async def test_a_read_or_a_refused_request_is_answered_without_its_body(
+    app, method, path, token, status
+):
+    arrived = []
+
+    async def all_but_one_byte():
+        for _ in range(80):
+            arrived.append(100_000)
+            yield b"x" * 100_000
+
+    headers = {"Content-Length": "8000001"}
+    async with make_client(app, token) as client:
+        answer = await client.request(method, path, content=all_but_one_byte(), headers=headers)
+    assert (answer.status_code, sum(arrived)) == (status, 0)
+
+
+async def test_bodies_beyond_what_may_be_held_at_a_time_are_refused(operations):
+    app = create_app(operations, TOKENS, max_body_bytes=1000, most_held_bytes=2000)
+    arrived, go_on = [], asyncio.Event()
+
+    async def half():
+        yield json.dumps({"plan_id": f"p{len(arrived)}"}).encode().ljust(900)
+        arrived.append(900)
+        await go_on.wait()
+
+    json_type = {"Content-Type": "application/json"}
+    async with make_client(app) as client:
+        slow = [
+            asyncio.create_task(client.post(PLANS, content=half(), headers=json_type))
+            for _ in range(2)
+        ]
+        await until(lambda: len(arrived) == 2)
+        refused = await client.post(PLANS, content=b" " * 201)
+        problem = assert_problem(refused, 503, "busy")
+        assert "2000 bytes" in problem["detail"]
+        assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
+        small = {"plan_id": "small"}
+        assert (await client.post(PLANS, json=small)).status_code == 202
+        assert (await client.get("/v1/deployments")).status_code == 200
+        go_on.set()
+        assert [answer.status_code for answer in await asyncio.gather(*slow)] == [202, 202]
+        # What was answered is not held any more, whatever the answer was.
+        for number in range(4):
+            assert_problem(await client.post(PLANS, content=b" " * 1001), 413)
+            body = json.dumps({"plan_id": f"later-{number}"}).encode().ljust(1000)
+            answer = await client.post(PLANS, content=body, headers=json_type)
+            assert answer.status_code == 202
 
 
 def test_the_largest_target_fits():

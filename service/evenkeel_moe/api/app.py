@@ -10,7 +10,7 @@ from evenkeel_moe import __version__
 from evenkeel_moe.api import deployments, health, insight, plans
 from evenkeel_moe.api.audit import Audit
 from evenkeel_moe.api.auth import BearerAuth, RoleGate, Tokens
-from evenkeel_moe.api.bodies import MAX_BODY_BYTES, BodyLimit
+from evenkeel_moe.api.bodies import MAX_BODY_BYTES, MOST_HELD_BYTES, BodyLimit
 from evenkeel_moe.api.console import Console, console_files
 from evenkeel_moe.api.idempotency import Idempotency
 from evenkeel_moe.api.problems import KINDS, add_problem_handlers
@@ -33,15 +33,20 @@ details (RFC 9457) of these types:
 
 
 def create_app(
-    operations: Operations, tokens: Tokens, *, max_body_bytes: int = MAX_BODY_BYTES
+    operations: Operations,
+    tokens: Tokens,
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    most_held_bytes: int = MOST_HELD_BYTES,
 ) -> FastAPI:
     """Return the application of one controller.
 
     Args:
         operations: called by the routes; errors it raises become problem details.
-        tokens: accepted tokens; every path but `/healthz`, `/readyz` and the files of the
-            console and the runbooks needs one.
+        tokens: accepted tokens; every request needs one, but GET and HEAD of `/healthz`, `/readyz`
+            and the files of the console and the runbooks.
         max_body_bytes: larger requests get 413.
+        most_held_bytes: of the bodies of all requests; what would make them more gets 503.
     """
     listing = "\n".join(
         f"- `urn:evenkeel:problem:{name}` ({kind.status}): {kind.title}."
@@ -59,7 +64,7 @@ def create_app(
     app.state.operations = operations
     app.state.window_turns = asyncio.Semaphore(_WINDOW_READERS)
     add_problem_handlers(app)
-    _add_middleware(app, tokens, max_body_bytes)
+    _add_middleware(app, tokens, max_body_bytes, most_held_bytes)
     bearer = [
         Security(
             HTTPBearer(auto_error=False, description="A token from the controller's token file.")
@@ -88,12 +93,14 @@ def create_app(
     return app
 
 
-def _add_middleware(app: FastAPI, tokens: Tokens, max_body_bytes: int) -> None:
+def _add_middleware(
+    app: FastAPI, tokens: Tokens, max_body_bytes: int, most_held_bytes: int
+) -> None:
     # The last one added sees a request first.
     app.add_middleware(
         Idempotency, operations=lambda: app.state.operations, max_body_bytes=max_body_bytes
     )
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, most_held_bytes=most_held_bytes)
     app.add_middleware(ReadTags)
     app.add_middleware(RoleGate)
     app.add_middleware(Audit, operations=lambda: app.state.operations)

@@ -17,7 +17,7 @@ from evenkeel_moe.api.problems import problem_response
 from evenkeel_moe.errors import InvalidInput
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-"""Compared with the whole path, never as a prefix."""
+"""Open to GET and HEAD. Compared with the whole path, never as a prefix."""
 
 _ADMIN_PATHS = frozenset({"/v1/log-level"})
 """Changes that need role admin whatever their method: an operator must not silence the log."""
@@ -141,6 +141,10 @@ def _moment(number: int, text: str) -> float:
     return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
 
 
+def _is_open(scope: Scope) -> bool:
+    return scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN_PATHS
+
+
 class BearerAuth:
     """ASGI middleware before routing: without a token even an unknown path gives 401, not 404."""
 
@@ -150,7 +154,7 @@ class BearerAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its token in `request.state`, or answer 401."""
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and _is_open(scope)):
             await self._app(scope, receive, send)
             return
         scheme, _, secret = Headers(scope=scope).get("authorization", "").partition(" ")

@@ -1,27 +1,76 @@
-"""Limits the size of request bodies."""
+"""Limits the size of request bodies, of each and of all that are held at a time."""
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from evenkeel_moe.api.auth import Role, needed_role
 from evenkeel_moe.api.problems import problem_response
+from evenkeel_moe.errors import Reason, Unavailable
 
 MAX_BODY_BYTES = 8 << 20
 """An explicit target of 61 layers on 320 ranks of 9 slots is about 1 MB."""
 
 
-class BodyLimit:
-    """ASGI middleware that answers 413 to a body over the limit, before a route sees any of it."""
+MOST_HELD_BYTES = 64 << 20
+"""Of the bodies of all requests that are being answered."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+
+class BodyLimit:
+    """ASGI middleware that limits the memory that bodies take, before a route sees any of them.
+
+    The body of a request that only reads is never taken, because no route wants it.
+
+    Args:
+        app: next application.
+        max_bytes: a larger body is answered 413.
+        most_held_bytes: bytes of all bodies; what would make them more is answered 503.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, most_held_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._most_held_bytes = most_held_bytes
+        self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with its whole body, or answer 413."""
+        """Pass the request on with its whole body, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
+        elif needed_role(scope["method"], scope["path"]) is Role.READ:
+            await self._app(scope, replay(b"", receive), send)
+        else:
+            await self._limit(scope, receive, send)
+
+    async def _limit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held = 0
+
+        async def counted() -> Message:
+            nonlocal held
+            message = await receive()
+            arrived = len(message.get("body", b""))
+            held += arrived
+            self._held_bytes += arrived
+            if self._held_bytes > self._most_held_bytes:
+                detail = f"at most {self._most_held_bytes} bytes of bodies are held at a time"
+                raise Unavailable(detail, Reason.BUSY)
+            return message
+
+        try:
+            taken = await self._take(scope, counted)
+            if isinstance(taken, bytes):
+                await self._app(scope, replay(taken, receive), send)
+            elif taken is not None:
+                await taken(scope, receive, send)
+        finally:
+            self._held_bytes -= held
+
+    async def _take(self, scope: Scope, receive: Receive) -> bytes | Response | None:
+        """Return the whole body, or a refusal; None if the client has gone."""
+        # The rest of a refused body is not read, so the connection cannot be used again.
+        close = {"Connection": "close"}
+        path = scope["path"]
         declared = Headers(scope=scope).get("content-length", "").lstrip("0")
         body = None
         # 20 digits and more are over any limit, and `int` refuses very long numbers.
@@ -30,18 +79,14 @@ class BodyLimit:
             try:
                 body = await read_body(receive, self._max_bytes)
             except ClientDisconnect:
-                return  # A body that was cut off might be read as another, valid one.
+                return None  # A body that was cut off might be read as another, valid one.
+            except Unavailable as error:
+                headers = {**close, "Retry-After": "1"}
+                return problem_response("unavailable", str(error), path, error.reason, headers)
         if body is None:
-            refusal = problem_response(
-                "too-large",
-                f"a body may have at most {self._max_bytes} bytes",
-                scope["path"],
-                # The rest of the body is not read, so the connection cannot be used again.
-                headers={"Connection": "close"},
-            )
-            await refusal(scope, receive, send)
-            return
-        await self._app(scope, replay(body, receive), send)
+            detail = f"a body may have at most {self._max_bytes} bytes"
+            return problem_response("too-large", detail, path, headers=close)
+        return body
 
 
 async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
