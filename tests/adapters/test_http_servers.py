@@ -190,6 +190,12 @@ async def test_open_connections_to_the_metrics_take_no_thread_each():
             )
             assert "found 7.0" in found.text
             assert found.headers["content-type"].startswith("text/plain")
+            # Of a version that is not a number.
+            accept = {"Accept": "application/openmetrics-text;version=abc"}
+            found = await client.get(
+                f"http://127.0.0.1:{server.port}/metrics", headers=accept, timeout=deadline(10)
+            )
+            assert found.headers["content-type"].startswith("text/plain")
         assert threading.active_count() == before
         for _, writer in opened:
             writer.close()

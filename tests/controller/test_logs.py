@@ -95,6 +95,15 @@ def test_what_peers_cause_is_logged_once_a_second_for_each_cause():
         "left_out": 1000,
     }
     assert "left_out" not in written("rank_refused", reason="b")
+    for event in (
+        "rank_trouble",
+        "rank_displaced",
+        "rank_stopped",
+        "request_failed_by_defect",
+        "Exception in ASGI application\n",
+        "No supported WebSocket library detected. Please use another one.",
+    ):
+        assert written(event) and not written(event)
 
 
 def test_a_flood_of_bad_requests_is_one_line(rows):

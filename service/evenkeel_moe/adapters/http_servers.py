@@ -142,12 +142,20 @@ class MetricsServer:
 _Message = Mapping[str, Any]
 
 
+def _encoder_for(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
+    """Return the encoder that a header asks for; that of plain text if the header is not valid."""
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):  # A version that is not a number.
+        return choose_encoder("")
+
+
 def _metrics_app(registry: CollectorRegistry) -> Callable[..., Awaitable[None]]:
     """Return an ASGI application that answers every path with all series, as Prometheus' own."""
 
     async def app(scope: _Message, _receive: Any, send: Callable[[_Message], Any]) -> None:
         headers = dict(scope["headers"])
-        encode, content_type = choose_encoder(headers.get(b"accept", b"").decode("latin-1"))
+        encode, content_type = _encoder_for(headers.get(b"accept", b"").decode("latin-1"))
         body = encode(registry) if scope["method"] in ("GET", "HEAD") else b""
         answer = [
             (b"content-type", content_type.encode()),

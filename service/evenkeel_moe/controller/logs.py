@@ -16,24 +16,28 @@ from evenkeel_moe.errors import InvalidInput
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 _NUMBERS: dict[Level, int] = {"debug": 10, "info": 20, "warning": 30, "error": 40}
-_CAUSED_BY_PEERS = frozenset(
-    (
-        "connection_ended",
-        "connection_evicted",
-        "deployment_refused",
-        "hello_refused",
-        "rank_refused",
-        "rank_silent",
-        "rank_too_fast",
-        "rank_too_slow",
-        "rank_violation",
-        "silent_streams_ended",
-        "too_many_streams",
-        "Invalid HTTP request received.",
-        "Unsupported upgrade request.",
-    )
+_CAUSED_BY_PEERS = (
+    "connection_ended",
+    "connection_evicted",
+    "deployment_refused",
+    "hello_refused",
+    "rank_displaced",
+    "rank_refused",
+    "rank_silent",
+    "rank_stopped",
+    "rank_too_fast",
+    "rank_too_slow",
+    "rank_trouble",
+    "rank_violation",
+    "request_failed_by_defect",
+    "silent_streams_ended",
+    "too_many_streams",
+    "Exception in ASGI application\n",
+    "Invalid HTTP request received.",
+    "No supported WebSocket library detected.",
+    "Unsupported upgrade request.",
 )
-"""Lines that whoever reaches a port can cause as often as he likes."""
+"""Beginnings of lines that whoever reaches a port can cause as often as he likes."""
 _log = structlog.get_logger(__name__)
 
 
@@ -60,7 +64,7 @@ class LogLimit:
             structlog.DropEvent: another line of this cause was written less than a second ago.
         """
         event = str(line.get("event"))
-        if event not in _CAUSED_BY_PEERS:
+        if not event.startswith(_CAUSED_BY_PEERS):
             return line
         cause, now = (event, str(line.get("reason", ""))), self._now()
         if now < self._next.get(cause, 0.0):

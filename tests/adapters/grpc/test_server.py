@@ -346,6 +346,23 @@ async def test_a_flood_that_is_not_processed_stops_its_own_stream_alone(serve):
 
 
 @pytest.mark.integration
+async def test_calls_of_check_without_a_request_are_ended(serve, monkeypatch):
+    monkeypatch.setattr("evenkeel_moe.adapters.grpc.stream_slots._MOST_WAITING", 20)
+    server, _ = await serve()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        check = channel.stream_unary("/grpc.health.v1.Health/Check")
+        calls = [check() for _ in range(100)]
+        # Twenty may wait; the others are ended long before a request is overdue.
+        await until(lambda: sum(call.done() for call in calls) >= 80, within_s=deadline(5))
+        codes = {await call.code() for call in calls if call.done()}
+        assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        answer = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=deadline(30)
+        )
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.integration
 async def test_nobody_can_watch_the_health_and_so_open_streams_without_a_limit(serve):
     server, _ = await serve()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:

@@ -152,6 +152,7 @@ def _channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
         "grpc.max_send_message_length": options.max_message_bytes,
         # Identity alone: a compressed message may be a thousand times larger than what arrived.
         "grpc.compression_enabled_algorithms_bitset": 1,
+        "grpc.max_concurrent_streams": options.max_streams_per_peer,
         "grpc.keepalive_time_ms": round(options.keepalive_s * 1000),
         "grpc.keepalive_timeout_ms": round(options.keepalive_timeout_s * 1000),
         "grpc.keepalive_permit_without_calls": 1,

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from structlog.contextvars import bound_contextvars
 
 from evenkeel_moe.adapters.grpc.encoder import Encoder
 from evenkeel_moe.adapters.grpc.fair_turns import FairTurns
+from evenkeel_moe.adapters.grpc.health_service import HealthService
 from evenkeel_moe.adapters.grpc.inbound import InboundBudget, StreamInbound
 from evenkeel_moe.adapters.grpc.rank_port import RankPort, ServerOptions
 from evenkeel_moe.adapters.grpc.rank_stream import MessageRate, RankStream, Silence
@@ -81,7 +82,7 @@ class GrpcServer:
         """One large message at a time: protobuf holds the interpreter's lock, so two would take
         hardly less time, and the event loop would wait twice as long for its turn."""
         self._slots = StreamSlots(options.max_streams, options.max_streams_per_peer)
-        self._health = _Health()
+        self._health = HealthService(self._slots, lambda: next(self._numbers))
 
     def bind(self) -> None:
         """Bind the port.
@@ -105,7 +106,7 @@ class GrpcServer:
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(_SERVICE, {"Attach": attach}),)
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._health.add_to(server)
         if self._options.reflection:
             names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
@@ -119,12 +120,11 @@ class GrpcServer:
         """Accept ranks."""
         self._hub = hub
         await self._port.start()
-        for service in ("", _SERVICE):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        await self._health.set_serving("", _SERVICE)
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Stop accepting streams and end the open ones. May be called twice."""
-        await self._health.enter_graceful_shutdown()
+        await self._health.stop_serving()
         await self._port.stop(grace_s)
 
     async def _attach(self, _requests: Any, context: Any) -> None:
@@ -239,17 +239,6 @@ class GrpcServer:
             return _decode(data, hello)
         async with self._decoding.turn(host_of(peer)):
             return await asyncio.to_thread(_decode, data, hello)
-
-
-class _Health(health.aio.HealthServicer):  # type: ignore[misc]
-    """Answers each question about the health, and keeps no stream of answers open.
-
-    Streams of watchers would count as no rank's, so nothing would limit them.
-    """
-
-    async def Watch(self, _request: Any, context: Any) -> None:
-        """Refuse the call, as the service allows. Raises, as `abort` does."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "call Check: streams are only for ranks")
 
 
 async def _exhausted(context: Any, why: str) -> None:

@@ -23,6 +23,7 @@ from evenkeel_moe.wire.link import (
 )
 
 _log = structlog.get_logger(__name__)
+_LOGGED_CHARACTERS = 500
 _TELEMETRY = (LoadReport, Heartbeat, CostCurve, ReplicaCost, KvCache, DeviceClock)
 
 
@@ -115,7 +116,7 @@ class RankSession:
                 rank=self.rank,
                 node=self.hello.node,
                 gpu_uuid=self.hello.gpu_uuid,
-                detail=beat.trouble or "over",
+                detail=beat.trouble[:_LOGGED_CHARACTERS] or "over",
             )
         self.repeat_trouble()
         if beat.stopping:
