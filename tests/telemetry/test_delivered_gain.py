@@ -1,21 +1,23 @@
 """The measured gain of a plan: exact without noise, honest with it, unknown where it must be."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, CostSource
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import moe_time
-from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
+from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT, SplitModel
 from evenkeel_moe.telemetry.delivered_gain import (
     MIN_STEPS,
     MeasuredGain,
     NoGain,
     PhaseSteps,
-    TimedSteps,
     match_tokens,
     measure_gain,
     newest_state,
@@ -105,6 +107,30 @@ def test_a_change_of_traffic_is_no_gain(seed, scale):
     assert found.modelled == 0.0
 
 
+@pytest.mark.parametrize("dispatch", [DispatchModel.EVEN, DispatchModel.WATERFILL])
+@pytest.mark.parametrize("known", [TRUE, TOKENS, CostModel(CostCurves.linear(np.full(4, 7e-6)))])
+def test_shared_experts_count_in_the_gain_though_seconds_are_of_routed_experts(known, dispatch):
+    """Ranks are equally fast here: how Waterfill pours does not depend on their speed."""
+    equal = replace(TRUE, curves=CostCurves.linear(np.full(RANKS, 2e-6)))
+    split, cost = SplitModel(dispatch), replace(known, shared_tokens=0.5)
+    cost = replace(equal, shared_tokens=0.5) if known is TRUE else cost
+
+    def times(counts, placement, model):
+        return moe_time.rank_times(moe_time.rank_work(counts, placement, model, split), model)
+
+    def steps(counts, placement):
+        count = len(counts)
+        rows = np.arange(count), np.zeros(count, np.int64), np.ones((count, RANKS), np.int64)
+        seconds = times(counts, placement, equal).sum(axis=1)
+        return timed_steps(LoadWindow(counts, *rows, seconds), placement, cost, split)
+
+    before, after = traffic(1, 64), traffic(2, 64)
+    phase = PhaseSteps(steps(before, LINEAR), steps(after, MIXED), times(after, LINEAR, cost))
+    whole = replace(equal, shared_tokens=0.5)
+    old, new = (times(after, one, whole).max(axis=2).sum() for one in (LINEAR, MIXED))
+    assert gain_of(phase).gain == pytest.approx(1 - new / old, abs=1e-9)
+
+
 def test_steps_of_other_sizes_are_not_compared():
     found = measure_gain([around(traffic(1, 64), traffic(2, 64, 2.0), fixed_s=3e-4)])
     assert isinstance(found, NoGain)
@@ -115,7 +141,7 @@ def test_steps_of_other_sizes_are_not_compared():
 
 def test_a_plan_that_makes_the_steps_slower_has_a_negative_gain():
     phase = around(traffic(1, 64), traffic(2, 64))
-    slower = TimedSteps(phase.after.tokens, 2 * phase.after.seconds, phase.after.times)
+    slower = replace(phase.after, seconds=2 * phase.after.seconds)
     found = gain_of(PhaseSteps(phase.before, slower, phase.old_times))
     assert found.gain < found.upper + 1e-12 < 0
     assert found.modelled > 0.2

@@ -198,8 +198,8 @@ class Agent:
         """Record the load of one step; never blocks. See StepMeta.
 
         Args:
-            counts: (L, slots_per_rank) or (L, E) [tokens], depending on `config.side`. The array is
-                kept, not copied: do not write to it again. A report makes it read-only.
+            counts: (L, slots_per_rank) or (L, E) [tokens] by `config.side`; do not reuse the array.
+            compute_s: seconds of this rank's routed experts, without shared experts.
         """
         self._recorder.record(step, counts, epoch, tokens, phase, dummy, compute_s)
 

@@ -68,7 +68,8 @@ class StepMeta(NamedTuple):
     dummy: bool = False
     """True for a warm-up, profiling or idle step, which is never counted."""
     compute_s: float | None = None
-    """Seconds of MoE computation before the collective; None if the engine does not measure it."""
+    """Seconds of this rank's routed experts, summed over layers, without collectives and without
+    shared experts; None if the engine does not measure it."""
 
 
 def measured_seconds(compute_s: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -135,7 +136,7 @@ class LoadWindow:
     tokens: NDArray[np.int64]
     """(T, R) real tokens that each rank routed."""
     compute_s: NDArray[np.float64]
-    """(T, R) seconds of MoE computation before the collective; NaN if not measured."""
+    """(T, R) seconds of routed experts before the collective; NaN if not measured."""
     source: NDArray[np.uint32] | None = field(default=None)
     """(R, L, E) [tokens] - source-side counts of each rank over the window; None without SOURCE."""
 

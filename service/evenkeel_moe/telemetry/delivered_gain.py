@@ -13,6 +13,11 @@ under the old placement. So both sums are of the same steps, and a change of tra
 model that is wrong by a factor, for a rank or for a placement, changes the medians by the inverse
 of that factor.
 
+Ranks report the seconds of routed experts alone. Where the model has shared experts, their modelled
+time is added to the seconds of both sides, times the rank's median ratio of reported to modelled
+routed seconds before the plan: so it is in seconds also where the model is in tokens, or wrong by a
+factor.
+
 Where the model misses a part of the time, for example a fixed part, the medians depend on the
 tokens of the steps. Therefore each step after the plan is paired with a step of the same phase
 before it whose tokens differ by at most a tenth; steps without a partner are left out. Where a rank
@@ -29,7 +34,7 @@ means; Welch (1947) for the degrees of freedom.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,22 +74,48 @@ class TimedSteps:
     tokens: NDArray[np.float64]
     """(T,) routed tokens of all ranks."""
     seconds: NDArray[np.float64]
-    """(T, R) MoE compute of each rank; NaN if not measured."""
+    """(T, R) routed MoE compute of each rank; NaN if not measured."""
     times: NDArray[np.float64]
-    """(T, L, R) modelled time of each rank and layer under the placement in force."""
+    """(T, L, R) modelled time of each rank and layer under the placement in force, with shared
+    experts."""
+    routed: NDArray[np.float64]
+    """(T, R) modelled time of each rank in its routed experts alone, summed over layers."""
 
     @property
     def ratios(self) -> NDArray[np.float64]:
-        """(T, R) logarithm of the seconds over the modelled time; NaN if one is unknown or 0."""
-        modelled = self.times.sum(axis=1)
-        known = (modelled > 0) & (self.seconds > 0) & np.isfinite(self.seconds)
-        ratios = np.full(modelled.shape, math.nan)
-        ratios[known] = np.log(self.seconds[known] / modelled[known])
-        return ratios
+        """(T, R) logarithm of the seconds over the routed time; NaN if one is unknown or 0."""
+        return _log_ratios(self.seconds, self.routed)
+
+    def whole_ratios(self, level: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the (T, R) ratios with shared experts in the seconds and in the modelled time.
+
+        Args:
+            level: (R,) logarithm of the seconds in which a rank does the unit of modelled time.
+        """
+        whole = self.times.sum(axis=1)
+        worked = np.where(self.routed > 0, self.seconds, 0.0)
+        return _log_ratios(worked + np.exp(level) * (whole - self.routed), whole)
 
     def take(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> "TimedSteps":
         """Return some of the steps."""
-        return TimedSteps(self.tokens[rows], self.seconds[rows], self.times[rows])
+        return TimedSteps(
+            self.tokens[rows], self.seconds[rows], self.times[rows], self.routed[rows]
+        )
+
+
+def _log_ratios(seconds: NDArray[np.float64], modelled: NDArray[np.float64]) -> NDArray[np.float64]:
+    known = (modelled > 0) & (seconds > 0) & np.isfinite(seconds)
+    ratios = np.full(modelled.shape, math.nan)
+    ratios[known] = np.log(seconds[known] / modelled[known])
+    return ratios
+
+
+def _level(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the (R,) median of (T, R) ratios; that of all ranks for a rank without work."""
+    level = np.full(ratios.shape[1], np.nanmedian(ratios))
+    worked = np.isfinite(ratios).any(axis=0)
+    level[worked] = np.nanmedian(ratios[:, worked], axis=0)
+    return level
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -130,13 +161,6 @@ class _Side:
     times: NDArray[np.float64]
     """(T, L, R) modelled times of the steps after the plan, under the placement of this side."""
 
-    def level(self) -> NDArray[np.float64]:
-        """Return the (R,) median ratio; that of all ranks for a rank without work."""
-        level = np.full(self.ratios.shape[1], np.nanmedian(self.ratios))
-        worked = np.isfinite(self.ratios).any(axis=0)
-        level[worked] = np.nanmedian(self.ratios[:, worked], axis=0)
-        return level
-
 
 def timed_steps(
     steps: LoadWindow, placement: Placement, cost: CostModel, split: SplitModel
@@ -146,9 +170,12 @@ def timed_steps(
     Raises:
         ShapeMismatch, InfeasiblePlan: the placement does not fit the counts.
     """
-    work = moe_time.rank_work(steps.counts, placement, cost, split)
+    times, routed = (
+        moe_time.rank_times(moe_time.rank_work(steps.counts, placement, one, split), one)
+        for one in (cost, replace(cost, shared_tokens=0.0))
+    )
     tokens = steps.counts.sum(axis=(1, 2), dtype=np.float64)
-    return TimedSteps(tokens, steps.compute_s, moe_time.rank_times(work, cost))
+    return TimedSteps(tokens, steps.compute_s, times, routed.sum(axis=1))
 
 
 def measure_gain(phases: Sequence[PhaseSteps]) -> MeasuredGain | NoGain:
@@ -204,7 +231,7 @@ def newest_state(steps: TimedSteps) -> TimedSteps:
 
 def _measured(steps: TimedSteps) -> NDArray[np.bool_]:
     """Return (T,) True for the steps in which every rank with work has seconds."""
-    worked = steps.times.sum(axis=1) > 0
+    worked = steps.routed > 0
     known = np.isfinite(steps.ratios)
     return np.asarray(worked.any(axis=1) & (known == worked).all(axis=1), np.bool_)
 
@@ -215,8 +242,14 @@ def _pair(phase: PhaseSteps) -> tuple[_Side, _Side]:
     earlier, later = match_tokens(before.tokens, after.tokens)
     earlier, order = np.sort(earlier), np.sort(later)
     old_times = phase.old_times[order]
-    chosen = after.take(order)
-    return _Side(before.take(earlier).ratios, old_times), _Side(chosen.ratios, chosen.times)
+    old, new = before.take(earlier), after.take(order)
+    if not len(earlier):
+        return _Side(old.ratios, old_times), _Side(new.ratios, new.times)
+    level = _level(old.ratios)
+    return (
+        _Side(old.whole_ratios(level), old_times),
+        _Side(new.whole_ratios(level), new.times),
+    )
 
 
 def match_tokens(
@@ -263,7 +296,7 @@ def _total(sides: Sequence[_Side]) -> _Total:
     time = modelled = 0.0
     weighted: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
     for side in sides:
-        level = side.level()
+        level = _level(side.ratios)
         scaled = np.exp(level) * side.times
         slowest = scaled.max(axis=2)
         ranks = scaled.shape[2]

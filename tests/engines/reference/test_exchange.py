@@ -1,11 +1,15 @@
 """Dispatch and combine between two ranks on real sockets."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
 
+from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.exchange import EpochMismatch, Exchange
 from evenkeel_moe.engines.reference.model import expert_forward, original_expert
+from evenkeel_moe.engines.reference.pace import Pace
 from tests.agent.ranks import Group, run_ranks
 from tests.waiting import deadline
 
@@ -34,6 +38,25 @@ def test_every_row_comes_back_from_the_expert_in_its_slot():
 
     (sent0, got0), (sent1, got1) = run_ranks(2, work)
     assert torch.equal(torch.cat([got0, got1]), sent0 + sent1)
+
+
+def test_seconds_are_of_routed_experts_alone():
+    """The last slot is of the shared expert, and its 20 rows are paced to half a second."""
+    group = Group(2, timeout_s=deadline(20))
+
+    def work(rank):
+        pace = Pace(RankConfig("", rank=rank, num_ranks=2, pace_s_per_token=0.025))
+        exchange = Exchange(group.connect(rank, "engine"), SLOTS, D, pace, shared_slots=1)
+        slots = torch.tensor([rank * SLOTS] * 2 + [rank * SLOTS + SLOTS - 1] * 20)
+        began = time.perf_counter()
+        result = exchange.layer(torch.ones(22, D), slots, 0, False, expert_in)
+        took = time.perf_counter() - began
+        assert result.received.tolist() == [2, 0, 20]
+        assert pace.paced_s == [pytest.approx(0.05)]
+        assert 0.05 <= result.compute_s <= took - 0.5
+        return True
+
+    assert run_ranks(2, work) == [True, True]
 
 
 def test_ranks_with_nothing_to_send_or_receive_take_part():

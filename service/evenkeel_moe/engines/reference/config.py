@@ -24,7 +24,7 @@ step       step, seconds (one step without pacing and checks), tokens (routed by
 epoch, domain
            (`prose`, `code` or `trace`), rank_load (L integers: tokens this rank's slots received),
            served (L integers: tokens it computed, also with fetched and shared experts),
-           compute_s (L numbers: seconds in the experts of each layer),
+           compute_s (L numbers: seconds in the routed experts of each layer),
            paced_s (L numbers: the least of these seconds that the pace allows; none where a rank
            fetches experts),
            mismatches (rows that differed from the undistributed model since the start)

@@ -64,8 +64,9 @@ class SlotDispatch:
         if config.dispatch is DispatchRule.WATERFILL:
             self._waterfill = Waterfill(config.num_ranks, config.slots_per_rank, config.rank)
         # With Waterfill, each rank has one more slot, for the shared expert.
-        width = config.slots_per_rank + (self._waterfill is not None)
-        self._exchange = Exchange(parts.communicator, width, config.d_model, parts.pace)
+        shared = int(self._waterfill is not None)
+        width = config.slots_per_rank + shared
+        self._exchange = Exchange(parts.communicator, width, config.d_model, parts.pace, shared)
         self._rule: ReplicaChoice | None = None
         self._rule_epoch = -1
 

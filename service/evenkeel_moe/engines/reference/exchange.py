@@ -42,7 +42,7 @@ class LayerResult:
     received: Tensor
     """(slots_per_rank,) int64 on the CPU - rows that each local slot of this rank received."""
     compute_s: float
-    """Seconds in the experts, without the collectives."""
+    """Seconds in the routed experts, without the collectives."""
     stop: bool
     """True if some rank asked to stop after this step."""
 
@@ -56,10 +56,13 @@ class Exchange:
         slots_per_rank: int,
         d_model: int,
         pace: Pace | None = None,
+        shared_slots: int = 0,
     ) -> None:
+        """Make the exchange of a rank; the last `shared_slots` slots are of shared experts."""
         self._communicator = communicator
         self._pace = pace
         self._slots_per_rank = slots_per_rank
+        self._routed_slots = slots_per_rank - shared_slots
         self._d_model = d_model
 
     def layer(
@@ -119,15 +122,30 @@ class Exchange:
         local = arrived[:, -1].long()
         order = torch.argsort(local, stable=True)
         received = torch.bincount(local, minlength=self._slots_per_rank).cpu()
-        inputs = arrived[order, :-1]
-        results, start = [], 0
-        for slot, count in enumerate(received.tolist()):
-            if count:
-                results.append(expert_forward(tensors_of(slot), inputs[start : start + count]))
-                start += count
+        rows = torch.tensor_split(arrived[order, :-1], received.cumsum(0)[:-1])
+        routed = range(self._routed_slots)
+        shared = range(self._routed_slots, self._slots_per_rank)
+        results = self._run(rows, routed, tensors_of, began)
+        compute_s = time.perf_counter() - began
+        if shared:
+            results += self._run(rows, shared, tensors_of, time.perf_counter())
         outputs = torch.empty(len(arrived), self._d_model, device=arrived.device)
         if results:
             outputs[order] = torch.cat(results)
+        return outputs, received, compute_s
+
+    def _run(
+        self,
+        rows: Sequence[Tensor],
+        slots: range,
+        tensors_of: Callable[[int], Sequence[Tensor]],
+        began: float,
+    ) -> list[Tensor]:
+        """Return the results of the slots that have rows, once they have taken their time."""
+        counts = [len(rows[slot]) for slot in slots]
+        results = [
+            expert_forward(tensors_of(slot), rows[slot]) for slot in slots if len(rows[slot])
+        ]
         if self._pace is not None:
-            self._pace.wait(began, received.tolist())
-        return outputs, received, time.perf_counter() - began
+            self._pace.wait(began, counts, shared=slots.start >= self._routed_slots)
+        return results

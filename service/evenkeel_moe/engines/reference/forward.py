@@ -28,7 +28,7 @@ class StepResult:
     served: NDArray[np.int64]
     """(L,) tokens that this rank computed, with resident, fetched and shared experts."""
     compute_s: NDArray[np.float64]
-    """(L,) seconds in the experts."""
+    """(L,) seconds in the routed experts."""
     stop: bool
     """True if the group stops after this step."""
 

@@ -28,7 +28,7 @@ class LayerOutcome:
     served: int
     """Tokens computed on this rank, also by the shared expert."""
     compute_s: float
-    """Seconds in the experts, without the collectives."""
+    """Seconds in the routed experts, without the collectives."""
     stop: bool
     """True if some rank asked to stop after this step."""
 

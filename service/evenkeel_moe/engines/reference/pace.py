@@ -21,24 +21,27 @@ class Pace:
         self._config = config
         self._factor = 1.0
         self.paced_s: list[float] = []
-        """The least seconds of the layers that the newest step has computed so far."""
+        """The least seconds of the routed experts, of the layers that the newest step has computed
+        so far."""
 
     def enter(self, step: int) -> None:
         """Begin a step: set the factor of the steps from this one on."""
         self._factor = self._config.slowdown(step)
         self.paced_s = []
 
-    def wait(self, began: float, tokens: list[int]) -> None:
+    def wait(self, began: float, tokens: list[int], *, shared: bool = False) -> None:
         """Return once the experts of a layer have taken their time.
 
         Args:
             began: `time.perf_counter` when they began.
             tokens: of each local slot.
+            shared: True for shared experts, which `paced_s` leaves out.
         """
         config = self._config
         active = sum(count > 0 for count in tokens)
         least_s = config.pace_s_per_token * sum(tokens) + config.pace_s_per_replica * active
-        self.paced_s.append(self._factor * least_s)
+        if not shared:
+            self.paced_s.append(self._factor * least_s)
         now = time.perf_counter()
         until = began + self._factor * max(least_s, now - began)
         if until - now > _SPIN_S:
