@@ -109,12 +109,14 @@ def test_speeds_of_ranks_scale_every_model(profile):
         {},
         {"cost": "curve", "curve": profile()},
         {"cost": "roofline", "device": "b200"},
+        {"cost": "roofline", "read_tokens": 2.0},
     ):
         even, slow = cost(**options), cost("1,0.5", **options)
         np.testing.assert_allclose(
             moe_time.rank_times(work, slow), moe_time.rank_times(work, even) * [[1.0, 2.0]]
         )
         assert slow.replica == even.replica
+        assert slow.unit == even.unit
         assert "relative speeds of the ranks as given" in slow.basis.words
 
 

@@ -153,6 +153,8 @@ class CostModel:
     """What the numbers rest on, in a few words: a device, a file, the age of a profile."""
     fit_error: float | None = None
     """Mean error of a fit as a share of the time; None where nothing was fitted."""
+    relative: bool = False
+    """True if the curves only compare the ranks: C_r is then in tokens of a rank of speed 1."""
 
     def __post_init__(self) -> None:
         for name in ("fixed", "shared_tokens"):
@@ -165,7 +167,7 @@ class CostModel:
     @property
     def in_seconds(self) -> bool:
         """True if times are in seconds, False if they are in tokens."""
-        return self.curves is not None
+        return self.curves is not None and not self.relative
 
     @property
     def unit(self) -> str:

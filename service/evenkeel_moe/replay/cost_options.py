@@ -162,5 +162,8 @@ def _slowed(model: CostModel, slowness: NDArray[np.float64]) -> CostModel:
     )
     given = "relative speeds of the ranks as given"
     return replace(
-        model, curves=curves, detail=f"{model.detail}; {given}" if model.detail else given
+        model,
+        curves=curves,
+        relative=not model.in_seconds,
+        detail=f"{model.detail}; {given}" if model.detail else given,
     )
