@@ -152,7 +152,10 @@ class PlanningOptions:
 
     dispatch: Annotated[
         str,
-        typer.Option(help="How the engine splits tokens over replicas: even, nearest or optimal."),
+        typer.Option(
+            help="How the engine splits tokens over replicas: even, nearest, optimal, waterfill or"
+            " fewest."
+        ),
     ] = "even"
     copy_price: Annotated[
         float,
