@@ -159,16 +159,17 @@ def test_under_waterfill_a_slow_rank_below_the_waterline_is_not_paid_for():
     load = np.random.default_rng(2).poisson(np.linspace(5.0, 40.0, 16), (40, 2, 16)).astype(float)
     first = Placement.initial(shape).phy2log[0]
     cost = CostModel(CostCurves.linear(np.array([1.0, 1.0, 1.4, 1.0])), shared_tokens=1.0)
+    # Layers differ, so that copies have the price of a later plan.
+    current = Placement(np.stack([first, 15 - first]), 4, 16)
     problem = PlacementProblem(
         load,
         shape,
         Topology.single_node(4),
-        # Layers differ, so that copies have the price of a later plan.
-        current=Placement(np.stack([first, 15 - first]), 4, 16),
+        current=current,
         objective=Objective(cost, DispatchModel.WATERFILL, copy_cost=1.0),
     )
     # Waterfill gives every rank the same work, whatever its speed.
-    assert moe_time.score(problem, problem.current) == pytest.approx(1.4 * load.sum() * 2.0 / 4)
+    assert moe_time.score(problem, current) == pytest.approx(1.4 * load.sum() * 2.0 / 4)
     assert plan_keel(problem).numbers["copies"] == 0
 
 
