@@ -160,11 +160,13 @@ async def watch(client: Any, fleet: Fleet, seen: dict[tuple[str, int], float]) -
 
 async def check_stored(client: Any, fleet: Fleet, last: int) -> None:
     """Check that every stored window ends with the step `last`, as its total said."""
+    shape = fleet.scale.shape
     for name in fleet.names:
         ((_, chunk),) = await client.xrevrange(
             deployment_key("evenkeel", name, "window:decode"), count=1
         )
-        stored = int(unpack_window(chunk[b"d"]).steps[-1])
+        sizes = shape.num_layers, shape.num_logical_experts, shape.num_ranks
+        stored = int(unpack_window(chunk[b"d"], sizes, WINDOW).steps[-1])
         if stored != last:
             raise SystemExit(f"the stored window of {name} ends with step {stored}, not {last}")
 

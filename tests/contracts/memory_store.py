@@ -5,6 +5,7 @@ The same contract tests check it and the real one.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from evenkeel_moe.errors import Conflict, Reason
@@ -12,6 +13,7 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.ports.stores import Clock, Lease
 from evenkeel_moe.telemetry.windows import join_windows
 
@@ -172,8 +174,16 @@ class MemoryStore:
             joined.counts, joined.steps, joined.epochs, joined.tokens, joined.compute_s, source
         ).last(self._capacity)
 
-    async def fetch(self, deployment: DeploymentId, phase: Phase) -> LoadWindow | None:
-        return self._windows.get((deployment, phase))
+    async def fetch(
+        self, deployment: DeploymentId, phase: Phase, shape: ModelShape, most: int
+    ) -> LoadWindow | None:
+        window = self._windows.get((deployment, phase))
+        layers, experts, ranks = shape.num_layers, shape.num_logical_experts, shape.num_ranks
+        if window is None or window.counts.shape[1:] != (layers, experts):
+            return None
+        window, source = window.last(most), window.source
+        fits = source is None or source.shape == (ranks, layers, experts)
+        return window if fits else replace(window, source=None)
 
     async def forget(self, deployment: DeploymentId) -> None:
         for phase in Phase:

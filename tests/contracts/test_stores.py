@@ -12,6 +12,7 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.ports.stores import Lease
 from tests.contracts.conftest import CAPACITY, EPOCHS_KEPT
 from tests.waiting import until
@@ -61,19 +62,28 @@ def form(value):
     return value
 
 
-def make_window(steps, *, seed=0, source=False, high=500):
+WINDOW_SHAPE = ModelShape(2, 3, 2, 2, 1, 1)
+"""The shape of `make_window`, unless it is told another."""
+
+
+def make_window(steps, *, seed=0, source=False, high=500, shape=WINDOW_SHAPE):
     rng = np.random.default_rng(seed)
     length = len(steps)
-    compute_s = rng.random((length, 2))
+    layers, experts, ranks = shape.num_layers, shape.num_logical_experts, shape.num_ranks
+    compute_s = rng.random((length, ranks))
     compute_s[::3] = math.nan
     return LoadWindow(
-        rng.integers(0, high, (length, 2, 3)).astype(np.uint32),
+        rng.integers(0, high, (length, layers, experts)).astype(np.uint32),
         np.array(steps, np.int64),
         rng.integers(0, 9, length),
-        rng.integers(0, 99, (length, 2)),
+        rng.integers(0, 99, (length, ranks)),
         compute_s,
-        rng.integers(0, 9, (2, 2, 3)).astype(np.uint32) if source else None,
+        rng.integers(0, 9, (ranks, layers, experts)).astype(np.uint32) if source else None,
     )
+
+
+async def fetch(windows, deployment=DEMO, phase=Phase.DECODE, shape=WINDOW_SHAPE, most=512):
+    return await windows.fetch(deployment, phase, shape, most)
 
 
 def assert_same(one, other):
@@ -324,25 +334,25 @@ async def test_decisions_come_newest_first(store):
 
 async def test_a_window_is_read_as_it_was_stored(windows):
     window = make_window(range(8))
-    assert await windows.fetch(DEMO, Phase.DECODE) is None
+    assert await fetch(windows, DEMO, Phase.DECODE) is None
     await windows.append(DEMO, Phase.DECODE, window.slice(slice(0, 3)))
     await windows.append(DEMO, Phase.DECODE, window.slice(slice(3, 8)))
-    assert_same(await windows.fetch(DEMO, Phase.DECODE), window)
-    assert await windows.fetch(DEMO, Phase.PREFILL) is None
-    assert await windows.fetch(OTHER, Phase.DECODE) is None
+    assert_same(await fetch(windows, DEMO, Phase.DECODE), window)
+    assert await fetch(windows, DEMO, Phase.PREFILL) is None
+    assert await fetch(windows, OTHER, Phase.DECODE) is None
 
 
 async def test_parts_appended_together_are_one_window(windows):
     window = make_window(range(200))
     cuts = (slice(0, 3), slice(3, 3), slice(3, 90), slice(90, 91), slice(91, 200))
     await windows.append(DEMO, Phase.DECODE, *(window.slice(cut) for cut in cuts))
-    assert_same(await windows.fetch(DEMO, Phase.DECODE), window.last(10))
+    assert_same(await fetch(windows, DEMO, Phase.DECODE), window.last(10))
 
 
 async def test_large_counts_are_kept(windows):
     window = make_window(range(2), high=1 << 32)
     await windows.append(DEMO, Phase.MIXED, window)
-    assert_same(await windows.fetch(DEMO, Phase.MIXED), window)
+    assert_same(await fetch(windows, DEMO, Phase.MIXED), window)
 
 
 async def test_source_sums_are_the_newest_appended(windows):
@@ -350,7 +360,7 @@ async def test_source_sums_are_the_newest_appended(windows):
     newest = make_window(range(2, 4), seed=1, source=True)
     await windows.append(DEMO, Phase.DECODE, newest)
     await windows.append(DEMO, Phase.DECODE, make_window(range(4, 6)))
-    found = await windows.fetch(DEMO, Phase.DECODE)
+    found = await fetch(windows, DEMO, Phase.DECODE)
     assert len(found) == 6
     np.testing.assert_array_equal(found.source, newest.source)
 
@@ -362,7 +372,7 @@ async def test_a_window_has_the_newest_steps_for_any_sizes_of_parts(windows, siz
     for size in sizes:
         await windows.append(DEMO, Phase.DECODE, window.slice(slice(first, first + size)))
         first += size
-    assert_same(await windows.fetch(DEMO, Phase.DECODE), window.last(CAPACITY))
+    assert_same(await fetch(windows, DEMO, Phase.DECODE), window.last(CAPACITY))
 
 
 async def test_forget_deletes_all_phases_of_one_deployment(windows):
@@ -370,9 +380,9 @@ async def test_forget_deletes_all_phases_of_one_deployment(windows):
         for phase in (Phase.DECODE, Phase.PREFILL):
             await windows.append(deployment, phase, make_window(range(3), source=True))
     await windows.forget(DEMO)
-    assert await windows.fetch(DEMO, Phase.DECODE) is None
-    assert await windows.fetch(DEMO, Phase.PREFILL) is None
-    assert await windows.fetch(OTHER, Phase.DECODE) is not None
+    assert await fetch(windows, DEMO, Phase.DECODE) is None
+    assert await fetch(windows, DEMO, Phase.PREFILL) is None
+    assert await fetch(windows, OTHER, Phase.DECODE) is not None
     restarted = make_window(range(4))
     await windows.append(DEMO, Phase.DECODE, restarted)
-    assert_same(await windows.fetch(DEMO, Phase.DECODE), restarted)
+    assert_same(await fetch(windows, DEMO, Phase.DECODE), restarted)

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
 from evenkeel_moe.adapters.redis import encoding, stored_values
+from evenkeel_moe.adapters.redis.unpacking import Unreadable
 from evenkeel_moe.api.schemas import FreezeIn, PlanIn, RollbackIn
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation, Reason
 from evenkeel_moe.formats import read_trace
@@ -151,31 +152,31 @@ def _targets() -> tuple[Target, ...]:
         Target(
             "stored_plan",
             encoding.unpack_plan,
-            (encoding.Unreadable,),
+            (Unreadable,),
             (encoding.pack_plan(record),),
         ),
         Target(
             "stored_plan_text",
             _stored_plan_text,
-            (encoding.Unreadable,),
+            (Unreadable,),
             (zstandard.ZstdDecompressor().decompress(encoding.pack_plan(record)),),
         ),
         Target(
             "stored_placement",
             encoding.unpack_placement,
-            (encoding.Unreadable,),
+            (Unreadable,),
             (encoding.pack_placement(BASE),),
         ),
         Target(
             "stored_window",
-            encoding.unpack_window,
-            (encoding.Unreadable,),
+            lambda data: encoding.unpack_window(data, (2, 3, 2), 3),
+            (Unreadable,),
             (encoding.pack_window(make_window(range(3))),),
         ),
         Target(
             "stored_source",
-            encoding.unpack_source,
-            (encoding.Unreadable,),
+            lambda data: encoding.unpack_source(data, (2, 2, 4)),
+            (Unreadable,),
             (encoding.pack_source(np.ones((2, 2, 4), np.uint32)),),
         ),
         Target(

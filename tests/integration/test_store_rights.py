@@ -16,7 +16,7 @@ from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import Phase
 from tests.chaos.proxy import Proxy
-from tests.contracts.test_stores import BASE, DEMO, every_plan, make_record, make_window
+from tests.contracts.test_stores import BASE, DEMO, every_plan, fetch, make_record, make_window
 from tests.integration.controller_rig import Controller, Group
 from tests.waiting import deadline, until
 
@@ -42,7 +42,7 @@ async def do_everything(client) -> None:
     await store.append_decision(DEMO, {"cycle": 1})
     for first in range(0, 40, 4):
         await windows.append(DEMO, Phase.DECODE, make_window(range(first, first + 4), source=True))
-    assert await windows.fetch(DEMO, Phase.DECODE) is not None
+    assert await fetch(windows) is not None
     assert len(await every_plan(store)) == 1
     assert len(await store.open_plans(DEMO)) == 1
     assert await store.fetch_epochs(DEMO)
@@ -166,10 +166,10 @@ async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_el
     # Scripts have no more rights than their caller.
     with pytest.raises(Exception, match="permission|No permissions"):
         await client.eval("return redis.call('FLUSHALL')", 0)
-    await admin.execute_command("ACL", "SETUSER", "evenkeel", "-hgetall")
+    await admin.execute_command("ACL", "SETUSER", "evenkeel", "-hkeys")
     with pytest.raises(Unavailable, match="NoPermission"):
         await RedisDeploymentStore(client).fetch_epochs(DEMO)
-    await admin.execute_command("ACL", "SETUSER", "evenkeel", "+hgetall")
+    await admin.execute_command("ACL", "SETUSER", "evenkeel", "+hkeys")
     await disconnect(client)
 
     settings = {"REDIS__URL": f"redis://evenkeel@127.0.0.1:{one.port}", "REDIS__PASSWORD": "s3cret"}

@@ -8,6 +8,7 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
+from evenkeel_moe.model.topology import ModelShape
 
 
 class Clock(Protocol):
@@ -35,8 +36,24 @@ class WindowStore(Protocol):
         """
         ...
 
-    async def fetch(self, deployment: DeploymentId, phase: Phase) -> LoadWindow | None:
-        """Return the stored window, oldest step first; None if there is none."""
+    async def fetch(
+        self, deployment: DeploymentId, phase: Phase, shape: ModelShape, most: int
+    ) -> LoadWindow | None:
+        """Return the newest stored steps of a shape, oldest first.
+
+        Args:
+            deployment: their owner.
+            phase: of the steps.
+            shape: of the deployment. Steps and source-side sums of another shape are not used.
+            most: largest number of steps.
+
+        Returns:
+            counts (n, L, E) with n <= most, tokens (n, R), source (R, L, E) or None; None if there
+            is no step.
+
+        Raises:
+            Unavailable: the store is not reachable.
+        """
         ...
 
     async def forget(self, deployment: DeploymentId) -> None:

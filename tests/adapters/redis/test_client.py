@@ -16,7 +16,7 @@ from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.errors import InvalidInput, Reason, Unavailable
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.load import Phase
-from tests.contracts.test_stores import BASE, DEMO, every_plan, make_record, make_window
+from tests.contracts.test_stores import BASE, DEMO, every_plan, fetch, make_record, make_window
 
 # --- URL forms ---------------------------------------------------------------------------------
 from tests.waiting import deadline, until
@@ -172,7 +172,7 @@ async def test_an_unreachable_store_is_unavailable_and_comes_back(valkey):
             store.fetch_plans(DEMO, [PlanId("p")]),
             store.deployments(),
             windows.append(DEMO, Phase.DECODE, make_window(range(3))),
-            windows.fetch(DEMO, Phase.DECODE),
+            fetch(windows),
         )
         results = await asyncio.gather(*calls, return_exceptions=True)
     finally:

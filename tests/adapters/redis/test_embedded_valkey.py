@@ -15,7 +15,14 @@ from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.errors import InvalidInput, Unavailable
 from evenkeel_moe.model.load import Phase
-from tests.contracts.test_stores import DEMO, assert_same, every_plan, make_record, make_window
+from tests.contracts.test_stores import (
+    DEMO,
+    assert_same,
+    every_plan,
+    fetch,
+    make_record,
+    make_window,
+)
 from tests.waiting import deadline, until
 
 
@@ -46,7 +53,7 @@ async def test_the_data_outlives_the_server(tmp_path):
             await RedisWindowStore(client).append(DEMO, Phase.DECODE, make_window(range(5)))
             await RedisDeploymentStore(client).store_plan(make_record(), 4)
         else:
-            found = await RedisWindowStore(client).fetch(DEMO, Phase.DECODE)
+            found = await fetch(RedisWindowStore(client))
             assert found is not None
             assert_same(found, make_window(range(5)))
             assert (await RedisDeploymentStore(client).acquire_lease(DEMO, "a", 1, 0)).term == 5

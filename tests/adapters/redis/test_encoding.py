@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.adapters.redis.encoding import (
-    Unreadable,
     pack_placement,
     pack_plan,
     pack_source,
@@ -21,6 +20,7 @@ from evenkeel_moe.adapters.redis.encoding import (
     unpack_source,
     unpack_window,
 )
+from evenkeel_moe.adapters.redis.unpacking import Unreadable
 from evenkeel_moe.model.delivered import DeliveredGain
 from tests.contracts.test_stores import (
     BASE,
@@ -30,8 +30,11 @@ from tests.contracts.test_stores import (
 )
 
 FORMS = [
-    (pack_window(make_window(range(3))), unpack_window),
-    (pack_source(make_window(range(3), source=True).source), unpack_source),
+    (pack_window(make_window(range(3))), lambda data: unpack_window(data, (2, 3, 2), 3)),
+    (
+        pack_source(make_window(range(3), source=True).source),
+        lambda data: unpack_source(data, (2, 2, 3)),
+    ),
     (pack_placement(BASE), unpack_placement),
     (pack_plan(make_record()), unpack_plan),
 ]
@@ -115,7 +118,7 @@ def test_counts_take_as_many_bytes_as_the_largest_needs(most, width):
     window.counts[0, 0, 0] = most
     data = pack_window(window)
     assert data[1] == width
-    assert_same(unpack_window(data), window)
+    assert_same(unpack_window(data, (2, 3, 2), 2), window)
     assert pack_window(*(window.slice(slice(i, i + 1)) for i in range(2))) == data
 
 
@@ -123,7 +126,7 @@ def test_a_chunk_that_claims_too_many_counts_is_not_unpacked():
     """One byte per count on the wire is four in memory."""
     head = struct.pack("<BBIIII", 2, 1, 1 << 14, 1 << 7, 1 << 8, 1)
     with pytest.raises(Unreadable, match="16384 x 128 x 256 counts"):
-        unpack_window(head + b"anything")
+        unpack_window(head + b"anything", (1 << 7, 1 << 8, 1), 1 << 14)
 
 
 def test_the_story_keeps_what_each_rank_took_for_a_wave():

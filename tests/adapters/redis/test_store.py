@@ -24,6 +24,7 @@ from tests.contracts.test_stores import (
     DEMO,
     assert_same,
     every_plan,
+    fetch,
     make_record,
     make_window,
 )
@@ -48,7 +49,7 @@ async def test_unreadable_values_are_skipped(valkey):
     assert list(await store.fetch_epochs(DEMO)) == [1]
     assert await store.fetch_document(DEMO, "policy") is None
     assert await store.fetch_decisions(DEMO, 10) == [{"cycle": 1}]
-    found = await windows.fetch(DEMO, Phase.DECODE)
+    found = await fetch(windows)
     assert found is not None
     assert_same(found, make_window(range(3)))
     await disconnect(client)
@@ -302,7 +303,7 @@ async def test_a_cluster_takes_every_command(tmp_path, unused_tcp_port_factory):
         await windows.append(DEMO, Phase.DECODE, make_window(range(3), source=True))
         assert len(await every_plan(store)) == 1
         assert await store.deployments() == [DEMO]
-        assert await windows.fetch(DEMO, Phase.DECODE) is not None
+        assert await fetch(windows) is not None
         await windows.forget(DEMO)
         await store.ping()
         await disconnect(client)

@@ -53,7 +53,7 @@ def test_a_value_of_another_form_is_refused(read, values):
 def test_a_value_has_at_most_64_levels_of_nesting(begin, end):
     deepest = 63 * begin + b"1" + 63 * end  # The number is one level more.
     assert stored.parse_json(deepest) == json.loads(deepest)
-    for depth in (64, 100, 100_000):
+    for depth in (64, 100, 30_000):
         with pytest.raises(ValueError, match="nested"):
             stored.parse_json(depth * begin + b"1" + depth * end)
 

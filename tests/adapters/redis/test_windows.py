@@ -16,6 +16,7 @@ from evenkeel_moe.model.load import Phase
 from tests.contracts.test_stores import (
     DEMO,
     assert_same,
+    fetch,
     make_window,
 )
 
@@ -27,7 +28,7 @@ async def test_parts_given_together_share_chunks(valkey):
         DEMO, Phase.DECODE, *(window.slice(slice(i, i + 5)) for i in range(0, 200, 5))
     )
     assert await client.xlen("evenkeel:{demo}:window:decode") == 4
-    assert_same(await windows.fetch(DEMO, Phase.DECODE), window)
+    assert_same(await fetch(windows), window)
     await disconnect(client)
 
 
@@ -40,7 +41,7 @@ async def test_a_window_stays_bounded_when_its_count_is_lost(valkey, lost):
     await client.delete(f"evenkeel:{{demo}}:{lost}:decode")
     for first in range(40, 200, 8):
         await windows.append(DEMO, Phase.DECODE, window.slice(slice(first, first + 8)))
-        found = await windows.fetch(DEMO, Phase.DECODE)
+        found = await fetch(windows)
         assert found is not None
         assert_same(found, window.slice(slice(0, first + 8)).last(20))
         assert await client.xlen("evenkeel:{demo}:window:decode") <= (3 if first >= 64 else 6)
@@ -66,7 +67,7 @@ async def test_chunks_whose_answers_are_lost_are_still_counted(valkey, monkeypat
             assert await client.xlen("evenkeel:{demo}:window:decode") <= 4
     assert 0 < await client.pttl("evenkeel:{demo}:window:decode")
     await windows.append(DEMO, Phase.DECODE, window.slice(slice(8, 400)))
-    found = await windows.fetch(DEMO, Phase.DECODE)
+    found = await fetch(windows)
     assert found is not None
     assert_same(found, window.last(20))
     await disconnect(client)
@@ -79,7 +80,7 @@ async def test_a_chunk_whose_count_was_lost_on_the_way_does_not_stay(valkey):
     await client.xadd("evenkeel:{demo}:window:decode", chunk)
     for first in range(0, 64, 8):
         await windows.append(DEMO, Phase.DECODE, window.slice(slice(first, first + 8)))
-        found = await windows.fetch(DEMO, Phase.DECODE)
+        found = await fetch(windows)
         assert found is not None
         assert_same(found, window.slice(slice(0, first + 8)).last(20))
     assert await client.xlen("evenkeel:{demo}:window:decode") == 3
@@ -91,7 +92,7 @@ async def test_steps_two_writers_stored_twice_are_read_once(valkey):
     windows, window = RedisWindowStore(client), make_window(range(20))
     for cut in (slice(0, 8), slice(4, 12), slice(8, 14), slice(14, 20)):
         await windows.append(DEMO, Phase.DECODE, window.slice(cut))
-    found = await windows.fetch(DEMO, Phase.DECODE)
+    found = await fetch(windows)
     assert found is not None
     assert_same(found, window)
     await disconnect(client)

@@ -65,7 +65,7 @@ async def test_a_replica_that_leads_again_has_the_steps_the_other_stored():
         feed(one, 60, 70, incarnation=21)
         await one.member.store_windows()
         assert steps_of(one) == list(range(70))
-        assert (await store.fetch(DEMO, Phase.DECODE)).steps.tolist() == list(range(70))
+        assert (await store.fetch(DEMO, Phase.DECODE, SHAPE, 512)).steps.tolist() == list(range(70))
 
 
 async def test_a_replica_that_leads_again_keeps_the_window_of_a_group_that_restarted_meanwhile():
@@ -84,7 +84,7 @@ async def test_a_replica_that_leads_again_keeps_the_window_of_a_group_that_resta
         feed(one, 40, 50, "g2", 21)
         await one.member.store_windows()
         assert steps_of(one) == list(range(50))
-        assert (await store.fetch(DEMO, Phase.DECODE)).steps.tolist() == list(range(50))
+        assert (await store.fetch(DEMO, Phase.DECODE, SHAPE, 512)).steps.tolist() == list(range(50))
 
 
 async def test_steps_that_only_this_replica_has_outlive_another_that_led_without_ranks():
@@ -96,7 +96,7 @@ async def test_steps_that_only_this_replica_has_outlive_another_that_led_without
         await one.lose(store)
         assert steps_of(one) == list(range(25))
         await one.member.store_windows()
-        assert (await store.fetch(DEMO, Phase.DECODE)).steps.tolist() == list(range(25))
+        assert (await store.fetch(DEMO, Phase.DECODE, SHAPE, 512)).steps.tolist() == list(range(25))
 
 
 @pytest.mark.parametrize("stay", [False, True])
@@ -127,7 +127,7 @@ async def test_a_group_that_restarted_before_the_write_is_counted_under_its_own_
         await one.member.store_windows()
         # Without ranks nobody knew which group returns: unstored steps of the new one are lost.
         assert steps_of(one) == list(range(0 if stay else 20, 60))
-        assert (await store.fetch(DEMO, Phase.DECODE)).steps.tolist() == steps_of(one)
+        assert (await store.fetch(DEMO, Phase.DECODE, SHAPE, 512)).steps.tolist() == steps_of(one)
         assert (await store.fetch_document(DEMO, "shape"))["generation"] == "g2"
 
 

@@ -53,8 +53,8 @@ class Rig:
         self.appended.append(sum(map(len, parts)))
         await self.store.append(deployment, phase, *parts)
 
-    async def fetch(self, deployment, phase):
-        return await self.store.fetch(deployment, phase)
+    async def fetch(self, *arguments):
+        return await self.store.fetch(*arguments)
 
     async def forget(self, deployment):
         await self.store.forget(deployment)
@@ -208,7 +208,7 @@ async def test_steps_are_stored_once_and_kept_while_the_store_is_away(rig):
             await rig.ingest.store()
     rig.down = False
     await rig.ingest.store()
-    stored = await rig.store.fetch(DEMO, Phase.DECODE)
+    stored = await rig.store.fetch(DEMO, Phase.DECODE, SHAPE, 50)
     assert stored.steps.tolist() == rig.steps() == list(range(155, 205))
     assert rig.appended[1] <= 60, "no more is kept for the store than a window holds"
 
@@ -229,7 +229,7 @@ async def test_a_write_that_is_cancelled_loses_no_steps(rig):
         await writing
     rig.append = append
     await rig.ingest.store()
-    assert (await rig.store.fetch(DEMO, Phase.DECODE)).steps.tolist() == list(range(5))
+    assert (await rig.store.fetch(DEMO, Phase.DECODE, SHAPE, 50)).steps.tolist() == list(range(5))
 
 
 async def test_a_window_comes_back_for_the_same_generation_only(rig):
@@ -252,7 +252,7 @@ async def test_a_window_comes_back_for_the_same_generation_only(rig):
     assert other.steps() == []
     other.report(Fleet().run(range(3)))
     await other.ingest.store()
-    stored = await rig.store.fetch(DEMO, Phase.DECODE)
+    stored = await rig.store.fetch(DEMO, Phase.DECODE, SHAPE, 50)
     assert stored.steps.tolist() == [0, 1, 2]
 
 
@@ -268,7 +268,7 @@ async def test_a_window_taken_back_is_not_dropped_for_a_generation_left_before(r
     standby.begin()
     standby.report(Fleet().run(range(20, 25)))
     await standby.ingest.store()
-    assert (await rig.store.fetch(DEMO, Phase.DECODE)).steps.tolist() == list(range(25))
+    assert (await rig.store.fetch(DEMO, Phase.DECODE, SHAPE, 50)).steps.tolist() == list(range(25))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -299,8 +299,10 @@ async def test_a_generation_that_begins_while_steps_are_stored_is_stored_itself(
             report = dataclasses.replace(run.report(rank), generation=Generation("g-2"))
             rig.ingest.take(report, rig.answers.append)
     await rig.ingest.store()
-    assert (await rig.store.fetch(DEMO, Phase.PREFILL)).steps.tolist() == list(range(7))
-    assert (await rig.store.fetch(DEMO, Phase.DECODE)).steps.tolist() == list(range(7, 14))
+    assert (await rig.store.fetch(DEMO, Phase.PREFILL, SHAPE, 50)).steps.tolist() == list(range(7))
+    assert (await rig.store.fetch(DEMO, Phase.DECODE, SHAPE, 50)).steps.tolist() == list(
+        range(7, 14)
+    )
 
 
 async def test_a_stored_window_of_another_shape_is_left_alone(rig):

@@ -23,7 +23,7 @@ from evenkeel_moe.model.ids import Epoch, Generation, PlanId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
 from tests.contracts.conftest import valkey
-from tests.contracts.test_stores import make_window
+from tests.contracts.test_stores import fetch, make_window
 from tests.controller.replicas import DEMO, Replica, make_health
 from tests.protocol.machines import BASE, SHAPE, plan_of
 
@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 PREFIX = f"evenkeel:{{{DEMO}}}:"
 DEEP = b"[" * 100_000 + b"]" * 100_000
 NESTED = b'{"frozen_until": ' + b"[" * 90_000 + b"]" * 90_000 + b"}"
+EXPANDING = b'{"rows": [' + b"[]," * 100_000 + b"[]]}"
 POLICY = {"mode": "propose"}
 CONTROL = {"held": False, "frozen_until": 0.0}
 ROW = {"at": 1.0, "reason": "no_change", "plan_id": None, "numbers": {}, "detail": ""}
@@ -68,7 +69,7 @@ DOCUMENTS = {
         b'{"schedule": {"windows": [1, 2]}}',
         b'{"mode": []}',
     ],
-    "leader": [b"7", b"\xff", b'{"replica_id": "a", "address": 1e999'],
+    "leader": [EXPANDING, b"7", b"\xff", b'{"replica_id": "a", "address": 1e999'],
     "shape": [
         b'{"generation": "g1", "shape": {"num_layers": "2"}}',
         b'{"generation": [], "shape": 3}',
@@ -76,12 +77,14 @@ DOCUMENTS = {
         json.dumps({"generation": "g1", "shape": SIZES | {"top_k": True}}).encode(),
     ],
     "audit": [
+        EXPANDING,
         b'{"rows": [1, null, "x"]}',
         b'{"rows": [{"at": 1.0}, {"id": 3}]}',
         b'{"rows": [{"id": "x", "at": "noon"}]}',
         b'{"rows": 5}',
     ],
     "answers": [
+        EXPANDING,
         b'{"rows": [{"at": null, "name": 1}]}',
         b'{"rows": [{"at": 1e18, "name": "n"}]}',
     ],
@@ -122,7 +125,13 @@ RECORD_FLAWS: list[dict[str, Any]] = [
     {"phase": {}},
     {"delivered": {"at": "x"}},
 ]
-BODIES = [b"\0noise", b"", zstandard.ZstdCompressor().compress(DEEP), packed([1])]
+BODIES = [
+    b"\0noise",
+    b"",
+    zstandard.ZstdCompressor().compress(DEEP),
+    zstandard.ZstdCompressor().compress(EXPANDING),
+    packed([1]),
+]
 EPOCHS = {
     b"newest": pack_placement(BASE),
     b"-4": pack_placement(BASE),
@@ -141,6 +150,7 @@ DECISIONS = [
     DEEP,
     b'{"numbers": {"time_balance": "x"}}',
     b'{"numbers": [1]}',
+    EXPANDING,
 ]
 TERMS = [b"soon", b"1e999", b"99999999999999999", b"-3"]
 
@@ -174,7 +184,7 @@ async def fill(client, store, windows) -> None:
         await store.store_epoch(DEMO, Epoch(epoch), BASE, lease.term)
     await store.store_plan(RECORD, lease.term)
     await store.append_decision(DEMO, ROW)
-    await windows.append(DEMO, Phase.DECODE, make_window(range(3)))
+    await windows.append(DEMO, Phase.DECODE, make_window(range(3), source=True, shape=SHAPE))
     await store.release_lease(DEMO, lease)
 
 
@@ -286,7 +296,7 @@ async def test_chunks_and_sums_that_cannot_be_read_are_named(valkey):
                 PREFIX + "window:decode", {"n": 1, "d": body}, id=f"9999999999999-{number}"
             )
         await client.set(PREFIX + "window_source:decode", b"noise")
-        found = await windows.fetch(DEMO, Phase.DECODE)
+        found = await fetch(windows, DEMO)
         assert found is not None and found.steps.tolist() == [0, 1, 2]
         assert len(health._unreadable) == 4
     finally:

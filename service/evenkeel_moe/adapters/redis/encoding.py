@@ -20,6 +20,13 @@ import zstandard
 from numpy.typing import NDArray
 
 from evenkeel_moe.adapters.redis import stored_values as stored
+from evenkeel_moe.adapters.redis.unpacking import (
+    Room,
+    Unreadable,
+    decompress,
+    frame_size,
+    reading,
+)
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.delivered import DeliveredGain
@@ -40,22 +47,19 @@ _SOURCE_HEADER = struct.Struct("<BIII")
 _LARGE_MAP = 1 << 15
 """Slots of all layers above which a map is packed in a thread."""
 _FIELDS = operator.attrgetter(*(field.name for field in fields(Transfer)))
-_MAX_BYTES = 1 << 30
-"""The most bytes a stored value may decompress to."""
+MAX_WINDOW_BYTES = 1 << 28
+"""The most bytes of a window's steps that are kept; see `controller.ingest.group_memory`."""
+_MAX_SOURCE_BYTES = 1 << 25
+"""The most bytes of source-side sums that are kept."""
+_MAX_PLAN_BYTES, _MAX_PLAN_VALUES = 1 << 26, 1 << 17
+"""The most bytes and values of a plan's JSON. Its maps are packed in a few long texts: with 2^22
+cells and half a million transfers it has 42 MB and 3000 values, and with 1024 waves 14,000."""
+_MAX_MAP_BYTES, _MAX_MAP_VALUES = 1 << 25, 64
+"""The same of a placement's JSON."""
+_TRANSFER_BYTES = 256
+"""Memory of one transfer."""
 _BLOCK = 4096
 """Counts split into bytes at a time: they stay in the nearest cache until their last byte."""
-
-
-class Unreadable(Exception):
-    """Stored bytes that do not have the expected form."""
-
-
-UnreadableRecord = Callable[[str, str, str], None]
-"""Takes the kind of a record that cannot be read, its key and name, and what is wrong with it."""
-
-
-def ignore_unreadable(_kind: str, _where: str, _why: str) -> None:
-    """Take no note of a record that cannot be read."""
 
 
 @kernel
@@ -105,19 +109,33 @@ def pack_window(*parts: LoadWindow) -> bytes:
     return header + zstandard.ZstdCompressor(level=_WINDOW_LEVEL).compress(body)
 
 
-def unpack_window(data: bytes) -> LoadWindow:
-    """Decode a chunk, without source-side sums."""
-    return _read(lambda: _window_of(data))
+def unpack_window(data: bytes, sizes: tuple[int, int, int], most_steps: int) -> LoadWindow:
+    """Decode a chunk, without source-side sums.
+
+    Args:
+        data: of the chunk.
+        sizes: (L, E, R) of the deployment.
+        most_steps: largest number of steps.
+
+    Raises:
+        Unreadable: it is no chunk of these sizes; nothing is then decompressed.
+    """
+    return reading(lambda: _window_of(data, sizes, most_steps))
 
 
-def _window_of(data: bytes) -> LoadWindow:
+def _window_of(data: bytes, sizes: tuple[int, int, int], most_steps: int) -> LoadWindow:
     version, width, length, layers, experts, ranks = _unpack_header(_WINDOW_HEADER, data)
     if version != _WINDOW_VERSION or not 1 <= width <= 4:
         raise Unreadable(f"window chunk of version {version} with counts of {width} bytes")
-    if 4 * length * layers * experts > _MAX_BYTES:
+    if (layers, experts, ranks) != sizes or length > most_steps:
+        raise Unreadable(
+            f"window chunk of {length} steps x {layers} layers x {experts} experts, {ranks} ranks;"
+            f" expected at most {most_steps} steps of {sizes}"
+        )
+    if length * (16 + 16 * ranks + 4 * layers * experts) > MAX_WINDOW_BYTES:
         raise Unreadable(f"window chunk of {length} x {layers} x {experts} counts")
     want = length * (16 + 16 * ranks + width * layers * experts)
-    body = _decompress(data[_WINDOW_HEADER.size :], want)
+    body = decompress(data[_WINDOW_HEADER.size :], want)
     offset = 0
 
     def take(dtype: str, *shape: int) -> NDArray[Any]:
@@ -128,15 +146,16 @@ def _window_of(data: bytes) -> LoadWindow:
 
     steps, epochs = take("<i8", length), take("<i8", length)
     tokens, compute_s = take("<i8", length, ranks), take("<f8", length, ranks)
-    counts = np.zeros((length, layers, experts), np.uint32)
+    counts = np.zeros((length, layers, experts), "<u4")
+    planes = counts.view(np.uint8).reshape(length, layers, experts, 4)
     for byte in range(width):
-        counts |= take("u1", length, layers, experts).astype(np.uint32) << np.uint32(8 * byte)
+        planes[..., byte] = take("u1", length, layers, experts)
     if length == 0 or (np.diff(steps) <= 0).any() or min(steps[0], epochs.min()) < 0:
         raise ValueError("the steps do not rise from one to the next, or a number is below 0")
     if tokens.size and tokens.min() < 0:
         raise ValueError(f"a rank has {tokens.min()} tokens")
     return LoadWindow(
-        counts,
+        counts.astype(np.uint32, copy=False),
         steps.astype(np.int64),
         epochs.astype(np.int64),
         tokens.astype(np.int64),
@@ -150,17 +169,26 @@ def pack_source(source: NDArray[np.uint32]) -> bytes:
     return header + zstandard.ZstdCompressor(level=1).compress(source.astype("<u4").tobytes())
 
 
-def unpack_source(data: bytes) -> NDArray[np.uint32]:
-    """Decode source-side sums."""
-    return _read(lambda: _source_of(data))
+def unpack_source(data: bytes, sizes: tuple[int, int, int]) -> NDArray[np.uint32]:
+    """Decode source-side sums.
+
+    Args:
+        data: of the sums.
+        sizes: (R, L, E) of the deployment.
+
+    Raises:
+        Unreadable: they are not of these sizes; nothing is then decompressed.
+    """
+    return reading(lambda: _source_of(data, sizes))
 
 
-def _source_of(data: bytes) -> NDArray[np.uint32]:
-    version, *shape = _unpack_header(_SOURCE_HEADER, data)
-    if version != _VERSION:
-        raise Unreadable(f"source sums of version {version}")
-    body = _decompress(data[_SOURCE_HEADER.size :], 4 * math.prod(shape))
-    return np.frombuffer(body, "<u4").reshape(shape).astype(np.uint32)
+def _source_of(data: bytes, sizes: tuple[int, int, int]) -> NDArray[np.uint32]:
+    version, *found = _unpack_header(_SOURCE_HEADER, data)
+    want = 4 * math.prod(sizes)
+    if version != _VERSION or tuple(found) != sizes or want > _MAX_SOURCE_BYTES:
+        raise Unreadable(f"source sums of version {version} and {tuple(found)}, expected {sizes}")
+    body = decompress(data[_SOURCE_HEADER.size :], want)
+    return np.frombuffer(body, "<u4").reshape(sizes).astype(np.uint32)
 
 
 async def pack_off_loop(pack: Callable[[_T], bytes], value: _T, placement: Placement) -> bytes:
@@ -175,27 +203,36 @@ def pack_placement(placement: Placement) -> bytes:
     return json.dumps(_placement_form(placement)).encode()
 
 
-def unpack_placement(data: bytes) -> Placement:
-    """Decode a placement."""
-    return _read(lambda: _placement_of(stored.parse_json(data)))
+def unpack_placement(data: bytes, room: Room | None = None) -> Placement:
+    """Decode a placement; without a room it has one of its own."""
+    room = room or Room()
+    return reading(
+        lambda: _placement_of(stored.parse_json(data, _MAX_MAP_BYTES, _MAX_MAP_VALUES), room)
+    )
 
 
 def pack_plan(record: PlanRecord) -> bytes:
     """Encode a whole plan record."""
     form = _form_of(record, _RECORD_READERS) | {
         "version": _PLAN_VERSION,
-        "plan": _form_of(record.plan, _PLAN_READERS),
+        "plan": _form_of(record.plan, [*_PLAN_READERS, *_MAP_READERS]),
     }
     return zstandard.ZstdCompressor(level=3).compress(json.dumps(form).encode())
 
 
-def unpack_plan(data: bytes) -> PlanRecord:
-    """Decode a plan record."""
-    return _read(lambda: _plan_of(stored.parse_json(_decompress(data, None))))
+def unpack_plan(data: bytes, room: Room | None = None) -> PlanRecord:
+    """Decode a plan record; without a room it has one of its own."""
+    return reading(lambda: _plan_of(data, room or Room()))
 
 
-def _plan_of(form: dict[str, Any]) -> PlanRecord:
+def _plan_of(data: bytes, room: Room) -> PlanRecord:
+    size = frame_size(data)
+    if size > _MAX_PLAN_BYTES:
+        raise Unreadable(f"unpacks to {size} bytes, at most {_MAX_PLAN_BYTES}")
+    room.take(size)
+    form = stored.parse_json(decompress(data, size), _MAX_PLAN_BYTES, _MAX_PLAN_VALUES)
     plan = {name: read(form["plan"][name]) for name, read in _PLAN_READERS.items()}
+    plan |= {name: read(form["plan"][name], room) for name, read in _MAP_READERS.items()}
     record = {
         name: read(form[name])
         for name, read in _RECORD_READERS.items()
@@ -247,9 +284,9 @@ def _placement_form(placement: Placement) -> dict[str, Any]:
     }
 
 
-def _placement_of(form: dict[str, Any]) -> Placement:
+def _placement_of(form: dict[str, Any], room: Room) -> Placement:
     return Placement(
-        _array_of(form["phy2log"], form["shape"]),
+        _array_of(form["phy2log"], form["shape"], room),
         stored.whole(form["ranks"]),
         stored.whole(form["experts"]),
     )
@@ -267,12 +304,14 @@ def _wave_form(wave: Wave) -> dict[str, Any]:
     }
 
 
-def _wave_of(form: dict[str, Any]) -> Wave:
+def _wave_of(form: dict[str, Any], room: Room) -> Wave:
     sizes = [stored.whole(size) for size in form["batches"]]
-    table = _array_of(form["transfers"], [sum(sizes), len(fields(Transfer))], "<i8").tolist()
+    room.take(_TRANSFER_BYTES * sum(sizes))
+    table_form = [sum(sizes), len(fields(Transfer))]
+    table = _array_of(form["transfers"], table_form, room, "<i8").tolist()
     transfers = iter([Transfer(*map(stored.whole, row)) for row in table])
     batches = tuple(tuple(itertools.islice(transfers, size)) for size in sizes)
-    rows = _array_of(form["rows"], form["shape"])
+    rows = _array_of(form["rows"], form["shape"], room)
     layers = tuple(map(stored.whole, form["layers"]))
     return Wave(stored.whole(form["index"]), layers, rows, batches)
 
@@ -282,9 +321,11 @@ def _array_form(array: NDArray[np.integer[Any]]) -> str:
     return base64.b64encode(packed).decode()
 
 
-def _array_of(text: str, shape: list[int], dtype: str = "<i4") -> NDArray[Any]:
+def _array_of(text: str, shape: list[int], room: Room, dtype: str = "<i4") -> NDArray[Any]:
     kind = np.dtype(dtype)
-    data = _decompress(base64.b64decode(text), kind.itemsize * math.prod(map(stored.whole, shape)))
+    want = kind.itemsize * math.prod(map(stored.whole, shape))
+    room.take(want)
+    data = decompress(base64.b64decode(text), want)
     return np.frombuffer(data, kind).reshape(shape).astype(kind.newbyteorder("="))
 
 
@@ -292,28 +333,6 @@ def _unpack_header(header: struct.Struct, data: bytes) -> tuple[int, ...]:
     if len(data) < header.size:
         raise Unreadable(f"{len(data)} bytes, the header alone has {header.size}")
     return header.unpack_from(data)
-
-
-def _decompress(data: bytes, want: int | None) -> bytes:
-    """Return the decompressed bytes, exactly `want` of them unless it is None."""
-    if want is not None and want > _MAX_BYTES:
-        raise Unreadable(f"would unpack to {want} bytes, at most {_MAX_BYTES}")
-    try:
-        size = zstandard.get_frame_parameters(data).content_size
-        if size > _MAX_BYTES or (want is not None and size != want):
-            raise Unreadable(f"unpacks to {size} bytes, expected {want}")
-        return zstandard.ZstdDecompressor().decompress(data)
-    except zstandard.ZstdError as error:
-        raise Unreadable(f"not a zstd frame: {error}") from None
-
-
-def _read(build: Callable[[], _T]) -> _T:
-    try:
-        return build()
-    except Unreadable:
-        raise
-    except Exception as error:  # whatever the bytes are, they are only not readable
-        raise Unreadable(f"{type(error).__name__}: {error}"[:300]) from None
 
 
 def _delivered_of(form: dict[str, Any] | None) -> DeliveredGain | None:
@@ -351,15 +370,19 @@ _PLAN_READERS: dict[str, Callable[[Any], Any]] = {
     "generation": stored.text,
     "weights_version": stored.whole,
     "base_epoch": stored.whole,
-    "base": _placement_of,
-    "target": _placement_of,
-    "waves": lambda waves: tuple(_wave_of(wave) for wave in waves),
     "created_at": stored.number,
     "expires_at": stored.optional_number,
     "allow_duplicates": stored.flag,
     "numbers": stored.numbers,
 }
-"""Field of a Plan -> conversion from JSON."""
+"""Field of a Plan, without its maps -> conversion from JSON."""
+
+_MAP_READERS: dict[str, Callable[[Any, Room], Any]] = {
+    "base": _placement_of,
+    "target": _placement_of,
+    "waves": lambda waves, room: tuple(_wave_of(wave, room) for wave in waves),
+}
+"""The same of its maps, which are unpacked into a room."""
 
 _RECORD_READERS: dict[str, Callable[[Any], Any]] = {
     "phase": PlanPhase,

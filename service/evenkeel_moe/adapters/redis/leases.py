@@ -11,7 +11,7 @@ from typing import Any
 
 from evenkeel_moe.adapters.redis import scripts
 from evenkeel_moe.adapters.redis.client import Client, Timed, deployment_key, timed_call
-from evenkeel_moe.adapters.redis.encoding import UnreadableRecord
+from evenkeel_moe.adapters.redis.unpacking import UnreadableRecord
 from evenkeel_moe.adapters.redis.wrong_types import WrongTypes
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports.stores import Lease

@@ -170,3 +170,53 @@ if oldest > 0 then redis.call('XTRIM', KEYS[1], 'MINID', '~', string.format('%.0
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1
 """
+
+# The reads below answer a value that is larger than what is left of ARGV[1], the most bytes of all
+# values, with its length instead. LEN commands would do the same, but need further rights.
+_WITHIN = """
+local left = tonumber(ARGV[1])
+local function within(value)
+  if not value then return false end
+  if #value > left then return #value end
+  left = left - #value
+  return value
+end
+local found = {}
+"""
+
+# KEYS: a hash. ARGV: most bytes, then fields. A field that is missing is answered with nil.
+READ_FIELDS = (
+    _WITHIN
+    + """
+for i = 2, #ARGV do found[i - 1] = within(redis.call('HGET', KEYS[1], ARGV[i])) end
+return found
+"""
+)
+
+# KEYS: a string. ARGV: most bytes.
+READ_VALUE = _WITHIN + "return within(redis.call('GET', KEYS[1]))"
+
+# KEYS: a list. ARGV: most bytes.
+READ_LIST = (
+    _WITHIN
+    + """
+for i, value in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do found[i] = within(value) end
+return found
+"""
+)
+
+# KEYS: a stream. ARGV: most bytes, newest id, most entries. Returns (id, field d) of each entry,
+# newest first.
+READ_NEWEST = (
+    _WITHIN
+    + """
+for i, entry in ipairs(redis.call('XREVRANGE', KEYS[1], ARGV[2], '-', 'COUNT', ARGV[3])) do
+  local body = ''
+  for field = 1, #entry[2], 2 do
+    if entry[2][field] == 'd' then body = entry[2][field + 1] end
+  end
+  found[i] = {entry[1], within(body)}
+end
+return found
+"""
+)

@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 from evenkeel_moe.adapters.redis import scripts, stored_values
 from evenkeel_moe.adapters.redis.client import Client, Timed
 from evenkeel_moe.adapters.redis.encoding import (
-    Unreadable,
-    UnreadableRecord,
-    ignore_unreadable,
     pack_off_loop,
     pack_placement,
     pack_plan,
@@ -25,6 +22,15 @@ from evenkeel_moe.adapters.redis.encoding import (
     unpack_plan,
 )
 from evenkeel_moe.adapters.redis.leases import NEW_AGE_S, RedisLeases, milliseconds
+from evenkeel_moe.adapters.redis.unpacking import (
+    READ_BYTES,
+    Room,
+    Unreadable,
+    UnreadableRecord,
+    ignore_unreadable,
+    reading,
+    stored_bytes,
+)
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.placement import Placement
@@ -125,18 +131,22 @@ class RedisDeploymentStore(RedisLeases):
     async def fetch_plans(
         self, deployment: DeploymentId, plan_ids: Sequence[PlanId]
     ) -> Sequence[PlanRecord]:
-        """Return these plans in this order, without those that are missing or unreadable."""
+        """Return these plans in this order, without those that are missing or unreadable.
+
+        All together may take as much memory as a `Room` has; those beyond it are unreadable.
+        """
         if not plan_ids:
             return []
         key = self._key(deployment, "plans")
         with self._call("read", "reading plans"):
-            found = await self._types.run([key], lambda: self._client.hmget(key, list(plan_ids)))
+            found = await self._eval(scripts.READ_FIELDS, [key], READ_BYTES, *plan_ids)
         stored = [
             (name, body) for name, body in zip(plan_ids, found, strict=True) if body is not None
         ]
+        room = Room()
         # In a thread, so that leases are renewed meanwhile: a large plan takes milliseconds.
         plans = await asyncio.to_thread(
-            lambda: [_plan_or_fault(deployment, name, body) for name, body in stored]
+            lambda: [_plan_or_fault(deployment, name, body, room) for name, body in stored]
         )
         for (name, _), plan in zip(stored, plans, strict=True):
             if isinstance(plan, Unreadable):
@@ -159,11 +169,17 @@ class RedisDeploymentStore(RedisLeases):
         await self._write(write, term, values, self._wait_replicas)
 
     async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
-        """Return the recorded placements by epoch, as many as are kept."""
+        """Return the recorded placements by epoch, as many as are kept.
+
+        All together may take as much memory as a `Room` has; the oldest beyond it are unreadable.
+        """
         key = self._key(deployment, "epochs")
         with self._call("read", "reading epochs"):
-            found = await self._types.run([key], lambda: self._client.hgetall(key))
-        return dict(sorted(await self._epochs_of(key, list(found.items()))))
+            names = await self._types.run([key], lambda: self._client.hkeys(key))
+            names.sort(key=_by_epoch, reverse=True)
+            found = await self._eval(scripts.READ_FIELDS, [key], READ_BYTES, *names)
+        known = [(n, body) for n, body in zip(names, found, strict=True) if body is not None]
+        return dict(sorted(await self._epochs_of(key, known)))
 
     async def fetch_replaced_epochs(
         self, deployment: DeploymentId
@@ -171,16 +187,20 @@ class RedisDeploymentStore(RedisLeases):
         """Return the epochs that another history replaced, the last replaced first."""
         key = self._key(deployment, "replaced_epochs")
         with self._call("read", "reading replaced epochs"):
-            rows = await self._types.run([key], lambda: self._client.lrange(key, 0, -1))
-        parts = (row.partition(b" ") for row in rows)
+            rows = await self._eval(scripts.READ_LIST, [key], READ_BYTES)
+        parts = [
+            (b"row %d" % number, b"", row) if isinstance(row, int) else row.partition(b" ")
+            for number, row in enumerate(rows)
+        ]
         return await self._epochs_of(key, [(name, body) for name, _, body in parts])
 
     async def _epochs_of(
-        self, key: str, rows: Sequence[tuple[bytes, bytes]]
+        self, key: str, rows: Sequence[tuple[bytes, bytes | int]]
     ) -> list[tuple[Epoch, Placement]]:
         """Return the epochs and placements that can be read."""
+        room = Room()
         # In a thread, as plans are.
-        found = await asyncio.to_thread(lambda: [_epoch_or_fault(*row) for row in rows])
+        found = await asyncio.to_thread(lambda: [_epoch_or_fault(*row, room) for row in rows])
         for (name, _), epoch in zip(rows, found, strict=True):
             if isinstance(epoch, Unreadable):
                 self._unreadable("epoch", f"{key} {name!r:.80}", str(epoch))
@@ -204,8 +224,15 @@ class RedisDeploymentStore(RedisLeases):
         """Return a named document; None when it is missing or unreadable."""
         key = self._key(deployment, "documents")
         with self._call("read", "reading a document"):
-            body = await self._types.run([key], lambda: self._client.hget(key, name))
-        return None if body is None else self._object("document", f"{key} {name}", body)
+            most = stored_values.DOCUMENT_BYTES
+            (body,) = await self._eval(scripts.READ_FIELDS, [key], most, name)
+        if body is None:
+            return None
+        try:
+            return _object(body)
+        except Unreadable as error:
+            self._unreadable("document", f"{key} {name}", str(error))
+            return None
 
     async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
         """Add a row to the decision log, which is bounded by count and age."""
@@ -222,19 +249,14 @@ class RedisDeploymentStore(RedisLeases):
             return []
         key = self._key(deployment, "decisions")
         with self._call("read", "reading decisions"):
-            found = await self._types.run([key], lambda: self._client.xrevrange(key, count=limit))
-        decisions = []
-        for entry, fields in found:
-            where = f"{key} {entry.decode(errors='replace')}"
-            row = self._object("decision", where, fields.get(b"d", b""))
-            try:
-                stored_values.numbers({} if row is None else row.get("numbers", {}))
-            except ValueError as error:
-                self._unreadable("decision", where, str(error))
-                continue
-            if row is not None:
-                decisions.append(row)
-        return decisions
+            found = await self._eval(scripts.READ_NEWEST, [key], READ_BYTES, "+", limit)
+        # In a thread, as plans are: all rows together may be large.
+        rows = await asyncio.to_thread(lambda: [_decision_or_fault(body) for _, body in found])
+        for (entry, _), row in zip(found, rows, strict=True):
+            if isinstance(row, Unreadable):
+                where = f"{key} {entry.decode(errors='replace')}"
+                self._unreadable("decision", where, str(row))
+        return [row for row in rows if not isinstance(row, Unreadable)]
 
     async def ping(self) -> None:
         """Raise Unavailable unless the store takes a write, on as many replicas as a plan needs."""
@@ -248,14 +270,6 @@ class RedisDeploymentStore(RedisLeases):
             raise Unavailable(
                 f"ping: {copies} of {wanted} replicas have a write after {self._wait_s:g} s"
             )
-
-    def _object(self, kind: str, where: str, body: bytes) -> dict[str, Any] | None:
-        """Return a stored JSON object; None if it is unreadable."""
-        try:
-            return stored_values.mapping(stored_values.parse_json(body))
-        except ValueError as error:
-            self._unreadable(kind, where, str(error))
-            return None
 
     async def _write(
         self,
@@ -307,10 +321,10 @@ class RedisDeploymentStore(RedisLeases):
 
 
 def _plan_or_fault(
-    deployment: DeploymentId, plan_id: PlanId, body: bytes
+    deployment: DeploymentId, plan_id: PlanId, body: bytes | int, room: Room
 ) -> PlanRecord | Unreadable:
     try:
-        record = unpack_plan(body)
+        record = unpack_plan(stored_bytes(body), room)
     except Unreadable as error:
         return error
     plan = record.plan
@@ -319,11 +333,32 @@ def _plan_or_fault(
     return record
 
 
-def _epoch_or_fault(name: bytes, body: bytes) -> tuple[Epoch, Placement] | Unreadable:
+def _epoch_or_fault(
+    name: bytes, body: bytes | int, room: Room
+) -> tuple[Epoch, Placement] | Unreadable:
     try:
-        return _epoch_of(name), unpack_placement(body)
+        return _epoch_of(name), unpack_placement(stored_bytes(body), room)
     except Unreadable as error:
         return error
+
+
+def _decision_or_fault(body: bytes | int) -> dict[str, Any] | Unreadable:
+    try:
+        row = _object(body)
+        reading(lambda: stored_values.numbers(row.get("numbers", {})))
+    except Unreadable as error:
+        return error
+    return row
+
+
+def _object(body: bytes | int) -> dict[str, Any]:
+    """Return a stored JSON object."""
+    return reading(lambda: stored_values.mapping(stored_values.parse_json(stored_bytes(body))))
+
+
+def _by_epoch(name: bytes) -> tuple[int, bytes]:
+    """Return what sorts epochs by number, and names that are none before them."""
+    return (int(name) if name.isdigit() and len(name) <= _MAX_DIGITS else -1), name
 
 
 def _epoch_of(name: bytes) -> Epoch:

@@ -6,22 +6,37 @@ value of a wrong type would otherwise raise far from here, where nobody expects 
 
 import json
 import math
+import re
 from typing import Any
 
 _MAX_WHOLE = 1 << 63
 _MAX_TEXT = 1 << 16
 _MAX_DEPTH = 64
 """Nesting of a stored JSON value; our own have less than ten levels."""
+DOCUMENT_BYTES, DOCUMENT_VALUES = 1 << 21, 1 << 15
+"""The most bytes and values of a document or row. The largest has 320 audit rows of 11 values, each
+of up to 4.6 kB if every character of its path, key and change is escaped."""
+_SEPARATORS = (b",", b"[", b"{")
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(
+    data: bytes, most_bytes: int = DOCUMENT_BYTES, most_values: int = DOCUMENT_VALUES
+) -> Any:
     """Return a JSON value.
 
+    The interpreter runs nothing else while it parses, so size and values are counted before.
+
     Raises:
-        ValueError: it is not JSON, it is nested too deep, or UTF-8 cannot encode a text of it.
+        ValueError: it is too large, it is not JSON in UTF-8, it is nested too deep, or UTF-8 cannot
+            encode a text of it.
     """
+    if len(data) > most_bytes:
+        raise ValueError(f"{len(data)} bytes of JSON, at most {most_bytes}")
+    if (found := _count_values(data, most_values)) > most_values:
+        raise ValueError(f"up to {found} JSON values, at most {most_values}")
     try:
-        value = json.loads(data)
+        value = json.loads(data.decode())
         _check(value, _MAX_DEPTH)
     except RecursionError:
         raise ValueError("nested too deep") from None
@@ -94,6 +109,17 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 1 << 1000
     return isinstance(value, float)
+
+
+def _count_values(data: bytes, most: int) -> int:
+    """Return at least the number of values; names of an object count with their values.
+
+    What callers choose may be full of commas, so texts are left out where that decides.
+    """
+    found = 1 + sum(map(data.count, _SEPARATORS))
+    if found > most and len(data) <= DOCUMENT_BYTES:
+        found = 1 + sum(map(_STRING.sub(b"", data).count, _SEPARATORS))
+    return found
 
 
 def _check(value: Any, levels: int) -> None:

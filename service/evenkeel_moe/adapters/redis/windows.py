@@ -1,27 +1,39 @@
 """`ports.WindowStore` on Redis or Valkey: a stream of chunks for each deployment and phase."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from evenkeel_moe.adapters.redis import scripts
 from evenkeel_moe.adapters.redis.client import Client, Timed, deployment_key, timed_call
 from evenkeel_moe.adapters.redis.encoding import (
-    Unreadable,
-    UnreadableRecord,
-    ignore_unreadable,
+    MAX_WINDOW_BYTES,
     pack_source,
     pack_window,
     unpack_source,
     unpack_window,
 )
+from evenkeel_moe.adapters.redis.unpacking import (
+    READ_BYTES,
+    Unreadable,
+    UnreadableRecord,
+    ignore_unreadable,
+    stored_bytes,
+)
 from evenkeel_moe.adapters.redis.wrong_types import WrongTypes
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.telemetry.windows import in_chunks, join_windows, newest_parts
 
+_T = TypeVar("_T")
 _CHUNK_STEPS = 64
+_CHUNKS_AT_ONCE = 16
+"""Chunks read at a time."""
 
 # Counts the steps of a chunk that was just added, and drops chunks that are no longer needed.
 # Chunks have any length. The chunk itself is no argument: Lua would copy and hash it.
@@ -123,34 +135,69 @@ class RedisWindowStore:
         both.eval(_COUNT, 3, keys.stream, keys.total, keys.chunks, *counted)
         await both.execute()
 
-    async def fetch(self, deployment: DeploymentId, phase: Phase) -> LoadWindow | None:
-        """Return the stored window, oldest step first; None when there is none."""
-        keys = self._keys(deployment, phase)
-        with self._call("read", "reading a window"):
-            rows = await self._types.run(keys, lambda: self._client.xrange(keys.stream))
-            sums = await self._types.run(keys, lambda: self._client.get(keys.source))
-        chunks = [self._chunk(keys.stream, number, fields) for number, fields in rows]
-        window = _join([chunk for chunk in chunks if chunk is not None])
-        if window is None:
-            return None
-        window = window.last(self._capacity)
-        if sums is not None:
-            try:
-                source = unpack_source(sums)
-            except Unreadable as error:
-                self._unreadable("window", keys.source, str(error))
-                return window
-            if source.shape[1:] == window.counts.shape[1:]:
-                return replace(window, source=source)
-        return window
-
-    def _chunk(
-        self, stream: str, number: bytes, fields: Mapping[bytes, bytes]
+    async def fetch(
+        self, deployment: DeploymentId, phase: Phase, shape: ModelShape, most: int
     ) -> LoadWindow | None:
+        """Return the newest steps of a shape, at most `most`, oldest first; None without a step."""
+        keys, most = self._keys(deployment, phase), min(most, self._capacity)
+        parts = await self._newest(keys.stream, shape, most)
+        if not parts:
+            return None
+        # In a thread, because it copies all steps.
+        window = (await asyncio.to_thread(join_windows, parts[::-1])).last(most)
+        sizes = shape.num_ranks, shape.num_layers, shape.num_logical_experts
+        most_bytes = _packed(4 * math.prod(sizes))
+        sums = await self._read(keys.source, scripts.READ_VALUE, most_bytes)
+        if sums is None:
+            return window
+        source = await self._unpack(keys.source, lambda: unpack_source(stored_bytes(sums), sizes))
+        return window if source is None else replace(window, source=source)
+
+    async def _newest(self, stream: str, shape: ModelShape, most: int) -> list[LoadWindow]:
+        """Return parts that have at least `most` steps, if so many are stored, newest part first.
+
+        Two writers may have overlapped: steps that are not older than those of a newer chunk are
+        left out.
+        """
+        sizes = shape.num_layers, shape.num_logical_experts, shape.num_ranks
+        step_bytes = 16 + 16 * shape.num_ranks + 4 * math.prod(sizes[:2])
+        most_bytes = max(READ_BYTES, _packed(min(_CHUNK_STEPS * step_bytes, MAX_WINDOW_BYTES)))
+        parts: list[LoadWindow] = []
+        start, held = b"+", 0
+        steps_left = 2 * most + _CHUNK_STEPS  # So many to look at, also if all of them overlap.
+        while held < most and steps_left > 0:
+            at_once = min(steps_left, _CHUNKS_AT_ONCE)
+            rows = await self._read(stream, scripts.READ_NEWEST, most_bytes, start, at_once)
+            if not rows:
+                break
+            for place, (number, body) in enumerate(rows):
+                if isinstance(body, int) and place:
+                    start = number  # There was no room beside the ones before.
+                    break
+                start = b"(" + number
+                where = f"{stream} {number.decode(errors='replace')}"
+                chunk = await self._unpack(where, partial(_chunk_of, body, sizes))
+                steps_left -= 1 if chunk is None else len(chunk)
+                if chunk is not None and parts:
+                    older = int(chunk.steps.searchsorted(parts[-1].steps[0]))
+                    chunk = chunk.slice(slice(0, older))
+                if chunk is not None and len(chunk):
+                    parts.append(chunk)
+                    held += len(chunk)
+                if held >= most or steps_left <= 0:
+                    break
+        return parts
+
+    async def _read(self, key: str, script: str, *values: object) -> Any:
+        with self._call("read", "reading a window"):
+            return await self._types.run([key], lambda: self._client.eval(script, 1, key, *values))
+
+    async def _unpack(self, where: str, unpack: Callable[[], _T]) -> _T | None:
+        """Return what is unpacked, in a thread because it may be large; None if unreadable."""
         try:
-            return unpack_window(fields.get(b"d", b""))
+            return await asyncio.to_thread(unpack)
         except Unreadable as error:
-            self._unreadable("window", f"{stream} {number.decode(errors='replace')}", str(error))
+            self._unreadable("window", where, str(error))
             return None
 
     async def forget(self, deployment: DeploymentId) -> None:
@@ -160,19 +207,10 @@ class RedisWindowStore:
                 await self._client.delete(*self._keys(deployment, phase))
 
 
-def _join(chunks: Sequence[LoadWindow]) -> LoadWindow | None:
-    """Join chunks in stored order, as long as they have the newest shape and rising steps.
+def _chunk_of(body: bytes | int, sizes: tuple[int, int, int]) -> LoadWindow:
+    return unpack_window(stored_bytes(body), sizes, _CHUNK_STEPS)
 
-    Two writers may have overlapped.
-    """
-    parts: list[LoadWindow] = []
-    for part in reversed(chunks):
-        if parts:
-            later = parts[-1]
-            shapes = part.counts.shape[1:], part.tokens.shape[1:]
-            if shapes != (later.counts.shape[1:], later.tokens.shape[1:]):
-                break
-            part = part.slice(slice(0, int(part.steps.searchsorted(later.steps[0]))))
-        if len(part):
-            parts.append(part)
-    return join_windows(parts[::-1]) if parts else None
+
+def _packed(nbytes: int) -> int:
+    """Return the most bytes that so many have when zstd finds nothing to compress."""
+    return nbytes + nbytes // 128 + 1024

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import ResponseError
 
-from evenkeel_moe.adapters.redis.encoding import UnreadableRecord
+from evenkeel_moe.adapters.redis.unpacking import UnreadableRecord
 
 T = TypeVar("T")
 ASIDE = ":unreadable"

@@ -255,11 +255,14 @@ class Ingest:
         """
         found = 0
         # Fetch everything before a ring is replaced: if the store fails half way, nothing changes.
-        stored = {phase: await self._store.fetch(self.deployment, phase) for phase in Phase}
+        most = limit_steps(shape, self._window_steps, self._max_pending).window_steps
+        stored = {
+            phase: await self._store.fetch(self.deployment, phase, shape, most) for phase in Phase
+        }
         self._summed_to = {}
         for phase, window in stored.items():
             ring = self.rings[phase] = self._make_ring(shape)
-            if window is None or not _fits(window, shape):
+            if window is None:
                 continue
             found += len(ring.append(window))
             newest = ring.newest_step
@@ -315,9 +318,3 @@ class Ingest:
         return LoadWindow(
             steps.counts, steps.steps, steps.epochs, steps.tokens, steps.compute_s, source
         )
-
-
-def _fits(window: LoadWindow, shape: ModelShape) -> bool:
-    """Return True if a stored window is of a shape."""
-    sizes = (shape.num_layers, shape.num_logical_experts)
-    return window.counts.shape[1:] == sizes and window.tokens.shape[1] == shape.num_ranks
