@@ -24,9 +24,11 @@ class CountingStore(MemoryStore):
     def __init__(self):
         super().__init__(SystemClock())
         self.read = []
+        self.first_read = []
 
     async def fetch_plans(self, deployment, plan_ids):
         self.read.append(len(plan_ids))
+        self.first_read = self.first_read or list(plan_ids)
         return await super().fetch_plans(deployment, plan_ids)
 
     async def plan(self, name, at, phase, reason=Reason.EXPIRED, waves=0):
@@ -94,3 +96,11 @@ async def test_where_no_map_was_ever_changed_nothing_is_searched_for(store):
     await store.dry_runs(0, 200)
     await records_of(store)
     assert store.read == [48]
+
+
+async def test_a_plan_that_runs_is_read_before_newer_ones_that_may_leave_it_no_room(store):
+    await store.epochs(BASE)
+    await store.plan("runs", 0.0, PlanPhase.MIGRATING)
+    await store.dry_runs(10, 60)
+    book = await records_of(store)
+    assert book.active is not None and store.first_read[0] == "runs"

@@ -79,7 +79,8 @@ async def _fetch_plans(
     order = [name for name, _ in await store.plan_order(deployment)]
     newest, rest = order[:_PAGE], order[_PAGE:_MAX_PLANS]
     still_open = [name for name in await store.open_plans(deployment) if name not in newest]
-    found = list(await store.fetch_plans(deployment, newest + still_open))
+    # The open ones first: what one read may unpack is bounded.
+    found = list(await store.fetch_plans(deployment, still_open + newest))
     rest = [name for name in rest if name not in still_open]
     while find_committed and rest and all(r.phase is not PlanPhase.COMMITTED for r in found):
         page, rest = rest[:_PAGE], rest[_PAGE:]
