@@ -141,3 +141,13 @@ def test_copies_that_take_too_long_to_pay_off_are_not_made():
     dear = walk_forward("eplb", with_verdict(_eplb), replace(_setup(load), copy_price=50.0))
     assert cheap.copies.sum() > 0
     assert dear.copies.sum() == 0
+
+
+def test_copies_between_nodes_pay_off_later_than_those_within():
+    load = _noise()
+    load[:, :, :2] += 300
+    dear = Objective(cross_node_factor=1000.0)
+    one = replace(_setup(load), copy_price=0.05, objective=dear)
+    two = replace(one, topology=Topology((0, 1)))
+    assert walk_forward("one node", with_verdict(_eplb), one).copies.sum() > 0
+    assert walk_forward("two nodes", with_verdict(_eplb), two).copies.sum() == 0

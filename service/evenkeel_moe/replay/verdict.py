@@ -11,7 +11,7 @@ from evenkeel_moe.planning.decision.gates import AfterInputs, GateSettings, deci
 from evenkeel_moe.planning.decision.verdict import VerdictRules, held_out_steps, judge
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import Proposal
-from evenkeel_moe.planning.schedule.relabel import count_moves
+from evenkeel_moe.planning.schedule.relabel import price_of_moves
 from evenkeel_moe.replay.walk import Planner, Replan, relabelled
 
 LIFETIME_STEPS = 1000
@@ -44,7 +44,8 @@ def with_verdict(planner: Planner) -> Planner:
         if proposal is None:
             return None
         target = relabelled(problem, proposal)
-        moves, objective = count_moves(current, target), problem.objective
+        objective = problem.objective
+        price = price_of_moves(current, target, problem.topology, objective.cross_node_factor)
         scored, split = problem.load[-held_out:], replan.setup.split(step, replan.step)
         old = moe_time.step_times(scored, current, objective.cost, split).sum(axis=1)
         new = moe_time.step_times(scored, target, objective.cost, split).sum(axis=1)
@@ -58,7 +59,7 @@ def with_verdict(planner: Planner) -> Planner:
                 verdict=judge(
                     old,
                     new,
-                    copy_cost=objective.cost_per_move * LIFETIME_STEPS * moves,
+                    copy_cost=objective.cost_per_move * LIFETIME_STEPS * float(price.sum()),
                     lifetime_steps=LIFETIME_STEPS,
                     cost_model=objective.cost.basis,
                     rules=VerdictRules(

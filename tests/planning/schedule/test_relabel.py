@@ -19,6 +19,7 @@ from evenkeel_moe.planning.schedule.relabel import (
     count_moves,
     fewest_moves,
     moves_by_layer,
+    price_of_moves,
     relabel,
 )
 from tests.planning import twins
@@ -38,6 +39,21 @@ def by_rank(placement, layer):
 def contents(placement, layer):
     """The experts of each rank in a layer, in rank order."""
     return [tuple(sorted(row[row >= 0].tolist())) for row in by_rank(placement, layer)]
+
+
+@given(pairs(), st.data(), st.sampled_from([1.0, 2.0, 3.5]))
+def test_a_copy_that_no_rank_of_the_node_can_send_has_a_price_of_its_own(case, data, factor):
+    shape, current, target = case
+    topology = data.draw(topologies(shape.num_ranks))
+    price = np.zeros(shape.num_layers)
+    for layer in range(shape.num_layers):
+        present = [set(row) for row in contents(current, layer)]
+        for rank, wanted in enumerate(contents(target, layer)):
+            node = topology.node_of_rank[rank]
+            senders = [held for r, held in enumerate(present) if topology.node_of_rank[r] == node]
+            for expert in set(wanted) - present[rank]:
+                price[layer] += 1.0 if any(expert in held for held in senders) else factor
+    assert price_of_moves(current, target, topology, factor) == pytest.approx(price)
 
 
 @given(pairs())

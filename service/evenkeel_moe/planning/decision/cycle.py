@@ -33,7 +33,12 @@ from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from evenkeel_moe.planning.schedule.relabel import align_slots, count_moves, relabel
+from evenkeel_moe.planning.schedule.relabel import (
+    align_slots,
+    count_moves,
+    price_of_moves,
+    relabel,
+)
 from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.planning.signals.change_detection import (
     Change,
@@ -340,10 +345,11 @@ def judge_target(
         return None, {}
     least = int(inputs.settings.min_held_out_steps)
     objective, tokens = inputs.objective, inputs.token_split
+    price = price_of_moves(inputs.current, target, inputs.topology, objective.cross_node_factor)
     verdict = judge(
         moe_time.step_times(scored_on, inputs.current, objective.cost, tokens).sum(axis=1),
         moe_time.step_times(scored_on, target, objective.cost, tokens).sum(axis=1),
-        copy_cost=objective.copy_cost * count_moves(inputs.current, target),
+        copy_cost=objective.copy_cost * float(price.sum()),
         lifetime_steps=objective.lifetime_steps,
         step_s=inputs.step_s,
         cost_model=objective.cost.basis,

@@ -30,7 +30,7 @@ from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Policy
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from evenkeel_moe.planning.schedule.relabel import relabel
+from evenkeel_moe.planning.schedule.relabel import price_of_moves, relabel
 from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.planning.signals.change_detection import detect_change
 
@@ -132,7 +132,9 @@ def warm_kernels() -> None:
             shape,
             Topology((0, 0, 1, 1)),
             current=Placement.initial(shape),
-            objective=Objective(cost=cost, dispatch=dispatch, fill_slots=True),
+            objective=Objective(
+                cost=cost, dispatch=dispatch, cross_node_factor=2.0, fill_slots=True
+            ),
             max_evaluations=1000,
         )
         for policy in POLICIES.values():
@@ -148,6 +150,7 @@ def warm_kernels() -> None:
 def _plan_to_waves(problem: PlacementProblem, policy: Policy) -> None:
     current = problem.current if problem.current is not None else Placement.initial(problem.shape)
     target = relabel(problem, policy(problem).placement)
+    price_of_moves(current, target, problem.topology, problem.objective.cross_node_factor)
     schedule_waves(current, target, problem.shape, problem.topology, None)
     # Windows arrive as uint32; loads computed from them are float64.
     for load in (problem.load, problem.load.astype(np.uint32)):

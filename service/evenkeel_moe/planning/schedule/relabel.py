@@ -72,6 +72,35 @@ def _moves_by_layer(
 
 
 @kernel
+def _far_moves_by_layer(
+    target: NDArray[np.int32],
+    current: NDArray[np.int32],
+    nodes: NDArray[np.int64],
+    num_experts: int,
+) -> NDArray[np.int64]:
+    """Return the (L,) part of `_moves_by_layer` that no rank of the same node can send.
+
+    nodes: (R,) of each rank.
+    """
+    layers, slots = target.shape
+    per_rank = slots // nodes.shape[0]
+    out = np.zeros(layers, np.int64)
+    on_node = np.zeros((num_experts, nodes.max() + 1), np.bool_)
+    for layer in range(layers):
+        on_node[:] = False
+        for slot in range(slots):
+            if current[layer, slot] >= 0:
+                on_node[current[layer, slot], nodes[slot // per_rank]] = True
+        counted = np.full(num_experts, -1, np.int64)
+        for slot in range(slots):
+            expert, rank = target[layer, slot], slot // per_rank
+            if expert >= 0 and not on_node[expert, nodes[rank]] and counted[expert] != rank:
+                counted[expert] = rank
+                out[layer] += 1
+    return out
+
+
+@kernel
 def _align(
     target: NDArray[np.int32], current: NDArray[np.int32], num_ranks: int
 ) -> NDArray[np.int32]:
@@ -188,6 +217,34 @@ def moves_by_layer(current: Placement, target: Placement) -> NDArray[np.int64]:
 def count_moves(current: Placement, target: Placement) -> int:
     """Count the copies between ranks over all layers; see `moves_by_layer`."""
     return int(moves_by_layer(current, target).sum())
+
+
+def price_of_moves(
+    current: Placement, target: Placement, topology: Topology, cross_node_factor: float
+) -> NDArray[np.float64]:
+    """Return the price of the copies of each layer, in copies inside a node.
+
+    Args:
+        current: the present placement.
+        target: the placement to reach.
+        topology: the node of each rank.
+        cross_node_factor: price of a copy that no rank of the same node can send, as in
+            `Objective`.
+
+    Returns:
+        (L,) float64 - `moves_by_layer`, those copies counted `cross_node_factor` times.
+
+    Raises:
+        ShapeMismatch: placements of different deployments.
+    """
+    price = moves_by_layer(current, target).astype(np.float64)
+    if cross_node_factor == 1.0 or topology.num_nodes == 1:
+        return price
+    nodes = np.array(topology.node_of_rank, np.int64)
+    far = _far_moves_by_layer(
+        target.phy2log.copy(), current.phy2log.copy(), nodes, target.num_logical_experts
+    )
+    return price + (cross_node_factor - 1.0) * far
 
 
 def align_slots(current: Placement, target: Placement) -> Placement:

@@ -176,7 +176,7 @@ class _Planner:
         for candidate in candidates:
             cost = self._layer_times(candidate)
             if problem.current is not None:
-                cost = cost + per_copy * relabel.moves_by_layer(problem.current, candidate)
+                cost = cost + per_copy * self._copies_by_layer(problem.current, candidate)
             costs.append(cost)
         table = np.array(costs)
         if problem.shape.pooled or problem.objective.limits != PlanLimits():
@@ -205,7 +205,7 @@ class _Planner:
             time = self._time(placement)
             if problem.current is None or price == 0.0:
                 return time
-            return time + per_copy * relabel.count_moves(problem.current, placement)
+            return time + per_copy * float(self._copies_by_layer(problem.current, placement).sum())
 
         if start is None:
             start = cold_start(problem)
@@ -325,6 +325,12 @@ class _Planner:
             problem.load, placement, problem.objective.cost, SplitModel.of(problem)
         )
         return np.asarray(weights @ times * len(weights), np.float64)
+
+    def _copies_by_layer(self, current: Placement, target: Placement) -> NDArray[np.float64]:
+        """Return the (L,) copies to a placement; one between nodes counts as many as it costs."""
+        problem = self.problem
+        factor = problem.objective.cross_node_factor
+        return relabel.price_of_moves(current, target, problem.topology, factor)
 
     def _price(self) -> float:
         """Return the gain per step, in layer times, that a copy must bring."""

@@ -101,7 +101,6 @@ class Search:
         self._copy_limit = _copy_limit(problem)
         self._few_limit = _UNLIMITED
         self._recount()
-        self._copies_at_start = [count.copies for count in self._counts]
 
     def placement(self) -> Placement:
         """Return the placement that the layers hold now."""
@@ -284,14 +283,14 @@ class Search:
     def _gain(self, i: int, price: float) -> float:
         """Return the net gain of layer i since the start, in layer times."""
         layer = self.layers[i]
-        after = refresh(layer, self.objective)
+        after = refresh(layer, self.objective) + price * _copies_paid(layer)
         row = layer.row.copy()
         layer.row[:] = self._start.phy2log[i]
         load_ranks(layer, self.objective)
-        before = refresh(layer, self.objective)
+        before = refresh(layer, self.objective) + price * _copies_paid(layer)
         layer.row[:] = row
         load_ranks(layer, self.objective)
-        return before - after - price * (self._counts[i].copies - self._copies_at_start[i])
+        return before - after
 
     def _return_to_start(self, which: Sequence[int]) -> None:
         for i in which:
@@ -327,6 +326,11 @@ class Search:
     def _allowed_copies(self) -> int:
         """Return the copies between ranks that the whole plan may need."""
         return min(self._copy_limit, self._few_limit)
+
+
+def _copies_paid(layer: LayerState) -> float:
+    """Return the price of the copies that a layer needs, in copies inside a node."""
+    return float(layer.copy_price[layer.held > 0].sum(dtype=np.float64))
 
 
 def _copy_limit(problem: PlacementProblem) -> int:
