@@ -253,6 +253,20 @@ def test_the_first_plan_is_at_most_a_hundredth_above_one_from_nothing():
     assert afresh > 0
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [ModelShape(3, 30, 8, 10, 2, 1, pool_slots_per_rank=15), ModelShape(1, 32, 8, 5, 2, 1)],
+    ids=["pool with experts that do not divide", "one layer"],
+)
+@pytest.mark.parametrize("start", [Placement.initial, Placement.linear])
+def test_copies_are_free_from_every_start_of_an_engine(start, shape):
+    load = skewed(shape, 0)
+    problem = PlacementProblem(load, shape, Topology.single_node(8), current=start(shape))
+    assert plan_keel(problem).numbers["price"] == 0.0
+    planned = plan_keel(problem).placement
+    assert plan_keel(replace(problem, current=planned)).numbers["price"] > 0.0
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_under_waterfill_the_first_plan_is_never_worse_than_one_from_nothing(seed):
     """Both seeds have a first plan that is worse by less than the 0.3 % of other rules."""

@@ -37,7 +37,12 @@ from evenkeel_moe.planning.policies.keel.outlook import (
     shrink_origins,
 )
 from evenkeel_moe.planning.policies.keel.search import Search
-from evenkeel_moe.planning.policies.keel.starts import cold_start, fit_to_budget, linear_rates
+from evenkeel_moe.planning.policies.keel.starts import (
+    cold_start,
+    fit_to_budget,
+    is_engine_start,
+    linear_rates,
+)
 from evenkeel_moe.planning.policies.keel.window import SearchWindow, counts_suffice, search_window
 from evenkeel_moe.planning.policies.proposal import build_proposal
 from evenkeel_moe.planning.problem import moe_time
@@ -157,7 +162,7 @@ class _Planner:
         others: list[Placement | None] = [best]
         if problem.current is not None and problem.objective.limits == PlanLimits():
             present = fit_to_budget(problem, problem.current)
-            if _is_engine_start(problem.current):
+            if is_engine_start(problem.shape, problem.current):
                 others.append(_metro_placement(problem))
             per_step = self.options.fill_price * price * self.window.unit_cost
             others += [fill_for_fewest(problem, plan, per_step) for plan in (single, best)]
@@ -234,7 +239,7 @@ class _Planner:
         current = problem.current
         if problem.objective.limits.max_layers is not None:
             return False
-        if current is None or not _is_engine_start(current):
+        if current is None or not is_engine_start(problem.shape, current):
             return reading_dominates(problem)
         return reading_matters(problem, self.options.reading_at_start)
 
@@ -247,11 +252,11 @@ class _Planner:
 
     def _is_first(self) -> bool:
         """Return True if engines have just started and no limit keeps the plan near their start."""
-        current = self.problem.current
+        problem, current = self.problem, self.problem.current
         return (
             current is not None
-            and _is_engine_start(current)
-            and self.problem.objective.limits == PlanLimits()
+            and is_engine_start(problem.shape, current)
+            and problem.objective.limits == PlanLimits()
         )
 
     def _without_replicas(self, start: Placement | None) -> Placement:
@@ -338,7 +343,7 @@ class _Planner:
         if problem.current is None:
             return 0.0
         price = options.first_stickiness
-        if not _is_engine_start(problem.current):
+        if not is_engine_start(problem.shape, problem.current):
             per_rank = problem.shape.slots_per_rank
             seen = self.window.unit_tokens * len(problem.load) / per_rank / self.outlook.noise
             caution = min(options.caution / seen**0.5, options.max_caution)
@@ -361,11 +366,6 @@ class _Planner:
         if self.outlook.moving:
             return self.options.restart_gain_moving
         return self.options.restart_gain
-
-
-def _is_engine_start(placement: Placement) -> bool:
-    """Return True if every layer has the same map, as engines start: nothing was planned yet."""
-    return placement.num_layers > 1 and bool((placement.phy2log == placement.phy2log[0]).all())
 
 
 def _eplb_placement(problem: PlacementProblem) -> Placement | None:

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InfeasiblePlan, Reason
 from evenkeel_moe.model.cost import CostCurves
 from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.capacity_packing import pack_copies
 from evenkeel_moe.planning.policies.keel.window import counts_suffice
 from evenkeel_moe.planning.policies.replication import replicate_experts
@@ -21,6 +22,17 @@ def linear_rates(costs: CostCurves | None, num_ranks: int) -> NDArray[np.float64
     rates = costs.tile_seconds[:, -1] / (tiles * costs.tile_tokens)
     mean = float(rates.mean())
     return np.asarray(rates / mean, np.float64) if mean > 0 else np.ones(num_ranks)
+
+
+def is_engine_start(shape: ModelShape, placement: Placement) -> bool:
+    """Return True if nothing was planned yet, so that engines have just started.
+
+    Their start is one of ours, or has the same map in every layer. A single layer, or one of a pool
+    with experts that do not divide by ranks, does not show the latter.
+    """
+    if placement.num_layers > 1 and (placement.phy2log == placement.phy2log[0]).all():
+        return True
+    return placement in (Placement.initial(shape), Placement.linear(shape))
 
 
 def cold_start(problem: PlacementProblem) -> Placement:
