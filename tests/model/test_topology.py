@@ -7,8 +7,11 @@ from evenkeel_moe.model.topology import ModelShape, Topology
 def test_shape_knows_its_slots_and_budget():
     fixed = ModelShape(58, 256, 32, 9, 8, 44_040_192, num_expert_groups=8)
     assert (fixed.num_slots, fixed.num_redundant, fixed.pooled) == (288, 32, False)
+    assert fixed.mean_slots_per_rank == fixed.slots_per_rank
     pooled = ModelShape(4, 16, 4, 8, 2, 100, pool_slots_per_rank=20)
     assert (pooled.num_slots, pooled.num_redundant, pooled.pooled) == (32, 4, True)
+    pool = pooled.pool_slots_per_rank
+    assert pooled.mean_slots_per_rank == pool / pooled.num_layers < pooled.slots_per_rank
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,13 @@ class ModelShape:
         return self.pool_slots_per_rank is not None
 
     @property
+    def mean_slots_per_rank(self) -> float:
+        """Slots that a rank can fill in a layer, on average over the layers."""
+        if self.pool_slots_per_rank is None:
+            return float(self.slots_per_rank)
+        return min(float(self.slots_per_rank), self.pool_slots_per_rank / self.num_layers)
+
+    @property
     def num_redundant(self) -> int:
         """Replicas that an average layer can have beyond one per expert, rounded down."""
         if self.pool_slots_per_rank is None:

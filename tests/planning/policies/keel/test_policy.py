@@ -253,6 +253,26 @@ def test_the_first_plan_is_at_most_a_hundredth_above_one_from_nothing():
     assert afresh > 0
 
 
+def test_pooled_slots_have_the_prices_of_fixed_ones_whatever_a_layer_could_hold():
+    shape = ModelShape(4, 32, 8, 5, 2, 1)
+    rng = np.random.default_rng(0)
+    rows = np.stack([rng.permutation(32)[row] for row in Placement.initial(shape).phy2log])
+    found = []
+    for slots in (5, 10, 20):
+        wide = np.full((4, 8, slots), -1, np.int32)
+        wide[:, :, :5] = rows.reshape(4, 8, 5)
+        pooled = replace(shape, slots_per_rank=slots, pool_slots_per_rank=20)
+        current = Placement(wide.reshape(4, -1), 8, 32)
+        problem = PlacementProblem(
+            skewed(shape, 0), pooled, Topology.single_node(8), current=current
+        )
+        found.append(plan_keel(problem).numbers["price"])
+    fixed = PlacementProblem(
+        skewed(shape, 0), shape, Topology.single_node(8), current=Placement(rows, 8, 32)
+    )
+    assert found == [plan_keel(fixed).numbers["price"]] * 3
+
+
 @pytest.mark.parametrize(
     "shape",
     [ModelShape(3, 30, 8, 10, 2, 1, pool_slots_per_rank=15), ModelShape(1, 32, 8, 5, 2, 1)],

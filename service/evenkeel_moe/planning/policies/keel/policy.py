@@ -295,7 +295,7 @@ class _Planner:
             share, gain = options.active_few_share, options.active_few_stickiness
             if objective.cost.replica.proportional:
                 share, gain = options.few_share, options.few_stickiness
-            few = min(gain / self.problem.shape.slots_per_rank, price)
+            few = min(gain / self.problem.shape.mean_slots_per_rank, price)
             search.search_few(
                 share, max(few, objective.cost_per_move / self.window.unit_cost), price
             )
@@ -344,7 +344,7 @@ class _Planner:
             return 0.0
         price = options.first_stickiness
         if not is_engine_start(problem.shape, problem.current):
-            per_rank = problem.shape.slots_per_rank
+            per_rank = problem.shape.mean_slots_per_rank
             seen = self.window.unit_tokens * len(problem.load) / per_rank / self.outlook.noise
             caution = min(options.caution / seen**0.5, options.max_caution)
             if reading_dominates(problem) or problem.objective.dispatch is DispatchModel.FEWEST:

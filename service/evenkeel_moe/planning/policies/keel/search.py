@@ -132,7 +132,9 @@ class Search:
 
         `before` is the price of the search that came before.
         """
-        self._few_limit = int(share * self.problem.shape.num_slots * len(self.layers))
+        shape = self.problem.shape
+        slots = shape.mean_slots_per_rank * shape.num_ranks
+        self._few_limit = int(share * slots * shape.num_layers)
         if self._total.copies < self._few_limit:
             for level in self._options.price_levels:
                 if level * price < before:
