@@ -82,6 +82,10 @@ def make_window(steps, *, seed=0, source=False, high=500, shape=WINDOW_SHAPE):
     )
 
 
+def make_decision(cycle: int) -> dict:
+    return {"at": 1.0, "reason": "no_change", "cycle": cycle}
+
+
 async def fetch(windows, deployment=DEMO, phase=Phase.DECODE, shape=WINDOW_SHAPE, most=512):
     return await windows.fetch(deployment, phase, shape, most)
 
@@ -320,7 +324,7 @@ async def test_documents_are_replaced_whole(store):
 
 async def test_decisions_come_newest_first(store):
     for cycle in range(5):
-        await store.append_decision(DEMO, {"cycle": cycle, "numbers": {"gain": 0.5}})
+        await store.append_decision(DEMO, make_decision(cycle) | {"numbers": {"gain": 0.5}})
     found = await store.fetch_decisions(DEMO, 3)
     assert [row["cycle"] for row in found] == [4, 3, 2]
     assert [row["cycle"] for row in await store.fetch_decisions(DEMO, 1)] == [4]

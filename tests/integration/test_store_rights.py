@@ -16,7 +16,15 @@ from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import Phase
 from tests.chaos.proxy import Proxy
-from tests.contracts.test_stores import BASE, DEMO, every_plan, fetch, make_record, make_window
+from tests.contracts.test_stores import (
+    BASE,
+    DEMO,
+    every_plan,
+    fetch,
+    make_decision,
+    make_record,
+    make_window,
+)
 from tests.integration.controller_rig import Controller, Group
 from tests.waiting import deadline, until
 
@@ -39,7 +47,7 @@ async def do_everything(client) -> None:
     await store.store_epoch(DEMO, Epoch(0), BASE, lease.term)
     assert await store.fetch_replaced_epochs(DEMO)
     await store.store_document(DEMO, "policy", {"mode": "auto"}, lease.term)
-    await store.append_decision(DEMO, {"cycle": 1})
+    await store.append_decision(DEMO, make_decision(1))
     for first in range(0, 40, 4):
         await windows.append(DEMO, Phase.DECODE, make_window(range(first, first + 4), source=True))
     assert await fetch(windows) is not None

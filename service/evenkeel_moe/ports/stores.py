@@ -187,7 +187,12 @@ class DeploymentStore(Protocol):
         ...
 
     async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
-        """Append a row to the decision log, which is bounded by number and age."""
+        """Append a row to the decision log, which is bounded by number and age.
+
+        Args:
+            deployment: its owner.
+            decision: has `at` in Unix seconds and `reason`, else it is not read again.
+        """
         ...
 
     async def fetch_decisions(

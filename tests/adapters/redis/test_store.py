@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
+import json
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from tests.contracts.test_stores import (
     assert_same,
     every_plan,
     fetch,
+    make_decision,
     make_record,
     make_window,
 )
@@ -41,17 +44,31 @@ async def test_unreadable_values_are_skipped(valkey):
     await client.hset("evenkeel:{demo}:epochs", "2", b"noise")
     await client.hset("evenkeel:{demo}:documents", "policy", b"[1")
     await client.xadd("evenkeel:{demo}:decisions", {"d": b"noise"})
-    await store.append_decision(DEMO, {"cycle": 1})
+    await store.append_decision(DEMO, make_decision(1))
     await windows.append(DEMO, Phase.DECODE, make_window(range(3)))
     await client.xadd("evenkeel:{demo}:window:decode", {"n": 1, "d": b"noise"})
     await client.set("evenkeel:{demo}:window_source:decode", b"noise")
     assert [record.plan.plan_id for record in await every_plan(store)] == ["good"]
     assert list(await store.fetch_epochs(DEMO)) == [1]
     assert await store.fetch_document(DEMO, "policy") is None
-    assert await store.fetch_decisions(DEMO, 10) == [{"cycle": 1}]
+    assert await store.fetch_decisions(DEMO, 10) == [make_decision(1)]
     found = await fetch(windows)
     assert found is not None
     assert_same(found, make_window(range(3)))
+    await disconnect(client)
+
+
+async def test_decisions_without_a_time_or_a_reason_are_set_aside(valkey):
+    client: Any = connect(valkey.url, timeout_s=2)
+    noted: list[str] = []
+    store = RedisDeploymentStore(client, unreadable=lambda _kind, where, _why: noted.append(where))
+    sound = make_decision(1)
+    for flaw in ({"at": 10**400}, {"at": math.nan}, {"at": None}, {"reason": 7}, {"reason": None}):
+        await client.xadd("evenkeel:{demo}:decisions", {"d": json.dumps(sound | flaw)})
+    await client.xadd("evenkeel:{demo}:decisions", {"d": b'{"reason": "no_change"}'})
+    await store.append_decision(DEMO, sound)
+    assert await store.fetch_decisions(DEMO, 10) == [sound]
+    assert len(noted) == 6
     await disconnect(client)
 
 
@@ -299,7 +316,7 @@ async def test_a_cluster_takes_every_command(tmp_path, unused_tcp_port_factory):
         assert await eviction_policies(client) == frozenset({"noeviction"})
         await store.store_plan(make_record(), lease.term)
         await store.store_epoch(DEMO, Epoch(1), BASE, lease.term)
-        await store.append_decision(DEMO, {"cycle": 1})
+        await store.append_decision(DEMO, make_decision(1))
         await windows.append(DEMO, Phase.DECODE, make_window(range(3), source=True))
         assert len(await every_plan(store)) == 1
         assert await store.deployments() == [DEMO]

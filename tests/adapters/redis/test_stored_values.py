@@ -11,14 +11,14 @@ LONGEST, LARGEST = "x" * (1 << 16), (1 << 63) - 1
 TAKEN = [
     (stored.text, ["", "é", LONGEST]),
     (stored.optional_text, [None, "", LONGEST]),
-    (stored.number, [0, -1, 0.5, 1 << 64]),
+    (stored.number, [0, -1, 0.5, 1 << 62, -(1 << 62), 1e300]),
     (stored.optional_number, [None, 0, -0.5]),
     (stored.whole, [0, 1, LARGEST]),
     (stored.flag, [True, False]),
     (stored.numbers, [{}, {"a": 1, "b": -math.inf}]),
     (stored.mapping, [{}, {"a": [1]}]),
 ]
-NO_NUMBERS = [True, "1", [], {}, 1 << 1000, -(1 << 1000), math.inf, math.nan]
+NO_NUMBERS = [True, "1", [], {}, LARGEST + 1, -LARGEST - 1, 10**400, math.inf, math.nan]
 REFUSED = [
     (stored.text, [None, 1, ["a"], LONGEST + "x"]),
     (stored.optional_text, [1, {}, LONGEST + "x"]),
@@ -26,7 +26,7 @@ REFUSED = [
     (stored.optional_number, NO_NUMBERS),
     (stored.whole, [None, True, 0.0, "1", -1, LARGEST + 1]),
     (stored.flag, [None, 0, 1, "true"]),
-    (stored.numbers, [None, [], {"a": None}, {"a": 1, "b": True}, {"a": 1 << 1000}]),
+    (stored.numbers, [None, [], {"a": None}, {"a": 1, "b": True}, {"a": LARGEST + 1}]),
     (stored.mapping, [None, [], "a", [["a", 1]]]),
     (stored.rows, [None, {}, "a", [1], [{}, None]]),
 ]

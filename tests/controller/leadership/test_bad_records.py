@@ -37,6 +37,15 @@ NESTED = b'{"frozen_until": ' + b"[" * 90_000 + b"]" * 90_000 + b"}"
 EXPANDING = b'{"rows": [' + b"[]," * 100_000 + b"[]]}"
 POLICY = {"mode": "propose"}
 CONTROL = {"held": False, "frozen_until": 0.0}
+ANSWER = {"name": "n", "digest": "d", "status": 200, "location": None}
+AUDIT: dict[str, Any] = {
+    "id": "x",
+    "deployment": DEMO,
+    "by": "ann",
+    "role": "admin",
+    "method": "PATCH",
+}
+AUDIT |= {"path": "/p", "status": 200}
 ROW = {"at": 1.0, "reason": "no_change", "plan_id": None, "numbers": {}, "detail": ""}
 
 
@@ -81,12 +90,15 @@ DOCUMENTS = {
         b'{"rows": [1, null, "x"]}',
         b'{"rows": [{"at": 1.0}, {"id": 3}]}',
         b'{"rows": [{"id": "x", "at": "noon"}]}',
+        json.dumps({"rows": [AUDIT | {"at": 10**400}]}).encode(),
+        json.dumps({"rows": [AUDIT | {"status": math.nan}]}).encode(),
         b'{"rows": 5}',
     ],
     "answers": [
         EXPANDING,
         b'{"rows": [{"at": null, "name": 1}]}',
         b'{"rows": [{"at": 1e18, "name": "n"}]}',
+        json.dumps({"rows": [ANSWER | {"at": 10**400}]}).encode(),
     ],
 }
 """Bad values of each document. A round takes the next one of each."""
@@ -151,6 +163,11 @@ DECISIONS = [
     b'{"numbers": {"time_balance": "x"}}',
     b'{"numbers": [1]}',
     EXPANDING,
+    b'{"numbers": {}}',
+    *(
+        json.dumps({"reason": "no_change"} | flaw).encode()
+        for flaw in ({}, {"at": 10**400}, {"at": math.nan}, {"at": 1.0, "reason": 7})
+    ),
 ]
 TERMS = [b"soon", b"1e999", b"99999999999999999", b"-3"]
 

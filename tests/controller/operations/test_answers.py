@@ -63,6 +63,17 @@ async def test_an_answer_is_found_by_another_controller_for_a_day(clock):
     assert await other.find(DEMO, "a") == answer("a", "e")
 
 
+@pytest.mark.parametrize("at", [10**400, float("nan")])
+async def test_an_answer_with_an_impossible_time_costs_only_itself(clock, at):
+    store = MemoryStore(SystemClock())
+    row = {"at": at, "name": "a", "digest": "d", "status": 202, "location": None}
+    await store.store_document(DEMO, "answers", {"rows": [row]}, 1)
+    log = log_on(store, clock)
+    assert await log.find(DEMO, "a") is None
+    await log.keep(DEMO, answer("b"), 1)
+    assert await log.find(DEMO, "b") == answer("b")
+
+
 async def test_the_oldest_give_way(clock, monkeypatch):
     monkeypatch.setattr(answers, "_KEPT", 3)
     log = log_on(MemoryStore(SystemClock()), clock)

@@ -70,6 +70,18 @@ async def test_rows_of_older_versions_have_no_change(store):
     assert [one["change"] for one in await log.rows(DEMO, 9)] == ['{"mode":"auto"}', None]
 
 
+@pytest.mark.parametrize("at", [10**400, 1 << 63, float("nan"), float("inf"), True])
+async def test_a_row_with_an_impossible_time_costs_only_itself(store, at):
+    row = {"at": 1.0, "id": "a", "deployment": "demo", "by": "ann", "role": "admin"}
+    row |= {"method": "PATCH", "path": "/p", "status": 200}
+    bad = row | {"at": at, "id": "b"}
+    await store.store_document(DEMO, "audit", {"rows": [bad, row]}, 1)
+    log = log_on(store)
+    await log.record(entry("/q"), 1)
+    assert await paths(log) == ["/q", "/p"]
+    assert log._health._unreadable == {"demo audit"}
+
+
 async def test_rows_outlive_the_controller(store):
     before = log_on(store)
     await before.record(entry("/1"), 1)

@@ -345,10 +345,17 @@ def _epoch_or_fault(
 def _decision_or_fault(body: bytes | int) -> dict[str, Any] | Unreadable:
     try:
         row = _object(body)
-        reading(lambda: stored_values.numbers(row.get("numbers", {})))
+        reading(lambda: _check_decision(row))
     except Unreadable as error:
         return error
     return row
+
+
+def _check_decision(row: Mapping[str, Any]) -> None:
+    """Refuse a row that lacks what pages and gauges count on."""
+    stored_values.number(row["at"])
+    stored_values.text(row["reason"])
+    stored_values.numbers(row.get("numbers", {}))
 
 
 def _object(body: bytes | int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def optional_text(value: Any) -> str | None:
 
 
 def number(value: Any) -> float:
-    """Return a finite number."""
+    """Return a finite number; a whole one has at most 63 bits."""
     if not _is_number(value) or not math.isfinite(value):
         raise ValueError(f"{value!r:.80} is not a finite number")
     return float(value)
@@ -107,7 +107,7 @@ def rows(value: Any) -> tuple[dict[str, Any], ...]:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) < 1 << 1000
+        return not isinstance(value, bool) and abs(value) < _MAX_WHOLE
     return isinstance(value, float)
 
 

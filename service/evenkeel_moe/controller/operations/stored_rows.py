@@ -16,6 +16,8 @@ from evenkeel_moe.ports.stores import DeploymentStore
 _log = structlog.get_logger(__name__)
 
 Row = Mapping[str, Any]
+_MOST = 1 << 63
+"""Numbers are below it: no float holds every integer of JSON."""
 
 
 @dataclass(eq=False, repr=False)
@@ -52,7 +54,7 @@ class StoredRows:
 
     def _is_sound(self, row: Any) -> bool:
         return isinstance(row, Mapping) and all(
-            isinstance(row.get(name), kind) and not isinstance(row.get(name), bool)
+            isinstance(row.get(name), kind) and _is_bounded(row.get(name))
             for name, kind in self.form.items()
         )
 
@@ -74,3 +76,10 @@ class StoredRows:
             _log.warning(
                 "rows_not_stored", document=self.name, deployment=deployment, error=str(error)
             )
+
+
+def _is_bounded(value: Any) -> bool:
+    """Return False for a truth value, and for a number that is not finite or has over 63 bits."""
+    if isinstance(value, bool):
+        return False
+    return not isinstance(value, int | float) or -_MOST < value < _MOST
