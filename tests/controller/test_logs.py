@@ -97,7 +97,6 @@ def test_what_peers_cause_is_logged_once_a_second_for_each_cause():
     assert "left_out" not in written("rank_refused", reason="b")
     for event in (
         "rank_trouble",
-        "rank_displaced",
         "rank_stopped",
         "request_failed_by_defect",
         "Exception in ASGI application\n",

@@ -10,8 +10,7 @@ def test_shape_knows_its_slots_and_budget():
     assert fixed.mean_slots_per_rank == fixed.slots_per_rank
     pooled = ModelShape(4, 16, 4, 8, 2, 100, pool_slots_per_rank=20)
     assert (pooled.num_slots, pooled.num_redundant, pooled.pooled) == (32, 4, True)
-    pool = pooled.pool_slots_per_rank
-    assert pooled.mean_slots_per_rank == pool / pooled.num_layers < pooled.slots_per_rank
+    assert pooled.mean_slots_per_rank == 20 / 4 < pooled.slots_per_rank
 
 
 @pytest.mark.parametrize(

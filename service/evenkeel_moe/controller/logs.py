@@ -21,7 +21,6 @@ _CAUSED_BY_PEERS = (
     "connection_evicted",
     "deployment_refused",
     "hello_refused",
-    "rank_displaced",
     "rank_refused",
     "rank_silent",
     "rank_stopped",
