@@ -89,6 +89,25 @@ def test_refining_for_nearest_dispatch_pays_where_tokens_start_unevenly():
     assert np.mean(ratios) < 0.97
 
 
+def test_for_nearest_dispatch_a_plan_is_not_slower_than_the_present_placement():
+    shape = ModelShape(1, 6, 4, 2, 1, 1)
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        load = np.tile(rng.poisson(rng.gamma(0.6, 20, (1, 1, 6))).astype(float), (12, 1, 1))
+        rows = rng.permutation(6)[Placement.initial(shape).phy2log].astype(np.int32)
+        current = Placement(rows, 4, 6)
+        problem = PlacementProblem(
+            load,
+            shape,
+            Topology((0, 0, 1, 1)),
+            current=current,
+            source_load=rng.lognormal(0.0, 1.5, (4, 1, 6)),
+            objective=Objective(dispatch=DispatchModel.NEAREST),
+        )
+        present = moe_time.score(problem, current)
+        assert plan_keel(problem).score <= present * (1 + 1e-9)
+
+
 @given(problems((DispatchModel.EVEN,), planned=False))
 def test_from_nothing_it_is_never_worse_than_eplb(problem):
     assert plan_keel(problem).score <= plan_eplb(problem).score * (1 + 1e-9)

@@ -131,7 +131,12 @@ class _Planner:
         search = replace(self, problem=shrunk)._search_from(best)
         search.search(price)
         search.undo_small(price, self.options.refine_gain)
-        return search.placement(), price
+        refined, current = search.placement(), self.problem.current
+        # The plan for an even split may be worse for this dispatch than what is there.
+        present = None if current is None else fit_to_budget(self.problem, current)
+        if present is not None and self._time(present) < self._time(refined):
+            return present, price
+        return refined, price
 
     def plan_for_optimal(self) -> tuple[Placement, float]:
         """Plan for optimal dispatch and for an even split, and choose between the two.
