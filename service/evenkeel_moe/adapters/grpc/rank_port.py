@@ -22,6 +22,8 @@ _UNUSED_MS = 120_000
 _LOOK_EVERY_S = 10.0
 """Time between two looks at the CAs of clients."""
 _RETRY_S = 1.0
+_MOST_OF_GRPC = 2**31 - 1
+"""The largest number that an option of gRPC takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,8 @@ def _channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
         "grpc.max_send_message_length": options.max_message_bytes,
         # Identity alone: a compressed message may be a thousand times larger than what arrived.
         "grpc.compression_enabled_algorithms_bitset": 1,
-        "grpc.max_concurrent_streams": options.max_streams_per_peer,
+        # More than one address may have, so that a stream too many is told why it is refused.
+        "grpc.max_concurrent_streams": min(2 * options.max_streams_per_peer, _MOST_OF_GRPC),
         "grpc.keepalive_time_ms": round(options.keepalive_s * 1000),
         "grpc.keepalive_timeout_ms": round(options.keepalive_timeout_s * 1000),
         "grpc.keepalive_permit_without_calls": 1,
