@@ -14,7 +14,7 @@ MAX_BODY_BYTES = 8 << 20
 
 
 MOST_HELD_BYTES = 64 << 20
-"""Of the bodies of all requests that are being answered."""
+"""Most bytes that the bodies of all requests may take together while they are answered."""
 
 
 class BodyLimit:

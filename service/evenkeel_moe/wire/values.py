@@ -20,6 +20,13 @@ layers with 4096 slots. It bounds what a peer can make us allocate, and how long
 works on one map."""
 MAX_LAYERS = 1024
 """Largest number of layers: some work is done layer by layer. The deepest models have about 130."""
+
+
+def is_allowed_size(layers: int, width: int) -> bool:
+    """Return True if a deployment may have so many layers of so many slots or experts."""
+    return layers <= MAX_LAYERS and layers * width <= MAX_CELLS
+
+
 _ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789._-")
 
 
@@ -57,7 +64,7 @@ _SHAPE = MessageCodec(ModelShape, pb.ModelShape, invalid=Reason.WRONG_SHAPE)
 def _decode_shape(message: pb.ModelShape) -> ModelShape:
     width = max(message.num_ranks * message.slots_per_rank, message.num_logical_experts)
     cells = message.num_layers * width
-    if cells > MAX_CELLS or message.num_layers > MAX_LAYERS:
+    if not is_allowed_size(message.num_layers, width):
         raise PeerViolation(
             f"{message.num_layers} layers x {width} slots or experts = {cells} cells,"
             f" at most {MAX_LAYERS} layers and {MAX_CELLS} cells are allowed",
@@ -85,7 +92,7 @@ def _decode_placement(message: pb.PlacementMap) -> Placement:
 
 
 def _decode_rows(what: str, data: bytes, rows: int, slots: int) -> NDArray[np.int32]:
-    if not (0 < rows <= MAX_LAYERS and 0 < rows * slots <= MAX_CELLS):
+    if not (0 < rows * slots and is_allowed_size(rows, slots)):
         raise PeerViolation(
             f"{what} of {rows} layers x {slots} slots, 1 to {MAX_LAYERS} layers and 1 to"
             f" {MAX_CELLS} cells are allowed"

@@ -1,4 +1,4 @@
-"""What a link tells of its connection to a controller."""
+"""A link tells whether it is connected to a controller, and why not."""
 
 import structlog
 

@@ -356,6 +356,11 @@ async def test_calls_of_check_without_a_request_are_ended(serve, monkeypatch):
         await until(lambda: sum(call.done() for call in calls) >= 80, within_s=deadline(5))
         codes = {await call.code() for call in calls if call.done()}
         assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/grpc.health.v1.Health/Check")(
+                b"\xff\xff", timeout=deadline(30)
+            )
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         answer = await health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(), timeout=deadline(30)
         )

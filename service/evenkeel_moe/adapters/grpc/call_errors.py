@@ -1,4 +1,4 @@
-"""What a failed call of a rank says: its words, and the wait that an overloaded server asks for."""
+"""Reads errors of a rank's calls: their words, and the wait that an overloaded server asks for."""
 
 import grpc
 

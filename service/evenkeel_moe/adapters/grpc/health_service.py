@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 
 from evenkeel_moe.adapters.grpc.stream_slots import StreamSlots
@@ -33,7 +34,8 @@ class HealthService:
         """Serve `Check` on a server."""
         check = grpc.stream_stream_rpc_method_handler(
             self._check,
-            request_deserializer=health_pb2.HealthCheckRequest.FromString,
+            # We parse the request: gRPC would log a traceback for each that is not valid.
+            request_deserializer=None,
             response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
         )
         server.add_generic_rpc_handlers(
@@ -59,8 +61,14 @@ class HealthService:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request came")
         finally:
             self._slots.free(number)
-        if request is not grpc.aio.EOF:
-            await context.write(await self._known.Check(request, context))
+        if request is grpc.aio.EOF:
+            return
+        try:
+            question = health_pb2.HealthCheckRequest.FromString(request)
+        except DecodeError:
+            detail = f"{len(request)} bytes are no HealthCheckRequest"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, detail)
+        await context.write(await self._known.Check(question, context))
 
 
 def _end_now(limit: asyncio.Timeout) -> None:

@@ -26,7 +26,7 @@ from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.telemetry.balance import Balance
 from evenkeel_moe.telemetry.rank_times import RankTimes
-from evenkeel_moe.wire.values import MAX_CELLS, MAX_LAYERS
+from evenkeel_moe.wire.values import is_allowed_size
 
 _log = structlog.get_logger(__name__)
 _TIMED_STEPS = 512
@@ -262,7 +262,5 @@ def shape_from_document(body: Mapping[str, Any] | None) -> tuple[Generation, Mod
         shape = ModelShape(**sizes)
     except (EvenkeelError, TypeError, OverflowError):
         return None
-    cells = shape.num_layers * max(shape.num_slots, shape.num_logical_experts)
-    if cells > MAX_CELLS or shape.num_layers > MAX_LAYERS:
-        return None
-    return Generation(generation), shape
+    width = max(shape.num_slots, shape.num_logical_experts)
+    return (Generation(generation), shape) if is_allowed_size(shape.num_layers, width) else None

@@ -1,4 +1,4 @@
-"""What an operator is told of a running fleet: its newest step, and that it has no controller."""
+"""Tells an operator the newest step of a running fleet, and why it has no controller."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -55,7 +55,8 @@ class FleetReport:
     checks: tuple[dict[str, Any], ...] = ()
     """The `check` line of each rank that wrote one in the last attempt."""
     unconnected: str = ""
-    """Why no rank was ever connected to a controller; empty if one was, or none is configured."""
+    """The reason that no rank was ever connected to a controller; empty if one was, or if none is
+    configured."""
 
     @property
     def words(self) -> str:
