@@ -1,6 +1,7 @@
 """The server over a socket: its limits, its errors, and its services."""
 
 import asyncio
+from typing import Any
 from dataclasses import replace
 from pathlib import Path
 
@@ -357,9 +358,8 @@ async def test_calls_of_check_without_a_request_are_ended(serve, monkeypatch):
         codes = {await call.code() for call in calls if call.done()}
         assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/grpc.health.v1.Health/Check")(
-                b"\xff\xff", timeout=deadline(30)
-            )
+            unparsed: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+            await unparsed(b"\xff\xff", timeout=deadline(30))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         answer = await health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(), timeout=deadline(30)

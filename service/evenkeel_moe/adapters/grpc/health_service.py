@@ -32,7 +32,7 @@ class HealthService:
 
     def add_to(self, server: Any) -> None:
         """Serve `Check` on a server."""
-        check = grpc.stream_stream_rpc_method_handler(
+        check: Any = grpc.stream_stream_rpc_method_handler(
             self._check,
             # We parse the request: gRPC would log a traceback for each that is not valid.
             request_deserializer=None,
