@@ -1,9 +1,9 @@
 """The server over a socket: its limits, its errors, and its services."""
 
 import asyncio
-from typing import Any
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
