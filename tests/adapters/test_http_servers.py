@@ -195,6 +195,7 @@ async def test_open_connections_to_the_metrics_take_no_thread_each():
             found = await client.get(
                 f"http://127.0.0.1:{server.port}/metrics", headers=accept, timeout=deadline(10)
             )
+            assert "found 7.0" in found.text
             assert found.headers["content-type"].startswith("text/plain")
         assert threading.active_count() == before
         for _, writer in opened:

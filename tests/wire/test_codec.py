@@ -115,7 +115,7 @@ def test_a_stream_starts_with_one_hello_and_has_no_second():
         ({"slots_per_rank": 1}, "cannot hold 8 experts", Reason.WRONG_SHAPE),
         ({"num_expert_groups": 3}, "do not divide", Reason.WRONG_SHAPE),
         ({"num_layers": 1 << 30}, "cells, at most", Reason.WRONG_SHAPE),
-        ({"num_layers": 1025}, "1025 layers x", Reason.WRONG_SHAPE),
+        ({"num_layers": 1025}, "at most 1024 layers", Reason.WRONG_SHAPE),
         ({"num_ranks": 1}, "rank 1 of 1 ranks", Reason.WRONG_SHAPE),
         ({"bytes_per_expert": 1 << 63}, "bytes_per_expert is", Reason.MALFORMED),
     ],

@@ -349,12 +349,13 @@ async def test_a_flood_that_is_not_processed_stops_its_own_stream_alone(serve):
 @pytest.mark.integration
 async def test_calls_of_check_without_a_request_are_ended(serve, monkeypatch):
     monkeypatch.setattr("evenkeel_moe.adapters.grpc.stream_slots._MOST_WAITING", 20)
+    monkeypatch.setattr("evenkeel_moe.adapters.grpc.health_service._REQUEST_WITHIN_S", 3600.0)
     server, _ = await serve()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         check = channel.stream_unary("/grpc.health.v1.Health/Check")
         calls = [check() for _ in range(100)]
-        # Twenty may wait; the others are ended long before a request is overdue.
-        await until(lambda: sum(call.done() for call in calls) >= 80, within_s=deadline(5))
+        # Twenty may wait; the others are ended although no request is overdue.
+        await until(lambda: sum(call.done() for call in calls) == 80)
         codes = {await call.code() for call in calls if call.done()}
         assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -365,6 +366,16 @@ async def test_calls_of_check_without_a_request_are_ended(serve, monkeypatch):
             health_pb2.HealthCheckRequest(), timeout=deadline(30)
         )
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.integration
+async def test_a_call_of_check_whose_request_is_overdue_is_ended(serve, monkeypatch):
+    monkeypatch.setattr("evenkeel_moe.adapters.grpc.health_service._REQUEST_WITHIN_S", 0.2)
+    server, _ = await serve()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = channel.stream_unary("/grpc.health.v1.Health/Check")()
+        code = await asyncio.wait_for(call.code(), deadline(30))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 @pytest.mark.integration
