@@ -148,6 +148,16 @@ async def test_epochs_beyond_what_one_read_takes_are_the_oldest(client, monkeypa
     assert noted == [f"{PREFIX}epochs b'2'", f"{PREFIX}replaced_epochs b'row 2'"]
 
 
+async def test_epochs_with_names_that_are_no_numbers_are_the_oldest(client):
+    noted: list[str] = []
+    store = RedisDeploymentStore(client, unreadable=lambda _kind, where, _why: noted.append(where))
+    largest = 10**18 - 1
+    for name in (b"0", str(largest).encode(), b"9" * 5000, b"x"):
+        await client.hset(PREFIX + "epochs", name, pack_placement(BASE))
+    assert list(await store.fetch_epochs(DEMO)) == [0, largest]
+    assert sorted(noted) == [f"{PREFIX}epochs b'{'9' * 78}", f"{PREFIX}epochs b'x'"]
+
+
 def test_the_largest_audit_is_read():
     """Callers choose paths and keys, and must not make the audit unreadable with them."""
     text = '","[{' * 60

@@ -64,3 +64,21 @@ def test_what_is_not_json_or_cannot_be_encoded_is_refused(data):
         stored.parse_json(data)
     with pytest.raises(ValueError):
         stored.text("\ud800")
+
+
+def test_json_may_have_as_many_bytes_and_values_as_are_allowed_and_not_one_more():
+    assert stored.parse_json(b"[1,2]", most_bytes=5, most_values=3) == [1, 2]
+    with pytest.raises(ValueError, match="5 bytes of JSON, at most 4"):
+        stored.parse_json(b"[1,2]", most_bytes=4)
+    with pytest.raises(ValueError, match="up to 3 JSON values, at most 2"):
+        stored.parse_json(b"[1,2]", most_values=2)
+    # Commas inside texts do not count.
+    assert stored.parse_json(b'["a,b,c"]', most_values=2) == ["a,b,c"]
+    with pytest.raises(ValueError, match="up to 2 JSON values, at most 1"):
+        stored.parse_json(b'["a,b,c"]', most_values=1)
+
+
+def test_texts_of_a_value_larger_than_a_document_are_not_searched_for():
+    large = b'["' + b"," * stored.DOCUMENT_BYTES + b'"]'
+    with pytest.raises(ValueError, match=r"up to \d{7} JSON values"):
+        stored.parse_json(large, most_bytes=2 * len(large), most_values=2)

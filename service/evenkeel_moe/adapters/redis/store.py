@@ -365,10 +365,17 @@ def _object(body: bytes | int) -> dict[str, Any]:
 
 def _by_epoch(name: bytes) -> tuple[int, bytes]:
     """Return what sorts epochs by number, and names that are none before them."""
-    return (int(name) if name.isdigit() and len(name) <= _MAX_DIGITS else -1), name
+    number = _epoch_number(name)
+    return (-1 if number is None else number), name
+
+
+def _epoch_number(name: bytes) -> int | None:
+    """Return the number of an epoch's name; None if it is not a number of 18 digits at most."""
+    return int(name) if name.isdigit() and len(name) <= _MAX_DIGITS else None
 
 
 def _epoch_of(name: bytes) -> Epoch:
-    if not name.isdigit() or len(name) > _MAX_DIGITS:
+    number = _epoch_number(name)
+    if number is None:
         raise Unreadable("the name is no epoch")
-    return Epoch(int(name))
+    return Epoch(number)
