@@ -32,7 +32,7 @@ from tests.cli.conftest import FLEET, SMALL, run_replay
         (
             ("compare", *SMALL, "--dispatch", "waterfill"),
             InvalidInput,
-            "--dispatch waterfill needs --shared-experts: it pours their work",
+            "--dispatch waterfill needs --shared-experts: it places their work",
         ),
         (
             ("compare", *SMALL, "--html", "/tmp"),

@@ -41,13 +41,13 @@ def replay_cost(
 
     Raises:
         InvalidInput: an option has an unknown value, is missing or does not belong to the model,
-            the file holds no curve, or Waterfill has no shared experts to pour.
+            the file holds no curve, or Waterfill has no shared experts to place.
         ShapeMismatch: not one positive speed for each rank.
     """
     kind = _kind(asked)
     if dispatch is DispatchModel.WATERFILL and shape.shared_experts is None:
         raise InvalidInput(
-            "--dispatch waterfill needs --shared-experts: it pours their work, and without it the"
+            "--dispatch waterfill needs --shared-experts: it places their work, and without it the"
             " split is even"
         )
     if kind is CostKind.CURVE:

@@ -101,7 +101,7 @@ def choose_cost(known: KnownCosts, asked: CostChoice = CostChoice.AUTO) -> Chose
     if asked is CostChoice.TOKENS or not models:
         policy_asks = ["the deployment's policy asks for tokens"]
         why = policy_asks if asked is CostChoice.TOKENS else [one.reason for one in found]
-        detail = "; ".join(part for part in (*why, _unpoured(known)) if part)
+        detail = "; ".join(part for part in (*why, _missing_shared_work(known)) if part)
         tokens = tokens_cost(known.shape, known.dispatch)
         return ChosenCost(replace(tokens, detail=detail), tuple(found))
     chosen = _with_clocks(_with_measured_speeds(models, known.fit), known)
@@ -111,11 +111,13 @@ def choose_cost(known: KnownCosts, asked: CostChoice = CostChoice.AUTO) -> Chose
         for one in found
         if one.source is not chosen.source
     )
-    detail = "; ".join(part for part in (_detail(chosen, others), _unpoured(known)) if part)
+    detail = "; ".join(
+        part for part in (_detail(chosen, others), _missing_shared_work(known)) if part
+    )
     return ChosenCost(replace(chosen, detail=detail), others)
 
 
-def _unpoured(known: KnownCosts) -> str:
+def _missing_shared_work(known: KnownCosts) -> str:
     """Return what the model misses under Waterfill, in words; empty if nothing."""
     if known.dispatch is DispatchModel.WATERFILL and known.shape.shared_experts is None:
         return "the work of shared experts is not known, so waterfill counts as an even split"

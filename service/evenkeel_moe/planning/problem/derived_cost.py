@@ -66,10 +66,10 @@ def tokens_cost(shape: ModelShape, dispatch: DispatchModel) -> CostModel:
     """Return the model of a deployment of whose time nothing is known.
 
     Under Waterfill it has the work of the shared experts, which is in tokens: without it nothing
-    could be poured. Otherwise that work is left out, so that time balance is balancedness.
+    could be placed. Otherwise that work is left out, so that time balance is balancedness.
     """
-    poured = dispatch is DispatchModel.WATERFILL
-    return replace(TOKENS, shared_tokens=shared_tokens(shape) if poured else 0.0)
+    placed = dispatch is DispatchModel.WATERFILL
+    return replace(TOKENS, shared_tokens=shared_tokens(shape) if placed else 0.0)
 
 
 def shared_tokens(shape: ModelShape) -> float:

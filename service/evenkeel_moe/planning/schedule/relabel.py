@@ -353,7 +353,7 @@ def relabel(problem: PlacementProblem, target: Placement, *, keep_nodes: bool = 
     speed may be exchanged.
 
     Two scores may change a little. With known sources, ranks differ in the work of their shared
-    experts, unless Waterfill pours it: renaming changed gains by up to 0.2 points there, in both
+    experts, unless Waterfill places it: renaming changed gains by up to 0.2 points there, in both
     directions, and saved a sixth to a quarter of the copies. And optimal and fewest dispatch choose
     between equal splits by the order of the ranks.
 
