@@ -27,7 +27,8 @@ def searches(draw):
     shape = draw(shapes())
     start = draw(placements(shape))
     problem = PlacementProblem(
-        draw(loads(shape.num_layers, shape.num_logical_experts)),
+        # More steps than a bound is computed for at a time.
+        draw(loads(shape.num_layers, shape.num_logical_experts, max_steps=40)),
         shape,
         draw(topologies(shape.num_ranks)),
         current=draw(placements(shape)),

@@ -29,6 +29,7 @@ class WorkingMemory(NamedTuple):
     norm: NDArray[np.float64]
     inverse_sum: NDArray[np.float64]
     rank_slope: NDArray[np.float64]
+    step_slope: NDArray[np.float64]
     slope: NDArray[np.float64]
     scratch: NDArray[np.float64]
     bounds: NDArray[np.float64]
@@ -43,7 +44,8 @@ def working_memory(experts: int, ranks: int, steps: int) -> WorkingMemory:
         power_sum=np.zeros(steps),
         norm=np.zeros(steps),
         inverse_sum=np.zeros(steps),
-        rank_slope=_aligned_zeros(steps, ranks),
+        rank_slope=_aligned_zeros(ranks, steps),
+        step_slope=_aligned_zeros(steps, ranks),
         slope=_aligned_zeros(experts, ranks),
         scratch=np.zeros(steps),
         bounds=np.zeros(steps),

@@ -26,7 +26,7 @@ from evenkeel_moe.planning.policies.keel.state import (
     smooth_cost,
     update_work,
 )
-from evenkeel_moe.planning.policies.keel.work import fill_work
+from evenkeel_moe.planning.policies.keel.work import SmoothWork, fill_work
 
 ROUNDING = 1e-12
 """More than the rounding errors of a gain, in layer times."""
@@ -120,23 +120,36 @@ def gain_of_power_change(norms: Norms, out: NDArray[np.float64]) -> float:
 
 
 @inlined
-def gain_is_at_most(least: float, norms: Norms, out: NDArray[np.float64]) -> bool:
-    """Return True if `gain_of_power_change` of the same arguments is certainly at most `least`.
-
-    It takes no roots, and so a fraction of their time. With u the share of the power sum that is
-    taken away, the norm falls by the share 1 - (1 - u) ** (1/p). Taylor's polynomials bound it: of
-    the second order if u < 0, and of the third up to u = 1/2; beyond, the chord to u = 1.
-    """
-    weight, norm, _, inverse_sum, bounds, doublings = norms
+def fall_terms(doublings: int) -> tuple[float, float, float, float]:
+    """Return what `fall_at_most` needs: three coefficients of Taylor's polynomial, and a slope."""
     one = 0.5**doublings
     two = one * (1.0 - one) / 2.0
     three = two * (2.0 - one) / 3.0 * 2.0 ** (3.0 - one)
-    chord = 2.0 ** (1.0 - one)
+    return one, two, three, 2.0 ** (1.0 - one)
+
+
+@inlined
+def fall_at_most(taken: float, one: float, two: float, three: float, chord: float) -> float:
+    """Return a bound on the share by which the norm falls if `taken` of the power sum goes.
+
+    With u the share that is taken away, it is 1 - (1 - u) ** (1/p). Taylor's polynomials bound it:
+    of the second order if u < 0, and of the third up to u = 1/2; beyond, the chord to u = 1.
+    """
+    fall = taken * (one + taken * (two + three * max(taken, 0.0)))
+    fall = fall if taken > 0.0 else min(fall, 0.0)
+    return fall if taken <= 0.5 else 1.0 - chord * (1.0 - taken)
+
+
+@inlined
+def gain_is_at_most(least: float, norms: Norms, out: NDArray[np.float64]) -> bool:
+    """Return True if `gain_of_power_change` of the same arguments is certainly at most `least`.
+
+    It takes no roots, and so a fraction of their time.
+    """
+    weight, norm, _, inverse_sum, bounds, doublings = norms
+    one, two, three, chord = fall_terms(doublings)
     for t in range(out.shape[0]):
-        taken = -out[t] * inverse_sum[t]
-        fall = taken * (one + taken * (two + three * max(taken, 0.0)))
-        fall = fall if taken > 0.0 else min(fall, 0.0)
-        fall = fall if taken <= 0.5 else 1.0 - chord * (1.0 - taken)
+        fall = fall_at_most(-out[t] * inverse_sum[t], one, two, three, chord)
         bounds[t] = weight[t] * norm[t] * fall
     return sum_of(bounds) <= least - ROUNDING
 
@@ -166,6 +179,27 @@ def sum_of(values: NDArray[np.float64]) -> float:
         d += values[t + 3]
     for t in range(whole, steps):
         a += values[t]
+    return (a + b) + (c + d)
+
+
+@inlined
+def sum_of_products(
+    rows: NDArray[np.float64], i: int, others: NDArray[np.float64], j: int
+) -> float:
+    """Return the sum of the products of row i of (N, T) `rows` and row j of (M, T) `others`.
+
+    In four strands, as `sum_of`.
+    """
+    a = b = c = d = 0.0
+    steps = rows.shape[1]
+    whole = steps // 4 * 4
+    for t in range(0, whole, 4):
+        a += rows[i, t] * others[j, t]
+        b += rows[i, t + 1] * others[j, t + 1]
+        c += rows[i, t + 2] * others[j, t + 2]
+        d += rows[i, t + 3] * others[j, t + 3]
+    for t in range(whole, steps):
+        a += rows[i, t] * others[j, t]
     return (a + b) + (c + d)
 
 
@@ -236,8 +270,9 @@ def replacement_gain(
     rank = slot // (layer.row.shape[0] // ranks)
     old = index(layer.row[slot])
     if not objective.work.proportional:
-        leave_changes(layer, objective, old, layer.after[:2])
-        enter_changes(layer, expert, layer.after[2:])
+        leaving, entering = layer.copies[max(old, 0)], layer.copies[max(expert, 0)]
+        leave_changes(layer.tokens, layer.work, leaving, objective.work, old, layer.after, 0)
+        enter_changes(layer.one_more, layer.work, entering, expert, layer.after, 2)
         layer.scratch[:] = 0.0
         add_work_changes(
             layer.after, 0, 2, rank, old, expert, layer.held, layer.rank_load, layer.powers,
@@ -252,37 +287,58 @@ def replacement_gain(
     return _gain_of_share_changes(layer, objective.costs, old, expert)
 
 
-@kernel
+@inlined
 def leave_changes(
-    layer: LayerState, objective: SearchObjective, old: int, out: NDArray[np.float64]
+    tokens: NDArray[np.float64],
+    work: NDArray[np.float64],
+    copies: int,
+    model: SmoothWork,
+    old: int,
+    changes: NDArray[np.float64],
+    at: int,
 ) -> None:
-    """Write to `out` (2, T) how the work of copies changes if one copy of `old` leaves.
+    """Write to two rows of `changes` how the work of copies changes if one copy of `old` leaves.
 
-    Rows: the copy that leaves (less), each other copy (more). -1 stands for no expert: 0.
+    Row `at`: the copy that leaves (less); the next: each other copy (more). -1 stands for no
+    expert: 0. `tokens` and `work` are those of `LayerState`.
     """
-    out[:] = 0.0
-    if old >= 0:
-        copies = layer.copies[old]
-        leaves = layer.work[old] / copies
-        if copies > 1:
-            fill_work(layer.tokens[old], copies - 1, objective.work, out[STAYS])
-            out[STAYS] -= leaves
-        out[LEAVES] = -leaves
+    leaves, stays = changes[at + LEAVES], changes[at + STAYS]
+    stays[:] = 0.0
+    if old < 0:
+        leaves[:] = 0.0
+    elif copies < 2:
+        for t in range(leaves.shape[0]):
+            leaves[t] = -work[old, t]
+    else:
+        fill_work(tokens[old], copies - 1, model, stays)
+        for t in range(leaves.shape[0]):
+            leaves[t] = -(work[old, t] / copies)
+            stays[t] += leaves[t]
 
 
-@kernel
-def enter_changes(layer: LayerState, expert: int, out: NDArray[np.float64]) -> None:
-    """Write to `out` (2, T) how the work of copies changes if one more copy of `expert` enters.
+@inlined
+def enter_changes(
+    one_more: NDArray[np.float64],
+    work: NDArray[np.float64],
+    copies: int,
+    expert: int,
+    changes: NDArray[np.float64],
+    at: int,
+) -> None:
+    """Write to two rows of `changes` how work changes if one more copy of `expert` enters.
 
-    Rows: the copy that enters (more), each other copy (less). -1 stands for no expert: 0.
+    Row `at`: the copy that enters (more); the next: each other copy (less). -1 stands for no
+    expert: 0. `one_more` and `work` are those of `LayerState`.
     """
+    enters, eased = changes[at + ENTERS], changes[at + EASED]
     if expert < 0:
-        out[:] = 0.0
-        return
-    part = 1.0 / layer.copies[expert]
-    for t in range(out.shape[1]):
-        out[ENTERS, t] = layer.one_more[expert, t]
-        out[EASED, t] = layer.one_more[expert, t] - part * layer.work[expert, t]
+        enters[:] = 0.0
+        eased[:] = 0.0
+    else:
+        part = 1.0 / copies
+        for t in range(enters.shape[0]):
+            enters[t] = one_more[expert, t]
+            eased[t] = one_more[expert, t] - part * work[expert, t]
 
 
 @inlined

@@ -20,6 +20,7 @@ from evenkeel_moe.planning.policies.keel.moves import (
     gain_above,
     leave_changes,
     norms_of,
+    sum_of_products,
 )
 from evenkeel_moe.planning.policies.keel.open_slots import OpenSlots, tighten
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective, SmoothCosts
@@ -54,17 +55,14 @@ def best_replacement_by_work(
     most = (slots.alone + slots.saved).max()
     slot, chosen, best_copies, used = -1, -1, 0, 0
     for expert in range(-1 if objective.drops else 0, held.shape[0]):
-        eased = 0.0
+        eased, relieved = 0.0, expert < 0  # `relief` begins as zeros.
         if expert >= 0:
             eased = _promise_relief(one_more, slope, rank_slope, held, layer.copies[expert], expert)
             if eased + most - dear[expert] <= best:
                 continue
-            enter_changes(layer, expert, changes[enter:])
-            _promise_cost(rank_slope, changes[enter + ENTERS], enter_cost)
-            relief[:] = 0.0
-            _add_changes_of_others(
-                changes, enter + EASED, held, expert, -1, rank_load, powers, costs, relief
-            )
+            enter_changes(one_more, layer.work, layer.copies[expert], expert, changes, enter)
+            _promise_cost(layer.step_slope, changes[enter + ENTERS], enter_cost)
+            relieved = False
         for n in range(len(slots.slot)):
             rank, old = slots.rank[n], row[slots.slot[n]]
             if (expert < 0 and old < 0) or (expert >= 0 and held[expert, rank] > 0):
@@ -79,6 +77,9 @@ def best_replacement_by_work(
             if used >= evaluations:
                 return slot, chosen, best, best_copies, used
             used += 1
+            if not relieved:
+                relieved, relief[:] = True, 0.0
+                _add_relief(changes, enter + EASED, held, expert, rank_load, powers, costs, relief)
             _fill_changes(
                 changes, others, relief, n, rank, old, expert, held, rank_load, powers, costs, out
             )
@@ -102,45 +103,45 @@ def _promise_drops(
     """
     changes = np.zeros((2 * len(slots.slot) + 2, layer.weight.shape[0]))
     others = np.zeros((len(slots.slot), layer.weight.shape[0]))
-    slope, share, rank_slope = layer.slope, layer.share, layer.rank_slope
+    slope, share, rank_slope, held = layer.slope, layer.share, layer.rank_slope, layer.held
     rank_load, powers, costs = layer.rank_load, layer.powers, objective.costs
     for n in range(len(slots.slot)):
-        old, rank = index(layer.row[slots.slot[n]]), slots.rank[n]
-        slots.drop[n] = 0.0
+        old, rank, drop = index(layer.row[slots.slot[n]]), slots.rank[n], 0.0
         if old >= 0:
-            slots.drop[n] = slope[old, rank] * share[old, rank]
-            leave_changes(layer, objective, old, changes[2 * n : 2 * n + 2])
-            _add_changes_of_others(
-                changes, 2 * n + STAYS, layer.held, old, rank, rank_load, powers, costs, others[n]
+            stays = 2 * n + STAYS
+            leave_changes(
+                layer.tokens, layer.work, layer.copies[old], objective.work, old, changes, 2 * n
             )
-            for on in range(rank_slope.shape[1]):
-                if on != rank and layer.held[old, on] > 0:
-                    for t in range(rank_slope.shape[0]):
-                        more = layer.held[old, on] * changes[2 * n + STAYS, t]
-                        slots.drop[n] -= more * rank_slope[t, on]
-        slots.alone[n] = slots.drop[n]
+            drop = slope[old, rank] * share[old, rank]
+            for on in range(rank_slope.shape[0]):
+                if on != rank and held[old, on] > 0:
+                    by = float(held[old, on])
+                    drop -= by * sum_of_products(changes, stays, rank_slope, on)
+                    add_power_change(
+                        changes, stays, by, 0, 0.0, rank_load, powers, on, costs, others[n]
+                    )
+        slots.drop[n] = slots.alone[n] = drop
     return changes, others
 
 
 @inlined
-def _add_changes_of_others(
+def _add_relief(
     changes: NDArray[np.float64],
     at: int,
     held: NDArray[np.int32],
     expert: int,
-    rank: int,
     rank_load: NDArray[np.float64],
     powers: NDArray[np.float64],
     costs: SmoothCosts,
     out: NDArray[np.float64],
 ) -> None:
-    """Add to `out` (T,) the change of the powered costs of an expert's ranks, all but `rank`.
+    """Add to `out` (T,) the change of the powered costs of the ranks that hold an expert.
 
     Row `at` of `changes` is the change of each copy's work. The other arrays are those of
     `LayerState`.
     """
     for on in range(held.shape[1]):
-        if on != rank and held[expert, on] > 0:
+        if held[expert, on] > 0:
             by = float(held[expert, on])
             add_power_change(changes, at, by, 0, 0.0, rank_load, powers, on, costs, out)
 
@@ -204,24 +205,32 @@ def _promise_relief(
     The arrays are those of `LayerState`, as for `add_power_change`.
     """
     eased = 0.0
-    for rank in range(rank_slope.shape[1]):
+    for rank in range(rank_slope.shape[0]):
         if held[expert, rank] > 0:
-            left = 0.0
-            for t in range(rank_slope.shape[0]):
-                left += one_more[expert, t] * rank_slope[t, rank]
+            left = sum_of_products(one_more, expert, rank_slope, rank)
             eased += held[expert, rank] * (slope[expert, rank] / copies - left)
     return eased
 
 
 @kernel
 def _promise_cost(
-    rank_slope: NDArray[np.float64], enters: NDArray[np.float64], out: NDArray[np.float64]
+    step_slope: NDArray[np.float64], enters: NDArray[np.float64], out: NDArray[np.float64]
 ) -> None:
     """Write to `out` (R,) what the gradient says that a new copy costs each rank.
 
-    rank_slope: (T, R) of `LayerState`. enters: (T,) the work of the copy.
+    step_slope: (T, R) of `LayerState`. enters: (T,) the work of the copy.
     """
+    steps = step_slope.shape[0]
+    whole = steps // 4 * 4
     out[:] = 0.0
-    for t in range(rank_slope.shape[0]):
-        for rank in range(rank_slope.shape[1]):
-            out[rank] += enters[t] * rank_slope[t, rank]
+    for t in range(0, whole, 4):  # Four steps at a time: the sums stay in registers.
+        a, b, c, d = enters[t], enters[t + 1], enters[t + 2], enters[t + 3]
+        for rank in range(step_slope.shape[1]):
+            out[rank] = (
+                (out[rank] + a * step_slope[t, rank] + b * step_slope[t + 1, rank])
+                + c * step_slope[t + 2, rank]
+                + d * step_slope[t + 3, rank]
+            )
+    for t in range(whole, steps):
+        for rank in range(step_slope.shape[1]):
+            out[rank] += enters[t] * step_slope[t, rank]

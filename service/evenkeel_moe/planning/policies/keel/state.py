@@ -110,7 +110,9 @@ class LayerState(NamedTuple):
     inverse_sum: NDArray[np.float64]
     """(T,) 1 / power_sum; 0 in a step without load."""
     rank_slope: NDArray[np.float64]
-    """(T, R) gradient of the objective in the rank loads."""
+    """(R, T) gradient of the objective in the rank loads."""
+    step_slope: NDArray[np.float64]
+    """(T, R) the same, for loops over ranks."""
     slope: NDArray[np.float64]
     """(E, R) gradient of the objective in the share of an expert on a rank."""
     scratch: NDArray[np.float64]
@@ -286,7 +288,7 @@ def refresh(layer: LayerState, objective: SearchObjective) -> float:
     straight = costs.tile == 0.0
     work, weight, rank_load, powers = layer.work, layer.weight, layer.rank_load, layer.powers
     power_sum, norm = layer.power_sum, layer.norm
-    rank_slope, slope = layer.rank_slope, layer.slope
+    rank_slope, step_slope, slope = layer.rank_slope, layer.step_slope, layer.slope
     power_sum[:] = layer.floor_power
     for rank in range(num_ranks):
         rate = costs.rates[rank]
@@ -309,9 +311,10 @@ def refresh(layer: LayerState, objective: SearchObjective) -> float:
             cost = amount * rate if straight else smooth_cost(amount, rank, costs)
             if cost > 0.0:
                 by = rate if straight else _cost_slope(amount, rank, costs)
-                rank_slope[t, rank] = (
+                rank_slope[rank, t] = (
                     weight[t] * (powers[rank, t] / power_sum[t]) * (norm[t] / cost) * by
                 )
+            step_slope[t, rank] = rank_slope[rank, t]
     slope[:] = 0.0
     whole = steps // 4 * 4
     for expert in range(experts):
@@ -323,15 +326,15 @@ def refresh(layer: LayerState, objective: SearchObjective) -> float:
                     slope[expert, rank] = (
                         (
                             slope[expert, rank]
-                            + a * rank_slope[t, rank]
-                            + b * rank_slope[t + 1, rank]
+                            + a * step_slope[t, rank]
+                            + b * step_slope[t + 1, rank]
                         )
-                        + c * rank_slope[t + 2, rank]
-                        + d * rank_slope[t + 3, rank]
+                        + c * step_slope[t + 2, rank]
+                        + d * step_slope[t + 3, rank]
                     )
         for t in range(whole, steps):
             part = work[expert, t]
             if part > 0.0:
                 for rank in range(num_ranks):
-                    slope[expert, rank] += part * rank_slope[t, rank]
+                    slope[expert, rank] += part * step_slope[t, rank]
     return total
