@@ -47,6 +47,13 @@ def sparse_placement(seed, shape=SHAPE):
     return Placement(rows.reshape(shape.num_layers, -1), shape.num_ranks, 6)
 
 
+def on_node(problem, layer, rank, expert):
+    """Return True if a rank of the same node has the expert at present."""
+    nodes = np.array(problem.topology.node_of_rank)
+    row = problem.current.phy2log[layer].reshape(len(nodes), -1)
+    return expert in row[nodes == nodes[rank]]
+
+
 def twin(problem, placement):
     """Fill slot by slot: build each placement that one more replica gives, and time it."""
     objective, current = problem.objective, problem.current
@@ -77,6 +84,8 @@ def twin(problem, placement):
                 time = float(time_of(other, layer).max(axis=2).sum())
                 # A verdict adopts copies that gain half more than their price.
                 dear = 1.5 * objective.cost_per_move * len(problem.load)
+                if current is None or not on_node(problem, layer, rank, expert):
+                    dear *= objective.cross_node_factor
                 copy = 0.0 if expert in present else dear
                 tried.append((round(time + copy, 9), expert not in present, expert))
             row[slot] = min(tried)[2]
@@ -89,10 +98,12 @@ def by_rank(rows):
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 @pytest.mark.parametrize("copy_cost", [0.0, 500.0])
-def test_slots_are_filled_as_by_timing_every_candidate(cost, copy_cost):
+@pytest.mark.parametrize("nodes", [(0, 0, 0), (0, 0, 1)], ids=["one node", "two nodes"])
+def test_slots_are_filled_as_by_timing_every_candidate(cost, copy_cost, nodes):
     for seed in range(12):
         sparse = sparse_placement(seed)
-        problem = problem_of(seed, cost=cost, copy_cost=copy_cost)
+        problem = problem_of(seed, cost=cost, copy_cost=copy_cost, cross_node_factor=40.0)
+        problem = replace(problem, topology=Topology(nodes))
         for current in (None, Placement.initial(SHAPE)):
             asked = replace(problem, current=current)
             filled = fill_empty_slots(asked, sparse)

@@ -78,6 +78,11 @@ def test_numbers_that_cannot_be_are_refused(name, dispatch, number, value):
             planned(name, objective=Objective(dispatch=dispatch), **{number: value})
 
 
+def test_a_copy_between_nodes_that_is_cheaper_than_one_within_is_refused():
+    with pytest.raises(InvalidInput, match=r"cross_node_factor is 0\.5, must be at least 1"):
+        planned("keel", objective=Objective(cross_node_factor=0.5))
+
+
 @pytest.mark.parametrize("limit", ["max_moves", "max_bytes", "max_layers"])
 def test_limits_below_zero_are_refused(limit):
     with pytest.raises(InvalidInput, match=f"{limit} is -1, must be finite and not negative"):

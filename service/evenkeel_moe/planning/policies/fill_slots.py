@@ -10,6 +10,7 @@ from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.planning.policies.copy_prices import copy_prices
 from evenkeel_moe.planning.problem.kernels import (
     WorkTerms,
     token_cost,
@@ -34,7 +35,7 @@ class _Terms(NamedTuple):
     fixed: float
     curves: CurveArrays
     price: float
-    """Of a copy, over all steps of the window."""
+    """Of a copy inside a node, over all steps of the window."""
 
 
 def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placement:
@@ -73,13 +74,18 @@ def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placeme
         curve_arrays(cost.curves, ranks),
         _price_of_copy(problem) * len(load),
     )
-    rows = placement.phy2log.copy()
+    rows, nodes = placement.phy2log.copy(), np.array(problem.topology.node_of_rank, np.int64)
     for layer in np.nonzero((rows == EMPTY).any(axis=1))[0]:
         present = np.full_like(rows[layer], EMPTY)
         if problem.current is not None:
             present = problem.current.phy2log[layer].copy()
         tokens = np.ascontiguousarray(load[:, layer].T)
-        _fill_layer(tokens, rows[layer], present, shared[layer], terms, objective.allow_duplicates)
+        prices = copy_prices(
+            present, shape.num_logical_experts, nodes, float(objective.cross_node_factor)
+        )
+        _fill_layer(
+            tokens, rows[layer], present, prices, shared[layer], terms, objective.allow_duplicates
+        )
     filled = Placement(rows, ranks, shape.num_logical_experts)
     return filled if problem.current is None else align_slots(problem.current, filled)
 
@@ -100,6 +106,7 @@ def _fill_layer(
     tokens: NDArray[np.float64],
     row: NDArray[np.int32],
     present: NDArray[np.int32],
+    prices: NDArray[np.float32],
     shared: NDArray[np.float64],
     terms: _Terms,
     allow_duplicates: bool,
@@ -108,7 +115,8 @@ def _fill_layer(
 
     Mutates: `row` (S,).
 
-    tokens: (E, T). present: (S,) the current row. shared: (R,) as in `step_times_kernel`.
+    tokens: (E, T). present: (S,) the current row. prices: (E, R) of `copy_prices`. shared: (R,) as
+    in `step_times_kernel`.
     """
     experts, steps = tokens.shape
     ranks = shared.shape[0]
@@ -132,7 +140,8 @@ def _fill_layer(
             stays = present_on[expert, rank] > held[expert, rank]
             cost = _time_with(tokens[expert], held[expert], rank, work, times, order, terms)
             # A second copy on the same rank is copied locally.
-            cost += 0.0 if stays or held[expert, rank] > 0 else terms.price
+            if not stays and held[expert, rank] == 0:
+                cost += terms.price * prices[expert, rank]
             first = chosen < 0 or cost < least
             if first or (cost == least and stays and present_on[chosen, rank] == 0):
                 chosen, least = expert, cost

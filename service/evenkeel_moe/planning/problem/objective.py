@@ -33,7 +33,8 @@ class Objective:
     lifetime_steps: int = 1000
     """Steps a placement is expected to last: the price of its copies is spread over them."""
     cross_node_factor: float = 1.0
-    """Price of a copy that no rank of the same node can send, as a multiple of `copy_cost`."""
+    """Price of a copy that no rank of the same node can send, as a multiple of `copy_cost`; at
+    least 1."""
     limits: PlanLimits = PlanLimits()
     allow_duplicates: bool = False
     """True if one rank may hold an expert twice in a layer."""
@@ -50,9 +51,11 @@ class Objective:
         """Check the numbers.
 
         Raises:
-            InvalidInput: a number is negative or not finite.
+            InvalidInput: a number is negative or not finite, or the cross-node factor is below 1.
         """
         numbers = {"copy_cost": self.copy_cost, "cross_node_factor": self.cross_node_factor}
         for name, value in (numbers | asdict(self.limits)).items():
             if value is not None and not 0 <= value < math.inf:
                 raise InvalidInput(f"{name} is {value}, must be finite and not negative")
+        if self.cross_node_factor < 1:
+            raise InvalidInput(f"cross_node_factor is {self.cross_node_factor}, must be at least 1")

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
@@ -56,3 +58,19 @@ def test_no_replica_is_made_for_less_than_its_price_except_where_the_rank_has_it
     free = fill_for_fewest(_problem(load), single, 0.0)
     again = fill_for_fewest(_problem(load, current=free), single, 1e6)
     assert (np.sort(again.phy2log) == np.sort(free.phy2log)).all()
+
+
+def test_a_copy_between_nodes_has_to_help_more():
+    """Ranks 0 and 1 read two experts each; the others are on another node and read nothing."""
+    load = np.zeros((10, 2, 8))
+    load[:, :, :4] = 10.0
+    single = Placement(SINGLE, 4, 8)
+    problem = _problem(load, current=single)
+    problem = replace(problem, objective=replace(problem.objective, cross_node_factor=1e6))
+    copies = {
+        nodes: (fill_for_fewest(replace(problem, topology=Topology(nodes)), single, 1e-3)).phy2log
+        for nodes in ((0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 1, 0))
+    }
+    assert (copies[0, 0, 0, 0] != SINGLE).any()
+    assert (copies[0, 0, 1, 1] == SINGLE).all()
+    assert (copies[0, 1, 1, 0] != SINGLE).any()

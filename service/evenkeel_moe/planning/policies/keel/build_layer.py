@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
+from evenkeel_moe.planning.policies.copy_prices import copy_prices
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective, load_ranks
 
 
@@ -65,31 +66,19 @@ class _CopyPrices(NamedTuple):
 
 
 @kernel
-def _copy_prices(
-    current: NDArray[np.int32], experts: int, nodes: NDArray[np.int64], cross_node_factor: float
-) -> _CopyPrices:
-    """Compute the prices of copies; arguments as in `build_layer`."""
-    ranks = nodes.shape[0]
-    per_rank = current.shape[0] // ranks
-    far = float(np.float32(cross_node_factor))
-    had = np.zeros((experts, ranks), np.bool_)
-    on_node = np.zeros((experts, nodes.max() + 1), np.bool_)
-    for slot in range(current.shape[0]):
-        if current[slot] >= 0:
-            had[current[slot], slot // per_rank] = True
-            on_node[current[slot], nodes[slot // per_rank]] = True
-    copy_price = np.empty((experts, ranks), np.float32)
+def _prices_of(copy_price: NDArray[np.float32]) -> _CopyPrices:
+    """Compute what the search needs of the (E, R) prices of copies."""
+    experts, ranks = copy_price.shape
+    had = copy_price == 0.0
     homes, cheapest, dearest = np.zeros(experts, np.int64), np.zeros(experts), np.zeros(1)
     for expert in range(experts):
         least = np.inf
         for rank in range(ranks):
+            price = copy_price[expert, rank]
             if had[expert, rank]:
-                copy_price[expert, rank] = 0.0
                 homes[expert] += 1
-                continue
-            price = 1.0 if on_node[expert, nodes[rank]] else far
-            copy_price[expert, rank] = price
-            least, dearest[0] = min(least, price), max(dearest[0], price)
+            else:
+                least, dearest[0] = min(least, price), max(dearest[0], price)
         if homes[expert] < ranks:
             cheapest[expert] = least
     return _CopyPrices(had, copy_price, homes, cheapest, dearest)
@@ -139,7 +128,7 @@ def build_layer(
     if current is None:
         prices = _free_copies(experts, ranks)
     else:
-        prices = _copy_prices(current, experts, nodes, cross_node_factor)
+        prices = _prices_of(copy_prices(current, experts, nodes, float(cross_node_factor)))
     tokens = np.ascontiguousarray(tokens)
     layer = LayerState(
         tokens=tokens,

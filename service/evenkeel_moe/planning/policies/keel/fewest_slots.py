@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.fewest_active import choose_replicas, slots_by_expert
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.policies.copy_prices import copy_prices
 from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem.kernels import (
     WorkTerms,
@@ -38,7 +39,7 @@ class _FillTerms(NamedTuple):
     work: WorkTerms
     curves: CurveArrays
     price: float
-    """Per step, in the unit of the score."""
+    """Of a copy inside a node, per step, in the unit of the score."""
 
 
 def fill_for_fewest(problem: PlacementProblem, placement: Placement, price: float) -> Placement:
@@ -47,7 +48,7 @@ def fill_for_fewest(problem: PlacementProblem, placement: Placement, price: floa
     Args:
         problem: gives the loads, the cost model and the current placement.
         placement: each expert at most once on a rank. Pooled slots are left as they are.
-        price: of a copy per step, in the unit of the score.
+        price: of a copy inside a node per step, in the unit of the score.
 
     Complexity: O(T E R) for each slot filled, in steps that are thinned out for large models.
     """
@@ -60,13 +61,16 @@ def fill_for_fewest(problem: PlacementProblem, placement: Placement, price: floa
     shared = cost.shared_tokens * source_shares(SplitModel.of(problem), ranks, shape.num_layers)
     terms = _FillTerms(work_terms(cost.replica), curve_arrays(cost.curves, ranks), price)
     rows, most = placement.phy2log.copy(), SlotBudget.of(problem).per_layer
+    nodes = np.array(problem.topology.node_of_rank, np.int64)
+    far = float(problem.objective.cross_node_factor)
     for layer, row in enumerate(rows):
         present = np.full(row.shape, -1, np.int32)
         if problem.current is not None:
             present[:] = problem.current.phy2log[layer]
+        prices = copy_prices(present, experts, nodes, far)
         spare = min(most, len(row)) - int((row >= 0).sum())
         tokens = np.ascontiguousarray(load[:, layer])
-        _fill_layer(tokens, row, present, shared[layer], terms, spare)
+        _fill_layer(tokens, row, prices, shared[layer], terms, spare)
     return Placement(rows, ranks, experts)
 
 
@@ -74,7 +78,7 @@ def fill_for_fewest(problem: PlacementProblem, placement: Placement, price: floa
 def _fill_layer(
     tokens: NDArray[np.float64],
     row: NDArray[np.int32],
-    present: NDArray[np.int32],
+    prices: NDArray[np.float32],
     shared: NDArray[np.float64],
     terms: _FillTerms,
     spare: int,
@@ -83,15 +87,11 @@ def _fill_layer(
 
     Mutates: `row` (S,).
 
-    tokens: (T, E). present: (S,) the current row. shared: (R,) as in `step_times_kernel`.
+    tokens: (T, E). prices: (E, R) of `copy_prices`. shared: (R,) as in `step_times_kernel`.
     """
     experts = tokens.shape[1]
     ranks = shared.shape[0]
     per_rank = row.shape[0] // ranks
-    had = np.zeros((experts, ranks), np.bool_)
-    for slot in range(row.shape[0]):
-        if present[slot] >= 0:
-            had[present[slot], slot // per_rank] = True
     free = np.full(ranks, -1, np.int64)
     for _ in range(spare):
         free[:] = -1
@@ -102,7 +102,7 @@ def _fill_layer(
         best, at, chosen = 0.0, -1, -1
         for expert in range(experts):
             for rank in range(ranks):
-                gain = gains[expert, rank] - (0.0 if had[expert, rank] else terms.price)
+                gain = gains[expert, rank] - terms.price * prices[expert, rank]
                 if free[rank] >= 0 and gain > best:
                     best, at, chosen = gain, free[rank], expert
         if at < 0:
