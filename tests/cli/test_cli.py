@@ -23,13 +23,33 @@ def every_command(group=app, prefix=()):
 def test_help_explains_every_option(command):
     result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "160", "TERM": "dumb"})
     assert result.exit_code == 0
-    # The help's renderer drops square brackets as markup, so units must be words.
     assert not re.search(r"\s[.,;](\s|$)", result.output)
     assert "<bool>" not in result.output, "a flag takes no value"
-    rows = [line for line in result.output.splitlines() if line.strip("│ ").startswith("--")]
-    for row in rows:
-        words = row.strip("│ ").split()
-        assert len(words) >= 3, row
+    options = result.output.split("\nOptions:\n")[1]
+    for row in re.split(r"\n(?=  -)", options):
+        assert len(row.split()) >= 3, row
+
+
+def with_children(command, path=()):
+    yield path, command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from with_children(child, (*path, name))
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, _ in with_children(get_command(app))], ids=" ".join
+)
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_help_cuts_no_name_and_no_sentence(path, width):
+    out = CliRunner().invoke(app, [*path, "--help"], terminal_width=width).output
+    command = dict(with_children(get_command(app)))[path]
+    shown = [each for each in command.params if not getattr(each, "hidden", False)]
+    names = {name for each in shown for name in (*each.opts, *each.secondary_opts)}
+    for name in (name for name in names if name.startswith("--")):
+        assert re.search(rf"(?<![\w-]){name}(?![\w-])", out), name
+    assert "…" not in out
+    assert not re.search(r"\w\.\.\.$", out, re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= width
 
 
 VERBS = {
@@ -56,9 +76,9 @@ def test_a_help_begins_with_one_imperative_sentence(text):
 def test_a_help_breaks_lines_only_where_the_terminal_ends():
     for command in (["policy"], ["replay", "inspect"], ["demo"]):
         for width in (60, 80):
-            env = {"COLUMNS": str(width), "TERM": "dumb"}
-            out = CliRunner().invoke(app, [*command, "--help"], env=env).output
-            text = [line.strip() for line in out[: out.index("╭")].splitlines()[3:]]
+            out = CliRunner().invoke(app, [*command, "--help"], terminal_width=width).output
+            described = re.split(r"\n(?:Arguments|Options):\n", out)[0]
+            text = [line.strip() for line in described.splitlines()[2:]]
             for line, after in pairwise(text):
                 broken_early = line and after and len(f"{line} {after.split()[0]}") < width - 2
                 assert not broken_early, (line, after)

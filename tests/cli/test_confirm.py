@@ -84,7 +84,7 @@ def test_a_plan_that_would_start_at_once_is_made_and_shown_first(
     assert (code, out) == (1, "")
     assert "0.600 -> 0.900" in err
     assert "Plan mine, whose target has digest" in err
-    assert err.endswith("Aborted.\n") and "plan mine is cancelled; it has moved nothing" in err
+    assert err.endswith("Aborted!\n") and "plan mine is cancelled; it has moved nothing" in err
     assert operations.records["demo"][0].phase == "cancelled"
     monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
     code, out, _ = run(*words, *start, "--id", "more")

@@ -10,27 +10,35 @@ from typer.core import TyperCommand, TyperGroup
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class HelpfulCommand(TyperCommand):
+class _Helpful:
+    """What commands and groups of commands have in common."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options and arguments, with the help option."""
+        return _without_types(super().get_params(ctx))  # type: ignore[misc]
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """Return the first sentence for the list of commands, whole also beyond the limit."""
+        del limit
+        return (self.help or "").split("\n\n")[0]  # type: ignore[attr-defined,no-any-return]
+
+
+class HelpfulCommand(_Helpful, TyperCommand):
     """A command whose flags have no type in its help."""
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options and arguments, with the help option."""
-        return _without_types(super().get_params(ctx))
 
-
-class HelpfulGroup(TyperGroup):
+class HelpfulGroup(_Helpful, TyperGroup):
     """The same for a command that has commands of its own."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options and arguments, with the help option."""
-        return _without_types(super().get_params(ctx))
 
 
 class CommandApp(typer.Typer):
-    """A Typer application that is made of such commands."""
+    """A Typer application that is made of such commands.
+
+    Its help is plain text: Rich's table cuts the names of long options in 80 columns.
+    """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(cls=HelpfulGroup, **options)
+        super().__init__(cls=HelpfulGroup, rich_markup_mode=None, **options)
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[_Function], _Function]:
         """Register a command, as `typer.Typer.command` does; its docstring is its help."""
