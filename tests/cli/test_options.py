@@ -36,8 +36,10 @@ def test_values_are_json_or_text():
     assert parse_value("a=b=c") == ("a", "b=c")
     for text in ("9" * 5000, "[" * 100_000):
         assert parse_value(f"a={text}") == ("a", text)
-    with pytest.raises(CliError):
+    with pytest.raises(CliError, match="=1 names no field; write KEY=VALUE"):
         parse_value("=1")
+    with pytest.raises(CliError, match="cost has no value; write cost=VALUE"):
+        parse_value("cost")
 
 
 def test_dotted_keys_name_fields_of_objects():
@@ -48,5 +50,5 @@ def test_dotted_keys_name_fields_of_objects():
         "e": {"f": 2, "g": 3},
     }
     for wrong in ([("a", 1), ("a.b", 2)], [("a.b", 1), ("a", 2)], [("a..b", 1)], [(".", 1)]):
-        with pytest.raises(CliError, match="given twice|a value already"):
+        with pytest.raises(CliError, match="given twice|a value already|is empty"):
             nested_fields(wrong)

@@ -235,8 +235,10 @@ def nested_fields(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             into = into.setdefault(part, {})
             if not isinstance(into, dict):
                 raise CliError(f"{key}: {part} has a value already", Exit.USAGE)
-        if not all((*above, name)) or name in into:
-            raise CliError(f"{key} is no field, or is given twice", Exit.USAGE)
+        if not all((*above, name)):
+            raise CliError(f"{key} is no name of a field: a part of it is empty", Exit.USAGE)
+        if name in into:
+            raise CliError(f"{key} is given twice", Exit.USAGE)
         into[name] = value
     return fields
 
@@ -248,8 +250,10 @@ def parse_value(text: str) -> tuple[str, Any]:
         CliError: the text has no key or no `=`.
     """
     key, separator, value = text.partition("=")
-    if not separator or not key:
-        raise CliError(f"{text} is not KEY=VALUE", Exit.USAGE)
+    if not separator:
+        raise CliError(f"{text} has no value; write {text}=VALUE", Exit.USAGE)
+    if not key:
+        raise CliError(f"{text} names no field; write KEY=VALUE", Exit.USAGE)
     try:
         return key, json.loads(value)
     except (ValueError, RecursionError):

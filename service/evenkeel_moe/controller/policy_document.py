@@ -1,11 +1,13 @@
 """The policy of a deployment as a document, which is stored and which operators read and change."""
 
 import contextlib
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from difflib import get_close_matches
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from evenkeel_moe.errors import EvenkeelError, InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
@@ -13,8 +15,14 @@ from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import CostChoice, DeploymentPolicy, Mode
 from evenkeel_moe.model.schedule import Schedule
 from evenkeel_moe.planning.decision.gates import GateSettings
-from evenkeel_moe.planning.policies.registry import configurable_policy, resolve_policy
+from evenkeel_moe.planning.policies.registry import (
+    FORMS,
+    POLICIES,
+    configurable_policy,
+    resolve_policy,
+)
 
+_ChoiceT = TypeVar("_ChoiceT", bound=StrEnum)
 _MAX_SHADOWS = 8
 """Every cycle plans once with each of them."""
 _MOST_NAMES = 20
@@ -70,7 +78,7 @@ def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> Deplo
     for name, value in changes.items():
         if name in ("limits", "schedule", "thresholds"):
             if not isinstance(value, Mapping):
-                raise InvalidInput(f"{name} must be an object, not {type(value).__name__}")
+                raise InvalidInput(f"{name} is {_shown(value)}, must be an object")
             strange = sorted(set(value) - set(document[name]))
             if strange:
                 known = ", ".join(sorted(document[name]))
@@ -102,27 +110,27 @@ def _similar(name: str, document: Mapping[str, Any]) -> str:
 def _merged_options(present: Mapping[str, Mapping[str, Any]], changes: Any) -> dict[str, Any]:
     """Return the options with some changed; null removes an option, or all of a policy."""
     if not isinstance(changes, Mapping):
-        raise InvalidInput(f"policy_options must be an object, not {type(changes).__name__}")
+        raise InvalidInput(f"policy_options is {_shown(changes)}, must be an object")
     merged = dict(present)
     for policy, options in changes.items():
         if not isinstance(options, Mapping | None):
             raise InvalidInput(
-                f"policy_options.{policy:.40} must be an object or null,"
-                f" not {type(options).__name__}"
+                f"policy_options.{policy:.40} is {_shown(options)}, must be an object or null"
             )
         # Also where an option is removed: its name may be misspelt.
-        configurable_policy(policy).check_names(policy, options or {})
+        with _named("policy_options"):
+            configurable_policy(policy).check_names(policy, options or {})
         together = {} if options is None else {**merged.get(policy, {}), **options}
         merged[policy] = {name: value for name, value in together.items() if value is not None}
     return {policy: options for policy, options in merged.items() if options}
 
 
 def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
-    mode, name = document["mode"], document["policy"]
-    if not isinstance(mode, str) or mode not in set(Mode):
-        raise InvalidInput(f"mode {mode!r} is not observe, propose or auto")
+    name, dispatch = document["policy"], document["dispatch"]
+    mode = _choice("mode", document["mode"], Mode)
     if not isinstance(name, str):
-        raise InvalidInput(f"policy {name!r} is no name")
+        known = ", ".join(sorted(POLICIES | FORMS))
+        raise InvalidInput(f"policy is {_shown(name)}, must be one of {known}")
     resolve_policy(name)
     shadows = _shadows(document["shadow_policies"])
     limits: dict[str, int | None] = {}
@@ -130,7 +138,7 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not (whole and 0 <= value <= _MAX_LIMIT):
             raise InvalidInput(
-                f"limits.{bound} is {value!r:.40}, must be null or an integer from 0 to 2^62"
+                f"limits.{bound} is {_shown(value)}, must be null or an integer from 0 to 2^62"
             )
         limits[bound] = value
     thresholds = {
@@ -139,15 +147,13 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
     }
     GateSettings.from_thresholds(thresholds)
     for policy, options in document["policy_options"].items():
-        resolve_policy(policy, options)
-    cost = document["cost"]
-    if not isinstance(cost, str) or cost not in set(CostChoice):
-        raise InvalidInput(f"cost {cost!r:.40} is not {' or '.join(CostChoice)}")
+        with _named("policy_options"):
+            resolve_policy(policy, options)
     for flag in ("observe_lock", "separate_approval"):
         if not isinstance(document[flag], bool):
-            raise InvalidInput(f"{flag} {document[flag]!r:.40} is not true or false")
+            raise InvalidInput(f"{flag} is {_shown(document[flag])}, must be true or false")
     return DeploymentPolicy(
-        mode=Mode(mode),
+        mode=mode,
         policy=name,
         shadow_policies=shadows,
         limits=PlanLimits(**limits),
@@ -158,36 +164,52 @@ def _policy_of(document: Mapping[str, Any]) -> DeploymentPolicy:
         ),
         thresholds=thresholds,
         policy_options=document["policy_options"],
-        dispatch=_dispatch(document["dispatch"]),
-        cost=CostChoice(cost),
+        dispatch=None if dispatch is None else _choice("dispatch", dispatch, DispatchModel, "null"),
+        cost=_choice("cost", document["cost"], CostChoice),
         observe_lock=document["observe_lock"],
         separate_approval=document["separate_approval"],
     )
 
 
-def _dispatch(name: Any) -> DispatchModel | None:
-    if name is None:
-        return None
-    if not isinstance(name, str) or name not in set(DispatchModel):
-        raise InvalidInput(f"dispatch {name!r:.40} is not null, {' or '.join(DispatchModel)}")
-    return DispatchModel(name)
+def _choice(what: str, value: Any, kind: type[_ChoiceT], *others: str) -> _ChoiceT:
+    """Return a value as a member of an enumeration; `others` are allowed, too."""
+    if not isinstance(value, str) or value not in set(kind):
+        known = ", ".join((*kind, *others))
+        raise InvalidInput(f"{what} is {_shown(value)}, must be one of {known}")
+    return kind(value)
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value as operators write it."""
+    return f"{json.dumps(value, default=repr):.40}"
+
+
+@contextlib.contextmanager
+def _named(field: str) -> Iterator[None]:
+    """Name a field of the policy in the error about one of its values."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise InvalidInput(f"{field}: {error}", error.reason) from error
 
 
 def _shadows(names: Any) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise InvalidInput(f"shadow_policies is {names!r}, must be a list of policy names")
+        raise InvalidInput(f"shadow_policies is {_shown(names)}, must be a list of policy names")
     if len(names) > _MAX_SHADOWS or len(set(names)) < len(names):
         raise InvalidInput(
-            f"shadow_policies names {len(names)} policies, at most {_MAX_SHADOWS} and each once"
+            f"shadow_policies is {_shown(names)}, must name at most {_MAX_SHADOWS} policies, each"
+            " once"
         )
     for name in names:
-        resolve_policy(name)
+        with _named("shadow_policies"):
+            resolve_policy(name)
     return tuple(names)
 
 
 def _spans(name: str, texts: Any) -> tuple[str, ...]:
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise InvalidInput(f"schedule.{name} is {texts!r}, must be a list of weekly spans")
+        raise InvalidInput(f"schedule.{name} is {_shown(texts)}, must be a list of weekly spans")
     return tuple(texts)
 
 
@@ -202,7 +224,7 @@ def finite_number(what: str, value: Any) -> float:
         with contextlib.suppress(OverflowError):
             if math.isfinite(number := float(value)):
                 return number
-    raise InvalidInput(f"{what} is {value!r:.40}, must be a finite number")
+    raise InvalidInput(f"{what} is {_shown(value)}, must be a finite number")
 
 
 def policy_from_document(

@@ -162,7 +162,7 @@ def test_setups_have_the_spread_of_the_paper():
 def test_what_it_refuses():
     with pytest.raises(InvalidInput, match="unknown set-up 'huge'"):
         gem_setup("huge", 4, tile_tokens=1, tiles=1)
-    with pytest.raises(InvalidInput, match="restarts 0"):
+    with pytest.raises(InvalidInput, match="restarts is 0"):
         GemOptions(restarts=0)
     shape = ModelShape(1, 3, 2, 2, 1, 100)
     assert (

@@ -55,15 +55,11 @@ class GemOptions:
 
     def __post_init__(self) -> None:
         # The orders of all restarts are drawn at once, so their number bounds memory.
-        if (
-            not 1 <= self.restarts <= _MOST_RESTARTS
-            or not 0 <= self.noise < 1
-            or not 0 <= self.least_drop < 1
-        ):
-            raise InvalidInput(
-                f"restarts {self.restarts} must be from 1 to {_MOST_RESTARTS}, noise {self.noise}"
-                f" and least_drop {self.least_drop} in [0, 1)"
-            )
+        if not 1 <= self.restarts <= _MOST_RESTARTS:
+            raise InvalidInput(f"restarts is {self.restarts}, must be from 1 to {_MOST_RESTARTS}")
+        for name in ("noise", "least_drop"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise InvalidInput(f"{name} is {value}, must be in [0, 1)")
 
 
 def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> Proposal:
