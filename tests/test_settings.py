@@ -9,7 +9,7 @@ from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.settings import Settings
 from evenkeel_moe.settings_forms import number_form
-from evenkeel_moe.settings_sources import load_settings
+from evenkeel_moe.settings_sources import load_settings, misspelt_variables
 
 
 def refusal(**environment):
@@ -184,6 +184,37 @@ def test_half_of_the_window_may_be_held_out(monkeypatch):
 def test_unknown_variables_are_refused():
     assert "EVENKEEL_GPRC__PORT names no section" in refusal(GPRC__PORT="1")
     assert "EVENKEEL_GRPC__PROT" in refusal(GRPC__PROT="1")
+
+
+def test_a_setting_with_one_underscore_is_named_with_two(monkeypatch):
+    pairs = {
+        "EVENKEEL_PLANNER_COST": "EVENKEEL_PLANNER__COST",
+        "EVENKEEL_PLANNER_THRESHOLDS_MIN_GAIN": "EVENKEEL_PLANNER__THRESHOLDS__MIN_GAIN",
+        "EVENKEEL_REDIS_PASSWORD_FILE": "EVENKEEL_REDIS__PASSWORD_FILE",
+        "EVENKEEL_grpc_host": "EVENKEEL_GRPC__HOST",
+    }
+    for name in pairs:
+        monkeypatch.setenv(name, "x")
+    assert misspelt_variables() == pairs
+
+
+@pytest.mark.parametrize(
+    "service",
+    ["", "_CONTROLLER", *(f"_{one.name.upper()}" for one in dataclasses.fields(Settings))],
+)
+def test_variables_that_kubernetes_sets_for_a_service_are_no_settings(service, monkeypatch):
+    endings = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_6379_TCP")
+    endings += tuple(f"PORT_6379_TCP_{end}" for end in ("PROTO", "PORT", "ADDR"))
+    for ending in endings:
+        monkeypatch.setenv(f"EVENKEEL{service}_{ending}", "tcp://10.0.0.1:6379")
+    assert misspelt_variables() == {}
+    assert load_settings() == Settings()
+
+
+def test_right_variables_are_not_misspelt(monkeypatch):
+    for name in ("URL", "TOKEN_FILE", "DATA_DIR", "LOG_LEVEL", "PLANNER__COST", "PLANNER_COSTS"):
+        monkeypatch.setenv(f"EVENKEEL_{name}", "x")
+    assert misspelt_variables() == {}
 
 
 def test_variables_of_the_command_line_are_ignored(monkeypatch):

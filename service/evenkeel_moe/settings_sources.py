@@ -74,6 +74,30 @@ def load_settings(config: Path | None = None) -> Settings:
     return settings
 
 
+def misspelt_variables() -> dict[str, str]:
+    """Return variables such as EVENKEEL_PLANNER_COST, with the names that they should have.
+
+    They name a section and a setting of it with one underscore, and so are ignored. The settings
+    `port` are left out: for a Service `evenkeel-grpc`, Kubernetes sets EVENKEEL_GRPC_PORT in pods.
+    """
+    names = [
+        f"{section}__{one.name}"
+        for section, kind in get_type_hints(Settings).items()
+        if is_dataclass(kind)
+        for one in fields(kind)
+        if one.name != "port"
+    ]
+    names += ["__".join((*_THRESHOLDS, one.name)) for one in fields(GateSettings)]
+    names += [f"{secret}_file" for secret in _SECRETS]
+    right = {name.replace("__", "_"): name for name in names}
+    given = {name: name.removeprefix(_PREFIX).lower() for name in os.environ}
+    return {
+        name: f"{_PREFIX}{right[rest].upper()}"
+        for name, rest in sorted(given.items())
+        if name.startswith(_PREFIX) and rest in right
+    }
+
+
 class _Fault(NamedTuple):
     """One wrong setting."""
 

@@ -35,3 +35,16 @@ def test_every_threshold_is_printed_with_its_value(command, monkeypatch):
     monkeypatch.setenv("EVENKEEL_PLANNER__THRESHOLDS__COOLDOWN_S", "5")
     printed = json.loads(command("config", "print")[1])["planner"]["thresholds"]
     assert printed == asdict(GateSettings(cooldown_s=5.0))
+
+
+def test_a_variable_with_one_underscore_is_named_on_stderr(command, monkeypatch):
+    monkeypatch.setenv("EVENKEEL_PLANNER_COST", "tokens")
+    monkeypatch.setenv("EVENKEEL_REDIS_PORT_6379_TCP", "tcp://10.0.0.1:6379")
+    for name in ("check", "print"):
+        code, out, err = command("config", name)
+        assert code == 0
+        assert "PLANNER_COST" not in out
+        assert err == (
+            "warning: EVENKEEL_PLANNER_COST is ignored; the setting is EVENKEEL_PLANNER__COST,"
+            " with two underscores\n"
+        )

@@ -26,15 +26,23 @@ ConfigOption = Annotated[
 ]
 
 
+def read_settings(config: Path | None) -> Any:
+    """Return the settings; name variables on stderr that are ignored for want of an underscore."""
+    from evenkeel_moe.settings_sources import load_settings, misspelt_variables
+
+    settings = load_settings(config)
+    for name, right in misspelt_variables().items():
+        say(f"warning: {name} is ignored; the setting is {right}, with two underscores", err=True)
+    return settings
+
+
 @app.command()
 def check(config: ConfigOption = None) -> None:
     """Check every setting and report what is wrong.
 
     Exits with 2 if anything is wrong.
     """
-    from evenkeel_moe.settings_sources import load_settings
-
-    load_settings(config)
+    read_settings(config)
     source = "environment variables and defaults" if config is None else f"{config} and variables"
     say(f"all settings are valid ({source})")
 
@@ -46,9 +54,8 @@ def print_settings(config: ConfigOption = None) -> None:
     Thresholds that nobody set have their defaults. docs/settings.md explains every setting.
     """
     from evenkeel_moe.planning.decision.gates import GateSettings
-    from evenkeel_moe.settings_sources import load_settings
 
-    settings = load_settings(config)
+    settings = read_settings(config)
     document = dataclasses.asdict(settings)
     gates = GateSettings.from_thresholds(settings.planner.thresholds)
     document["planner"]["thresholds"] = dataclasses.asdict(gates)

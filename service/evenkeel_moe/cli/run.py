@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from evenkeel_moe.cli.client import CliError, Exit
-from evenkeel_moe.cli.config import ConfigOption
+from evenkeel_moe.cli.config import ConfigOption, read_settings
 from evenkeel_moe.cli.console import plain_console, say, status_line
 from evenkeel_moe.cli.options import with_option_groups
 
@@ -22,9 +22,8 @@ def serve(config: ConfigOption = None) -> None:
             f"serve needs `pip install 'evenkeel-moe[controller]'`: {error}", Exit.USAGE
         ) from error
     from evenkeel_moe.adapters.addresses import host_port
-    from evenkeel_moe.settings_sources import load_settings
 
-    settings = load_settings(config)
+    settings = read_settings(config)
     grpc, rest, metrics = (
         host_port(each.host, each.port) for each in (settings.grpc, settings.rest, settings.metrics)
     )
