@@ -220,8 +220,8 @@ test("events are told in words", () => {
   const back = row(1, "measured", { promised_gain: null, delivered_gain: -0.204 });
   assert.equal(
     eventWords(back, { kind: "rollback" }),
-    "Saving of MoE time measured: delivered −20.4 %. A rollback returns to an earlier placement" +
-      " as intended, so it may save less.",
+    "Saving of MoE time measured: delivered −20.4 %. A rollback returns to an earlier placement," +
+      " so MoE time may rise.",
   );
   assert.equal(eventWords(row(1, "brand_new")), "brand new");
 });

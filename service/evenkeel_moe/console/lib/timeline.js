@@ -28,7 +28,7 @@ const EVENTS = {
 const GIVES_REASON = ["created", "paused", "stalled", "ended"];
 
 export const ROLLBACK_WORDS =
-  "A rollback returns to an earlier placement as intended, so it may save less.";
+  "A rollback returns to an earlier placement, so MoE time may rise.";
 
 const SUPERSEDED = ["stale_base", "generation_changed", "weights_version_changed"];
 
