@@ -89,7 +89,7 @@ class Arena:
             proxy.record_to(self.wire, controller.name, "strangers", _RECORDED_STRANGER_BYTES)
         self.supervisor: Supervisor | None = None
         self.report: FleetReport | None = None
-        self._rude: list[subprocess.Popen[bytes]] = []
+        self._hostile: list[subprocess.Popen[bytes]] = []
 
     @property
     def _proxies(self) -> list[Proxy]:
@@ -211,8 +211,8 @@ class Arena:
                 await asyncio.sleep(fault.seconds)
                 for controller in self.controllers:
                     controller.proxy.heal()
-            case FaultKind.RUDE_CLIENTS:
-                self._be_rude(fault)
+            case FaultKind.HOSTILE_CLIENTS:
+                self._start_hostile_clients(fault)
                 await asyncio.sleep(fault.seconds)
         struck.ended = time.time()
         return struck
@@ -240,7 +240,7 @@ class Arena:
                 await asyncio.sleep(fault.seconds)
                 target.proxy.heal()
             case _:
-                target.proxy.hush()
+                target.proxy.silence()
                 await asyncio.sleep(fault.seconds)
                 target.proxy.heal()
         struck.ended = time.time()
@@ -304,17 +304,17 @@ class Arena:
         ]
         return all(start > since for start in starts)
 
-    def _be_rude(self, fault: Fault) -> None:
+    def _start_hostile_clients(self, fault: Fault) -> None:
         for number, (controller, proxy) in enumerate(
             zip(self.controllers, self.strangers, strict=True)
         ):
-            with (self.folder / "rude.log").open("ab") as log:
+            with (self.folder / "hostile.log").open("ab") as log:
                 command = [
-                    *(sys.executable, "-m", "tests.chaos.rude"),
+                    *(sys.executable, "-m", "tests.chaos.hostile"),
                     *(str(proxy.port), str(controller.rest_port)),
                     *(str(fault.seconds), str(fault.seed + number)),
                 ]
-                self._rude.append(
+                self._hostile.append(
                     subprocess.Popen(
                         dying_with_parent(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log
                     )
@@ -331,7 +331,7 @@ class Arena:
                 process.start()
         for node in self.nodes:
             await node.ask("CONFIG", "SET", "maxmemory", "0")
-        for client in self._rude:
+        for client in self._hostile:
             await asyncio.to_thread(client.wait, 60)
 
     async def finish_ranks(self) -> FleetReport:
@@ -348,7 +348,7 @@ class Arena:
         if self.supervisor is not None and self.report is None:
             await asyncio.to_thread(self.supervisor.stop)
         codes = {}
-        for client in self._rude:
+        for client in self._hostile:
             if client.poll() is None:
                 client.kill()
                 client.wait()

@@ -64,7 +64,7 @@ class Proxy:
         for writer in list(self._writers):
             writer.transport.abort()
 
-    def hush(self) -> None:
+    def silence(self) -> None:
         """Keep connections, pass nothing on, until `heal`: a network that swallows packets."""
         self._open.clear()
 

@@ -16,7 +16,7 @@ class FaultKind(StrEnum):
     """SIGSTOP, then SIGCONT: an old leader wakes up."""
     CUT_LEADER = "cut_leader"
     """Ranks cannot reach the leader; it still reaches the store."""
-    HUSH_LEADER = "hush_leader"
+    SILENCE_LEADER = "silence_leader"
     """As CUT_LEADER, but connections stay open and nothing arrives."""
     KILL_PRIMARY = "kill_primary"
     """SIGKILL of the store's primary: Sentinel promotes the replica."""
@@ -35,7 +35,7 @@ class FaultKind(StrEnum):
     SLOW_STORE = "slow_store"
     SLOW_LINKS = "slow_links"
     """Between ranks and controllers."""
-    RUDE_CLIENTS = "rude_clients"
+    HOSTILE_CLIENTS = "hostile_clients"
     """Noise, floods and impostors at every door."""
     STOP_RANK = "stop_rank"
     KILL_RANK = "kill_rank"
@@ -56,7 +56,7 @@ class FaultKind(StrEnum):
 
 
 _LEADER = frozenset(
-    {FaultKind.KILL_LEADER, FaultKind.STOP_LEADER, FaultKind.CUT_LEADER, FaultKind.HUSH_LEADER}
+    {FaultKind.KILL_LEADER, FaultKind.STOP_LEADER, FaultKind.CUT_LEADER, FaultKind.SILENCE_LEADER}
 )
 _PRIMARY = frozenset({FaultKind.KILL_PRIMARY, FaultKind.STOP_PRIMARY, FaultKind.SENTINEL_FAILOVER})
 
@@ -66,7 +66,7 @@ _FAILOVERS = (
     (FaultKind.KILL_LEADER, 7.0, 12.0),
     (FaultKind.STOP_LEADER, 8.0, 12.0),
     (FaultKind.CUT_LEADER, 7.0, 12.0),
-    (FaultKind.HUSH_LEADER, 7.0, 12.0),
+    (FaultKind.SILENCE_LEADER, 7.0, 12.0),
     (FaultKind.KILL_PRIMARY, 7.0, 12.0),
     (FaultKind.STOP_PRIMARY, 7.0, 12.0),
     (FaultKind.SENTINEL_FAILOVER, 5.0, 7.0),
@@ -82,7 +82,7 @@ _OTHERS = (
 _NOISE = (
     (FaultKind.SLOW_STORE, 4.0, 8.0),
     (FaultKind.SLOW_LINKS, 4.0, 8.0),
-    (FaultKind.RUDE_CLIENTS, 5.0, 8.0),
+    (FaultKind.HOSTILE_CLIENTS, 5.0, 8.0),
 )
 _CALM_S = (2.0, 5.0)
 _RESTART_EVERY_S = 240.0

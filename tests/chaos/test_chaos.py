@@ -16,7 +16,7 @@ SHORT = (
         Fault(7.0, FaultKind.KILL_PRIMARY, 6.0, 2),
         Fault(14.0, FaultKind.STOP_RANK, 1.0, 3),
     ],
-    [Fault(3.0, FaultKind.RUDE_CLIENTS, 5.0, 4)],
+    [Fault(3.0, FaultKind.HOSTILE_CLIENTS, 5.0, 4)],
 )
 
 

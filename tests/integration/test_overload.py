@@ -15,7 +15,7 @@ from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import encode_rank_message
 from tests.adapters.serving import Listener
-from tests.chaos import rude
+from tests.chaos import hostile
 from tests.integration.controller_rig import Controller, Group, Rank
 from tests.waiting import deadline, until
 
@@ -117,7 +117,7 @@ async def test_a_flood_is_cut_off_and_costs_no_memory(tmp_path):
         port, rest = controller.ports["grpc"], controller.ports["rest"]
         process = psutil.Process(controller.process.pid)
         # Once round everything, for what is only ever loaded once.
-        await rude.main(port, rest, 2.0, seed=0)
+        await hostile.main(port, rest, 2.0, seed=0)
         before = process.memory_info().rss
 
         stranger = Rank(Group("stranger"), 0)
@@ -130,7 +130,7 @@ async def test_a_flood_is_cut_off_and_costs_no_memory(tmp_path):
         assert "100 messages a second" in (flooding.details() or "")
         assert hint_s(flooding) >= 1.0
 
-        await rude.main(port, rest, 8.0, seed=1)
+        await hostile.main(port, rest, 8.0, seed=1)
         assert controller.events("rank_too_fast")
         grown = process.memory_info().rss - before
         print(f"{grown / 1e6:.1f} MB more after ten seconds of abuse, of {before / 1e6:.0f}")

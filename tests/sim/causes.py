@@ -133,7 +133,7 @@ def silent(moment: str, part: float, chance: float = 0.7):
             seconds = world.timing.rank_lease_s + 0.15
             for rank in ranks:
                 if rank is first or rng.random() < part:
-                    hush(world, context, rank, seconds)
+                    delay_messages(world, context, rank, seconds)
                     seconds += 0.2
 
         meet(world, moment, chance, strike)
@@ -141,7 +141,7 @@ def silent(moment: str, part: float, chance: float = 0.7):
     return arrange
 
 
-def hush(world, context, rank, seconds: float) -> None:
+def delay_messages(world, context, rank, seconds: float) -> None:
     """The messages of one rank arrive that many seconds later."""
     hold = world.hold(
         lambda kind, owner: (

@@ -21,13 +21,13 @@ from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.protocol.terms import MAX_TERM
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire.codec import encode_rank_message
-from tests.chaos import rude
+from tests.chaos import hostile
 from tests.controller.leadership import test_bad_records
 from tests.controller.replicas import DEMO
 from tests.integration.controller_rig import Controller, Group, Rank
 
 HONEST = "fleet"
-"""The deployment that `tests.chaos.rude` attacks too."""
+"""The deployment that `tests.chaos.hostile` attacks too."""
 LARGE = ModelShape(64, 512, 2, 512, 2, 64)
 """A map of 262,144 bytes."""
 OTHER = ModelShape(3, 16, 1, 16, 2, 64)
@@ -227,10 +227,10 @@ async def bad_records(target: Target, _rng: random.Random) -> str:
     return " ".join(sorted(answers))
 
 
-async def rude_clients(target: Target, rng: random.Random) -> str:
+async def hostile_clients(target: Target, rng: random.Random) -> str:
     """Noise, floods, false identities and clients that never read."""
     ports = target.controller.ports
-    await rude.main(ports["grpc"], ports["rest"], 3.0, rng.randrange(1 << 30))
+    await hostile.main(ports["grpc"], ports["rest"], 3.0, rng.randrange(1 << 30))
     return "went on for 3 s"
 
 
@@ -269,7 +269,7 @@ PEERS: dict[Peer, tuple[str, ...]] = {
     large_bodies: tuple(f"{status} in less than 64 KiB" for status in (400, 413, 422)),
     wrong_requests: ("404", "409", "422", "404 422", "409 422"),
     bad_records: (TAKEN, _LIMIT),
-    rude_clients: ("went on for 3 s",),
+    hostile_clients: ("went on for 3 s",),
     taken_over_rank: ("stale_incarnation",),
 }
 """Peers with what may become of them."""

@@ -1,4 +1,4 @@
-"""Clients that misbehave: `python -m tests.chaos.rude GRPC_PORT REST_PORT SECONDS SEED`.
+"""Clients that misbehave: `python -m tests.chaos.hostile GRPC_PORT REST_PORT SECONDS SEED`.
 
 It runs as a separate process that ends by itself; its result is not used.
 """
