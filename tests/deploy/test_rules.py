@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import yaml
 
 from deploy.generate import generated, rules
 from evenkeel_moe.api.console import console_files
+from evenkeel_moe.planning.decision.gates import GateSettings
+from evenkeel_moe.settings import Settings
 from tests.deploy.chart import ROOT, rendered
 from tests.waiting import deadline
 
@@ -75,9 +78,29 @@ def test_an_alert_has_all_that_who_is_woken_needs(name):
 @pytest.mark.parametrize("name", sorted(alerts()))
 def test_a_runbook_page_says_meaning_causes_and_what_to_do(name):
     text = (RUNBOOKS / f"{name}.md").read_text()
-    for heading in ("## What it means", "## What is not affected", "## Look", "## Do"):
-        assert heading in text, heading
-    assert "```" in text
+    headings = ("What it means", "What is not affected", "Look", "Do", "Fixed when")
+    assert re.findall(r"^## (.*)$", text, re.M) == list(headings)
+    for heading in ("Look", "Fixed when"):
+        assert "```sh\n" in text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0], heading
+
+
+def _defaults() -> dict[str, object]:
+    """Return the defaults of the thresholds of the alerts, of the settings and of the gates."""
+    values = yaml.safe_load((ROOT / "helm" / "evenkeel" / "values.yaml").read_text())
+    found = {**values["prometheusRule"]["thresholds"], **asdict(GateSettings())}
+    for section, given in asdict(Settings()).items():
+        if isinstance(given, dict):
+            found |= {f"{section}.{name}": value for name, value in given.items()}
+    return found | {"cycle_s": found["planner.cycle_s"]}
+
+
+@pytest.mark.parametrize("name", sorted(alerts()))
+def test_a_runbook_page_names_the_default_of_a_setting_where_it_is_first_mentioned(name):
+    text = (RUNBOOKS / f"{name}.md").read_text()
+    for setting, value in _defaults().items():
+        after = " ".join(text.partition(f"`{setting}`")[2][:60].split())
+        shown = f"{value:g}" if isinstance(value, float) else value or str(value) or "empty"
+        assert not after or re.match(rf"(\(|, )default {shown}\b", after), setting
 
 
 _NVIDIA = {"CLOCK", "PERFORMANCE", "TEMPERATURE", "POWER"}
