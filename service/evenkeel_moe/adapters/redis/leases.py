@@ -11,7 +11,13 @@ from typing import Any
 
 from evenkeel_moe.adapters.redis import scripts
 from evenkeel_moe.adapters.redis.client import Client, Timed, deployment_key, timed_call
-from evenkeel_moe.adapters.redis.unpacking import UnreadableRecord
+from evenkeel_moe.adapters.redis.unpacking import (
+    NAMES_BYTES,
+    READ_NAMES,
+    Unreadable,
+    UnreadableRecord,
+    stored_bytes,
+)
 from evenkeel_moe.adapters.redis.wrong_types import WrongTypes
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports.stores import Lease
@@ -23,6 +29,8 @@ while a group gathers must find it: ranks that know a term that no store knows l
 store that lost its data."""
 _UNDER_A_LEASE = ("term", "written", "documents")
 """The records of a deployment that is not lasting."""
+_LEASE_BYTES = 4096
+"""Bytes of a lease that are read: the holder's name and the term."""
 _LISTINGS_PER_AGE = 100
 """Times per record age that a deployment is listed again while it is led."""
 
@@ -139,14 +147,13 @@ class RedisLeases:
         """Return the current leader's lease; None while nobody leads."""
         key = self._key(deployment, "lease")
         with self._call("lease", "reading a lease"):
-            holder, term = await self._types.run(
-                [key], lambda: self._client.hmget(key, ["holder", "term"])
-            )
-        if holder is None or term is None:
+            found = await self._eval(scripts.READ_FIELDS, [key], _LEASE_BYTES, "holder", "term")
+        if None in found:
             return None
         try:
+            holder, term = map(stored_bytes, found)
             return Lease(holder.decode(), int(term))
-        except ValueError as error:
+        except (Unreadable, ValueError) as error:
             self._unreadable("lease", key, str(error))
             return None
 
@@ -158,20 +165,37 @@ class RedisLeases:
     async def deployments(self) -> Sequence[DeploymentId]:
         """Return every deployment with a record here, without those that were unlisted."""
         with self._call("read", "listing deployments"):
-            found = await self._types.run(
-                [self._seen], lambda: self._client.zrange(self._seen, 0, -1)
-            )
-        names = [(self._name("deployment", self._seen, name) or "", name) for name in found]
-        for name, raw in names:
-            if name and not is_deployment_id(name):
-                self._unreadable("deployment", f"{self._seen} {raw!r:.80}", "it is no name")
-        return sorted(DeploymentId(name) for name, _ in names if is_deployment_id(name))
+            names = [name for name, _ in await self._newest_names("deployment", self._seen)]
+        for name in names:
+            if not is_deployment_id(name):
+                where = f"{self._seen} {name.encode()!r:.80}"
+                self._unreadable("deployment", where, "it is no name")
+        return sorted(DeploymentId(name) for name in names if is_deployment_id(name))
 
-    def _name(self, kind: str, key: str, name: bytes) -> str | None:
-        """Return a name of the store; None if it is not UTF-8."""
+    async def _newest_names(self, kind: str, key: str) -> list[tuple[str, float]]:
+        """Return the names of a sorted set with their times, newest first, as many as are read."""
+        number, found = await self._eval(scripts.READ_HIGHEST_NAMES, [key], NAMES_BYTES, READ_NAMES)
+        if number > READ_NAMES:
+            why = f"has {number} names, only the newest {READ_NAMES} are read"
+            self._unreadable(kind, key, why)
+        entries = zip(found[::2], found[1::2], strict=True)
+        named = [(self._name(kind, key, name), at) for name, at in entries]
+        return [(name, float(at)) for name, at in named if name is not None]
+
+    async def _field_names(self, kind: str, key: str) -> list[str]:
+        """Return the names of a hash; a hash with too many is set aside."""
+        found = await self._eval(scripts.READ_NAMES, [key], NAMES_BYTES, READ_NAMES)
+        if isinstance(found, int):
+            await self._types.set_aside(key, f"has {found} names, at most {READ_NAMES} are read")
+            return []
+        named = (self._name(kind, key, name) for name in found)
+        return [name for name in named if name is not None]
+
+    def _name(self, kind: str, key: str, name: bytes | int) -> str | None:
+        """Return a name of the store; None if it is too long or not UTF-8."""
         try:
-            return name.decode()
-        except UnicodeDecodeError as error:
+            return stored_bytes(name).decode()
+        except (Unreadable, UnicodeDecodeError) as error:
             self._unreadable(kind, f"{key} {name!r:.80}", str(error))
             return None
 

@@ -21,12 +21,11 @@ ACQUIRE = (
     _TERM_OF
     + """
 local lasting = ARGV[6] == '1' or redis.call('EXISTS', KEYS[4], KEYS[5]) > 0
-for _, name in ipairs(redis.call('HKEYS', KEYS[3])) do
-  lasting = lasting or name ~= 'leader'
-end
+local documents = redis.call('HLEN', KEYS[3])
+lasting = lasting or documents > redis.call('HEXISTS', KEYS[3], 'leader')
 local held = redis.call('HMGET', KEYS[1], 'holder', 'term')
 if held[1] and held[2] and held[1] ~= ARGV[1] then
-  return {held[1], string.format('%.0f', term_of(held[2])), lasting and 1 or 0}
+  return {string.sub(held[1], 1, 1024), string.format('%.0f', term_of(held[2])), lasting and 1 or 0}
 end
 local term = math.max(term_of(redis.call('GET', KEYS[2])), tonumber(ARGV[3])) + 1
 local text = string.format('%.0f', term)
@@ -91,6 +90,7 @@ return 0
 
 # KEYS from 3: plans, order, open. ARGV from 5: plan id, created at, body, plans kept, 1 if the plan
 # has not ended, prefix of the record names of plans.
+# At most 1000 plans are dropped at a time, so that no number of them stops the store.
 STORE_PLAN = (
     _FENCE
     + """
@@ -103,7 +103,7 @@ else
 end
 local excess = redis.call('ZCARD', KEYS[4]) - tonumber(ARGV[8])
 if excess > 0 then
-  for _, old in ipairs(redis.call('ZRANGE', KEYS[4], 0, excess - 1)) do
+  for _, old in ipairs(redis.call('ZRANGE', KEYS[4], 0, math.min(excess, 1000) - 1)) do
     redis.call('HDEL', KEYS[3], old)
     redis.call('ZREM', KEYS[4], old)
     redis.call('HDEL', KEYS[5], old)
@@ -172,7 +172,7 @@ return 1
 """
 
 # The reads below answer a value that is larger than what is left of ARGV[1], the most bytes of all
-# values, with its length instead. LEN commands would do the same, but need further rights.
+# values, with its length instead. STRLEN and HSTRLEN would do the same, but need further rights.
 _WITHIN = """
 local left = tonumber(ARGV[1])
 local function within(value)
@@ -196,11 +196,37 @@ return found
 # KEYS: a string. ARGV: most bytes.
 READ_VALUE = _WITHIN + "return within(redis.call('GET', KEYS[1]))"
 
-# KEYS: a list. ARGV: most bytes.
+# KEYS: a hash. ARGV: most bytes, most fields. Returns the names of its fields, or their number if
+# there are more.
+READ_NAMES = (
+    _WITHIN
+    + """
+local names = redis.call('HLEN', KEYS[1])
+if names > tonumber(ARGV[2]) then return names end
+for i, name in ipairs(redis.call('HKEYS', KEYS[1])) do found[i] = within(name) end
+return found
+"""
+)
+
+# KEYS: a sorted set. ARGV: most bytes, most names. Returns the number of all names, then name and
+# score in turn, the highest score first.
+READ_HIGHEST_NAMES = (
+    _WITHIN
+    + """
+local entries = redis.call('ZREVRANGE', KEYS[1], 0, ARGV[2] - 1, 'WITHSCORES')
+for i = 1, #entries, 2 do
+  found[i], found[i + 1] = within(entries[i]), entries[i + 1]
+end
+return {redis.call('ZCARD', KEYS[1]), found}
+"""
+)
+
+# KEYS: a list. ARGV: most bytes, most rows.
 READ_LIST = (
     _WITHIN
     + """
-for i, value in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do found[i] = within(value) end
+local rows = redis.call('LRANGE', KEYS[1], 0, ARGV[2] - 1)
+for i, row in ipairs(rows) do found[i] = within(row) end
 return found
 """
 )

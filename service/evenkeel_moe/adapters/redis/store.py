@@ -24,6 +24,7 @@ from evenkeel_moe.adapters.redis.encoding import (
 from evenkeel_moe.adapters.redis.leases import NEW_AGE_S, RedisLeases, milliseconds
 from evenkeel_moe.adapters.redis.unpacking import (
     READ_BYTES,
+    READ_NAMES,
     Room,
     Unreadable,
     UnreadableRecord,
@@ -108,14 +109,11 @@ class RedisDeploymentStore(RedisLeases):
         await self._write(write, term, values, self._wait_replicas)
 
     async def plan_order(self, deployment: DeploymentId) -> Sequence[tuple[PlanId, float]]:
-        """Return (id, created_at) of every stored plan, newest first."""
+        """Return (id, created_at) of the stored plans, newest first, as many as are read."""
         key = self._key(deployment, "plan_order")
         with self._call("read", "reading the order of plans"):
-            rows = await self._types.run(
-                [key], lambda: self._client.zrevrange(key, 0, -1, withscores=True)
-            )
-        known = ((self._name("plan", key, name), created_at) for name, created_at in rows)
-        return [(PlanId(name), created_at) for name, created_at in known if name is not None]
+            rows = await self._newest_names("plan", key)
+        return [(PlanId(name), created_at) for name, created_at in rows]
 
     async def open_plans(self, deployment: DeploymentId) -> Sequence[PlanId]:
         """Return the plans that had not ended when they were stored.
@@ -124,9 +122,7 @@ class RedisDeploymentStore(RedisLeases):
         """
         key = self._key(deployment, "plans_open")
         with self._call("read", "reading which plans are open"):
-            names = await self._types.run([key], lambda: self._client.hkeys(key))
-        known = (self._name("plan", key, name) for name in names)
-        return sorted(PlanId(name) for name in known if name is not None)
+            return sorted(map(PlanId, await self._field_names("plan", key)))
 
     async def fetch_plans(
         self, deployment: DeploymentId, plan_ids: Sequence[PlanId]
@@ -175,7 +171,7 @@ class RedisDeploymentStore(RedisLeases):
         """
         key = self._key(deployment, "epochs")
         with self._call("read", "reading epochs"):
-            names = await self._types.run([key], lambda: self._client.hkeys(key))
+            names = [name.encode() for name in await self._field_names("epoch", key)]
             names.sort(key=_by_epoch, reverse=True)
             found = await self._eval(scripts.READ_FIELDS, [key], READ_BYTES, *names)
         known = [(n, body) for n, body in zip(names, found, strict=True) if body is not None]
@@ -187,7 +183,11 @@ class RedisDeploymentStore(RedisLeases):
         """Return the epochs that another history replaced, the last replaced first."""
         key = self._key(deployment, "replaced_epochs")
         with self._call("read", "reading replaced epochs"):
-            rows = await self._eval(scripts.READ_LIST, [key], READ_BYTES)
+            rows = await self._eval(scripts.READ_LIST, [key], READ_BYTES, READ_NAMES + 1)
+        if len(rows) > READ_NAMES:
+            why = f"has more than {READ_NAMES} rows, only the newest {READ_NAMES} are read"
+            self._unreadable("epoch", key, why)
+            rows = rows[:READ_NAMES]
         parts = [
             (b"row %d" % number, b"", row) if isinstance(row, int) else row.partition(b" ")
             for number, row in enumerate(rows)

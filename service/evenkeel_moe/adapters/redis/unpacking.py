@@ -12,6 +12,9 @@ import zstandard
 _T = TypeVar("_T")
 READ_BYTES = 1 << 26
 """Stored bytes that one read takes; a plan of the most cells has up to half of it."""
+READ_NAMES, NAMES_BYTES = 1 << 14, 1 << 22
+"""The most names, or rows of a list, that one read takes, and the most bytes of names. There are
+1000 plans and 64 epochs; deployments are listed for 90 days after they were led."""
 _ROOM_BYTES = 1 << 28
 """The largest `Room`: as much as one window may have."""
 

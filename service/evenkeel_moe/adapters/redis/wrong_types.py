@@ -1,7 +1,7 @@
-"""Sets keys aside that hold a value of another Redis type than ours.
+"""Sets keys aside that hold a value of another Redis type than ours, or too many names.
 
-Every command on such a key fails with WRONGTYPE, for ever. A record like that cannot be read: it is
-renamed, counted and named in the log, and the command runs again without it.
+Every command on a key of another type fails with WRONGTYPE, for ever. A record like that cannot be
+read: it is renamed, counted and named in the log, and the command runs again without it.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -62,9 +62,16 @@ class WrongTypes:
             expected, kind = type_of(key), await self._client.type(key)
             if expected is None or kind in (expected, b"none"):
                 continue
-            await self._client.rename(key, key + ASIDE)
-            await self._client.pexpire(key + ASIDE, _KEPT_MS)
             found = True
-            detail = f"it is a {kind.decode()} and not a {expected.decode()}; kept as {key}{ASIDE}"
-            self._unreadable("key", key, detail)
+            await self.set_aside(key, f"it is a {kind.decode()} and not a {expected.decode()}")
         return found
+
+    async def set_aside(self, key: str, why: str) -> None:
+        """Rename a key that cannot be used, so that work goes on without what it holds.
+
+        Raises:
+            RedisError: it cannot be renamed.
+        """
+        await self._client.rename(key, key + ASIDE)
+        await self._client.pexpire(key + ASIDE, _KEPT_MS)
+        self._unreadable("key", key, f"{why}; kept as {key}{ASIDE}")
