@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -90,6 +91,8 @@ class SharedServices:
     planner: PlannerPool
     spawn: Spawn
     incomplete: IncompleteGroups = field(default_factory=IncompleteGroups)
+    may_restore: Callable[[GroupMemory], bool] = lambda _: True
+    """Returns True if windows that take so much may be restored."""
 
 
 class Deployment:
@@ -120,7 +123,15 @@ class Deployment:
         ingest = _build_ingest(deployment, options, shared)
         plan_steps, dispatch = options.cycle.plan_steps, options.cycle.objective.dispatch
         health = shared.health
-        self.loads = GroupLoads(self.control, store, ingest, plan_steps, dispatch, health)
+        self.loads = GroupLoads(
+            self.control,
+            store,
+            ingest,
+            plan_steps,
+            dispatch,
+            health,
+            lambda shape: shared.may_restore(options.memory_of(shape)),
+        )
         self.ranks = self._build_sessions(options, shared, ingest)
         self.leadership = Leadership(
             self.control,
@@ -232,11 +243,9 @@ class Deployment:
 
     @property
     def memory(self) -> GroupMemory | None:
-        """The most memory it takes; None before it has windows."""
-        shape = self.loads.shape
-        if shape is None or not self.loads.ingest.rings:
-            return None
-        return self._options.memory_of(shape)
+        """The most memory it takes; None before it has windows or restores them."""
+        shape = self.loads.ingest.shape
+        return None if shape is None else self._options.memory_of(shape)
 
     def start(self) -> None:
         """Start to drive the machine, and to seek the lease when it is wanted."""

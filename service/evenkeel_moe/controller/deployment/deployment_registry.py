@@ -60,7 +60,11 @@ class DeploymentRegistry:
         """
         known = self.deployments.get(name)
         if known is None:
-            shared = replace(self.shared, spawn=partial(self._spawn_contained, name))
+            shared = replace(
+                self.shared,
+                spawn=partial(self._spawn_contained, name),
+                may_restore=partial(self._may_restore, name),
+            )
             known = self.deployments[name] = Deployment(name, self.options, shared, lasting=lasting)
             if self._flow != self.options.flow:
                 known.ranks.pace(self._flow)
@@ -191,6 +195,22 @@ class DeploymentRegistry:
             others.remove(evicted)
             self._evict(evicted)
         return True
+
+    def _may_restore(self, name: DeploymentId, need: GroupMemory) -> bool:
+        """Return True if the stored windows of a deployment fit beside the other deployments.
+
+        No other makes room for them: a deployment can do without them, and may have no ranks.
+        """
+        others = _memory_of(one for other, one in self.deployments.items() if other != name)
+        if memory_together([need, *others]) <= self._memory_bytes:
+            return True
+        _log.error(
+            "windows_not_restored",
+            deployment=name,
+            detail=f"its stored windows may take {need}, other deployments"
+            f" {memory_together(others)}; ingest.memory_bytes is {self._memory_bytes}",
+        )
+        return False
 
     def _evict(self, deployment: Deployment) -> None:
         del self.deployments[deployment.deployment]

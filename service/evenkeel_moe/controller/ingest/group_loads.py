@@ -45,6 +45,7 @@ class GroupLoads:
         plan_steps: newest steps of a phase that count for the balance.
         dispatch: the model of the engines' dispatcher where neither the policy nor the ranks name
             one.
+        admits: returns True if windows of a shape may be restored: the memory has room for them.
     """
 
     control: DeploymentControl
@@ -53,6 +54,7 @@ class GroupLoads:
     plan_steps: int
     dispatch: DispatchModel
     health: StoreHealth
+    admits: Callable[[ModelShape], bool] = lambda _: True
     balance: Balance = field(init=False)
     times: RankTimes = field(init=False)
     """The seconds that ranks report, and the speeds of the ranks."""
@@ -222,12 +224,19 @@ class GroupLoads:
             if connected == {ingest.generation}:
                 return 0  # The group restarted: the store still has the window of the one before.
             ingest.leave_generation()
+        elif shape != ingest.shape:
+            where = f"{self.control.deployment} shape"
+            self.health.unreadable("document", where, "it is not the shape of its generation")
+            self._shape_unstored = True
+            return 0
         in_memory = dict(ingest.rings) if ingest.generation is not None else {}
         # Reports wait until the machine settles: they may be of a generation that was here before.
         ingest.unsettle()
         self._settled_at = None
         if ingest.generation is None:
             self._shape_unstored = False
+        if not self.admits(shape):
+            return 0
         steps = await ingest.restore(generation, shape)
         for phase, ring in in_memory.items():
             for part in ring.parts():

@@ -55,6 +55,8 @@ class Ingest:
         self.deployment = deployment
         self.generation: Generation | None = None
         """The generation whose steps are assembled."""
+        self.shape: ModelShape | None = None
+        """The shape of the steps that are kept, or that are being restored."""
         self.rings: dict[Phase, StepRing] = {}
         self.quarantine = Quarantine()
         self.newest_step: int | None = None
@@ -89,8 +91,8 @@ class Ingest:
         """
         if generation == self.generation:
             return
-        restored = generation == self._restored
-        self.generation, self._restored = generation, None
+        restored = generation == self._restored and shape == self.shape
+        self.generation, self._restored, self.shape = generation, None, shape
         limits = limit_steps(shape, self._window_steps, self._max_pending)
         self._waiting.begin_complete(max_waiting_bytes(shape, limits))
         self._assembler = StepAssembler(shape, max_pending=limits.pending_steps)
@@ -112,7 +114,7 @@ class Ingest:
 
     def leave_generation(self) -> None:
         """Forget the generation and its steps; another generation is begun or restored next."""
-        self.generation = self._assembler = None
+        self.generation = self._assembler = self.shape = None
         self._waiting.begin_incomplete()
         self.newest_step = self.newest_at = None
         self.rings = {}
@@ -256,9 +258,15 @@ class Ingest:
         found = 0
         # Fetch everything before a ring is replaced: if the store fails half way, nothing changes.
         most = limit_steps(shape, self._window_steps, self._max_pending).window_steps
-        stored = {
-            phase: await self._store.fetch(self.deployment, phase, shape, most) for phase in Phase
-        }
+        before, self.shape = self.shape, shape  # Counted as memory from here on.
+        try:
+            stored = {
+                phase: await self._store.fetch(self.deployment, phase, shape, most)
+                for phase in Phase
+            }
+        except BaseException:
+            self.shape = before
+            raise
         self._summed_to = {}
         for phase, window in stored.items():
             ring = self.rings[phase] = self._make_ring(shape)
