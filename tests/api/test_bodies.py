@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from evenkeel_moe.api import create_app
+from evenkeel_moe.api import TokenSet, create_app
 from evenkeel_moe.api.bodies import MAX_BODY_BYTES
 from tests.api.conftest import OPERATE, READ, TOKENS, assert_problem, make_client
 from tests.waiting import until
@@ -96,37 +96,87 @@ async def test_a_read_or_a_refused_request_is_answered_without_its_body(
     assert (answer.status_code, sum(arrived)) == (status, 0)
 
 
+KEYS = [f"token-of-client-{number}-0123456789" for number in range(4)]
+CLIENTS = TokenSet.parse("".join(f"client-{n} operate {key}\n" for n, key in enumerate(KEYS)))
+JSON = {"Content-Type": "application/json"}
+
+
+class SlowRequests:
+    """Requests of which a part has arrived, and the rest arrives when they may go on."""
+
+    def __init__(self, app):
+        self.app = app
+        self.go_on = asyncio.Event()
+        self.arrived = 0
+        self.tasks = []
+
+    async def send(self, token, size):
+        """Send the first bytes of a body, and wait until they have arrived."""
+        wanted = len(self.tasks) + 1
+        self.tasks.append(asyncio.create_task(self._post(token, size, f"slow-{wanted}")))
+        await until(lambda: self.arrived == wanted)
+
+    async def _post(self, token, size, name):
+        async def part():
+            yield json.dumps({"plan_id": name}).encode().ljust(size)
+            self.arrived += 1
+            await self.go_on.wait()
+
+        async with make_client(self.app, token) as client:
+            return (await client.post(PLANS, content=part(), headers=JSON)).status_code
+
+    async def end(self):
+        """Return the statuses of all answers."""
+        self.go_on.set()
+        return await asyncio.gather(*self.tasks)
+
+
 async def test_bodies_beyond_what_may_be_held_at_a_time_are_refused(operations):
-    app = create_app(operations, TOKENS, max_body_bytes=1000, most_held_bytes=2000)
-    arrived, go_on = [], asyncio.Event()
-
-    async def half():
-        yield json.dumps({"plan_id": f"p{len(arrived)}"}).encode().ljust(900)
-        arrived.append(900)
-        await go_on.wait()
-
-    json_type = {"Content-Type": "application/json"}
-    async with make_client(app) as client:
-        slow = [
-            asyncio.create_task(client.post(PLANS, content=half(), headers=json_type))
-            for _ in range(2)
-        ]
-        await until(lambda: len(arrived) == 2)
-        refused = await client.post(PLANS, content=b" " * 201)
+    app = create_app(operations, CLIENTS, max_body_bytes=50_000, most_held_bytes=100_000)
+    slow = SlowRequests(app)
+    for token in KEYS[:2]:
+        await slow.send(token, 45_000)
+    async with make_client(app, KEYS[2]) as client:
+        refused = await client.post(PLANS, content=b" " * 10_001)
         problem = assert_problem(refused, 503, "busy")
-        assert "2000 bytes" in problem["detail"]
+        assert "100000 bytes of bodies are held" in problem["detail"]
         assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
         small = {"plan_id": "small"}
         assert (await client.post(PLANS, json=small)).status_code == 202
         assert (await client.get("/v1/deployments")).status_code == 200
-        go_on.set()
-        assert [answer.status_code for answer in await asyncio.gather(*slow)] == [202, 202]
+        assert await slow.end() == [202, 202]
         # What was answered is not held any more, whatever the answer was.
         for number in range(4):
-            assert_problem(await client.post(PLANS, content=b" " * 1001), 413)
-            body = json.dumps({"plan_id": f"later-{number}"}).encode().ljust(1000)
-            answer = await client.post(PLANS, content=body, headers=json_type)
-            assert answer.status_code == 202
+            assert_problem(await client.post(PLANS, content=b" " * 50_001), 413)
+            body = json.dumps({"plan_id": f"later-{number}"}).encode().ljust(50_000)
+            assert (await client.post(PLANS, content=body, headers=JSON)).status_code == 202
+
+
+async def test_a_token_that_sends_slowly_keeps_no_other_token_out(operations):
+    app = create_app(operations, CLIENTS, max_body_bytes=20_000, most_held_bytes=100_000)
+    slow = SlowRequests(app)
+    await slow.send(KEYS[0], 18_000)
+    await slow.send(KEYS[0], 7_000)
+    async with make_client(app, KEYS[0]) as client:
+        problem = assert_problem(await client.post(PLANS, content=b" "), 503, "busy")
+        assert "25000 bytes of bodies of token client-0 are held" in problem["detail"]
+    async with make_client(app, KEYS[1]) as client:
+        body = json.dumps({"plan_id": "large"}).encode().ljust(20_000)
+        assert (await client.post(PLANS, content=body, headers=JSON)).status_code == 202
+    assert await slow.end() == [202, 202]
+
+
+async def test_tokens_that_hold_everything_keep_no_small_request_of_another_out(operations):
+    app = create_app(operations, CLIENTS, max_body_bytes=34_000, most_held_bytes=100_000)
+    slow = SlowRequests(app)
+    for token, size in zip(KEYS, (33_000, 33_000, 33_990), strict=False):
+        await slow.send(token, size)
+    async with make_client(app, KEYS[3]) as client:
+        small = json.dumps({"plan_id": "small"}).encode()
+        answer = await client.post(PLANS, content=small.ljust(97), headers=JSON)
+        assert answer.status_code == 202
+        assert_problem(await client.post(PLANS, content=small.ljust(98)), 503, "busy")
+    assert await slow.end() == [202, 202, 202]
 
 
 def test_the_largest_target_fits():

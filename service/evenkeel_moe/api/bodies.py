@@ -1,5 +1,7 @@
 """Limits the size of request bodies, of each and of all that are held at a time."""
 
+from collections import Counter
+
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -15,24 +17,37 @@ MAX_BODY_BYTES = 8 << 20
 
 MOST_HELD_BYTES = 64 << 20
 """Most bytes that the bodies of all requests may take together while they are answered."""
+_SHARE = 4
+"""The part of them that the requests of one token may take, but at least one whole body."""
+_SMALL = 1024
+"""The part of them that each token may take whatever the others take: 64 KiB."""
 
 
 class BodyLimit:
     """ASGI middleware that limits the memory that bodies take, before a route sees any of them.
+
+    The bodies of one token take only a part of it, so that a client that sends slowly does not keep
+    others out. A small body is accepted from a token that holds nothing else, also if the memory is
+    full: the token file bounds how many there are.
 
     The body of a request that only reads is never taken, because no route wants it.
 
     Args:
         app: next application.
         max_bytes: a larger body is answered 413.
-        most_held_bytes: bytes of all bodies; what would make them more is answered 503.
+        most_held_bytes: bytes of all bodies, a quarter of them for one token; what would make them
+            more is answered 503.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, most_held_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._most_held_bytes = most_held_bytes
+        self._most_of_token = max(max_bytes, most_held_bytes // _SHARE)
+        self._small_bytes = most_held_bytes // _SMALL
         self._held_bytes = 0
+        self._of_token: Counter[str] = Counter()
+        """Held bytes by the name of the token."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its whole body, or refuse it."""
@@ -44,7 +59,7 @@ class BodyLimit:
             await self._limit(scope, receive, send)
 
     async def _limit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = 0
+        held, token = 0, scope["state"]["token"].name
 
         async def counted() -> Message:
             nonlocal held
@@ -52,9 +67,8 @@ class BodyLimit:
             arrived = len(message.get("body", b""))
             held += arrived
             self._held_bytes += arrived
-            if self._held_bytes > self._most_held_bytes:
-                detail = f"at most {self._most_held_bytes} bytes of bodies are held at a time"
-                raise Unavailable(detail, Reason.BUSY)
+            self._of_token[token] += arrived
+            self._check(token)
             return message
 
         try:
@@ -65,6 +79,20 @@ class BodyLimit:
                 await taken(scope, receive, send)
         finally:
             self._held_bytes -= held
+            self._of_token[token] -= held
+            if not self._of_token[token]:
+                del self._of_token[token]
+
+    def _check(self, token: str) -> None:
+        """Raise Unavailable if the bodies of a token, or all bodies, take too much."""
+        held = self._of_token[token]
+        if held > self._most_of_token:
+            whose, most = f" of token {token}", self._most_of_token
+        elif self._held_bytes > self._most_held_bytes and held > self._small_bytes:
+            whose, most = "", self._most_held_bytes
+        else:
+            return
+        raise Unavailable(f"at most {most} bytes of bodies{whose} are held at a time", Reason.BUSY)
 
     async def _take(self, scope: Scope, receive: Receive) -> bytes | Response | None:
         """Return the whole body, or a refusal; None if the client has gone."""
