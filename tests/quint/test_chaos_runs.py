@@ -7,7 +7,7 @@ import pytest
 
 from tests.chaos import forgeries
 from tests.chaos.forge import Forger, unpack
-from tests.chaos.judge.case import read_case
+from tests.chaos.judge.case import read_case, wave_of
 from tests.quint.chaos import judge_run
 from tests.quint.judge import TREE
 from tests.quint.translate import load
@@ -15,6 +15,8 @@ from tests.quint.values import Walk
 
 pytestmark = pytest.mark.quint
 RECORDED = Path(__file__).parents[1] / "chaos" / "recorded.tar.xz"
+STAGING = 2
+"""ParticipantState on the wire."""
 
 REFUSED = {
     forgeries.step_under_the_old_map: "another map",
@@ -92,3 +94,30 @@ def test_model_refuses_a_wave_that_a_rank_lets_go_of_and_swaps(model, run, case,
     forger.rewrite(state, lambda body: setattr(body, "state", 1))
     forger.write_wire()
     assert judge_run(model, read_case(forger.folder)).refused
+
+
+@pytest.mark.parametrize("copies", [True, False], ids=["says that it copies", "says nothing"])
+def test_a_rank_that_votes_no_refused_the_prepare_unless_it_said_that_it_copies(
+    model, run, case, tmp_path, copies
+):
+    """The forged vote is a no. With the right order of events, only the Commit contradicts it."""
+    shutil.copytree(run, tmp_path / "run")
+    forger = Forger(tmp_path / "run", case)
+    first = forger.first("rank_state", lambda body: body.state == STAGING)
+    wave = wave_of(first.body.wave)
+    of_wave = [
+        message
+        for message in first.stream.messages
+        if message.kind in ("rank_state", "vote") and wave_of(message.body.wave) == wave
+    ]
+    states = [message for message in of_wave if message.kind == "rank_state"]
+    vote = next(message for message in of_wave if message.kind == "vote")
+    for state in states[1:] if copies else states:
+        forger.hide(state)
+    forger.patch(vote, lambda whole: whole[:-1] + b"\0")  # It ends with the value of `yes`.
+    forger.write_wire()
+    verdict = judge_run(model, read_case(forger.folder))
+    assert "the ranks are not ready" in verdict.refused
+    rank = case.process_of(first.stream).rank
+    assert verdict.state["ranks"][rank]["posted"] == (frozenset({1}) if copies else frozenset())
+    assert verdict.state["ranks"][rank]["dropped"] == frozenset({1})
