@@ -135,3 +135,14 @@ async def test_a_stored_shape_that_is_not_that_of_the_running_group_is_set_aside
         assert steps_of(one.member) == {Phase.DECODE: 30}
         stored = await store.fetch_document(DEMO, "shape")
         assert stored == shape_document(Generation("g1"), SHAPE)
+
+
+async def test_restored_windows_of_another_shape_are_not_those_of_the_group_that_comes():
+    store = MemoryStore(SystemClock())
+    await keep(store, DEMO, LARGE)
+    async with replicas("a", store=store) as (one, _):
+        await took_up(one, store)
+        assert steps_of(one.member) == {Phase.DECODE: 20}
+        await one.lead(highest_term=2)
+        feed(one, 0, 5)
+        assert steps_of(one.member) == {Phase.DECODE: 5}

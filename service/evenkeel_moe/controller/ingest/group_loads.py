@@ -224,7 +224,7 @@ class GroupLoads:
             if connected == {ingest.generation}:
                 return 0  # The group restarted: the store still has the window of the one before.
             ingest.leave_generation()
-        elif shape != ingest.shape:
+        elif ingest.shape is not None and shape.sizes != ingest.shape.sizes:
             where = f"{self.control.deployment} shape"
             self.health.unreadable("document", where, "it is not the shape of its generation")
             self._shape_unstored = True

@@ -91,7 +91,8 @@ class Ingest:
         """
         if generation == self.generation:
             return
-        restored = generation == self._restored and shape == self.shape
+        sizes = None if self.shape is None else self.shape.sizes
+        restored = generation == self._restored and shape.sizes == sizes
         self.generation, self._restored, self.shape = generation, None, shape
         limits = limit_steps(shape, self._window_steps, self._max_pending)
         self._waiting.begin_complete(max_waiting_bytes(shape, limits))
