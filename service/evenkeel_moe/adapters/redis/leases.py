@@ -184,7 +184,7 @@ class RedisLeases:
 
     async def _field_names(self, kind: str, key: str) -> list[str]:
         """Return the names of a hash; a hash with too many is set aside."""
-        found = await self._eval(scripts.READ_NAMES, [key], NAMES_BYTES, READ_NAMES)
+        found = await self._eval(scripts.READ_FIELD_NAMES, [key], NAMES_BYTES, READ_NAMES)
         if isinstance(found, int):
             await self._types.set_aside(key, f"has {found} names, at most {READ_NAMES} are read")
             return []

@@ -198,7 +198,7 @@ READ_VALUE = _WITHIN + "return within(redis.call('GET', KEYS[1]))"
 
 # KEYS: a hash. ARGV: most bytes, most fields. Returns the names of its fields, or their number if
 # there are more.
-READ_NAMES = (
+READ_FIELD_NAMES = (
     _WITHIN
     + """
 local names = redis.call('HLEN', KEYS[1])
