@@ -203,8 +203,8 @@ def test_a_setting_with_one_underscore_is_named_with_two(monkeypatch):
     ["", "_CONTROLLER", *(f"_{one.name.upper()}" for one in dataclasses.fields(Settings))],
 )
 def test_variables_that_kubernetes_sets_for_a_service_are_no_settings(service, monkeypatch):
-    endings = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_6379_TCP")
-    endings += tuple(f"PORT_6379_TCP_{end}" for end in ("PROTO", "PORT", "ADDR"))
+    endings = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_6379_TCP"]
+    endings += [f"PORT_6379_TCP_{end}" for end in ("PROTO", "PORT", "ADDR")]
     for ending in endings:
         monkeypatch.setenv(f"EVENKEEL{service}_{ending}", "tcp://10.0.0.1:6379")
     assert misspelt_variables() == {}
