@@ -121,17 +121,7 @@ class Deployment:
         self.operator = Operator(self.control)
         self.inbox = MachineInbox(self.control, clock, lambda: self.driver)
         ingest = _build_ingest(deployment, options, shared)
-        plan_steps, dispatch = options.cycle.plan_steps, options.cycle.objective.dispatch
-        health = shared.health
-        self.loads = GroupLoads(
-            self.control,
-            store,
-            ingest,
-            plan_steps,
-            dispatch,
-            health,
-            lambda shape: shared.may_restore(options.memory_of(shape)),
-        )
+        self.loads = _build_loads(self.control, options, shared, ingest)
         self.ranks = self._build_sessions(options, shared, ingest)
         self.leadership = Leadership(
             self.control,
@@ -143,7 +133,7 @@ class Deployment:
             self.loads,
             self.ranks,
             self.decisions,
-            health,
+            shared.health,
             spawn,
             lasting,
         )
@@ -153,7 +143,7 @@ class Deployment:
             self.ranks,
             self.inbox,
             store,
-            health,
+            shared.health,
             clock,
             shared.planner,
             spawn,
@@ -315,6 +305,20 @@ def _build_control(
         timing=options.timing,
         policy=options.policy,
         unix_offset_s=clock.unix() - clock.monotonic(),
+    )
+
+
+def _build_loads(
+    control: DeploymentControl, options: DeploymentOptions, shared: SharedServices, ingest: Ingest
+) -> GroupLoads:
+    return GroupLoads(
+        control,
+        shared.store,
+        ingest,
+        options.cycle.plan_steps,
+        options.cycle.objective.dispatch,
+        shared.health,
+        lambda shape: shared.may_restore(options.memory_of(shape)),
     )
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evenkeel_moe.planning.policies.keel.moves import Norms, gain_is_at_most, gain_of_power_change
+from evenkeel_moe.planning.policies.keel.gains import Norms, gain_is_at_most, gain_of_power_change
 
 STEPS = 7
 

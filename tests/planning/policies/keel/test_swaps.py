@@ -2,17 +2,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from evenkeel_moe.planning.policies.keel.moves import (
-    Norms,
-    gain_is_at_most,
-    gain_of_power_change,
-)
+from evenkeel_moe.planning.policies.keel.gains import Norms, gain_is_at_most, gain_of_power_change
 from evenkeel_moe.planning.policies.keel.state import SmoothCosts, refresh
-from evenkeel_moe.planning.policies.keel.swaps import (
-    STEPS_AT_A_TIME,
-    _changes_gain_at_most,
-    best_swaps,
-)
+from evenkeel_moe.planning.policies.keel.swap_gains import STEPS_AT_A_TIME, changes_gain_at_most
+from evenkeel_moe.planning.policies.keel.swaps import best_swaps
 from tests.planning.policies.keel.searches import LEAST, MANY, every_swap, is_exact, searches
 
 
@@ -55,7 +48,7 @@ class TwoRanks:
     def gains_at_most(self, least: float) -> tuple[bool, np.ndarray]:
         """Return the kernel's answer and the changes that it computed."""
         changes = np.full(self.work.shape[1], np.nan)
-        answer = _changes_gain_at_most(
+        answer = changes_gain_at_most(
             least, self.norms, self.work, 0, 1.0, 2, 1.0, self.rank_load, self.powers, 0, 1,
             self.costs, self.coarse.copy(), changes,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
-from evenkeel_moe.planning.policies.keel.moves import (
+from evenkeel_moe.planning.policies.keel.gains import (
     add_power_change,
     gain_of_power_change,
     norms_of,

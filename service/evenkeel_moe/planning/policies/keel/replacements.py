@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import inlined, kernel
-from evenkeel_moe.planning.policies.keel.moves import (
+from evenkeel_moe.planning.policies.keel.gains import (
     add_power_change,
     gain_above,
     gain_of_power_change,
     norms_of,
-    replacement_gain,
 )
+from evenkeel_moe.planning.policies.keel.moves import replacement_gain
 from evenkeel_moe.planning.policies.keel.open_slots import (
     OpenSlots,
     borne_slopes,

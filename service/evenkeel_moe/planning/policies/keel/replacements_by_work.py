@@ -9,18 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import index, inlined, kernel
+from evenkeel_moe.planning.policies.keel.gains import (
+    add_power_change,
+    gain_above,
+    norms_of,
+    sum_of_products,
+)
 from evenkeel_moe.planning.policies.keel.moves import (
     EASED,
     ENTERS,
     LEAVES,
     STAYS,
-    add_power_change,
     add_work_changes,
     enter_changes,
-    gain_above,
     leave_changes,
-    norms_of,
-    sum_of_products,
 )
 from evenkeel_moe.planning.policies.keel.open_slots import OpenSlots, tighten
 from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective, SmoothCosts

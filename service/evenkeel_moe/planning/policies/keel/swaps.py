@@ -12,27 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import inlined, kernel
-from evenkeel_moe.planning.policies.keel.moves import (
-    ROUNDING,
-    Norms,
-    add_power_change,
-    fall_at_most,
-    fall_terms,
-    gain_above,
-    gain_of_power_change,
-    norms_of,
-    sum_of,
-    swap_gain,
-)
-from evenkeel_moe.planning.policies.keel.state import (
-    WRITTEN_OUT,
-    LayerState,
-    SearchObjective,
-    SmoothCosts,
-)
-
-STEPS_AT_A_TIME = 16
-"""Steps after which a bound is compared again."""
+from evenkeel_moe.planning.policies.keel.gains import norms_of
+from evenkeel_moe.planning.policies.keel.moves import swap_gain
+from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective
+from evenkeel_moe.planning.policies.keel.swap_gains import shift_gain_above
 
 
 class _Bounds(NamedTuple):
@@ -139,28 +122,13 @@ def _best_swaps_of_pairs(
                     gain = swap_gain(layer, objective, one, two)
                 else:  # Only the loads of these two ranks change.
                     by_e, by_f = share[e, own], share[f, other] if f >= 0 else 0.0
-                    f, needed, way = max(f, 0), best + price * cost, 1.0 if own == i else -1.0
-                    bounded = reach[i, j] < np.inf
-                    if bounded and _shift_gains_at_most(
-                        needed, tilt, width, work, e, way * by_e, f, way * by_f, out
-                    ):
-                        continue
-                    if bounded and costs.doublings == WRITTEN_OUT:
-                        if _changes_gain_at_most(
-                            needed, norms, work, e, by_e, f, by_f, rank_load, powers, own, other,
-                            costs, out, changes,
-                        ):  # fmt: skip
-                            continue
-                        gain = gain_of_power_change(norms, changes)
-                    else:
-                        out[:] = 0.0
-                        add_power_change(
-                            work, e, -by_e, f, by_f, rank_load, powers, own, costs, out
-                        )
-                        add_power_change(
-                            work, e, by_e, f, -by_f, rank_load, powers, other, costs, out
-                        )
-                        gain = gain_above(needed, norms, out)
+                    f, way = max(f, 0), np.inf
+                    if reach[i, j] < np.inf:
+                        way = 1.0 if own == i else -1.0
+                    gain = shift_gain_above(
+                        best + price * cost, norms, work, e, by_e, f, by_f, rank_load, powers, own,
+                        other, costs, tilt, width, way, out, changes,
+                    )  # fmt: skip
                 if gain - price * cost > best:
                     gains[count] = best = gain - price * cost
                     swaps[count, 0], swaps[count, 1], swaps[count, 2] = one, two, copies
@@ -178,7 +146,7 @@ def _fill_tilt(
     tilt: NDArray[np.float64],
     width: NDArray[np.float64],
 ) -> None:
-    """Write to `tilt` and `width` (T,) what `_shift_gains_at_most` needs of ranks i and j."""
+    """Write to `tilt` and `width` (T,) what `shift_gains_at_most` needs of ranks i and j."""
     for t in range(tilt.shape[0]):
         tilt[t] = rank_slope[i, t] - rank_slope[j, t]
         width[t] = tilt[t] * (rank_load[i, t] - rank_load[j, t])
@@ -200,93 +168,6 @@ def _price_of_swap(
         copies += int(had[f, other]) - int(had[f, own])
         price += copy_price[f, own] - copy_price[f, other]
     return copies, price
-
-
-@inlined
-def _shift_gains_at_most(
-    least: float,
-    tilt: NDArray[np.float64],
-    width: NDArray[np.float64],
-    work: NDArray[np.float64],
-    one: int,
-    by_one: float,
-    two: int,
-    by_two: float,
-    out: NDArray[np.float64],
-) -> bool:
-    """Return True if a swap between equally fast ranks certainly gains at most `least`.
-
-    The bound is that of the gradient and `_reach`, but step by step.
-
-    Args:
-        least: in layer times.
-        tilt: (T,) gradient in the load of the first rank, minus that of the second.
-        width: (T,) tilt times the difference of their loads.
-        work: (E, T) of `LayerState`.
-        one: expert whose share `by_one` goes from the first rank to the second.
-        by_one: may be negative: then it goes the other way. Also `by_two`.
-        two: expert whose share `by_two` comes back.
-        by_two: 0 for no expert.
-        out: (T,) overwritten.
-    """
-    for t in range(out.shape[0]):
-        promised = tilt[t] * (by_one * work[one, t] - by_two * work[two, t])
-        out[t] = min(promised, width[t] - promised)
-    return sum_of(out) <= least - ROUNDING
-
-
-@inlined
-def _changes_gain_at_most(
-    least: float,
-    norms: Norms,
-    work: NDArray[np.float64],
-    e: int,
-    by_e: float,
-    f: int,
-    by_f: float,
-    rank_load: NDArray[np.float64],
-    powers: NDArray[np.float64],
-    own: int,
-    other: int,
-    costs: SmoothCosts,
-    out: NDArray[np.float64],
-    changes: NDArray[np.float64],
-) -> bool:
-    """Return True if a swap certainly gains at most `least`.
-
-    `by_e` of expert e's work goes from rank `own` to `other`, and `by_f` of f's comes back. A few
-    steps at a time, the bound of `gain_is_at_most` replaces that of `_shift_gains_at_most`, which
-    `out` (T,) holds, where it is lower. The other arrays are those of `LayerState`.
-
-    `changes` (T,) is overwritten with the change of the power sum, in all steps where the result is
-    False.
-    """
-    weight, norm, _, inverse_sum, bounds, doublings = norms
-    steps, bound = out.shape[0], sum_of(out)
-    one, two, three, chord = fall_terms(doublings)
-    rate, other_rate = costs.rates[own], costs.rates[other]
-    for first in range(0, steps, STEPS_AT_A_TIME):
-        count = min(STEPS_AT_A_TIME, steps - first)
-        # An index that could be negative would keep the loops from vector instructions.
-        begin = np.uint64(first)
-        for k in range(count):
-            t = begin + np.uint64(k)
-            goes, comes = by_e * work[e, t], by_f * work[f, t]
-            here = (rank_load[own, t] - goes + comes) * rate
-            there = (rank_load[other, t] + goes - comes) * other_rate
-            here *= here
-            there *= there
-            here *= here
-            there *= there
-            changes[t] = (here * here - powers[own, t]) + (there * there - powers[other, t])
-        for k in range(count):
-            t = begin + np.uint64(k)
-            fall = fall_at_most(-changes[t] * inverse_sum[t], one, two, three, chord)
-            bounds[t] = min(weight[t] * norm[t] * fall - out[t], 0.0)
-        bound += sum_of(bounds[first : first + count])
-        if bound <= least - ROUNDING:
-            return True
-    return False
 
 
 @kernel
