@@ -7,59 +7,14 @@ from evenkeel_moe.jit import inlined
 from evenkeel_moe.planning.policies.keel.gains import (
     ROUNDING,
     Norms,
-    add_power_change,
     fall_at_most,
     fall_terms,
-    gain_above,
-    gain_of_power_change,
     sum_of,
 )
-from evenkeel_moe.planning.policies.keel.state import WRITTEN_OUT, SmoothCosts
+from evenkeel_moe.planning.policies.keel.state import SmoothCosts
 
 STEPS_AT_A_TIME = 16
 """Steps after which a bound is compared again."""
-
-
-@inlined
-def shift_gain_above(
-    least: float,
-    norms: Norms,
-    work: NDArray[np.float64],
-    e: int,
-    by_e: float,
-    f: int,
-    by_f: float,
-    rank_load: NDArray[np.float64],
-    powers: NDArray[np.float64],
-    own: int,
-    other: int,
-    costs: SmoothCosts,
-    tilt: NDArray[np.float64],
-    width: NDArray[np.float64],
-    way: float,
-    out: NDArray[np.float64],
-    changes: NDArray[np.float64],
-) -> float:
-    """Return the gain of a swap that changes two ranks only, or -inf if it is at most `least`.
-
-    Args as of the two bounds below. `way` is 1 if tilt and width are of ranks `own` and `other`, -1
-    if they are of `other` and `own`, and infinite if these differ in speed: then no bound holds.
-    """
-    bounded = way < np.inf
-    if bounded and shift_gains_at_most(least, tilt, width, work, e, way * by_e, f, way * by_f, out):
-        gain = -np.inf
-    elif bounded and costs.doublings == WRITTEN_OUT:
-        gain = -np.inf
-        if not changes_gain_at_most(
-            least, norms, work, e, by_e, f, by_f, rank_load, powers, own, other, costs, out, changes
-        ):
-            gain = gain_of_power_change(norms, changes)
-    else:
-        out[:] = 0.0
-        add_power_change(work, e, -by_e, f, by_f, rank_load, powers, own, costs, out)
-        add_power_change(work, e, by_e, f, -by_f, rank_load, powers, other, costs, out)
-        gain = gain_above(least, norms, out)
-    return gain
 
 
 @inlined

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import inlined, kernel
-from evenkeel_moe.planning.policies.keel.gains import norms_of
+from evenkeel_moe.planning.policies.keel.gains import add_power_change, gain_above, norms_of
 from evenkeel_moe.planning.policies.keel.moves import swap_gain
-from evenkeel_moe.planning.policies.keel.state import LayerState, SearchObjective
-from evenkeel_moe.planning.policies.keel.swap_gains import shift_gain_above
+from evenkeel_moe.planning.policies.keel.state import WRITTEN_OUT, LayerState, SearchObjective
+from evenkeel_moe.planning.policies.keel.swap_gains import changes_gain_at_most, shift_gains_at_most
 
 
 class _Bounds(NamedTuple):
@@ -95,7 +95,7 @@ def _best_swaps_of_pairs(
     costs, per_rank = objective.costs, row.shape[0] // rank_load.shape[0]
     gains, swaps = np.empty(len(pairs)), np.empty((len(pairs), 3), np.int64)
     tilt, width, changes = layer.after[0], layer.after[1], layer.after[2]
-    count, used, bar = 0, 0, least
+    count, used, bar, p_is_8 = 0, 0, least, costs.doublings == WRITTEN_OUT
     for n in range(len(pairs)):
         best, i, j = bar, pairs[n, 0], pairs[n, 1]
         if caps[n] <= bar or used >= evaluations:
@@ -112,23 +112,26 @@ def _best_swaps_of_pairs(
                 if row[one] < 0:
                     one, two, own, other = two, one, other, own
                 e, f = row[one], row[two]
-                if e < 0 or e == f:
-                    continue
-                copies, cost = _price_of_swap(had, copy_price, e, own, f, other)
-                if copies > max(allowance, 0):
+                copies, cost = _price_of_swap(had, copy_price, max(e, 0), own, f, other)
+                if e < 0 or e == f or copies > max(allowance, 0):
                     continue
                 used += 1
                 if objective.nearest and (copies_of[e] > 1 or (f >= 0 and copies_of[f] > 1)):
                     gain = swap_gain(layer, objective, one, two)
                 else:  # Only the loads of these two ranks change.
                     by_e, by_f = share[e, own], share[f, other] if f >= 0 else 0.0
-                    f, way = max(f, 0), np.inf
-                    if reach[i, j] < np.inf:
-                        way = 1.0 if own == i else -1.0
-                    gain = shift_gain_above(
-                        best + price * cost, norms, work, e, by_e, f, by_f, rank_load, powers, own,
-                        other, costs, tilt, width, way, out, changes,
-                    )  # fmt: skip
+                    f, needed, way = max(f, 0), best + price * cost, 1.0 if own == i else -1.0
+                    if reach[i, j] < np.inf and (shift_gains_at_most(
+                        needed, tilt, width, work, e, way * by_e, f, way * by_f, out
+                    ) or (p_is_8 and changes_gain_at_most(
+                        needed, norms, work, e, by_e, f, by_f, rank_load, powers, own, other,
+                        costs, out, changes,
+                    ))):  # fmt: skip
+                        continue
+                    out[:] = 0.0
+                    add_power_change(work, e, -by_e, f, by_f, rank_load, powers, own, costs, out)
+                    add_power_change(work, e, by_e, f, -by_f, rank_load, powers, other, costs, out)
+                    gain = gain_above(needed, norms, out)
                 if gain - price * cost > best:
                     gains[count] = best = gain - price * cost
                     swaps[count, 0], swaps[count, 1], swaps[count, 2] = one, two, copies
