@@ -174,3 +174,11 @@ def test_refusal_of_many_unknown_fields_is_short():
         with pytest.raises(InvalidInput) as caught:
             change_policy(DeploymentPolicy(), changes)
         assert len(str(caught.value)) < 3000
+
+
+def test_a_value_nested_too_deeply_to_be_shown_is_refused():
+    nested: list = []
+    for _ in range(10_000):
+        nested = [nested]
+    with pytest.raises(InvalidInput, match="mode is nested too deeply, must be one of observe"):
+        change_policy(DeploymentPolicy(), {"mode": nested})

@@ -11,7 +11,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Helpful:
-    """What commands and groups of commands have in common."""
+    """Holds what commands and groups of commands share."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options and arguments, with the help option."""

@@ -181,7 +181,10 @@ def _choice(what: str, value: Any, kind: type[_ChoiceT], *others: str) -> _Choic
 
 def _shown(value: Any) -> str:
     """Return the beginning of a value as operators write it."""
-    return f"{json.dumps(value, default=repr):.40}"
+    try:
+        return f"{json.dumps(value, default=repr):.40}"
+    except RecursionError:  # It was read with fewer calls on the stack.
+        return "nested too deeply"
 
 
 @contextlib.contextmanager

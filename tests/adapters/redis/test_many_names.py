@@ -1,4 +1,4 @@
-"""Of lists in the store with too many names, only so many are read as a limit says."""
+"""The store reads only a limited number of names from a list that has too many."""
 
 from typing import Any
 

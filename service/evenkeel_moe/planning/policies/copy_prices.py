@@ -1,4 +1,4 @@
-"""What a copy costs on each rank, by where the expert is at present."""
+"""Computes what a copy costs on each rank, by where the expert is at present."""
 
 import numpy as np
 from numpy.typing import NDArray

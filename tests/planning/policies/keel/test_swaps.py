@@ -4,7 +4,7 @@ from hypothesis import given
 
 from evenkeel_moe.planning.policies.keel.gains import Norms, gain_is_at_most, gain_of_power_change
 from evenkeel_moe.planning.policies.keel.state import SmoothCosts, refresh
-from evenkeel_moe.planning.policies.keel.swap_gains import STEPS_AT_A_TIME, changes_gain_at_most
+from evenkeel_moe.planning.policies.keel.swap_bounds import STEPS_AT_A_TIME, changes_gain_at_most
 from evenkeel_moe.planning.policies.keel.swaps import best_swaps
 from tests.planning.policies.keel.searches import LEAST, MANY, every_swap, is_exact, searches
 

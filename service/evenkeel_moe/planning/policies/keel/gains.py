@@ -1,4 +1,4 @@
-"""The gain of a change of the ranks' powered costs, and bounds on it that need no roots.
+"""Computes the gain of a change of the ranks' powered costs, and bounds that need no roots.
 
 A gain is by how much the objective of a layer falls, before the price of copies.
 """

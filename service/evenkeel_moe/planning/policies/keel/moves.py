@@ -131,10 +131,11 @@ def leave_changes(
     expert: 0. `tokens` and `work` are those of `LayerState`.
     """
     leaves, stays = changes[at + LEAVES], changes[at + STAYS]
-    stays[:] = 0.0
     if old < 0:
         leaves[:] = 0.0
+        stays[:] = 0.0
     elif copies < 2:
+        stays[:] = 0.0
         for t in range(leaves.shape[0]):
             leaves[t] = -work[old, t]
     else:

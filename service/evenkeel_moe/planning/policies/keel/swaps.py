@@ -15,7 +15,10 @@ from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.planning.policies.keel.gains import add_power_change, gain_above, norms_of
 from evenkeel_moe.planning.policies.keel.moves import swap_gain
 from evenkeel_moe.planning.policies.keel.state import WRITTEN_OUT, LayerState, SearchObjective
-from evenkeel_moe.planning.policies.keel.swap_gains import changes_gain_at_most, shift_gains_at_most
+from evenkeel_moe.planning.policies.keel.swap_bounds import (
+    changes_gain_at_most,
+    shift_gains_at_most,
+)
 
 
 class _Bounds(NamedTuple):

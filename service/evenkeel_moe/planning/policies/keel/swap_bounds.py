@@ -1,4 +1,4 @@
-"""The gain of a swap that changes the load of two ranks only, after ever tighter bounds."""
+"""Bounds the gain of a swap that changes the load of two ranks only, the cheapest bound first."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,8 +73,8 @@ def changes_gain_at_most(
     steps at a time, the bound of `gain_is_at_most` replaces that of `shift_gains_at_most`, which
     `out` (T,) holds, where it is lower. The other arrays are those of `LayerState`.
 
-    `changes` (T,) is overwritten with the change of the power sum, in all steps where the result is
-    False.
+    `changes` (T,) is overwritten: where the result is False, with the change of the power sum in
+    every step.
     """
     weight, norm, _, inverse_sum, bounds, doublings = norms
     steps, bound = out.shape[0], sum_of(out)
