@@ -12,6 +12,7 @@ from evenkeel_moe.engines.demo.summary import Summary, summary_lines
 from evenkeel_moe.engines.demo.watch import Watch
 from evenkeel_moe.engines.reference.config import DispatchRule
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.policy import CostChoice
 from tests.engines.demo.lines import plan, step_lines, swap_line
 
 OPTIONS = DemoOptions(ranks=2, steps=300, slow=True)
@@ -198,3 +199,10 @@ def test_a_told_rank_is_slow_from_the_start_and_stays_slow():
     told = DemoOptions(slow=True, told=True)
     assert (told.shift_at, told.slow_from, told.slow_until) == (0, 0, 0)
     assert (OPTIONS.shift_at, OPTIONS.slow_from, OPTIONS.slow_until) == (0, 100, 200)
+
+
+@pytest.mark.parametrize("values", [{"slow": True}, {"console": True}, {"by_time": True}])
+def test_a_run_whose_ranks_differ_in_speed_is_planned_by_time(values):
+    """Others are planned by tokens, because their checks are of tokens."""
+    assert DemoOptions(**values).cost is CostChoice.AUTO
+    assert DemoOptions().cost is CostChoice.TOKENS

@@ -74,9 +74,7 @@ class DemoController:
             "PLANNER__MODE": options.mode,
             "PLANNER__POLICY": options.policy,
             "PLANNER__DISPATCH": options.dispatch.model.value,
-            # The checks are of tokens. On a busy machine ranks differ in speed by chance, and a
-            # plan by time would give up balancedness for that.
-            "PLANNER__COST": "auto" if options.slow or options.console else "tokens",
+            "PLANNER__COST": options.cost.value,
             "PLANNER__CYCLE_S": 1,
             "PLANNER__RECENT_STEPS": 16,
             "PLANNER__THRESHOLDS": json.dumps(SLOW_RANK_THRESHOLDS if options.slow else THRESHOLDS),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from evenkeel_moe.engines.reference.config import DispatchRule, Fault
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.policy import CostChoice
 
 SLOW_RANK = 1
 SLOW_FACTOR = 1.12
@@ -39,6 +40,8 @@ class DemoOptions:
     told: bool = False
     """The slow rank is slow from the start, and every rank tells its own compute time then. Without
     this, ranks tell none, and the controller has only the seconds of each step."""
+    by_time: bool = False
+    """Plan by the best known cost model. A run with a slow rank or for the console always does."""
     console: bool = False
     """Serve until stopped, for people who look at the console: the text changes back and forth, and
     nothing is checked or approved."""
@@ -66,6 +69,16 @@ class DemoOptions:
                 f"a slow rank needs plans, no fault and a paced dispatch, not mode {self.mode},"
                 f" fault {self.fault or 'none'}, dispatch {self.dispatch}"
             )
+
+    @property
+    def cost(self) -> CostChoice:
+        """The cost model to plan by.
+
+        The checks of the other runs are of tokens. On a busy machine ranks differ in speed by
+        chance, and a plan by time would give up balancedness for that.
+        """
+        by_time = self.by_time or self.slow or self.console
+        return CostChoice.AUTO if by_time else CostChoice.TOKENS
 
     @property
     def shift_at(self) -> int:
