@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
+from evenkeel_moe.engines.demo.processes import free_ports
 
 THRESHOLDS = {
     "min_window_steps": 48,
@@ -25,24 +26,18 @@ THRESHOLDS = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def local_controller(folder: Path) -> Iterator[str]:
     """Run a controller that plans by itself within seconds; yield its address once it serves.
 
     Its data and its log, `controller.log`, are in the folder.
     """
-    port = free_port()
+    port, rest_port, metrics_port = free_ports(3)
     settings = {
         "DATA_DIR": folder / "data",
         "GRPC__PORT": port,
-        "REST__PORT": free_port(),
-        "METRICS__PORT": free_port(),
+        "REST__PORT": rest_port,
+        "METRICS__PORT": metrics_port,
         "WINDOW__STEPS": 128,
         "WINDOW__PLAN_STEPS": 128,
         "PLANNER__MODE": "auto",
@@ -97,7 +92,7 @@ def run_ranks(
     """
     context = multiprocessing.get_context("spawn")
     events = context.Queue()
-    shared = (size, free_port(), controller, str(uuid.uuid4()), limit_s, events, *options)
+    shared = (size, free_ports(1)[0], controller, str(uuid.uuid4()), limit_s, events, *options)
     ranks = [
         context.Process(target=run_rank, args=(os.getpid(), number, *shared))
         for number in range(size)

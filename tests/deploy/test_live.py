@@ -5,7 +5,6 @@ import contextlib
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import yaml
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.wire.link import NotLeader, RegistrationOutcome
 from tests.deploy.chart import ROOT
 from tests.deploy.live import DEPLOYMENT, controller_with_a_past, live_through_everything
@@ -131,12 +131,6 @@ def test_units_are_those_of_the_names():
 # --- with the real Prometheus ---
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 class Prometheus:
     """Debian's, on a free port and a folder of its own."""
 
@@ -145,7 +139,7 @@ class Prometheus:
         assert binary is not None, (
             "prometheus is not on the path; on Debian: apt-get install prometheus"
         )
-        self.port = _free_port()
+        self.port = free_ports(1)[0]
         config = {
             "global": {
                 "scrape_interval": "500ms",

@@ -5,12 +5,12 @@ import importlib
 import multiprocessing
 import os
 import queue
-import socket
 import time
 import traceback
 from typing import Any
 
 from evenkeel_moe.adapters.processes.child_process import die_with_parent
+from evenkeel_moe.engines.demo.processes import free_ports
 from tests.waiting import deadline
 
 TIMEOUT_S = 240.0
@@ -25,17 +25,11 @@ def once(module: str, scenario: str, size: int = 2, **options: Any) -> list[Any]
     return _seen[key]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run(module: str, scenario: str, size: int = 2, **options: Any) -> list[Any]:
     """Return each rank's result, by rank; an error of any rank fails the test."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    port = free_port()
+    port = free_ports(1)[0]
     ranks = [
         context.Process(
             target=_child,

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 
 import psutil
 import pytest
 
+from evenkeel_moe.engines.demo import processes
 from evenkeel_moe.engines.demo.processes import ChildProcess, free_ports, stop_flag
 from tests.waiting import deadline, wait_until
 
@@ -47,8 +49,22 @@ def test_a_signal_sets_the_flag_and_raises_nothing(number):
     assert signal.getsignal(number) is before
 
 
-def test_free_ports_are_all_different():
-    assert len(set(free_ports(5))) == 5
+def test_free_ports_are_all_different_and_no_connection_gets_one():
+    """A connection that took one first kept a store from its start."""
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    assert all(20_000 <= port < 32_768 for port in ports)
+
+
+def test_a_port_in_use_is_not_free(monkeypatch):
+    one, other = free_ports(2)
+    monkeypatch.setattr(processes, "_PORTS", (one, other))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", one))
+        assert free_ports(1) == (other,)
+        with pytest.raises(OSError, match="fewer than 2 of the ports"):
+            free_ports(2)
+    assert set(free_ports(2)) == {one, other}
 
 
 def test_stopping_ends_children_that_ignore_sigterm(tmp_path):

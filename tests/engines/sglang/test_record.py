@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.formats import read_trace
 from tests.engines import ranks
 from tests.engines.sglang.engine import MOE_LAYERS
@@ -17,7 +18,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 
 def test_a_trace_is_recorded_over_sglangs_routes(tmp_path):
-    port, found = ranks.free_port(), []
+    port, found = free_ports(1)[0], []
     scenario = "tests.engines.sglang.records", "serves"
     fleet = threading.Thread(
         target=lambda: found.extend(ranks.run(*scenario, folder=str(tmp_path), port=port))

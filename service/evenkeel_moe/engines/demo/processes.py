@@ -1,6 +1,7 @@
 """A child process with a log, and signals as a flag."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,6 +14,9 @@ from types import FrameType
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 
 _POLL_S = 0.05
+_PORTS = range(20_000, 32_768)
+"""Linux takes the ports of connections from 32768 on. One of those could be in use again before the
+process that it was chosen for listens."""
 
 
 class StopFlag:
@@ -45,12 +49,21 @@ def stop_flag() -> Iterator[StopFlag]:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Return ports of 127.0.0.1 that are free at this moment."""
+    """Return ports of 127.0.0.1 that are free at this moment.
+
+    Raises:
+        OSError: fewer are free.
+    """
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return tuple(int(each.getsockname()[1]) for each in sockets)
+        found: list[int] = []
+        # Not from the seed of a test: tests that run at the same time would choose the same ports.
+        for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+            with suppress(OSError):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                found.append(port)
+            if len(found) == count:
+                return tuple(found)
+    raise OSError(f"fewer than {count} of the ports {_PORTS[0]} to {_PORTS[-1]} are free")
 
 
 class ChildProcess:
