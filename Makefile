@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
-.PHONY: demo help test test-engines test-vllm test-gpu gpu-report test-deploy test-console
+.PHONY: demo help test faults test-engines test-vllm test-gpu gpu-report test-deploy test-console
 .PHONY: example-join example-qwen3moe check sim explore mutants quint chaos fuzz soak
 .PHONY: format console-vendor console-images
 .PHONY: proto verify-proto
@@ -22,6 +22,10 @@ demo: .venv/ready ## Shows a real engine that loses and regains its balance.
 test: .venv/installed ## Checks the code and runs all tests that need nothing else.
 	$(MAKE) -j2 .venv/ready check
 	$(BIN)/pytest -n 3 --dist worksteal
+
+# Tests of faults with engines or a browser run with the other tests of that kind.
+faults: .venv/ready ## Runs the tests of faults that people met and lists them.
+	$(BIN)/python -m tests.faults
 
 help: ## Lists these commands.
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile

@@ -10,6 +10,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.faults import attach_faults
 from tests.waiting import deadline
 
 # A run starts hundreds of processes. Without bytecode files, each would compile the package again.
@@ -44,6 +45,7 @@ LONG = {
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Let each worker begin with long tests, and scale time limits like every other deadline."""
+    attach_faults(items)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     long = [item for item in items if item.path.stem in LONG]
     rest = [item for item in items if item.path.stem not in LONG]

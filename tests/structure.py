@@ -1,7 +1,7 @@
 """Rules of the source tree that no linter has: `python -m tests.structure`, part of `make check`.
 
 In the package a class name is used once, and a function has at most 60 lines. A file of the
-package or of the tests has at most 400 lines. The outside judge of chaos runs imports nothing of
+package or of the tests has at most 600 lines. The outside judge of chaos runs imports nothing of
 the package, and of the tests only itself.
 """
 
@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "service" / "evenkeel_moe"
 TESTS = Path(__file__).parent
 JUDGE = TESTS / "chaos" / "judge"
 JUDGE_NAME = "tests.chaos.judge"
-MOST_FILE_LINES = 400
+MOST_FILE_LINES = 600
 MOST_FUNCTION_LINES = 60
 
 

@@ -38,22 +38,22 @@ def test_generated_modules_are_not_read(tmp_path):
 
 
 def test_a_long_file_and_a_long_function_are_found(tmp_path):
-    write(tmp_path, "long.py", "x = 1\n" * 401)
+    write(tmp_path, "long.py", "x = 1\n" * 601)
     write(tmp_path, "slow.py", "def work():\n" + "    x = 1\n" * 60)
     assert faults(tmp_path) == [
-        "long.py: 401 lines, at most 400",
+        "long.py: 601 lines, at most 600",
         "slow.py:1: work has 61 lines, at most 60",
     ]
-    write(tmp_path, "long.py", "x = 1\n" * 400)
+    write(tmp_path, "long.py", "x = 1\n" * 600)
     write(tmp_path, "slow.py", "def work():\n" + "    x = 1\n" * 59)
     assert faults(tmp_path) == []
 
 
 def test_a_long_file_of_the_tests_is_found_and_a_repeated_class_name_is_not(tmp_path):
     shutil.copytree(TESTS / "model", tmp_path / "model")
-    write(tmp_path, "model/test_long.py", "class Plan:\n    pass\n" + "x = 1\n" * 399)
+    write(tmp_path, "model/test_long.py", "class Plan:\n    pass\n" + "x = 1\n" * 599)
     write(tmp_path, "model/test_other.py", "class Plan:\n    pass\n")
-    assert long_files(tmp_path) == ["model/test_long.py: 401 lines, at most 400"]
+    assert long_files(tmp_path) == ["model/test_long.py: 601 lines, at most 600"]
 
 
 @pytest.mark.parametrize(
