@@ -36,7 +36,7 @@ def _wide_pipe(monkeypatch):
 @pytest.fixture
 def small(tmp_path):
     """Return a trace of 3 MoE layers after 2 dense ones, with source counts of 2 ranks."""
-    source = np.random.default_rng(7).integers(0, 40, (40, 2, 3, 8))
+    source = np.random.default_rng(7).multinomial(160, [1 / 8] * 8, (40, 2, 3))
     source[:, :, :, 2] += 60
     source[20:, :, :, 6] += 90
     path = tmp_path / "small.npz"

@@ -9,14 +9,14 @@ from typer.testing import CliRunner
 
 from evenkeel_moe.cli import app
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
-from evenkeel_moe.formats import PlacementFormat, Trace, read_placement, write_trace
+from evenkeel_moe.formats import PlacementFormat, Trace, read_placement, read_trace, write_trace
 from tests.cli.conftest import FLEET
 
 
 @pytest.fixture
 def steady(tmp_path):
     """Return a trace of 120 steps, 3 MoE layers after 2 dense ones, 2 hot experts."""
-    counts = np.random.default_rng(7).poisson(40, (120, 3, 8))
+    counts = np.random.default_rng(7).multinomial(320, [1 / 8] * 8, (120, 3))
     counts[:, :, 2:4] += 200
     write_trace(tmp_path / "steady.npz", Trace(counts, (2, 3, 4)))
     return tmp_path / "steady.npz"
@@ -35,7 +35,8 @@ def test_one_command_leads_from_a_recording_to_the_file_of_every_engine(steady, 
     assert "steady: 120 steps, 3 MoE layers, 8 experts in 10 slots on 2 ranks" in said
     assert "It pays: on 20 steps that the plan had not seen, the plan saves" in said
     assert "% of MoE time (by tokens); in the next 20 steps" in said
-    assert f"Wrote {out}. Start " in said and str(out) in said.split("Start ")[1]
+    row = " Its row 0 is hidden layer 2." if format_.counts_moe_layers else ""
+    assert f"Wrote {out}.{row} Start " in said and str(out) in said.split("Start ")[1]
     file = read_placement(
         out, num_ranks=2, num_logical_experts=8, layer_ids=(2, 3, 4), format_=format_
     )
@@ -103,3 +104,42 @@ def test_options_that_do_not_fit_are_refused(steady, tmp_path, more, error, word
     with pytest.raises(error, match=words):
         run(steady, "--ranks", 2, *more, "-o", tmp_path / "map")
     assert not (tmp_path / "map").exists()
+
+
+DOUBTED = pytest.mark.fault(
+    "a user of evenkeel offline", "a recorder that counted wrongly led to a confident verdict"
+)
+
+
+@DOUBTED
+def test_no_verdict_stands_on_a_doubt_that_nobody_accepted(steady, tmp_path):
+    trace = read_trace(steady)
+    trace.counts[:, 1] //= 2
+    write_trace(steady, trace)
+    out = tmp_path / "map"
+    said = run(steady, *FLEET, "-o", out)
+    assert said.index("Doubt: layers of one step") < said.index("It cannot be told whether it pays")
+    assert "layer 3 in 120 of 120 steps" in " ".join(said.split())
+    assert "It pays" not in said
+    out.unlink()
+    answer = json.loads(run(steady, *FLEET, "-o", out, "--json", "--only-if-it-pays", code=1))
+    assert answer["verdict"]["call"] == "insufficient_evidence"
+    assert [each["code"] for each in answer["findings"]] == ["uneven_layers"]
+    assert not out.exists()
+    said = run(steady, *FLEET, "-o", out, "--only-if-it-pays", "--accept", "uneven_layers")
+    assert "It pays" in said and "Doubt" not in said
+
+
+@DOUBTED
+def test_a_file_that_counts_moe_layers_needs_all_of_them(tmp_path):
+    torch = pytest.importorskip("torch")
+    counts = np.zeros((40, 8, 8), np.int32)
+    counts[:, [0, 1, 2, 4, 5]] = np.random.default_rng(7).multinomial(320, [1 / 8] * 8, (40, 5))
+    torch.save({"logical_count": torch.tensor(counts)}, tmp_path / "d.pt")
+    out = tmp_path / "map"
+    for format_ in ("ascend", "vllm", "vllm-mapping"):
+        with pytest.raises(InvalidInput, match=r"layers 3, 6\.\.7 of 8.*--accept idle_layers"):
+            run(tmp_path / "d.pt", *FLEET, "-f", format_, "-o", out)
+    run(tmp_path / "d.pt", *FLEET, "-f", "sglang", "-o", out)
+    assert len(json.loads(out.read_text())["physical_to_logical_map"]) == 8
+    run(tmp_path / "d.pt", *FLEET, "-f", "vllm", "--accept", "idle_layers", "-o", out)

@@ -251,31 +251,31 @@ def test_an_assumption_about_source_ranks_is_reported(small, tmp_path):
     )
     args = [*replay, "-p", "libra+verdict", "--dispatch", "nearest", "--html", str(page)]
     result = CliRunner().invoke(app, args, catch_exceptions=False)
-    assert json.loads(result.stdout)["notes"] == [note]
+    assert [each["what"] for each in json.loads(result.stdout)["findings"]] == [note]
     assert result.stderr.splitlines()[1:] == [f"note: {note}"]
-    assert f"Note: {note}." in page.read_text("utf-8")
-    assert json.loads(run_replay(*replay, "-p", "eplb"))["notes"] == []
+    assert f"Note: {note}</p>" in page.read_text("utf-8")
+    assert json.loads(run_replay(*replay, "-p", "eplb"))["findings"] == []
     here = ("-t", small, *SMALL, "--json", "-p", "libra", "--dispatch", "nearest")
-    assert json.loads(run_replay("compare", *here))["notes"] == []
+    assert json.loads(run_replay("compare", *here))["findings"] == []
     write_trace(small, Trace(read_trace(small).counts, (2, 3, 4)))
     said = json.loads(run_replay("plan", *few, "-p", "libra", "-o", tmp_path / "b", "--json"))[
-        "notes"
+        "findings"
     ]
     none = "the trace has no source counts: tokens are assumed to start evenly on all ranks"
-    assert said == [f"{none}, which affects libra"]
+    assert [each["what"] for each in said] == [f"{none}, which affects libra"]
 
 
 def test_notes_of_the_reader_go_to_stderr(tmp_path):
     torch = pytest.importorskip("torch")
     counts = np.zeros((12, 3, 8), np.int32)
-    counts[:9, 1:] = np.random.default_rng(0).integers(1, 9, (9, 2, 8))
+    counts[:9, 1:] = np.random.default_rng(0).multinomial(40, [1 / 8] * 8, (9, 2))
     torch.save({"logical_count": torch.tensor(counts)}, tmp_path / "d.pt")
     result = CliRunner().invoke(
         app, ["inspect", "-t", str(tmp_path / "d.pt"), "--json"], catch_exceptions=False
     )
     assert json.loads(result.stdout)["num_steps"] == 9
-    assert "note: left out 3 of 12 steps" in result.stderr
-    assert "note: 1 of 3 hidden layers never counted" in result.stderr
+    assert "note: steps that routed nothing are left out: 3 of 12 steps" in result.stderr
+    assert "layer 0 of 3. If they are MoE layers" in result.stderr
 
 
 def test_the_module_imports_nothing_heavy():

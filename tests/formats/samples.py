@@ -49,3 +49,8 @@ def two_layers() -> PlacementFile:
     """Return a placement of the layers 3 and 4: 3 experts on 2 ranks x 2 slots."""
     rows = np.array([[0, 1, 2, 0], [2, 1, 0, 2]], np.int32)
     return PlacementFile(Placement(rows, 2, 3), (3, 4), {"policy": "keel"})
+
+
+def said(trace):
+    """Return (code, amount) of each finding of a trace."""
+    return [(str(finding.code), finding.amount) for finding in trace.findings]

@@ -11,6 +11,7 @@ import torch
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import read_trace
 from evenkeel_moe.formats.recording import RecordedLoad, newest_step, read_recording, write_recorded
+from tests.formats.samples import said
 
 # --- vLLM's load statistics --------------------------------------------------------------------
 
@@ -43,7 +44,7 @@ def test_vllms_statistics_become_tokens_of_experts_under_the_map_of_each_step(tm
     trace = read_trace(path, first_moe_layer=3)
     assert trace.counts.tolist() == [[[12, 1, 5]], [[3, 2, 5]]]
     assert trace.layer_ids == (3,)
-    assert trace.notes == ("left out 1 of 3 steps: they routed nothing",)
+    assert said(trace) == [("left_out", "1 of 3 steps")]
 
 
 @pytest.mark.parametrize(
@@ -89,11 +90,11 @@ def test_positions_of_sequences_are_steps_and_padding_counts_nothing(tmp_path, k
         [[2, 1, 0, 0, 1], [0, 2, 1, 1, 0]],
         [[0, 0, 0, 1, 1], [0, 1, 1, 0, 0]],
     ]
-    assert trace.notes == (
-        "left out 2 of 4 steps: they routed nothing",
-        "1 of 3 layers never routed a token: assumed to be dense",
-        "each position of the sequences is taken as a step",
-    )
+    assert said(trace) == [
+        ("left_out", "2 of 4 steps"),
+        ("leading_idle_layers", ""),
+        ("assumed", ""),
+    ]
 
 
 def test_a_mask_tells_the_real_tokens_where_one_expert_is_chosen(tmp_path):
@@ -144,7 +145,7 @@ def test_the_loads_of_all_ranks_add_up_and_steps_that_one_lacks_are_left_out(tmp
     trace = read_trace(tmp_path, first_moe_layer=4)
     assert trace.counts.tolist() == [[[3, 3, 3]]] * 2
     assert (trace.layer_ids, trace.top_k) == ((4,), 2)
-    assert trace.notes == ("left out 2 steps that some ranks did not record",)
+    assert said(trace) == [("left_out", "2 of 4 steps")]
 
 
 def test_only_the_newest_start_of_the_group_is_read(tmp_path):
@@ -155,7 +156,7 @@ def test_only_the_newest_start_of_the_group_is_read(tmp_path):
         record(tmp_path, rank, 5, start="00000001", steps=1)
     trace = read_trace(tmp_path)
     assert trace.num_steps == 1
-    assert trace.notes == ("the folder has 1 earlier starts, only the newest is read",)
+    assert [each.code for each in trace.findings] == ["left_out"]
 
 
 def test_a_recording_that_does_not_fit_is_refused(tmp_path):

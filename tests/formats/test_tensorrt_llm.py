@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats import Trace, read_trace
-from tests.formats.samples import damage_and_read, make_trace
+from tests.formats.samples import damage_and_read, make_trace, said
 
 
 def _write_tensors(path, tensors):
@@ -65,7 +65,7 @@ def test_tensorrt_llm_ranks_are_cut_to_the_shortest_recording(tmp_path, stopped)
     read = read_trace(tmp_path)
     np.testing.assert_array_equal(read.source, trace.source[:3])
     np.testing.assert_array_equal(read.counts, trace.counts[:3])
-    assert read.notes == ("ranks recorded 3 to 5 iterations: all are cut to the first 3",)
+    assert said(read) == [("left_out", "of 3 to 5 iterations the first 3 are read")]
 
 
 def test_tensorrt_llm_folders_with_holes_are_refused(tmp_path):

@@ -12,13 +12,22 @@ from rich.text import Text
 
 from evenkeel_moe.cli.console import print_json, print_parts, work_bars
 from evenkeel_moe.cli.options import JsonOption, PlacementFileOptions, with_option_groups
-from evenkeel_moe.cli.replay import check_writable, print_notes, read_current
+from evenkeel_moe.cli.replay import (
+    check_rows,
+    check_writable,
+    doubt_lines,
+    first_row,
+    print_notes,
+    read_current,
+    read_recorded,
+    write_rows,
+)
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.replay.options import (
     CostOptions,
-    FirstMoeLayerOption,
     FleetOptions,
     PlanningOptions,
+    ReadingOptions,
 )
 
 _START = {
@@ -93,7 +102,7 @@ def offline(
     planning: PlanningOptions,
     cost: CostOptions,
     judging: JudgingOptions,
-    first_moe_layer: FirstMoeLayerOption = None,
+    reading: ReadingOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Plan on a recording, judge the plan on later steps, and write the file an engine starts with.
@@ -101,15 +110,15 @@ def offline(
     Nothing runs beside the engine. The newest steps of the recording are kept apart: the plan is
     made without them, and they decide whether it pays.
     """
-    from evenkeel_moe.formats import PlacementFormat, read_trace
-    from evenkeel_moe.replay.compare import origin_notes
+    from evenkeel_moe.formats import PlacementFormat
+    from evenkeel_moe.replay.compare import origin_findings
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
-    from evenkeel_moe.replay.offline import engine_start, plan_offline
+    from evenkeel_moe.replay.offline import plan_offline
 
     format_ = PlacementFormat.parse(file.format_name)
     _check(file, format_, fleet)
-    trace = read_trace(recording, first_moe_layer=first_moe_layer)
-    print_notes(trace.notes)
+    trace = read_recorded(recording, reading)
+    check_rows(format_, trace)
     one_row = format_ is PlacementFormat.VLLM_RANKS
     if one_row and fleet.slots is None:
         fleet = replace(fleet, slots=trace.num_experts)
@@ -117,29 +126,39 @@ def offline(
     setup = replay_setup(
         trace, fleet, planning, cost, window_steps=trace.num_steps, horizon_steps=1
     )
-    policy, compare_with = judging.policy, judging.compare_with
-    if compare_with is None:
-        start = engine_start(format_, setup.shape)
-    else:
-        start = read_current(compare_with, fleet.ranks, trace)
-    print_notes(notes := origin_notes(trace, setup, [policy]))
+    policy, start = judging.policy, _compared_with(judging, format_, trace, setup)
+    print_notes(origin := origin_findings(trace, setup, [policy]))
     with work_bars() as (on_work, _):
         on_work(f"{policy}: planning", 0)
         policies = replay_policies([policy], planning)
         plan = plan_offline(
-            policy, setup, start, held_out=judging.held_out, policies=policies, one_row=one_row
+            policy,
+            setup,
+            start,
+            held_out=judging.held_out,
+            policies=policies,
+            one_row=one_row,
+            findings=trace.findings + origin,
         )
-    written = plan.verdict.call == "recommend" or not file.only_if_it_pays
-    if written:
-        _write(file, format_, plan, trace, setup)
+    if written := plan.verdict.call == "recommend" or not file.only_if_it_pays:
+        _write(file, plan, trace, setup)
     if as_json:
-        facts = {"policy": policy, "trace": trace.name, "notes": [*trace.notes, *notes]}
+        facts = {"policy": policy, "trace": trace.name}
         where = {"file": str(file.out) if written else None, "format": file.format_name}
         print_json(where | {"start": _start(file, setup)} | facts | plan.as_dict())
     else:
-        _print(file, plan, trace.name, setup, policy, written)
+        _print(file, format_, plan, trace, setup, policy, written)
     if not written:
         raise typer.Exit(1)
+
+
+def _compared_with(judging: JudgingOptions, format_: Any, trace: Any, setup: Any) -> Any:
+    """Return the placement that the plan is compared with."""
+    from evenkeel_moe.replay.offline import engine_start
+
+    if judging.compare_with is None:
+        return engine_start(format_, setup.shape)
+    return read_current(judging.compare_with, setup.shape.num_ranks, trace)
 
 
 def _check(file: OfflineFile, format_: Any, fleet: FleetOptions) -> None:
@@ -157,9 +176,8 @@ def _start(file: OfflineFile, setup: Any) -> str:
     return _START[file.format_name].format(file=file.out, redundant=redundant)
 
 
-def _write(file: OfflineFile, format_: Any, plan: Any, trace: Any, setup: Any) -> None:
+def _write(file: OfflineFile, plan: Any, trace: Any, setup: Any) -> None:
     """Write the placement, and the probabilities if asked for."""
-    from evenkeel_moe.formats import PlacementFile, write_placement
     from evenkeel_moe.formats.replica_probabilities import write_replica_probabilities
     from evenkeel_moe.replay.offline import replica_mass
 
@@ -169,16 +187,23 @@ def _write(file: OfflineFile, format_: Any, plan: Any, trace: Any, setup: Any) -
         "call": str(plan.verdict.call),
         "cost_model": setup.objective.cost.basis.words,
     }
-    placement = PlacementFile(plan.placement, trace.layer_ids, info)
-    write_placement(file.out, placement, format_, num_hidden_layers=file.num_hidden_layers)
+    placement, hidden = write_rows(file, trace, plan.placement, info)
     if file.replica_probabilities is not None:
         mass = replica_mass(setup.load[: plan.planned_on], plan.placement)
         write_replica_probabilities(
-            file.replica_probabilities, placement, mass, num_hidden_layers=file.num_hidden_layers
+            file.replica_probabilities, placement, mass, num_hidden_layers=hidden
         )
 
 
-def _print(file: OfflineFile, plan: Any, name: str, setup: Any, policy: str, written: bool) -> None:
+def _print(
+    file: OfflineFile,
+    format_: Any,
+    plan: Any,
+    trace: Any,
+    setup: Any,
+    policy: str,
+    written: bool,
+) -> None:
     """Print what was planned, the verdict in words, and how the engine starts with the file."""
     shape, steps = setup.shape, len(setup.load)
     about = (
@@ -191,11 +216,12 @@ def _print(file: OfflineFile, plan: Any, name: str, setup: Any, policy: str, wri
         lines.append(
             f"Balancedness on the later steps: {before} without the file, {after} with it."
         )
-    lines += [plan.words, f"Cost model: {plan.verdict.cost_model.words}."]
+    lines += [*doubt_lines(plan.findings), plan.words]
+    lines.append(f"Cost model: {plan.verdict.cost_model.words}.")
     if not written:
         lines.append("Nothing was written.")
     else:
-        lines.append(f"Wrote {file.out}. Start {_start(file, setup)}")
+        lines.append(f"Wrote {file.out}.{first_row(format_, trace)} Start {_start(file, setup)}")
         if file.replica_probabilities is not None:
             lines.append(f"Wrote {file.replica_probabilities}.")
-    print_parts(Text.assemble((name, "bold"), about), *map(Text, lines))
+    print_parts(Text.assemble((trace.name, "bold"), about), *map(Text, lines))

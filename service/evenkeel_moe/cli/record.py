@@ -15,9 +15,9 @@ from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.help import CommandApp
 from evenkeel_moe.cli.options import with_option_groups
-from evenkeel_moe.cli.replay import check_writable, print_notes
+from evenkeel_moe.cli.replay import check_writable, doubt_lines, print_notes
 from evenkeel_moe.errors import EvenkeelError, InvalidInput
-from evenkeel_moe.replay.options import FirstMoeLayerOption
+from evenkeel_moe.replay.options import ReadingOptions
 
 app = CommandApp(
     no_args_is_help=True,
@@ -62,7 +62,8 @@ def sglang(
             envvar="SGLANG_API_KEY", help="Key of the server, if it asks for one.", show_default=""
         ),
     ] = None,
-    first_moe_layer: FirstMoeLayerOption = None,
+    *,
+    reading: ReadingOptions,
 ) -> None:
     """Record the expert loads of an SGLang server with its own recorder.
 
@@ -89,7 +90,7 @@ def sglang(
             " SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR",
             Exit.UNAVAILABLE,
         )
-    _write(path, first_moe_layer, recording.out)
+    _write(path, reading, recording.out)
 
 
 @app.command()
@@ -102,7 +103,7 @@ def vllm(
             help="Folder into which the ranks record: EVENKEEL_RANK__RECORD of the server."
         ),
     ],
-    first_moe_layer: FirstMoeLayerOption = None,
+    reading: ReadingOptions,
 ) -> None:
     """Record the expert loads of a vLLM server that runs with the plugin."""
     from evenkeel_moe.formats.recording import is_recording, newest_step
@@ -115,7 +116,7 @@ def vllm(
     after = newest_step(folder)
     # The plugin writes a file every few seconds: the last steps of the time arrive a little later.
     _poll(_FLUSH_S, lambda: newest_step(folder) > after or None)
-    _write(folder, first_moe_layer, recording.out, from_step=first)
+    _write(folder, reading, recording.out, from_step=first)
 
 
 def _check_out(out: Path) -> None:
@@ -191,16 +192,19 @@ def _await_dump(dumps: Path, before: set[Path]) -> Path | None:
     return found
 
 
-def _write(path: Path, first_moe_layer: int | None, out: Path, *, from_step: int = 0) -> None:
+def _write(path: Path, reading: ReadingOptions, out: Path, *, from_step: int = 0) -> None:
     """Read a dump or the folder of a recording, and write the trace."""
-    from evenkeel_moe.formats import read_trace, write_trace
+    from evenkeel_moe.formats import check_trace, read_trace, write_trace
     from evenkeel_moe.formats.recording import read_recording
 
+    first, accept = reading.first_moe_layer, reading.accept or ()
     if path.is_dir():
-        trace = read_recording(path, first_moe_layer, from_step=from_step)
+        trace = check_trace(read_recording(path, first, from_step=from_step), accept)
     else:
-        trace = read_trace(path, first_moe_layer=first_moe_layer)
-    print_notes(trace.notes)
+        trace = read_trace(path, first_moe_layer=first, accept=accept)
+    print_notes(trace.findings)
+    for line in doubt_lines(trace.findings):
+        say(line, err=True)
     write_trace(out, trace)
     say(
         f"{out}: {trace.num_steps} steps, {trace.num_layers} MoE layers, {trace.num_experts}"

@@ -22,10 +22,10 @@ from evenkeel_moe.cli.units import moment
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.replay.options import (
     CostOptions,
-    FirstMoeLayerOption,
     FleetOptions,
     KvOptions,
     PlanningOptions,
+    ReadingOptions,
     TraceOption,
 )
 
@@ -89,7 +89,7 @@ def compare_command(
     planning: PlanningOptions,
     cost: CostOptions,
     kv: KvOptions,
-    first_moe_layer: FirstMoeLayerOption = None,
+    reading: ReadingOptions,
     save_plans: Annotated[
         Path | None,
         typer.Option(help="Write every plan to this npz file, for scoring with other tools."),
@@ -104,7 +104,7 @@ def compare_command(
     Copies and bytes are those of all replans except the first, which starts from the initial
     placement. The trace must be long enough for at least 4 replans.
     """
-    from evenkeel_moe.replay.compare import compare, origin_notes
+    from evenkeel_moe.replay.compare import compare, origin_findings
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
     from evenkeel_moe.replay.planners import choose_planners
     from evenkeel_moe.replay.replica_tradeoff import check_kv_options, walked_tradeoff
@@ -113,7 +113,7 @@ def compare_command(
     check_kv_options(kv)
     if html is not None:
         _check_matplotlib()
-    recorded = _read(trace, first_moe_layer)
+    recorded = read_recorded(trace, reading)
     setup = replay_setup(
         recorded,
         fleet,
@@ -126,7 +126,7 @@ def compare_command(
     policies = replay_policies(names, planning)
     planners = choose_planners(names, baselines=compared.baselines, policies=policies)
     _tell_start(planners, recorded)
-    print_notes(origin_notes(recorded, setup, planners))
+    print_notes(origin_findings(recorded, setup, planners))
     with work_bars() as (on_work, on_replan):
         comparison = compare(
             recorded,
@@ -188,6 +188,7 @@ def _print_comparison(comparison: Any, tradeoff: Any, as_json: bool) -> None:
     shown = _tradeoff_parts(tradeoff)
     legend = [*column_lines(shown_columns(results, width)), *policy_lines(names)]
     print_parts(
+        *map(Text, doubt_lines(comparison.findings)),
         _headline(comparison.name, f": {facts}"),
         table,
         *map(Text, texts),
@@ -240,26 +241,25 @@ def plan_command(
     planning: PlanningOptions,
     cost: CostOptions,
     kv: KvOptions,
-    first_moe_layer: FirstMoeLayerOption = None,
+    reading: ReadingOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Plan one placement on a trace and write it to a file for an engine."""
-    from evenkeel_moe.formats import PlacementFile, PlacementFormat, write_placement
-    from evenkeel_moe.replay.compare import origin_notes
+    from evenkeel_moe.formats import PlacementFormat
+    from evenkeel_moe.replay.compare import origin_findings
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
     from evenkeel_moe.replay.replica_tradeoff import window_tradeoff
     from evenkeel_moe.replay.single import plan_once
 
     check_writable(output.out)
     format_ = PlacementFormat.parse(output.format_name)
-    recorded = _read(trace, first_moe_layer)
-    steps = recorded.num_steps if window is None else window
-    if steps > recorded.num_steps:
+    check_rows(format_, recorded := read_recorded(trace, reading))
+    if (steps := window or recorded.num_steps) > recorded.num_steps:
         raise InvalidInput(f"--window {steps}: the trace has {recorded.num_steps} steps")
     setup = replay_setup(recorded, fleet, planning, cost, window_steps=steps, horizon_steps=1)
+    start = current and read_current(current, fleet.ranks, recorded)
+    print_notes(origin := origin_findings(recorded, setup, [policy]))
     tradeoff = window_tradeoff(setup, kv)
-    start = None if current is None else read_current(current, fleet.ranks, recorded)
-    print_notes(notes := origin_notes(recorded, setup, [policy]))
     with work_bars() as (on_work, _):
         on_work(f"{policy}: planning", 0)
         placement, numbers = plan_once(policy, setup, start, replay_policies([policy], planning))
@@ -270,14 +270,15 @@ def plan_command(
         "cost_model": setup.objective.cost.basis.words,
         **numbers,
     }
-    file = PlacementFile(placement, recorded.layer_ids, info)
-    write_placement(output.out, file, format_, num_hidden_layers=output.num_hidden_layers)
+    write_rows(output, recorded, placement, info)
     if as_json:
-        fields = {"file": str(output.out), "format": str(format_), **info}
-        print_json(fields | {"notes": [*recorded.notes, *notes]} | _tradeoff_fields(tradeoff))
+        findings = [asdict(each) for each in (*recorded.findings, *origin)]
+        where = {"file": str(output.out), "format": str(format_), "findings": findings}
+        print_json(where | info | _tradeoff_fields(tradeoff))
         return
-    headline = _headline(str(output.out), f" ({format_}): {_plan_line(info, numbers)}")
-    print_parts(headline, *_tradeoff_parts(tradeoff))
+    above = map(Text, doubt_lines(recorded.findings))
+    about = f" ({format_}): {_plan_line(info, numbers)}.{first_row(format_, recorded)}"
+    print_parts(*above, _headline(str(output.out), about), *_tradeoff_parts(tradeoff))
 
 
 _NAMES = {
@@ -297,6 +298,7 @@ def _plan_line(info: dict[str, Any], numbers: dict[str, float]) -> str:
 
 
 @app.command("inspect")
+@with_option_groups
 def inspect_command(
     trace: TraceOption,
     ranks: Annotated[
@@ -306,7 +308,8 @@ def inspect_command(
         ),
     ] = None,
     window: Annotated[int, typer.Option(help="Number of steps per window for drift.", min=1)] = 100,
-    first_moe_layer: FirstMoeLayerOption = None,
+    *,
+    reading: ReadingOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Describe a trace: how uneven its expert loads are, and how they change.
@@ -318,7 +321,7 @@ def inspect_command(
     from evenkeel_moe.replay.describe import describe
     from evenkeel_moe.replay.tables import description_tables
 
-    description = describe(_read(trace, first_moe_layer), num_ranks=ranks, window_steps=window)
+    description = describe(read_recorded(trace, reading), num_ranks=ranks, window_steps=window)
     if as_json:
         print_json(asdict(description))
         return
@@ -330,7 +333,8 @@ def inspect_command(
         f" {description.num_experts} experts, {top_k}{description.tokens_per_step:.0f} {unit} per"
         f" step; {high} layers of high skew"
     )
-    print_parts(_headline(description.name, about), *description_tables(description))
+    above = map(Text, doubt_lines(description.findings))
+    print_parts(*above, _headline(description.name, about), *description_tables(description))
 
 
 def _headline(name: str, about: str) -> Text:
@@ -338,12 +342,12 @@ def _headline(name: str, about: str) -> Text:
     return Text.assemble((name, "bold"), about)
 
 
-def _read(path: Path, first_moe_layer: int | None) -> Any:
-    """Return the trace in a file or folder, after printing the notes of its reader."""
+def read_recorded(path: Path, reading: ReadingOptions) -> Any:
+    """Return the trace in a file or folder, after printing its notes."""
     from evenkeel_moe.formats import read_trace
 
-    trace = read_trace(path, first_moe_layer=first_moe_layer)
-    print_notes(trace.notes)
+    trace = read_trace(path, first_moe_layer=reading.first_moe_layer, accept=reading.accept or ())
+    print_notes(trace.findings)
     return trace
 
 
@@ -356,10 +360,48 @@ def read_current(path: Path, ranks: int, trace: Any) -> Any:
     ).placement
 
 
-def print_notes(notes: Iterable[str]) -> None:
-    """Print the notes of readers on stderr."""
-    for note in notes:
-        say(f"note: {note}", err=True)
+def check_rows(format_: Any, trace: Any) -> None:
+    """Refuse a file with a row for each MoE layer if the recording lacks some of them."""
+    from evenkeel_moe.model.finding import FindingCode, doubts
+
+    missing = [each for each in doubts(trace.findings) if each.code is FindingCode.IDLE_LAYERS]
+    if format_.counts_moe_layers and missing:
+        raise InvalidInput(
+            f"-f {format_} has a row for each MoE layer in order, and {missing[0].words} Rows after"
+            " them would belong to other layers. If those layers are dense, give --accept"
+            f" {FindingCode.IDLE_LAYERS}"
+        )
+
+
+def write_rows(
+    output: PlacementFileOptions, trace: Any, placement: Any, info: dict[str, Any]
+) -> tuple[Any, int | None]:
+    """Write a placement of a trace's layers; return it with the number of hidden layers."""
+    from evenkeel_moe.formats import PlacementFile, PlacementFormat, write_placement
+
+    told = output.num_hidden_layers
+    hidden = trace.num_hidden_layers if told is None else told
+    file, format_ = PlacementFile(placement, trace.layer_ids, info), output.format_name
+    write_placement(output.out, file, PlacementFormat.parse(format_), num_hidden_layers=hidden)
+    return file, hidden
+
+
+def first_row(format_: Any, trace: Any) -> str:
+    """Return a sentence that says which layer row 0 of a file is, if that is not layer 0."""
+    first = trace.layer_ids[0]
+    return f" Its row 0 is hidden layer {first}." if format_.counts_moe_layers and first else ""
+
+
+def print_notes(findings: Iterable[Any]) -> None:
+    """Print the notes about a recording on stderr; doubts stand above the answer."""
+    for finding in findings:
+        if finding.severity == "note":
+            say(f"note: {finding.words}", err=True)
+
+
+def doubt_lines(findings: Iterable[Any]) -> list[str]:
+    """Return one line for each doubt about a recording."""
+    return [f"Doubt: {finding.words}" for finding in findings if finding.severity == "doubt"]
 
 
 def _check_matplotlib() -> None:

@@ -11,12 +11,13 @@ from evenkeel_moe.formats.placement_file import PlacementFile, PlacementFormat
 from evenkeel_moe.formats.placement_writing import render_placement, write_placement
 from evenkeel_moe.formats.placements import parse_placement, read_placement
 from evenkeel_moe.formats.trace import Trace
-from evenkeel_moe.formats.traces import read_trace, write_trace
+from evenkeel_moe.formats.traces import check_trace, read_trace, write_trace
 
 __all__ = [
     "PlacementFile",
     "PlacementFormat",
     "Trace",
+    "check_trace",
     "parse_placement",
     "read_placement",
     "read_trace",

@@ -52,6 +52,11 @@ class PlacementFormat(StrEnum):
         """True if a slot may stay empty in such files."""
         return self is PlacementFormat.NEUTRAL
 
+    @property
+    def counts_moe_layers(self) -> bool:
+        """True if row i of such files is the i-th MoE layer, whatever its hidden layer."""
+        return self in (PlacementFormat.ASCEND, PlacementFormat.VLLM, PlacementFormat.VLLM_MAPPING)
+
 
 @dataclass(frozen=True, eq=False)
 class PlacementFile:

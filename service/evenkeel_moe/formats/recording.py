@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import load_npz, naming, token_counts
-from evenkeel_moe.formats.trace import Trace, drop_idle_steps
+from evenkeel_moe.formats.trace import Trace, drop_idle_steps, left_out
 from evenkeel_moe.formats.writing import smallest, write_file
 
 _NAME = re.compile(r"([0-9a-f]{8})-rank(\d+)-(\d{12})\.npz")
@@ -106,12 +106,13 @@ def read_recording(folder: Path, first_moe_layer: int | None, *, from_step: int 
         raise InvalidInput(f"no step is complete: it has steps of ranks {have[:8]} of {ranks}")
     counts, notes = drop_idle_steps(np.stack([sums[step] for step in whole]))
     if len(whole) < len(seen):
-        notes += (f"left out {len(seen) - len(whole)} steps that some ranks did not record",)
+        amount = f"{len(seen) - len(whole)} of {len(seen)} steps"
+        notes += (left_out("steps that some ranks did not record are left out", amount=amount),)
     if others:
-        notes += (f"the folder has {others} earlier starts, only the newest is read",)
+        notes += (left_out(f"the folder has {others} earlier starts, only the newest is read"),)
     first = first_moe_layer or 0
     layer_ids = tuple(range(first, first + counts.shape[1]))
-    return Trace(counts, layer_ids, folder.name, top_k, notes=notes)
+    return Trace(counts, layer_ids, folder.name, top_k, findings=notes)
 
 
 def newest_step(folder: Path) -> int:

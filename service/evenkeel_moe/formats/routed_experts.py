@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import token_counts
-from evenkeel_moe.formats.trace import Trace, drop_idle_layers, drop_idle_steps
+from evenkeel_moe.formats.trace import Trace, assumed, drop_idle_steps, moe_rows
 
 KEY = "routed_experts"
 MASK = "attention_mask"
@@ -52,10 +52,12 @@ def read_routed_experts(
     if top_k > experts:
         raise InvalidInput(f"{top_k} experts for each token, the ids name only {experts}")
     counts = _count(routes, real, experts)
-    rows, layer_ids, notes = _moe_layers(counts, first_moe_layer)
+    rows, layer_ids, shown = moe_rows(counts, first_moe_layer)
     rows, idle = drop_idle_steps(rows)
-    notes += ("each position of the sequences is taken as a step",)
-    return Trace(rows, layer_ids, name, top_k, notes=idle + notes)
+    steps = assumed("each position of the sequences is taken as a step")
+    findings = (*idle, *shown, steps)
+    hidden = counts.shape[1]
+    return Trace(rows, layer_ids, name, top_k, findings=findings, num_hidden_layers=hidden)
 
 
 def _real(routes: NDArray[Any], mask: NDArray[Any] | None) -> NDArray[np.bool_]:
@@ -105,18 +107,3 @@ def _count(routes: NDArray[Any], real: NDArray[np.bool_], experts: int) -> NDArr
         chosen = ids[real[:, position]].reshape(-1)
         counts[position] = np.bincount(chosen, minlength=layers * experts)
     return counts.reshape(positions, layers, experts)
-
-
-def _moe_layers(
-    counts: NDArray[np.int64], first: int | None
-) -> tuple[NDArray[np.int64], tuple[int, ...], tuple[str, ...]]:
-    """Return the rows of MoE layers, their hidden layers, and a note on the others."""
-    hidden = counts.shape[1]
-    if first is None:
-        rows, layer_ids = drop_idle_layers(counts)
-        idle = hidden - len(layer_ids)
-        note = f"{idle} of {hidden} layers never routed a token: assumed to be dense"
-        return rows, layer_ids, (note,) if idle else ()
-    if not 0 <= first < hidden:
-        raise InvalidInput(f"first MoE layer {first} is outside the {hidden} layers")
-    return counts[:, first:], tuple(range(first, hidden)), ()

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import as_int, as_list, naming, token_counts
-from evenkeel_moe.formats.trace import Trace, drop_idle_layers, drop_idle_steps
+from evenkeel_moe.formats.trace import Trace, drop_idle_steps, moe_rows
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity
 
 
 def read_stat(path: Path, content: dict[Any, Any], first_moe_layer: int | None) -> Trace:
@@ -176,12 +177,12 @@ def _checked(counts: NDArray[np.int64], what: str) -> NDArray[np.int64]:
     return counts
 
 
-def _in_order(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+def _in_order(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[Finding, ...]]:
     """Return the steps of the ring buffer from the oldest on, without the unwritten ones."""
     busy = np.asarray(counts.any(axis=(1, 2)), np.bool_)
     if busy.all():
-        full = f"the buffer of {len(counts)} steps is full and does not say which is the oldest"
-        return counts, (f"{full}: taken as stored",)
+        full = "the buffer is full and does not say which step is the oldest: taken as stored"
+        return counts, (_order(full, f"{len(counts)} steps"),)
     if not busy.any():
         return drop_idle_steps(counts)
     # The runs of empty slots around the ring: the first slot of each, and the busy slot after it.
@@ -197,32 +198,28 @@ def _in_order(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, 
     if len(lengths) > 1:
         rows, notes = drop_idle_steps(counts)
         ambiguous = (
-            f"the buffer is empty in {len(lengths)} places, and its unwritten part cannot be told"
-            " from steps that routed nothing: the order is ambiguous, taken as stored"
+            "the unwritten part of the buffer cannot be told from steps that routed nothing, so"
+            " the order is ambiguous: taken as stored"
         )
-        return rows, (*notes, ambiguous)
+        return rows, (*notes, _order(ambiguous, f"empty in {len(lengths)} places"))
     rows, notes = drop_idle_steps(np.roll(counts, -int(after[0]), axis=0))
     unrolled = (
-        f"slots {first[0]}..{after[0] - 1}, the only empty ones, are assumed to be the unwritten"
-        f" part of the buffer, so its oldest step is in slot {after[0]}"
+        f"the only empty slots are assumed to be the unwritten part of the buffer, so its oldest"
+        f" step is in slot {after[0]}"
     )
-    return rows, (*notes, unrolled)
+    return rows, (*notes, _order(unrolled, f"slots {first[0]}..{after[0] - 1}"))
+
+
+def _order(what: str, amount: str) -> Finding:
+    return Finding(FindingCode.STEP_ORDER, Severity.NOTE, what, amount=amount)
 
 
 def _trace(
-    counts: NDArray[np.int64], first_moe_layer: int | None, name: str, notes: tuple[str, ...]
+    counts: NDArray[np.int64],
+    first_moe_layer: int | None,
+    name: str,
+    findings: tuple[Finding, ...],
 ) -> Trace:
+    rows, layer_ids, shown = moe_rows(counts, first_moe_layer)
     hidden = counts.shape[1]
-    if first_moe_layer is None:
-        rows, layer_ids = drop_idle_layers(counts)
-        if len(layer_ids) < hidden:
-            idle = f"{hidden - len(layer_ids)} of {hidden} hidden layers never counted a token"
-            notes += (f"{idle}: assumed to be dense",)
-        return Trace(rows, layer_ids, name, notes=notes)
-    if not 0 <= first_moe_layer < hidden:
-        raise InvalidInput(
-            f"first MoE layer {first_moe_layer} is outside the {hidden} hidden layers"
-        )
-    return Trace(
-        counts[:, first_moe_layer:], tuple(range(first_moe_layer, hidden)), name, notes=notes
-    )
+    return Trace(rows, layer_ids, name, findings=findings + shown, num_hidden_layers=hidden)

@@ -25,7 +25,7 @@ from evenkeel_moe.formats.reading import (
     read_text,
     token_counts,
 )
-from evenkeel_moe.formats.trace import Trace, drop_idle_steps
+from evenkeel_moe.formats.trace import Trace, drop_idle_steps, left_out
 
 _RANK_FILE = re.compile(r"rank(\d+)\.safetensors")
 _KEY = re.compile(r"(\d+)_(\d+)")
@@ -66,9 +66,10 @@ def read_statistics(folder: Path, first_moe_layer: int | None) -> Trace:
     source = np.stack([counts[:least] for counts in per_rank], axis=1)
     counts, notes = drop_idle_steps(source.sum(axis=1))
     if least < most:
-        notes += (f"ranks recorded {least} to {most} iterations: all are cut to the first {least}",)
+        amount = f"of {least} to {most} iterations the first {least} are read"
+        notes += (left_out("ranks recorded different numbers of iterations", amount=amount),)
     busy = source[source.any(axis=(1, 2, 3))]
-    return Trace(counts, tuple(layers), folder.name, top_k, source=busy, notes=notes)
+    return Trace(counts, tuple(layers), folder.name, top_k, source=busy, findings=notes)
 
 
 def _rank_files(folder: Path) -> list[Path]:

@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import check_layer_ids
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity
+from evenkeel_moe.planning.signals.load_findings import check_hidden_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +30,10 @@ class Trace:
     """(T, D) share of each domain of text in each step."""
     domains: tuple[str, ...] = ()
     """Names of the D domains."""
-    notes: tuple[str, ...] = ()
-    """Assumptions and omissions of the reader; shown to the user, never written to a file."""
+    findings: tuple[Finding, ...] = ()
+    """What the reader assumed, left out or found to be missing, and what the counts show."""
+    num_hidden_layers: int | None = None
+    """Rows of the model, dense layers included; None if the recording does not have it."""
 
     def __post_init__(self) -> None:
         counts = self.counts
@@ -44,6 +48,9 @@ class Trace:
                 f" in step {step} layer {layer} expert {expert}"
             )
         check_layer_ids(self.layer_ids, self.num_layers)
+        hidden = self.num_hidden_layers
+        if hidden is not None and hidden <= self.layer_ids[-1]:
+            raise InvalidInput(f"{hidden} hidden layers, but counts of layer {self.layer_ids[-1]}")
         if self.top_k is not None and not 1 <= self.top_k <= self.num_experts:
             raise InvalidInput(
                 f"top-k is {self.top_k}, must be 1..{self.num_experts}, the experts of a layer"
@@ -126,7 +133,17 @@ class Trace:
         )
 
 
-def drop_idle_steps(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+def left_out(what: str, where: str = "", amount: str = "", advice: str = "") -> Finding:
+    """Return the note of a reader that left something out."""
+    return Finding(FindingCode.LEFT_OUT, Severity.NOTE, what, where, amount, advice)
+
+
+def assumed(what: str, where: str = "", amount: str = "", advice: str = "") -> Finding:
+    """Return the note of a reader that had to assume something."""
+    return Finding(FindingCode.ASSUMED, Severity.NOTE, what, where, amount, advice)
+
+
+def drop_idle_steps(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[Finding, ...]]:
     """Return (T, L, E) counts without steps that routed nothing, and a note if there were any.
 
     Raises:
@@ -137,15 +154,33 @@ def drop_idle_steps(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple
         raise InvalidInput(f"none of the {len(counts)} steps routed a token")
     if busy.all():
         return counts, ()
-    return counts[busy], (
-        f"left out {int((~busy).sum())} of {len(counts)} steps: they routed nothing",
-    )
+    amount = f"{int((~busy).sum())} of {len(counts)} steps"
+    return counts[busy], (left_out("steps that routed nothing are left out", amount=amount),)
 
 
-def drop_idle_layers(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-    """Return the rows of (T, H, E) counts that ever routed a token, and their hidden layers.
+def moe_rows(
+    counts: NDArray[np.int64], first_moe_layer: int | None
+) -> tuple[NDArray[np.int64], tuple[int, ...], tuple[Finding, ...]]:
+    """Return the rows of MoE layers of a recording that has a row for each hidden layer.
 
-    Dense layers have rows that never count. At least one row must have routed a token.
+    Args:
+        counts: (T, H, E) [tokens]; at least one row must have routed a token.
+        first_moe_layer: number of hidden layers before the first MoE layer; None takes every row
+            that ever routed a token, because dense layers have rows that never count.
+
+    Returns:
+        The rows, their hidden layers, and what the rows that never counted show.
+
+    Raises:
+        InvalidInput: there is no such layer.
     """
-    busy = np.nonzero(counts.any(axis=(0, 2)))[0]
-    return counts[:, busy], tuple(int(layer) for layer in busy)
+    hidden = counts.shape[1]
+    if first_moe_layer is None:
+        busy = np.asarray(counts.any(axis=(0, 2)), np.bool_)
+        rows = np.flatnonzero(busy)
+        return counts[:, rows], tuple(rows.tolist()), check_hidden_layers(busy)
+    if not 0 <= first_moe_layer < hidden:
+        raise InvalidInput(
+            f"first MoE layer {first_moe_layer} is outside the {hidden} hidden layers"
+        )
+    return counts[:, first_moe_layer:], tuple(range(first_moe_layer, hidden)), ()

@@ -1,20 +1,31 @@
 """Reads recorded loads of every supported kind, and writes our own npz files."""
 
 import io
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import recording, routed_experts, sglang, tensorrt_llm, vllm
-from evenkeel_moe.formats.reading import load_npz, naming, token_counts
+from evenkeel_moe.formats.reading import as_mapping, load_npz, naming, parse_json, token_counts
 from evenkeel_moe.formats.trace import Trace
 from evenkeel_moe.formats.writing import smallest, write_file
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity, judge_findings
+from evenkeel_moe.planning.signals.load_findings import check_recording
+
+_MOST_FINDINGS = 1000
+"""Findings that are read from one file."""
 
 
-def read_trace(path: Path | str, *, first_moe_layer: int | None = None) -> Trace:
-    """Read a trace; the path tells which kind it is.
+def read_trace(
+    path: Path | str, *, first_moe_layer: int | None = None, accept: Collection[str] = ()
+) -> Trace:
+    """Read a trace and check it against itself; the path tells which kind it is.
 
     `*.npz` is our own format, or has an array `routed_experts` of tokens. `*.pt` is a dump of
     SGLang's recorder (modes stat and stat_approx), or has such a tensor. `*.jsonl` has vLLM's load
@@ -27,34 +38,55 @@ def read_trace(path: Path | str, *, first_moe_layer: int | None = None) -> Trace
         first_moe_layer: number of hidden layers before the first MoE layer. None takes it from the
             file: our npz has `layer_ids` (0.. if missing), SGLang has every row that ever counted a
             token, TensorRT-LLM has its keys.
+        accept: codes of findings that a person has looked at; they become notes.
 
     Raises:
-        InvalidInput, ShapeMismatch: the trace is malformed; the message names the file.
+        InvalidInput, ShapeMismatch: the trace is malformed, or a finding refuses it; the message
+            names the file.
     """
     path = Path(path)
     with naming(path):
-        if path.is_dir():
-            if (path / "meta_info.json").exists():
-                return tensorrt_llm.read_statistics(path, first_moe_layer)
-            if any(path.glob("*.pt")):
-                return sglang.read_passes(path, first_moe_layer)
-            if recording.is_recording(path):
-                return recording.read_recording(path, first_moe_layer)
-            raise InvalidInput(
-                "a folder with neither meta_info.json nor *.pt files nor a recording of our plugins"
-            )
-        if not path.exists():
-            raise InvalidInput("no such file or folder")
-        if path.suffix == ".npz":
-            return _read_npz(path, first_moe_layer)
-        if path.suffix == ".pt":
-            return _read_pt(path, first_moe_layer)
-        if path.suffix == ".jsonl":
-            return vllm.read_load_statistics(path, first_moe_layer)
+        return check_trace(_read(path, first_moe_layer), accept)
+
+
+def check_trace(trace: Trace, accept: Collection[str] = ()) -> Trace:
+    """Return a trace with what its counts show; every reader's trace passes through here.
+
+    Args:
+        trace: with the findings of its reader.
+        accept: codes of findings that a person has looked at; they become notes.
+
+    Raises:
+        InvalidInput: a finding refuses the trace, or a code is unknown.
+    """
+    shown = check_recording(trace.counts, trace.layer_ids)
+    # A file of our own repeats what its counts showed when it was written.
+    known = {(each.code, each.where): each for each in (*trace.findings, *shown)}
+    return replace(trace, findings=judge_findings(known.values(), accept))
+
+
+def _read(path: Path, first_moe_layer: int | None) -> Trace:
+    if path.is_dir():
+        if (path / "meta_info.json").exists():
+            return tensorrt_llm.read_statistics(path, first_moe_layer)
+        if any(path.glob("*.pt")):
+            return sglang.read_passes(path, first_moe_layer)
+        if recording.is_recording(path):
+            return recording.read_recording(path, first_moe_layer)
         raise InvalidInput(
-            "a trace is *.npz, *.pt, *.jsonl or a folder,"
-            f" not *{path.suffix or ' without a suffix'}"
+            "a folder with neither meta_info.json nor *.pt files nor a recording of our plugins"
         )
+    if not path.exists():
+        raise InvalidInput("no such file or folder")
+    if path.suffix == ".npz":
+        return _read_npz(path, first_moe_layer)
+    if path.suffix == ".pt":
+        return _read_pt(path, first_moe_layer)
+    if path.suffix == ".jsonl":
+        return vllm.read_load_statistics(path, first_moe_layer)
+    raise InvalidInput(
+        f"a trace is *.npz, *.pt, *.jsonl or a folder, not *{path.suffix or ' without a suffix'}"
+    )
 
 
 def _read_pt(path: Path, first_moe_layer: int | None) -> Trace:
@@ -70,7 +102,7 @@ def _read_pt(path: Path, first_moe_layer: int | None) -> Trace:
 
 
 def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
-    own = ("T", "layer_ids", "topk", "tokens", "S", "mix", "domains")
+    own = ("T", "layer_ids", "topk", "tokens", "S", "mix", "domains", "hidden", "findings")
     arrays = load_npz(path, (*own, *routed_experts.NAMES))
     if routed_experts.KEY in arrays:
         return routed_experts.read_routed_experts(arrays, first_moe_layer, path.stem)
@@ -88,19 +120,47 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
     mix, domains = arrays.get("mix"), arrays.get("domains")
     if mix is None or domains is None or mix.dtype.kind != "f" or domains.dtype.kind != "U":
         mix, domains = None, np.array([], "U1")
-    top_k = arrays.get("topk")
-    if top_k is not None and top_k.size != 1:
-        raise ShapeMismatch(f"topk must be one number, got shape {top_k.shape}")
     return Trace(
         counts,
         layer_ids,
         path.stem,
-        None if top_k is None else int(token_counts(top_k, "topk").reshape(-1)[0]),
+        _one_number(arrays, "topk"),
         token_counts(arrays["tokens"], "tokens") if "tokens" in arrays else None,
         token_counts(arrays["S"], "S") if "S" in arrays else None,
         None if mix is None else mix.astype(np.float64),
         tuple(str(name) for name in domains.reshape(-1)),
+        _read_findings(arrays.get("findings")),
+        _one_number(arrays, "hidden"),
     )
+
+
+def _one_number(arrays: Mapping[str, NDArray[Any]], name: str) -> int | None:
+    """Return the number in an array; None if there is no such array."""
+    if name not in arrays:
+        return None
+    if arrays[name].size != 1:
+        raise ShapeMismatch(f"{name} must be one number, got shape {arrays[name].shape}")
+    return int(token_counts(arrays[name], name).reshape(-1)[0])
+
+
+def _read_findings(lines: NDArray[Any] | None) -> tuple[Finding, ...]:
+    """Return the findings with which a trace was written."""
+    if lines is None:
+        return ()
+    if lines.dtype.kind != "U" or lines.size > _MOST_FINDINGS:
+        raise InvalidInput(
+            f"findings must be at most {_MOST_FINDINGS} texts, are {lines.size} of {lines.dtype}"
+        )
+    found = []
+    keys = ("code", "severity", "what", "where", "amount", "advice")
+    for line in lines.reshape(-1).tolist():
+        row = as_mapping(parse_json(line), "a finding", keys)
+        try:
+            texts = [str(row[key]) for key in keys[2:]]
+            found.append(Finding(FindingCode(row["code"]), Severity(row["severity"]), *texts))
+        except ValueError as error:
+            raise InvalidInput(f"a finding cannot be read: {error}") from error
+    return tuple(found)
 
 
 def write_trace(path: Path | str, trace: Trace) -> None:
@@ -122,6 +182,10 @@ def write_trace(path: Path | str, trace: Trace) -> None:
     if trace.mix is not None:
         arrays["mix"] = trace.mix.astype(np.float32)
         arrays["domains"] = np.array(trace.domains)
+    if trace.num_hidden_layers is not None:
+        arrays["hidden"] = np.array(trace.num_hidden_layers, np.int32)
+    if trace.findings:
+        arrays["findings"] = np.array([json.dumps(asdict(each)) for each in trace.findings])
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     write_file(path, buffer.getvalue())

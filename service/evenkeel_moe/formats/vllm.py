@@ -54,7 +54,7 @@ def read_load_statistics(path: Path, first_moe_layer: int | None) -> Trace:
     counts, notes = drop_idle_steps(np.stack(rows))
     first_layer = first_moe_layer or 0
     layer_ids = tuple(range(first_layer, first_layer + counts.shape[1]))
-    return Trace(counts, layer_ids, path.stem, notes=notes)
+    return Trace(counts, layer_ids, path.stem, findings=notes)
 
 
 def _read_record(record: dict[str, object]) -> tuple[int, NDArray[np.int64], NDArray[np.int32]]:

@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.formats import Trace
+from evenkeel_moe.formats.trace import assumed
 from evenkeel_moe.formats.writing import write_file
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.model.finding import Finding
 from evenkeel_moe.replay.budget import BudgetPoint, budget_curve, budgets_to_try
 from evenkeel_moe.replay.planners import VERDICT, warm_up
 from evenkeel_moe.replay.replica_effect import ReplicaEffect, replica_effect
@@ -33,7 +35,7 @@ def load_by_source(
     return trace.counts.astype(np.float64), source.astype(np.float64)
 
 
-def origin_notes(trace: Trace, setup: Setup, policies: Iterable[str]) -> tuple[str, ...]:
+def origin_findings(trace: Trace, setup: Setup, policies: Iterable[str]) -> tuple[Finding, ...]:
     """Return what is assumed about the source ranks of tokens; empty if known or not needed."""
     users = ["nearest dispatch"] if setup.objective.dispatch is DispatchModel.NEAREST else []
     users += [name for name in policies if name.removesuffix(VERDICT) in _BY_SOURCE]
@@ -42,8 +44,8 @@ def origin_notes(trace: Trace, setup: Setup, policies: Iterable[str]) -> tuple[s
     have = "has no source counts"
     if trace.source is not None:
         have = f"has source counts of {trace.source.shape[1]} ranks, not of {setup.shape.num_ranks}"
-    assumed = "tokens are assumed to start evenly on all ranks"
-    return (f"the trace {have}: {assumed}, which affects {' and '.join(users)}",)
+    evenly = "tokens are assumed to start evenly on all ranks"
+    return (assumed(f"the trace {have}: {evenly}, which affects {' and '.join(users)}"),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +61,7 @@ class Comparison:
     """The metrics of each walk."""
     budget: tuple[BudgetPoint, ...] = ()
     """Empty unless asked for."""
-    notes: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
     replicas: ReplicaEffect | None = None
     """The effect of the replicas of the initial placement on the scored steps; None without
     replicas or load."""
@@ -105,7 +107,7 @@ class Comparison:
             "horizon": self.setup.horizon_steps,
             "replans": len(self.walks[0].steps),
             "bytes_per_expert": self.bytes_per_expert,
-            "notes": list(self.notes),
+            "findings": [asdict(finding) for finding in self.findings],
             "cost_model": asdict(self.cost_model) | {"words": self.cost_model.words},
             "replicas": None if self.replicas is None else asdict(self.replicas),
             "results": [asdict(result) for result in self.results],
@@ -128,7 +130,7 @@ def compare(
     """Walk every planner over the trace.
 
     Args:
-        trace: the source of the loads; its name and notes are kept.
+        trace: the source of the loads; its name and findings are kept.
         setup: the loads and the fleet.
         planners: planners by name, in the order of the results.
         bytes_per_expert: size of all tensors of one expert.
@@ -160,7 +162,7 @@ def compare(
         tuple(walks),
         tuple(measure_walk(walk, bytes_per_expert) for walk in walks),
         points,
-        trace.notes + origin_notes(trace, setup, planners),
+        trace.findings + origin_findings(trace, setup, planners),
         replica_effect(
             setup, setup.window_steps, setup.window_steps + replans * setup.horizon_steps
         ),

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.formats import Trace
+from evenkeel_moe.model.finding import Finding
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem import metrics
@@ -99,7 +100,7 @@ class TraceDescription:
     pair_r: float
     """Mean r in the second half of the pairs selected on the first; NaN if there are none."""
     drift: Drift
-    notes: tuple[str, ...]
+    findings: tuple[Finding, ...]
 
 
 def describe(
@@ -140,7 +141,7 @@ def describe(
         pairs=pairs,
         pair_r=float(np.mean([pair.r_second_half for pair in pairs])) if pairs else float("nan"),
         drift=_drift(load, share, window_steps),
-        notes=trace.notes,
+        findings=trace.findings,
     )
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from evenkeel_moe.model.finding import doubts
 from evenkeel_moe.replay.compare import Comparison
 from evenkeel_moe.replay.planners import BASELINES
 from evenkeel_moe.replay.walk_metrics import COPY_BYTES_PER_S, WalkMetrics
@@ -22,13 +23,18 @@ def baseline_words(comparison: Comparison) -> list[str]:
 
 
 def headline(comparison: Comparison) -> str:
-    """Return which policy has the least predicted MoE time, and what it gains."""
+    """Return which policy has the least predicted MoE time, and what it gains.
+
+    If the recording is in doubt, the sentence says that it holds for the counts as they are.
+    """
     results, best = _best(comparison)
     if best is None:
         return "The scored steps have no load, so the policies cannot be compared."
     over = f"{best.time_over_fluid - 1:.1%} above a perfect split of tokens"
     moe_time = comparison.setup.objective.cost.basis.moe_time
-    return f"{best.policy} has the least predicted {moe_time}, {over}{_against(best, results)}."
+    on = "On the counts as they are, which are in doubt, " if doubts(comparison.findings) else ""
+    found = f"{best.policy} has the least predicted {moe_time}, {over}{_against(best, results)}."
+    return on + found
 
 
 def copies_words(comparison: Comparison) -> str:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import PlacementFormat
 from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.model.finding import Finding, doubts
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.verdict import (
@@ -45,32 +46,39 @@ class OfflinePlan:
     balancedness_before: float
     """Mean over held-out steps and layers under `start`; NaN without such steps or load."""
     balancedness_after: float
+    findings: tuple[Finding, ...] = ()
+    """Of the recording; with a doubt among them the verdict is uncertain."""
 
     @property
     def words(self) -> str:
         """The verdict in sentences."""
         verdict = self.verdict
-        steps = f"{verdict.steps} steps that the plan had not seen"
         if math.isnan(verdict.gain):
-            return (
-                f"It cannot be told whether it pays: there are {verdict.steps} steps with load to"
-                " judge it on. Record more steps."
+            seen = f"there are {verdict.steps} steps with load to judge it on"
+        else:
+            does = "saves" if verdict.gain >= 0 else "costs"
+            seen = (
+                f"on {verdict.steps} steps that the plan had not seen, the plan {does}"
+                f" {abs(verdict.gain):.1%} of {verdict.cost_model.moe_time}"
             )
-        does = "saves" if verdict.gain >= 0 else "costs"
-        seen = (
-            f"on {steps}, the plan {does} {abs(verdict.gain):.1%} of {verdict.cost_model.moe_time}"
-        )
-        if math.isnan(verdict.gain_lower):
-            return f"It cannot be told whether it pays: {seen}. Record more steps."
-        ahead = (
-            f"in the next {verdict.steps} steps the saving is from {verdict.gain_lower:.1%} to"
-            f" {verdict.gain_upper:.1%}"
-        )
+        if not math.isnan(verdict.gain_lower):
+            seen += (
+                f"; in the next {verdict.steps} steps the saving is from {verdict.gain_lower:.1%}"
+                f" to {verdict.gain_upper:.1%}"
+            )
+        grave = sorted({each.code for each in doubts(self.findings)})
+        if grave:
+            accepted = " ".join(f"--accept {code}" for code in grave)
+            return (
+                "It cannot be told whether it pays, because the recording is in doubt. If its"
+                f" counts are right all the same, give {accepted}. On the counts as they are:"
+                f" {seen}."
+            )
         if verdict.call is Call.RECOMMEND:
-            return f"It pays: {seen}; {ahead}."
+            return f"It pays: {seen}."
         if verdict.call is Call.NOT_NOW:
-            return f"It does not pay: {seen}; {ahead}. Start the engine without the file."
-        return f"It cannot be told whether it pays: {seen}; {ahead}. Record more steps."
+            return f"It does not pay: {seen}. Start the engine without the file."
+        return f"It cannot be told whether it pays: {seen}. Record more steps."
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as plain values."""
@@ -82,6 +90,7 @@ class OfflinePlan:
             "balancedness_after": self.balancedness_after,
             "replicas": int((self.placement.logcnt - 1).sum()),
             "words": self.words,
+            "findings": [asdict(finding) for finding in self.findings],
             "verdict": figures,
         }
 
@@ -116,6 +125,7 @@ def plan_offline(
     held_out: int | None = None,
     policies: Mapping[str, Policy] = POLICIES,
     one_row: bool = False,
+    findings: tuple[Finding, ...] = (),
 ) -> OfflinePlan:
     """Plan on the older steps of a trace, and judge the plan on the newest.
 
@@ -126,6 +136,7 @@ def plan_offline(
         held_out: newest steps to judge on; None takes as many as a controller would.
         policies: policies by name.
         one_row: True to plan one row for all layers, on the sum of their loads.
+        findings: of the recording; with a doubt among them nothing is recommended.
 
     Raises:
         InvalidInput: the policy is unknown, or no step is left to plan on.
@@ -159,7 +170,10 @@ def plan_offline(
         for map_ in (start, placement)
     ]
     verdict = judge(before, after, cost_model=objective.cost.basis, seed=setup.seed)
-    return OfflinePlan(placement, start, planned_on, verdict, *balanced)
+    if doubts(findings):
+        verdict = replace(verdict, call=Call.INSUFFICIENT_EVIDENCE)
+    before_after = balanced[0], balanced[1]
+    return OfflinePlan(placement, start, planned_on, verdict, *before_after, findings)
 
 
 def _plan(

@@ -18,14 +18,27 @@ TraceOption = Annotated[
         " recorder), *.jsonl (vLLM statistics), or a folder (TensorRT-LLM statistics).",
     ),
 ]
-FirstMoeLayerOption = Annotated[
-    int | None,
-    typer.Option(
-        "--first-moe-layer",
-        help="Number of hidden layers before the first MoE layer.",
-        show_default="as in the file; SGLang: the first row that ever counted a token",
-    ),
-]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadingOptions:
+    """The options that say how a recording is read."""
+
+    first_moe_layer: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of hidden layers before the first MoE layer.",
+            show_default="as in the file; SGLang: the first row that ever counted a token",
+        ),
+    ] = None
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Finding about the recording that you have looked at: it becomes a note. Repeat"
+            " the option for more.",
+            show_default="none",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

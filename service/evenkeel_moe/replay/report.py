@@ -7,6 +7,7 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel_moe.model.finding import doubts
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff
 from evenkeel_moe.planning.problem import metrics
@@ -57,6 +58,7 @@ body{{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,
 main{{max-width:1088px;margin:0 auto;padding:24px}}
 h1{{font-size:24px;margin:0 0 4px}}h2{{font-size:17px;margin:36px 0 2px}}
 p{{margin:2px 0 10px;color:var(--soft);max-width:76ch}}p.facts{{max-width:none}}
+p.doubt{{color:var(--ink);border-left:4px solid var(--over);padding-left:10px}}
 p.verdict{{color:var(--ink);font-size:18px;margin:8px 0 12px}}code{{overflow-wrap:anywhere}}
 svg{{width:100%;height:auto;display:block}}
 svg text{{font-family:system-ui,sans-serif!important}}
@@ -168,14 +170,18 @@ def _head(comparison: Comparison, made_by: str) -> str:
     facts = " · ".join(
         f"{escape(str(value))} {escape(key)}" for key, value in comparison.facts().items()
     )
-    notes = "".join(f"<p>Note: {escape(note)}.</p>" for note in comparison.notes)
+    grave = doubts(comparison.findings)
+    above = "".join(f"<p class='doubt'>Doubt: {escape(each.words)}</p>" for each in grave)
+    notes = "".join(
+        f"<p>Note: {escape(each.words)}</p>" for each in comparison.findings if each not in grave
+    )
     origin = f"<p class='facts'>Made by <code>{escape(made_by)}</code></p>" if made_by else ""
     cost = f"<p>Cost model: {escape(comparison.cost_model.words)}.</p>"
     if comparison.replicas is not None:
         cost += f"<p>{escape(comparison.replicas.words)}</p>"
     return (
         f"<header><h1>Replay of {escape(comparison.name)}</h1>"
-        f"<p class='verdict'>{escape(headline(comparison))}</p>"
+        f"{above}<p class='verdict'>{escape(headline(comparison))}</p>"
         f"<p>{escape(copies_words(comparison))}</p>"
         f"<p class='facts'>{facts}</p>"
         "<p>Every plan was made on the steps before it and scored on the steps after it. Times are "

@@ -1,0 +1,265 @@
+"""Checks the loads of a model against themselves: what no router can have routed is a finding.
+
+Every MoE layer of a step routes the same tokens to the same number of experts. So the choices of
+all layers agree in every step, no layer is idle while others are busy, and over many tokens no
+expert is idle in all layers. A recorder that counts into the wrong row, a stage or a rank whose
+counts are lost, and counters that are never reset break one of these rules.
+
+The same rules hold for a recording and for a live window. Those of hidden layers, of equal layers
+and of steps are for recordings: a live window has neither dense layers nor a file around it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity, spans
+
+MOST_DEVIATION = 0.005
+"""Share of a layer's choices by which it may differ from the others before a verdict is in doubt.
+A router never differs; a recorder that samples, or a capacity that drops tokens, does a little."""
+ENOUGH_CHOICES = 100
+"""Choices for each expert, on average over all layers and steps, from which one that is idle in
+every layer is no chance."""
+FEWEST_STEPS = 8
+"""Steps below which totals that only rise, or steps that repeat, may be chance."""
+
+
+def check_recording(counts: NDArray[np.int64], layer_ids: Sequence[int]) -> tuple[Finding, ...]:
+    """Return what the counts of a recording show; the rows are MoE layers.
+
+    Args:
+        counts: (T, L, E) [tokens] each step.
+        layer_ids: (L,) the names of the layers in the findings.
+    """
+    return (
+        *check_window(counts.sum(axis=2), counts.sum(axis=0), layer_ids),
+        *_equal_layers(counts, layer_ids),
+        *_rising_totals(counts),
+        *_repeated_steps(counts),
+    )
+
+
+def check_window(
+    choices: NDArray[np.integer], load: NDArray[np.integer], layer_ids: Sequence[int]
+) -> tuple[Finding, ...]:
+    """Return what the sums of some steps show.
+
+    Args:
+        choices: (T, L) [tokens] sum over the experts of each step and layer.
+        load: (L, E) [tokens] sum over the steps.
+        layer_ids: (L,) the names of the layers in the findings.
+    """
+    return (
+        *_idle_layers(choices, layer_ids),
+        *_uneven_layers(choices, layer_ids),
+        *_idle_experts(load),
+    )
+
+
+def check_hidden_layers(busy: NDArray[np.bool_]) -> tuple[Finding, ...]:
+    """Return what the pattern of busy layers shows, where dense layers have rows that never count.
+
+    Dense layers stand at the start, or between MoE layers at a fixed distance.
+
+    Args:
+        busy: (H,) True for hidden layers that ever counted a token; at least one is True.
+    """
+    hidden, rows = len(busy), np.flatnonzero(busy)
+    first, idle = int(rows[0]), np.flatnonzero(~busy)
+    regular = _regular(rows, hidden)
+    if 2 * len(rows) < hidden and not regular:
+        return (
+            Finding(
+                FindingCode.MOSTLY_IDLE_LAYERS,
+                Severity.REFUSAL,
+                "most hidden layers never counted a token",
+                spans("layer", idle.tolist()),
+                f"{len(idle)} of {hidden}; only {spans('layer', rows.tolist())} did",
+                "The recorder may have counted all layers into one row, or seen one part of the"
+                " model. Record again",
+            ),
+        )
+    findings = []
+    if first:
+        findings.append(
+            Finding(
+                FindingCode.LEADING_IDLE_LAYERS,
+                Severity.NOTE,
+                "the first hidden layers never counted a token and are assumed to be dense",
+                f"{spans('layer', range(first))} of {hidden}",
+                advice="If they are MoE layers, for example routed by a table, give"
+                " --first-moe-layer 0",
+            )
+        )
+    gaps = [int(layer) for layer in idle if layer > first]
+    if gaps and regular:
+        findings.append(
+            Finding(
+                FindingCode.IDLE_LAYERS,
+                Severity.NOTE,
+                f"one of {int(rows[1] - rows[0])} hidden layers counted tokens, the others are"
+                " assumed to be dense",
+                spans("layer", gaps),
+            )
+        )
+    elif gaps:
+        findings.append(
+            Finding(
+                FindingCode.IDLE_LAYERS,
+                Severity.DOUBT,
+                "hidden layers after the first MoE layer never counted a token",
+                f"{spans('layer', gaps)} of {hidden}",
+                f"{len(gaps)} layers are not planned",
+                "A pipeline stage or some layers may be missing. Add what is missing, or record"
+                " again",
+            )
+        )
+    return tuple(findings)
+
+
+def _regular(rows: NDArray[np.intp], hidden: int) -> bool:
+    """Return True if at least three busy rows stand at one distance up to the end."""
+    if len(rows) < 3:
+        return False
+    distance = int(rows[1] - rows[0])
+    return bool((np.diff(rows) == distance).all()) and int(rows[-1]) + distance >= hidden
+
+
+def _idle_layers(choices: NDArray[np.integer], layer_ids: Sequence[int]) -> tuple[Finding, ...]:
+    busy = choices.any(axis=0)
+    if busy.all() or not busy.any():
+        return ()
+    idle = [layer_ids[row] for row in np.flatnonzero(~busy).tolist()]
+    return (
+        Finding(
+            FindingCode.IDLE_LAYERS,
+            Severity.DOUBT,
+            "MoE layers never counted a token while others did",
+            spans("layer", idle),
+            f"{len(idle)} of {len(layer_ids)} layers",
+            "Their counter does not run, or their counts are lost; what is planned for them is a"
+            " guess",
+        ),
+    )
+
+
+def _uneven_layers(choices: NDArray[np.integer], layer_ids: Sequence[int]) -> tuple[Finding, ...]:
+    """Compare the choices of each layer and step with those of most layers in that step."""
+    rows = np.flatnonzero(choices.any(axis=0))
+    if len(rows) < 2:
+        return ()
+    names = [layer_ids[row] for row in rows.tolist()]
+    sums = choices[:, rows].astype(np.float64)
+    # The upper median: of two layers the one that counts less is taken for the broken one.
+    usual = np.sort(sums, axis=1)[:, len(rows) // 2]
+    deviation = np.abs(sums - usual[:, None]).sum(axis=0) / max(usual.sum(), 1.0)
+    apart = np.flatnonzero(deviation > 0)
+    if not len(apart):
+        return ()
+    worst = int(deviation.argmax())
+    steps = int((sums != usual[:, None]).any(axis=1).sum())
+    ratio = sums[:, worst].sum() / max(usual.sum(), 1.0)
+    doubtful = deviation[worst] > MOST_DEVIATION
+    return (
+        Finding(
+            FindingCode.UNEVEN_LAYERS,
+            Severity.DOUBT if doubtful else Severity.NOTE,
+            "layers of one step routed different numbers of choices",
+            f"{spans('layer', [names[row] for row in apart])} in {steps} of {len(sums)} steps",
+            f"most in layer {names[worst]}: {deviation[worst]:.1%} apart, {ratio:.1%} of"
+            " what most layers count",
+            "All MoE layers of a step route the same tokens, so counts are missing or doubled"
+            if doubtful
+            else "",
+        ),
+    )
+
+
+def _idle_experts(load: NDArray[np.integer]) -> tuple[Finding, ...]:
+    """Find experts that are idle in every layer, among many choices."""
+    load = load[load.any(axis=1)]
+    layers, experts = load.shape
+    idle = np.flatnonzero(~load.any(axis=0))
+    if not layers or not len(idle) or load.sum() < ENOUGH_CHOICES * experts:
+        return ()
+    # In a single layer one expert may really be dead; a run of neighbours is a rank or a padding.
+    if layers == 1 and not (np.diff(idle) == 1).any():
+        return ()
+    return (
+        Finding(
+            FindingCode.IDLE_EXPERTS,
+            Severity.DOUBT,
+            "experts are idle in every layer",
+            spans("expert", idle.tolist()),
+            f"{len(idle)} of {experts}, while an expert has {load.sum() / experts:.0f} choices on"
+            " average",
+            "The counts of a rank may be lost, or the number of experts is too high",
+        ),
+    )
+
+
+def _equal_layers(counts: NDArray[np.int64], layer_ids: Sequence[int]) -> tuple[Finding, ...]:
+    """Find layers with the same counts in every step, among counts that vary."""
+    first: dict[bytes, int] = {}
+    copies: list[int] = []
+    for row in range(counts.shape[1]):
+        layer = np.ascontiguousarray(counts[:, row])
+        if len(np.unique(layer)) < FEWEST_STEPS:
+            continue
+        if first.setdefault(layer.tobytes(), row) != row:
+            copies.append(layer_ids[row])
+    if not copies:
+        return ()
+    return (
+        Finding(
+            FindingCode.EQUAL_LAYERS,
+            Severity.DOUBT,
+            "layers have the same counts as another layer, expert by expert and step by step",
+            spans("layer", copies),
+            f"{len(copies)} of {counts.shape[1]} layers",
+            "The recorder may have counted one layer for several. Record again",
+        ),
+    )
+
+
+def _rising_totals(counts: NDArray[np.int64]) -> tuple[Finding, ...]:
+    """Find counters that are never reset: each only rises, from step to step."""
+    sums = counts.sum(axis=(1, 2))
+    if len(counts) < FEWEST_STEPS or sums[-1] < 2 * sums[0]:
+        return ()
+    if (np.diff(counts, axis=0) < 0).any() or (np.diff(sums) <= 0).any():
+        return ()
+    return (
+        Finding(
+            FindingCode.RISING_TOTALS,
+            Severity.REFUSAL,
+            "every count only rises, so these are totals since a start and not the loads of steps",
+            f"all {len(counts)} steps",
+            f"{sums[0]} choices in the first, {sums[-1]} in the last",
+            "Subtract each step from the next one",
+        ),
+    )
+
+
+def _repeated_steps(counts: NDArray[np.int64]) -> tuple[Finding, ...]:
+    """Find steps that occur again with every count, among counts that vary."""
+    first: dict[bytes, int] = {}
+    again = [
+        step
+        for step, rows in enumerate(counts)
+        if len(np.unique(rows)) >= FEWEST_STEPS and first.setdefault(rows.tobytes(), step) != step
+    ]
+    if not again:
+        return ()
+    return (
+        Finding(
+            FindingCode.REPEATED_STEPS,
+            Severity.DOUBT,
+            "steps occur again with the same count of every layer and expert",
+            spans("step", again),
+            f"{len(again)} of {len(counts)} steps",
+            "A part of the recording may be in it twice. Leave it out, or record again",
+        ),
+    )
