@@ -257,7 +257,7 @@ def plan_command(
     if (steps := window or recorded.num_steps) > recorded.num_steps:
         raise InvalidInput(f"--window {steps}: the trace has {recorded.num_steps} steps")
     setup = replay_setup(recorded, fleet, planning, cost, window_steps=steps, horizon_steps=1)
-    start = current and read_current(current, fleet.ranks, recorded)
+    start = None if current is None else read_current(current, fleet.ranks, recorded)
     print_notes(origin := origin_findings(recorded, setup, [policy]))
     tradeoff = window_tradeoff(setup, kv)
     with work_bars() as (on_work, _):
