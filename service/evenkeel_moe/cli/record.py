@@ -28,6 +28,17 @@ _DUMP_S = 120.0
 """Seconds in which SGLang must have written its dump."""
 _FLUSH_S = 30.0
 """Seconds in which the plugin must have written the steps of the recording."""
+_INFO_ROUTES = ("server_info", "get_server_info")
+"""Where SGLang says how it was started: newer and older versions."""
+_MODE_FLAG = "--expert-distribution-recorder-mode"
+_MODES = ("stat", "stat_approx")
+"""Modes of the recorder that write one dump, with the counts of all ranks."""
+_OTHER_USERS = {
+    "enable_eplb": "--enable-eplb",
+    "enable_expert_distribution_metrics": "--enable-expert-distribution-metrics",
+    "expert_balancedness_report_mode": "--expert-balancedness-report-mode",
+}
+"""Arguments of the server that start the recorder for a use of its own, and their flags."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +78,8 @@ def sglang(
 ) -> None:
     """Record the expert loads of an SGLang server with its own recorder.
 
-    Start the server with --expert-distribution-recorder-mode stat. The command needs torch.
+    Start the server with --expert-distribution-recorder-mode stat, without --enable-eplb. The
+    command asks how it was started before it records. It needs torch.
     """
     import httpx
 
@@ -75,7 +87,12 @@ def sglang(
     if not dumps.is_dir():
         raise InvalidInput(f"{dumps}: there is no such folder")
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    with httpx.Client(base_url=url, headers=headers, timeout=_DUMP_S) as client:
+    try:
+        client = httpx.Client(base_url=url, headers=headers, timeout=_DUMP_S)
+    except httpx.InvalidURL as error:
+        raise CliError(f"{url} is not a valid URL: {error}", Exit.USAGE) from error
+    with client:
+        _check_started(_started(client), client.base_url)
         _ask(client, "start_expert_distribution_record")
         try:
             _wait(recording.seconds)
@@ -125,22 +142,102 @@ def _check_out(out: Path) -> None:
         raise InvalidInput(f"{out}: a trace is written as *.npz")
 
 
-def _ask(client: Any, route: str) -> None:
-    """Call a route of SGLang.
+def _started(client: Any) -> dict[str, Any]:
+    """Return how the server says that it was started; empty if it does not say.
 
     Raises:
         CliError: the server cannot be reached, or refuses.
     """
+    for route in _INFO_ROUTES:
+        answer = _answer(client, "GET", route)
+        if answer.status_code == 404:
+            continue
+        _check_taken(answer, route)
+        try:
+            info = answer.json()
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(info, dict):
+            return info
+    return {}
+
+
+def _check_started(info: dict[str, Any], url: Any) -> None:
+    """Refuse a server that was not started for a recording; it may end if it is asked to record.
+
+    Args:
+        info: the arguments of the server by name, among other keys. A key that is missing may have
+            any value.
+        url: of the server.
+
+    Raises:
+        CliError: the server cannot be recorded, or does not say that it can.
+    """
+    mode, stages = info.get("expert_distribution_recorder_mode", ...), info.get("pp_size")
+    known = {
+        "expert_distribution_recorder_mode": mode is None or isinstance(mode, str),
+        "enable_eplb": isinstance(info.get("enable_eplb"), bool),
+        "pp_size": type(stages) is int and stages >= 1,
+    }
+    start = f"start it with {_MODE_FLAG} stat"
+    faults = []
+    if not all(known.values()):
+        unknown = ", ".join(key for key, is_known in known.items() if not is_known)
+        faults.append(
+            f"it does not say {unknown} at /{' or /'.join(_INFO_ROUTES)}: --url must be the"
+            " address of SGLang itself, of a version with this recorder"
+        )
+    elif mode is None:
+        faults.append(f"it has no recorder, and a request to record can end it: {start}")
+    elif mode not in _MODES:
+        faults.append(
+            f"its recorder has the mode {mode!r:.40}, which writes a dump for each rank: {start}"
+        )
+    used = [flag for key, flag in _OTHER_USERS.items() if info.get(key) not in (None, False, "off")]
+    if used:
+        faults.append(
+            f"it uses its recorder itself, and would stop with it: start it without"
+            f" {' and '.join(used)}"
+        )
+    if known["pp_size"] and stages != 1:
+        faults.append(
+            f"it has {stages} pipeline stages, each with a buffer of its own, whose steps do not"
+            " match: start it with --pp-size 1, or record with our plugin (docs/offline.md)"
+        )
+    if faults:
+        detail = f"the server at {url} cannot be recorded: {'; '.join(faults)}"
+        raise CliError(detail, Exit.REFUSED)
+
+
+def _ask(client: Any, route: str) -> None:
+    """Order something from SGLang.
+
+    Raises:
+        CliError: the server cannot be reached, or refuses.
+    """
+    _check_taken(_answer(client, "POST", route), route)
+
+
+def _answer(client: Any, method: str, route: str) -> Any:
+    """Return the answer of a route of SGLang.
+
+    Raises:
+        CliError: the server cannot be reached.
+    """
     import httpx
 
     try:
-        answer = client.post(f"/{route}")
+        return client.request(method, f"/{route}")
     except httpx.HTTPError as error:
         detail = f"no SGLang server at {client.base_url}: {error}"
         raise CliError(detail, Exit.UNAVAILABLE) from error
+
+
+def _check_taken(answer: Any, route: str) -> None:
+    """Raise CliError unless the server did what was asked."""
     if answer.status_code in (401, 403):
         raise CliError(f"/{route} needs a key: give --api-key", Exit.UNAUTHORIZED)
-    if answer.is_error:
+    if not answer.is_success:
         text = " ".join(answer.text.split())[:200]
         raise CliError(f"/{route} answered {answer.status_code}: {text}", Exit.REFUSED)
 
@@ -169,6 +266,7 @@ def _await_dump(dumps: Path, before: set[Path]) -> Path | None:
     """Return the new dump once it is whole; SGLang writes dumps in place. None if there is none.
 
     Raises:
+        CliError: there are several new dumps.
         EvenkeelError: the dump no longer grows, and it cannot be read.
     """
     from evenkeel_moe.formats import read_trace
@@ -176,7 +274,12 @@ def _await_dump(dumps: Path, before: set[Path]) -> Path | None:
     sizes: dict[Path, int] = {}
 
     def find() -> Path | None:
-        for path in sorted(set(dumps.glob("*.pt")) - before, key=lambda path: path.name):
+        new = sorted(set(dumps.glob("*.pt")) - before, key=lambda path: path.name)
+        if len(new) > 1:
+            names = ", ".join(path.name for path in new[:4])
+            detail = f"{dumps} has {len(new)} new dumps, which may be of several servers: {names}"
+            raise CliError(detail, Exit.REFUSED)
+        for path in new:
             size = path.stat().st_size
             try:
                 read_trace(path)

@@ -1,5 +1,6 @@
-"""SGLang's own recorder behind the three HTTP routes of its server, for `evenkeel record`."""
+"""SGLang's own recorder behind the HTTP routes of its server, for `evenkeel record`."""
 
+import json
 import queue
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +24,13 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        mode = engine.EXEC.moe.expert_distribution_recorder_mode
+        started = {"expert_distribution_recorder_mode": mode, "enable_eplb": False, "pp_size": 1}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(started).encode())
+
     def do_POST(self):
         name = self.path.strip("/").removesuffix("_expert_distribution_record")
         done = threading.Event()
