@@ -19,7 +19,7 @@ def test_shape_knows_its_slots_and_budget():
         ((0, 4, 2, 2, 1, 1), "num_layers is 0"),
         ((1, 4, 2, 2, 5, 1), "top_k 5 exceeds 4 experts"),
         ((1, 4, 2, 2, 1, -1), "bytes_per_expert is -1"),
-        ((1, 4, 2, 2, 1, 1, 3), "4 experts do not divide into 3 expert groups"),
+        ((1, 4, 2, 2, 1, 1, 3), "4 experts do not divide over 3 expert groups"),
     ],
 )
 def test_impossible_shapes_are_refused_with_their_numbers(arguments, words):

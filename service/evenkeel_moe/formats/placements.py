@@ -41,6 +41,7 @@ from evenkeel_moe.formats.reading import (
     parse_json,
     read_text,
 )
+from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.placement import EMPTY, Placement
 
 _ROWS = "rows"
@@ -286,6 +287,8 @@ def _parse_vllm_ranks(content: dict[Any, Any], expected: Expected) -> PlacementF
         as_int(rank, f"rank of expert {expert}", 0, ranks - 1)
         for expert, rank in enumerate(as_list(content["expert_to_ep_rank"], "expert_to_ep_rank"))
     ]
+    if words := undivided(len(of_expert), "experts", ranks, "ranks"):
+        raise ShapeMismatch(words)
     held = np.bincount(np.array(of_expert, np.int64), minlength=ranks)
     if held.min() != held.max() or not of_expert:
         raise ShapeMismatch(f"ranks hold {held.min()} to {held.max()} experts, must be equal")

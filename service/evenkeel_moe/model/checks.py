@@ -1,5 +1,6 @@
-"""Checks of arrays of numbers, for values that hold them."""
+"""Checks of numbers and of arrays of them, for values that hold them."""
 
+import math
 import sys
 
 import numpy as np
@@ -27,3 +28,35 @@ def check_values(name: str, values: NDArray[np.float64], most: float = sys.float
     raise InvalidInput(
         f"{name} holds {int((values > most).sum())} values above {most:g}, largest {largest:g}"
     )
+
+
+def undivided(count: int, what: str, parts: int, of: str, *, least: int = 1) -> str:
+    """Return the words about a count that does not divide over parts; empty if it does.
+
+    The words name the nearest counts and the nearest numbers of parts that would do.
+
+    Args:
+        count: of the things.
+        what: their name, in the plural.
+        parts: over which they must divide.
+        of: their name, in the plural.
+        least: the smallest count that is of use.
+    """
+    if parts < 1 or count < 0:
+        return f"{count} {what} do not divide over {parts} {of}"
+    if count % parts == 0:
+        return ""
+    below = count - count % parts
+    counts = [near for near in (below, below + parts) if near >= max(least, 1)]
+    roots = [root for root in range(1, math.isqrt(count) + 1) if count % root == 0]
+    divisors = [*roots, *(count // root for root in roots)]
+    fewer = max(divisor for divisor in divisors if divisor < parts)
+    more = min((divisor for divisor in divisors if divisor > parts), default=fewer)
+    return (
+        f"{count} {what} do not divide over {parts} {of}: {_either(counts)} {what} would,"
+        f" or {_either([fewer, more])} {of}"
+    )
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(map(str, dict.fromkeys(numbers)))

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
+from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.topology import ModelShape
 
 EMPTY = -1
@@ -28,10 +29,10 @@ class Placement:
         phy2log = np.array(self.phy2log, dtype=np.int32, order="C", copy=True)
         if phy2log.ndim != 2:
             raise ShapeMismatch(f"phy2log must be (layers, slots), got shape {phy2log.shape}")
-        if self.num_ranks < 1 or phy2log.shape[1] % self.num_ranks:
-            raise ShapeMismatch(
-                f"{phy2log.shape[1]} slots do not divide over {self.num_ranks} ranks"
-            )
+        least = self.num_logical_experts
+        words = undivided(phy2log.shape[1], "slots", self.num_ranks, "ranks", least=least)
+        if words:
+            raise ShapeMismatch(words)
         low, high = (int(phy2log.min()), int(phy2log.max())) if phy2log.size else (0, 0)
         if low < EMPTY or high >= self.num_logical_experts:
             raise ShapeMismatch(

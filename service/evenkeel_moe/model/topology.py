@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.checks import undivided
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,9 @@ class ModelShape:
             )
         if self.top_k > self.num_logical_experts:
             raise InvalidInput(f"top_k {self.top_k} exceeds {self.num_logical_experts} experts")
-        if self.num_expert_groups < 1 or self.num_logical_experts % self.num_expert_groups:
-            raise InvalidInput(
-                f"{self.num_logical_experts} experts do not divide into"
-                f" {self.num_expert_groups} expert groups"
-            )
+        groups = self.num_expert_groups
+        if words := undivided(self.num_logical_experts, "experts", groups, "expert groups"):
+            raise InvalidInput(words)
         if self.num_slots < self.num_logical_experts:
             raise ShapeMismatch(
                 f"{self.num_ranks} ranks x {self.slots_per_rank} slots = {self.num_slots} slots"

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import Trace
+from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.craft.policy import CraftOptions, ReplicaRule
@@ -33,8 +34,8 @@ def replay_setup(
             the trace.
     """
     shape = _shape(fleet, trace)
-    if fleet.ranks % fleet.nodes:
-        raise ShapeMismatch(f"{fleet.ranks} ranks do not divide over {fleet.nodes} nodes")
+    if words := undivided(fleet.ranks, "ranks", fleet.nodes, "nodes"):
+        raise ShapeMismatch(words)
     try:
         dispatch = DispatchModel(planning.dispatch)
     except ValueError as error:
@@ -67,8 +68,8 @@ def _shape(fleet: FleetOptions, trace: Trace) -> ModelShape:
     """Return the shape of a deployment of the trace's model on the fleet."""
     ranks, experts = fleet.ranks, trace.num_experts
     slots = fleet.slots if fleet.slots is not None else (-(-experts // ranks) + 1) * ranks
-    if slots < 1 or slots % ranks:
-        raise ShapeMismatch(f"{slots} slots do not divide over {ranks} ranks")
+    if words := undivided(slots, "slots", ranks, "ranks", least=experts):
+        raise ShapeMismatch(words)
     per_rank = slots // ranks
     if per_rank > experts:
         raise ShapeMismatch(

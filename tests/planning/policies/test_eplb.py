@@ -156,14 +156,14 @@ def test_variant_is_binding():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((17, 1, 1, 4), "17 slots do not divide over 4 ranks: 17 % 4 != 0"),
-        ((16, 5, 1, 4), "12 experts do not divide over 5 expert groups: 12 % 5 != 0"),
+        ((17, 1, 1, 4), "17 slots do not divide over 4 ranks: 16 or 20 slots would"),
+        ((16, 5, 1, 4), "12 experts do not .* 5 expert groups: 10 or 15 experts would"),
         ((16, 4, 3, 6), "16 slots do not divide over 6 ranks"),
-        ((18, 4, 3, 6), "4 expert groups do not divide over 3 nodes: 4 % 3 != 0"),
-        ((16, 6, 3, 8), "8 ranks do not divide over 3 nodes: 8 % 3 != 0"),
+        ((18, 4, 3, 6), "4 expert groups do not divide over 3 nodes: 3 or 6 expert groups would"),
+        ((16, 6, 3, 8), "8 ranks do not divide over 3 nodes: 6 or 9 ranks would"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused_with_the_arithmetic(arguments, message):
+def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(arguments, message):
     with pytest.raises(InvalidInput, match=message):
         rebalance_experts(np.ones((1, 12)), *arguments)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from evenkeel_moe.engines.guest.model_facts import shared_experts
 from evenkeel_moe.engines.guest.owned_slots import OwnedSlots
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.topology import ModelShape
 
 
@@ -68,8 +69,8 @@ def read_shape(state: VllmModelState, num_ranks: int) -> ModelShape:
     """
     model = state.model
     slots = int(model.num_physical_experts)
-    if slots % num_ranks:
-        raise InvalidInput(f"{slots} slots do not divide over {num_ranks} ranks")
+    if words := undivided(slots, "slots", num_ranks, "ranks"):
+        raise InvalidInput(words)
     if len(model.expert_weights) != int(model.num_moe_layers):
         raise InvalidInput(
             f"the model has weights of {len(model.expert_weights)} MoE layers here and maps of"

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.jit import kernel
+from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.policies.packing import balanced_packing
@@ -99,8 +100,8 @@ def _why_not_hierarchical(problem: PlacementProblem) -> str | None:
     sizes = np.bincount(problem.topology.node_of_rank)
     if nodes == 1:
         return "there is one node"
-    if groups % nodes:
-        return f"{groups} expert groups do not divide over {nodes} nodes"
+    if words := undivided(groups, "expert groups", nodes, "nodes"):
+        return words
     if (sizes != sizes[0]).any():
         return f"nodes have {sizes.tolist()} ranks"
     return None
@@ -192,10 +193,8 @@ def _check_sizes(slots: int, experts: int, groups: int, nodes: int, ranks: int) 
         ("expert groups", groups, nodes, "nodes"),
         ("ranks", ranks, nodes, "nodes"),
     ):
-        if parts < 1 or count % parts:
-            raise InvalidInput(
-                f"{count} {what} do not divide over {parts} {of}: {count} % {parts} != 0"
-            )
+        if words := undivided(count, what, parts, of):
+            raise InvalidInput(words)
 
 
 def _order_by_node(load: NDArray[np.float32], num_groups: int, num_nodes: int) -> NDArray[np.int32]:

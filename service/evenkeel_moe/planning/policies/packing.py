@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.jit import kernel
+from evenkeel_moe.model.checks import undivided
 
 
 def balanced_packing(
@@ -37,8 +38,8 @@ def balanced_packing(
     if weight.ndim != 2:
         raise ShapeMismatch(f"weight must be (X, n), got {weight.shape}")
     rows, items = weight.shape
-    if num_packs < 1 or items % num_packs:
-        raise InvalidInput(f"{items} items do not divide over {num_packs} packs")
+    if words := undivided(items, "items", num_packs, "packs"):
+        raise InvalidInput(words)
     if items == num_packs:
         # With one item per pack there is nothing to choose: the source keeps the items in order.
         index = np.broadcast_to(np.arange(items, dtype=np.int32), (rows, items))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
+from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 
@@ -73,11 +74,8 @@ def equal_slots_per_rank(problem: PlacementProblem) -> int:
     per_rank = most
     if problem.replica_budget is not None:
         wanted = experts + problem.replica_budget
-        if wanted % ranks:
-            raise InvalidInput(
-                f"{experts} experts + {problem.replica_budget} redundant = {wanted} slots"
-                f" do not divide over {ranks} ranks: {wanted} % {ranks} != 0"
-            )
+        if words := undivided(wanted, "slots", ranks, "ranks", least=experts):
+            raise InvalidInput(f"{experts} experts + {problem.replica_budget} redundant = {words}")
         per_rank = wanted // ranks
         if per_rank > most:
             raise InfeasiblePlan(
