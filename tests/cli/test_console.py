@@ -57,6 +57,17 @@ def test_no_text_of_a_rank_or_of_the_store_steers_the_terminal(run, operations):
     assert "\ufffd]0;owned" in run("status", "demo")[1]
 
 
+@pytest.mark.fault("an operator", "words of a rank forged a line of `evenkeel status` in a pipe")
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x0b"])
+def test_no_text_of_a_rank_makes_a_line_of_its_own_in_a_pipe(run, operations, end):
+    trouble = f"slow{end}rank 1: all experts copied{end}"
+    status = make_status(ranks=(make_rank(0, trouble=trouble), make_rank(1)))
+    operations.views["demo"] = FakeView(status, {}, None)
+    lines = run("status", "demo")[1].splitlines()
+    assert any("slow" in line for line in lines)
+    assert not any(line.startswith("rank 1: all") for line in lines)
+
+
 def test_a_terminal_gets_the_styles_of_a_table_and_no_other_code(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     console = plain_console(width=200, force_terminal=True)

@@ -46,7 +46,7 @@ def check_text(what: str, value: str, most: int = _MAX_TEXT, *, empty: bool = Tr
     if not value and not empty:
         raise PeerViolation(f"{what} is empty")
     if printable_line(value) != value:
-        raise PeerViolation(f"{what} {value[:80]!r} has control characters")
+        raise PeerViolation(f"{what} {value[:80]!a} has control characters or stacked marks")
     return value
 
 
