@@ -48,6 +48,13 @@ test("a request is told as what it asked for", () => {
   }
 });
 
+test("a plan of any id is told by its id", () => {
+  for (const id of ["p", "pl", "plan", "plans", "approve", "cancel", "s", "plans.plans"]) {
+    assert.equal(wordsOf("POST", `/plans/${id}/approve`), `Approve plan ${id}`);
+    assert.equal(wordsOf("POST", `/plans/${id}/cancel`), `Reject or cancel plan ${id}`);
+  }
+});
+
 test("what is not known, or was cut, is shown as it was sent", () => {
   const cut = { method: "PATCH", path: `${BASE}/policy`, change: '{"thresholds":{"plan_' };
   assert.deepEqual(auditWords(cut, BASE), { words: cut.change, request: "PATCH /policy" });

@@ -53,8 +53,8 @@ const REQUESTS = {
 export function auditWords({ method, path, change }, base) {
   const short = path.startsWith(base) ? path.slice(base.length) : path;
   const request = `${method} ${short}`;
-  const [, id] = short.match(/^\/plans\/([^/]+)\//) ?? [];
-  const known = REQUESTS[`${method} ${id ? short.replace(id, "*") : short}`];
+  const [, id, verb] = short.match(/^\/plans\/([^/]+)\/(.*)$/) ?? [];
+  const known = REQUESTS[`${method} ${id ? `/plans/*/${verb}` : short}`];
   const asked = parsed(change);
   if (!known || asked === null) {
     return { words: change ?? "", request };
