@@ -30,6 +30,34 @@ def test_help_explains_every_option(command):
         assert len(row.split()) >= 3, row
 
 
+brackets = pytest.mark.fault(
+    "a reader of the help", "usage lines had `[[NAME]]`, and an option had the default `()`"
+)
+
+
+@brackets
+@pytest.mark.parametrize("command", list(every_command()), ids=" ".join)
+def test_a_usage_line_names_arguments_as_the_list_below_it(command):
+    env = {"COLUMNS": "160", "TERM": "dumb"}
+    result = CliRunner().invoke(app, [*command, "--help"], env=env)
+    usage = result.output.splitlines()[0]
+    named = re.fullmatch(rf"Usage: \w+ {' '.join(command)} \[OPTIONS\] ?(.*)", usage)
+    assert named, usage
+    assert re.fullmatch(r"(\[?[A-Z]+(=VALUE)?\]?(\.\.\.)? ?)*", named[1]), usage
+    listed = result.output.partition("\nArguments:\n")[2]
+    assert not named[1] or listed.startswith(f"  {named[1]} <"), listed
+    assert named[1] or not listed
+
+
+@brackets
+@pytest.mark.parametrize("command", list(every_command()), ids=" ".join)
+def test_a_default_in_a_help_is_a_value_or_words(command):
+    env = {"COLUMNS": "160", "TERM": "dumb"}
+    text = " ".join(CliRunner().invoke(app, [*command, "--help"], env=env).output.split())
+    for value in re.findall(r"default: ([^;\]]*)[;\]]", text):
+        assert value not in ("", "()", "None", "[", "{}", "''"), text
+
+
 def with_children(command, path=()):
     yield path, command
     for name, child in getattr(command, "commands", {}).items():

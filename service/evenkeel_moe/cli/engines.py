@@ -19,7 +19,11 @@ _ENGINES = ("vllm", "sglang")
 def check(
     engine: Annotated[
         str | None,
-        typer.Argument(help="vllm or sglang.", show_default="every engine that is installed here"),
+        typer.Argument(
+            metavar="[ENGINE]",
+            help="vllm or sglang.",
+            show_default="every engine that is installed here",
+        ),
     ] = None,
 ) -> None:
     """Check each part of an installed engine that its plugin uses, and change nothing.

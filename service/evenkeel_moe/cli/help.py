@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -16,6 +16,16 @@ class _Helpful:
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options and arguments, with the help option."""
         return _without_types(super().get_params(ctx))  # type: ignore[misc]
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line, with the metavar of each argument as it is.
+
+        A metavar says itself what may be left out, and may name several arguments.
+        """
+        pieces = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        arguments = [one for one in self.get_params(ctx) if isinstance(one, TyperArgument)]
+        named = {one.get_usage_pieces(ctx)[0]: one.metavar for one in arguments}
+        return [named.get(piece) or piece for piece in pieces]
 
     def get_short_help_str(self, limit: int = 45) -> str:
         """Return the first sentence for the list of commands, whole also beyond the limit."""

@@ -94,7 +94,8 @@ def offline(
     recording: Annotated[
         Path,
         typer.Argument(
-            help="What an engine recorded: *.npz, *.pt, *.jsonl or a folder; see docs/offline.md."
+            metavar="RECORDING",
+            help="What an engine recorded: *.npz, *.pt, *.jsonl or a folder; see docs/offline.md.",
         ),
     ],
     file: OfflineFile,

@@ -70,7 +70,9 @@ def sglang(
     api_key: Annotated[
         str | None,
         typer.Option(
-            envvar="SGLANG_API_KEY", help="Key of the server, if it asks for one.", show_default=""
+            envvar="SGLANG_API_KEY",
+            help="Key of the server, if it asks for one.",
+            show_default="none",
         ),
     ] = None,
     *,
@@ -117,7 +119,8 @@ def vllm(
     folder: Annotated[
         Path,
         typer.Argument(
-            help="Folder into which the ranks record: EVENKEEL_RANK__RECORD of the server."
+            metavar="FOLDER",
+            help="Folder into which the ranks record: EVENKEEL_RANK__RECORD of the server.",
         ),
     ],
     reading: ReadingOptions,
