@@ -116,24 +116,29 @@ class ApiClient:
             return self._call("GET", path, params=given)
         return self._call("GET", path, params=given, timeout=timeout_s)
 
-    def post(self, path: str, body: Any = None, *, if_match: str | None = None) -> Any:
+    def get_tagged(self, path: str) -> tuple[Any, str]:
+        """Call GET /v1/path; return the answer and its ETag for `if_match`."""
+        response = self._send("GET", path)
+        return self._object(response), response.headers.get("ETag", "")
+
+    def post(self, path: str, body: Any = None, *, if_match: str = "") -> Any:
         """Call POST /v1/path; return None if the answer has no body.
 
         Args:
             path: below /v1/.
             body: JSON.
-            if_match: digest of what was looked at; the controller refuses if it is another now.
+            if_match: ETag of what was looked at; the controller refuses if it is another now.
+                Empty changes whatever there is.
         """
-        headers = {} if if_match is None else {"If-Match": f'"{if_match}"'}
-        return self._call("POST", path, json=body, headers=headers)
+        return self._call("POST", path, json=body, headers=_only_if(if_match))
 
     def delete(self, path: str) -> None:
         """Call DELETE /v1/path."""
         self._call("DELETE", path)
 
-    def patch(self, path: str, body: Any) -> Any:
-        """Call PATCH /v1/path."""
-        return self._call("PATCH", path, json=body)
+    def patch(self, path: str, body: Any, *, if_match: str = "") -> Any:
+        """Call PATCH /v1/path; `if_match` as in `post`."""
+        return self._call("PATCH", path, json=body, headers=_only_if(if_match))
 
     def every(self, path: str, limit: int | None = None) -> list[Any]:
         """Return all items of a paged list, or its first ones."""
@@ -190,6 +195,16 @@ class ApiClient:
         return response
 
     def _call(self, method: str, path: str, **kwargs: Any) -> Any:
+        """Return the object that is answered; None if the answer has no body."""
+        response = self._send(method, path, **kwargs)
+        return None if response.status_code == httpx.codes.NO_CONTENT else self._object(response)
+
+    def _send(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        """Return the answer to a request.
+
+        Raises:
+            CliError: there was none, or it is a refusal.
+        """
         try:
             response = self._wait_for_planner(lambda: self._ask_leader(method, path, **kwargs))
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
@@ -225,8 +240,9 @@ class ApiClient:
             raise CliError(f"{self._url} refused: {self._token_words}", Exit.UNAUTHORIZED)
         if not response.is_success:
             raise _refusal(self._url, response)
-        if response.status_code == httpx.codes.NO_CONTENT:
-            return None
+        return response
+
+    def _object(self, response: httpx.Response) -> dict[str, Any]:
         try:
             answer = response.json()
         except ValueError:
@@ -237,6 +253,10 @@ class ApiClient:
                 Exit.REFUSED,
             )
         return answer
+
+
+def _only_if(tag: str) -> dict[str, str]:
+    return {"If-Match": tag} if tag else {}
 
 
 def checked_id(text: str, kind: str) -> str:

@@ -116,11 +116,11 @@ def policy(
     fields = nested_fields(parse_value(text) for text in changes)
     with connection.client() as client:
         path = chosen.path(client, "/policy")
+        before, tag = client.get_tagged(path)
         if fields.get("mode") == "auto":
             name = chosen.found(client)
             confirm(f"In mode auto the controller moves experts of {name} without asking.", yes)
-        before = client.get(path)
-        document = client.patch(path, fields) if fields else before
+        document = client.patch(path, fields, if_match=tag) if fields else before
     show(
         document,
         as_json,

@@ -184,7 +184,7 @@ def _start(client: ApiClient, plan: dict[str, Any]) -> Any:
     """Show a plan, and start this very plan if the operator agrees."""
     view = _view(client, plan["deployment"], plan)
     confirm(plan_questions.start(plan), False, view)
-    return client.post(f"{_path(plan)}/approve", if_match=plan["target"]["digest"])
+    return client.post(f"{_path(plan)}/approve", if_match=f'"{plan["target"]["digest"]}"')
 
 
 def _path(plan: dict[str, Any]) -> str:
