@@ -1,14 +1,17 @@
 """Rules of the source tree that no linter has: `python -m tests.structure`, part of `make check`.
 
 In the package a class name is used once, and a function has at most 60 lines. A file of the
-package or of the tests has at most 600 lines. The outside judge of chaos runs imports nothing of
-the package, and of the tests only itself.
+package or of the tests has at most 600 lines. Paragraphs and tables of docstrings are whole. The
+outside judge of chaos runs imports nothing of the package, and of the tests only itself.
 """
 
 import ast
+import inspect
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "service" / "evenkeel_moe"
@@ -36,6 +39,20 @@ def long_files(root: Path) -> list[str]:
     ]
 
 
+_MAY_HANG = re.compile(r":$|  |^(-|\d+\.) |^[A-Z]\w+: ")
+"""A line above an indented one: it ends in a colon, has columns, or begins an item or a section."""
+
+
+def torn(docstring: str) -> bool:
+    """Return True if a formatter took a docstring's prose for a section, or its table for prose."""
+    lines = inspect.cleandoc(docstring).splitlines()
+    return any(
+        re.fullmatch(r"=+", line)
+        or (line.startswith(" ") and re.match(r"\S", above) and not _MAY_HANG.search(above))
+        for above, line in pairwise(lines)
+    )
+
+
 def faults(root: Path) -> list[str]:
     """Return one line for each rule that a module of the package in `root` breaks."""
     found = long_files(root)
@@ -51,6 +68,9 @@ def faults(root: Path) -> list[str]:
                         f"{name}:{node.lineno}: {node.name} has {length} lines,"
                         f" at most {MOST_FUNCTION_LINES}"
                     )
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                if torn(str(node.value.value)):
+                    found.append(f"{name}:{node.lineno}: a torn paragraph or table")
     found += [
         f"class {name} is defined more than once: {', '.join(places)}"
         for name, places in sorted(classes.items())

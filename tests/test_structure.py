@@ -49,6 +49,22 @@ def test_a_long_file_and_a_long_function_are_found(tmp_path):
     assert faults(tmp_path) == []
 
 
+@pytest.mark.fault("a reader of the code", "a formatter tore tables and paragraphs of docstrings")
+def test_a_torn_docstring_is_found(tmp_path):
+    prose = "Rule 1: a rank has one peer, and every\n    rank runs the same list.\n"
+    table = "=====\n======== kind\nkeys\n"
+    title = "Files in the folder\n    lock    locked\n"
+    whole = (
+        "Args:\n    load: (L, E), and\n        no more.\n\nSource: a paper, and\n    another.\n\n"
+        "====  ===\na     one,\n      two\n====  ===\n\n- one,\n  and\n- two\n\nSo::\n\n    x = 1\n"
+    )
+    for number, text in enumerate((prose, table, title, whole)):
+        write(tmp_path, f"m{number}.py", f'"""Say.\n\n{text}"""\n')
+    torn = [f"m{number}.py:1: a torn paragraph or table" for number in range(3)]
+    assert faults(tmp_path) == torn
+    assert not any("torn" in line for line in faults(SOURCE))
+
+
 def test_a_long_file_of_the_tests_is_found_and_a_repeated_class_name_is_not(tmp_path):
     shutil.copytree(TESTS / "model", tmp_path / "model")
     write(tmp_path, "model/test_long.py", "class Plan:\n    pass\n" + "x = 1\n" * 599)

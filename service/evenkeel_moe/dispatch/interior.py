@@ -1,7 +1,7 @@
 """LPLB for GPUs: the program of `lplb` for many layers at once, by a primal-dual interior point.
 
 Variables per layer: the load x of every copy of a shared expert, a slack s per rank, the peak M and
-    one artificial variable a. Constraints, one row per rank and one per shared expert::
+one artificial variable a. Constraints, one row per rank and one per shared expert::
 
     sum of x on the rank + s - M + a * column = -fixed load
     sum of x of the expert     + a * column =  its load

@@ -1,10 +1,10 @@
 """LPLB: splits tokens over replicas so that the fullest rank has the least load.
 
 This is one linear program per layer and batch: minimise M such that for every rank the load of its
-    shared copies + its fixed load + a slack = M, and for every expert on several ranks the loads of
-    its copies sum to the tokens routed to it. The matrix depends on the placement alone; a batch
-    changes only the right-hand side. `ExactSplit` solves it exactly on a CPU thread;
-    `interior.BatchedSplit` is the interior-point form for GPUs.
+shared copies + its fixed load + a slack = M, and for every expert on several ranks the loads of its
+copies sum to the tokens routed to it. The matrix depends on the placement alone; a batch changes
+only the right-hand side. `ExactSplit` solves it exactly on a CPU thread; `interior.BatchedSplit` is
+the interior-point form for GPUs.
 
 The peak is the best that a dispatcher can reach on this placement: all tokens of an expert with one
 replica go to that replica, however hot it is.

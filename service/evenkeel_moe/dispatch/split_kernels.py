@@ -217,7 +217,7 @@ def split_layer(
     """Write `flow` of the edges of one layer, on top of the fixed loads in `used` (R,).
 
     The arrays from `left` on are scratch: (shared experts), (R,), (shared experts), (R,), (R,),
-        (R,).
+    (R,).
 
     Returns:
         The optimal peak.

@@ -100,7 +100,7 @@ class StepRing:
     """The newest `capacity` complete steps, in rising step order.
 
     Steps stay in the parts in which they came, and parts never change: adding steps copies only
-        short parts, and parts that were handed out stay valid.
+    short parts, and parts that were handed out stay valid.
 
     An exact sliding source-side sum would need an (R, L, E) array per step. Instead the sums are
     kept in a few blocks, so they cover between three quarters of the window and all of it.

@@ -2,46 +2,43 @@
 
 This module imports neither torch nor the agent, so that the command line and the demo can load it.
 
-Files under `run_folder`
-    config.json             the RankConfig that every rank reads (rank -1 in the file)
-    rank-R.jsonl            lines of rank R over all attempts, see below
-    rank-R.log              stdout and stderr of rank R, with its lines `start`, `swap`, `fault`,
-                            `problem` and `exit`
-    supervisor.jsonl        lines of the supervisor: `started`, `rank_died`, `restarted`, `finished`
-    state/rank-R.npz        last committed placement of rank R, replaced atomically
-    rendezvous-A            file store of attempt A
-    lock                    locked while a fleet runs in the folder
+Files under `run_folder`::
+
+    config.json       the RankConfig that every rank reads (rank -1 in the file)
+    rank-R.jsonl      lines of rank R over all attempts, see below
+    rank-R.log        stdout and stderr of rank R, with its lines `start`, `swap`, `fault`,
+                      `problem` and `exit`
+    supervisor.jsonl  lines of the supervisor: `started`, `rank_died`, `restarted`, `finished`
+    state/rank-R.npz  last committed placement of rank R, replaced atomically
+    rendezvous-A      file store of attempt A
+    lock              locked while a fleet runs in the folder
 
 Lines of a rank are JSON objects. All have `kind`, `rank` and `unix`:
 
-=========
-========================================================================================== kind
-further keys =========
-========================================================================================== start
-attempt, pid, generation, epoch, warm (placement came from a state file), step (the first),
-           device, placement_digest
-step       step, seconds (one step without pacing and checks), tokens (routed by this rank),
-epoch, domain
-           (`prose`, `code` or `trace`), rank_load (L integers: tokens this rank's slots received),
-           served (L integers: tokens it computed, also with fetched and shared experts),
-           compute_s (L numbers: seconds in the routed experts of each layer),
-           paced_s (L numbers: the least of these seconds that the pace allows; none where a rank
-           fetches experts),
-           mismatches (rows that differed from the undistributed model since the start)
-staging    plan_id, wave_index, bytes_done, bytes_total
-swap       step, epoch (the new one), plan_id, wave_index, layers, seconds (delay of the step),
-           received_bytes
-fault      fault, step, detail: what this rank broke on purpose
-problem    step, problems: what this rank found in itself when its first row differed
-check      final check: ok, problems (list of sentences, empty when ok), epoch, epochs_agree,
-maps_agree,
-           slots_checked, wrong_slots (list of {layer, local_slot, expert}), rows_checked,
-           mismatches, swaps, dropped_records
-link       connected (to a controller), detail: why not, empty if connected; written when it
-changes
-exit       code, reason (a Reason or `finished`), detail
-=========
-==========================================================================================
+=======  ===========================================================================================
+kind     further keys
+=======  ===========================================================================================
+start    attempt, pid, generation, epoch, warm (placement came from a state file), step (the first),
+         device, placement_digest
+step     step, seconds (one step without pacing and checks), tokens (routed by this rank), epoch,
+         domain (`prose`, `code` or `trace`),
+         rank_load (L integers: tokens this rank's slots received),
+         served (L integers: tokens it computed, also with fetched and shared experts),
+         compute_s (L numbers: seconds in the routed experts of each layer),
+         paced_s (L numbers: the least of these seconds that the pace allows; none where a rank
+         fetches experts),
+         mismatches (rows that differed from the undistributed model since the start)
+staging  plan_id, wave_index, bytes_done, bytes_total
+swap     step, epoch (the new one), plan_id, wave_index, layers, seconds (delay of the step),
+         received_bytes
+fault    fault, step, detail: what this rank broke on purpose
+problem  step, problems: what this rank found in itself when its first row differed
+check    final check: ok, problems (list of sentences, empty when ok), epoch, epochs_agree,
+         maps_agree, slots_checked, wrong_slots (list of {layer, local_slot, expert}),
+         rows_checked, mismatches, swaps, dropped_records
+link     connected (to a controller), detail: why not, empty if connected; written when it changes
+exit     code, reason (a Reason or `finished`), detail
+=======  ===========================================================================================
 """
 
 import dataclasses

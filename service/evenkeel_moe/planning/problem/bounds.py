@@ -163,8 +163,8 @@ def lower_bound(problem: PlacementProblem) -> float:
     """Return a lower bound on the score of every placement of a problem.
 
     For each layer it is the larger of two bounds: the sum of `bound_times`, which holds for all
-        costs and dispatchers; and, for small layers under an even split on equal ranks,
-        `branch_bound`, which uses the fact that one placement serves all steps.
+    costs and dispatchers; and, for small layers under an even split on equal ranks, `branch_bound`,
+    which uses the fact that one placement serves all steps.
     """
     shape, objective = problem.shape, problem.objective
     redundant = shape.num_slots - shape.num_logical_experts

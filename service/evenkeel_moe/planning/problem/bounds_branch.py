@@ -52,8 +52,8 @@ def _level(
     """Return a lower bound on the time after the first `depth` experts were assigned.
 
     In every step it is the largest of: the fullest rank so far; the mean of all ranks; the
-        remaining load spread over the ranks with a free slot; the hottest remaining expert on as
-        many ranks as it can have copies.
+    remaining load spread over the ranks with a free slot; the hottest remaining expert on as many
+    ranks as it can have copies.
     """
     num_ranks, steps = ranks.shape
     experts = load.shape[0]

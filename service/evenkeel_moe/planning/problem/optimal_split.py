@@ -1,10 +1,10 @@
 """Splits the load of every batch exactly, so that the fullest rank carries as little as possible.
 
 This is how the planner scores optimal dispatch: (L, S) placements against (T, L, E) windows, with
-    the split written per slot. `dispatch.split_kernels` solves the same program for an engine, on
-    structures prepared once per placement and also in whole tokens. Both find the same peak, but
-    among the splits that reach it they choose different ones. Neither can replace the other without
-    changing results.
+the split written per slot. `dispatch.split_kernels` solves the same program for an engine, on
+structures prepared once per placement and also in whole tokens. Both find the same peak, but among
+the splits that reach it they choose different ones. Neither can replace the other without changing
+results.
 """
 
 import numpy as np

@@ -1,9 +1,8 @@
 """Schedules the waves of a plan: the layers that change together, and their transfers.
 
 Rules R10 and R11 of the switch: within a batch a rank has at most one peer, and every rank runs the
-    same list of batches. Every received expert waits in staging. With pooled slots, a slot that was
-    empty takes a buffer that was free before the wave; a slot that changes its expert keeps its
-    own.
+same list of batches. Every received expert waits in staging. With pooled slots, a slot that was
+empty takes a buffer that was free before the wave; a slot that changes its expert keeps its own.
 """
 
 from collections.abc import Sequence

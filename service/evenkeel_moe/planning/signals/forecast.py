@@ -179,7 +179,7 @@ def recentred(
     """Scale the window so that the mean of every expert is the forecast; deviations of steps stay.
 
     This is better than giving the newest steps most of the weight: correlations between experts
-        last longer than their means, and many steps are needed to see them.
+    last longer than their means, and many steps are needed to see them.
 
     Args:
         load: (T, L, E) [tokens].
