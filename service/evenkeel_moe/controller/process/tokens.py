@@ -8,6 +8,7 @@ from pathlib import Path
 
 import structlog
 
+from evenkeel_moe.adapters.private_files import read_own, write_private
 from evenkeel_moe.api.auth import Token, TokenSet
 from evenkeel_moe.errors import InvalidInput
 
@@ -27,41 +28,40 @@ def write_first_token(path: Path, unix: float) -> bool:
         may leave it, would block every later start.
 
     Raises:
-        OSError: the file cannot be written.
+        InvalidInput: the file there is another user's, or every user can write it.
+        OSError, UnicodeError: the file cannot be read or written.
     """
-    if path.exists() and path.stat().st_size:
+    if os.path.lexists(path) and read_own(path):
         return False
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            ends = datetime.fromtimestamp(unix, UTC) + FIRST_TOKEN_LASTS
-            until = ends.isoformat(timespec="seconds")
-            file.write(f"admin admin until={until} {secrets.token_urlsafe(32)}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+    until = datetime.fromtimestamp(unix, UTC) + FIRST_TOKEN_LASTS
+    ends = until.isoformat(timespec="seconds")
+    write_private(path, f"admin admin until={ends} {secrets.token_urlsafe(32)}\n")
     return True
 
 
 class TokenFile:
     """`api.auth.Tokens` from a file, so that tokens can be changed without a restart.
 
-    `unix` tells the time, because tokens may end. If a changed file cannot be used, the tokens stay
-    as they were and one error is logged.
+    If a changed file cannot be used, the tokens stay as they were and one error is logged.
+
+    Args:
+        path: the file.
+        unix: tells the time, because tokens may end.
+        own: the file is in the data folder, where other users may write, so only one of this user
+            or of root is read. A file that the operator named may be a link.
 
     Raises:
         InvalidInput: at the first reading the file cannot be read, or holds no tokens.
     """
 
-    def __init__(self, path: Path, unix: Callable[[], float]) -> None:
+    def __init__(self, path: Path, unix: Callable[[], float], *, own: bool = False) -> None:
         self._path = path
         self._unix = unix
+        self._own = own
         self._ended: set[bytes] = set()
         try:
             self._seen: object = self._state()
-            self._tokens = TokenSet.parse(path.read_text(encoding="utf-8"))
+            self._tokens = self._read()
         except (OSError, UnicodeError) as error:
             raise InvalidInput(f"cannot read the token file {path}: {error}") from error
 
@@ -79,8 +79,12 @@ class TokenFile:
             _log.warning("token_ended", name=token.name, path=str(self._path))
         return None
 
+    def _read(self) -> TokenSet:
+        path = self._path
+        return TokenSet.parse(read_own(path) if self._own else path.read_text(encoding="utf-8"))
+
     def _state(self) -> object:
-        stat = os.stat(self._path)
+        stat = os.stat(self._path, follow_symlinks=not self._own)
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
     def _follow(self) -> None:
@@ -92,7 +96,7 @@ class TokenFile:
             return
         self._seen = state
         try:
-            self._tokens = TokenSet.parse(self._path.read_text(encoding="utf-8"))
+            self._tokens = self._read()
         except (OSError, UnicodeError, InvalidInput) as error:
             _log.error("tokens_not_taken", path=str(self._path), error=str(error))
             return

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from evenkeel_moe.adapters.private_files import write_private
 from evenkeel_moe.adapters.redis.client import connect, disconnect, store_errors
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.processes import ChildProcess, StopFlag, free_ports
@@ -55,9 +56,9 @@ class DemoController:
         self._prefix = f"evenkeel-demo-{secrets.token_hex(4)}"
         token = secrets.token_urlsafe(24)
         self.token_file = tokens = folder / "tokens"
-        tokens.write_text(f"demo operate {token}\n", encoding="utf-8")
+        write_private(tokens, f"demo operate {token}\n")
         store = folder / "store-url"
-        store.write_text(options.redis_url, encoding="utf-8")
+        write_private(store, options.redis_url)
         settings = {
             "DATA_DIR": folder / "controller",
             "LOG_LEVEL": "info",
