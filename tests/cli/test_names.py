@@ -83,6 +83,12 @@ def test_completion_asks_the_controller(run, operations, monkeypatch, url):
 def test_every_reason_of_a_cycle_is_explained(run, operations):
     decided = list(Reason)[: list(Reason).index(Reason.NO_STEPS) + 1]
     assert set(decided) <= set(WORDS)
+    without_quorum = {
+        Reason.WEIGHTS_VERSION_CHANGED,
+        Reason.GATE_LAYOUT_DISAGREES,
+        Reason.OBSERVE_ONLY,
+    }
+    assert without_quorum <= set(WORDS)
     assert "no_change: the best placement found" in run("decisions", "demo")[1]
 
 

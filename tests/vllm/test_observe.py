@@ -9,6 +9,10 @@ from tests.vllm.server import TENSOR_PARALLEL, Traffic
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
+@pytest.mark.fault(
+    "a vLLM whose ranks only observe",
+    "the controller began a plan that the ranks refused",
+)
 def test_observing_changes_nothing_and_follows_vllms_own_moves(tmp_path, checkpoints, reference):
     with started(
         tmp_path, checkpoints["a"], reference, TENSOR_PARALLEL, "observe", step_interval=400
@@ -22,5 +26,8 @@ def test_observing_changes_nothing_and_follows_vllms_own_moves(tmp_path, checkpo
             rig.served.wait(moved, 180, "two rearrangements of vLLM's own")
         reference.check_answers(traffic.answers, FRESH)
         rig.check()
-        assert rig.served.get()["balancedness_mean"] < 1
+        status = rig.served.get()
+        assert status["balancedness_mean"] < 1
+        assert (status["mode"], status["reason"]) == ("auto", "observe_only")
+        assert status["last_decision"]["reason"] == "observe_only"
         assert plans(rig.served) == []

@@ -18,7 +18,7 @@ from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.ports.threads import Threads
-from evenkeel_moe.protocol.messages import Hello
+from evenkeel_moe.protocol.messages import MIGRATE, Hello
 from evenkeel_moe.protocol.rank.gate import Gate
 from evenkeel_moe.protocol.rank.participant import Participant
 from evenkeel_moe.protocol.rank.save_barrier import SaveBarrier
@@ -55,7 +55,10 @@ def make_participant(
     epoch: int,
     checksums: tuple[int, ...] | None,
 ) -> Participant:
-    """Return the protocol machine of one deployment; without checksums it only observes."""
+    """Return the protocol machine of one deployment.
+
+    It only observes if the configuration asks so, and without checksums.
+    """
     return parts.participant(
         config.identity,
         config.shape,
@@ -65,7 +68,7 @@ def make_participant(
         checksums=checksums or (),
         staging_bytes=config.staging_bytes,
         drop_after_s=config.drop_after_s,
-        observe_only=checksums is None,
+        observe_only=config.observe_only or checksums is None,
     )
 
 
@@ -149,7 +152,7 @@ def make_hello(
         free_bytes=free_bytes,
         staging_bytes=config.staging_bytes,
         gate_digest=gate_digest,
-        capabilities=frozenset({"migrate"}) if moves else frozenset(),
+        capabilities=frozenset({MIGRATE}) if moves else frozenset(),
         highest_term=participant.leader.term if participant.leader is not None else 0,
         device=config.device_name,
         weight_format=config.weight_format,

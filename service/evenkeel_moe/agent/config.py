@@ -52,6 +52,9 @@ class AgentConfig:
     lora: LoraOnExperts = LoraOnExperts.NONE
     """Adapters on experts; those that are not declared are refused, because they would stay behind
     when their expert moves."""
+    observe_only: bool = False
+    """True if this rank refuses every wave because its configuration asks so, which is no fault.
+    It tells the controller in the first message of each stream."""
     weights_version: int = 1
     """Version of the weights loaded at the start; every reload raises it."""
     side: CountingSide = CountingSide.DESTINATION

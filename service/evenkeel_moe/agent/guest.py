@@ -42,7 +42,6 @@ from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.protocol.messages import (
     EngineRebalanced,
-    MigrationDisabled,
     ParticipantState,
     Prepare,
     Swap,
@@ -338,10 +337,6 @@ class GuestAgent(Agent):
             self._carry_out_gate(self._gate.handle(result, time.monotonic()))
         if self._left is not None:
             raise GateFailed(self._left.detail, self._left.reason)
-
-    def observe_as_asked(self) -> None:
-        """Refuse every wave, as the engine's configuration asks; this is not a fault."""
-        self._participant.handle(MigrationDisabled(), time.monotonic())
 
     # --- called by the gate -----------------------------------------------------------------------
 

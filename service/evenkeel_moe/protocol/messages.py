@@ -59,6 +59,10 @@ class WaveOutcome(StrEnum):
 # --- rank -> controller ---------------------------------------------------------------------------
 
 
+MIGRATE = "migrate"
+"""The capability of a rank that takes waves."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """The first message of a stream: all that the controller must know about a rank."""
@@ -79,8 +83,7 @@ class Hello:
     """Space for staged experts; the rank's share of every wave must fit."""
     gate_digest: str
     """Digest of K, D and the layout of the gate's vector; equal on all ranks (R9)."""
-    capabilities: frozenset[str] = frozenset({"migrate"})
-    """Without `migrate` the rank refuses every wave."""
+    capabilities: frozenset[str] = frozenset({MIGRATE})
     highest_term: int = 0
     device: str = ""
     """Name of the device as its driver gives it; empty if unknown or a CPU."""
@@ -90,6 +93,11 @@ class Hello:
     """How the engine splits tokens over replicas, if known; a `DispatchModel` or another name."""
     slots_stay_filled: bool = False
     """True if the engine cannot leave a slot empty. If any rank says so, it holds for the group."""
+
+    @property
+    def migrates(self) -> bool:
+        """True if the rank takes waves; else it only observes, and refuses every wave."""
+        return MIGRATE in self.capabilities
 
 
 @dataclass(frozen=True, slots=True)

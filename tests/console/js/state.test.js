@@ -176,6 +176,12 @@ test("health names the worst that is known", () => {
   });
   const ended = { ranks: [first, { ...second, fresh: false, stopped: true }] };
   const waits = { state: "waiting_for_ranks", reason: "ranks_missing" };
+  const observing = { reason: "observe_only", ...decided("observe_only") };
+  assert.deepEqual(health({ ...observing, mode: "auto" }), {
+    level: "attention",
+    words: "The ranks can be observed only: they cannot carry out plans.",
+  });
+  assert.equal(level({ ...observing, mode: "observe" }), "good", "as the mode asks");
   assert.deepEqual(health({ ...ended, ...waits }), {
     level: "attention",
     words: "1 rank stopped as planned.",

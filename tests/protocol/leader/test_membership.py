@@ -179,7 +179,7 @@ def test_trouble_counts_from_the_newest_stream_and_gives_nothing_that_was_not_of
     assert members.register(hello_of(1, incarnation=8, capabilities=frozenset()), 33, 2.0).accepted
     members.troubled(1, 33, "")
     members.troubled(7, 33, "nobody's")
-    assert members.quorum(2.0).detail == "ranks [1] do not offer to migrate"
+    assert members.quorum(2.0).detail == "ranks [1] only observe"
 
 
 def test_wrong_deployment_and_rank_are_refused():

@@ -21,6 +21,8 @@ from tests.protocol.machines import (
     ack,
     both,
     control_of,
+    from_rank,
+    hello_of,
     of_kind,
     only,
     plan_of,
@@ -124,6 +126,30 @@ def test_locked_observe_lets_nothing_move_weights():
     operator.set_policy(dataclasses.replace(LOCKED, observe_lock=False), {}, 0.0)
     _, actions = operator.approve(PlanId("proposed"), "me", 0.0)
     assert sent(actions)
+
+
+@pytest.mark.fault(
+    "a vLLM whose ranks only observe",
+    "the controller began a plan that the ranks refused",
+)
+def test_no_plan_begins_by_hand_on_ranks_that_only_observe():
+    control = control_of()
+    operator = Operator(control)
+    operator.submit(plan_of(plan_id="proposed"), 0.0)
+    hello = hello_of(1, incarnation=2, capabilities=frozenset())
+    control.handle(from_rank(1, hello, incarnation=2, stream=21), 0.0)
+    control.handle(from_rank(1, state_of(1), incarnation=2, stream=21), 0.0)
+    assert control.state_reason(0.0)[0] is Reason.OBSERVE_ONLY
+    rollback = dataclasses.replace(plan_of(plan_id="back"), kind=PlanKind.ROLLBACK)
+    for call in (
+        lambda: operator.approve(PlanId("proposed"), "me", 0.0),
+        lambda: operator.submit(plan_of(plan_id="now"), 0.0, approve=True),
+        lambda: operator.submit(rollback, 0.0, approve=True),
+    ):
+        with pytest.raises(Conflict, match=r"ranks \[1\] only observe") as caught:
+            call()
+        assert caught.value.reason is Reason.OBSERVE_ONLY
+    assert (control.state, list(control.records.by_id)) == (S.READY, ["proposed"])
 
 
 SEPARATE = DeploymentPolicy(mode=Mode.PROPOSE, separate_approval=True)

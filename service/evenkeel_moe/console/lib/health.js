@@ -56,6 +56,8 @@ const CONDITIONS = [
       : null;
   },
   ({ state, reason }) => (state === "recovering" ? ["attention", sentence(reason)] : null),
+  ({ mode, reason }) =>
+    reason === "observe_only" && mode !== "observe" ? ["attention", sentence(reason)] : null,
   ({ active_plan: plan }, now) => {
     const unchanged = plan && plan.phase !== "paused" ? now - plan.updated_at : 0;
     return unchanged > ALERT_BOUNDS.planUnchangedS

@@ -83,7 +83,7 @@ class RankRegistration:
         return actions
 
     def _accepted(self, hello: Hello, leader: Leader) -> Registration:
-        observing = "migrate" not in hello.capabilities
+        observing = not hello.migrates
         timing = self.control.timing
         return Registration(
             outcome=RegistrationOutcome.OBSERVE_ONLY if observing else RegistrationOutcome.ACCEPTED,

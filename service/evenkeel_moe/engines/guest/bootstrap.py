@@ -24,7 +24,7 @@ from evenkeel_moe.agent.ports import ExpertWeights, RankLink
 from evenkeel_moe.agent.profile.files import SavedProfile, load_profile
 from evenkeel_moe.agent.profile.replica_cost import remeasure
 from evenkeel_moe.engines.guest.record_link import RecordLink
-from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.identity import device_name, gpu_uuid, rank_identity
 from evenkeel_moe.errors import InvalidInput, Unavailable
 from evenkeel_moe.model.load import CountingSide
@@ -152,6 +152,7 @@ def _agent_config(
         node=settings.node,
         gpu_uuid=gpu_uuid(device),
         device_name=device_name(device),
+        observe_only=settings.mode is GuestMode.OBSERVE,
         weights_version=settings.weights_version,
         side=side,
         # The engine stages one layer at a time in its own memory, so one wave can hold a whole

@@ -115,8 +115,6 @@ class EngineGuest(ABC):
         self._top_k = shape.top_k
         self._counts = GuestCounts(shape.num_logical_experts, self._deliver)
         self.agent = all_or_none("start an agent", make, self._gather, GuestAgent.close)
-        if not self.places:
-            self.agent.observe_as_asked()
         self._tell_kv_cache()
         # Engines run a rank in a child process, which ends without atexit's functions.
         Finalize(None, _say_that_it_stops, (self.agent,), exitpriority=0)

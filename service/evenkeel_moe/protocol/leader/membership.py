@@ -248,6 +248,11 @@ class Membership:
         """Return True if some rank cannot leave a slot empty: no plan may then leave one."""
         return any(member.hello.slots_stay_filled for member in self.members.values())
 
+    @property
+    def observers(self) -> list[EpRank]:
+        """The ranks that refuse every wave as they were started, ascending."""
+        return sorted(rank for rank, m in self.members.items() if not m.hello.migrates)
+
     def quorum(self, now: float) -> Quorum:
         """Decide if every rank of one generation is fresh and all agree on what a wave needs."""
         if self.generation is None:
@@ -281,9 +286,8 @@ class Membership:
             rank, trouble = next(iter(troubles.items()))
             detail = f"ranks {list(troubles)} take no wave any more; rank {rank}: {trouble[:200]}"
             return Quorum(False, Reason.OBSERVE_ONLY, detail)
-        observers = [r for r, m in members.items() if "migrate" not in m.hello.capabilities]
-        if observers:
-            return Quorum(False, Reason.OBSERVE_ONLY, f"ranks {observers} do not offer to migrate")
+        if self.observers:
+            return Quorum(False, Reason.OBSERVE_ONLY, f"ranks {self.observers} only observe")
         return Quorum(True, Reason.RECOVERED, f"all {len(members)} ranks")
 
     # --- refusals ---------------------------------------------------------------------------------

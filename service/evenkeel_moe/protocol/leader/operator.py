@@ -56,8 +56,8 @@ class Operator:
         The same id with the same digest returns the existing record. A rollback holds `auto` mode.
 
         Raises:
-            Conflict: ID_REUSED, STALE_BASE, and with `approve` OBSERVE_MODE, SEPARATE_APPROVAL,
-                PLAN_IN_PROGRESS, FROZEN or OUTSIDE_SCHEDULE.
+            Conflict: ID_REUSED, STALE_BASE, and with `approve` OBSERVE_MODE, OBSERVE_ONLY,
+                SEPARATE_APPROVAL, PLAN_IN_PROGRESS, FROZEN or OUTSIDE_SCHEDULE.
             InfeasiblePlan: the plan breaks an invariant (R17).
         """
         executor, planning_loop = self._recovered()
@@ -107,7 +107,7 @@ class Operator:
         Raises:
             NotFound: no such plan.
             Conflict: STALE_BASE if the epoch moved (R16), EXPIRED, WRONG_PHASE, OBSERVE_MODE,
-                SEPARATE_APPROVAL, PLAN_IN_PROGRESS, FROZEN, OUTSIDE_SCHEDULE.
+                OBSERVE_ONLY, SEPARATE_APPROVAL, PLAN_IN_PROGRESS, FROZEN, OUTSIDE_SCHEDULE.
         """
         executor, _ = self._recovered()
         records = self.control.records
@@ -255,7 +255,7 @@ class Operator:
             )
 
     def _require_free(self, plan: Plan, now: float) -> None:
-        """Refuse a plan under the lock of mode observe, or beside another plan.
+        """Refuse a plan under the lock of mode observe, on ranks that observe, or beside another.
 
         A freeze and the schedule do not stop a rollback.
         """
@@ -264,6 +264,13 @@ class Operator:
                 "the mode is observe and observe_lock is set, so nothing may move weights; an admin"
                 " can set another mode, or observe_lock to false",
                 Reason.OBSERVE_MODE,
+            )
+        observers = self.control.membership.observers
+        if observers:
+            raise Conflict(
+                f"ranks {observers} only observe and refuse every plan: start all ranks of a group"
+                " with EVENKEEL_RANK__MODE=place",
+                Reason.OBSERVE_ONLY,
             )
         active = self.control.records.active
         if active is not None:

@@ -1,0 +1,48 @@
+"""What the agent of an engine's rank tells the controller first."""
+
+import numpy as np
+import pytest
+
+from evenkeel_moe.engines.guest.bootstrap import make_guest
+from evenkeel_moe.model.placement import Placement
+from tests.agent.fleet import PortLink
+from tests.agent.guests import ToyEngine
+from tests.agent.ranks import CPU, shape_of
+from tests.engines.driving import toy_settings
+from tests.waiting import deadline
+
+
+class HelloLink(PortLink):
+    """Keeps the first message of its stream, as a controller does."""
+
+    async def run(self, listener):
+        self.hello = listener.hello()
+        await super().run(listener)
+
+
+@pytest.mark.fault(
+    "a vLLM whose ranks only observe",
+    "the controller began a plan that the ranks refused",
+)
+@pytest.mark.parametrize(("mode", "offers"), [("observe", set()), ("place", {"migrate"})])
+def test_the_first_message_of_a_rank_tells_whether_it_takes_plans(mode, offers):
+    placement = Placement(np.array([[0, 1, 1, 0]], np.int32), 1, 2)
+    engine, link = ToyEngine(placement, 0), HelloLink()
+    agent = make_guest(
+        toy_settings(mode=mode),
+        0,
+        shape_of(placement),
+        placement,
+        engine.weights,
+        engine,
+        broadcast=lambda message: message or b"",
+        device=CPU,
+        link=link,
+    )
+    try:
+        assert link.ready.wait(deadline(20))
+        assert link.hello.capabilities == offers
+        assert agent.observe_only is (mode == "observe")
+        assert agent.trouble == "", "what was asked for is no fault"
+    finally:
+        agent.close()
