@@ -8,6 +8,7 @@ import ast
 import pytest
 
 from evenkeel_moe.engines.sglang.hooks import LOADERS
+from evenkeel_moe.engines.vllm.hooks import worker_functions
 from tests.engines.sglang import engine as sglang
 from tests.engines.vllm import engine as vllm
 
@@ -20,26 +21,14 @@ def function(root, path, owner, name):
     classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
     (methods,) = [node.body for node in classes if node.name == owner]
     (found,) = [node for node in methods if isinstance(node, ast.FunctionDef) and node.name == name]
-    return [argument.arg for argument in found.args.args], ast.unparse(found)
+    others = [argument for argument in (found.args.vararg, found.args.kwarg) if argument]
+    return [argument.arg for argument in found.args.args + others], ast.unparse(found)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("reload_weights", "self"),
-        ("reset_weights", "self"),
-        ("start_weight_update", "self"),
-        ("finish_weight_update", "self"),
-        ("sleep", "self level"),
-        ("wake_up", "self tags"),
-        ("discard", "self tags"),
-    ],
-)
-def test_vllms_worker_has_the_functions_that_are_wrapped(name, parameters):
-    if name == "reset_weights" and vllm.VERSION.startswith("0.31."):
-        pytest.skip("reset_weights came with vLLM 0.32")
+@pytest.mark.parametrize("name", worker_functions(vllm.VERSION))
+def test_vllms_worker_has_the_functions_that_are_wrapped(name):
     found, _ = function(vllm.root_folder(), vllm.LOADERS[0], "Worker", name)
-    assert found == parameters.split()
+    assert " ".join(found) == worker_functions(vllm.VERSION)[name]
 
 
 def test_vllms_loaders_follow_the_map_of_the_start():

@@ -87,20 +87,29 @@ KV_CACHE = SimpleNamespace(
 
 
 class Worker:
-    """The ways in which `vllm.v1.worker.gpu_worker.Worker` replaces weights.
+    """How `vllm.v1.worker.gpu_worker.Worker` warms up, and the ways in which it replaces weights.
 
     Each of them loads through `model.load_weights`, as the original does.
     """
 
     def __init__(self, state: Any):
         self.model_runner = SimpleNamespace(eplb_state=state)
+        self.warm_up: Any = None
+
+    def compile_or_warm_up_model(self) -> None:
+        self.warm_up()
 
     @property
     def model_state(self) -> Any:
         return next(iter(self.model_runner.eplb_state.model_states.values()))
 
-    def reload_weights(self, weights_iterator: Any) -> None:
-        self.model_state.model.load_weights(weights_iterator)
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.model_state.model.load_weights(*args, **kwargs)
+
+    def reset_weights(self) -> None:
+        for tensors in self.model_state.model.expert_weights:
+            for tensor in tensors:
+                tensor.zero_()
 
     def start_weight_update(self) -> None:
         pass
@@ -130,6 +139,9 @@ class Worker:
             state.should_record_tensor.fill_(False)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
+        pass
+
+    def discard(self, tags: tuple[str, ...]) -> None:
         pass
 
 
@@ -201,6 +213,7 @@ def _stand_ins() -> None:
     for name in ("v1", "v1.worker"):
         stand_in(f"vllm.{name}").__path__ = []  # type: ignore[attr-defined]
     stand_in("vllm.v1.worker.worker_base", WorkerWrapperBase=WorkerWrapper)
+    stand_in("vllm.v1.worker.gpu_worker", Worker=Worker)
     for name in ("model_executor", "model_executor.models", "utils", "distributed"):
         stand_in(f"vllm.{name}").__path__ = []  # type: ignore[attr-defined]
     stand_in("vllm.distributed.device_communicators").__path__ = []  # type: ignore[attr-defined]

@@ -2,25 +2,33 @@
 
 import importlib.util
 import os
+import sys
 import time
 from importlib.machinery import ModuleSpec
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 import torch.distributed as dist
 
 from evenkeel_moe.agent.guest import Move
-from evenkeel_moe.engines.guest.guards import Unsupported
+from evenkeel_moe.engines.guest.guards import Hook, Unsupported
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
+from evenkeel_moe.engines.vllm import hooks
 from evenkeel_moe.engines.vllm.plugin import VllmPlugin, register
+from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Wave
 from evenkeel_moe.protocol.messages import AbortAnswer, Vote
 from tests.agent.fleet import PortLink
+from tests.engines.driving import steps_of
 from tests.engines.vllm import engine
 from tests.engines.vllm.engine import Config
-from tests.engines.vllm.scenarios import Rank
+from tests.engines.vllm.scenarios import TOKENS, Rank
+
+TOY: Any = engine
+"""The same module, for what a scenario replaces in it."""
 
 
 def fail_second_layer(one):
@@ -121,6 +129,84 @@ def hook_fails(rank, size):
     return {**one.seen(), "further": one.taken - before}
 
 
+def hash_fails(rank, size):
+    """The configuration of the model fails when the plugin asks for its hash, after vLLM has."""
+    asked = []
+
+    def compute_hash(_config):
+        asked.append(True)
+        if len(asked) == 2:
+            raise RuntimeError("no hash")
+        return "toy-hash"
+
+    TOY.ModelConfig.compute_hash = compute_hash
+    config = Config(use_async=False, step_interval=12)
+    one = Rank(rank, size, use_async=False, config=config)
+    before = one.map()
+    one.steps(30)
+    return {"agent": one.agent is not None, "moved": not np.array_equal(before, one.map())}
+
+
+def last_copies_fail(rank, size):
+    """On ROCm vLLM leaves the plan out, and the plugin's own copies fail."""
+    one = Rank(rank, size, use_async=False)
+    one.modules.state.current_platform.is_rocm = lambda: True
+    one.state._allreduce_list = lambda tensors: [torch.zeros_like(one) for one in tensors]
+
+    def fails(*_args):
+        raise RuntimeError("no more device memory")
+
+    one.modules.state.rearrange_expert_weights_inplace = fails
+    one.steps(4)
+    one.order(one.target())
+    one.until(lambda: one.agent.trouble)
+    before = one.taken
+    one.steps(20)
+    return {**one.seen(), "further": one.taken - before}
+
+
+def unknown_worker(rank, size, *, how):
+    """vLLM starts its workers in a way that the plugin does not watch, or they lack a function."""
+    original = TOY.WorkerWrapper.initialize_from_config
+
+    def before(_one):
+        if how == "not wrapped":
+            TOY.WorkerWrapper.initialize_from_config = original
+        else:
+            TOY.Worker = type("OtherWorker", (TOY.Worker,), {"discard": None})
+
+    with structlog.testing.capture_logs() as said:
+        one = Rank(rank, size, use_async=False, before=before)
+        one.steps(4)
+    lines = [line for line in said if line["event"] == "worker_not_watched"]
+    return {**one.seen(), "said": len(lines)}
+
+
+def warm_up(rank, size):
+    """Passes of vLLM's start: like served ones, and without a step of its balancer."""
+    one = Rank(rank, size, use_async=True, mode="observe")
+
+    def start():
+        one.steps(3)
+        one.model.forward(one.chosen)
+
+    one.model.forward(torch.zeros(4, 2, dtype=torch.int64))
+    one.worker.warm_up = start
+    one.worker.compile_or_warm_up_model()
+    one.step()
+    chosen = one.chosen[:TOKENS].reshape(-1)
+    want = torch.bincount(chosen, minlength=one.model.num_logical_experts).numpy()
+    one.steps(3)
+    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 7)
+    metas = np.concatenate([report.steps for report in reports])
+    return {
+        "tokens": metas["tokens"].tolist(),
+        "dummy": metas["dummy"].tolist(),
+        "counts": np.concatenate([report.counts for report in reports]),
+        "want": want,
+    }
+
+
 def resized(rank, size, *, slots):
     """vLLM commits a map of another number of slots, as when ranks come or go."""
     one = Rank(rank, size, use_async=False, mode="observe")
@@ -219,7 +305,8 @@ def refusals(rank, size):
     state, policies = modules.state, modules.policies
     untouched = (state.EplbState.step, state._move_to_workspace, dict(policies.EPLB_POLICIES))
     settings = GuestSettings(controllers="x:1", mode=GuestMode.PLACE)
-    found = {}
+    sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
+    found, checked = {}, {}
 
     def attempt(name, version=engine.VERSION):
         try:
@@ -233,6 +320,9 @@ def refusals(rank, size):
             dict(policies.EPLB_POLICIES),
         ) == untouched
         found[name] += "" if same else " BUT CHANGED"
+        report = hooks.report()
+        assert report is not None
+        checked[name] = next(iter(report.differences), Hook("")).difference
 
     attempt("version", "9.9.9")
     step = state.EplbState.step
@@ -260,12 +350,26 @@ def refusals(rank, size):
     find_spec = importlib.util.find_spec
 
     def finds_ascend(name: str, package: str | None = None) -> ModuleSpec | None:
-        return find_spec("json") if name == "vllm_ascend" else None
+        return find_spec("json") if name == "vllm_ascend" else find_spec(name, package)
 
     importlib.util.find_spec = finds_ascend
     attempt("ascend")
     importlib.util.find_spec = find_spec
-    return found
+    for name in ("reload_weights", "reset_weights", "compile_or_warm_up_model"):
+        function = getattr(TOY.Worker, name)
+        setattr(TOY.Worker, name, lambda worker: None)
+        attempt(f"other {name}")
+        delattr(TOY.Worker, name)
+        attempt(f"no {name}")
+        setattr(TOY.Worker, name, function)
+    allocate = TOY.WorkerWrapper.initialize_from_config
+    del TOY.WorkerWrapper.initialize_from_config
+    attempt("no initialize_from_config")
+    TOY.WorkerWrapper.initialize_from_config = allocate
+    workers = sys.modules.pop("vllm.v1.worker.worker_base")
+    attempt("no workers")
+    sys.modules["vllm.v1.worker.worker_base"] = workers
+    return found, checked
 
 
 def environment(rank, size):

@@ -24,6 +24,18 @@ def test_every_step_is_reported_with_its_real_tokens_and_its_epoch():
         assert not seen["counts"][4].any()
 
 
+@pytest.mark.fault(
+    "who serves with vLLM or SGLang",
+    "the passes of the engine's start were in the first window",
+)
+def test_the_warm_up_of_the_start_is_not_served_load():
+    for seen in ranks.run("tests.engines.vllm.faults", "warm_up"):
+        assert seen["dummy"] == [True] * 3 + [False] * 4
+        assert seen["tokens"] == [0] * 3 + [12] * 4
+        assert not seen["counts"][:3].any()
+        assert (seen["counts"][3] == seen["want"]).all(), "nothing was left behind"
+
+
 @pytest.mark.parametrize("how", ["replicated", "sequence"])
 def test_ranks_that_share_a_batch_count_each_token_once(how):
     first, second = ranks.once(PARALLEL, "tensor_parallel", how=how)

@@ -66,6 +66,9 @@ class VllmGuest(EngineGuest):
         self._policy: Any = None
         self._reload: ReloadMap | None = None
         """None if vLLM loads weights as it does without the plugin."""
+        self.worker_watched = False
+        """True once the plugin learns of this rank's warm-up and of its new weights."""
+        self._warming_up = False
         self._prepared: int | None = None
         self._answer: NDArray[np.int64] | None = None
         """The map that the planner gave vLLM for the plan under way."""
@@ -86,6 +89,11 @@ class VllmGuest(EngineGuest):
         """
         self._model_state, self._model_config, self._policy = model_state, model_config, policy
         self._try_to_start(lambda: self._start(model_state))
+
+    @property
+    def joined(self) -> bool:
+        """True once `join` was called."""
+        return self._model_state is not None
 
     def _start(self, model_state: VllmModelState) -> None:
         refuse_elastic(self.state.parallel_config)
@@ -136,7 +144,21 @@ class VllmGuest(EngineGuest):
             )
         _log.info("guest_started", deployment=self.settings.deployment, rank=rank, shape=str(shape))
 
-    # --- around vLLM's step -----------------------------------------------------------------------
+    # --- around vLLM's warm-up and steps ----------------------------------------------------------
+
+    def warm_up_began(self) -> None:
+        """Count the steps from here on as dummies; vLLM itself takes some of them for served."""
+        self._warming_up = True
+
+    def warm_up_ended(self) -> None:
+        """Count served steps from here on.
+
+        vLLM's passes that end without a step of its balancer leave their counts behind, for the
+        next step to find. They are cleared, as vLLM does at a dummy step.
+        """
+        self._warming_up, self._prepared = False, None
+        if self.agent is not None and self._model_state is not None:
+            self._model_state.expert_load_pass.zero_()
 
     def prepared(self, model_config: Any, num_tokens: int) -> None:
         """Note how many real tokens the next forward pass of a model has.
@@ -157,7 +179,13 @@ class VllmGuest(EngineGuest):
         model_state, agent = self._model_state, self.agent
         if model_state is None or agent is None or self._counts is None:
             return
-        note = StepNote(self._step, agent.epoch, dummy, self._prepared)
+        if self._step == 0 and not self.worker_watched:
+            _log.warning(
+                "worker_not_watched",
+                detail="vLLM started no worker through WorkerWrapperBase: its KV cache is unknown,"
+                " its warm-up counts as served, and sleep at level 2 is not noticed",
+            )
+        note = StepNote(self._step, agent.epoch, dummy or self._warming_up, self._prepared)
         self._count(note, self._counts, model_state)
         self._prepared = None
         self._step += 1

@@ -2,8 +2,9 @@
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
+from typing import Any
 
 from evenkeel_moe.engines.guest.guards import (
     EngineReport,
@@ -19,6 +20,7 @@ STATE = "vllm.distributed.eplb.eplb_state"
 POLICIES = "vllm.distributed.eplb.policy"
 GROUPS = "vllm.distributed.parallel_state"
 WORKERS = "vllm.v1.worker.worker_base"
+_WORKER = "vllm.v1.worker.gpu_worker"
 
 _SIGNATURES: Mapping[str, Mapping[str, str]] = {
     "EplbState": {
@@ -27,6 +29,8 @@ _SIGNATURES: Mapping[str, Mapping[str, str]] = {
         "step": "self is_dummy is_profile log_stats",
         "_should_record_current_step": "self log_stats",
         "rearrange": "self is_profile rank_mapping use_last_expert_load",
+        "build_initial_global_physical_to_logical_map": "num_routed_experts num_redundant_experts",
+        "_update_layer_should_record": "self log_stats",
     },
     "": {
         "_move_to_workspace": "model_state ep_rank",
@@ -41,52 +45,71 @@ _PLANNER = "cls weight num_replicas num_groups num_nodes num_ranks old_global_ex
 _FIELDS = (
     "physical_to_logical_map",
     "expert_load_pass",
+    "expert_load_pass_buffer",
+    "expert_load_window",
+    "last_expert_load",
     "model",
     "model_name",
+    "expert_buffer",
     "rebalanced",
+    "communicator",
     "pending_result",
 )
-_WORKER = "vllm.v1.worker.gpu_worker"
-_LOADERS = {
+WARM_UP = "compile_or_warm_up_model"
+_OF_A_WORKER = {
+    WARM_UP: "self",
     "reload_weights": "self args kwargs",
+    "reset_weights": "self",
     "start_weight_update": "self",
     "finish_weight_update": "self",
     "sleep": "self level",
     "wake_up": "self tags",
     "discard": "self tags",
 }
-"""Functions of a worker that replace weights. Workers of other devices may lack some."""
+"""The warm-up of a worker, and all its functions that replace weights."""
 
 
-def check_engine(version: str, state: ModuleType, policies: ModuleType, groups: ModuleType) -> None:
+def check_engine(version: str) -> None:
     """Compare vLLM with the versions that this plugin was written for.
 
     Raises:
         Unsupported: another version, or a part that differs.
     """
     check_version("vllm", version, KNOWN_VERSIONS)
-    refuse_differences(compare(state, policies, groups))
+    refuse_differences(compare(version))
 
 
-def compare(state: ModuleType, policies: ModuleType, groups: ModuleType) -> Iterator[Hook]:
-    """Return every part with its difference, if it has one.
+def worker_functions(version: str) -> Mapping[str, str]:
+    """Return the functions of a worker that the plugin wraps, with their parameters."""
+    later = {"reset_weights"} if version.startswith("0.31.") else set()
+    return {name: taken for name, taken in _OF_A_WORKER.items() if name not in later}
 
-    Args:
-        state: vLLM's `eplb_state` module.
-        policies: vLLM's package of EPLB policies.
-        groups: vLLM's `parallel_state` module.
-    """
+
+def compare(version: str) -> Iterator[Hook]:
+    """Return every part with its difference, if it has one; changes nothing."""
     if importlib.util.find_spec("vllm_ascend") is not None:
         yield Hook(
             "vllm-ascend",
             "vllm-ascend is installed: its model runner balances by an EPLB of its own, which this"
             " plugin does not know; write its expert_map_path with `evenkeel offline -f ascend`",
         )
+    try:
+        yield from _compare_modules(version, importlib.import_module)
+    except (ImportError, AttributeError) as error:
+        yield Hook("import", f"a part of vLLM cannot be read: {error!s:.300}")
+
+
+def _compare_modules(version: str, load: Callable[[str], Any]) -> Iterator[Hook]:
+    state, policies = load(STATE), load(POLICIES)
     for owner, wanted in _SIGNATURES.items():
         yield from compare_signatures(getattr(state, owner) if owner else state, wanted)
-    yield from compare_signatures(groups, _GROUP_SIGNATURES)
+    yield from compare_signatures(load(GROUPS), _GROUP_SIGNATURES)
     yield compare_fields(state.EplbModelState, _FIELDS)
+    yield compare_fields(state.AsyncEplbLayerResult, ("layer_idx",))
     yield from _compare_planner(state, policies)
+    wrapper = {"initialize_from_config": "self kv_cache_configs"}
+    yield from compare_signatures(load(WORKERS).WorkerWrapperBase, wrapper)
+    yield from compare_signatures(load(_WORKER).Worker, worker_functions(version))
 
 
 def _compare_planner(state: ModuleType, policies: ModuleType) -> Iterator[Hook]:
@@ -111,15 +134,8 @@ def report() -> EngineReport | None:
     """Compare the installed vLLM, and change nothing of it; None if there is none."""
     if importlib.util.find_spec("vllm") is None:
         return None
-    version = "of unknown version"
     try:
         version = str(importlib.import_module("vllm").__version__)
-        modules = [importlib.import_module(name) for name in (STATE, POLICIES, GROUPS)]
-        hooks = [*compare(*modules)]
-        worker = importlib.import_module(_WORKER).Worker
-        hooks += compare_signatures(worker, _LOADERS)
-        owner = importlib.import_module(WORKERS).WorkerWrapperBase
-        hooks += compare_signatures(owner, {"initialize_from_config": "self kv_cache_configs"})
-    except (ImportError, AttributeError) as error:
-        hooks = [Hook("import", f"vLLM's modules cannot be imported: {error!s:.300}")]
-    return EngineReport("vllm", version, KNOWN_VERSIONS, tuple(hooks))
+    except (ImportError, AttributeError):
+        version = "of unknown version"
+    return EngineReport("vllm", version, KNOWN_VERSIONS, tuple(compare(version)))

@@ -1,4 +1,4 @@
-"""Wraps the functions by which one worker of vLLM replaces weights.
+"""Wraps the functions by which one worker of vLLM warms up and replaces weights.
 
 They are wrapped on the objects, because the classes of workers and models differ by device and by
 model. `load_weights` of the model is among them: extensions of RL frameworks call it directly, in
@@ -6,25 +6,47 @@ buckets, and tell no end.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from evenkeel_moe.engines.guest.collective_start import protect_engine
+from evenkeel_moe.engines.guest.guards import check_signatures
 from evenkeel_moe.engines.vllm.guest import VllmGuest
+from evenkeel_moe.engines.vllm.hooks import WARM_UP
 
 _WATCHED = "_evenkeel_watched"
+_Call = Callable[..., None]
 
 
 def watch_model(model: Any, guest: VllmGuest) -> None:
-    """Tell the guest before the target model loads weights."""
-    _wrap(model, "load_weights", lambda *_, **__: guest.before_weights())
+    """In place mode, tell the guest before the target model loads weights."""
+    if guest.places:
+        _wrap(model, "load_weights", lambda *_, **__: guest.before_weights())
 
 
-def watch_worker(worker: Any, guest: VllmGuest) -> None:
-    """Tell the guest of every reload, weight update and sleep of a worker; once per worker."""
+def watch_worker(worker: Any, guest: VllmGuest, functions: Mapping[str, str]) -> None:
+    """Tell the guest of the warm-up of a worker and, in place mode, of other weights; once each.
+
+    Args:
+        worker: vLLM's worker of this rank, whose class depends on the device.
+        guest: of the worker's `EplbState`.
+        functions: see `hooks.worker_functions`.
+
+    Raises:
+        Unsupported: the worker lacks one of them, or it takes other parameters; nothing is wrapped.
+    """
     if getattr(worker, _WATCHED, False):
         return
+    check_signatures(type(worker), functions)
     setattr(worker, _WATCHED, True)
+    guest.worker_watched = True
+
+    def warms_up(*_: Any, **__: Any) -> None:
+        guest.warm_up_began()
+
+    def warm(*_: Any, **__: Any) -> None:
+        with protect_engine(guest, WARM_UP):
+            guest.warm_up_ended()
 
     def begins(*_: Any, **__: Any) -> None:
         guest.before_weights()
@@ -44,25 +66,24 @@ def watch_worker(worker: Any, guest: VllmGuest) -> None:
         if tags is None or "weights" in tags:
             guest.woke()
 
-    for name in ("reload_weights", "reset_weights"):
-        _wrap(worker, name, begins, ended)
-    _wrap(worker, "start_weight_update", begins)
-    _wrap(worker, "finish_weight_update", None, ended)
-    _wrap(worker, "sleep", sleeps)
-    _wrap(worker, "discard", discards)
-    _wrap(worker, "wake_up", None, woke)
+    around: dict[str, tuple[_Call | None, _Call | None]] = {
+        WARM_UP: (warms_up, warm),
+        "reload_weights": (begins, ended),
+        "reset_weights": (begins, ended),
+        "start_weight_update": (begins, None),
+        "finish_weight_update": (None, ended),
+        "sleep": (sleeps, None),
+        "discard": (discards, None),
+        "wake_up": (None, woke),
+    }
+    for name in functions:
+        if guest.places or name == WARM_UP:
+            _wrap(worker, name, *around[name])
 
 
-def _wrap(
-    owner: Any,
-    name: str,
-    before: Callable[..., None] | None,
-    after: Callable[..., None] | None = None,
-) -> None:
+def _wrap(owner: Any, name: str, before: _Call | None, after: _Call | None = None) -> None:
     """Call `before`, which may refuse by an error, and `after`, also after an error."""
-    original = getattr(owner, name, None)
-    if original is None:
-        return
+    original = getattr(owner, name)
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,6 @@ are known.
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,14 @@ from evenkeel_moe.engines.guest.collective_start import protect_engine
 from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.vllm.guest import VllmGuest
-from evenkeel_moe.engines.vllm.hooks import GROUPS, POLICIES, STATE, WORKERS, check_engine
+from evenkeel_moe.engines.vllm.hooks import (
+    GROUPS,
+    POLICIES,
+    STATE,
+    WORKERS,
+    check_engine,
+    worker_functions,
+)
 from evenkeel_moe.engines.vllm.kv_cache import read_kv_cache
 from evenkeel_moe.engines.vllm.loaders import watch_model, watch_worker
 from evenkeel_moe.engines.vllm.policy import make_policy
@@ -52,13 +58,13 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         state = importlib.import_module(STATE)
         if getattr(state, _INSTALLED, None) is not None:
             return
-        policies, groups = importlib.import_module(POLICIES), importlib.import_module(GROUPS)
-        check_engine(self._version, state, policies, groups)
-        self._groups, self._engine = groups, state
+        check_engine(self._version)
+        policies = importlib.import_module(POLICIES)
+        self._groups, self._engine = importlib.import_module(GROUPS), state
         self._wrap_start(state.EplbState)
         self._wrap_step(state.EplbState)
         self._wrap_commits(state)
-        self._wrap_kv_cache(sys.modules.get(WORKERS))
+        self._wrap_workers(importlib.import_module(WORKERS).WorkerWrapperBase)
         if self._places:
             self._policy = make_policy(policies.EPLB_POLICIES["default"], self.guests)
             policies.EPLB_POLICIES["default"] = self._policy
@@ -73,13 +79,12 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
             state: Any, model: Any, model_config: Any, *name: Any, **named: Any
         ) -> None:
             add_model(state, model, model_config, *name, **named)
-            if not is_draft(model_config, *name, **named) and state not in self.guests:
-                guest = self.guests[state] = VllmGuest(
-                    self.settings, state, self._groups, self._engine, self._new_link()
-                )
-                model_state = state.model_states[model_config.compute_hash()]
-                guest.join(model_state, model_config, self._policy)
-                watch_model(model, guest)
+            guest = self._guest_of(state)
+            with protect_engine(guest, "EplbState.add_model"):
+                if not is_draft(model_config, *name, **named) and not guest.joined:
+                    model_state = state.model_states[model_config.compute_hash()]
+                    guest.join(model_state, model_config, self._policy)
+                    watch_model(model, guest)
 
         @functools.wraps(should_record)
         def record_always(state: Any, log_stats: bool = False) -> bool:
@@ -121,28 +126,35 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
                 guest.rearranging()
             answer = rearrange(state, is_profile, *args, **kwargs)
             if guest is not None and not is_profile:
-                guest.rearranged()
+                with protect_engine(guest, "EplbState.rearrange"):
+                    guest.rearranged()
             return answer
 
         owner.prepare_forward, owner.step = prepare_and_note, count_and_step
         owner.rearrange = note_and_rearrange
 
-    def _wrap_kv_cache(self, module: Any) -> None:
+    def _guest_of(self, state: Any) -> VllmGuest:
+        """Return the guest of an `EplbState`; the first call makes it."""
+        if state not in self.guests:
+            self.guests[state] = VllmGuest(
+                self.settings, state, self._groups, self._engine, self._new_link()
+            )
+        return self.guests[state]
+
+    def _wrap_workers(self, owner: Any) -> None:
         """Learn of each worker and the size of its KV cache; a process may have no worker."""
-        owner = getattr(module, "WorkerWrapperBase", None)
-        if owner is None:
-            return
-        allocate = owner.initialize_from_config
+        allocate, functions = owner.initialize_from_config, worker_functions(self._version)
 
         @functools.wraps(allocate)
         def allocate_and_tell(wrapper: Any, kv_cache_configs: Any) -> Any:
             answer = allocate(wrapper, kv_cache_configs)
             for state, guest in list(self.guests.items()):
-                if getattr(wrapper.worker.model_runner, "eplb_state", None) is state:
-                    watch_worker(wrapper.worker, guest)
-                    guest.kv_cache_allocated(
-                        lambda: read_kv_cache(kv_cache_configs[wrapper.global_rank])
-                    )
+                with protect_engine(guest, "WorkerWrapperBase.initialize_from_config"):
+                    if getattr(wrapper.worker.model_runner, "eplb_state", None) is state:
+                        guest.kv_cache_allocated(
+                            lambda: read_kv_cache(kv_cache_configs[wrapper.global_rank])
+                        )
+                        watch_worker(wrapper.worker, guest, functions)
             return answer
 
         owner.initialize_from_config = allocate_and_tell
