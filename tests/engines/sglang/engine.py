@@ -10,6 +10,7 @@ import importlib
 import logging
 import sys
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ LOADERS = (
     "sglang/srt/model_executor/model_runner_components/weight_updater.py",
     "sglang/srt/managers/scheduler_components/weight_updater.py",
     "sglang/srt/layers/moe/fused_moe_triton/layer.py",
+    "sglang/srt/model_executor/model_runner.py",
+    "sglang/srt/model_executor/forward_batch_info.py",
 )
 """Sources that tests read; they are not imported."""
 LAYERS, DENSE, EXPERTS, REDUNDANT, TOP_K = 5, 2, 6, 2, 2
@@ -60,6 +63,7 @@ PARALLEL = SimpleNamespace(
     elastic_ep_initial_size=None,
     ep_join_rank_offset=0,
 )
+SERVING = SimpleNamespace(skip_server_warmup=True)
 RESOURCES = SimpleNamespace(expert_distribution_recorder=None, expert_location_metadata=None)
 
 
@@ -164,6 +168,7 @@ def _stand_ins(srt: str) -> None:
         "sglang.srt.runtime_context",
         get_exec=lambda: EXEC,
         get_parallel=lambda: PARALLEL,
+        get_serving=lambda: SERVING,
         get_device=lambda: SimpleNamespace(device="cpu"),
         get_resources=lambda: RESOURCES,
         get_model=lambda: SimpleNamespace(model_path="", load_format=""),
@@ -180,7 +185,9 @@ def _stand_ins(srt: str) -> None:
     )
     _package("sglang.srt.model_executor")
     stand_in(
-        "sglang.srt.model_executor.forward_batch_info", ForwardBatch=object, ForwardMode=object
+        "sglang.srt.model_executor.forward_batch_info",
+        ForwardBatch=ForwardBatch,
+        ForwardMode=object,
     )
     stand_in("sglang.srt.model_executor.model_runner", ModelRunner=ModelRunner)
     _package("sglang.srt.model_executor.model_runner_components")
@@ -223,6 +230,15 @@ def _stand_ins(srt: str) -> None:
         get_moe_a2a_backend=lambda: SimpleNamespace(is_megamoe=lambda: False),
     )
     logging.getLogger("sglang").setLevel(logging.WARNING)
+
+
+@dataclass
+class ForwardBatch:
+    """What a pass tells: its tokens with and without padding, and the names of its requests."""
+
+    input_ids: torch.Tensor
+    rids: list[str]
+    global_num_token_non_padded_cpu: int
 
 
 class ModelRunner:

@@ -83,6 +83,7 @@ class Rank(DrivenRank):
         self.runner.model = self.model
         self.runner.alloc_memory_pool()
         self.taken = 0
+        self.request = "first"
         self.step()
         self.guest = self.plugin.guest_of(self.manager)
         self.agent = self.guest.agent
@@ -96,7 +97,7 @@ class Rank(DrivenRank):
         generator = torch.Generator().manual_seed(100 * self.taken + batch)
         self.chosen = torch.rand(TOKENS, engine.EXPERTS, generator=generator).topk(2).indices
         padded = torch.zeros(TOKENS + 4, dtype=torch.int64)
-        batch = SimpleNamespace(global_num_token_non_padded_cpu=TOKENS, input_ids=padded)
+        batch = engine.ForwardBatch(padded, [self.request], TOKENS)
         with self.recorder.with_forward_pass(self.taken, batch):
             for layer in engine.MOE_LAYERS:
                 slots = self.metadata.logical_to_all_physical_map[layer, self.chosen, 0]
@@ -171,6 +172,20 @@ def observe(rank, size):
         "capabilities": sorted(one.agent.hello().capabilities),
         "dispatch": one.agent.hello().dispatch,
         "slots_stay_filled": one.agent.hello().slots_stay_filled,
+    }
+
+
+def own_requests(rank, size, *, skip, a2a, deepep_mode):
+    """Passes of the server's warm-up, of a client's request, of a health check and of another."""
+    engine.SERVING.skip_server_warmup = skip
+    one = Rank(rank, size, mode="observe", a2a=a2a, deepep_mode=deepep_mode)
+    for request in ("first", "first", "second", "HEALTH_CHECK_7f", "third"):
+        one.request = request
+        one.step()
+    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 5)
+    return {
+        "dummy": np.concatenate([report.steps["dummy"] for report in reports]).tolist(),
+        "counted": np.concatenate([report.counts for report in reports]).any(axis=(1, 2)).tolist(),
     }
 
 

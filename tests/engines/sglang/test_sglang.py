@@ -48,6 +48,26 @@ def test_every_pass_is_reported_with_its_real_tokens():
         assert seen["dispatch"] == "nearest"
 
 
+@pytest.mark.fault(
+    "who serves with vLLM or SGLang",
+    "the passes of the engine's start were in the first window",
+)
+@pytest.mark.parametrize(
+    ("skip", "deepep_mode", "own"),
+    [
+        (False, "normal", [True, True, False, True, False]),
+        (True, "normal", [False, False, False, True, False]),
+        (False, "low_latency", [True, True, False, False, False]),
+    ],
+    ids=["with a warm-up", "without one", "tokens that slots receive"],
+)
+def test_requests_that_sglang_sends_itself_are_not_served_load(skip, deepep_mode, own):
+    options = {"skip": skip, "a2a": "deepep", "deepep_mode": deepep_mode}
+    for seen in ranks.run(SCENARIOS, "own_requests", **options):
+        assert seen["dummy"] == own
+        assert seen["counted"] == [not each for each in own]
+
+
 def test_ranks_that_route_the_same_tokens_count_each_once():
     """Without an all-to-all every rank routes all tokens, and they add up their outputs."""
     first, second = ranks.once(SCENARIOS, "shared_batch", a2a="none", deepep_mode="normal")

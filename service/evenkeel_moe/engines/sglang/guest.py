@@ -1,6 +1,6 @@
 """One rank's guest in SGLang: reports counts, delivers plans, and watches the EPLB manager."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,11 @@ from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.sglang.state import (
     MoeRows,
     SglangWeights,
+    WarmUp,
     counting_side,
     dispatcher,
     initial_placement,
+    is_health_check,
     read_shape,
 )
 from evenkeel_moe.errors import Reason
@@ -56,6 +58,8 @@ class SglangAccess:
     """The options of MoE layers: `get_exec().moe`."""
     parallel: Callable[[], Any]
     """The sizes of the groups and this rank's positions in them: `get_parallel()`."""
+    serving: Callable[[], Any]
+    """The options of the server: `get_serving()`."""
     check_loaders: Callable[[], None]
     """Raises Unsupported if SGLang replaces weights in another way than the plugin knows."""
 
@@ -88,6 +92,8 @@ class SglangGuest(EngineGuest):
         self._local = slice(0)
         self._counted: Tensor | None = None
         self._tokens: int | None = None
+        self._rids: Sequence[str] | None = None
+        self._warm_up = WarmUp(expected=False)
         self._changed: list[int] = []
 
     @property
@@ -159,13 +165,15 @@ class SglangGuest(EngineGuest):
         shape = read_shape(metadata, by_layer, text_config)
         self._rows = MoeRows(tuple(sorted(by_layer)))
         self._side = counting_side(self._access.recorder()._single_pass_gatherers["primary"])
+        self._warm_up = WarmUp(expected=not self._access.serving().skip_server_warmup)
         return shape
 
     # --- called by SGLang's recorder and manager
     # ---------------------------------------------------
 
     def pass_began(self, forward_batch: Any) -> None:
-        """Note the real tokens of a forward pass that begins, if SGLang reports them."""
+        """Note the real tokens of a forward pass that begins, if SGLang reports them, and whose."""
+        self._rids = getattr(forward_batch, "rids", None)
         tokens = getattr(forward_batch, "global_num_token_non_padded_cpu", None)
         if tokens is None:
             ids = getattr(forward_batch, "input_ids", None)
@@ -197,19 +205,22 @@ class SglangGuest(EngineGuest):
         by_slot, self._counted = self._counted, None
         try:
             counts.pick_up()
+            own = self._warm_up.has(self._rids)
             if by_slot is None:
                 return
             by_slot = by_slot[self._layers_on(by_slot.device)]
             if self._side is CountingSide.SOURCE:
                 held = self._access.metadata().physical_to_logical_map
                 phy2log = held[self._layers_on(held.device)].to(by_slot.device)
-                note = StepNote(step, agent.epoch, False, self._tokens)
+                own = own or is_health_check(self._rids)
+                note = StepNote(step, agent.epoch, own, self._tokens)
                 counts.take(note, by_slot, phy2log)
                 return
             # While layers are switched one by one, the slots follow no single epoch's map. The step
-            # is then reported as a dummy.
+            # is then reported as a dummy. A health check of one rank is not: the slots of this rank
+            # got tokens of the other ranks too.
             mixed = agent.move is not None
-            note = StepNote(step, agent.epoch, mixed, self._tokens)
+            note = StepNote(step, agent.epoch, own or mixed, self._tokens)
             counts.take(note, by_slot[:, self._local], None)
         except Exception:  # It costs the telemetry of this step; the engine goes on.
             counts.failed(step)

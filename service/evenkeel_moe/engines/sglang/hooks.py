@@ -5,9 +5,11 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 
 from evenkeel_moe.engines.guest.guards import (
+    OR,
     EngineReport,
     Hook,
     check_version,
+    compare_fields,
     compare_signatures,
     refuse_differences,
 )
@@ -51,7 +53,7 @@ SIGNATURES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
             " num_local_physical_experts num_groups num_nodes algorithm"
         }
     },
-    CONTEXT: {"": {"get_exec": "", "get_parallel": ""}},
+    CONTEXT: {"": {"get_exec": "", "get_parallel": "", "get_serving": ""}},
 }
 """Module -> class, or empty for the module -> its functions -> their parameters."""
 _RUNNER_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
@@ -69,8 +71,14 @@ LOADERS: Mapping[tuple[str, str], Mapping[str, str]] = {
         "end_weight_update": "self recv_req",
         "release_memory_occupation": "self recv_req",
     },
+    (RUNNER, "ModelRunner"): {
+        "alloc_memory_pool": f"self memory_pool_config draft_parallel_layout{OR}"
+        "self memory_pool_config",
+    },
 }
-"""(module, class) -> its functions that replace weights -> their parameters."""
+"""(module, class) -> its functions that replace weights or allocate the KV cache -> their
+parameters."""
+_BATCH = "sglang.srt.model_executor.forward_batch_info"
 
 
 def check_engine(version: str) -> None:
@@ -92,9 +100,11 @@ def compare() -> Iterator[Hook]:
 
 
 def compare_loaders() -> Iterator[Hook]:
-    """Return the functions that replace weights; their modules import most of SGLang."""
+    """Return the parts whose modules import most of SGLang: `LOADERS` and what a pass tells."""
     for (module, owner), wanted in LOADERS.items():
         yield from compare_signatures(getattr(importlib.import_module(module), owner), wanted)
+    batch = importlib.import_module(_BATCH).ForwardBatch
+    yield compare_fields(batch, ("input_ids", "rids", "global_num_token_non_padded_cpu"))
 
 
 def report() -> EngineReport | None:

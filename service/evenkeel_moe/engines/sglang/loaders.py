@@ -25,7 +25,7 @@ FindGuest = Callable[[Any], SglangGuest | None]
 
 
 def check_loaders() -> None:
-    """Compare SGLang's weight updaters with those this plugin was written for.
+    """Compare the parts of SGLang that are loaded late with those this plugin was written for.
 
     Called once SGLang has loaded the model, because these modules import most of SGLang.
 

@@ -47,6 +47,8 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         super().__init__(settings, version, make_link)
         self._runners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         """The `ModelRunner` of each manager, once it has a KV cache."""
+        self._batch: Any = None
+        """The batch of the first forward pass, until its end makes the guest."""
 
     def install(self) -> None:
         """Check SGLang, then register the hooks; SGLang applies them once all plugins are loaded.
@@ -83,10 +85,13 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
                 cpu_group=_cpu_group,
                 moe_config=lambda: importlib.import_module(CONTEXT).get_exec().moe,
                 parallel=lambda: importlib.import_module(CONTEXT).get_parallel(),
+                serving=lambda: importlib.import_module(CONTEXT).get_serving(),
                 check_loaders=check_loaders,
             )
             guest = SglangGuest(self.settings, manager, access, self._new_link())
             self.guests[manager] = guest
+            guest.pass_began(self._batch)
+            self._batch = None
             runner = self._runners.get(manager)
             if runner is not None:
                 guest.kv_cache_allocated(lambda: read_kv_cache(runner))
@@ -107,6 +112,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
     def _pass_began(self, *args: Any, **kwargs: Any) -> None:
         """Before `_on_forward_pass_start(self, forward_batch)`."""
         batch = kwargs.get("forward_batch", args[1] if len(args) > 1 else None)
+        self._batch = None if self.guests else batch
         self._notify("_on_forward_pass_start", lambda guest: guest.pass_began(batch))
 
     def _pool_allocated(self, _result: Any, runner: Any, *_args: Any, **_kwargs: Any) -> None:

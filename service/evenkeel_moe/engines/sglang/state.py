@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.model_facts import shared_experts
 from evenkeel_moe.engines.guest.owned_slots import OwnedSlots
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
@@ -117,9 +118,53 @@ def read_shape(
 
 
 def counting_side(gatherer: Any) -> CountingSide:
-    """Return SOURCE if the recorder counts routed tokens, DESTINATION if received ones."""
-    everywhere = getattr(gatherer, "_enable_global_physical_experts", False)
+    """Return SOURCE if the recorder counts routed tokens, DESTINATION if received ones.
+
+    Raises:
+        Unsupported: the gatherer does not tell which.
+    """
+    name = type(gatherer).__name__
+    if name == "_DeepepNormalSinglePassGatherer":  # It counts what DeepEP delivers, on the host.
+        return CountingSide.DESTINATION
+    everywhere = getattr(gatherer, "_enable_global_physical_experts", None)
+    if not isinstance(everywhere, bool):
+        raise Unsupported(
+            f"SGLang's recorder gathers with {name}, whose _enable_global_physical_experts is"
+            f" {everywhere!r}: this plugin cannot tell routed tokens from received ones"
+        )
     return CountingSide.SOURCE if everywhere else CountingSide.DESTINATION
+
+
+def is_health_check(rids: Sequence[str] | None) -> bool:
+    """Return True if all requests of a pass are SGLang's own health checks.
+
+    Args:
+        rids: names of the requests; None or empty if there are none.
+    """
+    return bool(rids) and all(rid.startswith("HEALTH_CHECK") for rid in rids or ())
+
+
+class WarmUp:
+    """The request that SGLang's server sends itself at the start; nothing else marks it.
+
+    Args:
+        expected: False if SGLang was started with `--skip-server-warmup`.
+    """
+
+    def __init__(self, expected: bool) -> None:
+        self._rid = None if expected else ""
+
+    def has(self, rids: Sequence[str] | None) -> bool:
+        """Return True if a pass is of that request alone, which is the first one of this rank.
+
+        Args:
+            rids: names of the requests of the pass; the passes in their order.
+        """
+        if not rids or is_health_check(rids):
+            return False
+        if self._rid is None:
+            self._rid = rids[0] if len(rids) == 1 else ""
+        return all(rid == self._rid for rid in rids)
 
 
 def initial_placement(metadata: Any, rows: MoeRows) -> Placement:
