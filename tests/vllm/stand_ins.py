@@ -30,6 +30,7 @@ def register() -> None:
     leave_out_other_ranks_experts()
     no_streams()
     make_the_balancer()
+    warm_up_the_kernels()
     gather_over_gloo()
 
 
@@ -170,6 +171,33 @@ def make_the_balancer() -> None:
             self.eplb_state.start_async_loop()
 
     CPUModelRunner.load_model = load_model
+
+
+def warm_up_the_kernels() -> None:
+    """`v1/worker/cpu_worker.py:264`: leaves out the warm-up of kernels.
+
+    Runs what `model_executor/warmup/attention_warmup.py:33` runs on GPUs: requests that no client
+    sent, through the worker's own `execute_model`. The older model runner, which the CPU uses,
+    lacks three attributes for it.
+    """
+    from types import SimpleNamespace
+
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+
+    compile_only = CPUWorker.compile_or_warm_up_model
+
+    def compile_or_warm_up_model(self: Any) -> Any:
+        answer, runner = compile_only(self), self.model_runner
+        if runner.parallel_config.enable_eplb:
+            runner.num_speculative_steps, runner.model_state = 0, None
+            runner.kv_connector = SimpleNamespace(set_disabled=lambda _off: None)
+            assert run_mixed_prefill_decode_warmup(
+                runner, self.execute_model, self.sample_tokens, 24
+            )
+        return answer
+
+    CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model
 
 
 def gather_over_gloo() -> None:
