@@ -72,7 +72,11 @@ def test_experts_by_rank_refuse_replicas_and_layers_that_differ():
 
 @pytest.mark.parametrize(
     ("ranks", "words"),
-    [([0, 0, 1], "3 experts do not divide over 2 ranks"), ([0, 2], "rank of expert 1 is 2"), ([], "0 to 0 experts")],
+    [
+        ([0, 0, 1], "3 experts do not divide over 2 ranks"),
+        ([0, 2], "rank of expert 1 is 2"),
+        ([], "0 to 0 experts"),
+    ],
 )
 def test_experts_by_rank_must_be_shared_out_evenly(ranks, words):
     with pytest.raises((InvalidInput, ShapeMismatch), match=words):

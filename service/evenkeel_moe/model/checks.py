@@ -1,6 +1,5 @@
 """Checks of numbers and of arrays of them, for values that hold them."""
 
-import math
 import sys
 
 import numpy as np
@@ -48,10 +47,11 @@ def undivided(count: int, what: str, parts: int, of: str, *, least: int = 1) -> 
         return ""
     below = count - count % parts
     counts = [near for near in (below, below + parts) if near >= max(least, 1)]
-    roots = [root for root in range(1, math.isqrt(count) + 1) if count % root == 0]
-    divisors = [*roots, *(count // root for root in roots)]
-    fewer = max(divisor for divisor in divisors if divisor < parts)
-    more = min((divisor for divisor in divisors if divisor > parts), default=fewer)
+    # A count from a file may be as large as it likes: the search is bounded by the parts.
+    fewer = next(part for part in range(min(parts - 1, count), 0, -1) if count % part == 0)
+    more = next(
+        (part for part in range(parts + 1, min(100 * parts, count) + 1) if count % part == 0), fewer
+    )
     return (
         f"{count} {what} do not divide over {parts} {of}: {_either(counts)} {what} would,"
         f" or {_either([fewer, more])} {of}"
