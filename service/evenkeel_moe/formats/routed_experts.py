@@ -3,6 +3,10 @@
 vLLM and SGLang return them with `--enable-return-routed-experts`; a framework such as veRL pads
 them to one array (sequences, positions, layers, top-k). Position t of all sequences together is
 read as step t, because the sequences of a rollout run side by side.
+
+Not every row of such an array is load. Frameworks fill the end of short sequences with rows that
+look like routes, captures lose tokens, and the prompt of several samples was computed once although
+its routes come with each of them. `token_routes` recognises these.
 """
 
 from collections.abc import Mapping
@@ -13,6 +17,12 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import token_counts
+from evenkeel_moe.formats.token_routes import (
+    TokenRoutes,
+    count_prompts_once,
+    find_missing_routes,
+    leave_out_padding,
+)
 from evenkeel_moe.formats.trace import Trace, assumed, drop_idle_steps, moe_rows
 
 KEY = "routed_experts"
@@ -36,57 +46,45 @@ def read_routed_experts(
     Raises:
         InvalidInput, ShapeMismatch: the arrays are malformed or do not fit.
     """
-    routes = np.asarray(arrays[KEY])
-    if routes.dtype.kind not in "iu":
-        raise InvalidInput(f"{KEY} must hold expert ids, holds {routes.dtype}")
-    if routes.ndim == 3:
-        routes = routes[None]
-    if routes.ndim != 4 or 0 in routes.shape:
+    ids = np.asarray(arrays[KEY])
+    if ids.dtype.kind not in "iu":
+        raise InvalidInput(f"{KEY} must hold expert ids, holds {ids.dtype}")
+    if ids.ndim == 3:
+        ids = ids[None]
+    if ids.ndim != 4 or 0 in ids.shape:
         raise ShapeMismatch(
-            f"{KEY} must be (sequences, positions, layers, top-k), none of them 0,"
-            f" got {routes.shape}"
+            f"{KEY} must be (sequences, positions, layers, top-k), none of them 0, got {ids.shape}"
         )
-    top_k = routes.shape[3]
-    real = _real(routes, arrays.get(MASK))
-    experts = _experts(routes, real, arrays.get(EXPERTS))
+    top_k, mask = ids.shape[3], arrays.get(MASK)
+    if mask is None and top_k == 1:
+        raise InvalidInput(
+            f"with one expert for each token, padding cannot be told apart: add {MASK}"
+        )
+    if mask is not None and mask.shape != ids.shape[:2]:
+        raise ShapeMismatch(f"{MASK} must be {ids.shape[:2]}, got {mask.shape}")
+    routes = TokenRoutes.of(ids, None if mask is None else mask != 0)
+    findings = (
+        *leave_out_padding(routes),
+        *find_missing_routes(routes),
+        *count_prompts_once(routes),
+    )
+    experts = _experts(ids, routes.routed, arrays.get(EXPERTS))
     if top_k > experts:
         raise InvalidInput(f"{top_k} experts for each token, the ids name only {experts}")
-    counts = _count(routes, real, experts)
+    counts = _count(ids, routes.routed, experts)
     rows, layer_ids, shown = moe_rows(counts, first_moe_layer)
     rows, idle = drop_idle_steps(rows)
     steps = assumed("each position of the sequences is taken as a step")
-    findings = (*idle, *shown, steps)
+    findings += (*idle, *shown, steps)
     hidden = counts.shape[1]
     return Trace(rows, layer_ids, name, top_k, findings=findings, num_hidden_layers=hidden)
 
 
-def _real(routes: NDArray[Any], mask: NDArray[Any] | None) -> NDArray[np.bool_]:
-    """Return (B, T, H), False where a token was not routed in a layer.
-
-    Padding, the last token of a sequence and dense layers are stored as one id repeated, which no
-    router returns for more than one expert.
-    """
-    if mask is None:
-        if routes.shape[3] == 1:
-            raise InvalidInput(
-                f"with one expert for each token, padding cannot be told apart: add {MASK}"
-            )
-        return np.asarray((routes != routes[..., :1]).any(axis=3), np.bool_)
-    if mask.shape != routes.shape[:2]:
-        raise ShapeMismatch(f"{MASK} must be {routes.shape[:2]}, got {mask.shape}")
-    real = np.broadcast_to((mask != 0)[:, :, None], routes.shape[:3])
-    if routes.shape[3] == 1:
-        return np.asarray(real, np.bool_)
-    return np.asarray(real & (routes != routes[..., :1]).any(axis=3), np.bool_)
-
-
-def _experts(routes: NDArray[Any], real: NDArray[np.bool_], told: NDArray[Any] | None) -> int:
-    """Return E, after a check of the ids of real tokens."""
-    if not real.any():
-        raise InvalidInput(f"none of the {real.shape[0]} sequences routed a token")
-    least, most = int(routes[real].min()), int(routes[real].max())
-    if least < 0:
-        raise InvalidInput(f"{KEY} holds the id {least}")
+def _experts(ids: NDArray[Any], routed: NDArray[np.bool_], told: NDArray[Any] | None) -> int:
+    """Return E, after a check of the ids of the tokens that count."""
+    if not routed.any():
+        raise InvalidInput(f"none of the {routed.shape[0]} sequences routed a token")
+    most = int(ids[routed].max())
     if told is None:
         return most + 1
     if told.size != 1:
@@ -97,13 +95,13 @@ def _experts(routes: NDArray[Any], real: NDArray[np.bool_], told: NDArray[Any] |
     return experts
 
 
-def _count(routes: NDArray[Any], real: NDArray[np.bool_], experts: int) -> NDArray[np.int64]:
+def _count(ids: NDArray[Any], routed: NDArray[np.bool_], experts: int) -> NDArray[np.int64]:
     """Return the (T, H, E) tokens of each expert at every position."""
-    _, positions, layers, _ = routes.shape
+    _, positions, layers, _ = ids.shape
     counts = np.zeros((positions, layers * experts), np.int64)
     offsets = (np.arange(layers, dtype=np.int64) * experts)[None, :, None]
     for position in range(positions):
-        ids = routes[:, position].astype(np.int64) + offsets
-        chosen = ids[real[:, position]].reshape(-1)
+        numbered = ids[:, position].astype(np.int64) + offsets
+        chosen = numbered[routed[:, position]].reshape(-1)
         counts[position] = np.bincount(chosen, minlength=layers * experts)
     return counts.reshape(positions, layers, experts)

@@ -61,7 +61,7 @@ def check_trace(trace: Trace, accept: Collection[str] = ()) -> Trace:
     """
     shown = check_recording(trace.counts, trace.layer_ids)
     # A file of our own repeats what its counts showed when it was written.
-    known = {(each.code, each.where): each for each in (*trace.findings, *shown)}
+    known = {(each.code, each.what, each.where): each for each in (*trace.findings, *shown)}
     return replace(trace, findings=judge_findings(known.values(), accept))
 
 
