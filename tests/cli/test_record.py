@@ -203,7 +203,7 @@ def test_no_server_and_no_folder_are_refused(command, tmp_path):
 def record(folder, first, steps=4):
     for rank in (0, 1):
         counts = np.full((steps, 2, 3), 1 + rank, np.int64)
-        load = RecordedLoad(rank, 2, 2, np.arange(first, first + steps), counts)
+        load = RecordedLoad(rank, 2, 2, np.arange(first, first + steps), counts, 1.0)
         write_recorded(folder, "a1b2c3d4", load)
 
 

@@ -1,7 +1,7 @@
 """Loads that engines record in other ways: vLLM's statistics, routed experts, our plugins."""
 
 import json
-import os
+import math
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import read_trace
 from evenkeel_moe.formats.recording import RecordedLoad, newest_step, read_recording, write_recorded
+from evenkeel_moe.model.finding import doubts
 from tests.formats.samples import said
 
 # --- vLLM's load statistics --------------------------------------------------------------------
@@ -56,10 +57,9 @@ def test_vllms_statistics_become_tokens_of_experts_under_the_map_of_each_step(tm
         ([stats(1, [[1, 2, 3]], [[0, 1]])], r"expert_load is \(1, 3\), p2l_map \(1, 2\)"),
         ([stats(1, [[1, 2]], [[0, 5]])], "has expert 5, 2 slots cannot hold so many"),
         ([stats(1, [[1, -2]], [[0, 1]])], "slot 1 is -2"),
-        ([stats(1, [[1, 2]], [[0, 1]])] * 2, "line 2: step 1 occurs twice"),
         (
             [stats(1, [[1, 2]], [[0, 1]]), stats(2, [[1]], [[0]])],
-            r"line 2: has \(1, 1\) layers and slots, the first step \(1, 2\)",
+            r"line 2 has \(1, 1\) layers and slots, the first step \(1, 2\)",
         ),
     ],
 )
@@ -128,13 +128,77 @@ def test_routes_that_do_not_fit_are_refused_with_the_numbers(tmp_path, arrays, w
         read_trace(tmp_path / "routes.npz")
 
 
+LINES = pytest.mark.fault(
+    "a user of evenkeel offline", "token sums were bound as ids, and one line cost all others"
+)
+
+
+def many(steps, load=1, held=((0, 1, 2, 0),)):
+    rng = np.random.default_rng(0)
+    lines = [rng.integers(1, 9, (len(held), 4)) * load for _ in steps]
+    return [stats(step, line.tolist(), held) for step, line in zip(steps, lines, strict=True)]
+
+
+@LINES
+def test_sums_above_the_bound_of_ids_and_whole_floats_are_read(tmp_path):
+    records = many(range(9), load=100_000_000)
+    trace = read_trace(written(tmp_path / "a.jsonl", *records))
+    assert trace.counts.sum() == sum(np.sum(record["expert_load"]) for record in records)
+    for record in records:
+        record["expert_load"] = [[float(tokens) for tokens in row] for row in record["expert_load"]]
+    np.testing.assert_array_equal(
+        read_trace(written(tmp_path / "b.jsonl", *records)).counts, trace.counts
+    )
+    records[0]["expert_load"][0][0] = 2.5
+    left = read_trace(written(tmp_path / "c.jsonl", *records))
+    np.testing.assert_array_equal(left.counts, trace.counts[1:])
+    assert [each.where for each in left.findings if each.code == "left_out"] == ["line 1"]
+
+
+@LINES
+@pytest.mark.parametrize("broken", ['{"record_type": "eplb_load_st', "not json", '{"a": NaN}'])
+def test_a_line_that_cannot_be_read_is_left_out_by_number(tmp_path, broken):
+    path = written(tmp_path / "a.jsonl", *many(range(9)))
+    path.write_text(path.read_text() + broken)
+    trace = read_trace(path)
+    assert trace.num_steps == 9
+    assert [each.where for each in trace.findings] == ["line 10"]
+    path.write_text("\n".join([broken] * 9) + "\n" + path.read_text())
+    with pytest.raises(InvalidInput, match="10 of 19 lines cannot be read; line 1: "):
+        read_trace(path)
+
+
+@LINES
+def test_a_server_that_was_started_again_is_read_on_and_several_at_once_are_not(tmp_path):
+    path = written(tmp_path / "a.jsonl", *many([*range(9), *range(5)]))
+    trace = read_trace(path)
+    assert trace.num_steps == 14
+    assert [each.where for each in trace.findings] == ["after 9 steps"]
+    both = [step for pair in zip(range(30), range(30), strict=True) for step in pair]
+    with pytest.raises(InvalidInput, match="fall 30 times in 60 lines.*: is the file of several"):
+        read_trace(written(tmp_path / "b.jsonl", *many(both)))
+
+
+@LINES
+def test_an_empty_slot_has_no_tokens(tmp_path):
+    records = many(range(9), held=((0, 1, 2, -1),))
+    lost = sum(record["expert_load"][0][3] for record in records)
+    trace = read_trace(written(tmp_path / "a.jsonl", *records))
+    total = sum(np.sum(record["expert_load"]) for record in records)
+    assert trace.counts.sum() == total - lost
+    assert ("routes_missing", f"{lost} of {total} tokens") in said(trace)
+    for record in records:
+        record["expert_load"][0][3] = 0
+    assert said(read_trace(written(tmp_path / "b.jsonl", *records))) == []
+
+
 # --- recordings of our plugins -----------------------------------------------------------------
 
 
-def record(folder, rank, first, *, start="a1b2c3d4-77", steps=2, ranks=2, experts=3):
+def record(folder, rank, first, *, start="a1b2c3d4-77", steps=2, ranks=2, experts=3, began=1.7e9):
     counts = np.full((steps, 1, experts), 1 + rank, np.int64)
     numbers = np.arange(first, first + steps)
-    return write_recorded(folder, start, RecordedLoad(rank, ranks, 2, numbers, counts))
+    return write_recorded(folder, start, RecordedLoad(rank, ranks, 2, numbers, counts, began))
 
 
 def test_the_loads_of_all_ranks_add_up_and_steps_that_one_lacks_are_left_out(tmp_path):
@@ -144,23 +208,38 @@ def test_the_loads_of_all_ranks_add_up_and_steps_that_one_lacks_are_left_out(tmp
     trace = read_trace(tmp_path, first_moe_layer=4)
     assert trace.counts.tolist() == [[[3, 3, 3]]] * 2
     assert (trace.layer_ids, trace.top_k) == ((4,), 2)
-    assert said(trace) == [("left_out", "2 of 4 steps")]
+    assert said(trace) == [("left_out", "2 of 4 steps; rank 1 has 2, rank 0 4")]
 
 
 def test_only_the_newest_start_of_the_group_is_read(tmp_path):
-    old = [record(tmp_path, rank, 0, start="ffffffff") for rank in (0, 1)]
-    for path in old:
-        os.utime(path, (1, 1))
     for rank in (0, 1):
-        record(tmp_path, rank, 5, start="00000001", steps=1)
+        record(tmp_path, rank, 5, start="00000001", steps=1, began=1.7e9 + 60 + rank)
+        record(tmp_path, rank, 0, start="ffffffff", began=1.7e9 + rank)
     trace = read_trace(tmp_path)
     assert trace.num_steps == 1
     assert [each.code for each in trace.findings] == ["left_out"]
+    assert read_trace(tmp_path, start="ffffffff").num_steps == 2
+    with pytest.raises(InvalidInput, match="there is no start 0; starts: 00000001, ffffffff"):
+        read_trace(tmp_path, start="0")
+
+
+@pytest.mark.fault(
+    "a user who copied a recording", "the older of two starts was planned on, by the time of copies"
+)
+@pytest.mark.parametrize("began", [(math.nan, math.nan), (1.0, math.nan), (1.0, 1.0)])
+def test_starts_that_do_not_say_when_they_began_are_asked_for(tmp_path, began):
+    for start, at in zip(("00000001", "ffffffff"), began, strict=True):
+        for rank in (0, 1):
+            record(tmp_path, rank, 0, start=start, began=at)
+    asked = r"holds 2 starts.*: 00000001 \(2 files\), ffffffff \(2 files\). Name one with --start"
+    with pytest.raises(InvalidInput, match=asked):
+        read_trace(tmp_path)
+    assert read_trace(tmp_path, start="ffffffff").num_steps == 2
 
 
 def test_a_recording_that_does_not_fit_is_refused(tmp_path):
     record(tmp_path, 0, 0)
-    with pytest.raises(InvalidInput, match=r"it has steps of ranks \[0\] of 2"):
+    with pytest.raises(InvalidInput, match="of 2 ranks, rank 1 recorded nothing"):
         read_trace(tmp_path)
     path = record(tmp_path, 1, 0, experts=4)
     with pytest.raises(ShapeMismatch, match=r"is for \(1, 4\) layers and experts of 2 ranks"):
@@ -172,3 +251,19 @@ def test_a_recording_that_does_not_fit_is_refused(tmp_path):
     record(tmp_path, 1, 0)
     with pytest.raises(InvalidInput, match="no step is complete"):
         read_recording(tmp_path, None, from_step=9)
+
+
+@pytest.mark.fault("a user who copied a recording", "a file that was cut cost the whole recording")
+def test_a_file_that_is_cut_is_left_out_by_name(tmp_path):
+    for rank in (0, 1):
+        for first in (0, 2, 4):
+            path = record(tmp_path, rank, first)
+    path.write_bytes(path.read_bytes()[:300])
+    trace = read_trace(tmp_path)
+    assert trace.num_steps == 4
+    (doubt,) = doubts(trace.findings)
+    assert (str(doubt.code), doubt.where) == ("parts_missing", path.name)
+    for path in tmp_path.glob("*rank1*"):
+        path.write_bytes(b"")
+    with pytest.raises(InvalidInput, match="3 of 6 files are damaged"):
+        read_trace(tmp_path)

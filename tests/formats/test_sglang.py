@@ -91,8 +91,9 @@ def test_sglang_per_pass_dumps_are_summed_over_ranks_and_mapped_to_logical(tmp_p
     torch.save(
         {"records": records[:1], "last_physical_to_logical_map": placed}, tmp_path / "r_1.pt"
     )
-    with pytest.raises(InvalidInput, match="passes have records of 1 to 2 ranks"):
-        read_trace(tmp_path)
+    left = read_trace(tmp_path)
+    np.testing.assert_array_equal(left.counts, trace.counts[1:])
+    assert ("left_out", "1 of 2 passes; rank 1 has 1, rank 0 2") in said(left)
     torch.save(
         {"records": records, "last_physical_to_logical_map": placed[:1]}, tmp_path / "r_1.pt"
     )
@@ -217,3 +218,100 @@ def test_layers_that_a_table_routes_are_named_with_the_option_that_keeps_them(tm
     assert [(each.code, each.where) for each in doubts(kept.findings)] == [
         ("idle_layers", "layers 0..2")
     ]
+
+
+UNEVEN = pytest.mark.fault(
+    "a user of evenkeel offline", "a recording that ended unevenly was refused whole"
+)
+
+
+def _passes(folder, rank, ids, seed=0):
+    rng = np.random.default_rng(seed + rank)
+    records = [
+        {
+            "forward_pass_id": key,
+            "rank": rank,
+            "gatherer_key": "primary",
+            "global_physical_count": torch.tensor(rng.integers(1, 9, (2, 4), np.int32)),
+        }
+        for key in ids
+    ]
+    placed = torch.tensor([[0, 1, 2, 0], [2, 1, 0, 2]])
+    torch.save({"records": records, "last_physical_to_logical_map": placed}, folder / f"{rank}.pt")
+
+
+@UNEVEN
+@pytest.mark.parametrize(
+    ("lost", "where"),
+    [
+        ({2: {19}, 3: {19}}, "pass 19"),
+        ({3: {7}}, "pass 7"),
+        ({1: {0, 1}, 3: {18, 19}}, "passes 0..1, 18..19"),
+        ({3: set(range(1, 20, 2))}, "passes 1, 3, 5, 7, 9, 11 and 4 more"),
+    ],
+)
+def test_passes_that_some_ranks_lack_are_left_out_by_name(tmp_path, lost, where):
+    for rank in range(4):
+        _passes(tmp_path, rank, [key for key in range(20) if key not in lost.get(rank, ())])
+    trace = read_trace(tmp_path)
+    missing = set().union(*lost.values())
+    assert trace.num_steps == 20 - len(missing)
+    assert where in [each.where for each in trace.findings if each.code == "left_out"]
+
+
+@UNEVEN
+def test_a_recording_of_which_too_little_is_whole_is_refused_with_the_rank(tmp_path):
+    for rank in range(4):
+        _passes(tmp_path, rank, range(5 if rank == 2 else 20))
+    with pytest.raises(InvalidInput, match=r"passes 5\.\.19, 15 of 20 passes; rank 2 has 5"):
+        read_trace(tmp_path)
+
+
+@pytest.mark.fault("a user of evenkeel offline", "the files of one machine of two were the whole")
+def test_files_of_some_ranks_are_said_and_in_doubt_where_ranks_are_missing(tmp_path):
+    for rank in (0, 1):
+        _passes(tmp_path, rank, range(20))
+    trace = read_trace(tmp_path)
+    assert trace.rank_files == 2
+    assert "ranks 0..1" in [each.where for each in trace.findings]
+    _passes(tmp_path, 3, range(20))
+    assert "rank 2" in [each.where for each in doubts(read_trace(tmp_path).findings)]
+
+
+TOTALS = pytest.mark.fault("a user of evenkeel offline", "the totals of one rank of four were all")
+
+
+def _totals(folder, rank, counts, *, ranks=4):
+    content = {"ep_rank": rank, "ep_size": ranks, "logical_count": torch.from_numpy(counts)}
+    torch.save(content, folder / f"p-TP{rank}.expert-load.pt")
+    return folder / f"p-TP{rank}.expert-load.pt"
+
+
+@TOTALS
+def test_totals_of_all_ranks_add_up_and_those_of_some_are_refused(tmp_path):
+    counts = _routed(3, steps=4)
+    paths = [_totals(tmp_path, rank, counts[rank]) for rank in range(4)]
+    trace = read_trace(tmp_path)
+    np.testing.assert_array_equal(trace.counts, counts.sum(axis=0, keepdims=True))
+    assert "no verdict is possible" in " ".join(each.what for each in trace.findings)
+    with pytest.raises(InvalidInput, match=r"ranks 0, 2\.\.3, 3 of 4 ranks; read: rank 1\. Give"):
+        read_trace(paths[1])
+    assert read_trace(paths[1], accept=["parts_missing"]).counts.sum() == counts[1].sum()
+    paths[2].unlink()
+    with pytest.raises(InvalidInput, match="totals of some ranks are missing: rank 2, 1 of 4"):
+        read_trace(tmp_path)
+
+
+@TOTALS
+def test_totals_that_do_not_fit_each_other_are_refused(tmp_path):
+    counts = _routed(3, steps=2)
+    _totals(tmp_path, 0, counts[0], ranks=2)
+    path = _totals(tmp_path, 1, counts[1], ranks=3)
+    with pytest.raises(ShapeMismatch, match="is of 3 ranks, other files are of 2"):
+        read_trace(tmp_path)
+    _totals(tmp_path, 0, counts[0], ranks=2).rename(path)
+    with pytest.raises(InvalidInput, match="no file|is of rank 0"):
+        _totals(tmp_path, 0, counts[0], ranks=2)
+        read_trace(tmp_path)
+    path.unlink()
+    assert read_trace(_totals(tmp_path, 0, counts[0], ranks=1)).counts.sum() == counts[0].sum()

@@ -8,6 +8,7 @@ from safetensors.numpy import save_file
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats import Trace, read_trace
+from evenkeel_moe.model.finding import doubts
 from tests.formats.samples import damage_and_read, make_trace, said
 
 
@@ -65,33 +66,72 @@ def test_tensorrt_llm_ranks_are_cut_to_the_shortest_recording(tmp_path, stopped)
     read = read_trace(tmp_path)
     np.testing.assert_array_equal(read.source, trace.source[:3])
     np.testing.assert_array_equal(read.counts, trace.counts[:3])
-    assert said(read) == [("left_out", "of 3 to 5 iterations the first 3 are read")]
+    fewest = f"rank {stopped} has 3, rank {(stopped + 2) % 3} 5"
+    assert said(read) == [("left_out", f"2 of 5 iterations; {fewest}"), ("assumed", "")]
 
 
-def test_tensorrt_llm_folders_with_holes_are_refused(tmp_path):
+def test_tensorrt_llm_tensors_that_do_not_fit_are_refused(tmp_path):
     _statistics(tmp_path, make_trace())
     ones = np.ones(4)
     for tensors, message in (
-        ({"1_1": ones}, "has 1 iterations x 1 layers .*, rank 0 has 5 x 2"),
-        (
-            {f"{step}_{layer}": ones for step in range(101, 105) for layer in (1, 2)},
-            r"has 4 iterations x 2 layers \(101..104\), rank 0 has 5 x 2 \(100..104\)",
-        ),
-        (
-            {f"{step}_{layer}": ones for step in (100, 101, 103) for layer in (1, 2)},
-            r"has 3 iterations x 2 layers \(100..103\), rank 0 has 5 x 2",
-        ),
-        ({"1_1": ones, "2_1": ones, "2_2": ones}, "3 tensors for 2 iterations x 2 layers = 4"),
+        ({f"{step}_1": ones for step in range(100, 105)}, "has layer 1, the ranks before layers"),
+        ({"1_1": ones, "2_1": ones, "3_1": ones, "3_2": ones}, "2 of 3 iterations lack some of"),
         ({"a": ones}, "'a' is not named iteration_layer"),
         ({"1_1": np.ones(5)}, r"must be \(4,\), got \(5,\)"),
         ({"1_1": -ones}, "holds -1..-1"),
-        ({}, "0 tensors"),
+        ({}, "holds no tensor"),
     ):
         _write_tensors(tmp_path / "rank1.safetensors", tensors)
         with pytest.raises(InvalidInput, match=f"rank1.safetensors: .*{message}"):
             read_trace(tmp_path)
-    (tmp_path / "rank1.safetensors").rename(tmp_path / "rank2.safetensors")
-    with pytest.raises(InvalidInput, match=r"must be rank0..rank\{R-1\}, found \[0, 2\]"):
+
+
+UNEVEN = pytest.mark.fault(
+    "a user of evenkeel offline", "a recording that ended unevenly was refused whole"
+)
+
+
+@UNEVEN
+@pytest.mark.parametrize(
+    ("lost", "left"),
+    [
+        ({(0, step, layer) for step in (0,) for layer in (1, 2)}, [1, 2, 3, 4]),  # started later
+        ({(1, 2, 2)}, [0, 1, 3, 4]),  # one layer of one iteration
+        ({(0, 0, 1), (0, 0, 2), (1, 4, 1), (1, 4, 2)}, [1, 2, 3]),
+    ],
+)
+def test_iterations_that_are_not_whole_are_left_out(tmp_path, lost, left):
+    trace = make_trace()
+    _statistics(tmp_path, trace)
+    for rank in range(2):
+        tensors = {
+            f"{100 + step}_{layer}": trace.source[step, rank, row]
+            for step in range(5)
+            for row, layer in enumerate(trace.layer_ids)
+            if (rank, step, layer) not in lost
+        }
+        _write_tensors(tmp_path / f"rank{rank}.safetensors", tensors)
+    read = read_trace(tmp_path)
+    np.testing.assert_array_equal(read.counts, trace.counts[left])
+    named = [each.where for each in read.findings if each.code == "left_out"]
+    assert named[-1].startswith("iteration")
+
+
+@UNEVEN
+def test_a_rank_without_a_file_is_in_doubt_and_most_iterations_must_be_whole(tmp_path):
+    trace = make_trace(ranks=3)
+    _statistics(tmp_path, trace)
+    (tmp_path / "rank1.safetensors").unlink()
+    read = read_trace(tmp_path)
+    np.testing.assert_array_equal(read.counts, trace.counts - trace.source[:, 1])
+    assert [each.where for each in doubts(read.findings)] == ["rank 1"]
+    _write_tensors(
+        tmp_path / "rank1.safetensors",
+        {f"{step}_{layer}": np.ones(4) for step in (100, 900) for layer in (1, 2)},
+    )
+    with pytest.raises(
+        InvalidInput, match="most iterations are not on all 3 ranks: .* rank 1 has 2"
+    ):
         read_trace(tmp_path)
 
 

@@ -17,9 +17,9 @@ from evenkeel_moe.cli.replay import (
     check_writable,
     doubt_lines,
     first_row,
-    print_notes,
     read_current,
     read_recorded,
+    with_origin,
     write_rows,
 )
 from evenkeel_moe.errors import InvalidInput
@@ -112,7 +112,6 @@ def offline(
     made without them, and they decide whether it pays.
     """
     from evenkeel_moe.formats import PlacementFormat
-    from evenkeel_moe.replay.compare import origin_findings
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
     from evenkeel_moe.replay.offline import plan_offline
 
@@ -128,7 +127,7 @@ def offline(
         trace, fleet, planning, cost, window_steps=trace.num_steps, horizon_steps=1
     )
     policy, start = judging.policy, _compared_with(judging, format_, trace, setup)
-    print_notes(origin := origin_findings(trace, setup, [policy]))
+    trace = with_origin(trace, setup, [policy], reading)
     with work_bars() as (on_work, _):
         on_work(f"{policy}: planning", 0)
         policies = replay_policies([policy], planning)
@@ -139,7 +138,7 @@ def offline(
             held_out=judging.held_out,
             policies=policies,
             one_row=one_row,
-            findings=trace.findings + origin,
+            findings=trace.findings,
         )
     if written := plan.verdict.call == "recommend" or not file.only_if_it_pays:
         _write(file, plan, trace, setup)

@@ -305,7 +305,8 @@ def _write(path: Path, reading: ReadingOptions, out: Path, *, from_step: int = 0
 
     first, accept = reading.first_moe_layer, reading.accept or ()
     if path.is_dir():
-        trace = check_trace(read_recording(path, first, from_step=from_step), accept)
+        recorded = read_recording(path, first, from_step=from_step, start=reading.start)
+        trace = check_trace(recorded, accept)
     else:
         trace = read_trace(path, first_moe_layer=first, accept=accept)
     print_notes(trace.findings)

@@ -104,7 +104,7 @@ def compare_command(
     Copies and bytes are those of all replans except the first, which starts from the initial
     placement. The trace must be long enough for at least 4 replans.
     """
-    from evenkeel_moe.replay.compare import compare, origin_findings
+    from evenkeel_moe.replay.compare import compare
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
     from evenkeel_moe.replay.planners import choose_planners
     from evenkeel_moe.replay.replica_tradeoff import check_kv_options, walked_tradeoff
@@ -126,7 +126,7 @@ def compare_command(
     policies = replay_policies(names, planning)
     planners = choose_planners(names, baselines=compared.baselines, policies=policies)
     _tell_start(planners, recorded)
-    print_notes(origin_findings(recorded, setup, planners))
+    recorded = with_origin(recorded, setup, planners, reading)
     with work_bars() as (on_work, on_replan):
         comparison = compare(
             recorded,
@@ -246,7 +246,6 @@ def plan_command(
 ) -> None:
     """Plan one placement on a trace and write it to a file for an engine."""
     from evenkeel_moe.formats import PlacementFormat
-    from evenkeel_moe.replay.compare import origin_findings
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
     from evenkeel_moe.replay.replica_tradeoff import window_tradeoff
     from evenkeel_moe.replay.single import plan_once
@@ -258,7 +257,7 @@ def plan_command(
         raise InvalidInput(f"--window {steps}: the trace has {recorded.num_steps} steps")
     setup = replay_setup(recorded, fleet, planning, cost, window_steps=steps, horizon_steps=1)
     start = None if current is None else read_current(current, fleet.ranks, recorded)
-    print_notes(origin := origin_findings(recorded, setup, [policy]))
+    recorded = with_origin(recorded, setup, [policy], reading)
     tradeoff = window_tradeoff(setup, kv)
     with work_bars() as (on_work, _):
         on_work(f"{policy}: planning", 0)
@@ -272,7 +271,7 @@ def plan_command(
     }
     write_rows(output, recorded, placement, info)
     if as_json:
-        findings = [asdict(each) for each in (*recorded.findings, *origin)]
+        findings = [asdict(each) for each in recorded.findings]
         where = {"file": str(output.out), "format": str(format_), "findings": findings}
         print_json(where | info | _tradeoff_fields(tradeoff))
         return
@@ -346,7 +345,12 @@ def read_recorded(path: Path, reading: ReadingOptions) -> Any:
     """Return the trace in a file or folder, after printing its notes."""
     from evenkeel_moe.formats import read_trace
 
-    trace = read_trace(path, first_moe_layer=reading.first_moe_layer, accept=reading.accept or ())
+    trace = read_trace(
+        path,
+        first_moe_layer=reading.first_moe_layer,
+        accept=reading.accept or (),
+        start=reading.start,
+    )
     print_notes(trace.findings)
     return trace
 
@@ -358,6 +362,15 @@ def read_current(path: Path, ranks: int, trace: Any) -> Any:
     return read_placement(
         path, num_ranks=ranks, num_logical_experts=trace.num_experts, layer_ids=trace.layer_ids
     ).placement
+
+
+def with_origin(trace: Any, setup: Any, policies: Iterable[str], reading: ReadingOptions) -> Any:
+    """Return the trace with what is assumed about the ranks that recorded it, and print that."""
+    from evenkeel_moe.replay.compare import check_origin
+
+    checked = check_origin(trace, setup, policies, reading.accept or ())
+    print_notes(checked.findings[len(trace.findings) :])
+    return checked
 
 
 def check_rows(format_: Any, trace: Any) -> None:

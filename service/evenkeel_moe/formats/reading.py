@@ -174,6 +174,28 @@ def expert_rows(rows: object, what: str, least: int) -> NDArray[np.int32]:
     return np.array(table, np.int32)
 
 
+def token_rows(rows: object, what: str) -> NDArray[np.int64]:
+    """Convert lists of token counts to an (L, S) int64 array.
+
+    Raises:
+        InvalidInput: they are not lists of whole numbers from 0 to 2^53.
+        ShapeMismatch: there are no rows, or rows differ in length.
+    """
+    table = [as_list(row, f"{what} row {index}") for index, row in enumerate(as_list(rows, what))]
+    for index, row in enumerate(table):
+        for slot, tokens in enumerate(row):
+            number = isinstance(tokens, int | float) and not isinstance(tokens, bool)
+            if not number or not 0 <= tokens <= 2**53:
+                shown = reprlib.repr(tokens)
+                raise InvalidInput(
+                    f"{what} row {index} slot {slot} is {shown:.80}, counts are 0..2^53"
+                )
+    sizes = {len(row) for row in table}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ShapeMismatch(f"{what} must have rows of one length, has {sorted(sizes)[:8]}")
+    return token_counts(np.array(table, np.float64), what)
+
+
 def token_counts(values: NDArray[Any], what: str) -> NDArray[np.int64]:
     """Convert an array of token counts to int64.
 

@@ -1,12 +1,15 @@
 """Writes and reads the folder in which ranks record their loads without a controller.
 
 Each rank writes files of its own, `GENERATION-rank3-000000001024.npz`, named by their first step. A
-generation is one start of the group. Ranks number steps alike, so the loads of a step add up.
+generation is one start of the group. Ranks number steps alike, so the loads of a step add up. Each
+file says when its start began: the times of files change when a folder is copied.
 """
 
 import io
+import math
 import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +18,13 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import load_npz, naming, token_counts
-from evenkeel_moe.formats.trace import Trace, drop_idle_steps, left_out
+from evenkeel_moe.formats.trace import Trace, drop_idle_steps, left_out, readable, whole_steps
 from evenkeel_moe.formats.writing import smallest, write_file
+from evenkeel_moe.model.finding import spans
 
 _NAME = re.compile(r"([0-9a-f]{8})-rank(\d+)-(\d{12})\.npz")
 _ARRAYS = ("steps", "counts", "ranks", "topk")
+_BEGAN = "began_unix"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,6 +38,8 @@ class RecordedLoad:
     """(n,) step numbers, rising."""
     counts: NDArray[np.int64]
     """(n, L, E) [tokens] that this rank routed."""
+    began_unix: float = math.nan
+    """Unix time at which this start began, by the clock of this rank; NaN if unknown."""
 
 
 def is_recording(folder: Path) -> bool:
@@ -60,6 +67,7 @@ def write_recorded(folder: Path, generation: str, load: RecordedLoad) -> Path:
         counts=smallest(load.counts),
         ranks=np.array(load.num_ranks, np.int32),
         topk=np.array(load.top_k, np.int32),
+        began_unix=np.array(load.began_unix),
     )
     draft = path.with_suffix(".tmp")
     write_file(draft, buffer.getvalue())
@@ -67,25 +75,33 @@ def write_recorded(folder: Path, generation: str, load: RecordedLoad) -> Path:
     return path
 
 
-def read_recording(folder: Path, first_moe_layer: int | None, *, from_step: int = 0) -> Trace:
-    """Read the newest start of the group in a folder: the steps that every rank has.
+def read_recording(
+    folder: Path,
+    first_moe_layer: int | None,
+    *,
+    from_step: int = 0,
+    start: str | None = None,
+) -> Trace:
+    """Read one start of the group in a folder: the steps that every rank has.
 
     Args:
         folder: of the recording.
         first_moe_layer: number of hidden layers before the first MoE layer; None: 0.
         from_step: first step to read.
+        start: the first 8 digits of its generation; None takes the newest.
 
     Raises:
-        InvalidInput, ShapeMismatch: a file is malformed, a rank is missing, or no step is complete.
+        InvalidInput, ShapeMismatch: a file is malformed, a rank is missing, no step is complete, or
+            the files do not say which start is the newest.
     """
-    generation, paths, others = _newest(folder)
+    paths, others = _files_of(folder, start)
     sums: dict[int, NDArray[np.int64]] = {}
     seen: dict[int, set[int]] = defaultdict(set)
     shape: tuple[int, ...] | None = None
     ranks = top_k = 0
-    for path in paths:
+    files, notes = readable(paths, _read_file)
+    for path, load in files:
         with naming(path.name):
-            load = _read_file(path)
             if shape is None:
                 shape, ranks, top_k = load.counts.shape[1:], load.num_ranks, load.top_k
             if load.counts.shape[1:] != shape or load.num_ranks != ranks:
@@ -96,20 +112,21 @@ def read_recording(folder: Path, first_moe_layer: int | None, *, from_step: int 
             for step, counts in zip(load.steps.tolist(), load.counts, strict=True):
                 if step < from_step:
                     continue
-                if load.rank in seen[step]:
+                if step in seen[load.rank]:
                     raise InvalidInput(f"step {step} of rank {load.rank} is in two files")
-                seen[step].add(load.rank)
+                seen[load.rank].add(step)
                 sums[step] = sums[step] + counts if step in sums else counts
-    whole = sorted(step for step, by in seen.items() if len(by) == ranks)
-    if not whole:
-        have = sorted({rank for by in seen.values() for rank in by})
-        raise InvalidInput(f"no step is complete: it has steps of ranks {have[:8]} of {ranks}")
-    counts, notes = drop_idle_steps(np.stack([sums[step] for step in whole]))
-    if len(whole) < len(seen):
-        amount = f"{len(seen) - len(whole)} of {len(seen)} steps"
-        notes += (left_out("steps that some ranks did not record are left out", amount=amount),)
+    missing = set(range(ranks)) - set(seen)
+    if missing:
+        raise InvalidInput(
+            f"no step is complete: of {ranks} ranks, {spans('rank', missing)} recorded nothing."
+            " Copy the files of all machines into the folder"
+        )
+    whole, uneven = whole_steps(seen, "step")
+    counts, idle = drop_idle_steps(np.stack([sums[step] for step in whole]))
+    notes += (*uneven, *idle)
     if others:
-        notes += (left_out(f"the folder has {others} earlier starts, only the newest is read"),)
+        notes += (left_out(f"the folder has files of {others} other starts, which are not read"),)
     first = first_moe_layer or 0
     layer_ids = tuple(range(first, first + counts.shape[1]))
     return Trace(counts, layer_ids, folder.name, top_k, findings=notes)
@@ -119,17 +136,18 @@ def newest_step(folder: Path) -> int:
     """Return the newest step that a rank has written in the newest start; -1 without files.
 
     Raises:
-        InvalidInput, ShapeMismatch: the newest file is malformed.
+        InvalidInput, ShapeMismatch: a file is malformed, or the files do not say which start is the
+            newest.
     """
     if not is_recording(folder):
         return -1
-    _, paths, _ = _newest(folder)
+    paths, _ = _files_of(folder, None)
     with naming(paths[-1].name):
         return int(_read_file(paths[-1]).steps.max(initial=-1))
 
 
-def _newest(folder: Path) -> tuple[str, list[Path], int]:
-    """Return (generation, its files by step, number of other generations) of the newest start."""
+def _files_of(folder: Path, start: str | None) -> tuple[list[Path], int]:
+    """Return the files of a start by step, None for the newest, and the number of other starts."""
     by_start: dict[str, list[Path]] = defaultdict(list)
     for path in folder.glob("*.npz"):
         match = _NAME.fullmatch(path.name)
@@ -137,12 +155,33 @@ def _newest(folder: Path) -> tuple[str, list[Path], int]:
             by_start[match[1]].append(path)
     if not by_start:
         raise InvalidInput("holds no file of a recording")
+    if start is None:
+        start = next(iter(by_start)) if len(by_start) == 1 else _newest(by_start)
+    if start not in by_start:
+        raise InvalidInput(f"there is no start {start:.40}; starts: {', '.join(sorted(by_start))}")
+    return sorted(by_start[start], key=_first_step), len(by_start) - 1
 
-    def written(start: str) -> float:
-        return max(path.stat().st_mtime for path in by_start[start])
 
-    newest = max(sorted(by_start), key=written)
-    return newest, sorted(by_start[newest], key=_first_step), len(by_start) - 1
+def _newest(by_start: Mapping[str, Sequence[Path]]) -> str:
+    """Return the start that began last, by what the files say; their own times are not trusted.
+
+    Raises:
+        InvalidInput: the files of a start do not say when it began, or two began together.
+    """
+    began = {}
+    for start, paths in sorted(by_start.items()):
+        with naming(paths[0].name):
+            told = load_npz(paths[0], (_BEGAN,)).get(_BEGAN)
+        if told is not None and told.dtype.kind == "f" and told.size == 1 and np.isfinite(told):
+            began[start] = float(told.reshape(-1)[0])
+    last = [start for start, at in began.items() if at == max(began.values())]
+    if len(began) == len(by_start) and len(last) == 1:
+        return last[0]
+    files = ", ".join(f"{start} ({len(paths)} files)" for start, paths in sorted(by_start.items()))
+    raise InvalidInput(
+        f"holds {len(by_start)} starts, and the files do not say which began last: {files}. Name"
+        " one with --start"
+    )
 
 
 def _first_step(path: Path) -> int:
@@ -168,4 +207,4 @@ def _read_file(path: Path) -> RecordedLoad:
     if rank >= ranks:
         raise InvalidInput(f"is of rank {rank}, the group has {ranks} ranks")
     top_k = int(token_counts(arrays["topk"], "topk").reshape(-1)[0])
-    return RecordedLoad(rank, ranks, top_k, steps, counts)
+    return RecordedLoad(rank, ranks, top_k, steps, counts, math.nan)

@@ -9,9 +9,8 @@ Source: sgl-project/sglang 0.5.23, python/sglang/srt/eplb/expert_distribution.py
 eplb_simulator/reader.py.
 """
 
-import pickle
-import warnings
-import zipfile
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.formats.rank_totals import TOTALS
 from evenkeel_moe.formats.reading import as_int, as_list, naming, token_counts
-from evenkeel_moe.formats.trace import Trace, drop_idle_steps, moe_rows
+from evenkeel_moe.formats.torch_files import as_array
+from evenkeel_moe.formats.trace import Trace, drop_idle_steps, moe_rows, ranks_read, whole_steps
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity
 
 
 def read_stat(path: Path, content: dict[Any, Any], first_moe_layer: int | None) -> Trace:
-    """Read a dump of mode stat or stat_approx, which `load_dump` loaded.
+    """Read the content of a dump of mode stat or stat_approx.
 
     Its `logical_count` is (steps, hidden layers, E), summed over ranks.
 
@@ -38,25 +39,34 @@ def read_stat(path: Path, content: dict[Any, Any], first_moe_layer: int | None) 
         raise InvalidInput(f"has no logical_count, only: {known:.200}{hint}")
     counts = token_counts(as_array(content["logical_count"], "logical_count"), "logical_count")
     if counts.ndim == 2:
-        counts = counts[None]
+        return _trace(
+            _checked(counts[None], "logical_count"), first_moe_layer, path.stem, (TOTALS,)
+        )
     counts, notes = _in_order(_checked(counts, "logical_count"))
     return _trace(counts, first_moe_layer, path.stem, notes)
 
 
-def read_passes(folder: Path, first_moe_layer: int | None) -> Trace:
+def read_passes(
+    name: str, dumps: Iterable[tuple[Path, dict[Any, Any]]], first_moe_layer: int | None
+) -> Trace:
     """Read dumps of mode per_pass or per_token, one file per rank, and sum each pass over ranks.
 
     Physical counts are converted to logical ones with the map in the files, which is the newest.
     Passes recorded under an older map would be misread, so record without rebalancing.
 
+    Args:
+        name: of the trace.
+        dumps: path and content of each file.
+        first_moe_layer: number of hidden layers before the first MoE layer; None takes every layer
+            that ever routed a token.
+
     Raises:
-        InvalidInput, ShapeMismatch: a dump is malformed, ranks disagree, or torch is not installed.
+        InvalidInput, ShapeMismatch: a dump is malformed, or ranks disagree.
     """
     passes: dict[int, dict[int, NDArray[np.int64]]] = {}
     placed: NDArray[np.int64] | None = None
-    for path in sorted(folder.glob("*.pt")):
+    for path, content in dumps:
         with naming(path.name):
-            content = load_dump(path)
             for key in ("records", "last_physical_to_logical_map"):
                 if key not in content:
                     raise InvalidInput(f"has no {key}, so it is not a per-pass dump")
@@ -76,18 +86,22 @@ def read_passes(folder: Path, first_moe_layer: int | None) -> Trace:
                 _add_record(passes, record, held.shape)
     if placed is None or not passes:
         raise InvalidInput("its *.pt files hold no records")
-    by_size = {len(ranks) for ranks in passes.values()}
-    if len(by_size) > 1:
-        raise InvalidInput(f"passes have records of {min(by_size)} to {max(by_size)} ranks")
+    by_rank = {
+        rank: [key for key, records in passes.items() if rank in records]
+        for rank in sorted(set().union(*passes.values()))
+    }
+    whole, findings = whole_steps(by_rank, "pass")
     physical = np.stack(
-        [sum(passes[key].values(), np.zeros(placed.shape, np.int64)) for key in sorted(passes)]
+        [sum(passes[key].values(), np.zeros(placed.shape, np.int64)) for key in whole]
     )
     counts = np.zeros((*physical.shape[:2], int(placed.max()) + 1), np.int64)
     for layer, row in enumerate(placed):
         for slot, expert in enumerate(row):
             counts[:, layer, expert] += physical[:, layer, slot]
-    counts, notes = drop_idle_steps(counts)
-    return _trace(counts, first_moe_layer, folder.name, notes)
+    counts, idle = drop_idle_steps(counts)
+    findings += (*idle, *ranks_read(by_rank))
+    trace = _trace(counts, first_moe_layer, name, findings)
+    return replace(trace, rank_files=len(by_rank))
 
 
 def _add_record(
@@ -112,61 +126,6 @@ def _add_record(
     if rank in by_rank:
         raise InvalidInput(f"pass {key} has two records of rank {rank}")
     by_rank[rank] = counts
-
-
-def load_dump(path: Path) -> dict[Any, Any]:
-    """Return the mapping in a file of torch; it runs no code from the file.
-
-    Raises:
-        InvalidInput: the file holds something else, or torch is not installed.
-    """
-    try:
-        import torch
-    except ImportError as error:
-        raise InvalidInput(
-            "reading *.pt files needs torch: run `pip install 'evenkeel-moe[rank]'`, or convert the"
-            " dump to npz on a machine with torch"
-        ) from error
-    try:
-        with warnings.catch_warnings():
-            # An error follows where torch cannot read another version of pickle.
-            warnings.filterwarnings("ignore", "Detected pickle protocol")
-            # weights_only: loads tensors and plain containers, and runs no code from the file.
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise InvalidInput(f"torch cannot read it: {str(error).splitlines()[0]:.200}") from error
-    # A broken pickle stream raises whatever error its opcodes ran into.
-    except (
-        EOFError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-    ) as error:
-        raise InvalidInput(
-            f"torch cannot read it: {type(error).__name__} {error!s:.200}"
-        ) from error
-    if not isinstance(content, dict):
-        raise InvalidInput(f"holds a {type(content).__name__}, must be a mapping")
-    return content
-
-
-def as_array(value: object, what: str) -> NDArray[Any]:
-    """Return a tensor as an array.
-
-    Raises:
-        InvalidInput: it is none, or its type rounds counts.
-    """
-    if str(getattr(value, "dtype", None)) == "torch.bfloat16":
-        raise InvalidInput(
-            f"{what} is bfloat16, which rounds counts above 256: dump it as int32 or float32"
-        )
-    try:
-        return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInput(f"{what} is not an array: {error!s:.120}") from error
 
 
 def _checked(counts: NDArray[np.int64], what: str) -> NDArray[np.int64]:

@@ -8,6 +8,7 @@ Source: NVIDIA/TensorRT-LLM, report_load_statistics.py.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,15 @@ from evenkeel_moe.formats.reading import (
     read_text,
     token_counts,
 )
-from evenkeel_moe.formats.trace import Trace, drop_idle_steps, left_out
+from evenkeel_moe.formats.trace import (
+    Trace,
+    drop_idle_steps,
+    left_out,
+    ranks_read,
+    readable,
+    whole_steps,
+)
+from evenkeel_moe.model.finding import Finding, spans
 
 _RANK_FILE = re.compile(r"rank(\d+)\.safetensors")
 _KEY = re.compile(r"(\d+)_(\d+)")
@@ -45,43 +54,48 @@ def read_statistics(folder: Path, first_moe_layer: int | None) -> Trace:
         meta = as_mapping(parse_json(text), "the file", keys, optional=None)
         experts = as_int(meta["num_experts"], "num_experts", 1)
         top_k = as_int(meta["num_experts_per_token"], "num_experts_per_token", 1)
-    per_rank: list[NDArray[np.int64]] = []
-    steps: list[int] = []
+    files = _rank_files(folder)
+    counted: dict[int, dict[int, NDArray[np.int64]]] = {}
     layers: list[int] = []
-    for rank, file in enumerate(_rank_files(folder)):
+    readable_files, findings = readable(files.values(), _read_tensors)
+    ranks = {file: rank for rank, file in files.items()}
+    for file, tensors in readable_files:
+        rank = ranks[file]
         with naming(file.name):
-            found_steps, found_layers, counts = _stacked(_read_tensors(file), experts)
-            if rank == 0:
-                steps, layers = found_steps, found_layers
-            # A rank may have stopped before it wrote the last iterations; nothing else may differ.
-            shared = min(len(found_steps), len(steps))
-            if found_layers != layers or found_steps[:shared] != steps[:shared]:
+            found_layers, counted[rank], cut = _by_iteration(tensors, experts)
+            findings += cut
+            layers = layers or found_layers
+            if found_layers != layers:
                 raise ShapeMismatch(
-                    f"has {len(found_steps)} iterations x {len(found_layers)} layers"
-                    f" ({found_steps[0]}..{found_steps[-1]}), rank 0 has {len(steps)} x"
-                    f" {len(layers)} ({steps[0]}..{steps[-1]})"
+                    f"has {spans('layer', found_layers)}, the ranks before {spans('layer', layers)}"
                 )
-            per_rank.append(counts)
-    least, most = min(map(len, per_rank)), max(map(len, per_rank))
-    source = np.stack([counts[:least] for counts in per_rank], axis=1)
-    counts, notes = drop_idle_steps(source.sum(axis=1))
-    if least < most:
-        amount = f"of {least} to {most} iterations the first {least} are read"
-        notes += (left_out("ranks recorded different numbers of iterations", amount=amount),)
+    whole, uneven = whole_steps(counted, "iteration")
+    source = np.array([[counted[rank][step] for rank in counted] for step in whole], np.int64)
+    counts, idle = drop_idle_steps(source.sum(axis=1))
+    findings += (*uneven, *idle, *ranks_read(counted))
     busy = source[source.any(axis=(1, 2, 3))]
-    return Trace(counts, tuple(layers), folder.name, top_k, source=busy, findings=notes)
+    complete = max(counted) + 1 == len(counted)
+    return Trace(
+        counts,
+        tuple(layers),
+        folder.name,
+        top_k,
+        source=busy if complete else None,
+        findings=findings,
+        rank_files=len(counted),
+    )
 
 
-def _rank_files(folder: Path) -> list[Path]:
-    """Return the files of the ranks 0..R-1, in order."""
+def _rank_files(folder: Path) -> dict[int, Path]:
+    """Return the files by rank, in order."""
     files = {
         int(match[1]): file
         for file in folder.iterdir()
         if (match := _RANK_FILE.fullmatch(file.name))
     }
-    if not files or sorted(files) != list(range(len(files))):
-        raise InvalidInput(f"rank files must be rank0..rank{{R-1}}, found {sorted(files)}")
-    return [files[rank] for rank in range(len(files))]
+    if not files:
+        raise InvalidInput("has no file rank0.safetensors, rank1.safetensors, ...")
+    return dict(sorted(files.items()))
 
 
 def _read_tensors(path: Path) -> dict[str, NDArray[Any]]:
@@ -98,28 +112,39 @@ def _read_tensors(path: Path) -> dict[str, NDArray[Any]]:
         raise InvalidInput(f"holds a tensor that numpy cannot hold: {error!s:.200}") from error
 
 
-def _stacked(
+def _by_iteration(
     tensors: Mapping[str, NDArray[Any]], experts: int
-) -> tuple[list[int], list[int], NDArray[np.int64]]:
-    """Return the iterations, the layers and the (T, L, E) counts of one rank.
+) -> tuple[list[int], dict[int, NDArray[np.int64]], tuple[Finding, ...]]:
+    """Return the layers, the (L, E) counts of each iteration that has all of them, and a note.
 
     Raises:
-        InvalidInput, ShapeMismatch: a tensor is malformed, or a tensor is missing.
+        InvalidInput, ShapeMismatch: a tensor is malformed, or most iterations lack layers.
     """
-    by_key: dict[tuple[int, int], NDArray[np.int64]] = {}
+    by_layer: dict[int, dict[int, NDArray[np.int64]]] = defaultdict(dict)
     for name, values in tensors.items():
         match = _KEY.fullmatch(name)
         if match is None:
             raise InvalidInput(f"tensor {name!r:.60} is not named iteration_layer")
         if values.shape != (experts,):
             raise ShapeMismatch(f"tensor {name!r} must be ({experts},), got {values.shape}")
-        by_key[int(match[1]), int(match[2])] = token_counts(values, f"tensor {name!r}")
-    steps = sorted({step for step, _ in by_key})
-    layers = sorted({layer for _, layer in by_key})
-    if not by_key or len(by_key) != len(steps) * len(layers):
+        by_layer[int(match[2])][int(match[1])] = token_counts(values, f"tensor {name!r}")
+    if not by_layer:
+        raise InvalidInput("holds no tensor")
+    layers = sorted(by_layer)
+    every = set().union(*by_layer.values())
+    whole = sorted(every.intersection(*by_layer.values()))
+    stacked = {step: np.stack([by_layer[layer][step] for layer in layers]) for step in whole}
+    if len(whole) == len(every):
+        return layers, stacked, ()
+    lacking = spans("iteration", every.difference(whole))
+    if 2 * len(whole) < len(every):
         raise ShapeMismatch(
-            f"{len(by_key)} tensors for {len(steps)} iterations x {len(layers)} layers"
-            f" = {len(steps) * len(layers)}"
+            f"{len(every) - len(whole)} of {len(every)} iterations lack some of"
+            f" {spans('layer', layers)}: {lacking}"
         )
-    stacked = np.array([[by_key[step, layer] for layer in layers] for step in steps], np.int64)
-    return steps, layers, stacked
+    amount = f"{len(every) - len(whole)} of {len(every)} iterations of a rank"
+    return (
+        layers,
+        stacked,
+        (left_out("iterations without all layers are left out", lacking, amount),),
+    )

@@ -1,14 +1,19 @@
 """Defines a trace: the recorded loads of one deployment, independent of the recording tool."""
 
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.formats.reading import check_layer_ids
-from evenkeel_moe.model.finding import Finding, FindingCode, Severity
+from evenkeel_moe.formats.reading import check_layer_ids, naming
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity, plural, spans
 from evenkeel_moe.planning.signals.load_findings import check_hidden_layers
+
+_Content = TypeVar("_Content")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +39,8 @@ class Trace:
     """What the reader assumed, left out or found to be missing, and what the counts show."""
     num_hidden_layers: int | None = None
     """Rows of the model, dense layers included; None if the recording does not have it."""
+    rank_files: int | None = None
+    """Ranks whose files were added up, where no file says how many there were; else None."""
 
     def __post_init__(self) -> None:
         counts = self.counts
@@ -141,6 +148,96 @@ def left_out(what: str, where: str = "", amount: str = "", advice: str = "") -> 
 def assumed(what: str, where: str = "", amount: str = "", advice: str = "") -> Finding:
     """Return the note of a reader that had to assume something."""
     return Finding(FindingCode.ASSUMED, Severity.NOTE, what, where, amount, advice)
+
+
+def whole_steps(
+    by_rank: Mapping[int, Collection[int]], noun: str
+) -> tuple[list[int], tuple[Finding, ...]]:
+    """Return the steps that every rank has, and a note that names those that some ranks lack.
+
+    Args:
+        by_rank: the steps of each rank.
+        noun: what the recording calls a step.
+
+    Returns:
+        the steps in rising order, findings.
+
+    Raises:
+        InvalidInput: less than half of the steps are whole.
+    """
+    all_steps = set().union(*by_rank.values())
+    lacking = {step for have in by_rank.values() for step in all_steps.difference(have)}
+    whole = sorted(all_steps - lacking)
+    if not lacking:
+        return whole, ()
+    fewest = min(by_rank, key=lambda rank: len(by_rank[rank]))
+    most = max(by_rank, key=lambda rank: len(by_rank[rank]))
+    amount = (
+        f"{len(lacking)} of {len(all_steps)} {plural(noun)}; rank {fewest} has"
+        f" {len(by_rank[fewest])}, rank {most} {len(by_rank[most])}"
+    )
+    if 2 * len(whole) < len(all_steps) or not whole:
+        raise InvalidInput(
+            f"most {plural(noun)} are not on all {len(by_rank)} ranks: {spans(noun, lacking)},"
+            f" {amount}. Take the files of one recording of all ranks"
+        )
+    what = f"{plural(noun)} that some ranks did not record are left out"
+    return whole, (left_out(what, spans(noun, lacking), amount),)
+
+
+def readable(
+    paths: Iterable[Path], read: Callable[[Path], _Content]
+) -> tuple[list[tuple[Path, _Content]], tuple[Finding, ...]]:
+    """Return what the files of a recording hold, and a doubt that names those that are damaged.
+
+    Raises:
+        InvalidInput: half of the files or more cannot be read.
+    """
+    held: list[tuple[Path, _Content]] = []
+    broken: dict[str, str] = {}
+    for path in paths:
+        try:
+            with naming(path.name):
+                held.append((path, read(path)))
+        except InvalidInput as error:
+            broken[path.name] = str(error)
+    if not broken:
+        return held, ()
+    first = next(iter(broken.values()))
+    if len(broken) >= len(held):
+        raise InvalidInput(f"{len(broken)} of {len(broken) + len(held)} files are damaged; {first}")
+    return held, (
+        Finding(
+            FindingCode.PARTS_MISSING,
+            Severity.DOUBT,
+            "files that cannot be read are left out",
+            ", ".join(list(broken)[:4]),
+            f"{len(broken)} of {len(broken) + len(held)} files; {first:.300}",
+            "Copy them again",
+        ),
+    )
+
+
+def ranks_read(ranks: Collection[int]) -> tuple[Finding, ...]:
+    """Say which ranks' files were read; a recording of files by rank may lack some."""
+    missing = set(range(max(ranks))) - set(ranks)
+    if missing:
+        return (
+            Finding(
+                FindingCode.PARTS_MISSING,
+                Severity.DOUBT,
+                "some ranks have no file, so their tokens are missing",
+                spans("rank", missing),
+                f"{len(missing)} of {max(ranks) + 1} ranks",
+                "Copy the files of all machines into the folder",
+            ),
+        )
+    return (
+        assumed(
+            "these are taken to be all ranks, because no file says how many there were",
+            spans("rank", ranks),
+        ),
+    )
 
 
 def drop_idle_steps(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[Finding, ...]]:

@@ -11,9 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.formats import recording, routed_experts, sglang, tensorrt_llm, vllm
+from evenkeel_moe.formats import (
+    rank_totals,
+    recording,
+    routed_experts,
+    sglang,
+    tensorrt_llm,
+    vllm,
+)
 from evenkeel_moe.formats.reading import as_mapping, load_npz, naming, parse_json, token_counts
-from evenkeel_moe.formats.trace import Trace
+from evenkeel_moe.formats.torch_files import as_array, load_dump
+from evenkeel_moe.formats.trace import Trace, readable
 from evenkeel_moe.formats.writing import smallest, write_file
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity, judge_findings
 from evenkeel_moe.planning.signals.load_findings import check_recording
@@ -23,7 +31,11 @@ _MOST_FINDINGS = 1000
 
 
 def read_trace(
-    path: Path | str, *, first_moe_layer: int | None = None, accept: Collection[str] = ()
+    path: Path | str,
+    *,
+    first_moe_layer: int | None = None,
+    accept: Collection[str] = (),
+    start: str | None = None,
 ) -> Trace:
     """Read a trace and check it against itself; the path tells which kind it is.
 
@@ -39,6 +51,7 @@ def read_trace(
             file: our npz has `layer_ids` (0.. if missing), SGLang has every row that ever counted a
             token, TensorRT-LLM has its keys.
         accept: codes of findings that a person has looked at; they become notes.
+        start: of a recording of our plugins with several starts, the one to read; None: the newest.
 
     Raises:
         InvalidInput, ShapeMismatch: the trace is malformed, or a finding refuses it; the message
@@ -46,7 +59,7 @@ def read_trace(
     """
     path = Path(path)
     with naming(path):
-        return check_trace(_read(path, first_moe_layer), accept)
+        return check_trace(_read(path, first_moe_layer, start), accept)
 
 
 def check_trace(trace: Trace, accept: Collection[str] = ()) -> Trace:
@@ -65,14 +78,16 @@ def check_trace(trace: Trace, accept: Collection[str] = ()) -> Trace:
     return replace(trace, findings=judge_findings(known.values(), accept))
 
 
-def _read(path: Path, first_moe_layer: int | None) -> Trace:
+def _read(path: Path, first_moe_layer: int | None, start: str | None) -> Trace:
+    if start is not None and not (path.is_dir() and recording.is_recording(path)):
+        raise InvalidInput("only a folder that our plugins recorded has starts: leave start out")
     if path.is_dir():
         if (path / "meta_info.json").exists():
             return tensorrt_llm.read_statistics(path, first_moe_layer)
         if any(path.glob("*.pt")):
-            return sglang.read_passes(path, first_moe_layer)
+            return _read_dumps(path, first_moe_layer)
         if recording.is_recording(path):
-            return recording.read_recording(path, first_moe_layer)
+            return recording.read_recording(path, first_moe_layer, start=start)
         raise InvalidInput(
             "a folder with neither meta_info.json nor *.pt files nor a recording of our plugins"
         )
@@ -89,14 +104,23 @@ def _read(path: Path, first_moe_layer: int | None) -> Trace:
     )
 
 
+def _read_dumps(folder: Path, first_moe_layer: int | None) -> Trace:
+    dumps, damaged = readable(sorted(folder.glob("*.pt")), load_dump)
+    if any(rank_totals.is_of_a_rank(content) for _, content in dumps):
+        trace = rank_totals.add_totals(folder.name, dumps, first_moe_layer)
+    else:
+        trace = sglang.read_passes(folder.name, dumps, first_moe_layer)
+    return replace(trace, findings=(*damaged, *trace.findings))
+
+
 def _read_pt(path: Path, first_moe_layer: int | None) -> Trace:
-    content = sglang.load_dump(path)
+    content = load_dump(path)
+    if rank_totals.is_of_a_rank(content):
+        return rank_totals.add_totals(path.stem, [(path, content)], first_moe_layer)
     if routed_experts.KEY not in content:
         return sglang.read_stat(path, content, first_moe_layer)
     arrays = {
-        name: sglang.as_array(content[name], name)
-        for name in routed_experts.NAMES
-        if name in content
+        name: as_array(content[name], name) for name in routed_experts.NAMES if name in content
     }
     return routed_experts.read_routed_experts(arrays, first_moe_layer, path.stem)
 

@@ -17,56 +17,125 @@ from evenkeel_moe.formats.reading import (
     as_int,
     as_mapping,
     expert_rows,
-    naming,
     parse_json,
     read_text,
+    token_rows,
 )
-from evenkeel_moe.formats.trace import Trace, drop_idle_steps
+from evenkeel_moe.formats.trace import Trace, assumed, drop_idle_steps, left_out
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity, spans
+from evenkeel_moe.model.placement import EMPTY
 
 _MAX_STEP = 2**62
+MOST_STARTS = 8
+"""Starts of a server in one file up to which nothing else is suspected."""
 
 
 def read_load_statistics(path: Path, first_moe_layer: int | None) -> Trace:
-    """Read a file of load statistics; steps in rising order.
+    """Read a file of load statistics.
+
+    A line that cannot be read is left out. Where step numbers occur again, the server was started
+    again: all steps are then read in the order of the lines.
 
     Raises:
-        InvalidInput, ShapeMismatch: a line is malformed, or lines differ in their sizes.
+        InvalidInput, ShapeMismatch: half of the lines cannot be read, lines differ in their sizes,
+            or several servers wrote the file at the same time.
     """
-    steps: dict[int, tuple[NDArray[np.int64], NDArray[np.int32]]] = {}
+    steps: list[tuple[int, NDArray[np.int64], NDArray[np.int32]]] = []
+    broken: dict[int, str] = {}
+    lines = 0
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
-        with naming(f"line {number}"):
+        lines += 1
+        try:
             record = as_mapping(parse_json(line), "the line", ("record_type",), optional=None)
             if record["record_type"] != "eplb_load_stats":
                 continue
-            step, load, held = _read_record(record)
-            if steps and held.shape != next(iter(steps.values()))[1].shape:
-                first = next(iter(steps.values()))[1].shape
-                raise ShapeMismatch(f"has {held.shape} layers and slots, the first step {first}")
-            if step in steps:
-                raise InvalidInput(f"step {step} occurs twice: is the file of several servers?")
-            steps[step] = (load, held)
+            read = _read_record(record)
+        except InvalidInput as error:
+            broken[number] = str(error)
+            continue
+        if steps and read[2].shape != steps[0][2].shape:
+            raise ShapeMismatch(
+                f"line {number} has {read[2].shape} layers and slots, the first step"
+                f" {steps[0][2].shape}"
+            )
+        steps.append(read)
+    if 2 * len(broken) >= max(lines, 1):
+        number, error_text = next(iter(broken.items()))
+        raise InvalidInput(
+            f"{len(broken)} of {lines} lines cannot be read; line {number}: {error_text}"
+        )
     if not steps:
         raise InvalidInput("has no line of the type eplb_load_stats")
-    experts = max(int(held.max()) for _, held in steps.values()) + 1
-    rows = [_sum_by_expert(*steps[step], experts) for step in sorted(steps)]
-    counts, notes = drop_idle_steps(np.stack(rows))
+    numbers = [step for step, _, _ in steps]
+    if len(set(numbers)) == len(numbers):
+        steps.sort(key=lambda read: read[0])  # one start, whose lines are out of order
+    experts = max(int(held.max()) for _, _, held in steps) + 1
+    rows = [_sum_by_expert(load, held, experts) for _, load, held in steps]
+    counts, idle = drop_idle_steps(np.stack(rows))
+    findings = (*_broken_lines(broken, lines), *_starts(numbers), *idle)
+    findings += _load_of_empty_slots(steps)
     first_layer = first_moe_layer or 0
     layer_ids = tuple(range(first_layer, first_layer + counts.shape[1]))
-    return Trace(counts, layer_ids, path.stem, findings=notes)
+    return Trace(counts, layer_ids, path.stem, findings=findings)
+
+
+def _broken_lines(broken: dict[int, str], lines: int) -> tuple[Finding, ...]:
+    if not broken:
+        return ()
+    number, error = next(iter(broken.items()))
+    what = "lines that cannot be read are left out"
+    amount = f"{len(broken)} of {lines} lines; line {number}: {error:.200}"
+    return (left_out(what, spans("line", broken), amount),)
+
+
+def _starts(steps: list[int]) -> tuple[Finding, ...]:
+    """Say where step numbers begin anew.
+
+    Raises:
+        InvalidInput: they do so too often for restarts of one server.
+    """
+    again = [at for at, step in enumerate(steps) if at and step <= steps[at - 1]]
+    if not again or len(set(steps)) == len(steps):
+        return ()
+    if len(again) > MOST_STARTS and 10 * len(again) > len(steps):
+        raise InvalidInput(
+            f"step numbers fall {len(again)} times in {len(steps)} lines, first from"
+            f" {steps[again[0] - 1]} to {steps[again[0]]}: is the file of several servers?"
+        )
+    what = "step numbers begin anew, so the server was started again; all steps are read"
+    return (assumed(what, f"after {again[0]} steps", f"{len(again)} times"),)
+
+
+def _load_of_empty_slots(
+    steps: list[tuple[int, NDArray[np.int64], NDArray[np.int32]]],
+) -> tuple[Finding, ...]:
+    lost = sum(int(load[held < 0].sum()) for _, load, held in steps)
+    if not lost:
+        return ()
+    total = sum(int(load.sum()) for _, load, _ in steps)
+    return (
+        Finding(
+            FindingCode.ROUTES_MISSING,
+            Severity.DOUBT,
+            "tokens of slots that the map calls empty are left out",
+            amount=f"{lost} of {total} tokens",
+            advice="The map may be older than the counts. Record again",
+        ),
+    )
 
 
 def _read_record(record: dict[str, object]) -> tuple[int, NDArray[np.int64], NDArray[np.int32]]:
-    """Return (step, (L, S) int64 tokens, (L, S) map) of a line."""
+    """Return (step, (L, S) int64 tokens, (L, S) map with -1 for empty slots) of a line."""
     keys = ("version", "step", "expert_load", "p2l_map")
     as_mapping(record, "the line", ("record_type", *keys), optional=None)
     version = as_int(record["version"], "version")
     if version != 1:
         raise InvalidInput(f"version is {version}, only 1 can be read")
     step = as_int(record["step"], "step", most=_MAX_STEP)
-    held = expert_rows(record["p2l_map"], "p2l_map", 0)
-    load = expert_rows(record["expert_load"], "expert_load", 0).astype(np.int64)
+    held = expert_rows(record["p2l_map"], "p2l_map", EMPTY)
+    load = token_rows(record["expert_load"], "expert_load")
     if load.shape != held.shape:
         raise ShapeMismatch(f"expert_load is {load.shape}, p2l_map {held.shape}")
     if held.max() >= held.shape[1]:
@@ -82,5 +151,6 @@ def _sum_by_expert(
     """Return the (L, E) tokens of each expert."""
     sums = np.zeros((len(load), experts), np.int64)
     for layer, row in enumerate(load):
-        np.add.at(sums[layer], held[layer], row)
+        filled = held[layer] >= 0
+        np.add.at(sums[layer], held[layer][filled], row[filled])
     return sums

@@ -108,4 +108,9 @@ def spans(noun: str, numbers: Collection[int], most: int = 6) -> str:
             parts.append([number, number])
     shown = [str(first) if first == last else f"{first}..{last}" for first, last in parts[:most]]
     more = f" and {len(parts) - most} more" if len(parts) > most else ""
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(shown)}{more}"
+    return f"{plural(noun) if len(numbers) > 1 else noun} {', '.join(shown)}{more}"
+
+
+def plural(noun: str) -> str:
+    """Return the plural of a regular noun."""
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"

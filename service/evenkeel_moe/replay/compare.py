@@ -1,8 +1,8 @@
 """Compares policies on one trace: walks each over it and collects the results."""
 
 import io
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from evenkeel_moe.formats.trace import assumed
 from evenkeel_moe.formats.writing import write_file
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.dispatch_model import DispatchModel
-from evenkeel_moe.model.finding import Finding
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity, judge_findings
 from evenkeel_moe.replay.budget import BudgetPoint, budget_curve, budgets_to_try
 from evenkeel_moe.replay.planners import VERDICT, warm_up
 from evenkeel_moe.replay.replica_effect import ReplicaEffect, replica_effect
@@ -35,17 +35,45 @@ def load_by_source(
     return trace.counts.astype(np.float64), source.astype(np.float64)
 
 
-def origin_findings(trace: Trace, setup: Setup, policies: Iterable[str]) -> tuple[Finding, ...]:
-    """Return what is assumed about the source ranks of tokens; empty if known or not needed."""
+def check_origin(
+    trace: Trace, setup: Setup, policies: Iterable[str], accept: Collection[str] = ()
+) -> Trace:
+    """Return the trace with what planning on it assumes about the ranks that recorded it.
+
+    `accept` has codes of findings that a person has looked at.
+    """
+    assumed_too = judge_findings(_origin_findings(trace, setup, policies), accept)
+    return replace(trace, findings=(*trace.findings, *assumed_too))
+
+
+def _origin_findings(trace: Trace, setup: Setup, policies: Iterable[str]) -> tuple[Finding, ...]:
+    """Return what the plan assumes about the ranks that recorded the trace.
+
+    That is where their tokens started, if a policy or a dispatcher needs it; and that their files
+    are complete, if there are fewer of them than ranks to plan for.
+    """
+    files, ranks = trace.rank_files, setup.shape.num_ranks
+    fewer: tuple[Finding, ...] = ()
+    if files is not None and files < ranks:
+        fewer = (
+            Finding(
+                FindingCode.PARTS_MISSING,
+                Severity.DOUBT,
+                "the plan is for more ranks than have files in the recording",
+                amount=f"{files} files, {ranks} ranks",
+                advice="Copy the files of all machines into the folder, unless fewer ranks served",
+            ),
+        )
     users = ["nearest dispatch"] if setup.objective.dispatch is DispatchModel.NEAREST else []
     users += [name for name in policies if name.removesuffix(VERDICT) in _BY_SOURCE]
     if setup.source is not None or not users:
-        return ()
+        return fewer
     have = "has no source counts"
     if trace.source is not None:
         have = f"has source counts of {trace.source.shape[1]} ranks, not of {setup.shape.num_ranks}"
     evenly = "tokens are assumed to start evenly on all ranks"
-    return (assumed(f"the trace {have}: {evenly}, which affects {' and '.join(users)}"),)
+    affected = " and ".join(users)
+    return (*fewer, assumed(f"the trace {have}: {evenly}, which affects {affected}"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +190,7 @@ def compare(
         tuple(walks),
         tuple(measure_walk(walk, bytes_per_expert) for walk in walks),
         points,
-        trace.findings + origin_findings(trace, setup, planners),
+        trace.findings,
         replica_effect(
             setup, setup.window_steps, setup.window_steps + replans * setup.horizon_steps
         ),

@@ -31,6 +31,14 @@ class ReadingOptions:
             show_default="as in the file; SGLang: the first row that ever counted a token",
         ),
     ] = None
+    start: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a folder with several starts of an engine, the one to read: the first 8 digits"
+            " of its files.",
+            show_default="the newest",
+        ),
+    ] = None
     accept: Annotated[
         list[str] | None,
         typer.Option(

@@ -10,6 +10,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.agent.ports import LinkListener
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats.recording import RecordedLoad, write_recorded
@@ -39,14 +40,20 @@ class RecordLink:
         folder: made if it is missing.
         keep_steps: beyond this, the oldest files of this start are removed.
         clock: returns seconds.
+        unix: returns the Unix time; None: the system's clock.
     """
 
     def __init__(
-        self, folder: Path, keep_steps: int, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: Path,
+        keep_steps: int,
+        clock: Callable[[], float] = time.monotonic,
+        unix: Callable[[], float] | None = None,
     ) -> None:
         self._folder = folder
         self._keep_steps = keep_steps
         self._clock = clock
+        self._start_unix = (unix or SystemClock().unix)()
         self._listener: LinkListener | None = None
         self._hello: Hello | None = None
         self._steps: list[NDArray[np.int64]] = []
@@ -97,7 +104,8 @@ class RecordLink:
         self._steps, self._counts, self._waiting = [], [], 0
         self._began_s = self._clock()
         shape = self._hello.shape
-        load = RecordedLoad(int(report.rank), shape.num_ranks, shape.top_k, steps, counts)
+        rank, began = int(report.rank), self._start_unix
+        load = RecordedLoad(rank, shape.num_ranks, shape.top_k, steps, counts, began)
         try:
             path = write_recorded(self._folder, str(report.generation), load)
         except InvalidInput as error:
