@@ -77,7 +77,7 @@ class EngineGuest(ABC):
         """
         try:
             self._kv_cache = read()
-        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+        except Exception as error:
             _log.warning("kv_cache_unknown", engine=self.engine_name, detail=repr(error)[:300])
         self._tell_kv_cache()
 

@@ -323,8 +323,6 @@ class SglangGuest(EngineGuest):
     def refusal(self, prepare: Prepare, new: Placement) -> tuple[Reason, str] | None:
         """Return why SGLang cannot go to `new`; it does not accept empty slots."""
         del prepare
-        if not self.places:
-            return Reason.OBSERVE_ONLY, "this plugin observes"
         have = (len(self._rows.layer_ids), int(self._access.metadata().num_physical_experts))
         wrong = self._shape_refusal(new, have)
         empty = int((new.phy2log == EMPTY).sum())
