@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import tracemalloc
 
 import pytest
 
@@ -86,14 +87,69 @@ def test_variables_override_the_file_and_the_file_overrides_defaults(tmp_path, m
         ),
         ("c.yaml", b'grpc: {host: "\xff"}', "c.yaml: 'utf-8'"),
         ("c.toml", b"\xff", "c.toml: 'utf-8'"),
-        ("c.yaml", "log_level: 2026-13-01", "c.yaml: month must be"),
-        ("c.yaml", "a: " + "[" * 10_000, "c.yaml"),
+        ("c.yaml", "log_level: 2026-13-01", r"c\.yaml:1: log_level: "),
+        ("c.toml", "log_level = 2026-12-01", r"c\.toml:1: log_level: "),
+        ("c.toml", "[grcp.x]\ny = 1\n", r"c\.toml:1: grcp: there is no such setting; .* grpc\?"),
     ],
 )
 def test_an_invalid_file_is_refused(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InvalidInput, match=words):
         load_settings(tmp_path / name)
+
+
+HOSTILE = {
+    "hex.yaml": (f"grpc: {{port: 0x{'f' * 100_000}}}", r"yaml:1: grpc\.port: .*; it is 0xff"),
+    "hex.toml": (f"grpc.port = 0x{'f' * 100_000}", r"toml:1: grpc\.port: .*thousands of digits"),
+    "base60.yaml": (f"grpc: {{port: 1{':59' * 9000}}}", r"grpc\.port: .*; it is 1:59"),
+    "base60float.yaml": (f"grpc: {{port: 1{':59' * 900}.5}}", r"grpc\.port: .*; it is 1:59"),
+    "octal.yaml": (f"grpc: {{port: 0{'7' * 100_000}}}", r"grpc\.port: "),
+    "tag.yaml": ("grpc: {port: !!bool x}", "yaml:1: a value is not written as bool"),
+    "twice.yaml": ("grpc: {port: 1}\ngrpc: {port: 2}", "yaml:2: a key occurs twice"),
+    "itself.yaml": ("grpc: &a\n  port: *a", "yaml:1: a value contains itself"),
+    "deep.yaml": ("a: " + "[" * 500, r"yaml:1: nested too deeply"),
+    "deep.toml": ("a = " + "[" * 10_000, r"toml: nested too deeply"),
+    "dots.toml": ("a" + ".a" * 50_000 + " = 1", "toml:1: more than 1,000 dots"),
+    "names.yaml": ("".join(f"u{n}: 1\n" for n in range(2000)), "and 1900 more$"),
+    "names.toml": ("".join(f"u{n} = 1\n" for n in range(2000)), "and 1900 more$"),
+    "values.toml": ("a = [" + "1," * 20_000 + "]", "has 20,001 values, more than 10,000"),
+    "long.toml": ("#" * 300_000, "is longer than 262,144 bytes"),
+    "aliases.yaml": (
+        "a0: &a0 [1]\n"
+        + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 30)),
+        "yaml:6: stands for more than 200000 values",
+    ),
+    "merges.yaml": (
+        "a0: &a0 {x: 1}\n"
+        + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 9)),
+        "yaml:7: stands for more than 200000 values",
+    ),
+}
+"""Files of settings that are small to write, and what is said of them."""
+
+
+@pytest.mark.fault(
+    "an operator whose settings file had hexadecimal numbers or merged anchors",
+    "a traceback, minutes or gigabytes",
+)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_within_bounds(tmp_path, name):
+    content, words = HOSTILE[name]
+    (tmp_path / name).write_text(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInput, match=words):
+            load_settings(tmp_path / name)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_parts_of_a_settings_file_may_be_merged_and_overridden(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("grpc: &a {host: 127.0.0.2, port: 7001}\nrest: {<<: *a, port: 7002}")
+    settings = load_settings(path)
+    assert (settings.rest.host, settings.rest.port) == ("127.0.0.2", 7002)
 
 
 def test_a_fault_names_what_set_the_value(tmp_path, monkeypatch):

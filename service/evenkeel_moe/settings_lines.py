@@ -9,24 +9,32 @@ _HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
 _KEY = re.compile(r"\s*([A-Za-z0-9_.\"' -]+?)\s*=")
 
 
-def line_of(text: str, suffix: str, path: Sequence[str], *, exact: bool = False) -> int | None:
-    """Return the line, counted from 1, of a setting or of the section that contains it.
+class SettingLines:
+    """The lines of the settings in a file.
 
     Args:
         text: content of the file.
         suffix: `.toml`, or one of YAML.
-        path: section and names below it.
-        exact: True to find only the setting itself, not a section that contains it.
-
-    Returns:
-        None if it is not in the file.
     """
-    lines = _toml_lines(text) if suffix == ".toml" else _yaml_lines(text)
-    wanted = tuple(path)
-    for length in range(len(wanted), len(wanted) - 1 if exact else 0, -1):
-        if wanted[:length] in lines:
-            return lines[wanted[:length]]
-    return None
+
+    def __init__(self, text: str, suffix: str) -> None:
+        self._lines = _toml_lines(text) if suffix == ".toml" else _yaml_lines(text)
+
+    def of(self, path: Sequence[str], *, exact: bool = False) -> int | None:
+        """Return the line, counted from 1, of a setting or of the section that contains it.
+
+        Args:
+            path: section and names below it.
+            exact: True to find only the setting itself, not a section that contains it.
+
+        Returns:
+            None if it is not in the file.
+        """
+        wanted = tuple(path)
+        for length in range(len(wanted), len(wanted) - 1 if exact else 0, -1):
+            if wanted[:length] in self._lines:
+                return self._lines[wanted[:length]]
+        return None
 
 
 def _yaml_lines(text: str) -> dict[tuple[str, ...], int]:
@@ -57,10 +65,13 @@ def _toml_lines(text: str) -> dict[tuple[str, ...], int]:
     for number, line in enumerate(text.splitlines(), 1):
         header, key = _HEADER.match(line), _KEY.match(line)
         if header is not None:
-            section = _parts(header[1])
-            found.setdefault(section, number)
+            section = path = _parts(header[1])
         elif key is not None:
-            found.setdefault(section + _parts(key[1]), number)
+            path = section + _parts(key[1])
+        else:
+            continue
+        found.setdefault(path[:1], number)
+        found.setdefault(path, number)
     return found
 
 

@@ -16,7 +16,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-import yaml
 from pydantic import Field, ValidationError, create_model
 from pydantic_settings import (
     BaseSettings,
@@ -32,12 +31,21 @@ from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.settings import Settings
 from evenkeel_moe.settings_checks import contradictions
 from evenkeel_moe.settings_forms import number_form
-from evenkeel_moe.settings_lines import line_of
+from evenkeel_moe.settings_lines import SettingLines
+from evenkeel_moe.yaml_text import parse_yaml
 
 _PREFIX = "EVENKEEL_"
 _THRESHOLDS = ("planner", "thresholds")
 _UNKNOWN = frozenset({"unexpected_keyword_argument", "extra_forbidden"})
 """Pydantic's types of the fault of a name that is no setting."""
+_MAX_FILE_BYTES = 256 << 10
+"""All settings with comments take a tenth of it."""
+_MAX_VALUES = 10_000
+"""Most sections, settings and items of lists in a settings file."""
+_MAX_DOTS = 1000
+"""Most dots in a line of TOML, whose reader takes the square of a key's parts in memory."""
+_MAX_FAULTS = 100
+"""Most wrong values and names that are listed."""
 _SECRETS = ("redis__url", "redis__password", "redis__sentinel_password")
 
 
@@ -57,16 +65,16 @@ def load_settings(config: Path | None = None) -> Settings:
     origins = _Origins(config, text)
     hidden = {name.lower() for name in broken}
     settings, found = _gathered(secrets, file, hidden)
-    found += [
-        _Fault(path, _unknown(path), is_name=True) for path in _unknown_thresholds(file, hidden)
-    ]
+    found += [_Fault(path, is_name=True) for path in _unknown_thresholds(file, hidden)]
     if found and all(fault.is_name for fault in found):
         # Without these names, the values can be compared with each other.
         paths = {fault.path for fault in found}
         hidden |= {name.lower() for name in os.environ if _is_below(name, paths)}
         settings, _ = _gathered(secrets, _without(file, paths), hidden)
     faults = [*_unknown_sections(), *(f"{name}: {words}" for name, words in broken.items())]
-    faults += _lines(found, origins) + unread
+    faults += _lines(found[:_MAX_FAULTS], origins) + unread
+    if len(found) > _MAX_FAULTS:
+        faults.append(f"and {len(found) - _MAX_FAULTS} more")
     if settings is not None and not (unread or broken):
         faults += [f"{fault}{origins.named_in(fault)}" for fault in contradictions(settings)]
     if settings is None or faults:
@@ -102,9 +110,9 @@ class _Fault(NamedTuple):
     """One wrong setting."""
 
     path: tuple[str, ...]
-    words: str
+    words: str = ""
     is_name: bool = False
-    """True if there is no setting of this name."""
+    """True if there is no setting of this name; it has no other words."""
 
 
 def _gathered(
@@ -223,34 +231,53 @@ def _secret_files() -> tuple[dict[str, Any], list[str]]:
 def _read_file(path: Path) -> tuple[dict[str, Any], str, list[str]]:
     """Return the content of the settings file and its text, or the fault of an unreadable one."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+        if len(data) > _MAX_FILE_BYTES:
+            raise InvalidInput(f"settings file {path} is longer than {_MAX_FILE_BYTES:,} bytes")
+        text = data.decode("utf-8").replace("\r\n", "\n")
         return _parsed(path, text), text, []
     except InvalidInput as error:
         fault = str(error)
     except OSError as error:
         fault = f"cannot read settings file {path}: {error.strerror}"
-    except yaml.MarkedYAMLError as error:
-        # Not the text of the error, which would show a line of the file, maybe with a secret.
-        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        fault = f"{path}{line}: {error.problem or error.context}"
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        # ValueError: not UTF-8, not TOML, or an impossible date or number in YAML.
+    except RecursionError:
+        fault = f"settings file {path}: nested too deeply"
+    except ValueError as error:
+        # Not UTF-8, or not TOML.
         fault = f"settings file {path}: {error}"
     return {}, "", [fault]
 
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:
     if path.suffix == ".toml":
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.count(".") > _MAX_DOTS:
+                raise InvalidInput(f"{path}:{number}: more than {_MAX_DOTS:,} dots")
         content = tomllib.loads(text)
     elif path.suffix in (".yaml", ".yml"):
-        content = yaml.safe_load(text)
+        content = parse_yaml(text, f"{path}:")
     else:
         raise InvalidInput(f"settings file {path} must end in .toml, .yaml or .yml")
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise InvalidInput(f"settings file {path} must hold sections, not {type(content).__name__}")
+    if (values := _count(content)) > _MAX_VALUES:
+        raise InvalidInput(f"settings file {path} has {values:,} values, more than {_MAX_VALUES:,}")
     return content
+
+
+def _count(content: dict[str, Any]) -> int:
+    """Return the number of keys and items in a settings file."""
+    waiting: list[Any] = [content]
+    count = 0
+    while waiting:
+        held = waiting.pop()
+        if isinstance(held, dict | list):
+            count += len(held)
+            waiting.extend(held.values() if isinstance(held, dict) else held)
+    return count
 
 
 def _without(content: dict[str, Any], paths: Set[tuple[str, ...]]) -> dict[str, Any]:
@@ -279,7 +306,8 @@ class _Origins:
     """
 
     def __init__(self, config: Path | None, text: str) -> None:
-        self._config, self._text = config, text
+        self._config = config
+        self._lines = SettingLines(text, "" if config is None else config.suffix)
         self._variables = {name.upper(): name for name in os.environ}
 
     def of(self, path: tuple[str, ...], *, exact: bool = False) -> str | None:
@@ -291,7 +319,7 @@ class _Origins:
                     return self._variables[variable]
         if self._config is None:
             return None
-        line = line_of(self._text, self._config.suffix, path, exact=exact)
+        line = self._lines.of(path, exact=exact)
         return None if line is None else f"{self._config}:{line}"
 
     def _sets(self, variable: str, rest: tuple[str, ...]) -> bool:
@@ -318,24 +346,27 @@ def _lines(found: Sequence[_Fault], origins: _Origins) -> list[str]:
     Variables come first, then the file from its top.
     """
     lines = []
-    for path, words, _ in found:
+    for path, words, is_name in found:
         variable = _PREFIX + "__".join(path).upper()
         origin = origins.of(tuple(part.lower() for part in path)) or origins.of(path)
         # A variable names its setting; a file does not.
         where = variable if origin in (None, variable) else f"{origin}: {'.'.join(path)}"
         number = re.search(r":(\d+)$", origin or "")
-        lines.append((int(number[1]) if number else 0, f"{where}: {words}"))
+        lines.append(
+            (int(number[1]) if number else 0, f"{where}: {_unknown(path) if is_name else words}")
+        )
     return [line for _, line in sorted(lines, key=lambda each: each[0])]
 
 
 def _words(fault: Mapping[str, Any]) -> str:
-    """Return what is wrong with one setting."""
-    if fault["type"] in _UNKNOWN:
-        return _unknown(fault["loc"])
+    """Return what is wrong with the value of one setting."""
     form = number_form([str(part).lower() for part in fault["loc"]])
     if form is None:
         return str(fault["msg"])
-    return f"must be a {form}; it is {fault['input']!s:.40}"
+    try:
+        return f"must be a {form}; it is {fault['input']!s:.40}"
+    except ValueError:  # TOML reads longer whole numbers than Python shows
+        return f"must be a {form}; it has thousands of digits"
 
 
 def _unknown_thresholds(file: Mapping[str, Any], hidden: Set[str]) -> Iterator[tuple[str, ...]]:

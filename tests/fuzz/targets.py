@@ -22,6 +22,7 @@ from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
 from evenkeel_moe.protocol import messages as m
+from evenkeel_moe.settings_sources import load_settings
 from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import (
@@ -93,6 +94,16 @@ def _stored_plan_text(data: bytes) -> object:
 
 def _placement(data: bytes) -> object:
     return parse_placement(data.decode("utf-8", "replace"), num_ranks=2, num_logical_experts=3)
+
+
+def _settings_file(suffix: str) -> Parse:
+    def parse(data: bytes) -> object:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"settings{suffix}"
+            path.write_bytes(data)
+            return load_settings(path)
+
+    return parse
 
 
 def _npz() -> bytes:
@@ -202,7 +213,22 @@ def _targets() -> tuple[Target, ...]:
             "placement_file",
             _placement,
             (EvenkeelError,),
-            (json.dumps({"physical_to_logical_map": rows}).encode(),),
+            (
+                json.dumps({"physical_to_logical_map": rows}).encode(),
+                b"num_slots: 4\ninitial_global_assignments:\n  3: &a [0, 1, 2, 0]\n  4: *a\n",
+            ),
+        ),
+        Target(
+            "settings_yaml",
+            _settings_file(".yaml"),
+            (InvalidInput,),
+            (b"grpc: &a {host: 127.0.0.2, port: 7001}\nrest: {<<: *a, port: 7002}\n",),
+        ),
+        Target(
+            "settings_toml",
+            _settings_file(".toml"),
+            (InvalidInput,),
+            (b'grpc.host = "127.0.0.2"\n[planner.thresholds]\ncooldown_s = 0x10\n',),
         ),
         Target("trace_npz", _trace_file(".npz"), (InvalidInput,), (_npz(),)),
         Target(

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
@@ -43,6 +42,7 @@ from evenkeel_moe.formats.reading import (
 )
 from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.yaml_text import parse_yaml
 
 _ROWS = "rows"
 """Key under which the list of a vllm file, which has no key, is kept."""
@@ -100,7 +100,9 @@ def parse_placement(
         raise InvalidInput(f"num_ranks is {num_ranks}, must be at least 1")
     if first_moe_layer < 0:
         raise InvalidInput(f"first_moe_layer is {first_moe_layer}, must not be negative")
-    content = parse_json(text) if text.lstrip()[:1] in ("{", "[") else _parse_yaml(text)
+    content = (
+        parse_json(text) if text.lstrip()[:1] in ("{", "[") else parse_yaml(text, "YAML line ")
+    )
     if isinstance(content, list) and format_ in (None, PlacementFormat.VLLM):
         content = {_ROWS: content}
     if not isinstance(content, dict):
@@ -108,28 +110,6 @@ def parse_placement(
     ids = None if layer_ids is None else tuple(layer_ids)
     expected = Expected(num_ranks, num_logical_experts, first_moe_layer, ids)
     return _PARSERS[format_ or _detect(content)](content, expected)
-
-
-class _OnceLoader(yaml.SafeLoader):
-    """Loads safe YAML and refuses repeated keys, so that no row of a layer replaces another."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = super().construct_mapping(node, deep)
-        if len(mapping) != len(node.value):
-            raise InvalidInput(
-                f"{len(node.value)} keys, of which {len(mapping)} differ: a key occurs twice"
-            )
-        return mapping
-
-
-def _parse_yaml(text: str) -> Any:
-    try:
-        return yaml.load(text, _OnceLoader)
-    except yaml.YAMLError as error:
-        raise InvalidInput(f"neither JSON nor YAML: {' '.join(str(error).split()):.200}") from error
-    # Impossible dates and too long numbers are ValueErrors; nested aliases exhaust the stack.
-    except (RecursionError, ValueError, TypeError) as error:
-        raise InvalidInput(f"YAML that cannot be read: {error!s:.200}") from error
 
 
 def _detect(content: Mapping[Any, Any]) -> PlacementFormat:
