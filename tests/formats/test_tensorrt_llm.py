@@ -46,9 +46,7 @@ def test_tensorrt_llm_meta_info_may_have_other_keys(tmp_path):
     (tmp_path / "meta_info.json").write_text(json.dumps(meta))
     assert read_trace(tmp_path).top_k == 2
     (tmp_path / "meta_info.json").write_text('{"num_experts": 4, "version": 1}')
-    with pytest.raises(
-        InvalidInput, match="meta_info.json: .*missing: num_experts_per_token; unknown: none"
-    ):
+    with pytest.raises(InvalidInput, match="meta_info.json: .*missing: num_experts_per_token$"):
         read_trace(tmp_path)
 
 

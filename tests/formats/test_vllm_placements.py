@@ -39,7 +39,7 @@ def test_a_mapping_names_its_slots_and_redundant_experts():
     ("change", "words"),
     [
         ({"version": 2}, "version 2; only"),
-        ({"record_type": "eplb_load_stats"}, "'eplb_load_stats'"),
+        ({"record_type": "eplb_load_stats"}, "it is a recording"),
         ({"num_slots": 5}, "layer 0 lists 4 experts, num_slots is 5"),
         ({"num_redundant_experts": 3}, "num_redundant_experts is 3, the rows have 1"),
         ({"initial_global_assignments": {"1": [0, 1, 2, 0]}}, "must map the layers 0, 1"),

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
-from evenkeel_moe.formats.reading import check_layer_ids
+from evenkeel_moe.formats.reading import check_layer_ids, listed
 from evenkeel_moe.model.placement import Placement
 
 NEUTRAL_FORMAT = "evenkeel.placement"
@@ -115,10 +115,15 @@ class Expected:
 
     def layers(self, carried: tuple[int, ...]) -> tuple[int, ...]:
         """Return the layer ids that the file carries, if they are those expected."""
-        if self.layer_ids not in (None, carried):
-            raise ShapeMismatch(
-                f"the file is for layers {list(carried)}, {list(self.layer_ids or ())} are expected"
-            )
+        expected = carried if self.layer_ids is None else self.layer_ids
+        if expected != carried:
+            has, needs = set(carried), set(expected)
+            parts = []
+            if needs - has:
+                parts.append(f"lacks layers {listed(sorted(needs - has))}")
+            if has - needs:
+                parts.append(f"has layers {listed(sorted(has - needs))} that are not expected")
+            raise ShapeMismatch(f"the file {', '.join(parts)}")
         return carried
 
     def layers_up_to(self, last: int) -> tuple[int, ...]:

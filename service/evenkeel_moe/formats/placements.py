@@ -14,8 +14,7 @@ All of them assign slots to ranks in order. What a format does not carry is an a
 reader.
 """
 
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.formats.placement_detection import ROWS, detect_format
 from evenkeel_moe.formats.placement_file import (
     NEUTRAL_FORMAT,
     NEUTRAL_VERSION,
@@ -32,20 +32,22 @@ from evenkeel_moe.formats.placement_file import (
     refuse_duplicates,
 )
 from evenkeel_moe.formats.reading import (
+    MAX_CELLS,
+    MAX_JSON_CHARS,
     as_int,
     as_list,
     as_mapping,
+    check_size,
     expert_rows,
+    listed,
     naming,
     parse_json,
     read_text,
+    shown,
 )
 from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.yaml_text import parse_yaml
-
-_ROWS = "rows"
-"""Key under which the list of a vllm file, which has no key, is kept."""
 
 
 def read_placement(
@@ -61,7 +63,7 @@ def read_placement(
     path = Path(path)
     with naming(path):
         return parse_placement(
-            read_text(path),
+            read_text(path, MAX_JSON_CHARS),
             format_,
             num_ranks=num_ranks,
             num_logical_experts=num_logical_experts,
@@ -104,28 +106,12 @@ def parse_placement(
         parse_json(text) if text.lstrip()[:1] in ("{", "[") else parse_yaml(text, "YAML line ")
     )
     if isinstance(content, list) and format_ in (None, PlacementFormat.VLLM):
-        content = {_ROWS: content}
+        content = {ROWS: content}
     if not isinstance(content, dict):
         raise InvalidInput(f"must be a mapping, is {type(content).__name__}")
     ids = None if layer_ids is None else tuple(layer_ids)
     expected = Expected(num_ranks, num_logical_experts, first_moe_layer, ids)
-    return _PARSERS[format_ or _detect(content)](content, expected)
-
-
-def _detect(content: Mapping[Any, Any]) -> PlacementFormat:
-    for key, found in (
-        ("format", PlacementFormat.NEUTRAL),
-        ("physical_to_logical_map", PlacementFormat.SGLANG),
-        ("layer_list", PlacementFormat.ASCEND),
-        (_ROWS, PlacementFormat.VLLM),
-        ("record_type", PlacementFormat.VLLM_MAPPING),
-        ("expert_to_ep_rank", PlacementFormat.VLLM_RANKS),
-        ("initial_global_assignments", PlacementFormat.TRTLLM),
-    ):
-        if key in content:
-            return found
-    keys = ", ".join(map(str, list(content)[:8])) or "(none)"
-    raise InvalidInput(f"no known placement format has the keys {keys}")
+    return _PARSERS[format_ or detect_format(content)](content, expected)
 
 
 def _parse_neutral(content: dict[Any, Any], expected: Expected) -> PlacementFile:
@@ -139,9 +125,7 @@ def _parse_neutral(content: dict[Any, Any], expected: Expected) -> PlacementFile
     )
     content = as_mapping(content, "the placement", keys, ("info",))
     if content["format"] != NEUTRAL_FORMAT:
-        raise InvalidInput(
-            f"format is {reprlib.repr(content['format']):.60}, must be {NEUTRAL_FORMAT!r}"
-        )
+        raise InvalidInput(f"format is {shown(content['format'])}, must be {NEUTRAL_FORMAT!r}")
     version = as_int(content["version"], "version")
     if version != NEUTRAL_VERSION:
         raise InvalidInput(f"version is {version}, only {NEUTRAL_VERSION} can be read")
@@ -164,20 +148,35 @@ def _parse_sglang(content: dict[Any, Any], expected: Expected) -> PlacementFile:
     rows = expert_rows(content["physical_to_logical_map"], "physical_to_logical_map", 0)
     ids = expected.layers_up_to(len(rows))
     if not ids or min(ids) < 0 or max(ids) >= len(rows):
-        layers = list(ids) or [expected.first_moe_layer]
-        raise InvalidInput(f"MoE layers {layers} must be among the {len(rows)} hidden layers")
+        first, last = (min(ids), max(ids)) if ids else (expected.first_moe_layer,) * 2
+        hint = ": it seems to lack the rows of dense layers" if len(ids) == len(rows) else ""
+        raise InvalidInput(
+            f"the file has {len(rows)} rows, one for each hidden layer; MoE layers {first}..{last}"
+            f" need {last + 1}{hint}"
+        )
     rows = rows[list(ids)]
     return PlacementFile(Placement(rows, expected.ranks(), expected.experts(rows)), ids)
 
 
 def _parse_trtllm(content: dict[Any, Any], expected: Expected) -> PlacementFile:
     keys = ("num_slots", "initial_global_assignments")
+    if not content.get(keys[1], None):
+        raise InvalidInput(
+            f"holds no placement: without {keys[1]}, TensorRT-LLM starts with its experts in order,"
+            " as is assumed where no file is given"
+        )
     content = as_mapping(content, "the load balancer", keys, ("layer_updates_per_iter",))
     num_slots = as_int(content["num_slots"], "num_slots", 1)
     as_int(content.get("layer_updates_per_iter", 0), "layer_updates_per_iter")
     by_layer = content["initial_global_assignments"]
-    if not isinstance(by_layer, dict) or not by_layer:
+    if not isinstance(by_layer, dict):
         raise InvalidInput("initial_global_assignments must map layers to lists of experts")
+    quoted = next((key for key in by_layer if isinstance(key, str) and key.isdecimal()), None)
+    if quoted is not None:
+        raise InvalidInput(
+            f"layer {shown(quoted)} is text: write {quoted:.20} without quotes, in YAML, since JSON"
+            " has no other keys"
+        )
     layer_ids = tuple(sorted(as_int(layer, "layer id") for layer in by_layer))
     rows = expert_rows([by_layer[layer] for layer in layer_ids], "initial_global_assignments", 0)
     if rows.shape[1] != num_slots:
@@ -198,7 +197,9 @@ def _parse_ascend(content: dict[Any, Any], expected: Expected) -> PlacementFile:
     by_layer = [_ascend_layer(layer, index) for index, layer in enumerate(layers)]
     ids = sorted(layer for layer, _ in by_layer)
     if ids != list(range(count)):
-        raise InvalidInput(f"layer_id must be 0..{count - 1}, each once, got {ids[:8]}...")
+        shift = ids == list(range(ids[0], ids[0] + count))
+        todo = f"take {ids[0]} from each" if shift else f"number them 0..{count - 1} in order"
+        raise InvalidInput(f"layer_id counts MoE layers from 0, got {listed(ids)}: {todo}")
     tables = [table for _, table in sorted(by_layer, key=lambda item: item[0])]
     if len({table.shape for table in tables}) > 1:
         shapes = sorted({table.shape for table in tables})
@@ -229,9 +230,10 @@ def _ascend_layer(layer: object, index: int) -> tuple[int, NDArray[np.int32]]:
 
 
 def _parse_vllm(content: dict[Any, Any], expected: Expected) -> PlacementFile:
-    table = as_list(as_mapping(content, "the expert map", (_ROWS,))[_ROWS], "the expert map")
-    if table and not isinstance(table[0], list):
-        table = [table] * len(_layers_of_one_row(expected))
+    table = as_list(as_mapping(content, "the expert map", (ROWS,))[ROWS], "the expert map")
+    if table and not isinstance(table[0], list | dict):
+        row = expert_rows([table], "the expert map", 0)
+        return _index_rows(_for_all_layers(row, expected), expected)
     return _index_rows(expert_rows(table, "the expert map", 0), expected)
 
 
@@ -239,9 +241,8 @@ def _parse_vllm_mapping(content: dict[Any, Any], expected: Expected) -> Placemen
     keys = ("record_type", "version", "num_slots", "initial_global_assignments")
     content = as_mapping(content, "the mapping", keys, ("num_redundant_experts",))
     if content["record_type"] != "eplb_initial_mapping" or content["version"] != 1:
-        kind = reprlib.repr(content["record_type"])
         raise InvalidInput(
-            f"record_type is {kind:.60}, version {reprlib.repr(content['version']):.20};"
+            f"record_type is {shown(content['record_type'])}, version {shown(content['version'])};"
             " only 'eplb_initial_mapping' of version 1 can be read"
         )
     by_layer = content["initial_global_assignments"]
@@ -273,14 +274,16 @@ def _parse_vllm_ranks(content: dict[Any, Any], expected: Expected) -> PlacementF
     if held.min() != held.max() or not of_expert:
         raise ShapeMismatch(f"ranks hold {held.min()} to {held.max()} experts, must be equal")
     row = np.argsort(of_expert, kind="stable").astype(np.int32)
-    return _index_rows(np.tile(row, (len(_layers_of_one_row(expected)), 1)), expected)
+    return _index_rows(_for_all_layers(row[None], expected), expected)
 
 
-def _layers_of_one_row(expected: Expected) -> tuple[int, ...]:
-    """Return the layers of a file that has one row for all of them."""
+def _for_all_layers(row: NDArray[np.int32], expected: Expected) -> NDArray[np.int32]:
+    """Return (L, S) rows, each the (1, S) row of a file that has one for all layers."""
     if expected.layer_ids is None:
         raise InvalidInput("the file has one row for all layers: pass layer_ids")
-    return expected.layer_ids
+    layers = len(expected.layer_ids)
+    check_size((layers, row.shape[1]), MAX_CELLS, "layers x slots")
+    return np.tile(row, (layers, 1))
 
 
 def _index_rows(rows: NDArray[np.int32], expected: Expected) -> PlacementFile:

@@ -1,11 +1,12 @@
 """Checks text, JSON and numbers from files that are not trusted."""
 
 import json
+import math
 import reprlib
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,20 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
 
 MAX_TEXT_BYTES = 512 << 20
-"""A placement of 100 layers x 1000 slots takes 500 kB; a much larger file is of another kind."""
+"""Size of the largest recording in lines of text."""
+
+MAX_JSON_CHARS = 16 << 20
+"""Length of the longest JSON text. A placement of 100 layers x 1000 slots has 500,000; an empty
+list takes 20 times as much memory as its letters."""
+
+_ARCHIVE = b"PK\x03\x04"
+"""The first bytes of files of torch and numpy."""
 
 MAX_ARRAY_BYTES = 16 << 30
 """Unpacked size above which a member of an npz file is refused as a decompression bomb."""
+
+MAX_CELLS = 1 << 22
+"""Most values of a map of layers x slots, as many as the controller takes from a rank."""
 
 MAX_INT = 2**31 - 1
 """Greatest whole number accepted from a file."""
@@ -34,19 +45,29 @@ def naming(path: Path | str) -> Iterator[None]:
         raise type(error)(f"{path}: {error}", error.reason) from error
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file.
+def read_text(path: Path, most: int = MAX_TEXT_BYTES) -> str:
+    """Return the text of a UTF-8 file, without a byte order mark.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have.
 
     Raises:
         InvalidInput: the file is missing, not readable, too large, or not UTF-8.
     """
     try:
-        size = path.stat().st_size
-        if size > MAX_TEXT_BYTES:
-            raise InvalidInput(f"{size} bytes, at most {MAX_TEXT_BYTES} are read")
-        return path.read_text("utf-8")
+        with path.open("rb") as file:
+            data = file.read(most + 1)
     except OSError as error:
         raise InvalidInput(f"cannot be read: {error.strerror or error}") from error
+    if len(data) > most:
+        raise InvalidInput(f"more than the {most} bytes that are read")
+    if data.startswith(_ARCHIVE):
+        raise InvalidInput(
+            "an archive, as torch and numpy write, not text; docs/formats.md says what is read"
+        )
+    try:
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidInput(
             f"not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
@@ -64,12 +85,14 @@ def parse_json(text: str) -> Any:
         mapping = dict(pairs)
         if len(mapping) < len(pairs):
             key, times = Counter(key for key, _ in pairs).most_common(1)[0]
-            raise InvalidInput(f"key {key!r} occurs {times} times in one object")
+            raise InvalidInput(f"key {shown(key)} occurs {times} times in one object")
         return mapping
 
     def constant(name: str) -> Any:
         raise InvalidInput(f"{name} is not JSON")
 
+    if len(text) > MAX_JSON_CHARS:
+        raise InvalidInput(f"{len(text)} characters of JSON, at most {MAX_JSON_CHARS} are read")
     try:
         return json.loads(text, object_pairs_hook=once, parse_constant=constant)
     except json.JSONDecodeError as error:
@@ -78,6 +101,19 @@ def parse_json(text: str) -> Any:
         ) from error
     except (RecursionError, ValueError) as error:
         raise InvalidInput(f"JSON that cannot be read: {error}") from error
+
+
+def shown(value: object) -> str:
+    """Return at most 60 letters about a value from a file."""
+    # Not repr(): with aliases, a few lines of YAML can stand for gigabytes of text.
+    return f"{reprlib.repr(value):.60}"
+
+
+def listed(values: Iterable[object]) -> str:
+    """Return the first 8 values from a file, and how many more there are."""
+    every = list(values)
+    more = f" and {len(every) - 8} more" if len(every) > 8 else ""
+    return ", ".join(f"{value!s:.40}" for value in every[:8]) + more
 
 
 def as_mapping(
@@ -97,16 +133,13 @@ def as_mapping(
     if not isinstance(value, dict):
         raise InvalidInput(f"{what} must be a mapping, is {type(value).__name__}")
     missing = [key for key in keys if key not in value]
-    unknown = [
-        str(key)
-        for key in value
-        if optional is not None and key not in keys and key not in optional
-    ]
+    known = None if optional is None else {*keys, *optional}
+    unknown = [] if known is None else [key for key in value if key not in known]
     if missing or unknown:
-        raise InvalidInput(
-            f"{what} must have the keys {', '.join(keys)}; missing: {', '.join(missing) or 'none'};"
-            f" unknown: {', '.join(unknown[:8]) or 'none'}"
-        )
+        lacks = f"; missing: {', '.join(missing)}" if missing else ""
+        out = "it" if len(unknown) == 1 else "them"
+        has = f"; unknown: {listed(unknown)} (take {out} out)" if unknown else ""
+        raise InvalidInput(f"{what} must have the keys {', '.join(keys)}{lacks}{has}")
     return value
 
 
@@ -132,7 +165,7 @@ def check_layer_ids(layer_ids: Sequence[int], layers: int) -> None:
         raise ShapeMismatch(f"{len(layer_ids)} layer ids for {layers} layers")
     least, most = min(layer_ids, default=0), max(layer_ids, default=0)
     if list(layer_ids) != sorted(set(layer_ids)) or least < 0 or most > MAX_INT:
-        raise InvalidInput(f"layer ids must rise within 0..{MAX_INT}, got {list(layer_ids)}")
+        raise InvalidInput(f"layer ids must rise within 0..{MAX_INT}, got {listed(layer_ids)}")
 
 
 def as_int(value: object, what: str, least: int = 0, most: int = MAX_INT) -> int:
@@ -142,8 +175,9 @@ def as_int(value: object, what: str, least: int = 0, most: int = MAX_INT) -> int
         InvalidInput: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        # Not repr(): with aliases, a few lines of YAML can stand for gigabytes of text.
-        raise InvalidInput(f"{what} must be a whole number, is {reprlib.repr(value):.80}")
+        digits = isinstance(value, str) and value.lstrip("+-")[:1].isdecimal()
+        form = " in plain digits, without quotes" if digits else ""
+        raise InvalidInput(f"{what} must be a whole number{form}, is {shown(value)}")
     if not least <= value <= most:
         raise InvalidInput(f"{what} is {str(value):.40}, must be {least}..{most}")
     return value
@@ -164,6 +198,11 @@ def expert_rows(rows: object, what: str, least: int) -> NDArray[np.int32]:
     table = [as_list(row, f"{what} row {index}") for index, row in enumerate(as_list(rows, what))]
     if not table or not table[0]:
         raise ShapeMismatch(f"{what} is empty: {len(table)} rows")
+    if isinstance(table[0][0], list):
+        raise InvalidInput(
+            f"{what} row 0 holds lists: a row is the experts of all slots, rank after rank"
+        )
+    check_size((len(table), len(table[0])), MAX_CELLS, f"{what} of rows x slots")
     for index, row in enumerate(table):
         if len(row) != len(table[0]):
             raise ShapeMismatch(
@@ -194,6 +233,17 @@ def token_rows(rows: object, what: str) -> NDArray[np.int64]:
     if len(sizes) != 1 or 0 in sizes:
         raise ShapeMismatch(f"{what} must have rows of one length, has {sorted(sizes)[:8]}")
     return token_counts(np.array(table, np.float64), what)
+
+
+def check_size(shape: Sequence[int], most: int, what: str) -> None:
+    """Check the number of values of an array before there is memory for it.
+
+    Raises:
+        InvalidInput: there are more than `most`.
+    """
+    size = math.prod(shape)
+    if size > most:
+        raise InvalidInput(f"{what} {' x '.join(map(str, shape))} = {size}, at most {most} fit")
 
 
 def token_counts(values: NDArray[Any], what: str) -> NDArray[np.int64]:
