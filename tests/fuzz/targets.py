@@ -1,5 +1,6 @@
 """The parsers: for each a few right inputs, and a call that may raise only what it promises."""
 
+import io
 import json
 import tempfile
 from collections.abc import Callable, Iterable
@@ -7,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 import zstandard
 from google.protobuf.message import DecodeError
 from pydantic import ValidationError
+from safetensors.numpy import save
 
 from evenkeel_moe.adapters.redis import encoding, stored_values
 from evenkeel_moe.adapters.redis.unpacking import Unreadable
@@ -111,6 +114,20 @@ def _npz() -> bytes:
         path = Path(folder) / "trace.npz"
         write_trace(path, make_trace())
         return path.read_bytes()
+
+
+def _dump() -> bytes:
+    file = io.BytesIO()
+    torch.save({"logical_count": torch.ones(3, 2, 4, dtype=torch.int32)}, file)
+    return file.getvalue()
+
+
+def _rank_statistics(data: bytes) -> object:
+    with tempfile.TemporaryDirectory() as folder:
+        meta = {"num_experts": 4, "num_experts_per_token": 2}
+        (Path(folder) / "meta_info.json").write_text(json.dumps(meta))
+        (Path(folder) / "rank0.safetensors").write_bytes(data)
+        return read_trace(folder)
 
 
 def _load_statistics() -> bytes:
@@ -231,6 +248,13 @@ def _targets() -> tuple[Target, ...]:
             (b'grpc.host = "127.0.0.2"\n[planner.thresholds]\ncooldown_s = 0x10\n',),
         ),
         Target("trace_npz", _trace_file(".npz"), (InvalidInput,), (_npz(),)),
+        Target("trace_pt", _trace_file(".pt"), (InvalidInput,), (_dump(),)),
+        Target(
+            "trace_safetensors",
+            _rank_statistics,
+            (InvalidInput,),
+            (save({"1_3": np.ones(4, np.int32), "2_3": np.ones(4, np.int32)}),),
+        ),
         Target(
             "trace_jsonl",
             _trace_file(".jsonl"),

@@ -6,12 +6,13 @@ import reprlib
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
@@ -26,8 +27,24 @@ list takes 20 times as much memory as its letters."""
 _ARCHIVE = b"PK\x03\x04"
 """The first bytes of files of torch and numpy."""
 
-MAX_ARRAY_BYTES = 16 << 30
-"""Unpacked size above which a member of an npz file is refused as a decompression bomb."""
+MAX_ARRAY_BYTES = 4 << 30
+"""Most bytes to which the arrays of a file may unpack."""
+
+_FREE_BYTES = 64 << 20
+_MAX_RATIO = 200
+_MAX_CELLS_OF_BYTE = 64
+"""An array may unpack to `_FREE_BYTES`, or else to so many bytes and values for each packed byte.
+Zeros alone reach 230 to 1000 bytes; a recording of which nine tenths are empty stays below 160
+bytes and 30 values."""
+
+_SMALL_BYTES = 16 << 20
+"""Most bytes of an array whose values become objects of Python."""
+
+MAX_COUNTS = 1 << 29
+"""Most counts of steps x layers x experts: 20,000 steps of 58 layers x 256 experts, and more."""
+
+MAX_EXPERTS = 1 << 16
+"""Most experts of a layer; models have up to some thousand."""
 
 MAX_CELLS = 1 << 22
 """Most values of a map of layers x slots, as many as the controller takes from a rank."""
@@ -56,8 +73,11 @@ def read_text(path: Path, most: int = MAX_TEXT_BYTES) -> str:
         InvalidInput: the file is missing, not readable, too large, or not UTF-8.
     """
     try:
+        data = bytearray()
         with path.open("rb") as file:
-            data = file.read(most + 1)
+            # In parts: a read of `most` bytes would ask for so much memory.
+            while len(data) <= most and (part := file.read(1 << 20)):
+                data += part
     except OSError as error:
         raise InvalidInput(f"cannot be read: {error.strerror or error}") from error
     if len(data) > most:
@@ -202,7 +222,7 @@ def expert_rows(rows: object, what: str, least: int) -> NDArray[np.int32]:
         raise InvalidInput(
             f"{what} row 0 holds lists: a row is the experts of all slots, rank after rank"
         )
-    check_size((len(table), len(table[0])), MAX_CELLS, f"{what} of rows x slots")
+    check_size((len(table), len(table[0])), MAX_CELLS, f"{what} rows x slots")
     for index, row in enumerate(table):
         if len(row) != len(table[0]):
             raise ShapeMismatch(
@@ -243,15 +263,29 @@ def check_size(shape: Sequence[int], most: int, what: str) -> None:
     """
     size = math.prod(shape)
     if size > most:
-        raise InvalidInput(f"{what} {' x '.join(map(str, shape))} = {size}, at most {most} fit")
+        product = f"{' x '.join(map(str, shape))} = " if len(shape) > 1 else ""
+        raise InvalidInput(f"{what}: {product}{size}, at most {most} are read")
+
+
+def check_counts(steps: int, layers: int, experts: int) -> None:
+    """Check the size of the counts of a recording before there is memory for them.
+
+    Raises:
+        InvalidInput: there are too many experts in a layer, or too many counts in all.
+    """
+    if experts > MAX_EXPERTS:
+        raise InvalidInput(f"{experts} experts in a layer, at most {MAX_EXPERTS} are read")
+    check_size((steps, layers, experts), MAX_COUNTS, "steps x layers x experts")
 
 
 def token_counts(values: NDArray[Any], what: str) -> NDArray[np.int64]:
     """Convert an array of token counts to int64.
 
     Raises:
-        InvalidInput: a value is not a number, not finite, not whole, negative, or above 2^53.
+        InvalidInput: a value is not a number, not finite, not whole, negative, or above 2^53; or
+            there are more than `MAX_COUNTS`.
     """
+    check_size(values.shape, MAX_COUNTS, what)
     if values.dtype.kind not in "iuf":
         raise InvalidInput(f"{what} must hold numbers, holds {values.dtype}")
     if values.dtype.kind == "f":
@@ -267,20 +301,45 @@ def token_counts(values: NDArray[Any], what: str) -> NDArray[np.int64]:
     return values.astype(np.int64)
 
 
-def load_npz(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
+def check_unpacked(packed: int, unpacked: int, values: int, what: str, ratio: int) -> None:
+    """Check the size to which a part of a file unpacks, before it is unpacked.
+
+    Args:
+        packed: bytes in the file.
+        unpacked: bytes afterwards.
+        values: numbers afterwards.
+        what: name of the part in errors.
+        ratio: bytes that a packed byte may become, in large parts.
+
+    Raises:
+        InvalidInput: it unpacks to more than is read.
+    """
+    most = min(MAX_ARRAY_BYTES, max(_FREE_BYTES, ratio * packed))
+    if unpacked > most:
+        raise InvalidInput(
+            f"{what:.60} unpacks from {packed} to {unpacked} bytes, at most {most} are read"
+        )
+    if unpacked > _FREE_BYTES:
+        most = _MAX_CELLS_OF_BYTE * packed
+        check_size((values,), most, f"values of {what:.60}, packed in {packed} bytes")
+
+
+def load_npz(
+    path: Path, names: tuple[str, ...], small: Collection[str] = ()
+) -> dict[str, NDArray[Any]]:
     """Return those of the named arrays that a file has; pickles are never opened.
+
+    Args:
+        path: of the file.
+        names: of the arrays.
+        small: those of them that are small, because their values become objects of Python.
 
     Raises:
         InvalidInput: the file or an array is malformed or too large.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                if info.filename.removesuffix(".npy") in names and info.file_size > MAX_ARRAY_BYTES:
-                    raise InvalidInput(
-                        f"{info.filename} unpacks to {info.file_size} bytes,"
-                        f" at most {MAX_ARRAY_BYTES} are read"
-                    )
+            _check_members(archive, path.stat().st_size, names, small)
         with np.load(path, allow_pickle=False) as archive:
             return {name: np.asarray(archive[name]) for name in names if name in archive.files}
     except (
@@ -297,3 +356,29 @@ def load_npz(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
         raise InvalidInput(
             f"holds an array that cannot be read: {str(error).splitlines()[0]:.200}"
         ) from error
+
+
+def _check_members(
+    archive: zipfile.ZipFile, size: int, names: Collection[str], small: Collection[str]
+) -> None:
+    """Check what the named arrays of an npz file of a size unpack to, by their headers."""
+    total = 0
+    for info in archive.infolist():
+        name = info.filename.removesuffix(".npy")
+        if name not in names:
+            continue
+        with archive.open(info) as file:
+            if npy.read_magic(file) == (1, 0):
+                shape, _, dtype = npy.read_array_header_1_0(file)
+            else:
+                shape, _, dtype = npy.read_array_header_2_0(file)
+            held = info.file_size - file.tell()
+        claimed = math.prod(shape) * dtype.itemsize
+        if claimed > held:
+            raise InvalidInput(f"{name} claims {claimed} bytes, the file holds {held} of them")
+        packed = min(info.compress_size, size)
+        check_unpacked(packed, info.file_size, math.prod(shape), name, _MAX_RATIO)
+        if name in small:
+            check_size((info.file_size,), _SMALL_BYTES, f"bytes of {name}")
+        total += info.file_size
+    check_size((total,), MAX_ARRAY_BYTES, "bytes of its arrays")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.formats.reading import token_counts
+from evenkeel_moe.formats.reading import check_counts, token_counts
 from evenkeel_moe.formats.token_routes import (
     TokenRoutes,
     count_prompts_once,
@@ -69,6 +69,7 @@ def read_routed_experts(
         *count_prompts_once(routes),
     )
     experts = _experts(ids, routes.routed, arrays.get(EXPERTS))
+    check_counts(ids.shape[1], ids.shape[2], experts)
     if top_k > experts:
         raise InvalidInput(f"{top_k} experts for each token, the ids name only {experts}")
     counts = _count(ids, routes.routed, experts)

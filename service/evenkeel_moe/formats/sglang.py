@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.rank_totals import TOTALS
-from evenkeel_moe.formats.reading import as_int, as_list, naming, token_counts
+from evenkeel_moe.formats.reading import (
+    MAX_CELLS,
+    as_int,
+    as_list,
+    check_size,
+    naming,
+    token_counts,
+)
 from evenkeel_moe.formats.torch_files import as_array
 from evenkeel_moe.formats.trace import Trace, drop_idle_steps, moe_rows, ranks_read, whole_steps
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity
@@ -75,6 +82,7 @@ def read_passes(
                 raise ShapeMismatch(
                     f"its map must be (layers, slots), none of them 0, got {held.shape}"
                 )
+            check_size(held.shape, MAX_CELLS, "its map of layers x slots")
             if placed is not None and not np.array_equal(placed, held):
                 raise ShapeMismatch(f"its map {held.shape} is not the map of the other files")
             if held.max() >= held.shape[1]:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import (
+    MAX_EXPERTS,
     as_int,
     as_mapping,
     naming,
@@ -37,7 +38,7 @@ from evenkeel_moe.formats.trace import (
 from evenkeel_moe.model.finding import Finding, spans
 
 _RANK_FILE = re.compile(r"rank(\d+)\.safetensors")
-_KEY = re.compile(r"(\d+)_(\d+)")
+_KEY = re.compile("(0|[1-9][0-9]{0,17})_(0|[1-9][0-9]{0,8})")
 
 
 def read_statistics(folder: Path, first_moe_layer: int | None) -> Trace:
@@ -52,7 +53,7 @@ def read_statistics(folder: Path, first_moe_layer: int | None) -> Trace:
         text = read_text(folder / "meta_info.json")
         keys = ("num_experts", "num_experts_per_token")
         meta = as_mapping(parse_json(text), "the file", keys, optional=None)
-        experts = as_int(meta["num_experts"], "num_experts", 1)
+        experts = as_int(meta["num_experts"], "num_experts", 1, MAX_EXPERTS)
         top_k = as_int(meta["num_experts_per_token"], "num_experts_per_token", 1)
     files = _rank_files(folder)
     counted: dict[int, dict[int, NDArray[np.int64]]] = {}

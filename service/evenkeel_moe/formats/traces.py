@@ -128,7 +128,8 @@ def _read_pt(path: Path, first_moe_layer: int | None) -> Trace:
 
 def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
     own = ("T", "layer_ids", "topk", "tokens", "S", "mix", "domains", "hidden", "findings")
-    arrays = load_npz(path, (*own, *routed_experts.NAMES))
+    small = ("layer_ids", "tokens", "domains", "findings")
+    arrays = load_npz(path, (*own, *routed_experts.NAMES), small=small)
     if routed_experts.KEY in arrays:
         return routed_experts.read_routed_experts(arrays, first_moe_layer, path.stem)
     if "T" not in arrays:
