@@ -1,5 +1,7 @@
 """The placements from which keel's search starts."""
 
+import heapq
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -113,32 +115,34 @@ def _drop_copies(
         most: filled slots to keep, over all layers.
     """
     among = np.arange(rows.shape[1]) if slots is None else slots
-    for _ in range(int((rows[:, among] >= 0).sum()) - most):
-        choices = [
-            (*_cheapest_copy(row, load[layer], among), layer) for layer, row in enumerate(rows)
-        ]
-        _, slot, layer = min(choices)
-        if slot < 0:
+    surplus = int((rows[:, among] >= 0).sum()) - most
+    if surplus <= 0:
+        return
+    copies = np.zeros(load.shape, np.int64)
+    held = np.nonzero(rows >= 0)
+    np.add.at(copies, (held[0], rows[held]), 1)
+
+    def load_left(layer: int, slot: int) -> float:
+        """Return the load per copy of the slot's expert without the slot; inf for its last copy."""
+        expert = rows[layer, slot]
+        others = int(copies[layer, expert]) - 1
+        return float(load[layer, expert]) / others if others else np.inf
+
+    filled = zip(*np.nonzero(rows[:, among] >= 0), strict=True)
+    choices = [(load_left(layer, among[n]), int(among[n]), int(layer)) for layer, n in filled]
+    heapq.heapify(choices)
+    while surplus > 0:
+        left, slot, layer = heapq.heappop(choices)
+        if not np.isfinite(left):
             raise InfeasiblePlan(
                 "a rank's pool is smaller than the experts that have no other copy",
                 Reason.POOL_EXCEEDED,
             )
+        # Since the entry was made, other copies may have gone: what is left has only risen.
+        now = load_left(layer, slot)
+        if now > left:
+            heapq.heappush(choices, (now, slot, layer))
+            continue
+        copies[layer, rows[layer, slot]] -= 1
         rows[layer, slot] = EMPTY
-
-
-def _cheapest_copy(
-    row: NDArray[np.int32], load: NDArray[np.float64], slots: NDArray[np.int64]
-) -> tuple[float, int]:
-    """Find the redundant copy whose loss leaves its expert the least load per copy.
-
-    Returns (that load per copy, slot), or (inf, -1).
-    """
-    count = np.bincount(row[row >= 0], minlength=len(load))
-    best, at = np.inf, -1
-    for slot in slots:
-        expert = row[slot]
-        if expert >= 0 and count[expert] > 1:
-            left = load[expert] / (count[expert] - 1)
-            if left < best:
-                best, at = float(left), int(slot)
-    return best, at
+        surplus -= 1
