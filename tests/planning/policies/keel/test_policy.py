@@ -292,6 +292,30 @@ def test_pooled_slots_have_the_prices_of_fixed_ones_whatever_a_layer_could_hold(
     assert found == [plan_keel(fixed).numbers["price"]] * 3
 
 
+@pytest.mark.fault("a service with few tokens", "the price of a copy rose above its own bound")
+@pytest.mark.parametrize(
+    ("dispatch", "read"), [(DispatchModel.FEWEST, 0.0), (DispatchModel.EVEN, 1.0)]
+)
+def test_the_caution_of_a_price_keeps_its_bound_whatever_it_is_multiplied_by(dispatch, read):
+    shape = ModelShape(2, 16, 4, 5, 2, 1)
+    rows = np.stack(
+        [np.roll(row, layer) for layer, row in enumerate(Placement.initial(shape).phy2log)]
+    )
+    problem = PlacementProblem(
+        # Loads given as shares: the slots have seen next to no tokens.
+        skewed(shape, 0) * 1e-6,
+        shape,
+        Topology.single_node(4),
+        current=Placement(rows, 4, 16),
+        objective=Objective(
+            cost=CostModel(replica=ReplicaWork(read_tokens=read)), dispatch=dispatch
+        ),
+    )
+    options = KeelOptions()
+    highest = (options.stickiness + options.max_caution) / shape.slots_per_rank
+    assert plan_keel(problem).numbers["price"] == pytest.approx(highest)
+
+
 @pytest.mark.parametrize(
     "shape",
     [ModelShape(3, 30, 8, 10, 2, 1, pool_slots_per_rank=15), ModelShape(1, 32, 8, 5, 2, 1)],

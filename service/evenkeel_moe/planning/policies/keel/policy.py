@@ -351,10 +351,10 @@ class _Planner:
         if not is_engine_start(problem.shape, problem.current):
             per_rank = problem.shape.mean_slots_per_rank
             seen = self.window.unit_tokens * len(problem.load) / per_rank / self.outlook.noise
-            caution = min(options.caution / seen**0.5, options.max_caution)
+            caution = options.caution / seen**0.5
             if reading_dominates(problem) or problem.objective.dispatch is DispatchModel.FEWEST:
                 caution *= options.active_caution
-            price = (options.stickiness + caution) / per_rank
+            price = (options.stickiness + min(caution, options.max_caution)) / per_rank
         return max(price, problem.objective.cost_per_move / self.window.unit_cost)
 
     def _restart_gain(self) -> float:
