@@ -13,6 +13,7 @@ from tests.contracts.memory_store import MemoryStore
 
 CAPACITY = 10
 EPOCHS_KEPT = 4
+PLANS_KEPT = 5
 
 
 @pytest.fixture
@@ -27,14 +28,16 @@ async def valkey(tmp_path) -> AsyncIterator[EmbeddedValkey]:
 async def stores(request, tmp_path):
     """Yield (deployment store, window store) on the same data."""
     if request.param == "memory":
-        store = MemoryStore(SystemClock(), capacity=CAPACITY, epochs_kept=EPOCHS_KEPT)
+        store = MemoryStore(
+            SystemClock(), capacity=CAPACITY, epochs_kept=EPOCHS_KEPT, plans_kept=PLANS_KEPT
+        )
         yield store, store
         return
     server = EmbeddedValkey(tmp_path / "data")
     await server.start()
     client = connect(server.url, timeout_s=5.0)
     yield (
-        RedisDeploymentStore(client, epochs_kept=EPOCHS_KEPT),
+        RedisDeploymentStore(client, epochs_kept=EPOCHS_KEPT, plans_kept=PLANS_KEPT),
         RedisWindowStore(client, capacity=CAPACITY),
     )
     await disconnect(client)

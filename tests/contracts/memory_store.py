@@ -19,10 +19,18 @@ from evenkeel_moe.telemetry.windows import join_windows
 
 
 class MemoryStore:
-    def __init__(self, clock: Clock, *, capacity: int = 512, epochs_kept: int = 64) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        capacity: int = 512,
+        epochs_kept: int = 64,
+        plans_kept: int = 1000,
+    ) -> None:
         self._clock = clock
         self._capacity = capacity
         self._epochs_kept = epochs_kept
+        self._plans_kept = plans_kept
         self._leases: dict[DeploymentId, tuple[Lease, float]] = {}
         self._terms: dict[DeploymentId, int] = {}
         self._listed: set[DeploymentId] = set()
@@ -90,7 +98,13 @@ class MemoryStore:
 
     async def store_plan(self, record: PlanRecord, term: int) -> None:
         self._fence(record.plan.deployment, term)
-        self._plans.setdefault(record.plan.deployment, {})[record.plan.plan_id] = record
+        plans = self._plans.setdefault(record.plan.deployment, {})
+        plans[record.plan.plan_id] = record
+        if len(plans) > self._plans_kept:
+            oldest = reversed(await self.plan_order(record.plan.deployment))
+            ended = [name for name, _ in oldest if plans[name].phase.terminal]
+            for name in ended[: len(plans) - self._plans_kept]:
+                del plans[name]
 
     async def plan_order(self, deployment: DeploymentId) -> Sequence[tuple[PlanId, float]]:
         plans = [record.plan for record in self._plans.get(deployment, {}).values()]

@@ -14,7 +14,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.ports.stores import Lease
-from tests.contracts.conftest import CAPACITY, EPOCHS_KEPT
+from tests.contracts.conftest import CAPACITY, EPOCHS_KEPT, PLANS_KEPT
 from tests.waiting import until
 
 DEMO, OTHER = DeploymentId("demo"), DeploymentId("other")
@@ -253,6 +253,90 @@ async def test_open_plans_are_those_that_have_not_ended(store):
     await store.store_plan(make_record("ended", phase=PlanPhase.REFUSED), 1)
     assert await store.open_plans(DEMO) == ["a", "b"]
     assert await store.open_plans(OTHER) == []
+
+
+def carried_out(record: PlanRecord, waves: int) -> PlanRecord:
+    """Return a plan of so many waves with the story that a leader of 32 ranks writes for it."""
+    took = [{"rank": r, "voted_s": 0.5, "swapped_s": None, "stall_s": 1e-3} for r in range(32)]
+    story = list(record.story)
+    for index in range(waves):
+        story.append({"at": 2.0, "event": "wave_started", "detail": f"{index}", "ranks": took})
+        story.append({"at": 3.0, "event": "wave_committed", "waves_committed": index + 1})
+    one = record.plan.waves[0]
+    many = tuple(dataclasses.replace(one, index=index) for index in range(waves))
+    plan = dataclasses.replace(record.plan, waves=many)
+    return dataclasses.replace(
+        record,
+        plan=plan,
+        phase=PlanPhase.MIGRATING,
+        waves_committed=waves,
+        updated_at=9.0,
+        story=tuple(story),
+    )
+
+
+LONG_PLAN = pytest.mark.fault(
+    "a fleet with a plan of hundreds of waves",
+    "the plan was written and could not be read, so a new leader skipped its own active plan",
+)
+
+
+@LONG_PLAN
+async def test_a_plan_of_two_thousand_waves_is_read_as_it_was_last_written(store):
+    whole = carried_out(make_record(), 2000)
+    for rows in (1, 3, 4, 3999, 4001):
+        # The figures of a wave are entered into an earlier row once it has ended.
+        story = tuple(
+            row | {"noted": rows} if at == rows - 1 else row
+            for at, row in enumerate(whole.story[:rows])
+        )
+        record = dataclasses.replace(whole, waves_committed=rows // 2, story=story)
+        await store.store_plan(record, 1)
+        (found,) = await store.fetch_plans(DEMO, [record.plan.plan_id])
+        assert found.story == story and found.waves_committed == rows // 2
+    assert form(found) == form(record)
+
+
+async def test_plans_without_waves_or_transfers_are_read_as_they_were_stored(store):
+    few = make_record("few")
+    for waves in ((), (dataclasses.replace(few.plan.waves[0], batches=()),)):
+        record = dataclasses.replace(few, plan=dataclasses.replace(few.plan, waves=waves))
+        await store.store_plan(record, 1)
+        (found,) = await store.fetch_plans(DEMO, [few.plan.plan_id])
+        assert form(found) == form(record)
+
+
+TRIMMED = pytest.mark.fault(
+    "an operator who made many dry runs beside a plan that ran",
+    "the store dropped the plan that ran, and dropped it again at each write",
+)
+
+
+@TRIMMED
+async def test_plans_that_have_not_ended_are_never_dropped_and_of_the_others_the_oldest(store):
+    active = make_record("active", 100.0, phase=PlanPhase.PAUSED)
+    await store.store_plan(active, 1)
+    for number in range(2 * PLANS_KEPT):
+        dry = make_record(f"dry{number}", 200.0 + number, phase=PlanPhase.EXPIRED)
+        await store.store_plan(dry, 1)
+    await store.store_plan(dataclasses.replace(active, phase=PlanPhase.MIGRATING), 1)
+    assert await store.open_plans(DEMO) == ["active"]
+    newest = [f"dry{2 * PLANS_KEPT - n}" for n in range(1, PLANS_KEPT)]
+    assert [name for name, _ in await store.plan_order(DEMO)] == [*newest, "active"]
+    assert [record.plan.plan_id for record in await every_plan(store)] == [*newest, "active"]
+
+
+@TRIMMED
+async def test_more_open_plans_than_are_kept_all_stay_and_the_rest_goes(store):
+    names = [f"open{number}" for number in range(2 * PLANS_KEPT)]
+    for number, name in enumerate(names):
+        await store.store_plan(make_record(f"dry{number}", number, phase=PlanPhase.EXPIRED), 1)
+        await store.store_plan(make_record(name, 100.0 + number), 1)
+    assert await store.open_plans(DEMO) == sorted(names)
+    assert len(await every_plan(store)) == len(names)
+    ends = make_record(names[0], 100.0, phase=PlanPhase.CANCELLED)
+    await store.store_plan(ends, 1)
+    assert {record.plan.plan_id for record in await every_plan(store)} == set(names[1:])
 
 
 async def test_a_leader_of_an_older_term_cannot_write(store):

@@ -90,9 +90,28 @@ def _trace_file(suffix: str) -> Parse:
     return parse
 
 
+_RECORD = PlanRecord(
+    plan_of(2), PlanPhase.PROPOSED, Reason.PLAN_PROPOSED, 0, 1.0, story=({"event": "created"},)
+)
+_SMALL, _MAPS = encoding.pack_plan_record(_RECORD), encoding.pack_plan_maps(_RECORD.plan)
+
+
+def _stored_plan(data: bytes) -> object:
+    """Read a stored plan with these bytes in place of each of its parts."""
+    whole = (_SMALL, _MAPS, [encoding.pack_story_row({"event": "created"})])
+    for parts in ((data, *whole[1:]), (whole[0], data, whole[2]), (*whole[:2], [data])):
+        try:
+            found = encoding.unpack_plan_record(*parts)
+        except Unreadable as error:
+            fault = error
+        else:
+            return found
+    raise fault
+
+
 def _stored_plan_text(data: bytes) -> object:
     """Read a stored plan whose compression is right: otherwise few inputs reach the reader."""
-    return encoding.unpack_plan(zstandard.ZstdCompressor().compress(data))
+    return _stored_plan(zstandard.ZstdCompressor().compress(data))
 
 
 def _placement(data: bytes) -> object:
@@ -144,7 +163,6 @@ def _traceparent(data: bytes) -> object:
 
 
 def _targets() -> tuple[Target, ...]:
-    record = PlanRecord(plan_of(2), PlanPhase.PROPOSED, Reason.PLAN_PROPOSED, 0, 1.0)
     state = state_of(identity=IDENTITY)
     wire_errors = (PeerViolation, DecodeError)
     rows = [[0, 1, 2, 0], [2, 1, 0, 2]]
@@ -179,15 +197,15 @@ def _targets() -> tuple[Target, ...]:
         ),
         Target(
             "stored_plan",
-            encoding.unpack_plan,
+            _stored_plan,
             (Unreadable,),
-            (encoding.pack_plan(record),),
+            (_SMALL, _MAPS),
         ),
         Target(
             "stored_plan_text",
             _stored_plan_text,
             (Unreadable,),
-            (zstandard.ZstdDecompressor().decompress(encoding.pack_plan(record)),),
+            tuple(map(zstandard.ZstdDecompressor().decompress, (_SMALL, _MAPS))),
         ),
         Target(
             "stored_placement",

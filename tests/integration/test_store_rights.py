@@ -15,6 +15,7 @@ from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.plan import PlanPhase
 from tests.chaos.proxy import Proxy
 from tests.contracts.test_stores import (
     BASE,
@@ -41,7 +42,7 @@ async def do_everything(client) -> None:
     await store.store_plan(make_record(), lease.term)
     for number in range(3):
         await RedisDeploymentStore(client, plans_kept=1).store_plan(
-            make_record(f"q{number}"), lease.term
+            make_record(f"q{number}", phase=PlanPhase.EXPIRED), lease.term
         )
     await store.store_epoch(DEMO, Epoch(1), BASE, lease.term)
     await store.store_epoch(DEMO, Epoch(0), BASE, lease.term)

@@ -115,7 +115,11 @@ class DeploymentStore(Protocol):
         ...
 
     async def store_plan(self, record: PlanRecord, term: int) -> None:
-        """Store a plan record."""
+        """Store a plan record.
+
+        Beyond the number of plans that are kept, the oldest that have ended are dropped; a plan
+        that has not ended never is. Calls for one deployment must not overlap.
+        """
         ...
 
     async def plan_order(self, deployment: DeploymentId) -> Sequence[tuple[PlanId, float]]:

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from evenkeel_moe.adapters.redis.encoding import (
     pack_placement,
-    pack_plan,
+    pack_plan_maps,
+    pack_plan_record,
     pack_source,
+    pack_story_row,
     pack_window,
     unpack_placement,
-    unpack_plan,
+    unpack_plan_record,
     unpack_source,
     unpack_window,
 )
@@ -29,6 +31,14 @@ from tests.contracts.test_stores import (
     make_window,
 )
 
+
+def parts_of(record):
+    """Return a plan record as the store has it."""
+    maps, story = pack_plan_maps(record.plan), [*map(pack_story_row, record.story)]
+    return pack_plan_record(record), maps, story
+
+
+SMALL, MAPS, STORY = parts_of(make_record())
 FORMS = [
     (pack_window(make_window(range(3))), lambda data: unpack_window(data, (2, 3, 2), 3)),
     (
@@ -36,8 +46,18 @@ FORMS = [
         lambda data: unpack_source(data, (2, 2, 3)),
     ),
     (pack_placement(BASE), unpack_placement),
-    (pack_plan(make_record()), unpack_plan),
+    (SMALL, lambda data: unpack_plan_record(data, MAPS, STORY)),
+    (MAPS, lambda data: unpack_plan_record(SMALL, data, STORY)),
+    (STORY[0], lambda data: unpack_plan_record(SMALL, MAPS, [data])),
 ]
+
+
+def as_json(data):
+    return json.loads(zstandard.ZstdDecompressor().decompress(data))
+
+
+def packed(form):
+    return zstandard.ZstdCompressor().compress(json.dumps(form).encode())
 
 
 @given(
@@ -60,27 +80,23 @@ def test_foreign_values_are_unreadable_and_nothing_worse(form, data):
             form[1](value)
 
 
-def as_json(record):
-    return json.loads(zstandard.ZstdDecompressor().decompress(pack_plan(record)))
-
-
-def unpack_json(form):
-    return unpack_plan(zstandard.ZstdCompressor().compress(json.dumps(form).encode()))
+def unpack(record):
+    return unpack_plan_record(*parts_of(record))
 
 
 GAINED = DeliveredGain(9.0, 0.1, 0.01, 0.08, 0.12, 0.15, 64, "measured")
 
 
-def test_a_measured_gain_is_stored_and_records_of_older_versions_have_none():
+def test_a_measured_gain_is_stored():
     for gained in (GAINED, DeliveredGain(9.0, unknown_because="why"), None):
         record = make_record(delivered=gained)
-        assert unpack_plan(pack_plan(record)).delivered == gained
-    older = as_json(make_record(delivered=GAINED))
-    del older["delivered"]
-    assert unpack_json(older).delivered is None
-    del older["story"]
-    with pytest.raises(Unreadable):
-        unpack_json(older)
+        assert unpack(record).delivered == gained
+
+
+def test_a_plan_of_another_version_is_unreadable():
+    other = packed(as_json(SMALL) | {"version": 2})
+    with pytest.raises(Unreadable, match="plan of version 2, expected 3"):
+        unpack_plan_record(other, MAPS, STORY)
 
 
 @pytest.mark.parametrize(
@@ -100,13 +116,11 @@ def test_a_measured_gain_is_stored_and_records_of_older_versions_have_none():
     ],
 )
 def test_an_impossible_measured_gain_is_unreadable(damage):
-    form = as_json(make_record(delivered=GAINED))
-    form["delivered"] |= damage
-    with pytest.raises(Unreadable):
-        unpack_json(form)
-    for other in ("gained", 3, [1], {"gain": 0.1}):
+    small, maps, story = parts_of(make_record(delivered=GAINED))
+    form = as_json(small)
+    for delivered in (form["delivered"] | damage, "gained", 3, [1], {"gain": 0.1}):
         with pytest.raises(Unreadable):
-            unpack_json(form | {"delivered": other})
+            unpack_plan_record(packed(form | {"delivered": delivered}), maps, story)
 
 
 @pytest.mark.parametrize(
@@ -133,4 +147,4 @@ def test_the_story_keeps_what_each_rank_took_for_a_wave():
     took = {"rank": 0, "voted_s": 0.25, "swapped_s": None, "stall_s": 0.01}
     row = {"at": 2.0, "event": "wave_started", "num_ranks": 1, "ranks": [took]}
     record = replace(make_record(), story=(row,))
-    assert unpack_plan(pack_plan(record)).story == (row,)
+    assert unpack(record).story == (row,)

@@ -1,5 +1,6 @@
 """Small records that would take much memory or time are refused before they are unpacked."""
 
+import base64
 import json
 import struct
 
@@ -13,11 +14,13 @@ from evenkeel_moe.adapters.redis import windows as windows_module
 from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.adapters.redis.encoding import (
     pack_placement,
-    pack_plan,
+    pack_plan_maps,
+    pack_plan_record,
     pack_source,
+    pack_story_row,
     pack_window,
     unpack_placement,
-    unpack_plan,
+    unpack_plan_record,
     unpack_source,
 )
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
@@ -46,8 +49,21 @@ def packed(body: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=19).compress(body)
 
 
-def plan_form() -> dict:
-    return json.loads(zstandard.ZstdDecompressor().decompress(pack_plan(make_record())))
+RECORD = make_record()
+STORY = [pack_story_row(row) for row in RECORD.story]
+
+
+def form_of(data: bytes) -> dict:
+    return json.loads(zstandard.ZstdDecompressor().decompress(data))
+
+
+def unpack_plan(maps: bytes, story=STORY):
+    small = form_of(pack_plan_record(RECORD)) | {"num_rows": len(story)}
+    return unpack_plan_record(packed(json.dumps(small).encode()), maps, story)
+
+
+def array(values, dtype="<i8") -> str:
+    return base64.b64encode(packed(np.asarray(values, dtype).tobytes())).decode()
 
 
 @pytest.fixture
@@ -70,21 +86,50 @@ def test_a_small_plan_of_many_values_or_bytes_is_refused_before_it_is_parsed(bod
         unpack_plan(data)
 
 
+def test_rows_of_a_story_of_many_values_or_bytes_are_refused_before_they_are_parsed():
+    for body, why in ((LISTS, "JSON values"), (b" " * ((1 << 21) + 1), "unpacks to 2097153 bytes")):
+        with pytest.raises(Unreadable, match=why):
+            unpack_plan(pack_plan_maps(RECORD.plan), [packed(body)])
+    with pytest.raises(Unreadable, match="bytes unpacked"):
+        unpack_plan(
+            pack_plan_maps(RECORD.plan), [packed(b'{"x": "' + b"x" * 2_000_000 + b'"}')] * 140
+        )
+
+
 def test_the_maps_of_a_plan_share_one_room():
-    form = plan_form()
-    row = json.loads(pack_placement(Placement(np.zeros((1024, 4096), np.int32), 4096, 1)))
-    wave = form["plan"]["waves"][0] | {"shape": row["shape"], "rows": row["phy2log"]}
-    form["plan"]["waves"] = [wave] * 20
+    form = form_of(pack_plan_maps(RECORD.plan))
+    large = Placement(np.zeros((1024, 4096), np.int32), 4096, 1)
+    form["base"] = form["target"] = json.loads(pack_placement(large))
+    form["waves"] |= {"number": 16, "sizes": array([[1024, 0]] * 16)}
+    form["waves"] |= {"layers": array(np.zeros(16384)), "rows": array(np.zeros(1 << 26), "<i4")}
     data = packed(json.dumps(form).encode())
-    assert len(data) < 20_000
-    with pytest.raises(Unreadable, match="would take 16777216 bytes unpacked"):
+    assert len(data) < 40_000
+    with pytest.raises(Unreadable, match="would take 268435456 bytes unpacked"):
         unpack_plan(data)
 
 
-def test_transfers_count_with_the_memory_of_their_objects():
-    form = plan_form()
-    form["plan"]["waves"][0]["batches"] = [1 << 21]
-    with pytest.raises(Unreadable, match=f"would take {256 << 21} bytes"):
+@pytest.mark.parametrize(
+    "damage, needed",
+    [
+        ({"number": 1 << 21}, 256 << 21),
+        ({"sizes": array([[1, 1 << 21]])}, 256 << 21),
+        ({"batches": array([1 << 21, 0])}, 256 << 21),
+        ({"sizes": array([[1 << 62, 2]])}, 8 << 62),
+    ],
+)
+def test_waves_batches_and_transfers_count_with_the_memory_of_their_objects(damage, needed):
+    form = form_of(pack_plan_maps(RECORD.plan))
+    form["waves"] |= damage
+    with pytest.raises(Unreadable, match=f"would take {needed} bytes"):
+        unpack_plan(packed(json.dumps(form).encode()))
+
+
+@pytest.mark.parametrize("name", ["sizes", "layers", "batches", "transfers"])
+def test_a_number_of_a_wave_below_0_is_unreadable(name):
+    form = form_of(pack_plan_maps(RECORD.plan))
+    shape = {"sizes": 2, "layers": 1, "batches": 2, "transfers": 5}
+    form["waves"][name] = array([-1] * shape[name])
+    with pytest.raises(Unreadable, match="-1 is less than 0"):
         unpack_plan(packed(json.dumps(form).encode()))
 
 
@@ -110,7 +155,9 @@ async def test_plans_beyond_what_one_read_takes_are_named(client, monkeypatch):
     lease = await store.acquire_lease(DEMO, "a", 60.0, 0)
     for name in ("p1", "p2"):
         await store.store_plan(make_record(name), lease.term)
-    most = await client.hstrlen(PREFIX + "plans", "p1") + 10
+    parts = [PREFIX + "plans", PREFIX + "plan_maps"]
+    most = sum([await client.hstrlen(key, "p1") for key in parts])
+    most += await client.hstrlen(PREFIX + "plan_story", "0 p1") + 10
     monkeypatch.setattr(store_module, "READ_BYTES", most)
     for first, second in (("p1", "p2"), ("p2", "p1")):
         found = await store.fetch_plans(DEMO, [PlanId("gone"), PlanId(first), PlanId(second)])

@@ -92,6 +92,8 @@ async def test_every_key_runs_out_from_its_first_write_on(valkey):
         "term",
         "written",
         "plans",
+        "plan_maps",
+        "plan_story",
         "plan_order",
         "plans_open",
     }
@@ -181,6 +183,8 @@ async def test_a_renewal_prolongs_all_records_or_those_of_a_new_deployment(valke
     assert all(ms <= 1_000_000 for name, ms in left.items() if name not in prolonged)
     assert left.keys() == under_a_lease | {
         "plans",
+        "plan_maps",
+        "plan_story",
         "plan_order",
         "plans_open",
         "epochs",
@@ -224,9 +228,10 @@ async def test_plans_and_streams_are_bounded_in_the_server(valkey):
     client = connect(valkey.url, timeout_s=2)
     store = RedisDeploymentStore(client, plans_kept=3)
     for number in range(6):
-        await store.store_plan(make_record(f"p{number}", 100.0 + number), 1)
-    assert await client.hlen("evenkeel:{demo}:plans") == 3
-    assert await store.open_plans(DEMO) == ["p3", "p4", "p5"]
+        ended = make_record(f"p{number}", 100.0 + number, phase=PlanPhase.EXPIRED)
+        await store.store_plan(ended, 1)
+    for name, per_plan in (("plans", 1), ("plan_maps", 1), ("plan_story", 2)):
+        assert await client.hlen(f"evenkeel:{{demo}}:{name}") == 3 * per_plan
     windows = RedisWindowStore(client, capacity=100)
     window = make_window(range(1000))
     for first in range(0, 1000, 8):
@@ -277,7 +282,8 @@ async def test_a_write_that_arrives_late_replaces_no_later_one(valkey):
     assert await store.fetch_document(DEMO, "policy") == {"mode": "propose"}
     # What is kept for this goes with the plans.
     for number in range(3):
-        await store.store_plan(make_record(f"p{number}", 200.0 + number), 1)
+        ended = make_record(f"p{number}", 200.0 + number, phase=PlanPhase.EXPIRED)
+        await store.store_plan(ended, 1)
     kept = {name.decode() for name in await client.hkeys("evenkeel:{demo}:written")}
     assert kept == {"plan:p1", "plan:p2", "epochs", "document:policy"}
     await disconnect(client)

@@ -28,7 +28,6 @@ REFUSED = [
     (stored.flag, [None, 0, 1, "true"]),
     (stored.numbers, [None, [], {"a": None}, {"a": 1, "b": True}, {"a": LARGEST + 1}]),
     (stored.mapping, [None, [], "a", [["a", 1]]]),
-    (stored.rows, [None, {}, "a", [1], [{}, None]]),
 ]
 
 
@@ -37,7 +36,6 @@ def test_a_value_of_the_right_form_is_returned(read, values):
     for value in values:
         found = read(value)
         assert found == value and (found is None) == (value is None)
-    assert stored.rows([{"a": 1}, {}]) == ({"a": 1}, {})
     for kept in (stored.number(3), stored.numbers({"a": 3})["a"]):
         assert isinstance(kept, float)
 

@@ -77,7 +77,7 @@ def plan_of(body: bytes) -> PlanFacts:
         plan["generation"],
         plan["base_epoch"],
         record["phase"],
-        len(plan["waves"]),
+        plan["num_waves"] if "num_waves" in plan else len(plan["waves"]),
         record["waves_committed"],
     )
 

@@ -1,17 +1,25 @@
 """A bad record in the store costs that record: it is skipped, counted and named, never fatal."""
 
+import base64
 import json
 import math
 import random
 import re
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import zstandard
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.redis.client import connect, disconnect
-from evenkeel_moe.adapters.redis.encoding import pack_placement, pack_plan, pack_window
+from evenkeel_moe.adapters.redis.encoding import (
+    pack_placement,
+    pack_plan_maps,
+    pack_plan_record,
+    pack_story_row,
+    pack_window,
+)
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.controller.ingest.group_loads import shape_document
@@ -49,15 +57,24 @@ AUDIT |= {"path": "/p", "status": 200}
 ROW = {"at": 1.0, "reason": "no_change", "plan_id": None, "numbers": {}, "detail": ""}
 
 
-def stored_plan() -> dict:
-    return json.loads(zstandard.ZstdDecompressor().decompress(pack_plan(RECORD)))
+def form_of(data: bytes) -> dict:
+    return json.loads(zstandard.ZstdDecompressor().decompress(data))
+
+
+def numbers(*values: float) -> str:
+    """Return whole numbers as the maps of a plan hold them."""
+    data = zstandard.ZstdCompressor().compress(np.array(values, "<i8").tobytes())
+    return base64.b64encode(data).decode()
 
 
 def packed(body) -> bytes:
     return zstandard.ZstdCompressor().compress(json.dumps(body).encode())
 
 
-RECORD = PlanRecord(plan_of(1, "p"), PlanPhase.PROPOSED, Reason.PLAN_PROPOSED, 0, 1.0)
+ROWS = ({"at": 1.0, "event": "created"},)
+RECORD = PlanRecord(plan_of(1, "p"), PlanPhase.PROPOSED, Reason.PLAN_PROPOSED, 0, 1.0, story=ROWS)
+SMALL, MAPS = form_of(pack_plan_record(RECORD)), form_of(pack_plan_maps(RECORD.plan))
+STORY = pack_story_row(ROWS[0])
 MAP = json.loads(pack_placement(BASE))
 SIZES = shape_document(Generation("g1"), SHAPE)["shape"]
 DOCUMENTS = {
@@ -110,27 +127,33 @@ PLAN_FLAWS: list[dict[str, Any]] = [
     {"created_at": math.inf},
     {"numbers": {"gain": "much"}},
     {"policy": ["keel"]},
+]
+MAP_FLAWS: list[dict[str, Any]] = [
     {"target": MAP | {"ranks": 3}},
     {"target": MAP | {"experts": 9}},
     {"base": MAP | {"ranks": 1e999}},
     *(
-        {"waves": [stored_plan()["plan"]["waves"][0] | flaw]}
+        {"waves": MAPS["waves"] | flaw}
         for flaw in (
-            {"layers": [70]},
-            {"layers": [-1]},
-            {"layers": []},
-            {"shape": [6, 1]},
-            {"shape": [1 << 40, 1 << 40]},
-            {"batches": [-1, 2]},
+            {"layers": numbers(70)},
+            {"layers": numbers(-1)},
+            {"layers": numbers(0, 0)},
+            {"sizes": numbers(0, 1)},
+            {"sizes": numbers(1 << 62, 1)},
+            {"number": 1 << 40},
+            {"number": -1},
+            {"batches": numbers(-1)},
             {"batches": [1e999]},
             {"transfers": "%%%"},
-            {"index": 3},
+            {"rows": numbers(1 << 40)},
         )
     ),
 ]
 RECORD_FLAWS: list[dict[str, Any]] = [
     {"error": [1]},
-    {"story": [1, 2]},
+    {"num_rows": 2},
+    {"num_rows": "1"},
+    {"version": 2},
     {"waves_committed": -1},
     {"waves_committed": 9},
     {"waves_committed": math.inf},
@@ -172,18 +195,26 @@ DECISIONS = [
 TERMS = [b"soon", b"1e999", b"99999999999999999", b"-3"]
 
 
-def bad_plans() -> dict[str, bytes]:
-    """Return bad plans by name."""
-    bodies = [*BODIES]
-    for number, flaw in enumerate(PLAN_FLAWS):
-        body = stored_plan()
-        body["plan"] |= {"plan_id": f"flaw{number}"} | flaw
-        bodies.append(packed(body))
-    for number, flaw in enumerate(RECORD_FLAWS, len(PLAN_FLAWS)):
-        body = stored_plan()
-        body["plan"] |= {"plan_id": f"flaw{number}"}
-        bodies.append(packed(body | flaw))
-    return {f"flaw{number}": body for number, body in enumerate(bodies, -len(BODIES))}
+def bad_plans() -> dict[str, tuple[bytes, bytes, bytes]]:
+    """Return record, maps and story row of bad plans by name."""
+    maps = packed(MAPS)
+    found: list[tuple[bytes, bytes, bytes]] = []
+
+    def add(flaw: Any, maps: bytes = maps, story: bytes = STORY) -> None:
+        plan = SMALL["plan"] | {"plan_id": f"flaw{len(found)}"} | flaw.get("plan", {})
+        found.append((packed(SMALL | flaw | {"plan": plan}), maps, story))
+
+    for flaw in PLAN_FLAWS:
+        add({"plan": flaw})
+    for flaw in RECORD_FLAWS:
+        add(flaw)
+    for flaw in MAP_FLAWS:
+        add({}, packed(MAPS | flaw))
+    for body in BODIES:
+        found.append((body, maps, STORY))
+        add({}, body)
+        add({}, story=body)
+    return {f"flaw{number}": parts for number, parts in enumerate(found)}
 
 
 async def fill(client, store, windows) -> None:
@@ -209,8 +240,10 @@ async def damage(client, turn: int) -> None:
     """Store bad records of every kind beside the sound ones."""
     for name, values in DOCUMENTS.items():
         await client.hset(PREFIX + "documents", name, values[turn % len(values)])
-    for name, body in bad_plans().items():
-        await client.hset(PREFIX + "plans", name, body)
+    for name, (small, maps, row) in bad_plans().items():
+        await client.hset(PREFIX + "plans", name, small)
+        await client.hset(PREFIX + "plan_maps", name, maps)
+        await client.hset(PREFIX + "plan_story", mapping={f"rows {name}": 1, f"0 {name}": row})
         await client.zadd(PREFIX + "plan_order", {name: 5.0})
         await client.hset(PREFIX + "plans_open", name, 1)
     await client.zadd(PREFIX + "plan_order", {b"\xff\xff": 5.0})
@@ -381,7 +414,9 @@ async def test_mangled_records_are_never_fatal(valkey, part):
             ):
                 text = json.dumps(mangled(rng, body)).encode()
                 await client.hset(PREFIX + "documents", name, text)
-            await client.hset(PREFIX + "plans", "p", packed(mangled(rng, stored_plan())))
+            await client.hset(PREFIX + "plans", "p", packed(mangled(rng, SMALL)))
+            await client.hset(PREFIX + "plan_maps", "p", packed(mangled(rng, MAPS)))
+            await client.hset(PREFIX + "plan_story", "0 p", packed(mangled(rng, ROWS[0])))
             await client.hset(PREFIX + "epochs", "0", json.dumps(mangled(rng, MAP)).encode())
             await client.xadd(PREFIX + "decisions", {"d": json.dumps(mangled(rng, ROW)).encode()})
             await lead_and_look(client)

@@ -11,13 +11,13 @@ import json
 import math
 import operator
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import zstandard
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from evenkeel_moe.adapters.redis import stored_values as stored
 from evenkeel_moe.adapters.redis.unpacking import (
@@ -34,12 +34,11 @@ from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
 
-_T = TypeVar("_T")
 _VERSION = 1
 _WINDOW_VERSION = 2
 _WINDOW_LEVEL = -1
 """Compression level of zstd: higher ones search for repetitions that are not there."""
-_PLAN_VERSION = 2
+_PLAN_VERSION = 3
 _WINDOW_HEADER = struct.Struct("<BBIIII")
 """Version, bytes of a count, steps, layers, experts, ranks."""
 _SOURCE_HEADER = struct.Struct("<BIII")
@@ -51,13 +50,13 @@ MAX_WINDOW_BYTES = 1 << 28
 """The most bytes of a window's steps that are kept; see `controller.ingest.group_memory`."""
 _MAX_SOURCE_BYTES = 1 << 25
 """The most bytes of source-side sums that are kept."""
-_MAX_PLAN_BYTES, _MAX_PLAN_VALUES = 1 << 26, 1 << 17
-"""The most bytes and values of a plan's JSON. Its maps are packed in a few long texts: with 2^22
-cells and half a million transfers it has 42 MB and 3000 values, and with 1024 waves 14,000."""
+_MAX_PLAN_BYTES = 1 << 26
+"""The most bytes of the JSON of a plan's maps and waves. They are packed in a few long texts, so
+its number of values does not grow. With 2^22 cells and half a million transfers it has 42 MB."""
 _MAX_MAP_BYTES, _MAX_MAP_VALUES = 1 << 25, 64
 """The same of a placement's JSON."""
-_TRANSFER_BYTES = 256
-"""Memory of one transfer."""
+_OBJECT_BYTES = 256
+"""Memory of one transfer, batch or wave."""
 _BLOCK = 4096
 """Counts split into bytes at a time: they stay in the nearest cache until their last byte."""
 
@@ -191,11 +190,11 @@ def _source_of(data: bytes, sizes: tuple[int, int, int]) -> NDArray[np.uint32]:
     return np.frombuffer(body, "<u4").reshape(sizes).astype(np.uint32)
 
 
-async def pack_off_loop(pack: Callable[[_T], bytes], value: _T, placement: Placement) -> bytes:
-    """Pack a value with a large map in a thread: it takes long, and leases must be renewed."""
+async def pack_off_loop(placement: Placement) -> bytes:
+    """Encode a large placement in a thread: it takes long, and leases must be renewed."""
     if placement.phy2log.size <= _LARGE_MAP:
-        return pack(value)
-    return await asyncio.to_thread(pack, value)
+        return pack_placement(placement)
+    return await asyncio.to_thread(pack_placement, placement)
 
 
 def pack_placement(placement: Placement) -> bytes:
@@ -211,34 +210,63 @@ def unpack_placement(data: bytes, room: Room | None = None) -> Placement:
     )
 
 
-def pack_plan(record: PlanRecord) -> bytes:
-    """Encode a whole plan record."""
-    form = _form_of(record, _RECORD_READERS) | {
-        "version": _PLAN_VERSION,
-        "plan": _form_of(record.plan, [*_PLAN_READERS, *_MAP_READERS]),
-    }
+def pack_plan_record(record: PlanRecord) -> bytes:
+    """Encode a plan record without its maps, waves and story: little, however large the plan is."""
+    plan = {**_form_of(record.plan, _PLAN_READERS), "num_waves": len(record.plan.waves)}
+    return _pack_json(
+        {
+            "version": _PLAN_VERSION,
+            "plan": plan,
+            **_form_of(record, _RECORD_READERS),
+            "num_rows": len(record.story),
+        }
+    )
+
+
+def pack_plan_maps(plan: Plan) -> bytes:
+    """Encode the maps and waves of a plan."""
+    base, target = map(_placement_form, (plan.base, plan.target))
+    return _pack_json({"base": base, "target": target, "waves": _waves_form(plan.waves)})
+
+
+def pack_story_row(row: Mapping[str, Any]) -> bytes:
+    """Encode one row of a plan's story."""
+    return _pack_json(row)
+
+
+def unpack_plan_record(
+    record: bytes, maps: bytes, story: Sequence[bytes], room: Room | None = None
+) -> PlanRecord:
+    """Decode a plan record from its parts; without a room it has one of its own."""
+    room = room or Room()
+    return reading(lambda: _record_of(record, maps, story, room))
+
+
+def _record_of(record: bytes, maps: bytes, story: Sequence[bytes], room: Room) -> PlanRecord:
+    form = _unpack_json(record, stored.DOCUMENT_BYTES, room)
+    if form["version"] != _PLAN_VERSION:
+        raise Unreadable(f"plan of version {form['version']!r:.80}, expected {_PLAN_VERSION}")
+    if form["num_rows"] != len(story):
+        raise Unreadable(f"{len(story)} of {form['num_rows']!r:.80} rows of its story are here")
+    plan = {name: read(form["plan"][name]) for name, read in _PLAN_READERS.items()}
+    large = _unpack_json(maps, _MAX_PLAN_BYTES, room)
+    plan["base"], plan["target"] = (_placement_of(large[name], room) for name in ("base", "target"))
+    plan["waves"] = _waves_of(large["waves"], plan["base"].num_slots, room)
+    rows = [stored.mapping(_unpack_json(row, stored.DOCUMENT_BYTES, room)) for row in story]
+    values = {name: read(form[name]) for name, read in _RECORD_READERS.items()}
+    return _checked(PlanRecord(plan=Plan(**plan), story=tuple(rows), **values))
+
+
+def _pack_json(form: Mapping[str, Any]) -> bytes:
     return zstandard.ZstdCompressor(level=3).compress(json.dumps(form).encode())
 
 
-def unpack_plan(data: bytes, room: Room | None = None) -> PlanRecord:
-    """Decode a plan record; without a room it has one of its own."""
-    return reading(lambda: _plan_of(data, room or Room()))
-
-
-def _plan_of(data: bytes, room: Room) -> PlanRecord:
+def _unpack_json(data: bytes, most_bytes: int, room: Room) -> Any:
     size = frame_size(data)
-    if size > _MAX_PLAN_BYTES:
-        raise Unreadable(f"unpacks to {size} bytes, at most {_MAX_PLAN_BYTES}")
+    if size > most_bytes:
+        raise Unreadable(f"unpacks to {size} bytes, at most {most_bytes}")
     room.take(size)
-    form = stored.parse_json(decompress(data, size), _MAX_PLAN_BYTES, _MAX_PLAN_VALUES)
-    plan = {name: read(form["plan"][name]) for name, read in _PLAN_READERS.items()}
-    plan |= {name: read(form["plan"][name], room) for name, read in _MAP_READERS.items()}
-    record = {
-        name: read(form[name])
-        for name, read in _RECORD_READERS.items()
-        if name in form or name not in _NEWER
-    }
-    return _checked(PlanRecord(plan=Plan(**plan), **record))
+    return stored.parse_json(decompress(data, size), most_bytes)
 
 
 def _checked(record: PlanRecord) -> PlanRecord:
@@ -280,7 +308,7 @@ def _placement_form(placement: Placement) -> dict[str, Any]:
         "shape": placement.phy2log.shape,
         "ranks": placement.num_ranks,
         "experts": placement.num_logical_experts,
-        "phy2log": _array_form(placement.phy2log.astype("<i4")),
+        "phy2log": _array_form(placement.phy2log, "<i4"),
     }
 
 
@@ -292,32 +320,53 @@ def _placement_of(form: dict[str, Any], room: Room) -> Placement:
     )
 
 
-def _wave_form(wave: Wave) -> dict[str, Any]:
+def _waves_form(waves: Sequence[Wave]) -> dict[str, Any]:
+    """Pack all waves together: a plan may have thousands, and ten thousands of transfers."""
+    batches = [batch for wave in waves for batch in wave.batches]
+    transfers = [_FIELDS(t) for batch in batches for t in batch]
     return {
-        "index": wave.index,
-        "layers": wave.layers,
-        "shape": wave.rows.shape,
-        "rows": _array_form(wave.rows.astype("<i4")),
-        # One array: a plan may have ten thousand transfers, and is written after every wave.
-        "transfers": _array_form(np.array([_FIELDS(t) for t in wave.transfers], "<i8")),
-        "batches": [len(batch) for batch in wave.batches],
+        "number": len(waves),
+        "sizes": _array_form([(len(wave.layers), len(wave.batches)) for wave in waves]),
+        "layers": _array_form([layer for wave in waves for layer in wave.layers]),
+        "rows": _array_form([row for wave in waves for row in wave.rows], "<i4"),
+        "batches": _array_form([len(batch) for batch in batches]),
+        "transfers": _array_form(transfers),
     }
 
 
-def _wave_of(form: dict[str, Any], room: Room) -> Wave:
-    sizes = [stored.whole(size) for size in form["batches"]]
-    room.take(_TRANSFER_BYTES * sum(sizes))
-    table_form = [sum(sizes), len(fields(Transfer))]
-    table = _array_of(form["transfers"], table_form, room, "<i8").tolist()
-    transfers = iter([Transfer(*map(stored.whole, row)) for row in table])
-    batches = tuple(tuple(itertools.islice(transfers, size)) for size in sizes)
-    rows = _array_of(form["rows"], form["shape"], room)
-    layers = tuple(map(stored.whole, form["layers"]))
-    return Wave(stored.whole(form["index"]), layers, rows, batches)
+def _waves_of(form: dict[str, Any], num_slots: int, room: Room) -> tuple[Wave, ...]:
+    """Unpack the waves of a plan, whose rows have `num_slots` entries each."""
+    number = stored.whole(form["number"])
+    room.take(_OBJECT_BYTES * number)
+    sizes = _numbers_of(form["sizes"], [number, 2], room)
+    layers = _numbers_of(form["layers"], [sum(size for size, _ in sizes)], room)
+    rows = _array_of(form["rows"], [len(layers), num_slots], room)
+    num_batches = sum(several for _, several in sizes)
+    room.take(_OBJECT_BYTES * num_batches)
+    lengths = _numbers_of(form["batches"], [num_batches], room)
+    num_transfers = sum(lengths)
+    room.take(_OBJECT_BYTES * num_transfers)
+    table = _numbers_of(form["transfers"], [num_transfers, len(fields(Transfer))], room)
+    transfers = iter([Transfer(*row) for row in table])
+    batches = iter([tuple(itertools.islice(transfers, length)) for length in lengths])
+    waves, begin = [], 0
+    for index, (size, several) in enumerate(sizes):
+        own = slice(begin, begin := begin + size)
+        mine = tuple(itertools.islice(batches, several))
+        waves.append(Wave(index, tuple(layers[own]), rows[own], mine))
+    return tuple(waves)
 
 
-def _array_form(array: NDArray[np.integer[Any]]) -> str:
-    packed = zstandard.ZstdCompressor(level=3).compress(array.tobytes())
+def _numbers_of(text: str, shape: list[int], room: Room) -> list[Any]:
+    array = _array_of(text, shape, room, "<i8")
+    if array.min(initial=0) < 0:
+        raise ValueError(f"{array.min()} is less than 0")
+    numbers: list[Any] = array.tolist()
+    return numbers
+
+
+def _array_form(values: ArrayLike, dtype: str = "<i8") -> str:
+    packed = zstandard.ZstdCompressor(level=3).compress(np.asarray(values, dtype).tobytes())
     return base64.b64encode(packed).decode()
 
 
@@ -350,13 +399,7 @@ def _delivered_of(form: dict[str, Any] | None) -> DeliveredGain | None:
     )
 
 
-_NEWER = frozenset({"delivered"})
-"""Fields that records of older versions lack; they then have their default."""
-
 _WRITERS: dict[str, Callable[[Any], Any]] = {
-    "base": _placement_form,
-    "target": _placement_form,
-    "waves": lambda waves: [_wave_form(wave) for wave in waves],
     "delivered": lambda delivered: None if delivered is None else asdict(delivered),
 }
 """Fields whose JSON form is not the value itself."""
@@ -377,13 +420,6 @@ _PLAN_READERS: dict[str, Callable[[Any], Any]] = {
 }
 """Field of a Plan, without its maps -> conversion from JSON."""
 
-_MAP_READERS: dict[str, Callable[[Any, Room], Any]] = {
-    "base": _placement_of,
-    "target": _placement_of,
-    "waves": lambda waves, room: tuple(_wave_of(wave, room) for wave in waves),
-}
-"""The same of its maps, which are unpacked into a room."""
-
 _RECORD_READERS: dict[str, Callable[[Any], Any]] = {
     "phase": PlanPhase,
     "reason": Reason,
@@ -392,7 +428,6 @@ _RECORD_READERS: dict[str, Callable[[Any], Any]] = {
     "error": stored.optional_text,
     "approved_by": stored.optional_text,
     "request_digest": stored.optional_text,
-    "story": stored.rows,
     "delivered": _delivered_of,
 }
-"""Field of a PlanRecord, without its plan -> conversion from JSON."""
+"""Field of a PlanRecord, without its plan and its story -> conversion from JSON."""

@@ -38,6 +38,8 @@ _RECORDS = (
     "term",
     "written",
     "plans",
+    "plan_maps",
+    "plan_story",
     "plan_order",
     "plans_open",
     "epochs",

@@ -88,26 +88,60 @@ for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[#ARGV]) end
 return 0
 """
 
-# KEYS from 3: plans, order, open. ARGV from 5: plan id, created at, body, plans kept, 1 if the plan
-# has not ended, prefix of the record names of plans.
-# At most 1000 plans are dropped at a time, so that no number of them stops the store.
-STORE_PLAN = (
-    _FENCE
-    + """
-redis.call('HSET', KEYS[3], ARGV[5], ARGV[7])
-redis.call('ZADD', KEYS[4], ARGV[6], ARGV[5])
-if ARGV[9] == '1' then
-  redis.call('HSET', KEYS[5], ARGV[5], 1)
-else
-  redis.call('HDEL', KEYS[5], ARGV[5])
+# The field of a row of a plan's story is its number and the plan's id; another one has the number
+# of rows. A damaged number must not stop the store: no more rows than there are fields.
+_ROWS_OF = """
+local function rows_of(id, story)
+  local said = tonumber(redis.call('HGET', story, 'rows ' .. id) or '0') or 0
+  return math.min(said, redis.call('HLEN', story))
 end
-local excess = redis.call('ZCARD', KEYS[4]) - tonumber(ARGV[8])
+"""
+
+# KEYS from 3: plans, maps, story rows, order, open. ARGV from 5: plan id, created at, record, plans
+# kept, 1 if the plan has not ended, prefix of the record names of plans, maps or nothing if the
+# store has them, number of the first row that follows, rows; the last one is the record age in ms.
+# Answers -1, and writes nothing, if maps or rows are missing that the writer takes as stored.
+# Plans that have not ended are not dropped. At most 1000 plans are dropped at a time, so that no
+# number of them stops the store.
+STORE_PLAN = (
+    _ROWS_OF
+    + _FENCE
+    + """
+local id, first, count = ARGV[5], tonumber(ARGV[12]), ARGV[12] + #ARGV - 13
+local before = rows_of(id, KEYS[5])
+if ARGV[11] ~= '' then
+  redis.call('HSET', KEYS[4], id, ARGV[11])
+elseif redis.call('HEXISTS', KEYS[4], id) == 0 or before < first
+  or (first > 0 and redis.call('HEXISTS', KEYS[5], first - 1 .. ' ' .. id) == 0) then
+  return -1
+end
+for row = first, count - 1 do
+  redis.call('HSET', KEYS[5], row .. ' ' .. id, ARGV[13 + row - first])
+end
+for row = count, before - 1 do redis.call('HDEL', KEYS[5], row .. ' ' .. id) end
+redis.call('HSET', KEYS[5], 'rows ' .. id, count)
+redis.call('HSET', KEYS[3], id, ARGV[7])
+redis.call('ZADD', KEYS[6], ARGV[6], id)
+if ARGV[9] == '1' then
+  redis.call('HSET', KEYS[7], id, 1)
+else
+  redis.call('HDEL', KEYS[7], id)
+end
+local excess = math.min(redis.call('ZCARD', KEYS[6]) - tonumber(ARGV[8]), 1000)
 if excess > 0 then
-  for _, old in ipairs(redis.call('ZRANGE', KEYS[4], 0, math.min(excess, 1000) - 1)) do
-    redis.call('HDEL', KEYS[3], old)
-    redis.call('ZREM', KEYS[4], old)
-    redis.call('HDEL', KEYS[5], old)
-    redis.call('HDEL', KEYS[2], ARGV[10] .. old)
+  local oldest = redis.call('ZRANGE', KEYS[6], 0, excess + redis.call('HLEN', KEYS[7]) - 1)
+  for _, old in ipairs(oldest) do
+    if excess > 0 and redis.call('HEXISTS', KEYS[7], old) == 0 then
+      excess = excess - 1
+      for row = 0, rows_of(old, KEYS[5]) - 1 do
+        redis.call('HDEL', KEYS[5], row .. ' ' .. old)
+      end
+      redis.call('HDEL', KEYS[5], 'rows ' .. old)
+      redis.call('HDEL', KEYS[3], old)
+      redis.call('HDEL', KEYS[4], old)
+      redis.call('ZREM', KEYS[6], old)
+      redis.call('HDEL', KEYS[2], ARGV[10] .. old)
+    end
   end
 end
 """
@@ -189,6 +223,24 @@ READ_FIELDS = (
     _WITHIN
     + """
 for i = 2, #ARGV do found[i - 1] = within(redis.call('HGET', KEYS[1], ARGV[i])) end
+return found
+"""
+)
+
+# KEYS: plans, maps, story rows. ARGV: most bytes, then plan ids. Answers record, maps and the list
+# of rows of each. What is missing is nil.
+READ_PLANS = (
+    _ROWS_OF
+    + _WITHIN
+    + """
+for i = 2, #ARGV do
+  local id, rows = ARGV[i], {}
+  local record, maps = redis.call('HGET', KEYS[1], id), redis.call('HGET', KEYS[2], id)
+  found[i - 1] = {within(record), within(maps), rows}
+  for row = 1, rows_of(id, KEYS[3]) do
+    rows[row] = within(redis.call('HGET', KEYS[3], row - 1 .. ' ' .. id))
+  end
+end
 return found
 """
 )

@@ -16,10 +16,11 @@ from evenkeel_moe.adapters.redis import scripts, stored_values
 from evenkeel_moe.adapters.redis.client import Client, Timed
 from evenkeel_moe.adapters.redis.encoding import (
     pack_off_loop,
-    pack_placement,
-    pack_plan,
+    pack_plan_maps,
+    pack_plan_record,
+    pack_story_row,
     unpack_placement,
-    unpack_plan,
+    unpack_plan_record,
 )
 from evenkeel_moe.adapters.redis.leases import NEW_AGE_S, RedisLeases, milliseconds
 from evenkeel_moe.adapters.redis.unpacking import (
@@ -36,8 +37,11 @@ from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
+from evenkeel_moe.ports.stores import Lease
 
 _PLAN = "plan:"
+_PLAN_PARTS = ("plans", "plan_maps", "plan_story")
+"""The keys of plan records, of their maps and waves, and of the rows of their stories."""
 _MAX_DIGITS = 18
 """Digits of an epoch: less than 2**63."""
 _WRITTEN_BY_EACH_LEADER = ("leader", "shape")
@@ -98,15 +102,47 @@ class RedisDeploymentStore(RedisLeases):
         self._wait_replicas = wait_replicas
         self._writer, self._numbers = secrets.token_hex(8), count(1)
         self._wait_s = wait_s
+        self._last_plans: dict[DeploymentId, PlanRecord] = {}
+        """The plan record of each deployment that this object wrote last, as far as it is known to
+        be stored; none while one is written."""
 
     async def store_plan(self, record: PlanRecord, term: int) -> None:
-        """Write one whole plan record."""
+        """Write a plan record: its maps and waves once, and the rows of its story that are new.
+
+        Maps and waves never change and may be large; a wave changes two or three rows.
+        """
         plan = record.plan
-        body = await pack_off_loop(pack_plan, record, plan.target)
-        names, still_open = ("plans", "plan_order", "plans_open"), int(not record.phase.terminal)
-        values = (plan.plan_id, repr(plan.created_at), body, self._plans_kept, still_open, _PLAN)
+        last = self._last_plans.pop(plan.deployment, None)
+        if not (
+            last is not None
+            and last.plan is plan
+            and await self._write_plan(record, term, b"", _same_rows(last, record))
+        ):
+            maps = await asyncio.to_thread(pack_plan_maps, plan)
+            await self._write_plan(record, term, maps, 0)
+        if not record.phase.terminal:
+            self._last_plans[plan.deployment] = record
+
+    async def _write_plan(self, record: PlanRecord, term: int, maps: bytes, first: int) -> bool:
+        """Write a plan record with its story from row `first` on, and its maps if given.
+
+        Returns:
+            False if the store lacks maps or rows that it should have; nothing was written.
+        """
+        plan, still_open = record.plan, int(not record.phase.terminal)
+        names = (*_PLAN_PARTS, "plan_order", "plans_open")
         write = _Write(plan.deployment, _PLAN + plan.plan_id, scripts.STORE_PLAN, names)
-        await self._write(write, term, values, self._wait_replicas)
+        values = (
+            *(plan.plan_id, repr(plan.created_at), pack_plan_record(record)),
+            *(self._plans_kept, still_open, _PLAN, maps, first),
+            *map(pack_story_row, record.story[first:]),
+        )
+        return await self._write(write, term, values, self._wait_replicas)
+
+    async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
+        """Give the lease up if it is still ours."""
+        self._last_plans.pop(deployment, None)
+        await super().release_lease(deployment, lease)
 
     async def plan_order(self, deployment: DeploymentId) -> Sequence[tuple[PlanId, float]]:
         """Return (id, created_at) of the stored plans, newest first, as many as are read."""
@@ -133,20 +169,22 @@ class RedisDeploymentStore(RedisLeases):
         """
         if not plan_ids:
             return []
-        key = self._key(deployment, "plans")
+        keys = [self._key(deployment, name) for name in _PLAN_PARTS]
         with self._call("read", "reading plans"):
-            found = await self._eval(scripts.READ_FIELDS, [key], READ_BYTES, *plan_ids)
+            found = await self._eval(scripts.READ_PLANS, keys, READ_BYTES, *plan_ids)
         stored = [
-            (name, body) for name, body in zip(plan_ids, found, strict=True) if body is not None
+            (name, parts)
+            for name, parts in zip(plan_ids, found, strict=True)
+            if parts[0] is not None
         ]
         room = Room()
         # In a thread, so that leases are renewed meanwhile: a large plan takes milliseconds.
         plans = await asyncio.to_thread(
-            lambda: [_plan_or_fault(deployment, name, body, room) for name, body in stored]
+            lambda: [_plan_or_fault(deployment, name, parts, room) for name, parts in stored]
         )
         for (name, _), plan in zip(stored, plans, strict=True):
             if isinstance(plan, Unreadable):
-                self._unreadable("plan", f"{key} {name}", str(plan))
+                self._unreadable("plan", f"{keys[0]} {name}", str(plan))
         return [plan for plan in plans if not isinstance(plan, Unreadable)]
 
     async def store_epoch(
@@ -158,7 +196,7 @@ class RedisDeploymentStore(RedisLeases):
         begins_history: bool = False,
     ) -> None:
         """Record a committed placement under its epoch; set aside epochs of another history."""
-        body = await pack_off_loop(pack_placement, placement, placement)
+        body = await pack_off_loop(placement)
         values = (epoch, body, self._epochs_kept, int(begins_history))
         names = ("epochs", "replaced_epochs")
         write = _Write(deployment, "epochs", scripts.STORE_EPOCH, names)
@@ -279,7 +317,13 @@ class RedisDeploymentStore(RedisLeases):
         replicas: int,
         *,
         lasting: bool = True,
-    ) -> None:
+    ) -> bool:
+        """Run a fenced write; return False if the script found that something it needs is missing.
+
+        Raises:
+            Conflict: a newer term fenced it.
+            Unavailable: it is unknown if anything was written, or too few replicas have it.
+        """
         names = write.names
         age_ms = self._record_age_ms if lasting else milliseconds(NEW_AGE_S)
         keys = [self._key(write.deployment, name) for name in ("term", "written", *names)]
@@ -290,7 +334,7 @@ class RedisDeploymentStore(RedisLeases):
                 newer, copies = await self._eval_and_wait(replicas, write.script, keys, *values)
             else:
                 newer, copies = await self._eval(write.script, keys, *values), 0
-        if newer:
+        if newer > 0:
             raise Conflict(
                 f"{write.deployment}: term {newer} has taken over from term {term}",
                 Reason.LEASE_LOST,
@@ -300,6 +344,7 @@ class RedisDeploymentStore(RedisLeases):
                 f"writing {names[0]}: {copies} of {replicas} replicas have it after"
                 f" {self._wait_s:g} s"
             )
+        return newer == 0
 
     async def _eval_and_wait(
         self, replicas: int, script: str, keys: list[str], *values: object
@@ -320,11 +365,25 @@ class RedisDeploymentStore(RedisLeases):
         return int(answer), int(copies)
 
 
+def _same_rows(one: PlanRecord, other: PlanRecord) -> int:
+    """Return how many rows the stories of two records have in common at their begin."""
+    pairs = enumerate(zip(one.story, other.story, strict=False))
+    differs = (number for number, (row, its) in pairs if row is not its)
+    return next(differs, min(len(one.story), len(other.story)))
+
+
 def _plan_or_fault(
-    deployment: DeploymentId, plan_id: PlanId, body: bytes | int, room: Room
+    deployment: DeploymentId,
+    plan_id: PlanId,
+    parts: tuple[bytes | int, bytes | int | None, Sequence[bytes | int | None]],
+    room: Room,
 ) -> PlanRecord | Unreadable:
+    small, maps, story = parts
     try:
-        record = unpack_plan(stored_bytes(body), room)
+        if maps is None or None in story:
+            return Unreadable("its maps or a row of its story are missing")
+        rows = [stored_bytes(row) for row in story if row is not None]
+        record = unpack_plan_record(stored_bytes(small), stored_bytes(maps), rows, room)
     except Unreadable as error:
         return error
     plan = record.plan

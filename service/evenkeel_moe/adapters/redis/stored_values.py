@@ -98,13 +98,6 @@ def mapping(value: Any) -> dict[str, Any]:
     return value
 
 
-def rows(value: Any) -> tuple[dict[str, Any], ...]:
-    """Return a list of JSON objects."""
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r:.80} is not a list")
-    return tuple(mapping(row) for row in value)
-
-
 def _is_number(value: Any) -> bool:
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < _MAX_WHOLE

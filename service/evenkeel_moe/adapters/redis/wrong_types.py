@@ -16,7 +16,10 @@ ASIDE = ":unreadable"
 """Appended to the name of a key that was set aside; the newest one stays."""
 _KEPT_MS = 30 * 86_400_000
 _TYPES = {
-    b"hash": ("lease", "written", "plans", "plans_open", "epochs", "documents"),
+    b"hash": (
+        *("lease", "written", "epochs", "documents"),
+        *("plans", "plan_maps", "plan_story", "plans_open"),
+    ),
     b"string": ("term", "probe", "window_total", "window_source"),
     b"zset": ("plan_order", "seen", "window_chunks"),
     b"list": ("replaced_epochs",),

@@ -8,8 +8,7 @@ from evenkeel_moe.protocol.control_messages import FromRank
 from evenkeel_moe.protocol.messages import Ack, Vote
 
 MOST_RANKS = 32
-"""Ranks that the story of a plan keeps for each wave: the slowest. It is stored again with every
-change of the plan."""
+"""Ranks that the story of a plan keeps for each wave: the slowest."""
 
 
 class WaveDurations:
