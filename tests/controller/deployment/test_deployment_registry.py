@@ -306,6 +306,73 @@ async def test_a_group_without_ranks_gives_its_memory_to_another():
         assert list(one.registry.deployments) == ["second"]
 
 
+STRANGER = pytest.mark.fault(
+    "a deployment whose engine restarted",
+    "the Hello of a stranger that was refused evicted it first",
+)
+
+
+@STRANGER
+async def test_nobody_is_evicted_for_a_group_that_does_not_fit_beside_the_busy_ones():
+    async with replicas("a") as (one, store):
+        for number in range(2):
+            assert await attached(one, renamed("busy", number), 11 + number) is None
+        for session in await one.lead():
+            session.lost()
+        one.member.ranks.last_open_at -= 60.0
+        assert await said_hello(one, "young", 13)
+        one.registry.deployments[DeploymentId("young")].ranks.last_open_at -= 60.0
+        one.registry._max_new_deployments = 1
+        shape = hello_of(0).shape
+        large = replace(shape, num_layers=16 * shape.num_layers)
+        memories = [one.registry.options.memory_of(each) for each in (shape, large)]
+        one.registry._memory_bytes = memory_together(memories) - 1
+        refusal = await attached(one, replace(renamed("stranger"), shape=large), 14)
+        assert refusal is not None and "may take" in refusal.detail
+        assert sorted(one.registry.deployments) == ["busy", DEMO, "young"]
+        assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == "a"
+        one.registry._memory_bytes += 1
+        assert await attached(one, replace(renamed("stranger"), shape=large), 15) is None
+        assert sorted(one.registry.deployments) == ["busy", "stranger"]
+
+
+@STRANGER
+async def test_nobody_is_evicted_for_memory_before_the_number_of_deployments_is_known():
+    async with replicas("a", max_new_deployments=1) as (one, _):
+        for session in await one.lead():
+            session.lost()
+        one.member.ranks.last_open_at -= 60.0
+        assert await attached(one, renamed("young"), 11) is None
+        one.registry._memory_bytes = memory_together([one.member.memory])
+        refusal = await attached(one, renamed("stranger"), 12)
+        assert refusal is not None and "were never all here" in refusal.detail
+        assert sorted(one.registry.deployments) == [DEMO, "young"]
+
+
+@STRANGER
+@pytest.mark.parametrize(
+    "changes", [{"generation": "g2"}, {"highest_term": 1 << 40}, {"incarnation": 0}, {}]
+)
+async def test_nobody_is_evicted_for_a_rank_that_the_machine_refuses(changes):
+    """A stranger under the name of a deployment that is here, with a larger shape."""
+    async with replicas("a") as (one, _):
+        assert await attached(one, renamed("idle"), 11) is None
+        assert await attached(one, renamed("idle", 1), 12) is None
+        idle = one.registry.deployments[DeploymentId("idle")]
+        await until(lambda: idle.memory is not None)
+        for session in list(idle.ranks.by_stream.values()):
+            session.lost()
+        idle.ranks.last_open_at -= 60.0
+        await one.lead()
+        shape = hello_of(0).shape
+        large = replace(shape, num_layers=16 * shape.num_layers)
+        one.registry._memory_bytes = memory_together([one.registry.options.memory_of(large)])
+        stranger = replace(hello_of(0, **{"incarnation": 99} | changes), shape=large)
+        stream = RankStream(90, "peer", capacity=64)
+        assert await one.registry.attach(stranger, stream) is None
+        assert "idle" in one.registry.deployments
+
+
 async def test_a_follower_sends_a_group_to_its_leader_whatever_memory_it_has():
     async with replicas("a", "b") as (one, two, _):
         await one.lead()

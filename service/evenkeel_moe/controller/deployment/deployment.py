@@ -39,6 +39,7 @@ from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.messages import Ack, Hello, Prepare, Tick
+from evenkeel_moe.protocol.terms import is_credible_term
 from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.settings import LeaderSettings
 from evenkeel_moe.wire.link import FlowControl
@@ -236,6 +237,17 @@ class Deployment:
         """The most memory it takes; None before it has windows or restores them."""
         shape = self.loads.ingest.shape
         return None if shape is None else self._options.memory_of(shape)
+
+    def turns_away(self, hello: Hello, stream: RankStream) -> bool:
+        """Return True if a rank would be refused now, or sent to the replica that leads."""
+        leader, now = self.control.leader, self.clock.monotonic()
+        return leader is None or (
+            not is_credible_term(hello.highest_term, leader.term)
+            or self.control.membership.refusal(
+                hello, stream.number, now, certified=stream.certified
+            )
+            is not None
+        )
 
     def start(self) -> None:
         """Start to drive the machine, and to seek the lease when it is wanted."""

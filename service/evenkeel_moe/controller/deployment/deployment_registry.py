@@ -173,29 +173,6 @@ class DeploymentRegistry:
         if not deployment.keeper.leading and not self.shared.health.resting:
             await deployment.keeper.decided(_LEASE_WAIT_S)
 
-    def _make_room(self, among: Collection[Deployment], most: int) -> bool:
-        """Return True if one more deployment may come; if there are too many, evict an idle one."""
-        if len(among) < most:
-            return True
-        evicted = choose_evicted(among)
-        if evicted is None:
-            return False
-        self._evict(evicted)
-        return True
-
-    def _make_memory_room(self, others: list[Deployment], need: GroupMemory) -> bool:
-        """Return True if a deployment fits beside others; evict those of them that are idle.
-
-        Mutates: `others`, from which it takes the evicted ones.
-        """
-        while memory_together([need, *_memory_of(others)]) > self._memory_bytes:
-            evicted = choose_evicted([one for one in others if one.memory])
-            if evicted is None or memory_together([need]) > self._memory_bytes:
-                return False
-            others.remove(evicted)
-            self._evict(evicted)
-        return True
-
     def _may_restore(self, name: DeploymentId, need: GroupMemory) -> bool:
         """Return True if the stored windows of a deployment fit beside the other deployments.
 
@@ -216,19 +193,59 @@ class DeploymentRegistry:
         del self.deployments[deployment.deployment]
         self.shared.spawn(self._end(deployment), f"let-go-{deployment.deployment}")
 
-    def _admit(self, name: DeploymentId, stream: RankStream, *, is_new: bool) -> bool:
-        """Return True if a deployment that is not here may come; else refuse the rank."""
-        new = [one for one in self.deployments.values() if one.is_new]
-        if is_new and not self._make_room(new, self._max_new_deployments):
+    def _admit(self, hello: Hello, stream: RankStream, *, is_new: bool) -> bool:
+        """Return True if the deployment of a rank may be here, and evict those that make room.
+
+        Nobody is evicted before it is known that the rank is not refused. A deployment takes memory
+        once its ranks were all here, or its windows were restored. Ranks of an incomplete group are
+        asked for again by the Hello that completes it.
+        """
+        name = hello.identity.deployment
+        here = self.deployments.get(name)
+        if here is not None and here.turns_away(hello, stream):
+            return True  # It answers the rank itself, and takes nothing more.
+        others = [one for one in self.deployments.values() if one is not here]
+        stay = others.copy()
+        refusal = self._refusal_beside(stay, hello, comes=here is None, is_new=is_new)
+        if refusal is not None:
+            self._refuse_deployment(name, stream, *refusal)
+            return False
+        for one in others:
+            if one not in stay:
+                self._evict(one)
+        return True
+
+    def _refusal_beside(
+        self, stay: list[Deployment], hello: Hello, *, comes: bool, is_new: bool
+    ) -> tuple[str, str] | None:
+        """Return the limit that keeps a deployment out, and a sentence with the numbers.
+
+        Mutates: `stay`, the others, from which it takes those that make room.
+
+        Args:
+            stay: the other deployments.
+            hello: of a rank of the deployment.
+            comes: it is not here yet.
+            is_new: its ranks were never all here.
+        """
+        new = [one for one in stay if one.is_new] if comes and is_new else []
+        if len(new) >= self._max_new_deployments and not _make_room(stay, new):
             detail = f"{len(new)} deployments whose ranks were never all here, no more are taken"
-            limit = "max_new_deployments"
-        elif not self._make_room(self.deployments.values(), self._max_deployments):
-            detail = f"{len(self.deployments)} deployments are here, no more are taken"
-            limit = "max_deployments"
-        else:
-            return True
-        self._refuse_deployment(name, stream, limit, detail)
-        return False
+            return "max_new_deployments", detail
+        if comes and len(stay) >= self._max_deployments and not _make_room(stay, stay):
+            return "max_deployments", f"{len(stay)} deployments are here, no more are taken"
+        need = self.options.memory_of(hello.shape)
+        while memory_together([need, *_memory_of(stay)]) > self._memory_bytes:
+            if memory_together([need]) > self._memory_bytes or not _make_room(
+                stay, [one for one in stay if one.memory]
+            ):
+                layers, slots, ranks, experts = hello.shape.sizes
+                return "memory_bytes", (
+                    f"{layers} layers x {slots} slots and {experts} experts on {ranks} ranks may"
+                    f" take {need}, other deployments {memory_together(_memory_of(stay))}; one plan"
+                    f" runs at a time; ingest.memory_bytes is {self._memory_bytes}"
+                )
+        return None
 
     def _refuse_deployment(
         self, name: DeploymentId, stream: RankStream, limit: str, detail: str
@@ -249,30 +266,6 @@ class DeploymentRegistry:
         self._refuse_deployment(hello.identity.deployment, stream, "max_streams", detail)
         return False
 
-    def _fits_memory(self, hello: Hello, stream: RankStream) -> bool:
-        """Return True if the deployment of a rank fits beside the others; else refuse the rank.
-
-        The others are those whose ranks were all here, or whose windows were restored. Ranks of an
-        incomplete group are asked for again by the Hello that completes it.
-        """
-        name = hello.identity.deployment
-        here = self.deployments.get(name)
-        if here is not None and not here.keeper.leading:
-            return True  # The ranks are sent to the replica that leads.
-        need = self.options.memory_of(hello.shape)
-        others = [one for one in self.deployments.values() if one is not here]
-        if self._make_memory_room(others, need):
-            return True
-        layers, slots, ranks, experts = hello.shape.sizes
-        held = memory_together(_memory_of(others))
-        detail = (
-            f"{layers} layers x {slots} slots and {experts} experts on {ranks} ranks may take"
-            f" {need}, other deployments {held}; one plan runs at a time;"
-            f" ingest.memory_bytes is {self._memory_bytes}"
-        )
-        self._refuse_deployment(name, stream, "memory_bytes", detail)
-        return False
-
     async def _has_records(self, name: DeploymentId) -> bool | None:
         """Return True if the ranks of a deployment were ever all here; None if nobody knows."""
         try:
@@ -291,15 +284,14 @@ class DeploymentRegistry:
             detail = f"{failure.detail}; {name} starts again in {failure.left_s(now):.0f} s"
             self._refuse(stream, Reason.DEPLOYMENT_FAILED, detail)
             return None
-        if not (self._has_streams(hello, stream) and self._fits_memory(hello, stream)):
+        if not self._has_streams(hello, stream):
             return None
         known: bool | None = True
         if name not in self.deployments:
             known = await self._has_records(name)
-            # While the store is away, a deployment that is not new must not be refused as one.
-            is_here = name in self.deployments
-            if not is_here and not self._admit(name, stream, is_new=known is False):
-                return None
+        # While the store is away, a deployment that is not new must not be refused as one.
+        if not self._admit(hello, stream, is_new=known is False):
+            return None
         return await self.add(name, lasting=known is True).attach(hello, stream)
 
     def refuse(self, violation: PeerViolation, stream: RankStream) -> None:
@@ -316,6 +308,14 @@ class DeploymentRegistry:
         """Close every stream: the ranks look for another replica, or wait for this one."""
         for deployment in self.deployments.values():
             deployment.ranks.close_all()
+
+
+def _make_room(stay: list[Deployment], among: Collection[Deployment]) -> bool:
+    """Take the deployment that makes room out of `stay`; return False if none of `among` can."""
+    evicted = choose_evicted(among)
+    if evicted is not None:
+        stay.remove(evicted)
+    return evicted is not None
 
 
 def _memory_of(deployments: Iterable[Deployment]) -> list[GroupMemory]:

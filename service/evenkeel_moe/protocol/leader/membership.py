@@ -95,7 +95,7 @@ class Membership:
         place: another generation is refused, unless the certificate of the stream names the rank.
         A process that loses its place is told, so that it comes back once the place is free.
         """
-        refusal = self._refusal(hello, stream, now, certified)
+        refusal = self.refusal(hello, stream, now, certified=certified)
         if refusal is not None:
             reason, detail = refusal.reason, refusal.detail
             close = CloseStream(hello.identity.rank, stream, reason, detail)
@@ -292,7 +292,10 @@ class Membership:
 
     # --- refusals ---------------------------------------------------------------------------------
 
-    def _refusal(self, hello: Hello, stream: int, now: float, certified: bool) -> Admission | None:
+    def refusal(
+        self, hello: Hello, stream: int, now: float, *, certified: bool = False
+    ) -> Admission | None:
+        """Return the refusal of a Hello; None if it would be accepted. Nothing changes."""
         identity, shape = hello.identity, hello.shape
         rank = identity.rank
         if identity.deployment != self.deployment:
