@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 import time
 
 import pytest
@@ -128,3 +129,53 @@ async def test_a_lease_that_the_machine_has_lost_is_dropped_without_telling_it(r
     asked, keeper.renew_s = rig.calls["renew_lease"], 1000.0
     await keeper.decided(deadline(5))
     assert rig.calls["renew_lease"] == asked, "a lease that was dropped is not renewed"
+
+
+PAST_ITS_END = pytest.mark.fault(
+    "an operator with a short leader.renew_s",
+    "a lease was held past its end, when another replica may already lead",
+)
+
+
+@PAST_ITS_END
+@pytest.mark.parametrize("renew_s", [0.003, 0.02, 0.03, 0.1])
+@pytest.mark.parametrize("left_s", [0.0, 0.002, 0.02])
+async def test_no_answer_is_awaited_past_the_end_of_a_lease(rig, renew_s, left_s):
+    rig.clock.still_at = BEGIN
+    keeper = rig.start("a")
+    keeper.renew_s = renew_s
+    await keeper.decided(deadline(5))
+    await rig.after("renew_lease", 1)
+    rig.clock.still_at, rig.silent = OVER - left_s, True
+    await rig.until(lambda: not keeper.leading)
+    waited_s = float(re.findall("within (.*) s", str(keeper.fault))[0])
+    assert waited_s == pytest.approx(max(left_s / 2, left_s - renew_s))
+
+
+@PAST_ITS_END
+async def test_a_lease_is_not_held_past_its_end_while_records_are_loaded(rig):
+    """The machine leads once they are loaded, and a renewal that fails must end that in time."""
+    rig.clock.still_at = BEGIN
+    keeper = rig.start("a")
+
+    async def won(lease):
+        await rig.after("renew_lease", 1)
+        rig.happened.append("won")
+
+    keeper.won, rig.silent_renewals = won, True
+    keeper.want()
+    async with asyncio.timeout(deadline(5)):
+        await rig.until(lambda: rig.happened[:2] == ["won", ("lost", "a")])
+    assert not keeper.leading and "within 0.3 s" in str(keeper.fault)
+
+
+@PAST_ITS_END
+async def test_after_a_failure_the_store_is_asked_again_before_the_lease_is_dropped(rig):
+    rig.clock.still_at = BEGIN
+    keeper = rig.keeper("a")
+    keeper.renew_s, keeper._held_since, keeper.fault = 0.1, BEGIN, Unavailable("down")
+    for now, pause_s in ((BEGIN, 0.1), (OVER - 0.15, 0.05), (OVER - 0.1, 0.0)):
+        rig.clock.still_at = now
+        assert keeper._pause_s() == pytest.approx(pause_s)
+    keeper.alone = True
+    assert keeper._pause_s() == 0.1

@@ -3,9 +3,11 @@
 import asyncio
 
 import pytest
+import structlog
 
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.ports.stores import Lease
+from tests.contracts.memory_store import MemoryStore
 from tests.controller.leadership.conftest import DEMO
 from tests.waiting import deadline
 
@@ -134,6 +136,23 @@ async def test_alone_an_unreachable_store_costs_nothing(rig):
     # The lease ran out meanwhile. Nobody else wants it, so it is taken again.
     await rig.until(lambda: ("won", "a", 2) in rig.happened)
     assert rig.happened == [("won", "a", 1), ("lost", "a"), ("won", "a", 2)]
+
+
+@pytest.mark.fault(
+    "an operator with one replica whose store restarted",
+    "the log said that another replica has the lease",
+)
+@pytest.mark.parametrize("alone", [True, False])
+async def test_a_lease_that_ran_out_in_the_store_is_said_to_be_anothers_only_if_it_may_be(
+    rig, alone
+):
+    with structlog.testing.capture_logs() as logs:
+        keeper = rig.start("a", alone=alone)
+        await keeper.decided(5)
+        rig.store = MemoryStore(rig.clock)
+        await rig.until(lambda: ("lost", "a") in rig.happened)
+    (why,) = [line["why"] for line in logs if line["event"] == "lease_lost"]
+    assert why == "it ran out in the store" + ("" if alone else ", or another replica took it")
 
 
 async def test_the_term_rises_above_what_ranks_know(rig):

@@ -18,6 +18,10 @@ _RETRY_S = 1.0
 _EXPIRED_WHILE_LOADING = "it ran out while the records were loaded"
 
 
+class _StoreSilent(Unavailable):
+    """The store did not answer while the lease was ours."""
+
+
 @dataclass(eq=False, repr=False)
 class LeaseKeeper:
     """The lease of one deployment.
@@ -186,10 +190,9 @@ class LeaseKeeper:
         loading = asyncio.create_task(self.won(lease))
         try:
             while not (await asyncio.wait((loading,), timeout=self.renew_s))[0]:
-                asked_at = self.clock.monotonic()
-                if not await self._renew(lease):
+                left = None if self.alone else self._ends_at - self.clock.monotonic()
+                if not await self._prolong(lease, left):
                     raise Conflict(_EXPIRED_WHILE_LOADING, Reason.LEASE_LOST)
-                self._held_since = asked_at
             loading.result()
         except EvenkeelError:
             if loading.done() and loading.exception() is None:
@@ -198,32 +201,69 @@ class LeaseKeeper:
         finally:
             await end_tasks((loading,))
 
+    @property
+    def _ends_at(self) -> float:
+        """Monotonic seconds from which on another replica may have the lease."""
+        return self._held_since + self.lease_s
+
+    async def _prolong(self, lease: Lease, within_s: float | None) -> bool:
+        """Renew a lease; return False if it is no longer ours.
+
+        Raises:
+            Unavailable: the store did not take it; `_StoreSilent` if it did not answer in time.
+        """
+        asked_at = self.clock.monotonic()
+        try:
+            async with asyncio.timeout(within_s):
+                held = await self._renew(lease)
+        except TimeoutError:
+            raise _StoreSilent(f"the store did not answer within {within_s or 0:g} s") from None
+        if held:
+            self._held_since = asked_at
+        return held
+
     async def _keep(self) -> None:
         """Renew the lease until it is lost, may be lost, or is to be taken again."""
         while (lease := self.lease) is not None:
-            await asyncio.sleep(self.renew_s if self.fault is None else min(self.renew_s, _RETRY_S))
+            await asyncio.sleep(self._pause_s())
             if self.lease is None:
                 break
-            asked_at = self.clock.monotonic()
-            # Another replica may take a lease that ran out. So drop it before that, also while the
-            # store does not answer.
-            gone_at = self._held_since + self.lease_s - self.renew_s
-            left = None if self.alone else max(self.lease_s / 10, gone_at - asked_at)
             try:
-                async with asyncio.timeout(left):
-                    held = await self._renew(replace(lease, lasting=self.lasting))
+                held = await self._prolong(replace(lease, lasting=self.lasting), self._answer_s())
                 self.fault = None
-                if held:
-                    self._held_since = asked_at
-                else:
-                    self._lose("the store says another replica has it")
-            except (Unavailable, TimeoutError) as error:
+                if not held:
+                    taken = "" if self.alone else ", or another replica took it"
+                    self._lose(f"it ran out in the store{taken}")
+            except Unavailable as error:
                 if self.lease is not lease:
                     break  # It was given up: no later answer would end a fault.
-                silent = Unavailable(f"the store did not answer within {left or 0:g} s")
-                self.fault = error if isinstance(error, Unavailable) else silent
-                if self.fault is silent or (not self.alone and self.clock.monotonic() >= gone_at):
-                    self._lose(f"{self.fault}: it may have run out")
+                self.fault = error
+                gone = not self.alone and self.clock.monotonic() >= self._gone_at
+                if isinstance(error, _StoreSilent) or gone:
+                    self._lose(f"{error}: it may have run out")
+
+    @property
+    def _gone_at(self) -> float:
+        """Monotonic seconds at which a lease that cannot be renewed is dropped: before it ends."""
+        return self._ends_at - self.renew_s
+
+    def _pause_s(self) -> float:
+        """Return the wait before the next renewal; after a failure not longer than the lease."""
+        if self.fault is None:
+            return self.renew_s
+        pause_s = min(self.renew_s, _RETRY_S)
+        return pause_s if self.alone else min(pause_s, self._gone_at - self.clock.monotonic())
+
+    def _answer_s(self) -> float | None:
+        """Return the time for the store to answer: until the lease is dropped.
+
+        A store that is asked late gets a moment more, but less than what is left of the lease.
+        """
+        if self.alone:
+            return None
+        now = self.clock.monotonic()
+        moment_s = min(self.lease_s / 10, (self._ends_at - now) / 2)
+        return max(self._gone_at - now, moment_s, 0.0)
 
     def _lose(self, why: str) -> None:
         _log.warning("lease_lost", deployment=self.deployment, why=why)
