@@ -228,6 +228,34 @@ def test_numbers_of_numpy_are_converted():
 @pytest.mark.parametrize("stride", [1, 2])
 def test_an_invalid_step_is_refused_counted_and_logged_and_the_next_is_taken(numbers, stride):
     """A step consists of numbers and an array; anything else must not end the reporter."""
+    assert_refused(numbers, stride)
+
+
+@pytest.mark.fault(
+    "an engine that recorded counts that are no numbers",
+    "all steps taken with them were lost, or the controller refused their report",
+)
+@pytest.mark.parametrize(
+    "counts",
+    [
+        np.full((2, 3), "1 token"),
+        np.full((2, 3), b"\xff"),
+        np.full((2, 3), None),
+        np.zeros((2, 3), "M8[s]"),
+        np.zeros((2, 3), [("count", "i8")]),
+        np.zeros((2, 3), complex),
+        np.full((2, 3), math.nan),
+        np.full((2, 3), -1),
+        np.full((2, 3), 1 << 31),
+    ],
+    ids=lambda counts: f"{counts.dtype} {counts.flat[0]!r}",
+)
+def test_counts_that_no_report_can_carry_cost_their_step_alone(counts):
+    assert_refused({"counts": counts}, 1)
+
+
+def assert_refused(numbers, stride):
+    """Assert that a step with these values is left out, counted and logged, and no other step."""
     recorder = Recorder(16, 2, 3)
     put(recorder, 2)
     recorder.record(

@@ -137,7 +137,7 @@ class Recorder:
         counts = row[1]
         with suppress(Exception):  # the engine passed something that is no number
             meta = _meta(row)
-            if _is_valid(meta) and isinstance(counts, np.ndarray) and counts.shape == self._shape:
+            if _is_valid(meta) and _are_counts(counts, self._shape):
                 return meta
         self._refused += 1
         if self._refused & (self._refused - 1) == 0:
@@ -150,6 +150,7 @@ class Recorder:
                 compute_s=str(compute_s),
                 counts=type(counts).__name__,
                 shape=getattr(counts, "shape", None),
+                dtype=str(getattr(counts, "dtype", None)),
                 wanted=self._shape,
                 times=self._refused,
             )
@@ -164,6 +165,16 @@ def _is_valid(meta: StepMeta) -> bool:
         and 0 <= meta.epoch <= MAX_STEP
         and 0 <= meta.tokens <= MAX_TOKENS
         and (seconds is None or 0 <= seconds < math.inf or math.isnan(seconds))
+    )
+
+
+def _are_counts(counts: object, shape: tuple[int, int]) -> bool:
+    """Return True if an array can be counts of a report: real numbers, none of them NaN."""
+    return (
+        isinstance(counts, np.ndarray)
+        and counts.shape == shape
+        and counts.dtype.kind in "iuf"
+        and bool(0 <= counts.min(initial=0) and counts.max(initial=0) <= MAX_TOKENS)
     )
 
 
