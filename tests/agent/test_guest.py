@@ -9,6 +9,7 @@ from evenkeel_moe.protocol.messages import (
     Abort,
     AbortAnswer,
     Ack,
+    Commit,
     ParticipantState,
     QueryState,
     RankState,
@@ -218,6 +219,106 @@ def test_a_map_the_engine_changed_by_itself_is_followed():
         guests.say(stale)
         for link in guests.links:
             assert link.expect(Vote).reason is Reason.STALE_BASE
+
+
+STALE_MAP = pytest.mark.fault(
+    "an engine that moved experts by itself while a plan was prepared",
+    "the rank went on with the map from before and never learned the new one",
+)
+ELSEWHERE = OLD.with_rows((0,), OLD.phy2log[:1, ::-1].copy())
+
+
+@STALE_MAP
+@pytest.mark.parametrize("state", [ParticipantState.PREPARED, ParticipantState.ARMED])
+def test_a_map_that_the_engine_changed_during_a_wave_is_followed_once_the_wave_has_ended(state):
+    with Guests(OLD) as guests:
+        prepare = prepare_for(OLD, NEW)
+        guests.say(prepare)
+        for link in guests.links:
+            assert link.expect(Vote).yes
+        if state is ParticipantState.ARMED:
+            guests.say(Commit(LEADER, prepare.wave))
+        wait_until(
+            lambda: {agent._participant.state for agent in guests.agents} == {state}, every_s=0.01
+        )
+        for agent in guests.agents:
+            agent.engine_rebalanced(ELSEWHERE.phy2log)
+            assert (agent.placement, agent.epoch) == (ELSEWHERE, 0)
+        guests.say(Abort(LEADER, prepare.wave))
+        guests.steps_until(lambda: [agent.epoch for agent in guests.agents] == [1, 1])
+        assert [agent.placement for agent in guests.agents] == [ELSEWHERE] * 2
+        guests.say(QueryState(LEADER, query=7))
+        for link in guests.links:
+            state_told = link.expect(RankState)
+            assert (state_told.epoch, state_told.placement_digest) == (1, ELSEWHERE.digest)
+
+
+@STALE_MAP
+def test_a_wave_that_passes_after_the_engine_moved_leaves_the_map_of_the_wave():
+    with Guests(OLD) as guests:
+        guests.order(NEW)
+        for agent in guests.agents:
+            agent.engine_rebalanced(ELSEWHERE.phy2log)
+        guests.steps_until(lambda: [agent.epoch for agent in guests.agents] == [1, 1])
+        guests.steps(3)
+        assert [(agent.placement, agent.epoch) for agent in guests.agents] == [(NEW, 1)] * 2
+
+
+@STALE_MAP
+def test_an_engine_that_moved_there_and_back_during_a_wave_keeps_its_epoch():
+    with Guests(OLD) as guests:
+        prepare, _ = guests.order(NEW)
+        for agent in guests.agents:
+            agent.engine_rebalanced(ELSEWHERE.phy2log)
+            agent.engine_rebalanced(OLD.phy2log)
+        guests.say(Abort(LEADER, prepare.wave))
+        for link in guests.links:
+            link.expect(AbortAnswer)
+        guests.steps(3)
+        assert {(agent.epoch, agent._moved_to) for agent in guests.agents} == {(0, None)}
+
+
+BLOCKED = pytest.mark.fault(
+    "the peers of a rank whose gate failed",
+    "their engines waited for it up to the timeout of the gate",
+)
+
+
+def leave_boundaries_out(guests, at):
+    """Let rank 1 leave boundaries out before step `at`, which ends its gate and no other one."""
+    for step in range(at):
+        run_ranks(2, lambda rank, step=step: guests.agents[rank].step_boundary(step))
+    run_ranks(2, lambda rank: guests.agents[rank].step_boundary(at + 3 * rank))
+    assert "boundaries were left out" in guests.agents[1].trouble
+    assert guests.agents[0].trouble == ""
+
+
+@BLOCKED
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_the_peers_of_a_rank_whose_gate_failed_do_not_wait_for_it(at):
+    with Guests(OLD) as guests:
+        leave_boundaries_out(guests, at)
+        for step in range(at + 1, at + 12):
+            guests.agents[0].step_boundary(step)
+        assert "the gate failed, and no wave was under way" in guests.agents[0].trouble
+        assert "timed out" not in guests.agents[0].trouble.lower()
+
+
+@BLOCKED
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_weights_can_be_replaced_after_a_gate_failed(at):
+    with Guests(OLD) as guests:
+        leave_boundaries_out(guests, at)
+        for step in range(at + 1, at + 12):
+            run_ranks(2, lambda rank, step=step: guests.agents[rank].step_boundary(step))
+
+        def replace(rank):
+            guests.agents[rank].begin_reload()
+            guests.engines[rank].load(1)
+            guests.agents[rank].end_reload()
+
+        run_ranks(2, replace)
+        assert [agent._participant.weights_version for agent in guests.agents] == [2, 2]
 
 
 def test_a_failed_gate_disables_migration_and_the_engine_goes_on():

@@ -48,3 +48,11 @@ class GatePolls:
         except RuntimeError as error:
             return PollFailed(str(error)[:300])
         return PollResolved(value.numpy())
+
+    def abort(self) -> None:
+        """Forget the poll in flight and abort the communicator: further polls of the peers fail.
+
+        It may wait for the poll in flight. Gloo closes its connections with the last operation.
+        """
+        self._poll = None
+        self._group.abort()

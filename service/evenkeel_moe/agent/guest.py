@@ -24,7 +24,7 @@ from evenkeel_moe.adapters.torch.checksum import checksum
 from evenkeel_moe.adapters.torch.streams import OwnStream, mark_queued
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.build import Connect, own_name
-from evenkeel_moe.agent.checksums import find_differences
+from evenkeel_moe.agent.checksums import agree_on_checksums, find_differences
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.engine_copies import NoCopies, NoMaps
 from evenkeel_moe.agent.ports import (
@@ -131,6 +131,9 @@ class GuestAgent(Agent):
     ) -> None:
         self._engine = engine
         self._move: Move | None = None
+        self._moved_to: Placement | None = None
+        """The map that the engine changed by itself while this rank held a wave; followed once the
+        wave has ended."""
         self._off = False
         self._reloading = False
         self._stream = OwnStream(device)
@@ -153,12 +156,23 @@ class GuestAgent(Agent):
     def _make_transport(self, placement: Placement, connect: Connect) -> WeightTransport:
         return NoCopies(self._engine.refusal, lambda: self._participant.next_placement)
 
+    def _register(self, placement: Placement) -> tuple[int, ...] | None:
+        # Not over the gate's communicator: after a failure of the gate it is gone, and the engine
+        # must still be able to load weights.
+        rank = self._config.identity.rank
+        return agree_on_checksums(self._meeting, rank, placement, self._weights)
+
     # --- called by the engine ---------------------------------------------------------------------
 
     @property
     def move(self) -> Move | None:
         """The wave that the engine carries out; None between waves."""
         return self._move
+
+    @property
+    def placement(self) -> Placement:
+        """The map in use."""
+        return super().placement if self._moved_to is None else self._moved_to
 
     def step_boundary(self, step: int | None = None) -> None:
         """Poll the gate when a poll is due; during a move no rank polls. Call between steps.
@@ -173,6 +187,9 @@ class GuestAgent(Agent):
             self._gate.rest()
             self._watch(move)
             return
+        if self._moved_to is not None:
+            with self._lock:
+                self._follow_engine()
         if self._off:
             self._gate.rest()
             return
@@ -184,6 +201,9 @@ class GuestAgent(Agent):
                 raise
             self._off = True
             self.disable_migration(f"the gate failed, and no wave was under way: {error}")
+            # The other ranks would wait for this one at their next poll. Not on this thread: an
+            # abort waits for a poll in flight.
+            self._worker.later(self._polls.abort)
 
     def layer_switched(self, layer: int, seconds: float = 0.0) -> None:
         """Note that the engine switched a layer, which delayed the step by `seconds`."""
@@ -219,7 +239,7 @@ class GuestAgent(Agent):
         copied = mark_queued(self._device)
         self._worker.later(lambda: self._verify(move.placement, move.layers, copied))
         with self._lock:
-            self._move = None
+            self._move = self._moved_to = None
             self._finish_swap(move.wave, move.ready.digest, move.layers, move.longest_s, 0)
 
     def _end_elsewhere(self, move: Move, phy2log: NDArray[np.int32]) -> None:
@@ -245,7 +265,7 @@ class GuestAgent(Agent):
         _log.error("move_given_up", deployment=self._config.identity.deployment, detail=why)
         self._trouble.end(FaultEnd.MOVE)
         with self._lock:
-            self._move = None
+            self._move = self._moved_to = None
             self._carry_out_answers(EngineRebalanced(found))
 
     def _differences(self, facts: dict[str, str]) -> list[str]:
@@ -256,23 +276,29 @@ class GuestAgent(Agent):
         """Follow a change of the map that the engine made itself, on every rank at this step.
 
         The epoch rises by one, so that plans for the old map are refused and the controller asks
-        for the new one. A map of another size belongs to another deployment: it is not followed,
-        and migration is disabled.
+        for the new one. A rank that holds a wave does this once the wave has ended. A map of
+        another size belongs to another deployment: it is not followed, and migration is disabled.
         """
         with self._lock:
-            participant = self._participant
-            if participant.state is not ParticipantState.IDLE:
-                return
             shape = self._config.shape
-            known, found = participant.placement.phy2log.shape, np.shape(phy2log)
+            known, found = self.placement.phy2log.shape, np.shape(phy2log)
             if found != known:
                 self.disable_migration(
                     f"the engine went from {known} layers and slots to {found}: restart this group"
                 )
                 return
-            placement = Placement(
+            self._moved_to = Placement(
                 np.array(phy2log, np.int32), shape.num_ranks, shape.num_logical_experts
             )
+            self._follow_engine()
+
+    def _follow_engine(self) -> None:
+        """Go to the map that the engine changed by itself, unless this rank holds a wave."""
+        participant, placement = self._participant, self._moved_to
+        if placement is None or participant.state is not ParticipantState.IDLE:
+            return
+        self._moved_to = None
+        if placement != participant.placement:
             participant.handle(EngineRebalanced(placement), time.monotonic())
 
     @property
@@ -330,7 +356,7 @@ class GuestAgent(Agent):
 
     def _resolve_poll(self) -> None:
         """Use the result of the poll in flight now, on every rank at this boundary."""
-        if not self._gate.polling:
+        if self._off or not self._gate.polling:
             return
         result = self._polls.wait()
         with self._lock:
