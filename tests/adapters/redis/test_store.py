@@ -224,6 +224,63 @@ async def test_leases_and_names_that_cannot_be_read_are_skipped_and_named(valkey
     await disconnect(client)
 
 
+DAMAGED_LEASE = pytest.mark.fault(
+    "an operator with a damaged lease in the store",
+    "the deployment was never led, and nothing was logged",
+)
+
+
+@DAMAGED_LEASE
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"holder": "b", "term": "abc"},
+        {"holder": "b", "term": ""},
+        {"holder": "b", "term": "-1"},
+        {"holder": "b", "term": "1e3"},
+        {"holder": "b", "term": "inf"},
+        {"holder": "b", "term": "9" * 30},
+        {"holder": "b", "term": b"\xff"},
+        {"holder": "b" * 2000, "term": 5},
+    ],
+    ids=repr,
+)
+async def test_a_damaged_lease_is_set_aside_and_another_one_taken(valkey, fields):
+    client: Any = connect(valkey.url, timeout_s=2)
+    noted: list[tuple[str, str]] = []
+    store = RedisDeploymentStore(client, unreadable=lambda kind, key, _: noted.append((kind, key)))
+    key = "evenkeel:{demo}:lease"
+    await client.set("evenkeel:{demo}:term", 6)
+    await client.hset(key, mapping=fields)
+    assert await store.acquire_lease(DEMO, "a", 60.0, 0) == Lease("a", 7)
+    assert await store.fetch_lease(DEMO) == Lease("a", 7)
+    assert noted == [("lease", key)]
+    assert 0 < await client.pttl(key + ":unreadable") <= 30 * 86_400_000
+    kept = {
+        name.decode(): value for name, value in (await client.hgetall(key + ":unreadable")).items()
+    }
+    assert kept.keys() == fields.keys()
+    await disconnect(client)
+
+
+@DAMAGED_LEASE
+async def test_a_lease_without_an_end_gets_one(valkey):
+    client: Any = connect(valkey.url, timeout_s=2)
+    noted: list[str] = []
+    store = RedisDeploymentStore(client, unreadable=lambda _kind, _key, why: noted.append(why))
+    key = "evenkeel:{demo}:lease"
+    await client.hset(key, mapping={"holder": "b", "term": 5})
+    for _ in range(2):
+        assert await store.acquire_lease(DEMO, "a", 60.0, 0) == Lease("b", 5)
+        assert 0 < await client.pttl(key) <= 60_000
+    assert noted == ["it had no end"]
+    # One with an end keeps it, whatever others ask for.
+    assert await store.renew_lease(DEMO, Lease("b", 5), 1000.0)
+    await store.acquire_lease(DEMO, "a", 60.0, 0)
+    assert await client.pttl(key) > 60_000
+    await disconnect(client)
+
+
 async def test_plans_and_streams_are_bounded_in_the_server(valkey):
     client = connect(valkey.url, timeout_s=2)
     store = RedisDeploymentStore(client, plans_kept=3)

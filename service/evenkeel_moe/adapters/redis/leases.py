@@ -18,7 +18,7 @@ from evenkeel_moe.adapters.redis.unpacking import (
     UnreadableRecord,
     stored_bytes,
 )
-from evenkeel_moe.adapters.redis.wrong_types import WrongTypes
+from evenkeel_moe.adapters.redis.wrong_types import ASIDE, ASIDE_MS, WrongTypes
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports.stores import Lease
 from evenkeel_moe.wire.values import is_deployment_id
@@ -100,10 +100,13 @@ class RedisLeases:
         names = ("lease", "term", "documents", "plans", "epochs")
         keys = [self._key(deployment, name) for name in names]
         ages = (self._record_age_ms, milliseconds(NEW_AGE_S))
-        values = (holder, milliseconds(ttl_s), at_least_term, *ages, int(lasting))
+        values = (holder, milliseconds(ttl_s), at_least_term, *ages, int(lasting), ASIDE_MS)
         with self._call("lease", "acquiring a lease"):
             self._listed_at.pop(deployment, None)
-            winner, term, kept = await self._eval(scripts.ACQUIRE, keys, *values)
+            found = await self._eval(scripts.ACQUIRE, [*keys, keys[0] + ASIDE], *values)
+            winner, term, kept, wrong = found
+            if wrong:
+                self._unreadable("lease", keys[0], wrong.decode(errors="replace"))
             if kept:
                 await self._list(deployment)
         return Lease(winner.decode(errors="replace"), int(term), bool(kept))

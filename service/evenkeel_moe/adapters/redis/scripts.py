@@ -14,26 +14,36 @@ local function term_of(text)
 end
 """
 
-# KEYS: lease, term, documents, plans, epochs. ARGV: holder, ttl in ms, term that the new one must
-# exceed, record age in ms, age in ms of a deployment without records, 1 if it is to be lasting.
+# KEYS: lease, term, documents, plans, epochs, lease that was set aside. ARGV: holder, ttl in ms,
+# term that the new one must exceed, record age in ms, age in ms of a deployment without records, 1
+# if it is to be lasting, age in ms of what is set aside.
 # A deployment has records when the ranks of its group were all here, or an operator set something.
+# Answers holder, term, 1 if it is lasting, and what was wrong with the lease that was there. One
+# without an end would keep the deployment from being led for ever.
 ACQUIRE = (
     _TERM_OF
     + """
 local lasting = ARGV[6] == '1' or redis.call('EXISTS', KEYS[4], KEYS[5]) > 0
 local documents = redis.call('HLEN', KEYS[3])
-lasting = lasting or documents > redis.call('HEXISTS', KEYS[3], 'leader')
-local held = redis.call('HMGET', KEYS[1], 'holder', 'term')
+lasting = (lasting or documents > redis.call('HEXISTS', KEYS[3], 'leader')) and 1 or 0
+local held, wrong = redis.call('HMGET', KEYS[1], 'holder', 'term'), ''
 if held[1] and held[2] and held[1] ~= ARGV[1] then
-  return {string.sub(held[1], 1, 1024), string.format('%.0f', term_of(held[2])), lasting and 1 or 0}
+  if #held[1] <= 1024 and #held[2] <= 16 and string.match(held[2], '^%d+$') then
+    if redis.call('PEXPIRE', KEYS[1], ARGV[2], 'NX') == 1 then wrong = 'it had no end' end
+    return {held[1], held[2], lasting, wrong}
+  end
+  wrong = 'it has term ' .. string.sub(held[2], 1, 80)
+    .. ' and a holder of ' .. #held[1] .. ' bytes'
+  redis.call('RENAME', KEYS[1], KEYS[6])
+  redis.call('PEXPIRE', KEYS[6], ARGV[7])
 end
 local term = math.max(term_of(redis.call('GET', KEYS[2])), tonumber(ARGV[3])) + 1
 local text = string.format('%.0f', term)
 redis.call('SET', KEYS[2], text)
 redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'term', text)
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
-redis.call('PEXPIRE', KEYS[2], lasting and ARGV[4] or ARGV[5])
-return {ARGV[1], text, lasting and 1 or 0}
+redis.call('PEXPIRE', KEYS[2], lasting == 1 and ARGV[4] or ARGV[5])
+return {ARGV[1], text, lasting, wrong}
 """
 )
 

@@ -14,7 +14,8 @@ from evenkeel_moe.adapters.redis.unpacking import UnreadableRecord
 T = TypeVar("T")
 ASIDE = ":unreadable"
 """Appended to the name of a key that was set aside; the newest one stays."""
-_KEPT_MS = 30 * 86_400_000
+ASIDE_MS = 30 * 86_400_000
+"""Age at which a key that was set aside is dropped."""
 _TYPES = {
     b"hash": (
         *("lease", "written", "epochs", "documents"),
@@ -29,7 +30,9 @@ _TYPE_OF = {name: kind for kind, names in _TYPES.items() for name in names}
 
 
 def type_of(key: str) -> bytes | None:
-    """Return the Redis type that a key of ours has; None for a key that is not ours."""
+    """Return the Redis type that a key of ours has; None for others, and those set aside."""
+    if key.endswith(ASIDE):
+        return None
     name = key.rpartition("}:")[2] if "}:" in key else key.rpartition(":")[2]
     return _TYPE_OF.get(name.partition(":")[0])
 
@@ -76,5 +79,5 @@ class WrongTypes:
             RedisError: it cannot be renamed.
         """
         await self._client.rename(key, key + ASIDE)
-        await self._client.pexpire(key + ASIDE, _KEPT_MS)
+        await self._client.pexpire(key + ASIDE, ASIDE_MS)
         self._unreadable("key", key, f"{why}; kept as {key}{ASIDE}")
