@@ -65,6 +65,11 @@ class WaveKey:
     store lost data: once a wave of the first has swapped, the second has a later base."""
 
     @property
+    def epoch(self) -> Epoch:
+        """The epoch that the wave leads to: each wave before it raised the base epoch by one."""
+        return Epoch(self.base_epoch + self.wave_index + 1)
+
+    @property
     def fingerprint(self) -> int:
         """62-bit hash; never 0."""
         return hash_of(

@@ -152,7 +152,7 @@ def found(stored_changes, wave=None, **changes):
 )
 def test_a_found_wave_is_counted_only_for_a_plan_that_waits_for_it(stored, index):
     control, plan = found(stored, key_of(index=index))
-    both(control, lambda rank: msg.Ack(key_of(index=index), Epoch(1), AFTER_ONE.digest))
+    both(control, lambda rank: msg.Ack(key_of(index=index), Epoch(index + 1), AFTER_ONE.digest))
     assert control.coordinator is not None and control.coordinator.done
     assert record(control) == plan
 

@@ -209,6 +209,16 @@ def test_repeats_after_the_swap_are_answered_alike():
     assert (answer.outcome, answer.epoch) == (WaveOutcome.SWAPPED, 1)
 
 
+def test_a_repeated_acknowledgement_names_the_map_of_the_wave():
+    """The engine may have moved experts since: the wave led to its own map all the same."""
+    rank = participant_in(State.SWAPPING)
+    digest = next_digest(rank)
+    rank.handle(msg.SwapFinished(KEY, digest, 0.5), 0.0)
+    rank.handle(msg.EngineRebalanced(BASE), 0.0)
+    answer = only(rank.handle(from_controller(msg.Commit(LEADER, KEY)), 0.0), msg.Ack)
+    assert answer == msg.Ack(KEY, Epoch(1), digest)
+
+
 def test_repeated_prepare_repeats_the_vote():
     yes = participant_in(State.PREPARED)
     assert (

@@ -212,8 +212,8 @@ class DeploymentControl(RankNotes):
     def _next_wave(self, now: float) -> list[ControlAction]:
         """The wave has ended on all ranks: ask all ranks again, or go on with the plan.
 
-        If a rank refused the wave as stale, its engine has moved experts: plans on the recorded
-        epoch would all end in the same way.
+        If a rank refused the wave as stale, or swapped to another map, plans on the recorded epoch
+        would all end in the same way.
         """
         assert self.executor is not None and self.recovery is not None
         if self.state is not ControlState.RECOVERING and not self.executor.found_stale:

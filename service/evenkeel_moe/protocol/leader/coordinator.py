@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from evenkeel_moe.errors import IllegalEvent, Reason
-from evenkeel_moe.model.ids import EpRank
+from evenkeel_moe.model.ids import Epoch, EpRank
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.protocol.control_messages import (
     Alert,
@@ -29,6 +29,7 @@ from evenkeel_moe.protocol.leader.peers import Peers
 from evenkeel_moe.protocol.messages import (
     Abort,
     AbortAnswer,
+    Ack,
     Commit,
     ControllerMessage,
     Leader,
@@ -62,6 +63,8 @@ class Coordinator:
         leader: this controller with its term.
         peers: (incarnation, stream) of all R ranks of the wave's generation.
         prepare: the message to send; None to recover a wave that some rank was found holding (R12).
+        placement_digest: of the map that the wave leads to; None if it is unknown, so that what the
+            ranks say is not compared with it.
         query: the number of the recovery's query, above all numbers used before.
     """
 
@@ -73,12 +76,14 @@ class Coordinator:
         timing: WaveTiming,
         *,
         prepare: Prepare | None = None,
+        placement_digest: str | None = None,
         query: int = 0,
     ) -> None:
         self.wave = wave
         self.leader = leader
         self.timing = timing
         self.prepare = prepare
+        self.placement_digest = placement_digest
         self.query = query
         self.peers = Peers(wave, peers, timing)
         self.state = CoordinatorState.RECOVERING if prepare is None else CoordinatorState.PREPARING
@@ -87,6 +92,8 @@ class Coordinator:
         self.detail = ""
         self.health: WaveHealth | None = None
         """Set while the wave waits for something an operator should know (R14)."""
+        self._elsewhere: set[EpRank] = set()
+        """The ranks that swapped this wave and are at another epoch or map than it leads to."""
         self._entered_at = 0.0
         self._entered_step = 0
         self._step = 0
@@ -154,8 +161,7 @@ class Coordinator:
         dropped it, it is aborted on all ranks, also on armed ones. Otherwise it is committed.
         """
         answers = list(answers)
-        swapped = WaveOutcome.SWAPPED
-        if any(a.last_wave == self.wave and a.last_outcome is swapped for a in answers):
+        if any(self.has_swapped(a) and a.identity.rank not in self._elsewhere for a in answers):
             return CoordinatorState.COMMITTED
         if any(self.has_dropped(answer) for answer in answers):
             return CoordinatorState.ABORTING
@@ -167,6 +173,14 @@ class Coordinator:
             ParticipantState.STAGING,
             ParticipantState.ABORTED,
         )
+
+    def has_swapped(self, answer: RankState) -> bool:
+        """R12: the wave was the last to end on the rank, and by a swap."""
+        return answer.last_wave == self.wave and answer.last_outcome is WaveOutcome.SWAPPED
+
+    def is_elsewhere(self, epoch: Epoch, placement_digest: str) -> bool:
+        """R12: a rank that swapped is not where the wave leads, so it has not committed it."""
+        return epoch != self.wave.epoch or self.placement_digest not in (None, placement_digest)
 
     def is_idle(self, now: float) -> bool:
         """R14: the group takes no steps, so no answer of its gate can be expected."""
@@ -190,7 +204,36 @@ class Coordinator:
         return [PersistIntent(self.wave, self.prepare.base_epoch), *commits]
 
     def _ack(self, event: FromRank, now: float) -> list[CoordinatorAction]:
+        ack = event.message
+        assert isinstance(ack, Ack)
+        if self.is_elsewhere(ack.epoch, ack.placement_digest):
+            return self._at_other_map(event.rank, ack.epoch, ack.placement_digest, now)
+        self._elsewhere.discard(event.rank)
         return self._at_new_epoch(event.rank, now)
+
+    def _at_other_map(
+        self, rank: EpRank, epoch: Epoch, digest: str, now: float
+    ) -> list[CoordinatorAction]:
+        """Handle a rank that says it swapped, and names another map: the wave is not committed.
+
+        It holds nothing of the wave any more. The plan ends, and all ranks are asked (R15).
+        """
+        detail = (
+            f"rank {rank} swapped wave {self.wave.wave_index + 1} of {self.wave.plan_id} and is at"
+            f" epoch {epoch} with map {digest}, not at epoch {self.wave.epoch} with map"
+            f" {self.placement_digest}"
+        )
+        actions: list[CoordinatorAction] = []
+        if rank not in self._elsewhere:
+            self._elsewhere.add(rank)
+            actions.append(Alert(Reason.EPOCH_DISAGREES, detail))
+        if self.state is CoordinatorState.COMMITTING:
+            return [*actions, *self._abort(Reason.EPOCH_DISAGREES, detail, now)]
+        self.peers[rank].answered = True
+        if self.peers.pending:
+            return actions
+        aborting = self.state is CoordinatorState.ABORTING
+        return [*actions, *(self._aborted(now) if aborting else self._set_health(None))]
 
     def _at_new_epoch(self, rank: EpRank, now: float) -> list[CoordinatorAction]:
         actions: list[CoordinatorAction] = []
@@ -219,7 +262,8 @@ class Coordinator:
     def _abort_answer(self, event: FromRank, now: float) -> list[CoordinatorAction]:
         answer = event.message
         assert isinstance(answer, AbortAnswer)
-        if answer.outcome is WaveOutcome.SWAPPED:
+        swapped = answer.outcome is WaveOutcome.SWAPPED
+        if swapped and event.rank not in self._elsewhere:
             return self._at_new_epoch(event.rank, now)
         if not answer.drained:
             return []  # R7: late bytes may still arrive.
@@ -246,6 +290,13 @@ class Coordinator:
             return []
         peer = self.peers[event.rank]
         peer.answered, peer.state = True, answer
+        # An engine that moved experts since is at a later epoch, with a map of its own.
+        if (
+            self.has_swapped(answer)
+            and answer.epoch == self.wave.epoch
+            and self.is_elsewhere(answer.epoch, answer.placement_digest)
+        ):
+            self._elsewhere.add(event.rank)
         if self.peers.pending:
             return []
         outcome = self.outcome(self.peers.states)

@@ -91,9 +91,9 @@ class PlanExecutor:
 
     @property
     def found_stale(self) -> bool:
-        """True if a rank refused the ended wave because it is at another epoch than the group."""
+        """True if the ended wave showed that a rank is at another epoch or map than the group."""
         assert self.coordinator is not None
-        return self.coordinator.reason is Reason.STALE_BASE
+        return self.coordinator.reason in (Reason.STALE_BASE, Reason.EPOCH_DISAGREES)
 
     def runs(self, record: PlanRecord) -> bool:
         """Return True while a wave of this plan is under way on the ranks."""
@@ -182,16 +182,25 @@ class PlanExecutor:
             reason=Reason.PLAN_STARTED,
             detail=f"wave {index + 1} of {len(plan.waves)}: {len(body.transfers)} transfers",
         )
-        return [change, *self._start(prepare.wave, now, prepare=prepare)]
+        digest = self._next_placement.digest
+        return [change, *self._start(prepare.wave, now, digest, prepare=prepare)]
 
     def recover(self, wave: WaveKey, query: int, now: float) -> list[ControlAction]:
         """End a wave that some rank was found holding (R12)."""
         self._next_placement = self._waiting = None
-        actions = self._start(wave, now, query=query)
+        record = self._plan_of(wave)
+        after = None if record is None else placement_at(record.plan, wave.wave_index + 1)
+        actions = self._start(wave, now, None if after is None else after.digest, query=query)
         return [*self._note_health(WaveHealth(wave, False, None), now), *actions]
 
     def _start(
-        self, wave: WaveKey, now: float, *, prepare: Prepare | None = None, query: int = 0
+        self,
+        wave: WaveKey,
+        now: float,
+        placement_digest: str | None,
+        *,
+        prepare: Prepare | None = None,
+        query: int = 0,
     ) -> Sequence[CoordinatorAction]:
         peers = {
             rank: (member.hello.identity.incarnation, member.stream)
@@ -200,7 +209,13 @@ class PlanExecutor:
         self._wave_over = False
         self._durations = WaveDurations(peers, now)
         self.coordinator = self.coordinator_type(
-            wave, self.leader, peers, self.timing, prepare=prepare, query=query
+            wave,
+            self.leader,
+            peers,
+            self.timing,
+            prepare=prepare,
+            placement_digest=placement_digest,
+            query=query,
         )
         return self.coordinator.start(now, self.membership.step())
 

@@ -77,7 +77,7 @@ class Participant(RankDeployment):
     def _begin(self, prepare: msg.Prepare) -> list[ParticipantAction]:
         wave = prepare.wave
         if self._ended.outcome(wave) is WaveOutcome.SWAPPED:
-            return [self._reply(self._ack(wave))]
+            return [self._reply(self._ack_again(wave))]
         refusal = self.refusal(prepare)
         if refusal is not None:
             # Remembered, so that a late copy of this Prepare is refused too.
@@ -137,7 +137,7 @@ class Participant(RankDeployment):
             return [self._reply(self._abort_answer())]
         outcome = self._ended.add(wave, _DROPPED)
         if outcome is WaveOutcome.SWAPPED and isinstance(event, msg.Commit):
-            return [self._reply(self._ack(wave))]
+            return [self._reply(self._ack_again(wave))]
         return [self._reply(msg.AbortAnswer(wave, self.epoch, outcome, drained=True))]
 
     # --- Abort ------------------------------------------------------------------------------------
@@ -209,8 +209,8 @@ class Participant(RankDeployment):
         self.placement, self.epoch = held.placement, Epoch(self.epoch + 1)
         self._ended.clear()
         self._end(WaveOutcome.SWAPPED)
-        ack = self._ack(event.wave, event.swap_s)
-        actions: list[ParticipantAction] = [msg.SendToController(ack, held.ack_stream)]
+        self._ack = msg.Ack(event.wave, self.epoch, self.placement.digest, event.swap_s)
+        actions: list[ParticipantAction] = [msg.SendToController(self._ack, held.ack_stream)]
         if held.abort_stream is not None:
             answer = msg.AbortAnswer(event.wave, self.epoch, WaveOutcome.SWAPPED, drained=True)
             actions.append(msg.SendToController(answer, held.abort_stream))

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch
@@ -68,6 +69,8 @@ class RankDeployment:
         self.reloading = False
         """True from a request to reload until its report; waves are refused meanwhile."""
         self._ended = EndedWaves()
+        self._ack: msg.Ack | None = None
+        """The Ack of the last swap; None before the first."""
         self._heard_at: float | None = None
         self._stream = 0
         self._story: deque[tuple[ParticipantState, str]] = deque(maxlen=16)
@@ -165,8 +168,11 @@ class RankDeployment:
         held = self._holding
         return msg.AbortAnswer(held.prepare.wave, self.epoch, held.outcome, self.is_drained())
 
-    def _ack(self, wave: WaveKey, swap_s: float = 0.0) -> msg.Ack:
-        return msg.Ack(wave, self.epoch, self.placement.digest, swap_s)
+    def _ack_again(self, wave: WaveKey) -> msg.Ack:
+        """Return the Ack of the last swap once more; the engine may have changed the map since."""
+        assert self._ack is not None
+        assert self._ack.wave == wave
+        return replace(self._ack, swap_s=0.0)
 
     def _rank_state(self, query: msg.QueryState | None) -> msg.RankState:
         assert self.leader is not None  # It answers a leader's message, or tells one of a reload.
