@@ -177,6 +177,9 @@ class MemoryStore:
     async def deployments(self) -> Sequence[DeploymentId]:
         return sorted(self._listed)
 
+    async def unix(self) -> float:
+        return self._clock.unix()
+
     async def ping(self) -> None:
         pass
 

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.errors import Conflict, Reason
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
@@ -206,6 +207,11 @@ async def test_a_lease_is_dropped_with_what_was_written_under_it_by_its_holder_a
     assert await store.fetch_lease(DEMO) is None
     assert await store.fetch_document(DEMO, "leader") is None
     assert (await store.acquire_lease(DEMO, "b", 60.0, 0, False)).term == 1
+
+
+async def test_the_store_tells_its_time(store):
+    before = SystemClock().unix()
+    assert before - 1.0 <= await store.unix() <= SystemClock().unix() + 1.0
 
 
 # --- fenced records ----------------------------------------------------------------------------

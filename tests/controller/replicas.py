@@ -14,6 +14,7 @@ from evenkeel_moe.controller.deployment.deployment import SharedServices
 from evenkeel_moe.controller.deployment.deployment_registry import DeploymentRegistry
 from evenkeel_moe.controller.operations.operator_service import OperatorService
 from evenkeel_moe.controller.process.options import deployment_options
+from evenkeel_moe.controller.store_clock import StoreClock
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
@@ -89,7 +90,7 @@ def make_registry(
     memory_bytes=1 << 30,
     windows=None,
 ) -> DeploymentRegistry:
-    clock, metrics = clock or SystemClock(), ControllerMetrics(CollectorRegistry())
+    clock, metrics = StoreClock(clock or SystemClock()), ControllerMetrics(CollectorRegistry())
     health = StoreHealth(clock, metrics)
     shared = SharedServices(store, windows or store, clock, metrics, health, planner, spawn)  # type: ignore[arg-type]
     options = deployment_options(settings or Settings(), address)
@@ -115,6 +116,7 @@ class Replica:
         max_new_deployments=8,
         memory_bytes=1 << 30,
         windows=None,
+        clock=None,
         **planner,
     ):
         settings = Settings()
@@ -133,6 +135,7 @@ class Replica:
             max_new_deployments=max_new_deployments,
             memory_bytes=memory_bytes,
             windows=windows,
+            clock=clock,
         )
         self.operations = OperatorService(self.registry)
 

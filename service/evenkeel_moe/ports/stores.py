@@ -213,6 +213,14 @@ class DeploymentStore(Protocol):
         """Return the deployments with records, without those removed by `unlist`."""
         ...
 
+    async def unix(self) -> float:
+        """Return Unix seconds by the clock of the store, which all replicas share.
+
+        Raises:
+            Unavailable: the store is not reachable.
+        """
+        ...
+
     async def ping(self) -> None:
         """Raise Unavailable unless the store accepts writes."""
         ...

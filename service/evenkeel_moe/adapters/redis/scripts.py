@@ -205,6 +205,9 @@ redis.call('SET', KEYS[1], 1, 'PX', 60000)
 return 0
 """
 
+# KEYS: a key that chooses the node of a Cluster.
+TIME = "return redis.call('TIME')"
+
 # KEYS: decisions. ARGV: body, rows kept, age of rows in ms.
 APPEND_DECISION = """
 redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'd', ARGV[1])

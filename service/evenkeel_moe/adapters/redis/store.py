@@ -296,6 +296,12 @@ class RedisDeploymentStore(RedisLeases):
                 self._unreadable("decision", where, str(row))
         return [row for row in rows if not isinstance(row, Unreadable)]
 
+    async def unix(self) -> float:
+        """Return Unix seconds by the server's clock; in a Cluster, by that of one primary."""
+        with self._call("read", "reading the time"):
+            seconds, microseconds = await self._eval(scripts.TIME, [f"{self._prefix}:probe"])
+        return float(int(seconds) + int(microseconds) / 1e6)
+
     async def ping(self) -> None:
         """Raise Unavailable unless the store takes a write, on as many replicas as a plan needs."""
         wanted, key = self._wait_replicas, f"{self._prefix}:probe"

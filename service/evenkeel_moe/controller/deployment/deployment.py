@@ -27,6 +27,7 @@ from evenkeel_moe.controller.leadership.leases import LeaseKeeper
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.controller.ranks.session import RankSession
+from evenkeel_moe.controller.store_clock import StoreClock
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.controller.tasks import Spawn, end_tasks
 from evenkeel_moe.driver import Driver
@@ -86,7 +87,7 @@ class SharedServices:
 
     store: DeploymentStore
     windows: WindowStore
-    clock: Clock
+    clock: StoreClock
     metrics: ControllerMetrics
     health: StoreHealth
     planner: PlannerPool
@@ -298,7 +299,7 @@ class Deployment:
         self._connectivity.keep_streams()
 
     def _follow_clock(self) -> None:
-        """Tell the machine when the Unix clock was set, or ran on while the machine slept.
+        """Tell the machine when the clock of the store was set, or ran on while the machine slept.
 
         What expires or waits by Unix time must go by the clock as it is now.
         """

@@ -14,10 +14,11 @@ from evenkeel_moe.controller.leadership.operator_state import OperatorState, Ope
 from evenkeel_moe.controller.leadership.takeover import Takeover, take_over
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
+from evenkeel_moe.controller.store_clock import StoreClock
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.controller.tasks import Spawn
 from evenkeel_moe.errors import Conflict, Unavailable
-from evenkeel_moe.ports.stores import Clock, DeploymentStore, Lease
+from evenkeel_moe.ports.stores import DeploymentStore, Lease
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.messages import Leader
@@ -42,7 +43,7 @@ class Leadership:
 
     control: DeploymentControl
     store: DeploymentStore
-    clock: Clock
+    clock: StoreClock
     settings: LeaderSettings
     advertise: str
     inbox: MachineInbox
@@ -151,6 +152,7 @@ class Leadership:
 
     async def _won(self, lease: Lease) -> None:
         """Load the records, then let the machine lead, and present the connected ranks to it."""
+        await self.clock.follow(self.store)
         for session in self.ranks.by_stream.values():
             known = session.hello.highest_term
             if is_credible_term(known, lease.term):

@@ -59,6 +59,7 @@ async def store_windows(registry: DeploymentRegistry, interval_s: float) -> None
             if clock.monotonic() - probed_at < _PROBE_S:
                 continue
             await shared.store.ping()
+            await clock.follow(shared.store)
             probed_at = clock.monotonic()
             _check_leases(deployments.values())
         except Unavailable as error:

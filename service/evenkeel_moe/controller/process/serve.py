@@ -42,6 +42,7 @@ from evenkeel_moe.controller.process.options import (
     server_options,
 )
 from evenkeel_moe.controller.process.tokens import TokenFile, write_first_token
+from evenkeel_moe.controller.store_clock import StoreClock
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.controller.tasks import ExitTimer, Spawner, end_tasks
 from evenkeel_moe.errors import Conflict, InvalidInput, Unavailable
@@ -238,7 +239,7 @@ def _shared_services(settings: Settings, servers: _Servers, spawner: Spawner) ->
             unreadable=servers.health.unreadable,
             timed=servers.metrics.store_called,
         ),
-        clock=servers.clock,
+        clock=StoreClock(servers.clock),
         metrics=servers.metrics,
         health=servers.health,
         planner=servers.planner,
