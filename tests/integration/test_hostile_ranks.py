@@ -147,3 +147,36 @@ async def _invent_names(controller: Controller, count: int) -> list[str | None]:
     for rank in ranks:
         await rank.close()
     return [rank.answer.reason for rank in ranks]
+
+
+@pytest.mark.fault(
+    "a fleet beside a stranger", "220 groups of one rank took its lease: the store's pool was full"
+)
+async def test_many_groups_of_a_stranger_cost_no_lease(tmp_path):
+    settings = {"INGEST__MAX_NEW_DEPLOYMENTS": "256"}
+    async with Controller(tmp_path, **settings) as controller, Group(seed=1) as honest:
+        await honest.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        before = await controller.status()
+        strangers = [Group(f"stranger-{number}", ONE_RANK) for number in range(220)]
+
+        async def all_led() -> bool:
+            rows = (await controller.http.get("/v1/deployments?page_size=1000")).json()["items"]
+            return sum(row["state"] == "ready" for row in rows) == 221
+
+        folder = (tmp_path / "valkey" / "socket-folder").read_text()
+        client: Any = connect(f"unix://{folder}/valkey.sock", timeout_s=deadline(5))
+        try:
+            await asyncio.gather(*(stranger.connect(controller.address) for stranger in strangers))
+            await until(all_led, within_s=60)
+            # A store that is slow for a moment: every lease is renewed at the same time.
+            await client.client_pause(1500, all=True)
+            await client.ping()
+            await until(lambda: controller.state("ready"))
+            after = await controller.status()
+        finally:
+            await disconnect(client)
+            await asyncio.gather(*(stranger.ranks[0].close() for stranger in strangers))
+        assert after["term"] == before["term"]
+    for event in ("store_lost", "lease_lost", "lease_not_acquired", "lease_not_released"):
+        assert not controller.events(event)

@@ -14,7 +14,7 @@ from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.errors import InvalidInput, Reason, Unavailable
-from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.load import Phase
 from tests.contracts.test_stores import BASE, DEMO, every_plan, fetch, make_record, make_window
 
@@ -137,10 +137,13 @@ async def test_a_sentinel_leads_to_the_master(unused_tcp_port_factory, tmp_path)
         f"dir {tmp_path}\nlogfile {tmp_path}/sentinel.log\n"
     )
     process = await asyncio.create_subprocess_exec(master._command()[0], str(config), "--sentinel")
-    client = connect(f"redis+sentinel://127.0.0.1:{sentinel_port}/main", timeout_s=2)
+    url = f"redis+sentinel://127.0.0.1:{sentinel_port}/main"
+    client = connect(url, timeout_s=2, connections=150)
     store = RedisDeploymentStore(client)
     try:
         await until(lambda: answers(store))
+        # More than there may be connections: those that open ask the Sentinel at the same time.
+        await asyncio.gather(*(store.has_records(DEMO) for _ in range(400)))
         await store.store_document(DEMO, "policy", {"mode": "auto"}, 1)
         direct = RedisDeploymentStore(admin)
         assert await direct.fetch_document(DEMO, "policy") == {"mode": "auto"}
@@ -150,6 +153,47 @@ async def test_a_sentinel_leads_to_the_master(unused_tcp_port_factory, tmp_path)
         await disconnect(client)
         await disconnect(admin)
         await master.stop()
+
+
+# --- connections -------------------------------------------------------------------------------
+
+full = pytest.mark.fault(
+    "a fleet beside a stranger", "220 groups of one rank took its lease: the store's pool was full"
+)
+
+
+@full
+async def test_calls_wait_for_one_of_the_connections_there_may_be(valkey):
+    client = connect(valkey.url, timeout_s=5, connections=4)
+    admin = connect(valkey.url, timeout_s=5)
+    store = RedisDeploymentStore(client)
+    names = [DeploymentId(f"d-{number}") for number in range(300)]
+    try:
+        won = await asyncio.gather(*(store.acquire_lease(name, "a", 60, 0) for name in names))
+        assert [lease.holder for lease in won] == ["a"] * 300
+        assert len(await admin.client_list()) == 4 + 1
+    finally:
+        await disconnect(client)
+        await disconnect(admin)
+
+
+@full
+async def test_leases_are_renewed_while_all_connections_of_other_calls_are_in_use(valkey):
+    client, leases = (connect(valkey.url, timeout_s=60, connections=2) for _ in range(2))
+    store = RedisDeploymentStore(client, leases=leases)
+    calls = [asyncio.ensure_future(client.blpop("never", 60)) for _ in range(5)]
+    try:
+        async with asyncio.timeout(deadline(10)):
+            lease = await store.acquire_lease(DEMO, "a", 60, 0)
+            assert await store.renew_lease(DEMO, lease, 60)
+            await store.release_lease(DEMO, lease)
+        assert not any(call.done() for call in calls)
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await disconnect(client)
+        await disconnect(leases)
 
 
 # --- outages -----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Connections to Redis or Valkey: URLs, credentials, and the conversion of errors."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from redis.asyncio import Redis, RedisCluster, Sentinel
+from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster, Sentinel
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, ReadOnlyError, RedisError
 
@@ -28,10 +30,15 @@ class SentinelLogin:
     password: str = field(default="", repr=False)
 
 
+class _WaitingSentinelPool(SentinelConnectionPool, BlockingConnectionPool):
+    """Connections to the primary that Sentinels name; a call waits for a free one."""
+
+
 def connect(
     url: str,
     *,
     timeout_s: float,
+    connections: int = 100,
     password: str | None = None,
     sentinel: SentinelLogin | None = None,
 ) -> Client:
@@ -45,6 +52,8 @@ def connect(
             `rediss+sentinel://...`, see `_sentinel`;
             `redis+cluster://host:port` or `rediss+cluster://host:port`.
         timeout_s: timeout of a connection attempt and of each answer.
+        connections: how many there may be; while all are in use, further calls wait for one. A
+            Cluster has no such limit, because its client would refuse calls instead.
         password: overrides the password in the URL.
         sentinel: overrides `sentinel_username` and `sentinel_password` in the URL.
 
@@ -57,17 +66,20 @@ def connect(
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 1),
     }
+    waiting: dict[str, Any] = {"max_connections": connections, "timeout": None}
     if password is not None:
         options["password"] = password
         url = _without_password(url)  # redis-py would prefer the one in the URL
     scheme = url.split("://", 1)[0]
     try:
         if scheme in ("redis", "rediss", "unix"):
-            return _follow_failovers(Redis.from_url(url, **options))
+            pool = BlockingConnectionPool.from_url(url, **waiting, **options)
+            return _follow_failovers(Redis.from_pool(pool))
         if scheme in ("redis+cluster", "rediss+cluster"):
+            options["max_connections"] = sys.maxsize
             return RedisCluster.from_url(url.replace("+cluster", "", 1), **options)
         if scheme in ("redis+sentinel", "rediss+sentinel"):
-            return _sentinel(url, options, sentinel or SentinelLogin())
+            return _sentinel(url, options, waiting, sentinel or SentinelLogin())
     except ValueError as error:
         raise InvalidInput(f"{scheme}:// URL cannot be used: {error}") from None
     raise InvalidInput(
@@ -84,7 +96,9 @@ def _without_password(url: str) -> str:
     return parts._replace(netloc=f"{user}{at}{hosts}" if user else hosts).geturl()
 
 
-def _sentinel(url: str, options: dict[str, Any], login: SentinelLogin) -> Redis:
+def _sentinel(
+    url: str, options: dict[str, Any], waiting: dict[str, Any], login: SentinelLogin
+) -> Redis:
     """Return a client that asks Sentinels for the address of the primary.
 
     The credentials before the hosts and the options `ssl_...` are for the store; options that begin
@@ -115,6 +129,8 @@ def _sentinel(url: str, options: dict[str, Any], login: SentinelLogin) -> Redis:
         "password": login.password or query.get("sentinel_password"),
         # By default redis-py would retry a Sentinel for seconds before it asks the next.
         **{name: options[name] for name in ("socket_timeout", "socket_connect_timeout", "retry")},
+        # Each connection to the store may ask one for the primary at the same time.
+        "max_connections": waiting["max_connections"],
     }
     sentinel_tls = _true(query.get("sentinel_ssl", str(store_tls)))
     if sentinel_tls:
@@ -126,8 +142,9 @@ def _sentinel(url: str, options: dict[str, Any], login: SentinelLogin) -> Redis:
         if not tls and any(name.startswith(prefix) for name in query):
             raise ValueError(f"{prefix}... without TLS: it needs {needed}")
     sentinels = Sentinel(nodes, sentinel_kwargs=theirs)  # type: ignore[no-untyped-call]
+    options |= {"db": int(path[1]) if len(path) == 2 else 0, **waiting}
     master: Redis = sentinels.master_for(
-        path[0], db=int(path[1]) if len(path) == 2 else 0, **options
+        path[0], connection_pool_class=_WaitingSentinelPool, **options
     )
     return master
 

@@ -53,6 +53,7 @@ class RedisLeases:
 
     Args:
         client: returned by `adapters.redis.client.connect`.
+        leases: another client, for leases alone: a renewal waits for no other call.
         prefix: first part of every key.
         record_age_s: records of a deployment that nobody has led for this long are dropped.
         unreadable: told of each record that is skipped because it cannot be read.
@@ -62,12 +63,14 @@ class RedisLeases:
     def __init__(
         self,
         client: Client,
+        leases: Client,
         prefix: str,
         record_age_s: float,
         unreadable: UnreadableRecord,
         timed: Timed | None,
     ) -> None:
         self._client: Any = client  # The clients share their commands but no typed base.
+        self._leases: Any = leases
         self._unreadable = unreadable
         self._call = partial(timed_call, timed)
         self._types = WrongTypes(client, unreadable)
@@ -84,9 +87,11 @@ class RedisLeases:
     def _key(self, deployment: DeploymentId, name: str) -> str:
         return deployment_key(self._prefix, deployment, name)
 
-    async def _eval(self, script: str, keys: Sequence[str], *values: object) -> Any:
-        client = self._client
-        return await self._types.run(keys, lambda: client.eval(script, len(keys), *keys, *values))
+    async def _eval(
+        self, script: str, keys: Sequence[str], *values: object, client: Any = None
+    ) -> Any:
+        asked = client or self._client
+        return await self._types.run(keys, lambda: asked.eval(script, len(keys), *keys, *values))
 
     async def acquire_lease(
         self,
@@ -103,7 +108,9 @@ class RedisLeases:
         values = (holder, milliseconds(ttl_s), at_least_term, *ages, int(lasting), ASIDE_MS)
         with self._call("lease", "acquiring a lease"):
             self._listed_at.pop(deployment, None)
-            found = await self._eval(scripts.ACQUIRE, [*keys, keys[0] + ASIDE], *values)
+            found = await self._eval(
+                scripts.ACQUIRE, [*keys, keys[0] + ASIDE], *values, client=self._leases
+            )
             winner, term, kept, wrong = found
             if wrong:
                 self._unreadable("lease", keys[0], wrong.decode(errors="replace"))
@@ -113,7 +120,13 @@ class RedisLeases:
 
     async def _list(self, deployment: DeploymentId) -> None:
         """Add a deployment to those that `deployments` returns, for as long as records are kept."""
-        await self._eval(scripts.SEE, [self._seen], deployment, round(self._record_age_s))
+        await self._eval(
+            scripts.SEE,
+            [self._seen],
+            deployment,
+            round(self._record_age_s),
+            client=self._leases,
+        )
 
     async def renew_lease(self, deployment: DeploymentId, lease: Lease, ttl_s: float) -> bool:
         """Prolong a lease; return False when it is no longer ours."""
@@ -127,20 +140,22 @@ class RedisLeases:
             if due and lease.lasting:
                 await self._list(deployment)
                 self._listed_at[deployment] = now
-            return bool(await self._eval(scripts.RENEW, keys, *values))
+            return bool(await self._eval(scripts.RENEW, keys, *values, client=self._leases))
 
     async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
         """Give the lease up if it is still ours."""
         self._listed_at.pop(deployment, None)
         key = self._key(deployment, "lease")
         with self._call("lease", "releasing a lease"):
-            await self._eval(scripts.RELEASE, [key], lease.holder, lease.term)
+            values = (lease.holder, lease.term)
+            await self._eval(scripts.RELEASE, [key], *values, client=self._leases)
 
     async def drop_lease(self, deployment: DeploymentId, lease: Lease) -> None:
         """Delete a lease that is not lasting, if it is still ours, and all written under it."""
         keys = [self._key(deployment, name) for name in ("lease", *_UNDER_A_LEASE)]
         with self._call("lease", "dropping a lease"):
-            await self._eval(scripts.RELEASE, keys, lease.holder, lease.term)
+            values = (lease.holder, lease.term)
+            await self._eval(scripts.RELEASE, keys, *values, client=self._leases)
 
     async def has_records(self, deployment: DeploymentId) -> bool:
         """Return True if the ranks of a deployment were ever all here: an epoch is recorded."""

@@ -68,6 +68,7 @@ class RedisDeploymentStore(RedisLeases):
 
     Args:
         client: returned by `adapters.redis.client.connect`.
+        leases: another client, for leases alone; None uses the same.
         prefix: first part of every key.
         plans_kept, epochs_kept, decisions_kept: the oldest beyond these numbers are dropped.
         decision_age_s: decisions older than this are dropped.
@@ -83,6 +84,7 @@ class RedisDeploymentStore(RedisLeases):
         self,
         client: Client,
         *,
+        leases: Client | None = None,
         prefix: str = "evenkeel",
         plans_kept: int = 1000,
         epochs_kept: int = 64,
@@ -94,7 +96,7 @@ class RedisDeploymentStore(RedisLeases):
         unreadable: UnreadableRecord = ignore_unreadable,
         timed: Timed | None = None,
     ) -> None:
-        super().__init__(client, prefix, record_age_s, unreadable, timed)
+        super().__init__(client, leases or client, prefix, record_age_s, unreadable, timed)
         self._plans_kept = plans_kept
         self._epochs_kept = epochs_kept
         self._decisions_kept = decisions_kept

@@ -23,6 +23,10 @@ _PROCESS_BYTES = 900_000_000
 reports of groups of which some ranks are missing."""
 _PLANNER_BYTES = 300_000_000
 """One planner process."""
+_OTHER_CALLS = 16
+"""Calls of the store that belong to no deployment, at the same time."""
+_MOST_STORE_CONNECTIONS = 1024
+"""Servers accept about 10,000 connections by default, and there may be several replicas."""
 T = TypeVar("T")
 
 
@@ -81,6 +85,14 @@ def deployments_bytes(settings: Settings, limit_bytes: int) -> int:
     if settings.ingest.memory_bytes:
         return settings.ingest.memory_bytes
     return max(0, limit_bytes - _PROCESS_BYTES - settings.planner.workers * _PLANNER_BYTES)
+
+
+def store_connections(settings: Settings) -> int:
+    """Return how many connections to the store there may be for leases, and how many for the rest.
+
+    One for each deployment, so that none waits for another.
+    """
+    return min(settings.ingest.max_deployments + _OTHER_CALLS, _MOST_STORE_CONNECTIONS)
 
 
 def _from_sections(kind: type[T], *sections: Any, **others: Any) -> T:

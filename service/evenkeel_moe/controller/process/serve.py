@@ -40,6 +40,7 @@ from evenkeel_moe.controller.process.options import (
     deployments_bytes,
     rest_tls,
     server_options,
+    store_connections,
 )
 from evenkeel_moe.controller.process.tokens import TokenFile, write_first_token
 from evenkeel_moe.controller.store_clock import StoreClock
@@ -50,7 +51,7 @@ from evenkeel_moe.settings import RestSettings, Settings
 
 _log = structlog.get_logger(__name__)
 _OTHER_FILES = 1024
-"""Open files besides the streams of ranks: HTTP connections, the store, files, pipes."""
+"""Open files besides the streams of ranks and the store: HTTP connections, files, pipes."""
 STOP_S = 20.0
 """A controller that still waits for something this long after it was told to stop is ended."""
 
@@ -73,7 +74,7 @@ async def serve(settings: Settings) -> None:
         Unavailable: the embedded store does not start.
     """
     configure_logs(settings.log_level)
-    wanted = settings.grpc.max_streams + _OTHER_FILES
+    wanted = settings.grpc.max_streams + 2 * store_connections(settings) + _OTHER_FILES
     if (allowed := allow_open_files(wanted)) < wanted:
         _log.warning("few_open_files", allowed=allowed, wanted=wanted)
     stop, exit_timer = asyncio.Event(), ExitTimer(STOP_S)
@@ -109,6 +110,8 @@ class _Servers:
     metrics_server: MetricsServer
     rest: RestServer
     client: Client
+    leases: Client
+    """A client of the same store with connections of its own."""
     planner: PlannerPool
 
 
@@ -138,20 +141,37 @@ async def _start_servers(settings: Settings, stack: contextlib.AsyncExitStack) -
     # After the addresses: a first token tells scripts that this controller starts.
     with _usable(settings.data_dir):
         tokens = _tokens(settings, clock)
-    redis = settings.redis
-    client = connect(
-        redis.url if embedded is None else embedded.url,
-        timeout_s=redis.timeout_s,
-        password=redis.password or None,
-        sentinel=SentinelLogin(redis.sentinel_username, redis.sentinel_password),
-    )
+    url = settings.redis.url if embedded is None else embedded.url
+    client, leases = _connect(settings, url), _connect(settings, url)
     stack.push_async_callback(disconnect, client)
+    stack.push_async_callback(disconnect, leases)
     planner = PlannerPool(settings.planner.workers, deadline_s=settings.planner.deadline_s)
     stack.callback(planner.close)
     # Before leases are sought: a leader must be able to take reports at once.
     await asyncio.to_thread(warm_kernels)
     return _Servers(
-        tokens, clock, metrics, health, embedded, grpc, metrics_server, rest, client, planner
+        tokens,
+        clock,
+        metrics,
+        health,
+        embedded,
+        grpc,
+        metrics_server,
+        rest,
+        client,
+        leases,
+        planner,
+    )
+
+
+def _connect(settings: Settings, url: str) -> Client:
+    redis = settings.redis
+    return connect(
+        url,
+        timeout_s=redis.timeout_s,
+        connections=store_connections(settings),
+        password=redis.password or None,
+        sentinel=SentinelLogin(redis.sentinel_username, redis.sentinel_password),
     )
 
 
@@ -225,6 +245,7 @@ def _shared_services(settings: Settings, servers: _Servers, spawner: Spawner) ->
     return SharedServices(
         store=RedisDeploymentStore(
             client,
+            leases=servers.leases,
             prefix=redis.prefix,
             wait_replicas=redis.wait_replicas,
             wait_s=redis.timeout_s / 2,
