@@ -20,6 +20,7 @@ _CAUSED_BY_PEERS = (
     "connection_ended",
     "connection_evicted",
     "deployment_refused",
+    "grpc_core",
     "hello_refused",
     "rank_refused",
     "rank_silent",

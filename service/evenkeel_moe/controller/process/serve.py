@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.adapters.grpc.core_log import core_log
 from evenkeel_moe.adapters.grpc.server import GrpcServer
 from evenkeel_moe.adapters.http_servers import MetricsServer, RestServer
 from evenkeel_moe.adapters.memory_limit import memory_limit_bytes
@@ -83,6 +84,7 @@ async def serve(settings: Settings) -> None:
         loop.add_signal_handler(number, stop.set)
     try:
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(core_log())
             servers = await _start_servers(settings, stack)
             async with asyncio.TaskGroup() as tasks:
                 spawner = Spawner(tasks, failed=exit_timer.arm)
