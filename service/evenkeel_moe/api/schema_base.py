@@ -36,18 +36,22 @@ TextOrNull = Annotated[str | None, BeforeValidator(lambda text: text or None)]
 
 
 _MOST_DEPTH = 16
+_MOST_VALUES = 1 << 15
 
 
 def refuse_deep(value: Any) -> Any:
-    """Return a value of free JSON. Refuse one whose objects and lists are nested too deeply.
+    """Return a value of free JSON. Refuse one that is nested too deeply, or has too many values.
 
-    Whatever walks through it would otherwise run out of stack.
+    Whatever walks through it would otherwise run out of stack, or hold the event loop up.
 
     Raises:
-        ValueError: more than 16 levels.
+        ValueError: more than 16 levels, or more than 32,768 values.
     """
-    level = [value]
+    level, values = [value], 0
     for _ in range(_MOST_DEPTH):
+        values += sum(map(len, level))
+        if values > _MOST_VALUES:
+            raise ValueError(f"{values} values, at most {_MOST_VALUES} are read")
         inside = (one.values() if isinstance(one, dict) else one for one in level)
         level = [one for items in inside for one in items if isinstance(one, dict | list)]
         if not level:
