@@ -108,13 +108,14 @@ async def answer(scope, receive, send):
     while (await receive()).get("more_body"):
         pass
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"x" * int(scope["path"].strip("/") or 0)})
+    size = scope["path"].strip("/")
+    await send({"type": "http.response.body", "body": b"x" * (int(size) if size.isdigit() else 0)})
 
 
 @contextlib.asynccontextmanager
-async def serving_rest(most: int):
-    server = RestServer("127.0.0.1", 0, max_connections=most)
-    running = asyncio.create_task(server.run(answer))
+async def serving_rest(most: int, app=answer, **options):
+    server = RestServer("127.0.0.1", 0, max_connections=most, **options)
+    running = asyncio.create_task(server.run(app))
     try:
         yield server
     finally:
@@ -174,6 +175,111 @@ async def test_a_client_that_does_not_read_its_answer_is_let_go(monkeypatch):
             await loop.sock_sendall(client, b"GET /90000000 HTTP/1.1\r\nHost: a\r\n\r\n")
             await until(lambda: len(server.connections) == 1)
             await until(lambda: len(server.connections) == 0)
+
+
+crowd = pytest.mark.fault(
+    "a controller with a crowd at its port", "480 clients that never read made its probes fail"
+)
+OTHER_ADDRESS = "127.0.0.2"
+"""Of a client that is none of the crowd."""
+
+
+class Crowd:
+    """Clients of one address that send request after request and never read."""
+
+    def __init__(self, port: int, size: int) -> None:
+        self._port = port
+        self._sockets = [socket.socket() for _ in range(size)]
+
+    async def __aenter__(self):
+        for one in self._sockets:
+            one.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(one, ("127.0.0.1", self._port))
+            one.send(b"GET /50000 HTTP/1.1\r\nHost: a\r\n\r\n" * 300)
+        return self
+
+    async def __aexit__(self, *_):
+        for one in self._sockets:
+            one.close()
+
+
+def other_client() -> httpx.AsyncClient:
+    transport = httpx.AsyncHTTPTransport(local_address=OTHER_ADDRESS)
+    return httpx.AsyncClient(transport=transport, timeout=deadline(5))
+
+
+@crowd
+@pytest.mark.integration
+async def test_a_client_finds_a_place_beside_a_crowd_that_does_not_read():
+    async with serving_rest(most=40) as server, Crowd(server.port, 40), other_client() as client:
+        await until(lambda: len(server.connections) == 40)
+        for _ in range(3):
+            found = await client.get(f"http://127.0.0.1:{server.port}/healthz")
+            assert found.status_code == 200
+
+
+@crowd
+@pytest.mark.integration
+async def test_requests_of_an_address_are_rated_and_those_of_others_do_not_wait():
+    taken = []
+
+    async def count(scope, receive, send):
+        taken.append(scope["client"])
+        scope = {**scope, "path": "/1"}
+        await answer(scope, receive, send)
+
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async with serving_rest(most=100, app=count) as server, Crowd(server.port, 60):
+        await until(lambda: len(taken) > 300)
+        async with other_client() as client:
+            found = await client.get(f"http://127.0.0.1:{server.port}/")
+            assert found.status_code == 200
+        of_crowd = sum(host != OTHER_ADDRESS for host, _ in taken)
+        assert of_crowd <= 200 + 200 * (loop.time() - began) + 1
+
+
+@crowd
+def test_a_request_waits_for_its_turn_and_never_longer_than_some_seconds():
+    rates = http_connections.PeerRates(per_s=10, burst=20, most_wait_s=3)
+    assert [rates.wait_s("a", now=5.0) for _ in range(20)] == [0.0] * 20
+    waits = [rates.wait_s("a", now=5.0) for _ in range(60)]
+    assert waits[:30] == pytest.approx([number / 10 for number in range(1, 31)])
+    assert waits[30:] == [3.0] * 30
+    assert rates.wait_s("b", now=5.0) == 0.0
+    assert rates.wait_s("a", now=6.0) == pytest.approx(2.0, abs=0.11), "the others did not count"
+    assert rates.wait_s("a", now=60.0) == 0.0
+
+
+@crowd
+def test_addresses_that_asked_long_ago_are_forgotten():
+    rates = http_connections.PeerRates(per_s=10, burst=20, most_wait_s=3)
+    for number in range(10_000):
+        rates.wait_s(f"host-{number}", now=float(number))
+    assert len(rates) < 2000
+
+
+@crowd
+@pytest.mark.integration
+async def test_a_probe_waits_for_no_other_request_of_its_address(monkeypatch):
+    monkeypatch.setattr(http_connections, "_REQUESTS_PER_S", 0.001)
+    monkeypatch.setattr(http_connections, "_BURST", 1)
+    monkeypatch.setattr(http_connections, "_MOST_WAIT_S", 1000.0)
+    async with serving_rest(most=40, probes={"/8"}) as server:
+
+        async def ask(path):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+            return reader, writer
+
+        opened = [await ask(path) for path in ("/7", "/7", "/8", "/8")]
+        for reader, _ in [opened[0], *opened[2:]]:
+            line = await asyncio.wait_for(reader.readline(), deadline(20))
+            assert line.startswith(b"HTTP/1.1 200")
+        opened[3][1].write(b"GET /8 HTTP/1.1\r\nHost: a\r\n\r\n")
+        await until(lambda: sum(one.has_request for one in server.connections) == 2)
+        for _, writer in opened:
+            writer.close()
 
 
 @pytest.mark.integration

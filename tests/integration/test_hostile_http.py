@@ -1,6 +1,8 @@
 """Requests of strangers, who have no token, to the REST API and to the metrics."""
 
 import asyncio
+import socket
+import time
 
 import pytest
 
@@ -34,3 +36,36 @@ async def test_bodies_of_strangers_are_not_waited_for(tmp_path, asked, answered)
         port = controller.ports["rest"]
         found = await asyncio.gather(*(answer_to(port, request) for _ in range(10)))
         assert found == [answered] * 10
+
+
+@pytest.mark.fault(
+    "a controller with a crowd at its port", "480 clients that never read made its probes fail"
+)
+@pytest.mark.parametrize(
+    ("path", "address"),
+    [("/", "127.0.0.2"), ("/healthz", "127.0.0.2"), ("/", "127.0.0.1"), ("/readyz", "127.0.0.1")],
+)
+async def test_probes_are_answered_beside_a_crowd_that_does_not_read(tmp_path, path, address):
+    """Also where a network puts its own address in the place of all others."""
+    async with Controller(tmp_path) as controller:
+        port = controller.ports["rest"]
+        opened = [socket.create_connection(("127.0.0.1", port)) for _ in range(480)]
+        try:
+            for one in opened:
+                one.setblocking(False)
+                one.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode() * 500)
+            took = []
+            for probe in ["/healthz", "/readyz"] * 5:
+                began = time.monotonic()
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", port, local_addr=(address, 0)
+                )
+                writer.write(f"GET {probe} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+                line = await asyncio.wait_for(reader.readline(), deadline(20))
+                writer.close()
+                assert line.startswith(b"HTTP/1.1 200")
+                took.append(time.monotonic() - began)
+            assert max(took) < deadline(1), took
+        finally:
+            for one in opened:
+                one.close()

@@ -5,7 +5,7 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class RestServer:
         readers: who connects to it, for the error.
         section: the section of the settings that has the address, for the error.
         max_connections: connections open at a time; see `ConnectionTable`.
+        probes: paths of probes, which wait for no other request; see `BoundedConfig`.
         tls: files with the certificate chain and its private key (PEM), which are read again when
             they change; None serves clear text. A TLS handshake has one minute, and takes no place
             in the table before it ends.
@@ -56,6 +57,7 @@ class RestServer:
         readers: str = "operators",
         section: str = "rest",
         max_connections: int = _REST_CONNECTIONS,
+        probes: Collection[str] = (),
         tls: tuple[Path, Path] | None = None,
     ) -> None:
         self._tls = None if tls is None else _tls_context(*tls)
@@ -74,12 +76,13 @@ class RestServer:
             ) from error
         self.port: int = self._socket.getsockname()[1]
         self.connections = ConnectionTable(max_connections)
+        self._probes = probes
         self._server: _Uvicorn | None = None
         self._stopped = False
 
     async def run(self, app: Any) -> None:
         """Serve an application until `stop`."""
-        self._server = _Uvicorn(BoundedConfig(app, self.connections, self._tls))
+        self._server = _Uvicorn(BoundedConfig(app, self.connections, self._tls, self._probes))
         self._server.should_exit = self._stopped
         await self._server.serve([self._socket])
 

@@ -29,23 +29,26 @@ PLAN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 DIGEST_PATTERN = "^[0-9a-f]{32}$"
 
 
-def _operations(request: Request) -> Operations:
+# Not plain functions: FastAPI would run each in a thread, where it waits behind all other requests.
+
+
+async def _operations(request: Request) -> Operations:
     operations: Operations = request.app.state.operations
     return operations
 
 
-def _window_turns(request: Request) -> asyncio.Semaphore:
+async def _window_turns(request: Request) -> asyncio.Semaphore:
     turns: asyncio.Semaphore = request.app.state.window_turns
     return turns
 
 
-def _caller_token(request: Request) -> Token:
+async def _caller_token(request: Request) -> Token:
     token: Token = request.state.token
     return token
 
 
-def _caller(request: Request) -> str:
-    return _caller_token(request).name
+async def _caller(request: Request) -> str:
+    return (await _caller_token(request)).name
 
 
 def keep_for_audit(request: Request, asked: Mapping[str, Any]) -> None:

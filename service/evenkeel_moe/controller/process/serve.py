@@ -26,6 +26,7 @@ from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.api.app import create_app
+from evenkeel_moe.api.auth import OPEN_PATHS
 from evenkeel_moe.controller.deployment.deployment import Deployment, SharedServices
 from evenkeel_moe.controller.deployment.deployment_registry import DeploymentRegistry
 from evenkeel_moe.controller.logs import configure_logs
@@ -138,7 +139,9 @@ async def _start_servers(settings: Settings, stack: contextlib.AsyncExitStack) -
     stack.push_async_callback(grpc.stop)
     metrics_server = MetricsServer(registry, settings.metrics.host, settings.metrics.port)
     stack.callback(metrics_server.close)
-    rest = RestServer(settings.rest.host, settings.rest.port, tls=rest_tls(settings.rest))
+    rest = RestServer(
+        settings.rest.host, settings.rest.port, probes=OPEN_PATHS, tls=rest_tls(settings.rest)
+    )
     stack.callback(rest.close)
     # After the addresses: a first token tells scripts that this controller starts.
     with _usable(settings.data_dir):
