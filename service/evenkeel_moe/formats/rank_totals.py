@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import as_int, naming, token_counts
 from evenkeel_moe.formats.torch_files import as_array
-from evenkeel_moe.formats.trace import Trace, assumed, drop_idle_steps, moe_rows
+from evenkeel_moe.formats.trace import Trace, assumed, drop_idle_steps, missing_ranks, moe_rows
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity, spans
 
 TOTALS = assumed("totals of all steps are read as one step, so no verdict is possible")
@@ -67,7 +67,7 @@ def add_totals(
 def _missing(found: Collection[int], size: int) -> tuple[Finding, ...]:
     if len(found) == size:
         return ()
-    missing = set(range(size)).difference(found)
+    missing = missing_ranks(found, size)
     return (
         Finding(
             FindingCode.PARTS_MISSING,

@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import load_npz, naming, token_counts
-from evenkeel_moe.formats.trace import Trace, drop_idle_steps, left_out, readable, whole_steps
+from evenkeel_moe.formats.trace import (
+    Trace,
+    drop_idle_steps,
+    left_out,
+    missing_ranks,
+    readable,
+    whole_steps,
+)
 from evenkeel_moe.formats.writing import smallest, write_file
 from evenkeel_moe.model.finding import spans
 
@@ -116,7 +123,7 @@ def read_recording(
                     raise InvalidInput(f"step {step} of rank {load.rank} is in two files")
                 seen[load.rank].add(step)
                 sums[step] = sums[step] + counts if step in sums else counts
-    missing = set(range(ranks)) - set(seen)
+    missing = missing_ranks(seen, ranks)
     if missing:
         raise InvalidInput(
             f"no step is complete: of {ranks} ranks, {spans('rank', missing)} recorded nothing."

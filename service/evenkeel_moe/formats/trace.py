@@ -14,6 +14,8 @@ from evenkeel_moe.model.finding import Finding, FindingCode, Severity, plural, s
 from evenkeel_moe.planning.signals.load_findings import check_hidden_layers
 
 _Content = TypeVar("_Content")
+MOST_RANKS = 1 << 16
+"""Ranks of a recording, beyond which a number of ranks is damaged."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,9 +220,20 @@ def readable(
     )
 
 
+def missing_ranks(found: Collection[int], size: int) -> list[int]:
+    """Return the ranks of a group of which nothing was found.
+
+    Raises:
+        InvalidInput: the group is larger than any. Files name ranks, and are not trusted.
+    """
+    if size > MOST_RANKS:
+        raise InvalidInput(f"is of {size} ranks, at most {MOST_RANKS} are read")
+    return sorted(set(range(size)).difference(found))
+
+
 def ranks_read(ranks: Collection[int]) -> tuple[Finding, ...]:
     """Say which ranks' files were read; a recording of files by rank may lack some."""
-    missing = set(range(max(ranks))) - set(ranks)
+    missing = missing_ranks(ranks, max(ranks) + 1)
     if missing:
         return (
             Finding(

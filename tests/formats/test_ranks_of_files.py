@@ -1,0 +1,43 @@
+"""Numbers of ranks that files name, without trust in them."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.formats import read_trace
+from evenkeel_moe.formats.recording import RecordedLoad, write_recorded
+
+MANY = 2**31 - 1
+
+
+def sglang(folder):
+    record = {"forward_pass_id": 1, "rank": MANY - 1, "global_physical_count": torch.ones(1, 2)}
+    held = torch.tensor([[0, 1]])
+    torch.save({"records": [record], "last_physical_to_logical_map": held}, folder / "r.pt")
+
+
+def trtllm(folder):
+    (folder / "meta_info.json").write_text('{"num_experts": 2, "num_experts_per_token": 1}')
+    save_file({"1_0": np.ones(2, np.int64)}, folder / f"rank{MANY - 1}.safetensors")
+
+
+def ours(folder):
+    load = RecordedLoad(0, MANY, 1, np.arange(2), np.ones((2, 1, 2), np.int64), 1e9)
+    write_recorded(folder, "a1b2c3d4", load)
+
+
+def totals(folder):
+    content = {"ep_rank": 0, "ep_size": MANY, "logical_count": torch.ones(1, 2)}
+    torch.save(content, folder / "p-TP0.pt")
+
+
+@pytest.mark.fault(
+    "whoever reads a damaged recording", "a number of ranks in a file took all memory"
+)
+@pytest.mark.parametrize("write", [sglang, trtllm, ours, totals])
+def test_a_number_of_ranks_beyond_all_groups_is_refused_before_memory_is_asked_for(tmp_path, write):
+    write(tmp_path)
+    with pytest.raises(InvalidInput, match=f"is of {MANY} ranks, at most 65536 are read"):
+        read_trace(tmp_path)
