@@ -231,15 +231,60 @@ def test_starts_that_do_not_say_when_they_began_are_asked_for(tmp_path, began):
     for start, at in zip(("00000001", "ffffffff"), began, strict=True):
         for rank in (0, 1):
             record(tmp_path, rank, 0, start=start, began=at)
-    asked = r"holds 2 starts.*: 00000001 \(2 files\), ffffffff \(2 files\). Name one with --start"
-    with pytest.raises(InvalidInput, match=asked):
-        read_trace(tmp_path)
+    asked = r"holds 2 starts.*: 00000001 \(2 steps\), ffffffff \(2 steps\). Name one with --start"
+    for ask in (read_trace, newest_step):
+        with pytest.raises(InvalidInput, match=asked):
+            ask(tmp_path)
     assert read_trace(tmp_path, start="ffffffff").num_steps == 2
+    assert newest_step(tmp_path, "ffffffff") == 1
+
+
+CUT = pytest.mark.fault(
+    "a user who copied a recording", "one file that was cut cost the steps of all ranks"
+)
+
+
+@CUT
+@pytest.mark.parametrize("cut", [0, 3])
+def test_a_rank_whose_only_file_is_cut_is_in_doubt_and_the_others_are_read(tmp_path, cut):
+    paths = [record(tmp_path, rank, 0, ranks=4) for rank in range(4)]
+    paths[cut].write_bytes(paths[cut].read_bytes()[:200])
+    trace = read_trace(tmp_path)
+    assert (trace.counts == 1 + 2 + 3 + 4 - (1 + cut)).all()
+    missing = [each for each in doubts(trace.findings) if each.code == "parts_missing"]
+    assert [(each.where, each.amount.split(";")[0]) for each in missing] == [
+        (paths[cut].name, "1 of 4 files"),
+        (f"rank {cut}", "1 of 4 ranks"),
+    ]
+
+
+@CUT
+def test_half_of_the_ranks_are_refused_and_named_unless_it_is_accepted(tmp_path):
+    for rank in (0, 2):
+        record(tmp_path, rank, 0, ranks=4)
+    with pytest.raises(InvalidInput, match="ranks 1, 3, 2 of 4 ranks.*--accept parts_missing"):
+        read_trace(tmp_path)
+    assert (read_trace(tmp_path, accept=["parts_missing"]).counts == 4).all()
+
+
+@CUT
+@pytest.mark.parametrize("cut", range(4))
+def test_the_newest_start_is_known_also_if_one_of_its_files_is_cut(tmp_path, cut):
+    paths = [
+        record(tmp_path, rank, first, start="00000001", began=1.8e9)
+        for rank in (0, 1)
+        for first in (0, 2)
+    ]
+    for rank in (0, 1):
+        record(tmp_path, rank, 9, start="ffffffff", began=1.7e9)
+    paths[cut].write_bytes(paths[cut].read_bytes()[:200])
+    trace = read_trace(tmp_path)
+    assert trace.num_steps == 2 and (trace.counts == 3).all()
 
 
 def test_a_recording_that_does_not_fit_is_refused(tmp_path):
     record(tmp_path, 0, 0)
-    with pytest.raises(InvalidInput, match="of 2 ranks, rank 1 recorded nothing"):
+    with pytest.raises(InvalidInput, match="are missing: rank 1, 1 of 2 ranks"):
         read_trace(tmp_path)
     path = record(tmp_path, 1, 0, experts=4)
     with pytest.raises(ShapeMismatch, match=r"is for \(1, 4\) layers and experts of 2 ranks"):

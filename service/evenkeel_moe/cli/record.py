@@ -131,11 +131,11 @@ def vllm(
     _check_out(recording.out)
     if not is_recording(folder):
         raise InvalidInput(f"{folder}: holds no file of a recording; is the server running?")
-    first = newest_step(folder) + 1
+    first = newest_step(folder, reading.start) + 1
     _wait(recording.seconds)
-    after = newest_step(folder)
+    after = newest_step(folder, reading.start)
     # The plugin writes a file every few seconds: the last steps of the time arrive a little later.
-    _poll(_FLUSH_S, lambda: newest_step(folder) > after or None)
+    _poll(_FLUSH_S, lambda: newest_step(folder, reading.start) > after or None)
     _write(folder, reading, recording.out, from_step=first)
 
 

@@ -22,12 +22,11 @@ from evenkeel_moe.formats.trace import (
     Trace,
     drop_idle_steps,
     left_out,
-    missing_ranks,
+    ranks_read,
     readable,
     whole_steps,
 )
 from evenkeel_moe.formats.writing import smallest, write_file
-from evenkeel_moe.model.finding import spans
 
 _NAME = re.compile(r"([0-9a-f]{8})-rank(\d+)-(\d{12})\.npz")
 _ARRAYS = ("steps", "counts", "ranks", "topk")
@@ -123,15 +122,11 @@ def read_recording(
                     raise InvalidInput(f"step {step} of rank {load.rank} is in two files")
                 seen[load.rank].add(step)
                 sums[step] = sums[step] + counts if step in sums else counts
-    missing = missing_ranks(seen, ranks)
-    if missing:
-        raise InvalidInput(
-            f"no step is complete: of {ranks} ranks, {spans('rank', missing)} recorded nothing."
-            " Copy the files of all machines into the folder"
-        )
+    if not seen:
+        raise InvalidInput(f"no step is complete: there is none from step {from_step} on")
     whole, uneven = whole_steps(seen, "step")
     counts, idle = drop_idle_steps(np.stack([sums[step] for step in whole]))
-    notes += (*uneven, *idle)
+    notes += (*ranks_read(seen, ranks), *uneven, *idle)
     if others:
         notes += (left_out(f"the folder has files of {others} other starts, which are not read"),)
     first = first_moe_layer or 0
@@ -139,8 +134,12 @@ def read_recording(
     return Trace(counts, layer_ids, folder.name, top_k, findings=notes)
 
 
-def newest_step(folder: Path) -> int:
-    """Return the newest step that a rank has written in the newest start; -1 without files.
+def newest_step(folder: Path, start: str | None = None) -> int:
+    """Return the newest step that a rank has written in a start; -1 without files.
+
+    Args:
+        folder: of the recording.
+        start: the first 8 digits of its generation; None takes the newest.
 
     Raises:
         InvalidInput, ShapeMismatch: a file is malformed, or the files do not say which start is the
@@ -148,7 +147,7 @@ def newest_step(folder: Path) -> int:
     """
     if not is_recording(folder):
         return -1
-    paths, _ = _files_of(folder, None)
+    paths, _ = _files_of(folder, start)
     with naming(paths[-1].name):
         return int(_read_file(paths[-1]).steps.max(initial=-1))
 
@@ -175,19 +174,24 @@ def _newest(by_start: Mapping[str, Sequence[Path]]) -> str:
     Raises:
         InvalidInput: the files of a start do not say when it began, or two began together.
     """
-    began = {}
-    for start, paths in sorted(by_start.items()):
-        with naming(paths[0].name):
-            told = load_npz(paths[0], (_BEGAN,)).get(_BEGAN)
-        if told is not None and told.dtype.kind == "f" and told.size == 1 and np.isfinite(told):
-            began[start] = float(told.reshape(-1)[0])
+    began: dict[str, float] = {}
+    steps: dict[str, set[int]] = {start: set() for start in by_start}
+    for start, paths in by_start.items():
+        # A file that is cut says nothing; the others of its start do.
+        for path, arrays in readable(paths, lambda path: load_npz(path, ("steps", _BEGAN)))[0]:
+            told = arrays.get(_BEGAN, np.array(math.nan))
+            if told.dtype.kind == "f" and told.size == 1 and np.isfinite(told):
+                began[start] = min(began.get(start, math.inf), float(told.reshape(-1)[0]))
+            with naming(path.name):
+                numbers = token_counts(arrays.get("steps", np.zeros(0)), "steps")
+            steps[start].update(numbers.reshape(-1).tolist())
     last = [start for start, at in began.items() if at == max(began.values())]
     if len(began) == len(by_start) and len(last) == 1:
         return last[0]
-    files = ", ".join(f"{start} ({len(paths)} files)" for start, paths in sorted(by_start.items()))
+    named = ", ".join(f"{start} ({len(steps[start])} steps)" for start in sorted(steps))
     raise InvalidInput(
-        f"holds {len(by_start)} starts, and the files do not say which began last: {files}. Name"
-        " one with --start"
+        f"holds {len(by_start)} starts, and the files do not say which began last: {named:.400}."
+        " Name one with --start"
     )
 
 

@@ -231,20 +231,27 @@ def missing_ranks(found: Collection[int], size: int) -> list[int]:
     return sorted(set(range(size)).difference(found))
 
 
-def ranks_read(ranks: Collection[int]) -> tuple[Finding, ...]:
-    """Say which ranks' files were read; a recording of files by rank may lack some."""
-    missing = missing_ranks(ranks, max(ranks) + 1)
+def ranks_read(ranks: Collection[int], size: int | None = None) -> tuple[Finding, ...]:
+    """Say which ranks' files were read; a recording of files by rank may lack some.
+
+    `size` is the number of ranks of the group; None if no file says it.
+    """
+    known = max(ranks) + 1 if size is None else size
+    missing = missing_ranks(ranks, known)
     if missing:
+        half = size is not None and 2 * len(missing) >= size
         return (
             Finding(
                 FindingCode.PARTS_MISSING,
-                Severity.DOUBT,
-                "some ranks have no file, so their tokens are missing",
+                Severity.REFUSAL if half else Severity.DOUBT,
+                "some ranks have no file that can be read, so their tokens are missing",
                 spans("rank", missing),
-                f"{len(missing)} of {max(ranks) + 1} ranks",
+                f"{len(missing)} of {known} ranks",
                 "Copy the files of all machines into the folder",
             ),
         )
+    if size is not None:
+        return ()
     return (
         assumed(
             "these are taken to be all ranks, because no file says how many there were",
