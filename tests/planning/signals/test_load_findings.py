@@ -143,6 +143,25 @@ def test_totals_that_are_never_reset_are_refused(layers):
     assert (code, severity) == ("rising_totals", "refusal")
 
 
+@BROKEN
+@pytest.mark.parametrize("starts", [(40, 20), (12, 9, 30), (25, 8)])
+@pytest.mark.parametrize("idle", [(), (3, 15)])
+def test_totals_that_begin_anew_after_a_restart_or_rest_in_an_idle_step_are_refused(starts, idle):
+    steps = routed(steps=sum(starts))
+    steps[list(idle)] = 0
+    parts = np.split(steps, np.cumsum(starts)[:-1])
+    totals = np.concatenate([part.cumsum(axis=0) for part in parts])
+    assert ("rising_totals", "refusal", f"all {sum(starts)} steps") in found(totals)
+
+
+@BROKEN
+@pytest.mark.parametrize(("loads", "totals", "refused"), [(20, 30, True), (60, 12, False)])
+def test_totals_after_loads_are_refused_if_they_are_most_of_the_steps(loads, totals, refused):
+    steps = routed(steps=loads + totals)
+    steps[loads:] = steps[loads:].cumsum(axis=0)
+    assert ("rising_totals" in [code for code, _, _ in found(steps)]) == refused
+
+
 def test_traffic_that_grows_is_no_total():
     counts = np.stack([routed(seed, steps=1, choices=100 * 2**seed)[0] for seed in range(8)])
     assert found(counts) == []

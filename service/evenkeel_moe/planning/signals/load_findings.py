@@ -10,6 +10,7 @@ and of steps are for recordings: a live window has neither dense layers nor a fi
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -266,19 +267,26 @@ def _equal_layers(counts: NDArray[np.int64], layer_ids: Sequence[int]) -> tuple[
 
 
 def _rising_totals(counts: NDArray[np.int64]) -> tuple[Finding, ...]:
-    """Find counters that are never reset: each only rises, from step to step."""
+    """Find counters that are reset at a start only: each rises from step to step between starts."""
     sums = counts.sum(axis=(1, 2))
-    if len(counts) < FEWEST_STEPS or sums[-1] < 2 * sums[0]:
+    falls = (np.diff(counts, axis=0) < 0).any(axis=(1, 2))
+    edges = [0, *(np.flatnonzero(falls) + 1).tolist(), len(counts)]
+    runs = [
+        (first, last)
+        for first, last in pairwise(edges)
+        if last - first >= FEWEST_STEPS and sums[last - 1] >= 2 * sums[first]
+    ]
+    rising = sum(last - first for first, last in runs)
+    if 2 * rising < len(counts) or not runs:
         return ()
-    if (np.diff(counts, axis=0) < 0).any() or (np.diff(sums) <= 0).any():
-        return ()
+    first, last = max(runs, key=lambda run: run[1] - run[0])
     return (
         Finding(
             FindingCode.RISING_TOTALS,
             Severity.REFUSAL,
             "every count only rises, so these are totals since a start and not the loads of steps",
-            f"all {len(counts)} steps",
-            f"{sums[0]} choices in the first, {sums[-1]} in the last",
+            f"all {rising} steps" if rising == len(counts) else f"{rising} of {len(counts)} steps",
+            f"{sums[first]} choices in step {first}, {sums[last - 1]} in step {last - 1}",
             "Subtract each step from the next one",
         ),
     )
