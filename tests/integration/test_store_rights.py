@@ -135,6 +135,36 @@ async def test_a_store_behind_tls_is_checked_against_its_ca(tmp_path, start_serv
         await front.stop()
 
 
+@pytest.mark.fault(
+    "an operator who named a store without TLS as one with TLS",
+    "the probe said that the controller was ready",
+)
+@pytest.mark.parametrize("tls", [True, False])
+async def test_a_controller_is_ready_only_once_its_store_has_answered(
+    tmp_path, start_server, certificates, tls
+):
+    """TLS against clear text, and the reverse."""
+    one = await start_server()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "leaf.pem", certificates / "leaf.key")
+    front = Proxy(one.port, context=context)
+    await front.start()
+    url = f"rediss://127.0.0.1:{one.port}" if tls else f"redis://{front.address}"
+    try:
+        async with Controller(
+            tmp_path / "data", REDIS__URL=url, REDIS__TIMEOUT_S="1"
+        ) as controller:
+            await until(lambda: controller.events("store_lost"))
+            for _ in range(2):
+                answer = await controller.http.get("/readyz")
+                assert (answer.status_code, answer.json()["status"]) == (503, "unready")
+                said = answer.json()["components"]
+                assert said["first_answer"] == "the store has not answered yet"
+                assert (await controller.http.get("/healthz")).status_code == 200
+    finally:
+        await front.stop()
+
+
 # --- a user with minimal rights ---
 
 

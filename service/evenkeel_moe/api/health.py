@@ -11,7 +11,8 @@ SURVIVABLE = frozenset({"store", "planner"})
 """Components whose failure leaves the controller ready but degraded.
 
 It still takes reports, answers reads and finishes running plans. Taking it out of rotation would
-only disconnect the ranks as well."""
+only disconnect the ranks as well. A store that never answered is another matter: its address may be
+wrong, and no rank is connected yet."""
 
 
 @router.get("/healthz")
@@ -22,7 +23,10 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz", responses={503: {"description": "A component is not ready"}})
 async def readyz(operations: OperationsOf) -> JSONResponse:
-    """Readiness: requests are served, also by a standby; without store or planner `degraded`."""
+    """Readiness: requests are served, also by a standby; without store or planner `degraded`.
+
+    Until the store has answered once, it is `unready`.
+    """
     components = dict(await operations.healthy())
     broken = {name for name, state in components.items() if state != "ok"}
     status = "ok" if not broken else "degraded" if broken <= SURVIVABLE else "unready"

@@ -22,6 +22,8 @@ class StoreHealth:
     def __init__(self, clock: Clock, metrics: ControllerMetrics) -> None:
         self.fault = ""
         """The last error; empty while the store works."""
+        self.has_answered = False
+        """True once the store answered a call: its address and credentials are right."""
         self._clock = clock
         self._metrics = metrics
         self._failed_at = float("-inf")
@@ -46,6 +48,7 @@ class StoreHealth:
 
         This does not end a fault: a store may answer reads and refuse writes that need replicas.
         """
+        self.has_answered = True
         self._metrics.store_answered(self._clock.unix())
 
     def unreadable(self, kind: str, where: str, why: str) -> None:

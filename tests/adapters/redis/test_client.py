@@ -86,6 +86,44 @@ def test_options_that_would_be_ignored_are_refused(url, words):
         connect(url, timeout_s=1)
 
 
+@pytest.mark.fault(
+    "an operator with a misspelt option in the URL of the store",
+    "the controller ended with an ExceptionGroup after it had said that it was ready",
+)
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis://me:secret@h:1?bogus=1", "unknown options bogus; known are db"),
+        ("rediss://h:1?ssl_ca_cert=/ca", "unknown options ssl_ca_cert"),
+        ("unix:///run/valkey.sock?retry=5", "unknown options retry"),
+        ("redis+cluster://:secret@h:1?bogus=1", "unknown options bogus"),
+        ("redis://h:1?ssl_ca_certs=/ca", "ssl_... without TLS: it needs rediss$"),
+        ("redis+cluster://h:1?ssl_ca_certs=/ca", "it needs rediss\\+cluster$"),
+        ("rediss://h:1?ssl_cert_reqs=perhaps", "perhaps"),
+        ("redis://h:1?socket_timeout=soon", "socket_timeout"),
+        ("redis://h:1/main", "database 'main' is no number"),
+        ("redis+cluster://h:1/main", "database 'main' is no number"),
+    ],
+)
+def test_options_that_redis_would_refuse_later_stop_the_start(url, words):
+    with pytest.raises(InvalidInput, match=words) as caught:
+        connect(url, timeout_s=1)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h:1/3?client_name=a&health_check_interval=5",
+        "rediss://h:1?ssl_ca_certs=/ca&ssl_cert_reqs=none&ssl_check_hostname=false",
+        "unix:///run/valkey.sock?db=2",
+        "rediss+cluster://h:1?ssl_ca_certs=/ca",
+    ],
+)
+def test_options_that_redis_takes_are_taken(url):
+    assert connect(url, timeout_s=1) is not None
+
+
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])
 def test_a_separate_password_overrides_the_one_in_the_url(scheme):
     client: Any = connect(f"{scheme}://me:old@127.0.0.1:7001/3", timeout_s=1, password="new")

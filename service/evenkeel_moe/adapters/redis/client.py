@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,12 @@ from evenkeel_moe.errors import InvalidInput, Unavailable
 Client = Redis | RedisCluster
 
 _TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
+_OPTIONS = (
+    *("db", "username", "password", "client_name", "max_connections"),
+    *("socket_timeout", "socket_connect_timeout", "socket_keepalive", "health_check_interval"),
+    *(*_TLS_OPTIONS, "ssl_ca_path", "ssl_ca_data", "ssl_cert_reqs", "ssl_ciphers", "ssl_password"),
+)
+"""Options of a URL without Sentinels. redis-py takes any other too, and fails when it connects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +79,44 @@ def connect(
     scheme = url.split("://", 1)[0]
     try:
         if scheme in ("redis", "rediss", "unix"):
+            _check_options(url)
             pool = BlockingConnectionPool.from_url(url, **waiting, **options)
+            # It refuses the values of options now, not when it connects.
+            pool.connection_class(**pool.connection_kwargs)
             return _follow_failovers(Redis.from_pool(pool))
         if scheme in ("redis+cluster", "rediss+cluster"):
+            _check_options(url)
             options["max_connections"] = sys.maxsize
             return RedisCluster.from_url(url.replace("+cluster", "", 1), **options)
         if scheme in ("redis+sentinel", "rediss+sentinel"):
             return _sentinel(url, options, waiting, sentinel or SentinelLogin())
-    except ValueError as error:
+    except (ValueError, RedisError) as error:
         raise InvalidInput(f"{scheme}:// URL cannot be used: {error}") from None
     raise InvalidInput(
         f"store URL has scheme {scheme!r}; known are redis, rediss, unix, redis+sentinel,"
         " rediss+sentinel, redis+cluster, rediss+cluster"
     )
+
+
+def _check_options(url: str) -> None:
+    """Refuse options that are unknown or would have no effect, and a database that is no number.
+
+    Raises:
+        ValueError: says which.
+    """
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    _require_known(query, _OPTIONS)
+    if not parts.scheme.startswith("rediss") and any(name.startswith("ssl_") for name in query):
+        raise ValueError(f"ssl_... without TLS: it needs {parts.scheme.replace('redis', 'rediss')}")
+    database = parts.path.strip("/")
+    if parts.scheme != "unix" and database and not database.isdecimal():
+        raise ValueError(f"database {database!r} is no number")
+
+
+def _require_known(query: Mapping[str, str], known: Sequence[str]) -> None:
+    if unknown := sorted(set(query) - set(known)):
+        raise ValueError(f"unknown options {', '.join(unknown)}; known are {', '.join(known)}")
 
 
 def _without_password(url: str) -> str:
@@ -154,8 +185,7 @@ def _sentinel_query(query: str) -> dict[str, str]:
     found = dict(parse_qsl(query, keep_blank_values=True))
     known = [prefix + name for prefix in ("", "sentinel_") for name in _TLS_OPTIONS]
     known += ["sentinel_ssl", "sentinel_username", "sentinel_password"]
-    if unknown := sorted(set(found) - set(known)):
-        raise ValueError(f"unknown options {', '.join(unknown)}; known are {', '.join(known)}")
+    _require_known(found, known)
     return found
 
 

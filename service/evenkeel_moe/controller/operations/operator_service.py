@@ -247,8 +247,16 @@ class OperatorService:
         set_log_level(level, by)
 
     async def healthy(self) -> Mapping[str, str]:
-        """Return `ok` or the fault of each component."""
-        return {"store": self._health.fault or "ok", "planner": self._planner.fault or "ok"}
+        """Return `ok` or the fault of each component.
+
+        `first_answer` is of the store too: an address that never answered may be wrong.
+        """
+        health = self._health
+        return {
+            "store": health.fault or "ok",
+            "first_answer": "ok" if health.has_answered else "the store has not answered yet",
+            "planner": self._planner.fault or "ok",
+        }
 
     # --- changing ---------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ async def take_up_deployments(registry: DeploymentRegistry) -> None:
             health.failed(error)
             await asyncio.sleep(_RETRY_S)
         else:
+            health.answered()
             return
 
 
