@@ -360,6 +360,40 @@ def large_and_skewed():
     )
 
 
+@pytest.mark.fault(
+    "a model of 256 experts on 32 ranks", "the first plan was slower than EPLB's on later steps"
+)
+@pytest.mark.parametrize(
+    ("shape", "steps"),
+    [
+        (ModelShape(8, 256, 32, 9, 8, 1), 64),
+        (ModelShape(8, 256, 32, 9, 8, 1), 16),
+        (ModelShape(8, 256, 32, 10, 8, 1), 16),
+        (ModelShape(24, 128, 16, 9, 8, 1), 32),
+        (ModelShape(12, 160, 16, 11, 6, 1), 16),
+    ],
+    ids=["256 experts", "256 experts, few steps", "more slots", "128 experts", "160 experts"],
+)
+def test_the_first_plan_of_large_layers_is_about_as_good_as_eplbs_on_steps_it_has_not_seen(
+    shape, steps
+):
+    load = lognormal_steps(
+        steps + 64,
+        shape.num_layers,
+        shape.num_logical_experts,
+        tokens=128 * shape.num_logical_experts,
+        seed=3,
+    )
+    seen, unseen = load[:steps], load[steps:]
+    problem = PlacementProblem(
+        seen, shape, Topology.single_node(shape.num_ranks), current=Placement.initial(shape)
+    )
+    keel, eplb = plan_keel(problem), plan_eplb(problem)
+    assert keel.score < eplb.score
+    ours, theirs = (moe_time.time_over_fluid(unseen, plan.placement) for plan in (keel, eplb))
+    assert ours <= 1.005 * theirs
+
+
 def test_a_large_model_is_searched_to_its_last_layer():
     problem = large_and_skewed()
     eplb, keel = plan_eplb(problem), plan_keel(problem)

@@ -164,6 +164,10 @@ class KeelOptions:
     common_layer_size: int = 256 * 64 * 256
     """Experts x ranks x steps of a layer up to which its search looks at every step. Beyond it
     neighbouring steps are merged, and `layer_evaluations` falls with the cube of the size."""
+    many_starts_size: int = 64 * 64 * 16
+    """Experts² x ranks of a layer up to which it is searched from more than one start. A search of
+    noisy loads takes one to three evaluations per unit of it, so larger layers have enough for one.
+    Too high: the first search leaves none for a better start."""
     counted_layer_size: int = 1 << 15
     """Experts x steps up to which the search looks at every step of a layer where only the numbers
     of copies count (`copy_counts`). Too high: slow. Too low: changes within a few steps are

@@ -200,7 +200,8 @@ class _Planner:
     def plan(self) -> tuple[Placement, float]:
         """Search from the current placement and EPLB's, and in a first plan also from nothing.
 
-        Large layers are searched once, from the best of these.
+        Large layers are searched once, from the best of these: a search that is cut short leaves
+        a plan that fits the window but not the steps after it.
         """
         problem = self.problem
         start = None if problem.current is None else fit_to_budget(problem, problem.current)
@@ -220,14 +221,14 @@ class _Planner:
         if start is None:
             start = cold_start(problem)
         rival = _eplb_placement(problem)
-        if self.window.merged:
+        if self.window.large:
             start = min((start, *self._other_starts(rival)), key=total)
         best = self._improve(start, price)
         if rival is not None and total(rival) < total(best):
             best = min((rival, self._improve(rival, price)), key=total)
         if problem.current is None:
             return self._improve_from_nothing(best), 0.0
-        if self._is_first() and not self.window.merged:
+        if self._is_first() and not self.window.large:
             fresh, _ = replace(self, problem=replace(problem, current=None)).plan()
             fresh = relabel.relabel(problem, fresh)
             if total(fresh) < (1.0 - self._restart_gain()) * total(best):

@@ -30,8 +30,9 @@ class SearchWindow:
     loaded: NDArray[np.bool_]
     """(L,) True for a layer that has load."""
     merged: bool
-    """True if steps were merged: then the layers are large, and the evaluations last for one search
-    from a good start."""
+    """True if steps were merged."""
+    large: bool
+    """True if the layers are large: the evaluations then last for one search from a good start."""
 
 
 def counts_suffice(problem: PlacementProblem) -> bool:
@@ -70,8 +71,10 @@ def search_window(
     steps, layers, experts = load.shape
     if counts_suffice(problem):
         together = -(-experts * steps // options.counted_layer_size)
+        large = together > 1
     else:
         together = -(-experts * ranks * steps // options.common_layer_size)
+        large = together > 1 or experts**2 * ranks > options.many_starts_size
     if together > 1:
         first = np.append(np.arange(0, steps, together), steps)
         load = _merged_steps(load, weights, first)
@@ -87,6 +90,7 @@ def search_window(
         _by_expert(load, unit_tokens),
         by_layer.any(axis=0),
         together > 1,
+        large,
     )
 
 
