@@ -1,9 +1,13 @@
 """Load generators of the benches. Every one takes its seed."""
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["drifted", "lognormal_steps", "zipf_load"]
+from evenkeel_moe.formats import Trace
+
+__all__ = ["drifted", "lognormal_steps", "regrouped", "zipf_load"]
 
 
 def zipf_load(
@@ -49,3 +53,22 @@ def lognormal_steps(
     popularity = np.exp(rng.normal(0.0, sigma, (num_layers, num_experts)))
     steps = popularity * np.exp(rng.normal(0.0, step_sigma, (num_steps, num_layers, num_experts)))
     return np.asarray(np.round(steps / steps.sum(axis=2, keepdims=True) * tokens), np.float64)
+
+
+def regrouped(trace: Trace, together: int = 4) -> Trace:
+    """Return a trace in which some layers are joined into one, with the experts of all of them.
+
+    It has recorded noise and drift at the sizes of large models. Experts of different layers do not
+    compete for tokens, so loads are less skewed than in a real layer of that size. Layers left over
+    are dropped.
+    """
+    layers = trace.num_layers // together
+    counts = trace.counts[:, : layers * together].reshape(trace.num_steps, layers, -1)
+    return replace(
+        trace,
+        counts=np.ascontiguousarray(counts),
+        layer_ids=tuple(range(layers)),
+        name=f"{trace.name}_{counts.shape[2]}",
+        top_k=None if trace.top_k is None else together * trace.top_k,
+        source=None,
+    )

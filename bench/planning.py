@@ -16,7 +16,7 @@ from bench.planning_craft import craft_rows
 from bench.planning_front import front_rows
 from bench.planning_gem import gem_rows
 from bench.planning_verdict import verdict_rows
-from bench.planning_walk import FLEETS, recorded, walk_rows
+from bench.planning_walk import FLEETS, cases, walk_rows
 from bench.report import Row, best_of, print_row, print_versions, save_rows
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.eplb import rebalance_experts
@@ -72,15 +72,14 @@ def eplb_rows() -> list[Row]:
 
 def sections() -> dict[str, Callable[[], Iterable[list[Row]]]]:
     """Return the parts of the bench by name, in order of importance; each yields its rows."""
-    first, *others = FLEETS
     return {
         "eplb": lambda: [eplb_rows()],
         "front": lambda: [front_rows()],
         "gem": gem_rows,
         "craft": lambda: [craft_rows()],
-        "walk": lambda: walk_rows(recorded(), (first,)),
+        "walk": lambda: walk_rows([one for one in cases() if one[1:] == FLEETS[0]]),
         "verdict": lambda: [verdict_rows()],
-        "larger": lambda: walk_rows(recorded(), tuple(others)),
+        "larger": lambda: walk_rows([one for one in cases() if one[1:] != FLEETS[0]]),
     }
 
 

@@ -3,11 +3,13 @@
 import argparse
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.loads import regrouped
 from bench.report import Row, write_report
 from evenkeel_moe.formats import Trace, read_trace
 from evenkeel_moe.model.topology import ModelShape, Topology
@@ -15,12 +17,18 @@ from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.replay.planners import VERDICT, choose_planners
 from evenkeel_moe.replay.walk import Setup, Walk, walk_forward
 
-__all__ = ["FLEETS", "TRACES", "recorded", "walk_rows"]
+__all__ = ["FLEETS", "TRACES", "WIDE_FLEETS", "Case", "cases", "recorded", "walk_rows", "wide"]
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 EXAMPLES = Path(__file__).parents[1] / "examples" / "traces"
 FLEETS = ((8, 72), (16, 80))
 """(ranks, slots of a layer); the names of the other fleets' rows have the size appended."""
+WIDE_FLEETS = ((32, 288), (32, 320))
+"""The fleets of layers with 256 experts."""
+WIDE = ("dsv2lite_decode_phased", "dsv2lite_prefill_mixed")
+"""The traces whose layers are joined into layers of 256 experts."""
+Case = tuple[Trace, int, int]
+"""A trace, ranks, and slots of a layer."""
 RIVALS = ("eplb", "craft", "gem", "once", "ewma")
 DRAWS = 2000
 
@@ -29,6 +37,32 @@ def recorded(folder: Path = TRACES) -> list[Trace]:
     """Return every trace with loads in a folder, or the example traces if the folder has none."""
     paths = sorted(folder.glob("*.npz")) or sorted(EXAMPLES.glob("*.npz"))
     return [read_trace(path) for path in paths if "T" in np.load(path).files]
+
+
+def wide(folder: Path = TRACES) -> list[Trace]:
+    """Return traces with layers of 256 experts; of the example traces where `WIDE` are missing."""
+    traces = recorded(folder)
+    chosen = [trace for trace in traces if trace.name in WIDE] or traces[:1]
+    return [regrouped(trace) for trace in chosen]
+
+
+def cases(
+    names: list[str] | None = None, fleets: list[tuple[int, int]] | None = None
+) -> list[Case]:
+    """Return every trace on every fleet, those with large layers on `WIDE_FLEETS`.
+
+    Args:
+        names: of traces; none or None for all.
+        fleets: (ranks, slots) for all traces whose experts they hold; none or None for the usual
+            ones.
+    """
+    found = [(trace, fleet) for fleet, trace in product(fleets or FLEETS, recorded())]
+    found += [(trace, fleet) for fleet, trace in product(fleets or WIDE_FLEETS, wide())]
+    return [
+        (trace, ranks, slots)
+        for trace, (ranks, slots) in found
+        if slots >= trace.num_experts and (not names or trace.name in names)
+    ]
 
 
 def setup_of(trace: Trace, ranks: int, slots: int) -> Setup:
@@ -102,29 +136,24 @@ def _rows(name: str, walks: dict[str, Walk], layers: int) -> list[Row]:
     return rows
 
 
-def walk_rows(
-    traces: list[Trace], fleets: tuple[tuple[int, int], ...] = FLEETS
-) -> Iterator[list[Row]]:
+def walk_rows(chosen: list[Case]) -> Iterator[list[Row]]:
     """Compare keel with the others on every trace and fleet; yield the rows of each pair.
 
     Every policy runs alone and with the verdict deciding on its plans. Copies do not include the
     first plan.
     """
-    for ranks, slots in fleets:
-        for trace in traces:
-            walk = partial(walk_forward, setup=setup_of(trace, ranks, slots))
-            names = [*RIVALS, "keel"]
-            planners = choose_planners(
-                [*names, *(name + VERDICT for name in names)], baselines=False
-            )
-            walks = {policy: walk(policy, planner) for policy, planner in planners.items()}
-            name = trace.name if (ranks, slots) == FLEETS[0] else f"{trace.name}_{ranks}x{slots}"
-            print(
-                f"{name}: "
-                + ", ".join(f"{p} {w.times.sum() / w.fluid.sum():.4f}" for p, w in walks.items()),
-                flush=True,
-            )
-            yield _rows(name, walks, trace.num_layers)
+    for trace, ranks, slots in chosen:
+        walk = partial(walk_forward, setup=setup_of(trace, ranks, slots))
+        names = [*RIVALS, "keel"]
+        planners = choose_planners([*names, *(name + VERDICT for name in names)], baselines=False)
+        walks = {policy: walk(policy, planner) for policy, planner in planners.items()}
+        name = trace.name if (ranks, slots) == FLEETS[0] else f"{trace.name}_{ranks}x{slots}"
+        print(
+            f"{name}: "
+            + ", ".join(f"{p} {w.times.sum() / w.fluid.sum():.4f}" for p, w in walks.items()),
+            flush=True,
+        )
+        yield _rows(name, walks, trace.num_layers)
 
 
 def _fleet(text: str) -> tuple[int, int]:
@@ -141,13 +170,13 @@ def main() -> None:
         type=_fleet,
         action="append",
         metavar="RANKSxSLOTS",
-        help="default 8x72 and 16x80, which keel's constants were chosen on",
+        help="default 8x72 and 16x80, which keel's constants were chosen on, and 32x288 and 32x320"
+        " for 256 experts",
     )
     given = parser.parse_args()
     warm_kernels()
-    chosen = [trace for trace in recorded() if not given.names or trace.name in given.names]
-    fleets = tuple(given.fleet or FLEETS)
-    write_report("planning_walk", [row for part in walk_rows(chosen, fleets) for row in part])
+    chosen = cases(given.names, given.fleet)
+    write_report("planning_walk", [row for part in walk_rows(chosen) for row in part])
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ from itertools import chain
 
 import numpy as np
 
-from bench.planning_walk import FLEETS, recorded, setup_of, upper95
+from bench.planning_walk import Case, cases, setup_of, upper95
 from bench.report import Row, save_rows, write_report
 from bench.time_models import DISPATCHES, READS, roofline
 from bench.time_plans import plan_rows
 from bench.time_slow_rank import slow_rank_rows
 from bench.time_verdict import verdict_rows
-from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.registry import resolve_policy, warm_kernels
@@ -68,48 +67,46 @@ def _scored(setup: Setup, steps: list[int], placements: list[Placement]) -> np.n
 
 
 def time_rows(
-    traces: list[Trace],
-    fleets: tuple[tuple[int, int], ...] = FLEETS,
+    chosen: list[Case],
     reads: tuple[float, ...] = READS,
     dispatches: tuple[DispatchModel, ...] = DISPATCHES,
 ) -> Iterator[list[Row]]:
     """Yield the rows of each trace and fleet. Copies do not include the first plan."""
-    for ranks, slots in fleets:
-        for trace in traces:
-            setup = setup_of(trace, ranks, slots)
-            walks = {name: _walk(name, setup) for name in RIVALS}
-            steps = walks["eplb"].steps.tolist()
-            fixed = {"linear": _linear(setup), "initial": Placement.initial(setup.shape)}
-            rows = []
-            for reading in reads:
-                for dispatch in dispatches:
-                    mean = float(setup.load.mean())
-                    objective = roofline(mean, reading, dispatch, trace.top_k or 1)
-                    under = replace(setup, objective=objective)
-                    times = {
-                        name: _scored(under, steps, list(walk.placements))
-                        for name, walk in walks.items()
-                    }
-                    for name, placement in fixed.items():
-                        times[name] = _scored(under, steps, [placement] * len(steps))
-                    keel = _walk("keel", under)
-                    ours = keel.times.sum(axis=1)
-                    best = min(times, key=lambda name: float(times[name].sum()))
-                    theirs = times[best]
-                    copies = keel.copies[1:].sum() / walks["eplb"].copies[1:].sum()
-                    base = f"time_{trace.name}_{ranks}x{slots}_k{reading:g}_{dispatch}"
-                    rows += [
-                        Row(f"{base}_over_best", float(ours.sum() / theirs.sum()), "ratio"),
-                        Row(f"{base}_upper95", upper95(ours, theirs), "ratio"),
-                        Row(f"{base}_copies_over_eplb", float(copies), "ratio"),
-                    ]
-                    linear = times["linear"].sum()
-                    print(
-                        f"{base}: keel {ours.sum() / linear:.4f}, copies {copies:.3f}, best {best};"
-                        + ", ".join(f" {n} {t.sum() / linear:.4f}" for n, t in times.items()),
-                        flush=True,
-                    )
-            yield rows
+    for trace, ranks, slots in chosen:
+        setup = setup_of(trace, ranks, slots)
+        walks = {name: _walk(name, setup) for name in RIVALS}
+        steps = walks["eplb"].steps.tolist()
+        fixed = {"linear": _linear(setup), "initial": Placement.initial(setup.shape)}
+        rows = []
+        for reading in reads:
+            for dispatch in dispatches:
+                mean = float(setup.load.mean())
+                objective = roofline(mean, reading, dispatch, trace.top_k or 1)
+                under = replace(setup, objective=objective)
+                times = {
+                    name: _scored(under, steps, list(walk.placements))
+                    for name, walk in walks.items()
+                }
+                for name, placement in fixed.items():
+                    times[name] = _scored(under, steps, [placement] * len(steps))
+                keel = _walk("keel", under)
+                ours = keel.times.sum(axis=1)
+                best = min(times, key=lambda name: float(times[name].sum()))
+                theirs = times[best]
+                copies = keel.copies[1:].sum() / walks["eplb"].copies[1:].sum()
+                base = f"time_{trace.name}_{ranks}x{slots}_k{reading:g}_{dispatch}"
+                rows += [
+                    Row(f"{base}_over_best", float(ours.sum() / theirs.sum()), "ratio"),
+                    Row(f"{base}_upper95", upper95(ours, theirs), "ratio"),
+                    Row(f"{base}_copies_over_eplb", float(copies), "ratio"),
+                ]
+                linear = times["linear"].sum()
+                print(
+                    f"{base}: keel {ours.sum() / linear:.4f}, copies {copies:.3f}, best {best};"
+                    + ", ".join(f" {n} {t.sum() / linear:.4f}" for n, t in times.items()),
+                    flush=True,
+                )
+        yield rows
 
 
 def _fleet(text: str) -> tuple[int, int]:
@@ -131,15 +128,14 @@ def main() -> None:
     parser.add_argument("--out", default="time", help="name of the report in bench/out")
     given = parser.parse_args()
     warm_kernels()
-    chosen = [trace for trace in recorded() if not given.names or trace.name in given.names]
-    fleets, reads = tuple(given.fleet or FLEETS), tuple(given.k or READS)
+    chosen, reads = cases(given.names, given.fleet), tuple(given.k or READS)
     dispatches = tuple(given.dispatch or DISPATCHES)
     alone = given.plans or given.slow_rank or given.verdict
     parts: list[Iterable[list[Row]]] = []
     if not alone:
-        parts.append(time_rows(chosen, fleets, reads, dispatches))
+        parts.append(time_rows(chosen, reads, dispatches))
     if given.verdict or not alone:
-        parts.append([verdict_rows(chosen, fleets, reads, dispatches)])
+        parts.append([verdict_rows(chosen, reads, dispatches)])
     if given.plans or not (alone or given.walks):
         parts.append(plan_rows())
     if given.slow_rank or not (alone or given.walks):

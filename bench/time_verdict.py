@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.planning_verdict import COPY_COST, LIFETIME, WINDOW, JudgedCall
+from bench.planning_walk import Case
 from bench.report import Row
 from bench.time_models import roofline
 from evenkeel_moe.formats import Trace
@@ -104,28 +105,26 @@ def _judged(
 
 
 def verdict_rows(
-    traces: list[Trace],
-    fleets: tuple[tuple[int, int], ...],
+    cases: list[Case],
     reads: tuple[float, ...],
     dispatches: tuple[DispatchModel, ...],
 ) -> list[Row]:
     """Return the shares over all traces, fleets and cost models; print every wrong verdict."""
     found: list[_Judged] = []
-    for ranks, slots in fleets:
-        for trace in traces:
-            for reading in reads:
-                for dispatch in dispatches:
-                    mean = float(trace.counts.mean())
-                    objective = roofline(mean, reading, dispatch, trace.top_k or 1)
-                    name = f"{trace.name}_{ranks}x{slots}_k{reading:g}_{dispatch}"
-                    for policy in POLICIES:
-                        found += _judged(trace, ranks, slots, policy, name, objective)
-            called = [one for one in found if one.called]
-            print(
-                f"verdict: {trace.name} {ranks}x{slots}: {len(found)} plans so far,"
-                f" {len(called)} called, {sum(one.right for one in called)} right",
-                flush=True,
-            )
+    for trace, ranks, slots in cases:
+        for reading in reads:
+            for dispatch in dispatches:
+                mean = float(trace.counts.mean())
+                objective = roofline(mean, reading, dispatch, trace.top_k or 1)
+                name = f"{trace.name}_{ranks}x{slots}_k{reading:g}_{dispatch}"
+                for policy in POLICIES:
+                    found += _judged(trace, ranks, slots, policy, name, objective)
+        called = [one for one in found if one.called]
+        print(
+            f"verdict: {trace.name} {ranks}x{slots}: {len(found)} plans so far,"
+            f" {len(called)} called, {sum(one.right for one in called)} right",
+            flush=True,
+        )
     for one in found:
         if one.called and not one.right:
             print(

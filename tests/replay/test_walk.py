@@ -3,10 +3,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.loads import regrouped
+from bench.planning_walk import WIDE_FLEETS, setup_of
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.formats import read_trace
 from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Proposal
 from evenkeel_moe.replay.walk import Setup, replan_steps, walk_forward
@@ -181,3 +185,16 @@ def test_a_trace_without_load_has_no_balancedness_and_no_ratio(setup):
     silent = Setup(np.zeros((30, 2, 8)), setup.shape, setup.topology, 6, 4)
     result = measure_walk(walk_forward("eplb", _eplb, silent), 10)
     assert np.isnan([result.balancedness_mean, result.time_over_fluid, result.step_time_p90]).all()
+
+
+@pytest.mark.parametrize("fleet", WIDE_FLEETS)
+def test_keel_takes_less_time_than_eplb_on_recorded_layers_of_256_experts(shipped_trace, fleet):
+    """Each of both walks has six replans; the window of the first one is that of a first plan."""
+    trace = regrouped(read_trace(shipped_trace))
+    assert trace.counts.shape == (400, 1, 256)
+    setup = setup_of(trace, *fleet)
+    keel = walk_forward("keel", lambda replan: plan_keel(replan.problem), setup)
+    eplb = walk_forward("eplb", _eplb, setup)
+    first = slice(0, setup.horizon_steps)
+    assert keel.times[first].sum() <= 1.005 * eplb.times[first].sum()
+    assert keel.times.sum() <= 0.95 * eplb.times.sum()
