@@ -252,3 +252,121 @@ def test_a_beginning_that_chance_can_make_alike_keeps_its_load(tmp_path):
     few[..., 1] = 1
     few[np.random.default_rng(0).random(few.shape[:3]) < 0.5] = [1, 0]
     assert read(tmp_path, few).counts.sum() == 30 * T * 2
+
+
+def ones(seed=0, *, layers=H, experts=E, sequences=B):
+    """Return (B, T, H, 1) routes of a model that chooses one expert, of which some are hot."""
+    rng = np.random.default_rng(seed)
+    share = rng.dirichlet(np.full(experts, 1.0), layers)
+    rows = [rng.choice(experts, (sequences, T), p=share[layer]) for layer in range(layers)]
+    return np.stack(rows, axis=2)[..., None].astype(np.int32)
+
+
+ALL = np.ones((B, T), np.int64)
+ONE = pytest.mark.fault(
+    "a user of a model that chooses one expert for each token",
+    "the ids that a program wrote for lost routes and dense layers were load",
+)
+
+
+@ONE
+@pytest.mark.parametrize("fill", [0, 9, E - 1])
+@pytest.mark.parametrize("layers", [1, 2, 4])
+@pytest.mark.parametrize("where", [np.s_[B // 3 :], np.s_[:, 30:60], np.s_[::2, 8:]])
+def test_ids_that_were_written_for_lost_routes_are_counted_as_missing(
+    tmp_path, fill, layers, where
+):
+    ids, kept = ones(layers=layers), np.ones((B, T), bool)
+    kept[where] = False
+    ids[~kept] = fill
+    trace = read(tmp_path, ids, attention_mask=ALL)
+    assert abs(trace.counts.sum() - kept.sum() * layers) < 0.02 * ids.size
+    (severity, amount), *_ = told(trace, "routes_missing")
+    assert severity == "doubt"
+    assert abs(int(amount.split()[0]) - (~kept).sum()) < 0.02 * B * T
+
+
+@ONE
+@pytest.mark.parametrize("fill", [0, 9, -1])
+def test_a_layer_whose_ids_are_lost_in_some_sequences_is_named(tmp_path, fill):
+    ids = ones()
+    ids[4:, :, 2] = fill
+    trace = read(tmp_path, ids, attention_mask=ALL)
+    load = np.bincount(ids[:4, :, 2].reshape(-1), minlength=E)
+    assert np.abs(trace.counts[:, 2].sum(axis=0) - load).sum() < 0.02 * B * T
+    assert any("none in layer 2" in each.words for each in doubts(trace.findings))
+
+
+@ONE
+@pytest.mark.parametrize("dense", [[0], [0, 2], [1, 3]])
+def test_dense_layers_that_hold_one_id_are_no_load(tmp_path, dense):
+    ids, real = ones(), lengths()
+    before = ids.copy()
+    ids[:, :, dense] = 0
+    trace = read(tmp_path, ids, attention_mask=real)
+    busy = [layer for layer in range(H) if layer not in dense]
+    assert trace.layer_ids == tuple(busy)
+    for row, layer in enumerate(busy):
+        load = np.bincount(before[real][:, layer, 0], minlength=E)
+        assert trace.counts[:, row].sum(axis=0).tolist() == load.tolist()
+
+
+@ONE
+@pytest.mark.parametrize("experts", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_expert_that_is_hot_keeps_its_load(tmp_path, experts, seed):
+    ids = ones(seed, experts=experts, sequences=40)
+    trace = read(tmp_path, ids, attention_mask=np.ones((40, T)))
+    assert trace.counts.sum() == ids.size and told(trace, "routes_missing") == []
+
+
+HOLES = pytest.mark.fault(
+    "a user of evenkeel offline", "lost routes in the middle of sequences were load, or not counted"
+)
+
+
+@HOLES
+@pytest.mark.parametrize("fill", [first_experts, other_ids, last_ids, zeros, negative])
+@pytest.mark.parametrize("layers", [1, 2, 4])
+@pytest.mark.parametrize("dense", [0, 1])
+def test_routes_that_are_lost_within_sequences_are_counted_as_missing(
+    tmp_path, fill, layers, dense
+):
+    ids, kept = routed(layers=layers), np.ones((B, T), bool)
+    kept[:, 20:50] = False
+    fill(ids, kept)
+    ids = np.concatenate([np.zeros((B, T, dense, K), np.int32), ids], axis=2)
+    trace = read(tmp_path, ids, attention_mask=ALL)
+    assert trace.counts.sum() == kept.sum() * layers * K
+    assert told(trace, "routes_missing") == [("doubt", f"{30 * B} of {B * T} tokens")]
+
+
+@HOLES
+@pytest.mark.parametrize("fill", [zeros, negative])
+@pytest.mark.parametrize("where", [np.s_[5:], np.s_[:, 20:50]])
+def test_rows_without_a_route_are_in_doubt_also_without_a_mask(tmp_path, fill, where):
+    ids, kept = routed(), np.ones((B, T), bool)
+    kept[where] = False
+    fill(ids, kept)
+    trace = read(tmp_path, ids)
+    assert trace.counts.sum() == kept.sum() * H * K
+    assert told(trace, "routes_missing") == [("doubt", f"{(~kept).sum()} of {B * T} tokens")]
+    assert any("add attention_mask" in each.words for each in doubts(trace.findings))
+
+
+@HOLES
+def test_a_token_that_really_repeats_is_load_where_the_mask_says_so(tmp_path):
+    ids = routed()
+    ids[3, 40:] = ids[3, 40]
+    ids[5, 10:30] = ids[5, 10]
+    trace = read(tmp_path, ids, attention_mask=ALL)
+    assert trace.counts.sum() == B * T * H * K
+    assert [str(each.code) for each in trace.findings] == ["assumed"]
+
+
+@HOLES
+def test_a_few_repeated_tokens_are_no_doubt(tmp_path):
+    ids = routed(sequences=48)
+    ids[3, -12:] = ids[3, -12]
+    trace = read(tmp_path, ids)
+    assert told(trace, "padding") == [("note", f"11 of {48 * T} rows")]

@@ -16,6 +16,8 @@ from evenkeel_moe.model.finding import Finding, FindingCode, Severity
 SURE_RUN = 8
 """Equal routes in a row, at the end of a sequence, that are no chance: no text repeats so exactly,
 unless it repeats one token."""
+SURE_ID_RUN = 16
+"""The same for the ids of one layer, if a model chooses one expert for each token."""
 FEW = 0.005
 """Share of the tokens below which what is missing or left out decides nothing."""
 MOST_PADDED = 0.95
@@ -33,18 +35,22 @@ class TokenRoutes:
     route: NDArray[np.uint64]
     """(B, T) hash of the experts in all layers."""
     alike: NDArray[np.bool_]
-    """(B, T) True where all of at least three layers name the same experts in the same order."""
+    """(B, T) True where all of at least three layers name the same experts in the same order; False
+    if a token has one expert only."""
     partial: int
     """Rows of a layer that name some experts and lack others."""
     masked: NDArray[np.bool_] | None
     """(B, T) True for the tokens that the mask calls real; None without a mask."""
+    padding: NDArray[np.bool_]
+    """(B, T) True for rows that look like routes and only fill the array. Mutated likewise."""
 
     @classmethod
     def of(cls, ids: NDArray[np.integer], masked: NDArray[np.bool_] | None) -> "TokenRoutes":
         """Return the rows of (B, T, H, K) expert ids.
 
         In a layer a token has no route if its experts are one id repeated, which no router returns
-        for more than one expert, or if an id is negative.
+        for more than one expert, or if an id is negative. If there is one expert only, an id that
+        a program wrote is known by its long runs.
         """
         sequences, positions, layers, top_k = ids.shape
         routed = (ids != ids[..., :1]).any(axis=3) if top_k > 1 else np.ones(ids.shape[:3], bool)
@@ -58,11 +64,14 @@ class TokenRoutes:
             flat = ids[:, position].reshape(sequences, -1).astype(np.uint64) + np.uint64(1)
             route[:, position] = ((flat ^ (flat >> np.uint64(7))) * factors).sum(axis=1)
         alike = np.zeros(route.shape, np.bool_)
-        if layers > 2:
+        if layers > 2 and top_k > 1:  # One expert of few is often the same in some layers.
             alike = (ids == ids[:, :, :1]).all(axis=(2, 3))
         if masked is not None:
             routed &= masked[:, :, None]
-        return cls(routed, route, alike, partial, masked)
+        if top_k == 1:
+            for layer in range(layers):
+                routed[:, :, layer] &= ~_lost_ids(ids[:, :, layer, 0], routed[:, :, layer])
+        return cls(routed, route, alike, partial, masked, np.zeros(route.shape, np.bool_))
 
     @property
     def tokens(self) -> NDArray[np.bool_]:
@@ -73,11 +82,12 @@ class TokenRoutes:
 def leave_out_padding(routes: TokenRoutes) -> tuple[Finding, ...]:
     """Leave out rows that fill sequences up although they look like routes.
 
-    Such are rows that name the same experts in every layer, and runs of one route at the start or
-    at the end of sequences. If several sequences have the same one there, all of its rows at those
-    ends are padding; else the first of a run may be the last real token.
+    Such are rows that name the same experts in every layer, and long runs of one route. If several
+    sequences have the same one, its long runs are padding wherever they stand, and at the ends of
+    sequences all its rows are. If one sequence alone has it, a run at an end is padding beyond its
+    first row, which may be the last real token; a mask that calls it real is believed.
 
-    Mutates: `routes.routed`.
+    Mutates: `routes.routed`, `routes.padding`.
 
     Raises:
         InvalidInput: nearly all rows would be padding.
@@ -87,19 +97,22 @@ def leave_out_padding(routes: TokenRoutes) -> tuple[Finding, ...]:
     padding = routes.alike & tokens
     if padding.sum() <= FEW * tokens.sum():
         padding[:] = False
-    by_sequence = [_ends(routes.route[b], tokens[b] & ~padding[b]) for b in range(len(tokens))]
-    runs = [(b, run) for b, both in enumerate(by_sequence) for run in both if run]
     least = max(SURE_RUN, _tokens_beyond_chance(routes))
-    long = [(b, run) for b, run in runs if len(run) >= least]
+    runs = [
+        (b, run, inner)
+        for b in range(len(tokens))
+        for run, inner in _runs(routes.route[b], tokens[b] & ~padding[b], least)
+    ]
     seen: dict[int, set[int]] = {}
-    for b, run in long:
-        seen.setdefault(int(routes.route[b, run[0]]), set()).add(b)
+    for b, run, _ in runs:
+        if len(run) >= least:
+            seen.setdefault(int(routes.route[b, run[0]]), set()).add(b)
     shared = {route for route, where in seen.items() if len(where) > 1}
-    certain = bool(padding.any()) or len({b for b, _ in long}) > 1
-    for b, run in runs:
+    certain = bool(padding.any()) or len(set().union(*seen.values())) > 1
+    for b, run, inner in runs:
         if int(routes.route[b, run[0]]) in shared:
             padding[b, run] = True
-        elif len(run) >= least:
+        elif len(run) >= least and not inner and routes.masked is None:
             padding[b, run[1:]] = True
     count, among = int(padding.sum()), int(tokens.sum())
     if count == 0:
@@ -109,14 +122,14 @@ def leave_out_padding(routes: TokenRoutes) -> tuple[Finding, ...]:
             f"{count} of {among} rows name the same experts in all layers or repeat their"
             " neighbour: these are not the routes of tokens"
         )
-    routes.routed[padding] = False
+    routes.routed[padding], routes.padding = False, padding
     if routes.masked is not None:
         return findings  # The mask calls them real: they are counted as missing.
     return (
         *findings,
         Finding(
             FindingCode.PADDING,
-            Severity.NOTE if certain else Severity.DOUBT,
+            Severity.NOTE if certain or count <= FEW * among else Severity.DOUBT,
             "rows that fill sequences up are left out",
             amount=f"{count} of {among} rows",
             advice="An array attention_mask tells them for certain",
@@ -139,37 +152,74 @@ def _partial_rows(routes: TokenRoutes) -> tuple[Finding, ...]:
     )
 
 
-def _ends(route: NDArray[np.uint64], real: NDArray[np.bool_]) -> tuple[list[int], list[int]]:
-    """Return the positions of the first and of the last run of equal routes of one sequence.
+def _runs(
+    route: NDArray[np.uint64], real: NDArray[np.bool_], least: float
+) -> list[tuple[NDArray[np.intp], bool]]:
+    """Return the first, the last and the long runs of equal routes of one sequence.
 
-    The positions are in the order from the text outwards. A sequence of one run has only a last.
+    The positions of a run are in the order from the text outwards. True says that the run stands
+    between others. A sequence of one run has only a last.
     """
     positions = np.flatnonzero(real)
     if not len(positions):
-        return [], []
-    changes = np.flatnonzero(np.diff(route[positions]))
-    if not len(changes):
-        return [], positions.tolist()
-    first, last = positions[: changes[0] + 1], positions[changes[-1] + 1 :]
-    return first[::-1].tolist(), last.tolist()
+        return []
+    edges = np.flatnonzero(np.diff(route[positions])) + 1
+    edges = np.concatenate([[0], edges, [len(positions)]])
+    last = len(edges) - 2
+    long = set(np.flatnonzero(np.diff(edges) >= least).tolist())
+    runs = []
+    for run in sorted(long | {0, last}):
+        held = positions[edges[run] : edges[run + 1]]
+        runs.append((held[::-1] if run == 0 < last else held, 0 < run < last))
+    return runs
+
+
+def _lost_ids(ids: NDArray[np.integer], real: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return (B, T) True where a layer's id of a real token was not chosen by a router.
+
+    Most tokens of such an id stand in long runs, which the other tokens of the layer do not explain
+    by chance. Dense layers have one id in all tokens.
+    """
+    codes = np.where(real, ids, -1).astype(np.int64)
+    begins = np.ones(codes.shape, np.bool_)
+    begins[:, 1:] = codes[:, 1:] != codes[:, :-1]
+    runs = np.cumsum(begins.reshape(-1)).reshape(codes.shape)
+    length = np.bincount(runs.reshape(-1))[runs]
+    long = real & (length >= SURE_ID_RUN)
+    lost = np.zeros_like(real)
+    for expert in np.unique(codes[long]).tolist():
+        own = codes == expert
+        if own.sum() == real.sum():
+            return np.asarray(own, np.bool_)
+        few, among = int((own & ~long).sum()), int((real & ~long).sum())
+        by_chance = (few / max(among, 1)) ** SURE_ID_RUN * int(real.sum())
+        if 2 * few <= own.sum() and by_chance < FEW:
+            lost |= own & (length >= SURE_RUN)
+    return lost
 
 
 def find_missing_routes(routes: TokenRoutes) -> tuple[Finding, ...]:
     """Find tokens without a route: in all layers by the mask, and in single layers.
 
-    The last token of a sequence has no route, because nothing is computed after it.
+    The last token of a sequence has no route, because nothing is computed after it. Without a mask,
+    only rows between tokens, and sequences without a token, are known to lack a route.
     """
     busy = routes.routed.any(axis=(0, 1))
     rows = routes.routed[:, :, busy]
     tokens = routes.tokens
     findings = []
-    if routes.masked is not None:
-        real, missing = int(routes.masked.sum()), routes.masked & ~tokens
-        usual = int(missing.any(axis=1).sum())
-        if missing.sum() > usual + FEW * real:
-            findings.append(
-                _missing("tokens that the mask calls real have no route", int(missing.sum()), real)
-            )
+    what = "tokens that the mask calls real have no route"
+    masked = routes.masked
+    if masked is None:
+        what = "rows between tokens, or of whole sequences, have no route: add attention_mask"
+        after = np.logical_or.accumulate(tokens, axis=1)
+        before = np.logical_or.accumulate(tokens[:, ::-1], axis=1)[:, ::-1]
+        none = ~tokens.any(axis=1, keepdims=True)
+        masked = none | (after & before & ~routes.padding)
+    real, missing = int(masked.sum()), masked & ~tokens
+    usual = int(missing.any(axis=1).sum())
+    if missing.sum() > usual + FEW * real:
+        findings.append(_missing(what, int(missing.sum()), real))
     partly = (tokens[:, :, None] & ~rows).sum(axis=(0, 1))
     worst = int(partly.argmax()) if len(partly) else 0
     if len(partly) and partly[worst] > FEW * tokens.sum():
