@@ -192,6 +192,43 @@ def test_an_empty_slot_has_no_tokens(tmp_path):
     assert said(read_trace(written(tmp_path / "b.jsonl", *records))) == []
 
 
+@LINES
+@pytest.mark.parametrize("starts", [((1000, 40), (0, 30)), ((500, 9), (90, 8), (3, 20))])
+def test_a_restart_keeps_the_order_of_lines_where_no_step_occurs_twice(tmp_path, starts):
+    """The file was begun late in the first start, so its steps lie above those of the next."""
+    numbers = [first + index for first, steps in starts for index in range(steps)]
+    records = many(numbers)
+    trace = read_trace(written(tmp_path / "a.jsonl", *records))
+    loads = [record["expert_load"][0] for record in records]
+    assert trace.counts[:, 0, 1].tolist() == [load[1] for load in loads]
+    (found,) = trace.findings
+    assert (found.where, found.amount) == (
+        f"after {starts[0][1]} steps",
+        f"{len(starts) - 1} times",
+    )
+
+
+@LINES
+def test_lines_out_of_order_are_sorted(tmp_path):
+    numbers = sorted(range(40), key=str)
+    records = many(numbers)
+    trace = read_trace(written(tmp_path / "a.jsonl", *records))
+    load = {record["step"]: record["expert_load"][0][1] for record in records}
+    assert trace.counts[:, 0, 1].tolist() == [load[step] for step in range(40)]
+    assert trace.findings == ()
+
+
+@LINES
+@pytest.mark.parametrize(("tokens", "severity"), [(1, "note"), (90, "doubt")])
+def test_tokens_of_an_empty_slot_are_in_doubt_if_they_are_many(tmp_path, tokens, severity):
+    records = many(range(40), load=10, held=((0, 1, 2, -1),))
+    for record in records:
+        record["expert_load"][0][3] = 0
+    records[7]["expert_load"][0][3] = tokens
+    (found,) = read_trace(written(tmp_path / "a.jsonl", *records)).findings
+    assert (found.code, found.severity) == ("routes_missing", severity)
+
+
 # --- recordings of our plugins -----------------------------------------------------------------
 
 

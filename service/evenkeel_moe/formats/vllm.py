@@ -24,16 +24,19 @@ from evenkeel_moe.formats.reading import (
 from evenkeel_moe.formats.trace import Trace, assumed, drop_idle_steps, left_out
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity, spans
 from evenkeel_moe.model.placement import EMPTY
+from evenkeel_moe.planning.signals.load_findings import MOST_DEVIATION
 
 _MAX_STEP = 2**62
 MOST_STARTS = 8
 """Starts of a server in one file up to which nothing else is suspected."""
+MOST_GAP = 10
+"""Times the usual distance of two steps, beyond which they belong to two starts."""
 
 
 def read_load_statistics(path: Path, first_moe_layer: int | None) -> Trace:
     """Read a file of load statistics.
 
-    A line that cannot be read is left out. Where step numbers occur again, the server was started
+    A line that cannot be read is left out. Where step numbers begin anew, the server was started
     again: all steps are then read in the order of the lines.
 
     Raises:
@@ -69,12 +72,13 @@ def read_load_statistics(path: Path, first_moe_layer: int | None) -> Trace:
     if not steps:
         raise InvalidInput("has no line of the type eplb_load_stats")
     numbers = [step for step, _, _ in steps]
-    if len(set(numbers)) == len(numbers):
-        steps.sort(key=lambda read: read[0])  # one start, whose lines are out of order
+    starts = _starts(numbers)
+    if not starts:
+        steps.sort(key=lambda read: read[0])  # one start, whose lines may be out of order
     experts = max(int(held.max()) for _, _, held in steps) + 1
     rows = [_sum_by_expert(load, held, experts) for _, load, held in steps]
     counts, idle = drop_idle_steps(np.stack(rows))
-    findings = (*_broken_lines(broken, lines), *_starts(numbers), *idle)
+    findings = (*_broken_lines(broken, lines), *starts, *idle)
     findings += _load_of_empty_slots(steps)
     first_layer = first_moe_layer or 0
     layer_ids = tuple(range(first_layer, first_layer + counts.shape[1]))
@@ -91,13 +95,13 @@ def _broken_lines(broken: dict[int, str], lines: int) -> tuple[Finding, ...]:
 
 
 def _starts(steps: list[int]) -> tuple[Finding, ...]:
-    """Say where step numbers begin anew.
+    """Say where step numbers begin anew, and not only lines are out of order.
 
     Raises:
         InvalidInput: they do so too often for restarts of one server.
     """
     again = [at for at, step in enumerate(steps) if at and step <= steps[at - 1]]
-    if not again or len(set(steps)) == len(steps):
+    if not again or (len(set(steps)) == len(steps) and _without_gap(steps)):
         return ()
     if len(again) > MOST_STARTS and 10 * len(again) > len(steps):
         raise InvalidInput(
@@ -106,6 +110,12 @@ def _starts(steps: list[int]) -> tuple[Finding, ...]:
         )
     what = "step numbers begin anew, so the server was started again; all steps are read"
     return (assumed(what, f"after {again[0]} steps", f"{len(again)} times"),)
+
+
+def _without_gap(steps: list[int]) -> bool:
+    """Return True if different steps are near each other, as those of one start are."""
+    gaps = np.diff(np.sort(np.array(steps)))
+    return bool(gaps.max() <= MOST_GAP * np.median(gaps))
 
 
 def _load_of_empty_slots(
@@ -118,7 +128,7 @@ def _load_of_empty_slots(
     return (
         Finding(
             FindingCode.ROUTES_MISSING,
-            Severity.DOUBT,
+            Severity.DOUBT if lost > MOST_DEVIATION * total else Severity.NOTE,
             "tokens of slots that the map calls empty are left out",
             amount=f"{lost} of {total} tokens",
             advice="The map may be older than the counts. Record again",
