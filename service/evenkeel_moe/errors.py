@@ -38,7 +38,6 @@ class Reason(StrEnum):
     COOLDOWN = "cooldown"
     INSUFFICIENT_DATA = "insufficient_data"
     STALE_DATA = "stale_data"
-    IMPLAUSIBLE_COUNTS = "implausible_counts"
     RANKS_MISSING = "ranks_missing"
     GROUP_STOPPED = "group_stopped"
     BALANCE_ABOVE_THRESHOLD = "balance_above_threshold"

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.finding import Finding, FindingCode, Severity
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.ports.operations import LedElsewhere
@@ -61,18 +60,6 @@ def test_a_dispatcher_that_disagrees_is_shown(run, operations):
     operations.views["demo"] = FakeView(status, {}, None)
     out = run("status", "demo")[1]
     assert "optimal" in out and warning in out
-
-
-def test_counts_that_no_router_made_are_shown(run, operations):
-    finding = Finding(
-        FindingCode.UNEVEN_LAYERS, Severity.DOUBT, "layers differ", "layer 3", size=0.25
-    )
-    operations.views["demo"] = FakeView(make_status(findings=(finding,)), {}, None)
-    assert "layers differ: layer 3" in run("status", "demo")[1]
-    answer = json.loads(run("status", "demo", "--json")[1])
-    assert answer["findings"] == [
-        {"code": "uneven_layers", "words": "layers differ: layer 3", "size": 0.25}
-    ]
 
 
 def test_json_is_the_controllers_answer(run):

@@ -19,7 +19,6 @@ from evenkeel_moe.api.schema_base import (
     ResponseBody,
     TextOrNull,
 )
-from evenkeel_moe.model.finding import FindingCode
 from evenkeel_moe.model.load import Phase
 
 Matrix = list[list[float]]
@@ -151,16 +150,6 @@ class PlanSummary(ResponseBody):
     """Null before the plan was measured, and if it was not carried out."""
 
 
-class FindingOut(ResponseBody):
-    """Something about the counts of a window that contradicts how an engine routes."""
-
-    code: FindingCode
-    words: str
-    """What, where, how much and what to do."""
-    size: Number
-    """A share of a layer's choices, or a number of experts, by its code."""
-
-
 class DeploymentOut(ResponseBody):
     """One deployment; null means unknown, never zero.
 
@@ -213,8 +202,6 @@ class DeploymentOut(ResponseBody):
     """Model of the engines' dispatcher, for which plans are made."""
     dispatch_warning: str | None
     """A sentence that names two dispatchers that disagree; empty if none do."""
-    findings: list[FindingOut] | None
-    """What the counts of the window show that no router can have routed; no plan is then made."""
     balancedness_by_phase: dict[Phase, Number] | None
     """Mean over the steps and layers of the window of each phase."""
     newest_step_unix: Number

@@ -23,7 +23,6 @@ WORDS: dict[str, str] = {
     Reason.COOLDOWN: "the last plan ended too short a time ago",
     Reason.INSUFFICIENT_DATA: "too few complete steps are known to plan on",
     Reason.STALE_DATA: "the newest complete step is too old to plan on",
-    Reason.IMPLAUSIBLE_COUNTS: "layers disagree on how much they routed, or experts never count",
     Reason.OBSERVE_ONLY: "ranks take no plan: one has a fault, or they run with"
     " EVENKEEL_RANK__MODE=observe",
     Reason.GATE_LAYOUT_DISAGREES: "ranks differ in how often they poll, so none takes a plan",

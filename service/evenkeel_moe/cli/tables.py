@@ -143,7 +143,6 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
     ]
     if row["dispatch_warning"]:
         troubles.append(Text(row["dispatch_warning"], style="yellow"))
-    troubles += [Text(each["words"], style="red") for each in row["findings"] or ()]
     words = legend(
         "epoch: version of the placement; each wave of a plan raises it by 1",
         "generation: one life of the EP group; it changes when the engine restarts",

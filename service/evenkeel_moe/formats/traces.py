@@ -3,7 +3,7 @@
 import io
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from evenkeel_moe.planning.signals.load_findings import check_recording
 
 _MOST_FINDINGS = 1000
 """Findings that are read from one file."""
-_FINDING_KEYS = ("code", "severity", "what", "where", "amount", "advice")
 
 
 def read_trace(
@@ -169,10 +168,6 @@ def _one_number(arrays: Mapping[str, NDArray[Any]], name: str) -> int | None:
     return int(token_counts(arrays[name], name).reshape(-1)[0])
 
 
-def _line(finding: Finding) -> str:
-    return json.dumps({key: str(getattr(finding, key)) for key in _FINDING_KEYS})
-
-
 def _read_findings(lines: NDArray[Any] | None) -> tuple[Finding, ...]:
     """Return the findings with which a trace was written."""
     if lines is None:
@@ -182,12 +177,12 @@ def _read_findings(lines: NDArray[Any] | None) -> tuple[Finding, ...]:
             f"findings must be at most {_MOST_FINDINGS} texts, are {lines.size} of {lines.dtype}"
         )
     found = []
+    keys = ("code", "severity", "what", "where", "amount", "advice")
     for line in lines.reshape(-1).tolist():
-        row = as_mapping(parse_json(line), "a finding", _FINDING_KEYS)
+        row = as_mapping(parse_json(line), "a finding", keys)
         try:
-            code, severity = FindingCode(row["code"]), Severity(row["severity"])
-            what, where, amount, advice = (str(row[key]) for key in _FINDING_KEYS[2:])
-            found.append(Finding(code, severity, what, where, amount, advice))
+            texts = [str(row[key]) for key in keys[2:]]
+            found.append(Finding(FindingCode(row["code"]), Severity(row["severity"]), *texts))
         except ValueError as error:
             raise InvalidInput(f"a finding cannot be read: {error}") from error
     return tuple(found)
@@ -215,7 +210,7 @@ def write_trace(path: Path | str, trace: Trace) -> None:
     if trace.num_hidden_layers is not None:
         arrays["hidden"] = np.array(trace.num_hidden_layers, np.int32)
     if trace.findings:
-        arrays["findings"] = np.array([_line(each) for each in trace.findings])
+        arrays["findings"] = np.array([json.dumps(asdict(each)) for each in trace.findings])
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     write_file(path, buffer.getvalue())

@@ -28,7 +28,6 @@ class FindingCode(StrEnum):
     MOSTLY_IDLE_LAYERS = "mostly_idle_layers"
     EQUAL_LAYERS = "equal_layers"
     IDLE_EXPERTS = "idle_experts"
-    IDLE_RANKS = "idle_ranks"
     RISING_TOTALS = "rising_totals"
     REPEATED_STEPS = "repeated_steps"
 
@@ -56,9 +55,6 @@ class Finding:
     """How much, with numbers; empty if `what` says it."""
     advice: str = ""
     """What to do, as a sentence without a full stop; empty if there is nothing to do."""
-    size: float | None = None
-    """How much as a number, where a gate compares it: a share of a layer's choices, or a number of
-    experts or ranks."""
 
     @property
     def words(self) -> str:

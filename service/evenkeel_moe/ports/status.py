@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evenkeel_moe.model.cost import CostBasis
-from evenkeel_moe.model.finding import Finding
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanRecord
@@ -98,8 +97,6 @@ class DeploymentStatus:
     """The model of the engines' dispatcher, by which plans are made and balance is computed."""
     dispatch_warning: str = ""
     """A sentence that names two dispatchers that disagree; empty if none do."""
-    findings: tuple[Finding, ...] = ()
-    """What the counts of the window showed in the newest cycle that no router can have routed."""
     balancedness_by_phase: Mapping[Phase, float | None] = field(default_factory=dict)
     """As `balancedness_mean`, for the window of each phase."""
     newest_step_unix: float | None = None

@@ -102,15 +102,6 @@ test("the gate of a waiting proposal says when it expires", () => {
   assert.equal(gate.detail, "The proposal expires in 10 min.");
 });
 
-test("counts that no router made close a gate of their own and are a trouble", () => {
-  const findings = [{ code: "uneven_layers", words: "layers differ: layer 3.", size: 0.25 }];
-  const row = deployment({ ...decided("implausible_counts"), findings });
-  const gate = gatesOf(row, POLICY, 100).find((each) => each.state === "closed");
-  assert.equal(gate.title, "The counts are plausible");
-  assert.equal(gate.detail, "layers differ: layer 3.");
-  assert.deepEqual(healthOf(row, 1), { level: "attention", words: "layers differ: layer 3." });
-});
-
 test("the gate of the hold says what the hold stops in each mode", () => {
   const held = { held: true, held_because: "held_after_rollback" };
   const gateOf = (row, mode) =>

@@ -13,7 +13,6 @@ from evenkeel_moe.controller.operations.status import live_view
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
 from evenkeel_moe.model.plan import PlanPhase
-from evenkeel_moe.planning.signals.load_findings import check_window
 from evenkeel_moe.protocol.control_messages import LeaseLost
 from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.transitions import ControlState
@@ -110,24 +109,6 @@ async def test_a_group_that_stopped_as_planned_is_neither_ready_nor_balanced_nor
         assert gauges.live_replicas is None and gauges.down_to_one is None
         with pytest.raises(Unavailable, match=r"ranks \[0, 1\] stopped as planned"):
             await one.operations.recommendation(DEMO, None)
-
-
-@pytest.mark.fault(
-    "an operator whose engine counts wrongly under graphs", "plans were made on half of the counts"
-)
-async def test_counts_that_no_router_made_are_in_status_and_metrics():
-    async with replicas("a") as (one, _):
-        await one.lead()
-        assert live_view(one.member).status().findings == ()
-        load = np.ones((20, 2, 4), np.int64) * 50
-        load[:, 1] //= 2
-        shown = check_window(load.sum(axis=2), load.sum(axis=0), range(2))
-        one.member.planner.findings = shown
-        view = live_view(one.member)
-        assert [str(each.code) for each in view.status().findings] == ["uneven_layers"]
-        assert "evenkeel_implausible_counts" in series(view)
-        one.member.planner.forget()
-        assert "evenkeel_implausible_counts" not in series(live_view(one.member))
 
 
 async def test_the_time_balance_is_that_of_the_newest_cycle_and_absent_without_one():

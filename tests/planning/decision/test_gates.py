@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.errors import InvalidInput, Reason
-from evenkeel_moe.model.finding import Finding, FindingCode, Severity
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import Mode
@@ -21,11 +20,6 @@ from evenkeel_moe.planning.decision.gates import (
 )
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
 
-
-def a_finding(code, size):
-    return Finding(code, Severity.DOUBT, "what", size=size)
-
-
 SETTINGS = GateSettings(cooldown_s=120, max_data_age_s=30, consecutive_windows=3)
 POOR = BeforeInputs(
     now_unix=1000.0,
@@ -34,7 +28,6 @@ POOR = BeforeInputs(
     ranks_fresh=8,
     window_steps=200,
     newest_step_age_s=1.0,
-    findings=(),
     balancedness_mean=0.7,
     memory=GateMemory(windows_below=5, planning=True),
 )
@@ -55,7 +48,6 @@ CLOSED: list[tuple[Reason, dict[str, Any]]] = [
     (Reason.RANKS_MISSING, {"ranks_fresh": 7}),
     (Reason.INSUFFICIENT_DATA, {"window_steps": 63}),
     (Reason.STALE_DATA, {"newest_step_age_s": 31.0}),
-    (Reason.IMPLAUSIBLE_COUNTS, {"findings": (a_finding(FindingCode.UNEVEN_LAYERS, 0.01),)}),
     (Reason.BALANCE_ABOVE_THRESHOLD, {"balancedness_mean": 0.95}),
 ]
 
@@ -388,27 +380,3 @@ def test_settings_by_name():
     for value in (-1.0, math.nan, math.inf):
         with pytest.raises(InvalidInput, match="must be finite and not negative"):
             GateSettings(cooldown_s=value)
-
-
-@pytest.mark.fault(
-    "an operator whose engine counts wrongly under graphs", "plans were made on half of the counts"
-)
-@pytest.mark.parametrize("manual", [False, True])
-@pytest.mark.parametrize(
-    ("code", "size", "bound", "enough"),
-    [
-        (FindingCode.UNEVEN_LAYERS, 0.25, "max_layer_deviation", 0.3),
-        (FindingCode.IDLE_LAYERS, 1.0, "max_layer_deviation", 1.0),
-        (FindingCode.IDLE_EXPERTS, 4.0, "max_idle_experts", 4.0),
-        (FindingCode.IDLE_RANKS, 1.0, "max_idle_experts", 1.0),
-    ],
-)
-def test_implausible_counts_close_the_gate_until_the_settings_allow_them(
-    manual, code, size, bound, enough
-):
-    inputs = replace(POOR, manual=manual, findings=(a_finding(code, size),))
-    decision = decide_before(inputs, SETTINGS)
-    assert decision.reason is Reason.IMPLAUSIBLE_COUNTS
-    assert decision.numbers == {str(code): size, bound: getattr(SETTINGS, bound)}
-    assert decision.memory.windows_below == 0
-    assert decide_before(inputs, replace(SETTINGS, **{bound: enough})).passed

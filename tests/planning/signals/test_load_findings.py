@@ -13,11 +13,8 @@ from evenkeel_moe.model.finding import (
     judge_findings,
     spans,
 )
-from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.signals.load_findings import (
     check_hidden_layers,
-    check_ranks,
     check_recording,
     check_window,
 )
@@ -258,20 +255,3 @@ def test_whole_numbers_are_shown_as_ranges():
     assert spans("step", [4]) == "step 4"
     assert spans("step", [7, 0, 1, 2]) == "steps 0..2, 7"
     assert spans("step", range(0, 20, 2)) == "steps 0, 2, 4, 6, 8, 10 and 4 more"
-
-
-@BROKEN
-def test_a_rank_whose_own_experts_never_count_is_named():
-    placement = Placement.initial(ModelShape(LAYERS, EXPERTS, 4, 5, 2, 1))
-    load = routed().sum(axis=0)
-    assert check_ranks(load, placement) == ()
-    own = [np.flatnonzero(placement.logcnt[0] == 1)]
-    held = placement.phy2log[0].reshape(4, 5)[2]
-    alone = np.intersect1d(held, own)
-    assert 0 < len(alone) < 5
-    load[:, alone] = 0
-    (finding,) = check_ranks(load, placement)
-    assert (str(finding.code), finding.where, finding.size) == ("idle_ranks", "rank 2", 1.0)
-    load[0, alone[0]] = 1
-    assert check_ranks(load, placement) == ()
-    assert check_ranks(np.zeros_like(load), placement) == ()

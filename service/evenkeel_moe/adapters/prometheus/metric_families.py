@@ -134,11 +134,6 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
     ("mode", "policy", "leader"): {
         "evenkeel_deployment_info": "Mode, policy and leader of a deployment; always 1.",
     },
-    ("finding",): {
-        "evenkeel_implausible_counts": "Counts of the window that no router can have routed: the"
-        " share of its choices by which a layer differs, or the experts that are idle in every"
-        " layer; absent where there are none.",
-    },
     ("source",): {
         "evenkeel_cost_model_info": "Origin of the cost model that plans are scored by: tokens,"
         " derived, profiled or measured; always 1, one series at a time.",
@@ -254,8 +249,6 @@ def _of_deployment(view: View) -> _Series:
     yield "evenkeel_frozen_until_timestamp_seconds", (), status.frozen_until_unix
     yield "evenkeel_time_balance_ratio", (), status.time_balance
     yield "evenkeel_time_balance_worst_ratio", (), status.time_balance_worst
-    for finding in status.findings:
-        yield "evenkeel_implausible_counts", (finding.code,), finding.size
     if status.cost_model is not None:
         yield "evenkeel_cost_model_info", (status.cost_model.source,), 1
         yield "evenkeel_cost_model_fit_error_ratio", (), status.cost_model.fit_error

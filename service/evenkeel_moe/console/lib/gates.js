@@ -91,15 +91,6 @@ const GATES = [
     remedy: () => "Find out why steps stopped, or why one rank does not report them.",
   },
   {
-    title: "The counts are plausible",
-    closes: ["implausible_counts"],
-    says: ({ deployment }) =>
-      deployment.findings?.length
-        ? deployment.findings.map((finding) => finding.words).join(" ")
-        : "All layers of a step routed as much.",
-    remedy: () => "Find out why counts are missing: no plan is made on them.",
-  },
-  {
     title: "Balance is low, or the traffic changed",
     closes: ["balance_above_threshold"],
     says: saysBalance,

@@ -66,7 +66,6 @@ const CONDITIONS = [
   },
   ({ held, held_because: because }) => (held ? ["attention", sentence(because)] : null),
   ({ frozen_until_unix: until }) => (until ? ["attention", sentence("frozen")] : null),
-  ({ findings }) => (findings?.length ? ["attention", findings[0].words] : null),
   ({ dispatch_warning: warning }) => (warning ? ["attention", warning] : null),
   ({ proposals, last_decision: decision, state }) => {
     const waiting = proposals?.length ?? 0;

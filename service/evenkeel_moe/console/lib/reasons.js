@@ -19,7 +19,6 @@ const SENTENCES = {
   cooldown: "The last plan ended a moment ago; the controller waits before the next.",
   insufficient_data: "There are too few complete steps to plan or to judge on.",
   stale_data: "The newest complete step is too old to plan on.",
-  implausible_counts: "Layers disagree on how much they routed, or experts never count.",
   ranks_missing: "Not all ranks are connected, so the present load is unknown.",
   balance_above_threshold: "Balance is good enough: nothing has to move.",
   waiting_consecutive_windows: "Balance is low, but not for enough cycles in a row.",

@@ -3,7 +3,7 @@
 The work itself runs in the planner's processes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -29,7 +29,6 @@ from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.controller.tasks import Spawn
 from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.cost import CostModel
-from evenkeel_moe.model.finding import Finding
 from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.calibration import Calibration
@@ -56,8 +55,6 @@ class DeploymentPlanner:
     spawn: Spawn
     settings: CycleSettings
     metrics: ControllerMetrics
-    findings: tuple[Finding, ...] = field(default=(), init=False)
-    """What the counts of the window showed in the newest cycle."""
 
     def __post_init__(self) -> None:
         control, loads, clock, pool = self.operator.control, self.loads, self.clock, self.pool
@@ -97,7 +94,6 @@ class DeploymentPlanner:
     def forget(self) -> None:
         """Start again: the windows begin again for another generation."""
         self._builder.forget()
-        self.findings = ()
         self.gains.forget()
         self.stalls.forget()
         self._shadows.forget()
@@ -136,7 +132,6 @@ class DeploymentPlanner:
         inputs = self._builder.build(base, policy.policy, policy.limits)
         result = await self._budget.run(self.pool, inputs)
         self._builder.gate_memory = result.memory
-        self.findings = result.findings
         shadow = self._shadows.rows()
         if result.split is not None:
             self._shadows.score(inputs, result.split, action.epoch)

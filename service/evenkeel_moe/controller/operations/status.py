@@ -16,7 +16,6 @@ from evenkeel_moe.controller.operations.gauges import measured_gauges
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.cost import CostModel
-from evenkeel_moe.model.finding import Finding
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase
@@ -46,8 +45,6 @@ class LiveView:
     clock: Clock
     cost: CostModel | None
     """The cost model of the newest cycle; None before the first."""
-    findings: tuple[Finding, ...] = ()
-    """What the counts of its window showed."""
 
     def placement(self) -> Placement | None:
         """Return the committed placement; None before the ranks told it."""
@@ -127,7 +124,6 @@ class LiveView:
             leader_address=leadership.advertise if leading else None,
             dispatch=choice.model.value,
             dispatch_warning=choice.warning,
-            findings=self.findings if heard else (),
             balancedness_by_phase=self._by_phase() if heard else {},
             newest_step_unix=None if newest_at is None else newest_at + control.unix_offset_s,
             plan_aborted_unix=None if aborted is None else aborted.updated_at,
@@ -209,7 +205,6 @@ def live_view(deployment: Deployment) -> LiveView:
         deployment.decisions,
         deployment.clock,
         deployment.planner.cost,
-        deployment.planner.findings,
     )
 
 

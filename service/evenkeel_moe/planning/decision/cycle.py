@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, Reason
-from evenkeel_moe.model.finding import Finding
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Wave
 from evenkeel_moe.model.policy import Mode, OptionValue
@@ -26,7 +25,6 @@ from evenkeel_moe.planning.decision.gates import (
     GateSettings,
     decide_after,
     decide_before,
-    implausible,
 )
 from evenkeel_moe.planning.decision.verdict import Verdict, VerdictRules, held_out_steps, judge
 from evenkeel_moe.planning.decision.window_balance import time_balance, token_balance
@@ -48,7 +46,6 @@ from evenkeel_moe.planning.signals.change_detection import (
     detect_change,
     forget_old_means,
 )
-from evenkeel_moe.planning.signals.load_findings import check_ranks, check_window
 
 _ONE_LAYER = 2.0
 """A layer counts as changed, if the others did not, at this multiple of the change ratio. On steady
@@ -151,8 +148,6 @@ class CycleResult:
     """The verdict of the later steps; None if there were none, or the cycle ended before."""
     split: WindowSplit | None = None
     """The steps planned and scored on; None if the cycle ended before it planned."""
-    findings: tuple[Finding, ...] = ()
-    """What the counts of the window show, beyond what the settings allow."""
 
 
 def run_cycle(inputs: CycleInputs) -> CycleResult:
@@ -163,18 +158,12 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
         or PLANNER_FAILED and their text in `detail`. Nothing is raised for bad data or requests.
     """
     change = change_of(inputs)
-    findings = _check_counts(inputs)
-    shown = implausible(findings, inputs.settings)
     try:
-        before = _decide_to_plan(inputs, change, findings)
+        before = _decide_to_plan(inputs, change)
     except EvenkeelError as error:  # The window or the cost model does not fit the placement.
         return CycleResult(False, _reason_of(error), inputs.memory, detail=str(error))
     if not before.passed:
-        counted = before.reason is Reason.IMPLAUSIBLE_COUNTS
-        detail = " ".join(finding.words for finding in shown) if counted else ""
-        return CycleResult(
-            False, before.reason, before.memory, before.numbers, detail=detail, findings=shown
-        )
+        return CycleResult(False, before.reason, before.memory, before.numbers)
     split = split_window(inputs, change)
     try:
         target, numbers = plan_target(inputs, split)
@@ -229,18 +218,7 @@ def change_of(inputs: CycleInputs) -> Change:
     return detect_change(inputs.load.astype(np.float64), rules)
 
 
-def _check_counts(inputs: CycleInputs) -> tuple[Finding, ...]:
-    """Return what the counts of the window show that no router can have routed."""
-    if not len(inputs.load):
-        return ()
-    load, total = inputs.load, inputs.load.sum(axis=0)
-    since = inputs.steps_since_move
-    under_present = total if since is None else load[max(0, len(load) - since) :].sum(axis=0)
-    layers = check_window(load.sum(axis=2), total, range(load.shape[1]))
-    return (*layers, *check_ranks(under_present, inputs.current))
-
-
-def _decide_to_plan(inputs: CycleInputs, change: Change, findings: tuple[Finding, ...]) -> Decision:
+def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
     """Measure the balance of the window and apply the gates before planning."""
     load, split = inputs.load, inputs.token_split
     changed_steps = len(load) - change.first_step if change.first_step else 0
@@ -254,7 +232,6 @@ def _decide_to_plan(inputs: CycleInputs, change: Change, findings: tuple[Finding
             ranks_fresh=inputs.ranks_fresh,
             window_steps=len(load),
             newest_step_age_s=inputs.newest_step_age_s,
-            findings=findings,
             balancedness_mean=tokens.window,
             time_balance=None if time is None else time.window,
             change_strength=change.strength,

@@ -15,11 +15,10 @@ more than `stop_above - plan_below`, noise is not the cause: planning starts bel
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, Reason
-from evenkeel_moe.model.finding import Finding, FindingCode
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import Mode
@@ -27,7 +26,6 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.answered_change import ObservedChange
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
 from evenkeel_moe.planning.schedule.relabel import moves_by_layer
-from evenkeel_moe.planning.signals.load_findings import MOST_DEVIATION
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +46,6 @@ class GateSettings:
     """Complete steps needed to plan; with fewer, a placement would be judged by noise."""
     max_data_age_s: float = 15.0
     """Age of the newest complete step beyond which the window is too old to plan on."""
-    max_layer_deviation: float = MOST_DEVIATION
-    """Share of its choices by which a layer may differ from the others over the window. All MoE
-    layers route the same tokens, so a larger difference means that counts are lost or doubled.
-    Raise it for an engine that drops tokens; 1 allows layers that never count."""
-    max_idle_experts: float = 0
-    """Experts that may be idle in every layer of a window with many tokens; more mean that the
-    counts of a rank are lost. It bounds the ranks whose own experts are idle, too. Raise it if the
-    model has experts that are never chosen."""
     plan_below: float = 0.90
     """Balance below which windows count towards planning: the mean balancedness of the layers, or
     the time balance where the cost model is not by tokens."""
@@ -145,8 +135,6 @@ class BeforeInputs:
     window_steps: int
     newest_step_age_s: float
     """NaN if no step was ever complete."""
-    findings: tuple[Finding, ...]
-    """What the counts of the window show."""
     balancedness_mean: float
     """Balancedness of the present placement on the window; NaN without load."""
     time_balance: float | None = None
@@ -216,8 +204,7 @@ def decide_before(inputs: BeforeInputs, settings: GateSettings) -> Decision:
     Returns:
         Passed, with the cause to plan: MANUAL_REQUEST, LOAD_CHANGED or BALANCE_BELOW_THRESHOLD.
         Closed, with one of PLAN_IN_PROGRESS, FROZEN, the reason of a hold, COOLDOWN, RANKS_MISSING,
-        INSUFFICIENT_DATA, STALE_DATA, IMPLAUSIBLE_COUNTS, WAITING_CONSECUTIVE_WINDOWS,
-        BALANCE_ABOVE_THRESHOLD.
+        INSUFFICIENT_DATA, STALE_DATA, WAITING_CONSECUTIVE_WINDOWS, BALANCE_ABOVE_THRESHOLD.
     """
     closed = _closed_by_time(inputs, settings) or _closed_by_data(inputs, settings)
     if closed is not None:
@@ -284,27 +271,7 @@ def _closed_by_data(inputs: BeforeInputs, settings: GateSettings) -> Decision | 
             "max_data_age_s": settings.max_data_age_s,
         }
         return Decision(False, Reason.STALE_DATA, numbers, memory)
-    numbers = {}
-    for finding in implausible(inputs.findings, settings):
-        name, most = _bound(finding, settings)
-        numbers |= {str(finding.code): float(finding.size or 0.0), name: most}
-    return Decision(False, Reason.IMPLAUSIBLE_COUNTS, numbers, memory) if numbers else None
-
-
-def implausible(findings: Collection[Finding], settings: GateSettings) -> tuple[Finding, ...]:
-    """Return the findings about a window that exceed what the settings allow."""
-    return tuple(
-        finding
-        for finding in findings
-        if finding.size is not None and finding.size > _bound(finding, settings)[1]
-    )
-
-
-def _bound(finding: Finding, settings: GateSettings) -> tuple[str, float]:
-    """Return the name and the value of the setting that bounds a finding."""
-    if finding.code in (FindingCode.IDLE_EXPERTS, FindingCode.IDLE_RANKS):
-        return "max_idle_experts", settings.max_idle_experts
-    return "max_layer_deviation", settings.max_layer_deviation
+    return None
 
 
 def _decide_on_balance(inputs: BeforeInputs, settings: GateSettings) -> Decision:

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity, spans
-from evenkeel_moe.model.placement import Placement
 
 MOST_DEVIATION = 0.005
 """Share of a layer's choices by which it may differ from the others before a verdict is in doubt.
@@ -57,43 +56,6 @@ def check_window(
         *_idle_layers(choices, layer_ids),
         *_uneven_layers(choices, layer_ids),
         *_idle_experts(load),
-    )
-
-
-def check_ranks(load: NDArray[np.integer], placement: Placement) -> tuple[Finding, ...]:
-    """Find ranks whose own experts never count, in any layer.
-
-    Own experts are those that no other rank holds: an idle one elsewhere tells nothing of a rank.
-
-    Args:
-        load: (L, E) [tokens] sum over some steps.
-        placement: under which the steps ran.
-    """
-    layers, slots = placement.phy2log.shape
-    ranks = np.arange(slots) // placement.slots_per_rank
-    alone = (placement.phy2log >= 0) & np.take_along_axis(
-        placement.logcnt == 1, np.maximum(placement.phy2log, 0), axis=1
-    )
-    own = np.zeros(placement.num_ranks)
-    counted = np.zeros(placement.num_ranks)
-    np.add.at(own, np.broadcast_to(ranks, alone.shape)[alone], 1)
-    tokens = np.take_along_axis(load, np.maximum(placement.phy2log, 0), axis=1)
-    np.add.at(counted, np.broadcast_to(ranks, alone.shape)[alone], tokens[alone])
-    # In a single layer one expert may really be dead.
-    usual = load.mean() * own
-    idle = np.flatnonzero((counted == 0) & (usual >= ENOUGH_CHOICES) & (own >= 2))
-    if not len(idle):
-        return ()
-    return (
-        Finding(
-            FindingCode.IDLE_RANKS,
-            Severity.DOUBT,
-            "the experts of some ranks never counted a token",
-            spans("rank", idle.tolist()),
-            f"{own[idle].sum():.0f} experts of {layers} layers that no other rank holds",
-            "The counter of these ranks does not run, or their counts are lost",
-            size=float(len(idle)),
-        ),
     )
 
 
@@ -180,7 +142,6 @@ def _idle_layers(choices: NDArray[np.integer], layer_ids: Sequence[int]) -> tupl
             f"{len(idle)} of {len(layer_ids)} layers",
             "Their counter does not run, or their counts are lost; what is planned for them is a"
             " guess",
-            size=1.0,
         ),
     )
 
@@ -213,7 +174,6 @@ def _uneven_layers(choices: NDArray[np.integer], layer_ids: Sequence[int]) -> tu
             "All MoE layers of a step route the same tokens, so counts are missing or doubled"
             if doubtful
             else "",
-            size=float(deviation[worst]),
         ),
     )
 
@@ -237,7 +197,6 @@ def _idle_experts(load: NDArray[np.integer]) -> tuple[Finding, ...]:
             f"{len(idle)} of {experts}, while an expert has {load.sum() / experts:.0f} choices on"
             " average",
             "The counts of a rank may be lost, or the number of experts is too high",
-            size=float(len(idle)),
         ),
     )
 
