@@ -36,6 +36,7 @@ class Reason(StrEnum):
     HELD_AFTER_DATA_LOSS = "held_after_data_loss"
     GAINS_NOT_DELIVERED = "gains_not_delivered"
     COOLDOWN = "cooldown"
+    IMPLAUSIBLE_COUNTS = "implausible_counts"
     INSUFFICIENT_DATA = "insufficient_data"
     STALE_DATA = "stale_data"
     RANKS_MISSING = "ranks_missing"

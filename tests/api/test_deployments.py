@@ -5,12 +5,14 @@ import pytest
 
 from evenkeel_moe.api.convert import placement_json, placement_out
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.ports.operations import LedElsewhere, NotLeading
 from tests.api.conftest import assert_problem, make_client
 from tests.api.fakes import SHAPE, FakeOperations, FakeView, make_plan, make_status, make_window
+from tests.planning.signals.test_live_findings import LOST
 
 
 async def test_deployments_are_listed_by_name_in_pages(client):
@@ -66,6 +68,21 @@ async def test_deployment_shows_the_plan_and_null_for_unknown(operations, client
     unknown = (await client.get("/v1/deployments/fresh")).json()
     assert unknown["balancedness_mean"] is None
     assert unknown["step"] is None
+
+
+@LOST
+async def test_what_is_wrong_with_the_counts_is_told_and_unknown_is_null(app):
+    finding = Finding(
+        FindingCode.IDLE_EXPERTS, Severity.DOUBT, "never count", "rank 1", "all 6", share=0.25
+    )
+    shown = {}
+    for findings in ((finding,), (), None):
+        app.state.operations = FakeOperations(FakeView(make_status(findings=findings), {}, None))
+        async with make_client(app) as client:
+            shown[findings] = (await client.get("/v1/deployments/demo")).json()["findings"]
+    told = {"code": "idle_experts", "severity": "doubt", "where": "rank 1", "share": 0.25}
+    assert shown[(finding,)] == [told | {"words": "never count: rank 1, all 6"}]
+    assert (shown[()], shown[None]) == ([], None)
 
 
 async def test_active_plan_and_values_that_are_not_finite(app):

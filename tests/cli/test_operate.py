@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.ports.operations import LedElsewhere
 from tests.api.fakes import NOW, FakeView, make_plan, make_rank, make_status
+from tests.planning.signals.test_live_findings import LOST
 
 
 def test_status_lists_deployments(run):
@@ -60,6 +62,21 @@ def test_a_dispatcher_that_disagrees_is_shown(run, operations):
     operations.views["demo"] = FakeView(status, {}, None)
     out = run("status", "demo")[1]
     assert "optimal" in out and warning in out
+
+
+@LOST
+def test_what_is_wrong_with_the_counts_is_shown(run, operations):
+    doubt = Finding(
+        FindingCode.IDLE_EXPERTS, Severity.DOUBT, "experts never count", "rank 1", "6 of 16", "Look"
+    )
+    noted = Finding(FindingCode.UNEVEN_LAYERS, Severity.NOTE, "layers disagree")
+    operations.views["demo"] = FakeView(make_status(findings=(doubt, noted)), {}, None)
+    out = run("status", "demo")[1]
+    assert "Doubt: experts never count: rank 1, 6 of 16. Look." in out
+    assert "Note: layers disagree" in out
+    for unknown in (None, ()):
+        operations.views["demo"] = FakeView(make_status(findings=unknown), {}, None)
+        assert not {"Doubt", "Note:"} & set(run("status", "demo")[1].split())
 
 
 def test_json_is_the_controllers_answer(run):

@@ -66,6 +66,8 @@ def test_shares_are_percent_without_a_negative_zero():
     ("name", "value", "text"),
     [
         ("gain_lower", 0.0123, "1.2%"),
+        ("idle_experts", 0.375, "37.5%"),
+        ("max_layer_deviation", 0.005, "0.5%"),
         ("bytes", 2e9, "2 GB"),
         ("max_bytes", 2e9, "2 GB"),
         ("cooldown_s", 30.0, "30 s"),

@@ -20,6 +20,7 @@ from tests.telemetry.reports import (
     reasons,
     windows_of,
 )
+from tests.telemetry.test_load_check import HALVED
 
 
 def test_r19_destination_counts_must_sum_to_tokens_times_top_k():
@@ -36,6 +37,24 @@ def test_r19_destination_counts_must_sum_to_tokens_times_top_k():
     assert windows_of(intakes)[Phase.DECODE].steps.tolist() == [0, 2]
 
 
+@HALVED
+@pytest.mark.parametrize("side", list(CountingSide))
+def test_steps_that_do_not_add_up_are_returned_apart(side):
+    assembler, run = make_assembler(), Fleet().run(range(3))
+    run.received[1, 0, 2] += 1  # A slot of expert 2.
+    wanted = {CountingSide.DESTINATION: run.load, CountingSide.SOURCE: run.routed[:, 2]}[
+        side
+    ].copy()
+    wanted[1, 0, 2] += 1
+    run.routed[1, 2, 0, 2] += 1
+    intakes = [assembler.take(run.report(rank, side)) for rank in range(3)]
+    assert [intake.unsummed for intake in intakes[:2]] == [None, None]
+    apart = intakes[2].unsummed
+    assert apart is not None
+    assert np.array_equal(apart.counts, wanted[1:2])
+    assert (apart.steps.tolist(), apart.epochs.tolist()) == ([1], [EPOCH])
+
+
 def test_r19_counts_too_large_to_add_up_are_not_taken_for_small_ones():
     """The sum of three copies exceeds 2**32 by exactly the routed tokens."""
     assembler, run = make_assembler(), Fleet().run(range(2))
@@ -48,6 +67,7 @@ def test_r19_counts_too_large_to_add_up_are_not_taken_for_small_ones():
         in intakes[-1].rejected[0].detail
     )
     assert windows_of(intakes)[Phase.DECODE].steps.tolist() == [0]
+    assert not intakes[-1].unsummed, "the counts are not those of the ranks"
 
 
 def test_r19_source_counts_must_sum_in_every_report_and_layer():

@@ -150,6 +150,21 @@ class PlanSummary(ResponseBody):
     """Null before the plan was measured, and if it was not carried out."""
 
 
+class FindingOut(ResponseBody):
+    """One way in which the counts of a deployment contradict how an engine routes."""
+
+    code: str
+    """uneven_layers, idle_layers or idle_experts."""
+    severity: str
+    """doubt: nothing is planned on the counts. note: below the thresholds of the policy."""
+    words: str
+    """The finding as one line."""
+    where: str
+    """The layers, experts or ranks."""
+    share: Number
+    """How much, as a share of the choices, layers or experts that there are."""
+
+
 class DeploymentOut(ResponseBody):
     """One deployment; null means unknown, never zero.
 
@@ -210,6 +225,8 @@ class DeploymentOut(ResponseBody):
     """Unix seconds at which the newest plan that was aborted ended."""
     plans_lost_time: int | None
     """Newest measured plans in a row that cost time; null before a plan was measured."""
+    findings: list[FindingOut] | None
+    """What is wrong with the counts of the newest steps; null if there are no counts to check."""
 
 
 class DeploymentPage(ResponseBody):

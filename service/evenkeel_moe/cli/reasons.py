@@ -21,6 +21,8 @@ WORDS: dict[str, str] = {
     Reason.GAINS_NOT_DELIVERED: "automatic plans wait for `evenkeel resume`, because the last ones"
     " did not deliver their gain",
     Reason.COOLDOWN: "the last plan ended too short a time ago",
+    Reason.IMPLAUSIBLE_COUNTS: "the counts of layers or experts contradict each other;"
+    " `evenkeel status` says where",
     Reason.INSUFFICIENT_DATA: "too few complete steps are known to plan on",
     Reason.STALE_DATA: "the newest complete step is too old to plan on",
     Reason.OBSERVE_ONLY: "ranks take no plan: one has a fault, or they run with"

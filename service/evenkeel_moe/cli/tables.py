@@ -12,6 +12,7 @@ from evenkeel_moe.cli.fitted_table import FittedCell, FittedColumn, FittedTable,
 from evenkeel_moe.cli.reasons import HELD, WORDS, explained, with_reason
 from evenkeel_moe.cli.units import age, figure, figure_name, moment, moments, share
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.finding import Severity
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 
 _BALANCE = ("time_balance", "balancedness_mean")
@@ -143,6 +144,10 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
     ]
     if row["dispatch_warning"]:
         troubles.append(Text(row["dispatch_warning"], style="yellow"))
+    for finding in row.get("findings") or []:
+        grave = finding["severity"] == Severity.DOUBT
+        line = f"{'Doubt' if grave else 'Note'}: {finding['words']}"
+        troubles.append(Text(line, style="red" if grave else ""))
     words = legend(
         "epoch: version of the placement; each wave of a plan raises it by 1",
         "generation: one life of the EP group; it changes when the engine restarts",

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from evenkeel_moe.model.finding import LIVE_CODES
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 
 _SHARES = frozenset(
@@ -14,9 +15,10 @@ _SHARES = frozenset(
         *("gain", "gain_lower", "gain_upper", "gain_modelled", "min_gain", "net_gain"),
         *("copy_cost_share", "gap", "gap_to_bound", "promised_gain", "promised_lower"),
         *("delivered_gain", "delivered_lower", "delivered_upper"),
+        *(*LIVE_CODES, "max_layer_deviation", "max_idle_experts"),
     }
 )
-"""Figures that are shares of MoE time."""
+"""Figures that are shares, of MoE time or of counts."""
 _RATIOS = ("balance", "starts_below", "plan_below", "stop_above", "calibration")
 """Beginnings of the names of figures that lie between 0 and 1 and are shown with three digits."""
 

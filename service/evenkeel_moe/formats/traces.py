@@ -179,11 +179,14 @@ def _read_findings(lines: NDArray[Any] | None) -> tuple[Finding, ...]:
     found = []
     keys = ("code", "severity", "what", "where", "amount", "advice")
     for line in lines.reshape(-1).tolist():
-        row = as_mapping(parse_json(line), "a finding", keys)
+        row = as_mapping(parse_json(line), "a finding", keys, ("share",))
+        share = row.get("share")
         try:
             texts = [str(row[key]) for key in keys[2:]]
-            found.append(Finding(FindingCode(row["code"]), Severity(row["severity"]), *texts))
-        except ValueError as error:
+            known = None if share is None else float(share)
+            code, severity = FindingCode(row["code"]), Severity(row["severity"])
+            found.append(Finding(code, severity, *texts, share=known))
+        except (TypeError, ValueError) as error:
             raise InvalidInput(f"a finding cannot be read: {error}") from error
     return tuple(found)
 

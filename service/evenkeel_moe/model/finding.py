@@ -1,7 +1,7 @@
 """A finding: something about recorded or reported loads that contradicts how an engine routes."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from evenkeel_moe.errors import InvalidInput
@@ -41,6 +41,10 @@ class FindingCode(StrEnum):
     ASSUMED = "assumed"
 
 
+LIVE_CODES = (FindingCode.UNEVEN_LAYERS, FindingCode.IDLE_LAYERS, FindingCode.IDLE_EXPERTS)
+"""The findings that a live window can have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One finding, in words that are shown to people."""
@@ -55,6 +59,9 @@ class Finding:
     """How much, with numbers; empty if `what` says it."""
     advice: str = ""
     """What to do, as a sentence without a full stop; empty if there is nothing to do."""
+    share: float | None = field(default=None, kw_only=True)
+    """How much, as a share of the choices, layers or experts that there are; None if `amount` alone
+    tells it."""
 
     @property
     def words(self) -> str:

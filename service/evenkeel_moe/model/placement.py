@@ -86,6 +86,19 @@ class Placement:
         return counts
 
     @cached_property
+    def only_rank(self) -> NDArray[np.int32]:
+        """(L, E) int32 - the only rank with replicas of an expert; -1 if several or none have."""
+        sizes = self.num_layers, self.num_logical_experts
+        lowest, highest = np.full(sizes, self.num_ranks, np.int32), np.full(sizes, -1, np.int32)
+        layer, slot = np.nonzero(self.phy2log >= 0)
+        rank = self.rank_of_slot()[slot]
+        np.minimum.at(lowest, (layer, self.phy2log[layer, slot]), rank)
+        np.maximum.at(highest, (layer, self.phy2log[layer, slot]), rank)
+        only = np.where(lowest == highest, highest, -1).astype(np.int32)
+        only.flags.writeable = False
+        return only
+
+    @cached_property
     def even_shares(self) -> NDArray[np.float64]:
         """(L, S) share of its expert's tokens in each slot, split evenly; 0 in empty slots."""
         copies = np.take_along_axis(self.logcnt, np.maximum(self.phy2log, 0), axis=1)

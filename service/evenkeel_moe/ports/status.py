@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evenkeel_moe.model.cost import CostBasis
+from evenkeel_moe.model.finding import Finding
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanRecord
@@ -104,3 +105,5 @@ class DeploymentStatus:
     """When the newest complete step was counted, and when the newest aborted plan ended."""
     plans_lost_time: int | None = None
     """Newest measured plans in a row that cost time; None before a plan was measured."""
+    findings: tuple[Finding, ...] | None = None
+    """What is wrong with the counts of the newest steps; None if there are no counts to check."""

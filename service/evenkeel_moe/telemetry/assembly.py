@@ -57,6 +57,9 @@ class Intake(NamedTuple):
     rejected: tuple[Rejection, ...] = ()
     complete: tuple[tuple[Phase, LoadWindow], ...] = ()
     """Steps this report completed, by phase, oldest first."""
+    unsummed: LoadWindow | None = None
+    """Steps that do not add up (R19), oldest first: complete ones, or the rank's own counts on the
+    SOURCE side. They are never load, but tell how the engine counts. None if there are none."""
     source: Mapping[Phase, NDArray[np.int64]] | None = None
     """(L, E) [tokens] that the rank routed in the accepted steps, by phase; None for DESTINATION
     reports."""
@@ -179,14 +182,18 @@ class StepAssembler:
         added = buffer.add(report, flags, self._rules)
         rejected = [*self._refusals(buffer, report, added), *dropped] if added.seen else dropped
         complete: tuple[tuple[Phase, LoadWindow], ...] = ()
+        unsummed = self._unsummed(report, flags) if added.seen & StepFlag.SUM_MISMATCH else None
         if added.seen & StepFlag.COMPLETE:
-            complete = self._complete(buffer, added.rows[flags & StepFlag.COMPLETE > 0], rejected)
+            rows = added.rows[flags & StepFlag.COMPLETE > 0]
+            complete, of_all = self._complete(buffer, rows, rejected)
+            unsummed = unsummed or of_all
         self._drop_passed(buffer, rejected)
         return Intake(
             self.highest_step(report.rank),
             added.num_steps,
             tuple(rejected),
             complete,
+            unsummed,
             self._source_sums(report, added) if report.side is CountingSide.SOURCE else None,
             repeated,
         )
@@ -205,6 +212,19 @@ class StepAssembler:
             report.steps["dummy"] == 0
         )
         return wrong
+
+    def _unsummed(self, report: LoadReport, flags: NDArray[np.uint8]) -> LoadWindow:
+        """Return the steps of a report of the SOURCE side that do not add up."""
+        wrong = flags & StepFlag.SUM_MISMATCH > 0
+        steps = report.steps[wrong]
+        by_rank = np.zeros((len(steps), self.shape.num_ranks))
+        return LoadWindow(
+            report.counts[wrong].astype(np.uint32),
+            steps["step"].copy(),
+            steps["epoch"].copy(),
+            by_rank.astype(np.int64),
+            by_rank * np.nan,
+        )
 
     def _make_room(
         self,
@@ -282,8 +302,12 @@ class StepAssembler:
 
     def _complete(
         self, buffer: StepBuffer, rows: NDArray[np.int64], rejected: list[Rejection]
-    ) -> tuple[tuple[Phase, LoadWindow], ...]:
-        """Release complete steps, in rising order, and make windows of those that can be used."""
+    ) -> tuple[tuple[tuple[Phase, LoadWindow], ...], LoadWindow | None]:
+        """Release complete steps, in rising order, and make windows of those that can be used.
+
+        Returns:
+            The windows by phase; and the steps that do not add up, None if there are none.
+        """
         known = buffer.release(rows)
         mixed_epochs = known["mixed_epochs"] > 0
         if mixed_epochs.any():
@@ -292,12 +316,9 @@ class StepAssembler:
             rejected.append(Rejection(Reason.EPOCH_DISAGREES, count, detail))
         usable = (known["real"] > 0) & ~mixed_epochs
         if not usable.any():
-            return ()
+            return (), None
         rows, known = rows[usable], known[usable]
         counts, sums, bad = self._logical_counts(buffer, rows, known["epoch"])
-        if bad.any():
-            rejected.append(self._sum_mismatch(buffer, rows[bad], known[bad], sums[bad]))
-            rows, known, counts = rows[~bad], known[~bad], counts[~bad]
         window = LoadWindow(
             counts,
             known["step"].copy(),
@@ -305,12 +326,19 @@ class StepAssembler:
             buffer.tokens[rows],
             buffer.compute_s[rows],
         )
+        unsummed = None
+        if bad.any():
+            rejected.append(self._sum_mismatch(buffer, rows[bad], known[bad], sums[bad]))
+            # Counts that overflowed are not those of the ranks.
+            unsummed = window.slice(bad & (counts.sum(axis=2) == sums).all(axis=1))
+            known, window = known[~bad], window.slice(~bad)
         found = [(phase, known["phase"] == PHASE_CODE[phase]) for phase in Phase]
-        return tuple(
-            (phase, window if mask.all() else _pick(window, mask))
+        by_phase = tuple(
+            (phase, window if mask.all() else window.slice(mask))
             for phase, mask in found
             if mask.any()
         )
+        return by_phase, unsummed
 
     def _logical_counts(
         self, buffer: StepBuffer, rows: NDArray[np.int64], epochs: NDArray[np.int64]
@@ -379,14 +407,3 @@ class StepAssembler:
         buffer.closed_to = max(buffer.closed_to, step)
         detail = f"step {step} was reported by {reported} of {self.shape.num_ranks} ranks"
         rejected.append(Rejection(Reason.INCOMPLETE_STEP, reported, detail))
-
-
-def _pick(window: LoadWindow, mask: NDArray[np.bool_]) -> LoadWindow:
-    """Return the steps of a window that a (T,) mask selects."""
-    return LoadWindow(
-        window.counts[mask],
-        window.steps[mask],
-        window.epochs[mask],
-        window.tokens[mask],
-        window.compute_s[mask],
-    )

@@ -41,6 +41,7 @@ const POLICY = {
     cooldown_s: 8,
     min_window_steps: 64,
     max_data_age_s: 15,
+    max_layer_deviation: 0.005,
     consecutive_windows: 2,
     min_gain: 0.002,
     max_payback_steps: 20000,
@@ -100,6 +101,24 @@ test("the gate of a waiting proposal says when it expires", () => {
   const row = deployment(decided("plan_proposed", { expires_in_s: 600 }));
   const gate = gatesOf(row, POLICY, 100).find((each) => each.state === "closed");
   assert.equal(gate.detail, "The proposal expires in 10 min.");
+});
+
+test("counts that contradict each other close a gate of their own and are told", () => {
+  const doubt = { severity: "doubt", words: "no expert counts: rank 1, all 6. Look." };
+  const note = { severity: "note", words: "layers disagree" };
+  const row = deployment({ findings: [note, doubt], ...decided("implausible_counts") });
+  const gates = gatesOf(row, POLICY, 100);
+  const gate = gates.find((each) => each.state === "closed");
+  assert.equal(gate.title, "The counts agree with each other");
+  assert.equal(gate.detail, doubt.words);
+  assert.match(gate.remedy, /max_layer_deviation or max_idle_experts/);
+  const words = "The counts are in doubt: no expert counts: rank 1, all 6. Look.";
+  assert.deepEqual(healthOf(row, 2), { level: "attention", words });
+  for (const findings of [[note], [], null, undefined]) {
+    assert.equal(healthOf(deployment({ findings }), 2).level, "good");
+  }
+  const open = gatesOf(deployment(), POLICY, 100).find((each) => each.title === gate.title);
+  assert.equal(open.detail, "Layers of a step may differ by 0.5 %.");
 });
 
 test("the gate of the hold says what the hold stops in each mode", () => {

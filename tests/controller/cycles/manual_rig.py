@@ -52,6 +52,10 @@ class InlinePlanner:
 
     fault, warm = "", True
 
+    @property
+    def background(self):
+        return self
+
     def begin(self):
         return True
 

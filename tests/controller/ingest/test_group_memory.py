@@ -24,6 +24,7 @@ from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.telemetry.load_check import LoadCheck
 from tests.contracts.memory_store import MemoryStore
 from tests.telemetry.reports import EPOCH, PLACEMENT, SHAPE, Fleet
 
@@ -53,6 +54,7 @@ def make_ingest(**limits) -> Ingest:
         rejected=lambda reason, steps: None,
         dropped=lambda rank, steps: None,
         incomplete=IncompleteGroups(),
+        check=LoadCheck(50),
     )
 
 

@@ -14,6 +14,7 @@ from evenkeel_moe.errors import PeerViolation, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, Phase
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.telemetry.load_check import LoadCheck
 from tests.contracts.memory_store import MemoryStore
 from tests.telemetry.reports import EPOCH, PLACEMENT, SHAPE, Fleet
 
@@ -40,6 +41,7 @@ class Rig:
             rejected=lambda reason, steps: self.rejected.update({reason: steps}),
             dropped=lambda rank, steps: self.dropped.update({rank: steps}),
             incomplete=incomplete or IncompleteGroups(),
+            check=LoadCheck(50),
         )
         self.down = False
         self.appended = []

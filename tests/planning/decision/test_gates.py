@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import Mode
@@ -19,6 +20,7 @@ from evenkeel_moe.planning.decision.gates import (
     decide_before,
 )
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
+from tests.planning.signals.test_live_findings import LOST
 
 SETTINGS = GateSettings(cooldown_s=120, max_data_age_s=30, consecutive_windows=3)
 POOR = BeforeInputs(
@@ -39,6 +41,7 @@ def test_poor_balance_for_long_enough_passes():
     assert decision.numbers["balancedness_mean"] == 0.7
 
 
+UNEVEN = Finding(FindingCode.UNEVEN_LAYERS, Severity.DOUBT, "layers disagree", share=0.25)
 # Each row closes one gate and every gate after it; the first in the table must win.
 CLOSED: list[tuple[Reason, dict[str, Any]]] = [
     (Reason.PLAN_IN_PROGRESS, {"plan_in_progress": True}),
@@ -46,6 +49,7 @@ CLOSED: list[tuple[Reason, dict[str, Any]]] = [
     (Reason.HELD_AFTER_ROLLBACK, {"held": Reason.HELD_AFTER_ROLLBACK}),
     (Reason.COOLDOWN, {"last_plan_ended_unix": 900.0}),
     (Reason.RANKS_MISSING, {"ranks_fresh": 7}),
+    (Reason.IMPLAUSIBLE_COUNTS, {"findings": (UNEVEN,)}),
     (Reason.INSUFFICIENT_DATA, {"window_steps": 63}),
     (Reason.STALE_DATA, {"newest_step_age_s": 31.0}),
     (Reason.BALANCE_ABOVE_THRESHOLD, {"balancedness_mean": 0.95}),
@@ -86,6 +90,19 @@ def test_unknown_closes_a_gate_and_is_never_zero():
         POOR, balancedness_mean=0.99, changed_steps=40, balancedness_changed=math.nan
     )
     assert decide_before(unknown_change, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
+
+
+@LOST
+@pytest.mark.parametrize("manual", [False, True])
+def test_no_plan_is_made_on_counts_that_contradict_themselves(manual):
+    doubtful = replace(POOR, findings=(UNEVEN,), manual=manual)
+    decision = decide_before(doubtful, SETTINGS)
+    assert (decision.passed, decision.reason) == (False, Reason.IMPLAUSIBLE_COUNTS)
+    thresholds = {"max_layer_deviation": 0.005, "max_idle_experts": 0}
+    assert decision.numbers == thresholds | {"uneven_layers": 0.25}
+    assert decision.memory.windows_below == 0
+    noted = replace(doubtful, findings=(replace(UNEVEN, severity=Severity.NOTE),))
+    assert decide_before(noted, SETTINGS).passed
 
 
 def run(values, settings=SETTINGS):

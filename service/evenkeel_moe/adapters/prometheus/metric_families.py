@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from prometheus_client.core import GaugeMetricFamily
 
+from evenkeel_moe.model.finding import LIVE_CODES, doubts
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.ports.status import DeploymentStatus
 
@@ -175,6 +176,11 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
         "evenkeel_redundant_replicas_per_layer": "Filled slots of a layer beyond one for each"
         " expert: least, mean and most over the layers.",
     },
+    ("code",): {
+        "evenkeel_load_finding": "1 while the counts of the newest steps are in doubt: layers that"
+        " routed different numbers of choices, or layers or experts that never count. 0 if they are"
+        " not, absent while there are no counts to check.",
+    },
     ("layer",): {
         "evenkeel_layer_balancedness_ratio": "Balancedness of a layer, averaged over the steps of"
         " all windows; only the worst layers have a series.",
@@ -252,6 +258,10 @@ def _of_deployment(view: View) -> _Series:
     if status.cost_model is not None:
         yield "evenkeel_cost_model_info", (status.cost_model.source,), 1
         yield "evenkeel_cost_model_fit_error_ratio", (), status.cost_model.fit_error
+    if status.findings is not None:
+        doubtful = {finding.code for finding in doubts(status.findings)}
+        for code in LIVE_CODES:
+            yield "evenkeel_load_finding", (code,), code in doubtful
     for phase, (mean, worst) in view.per_phase.items():
         yield "evenkeel_balancedness_mean_ratio", (phase,), mean
         yield "evenkeel_balancedness_worst_ratio", (phase,), worst

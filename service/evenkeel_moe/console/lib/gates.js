@@ -1,6 +1,7 @@
 /** The gates of a planning cycle as a checklist, from the newest decision and the policy. */
 
 import { bytes, count, duration, isKnown, number, percent } from "./format.js";
+import { doubts } from "./health.js";
 
 /**
  * One gate. `closes` are the reasons with which it ends a cycle, `says` gives what it compares, and
@@ -71,6 +72,14 @@ const GATES = [
         ? `${duration(numbers.since_plan_s)} since the plan, needs ${duration(numbers.cooldown_s)}.`
         : `Needs ${duration(policy.thresholds.cooldown_s)} after a plan.`,
     remedy: () => "Wait. A change of traffic that costs balance does not wait.",
+  },
+  {
+    title: "The counts agree with each other",
+    closes: ["implausible_counts"],
+    says: ({ policy, deployment: { findings } }) =>
+      doubts(findings).join(" ") ||
+      `Layers of a step may differ by ${percent(policy.thresholds.max_layer_deviation)}.`,
+    remedy: () => "Correct how the engine counts; or set max_layer_deviation or max_idle_experts.",
   },
   {
     title: "There are enough complete steps",

@@ -66,6 +66,10 @@ const CONDITIONS = [
   },
   ({ held, held_because: because }) => (held ? ["attention", sentence(because)] : null),
   ({ frozen_until_unix: until }) => (until ? ["attention", sentence("frozen")] : null),
+  ({ findings }) => {
+    const [first] = doubts(findings);
+    return first ? ["attention", `The counts are in doubt: ${first}`] : null;
+  },
   ({ dispatch_warning: warning }) => (warning ? ["attention", warning] : null),
   ({ proposals, last_decision: decision, state }) => {
     const waiting = proposals?.length ?? 0;
@@ -143,6 +147,14 @@ export function healthOf(deployment, now) {
   // The newest cycle still met the plan, which has ended since.
   const over = decision.reason === "plan_in_progress";
   return { level: "good", words: over ? "A plan has just ended." : sentence(decision.reason) };
+}
+
+/**
+ * @param {object[] | null | undefined} findings about the counts of a deployment
+ * @returns {string[]} The words of those under which nothing is planned.
+ */
+export function doubts(findings) {
+  return (findings ?? []).filter((each) => each.severity === "doubt").map((each) => each.words);
 }
 
 /**

@@ -17,6 +17,7 @@ const SENTENCES = {
   gains_not_delivered:
     "Automatic plans are held, because earlier plans did not deliver their gain.",
   cooldown: "The last plan ended a moment ago; the controller waits before the next.",
+  implausible_counts: "The counts of layers or experts contradict each other.",
   insufficient_data: "There are too few complete steps to plan or to judge on.",
   stale_data: "The newest complete step is too old to plan on.",
   ranks_missing: "Not all ranks are connected, so the present load is unknown.",

@@ -141,6 +141,7 @@ class InputBuilder:
             mode=control.policy.mode,
             ranks_fresh=sum(membership.fresh(rank, now) for rank in membership.members),
             newest_step_age_s=math.nan if ingest.newest_at is None else now - ingest.newest_at,
+            findings=self.loads.findings() or (),
             memory=self.gate_memory,
             manual=request is not None,
             target=None if request is None else request.target,

@@ -28,6 +28,7 @@ from evenkeel_moe.errors import (
     ShapeMismatch,
     Unavailable,
 )
+from evenkeel_moe.model.finding import LIVE_CODES
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
@@ -287,6 +288,8 @@ def _refusal(result: CycleResult, deployment: str) -> EvenkeelError:
         words = f"{result.reason}: {result.detail or numbers or 'no numbers'}"
     if result.reason is Reason.FROZEN:
         words += f"; `evenkeel freeze {deployment} 0` ends it"
+    if result.reason is Reason.IMPLAUSIBLE_COUNTS:
+        words += f"; `evenkeel status {deployment}` says where"
     if result.reason in _INFEASIBLE:
         return InfeasiblePlan(words, result.reason)
     return Conflict(words, result.reason)
@@ -305,6 +308,11 @@ def _no_change(numbers: Mapping[str, float]) -> str:
 def _ranks_missing(numbers: Mapping[str, float]) -> str:
     fresh, expected = numbers["ranks_fresh"], numbers["ranks_expected"]
     return f"{fresh:.0f} of {expected:.0f} ranks are connected and alive"
+
+
+def _implausible_counts(numbers: Mapping[str, float]) -> str:
+    found = ", ".join(f"{code} {numbers[code]:.1%}" for code in LIVE_CODES if code in numbers)
+    return f"the counts of layers or experts contradict each other: {found}"
 
 
 def _insufficient_data(numbers: Mapping[str, float]) -> str | None:
@@ -337,6 +345,7 @@ _REFUSED: Mapping[Reason, Callable[[Mapping[str, float]], str | None]] = {
     Reason.FROZEN: _frozen,
     Reason.NO_CHANGE: _no_change,
     Reason.RANKS_MISSING: _ranks_missing,
+    Reason.IMPLAUSIBLE_COUNTS: _implausible_counts,
     Reason.INSUFFICIENT_DATA: _insufficient_data,
     Reason.STALE_DATA: _stale_data,
     Reason.LIMIT_EXCEEDED: _limit_exceeded,

@@ -43,6 +43,7 @@ from evenkeel_moe.protocol.messages import Ack, Hello, Prepare, Tick
 from evenkeel_moe.protocol.terms import is_credible_term
 from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.settings import LeaderSettings
+from evenkeel_moe.telemetry.load_check import LoadCheck
 from evenkeel_moe.wire.link import FlowControl
 
 _log = structlog.get_logger(__name__)
@@ -350,4 +351,5 @@ def _build_ingest(
         rejected=partial(metrics.reports_rejected, deployment),
         dropped=partial(metrics.steps_dropped, deployment),
         incomplete=shared.incomplete,
+        check=LoadCheck(options.cycle.plan_steps),
     )

@@ -15,10 +15,12 @@ from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.model.finding import Finding
 from evenkeel_moe.model.ids import Epoch, Generation
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports.stores import DeploymentStore
 from evenkeel_moe.protocol.leader.control import DeploymentControl
@@ -104,6 +106,24 @@ class GroupLoads:
             return None
         self.balance.update(self._windows_of(placement), placement)
         return self.balance.summary()[0]
+
+    def findings(self) -> tuple[Finding, ...] | None:
+        """Return what is wrong with the counts of the newest steps, by the thresholds of the gates.
+
+        None without a step, or while the placement is not known.
+        """
+        control = self.control
+        placement, epoch = control.placement, control.epoch
+        if placement is None or epoch is None:
+            return None
+        self.ingest.check.update(self._windows_of(placement))
+        settings = GateSettings.from_thresholds(control.policy.thresholds)
+        return self.ingest.check.findings(
+            placement,
+            epoch,
+            most_deviation=settings.max_layer_deviation,
+            most_idle=settings.max_idle_experts,
+        )
 
     def _windows_of(self, placement: Placement) -> dict[Phase, Sequence[LoadWindow]]:
         sizes = placement.num_layers, placement.num_logical_experts

@@ -48,7 +48,7 @@ class GroupMemory:
     """The most bytes that the parts of one deployment take."""
 
     windows: int
-    """The windows of all phases."""
+    """The windows of all phases, and the sums by which their counts are checked."""
     sources: int
     """Their source-side sums."""
     pending: int
@@ -111,7 +111,8 @@ def group_memory(
     of_ranks = limits.pending_steps * (17 * shape.num_ranks + 64)
     cycle_steps = min(plan_steps, limits.window_steps)
     return GroupMemory(
-        windows=phases * limits.window_steps * _window_step(shape),
+        windows=phases * limits.window_steps * _window_step(shape)
+        + 8 * layers * (experts + plan_steps),
         sources=phases * source_bytes(shape) if limits.keeps_sources else 0,
         pending=by_slot + by_expert + 2 * of_ranks,
         waiting=max_waiting_bytes(shape, limits),

@@ -18,6 +18,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.ports.stores import Clock, WindowStore
 from evenkeel_moe.telemetry.assembly import Intake, Quarantine, Rejection, StepAssembler
+from evenkeel_moe.telemetry.load_check import LoadCheck
 from evenkeel_moe.telemetry.windows import StepRing
 from evenkeel_moe.wire.link import ReportAck
 
@@ -36,6 +37,7 @@ class Ingest:
         rejected: called with the reason and the number of rank steps that were not used.
         dropped: called with a rank and the number of steps that its recorder dropped.
         incomplete: bounds the waiting reports of all groups of which some ranks are missing.
+        check: gets the steps that do not add up; those of the windows are added elsewhere.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Ingest:
         rejected: Callable[[Reason, int], None],
         dropped: Callable[[int, int], None],
         incomplete: IncompleteGroups,
+        check: LoadCheck,
     ) -> None:
         self.deployment = deployment
         self.generation: Generation | None = None
@@ -58,6 +61,7 @@ class Ingest:
         self.shape: ModelShape | None = None
         """The shape of the steps that are kept, or that are being restored."""
         self.rings: dict[Phase, StepRing] = {}
+        self.check = check
         self.quarantine = Quarantine()
         self.newest_step: int | None = None
         self.newest_at: float | None = None
@@ -106,6 +110,7 @@ class Ingest:
             self._stored.clear()
             self.newest_step = self.newest_at = None
             self.rings = {}
+            self.check.clear()
         for phase in Phase:
             self.rings.setdefault(phase, self._make_ring(shape))
 
@@ -119,6 +124,7 @@ class Ingest:
         self._waiting.begin_incomplete()
         self.newest_step = self.newest_at = None
         self.rings = {}
+        self.check.clear()
         self._stored.clear()
 
     def settle(self, epoch: Epoch, placement: Placement) -> None:
@@ -228,6 +234,8 @@ class Ingest:
             if self.newest_step is None or newest > self.newest_step:
                 self.newest_step = newest
             self.newest_at = self._clock.monotonic()
+        if intake.unsummed is not None and len(intake.unsummed):
+            self.check.add(intake.unsummed)
         for phase, sums in (intake.source or {}).items():
             self.rings[phase].add_source(rank, sums)
 

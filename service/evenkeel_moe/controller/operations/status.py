@@ -128,6 +128,7 @@ class LiveView:
             newest_step_unix=None if newest_at is None else newest_at + control.unix_offset_s,
             plan_aborted_unix=None if aborted is None else aborted.updated_at,
             plans_lost_time=None if measured is None else measured.losses_in_a_row,
+            findings=loads.findings() if heard else None,
         )
 
     def _of_last_cycle(self, name: str) -> float | None:

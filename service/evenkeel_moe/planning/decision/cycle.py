@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, Reason
+from evenkeel_moe.model.finding import Finding
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Wave
 from evenkeel_moe.model.policy import Mode, OptionValue
@@ -88,6 +89,8 @@ class CycleInputs:
     ranks_fresh: int
     newest_step_age_s: float
     """NaN if no step was ever complete."""
+    findings: tuple[Finding, ...] = ()
+    """What is wrong with the counts of the newest steps."""
     memory: GateMemory = GateMemory()
     manual: bool = False
     target: Placement | None = None
@@ -232,6 +235,7 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
             ranks_fresh=inputs.ranks_fresh,
             window_steps=len(load),
             newest_step_age_s=inputs.newest_step_age_s,
+            findings=inputs.findings,
             balancedness_mean=tokens.window,
             time_balance=None if time is None else time.window,
             change_strength=change.strength,

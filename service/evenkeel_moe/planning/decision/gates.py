@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, Reason
+from evenkeel_moe.model.finding import Finding, doubts
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import Mode
@@ -26,6 +27,7 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.answered_change import ObservedChange
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
 from evenkeel_moe.planning.schedule.relabel import moves_by_layer
+from evenkeel_moe.planning.signals.load_findings import MOST_DEVIATION
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,13 @@ class GateSettings:
     """Complete steps needed to plan; with fewer, a placement would be judged by noise."""
     max_data_age_s: float = 15.0
     """Age of the newest complete step beyond which the window is too old to plan on."""
+    max_layer_deviation: float = MOST_DEVIATION
+    """Share of its choices by which a layer may differ from the others in the newest steps; all
+    layers of a step route the same tokens. Steps that do not add up are checked too, but never
+    planned on. At 1 or more, layers may be idle."""
+    max_idle_experts: float = 0
+    """Share of the experts that may be idle in every layer among many tokens, as where the number
+    of experts was rounded up. If too high, a rank whose counts are lost is not noticed."""
     plan_below: float = 0.90
     """Balance below which windows count towards planning: the mean balancedness of the layers, or
     the time balance where the cost model is not by tokens."""
@@ -137,6 +146,8 @@ class BeforeInputs:
     """NaN if no step was ever complete."""
     balancedness_mean: float
     """Balancedness of the present placement on the window; NaN without load."""
+    findings: tuple[Finding, ...] = ()
+    """What is wrong with the counts of the newest steps."""
     time_balance: float | None = None
     """Time balance of the present placement on the window; NaN without load. None if the cost model
     is by tokens: `balancedness_mean` then decides."""
@@ -204,7 +215,8 @@ def decide_before(inputs: BeforeInputs, settings: GateSettings) -> Decision:
     Returns:
         Passed, with the cause to plan: MANUAL_REQUEST, LOAD_CHANGED or BALANCE_BELOW_THRESHOLD.
         Closed, with one of PLAN_IN_PROGRESS, FROZEN, the reason of a hold, COOLDOWN, RANKS_MISSING,
-        INSUFFICIENT_DATA, STALE_DATA, WAITING_CONSECUTIVE_WINDOWS, BALANCE_ABOVE_THRESHOLD.
+        IMPLAUSIBLE_COUNTS, INSUFFICIENT_DATA, STALE_DATA, WAITING_CONSECUTIVE_WINDOWS,
+        BALANCE_ABOVE_THRESHOLD.
     """
     closed = _closed_by_time(inputs, settings) or _closed_by_data(inputs, settings)
     if closed is not None:
@@ -259,6 +271,14 @@ def _closed_by_data(inputs: BeforeInputs, settings: GateSettings) -> Decision | 
             "ranks_expected": float(inputs.ranks_expected),
         }
         return Decision(False, Reason.RANKS_MISSING, numbers, memory)
+    # Before the number of steps: if no step adds up, there are none.
+    if wrong := doubts(inputs.findings):
+        numbers = {
+            "max_layer_deviation": settings.max_layer_deviation,
+            "max_idle_experts": settings.max_idle_experts,
+        }
+        numbers |= {each.code: each.share for each in wrong if each.share is not None}
+        return Decision(False, Reason.IMPLAUSIBLE_COUNTS, numbers, memory)
     numbers = {
         "window_steps": float(inputs.window_steps),
         "min_window_steps": settings.min_window_steps,

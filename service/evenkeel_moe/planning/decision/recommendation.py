@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.cost import CostBasis
+from evenkeel_moe.model.finding import doubts
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 from evenkeel_moe.planning.decision.cycle import (
@@ -132,8 +133,8 @@ class Recommendation:
     call: Call
     """The verdict on the deployment's own policy."""
     reason: Reason
-    """The reason with which a cycle in `auto` would have ended after planning; INSUFFICIENT_DATA if
-    nothing was planned."""
+    """The reason with which a cycle in `auto` would have ended after planning; INSUFFICIENT_DATA or
+    IMPLAUSIBLE_COUNTS if nothing was planned."""
     words: tuple[str, ...]
     """The arithmetic, one sentence each."""
     window_steps: int
@@ -156,21 +157,19 @@ def recommend(inputs: RecommendationInputs) -> Recommendation:
     basis = cycle.objective.cost.basis
     change = change_of(cycle)
     since = steps - change.first_step if change.first_step else None
-    if steps < max(least, 2) or not cycle.load.any():
+    unfit: tuple[Reason, tuple[str, ...]] | None = None
+    if wrong := doubts(cycle.findings):
+        unfit = Reason.IMPLAUSIBLE_COUNTS, (*(each.words for each in wrong), "Nothing was planned.")
+    elif steps < max(least, 2) or not cycle.load.any():
         routed = "" if cycle.load.any() else ", and no token was routed"
         words = (
             f"The window holds {steps} complete steps, {least:g} are needed{routed}:"
             " nothing was planned."
         )
+        unfit = Reason.INSUFFICIENT_DATA, (words,)
+    if unfit is not None:
         return Recommendation(
-            Call.INSUFFICIENT_EVIDENCE,
-            Reason.INSUFFICIENT_DATA,
-            (words,),
-            steps,
-            0,
-            0,
-            since,
-            cost_model=basis,
+            Call.INSUFFICIENT_EVIDENCE, *unfit, steps, 0, 0, since, cost_model=basis
         )
     split = split_window(cycle, change)
     names = dict.fromkeys((cycle.policy, *inputs.compare))

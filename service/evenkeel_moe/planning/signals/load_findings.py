@@ -35,7 +35,7 @@ def check_recording(counts: NDArray[np.int64], layer_ids: Sequence[int]) -> tupl
         layer_ids: (L,) the names of the layers in the findings.
     """
     return (
-        *check_window(counts.sum(axis=2), counts.sum(axis=0), layer_ids),
+        *check_window(counts.sum(axis=2), counts.max(axis=0, initial=0) > 0, layer_ids),
         *_equal_layers(counts, layer_ids),
         *_rising_totals(counts),
         *_repeated_steps(counts),
@@ -43,20 +43,33 @@ def check_recording(counts: NDArray[np.int64], layer_ids: Sequence[int]) -> tupl
 
 
 def check_window(
-    choices: NDArray[np.integer], load: NDArray[np.integer], layer_ids: Sequence[int]
+    choices: NDArray[np.integer],
+    counted: NDArray[np.bool_],
+    layer_ids: Sequence[int],
+    *,
+    most_deviation: float = MOST_DEVIATION,
+    most_idle: float = 0,
 ) -> tuple[Finding, ...]:
     """Return what the sums of some steps show.
 
     Args:
         choices: (T, L) [tokens] sum over the experts of each step and layer.
-        load: (L, E) [tokens] sum over the steps.
+        counted: (L, E) True for experts that counted a token in any of the steps.
         layer_ids: (L,) the names of the layers in the findings.
+        most_deviation: share of its choices by which a layer may differ from the others; above it
+            a verdict is in doubt. An idle layer differs by 1.
+        most_idle: share of the experts that may be idle in every layer.
     """
     return (
-        *_idle_layers(choices, layer_ids),
-        *_uneven_layers(choices, layer_ids),
-        *_idle_experts(load),
+        *_idle_layers(choices, layer_ids, most_deviation),
+        *_uneven_layers(choices, layer_ids, most_deviation),
+        *_idle_experts(int(choices.sum()), counted, most_idle),
     )
+
+
+def grave(share: float, most: float) -> Severity:
+    """Return the severity of a finding: a doubt if its share is above what may be, else a note."""
+    return Severity.DOUBT if share > most else Severity.NOTE
 
 
 def check_hidden_layers(busy: NDArray[np.bool_]) -> tuple[Finding, ...]:
@@ -128,7 +141,9 @@ def _regular(rows: NDArray[np.intp], hidden: int) -> bool:
     return bool((np.diff(rows) == distance).all()) and int(rows[-1]) + distance >= hidden
 
 
-def _idle_layers(choices: NDArray[np.integer], layer_ids: Sequence[int]) -> tuple[Finding, ...]:
+def _idle_layers(
+    choices: NDArray[np.integer], layer_ids: Sequence[int], most_deviation: float
+) -> tuple[Finding, ...]:
     busy = choices.any(axis=0)
     if busy.all() or not busy.any():
         return ()
@@ -136,17 +151,20 @@ def _idle_layers(choices: NDArray[np.integer], layer_ids: Sequence[int]) -> tupl
     return (
         Finding(
             FindingCode.IDLE_LAYERS,
-            Severity.DOUBT,
+            grave(1.0, most_deviation),
             "MoE layers never counted a token while others did",
             spans("layer", idle),
             f"{len(idle)} of {len(layer_ids)} layers",
             "Their counter does not run, or their counts are lost; what is planned for them is a"
             " guess",
+            share=len(idle) / len(layer_ids),
         ),
     )
 
 
-def _uneven_layers(choices: NDArray[np.integer], layer_ids: Sequence[int]) -> tuple[Finding, ...]:
+def _uneven_layers(
+    choices: NDArray[np.integer], layer_ids: Sequence[int], most_deviation: float
+) -> tuple[Finding, ...]:
     """Compare the choices of each layer and step with those of most layers in that step."""
     rows = np.flatnonzero(choices.any(axis=0))
     if len(rows) < 2:
@@ -162,28 +180,30 @@ def _uneven_layers(choices: NDArray[np.integer], layer_ids: Sequence[int]) -> tu
     worst = int(deviation.argmax())
     steps = int((sums != usual[:, None]).any(axis=1).sum())
     ratio = sums[:, worst].sum() / max(usual.sum(), 1.0)
-    doubtful = deviation[worst] > MOST_DEVIATION
+    severity = grave(deviation[worst], most_deviation)
     return (
         Finding(
             FindingCode.UNEVEN_LAYERS,
-            Severity.DOUBT if doubtful else Severity.NOTE,
+            severity,
             "layers of one step routed different numbers of choices",
             f"{spans('layer', [names[row] for row in apart])} in {steps} of {len(sums)} steps",
             f"most in layer {names[worst]}: {deviation[worst]:.1%} apart, {ratio:.1%} of"
             " what most layers count",
             "All MoE layers of a step route the same tokens, so counts are missing or doubled"
-            if doubtful
+            if severity is Severity.DOUBT
             else "",
+            share=float(deviation[worst]),
         ),
     )
 
 
-def _idle_experts(load: NDArray[np.integer]) -> tuple[Finding, ...]:
+def _idle_experts(
+    choices: int, counted: NDArray[np.bool_], most_idle: float
+) -> tuple[Finding, ...]:
     """Find experts that are idle in every layer, among many choices."""
-    load = load[load.any(axis=1)]
-    layers, experts = load.shape
-    idle = np.flatnonzero(~load.any(axis=0))
-    if not layers or not len(idle) or load.sum() < ENOUGH_CHOICES * experts:
+    layers, experts = int(counted.any(axis=1).sum()), counted.shape[1]
+    idle = np.flatnonzero(~counted.any(axis=0))
+    if not layers or not len(idle) or choices < ENOUGH_CHOICES * experts:
         return ()
     # In a single layer one expert may really be dead; a run of neighbours is a rank or a padding.
     if layers == 1 and not (np.diff(idle) == 1).any():
@@ -191,12 +211,13 @@ def _idle_experts(load: NDArray[np.integer]) -> tuple[Finding, ...]:
     return (
         Finding(
             FindingCode.IDLE_EXPERTS,
-            Severity.DOUBT,
+            grave(len(idle) / experts, most_idle),
             "experts are idle in every layer",
             spans("expert", idle.tolist()),
-            f"{len(idle)} of {experts}, while an expert has {load.sum() / experts:.0f} choices on"
+            f"{len(idle)} of {experts}, while an expert has {choices / experts:.0f} choices on"
             " average",
             "The counts of a rank may be lost, or the number of experts is too high",
+            share=len(idle) / experts,
         ),
     )
 
