@@ -17,6 +17,7 @@ from deploy.console_vendor import FOLDER
 from evenkeel_moe.wire.link import Heartbeat
 from tests.deploy.test_rules import RULES, promtool
 from tests.integration.controller_rig import Controller, Group
+from tests.telemetry.test_load_check import HALVED
 from tests.waiting import deadline, until
 
 pytestmark = [pytest.mark.promtool, pytest.mark.integration, pytest.mark.timeout(300)]
@@ -70,6 +71,7 @@ def health_of(deployment: dict[str, Any], now: float) -> dict[str, str]:
     return found
 
 
+@HALVED
 async def test_health_is_not_good_beside_an_alert_and_good_without_one(tmp_path):
     controller = Controller(
         tmp_path, PLANNER__MODE="observe", WINDOW__STEPS="256", METRICS__REFRESH_S=str(REFRESH_S)
@@ -106,6 +108,10 @@ async def test_health_is_not_good_beside_an_alert_and_good_without_one(tmp_path)
         skewed = group.popularity
         await fires("BalancednessLow", "Balancedness is 0.")
         group.popularity = skewed * 0 + 1 / skewed.shape[1]
+        await until(is_quiet, within_s=60)
+        group.half_counted = [1]
+        await fires("CountsImplausible", "The counts are in doubt: layers of one step routed")
+        group.half_counted = []
         await until(is_quiet, within_s=60)
         await fires("NoDecisions", "No cycle has ended for", later_s=1000)
 

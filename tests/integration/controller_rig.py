@@ -299,6 +299,8 @@ class Group:
         self.step = 0
         self.rng = np.random.default_rng(seed)
         self.popularity = self.draw(seed)
+        self.half_counted: list[int] = []
+        """Layers whose counter misses every second token."""
         self.ranks = [Rank(self, rank) for rank in range(shape.num_ranks)]
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -353,6 +355,7 @@ class Group:
                 base, extra = divmod(int(count), len(copies))
                 slots[step, layer, copies] += base
                 slots[step, layer, copies[:extra]] += 1
+        slots[:, self.half_counted] //= 2
         first, self.step = self.step, self.step + num_steps
         metas = step_table(
             StepMeta(step, self.epoch, Phase.DECODE, tokens)
