@@ -70,7 +70,8 @@ def test_the_copies_that_go_are_those_whose_loss_matters_least(case):
         with pytest.raises(InfeasiblePlan):
             fit_to_budget(problem, current)
         return
-    assert (fit_to_budget(problem, current).phy2log == wanted).all()
+    fitted = fit_to_budget(problem, current)
+    assert fitted is not None and (fitted.phy2log == wanted).all()
 
 
 def lines_to_fit(layers, pooled):
@@ -103,7 +104,7 @@ def lines_to_fit(layers, pooled):
         fitted = fit_to_budget(problem, current)
     finally:
         sys.settrace(before)
-    assert (fitted.logcnt == 1).all()
+    assert fitted is not None and (fitted.logcnt == 1).all()
     return lines
 
 
