@@ -1,5 +1,7 @@
 """Numbers of ranks that files name, without trust in them."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -41,3 +43,23 @@ def test_a_number_of_ranks_beyond_all_groups_is_refused_before_memory_is_asked_f
     write(tmp_path)
     with pytest.raises(InvalidInput, match=f"is of {MANY} ranks, at most 65536 are read"):
         read_trace(tmp_path)
+
+
+@pytest.mark.fault(
+    "whoever reads the recording of a large group", "the counts of all ranks were in memory at once"
+)
+def test_the_files_of_ranks_are_read_one_at_a_time(tmp_path):
+    ranks, steps = 32, 64
+    counts = np.ones((steps, 8, 64), np.int64)
+    for rank in range(ranks):
+        load = RecordedLoad(rank, ranks, 2, np.arange(steps), counts, 1e9)
+        write_recorded(tmp_path, "a1b2c3d4", load)
+    read_trace(tmp_path)  # Imports and caches are no part of it.
+    tracemalloc.start()
+    try:
+        trace = read_trace(tmp_path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (trace.counts == ranks).all()
+    assert most < 12 * counts.nbytes

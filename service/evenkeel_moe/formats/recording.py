@@ -20,6 +20,7 @@ from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import load_npz, naming, token_counts
 from evenkeel_moe.formats.trace import (
     Trace,
+    damaged,
     drop_idle_steps,
     left_out,
     ranks_read,
@@ -105,8 +106,8 @@ def read_recording(
     seen: dict[int, set[int]] = defaultdict(set)
     shape: tuple[int, ...] | None = None
     ranks = top_k = 0
-    files, notes = readable(paths, _read_file)
-    for path, load in files:
+    broken: dict[str, str] = {}
+    for path, load in readable(paths, _read_file, broken):
         with naming(path.name):
             if shape is None:
                 shape, ranks, top_k = load.counts.shape[1:], load.num_ranks, load.top_k
@@ -122,6 +123,7 @@ def read_recording(
                     raise InvalidInput(f"step {step} of rank {load.rank} is in two files")
                 seen[load.rank].add(step)
                 sums[step] = sums[step] + counts if step in sums else counts
+    notes = damaged(broken, len(paths))
     if not seen:
         raise InvalidInput(f"no step is complete: there is none from step {from_step} on")
     whole, uneven = whole_steps(seen, "step")
@@ -178,7 +180,7 @@ def _newest(by_start: Mapping[str, Sequence[Path]]) -> str:
     steps: dict[str, set[int]] = {start: set() for start in by_start}
     for start, paths in by_start.items():
         # A file that is cut says nothing; the others of its start do.
-        for path, arrays in readable(paths, lambda path: load_npz(path, ("steps", _BEGAN)))[0]:
+        for path, arrays in readable(paths, lambda path: load_npz(path, ("steps", _BEGAN)), {}):
             told = arrays.get(_BEGAN, np.array(math.nan))
             if told.dtype.kind == "f" and told.size == 1 and np.isfinite(told):
                 began[start] = min(began.get(start, math.inf), float(told.reshape(-1)[0]))

@@ -29,6 +29,7 @@ from evenkeel_moe.formats.reading import (
 )
 from evenkeel_moe.formats.trace import (
     Trace,
+    damaged,
     drop_idle_steps,
     left_out,
     ranks_read,
@@ -58,9 +59,10 @@ def read_statistics(folder: Path, first_moe_layer: int | None) -> Trace:
     files = _rank_files(folder)
     counted: dict[int, dict[int, NDArray[np.int64]]] = {}
     layers: list[int] = []
-    readable_files, findings = readable(files.values(), _read_tensors)
+    findings: tuple[Finding, ...] = ()
+    broken: dict[str, str] = {}
     ranks = {file: rank for rank, file in files.items()}
-    for file, tensors in readable_files:
+    for file, tensors in readable(files.values(), _read_tensors, broken):
         rank = ranks[file]
         with naming(file.name):
             found_layers, counted[rank], cut = _by_iteration(tensors, experts)
@@ -70,6 +72,7 @@ def read_statistics(folder: Path, first_moe_layer: int | None) -> Trace:
                 raise ShapeMismatch(
                     f"has {spans('layer', found_layers)}, the ranks before {spans('layer', layers)}"
                 )
+    findings += damaged(broken, len(files))
     whole, uneven = whole_steps(counted, "iteration")
     source = np.array([[counted[rank][step] for rank in counted] for step in whole], np.int64)
     counts, idle = drop_idle_steps(source.sum(axis=1))

@@ -1,6 +1,6 @@
 """Defines a trace: the recorded loads of one deployment, independent of the recording tool."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -188,33 +188,40 @@ def whole_steps(
 
 
 def readable(
-    paths: Iterable[Path], read: Callable[[Path], _Content]
-) -> tuple[list[tuple[Path, _Content]], tuple[Finding, ...]]:
-    """Return what the files of a recording hold, and a doubt that names those that are damaged.
+    paths: Iterable[Path], read: Callable[[Path], _Content], broken: dict[str, str]
+) -> Iterator[tuple[Path, _Content]]:
+    """Yield what each file of a recording holds, one at a time: all at once may not fit in memory.
 
-    Raises:
-        InvalidInput: half of the files or more cannot be read.
+    Mutates: `broken`, which gets the error of each file that is damaged.
     """
-    held: list[tuple[Path, _Content]] = []
-    broken: dict[str, str] = {}
     for path in paths:
         try:
             with naming(path.name):
-                held.append((path, read(path)))
+                held = read(path)
         except InvalidInput as error:
             broken[path.name] = str(error)
+        else:
+            yield path, held
+
+
+def damaged(broken: Mapping[str, str], files: int) -> tuple[Finding, ...]:
+    """Return a doubt that names the damaged files of a recording.
+
+    Raises:
+        InvalidInput: half of the files or more are damaged.
+    """
     if not broken:
-        return held, ()
+        return ()
     first = next(iter(broken.values()))
-    if len(broken) >= len(held):
-        raise InvalidInput(f"{len(broken)} of {len(broken) + len(held)} files are damaged; {first}")
-    return held, (
+    if 2 * len(broken) >= files:
+        raise InvalidInput(f"{len(broken)} of {files} files are damaged; {first}")
+    return (
         Finding(
             FindingCode.PARTS_MISSING,
             Severity.DOUBT,
             "files that cannot be read are left out",
             ", ".join(list(broken)[:4]),
-            f"{len(broken)} of {len(broken) + len(held)} files; {first:.300}",
+            f"{len(broken)} of {files} files; {first:.300}",
             "Copy them again",
         ),
     )

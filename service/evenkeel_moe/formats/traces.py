@@ -21,7 +21,7 @@ from evenkeel_moe.formats import (
 )
 from evenkeel_moe.formats.reading import as_mapping, load_npz, naming, parse_json, token_counts
 from evenkeel_moe.formats.torch_files import as_array, load_dump
-from evenkeel_moe.formats.trace import Trace, readable
+from evenkeel_moe.formats.trace import Trace, damaged, readable
 from evenkeel_moe.formats.writing import smallest, write_file
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity, judge_findings
 from evenkeel_moe.planning.signals.load_findings import check_recording
@@ -105,12 +105,15 @@ def _read(path: Path, first_moe_layer: int | None, start: str | None) -> Trace:
 
 
 def _read_dumps(folder: Path, first_moe_layer: int | None) -> Trace:
-    dumps, damaged = readable(sorted(folder.glob("*.pt")), load_dump)
+    broken: dict[str, str] = {}
+    paths = sorted(folder.glob("*.pt"))
+    dumps = list(readable(paths, load_dump, broken))
+    findings = damaged(broken, len(paths))
     if any(rank_totals.is_of_a_rank(content) for _, content in dumps):
         trace = rank_totals.add_totals(folder.name, dumps, first_moe_layer)
     else:
         trace = sglang.read_passes(folder.name, dumps, first_moe_layer)
-    return replace(trace, findings=(*damaged, *trace.findings))
+    return replace(trace, findings=(*findings, *trace.findings))
 
 
 def _read_pt(path: Path, first_moe_layer: int | None) -> Trace:
