@@ -274,6 +274,10 @@ def split_window(inputs: CycleInputs, change: Change) -> WindowSplit:
 
     The newest `held_out_steps` of those since a change are scored on; half of them, if they are
     few.
+
+    The change was looked for in all steps, those that are scored on included: in the others alone
+    it would be found later by as many steps. On stationary noise this does not let more plans
+    through that cost time in the steps after the window (docs/verdict.md).
     """
     steps, least = len(inputs.load), int(inputs.settings.min_held_out_steps)
     since = steps - change.first_step
