@@ -159,6 +159,14 @@ def test_totals_after_loads_are_refused_if_they_are_most_of_the_steps(loads, tot
     assert ("rising_totals" in [code for code, _, _ in found(steps)]) == refused
 
 
+@BROKEN
+@pytest.mark.parametrize("busy", [(4,), (0, 7, 30), (9, 20, 21, 39), range(24, 32)])
+def test_idle_steps_are_no_totals(busy):
+    steps = np.zeros((40, LAYERS, EXPERTS), np.int64)
+    steps[list(busy)] = routed(steps=len(busy))
+    assert "rising_totals" not in [code for code, _, _ in found(steps)]
+
+
 def test_traffic_that_grows_is_no_total():
     counts = np.stack([routed(seed, steps=1, choices=100 * 2**seed)[0] for seed in range(8)])
     assert found(counts) == []

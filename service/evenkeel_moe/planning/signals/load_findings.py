@@ -251,10 +251,12 @@ def _rising_totals(counts: NDArray[np.int64]) -> tuple[Finding, ...]:
     sums = counts.sum(axis=(1, 2))
     falls = (np.diff(counts, axis=0) < 0).any(axis=(1, 2))
     edges = [0, *(np.flatnonzero(falls) + 1).tolist(), len(counts)]
+    # Over idle steps totals rest, but most steps of a run rise; idle steps alone are no totals.
     runs = [
         (first, last)
         for first, last in pairwise(edges)
-        if last - first >= FEWEST_STEPS and sums[last - 1] >= 2 * sums[first]
+        if sums[last - 1] >= 2 * sums[first]
+        and max(FEWEST_STEPS, (last - first) / 2) <= 1 + (np.diff(sums[first:last]) > 0).sum()
     ]
     rising = sum(last - first for first, last in runs)
     if 2 * rising < len(counts) or not runs:
