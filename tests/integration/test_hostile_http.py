@@ -2,12 +2,12 @@
 
 import asyncio
 import socket
-import time
 
+import psutil
 import pytest
 
 from tests.integration.controller_rig import Controller
-from tests.waiting import deadline
+from tests.waiting import deadline, slowness
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 BODY_BYTES = 8 << 20
@@ -46,17 +46,19 @@ async def test_bodies_of_strangers_are_not_waited_for(tmp_path, asked, answered)
     [("/", "127.0.0.2"), ("/healthz", "127.0.0.2"), ("/", "127.0.0.1"), ("/readyz", "127.0.0.1")],
 )
 async def test_probes_are_answered_beside_a_crowd_that_does_not_read(tmp_path, path, address):
-    """Also where a network puts its own address in the place of all others."""
+    """Also where a network puts its own address in the place of all others.
+
+    Measured is the processor's time until all are answered, which no other process changes.
+    """
     async with Controller(tmp_path) as controller:
-        port = controller.ports["rest"]
+        port, process = controller.ports["rest"], psutil.Process(controller.process.pid)
         opened = [socket.create_connection(("127.0.0.1", port)) for _ in range(480)]
         try:
+            began = sum(process.cpu_times()[:2])
             for one in opened:
                 one.setblocking(False)
                 one.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode() * 500)
-            took = []
-            for probe in ["/healthz", "/readyz"] * 5:
-                began = time.monotonic()
+            for probe in ["/healthz", "/readyz"] * 3:
                 reader, writer = await asyncio.open_connection(
                     "127.0.0.1", port, local_addr=(address, 0)
                 )
@@ -64,8 +66,9 @@ async def test_probes_are_answered_beside_a_crowd_that_does_not_read(tmp_path, p
                 line = await asyncio.wait_for(reader.readline(), deadline(20))
                 writer.close()
                 assert line.startswith(b"HTTP/1.1 200")
-                took.append(time.monotonic() - began)
-            assert max(took) < deadline(1), took
+            used_s = sum(process.cpu_times()[:2]) - began
         finally:
             for one in opened:
                 one.close()
+        # The chart's probes wait 3 s.
+        assert used_s < 2 * max(1.0, slowness())
