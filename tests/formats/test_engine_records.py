@@ -91,6 +91,7 @@ def test_positions_of_sequences_are_steps_and_padding_counts_nothing(tmp_path, k
         [[0, 0, 0, 1, 1], [0, 1, 1, 0, 0]],
     ]
     assert said(trace) == [
+        ("padding", "5 of 8 rows"),
         ("left_out", "2 of 4 steps"),
         ("leading_idle_layers", ""),
         ("assumed", ""),

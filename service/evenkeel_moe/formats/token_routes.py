@@ -115,9 +115,7 @@ def leave_out_padding(routes: TokenRoutes) -> tuple[Finding, ...]:
         elif len(run) >= least and not inner and routes.masked is None:
             padding[b, run[1:]] = True
     count, among = int(padding.sum()), int(tokens.sum())
-    if count == 0:
-        return findings
-    if count > MOST_PADDED * among:
+    if count > MOST_PADDED * among > 0:
         raise InvalidInput(
             f"{count} of {among} rows name the same experts in all layers or repeat their"
             " neighbour: these are not the routes of tokens"
@@ -125,13 +123,17 @@ def leave_out_padding(routes: TokenRoutes) -> tuple[Finding, ...]:
     routes.routed[padding], routes.padding = False, padding
     if routes.masked is not None:
         return findings  # The mask calls them real: they are counted as missing.
+    empty = ~tokens
+    # The last token of a sequence has no route.
+    if not count and empty.sum() <= empty.any(axis=1).sum():
+        return findings
     return (
         *findings,
         Finding(
             FindingCode.PADDING,
             Severity.NOTE if certain or count <= FEW * among else Severity.DOUBT,
             "rows that fill sequences up are left out",
-            amount=f"{count} of {among} rows",
+            amount=f"{count + int(empty.sum())} of {tokens.size} rows",
             advice="An array attention_mask tells them for certain",
         ),
     )
