@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import Trace, read_trace
 from evenkeel_moe.model.finding import doubts
 from tests.formats.samples import damage_and_read, make_trace, said
@@ -72,7 +72,6 @@ def test_tensorrt_llm_tensors_that_do_not_fit_are_refused(tmp_path):
     _statistics(tmp_path, make_trace())
     ones = np.ones(4)
     for tensors, message in (
-        ({f"{step}_1": ones for step in range(100, 105)}, "has layer 1, the ranks before layers"),
         ({"1_1": ones, "2_1": ones, "3_1": ones, "3_2": ones}, "2 of 3 iterations lack some of"),
         ({"a": ones}, "'a' is not named iteration_layer"),
         ({"1_1": np.ones(5)}, r"must be \(4,\), got \(5,\)"),
@@ -113,6 +112,28 @@ def test_iterations_that_are_not_whole_are_left_out(tmp_path, lost, left):
     np.testing.assert_array_equal(read.counts, trace.counts[left])
     named = [each.where for each in read.findings if each.code == "left_out"]
     assert named[-1].startswith("iteration")
+
+
+@UNEVEN
+def test_layers_that_some_ranks_lack_are_left_out_unless_most_are(tmp_path):
+    trace = make_trace(layers=3)
+    _statistics(tmp_path, trace)
+
+    def write(rows):
+        tensors = {
+            f"{100 + step}_{trace.layer_ids[row]}": trace.source[step, 1, row]
+            for step in range(5)
+            for row in rows
+        }
+        _write_tensors(tmp_path / "rank1.safetensors", tensors)
+
+    write([0, 1])
+    read = read_trace(tmp_path)
+    np.testing.assert_array_equal(read.counts, trace.counts[:, :2])
+    assert [each.where for each in doubts(read.findings)] == ["layer 3"]
+    write([1])
+    with pytest.raises(ShapeMismatch, match="layers 1, 3, 2 of 3 layers; rank 1 has the fewest"):
+        read_trace(tmp_path)
 
 
 @UNEVEN

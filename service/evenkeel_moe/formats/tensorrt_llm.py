@@ -36,7 +36,7 @@ from evenkeel_moe.formats.trace import (
     readable,
     whole_steps,
 )
-from evenkeel_moe.model.finding import Finding, spans
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity, spans
 
 _RANK_FILE = re.compile(r"rank(\d+)\.safetensors")
 _KEY = re.compile("(0|[1-9][0-9]{0,17})_(0|[1-9][0-9]{0,8})")
@@ -58,21 +58,20 @@ def read_statistics(folder: Path, first_moe_layer: int | None) -> Trace:
         top_k = as_int(meta["num_experts_per_token"], "num_experts_per_token", 1)
     files = _rank_files(folder)
     counted: dict[int, dict[int, NDArray[np.int64]]] = {}
-    layers: list[int] = []
+    layers_of: dict[int, list[int]] = {}
     findings: tuple[Finding, ...] = ()
     broken: dict[str, str] = {}
     ranks = {file: rank for rank, file in files.items()}
     for file, tensors in readable(files.values(), _read_tensors, broken):
         rank = ranks[file]
         with naming(file.name):
-            found_layers, counted[rank], cut = _by_iteration(tensors, experts)
+            layers_of[rank], counted[rank], cut = _by_iteration(tensors, experts)
             findings += cut
-            layers = layers or found_layers
-            if found_layers != layers:
-                raise ShapeMismatch(
-                    f"has {spans('layer', found_layers)}, the ranks before {spans('layer', layers)}"
-                )
-    findings += damaged(broken, len(files))
+    layers, lacking = _common_layers(layers_of)
+    for rank, by_step in counted.items():
+        rows = np.flatnonzero(np.isin(layers_of[rank], layers))
+        counted[rank] = {step: counts[rows] for step, counts in by_step.items()}
+    findings += (*damaged(broken, len(files)), *lacking)
     whole, uneven = whole_steps(counted, "iteration")
     source = np.array([[counted[rank][step] for rank in counted] for step in whole], np.int64)
     counts, idle = drop_idle_steps(source.sum(axis=1))
@@ -87,6 +86,31 @@ def read_statistics(folder: Path, first_moe_layer: int | None) -> Trace:
         source=busy if complete else None,
         findings=findings,
         rank_files=len(counted),
+    )
+
+
+def _common_layers(layers_of: Mapping[int, list[int]]) -> tuple[list[int], tuple[Finding, ...]]:
+    """Return the layers that every rank has, and a doubt that names those that some ranks lack.
+
+    Raises:
+        ShapeMismatch: half of the layers or more are lacking somewhere.
+    """
+    every = set().union(*layers_of.values())
+    common = every.intersection(*layers_of.values())
+    if common == every:
+        return sorted(every), ()
+    lacking = spans("layer", every - common)
+    fewest = min(layers_of, key=lambda rank: len(layers_of[rank]))
+    amount = f"{len(every - common)} of {len(every)} layers; rank {fewest} has the fewest"
+    if 2 * len(common) <= len(every):
+        raise ShapeMismatch(
+            f"ranks recorded different layers: {lacking}, {amount}. Give the folder of one"
+            " pipeline stage"
+        )
+    what = "layers that some ranks did not record are left out"
+    advice = "Record again if all ranks have these layers"
+    return sorted(common), (
+        Finding(FindingCode.PARTS_MISSING, Severity.DOUBT, what, lacking, amount, advice),
     )
 
 
