@@ -43,7 +43,9 @@ class PlacementFileOptions:
     num_hidden_layers: Annotated[
         int | None,
         typer.Option(
-            help="Number of rows of an sglang file.", min=1, show_default="up to the last MoE layer"
+            help="Number of rows of an sglang file.",
+            min=1,
+            show_default="as in the recording, else up to the last MoE layer",
         ),
     ] = None
 
