@@ -18,7 +18,8 @@ SLOTS = EXPERTS + REDUNDANT
 @pytest.fixture
 def recording(tmp_path):
     """Return a trace of the toy engine's MoE layers, in which two experts are hot."""
-    counts = np.random.default_rng(5).poisson(40, (60, len(MOE_LAYERS), EXPERTS))
+    even = [1 / EXPERTS] * EXPERTS
+    counts = np.random.default_rng(5).multinomial(40 * EXPERTS, even, (60, len(MOE_LAYERS)))
     counts[:, :, 2:4] += 150
     write_trace(tmp_path / "trace.npz", Trace(counts, MOE_LAYERS))
     return tmp_path / "trace.npz"

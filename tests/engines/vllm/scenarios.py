@@ -198,15 +198,15 @@ def place(rank, size, *, use_async, no_gain=False):
 def late_worker(rank, size, *, plans):
     """The worker of one rank asks for each plan some steps after the others."""
     one = Rank(rank, size, use_async=True)
-    asked: list[int] = []
+    late: list[int] = []
     given = one.guest.plan
 
     def plan(current):
+        begin = one.taken
         if rank == 1:
-            until = one.taken + 3
-            while one.taken < until:
+            while one.taken < begin + 3:
                 time.sleep(0.001)
-        asked.append(one.taken)
+        late.append(one.taken - begin)
         return given(current)
 
     one.guest.plan = plan
@@ -214,7 +214,7 @@ def late_worker(rank, size, *, plans):
     for number in range(1, plans + 1):
         one.order(one.target(seed=number), f"plan-{number}")
         one.until(lambda number=number: one.agent.epoch == number)
-    return {**one.seen(), "asked": asked}
+    return {**one.seen(), "late": late}
 
 
 def observe(rank, size):

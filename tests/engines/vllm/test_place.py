@@ -61,7 +61,8 @@ def test_a_worker_that_asks_some_steps_late_gets_every_plan():
     for seen in (first, second):
         assert (seen["epoch"], seen["trouble"], seen["refused"]) == (4, "", "")
         assert seen["wrong"] == []
-    assert second["asked"][0] >= first["asked"][0] + 2
+    # The steps of both ranks go on together, so those of the other rank passed meanwhile.
+    assert len(second["late"]) >= 4 and min(second["late"]) >= 3
 
 
 def test_layers_are_reported_one_by_one():
