@@ -54,15 +54,14 @@ def test_a_move_that_vllm_stopped_without_a_word_is_seen_at_the_controller(contr
     fleet.start()
     try:
         plan = controller.wait(lambda: stalled_plan(controller.http), 100, "a stalled plan")
-        controller.wait(
-            lambda: "asynchronous EPLB worker has ended" in controller.log(), 30, "the reason"
+        troubles = controller.wait(
+            lambda: troubles_of_both(controller.http), 30, "the trouble of both ranks"
         )
-        troubled = {rank["rank"] for rank in ranks_of(controller.http) if rank["trouble"]}
     finally:
         seen.touch()
         fleet.join(deadline(200))
     assert plan["reason"] == "abort_deadline" and plan["waves_committed"] == 0
-    assert troubled == {0, 1}, "both report it with every heartbeat"
+    assert any("asynchronous EPLB worker has ended" in trouble for trouble in troubles)
     assert [rank["wrong"] for rank in found] == [[], []] and min(
         rank["served"] for rank in found
     ) > 0
@@ -70,6 +69,11 @@ def test_a_move_that_vllm_stopped_without_a_word_is_seen_at_the_controller(contr
 
 def ranks_of(client):
     return client.get("/v1/deployments/toy").json()["ranks"]
+
+
+def troubles_of_both(client):
+    troubles = [rank["trouble"] for rank in ranks_of(client)]
+    return troubles if len(troubles) == 2 and all(troubles) else None
 
 
 def stalled_plan(client):
