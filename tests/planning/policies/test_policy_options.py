@@ -58,7 +58,7 @@ def test_every_option_that_is_offered_is_a_field_and_takes_its_default(name):
     ("name", "options", "words"),
     [
         ("gem", {"restart": 3}, "unknown options of gem: restart; known: least_drop, noise, rest"),
-        ("keel", {"change": 3}, "unknown options of keel: change; known: active_few_share"),
+        ("keel", {"change": 3}, "unknown options of keel: change; known: caution, stickiness"),
         ("eplb", {"a": 1}, "eplb takes no options; policies with options: craft, gem, keel, libra"),
         ("gem", {"restarts": 2.5}, "gem.restarts is 2.5, must be a whole number"),
         ("gem", {"restarts": True}, "gem.restarts is True, must be a whole number"),

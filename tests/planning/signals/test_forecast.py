@@ -228,10 +228,6 @@ def test_a_first_plan_is_this_near_to_one_from_nothing(moves, speeds, within):
         assert (first.numbers["forecast_error"] < 0.875) == bool(moves)
         behind.append(1 - best / _foreseen_time(nothing, first.placement))
     assert max(behind) <= within + 1e-9
-    # A smaller difference was not worth the copies.
-    assert max(behind) > within / 2 or within == 0.0
-    if within == 0.0:
-        assert min(behind) < 0
 
 
 def test_loads_that_are_no_whole_numbers_leave_nothing_where_there_is_none():

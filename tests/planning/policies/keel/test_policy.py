@@ -134,29 +134,6 @@ def test_replicas_are_dropped_where_reading_dominates_and_kept_where_computing_d
     assert 3 * 4 >= replicas[10.0] > replicas[30.0] == replicas[1000.0] == 0
 
 
-@pytest.mark.parametrize(("read", "from_replicas"), [(12.0, True), (17.0, False)])
-def test_a_first_plan_starts_from_replicas_where_reading_takes_less_than_three_quarters(
-    read, from_replicas
-):
-    """Experts have 20 tokens in the mean."""
-    shape = ModelShape(3, 16, 4, 5, 4, 100)
-    rng = np.random.default_rng(3)
-    problem = PlacementProblem(
-        rng.poisson(np.linspace(12.0, 28.0, 16), (60, 3, 16)).astype(float),
-        shape,
-        Topology.single_node(4),
-        current=Placement.initial(shape),
-        objective=Objective(cost=CostModel(replica=ReplicaWork(read_tokens=read))),
-    )
-    always, never = (
-        plan_keel(problem, KeelOptions(reading_at_start=share)).placement.phy2log
-        for share in (0.99, 0.1)
-    )
-    assert (always != never).any()
-    expected = always if from_replicas else never
-    assert (plan_keel(problem).placement.phy2log == expected).all()
-
-
 def test_under_waterfill_balance_below_the_waterline_is_not_paid_for():
     shape = ModelShape(2, 8, 4, 3, 2, 100)
     load = np.tile(np.array([60.0, 40, 30, 20, 20, 20, 10, 10]), (40, 2, 1))
@@ -221,9 +198,8 @@ def skewed(shape, seed, steps=8):
     return np.round(popularity * rng.lognormal(0.0, 0.1, (steps, *popularity.shape[1:])))
 
 
-def test_a_plan_for_an_optimal_split_is_the_even_ones_or_half_a_percent_better():
-    shape = ModelShape(2, 16, 4, 5, 2, 1)
-    same = 0
+def test_a_plan_for_an_optimal_split_is_chosen_by_its_own_time():
+    shape, ratios = ModelShape(2, 16, 4, 5, 2, 1), []
     for seed in range(14):
         problem = PlacementProblem(
             skewed(shape, seed),
@@ -233,31 +209,8 @@ def test_a_plan_for_an_optimal_split_is_the_even_ones_or_half_a_percent_better()
             objective=Objective(dispatch=DispatchModel.OPTIMAL),
         )
         for_even = plan_keel(with_objective(problem, dispatch=DispatchModel.EVEN)).placement
-        proposal = plan_keel(problem)
-        if proposal.placement.digest == for_even.digest:
-            same += 1
-        else:
-            assert proposal.score <= 0.995 * moe_time.score(problem, for_even)
-    assert 0 < same < 14
-
-
-@pytest.mark.parametrize("read", [0.0, 2.0])
-def test_a_few_copies_are_made_where_many_would_be_too_dear(read):
-    shape = ModelShape(3, 24, 6, 5, 1, 1)
-    topology = Topology.single_node(6)
-    shares = ((0.0, 0.028), (0.1, 0.028)) if read == 0.0 else ((0.028, 0.0), (0.028, 0.1))
-    dear = [KeelOptions(stickiness=0.9, few_share=a, active_few_share=b) for a, b in shares]
-    for seed in range(8):
-        load = skewed(shape, seed)
-        cost = CostModel(replica=ReplicaWork(read_tokens=read * load.mean() / 4.0))
-        before = PlacementProblem(load, shape, topology, objective=Objective(cost=cost))
-        current = plan_keel(before).placement
-        problem = replace(before, load=skewed(shape, seed + 100), current=current)
-        none, few = (plan_keel(problem, options).placement for options in dear)
-        many = plan_keel(problem, KeelOptions(stickiness=0.0, caution=0.0)).placement
-        copies = [relabel.count_moves(current, placement) for placement in (none, few, many)]
-        assert copies[0] < copies[1] <= max(copies[0], 9) < copies[2]
-        assert moe_time.score(problem, few) < moe_time.score(problem, none)
+        ratios.append(plan_keel(problem).score / moe_time.score(problem, for_even))
+    assert max(ratios) <= 1 + 1e-9 and min(ratios) < 0.995
 
 
 def test_the_first_plan_is_at_most_a_hundredth_above_one_from_nothing():
@@ -435,7 +388,7 @@ def test_threads_change_no_byte_of_a_plan(changes):
 
 
 def test_merged_steps_of_large_layers_still_give_a_good_first_plan_and_few_copies_later():
-    options = KeelOptions(common_layer_size=1_000)
+    options = KeelOptions(merged_size=1_000)
     shape = ModelShape(3, 32, 8, 5, 2, 1)
     rng = np.random.default_rng(4)
     load = rng.poisson(np.exp(rng.normal(0, 0.8, (3, 32))) * 50, (64, 3, 32)).astype(np.float64)

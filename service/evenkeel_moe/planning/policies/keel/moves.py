@@ -1,274 +1,461 @@
-"""The single moves of one layer: their gain, and carrying them out.
+"""The moves of one layer: swap, replace, add and drop.
 
-There are two kinds. A swap exchanges the experts of two slots on different ranks, one of which may
-be empty. A replacement puts another expert into a slot whose own expert has a second copy, or into
-an empty slot. No move puts a second copy of an expert on a rank or takes an expert's last copy
-away.
-
-A gain is by how much a move lowers the objective, before the price of copies.
+A pass of `descend` looks at every move by a promise, its gain to first order; computes the exact
+gain of those that promise most; and makes the best of these that touch different ranks. It ends
+when no move gains.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import index, inlined, kernel
-from evenkeel_moe.planning.policies.keel.gains import (
-    add_power_change,
-    gain_of_power_change,
-    norms_of,
+from evenkeel_moe.planning.policies.keel.layer import (
+    Layer,
+    Terms,
+    nearest_shares,
+    raised,
+    renew,
+    renew_slopes,
+    root,
+    set_norm,
+    set_power,
+    set_relief,
+    set_reliefs,
+    set_slope,
+    set_work,
 )
-from evenkeel_moe.planning.policies.keel.state import (
-    LayerState,
-    SearchObjective,
-    SmoothCosts,
-    expert_shares,
-    update_work,
-)
-from evenkeel_moe.planning.policies.keel.work import SmoothWork, fill_work
 
-LEAVES, STAYS, ENTERS, EASED = 0, 1, 0, 1
-"""Rows of the changes of `leave_changes` and `enter_changes`, which `LayerState.after` holds one
-after the other."""
+SWAP, PUT = 0, 1
+"""Kinds of a move. (SWAP, a, b) exchanges what slots a and b of different ranks hold; one of them
+may be empty. (PUT, a, e) puts expert e, or -1 for none, in slot a: it replaces, adds or drops."""
+_ADDS = 4
+"""Experts whose further copy on a rank is tried in each of its slots."""
+
+
+class Rules(NamedTuple):
+    """The rules of one descent; prices and gains in layer times."""
+
+    price: float
+    """Price of a copy inside a node."""
+    slot_price: float
+    """Price of a filled slot, where layers share slots."""
+    drops: bool
+    """True if a copy may be dropped without another in its place."""
+    listed: int
+    """Moves of a pass that are listed by their promise."""
+    trials: int
+    """Listed moves whose exact gain is computed if one of them gains; else all are tried."""
+    share: float
+    """Of the best gain of a pass, that a move must gain to be made in the same pass."""
+    least: float
+    """Gain that a move must have."""
+
+
+class Room(NamedTuple):
+    """What moves may still use. Layers that share slots or a limit share these arrays."""
+
+    slots: NDArray[np.int64]
+    """(R,) slots that each rank may still fill."""
+    left: NDArray[np.int64]
+    """(2,) slots that may still be filled in all, and copies between ranks that may be made."""
+
+
+class Found(NamedTuple):
+    """The moves that promise most, as a heap with the least at 0."""
+
+    promise: NDArray[np.float64]
+    """(N,)"""
+    move: NDArray[np.int64]
+    """(N, 3) kind, a, b as above; a kind of -1 for none."""
+    gain: NDArray[np.float64]
+    """(N,) exact gain; -inf where it was not computed."""
 
 
 @kernel
-def _share_changes(
-    layer: LayerState,
-    objective: SearchObjective,
-    expert: int,
-    leave: int,
-    enter: int,
-    out: NDArray[np.float64],
-) -> None:
-    """Write to `out` (R,) the change of an expert's shares if a copy leaves and one enters a rank.
+def descend(layer: Layer, terms: Terms, rules: Rules, room: Room, most: int) -> int:
+    """Make moves until none gains, or `most` exact gains were computed; return their number.
 
-    -1 stands for no rank.
+    Gradients of ranks that a move did not touch are not followed: they are computed anew before a
+    descent ends.
     """
-    held = layer.held[expert]
-    count = layer.copies[expert]
-    if leave >= 0:
-        held[leave] -= 1
-        count -= 1
-    if enter >= 0:
-        held[enter] += 1
-        count += 1
-    nearest, nodes = objective.nearest, objective.node_of_rank
-    expert_shares(held, count, layer.origin[expert], nearest, nodes, out)
-    if leave >= 0:
-        held[leave] += 1
-    if enter >= 0:
-        held[enter] -= 1
-    out -= layer.share[expert]
+    found = Found(
+        np.empty(rules.listed), np.empty((rules.listed, 3), np.int64), np.empty(rules.listed)
+    )
+    renew(layer, terms)
+    used, is_exact = 0, True
+    while used < most:
+        find_moves(layer, rules, found)
+        used += try_moves(layer, terms, rules, room, found, most - used)
+        if make_moves(layer, terms, rules, room, found) > 0:
+            is_exact = False
+        elif is_exact:
+            break
+        else:
+            renew_slopes(layer, terms)
+            is_exact = True
+    return used
 
 
 @kernel
-def _gain_of_share_changes(layer: LayerState, costs: SmoothCosts, first: int, second: int) -> float:
-    """Return the gain of the share changes of two experts in `layer.moved`; -1 for no expert."""
-    out = layer.scratch
-    out[:] = 0.0
-    for rank in range(layer.rank_load.shape[0]):
-        by_first, by_second = layer.moved[0, rank], layer.moved[1, rank]
-        if by_first != 0.0 or by_second != 0.0:
-            add_power_change(
-                layer.work, max(first, 0), by_first, max(second, 0), by_second,
-                layer.rank_load, layer.powers, rank, costs, out,
-            )  # fmt: skip
-    return gain_of_power_change(norms_of(layer, costs.doublings), out)
+def find_moves(layer: Layer, rules: Rules, found: Found) -> None:
+    """Fill `found` with the moves that promise most."""
+    found.promise[:] = rules.least
+    found.move[:] = -1
+    skipped = spare_slots(layer)
+    find_swaps(layer, rules, found, skipped)
+    find_puts(layer, rules, found, skipped)
 
 
 @kernel
-def swap_gain(layer: LayerState, objective: SearchObjective, here: int, there: int) -> float:
-    """Return the gain if slots `here` (filled) and `there`, on different ranks, swap experts."""
-    per_rank = layer.row.shape[0] // layer.rank_load.shape[0]
-    e, f = index(layer.row[here]), index(layer.row[there])
-    i, j = here // per_rank, there // per_rank
-    layer.moved[1] = 0.0
-    _share_changes(layer, objective, e, i, j, layer.moved[0])
-    if f >= 0:
-        _share_changes(layer, objective, f, j, i, layer.moved[1])
-    return _gain_of_share_changes(layer, objective.costs, e, f)
+def spare_slots(layer: Layer) -> NDArray[np.bool_]:
+    """Return (S,) True for the empty slots of a rank but its first one: they need no look."""
+    per_rank = layer.row.shape[0] // layer.held.shape[1]
+    spare = np.zeros(layer.row.shape[0], np.bool_)
+    for begin in range(0, layer.row.shape[0], per_rank):
+        empty = 0
+        for slot in range(begin, begin + per_rank):
+            if layer.row[slot] < 0:
+                spare[slot] = empty > 0
+                empty += 1
+    return spare
 
 
 @kernel
-def replacement_gain(
-    layer: LayerState, objective: SearchObjective, slot: int, expert: int
-) -> float:
-    """Return the gain if `slot` takes another expert (-1: becomes empty)."""
-    ranks = layer.rank_load.shape[0]
-    rank = slot // (layer.row.shape[0] // ranks)
-    old = index(layer.row[slot])
-    if not objective.work.proportional:
-        leaving, entering = layer.copies[max(old, 0)], layer.copies[max(expert, 0)]
-        leave_changes(layer.tokens, layer.work, leaving, objective.work, old, layer.after, 0)
-        enter_changes(layer.one_more, layer.work, entering, expert, layer.after, 2)
-        layer.scratch[:] = 0.0
-        add_work_changes(
-            layer.after, 0, 2, rank, old, expert, layer.held, layer.rank_load, layer.powers,
-            objective.costs, layer.scratch,
-        )  # fmt: skip
-        return gain_of_power_change(norms_of(layer, objective.costs.doublings), layer.scratch)
-    layer.moved[:] = 0.0
-    if old >= 0:
-        _share_changes(layer, objective, old, rank, index(-1), layer.moved[0])
-    if expert >= 0:
-        _share_changes(layer, objective, expert, index(-1), rank, layer.moved[1])
-    return _gain_of_share_changes(layer, objective.costs, old, expert)
+def find_swaps(layer: Layer, rules: Rules, found: Found, skipped: NDArray[np.bool_]) -> None:
+    """Look at every exchange of two slots of different ranks."""
+    slots, ranks = layer.row.shape[0], layer.held.shape[1]
+    per_rank = slots // ranks
+    now = layer.relief[1]
+    net = np.zeros((slots, ranks))  # what it saves to take what a slot holds to a rank
+    mean, square = np.zeros(slots), np.zeros(slots)
+    for slot in range(slots):
+        expert, rank = layer.row[slot], slot // per_rank
+        if expert < 0:
+            continue
+        mean[slot], square[slot] = layer.mean[1, expert], layer.spread[1, expert] ** 2
+        for other in range(ranks):
+            net[slot, other] = now[expert, rank] - now[expert, other]
+            net[slot, other] -= rules.price * (
+                layer.prices[expert, other] - layer.prices[expert, rank]
+            )
+            if layer.held[expert, other]:
+                net[slot, other] = -np.inf
+    for i in range(ranks):
+        for j in range(i + 1, ranks):
+            bend = 0.25 * (layer.bend[i] + layer.bend[j])
+            for a in range(i * per_rank, (i + 1) * per_rank):
+                if skipped[a] or net[a, j] == -np.inf:
+                    continue
+                for b in range(j * per_rank, (j + 1) * per_rank):
+                    promise = net[a, j] + net[b, i]
+                    if promise > found.promise[0] and not skipped[b]:
+                        promise -= bend * ((mean[a] - mean[b]) ** 2 + square[a] + square[b])
+                        push(found, promise, SWAP, a, b)
+
+
+@kernel
+def find_puts(layer: Layer, rules: Rules, found: Found, skipped: NDArray[np.bool_]) -> None:
+    """Look at every other expert, or none, in every slot whose expert has another copy."""
+    experts, ranks = layer.held.shape
+    per_rank = layer.row.shape[0] // ranks
+    less, more = layer.relief[0], layer.relief[2]
+    # What all ranks together save if the copies of an expert had no work, with one copy less,
+    # as now, and with one more on the same ranks; and the sum of their second derivatives.
+    saved, bend = np.zeros((3, experts)), np.zeros(experts)
+    for expert in range(experts):
+        for rank in range(ranks):
+            if layer.held[expert, rank]:
+                bend[expert] += 0.25 * layer.bend[rank]
+                for k in range(3):
+                    saved[k, expert] += layer.relief[k, expert, rank]
+    best, which = np.empty(_ADDS), np.empty(_ADDS, np.int64)
+    for rank in range(ranks):
+        best[:], which[:] = -np.inf, -1
+        for expert in range(experts):
+            if layer.held[expert, rank]:
+                continue
+            gain = saved[1, expert] - saved[2, expert] - more[expert, rank]
+            gain -= bend[expert] * _square(layer, expert, 1, expert, 2)
+            gain -= rules.price * layer.prices[expert, rank]
+            at = _ADDS
+            while at > 0 and best[at - 1] < gain:
+                at -= 1
+            if at < _ADDS:
+                best[at + 1 :], which[at + 1 :] = best[at:-1].copy(), which[at:-1].copy()
+                best[at], which[at] = gain, expert
+        own = 0.25 * layer.bend[rank]
+        for slot in range(rank * per_rank, (rank + 1) * per_rank):
+            old = index(layer.row[slot])
+            if skipped[slot] or (old >= 0 and layer.copies[old] < 2):
+                continue
+            gain = -rules.slot_price
+            if old >= 0:
+                gain = saved[1, old] - saved[0, old] + less[old, rank]
+                gain -= (bend[old] - own) * _square(layer, old, 0, old, 1)
+                gain += rules.price * layer.prices[old, rank]
+                if rules.drops:
+                    push(found, gain + rules.slot_price, PUT, slot, -1)
+            for n in range(_ADDS):
+                if which[n] >= 0:
+                    curved = own * _square(layer, old, 1, which[n], 2)
+                    push(found, gain + best[n] - curved, PUT, slot, which[n])
 
 
 @inlined
-def leave_changes(
-    tokens: NDArray[np.float64],
-    work: NDArray[np.float64],
-    copies: int,
-    model: SmoothWork,
-    old: int,
-    changes: NDArray[np.float64],
-    at: int,
-) -> None:
-    """Write to two rows of `changes` how the work of copies changes if one copy of `old` leaves.
+def _square(layer: Layer, a: int, k: int, b: int, n: int) -> float:
+    """Return the mean square of the difference of two works; one may be of no expert, -1."""
+    mean, spread = -layer.mean[n, b], layer.spread[n, b]
+    if a >= 0:
+        mean += layer.mean[k, a]
+        spread = spread - layer.spread[k, a] if a == b else np.hypot(spread, layer.spread[k, a])
+    square: float = mean * mean + spread * spread
+    return square
 
-    Row `at`: the copy that leaves (less); the next: each other copy (more). -1 stands for no
-    expert: 0. `tokens` and `work` are those of `LayerState`.
+
+@inlined
+def push(found: Found, promise: float, kind: int, a: int, b: int) -> None:
+    """Take a move in the place of the one that promises least, if it promises more."""
+    if promise > found.promise[0]:
+        size, at = found.promise.shape[0], 0
+        while True:
+            child = 2 * at + 1
+            if child + 1 < size and found.promise[child + 1] < found.promise[child]:
+                child += 1
+            if child >= size or found.promise[child] >= promise:
+                break
+            found.promise[at] = found.promise[child]
+            found.move[at] = found.move[child]
+            at = child
+        found.promise[at] = promise
+        found.move[at, 0], found.move[at, 1], found.move[at, 2] = kind, a, b
+
+
+@kernel
+def try_moves(layer: Layer, terms: Terms, rules: Rules, room: Room, found: Found, most: int) -> int:
+    """Compute the exact gains of the moves found, the best promise first; return their number.
+
+    A promise below a share of the best gain is not looked at: its move would not be made.
     """
-    leaves, stays = changes[at + LEAVES], changes[at + STAYS]
-    if old < 0:
-        leaves[:] = 0.0
-        stays[:] = 0.0
-    elif copies < 2:
-        stays[:] = 0.0
-        for t in range(leaves.shape[0]):
-            leaves[t] = -work[old, t]
+    found.gain[:] = -np.inf
+    used, best = 0, rules.least
+    for at in np.argsort(-found.promise):
+        if found.move[at, 0] < 0 or found.promise[at] <= best * rules.share or used == most:
+            break
+        if used >= rules.trials and best > rules.least:
+            break
+        if fits(layer, room, found.move[at]):
+            found.gain[at] = exact_gain(layer, terms, rules, found.move[at])
+            best = max(best, found.gain[at])
+            used += 1
+    return used
+
+
+@kernel
+def make_moves(layer: Layer, terms: Terms, rules: Rules, room: Room, found: Found) -> int:
+    """Make the moves that gain most and touch different ranks; return their number."""
+    made, busy = 0, np.zeros(layer.held.shape[1], np.bool_)
+    order = np.argsort(-found.gain)
+    least = max(rules.least, rules.share * found.gain[order[0]])
+    for at in order:
+        if not found.gain[at] > least and made > 0 or not found.gain[at] > rules.least:
+            break
+        if not fits(layer, room, found.move[at]):
+            continue
+        # The gain falls with the moves before it: the slowest steps are no longer so slow.
+        gain = exact_gain(layer, terms, rules, found.move[at])
+        if made > 0 and (gain <= least or (layer.touched & busy).any()):
+            continue
+        book(layer, room, found.move[at])
+        apply(layer, terms, found.move[at])
+        busy |= layer.touched
+        made += 1
+    return made
+
+
+@inlined
+def experts_of(layer: Layer, move: NDArray[np.int64]) -> tuple[int, int]:
+    """Return the expert that leaves the rank of slot a and the one that comes; -1 for none."""
+    comes = index(layer.row[move[2]]) if move[0] == SWAP else index(move[2])
+    return index(layer.row[move[1]]), comes
+
+
+@inlined
+def price_of(layer: Layer, move: NDArray[np.int64]) -> tuple[float, int]:
+    """Return the price of a move's copies, in copies inside a node, and their number.
+
+    Copies that it makes needless count as negative.
+    """
+    per_rank = layer.row.shape[0] // layer.held.shape[1]
+    leaves, comes = experts_of(layer, move)
+    rank, price, copies = move[1] // per_rank, 0.0, 0
+    if leaves >= 0:
+        price -= layer.prices[leaves, rank]
+        copies -= layer.prices[leaves, rank] > 0
+    if comes >= 0:
+        price += layer.prices[comes, rank]
+        copies += layer.prices[comes, rank] > 0
+    if move[0] == SWAP:
+        other = move[2] // per_rank
+        if leaves >= 0:
+            price += layer.prices[leaves, other]
+            copies += layer.prices[leaves, other] > 0
+        if comes >= 0:
+            price -= layer.prices[comes, other]
+            copies -= layer.prices[comes, other] > 0
+    return price, copies
+
+
+@inlined
+def fits(layer: Layer, room: Room, move: NDArray[np.int64]) -> bool:
+    """Return True if there is room for a move."""
+    per_rank = layer.row.shape[0] // layer.held.shape[1]
+    leaves, comes = experts_of(layer, move)
+    fits = price_of(layer, move)[1] <= max(room.left[1], 0)
+    if comes >= 0 and leaves < 0:
+        fits &= room.slots[move[1] // per_rank] > 0
+        if move[0] == PUT:
+            fits &= room.left[0] > 0
+    if move[0] == SWAP and leaves >= 0 and comes < 0:
+        fits &= room.slots[move[2] // per_rank] > 0
+    return fits and (leaves >= 0 or comes >= 0)
+
+
+@inlined
+def book(layer: Layer, room: Room, move: NDArray[np.int64]) -> None:
+    """Take the room that a move needs."""
+    per_rank = layer.row.shape[0] // layer.held.shape[1]
+    leaves, comes = experts_of(layer, move)
+    filled = (1 if comes >= 0 else 0) - (1 if leaves >= 0 else 0)
+    room.slots[move[1] // per_rank] -= filled
+    if move[0] == SWAP:
+        room.slots[move[2] // per_rank] += filled
     else:
-        fill_work(tokens[old], copies - 1, model, stays)
-        for t in range(leaves.shape[0]):
-            leaves[t] = -(work[old, t] / copies)
-            stays[t] += leaves[t]
+        room.left[0] -= filled
+    room.left[1] -= price_of(layer, move)[1]
 
 
-@inlined
-def enter_changes(
-    one_more: NDArray[np.float64],
-    work: NDArray[np.float64],
-    copies: int,
-    expert: int,
-    changes: NDArray[np.float64],
-    at: int,
-) -> None:
-    """Write to two rows of `changes` how work changes if one more copy of `expert` enters.
-
-    Row `at`: the copy that enters (more); the next: each other copy (less). -1 stands for no
-    expert: 0. `one_more` and `work` are those of `LayerState`.
-    """
-    enters, eased = changes[at + ENTERS], changes[at + EASED]
-    if expert < 0:
-        enters[:] = 0.0
-        eased[:] = 0.0
+@kernel
+def exact_gain(layer: Layer, terms: Terms, rules: Rules, move: NDArray[np.int64]) -> float:
+    """Return the gain of a move, prices paid; writes `change` and `touched`."""
+    if terms.nearest:
+        set_nearest_change(layer, terms, move)
     else:
-        part = 1.0 / copies
-        for t in range(enters.shape[0]):
-            enters[t] = one_more[expert, t]
-            eased[t] = one_more[expert, t] - part * work[expert, t]
-
-
-@inlined
-def add_work_changes(
-    changes: NDArray[np.float64],
-    leave: int,
-    enter: int,
-    rank: int,
-    old: int,
-    expert: int,
-    held: NDArray[np.int32],
-    rank_load: NDArray[np.float64],
-    powers: NDArray[np.float64],
-    costs: SmoothCosts,
-    out: NDArray[np.float64],
-) -> None:
-    """Add to `out` (T,) the change of all powered costs if `expert` replaces `old` on a rank.
-
-    `changes` (N, T) holds those of `leave_changes` from row `leave` on, and those of
-    `enter_changes` from row `enter` on.
-    """
-    for on in range(rank_load.shape[0]):
-        here = on == rank
-        by_old = 0.0 if old < 0 else (1.0 if here else float(held[old, on]))
-        by_new = 0.0 if expert < 0 else (1.0 if here else float(held[expert, on]))
-        if by_old != 0.0 or by_new != 0.0:
-            one, two = leave + (LEAVES if here else STAYS), enter + (ENTERS if here else EASED)
-            add_power_change(changes, one, by_old, two, by_new, rank_load, powers, on, costs, out)
+        set_change(layer, move)
+    ranks = np.nonzero(layer.touched)[0]
+    gain = -rules.price * price_of(layer, move)[0]
+    if move[0] == PUT:
+        leaves, comes = experts_of(layer, move)
+        gain += rules.slot_price * ((1 if leaves >= 0 else 0) - (1 if comes >= 0 else 0))
+    for t in range(layer.load.shape[1]):
+        total = layer.total[t]
+        for rank in ranks:
+            time = max(layer.load[rank, t] + layer.change[rank, t], 0.0) * terms.rates[rank]
+            total += raised(time, terms.doublings) - layer.power[rank, t]
+        gain += layer.weight[t] * (layer.norm[t] - root(total, terms.doublings))
+    return gain
 
 
 @kernel
-def _update_shares(layer: LayerState, objective: SearchObjective, expert: int) -> None:
-    """Update shares and work of one expert, and the rank loads, after its copies have changed."""
-    old, before, proportional = layer.moved[0], layer.after[0], objective.work.proportional
-    old[:] = layer.share[expert]
-    if not proportional:
-        before[:] = layer.work[expert]
-        update_work(layer, objective, expert)
-    held, count = layer.held[expert], layer.copies[expert]
-    nearest, nodes = objective.nearest, objective.node_of_rank
-    expert_shares(held, count, layer.origin[expert], nearest, nodes, layer.share[expert])
-    work = layer.work[expert]
-    for rank in range(old.shape[0]):
-        share = layer.share[expert, rank]
-        if proportional:
-            if share != old[rank]:
-                for t in range(layer.weight.shape[0]):
-                    layer.rank_load[rank, t] += (share - old[rank]) * work[t]
-        elif share != 0.0 or old[rank] != 0.0:
-            for t in range(layer.weight.shape[0]):
-                layer.rank_load[rank, t] += share * work[t] - old[rank] * before[t]
+def set_change(layer: Layer, move: NDArray[np.int64]) -> None:
+    """Write the change of every load by a move to `change`, for the ranks in `touched`."""
+    ranks = layer.held.shape[1]
+    per_rank = layer.row.shape[0] // ranks
+    leaves, comes = experts_of(layer, move)
+    rank = move[1] // per_rank
+    less, now, more = layer.work[0], layer.work[1], layer.work[2]
+    layer.touched[:] = False
+    layer.touched[rank] = True
+    layer.change[rank] = 0.0
+    if leaves >= 0:
+        layer.change[rank] -= now[leaves]
+    if move[0] == SWAP:
+        other = move[2] // per_rank
+        layer.touched[other] = True
+        if comes >= 0:
+            layer.change[rank] += now[comes]
+        layer.change[other] = -layer.change[rank]
+        return
+    if comes >= 0:
+        layer.change[rank] += more[comes]
+    for other in range(ranks):
+        loses = leaves >= 0 and other != rank and layer.held[leaves, other]
+        shares = comes >= 0 and layer.held[comes, other]
+        if loses or shares:
+            layer.touched[other] = True
+            layer.change[other] = 0.0
+            if loses:
+                layer.change[other] += less[leaves] - now[leaves]
+            if shares:
+                layer.change[other] += more[comes] - now[comes]
 
 
 @kernel
-def apply_swap(layer: LayerState, objective: SearchObjective, here: int, there: int) -> None:
-    """Swap the experts of two slots; costs and gradient stay stale until `refresh`."""
-    per_rank = layer.row.shape[0] // layer.rank_load.shape[0]
-    i, j = here // per_rank, there // per_rank
-    e, f = index(layer.row[here]), index(layer.row[there])
-    layer.row[here], layer.row[there] = f, e
-    layer.held[e, i] -= 1
-    layer.held[e, j] += 1
-    _update_shares(layer, objective, e)
-    if f >= 0:
-        layer.held[f, j] -= 1
-        layer.held[f, i] += 1
-        _update_shares(layer, objective, f)
+def set_nearest_change(layer: Layer, terms: Terms, move: NDArray[np.int64]) -> None:
+    """Write what `set_change` writes, under nearest dispatch."""
+    per_rank = layer.row.shape[0] // layer.held.shape[1]
+    leaves, comes = experts_of(layer, move)
+    rank = move[1] // per_rank
+    other = move[2] // per_rank if move[0] == SWAP else -1
+    layer.touched[:] = False
+    for expert, source, target in ((leaves, rank, other), (comes, other, rank)):
+        if expert < 0:
+            continue
+        held = layer.held[expert].copy()
+        if source >= 0:
+            held[source] = False
+        if target >= 0:
+            held[target] = True
+        shares = nearest_shares(held, layer.origin[expert], terms.nodes)
+        for r in range(held.shape[0]):
+            more = shares[r] - layer.share[expert, r]
+            if more != 0.0:
+                if not layer.touched[r]:
+                    layer.touched[r] = True
+                    layer.change[r] = 0.0
+                layer.change[r] += more * layer.tokens[expert]
 
 
 @kernel
-def apply_replacement(
-    layer: LayerState, objective: SearchObjective, slot: int, expert: int
-) -> None:
-    """Put an expert (-1: none) into a slot; costs and gradient stay stale until `refresh`."""
-    rank = slot // (layer.row.shape[0] // layer.rank_load.shape[0])
-    old = index(layer.row[slot])
-    layer.row[slot] = expert
-    if old >= 0:
-        layer.held[old, rank] -= 1
-        layer.copies[old] -= 1
-        _update_shares(layer, objective, old)
-    if expert >= 0:
-        layer.held[expert, rank] += 1
-        layer.copies[expert] += 1
-        _update_shares(layer, objective, expert)
-
-
-@kernel
-def copies_of_replacement(
-    layer: LayerState, rank: int, leave: int, enter: int
-) -> tuple[int, float]:
-    """Return (copies, price) that a rank needs more if one expert leaves it and another enters.
-
-    A copy that the rank has at present is free, so both may be negative. -1 stands for no expert.
-    """
-    copies = 0
-    price = 0.0
-    if leave >= 0 and not layer.had[leave, rank]:
-        copies -= 1
-        price -= layer.copy_price[leave, rank]
-    if enter >= 0 and not layer.had[enter, rank]:
-        copies += 1
-        price += layer.copy_price[enter, rank]
-    return copies, price
+def apply(layer: Layer, terms: Terms, move: NDArray[np.int64]) -> None:
+    """Make the move whose change was written last, and follow the gradients of its ranks."""
+    ranks = layer.held.shape[1]
+    per_rank = layer.row.shape[0] // ranks
+    leaves, comes = experts_of(layer, move)
+    rank = move[1] // per_rank
+    layer.row[move[1]] = comes
+    if leaves >= 0:
+        layer.held[leaves, rank] = False
+    if comes >= 0:
+        layer.held[comes, rank] = True
+    if move[0] == SWAP:
+        other = move[2] // per_rank
+        layer.row[move[2]] = leaves
+        if leaves >= 0:
+            layer.held[leaves, other] = True
+        if comes >= 0:
+            layer.held[comes, other] = False
+    else:
+        if leaves >= 0:
+            layer.copies[leaves] -= 1
+        if comes >= 0:
+            layer.copies[comes] += 1
+    if leaves >= 0:
+        set_work(layer, terms, leaves)
+    if comes >= 0:
+        set_work(layer, terms, comes)
+    for rank in range(ranks):
+        if layer.touched[rank]:
+            layer.load[rank] += layer.change[rank]
+            set_power(layer, terms, rank)
+    set_norm(layer, terms)
+    for rank in range(ranks):
+        if layer.touched[rank]:
+            set_slope(layer, terms, rank)
+            set_reliefs(layer, terms, rank)
+        elif move[0] == PUT or terms.nearest:
+            if leaves >= 0:
+                set_relief(layer, terms, leaves, rank)
+            if comes >= 0:
+                set_relief(layer, terms, comes, rank)

@@ -1,338 +1,253 @@
-"""The search over all layers of a problem, which share a price, a move limit and pooled slots.
-
-Units: loads are in mean rank loads, costs in layer times. A layer time is the time of one layer if
-load were spread perfectly over the ranks, so prices and gains mean the same for every model and
-fleet.
-"""
+"""The search over all layers of a problem, which may share slots or a limit on copies."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from evenkeel_moe.model.cost import ReplicaWork
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
-from evenkeel_moe.planning.policies.keel.budget_trades import CopyOffers, best_copies
-from evenkeel_moe.planning.policies.keel.build_layer import build_layer, working_memory
-from evenkeel_moe.planning.policies.keel.descent import descend
-from evenkeel_moe.planning.policies.keel.evaluation_budget import EvaluationBudget
-from evenkeel_moe.planning.policies.keel.moves import apply_replacement, copies_of_replacement
-from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
-from evenkeel_moe.planning.policies.keel.outlook import reading_dominates
-from evenkeel_moe.planning.policies.keel.search_inputs import (
-    scaled_objective,
-    source_shares,
-    unplanned,
-)
-from evenkeel_moe.planning.policies.keel.state import (
-    LayerState,
-    load_ranks,
-    refresh,
-)
-from evenkeel_moe.planning.policies.keel.window import SearchWindow
+from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.planning.policies.copy_prices import copy_prices
+from evenkeel_moe.planning.policies.keel.layer import Inputs, Terms, Work, build_layer
+from evenkeel_moe.planning.policies.keel.moves import Room, Rules, descend
+from evenkeel_moe.planning.policies.keel.options import KeelOptions
+from evenkeel_moe.planning.policies.keel.single_slots import exchange_copies
+from evenkeel_moe.planning.policies.keel.window import Window, reading_dominates
 from evenkeel_moe.planning.policies.slot_budget import SlotBudget
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.layer_threads import map_layers
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
-from evenkeel_moe.planning.schedule import relabel
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
+from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.planning.schedule.relabel import count_moves
 
 _UNLIMITED = 1 << 40
 """Stands for no limit on copies or slots."""
 
 
-@dataclass(slots=True)
-class _Count:
-    """The copies of one layer, or of all layers."""
+class Prices(NamedTuple):
+    """The prices of one descent, in layer times."""
 
-    copies: int = 0
-    """Copies between ranks that are needed to get there from the current placement."""
-    filled: int = 0
-    """Slots that are filled."""
+    copy: float
+    """Of a copy inside a node."""
+    slot: float
+    """Of a filled slot; 0 unless layers share slots."""
 
 
 class Search:
-    """The search of one problem from one start.
+    """Improves placements of one problem, layer by layer.
 
     Attributes:
-        problem: names the objective, the budget and the current placement.
-        objective: what the search minimises.
-        layers: the state of each layer.
-        rooms: (R,) further slots that each rank may fill, by layer; with pooled slots all layers
-            share one array.
+        evaluations: exact gains that the costliest search of a layer computed so far, times the
+            layers; with this as `max_evaluations` every search does the same.
     """
 
     def __init__(
-        self,
-        problem: PlacementProblem,
-        start: Placement,
-        window: SearchWindow,
-        evaluations: EvaluationBudget,
-        options: KeelOptions = DEFAULT_OPTIONS,
-        *,
-        sharp: bool = False,
+        self, problem: PlacementProblem, window: Window, options: KeelOptions, price: float
     ) -> None:
-        self.problem = problem
-        self._window = window
-        self._start = start
-        self._evaluations = evaluations
-        self._options = options
-        sharp = sharp or window.unit_tokens >= options.sharp_tokens or reading_dominates(problem)
-        self.objective = scaled_objective(problem, window, options, sharp)
-        origin = source_shares(problem)
-        base, floor = unplanned(problem, window.load)
-        experts, ranks = problem.shape.num_logical_experts, problem.shape.num_ranks
-        self._threads = 1 if evaluations.is_pooled else problem.threads
-        memory = [working_memory(experts, ranks, len(window.weights)) for _ in range(self._threads)]
+        """Prepare for the loads of a problem.
 
-        def build(layer: int) -> LayerState:
-            return build_layer(
-                window.tokens[layer],
-                window.weights,
-                origin[layer % len(origin)],
-                start.phy2log[layer],
-                None if problem.current is None else problem.current.phy2log[layer],
-                self.objective,
-                problem.objective.cross_node_factor,
-                base[layer % len(base)] / window.unit_tokens,
-                floor[:, layer] / window.unit_cost,
-                memory[layer % self._threads],
-            )
-
-        self.layers = map_layers(build, range(problem.shape.num_layers), self._threads)
+        Args:
+            problem: the loads to plan for.
+            window: of these loads.
+            options: the constants.
+            price: of a copy inside a node, in layer times.
+        """
+        self._problem, self._window, self._options, self._price = problem, window, options, price
+        cost, dispatch = problem.objective.cost, problem.objective.dispatch
+        ranks = problem.shape.num_ranks
+        nearest = dispatch is DispatchModel.NEAREST and cost.replica.proportional
+        rates, fixed = _rates(problem, window)
+        sharp = reading_dominates(problem) or window.unit_tokens >= options.sharp_tokens
+        self._terms = Terms(
+            rates,
+            options.sharp_doublings if sharp else options.doublings,
+            _work(cost.replica, window.unit_tokens, single=dispatch is DispatchModel.FEWEST),
+            nearest,
+            np.array(problem.topology.node_of_rank, np.int64),
+        )
+        self._base = np.zeros((len(window.blocks), problem.shape.num_layers, ranks)) + fixed
+        self._floor = np.zeros(self._base.shape[:2])
+        if dispatch is DispatchModel.WATERFILL and cost.shared_tokens > 0.0:
+            # Shared experts run where there is room: only the level that they reach counts.
+            level = moe_time.waterline_times(window.blocks, ranks, cost) - cost.fixed
+            scaled = np.maximum(level, 0.0) / window.unit_cost
+            self._floor = scaled ** (2.0**self._terms.doublings)
+        elif cost.shared_tokens > 0.0:
+            shared = moe_time.shared_work(window.blocks, ranks, cost, SplitModel.of(problem))
+            self._base += shared / window.unit_tokens
         self._budget = SlotBudget.of(problem)
-        self._copy_limit = _copy_limit(problem)
-        self._few_limit = _UNLIMITED
-        self._recount()
+        self._counts_suffice = _counts_suffice(problem)
+        self._origin = np.zeros((1, problem.shape.num_logical_experts, ranks))
+        if nearest:
+            self._origin += 1.0 / ranks
+            if problem.source_load is not None:
+                shares = origin_shares(problem.source_load, problem.shape)
+                self._origin = np.ascontiguousarray(np.moveaxis(shares, 0, 2))
+        layers = problem.shape.num_layers
+        most = problem.max_evaluations
+        self._most = max(1, options.layer_effort // problem.shape.num_slots**3)
+        if most is not None:
+            self._most = min(self._most, most // layers)
+        self.evaluations = 0
 
-    def placement(self) -> Placement:
-        """Return the placement that the layers hold now."""
-        rows = np.stack([layer.row for layer in self.layers])
-        return Placement(rows, self.problem.shape.num_ranks, self.problem.shape.num_logical_experts)
+    def improve(
+        self, start: Placement, which: Sequence[int] | None = None, per_layer: int | None = None
+    ) -> Placement:
+        """Return the placement that single moves make of a start.
 
-    def search(self, price: float) -> None:
-        """Improve every layer until no move gains more than the price of its copies.
-
-        With a limit on layers, all layers are searched, those that gain most are chosen, and only
-        these are searched again from the start.
+        Args:
+            start: a placement within the budget.
+            which: the layers that may change; None for all.
+            per_layer: copies that a layer may hold; None for the problem's budget.
         """
-        every, most = range(len(self.layers)), self.problem.objective.limits.max_layers
-        if most is None or most >= len(every):
-            self._run_passes(every, price)
-            return
-        with self._evaluations.keeping(self._options.layer_choice_reserve):
-            self._run_passes(every, price)
-        changed = [i for i in every if (self.layers[i].row != self._start.phy2log[i]).any()]
-        if len(changed) <= most:
-            return
-        gains = {i: self._gain(i, price) for i in changed}
-        chosen = sorted(sorted(changed, key=lambda i: -gains[i])[:most])
-        self._return_to_start(every)
-        self._run_passes(chosen, price)
+        problem, window = self._problem, self._window
+        _, _, ranks, experts = start.sizes
+        rows, pool = start.phy2log.copy(), self._budget.pool_per_rank
+        filled = (rows.reshape(len(rows), ranks, -1) >= 0).sum(axis=2)
+        copies = 0 if problem.current is None else count_moves(problem.current, start)
+        allowed = np.array([self._budget.total - filled.sum(), _copy_limit(problem) - copies])
+        pooled = Room(np.zeros(0, np.int64) if pool is None else pool - filled.sum(axis=0), allowed)
+        most = self._budget.per_layer if per_layer is None else per_layer
+        spent = np.zeros(len(rows), np.int64)
 
-    def search_few(self, share: float, price: float, before: float) -> None:
-        """Go on at a lower price until all copies together change `share` of the slots.
+        def improve_layer(layer: int, prices: Sequence[Prices]) -> None:
+            room = pooled
+            if pool is None:
+                left = np.array([most - filled[layer].sum(), allowed[1]])
+                room = Room(np.full(ranks, _UNLIMITED), left)
+            for price in prices:
+                rows[layer], used = self._descend(layer, rows[layer], price, room, spent[layer])
+                spent[layer] += used
+            filled[layer] = (rows[layer].reshape(ranks, -1) >= 0).sum(axis=1)
+            allowed[1] = room.left[1]
 
-        `before` is the price of the search that came before.
-        """
-        shape = self.problem.shape
-        slots = shape.mean_slots_per_rank * shape.num_ranks
-        self._few_limit = int(share * slots * shape.num_layers)
-        if self._total.copies < self._few_limit:
-            for level in self._options.price_levels:
-                if level * price < before:
-                    self._run_pass(range(len(self.layers)), level * price)
-        self._few_limit = _UNLIMITED
-
-    def undo_small(self, price: float, least: float) -> None:
-        """Return every layer to the start whose moves together gain `least` layer times or less.
-
-        Layers that share slots or a move limit return together, by their mean gain, or not at all.
-        """
-        gains = np.array([self._gain(i, price) for i in range(len(self.layers))])
-        if self._budget.pool_per_rank is not None or self._copy_limit < _UNLIMITED:
-            gains[:] = gains.mean()
-        self._return_to_start(np.nonzero(gains <= least)[0].tolist())
-
-    def _run_passes(self, which: Sequence[int], price: float) -> None:
-        """Search some layers at falling prices, so that the copies that save most come first."""
-        options, limited = self._options, self._allowed_copies() < _UNLIMITED
-        if limited:
-            top, ratio = max(options.limited_top_price, price), options.limited_price_ratio
-            levels = [max(price, top * ratio**-i) for i in range(options.limited_passes)] + [price]
-        elif price == 0.0:
-            levels = [0.0]
+        chosen = range(len(rows)) if which is None else which
+        layers = [n for n in chosen if window.blocks[:, n].any()]
+        limited = bool(allowed[1] < _UNLIMITED - copies)
+        prices = self._prices(limited=limited, pooled=pool is not None)
+        if pool is None and not limited:
+            map_layers(lambda layer: improve_layer(layer, prices), layers, problem.threads)
         else:
-            levels = [level * price for level in options.price_levels]
-        for level in levels:
-            if level <= price or self._total.copies < self._allowed_copies():
-                self._run_pass(which, level)
+            for price in prices:
+                for layer in layers:
+                    improve_layer(layer, [price])
+        self.evaluations = max(self.evaluations, int(spent.max()) * len(rows))
+        return Placement(rows, ranks, experts)
 
-    def _run_pass(self, which: Sequence[int], price: float) -> None:
-        if self._share_nothing(which):
-            found = map_layers(lambda i: self._descended(i, price), which, self._threads)
-            for i, result in zip(which, found, strict=True):
-                self._book_descent(i, *result)
-        else:
-            for i in which:
-                self._descend(i, price)
-        if self._budget.pool_per_rank is not None:
-            self._trade(which, price)
+    def _descend(
+        self, layer: int, row: NDArray[np.int32], prices: Prices, room: Room, spent: int
+    ) -> tuple[NDArray[np.int32], int]:
+        """Return the slots of a layer after a descent, and the exact gains that it computed."""
+        current, options, terms = self._problem.current, self._options, self._terms
+        inputs = self._inputs_of(layer)
+        if self._counts_suffice:
+            present = np.full_like(row, EMPTY) if current is None else current.phy2log[layer].copy()
+            most = int((row >= 0).sum() + room.left[0])
+            row = exchange_copies(
+                inputs.tokens * terms.rates[0],
+                inputs.weight,
+                row.copy(),
+                present,
+                (prices.copy, options.least_gain, terms.doublings, most),
+            )
+            return row, 0
+        rules = Rules(
+            prices.copy,
+            prices.slot,
+            not terms.work.proportional or prices.slot > 0.0,
+            options.listed,
+            options.trials,
+            options.move_share,
+            options.least_gain,
+        )
+        state = build_layer(inputs, row, terms)
+        used = descend(state, terms, rules, room, self._most - spent)
+        return state.row, used
 
-    def _share_nothing(self, which: Sequence[int]) -> bool:
-        """Return True if no layer's search takes from what another one may use."""
-        return (
-            self._budget.pool_per_rank is None
-            and self._allowed_copies() == _UNLIMITED
-            and self._evaluations.suffice_for(which)
+    def _prices(self, *, limited: bool, pooled: bool) -> list[Prices]:
+        """Return the prices of the descents, from high to low: what saves most comes first."""
+        price, options = self._price, self._options
+        if not (limited or pooled):
+            levels = options.price_levels if price > 0.0 else (1.0,)
+            return [Prices(level * price, 0.0) for level in levels]
+        return [
+            Prices(max(level, price) if limited else price, level if pooled else 0.0)
+            for level in (*options.shared_levels, 0.0)
+        ]
+
+    def _inputs_of(self, layer: int) -> Inputs:
+        """Return what no move changes of a layer."""
+        problem, window = self._problem, self._window
+        experts, ranks = problem.shape.num_logical_experts, problem.shape.num_ranks
+        prices = np.zeros((experts, ranks), np.float32)
+        if problem.current is not None:
+            factor = float(problem.objective.cross_node_factor)
+            row = problem.current.phy2log[layer].copy()
+            prices = copy_prices(row, experts, self._terms.nodes, factor)
+        return Inputs(
+            np.ascontiguousarray(window.blocks[:, layer].T) / window.unit_tokens,
+            window.block_weights,
+            np.ascontiguousarray(self._base[:, layer].T),
+            np.ascontiguousarray(self._floor[:, layer]),
+            prices,
+            self._origin[layer % len(self._origin)],
         )
 
-    def _descend(self, i: int, price: float) -> None:
-        """Search layer i by itself."""
-        self._book_descent(i, *self._descended(i, price))
 
-    def _descended(self, i: int, price: float) -> tuple[int, int, int]:
-        """Search layer i; return copies, filled slots and evaluations, which are not booked yet."""
-        left = self._evaluations.left(i)
-        if left <= 0 or not self._window.loaded[i]:
-            return 0, 0, 0
-        return descend(
-            self.layers[i],
-            self.objective,
-            self.rooms[i],
-            self.spare(i),
-            price,
-            self._allowed_copies() - self._total.copies,
-            self._options.least_gain,
-            left,
-        )
+def _counts_suffice(problem: PlacementProblem) -> bool:
+    """Return True if a placement is described by the number of copies of each expert.
 
-    def _book_descent(self, i: int, copies: int, filled: int, evaluations: int) -> None:
-        self._book(i, copies, filled)
-        self._evaluations.spend(i, evaluations)
-
-    def _trade(self, which: Sequence[int], price: float) -> None:
-        """Add copies where they save most, in spare slots or in those of other layers' copies."""
-        offers: dict[int, CopyOffers] = {}
-
-        def update(i: int) -> None:
-            if self._evaluations.left(i) > 0:
-                offers[i], used = best_copies(self.layers[i], self.objective, price)
-                self._evaluations.spend(i, used)
-            else:
-                offers.pop(i, None)
-
-        for i in which:
-            if self._window.loaded[i]:
-                update(i)
-        touched: set[int] = set()
-        for _ in range(self.problem.shape.num_slots * len(self.layers)):
-            best = self._best_trade(offers)
-            if best is None:
-                break
-            giver, taker, rank = best
-            slot, expert = offers[taker].add_slot[rank], offers[taker].add_expert[rank]
-            if giver >= 0:
-                self._replace(giver, int(offers[giver].drop_slot[rank]), EMPTY)
-            self._replace(taker, int(slot), int(expert))
-            for i in {giver, taker} - {-1}:
-                touched.add(i)
-                update(i)
-        for i in sorted(touched):
-            self._descend(i, price)
-
-    def _best_trade(self, offers: dict[int, CopyOffers]) -> tuple[int, int, int] | None:
-        """Return the trade with the largest net gain, None if none gains `least_gain`.
-
-        A trade is (layer that gives up a copy or -1, layer that adds one, rank).
-        """
-        if not offers:
-            return None
-        keys = sorted(offers)
-        add = np.stack([offers[i].add for i in keys])
-        drop = np.stack([offers[i].drop for i in keys])
-        if self._total.copies >= self._allowed_copies():
-            # Only copies that the rank has in the current placement are free.
-            ranks = range(add.shape[1])
-            free = [[self._had(i, offers[i].add_expert[r], r) for r in ranks] for i in keys]
-            add = np.where(free, add, -np.inf)
-        best, found = self._options.least_gain, None
-        for rank in range(add.shape[1]):
-            taker = int(np.argmax(add[:, rank]))
-            if self.rooms[0][rank] > 0 and self.spare(keys[taker]) > 0 and add[taker, rank] > best:
-                best, found = add[taker, rank], (-1, keys[taker], rank)
-            both = drop[:, rank][:, None] + add[:, rank][None, :]
-            np.fill_diagonal(both, -np.inf)
-            if both.size and both.max() > best:
-                giver, taker = divmod(int(np.argmax(both)), both.shape[1])
-                best, found = both[giver, taker], (keys[giver], keys[taker], rank)
-        return found
-
-    def _had(self, i: int, expert: int, rank: int) -> bool:
-        return bool(expert >= 0 and self.layers[i].had[expert, rank])
-
-    def _replace(self, i: int, slot: int, expert: int) -> None:
-        """Put an expert (EMPTY: none) into a slot of layer i."""
-        layer, rank = self.layers[i], slot // self.problem.shape.slots_per_rank
-        old = int(layer.row[slot])
-        added = int(expert >= 0) - int(old >= 0)
-        self._book(i, copies_of_replacement(layer, rank, old, expert)[0], added)
-        self.rooms[i][rank] -= added
-        apply_replacement(layer, self.objective, slot, expert)
-
-    def _book(self, i: int, copies: int, filled: int) -> None:
-        for count in (self._counts[i], self._total):
-            count.copies += copies
-            count.filled += filled
-
-    def _gain(self, i: int, price: float) -> float:
-        """Return the net gain of layer i since the start, in layer times."""
-        layer = self.layers[i]
-        after = refresh(layer, self.objective) + price * _copies_paid(layer)
-        row = layer.row.copy()
-        layer.row[:] = self._start.phy2log[i]
-        load_ranks(layer, self.objective)
-        before = refresh(layer, self.objective) + price * _copies_paid(layer)
-        layer.row[:] = row
-        load_ranks(layer, self.objective)
-        return before - after
-
-    def _return_to_start(self, which: Sequence[int]) -> None:
-        for i in which:
-            self.layers[i].row[:] = self._start.phy2log[i]
-            load_ranks(self.layers[i], self.objective)
-        self._recount()
-
-    def _recount(self) -> None:
-        """Count the copies, the filled slots and the room of ranks from the slots."""
-        now, current = self.placement(), self.problem.current
-        copies = np.zeros(now.num_layers, np.int64)
-        if current is not None:
-            copies = relabel.moves_by_layer(current, now)
-        filled = (now.phy2log >= 0).sum(axis=1)
-        self._counts = list(map(_Count, copies.tolist(), filled.tolist()))
-        self._total = _Count(
-            sum(count.copies for count in self._counts), sum(count.filled for count in self._counts)
-        )
-        ranks, pool = self.problem.shape.num_ranks, self._budget.pool_per_rank
-        if pool is None:
-            self.rooms = [np.full(ranks, _UNLIMITED) for _ in self.layers]
-            return
-        rows = np.stack([layer.row.reshape(ranks, -1) for layer in self.layers])
-        shared = np.asarray(pool - (rows >= 0).sum(axis=(0, 2)), np.int64)
-        self.rooms = [shared] * len(self.layers)
-
-    def spare(self, i: int) -> int:
-        """Return the number of further copies that layer i may hold."""
-        if self._budget.pool_per_rank is None:
-            return self._budget.per_layer - self._counts[i].filled
-        return self._budget.total - self._total.filled
-
-    def _allowed_copies(self) -> int:
-        """Return the copies between ranks that the whole plan may need."""
-        return min(self._copy_limit, self._few_limit)
+    Every rank has one slot and the same speed, all copies of an expert have the same load, every
+    new copy has the same price, and no limit counts single moves.
+    """
+    shape, objective = problem.shape, problem.objective
+    return (
+        shape.slots_per_rank == 1
+        and not shape.pooled
+        and objective.cost.by_tokens
+        and objective.dispatch is DispatchModel.EVEN
+        and (problem.topology.num_nodes == 1 or objective.cross_node_factor == 1.0)
+        and objective.limits == PlanLimits()
+    )
 
 
-def _copies_paid(layer: LayerState) -> float:
-    """Return the price of the copies that a layer needs, in copies inside a node."""
-    return float(layer.copy_price[layer.held > 0].sum(dtype=np.float64))
+def _work(replica: ReplicaWork, unit_tokens: float, *, single: bool) -> Work:
+    """Convert the work of a replica to search units."""
+    return Work(
+        replica.proportional,
+        max(replica.read_tokens, replica.tile_tokens) / unit_tokens,
+        replica.start_tokens / unit_tokens,
+        0.5 * replica.tile_tokens / unit_tokens,
+        1.0 / unit_tokens,
+        single,
+    )
+
+
+def _rates(
+    problem: PlacementProblem, window: Window
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return a straight line for each rank's cost curve, from half to twice a mean rank load.
+
+    Returns:
+        (R,) time per load, and (R,) the load that takes as long as the line's time without load.
+    """
+    ranks, curves = problem.shape.num_ranks, problem.objective.cost.curves
+    unit = window.unit_tokens / window.unit_cost
+    if curves is None:
+        return np.full(ranks, unit), np.zeros(ranks)
+    tile = curves.tile_tokens
+    low = np.ceil(0.5 * window.unit_tokens / tile) * tile
+    high = max(np.ceil(2.0 * window.unit_tokens / tile) * tile, low + tile)
+    costs = replace(problem.objective.cost, fixed=0.0)
+    at_low, at_high = (moe_time.rank_times(np.full(ranks, work), costs) for work in (low, high))
+    slopes = (at_high - at_low) / (high - low)
+    slopes = np.where(slopes > 0.0, slopes, at_high / high)
+    fixed = np.maximum(at_low - slopes * low, 0.0) / slopes
+    return slopes * unit, fixed / window.unit_tokens
 
 
 def _copy_limit(problem: PlacementProblem) -> int:

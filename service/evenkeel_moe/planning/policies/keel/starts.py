@@ -1,19 +1,38 @@
 """The placements from which keel's search starts."""
 
 import heapq
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InfeasiblePlan, Reason
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
 from evenkeel_moe.model.cost import CostCurves
 from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.capacity_packing import pack_copies
-from evenkeel_moe.planning.policies.keel.window import counts_suffice
+from evenkeel_moe.planning.policies.eplb import place_by_eplb
 from evenkeel_moe.planning.policies.replication import replicate_experts
 from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.schedule.relabel import relabel
+
+
+def eplb_start(problem: PlacementProblem) -> Placement | None:
+    """Return EPLB's placement with the fewest moves; None if EPLB cannot plan, or under limits."""
+    if problem.objective.limits != PlanLimits():
+        return None
+    try:
+        placement, hierarchical = place_by_eplb(problem)
+    except (InvalidInput, InfeasiblePlan):
+        return None
+    return relabel(problem, placement, keep_nodes=hierarchical)
+
+
+def metro_start(problem: PlacementProblem) -> Placement | None:
+    """Return METRO's placement, EPLB's on activations, as `eplb_start`."""
+    return eplb_start(replace(problem, load=np.minimum(problem.load, 1.0)))
 
 
 def linear_rates(costs: CostCurves | None, num_ranks: int) -> NDArray[np.float64]:
@@ -48,12 +67,6 @@ def cold_start(problem: PlacementProblem) -> Placement:
     load = problem.load.sum(axis=0)
     share = SlotBudget.of(problem).equal_share(layers)
     _, logcnt = replicate_experts(load.astype(np.float32), share, ranks)
-    if counts_suffice(problem):
-        # Any rank is as good as another; packing would compare them all for each of many copies.
-        rows = np.full((layers, ranks), EMPTY, np.int32)
-        for row, copies in zip(rows, logcnt, strict=True):
-            row[: copies.sum()] = np.repeat(np.arange(len(copies)), copies)
-        return Placement(rows, ranks, shape.num_logical_experts)
     # Every rank gets the same number of places as far as they divide. The rest go to consecutive
     # ranks, starting at another rank in each layer, so that pools fill evenly.
     base, rest = divmod(share, ranks)

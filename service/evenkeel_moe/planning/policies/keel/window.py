@@ -1,101 +1,120 @@
-"""The window as the search reads it: loads by expert, and for large layers fewer, merged steps."""
+"""The window as the search reads it: the loads to plan for, weights of steps, and units."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.dispatch_model import DispatchModel
-from evenkeel_moe.model.plan import PlanLimits
-from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
+from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.signals.change_detection import Change, step_weights
+from evenkeel_moe.planning.signals.forecast import forecast, recentred
+
+_PARTS = 4
+"""Parts of a window whose numbers of tokens are compared."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class SearchWindow:
-    """The steps that all searches of a plan look at."""
+class Window:
+    """The expectation of the coming steps."""
 
-    load: NDArray[np.float64]
-    """(T, L, E) [tokens]."""
     weights: NDArray[np.float64]
-    """(T,) weights of the steps, summing to 1."""
+    """(T,) weights of the problem's steps, summing to 1."""
+    noise: float
+    """Squared noise of a move's gain over that of tokens that come one by one, >= 1: the window's
+    tokens count for so much less."""
+    forecast_error: float
+    """`Forecast.error`; NaN where the window is too short for a forecast."""
+    change: Change
+    """The newest change in the window."""
+    blocks: NDArray[np.float64]
+    """(B, L, E) [tokens], the load to plan for in blocks of neighbouring steps; of single steps
+    unless layers are large."""
+    block_weights: NDArray[np.float64]
+    """(B,) weights of the blocks, summing to 1."""
     unit_tokens: float
     """Tokens of a mean rank load."""
     unit_cost: float
     """A layer time, in the unit of the score."""
-    tokens: NDArray[np.float64]
-    """(L, E, T) the load in mean rank loads."""
-    loaded: NDArray[np.bool_]
-    """(L,) True for a layer that has load."""
-    merged: bool
-    """True if steps were merged."""
-    large: bool
-    """True if the layers are large: the evaluations then last for one search from a good start."""
 
 
-def counts_suffice(problem: PlacementProblem) -> bool:
-    """Return True if a placement is described by the number of copies of each expert.
+def look_ahead(problem: PlacementProblem, options: KeelOptions) -> tuple[PlacementProblem, Window]:
+    """Return the problem with the loads to plan for, and its window.
 
-    Every rank has one slot and the same speed, all copies of an expert have the same load, every
-    new copy has the same price, and no limit counts single moves.
+    Loads are the window's; if a forecast proved itself within the window, they are moved to it,
+    unless reading dominates. Under nearest dispatch origins of tokens move towards even ones.
     """
-    shape, objective = problem.shape, problem.objective
-    return (
-        shape.slots_per_rank == 1
-        and not shape.pooled
-        and objective.cost.by_tokens
-        and objective.dispatch is DispatchModel.EVEN
-        and (problem.topology.num_nodes == 1 or objective.cross_node_factor == 1.0)
-        and objective.limits == PlanLimits()
-    )
-
-
-def search_window(
-    problem: PlacementProblem, weights: NDArray[np.float64], options: KeelOptions = DEFAULT_OPTIONS
-) -> SearchWindow:
-    """Prepare a problem's window for searches.
-
-    The time of a search is proportional to experts x ranks x steps, or to experts x steps where
-    `counts_suffice`. Beyond `options.common_layer_size` or `options.counted_layer_size`,
-    neighbouring steps are merged into their weighted mean: the load of every expert counts in full,
-    only its changes within a few steps are lost.
-
-    Args:
-        problem: the loads to plan for.
-        weights: (T,) of its steps, summing to 1.
-        options: the constants.
-    """
-    load, ranks = problem.load, problem.shape.num_ranks
-    steps, layers, experts = load.shape
-    if counts_suffice(problem):
-        together = -(-experts * steps // options.counted_layer_size)
-        large = together > 1
-    else:
-        together = -(-experts * ranks * steps // options.common_layer_size)
-        large = together > 1 or experts**2 * ranks > options.many_starts_size
+    weights, change = step_weights(problem.load, options.change)
+    scale = _volume_scale(problem, options.volume_spread)
+    if (scale != 1.0).any():
+        problem = replace(problem, load=problem.load * scale[:, None, None])
+    expected = forecast(problem.load)
+    moving = expected is not None and expected.error < 1.0 - options.foresight
+    if expected is not None and moving and not reading_dominates(problem):
+        problem = replace(problem, load=recentred(problem.load, weights, expected))
+    if problem.source_load is not None and problem.objective.dispatch is DispatchModel.NEAREST:
+        even = problem.source_load.mean(axis=0, keepdims=True)
+        shrunk = even + options.origin_trust * (problem.source_load - even)
+        problem = replace(problem, source_load=shrunk)
+    ranks = problem.shape.num_ranks
+    steps, layers, experts = problem.load.shape
+    blocks, block_weights = problem.load, weights
+    together = -(-experts * ranks * steps // options.merged_size)
     if together > 1:
         first = np.append(np.arange(0, steps, together), steps)
-        load = _merged_steps(load, weights, first)
-        weights = np.add.reduceat(weights, first[:-1])
-    by_layer = load.sum(axis=2)
-    unit_tokens = float(by_layer.sum()) / (by_layer.size * ranks) or 1.0
-    fluid = moe_time.fluid_bound(load, ranks, problem.objective.cost)
-    return SearchWindow(
-        load,
+        blocks = _merged(problem.load, weights, first)
+        block_weights = np.add.reduceat(weights, first[:-1])
+    rank_loads = len(blocks) * layers * ranks
+    fluid = moe_time.fluid_bound(blocks, ranks, problem.objective.cost)
+    return problem, Window(
         weights,
-        unit_tokens,
-        fluid / by_layer.size or 1.0,
-        _by_expert(load, unit_tokens),
-        by_layer.any(axis=0),
-        together > 1,
-        large,
+        # `usual` is NaN where there are too few steps to tell.
+        change.usual**options.noise_exponent if change.usual > 1.0 else 1.0,
+        float("nan") if expected is None else expected.error,
+        change,
+        blocks,
+        block_weights,
+        float(blocks.sum()) / rank_loads or 1.0,
+        fluid / (len(blocks) * layers) or 1.0,
     )
+
+
+def _volume_scale(problem: PlacementProblem, spread: float) -> NDArray[np.float64]:
+    """Return (T,) factors giving the steps more and fewer tokens, in turn, if that number moves.
+
+    Whether reading or computing dominates depends on the number of tokens. If it moved from one
+    part of the window to another, by more than from step to step, the coming steps have another
+    number than the window. Where work is proportional to tokens, this does not matter.
+    """
+    tokens = problem.load.sum(axis=(1, 2))
+    if problem.objective.cost.replica.proportional or len(tokens) < 2 * _PARTS or not tokens.any():
+        return np.ones(len(tokens))
+    parts = np.array_split(tokens, _PARTS)
+    between = float(np.var([part.mean() for part in parts], ddof=1))
+    within = float(np.mean([part.var(ddof=1) / len(part) for part in parts]))
+    moved = max(0.0, between - within) ** 0.5 / float(tokens.mean())
+    factor = 1.0 + spread * moved
+    more = np.arange(len(tokens)) % 2 == 0
+    return np.asarray(np.where(more, factor, 1.0 / factor), np.float64)
+
+
+def reading_dominates(problem: PlacementProblem) -> bool:
+    """Return True if the mean replica reads for longer than it computes.
+
+    What counts is then whether an expert is active at all, about which a forecast of its mean
+    tokens says nothing.
+    """
+    replica = problem.objective.cost.replica
+    reading = replica.read_tokens + replica.start_tokens
+    # The mean of a large window takes as long as some hundred evaluations of the search.
+    return reading > 0.0 and reading > float(problem.load.mean())
 
 
 @kernel
-def _merged_steps(
+def _merged(
     load: NDArray[np.float64], weights: NDArray[np.float64], first: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Return the (B, L, E) weighted means of the steps `first[b]` to `first[b + 1]` - 1."""
@@ -107,20 +126,4 @@ def _merged_steps(
             for layer in range(load.shape[1]):
                 for expert in range(load.shape[2]):
                     out[block, layer, expert] += part * load[step, layer, expert]
-    return out
-
-
-@kernel
-def _by_expert(load: NDArray[np.float64], unit: float) -> NDArray[np.float64]:
-    """Return (L, E, T) a (T, L, E) load in units.
-
-    A cache line of the load, eight experts, is read at a time.
-    """
-    steps, layers, experts = load.shape
-    out = np.empty((layers, experts, steps))
-    for layer in range(layers):
-        for begin in range(0, experts, 8):
-            for step in range(steps):
-                for expert in range(begin, min(begin + 8, experts)):
-                    out[layer, expert, step] = load[step, layer, expert] / unit
     return out

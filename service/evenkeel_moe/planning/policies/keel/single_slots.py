@@ -1,0 +1,122 @@
+"""The search of a layer whose ranks have one slot each and are equally fast.
+
+Only the numbers of copies count there, of which there are far fewer than placements: with x tokens
+and n copies of each expert, the power sum of a step is the sum over experts of x^p * n^(1 - p). A
+copy of one expert is exchanged for one of another until no exchange gains more than its copy costs.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.jit import kernel
+from evenkeel_moe.planning.policies.keel.layer import root
+
+
+@kernel
+def exchange_copies(
+    tokens: NDArray[np.float64],
+    weight: NDArray[np.float64],
+    row: NDArray[np.int32],
+    present: NDArray[np.int32],
+    rules: tuple[float, float, int, int],
+) -> NDArray[np.int32]:
+    """Exchange copies of one layer.
+
+    Args:
+        tokens: (E, T), in units in which a mean rank load takes a time of 1.
+        weight: (T,) of the steps, summing to 1.
+        row: (S,) the start, with a copy at least of every expert.
+        present: (S,) the current placement; empty where there is none.
+        rules: price of a copy and least gain in layer times, doublings of the norm, most copies.
+
+    Returns:
+        (S,) slots with the new numbers of copies, with the fewest changes of `present`.
+    """
+    price, least, doublings, most = rules
+    experts, exponent = tokens.shape[0], 1.0 - 2.0**doublings
+    power = tokens.copy()
+    for _ in range(doublings):
+        power *= power
+    copies, had = _copies(row, experts), _copies(present, experts)
+    value, slope = _value(power, weight, copies, doublings)
+    while True:
+        add, drop = -1, -1
+        best_add, best_drop = -np.inf, -np.inf
+        for expert in range(experts):
+            n = copies[expert]
+            now = n**exponent
+            gain = slope[expert] * (now - (n + 1) ** exponent)
+            gain -= price if n >= had[expert] else 0.0
+            if gain > best_add:
+                best_add, add = gain, expert
+            gain = slope[expert] * (now - (n - 1) ** exponent) if n > 1 else -np.inf
+            gain += price if n > had[expert] else 0.0
+            if gain > best_drop:
+                best_drop, drop = gain, expert
+        paid = price if copies[add] >= had[add] else 0.0
+        copies[add] += 1
+        if copies.sum() <= most:
+            drop = -1
+        elif drop >= 0:
+            paid -= price if copies[drop] > had[drop] else 0.0
+            copies[drop] -= 1
+        after, slope = _value(power, weight, copies, doublings)
+        if copies.sum() > most or add == drop or value - after - paid <= least:
+            copies[add] -= 1
+            if drop >= 0:
+                copies[drop] += 1
+            return _filled(present, copies)
+        value = after
+
+
+@kernel
+def _copies(row: NDArray[np.int32], experts: int) -> NDArray[np.int64]:
+    """Return the (E,) copies in the slots of a layer."""
+    copies = np.zeros(experts, np.int64)
+    for expert in row:
+        if expert >= 0:
+            copies[expert] += 1
+    return copies
+
+
+@kernel
+def _value(
+    power: NDArray[np.float64],
+    weight: NDArray[np.float64],
+    copies: NDArray[np.int64],
+    doublings: int,
+) -> tuple[float, NDArray[np.float64]]:
+    """Return the objective, and (E,) its derivatives in the terms n^(1 - p) of the experts."""
+    experts, steps = power.shape
+    exponent = 1.0 - 2.0**doublings
+    total, slope, value = np.zeros(steps), np.zeros(experts), 0.0
+    for expert in range(experts):
+        share = copies[expert] ** exponent
+        for t in range(steps):
+            total[t] += share * power[expert, t]
+    for t in range(steps):
+        norm = root(total[t], doublings)
+        value += weight[t] * norm
+        total[t] = weight[t] * norm / (total[t] * (1.0 - exponent)) if total[t] > 0.0 else 0.0
+    for expert in range(experts):
+        for t in range(steps):
+            slope[expert] += total[t] * power[expert, t]
+    return value, slope
+
+
+@kernel
+def _filled(present: NDArray[np.int32], copies: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return (S,) slots with so many copies; those that are present stay."""
+    left, row = copies.copy(), np.full_like(present, -1)
+    for slot in range(row.shape[0]):
+        if present[slot] >= 0 and left[present[slot]] > 0:
+            row[slot] = present[slot]
+            left[present[slot]] -= 1
+    expert = 0
+    for slot in range(row.shape[0]):
+        while expert < left.shape[0] and left[expert] == 0:
+            expert += 1
+        if row[slot] < 0 and expert < left.shape[0]:
+            row[slot] = expert
+            left[expert] -= 1
+    return row
