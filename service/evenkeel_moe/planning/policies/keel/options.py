@@ -60,6 +60,9 @@ class KeelOptions:
     """The weights of the window's steps."""
 
     # The search.
+    near_start: float = 1.25
+    """Cost over that of the best start up to which a search begins from a start, if copies are
+    free. Too low: better plans from other starts are not found. Time grows with it."""
     doublings: int = 3
     """p of the norm is 2 to this power, 8, where loads are noisy: it fits little of the noise of
     single steps. Too high: the plan fits noise. Too low: the slowest rank counts too little."""
@@ -85,6 +88,9 @@ class KeelOptions:
     layer_effort: int = 48_000_000_000
     """Bounds the exact gains that one search of a layer computes, times the cube of its slots:
     2,000 gains with 288 slots, 54 with 960. Too low: large layers are left unfinished."""
+    counted_size: int = 128 * 1024
+    """Experts x ranks of a layer beyond which only numbers of copies are searched if every rank has
+    one slot, even where copies between nodes cost more."""
     merged_size: int = 128 * 64 * 256
     """Experts x ranks x steps of a layer up to which its search looks at every step. Beyond it
     neighbouring steps are merged."""

@@ -44,9 +44,6 @@ from evenkeel_moe.planning.problem.placement_problem import (
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import count_moves, price_of_moves, relabel
 
-_NEAR = 1.25
-"""Cost over that of the best start up to which a search begins from a start, if copies are free."""
-
 
 def plan_keel(problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS) -> Proposal:
     """Plan by keel.
@@ -146,7 +143,7 @@ def _candidates(
         # Copies cost, so what is there comes first, and what is better with its copies paid.
         chosen = [name for name in total if total[name] <= total["present"]]
     else:
-        chosen = [name for name in total if total[name] <= _NEAR * min(total.values())]
+        chosen = [name for name in total if total[name] <= options.near_start * min(total.values())]
     if "no replicas" in starts and "no replicas" not in chosen:
         chosen.append("no replicas")
     found = [search.improve(starts[name]) for name in chosen]

@@ -80,7 +80,7 @@ class Search:
             shared = moe_time.shared_work(window.blocks, ranks, cost, SplitModel.of(problem))
             self._base += shared / window.unit_tokens
         self._budget = SlotBudget.of(problem)
-        self._counts_suffice = _counts_suffice(problem)
+        self._counts_suffice = _counts_suffice(problem, options)
         self._origin = np.zeros((1, problem.shape.num_logical_experts, ranks))
         if nearest:
             self._origin += 1.0 / ranks
@@ -147,12 +147,15 @@ class Search:
         if self._counts_suffice:
             present = np.full_like(row, EMPTY) if current is None else current.phy2log[layer].copy()
             most = int((row >= 0).sum() + room.left[0])
+            # Of many nodes hardly any has the expert already.
+            far = self._problem.topology.num_nodes > 1
+            price = prices.copy * (self._problem.objective.cross_node_factor if far else 1.0)
             row = exchange_copies(
                 inputs.tokens * terms.rates[0],
                 inputs.weight,
                 row.copy(),
                 present,
-                (prices.copy, options.least_gain, terms.doublings, most),
+                (price, options.least_gain, terms.doublings, most),
             )
             return row, 0
         rules = Rules(
@@ -198,19 +201,22 @@ class Search:
         )
 
 
-def _counts_suffice(problem: PlacementProblem) -> bool:
+def _counts_suffice(problem: PlacementProblem, options: KeelOptions) -> bool:
     """Return True if a placement is described by the number of copies of each expert.
 
-    Every rank has one slot and the same speed, all copies of an expert have the same load, every
-    new copy has the same price, and no limit counts single moves.
+    Every rank has one slot and the same speed, all copies of an expert have the same load, and no
+    limit counts single moves. Where copies between nodes cost more, their ranks matter too, but in
+    the largest layers a search over experts and ranks would take minutes.
     """
     shape, objective = problem.shape, problem.objective
+    one_price = problem.topology.num_nodes == 1 or objective.cross_node_factor == 1.0
+    large = shape.num_logical_experts * shape.num_ranks > options.counted_size
     return (
-        shape.slots_per_rank == 1
+        (one_price or large)
+        and shape.slots_per_rank == 1
         and not shape.pooled
         and objective.cost.by_tokens
         and objective.dispatch is DispatchModel.EVEN
-        and (problem.topology.num_nodes == 1 or objective.cross_node_factor == 1.0)
         and objective.limits == PlanLimits()
     )
 
