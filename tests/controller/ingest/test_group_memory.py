@@ -62,7 +62,7 @@ def make_ingest(**limits) -> Ingest:
 def test_the_largest_groups_are_bounded(shape):
     """Ten groups of 256 ranks and one of 2,048 fit in 24 GB, with the largest plan of them."""
     assert memory(shape).total < 1.6e9
-    assert 3e9 < memory(LARGEST).plan < 5e9
+    assert 1e9 < memory(LARGEST).plan < 2e9
     together = memory_together([memory(LARGEST), *[memory(MANY)] * 10])
     assert together == memory(LARGEST).total + 10 * memory(MANY).total + memory(LARGEST).plan
     assert together < 24e9
@@ -117,7 +117,9 @@ def test_a_plan_takes_no_more_than_said(shape, steps, cost, dispatch):
     peak = tracemalloc.get_traced_memory()[1] + load.nbytes + sources.nbytes
     tracemalloc.stop()
     said = memory(shape, plan_steps=steps).plan
-    assert 0.4 * said < peak <= said
+    # The origins of tokens, which fill most of these bytes, are looked at under nearest dispatch.
+    least = 0.4 if dispatch is DispatchModel.NEAREST else 0.2
+    assert least * said < peak <= said
 
 
 @pytest.mark.parametrize("side", list(CountingSide))

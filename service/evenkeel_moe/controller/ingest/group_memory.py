@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS
 from evenkeel_moe.telemetry.windows import source_bytes
 
 _MAX_PENDING_BYTES = 1 << 28
@@ -23,10 +24,9 @@ the costs of plans."""
 _MAPS = 96
 """Placements that fill as many bytes as those of the last 64 epochs, for rollbacks, and the maps
 derived from eight of them, under which reports are counted."""
-_SEARCHED_BYTES = 17
-"""Bytes of keel's search for each layer, expert and rank: copies, share, price and a flag."""
-_ORIGIN_BYTES = 24
-"""The same of what is known of tokens by source rank: the sums, the shares, and a copy of these."""
+_ORIGIN_BYTES = 32
+"""Bytes, for each layer, expert and rank, of what a plan knows of tokens by source rank: the sums,
+those that are expected, their shares, and a copy of these."""
 _RANK_BYTES = 160_000
 """Bytes of a stream and its session, measured with `make bench-scale`, rounded up."""
 
@@ -126,18 +126,16 @@ def group_memory(
 def _plan_bytes(shape: ModelShape, steps: int, has_sources: bool, threads: int) -> int:
     """Return the bytes of one of keel's plans.
 
-    Beside what it keeps of all layers, each thread works on the slopes, swaps and pairs of ranks of
-    one layer at a time. The steps are held as they came and as expected, with the work of copies
-    and that of one copy more.
+    The steps are held as they came, as expected and as the search reads them. Each thread works on
+    one layer at a time: on its loads by expert and by rank, and on what the moves of its experts
+    and slots to each rank promise.
     """
     layers, experts, ranks = shape.num_layers, shape.num_logical_experts, shape.num_ranks
-    per_cell = _SEARCHED_BYTES + (_ORIGIN_BYTES if has_sources else 0)
-    one_layer = ranks * (16 * experts + 16 * shape.num_slots + 64 * ranks)
-    return (
-        per_cell * layers * experts * ranks
-        + threads * one_layer
-        + 8 * steps * layers * (6 * experts + ranks)
-    )
+    searched = min(steps, DEFAULT_OPTIONS.merged_size // (experts * ranks) + 1)
+    one_layer = ranks * (40 * experts + 8 * shape.num_slots + 48 * searched)
+    one_layer += 56 * experts * searched
+    origins = _ORIGIN_BYTES * layers * experts * ranks if has_sources else 0
+    return origins + threads * one_layer + 8 * steps * layers * (5 * experts + ranks)
 
 
 def max_waiting_bytes(shape: ModelShape, limits: StepLimits) -> int:
