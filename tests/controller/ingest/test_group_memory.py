@@ -117,9 +117,8 @@ def test_a_plan_takes_no_more_than_said(shape, steps, cost, dispatch):
     peak = tracemalloc.get_traced_memory()[1] + load.nbytes + sources.nbytes
     tracemalloc.stop()
     said = memory(shape, plan_steps=steps).plan
-    # The origins of tokens, which fill most of these bytes, are looked at under nearest dispatch.
-    least = 0.4 if dispatch is DispatchModel.NEAREST and cost is TOKENS else 0.2
-    assert least * said < peak <= said
+    # Loads that a forecast moves, the origins of tokens and a second thread would take the rest.
+    assert 0.2 * said < peak <= said
 
 
 @pytest.mark.parametrize("side", list(CountingSide))
