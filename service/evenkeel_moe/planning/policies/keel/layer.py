@@ -174,7 +174,8 @@ def renew(layer: Layer, terms: Terms) -> float:
             if layer.held[expert, rank]:
                 for t in range(layer.load.shape[1]):
                     if terms.nearest:
-                        layer.load[rank, t] += layer.share[expert, rank] * layer.tokens[expert, t]
+                        tokens = layer.share[expert, rank] * layer.tokens[expert, t]
+                        layer.load[rank, t] += work_of_copy(tokens, terms.work)
                     else:
                         layer.load[rank, t] += layer.work[1, expert, t]
     return renew_slopes(layer, terms)
@@ -331,8 +332,7 @@ def set_relief(layer: Layer, terms: Terms, expert: int, rank: int) -> None:
 @inlined
 def relief_of(layer: Layer, terms: Terms, expert: int, rank: int, k: int, total: float) -> float:
     """Return an entry of `relief` from the sum of products of `by_step` and `slope`."""
+    share: float = 1.0 / max(layer.copies[expert] + k - 1, 1)
     if terms.nearest and k == 1 and layer.held[expert, rank]:
-        total *= layer.share[expert, rank]
-    elif terms.work.proportional:
-        total /= max(layer.copies[expert] + k - 1, 1)
-    return total
+        share = layer.share[expert, rank]
+    return total * share if terms.work.proportional else total

@@ -25,6 +25,7 @@ from evenkeel_moe.planning.policies.keel.layer import (
     set_reliefs,
     set_slope,
     set_work,
+    work_of_copy,
 )
 
 SWAP, PUT = 0, 1
@@ -409,12 +410,16 @@ def set_nearest_change(layer: Layer, terms: Terms, move: NDArray[np.int64]) -> N
             held[target] = True
         shares = nearest_shares(held, layer.origin[expert], terms.nodes)
         for r in range(held.shape[0]):
-            more = shares[r] - layer.share[expert, r]
-            if more != 0.0:
-                if not layer.touched[r]:
-                    layer.touched[r] = True
-                    layer.change[r] = 0.0
-                layer.change[r] += more * layer.tokens[expert]
+            before, after = layer.share[expert, r], shares[r]
+            if before == after:
+                continue
+            if not layer.touched[r]:
+                layer.touched[r] = True
+                layer.change[r] = 0.0
+            for t in range(layer.load.shape[1]):
+                tokens = layer.tokens[expert, t]
+                layer.change[r, t] += work_of_copy(after * tokens, terms.work)
+                layer.change[r, t] -= work_of_copy(before * tokens, terms.work)
 
 
 @kernel

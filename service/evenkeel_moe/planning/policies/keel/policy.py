@@ -175,7 +175,7 @@ def _starts(problem: PlacementProblem) -> dict[str, Placement]:
     # Where reading matters few replicas pay: those are found by adding, not by dropping.
     reading = not problem.objective.cost.replica.proportional
     fewest = problem.objective.dispatch is DispatchModel.FEWEST
-    if fewest or reading_dominates(problem) or (reading and first):
+    if fewest or reading:
         single = replace(problem, replica_budget=0)
         found["no replicas"] = _present(single) or cold_start(single)
     return found

@@ -59,7 +59,7 @@ class Search:
         self._problem, self._window, self._options, self._price = problem, window, options, price
         cost, dispatch = problem.objective.cost, problem.objective.dispatch
         ranks = problem.shape.num_ranks
-        nearest = dispatch is DispatchModel.NEAREST and cost.replica.proportional
+        nearest = dispatch is DispatchModel.NEAREST
         rates, fixed = _rates(problem, window)
         sharp = reading_dominates(problem) or window.unit_tokens >= options.sharp_tokens
         self._terms = Terms(
