@@ -304,17 +304,37 @@ def set_slope(layer: Layer, terms: Terms, rank: int) -> None:
 @kernel
 def set_reliefs(layer: Layer, terms: Terms, rank: int) -> None:
     """Compute `relief` of every expert on a rank from the slope of the rank."""
-    experts, sums = layer.held.shape[0], np.zeros(layer.held.shape[0])
+    experts, steps = layer.held.shape[0], layer.load.shape[1]
+    sums, slopes = np.zeros(experts), layer.slope[rank]
     for k in range(3):
         if k < layer.by_step.shape[0]:
             sums[:] = 0.0
-            for t in range(layer.load.shape[1]):
-                slope = layer.slope[rank, t]
-                if slope > 0.0:
+            for t in range(steps):
+                if slopes[t] > 0.0:
                     for expert in range(experts):
-                        sums[expert] += slope * layer.by_step[k, t, expert]
-        for expert in range(experts):
-            layer.relief[k, expert, rank] = relief_of(layer, terms, expert, rank, k, sums[expert])
+                        sums[expert] += slopes[t] * layer.by_step[k, t, expert]
+        set_share(layer, terms, k, rank, layer.relief[k, :, rank], sums)
+
+
+@inlined
+def set_share(
+    layer: Layer,
+    terms: Terms,
+    k: int,
+    rank: int,
+    out: NDArray[np.float64],
+    sums: NDArray[np.float64],
+) -> None:
+    """Write to `out` (E,) what the copies on a rank have of the sums (E,) of their experts."""
+    held, copies, shares = layer.held[:, rank], layer.copies, layer.share[:, rank]
+    proportional, nearest = terms.work.proportional, terms.nearest and k == 1
+    for expert in range(sums.shape[0]):
+        if not proportional:
+            out[expert] = sums[expert]
+        elif nearest and held[expert]:
+            out[expert] = sums[expert] * shares[expert]
+        else:
+            out[expert] = sums[expert] / max(copies[expert] + k - 1, 1)
 
 
 @kernel
@@ -326,13 +346,9 @@ def set_relief(layer: Layer, terms: Terms, expert: int, rank: int) -> None:
             total = 0.0
             for t in range(layer.load.shape[1]):
                 total += layer.slope[rank, t] * layer.by_step[k, t, expert]
-        layer.relief[k, expert, rank] = relief_of(layer, terms, expert, rank, k, total)
-
-
-@inlined
-def relief_of(layer: Layer, terms: Terms, expert: int, rank: int, k: int, total: float) -> float:
-    """Return an entry of `relief` from the sum of products of `by_step` and `slope`."""
-    share: float = 1.0 / max(layer.copies[expert] + k - 1, 1)
-    if terms.nearest and k == 1 and layer.held[expert, rank]:
-        share = layer.share[expert, rank]
-    return total * share if terms.work.proportional else total
+        share = 1.0
+        if terms.work.proportional:
+            share /= max(layer.copies[expert] + k - 1, 1)
+            if terms.nearest and k == 1 and layer.held[expert, rank]:
+                share = layer.share[expert, rank]
+        layer.relief[k, expert, rank] = total * share
