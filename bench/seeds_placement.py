@@ -230,7 +230,7 @@ def libra_policy_rows(traces: list[Recorded]) -> Iterator[list[Row]]:
         for trace in traces:
             setup = setup_of(trace, DispatchModel.NEAREST, 2_000_000)
             setup = replace(setup, shape=replace(setup.shape, slots_per_rank=per_rank))
-            for policy in ("eplb", "libra", "libra-refined"):
+            for policy in ("eplb", "libra"):
                 walk = _walk(policy, POLICIES[policy], setup)
                 value = float(walk.times.sum() / walk.fluid.sum())
                 found.setdefault(policy, []).append(value)

@@ -64,8 +64,7 @@ class PlanArguments:
     policy: Annotated[
         str | None,
         typer.Option(
-            help="eplb, eplb-global, eplb-hierarchical, craft, gem, libra, libra-refined, metro or"
-            " keel.",
+            help="eplb, eplb-global, eplb-hierarchical, craft, gem, libra, metro or keel.",
             show_default="the deployment's",
         ),
     ] = None

@@ -188,9 +188,7 @@ class DemoArguments:
             help="Redis URL of the controller's store.", show_default="an embedded Valkey server"
         ),
     ] = ""
-    policy: Annotated[
-        str, typer.Option(help="keel, eplb, craft, gem, libra, libra-refined or metro.")
-    ] = "keel"
+    policy: Annotated[str, typer.Option(help="keel, eplb, craft, gem, libra or metro.")] = "keel"
     dispatch: Annotated[
         str,
         typer.Option(

@@ -21,9 +21,6 @@ from evenkeel_moe.replay.replica_effect import ReplicaEffect, replica_effect
 from evenkeel_moe.replay.walk import Planner, Setup, Walk, replan_steps, walk_forward
 from evenkeel_moe.replay.walk_metrics import WalkMetrics, measure_walk
 
-_BY_SOURCE = ("libra", "libra-refined")
-"""Policies that plan with the source ranks of tokens."""
-
 
 def load_by_source(
     trace: Trace, ranks: int
@@ -65,7 +62,7 @@ def _origin_findings(trace: Trace, setup: Setup, policies: Iterable[str]) -> tup
             ),
         )
     users = ["nearest dispatch"] if setup.objective.dispatch is DispatchModel.NEAREST else []
-    users += [name for name in policies if name.removesuffix(VERDICT) in _BY_SOURCE]
+    users += [name for name in policies if name.removesuffix(VERDICT) == "libra"]
     if setup.source is not None or not users:
         return fewer
     have = "has no source counts"

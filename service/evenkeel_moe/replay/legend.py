@@ -15,7 +15,6 @@ POLICY_WORDS = {
     "craft": "for each layer its own number of replicas, so that they use little memory",
     "gem": "no replicas; the slowest rank of each step gets less, also if ranks differ in speed",
     "libra": "replicas near the ranks whose tokens choose the expert, as the paper prints it",
-    "libra-refined": "libra, which goes on where the paper's search ends",
     "metro": "eplb, with the steps in which an expert has tokens at all as its load",
     "keel": "the least predicted MoE time of the slowest ranks, plus a price for each copy;"
     " Evenkeel's default",

@@ -40,7 +40,6 @@ STYLES = {
     "craft": Style("green", (6, 1.5)),
     "gem": Style("purple", (2, 1)),
     "libra": Style("olive", (5, 1.5, 1.5, 1.5)),
-    "libra-refined": Style("olive", (1.5, 1.5)),
     "metro": Style("orange", (3, 1.5)),
 }
 """The look of each policy, the same on every page; baselines are grey."""

@@ -9,7 +9,6 @@ from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.policies.libra import (
     LibraOptions,
     plan_libra,
-    plan_libra_refined,
     replicate_by_source,
 )
 from evenkeel_moe.planning.problem.objective import Objective
@@ -59,58 +58,47 @@ def test_libra_is_algorithm_1_line_by_line(seed, ranks, experts, locality):
     demand = ranks * rng.integers(0, 9, (ranks, experts)).astype(float)
     home = np.arange(experts) % ranks
     capacity = -(-experts // ranks) + 2
-    held = replicate_by_source(demand, home, capacity, locality, False)
+    held = replicate_by_source(demand, home, capacity, locality)
     assert held.tolist() == slow_algorithm_1(demand, home, capacity, locality).tolist()
 
 
-@pytest.mark.parametrize("refined", [False, True])
-def test_phase_1_copies_the_remote_experts_a_rank_wants_most(refined):
+def test_phase_1_copies_the_remote_experts_a_rank_wants_most():
     demand = np.array([[9.0, 0, 1, 8], [0, 9, 0, 0]])
     home = np.array([0, 0, 1, 1])
-    held = replicate_by_source(demand, home, 3, 1.0, refined)
+    held = replicate_by_source(demand, home, 3, 1.0)
     assert held[3, 0] and not held[2, 0]
     assert held[1, 1]
 
 
-@pytest.mark.parametrize("refined", [False, True])
-def test_phase_2_relieves_the_fullest_rank(refined):
+def test_phase_2_relieves_the_fullest_rank():
     demand = np.array([[10.0, 0, 0, 0], [10.0, 0, 5, 0], [10.0, 0, 0, 5]])
     home = np.array([0, 0, 1, 2])
-    held = replicate_by_source(demand, home, 2, 0.0, refined)
+    held = replicate_by_source(demand, home, 2, 0.0)
     # Expert 0 weighs 30 of 40 on rank 0; the mean is 13.3. A copy would bring ranks 1 and 2 to 15.
     assert held.sum() == 4
     lighter = replicate_by_source(
-        np.array([[10.0, 0, 0, 0], [8.0, 0, 2, 0], [8.0, 0, 0, 2]]), home, 2, 0.0, refined
+        np.array([[10.0, 0, 0, 0], [8.0, 0, 2, 0], [8.0, 0, 0, 2]]), home, 2, 0.0
     )
     assert lighter[0, 1] and lighter[0, 2]
 
 
-def test_only_the_refined_phase_2_goes_on_after_a_refusal():
+def test_phase_2_ends_at_a_refusal():
     # Rank 0 computes 28 tokens of expert 0 and 5 of expert 1 for others; the mean is 19. The
     # emptiest rank 3 would exceed it with its 28 tokens of expert 0, but not with 5 of expert 1.
     demand = np.array([[10.0, 0, 0, 0, 0], [0, 0, 17, 0, 0], [0, 0, 0, 16, 0], [28, 5, 0, 0, 0]])
     home = np.array([0, 0, 1, 2, 3])
-    published = replicate_by_source(demand, home, 2, 0.0, False)
-    refined = replicate_by_source(demand, home, 2, 0.0, True)
-    assert published.sum() == 5
-    assert refined.sum() == 6 and refined[1, 3]
+    assert replicate_by_source(demand, home, 2, 0.0).sum() == 5
 
 
-@given(
-    seeds,
-    st.integers(2, 5),
-    st.integers(2, 9),
-    st.sampled_from([0.0, 0.5, 1.0]),
-    st.booleans(),
-)
+@given(seeds, st.integers(2, 5), st.integers(2, 9), st.sampled_from([0.0, 0.5, 1.0]))
 def test_homes_stay_capacity_holds_and_no_rank_is_filled_above_the_mean_by_phase_2(
-    seed, ranks, experts, locality, refined
+    seed, ranks, experts, locality
 ):
     rng = np.random.default_rng(seed)
     demand = rng.integers(0, 50, (ranks, experts)).astype(float)
     home = np.arange(experts) % ranks
     capacity = -(-experts // ranks) + 2
-    held = replicate_by_source(demand, home, capacity, locality, refined)
+    held = replicate_by_source(demand, home, capacity, locality)
     assert held[np.arange(experts), home].all()
     assert (held.sum(axis=0) <= capacity).all()
     if locality == 0.0:
@@ -121,9 +109,8 @@ def test_homes_stay_capacity_holds_and_no_rank_is_filled_above_the_mean_by_phase
         assert (after <= np.maximum(before, demand.sum() / ranks) + 1e-9).all()
 
 
-@pytest.mark.parametrize("plan", [plan_libra, plan_libra_refined])
 @given(shapes(), st.data())
-def test_proposals_are_sound(plan, shape, data):
+def test_proposals_are_sound(shape, data):
     source = data.draw(st.none() | st.just(True))
     load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
     rng = np.random.default_rng(data.draw(seeds))
@@ -137,7 +124,7 @@ def test_proposals_are_sound(plan, shape, data):
         else rng.integers(0, 9, (shape.num_ranks, *load.shape[1:])).astype(float),
         objective=Objective(dispatch=DispatchModel.NEAREST),
     )
-    proposal = plan(problem)
+    proposal = plan_libra(problem)
     proposal.placement.check(shape)
     assert proposal.lower_bound is not None
     assert proposal.lower_bound <= proposal.score * (1 + 1e-9)

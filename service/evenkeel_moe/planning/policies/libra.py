@@ -1,16 +1,14 @@
-"""The Libra policies: replicas first where tokens start, then where load remains to be spread.
+"""The Libra policy: replicas first where tokens start, then where load remains to be spread.
 
 Every expert has a home rank, which computes the tokens of all ranks that hold no copy of it. Phase
 1 gives each rank copies of the remote experts that its own tokens choose most. Phase 2 relieves the
 rank with the most load: it copies one of that rank's experts to a rank with little load, whose own
 tokens for the expert then stay local.
 
-`plan_libra` is Algorithm 1 as printed: it tries the expert with the most remote tokens on the rank
-with the least load, and phase 2 ends where that rank would exceed the mean. `plan_libra_refined`
-then tries the other ranks, and the other experts, that would not, and skips copies that keep no
-tokens local.
+It tries the expert with the most remote tokens on the rank with the least load, and ends where that
+rank would exceed the mean.
 
-Source: Libra Algorithm 1, on recorded instead of predicted demand.
+Source: Libra Algorithm 1 as printed, on recorded instead of predicted demand.
 """
 
 from dataclasses import dataclass
@@ -59,17 +57,6 @@ def plan_libra(problem: PlacementProblem, options: LibraOptions = LibraOptions()
         InfeasiblePlan: too few slots.
         ShapeMismatch: the current placement is of another deployment.
     """
-    return _plan(problem, options, refined=False)
-
-
-def plan_libra_refined(
-    problem: PlacementProblem, options: LibraOptions = LibraOptions()
-) -> Proposal:
-    """Plan as `plan_libra` does, with the refined phase 2."""
-    return _plan(problem, options, refined=True)
-
-
-def _plan(problem: PlacementProblem, options: LibraOptions, *, refined: bool) -> Proposal:
     check_current(problem)
     shape = problem.shape
     ranks, layers, experts = shape.num_ranks, shape.num_layers, shape.num_logical_experts
@@ -82,7 +69,7 @@ def _plan(problem: PlacementProblem, options: LibraOptions, *, refined: bool) ->
     for layer in range(layers):
         home = _homes(problem.current, layer, ranks, experts, capacity)
         held[layer] = replicate_by_source(
-            np.ascontiguousarray(demand[:, layer]), home, capacity, options.locality, refined
+            np.ascontiguousarray(demand[:, layer]), home, capacity, options.locality
         )
     placement = place_on_ranks(held, shape.slots_per_rank)
     return build_proposal(problem, placement, int(held.sum()) - layers * experts)
@@ -117,7 +104,6 @@ def replicate_by_source(
     home: NDArray[np.int64],
     capacity: int,
     locality: float,
-    refined: bool,
 ) -> NDArray[np.bool_]:
     """Run Algorithm 1 for one layer.
 
@@ -126,8 +112,6 @@ def replicate_by_source(
         home: (E,) rank that computes the tokens of ranks without a copy.
         capacity: experts a rank may hold, those it is home to included.
         locality: share of a rank's copies that phase 1 may use.
-        refined: where the condition of the paper's line 15 does not hold, try the next (expert,
-            rank) until none is left, instead of ending phase 2.
 
     Returns:
         (E, R) - True where a rank holds an expert.
@@ -157,9 +141,7 @@ def replicate_by_source(
                 break
             held[best, rank] = True
             used[rank] += 1
-    _relieve_fullest_rank(
-        demand, home, capacity, held, used, experts * ranks if refined else passes, refined
-    )
+    _relieve_fullest_rank(demand, home, capacity, held, used, passes)
     return held
 
 
@@ -171,7 +153,6 @@ def _relieve_fullest_rank(
     held: NDArray[np.bool_],
     used: NDArray[np.int64],
     passes: int,
-    refined: bool,
 ) -> None:
     """Run phase 2 until no rank is above the mean load or no copy is allowed.
 
@@ -193,25 +174,20 @@ def _relieve_fullest_rank(
         source = int(np.argmax(load))
         if load[source] <= target:
             return
-        chosen, goal = -1, -1
-        for expert in np.argsort(-remote, kind="mergesort"):
-            if home[expert] != source or remote[expert] <= 0.0:
-                continue
-            for rank in range(ranks):
-                tokens = demand[rank, expert]
-                if held[expert, rank] or used[rank] >= capacity:
-                    continue
-                if refined and (tokens <= 0.0 or load[rank] + tokens > target):
-                    continue
-                if goal < 0 or load[rank] < load[goal]:
-                    chosen, goal = expert, rank
-            if goal >= 0 or not refined:
-                break
-        if goal < 0 or load[goal] + demand[goal, chosen] > target:
+        from_source = np.where(home == source, remote, 0.0)
+        hottest = int(np.argmax(from_source))
+        if from_source[hottest] <= 0.0:
             return
-        tokens = demand[goal, chosen]
-        held[chosen, goal] = True
+        goal = -1
+        for rank in range(ranks):
+            free = not held[hottest, rank] and used[rank] < capacity
+            if free and (goal < 0 or load[rank] < load[goal]):
+                goal = rank
+        if goal < 0 or load[goal] + demand[goal, hottest] > target:
+            return
+        tokens = demand[goal, hottest]
+        held[hottest, goal] = True
         used[goal] += 1
         load[source] -= tokens
         load[goal] += tokens
-        remote[chosen] -= tokens
+        remote[hottest] -= tokens

@@ -23,7 +23,7 @@ from evenkeel_moe.planning.policies.eplb import Variant, plan_eplb
 from evenkeel_moe.planning.policies.gem.policy import GemOptions, plan_gem
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
-from evenkeel_moe.planning.policies.libra import LibraOptions, plan_libra, plan_libra_refined
+from evenkeel_moe.planning.policies.libra import LibraOptions, plan_libra
 from evenkeel_moe.planning.policies.metro import plan_metro
 from evenkeel_moe.planning.policies.policy_options import ConfigurablePolicy
 from evenkeel_moe.planning.problem import metrics
@@ -40,7 +40,6 @@ POLICIES: dict[str, Policy] = {
     "gem": plan_gem,
     "keel": plan_keel,
     "libra": plan_libra,
-    "libra-refined": plan_libra_refined,
     "metro": plan_metro,
 }
 FORMS: dict[str, Policy] = {
@@ -59,7 +58,6 @@ CONFIGURABLE: dict[str, ConfigurablePolicy[Any]] = {
     "gem": ConfigurablePolicy(plan_gem, GemOptions, ("restarts", "noise", "least_drop")),
     "keel": ConfigurablePolicy(plan_keel, KeelOptions, ("stickiness", "caution")),
     "libra": ConfigurablePolicy(plan_libra, LibraOptions, ("locality",)),
-    "libra-refined": ConfigurablePolicy(plan_libra_refined, LibraOptions, ("locality",)),
 }
 """The policies that take options from operators, with the options."""
 
