@@ -103,8 +103,6 @@ def warm_kernels() -> None:
     load = np.arange(4 * 2 * 8, dtype=np.float64).reshape(4, 2, 8) % 7 + 1
     load[:, 1] **= 3  # so that keel moves copies of pooled slots to this layer
     curves = CostCurves.linear(np.full(4, 1e-6))
-    # Tokens first: with an even split, the first of the dispatch models, they have a bound of their
-    # own.
     costs = cycle((TOKENS, CostModel(curves), CostModel(curves, ReplicaWork(3.0))))
     for (shape, dispatch), cost in zip(
         product((fixed, pooled), DispatchModel), costs, strict=False

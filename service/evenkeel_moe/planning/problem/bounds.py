@@ -6,9 +6,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.cost import TOKENS, CostModel
-from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.problem import moe_time
-from evenkeel_moe.planning.problem.bounds_branch import BRANCH_EXPERTS, BRANCH_RANKS, branch_bound
 from evenkeel_moe.planning.problem.layer_threads import map_layers
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
@@ -160,24 +158,10 @@ def bound_times(
 
 
 def lower_bound(problem: PlacementProblem) -> float:
-    """Return a lower bound on the score of every placement of a problem.
+    """Return a lower bound on the score of every placement of a problem: the sum of `bound_times`.
 
-    For each layer it is the larger of two bounds: the sum of `bound_times`, which holds for all
-    costs and dispatchers; and, for small layers under an even split on equal ranks, `branch_bound`,
-    which uses the fact that one placement serves all steps.
+    It holds for all dispatchers.
     """
-    shape, objective = problem.shape, problem.objective
+    shape, cost = problem.shape, problem.objective.cost
     redundant = shape.num_slots - shape.num_logical_experts
-    bound = bound_times(problem.load, shape.num_ranks, redundant, objective.cost, problem.threads)
-    by_layer = bound.sum(axis=0)
-    if (
-        objective.cost.by_tokens
-        and objective.dispatch is DispatchModel.EVEN
-        and not objective.allow_duplicates
-        and shape.num_logical_experts <= BRANCH_EXPERTS
-        and shape.num_ranks <= BRANCH_RANKS
-    ):
-        for layer in range(shape.num_layers):
-            branched = branch_bound(problem.load[:, layer], shape.num_ranks, shape.slots_per_rank)
-            by_layer[layer] = max(by_layer[layer], branched * (1.0 - _ROUNDING))
-    return float(by_layer.sum())
+    return float(bound_times(problem.load, shape.num_ranks, redundant, cost, problem.threads).sum())
