@@ -10,9 +10,7 @@ from evenkeel_moe.dispatch import (
     DispatchTables,
     EvenChoice,
     NearestChoice,
-    RandomChoice,
     ReplicaChoice,
-    WeightedChoice,
     assign_quotas,
 )
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
@@ -31,16 +29,9 @@ from tests.dispatch.placements import (
 TWO_NODES = Topology((0, 0, 1, 1))
 
 
-def even_weights(tables):
-    replica = torch.arange(tables.width)
-    return torch.where(replica < tables.logcnt[..., None], 1.0 / tables.logcnt[..., None], 0.0)
-
-
 RULES: dict[str, Callable[[DispatchTables], ReplicaChoice]] = {
     "even": EvenChoice,
     "nearest": NearestChoice,
-    "random": lambda tables: RandomChoice(tables, torch.Generator().manual_seed(7)),
-    "weighted": lambda tables: WeightedChoice(tables, even_weights(tables)),
 }
 
 
@@ -80,8 +71,6 @@ def realised_shares(placement, rule_of, topology, tokens):
     ("name", "model"),
     [
         ("even", DispatchModel.EVEN),
-        ("random", DispatchModel.EVEN),
-        ("weighted", DispatchModel.EVEN),
         ("nearest", DispatchModel.NEAREST),
     ],
 )
@@ -105,34 +94,6 @@ def test_nearest_prefers_own_rank_then_own_node():
     assert set(NearestChoice(second).choose(0, ids)[:, 1].tolist()) == {1}
     assert set(NearestChoice(third).choose(0, ids)[:, 0].tolist()) == {0, 2}
     assert set(NearestChoice(first).choose(0, ids)[:, 3].tolist()) == {5, 7}
-
-
-def test_weighted_follows_its_probabilities_and_new_ones():
-    placement = Placement(np.array([[0, 0, 0, 1]]), 4, 2)
-    tables = DispatchTables.of(placement, Topology.single_node(4), 0)
-    rule = WeightedChoice(tables, torch.tensor([[[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]]))
-    ids = torch.zeros((20000, 1), dtype=torch.int64)
-    share = landed(rule.choose(0, ids), 4) / 20000
-    assert torch.allclose(share, torch.tensor([0.5, 0.3, 0.2, 0.0]), atol=0.02)
-    rule.set_probabilities(torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]]))
-    assert set(rule.choose(0, ids)[:, 0].tolist()) == {1}
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([[[0.5, 0.3, 0.1], [1.0, 0.0, 0.0]]], "sum to 1"),
-        ([[[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]], "beyond an expert's replicas"),
-        ([[[1.5, -0.5, 0.0], [1.0, 0.0, 0.0]]], "not be negative"),
-    ],
-)
-def test_probabilities_that_are_none_are_refused(weights, message):
-    placement = Placement(np.array([[0, 0, 0, 1]]), 4, 2)
-    tables = DispatchTables.of(placement, Topology.single_node(4), 0)
-    with pytest.raises(InvalidInput, match=message):
-        WeightedChoice(tables, torch.tensor(weights))
-    with pytest.raises(ShapeMismatch):
-        WeightedChoice(tables, torch.ones(1, 2, 2))
 
 
 @settings(max_examples=60, deadline=None)

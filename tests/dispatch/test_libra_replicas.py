@@ -1,7 +1,5 @@
 """The choice of transient replicas."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +8,6 @@ from hypothesis import strategies as st
 from evenkeel_moe.dispatch import (
     LibraChoice,
     PlanningRule,
-    extra_budget,
     plan_replicas,
     resident_mask,
     shard_tokens,
@@ -152,17 +149,6 @@ def test_exact_predictions_and_enough_replicas_balance_to_one():
     assert load.max() / load.mean() < 1.01
     untouched = shard_tokens(demand, resident, resident).rank_load
     assert untouched.max() / untouched.mean() > 1.3
-
-
-def test_budget_is_the_scarcer_of_memory_and_time():
-    # With two buffers, memory for 10 experts gives 5 places.
-    sizes: dict[str, Any] = {"bytes_per_expert": 1 << 20, "bytes_per_s": 900e9}
-    assert extra_budget(free_bytes=10 << 20, window_s=1.0, **sizes) == 5
-    assert extra_budget(free_bytes=1 << 40, window_s=10e-6, **sizes) == 8
-    assert extra_budget(free_bytes=1 << 40, window_s=1.0, most=3, **sizes) == 3
-    assert extra_budget(free_bytes=0, window_s=1.0, **sizes) == 0
-    with pytest.raises(InvalidInput):
-        extra_budget(free_bytes=1, bytes_per_expert=0, window_s=1.0, bytes_per_s=1.0)
 
 
 def test_what_cannot_be_planned_is_refused():

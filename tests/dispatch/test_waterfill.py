@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel_moe.dispatch import Waterfill, expand_topk, hash_topk
+from evenkeel_moe.dispatch import Waterfill, expand_topk
 from evenkeel_moe.dispatch.waterfill import count_by_rank, rank_slack, shared_slot, waterline
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 
@@ -94,16 +94,6 @@ def test_extended_layout_keeps_a_slot_behind_each_rank():
         [0.0, 0.0, 0.0],
     ]
     assert shared_slot(torch.tensor([0, 1, 2]), 3).tolist() == [3, 7, 11]
-
-
-def test_a_hash_table_feeds_it_like_a_gate():
-    table = torch.tensor([[0, 2], [1, 3]])
-    ids, weights = hash_topk(torch.tensor([0, 1, 1]), table, torch.zeros(3, 4))
-    rule = Waterfill(2, 2, 0)
-    score, number = rule.static_score(ids)
-    wide, share = expand_topk(ids, weights, rule.choose(ids, score, number), 2)
-    assert wide.shape == (3, 3) and share.shape == (3, 3)
-    assert set(wide[:, 2].tolist()) <= {2, 5}
 
 
 def test_dynamic_score_sees_all_ranks_and_static_only_its_own():

@@ -8,21 +8,17 @@ from evenkeel_moe.dispatch.choice import (
     DemandNeeded,
     EvenChoice,
     NearestChoice,
-    RandomChoice,
     ReplicaChoice,
-    WeightedChoice,
     assign_quotas,
 )
 from evenkeel_moe.dispatch.counts import count_choices
 from evenkeel_moe.dispatch.fewest import FewestChoice, FewestReplicas
-from evenkeel_moe.dispatch.gating import hash_topk, topk_gate
 from evenkeel_moe.dispatch.interior import BatchedSplit
 from evenkeel_moe.dispatch.libra import LayerQuotas, LibraChoice, LibraVariant
 from evenkeel_moe.dispatch.libra_lookahead import Lookahead, prediction_accuracy
 from evenkeel_moe.dispatch.libra_replicas import (
     PlanningRule,
     TransientReplicas,
-    extra_budget,
     plan_replicas,
     resident_mask,
 )
@@ -58,7 +54,6 @@ __all__ = [
     "NearestChoice",
     "PlanningRule",
     "PrefetchBuffers",
-    "RandomChoice",
     "ReplicaChoice",
     "Resource",
     "Sharding",
@@ -67,17 +62,13 @@ __all__ = [
     "Task",
     "TransientReplicas",
     "Waterfill",
-    "WeightedChoice",
     "assign_quotas",
     "count_choices",
     "expand_topk",
-    "extra_budget",
-    "hash_topk",
     "layer_tasks",
     "plan_replicas",
     "prediction_accuracy",
     "resident_mask",
     "shard_tokens",
     "timeline",
-    "topk_gate",
 ]

@@ -7,9 +7,7 @@ graph. A rule that depends on the batch names in `needs` what the ranks must exc
 
 ======================  ==========================================================================
 `EvenChoice`            equal shares of all replicas, by a hash of the token's place in the batch
-`RandomChoice`          equal shares of all replicas, drawn at random
 `NearestChoice`         own rank, else own node, else all; by the hash if there are several
-`WeightedChoice`        replicas by given probabilities
 `lplb.LplbChoice`       replicas by whole-token quotas from the exact split of the batch
 `DeviceLplbChoice`      the same by the interior point, in `lplb_device`
 `fewest.FewestChoice`   one replica per expert, so that few experts are active on the fullest rank
@@ -129,83 +127,6 @@ class NearestChoice:
         return _spread(
             tables.nearest[layer], tables.nearest_count[layer], experts, _salt(tables, layer)
         )
-
-
-class RandomChoice:
-    """Draws replicas at random with equal probability, as SGLang's `dynamic` does."""
-
-    needs = DemandNeeded.NOTHING
-
-    def __init__(self, tables: DispatchTables, generator: torch.Generator | None = None) -> None:
-        self._tables = tables
-        self._generator = generator
-
-    def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
-        """See `ReplicaChoice.choose`; demand is not used."""
-        check_experts(experts)
-        known = experts.clamp(min=0).to(torch.int64)
-        count = self._tables.logcnt[layer][known]
-        drawn = torch.rand(
-            known.shape, generator=self._generator, device=known.device, dtype=torch.float64
-        )
-        index = (drawn * count).to(torch.int64)
-        slots = self._tables.log2phy[layer][known].gather(-1, index.unsqueeze(-1)).squeeze(-1)
-        return torch.where(experts >= 0, slots, -1)
-
-
-class WeightedChoice:
-    """Chooses replicas by given probabilities and the place hash, as engines sample an LP solution.
-
-    Sampling adds noise of about the square root of the count; whole-token quotas add none.
-    """
-
-    needs = DemandNeeded.NOTHING
-
-    def __init__(self, tables: DispatchTables, probabilities: Tensor) -> None:
-        """Start with (L, E, X) float probabilities; see `set_probabilities`."""
-        self._tables = tables
-        self._bounds = torch.zeros(tables.log2phy.shape, dtype=torch.float64, device=tables.device)
-        self.set_probabilities(probabilities)
-
-    def set_probabilities(self, probabilities: Tensor) -> None:
-        """Replace the probabilities in place, so that a captured graph sees the new ones.
-
-        Args:
-            probabilities: (L, E, X) float, aligned with `log2phy` of the tables; 0 beyond the
-                replicas of an expert, each row sums to 1.
-
-        Raises:
-            ShapeMismatch: the shape is not that of the tables.
-            InvalidInput: values are negative, not 0 for a replica that does not exist, or do not
-                sum to 1 (checked on the CPU only).
-        """
-        tables = self._tables
-        if probabilities.shape != tables.log2phy.shape:
-            raise ShapeMismatch(
-                f"probabilities must be {tuple(tables.log2phy.shape)},"
-                f" got {tuple(probabilities.shape)}"
-            )
-        values = probabilities.to(device=tables.device, dtype=torch.float64)
-        if tables.device.type == "cpu":
-            beyond = torch.arange(tables.width) >= tables.logcnt[..., None]
-            if bool((values < 0).any()) or bool((values[beyond] != 0).any()):
-                raise InvalidInput(
-                    "probabilities must not be negative, and 0 beyond an expert's replicas"
-                )
-            if not bool(((values.sum(dim=2) - 1).abs() < 1e-6).all()):
-                raise InvalidInput("the probabilities of every expert must sum to 1")
-        self._bounds.copy_(values.cumsum(dim=2))
-
-    def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
-        """See `ReplicaChoice.choose`; demand is not used."""
-        check_experts(experts)
-        tables = self._tables
-        known = experts.clamp(min=0).to(torch.int64)
-        at = (place_hash(known, _salt(tables, layer)).to(torch.float64) + 0.5) / 2.0**31
-        index = (at.unsqueeze(-1) >= self._bounds[layer][known]).sum(dim=-1)
-        index = torch.minimum(index, tables.logcnt[layer][known] - 1)
-        slots = tables.log2phy[layer][known].gather(-1, index.unsqueeze(-1)).squeeze(-1)
-        return torch.where(experts >= 0, slots, -1)
 
 
 def assign_quotas(

@@ -55,41 +55,6 @@ def resident_mask(placement: Placement, layer: int) -> NDArray[np.bool_]:
     return mask
 
 
-def extra_budget(
-    *,
-    free_bytes: int,
-    bytes_per_expert: int,
-    window_s: float,
-    bytes_per_s: float,
-    most: int | None = None,
-) -> int:
-    """Return N, the number of experts a rank can fetch, by memory and by time.
-
-    Args:
-        free_bytes: memory for both halves of the double buffer.
-        bytes_per_expert: of one expert, scales included.
-        window_s: seconds the copies may take: from the start of the remote stage until the local
-            stage of the next layer needs the experts.
-        bytes_per_s: peer-to-peer bandwidth of one rank.
-        most: upper limit, for example the number of experts of the model.
-
-    Returns:
-        N >= 0.
-
-    Raises:
-        InvalidInput: a size is not positive, or memory or time is negative.
-    """
-    if bytes_per_expert < 1 or bytes_per_s <= 0 or free_bytes < 0 or window_s < 0:
-        raise InvalidInput(
-            f"{free_bytes} free bytes, {bytes_per_expert} bytes per expert,"
-            f" {window_s} s at {bytes_per_s} B/s do not describe a budget"
-        )
-    by_memory = free_bytes // (2 * bytes_per_expert)
-    by_time = int(window_s * bytes_per_s / bytes_per_expert)
-    budget = min(by_memory, by_time)
-    return budget if most is None else min(budget, most)
-
-
 def plan_replicas(
     demand: NDArray[np.generic],
     resident: NDArray[np.bool_],
