@@ -68,9 +68,7 @@ def with_verdict(planner: Planner) -> Planner:
                     ),
                     seed=problem.seed,
                 ),
-                limits=objective.limits,
-                allow_duplicates=objective.allow_duplicates,
-                fill_slots=objective.fill_slots,
+                objective=objective,
             ),
             replace(settings, min_held_out_steps=min_steps),
         )

@@ -1,5 +1,5 @@
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,26 +11,58 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.decision import gates
 from evenkeel_moe.planning.decision.gates import (
     AfterInputs,
-    BeforeInputs,
+    GateInputs,
     GateMemory,
     GateSettings,
+    MeasuredWindow,
     decide_after,
-    decide_before,
 )
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
+from evenkeel_moe.planning.decision.window_balance import WindowBalance
+from evenkeel_moe.planning.problem.objective import Objective
 from tests.planning.signals.test_live_findings import LOST
 
 SETTINGS = GateSettings(cooldown_s=120, max_data_age_s=30, consecutive_windows=3)
-POOR = BeforeInputs(
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(GateInputs):
+    """All that a decision depends on, in one flat value."""
+
+    window_steps: int = 200
+    balancedness_mean: float = 0.7
+    balancedness_changed: float = math.nan
+    balancedness_before: float = math.nan
+    time_balance: float | None = None
+    time_balance_changed: float = math.nan
+    time_balance_before: float = math.nan
+    change_strength: float = math.nan
+    changed_steps: int = 0
+
+
+def decide_before(case, settings):
+    def balance(window, changed, before):
+        return WindowBalance(window, math.nan, changed, before)
+
+    tokens = balance(case.balancedness_mean, case.balancedness_changed, case.balancedness_before)
+    time = None
+    if case.time_balance is not None:
+        time = balance(case.time_balance, case.time_balance_changed, case.time_balance_before)
+    window = MeasuredWindow(
+        case.window_steps, tokens, time, case.change_strength, case.changed_steps
+    )
+    return gates.decide_before(case, window, settings)
+
+
+POOR = Case(
+    shape=ModelShape(1, 8, 8, 1, 1, 100),
     now_unix=1000.0,
     mode=Mode.AUTO,
-    ranks_expected=8,
     ranks_fresh=8,
-    window_steps=200,
     newest_step_age_s=1.0,
-    balancedness_mean=0.7,
     memory=GateMemory(windows_below=5, planning=True),
 )
 
@@ -161,7 +193,6 @@ CHANGED = replace(
     balancedness_mean=0.95,
     change_strength=9.0,
     changed_steps=40,
-    enough_changed_steps=32,
     balancedness_changed=0.6,
     memory=GateMemory(),
 )
@@ -338,9 +369,9 @@ def test_a_good_plan_goes_where_the_mode_sends_it(mode, manual, passed, reason):
         ),
         ({"target": Placement(np.array([[0, 0, 1, -1]] * 2), 2, 2)}, Reason.DUPLICATE_ON_RANK),
         ({"shape": replace(SHAPE, pool_slots_per_rank=2)}, Reason.POOL_EXCEEDED),
-        ({"limits": PlanLimits(max_moves=1)}, Reason.LIMIT_EXCEEDED),
-        ({"limits": PlanLimits(max_bytes=199)}, Reason.LIMIT_EXCEEDED),
-        ({"limits": PlanLimits(max_layers=0)}, Reason.LIMIT_EXCEEDED),
+        ({"objective": Objective(limits=PlanLimits(max_moves=1))}, Reason.LIMIT_EXCEEDED),
+        ({"objective": Objective(limits=PlanLimits(max_bytes=199))}, Reason.LIMIT_EXCEEDED),
+        ({"objective": Objective(limits=PlanLimits(max_layers=0))}, Reason.LIMIT_EXCEEDED),
         ({"verdict": None}, Reason.INSUFFICIENT_DATA),
         (verdict(steps=15), Reason.INSUFFICIENT_DATA),
         (verdict(gain=math.nan), Reason.INSUFFICIENT_DATA),
@@ -369,21 +400,23 @@ def test_an_operator_may_pay_for_what_does_not_pay_but_never_break_an_invariant(
             {"target": Placement(np.array([[0, -1, 0, -1]] * 2), 2, 2)},
             Reason.EXPERT_WITHOUT_REPLICA,
         ),
-        ({"limits": PlanLimits(max_moves=1)}, Reason.LIMIT_EXCEEDED),
+        ({"objective": Objective(limits=PlanLimits(max_moves=1))}, Reason.LIMIT_EXCEEDED),
     ):
         assert decide_after(replace(manual, **change), SETTINGS).reason is reason
 
 
 def test_duplicates_pass_when_allowed():
     twice = replace(
-        GOOD, target=Placement(np.array([[0, 0, 1, -1]] * 2), 2, 2), allow_duplicates=True
+        GOOD,
+        target=Placement(np.array([[0, 0, 1, -1]] * 2), 2, 2),
+        objective=Objective(allow_duplicates=True),
     )
     assert decide_after(twice, SETTINGS).reason is not Reason.DUPLICATE_ON_RANK
 
 
 def test_empty_slots_pass_unless_the_engine_needs_all_filled():
     assert (GOOD.target.phy2log < 0).any()
-    needed = replace(GOOD, fill_slots=True)
+    needed = replace(GOOD, objective=Objective(fill_slots=True))
     assert decide_after(GOOD, SETTINGS).passed
     assert decide_after(needed, SETTINGS).reason is Reason.EMPTY_SLOTS
 

@@ -12,18 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, Reason
-from evenkeel_moe.model.finding import Finding
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Wave
-from evenkeel_moe.model.policy import Mode, OptionValue
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.policy import OptionValue
+from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, Calibration
 from evenkeel_moe.planning.decision.gates import (
     AfterInputs,
-    BeforeInputs,
     Decision,
+    GateInputs,
     GateMemory,
     GateSettings,
+    MeasuredWindow,
     decide_after,
     decide_before,
 )
@@ -71,40 +71,20 @@ class WindowSplit:
         return forget_old_means(load[: self.cut], self.change)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class CycleInputs:
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class CycleInputs(GateInputs):
     """Everything a cycle may look at."""
 
     load: NDArray[np.uint32]
     """(T, L, E) [tokens] complete steps, oldest first; T may be 0."""
-    shape: ModelShape
     topology: Topology
     current: Placement
     policy: str
     settings: GateSettings
     staging_bytes: tuple[int, ...]
     """(R,) receive buffer of each rank."""
-    now_unix: float
-    mode: Mode
-    ranks_fresh: int
-    newest_step_age_s: float
-    """NaN if no step was ever complete."""
-    findings: tuple[Finding, ...] = ()
-    """What is wrong with the counts of the newest steps."""
-    memory: GateMemory = GateMemory()
-    manual: bool = False
     target: Placement | None = None
     """An explicit placement to use instead of the policy's; it is judged in the same way."""
-    plan_in_progress: bool = False
-    frozen_until_unix: float = 0.0
-    held: Reason | None = None
-    """The reason for which automatic plans wait for `resume`; None if they do not wait."""
-    last_plan_ended_unix: float | None = None
-    failed_plans: int = 0
-    """Automatic plans in a row, up to the newest, that were refused or failed."""
-    steps_since_move: int | None = None
-    """Newest steps of the window that ran under the present placement; a plan has already answered
-    a change of traffic before them. None if unknown: any change then counts."""
     objective: Objective = Objective()
     replica_budget: int | None = None
     source_load: NDArray[np.float64] | None = None
@@ -117,9 +97,6 @@ class CycleInputs:
     """Threads that the policy may use."""
     policy_options: Mapping[str, Mapping[str, OptionValue]] = field(default_factory=dict)
     """Options by policy; those of other policies are for shadows and comparisons."""
-    recent_steps: int = 32
-    """Steps since a change of traffic that are enough for a final plan. A plan on fewer is refined
-    when there are twice as many."""
     step_s: float | None = None
     """Seconds from one step to the next; None if unknown."""
     calibration: Calibration = NOT_CALIBRATED
@@ -227,35 +204,8 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
     changed_steps = len(load) - change.first_step if change.first_step else 0
     tokens = token_balance(load, inputs.current, split, changed_steps)
     time = time_balance(load, inputs.current, inputs.objective, split, changed_steps)
-    decision = decide_before(
-        BeforeInputs(
-            now_unix=inputs.now_unix,
-            mode=inputs.mode,
-            ranks_expected=inputs.shape.num_ranks,
-            ranks_fresh=inputs.ranks_fresh,
-            window_steps=len(load),
-            newest_step_age_s=inputs.newest_step_age_s,
-            findings=inputs.findings,
-            balancedness_mean=tokens.window,
-            time_balance=None if time is None else time.window,
-            change_strength=change.strength,
-            changed_steps=changed_steps,
-            steps_since_move=inputs.steps_since_move,
-            enough_changed_steps=inputs.recent_steps,
-            balancedness_changed=tokens.changed,
-            time_balance_changed=math.nan if time is None else time.changed,
-            balancedness_before=tokens.before,
-            time_balance_before=math.nan if time is None else time.before,
-            manual=inputs.manual,
-            plan_in_progress=inputs.plan_in_progress,
-            frozen_until_unix=inputs.frozen_until_unix,
-            held=inputs.held,
-            last_plan_ended_unix=inputs.last_plan_ended_unix,
-            failed_plans=inputs.failed_plans,
-            memory=inputs.memory,
-        ),
-        inputs.settings,
-    )
+    window = MeasuredWindow(len(load), tokens, time, change.strength, changed_steps)
+    decision = decide_before(inputs, window, inputs.settings)
     if not inputs.ranks_fresh:  # The window tells of the past.
         return decision
     measured = {
@@ -389,9 +339,7 @@ def decide_target(
             base=inputs.current,
             target=target,
             verdict=verdict,
-            limits=inputs.objective.limits,
-            allow_duplicates=inputs.objective.allow_duplicates,
-            fill_slots=inputs.objective.fill_slots,
+            objective=inputs.objective,
             manual=inputs.manual,
         ),
         replace(inputs.settings, min_held_out_steps=_least_held_out(inputs, split)),

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field, fields, replace
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, Reason
 from evenkeel_moe.model.finding import Finding, doubts
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.answered_change import ObservedChange
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
+from evenkeel_moe.planning.decision.window_balance import WindowBalance
+from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.relabel import moves_by_layer
 from evenkeel_moe.planning.signals.load_findings import MOST_DEVIATION
 
@@ -132,42 +133,20 @@ class Decision:
     """State for the next cycle; only `decide_before` changes it."""
 
 
-@dataclass(frozen=True, slots=True)
-class BeforeInputs:
-    """All that the gates before planning look at."""
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class GateInputs:
+    """All that the gates before planning look at, besides the balance of the window."""
 
+    shape: ModelShape
     now_unix: float
     mode: Mode
-    ranks_expected: int
     ranks_fresh: int
     """Ranks with a valid lease; a dead rank makes the load unknown, not smaller."""
-    window_steps: int
     newest_step_age_s: float
     """NaN if no step was ever complete."""
-    balancedness_mean: float
-    """Balancedness of the present placement on the window; NaN without load."""
     findings: tuple[Finding, ...] = ()
     """What is wrong with the counts of the newest steps."""
-    time_balance: float | None = None
-    """Time balance of the present placement on the window; NaN without load. None if the cost model
-    is by tokens: `balancedness_mean` then decides."""
-    change_strength: float = math.nan
-    """`change_detection.Change.strength` of the window; NaN if the window is too short."""
-    changed_steps: int = 0
-    """Newest steps since traffic changed; 0 if it did not."""
-    steps_since_move: int | None = None
-    """Newest steps of the window under the present placement; None if unknown."""
-    enough_changed_steps: int = 0
-    """Steps after a change that are enough for a plan that need not be refined."""
-    balancedness_changed: float = math.nan
-    """Balancedness of the present placement since the change; NaN without a change."""
-    time_balance_changed: float = math.nan
-    """Time balance of the present placement since the change; NaN without a change, or if the cost
-    model is by tokens."""
-    balancedness_before: float = math.nan
-    """The same on as many steps just before the change."""
-    time_balance_before: float = math.nan
-    """The same of time balance."""
+    memory: GateMemory = GateMemory()
     manual: bool = False
     """True if an operator asks: cooldown, hold and balance do not matter; data and safety do."""
     plan_in_progress: bool = False
@@ -178,38 +157,52 @@ class BeforeInputs:
     """None if there was none."""
     failed_plans: int = 0
     """Automatic plans in a row, up to the newest, that were refused or failed."""
-    memory: GateMemory = GateMemory()
+    steps_since_move: int | None = None
+    """Newest steps of the window that ran under the present placement; a plan has already answered
+    a change of traffic before them. None if unknown: any change then counts."""
+    recent_steps: int = 32
+    """Steps since a change of traffic that are enough for a final plan. A plan on fewer is refined
+    when there are twice as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredWindow:
+    """The balance of the present placement on a window, and the newest change of its traffic."""
+
+    steps: int
+    tokens: WindowBalance
+    """Balancedness."""
+    time: WindowBalance | None = None
+    """Time balance. None if the cost model is by tokens: balancedness then decides."""
+    change_strength: float = math.nan
+    """`change_detection.Change.strength` of the window; NaN if the window is too short."""
+    changed_steps: int = 0
+    """Newest steps since traffic changed; 0 if it did not."""
 
     @property
-    def balance(self) -> float:
-        """The balance of the window that the thresholds apply to."""
-        return self.balancedness_mean if self.time_balance is None else self.time_balance
-
-    @property
-    def balance_changed(self) -> float:
-        """The same since the change of traffic."""
-        return self.balancedness_changed if self.time_balance is None else self.time_balance_changed
-
-    @property
-    def change(self) -> ObservedChange:
-        """The newest change of traffic, by the balance that decides."""
-        by_tokens = self.time_balance is None
-        return ObservedChange(
-            steps=self.changed_steps,
-            steps_since_move=self.steps_since_move,
-            planned_steps=self.memory.change_steps,
-            enough_steps=self.enough_changed_steps,
-            balance=self.balance_changed,
-            balance_before=self.balancedness_before if by_tokens else self.time_balance_before,
-        )
+    def deciding(self) -> WindowBalance:
+        """The balance that the thresholds apply to."""
+        return self.tokens if self.time is None else self.time
 
     def balance_numbers(self) -> dict[str, float]:
         """Return the balance of the window by name, the one that decides and the other."""
-        numbers = {"balancedness_mean": self.balancedness_mean}
-        return numbers if self.time_balance is None else numbers | {"time_balance": self.balance}
+        numbers = {"balancedness_mean": self.tokens.window}
+        return numbers if self.time is None else numbers | {"time_balance": self.time.window}
 
 
-def decide_before(inputs: BeforeInputs, settings: GateSettings) -> Decision:
+def _change(inputs: GateInputs, window: MeasuredWindow) -> ObservedChange:
+    """Return the newest change of traffic, by the balance that decides."""
+    return ObservedChange(
+        steps=window.changed_steps,
+        steps_since_move=inputs.steps_since_move,
+        planned_steps=inputs.memory.change_steps,
+        enough_steps=inputs.recent_steps,
+        balance=window.deciding.changed,
+        balance_before=window.deciding.before,
+    )
+
+
+def decide_before(inputs: GateInputs, window: MeasuredWindow, settings: GateSettings) -> Decision:
     """Decide whether a cycle may plan.
 
     Returns:
@@ -218,15 +211,17 @@ def decide_before(inputs: BeforeInputs, settings: GateSettings) -> Decision:
         IMPLAUSIBLE_COUNTS, INSUFFICIENT_DATA, STALE_DATA, WAITING_CONSECUTIVE_WINDOWS,
         BALANCE_ABOVE_THRESHOLD.
     """
-    closed = _closed_by_time(inputs, settings) or _closed_by_data(inputs, settings)
+    closed = _closed_by_time(inputs, window, settings) or _closed_by_data(inputs, window, settings)
     if closed is not None:
         return closed
     if inputs.manual:
-        return Decision(True, Reason.MANUAL_REQUEST, inputs.balance_numbers(), inputs.memory)
-    return _decide_on_balance(inputs, settings)
+        return Decision(True, Reason.MANUAL_REQUEST, window.balance_numbers(), inputs.memory)
+    return _decide_on_balance(inputs, window, settings)
 
 
-def _closed_by_time(inputs: BeforeInputs, settings: GateSettings) -> Decision | None:
+def _closed_by_time(
+    inputs: GateInputs, window: MeasuredWindow, settings: GateSettings
+) -> Decision | None:
     """Apply the gates of time and permission; None if all are open."""
     if inputs.plan_in_progress:
         return Decision(False, Reason.PLAN_IN_PROGRESS, {}, inputs.memory)
@@ -237,7 +232,7 @@ def _closed_by_time(inputs: BeforeInputs, settings: GateSettings) -> Decision | 
         return None
     if inputs.held is not None and inputs.mode is Mode.AUTO:
         return Decision(False, inputs.held, {}, inputs.memory)
-    urgent = inputs.failed_plans == 0 and inputs.change.is_urgent(
+    urgent = inputs.failed_plans == 0 and _change(inputs, window).is_urgent(
         settings.stop_above, settings.stop_above - settings.plan_below
     )
     if inputs.last_plan_ended_unix is not None and not urgent:
@@ -259,16 +254,18 @@ def _wait_s(failed_plans: int, settings: GateSettings) -> float:
     return max(settings.cooldown_s, min(grown, settings.max_retry_s))
 
 
-def _closed_by_data(inputs: BeforeInputs, settings: GateSettings) -> Decision | None:
+def _closed_by_data(
+    inputs: GateInputs, window: MeasuredWindow, settings: GateSettings
+) -> Decision | None:
     """Apply the gates of data; None if all are open.
 
     Missing data ends a run of consecutive windows, because the windows in between were not seen.
     """
     memory = replace(inputs.memory, windows_below=0)
-    if inputs.ranks_fresh < inputs.ranks_expected:
+    if inputs.ranks_fresh < inputs.shape.num_ranks:
         numbers = {
             "ranks_fresh": float(inputs.ranks_fresh),
-            "ranks_expected": float(inputs.ranks_expected),
+            "ranks_expected": float(inputs.shape.num_ranks),
         }
         return Decision(False, Reason.RANKS_MISSING, numbers, memory)
     # Before the number of steps: if no step adds up, there are none.
@@ -280,10 +277,10 @@ def _closed_by_data(inputs: BeforeInputs, settings: GateSettings) -> Decision | 
         numbers |= {each.code: each.share for each in wrong if each.share is not None}
         return Decision(False, Reason.IMPLAUSIBLE_COUNTS, numbers, memory)
     numbers = {
-        "window_steps": float(inputs.window_steps),
+        "window_steps": float(window.steps),
         "min_window_steps": settings.min_window_steps,
     }
-    if inputs.window_steps < settings.min_window_steps or math.isnan(inputs.balance):
+    if window.steps < settings.min_window_steps or math.isnan(window.deciding.window):
         return Decision(False, Reason.INSUFFICIENT_DATA, numbers, memory)
     if not inputs.newest_step_age_s <= settings.max_data_age_s:
         numbers = {
@@ -294,27 +291,29 @@ def _closed_by_data(inputs: BeforeInputs, settings: GateSettings) -> Decision | 
     return None
 
 
-def _decide_on_balance(inputs: BeforeInputs, settings: GateSettings) -> Decision:
+def _decide_on_balance(
+    inputs: GateInputs, window: MeasuredWindow, settings: GateSettings
+) -> Decision:
     """Apply the gates of change, of the threshold with hysteresis, and of consecutive windows."""
-    numbers = inputs.balance_numbers()
-    starts_below = _starts_below(inputs, settings)
+    numbers = window.balance_numbers()
+    starts_below = _starts_below(window, settings)
     if starts_below > settings.plan_below:
         numbers["starts_below"] = starts_below
-    below = inputs.balance < starts_below
+    below = window.deciding.window < starts_below
     windows_below = inputs.memory.windows_below + 1 if below else 0
     planning = windows_below >= settings.consecutive_windows or (
-        inputs.memory.planning and inputs.balance < settings.stop_above
+        inputs.memory.planning and window.deciding.window < settings.stop_above
     )
     memory = replace(inputs.memory, windows_below=windows_below, planning=planning)
-    if inputs.change.is_open(settings.stop_above):
+    if _change(inputs, window).is_open(settings.stop_above):
         numbers |= {
-            "change_strength": inputs.change_strength,
+            "change_strength": window.change_strength,
             "change_ratio": settings.change_ratio,
-            "changed_steps": float(inputs.changed_steps),
-            "balancedness_changed": inputs.balancedness_changed,
+            "changed_steps": float(window.changed_steps),
+            "balancedness_changed": window.tokens.changed,
         }
-        if inputs.time_balance is not None:
-            numbers["time_balance_changed"] = inputs.time_balance_changed
+        if window.time is not None:
+            numbers["time_balance_changed"] = window.time.changed
         return Decision(True, Reason.LOAD_CHANGED, numbers, memory)
     if planning:
         numbers |= {"plan_below": settings.plan_below, "stop_above": settings.stop_above}
@@ -330,11 +329,11 @@ def _decide_on_balance(inputs: BeforeInputs, settings: GateSettings) -> Decision
     )
 
 
-def _starts_below(inputs: BeforeInputs, settings: GateSettings) -> float:
+def _starts_below(window: MeasuredWindow, settings: GateSettings) -> float:
     """Return the balance below which planning starts, `plan_below` or `stop_above`."""
-    if inputs.time_balance is None:
+    if window.time is None:
         return settings.plan_below
-    apart = inputs.balancedness_mean - inputs.time_balance
+    apart = window.tokens.window - window.time.window
     by_time_alone = apart > settings.stop_above - settings.plan_below
     return settings.stop_above if by_time_alone else settings.plan_below
 
@@ -349,10 +348,8 @@ class AfterInputs:
     target: Placement
     verdict: Verdict | None
     """The verdict of the later steps; None if there were none."""
-    limits: PlanLimits = PlanLimits()
-    allow_duplicates: bool = False
-    fill_slots: bool = False
-    """True if the engine refuses a target with empty slots."""
+    objective: Objective = Objective()
+    """Its limits, and the slots it allows."""
     manual: bool = False
     """True if an operator asks: gain and payback are reported, but not required."""
 
@@ -368,12 +365,13 @@ def decide_after(inputs: AfterInputs, settings: GateSettings) -> Decision:
     """
     moves = moves_by_layer(inputs.base, inputs.target)
     copies = float(moves.sum())
+    objective = inputs.objective
     numbers = {"copies": copies, "bytes": copies * inputs.shape.bytes_per_expert}
     try:
         inputs.target.check(
             inputs.shape,
-            allow_duplicates=inputs.allow_duplicates,
-            fill_slots=inputs.fill_slots,
+            allow_duplicates=objective.allow_duplicates,
+            fill_slots=objective.fill_slots,
         )
     except EvenkeelError as broken:
         return Decision(False, broken.reason, numbers)
@@ -382,9 +380,9 @@ def decide_after(inputs: AfterInputs, settings: GateSettings) -> Decision:
     if changed == 0:
         return Decision(False, Reason.NO_CHANGE, numbers)
     for name, bound in (
-        ("copies", inputs.limits.max_moves),
-        ("bytes", inputs.limits.max_bytes),
-        ("layers", inputs.limits.max_layers),
+        ("copies", objective.limits.max_moves),
+        ("bytes", objective.limits.max_bytes),
+        ("layers", objective.limits.max_layers),
     ):
         if bound is not None and numbers[name] > bound:
             return Decision(False, Reason.LIMIT_EXCEEDED, numbers | {f"max_{name}": float(bound)})
