@@ -12,8 +12,8 @@ from evenkeel_moe.planning.policies.keel.moves import (
     PUT,
     SWAP,
     Found,
-    Room,
     Rules,
+    SearchRoom,
     apply,
     descend,
     exact_gain,
@@ -145,7 +145,7 @@ def test_of_all_moves_those_that_promise_most_gain_most(objective):
 @pytest.mark.parametrize("objective", KINDS.values(), ids=KINDS)
 def test_a_descent_ends_where_no_move_gains(objective):
     layer, terms = layer_of(objective)
-    room = Room(np.full(4, LARGE), np.array([2, LARGE]))
+    room = SearchRoom(np.full(4, LARGE), np.array([2, LARGE]))
     before = value_of(layer.row, layer, terms)
     assert descend(layer, terms, RULES, room, 10_000) > 0
     now = value_of(layer.row, layer, terms)
@@ -158,7 +158,7 @@ def test_a_descent_ends_where_no_move_gains(objective):
 def test_a_descent_keeps_the_room_it_was_given():
     layer, terms = layer_of(KINDS["tokens"])
     filled = (layer.row.reshape(4, 4) >= 0).sum(axis=1)
-    room = Room(np.array([0, 1, 0, 0]), np.array([1, LARGE]))
+    room = SearchRoom(np.array([0, 1, 0, 0]), np.array([1, LARGE]))
     descend(layer, terms, RULES._replace(price=0.0), room, 10_000)
     grown = (layer.row.reshape(4, 4) >= 0).sum(axis=1) - filled
     assert (grown + room.slots == [0, 1, 0, 0]).all() and (room.slots >= 0).all()
@@ -166,7 +166,7 @@ def test_a_descent_keeps_the_room_it_was_given():
     # No copy may be made: only those of the current placement.
     current = np.array([0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7], np.int32)
     layer, terms = layer_of(KINDS["tokens"], row=current, current=current)
-    descend(layer, terms, RULES, Room(np.full(4, LARGE), np.array([0, 0])), 10_000)
+    descend(layer, terms, RULES, SearchRoom(np.full(4, LARGE), np.array([0, 0])), 10_000)
     assert (np.sort(layer.row.reshape(4, 4)) == np.sort(current.reshape(4, 4))).all()
 
 
@@ -175,12 +175,12 @@ def test_a_price_of_slots_leaves_the_copies_that_save_more_than_it():
     for price in (0.0, 0.02, 10.0):
         layer, terms = layer_of(objective)
         rules = RULES._replace(price=0.0, slot_price=price)
-        descend(layer, terms, rules, Room(np.full(4, LARGE), np.array([2, LARGE])), 10_000)
+        descend(layer, terms, rules, SearchRoom(np.full(4, LARGE), np.array([2, LARGE])), 10_000)
         filled.append(int((layer.row >= 0).sum()))
     assert filled[0] > filled[1] > filled[2] == 8
 
 
 def test_no_more_exact_gains_are_computed_than_allowed():
     layer, terms = layer_of(KINDS["tokens"])
-    room = Room(np.full(4, LARGE), np.array([2, LARGE]))
+    room = SearchRoom(np.full(4, LARGE), np.array([2, LARGE]))
     assert descend(layer, terms, RULES, room, 7) == 7

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.jit import inlined, kernel
 
 
-class Work(NamedTuple):
+class CopyWork(NamedTuple):
     """The work of one copy by its tokens, without the edges of tiles."""
 
     proportional: bool
@@ -25,7 +25,7 @@ class Work(NamedTuple):
     read: float
     """The least work of a copy with tokens: reading the weights, or one tile."""
     start: float
-    """Work that every copy with tokens adds."""
+    """CopyWork that every copy with tokens adds."""
     half_tile: float
     """The tokens that rounding up to whole tiles adds on average."""
     token: float
@@ -42,7 +42,7 @@ class Terms(NamedTuple):
     """(R,) time of a load of 1 on each rank."""
     doublings: int
     """p is 2 to this power."""
-    work: Work
+    work: CopyWork
     nearest: bool
     """True if a rank uses its own copies, else those of its node (`nearest` dispatch); False if
     all copies of an expert have the same tokens."""
@@ -214,7 +214,7 @@ def root(total: float, doublings: int) -> float:
 
 
 @inlined
-def work_of_copy(tokens: float, work: Work) -> float:
+def work_of_copy(tokens: float, work: CopyWork) -> float:
     """Return the work of one copy with some tokens."""
     if work.proportional:
         return tokens

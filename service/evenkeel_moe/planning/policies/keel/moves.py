@@ -54,7 +54,7 @@ class Rules(NamedTuple):
     """Gain that a move must have."""
 
 
-class Room(NamedTuple):
+class SearchRoom(NamedTuple):
     """What moves may still use. Layers that share slots or a limit share these arrays."""
 
     slots: NDArray[np.int64]
@@ -75,7 +75,7 @@ class Found(NamedTuple):
 
 
 @kernel
-def descend(layer: Layer, terms: Terms, rules: Rules, room: Room, most: int) -> int:
+def descend(layer: Layer, terms: Terms, rules: Rules, room: SearchRoom, most: int) -> int:
     """Make moves until none gains, or `most` exact gains were computed; return their number.
 
     Gradients of ranks that a move did not touch are not followed: they are computed anew before a
@@ -234,7 +234,9 @@ def push(found: Found, promise: float, kind: int, a: int, b: int) -> None:
 
 
 @kernel
-def try_moves(layer: Layer, terms: Terms, rules: Rules, room: Room, found: Found, most: int) -> int:
+def try_moves(
+    layer: Layer, terms: Terms, rules: Rules, room: SearchRoom, found: Found, most: int
+) -> int:
     """Compute the exact gains of the moves found, the best promise first; return their number.
 
     A promise below a share of the best gain is not looked at: its move would not be made.
@@ -254,7 +256,7 @@ def try_moves(layer: Layer, terms: Terms, rules: Rules, room: Room, found: Found
 
 
 @kernel
-def make_moves(layer: Layer, terms: Terms, rules: Rules, room: Room, found: Found) -> int:
+def make_moves(layer: Layer, terms: Terms, rules: Rules, room: SearchRoom, found: Found) -> int:
     """Make the moves that gain most and touch different ranks; return their number."""
     made, busy = 0, np.zeros(layer.held.shape[1], np.bool_)
     order = np.argsort(-found.gain)
@@ -309,7 +311,7 @@ def price_of(layer: Layer, move: NDArray[np.int64]) -> tuple[float, int]:
 
 
 @inlined
-def fits(layer: Layer, room: Room, move: NDArray[np.int64]) -> bool:
+def fits(layer: Layer, room: SearchRoom, move: NDArray[np.int64]) -> bool:
     """Return True if there is room for a move."""
     per_rank = layer.row.shape[0] // layer.held.shape[1]
     leaves, comes = experts_of(layer, move)
@@ -324,7 +326,7 @@ def fits(layer: Layer, room: Room, move: NDArray[np.int64]) -> bool:
 
 
 @inlined
-def book(layer: Layer, room: Room, move: NDArray[np.int64]) -> None:
+def book(layer: Layer, room: SearchRoom, move: NDArray[np.int64]) -> None:
     """Take the room that a move needs."""
     per_rank = layer.row.shape[0] // layer.held.shape[1]
     leaves, comes = experts_of(layer, move)

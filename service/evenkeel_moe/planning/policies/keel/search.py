@@ -12,8 +12,8 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.planning.policies.copy_prices import copy_prices
-from evenkeel_moe.planning.policies.keel.layer import Inputs, Terms, Work, build_layer
-from evenkeel_moe.planning.policies.keel.moves import Room, Rules, descend
+from evenkeel_moe.planning.policies.keel.layer import CopyWork, Inputs, Terms, build_layer
+from evenkeel_moe.planning.policies.keel.moves import Rules, SearchRoom, descend
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.policies.keel.single_slots import exchange_copies
 from evenkeel_moe.planning.policies.keel.window import Window, reading_dominates
@@ -110,7 +110,9 @@ class Search:
         filled = (rows.reshape(len(rows), ranks, -1) >= 0).sum(axis=2)
         copies = 0 if problem.current is None else count_moves(problem.current, start)
         allowed = np.array([self._budget.total - filled.sum(), _copy_limit(problem) - copies])
-        pooled = Room(np.zeros(0, np.int64) if pool is None else pool - filled.sum(axis=0), allowed)
+        pooled = SearchRoom(
+            np.zeros(0, np.int64) if pool is None else pool - filled.sum(axis=0), allowed
+        )
         most = self._budget.per_layer if per_layer is None else per_layer
         spent = np.zeros(len(rows), np.int64)
 
@@ -118,7 +120,7 @@ class Search:
             room = pooled
             if pool is None:
                 left = np.array([most - filled[layer].sum(), allowed[1]])
-                room = Room(np.full(ranks, _UNLIMITED), left)
+                room = SearchRoom(np.full(ranks, _UNLIMITED), left)
             for price in prices:
                 rows[layer], used = self._descend(layer, rows[layer], price, room, spent[layer])
                 spent[layer] += used
@@ -139,7 +141,7 @@ class Search:
         return Placement(rows, ranks, experts)
 
     def _descend(
-        self, layer: int, row: NDArray[np.int32], prices: Prices, room: Room, spent: int
+        self, layer: int, row: NDArray[np.int32], prices: Prices, room: SearchRoom, spent: int
     ) -> tuple[NDArray[np.int32], int]:
         """Return the slots of a layer after a descent, and the exact gains that it computed."""
         current, options, terms = self._problem.current, self._options, self._terms
@@ -221,9 +223,9 @@ def _counts_suffice(problem: PlacementProblem, options: KeelOptions) -> bool:
     )
 
 
-def _work(replica: ReplicaWork, unit_tokens: float, *, single: bool) -> Work:
+def _work(replica: ReplicaWork, unit_tokens: float, *, single: bool) -> CopyWork:
     """Convert the work of a replica to search units."""
-    return Work(
+    return CopyWork(
         replica.proportional,
         max(replica.read_tokens, replica.tile_tokens) / unit_tokens,
         replica.start_tokens / unit_tokens,
