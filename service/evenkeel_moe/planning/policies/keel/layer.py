@@ -25,7 +25,7 @@ class CopyWork(NamedTuple):
     read: float
     """The least work of a copy with tokens: reading the weights, or one tile."""
     start: float
-    """CopyWork that every copy with tokens adds."""
+    """Work that every copy with tokens adds."""
     half_tile: float
     """The tokens that rounding up to whole tiles adds on average."""
     token: float
