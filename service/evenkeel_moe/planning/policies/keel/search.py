@@ -179,10 +179,10 @@ class Search:
         if not (limited or pooled):
             levels = options.price_levels if price > 0.0 else (1.0,)
             return [Prices(level * price, 0.0) for level in levels]
-        return [
-            Prices(max(level, price) if limited else price, level if pooled else 0.0)
-            for level in (*options.shared_levels, 0.0)
-        ]
+        slot = options.slot_price if pooled else 0.0
+        levels = options.shared_levels if limited else (0.0,)
+        found = [Prices(max(level, price), slot) for level in levels]
+        return [*found, Prices(price, 0.0)]
 
     def _inputs_of(self, layer: int) -> Inputs:
         """Return what no move changes of a layer."""
