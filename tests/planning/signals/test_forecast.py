@@ -177,10 +177,10 @@ def test_a_copy_must_save_more_where_tokens_come_by_the_request():
     per_rank, usual = 5, detect_change(by_request).usual
     assert usual > 10
     seen = by_request.sum() / (2 * 4) / per_rank
-    assert prices[1] == pytest.approx((0.003 + 0.25 * (usual**0.7 / seen) ** 0.5) / per_rank)
+    assert prices[1] == pytest.approx((0.0025 + 0.225 * (usual**0.7 / seen) ** 0.5) / per_rank)
     seen = one_by_one.sum() / (2 * 4) / per_rank
     noise = max(1.0, detect_change(one_by_one).usual) ** 0.7
-    assert prices[0] == pytest.approx((0.003 + 0.25 * (noise / seen) ** 0.5) / per_rank)
+    assert prices[0] == pytest.approx((0.0025 + 0.225 * (noise / seen) ** 0.5) / per_rank)
     assert prices[1] > 1.5 * prices[0]
 
 

@@ -22,10 +22,10 @@ class KeelOptions:
     """
 
     # The price of a copy.
-    stickiness: float = 0.003
+    stickiness: float = 0.0025
     """Gain per step that one copy must bring, as a share of the time of the mean slot. Too low:
     copies for gains that do not last. Too high: real gains are left."""
-    caution: float = 0.25
+    caution: float = 0.225
     """Further gain that it must bring, over the square root of the tokens that the mean slot saw in
     the window (counted as fewer where they come by the request). With few tokens most of an
     apparent gain is chance: too low a value follows it, too high a value waits for more data than
