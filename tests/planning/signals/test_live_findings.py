@@ -145,7 +145,7 @@ def test_few_tokens_show_nothing_about_experts():
 def test_recorded_loads_show_nothing_in_windows_of_any_length():
     paths = [SHIPPED, *sorted(TRACES.glob("*.npz"))]
     traces = [read_trace(path) for path in paths if "T" in np.load(path).files]
-    assert len(traces) > 1
+    assert traces
     rng = np.random.default_rng(0)
     for trace in traces:
         layers, experts = trace.num_layers, trace.num_experts
