@@ -132,7 +132,7 @@ def _plan_bytes(shape: ModelShape, steps: int, has_sources: bool, threads: int) 
     """
     layers, experts, ranks = shape.num_layers, shape.num_logical_experts, shape.num_ranks
     searched = min(steps, DEFAULT_OPTIONS.merged_size // (experts * ranks) + 1)
-    one_layer = ranks * (40 * experts + 8 * shape.num_slots + 48 * searched)
+    one_layer = ranks * (64 * experts + 8 * shape.num_slots + 48 * searched)
     one_layer += 56 * experts * searched
     origins = _ORIGIN_BYTES * layers * experts * ranks if has_sources else 0
     return origins + threads * one_layer + 8 * steps * layers * (5 * experts + ranks)

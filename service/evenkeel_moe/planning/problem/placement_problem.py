@@ -35,7 +35,8 @@ class PlacementProblem:
     objective: Objective = Objective()
     max_evaluations: int | None = None
     """Budget of candidate evaluations, so that the same problem gives the same bytes on any
-    machine. None: the policy's own budget, which follows from the sizes."""
+    machine; keel divides it among the layers, in each of its searches. None: the policy's own
+    budget, which follows from the sizes."""
     threads: int = 1
     """Threads that the search of a large model may use. The placement does not depend on them."""
     seed: int = 0
@@ -119,7 +120,8 @@ class Proposal:
     score: float
     """Predicted MoE time of the window under the objective, summed over steps and layers."""
     evaluations: int = 0
-    """Candidates evaluated; replaying with this as the budget gives the same bytes."""
+    """Candidates evaluated; replaying with this as the budget gives the same bytes. keel counts the
+    costliest layer of its costliest search, times the layers."""
     lower_bound: float | None = None
     """No placement within the limits scores below this."""
     numbers: dict[str, float] = field(default_factory=dict)

@@ -59,9 +59,13 @@ def layer_of(objective, row=ROW, current=None):
     )
     expected, window = look_ahead(problem, KeelOptions())
     search = Search(expected, window, KeelOptions(), 0.01)
-    layer = build_layer(search._inputs_of(0), row, search._terms)
-    renew(layer, search._terms)
-    return layer, search._terms
+    layer = build_layer(search.inputs_of(0), row, search.terms)
+    renew(layer, search.terms)
+    return layer, search.terms
+
+
+def room_for(slots, copies=LARGE):
+    return SearchRoom(np.full(4, LARGE), np.array([slots]), np.array([copies]))
 
 
 def every_move(layer):
@@ -97,12 +101,12 @@ def after(layer, move):
 def value_of(row, layer, terms):
     """Return the objective of a row with everything computed anew, prices paid."""
     fresh = layer._replace(row=row.copy(), **{n: getattr(layer, n).copy() for n in DERIVED})
-    paid = fresh.prices[row[row >= 0], np.flatnonzero(row >= 0) // 4].sum()
+    paid = fresh.given.prices[row[row >= 0], np.flatnonzero(row >= 0) // 4].sum()
     return renew(fresh, terms) + RULES.price * float(paid)
 
 
 DERIVED = (
-    "held", "copies", "share", "work", "by_step", "load", "power", "total", "norm", "slope",
+    "held", "copies", "share", "part", "work", "by_step", "load", "power", "total", "norm", "slope",
     "relief", "scale", "bend", "mean", "spread", "change", "touched",
 )  # fmt: skip
 
@@ -121,7 +125,7 @@ def test_a_move_gains_what_it_promises_and_what_it_leaves_is_as_if_computed_anew
         exact_gain(layer, terms, RULES, move)
         apply(layer, terms, move)
         anew, _ = layer_of(objective, row=layer.row, current=current)
-        for name in ("held", "copies", "share", "work", "load", "power", "total", "norm"):
+        for name in ("held", "copies", "share", "part", "work", "load", "power", "total", "norm"):
             assert np.allclose(getattr(layer, name), getattr(anew, name)), (move, name)
         touched = layer.touched
         slope, relief = (np.where(touched, x, 0.0) for x in (layer.slope.T, layer.relief))
@@ -145,7 +149,7 @@ def test_of_all_moves_those_that_promise_most_gain_most(objective):
 @pytest.mark.parametrize("objective", KINDS.values(), ids=KINDS)
 def test_a_descent_ends_where_no_move_gains(objective):
     layer, terms = layer_of(objective)
-    room = SearchRoom(np.full(4, LARGE), np.array([2, LARGE]))
+    room = room_for(2)
     before = value_of(layer.row, layer, terms)
     assert descend(layer, terms, RULES, room, 10_000) > 0
     now = value_of(layer.row, layer, terms)
@@ -158,15 +162,15 @@ def test_a_descent_ends_where_no_move_gains(objective):
 def test_a_descent_keeps_the_room_it_was_given():
     layer, terms = layer_of(KINDS["tokens"])
     filled = (layer.row.reshape(4, 4) >= 0).sum(axis=1)
-    room = SearchRoom(np.array([0, 1, 0, 0]), np.array([1, LARGE]))
+    room = SearchRoom(np.array([0, 1, 0, 0]), np.array([1]), np.array([LARGE]))
     descend(layer, terms, RULES._replace(price=0.0), room, 10_000)
     grown = (layer.row.reshape(4, 4) >= 0).sum(axis=1) - filled
     assert (grown + room.slots == [0, 1, 0, 0]).all() and (room.slots >= 0).all()
-    assert room.left[0] == 1 - grown.sum() >= 0
+    assert room.total[0] == 1 - grown.sum() >= 0
     # No copy may be made: only those of the current placement.
     current = np.array([0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7], np.int32)
     layer, terms = layer_of(KINDS["tokens"], row=current, current=current)
-    descend(layer, terms, RULES, SearchRoom(np.full(4, LARGE), np.array([0, 0])), 10_000)
+    descend(layer, terms, RULES, room_for(0, copies=0), 10_000)
     assert (np.sort(layer.row.reshape(4, 4)) == np.sort(current.reshape(4, 4))).all()
 
 
@@ -175,12 +179,12 @@ def test_a_price_of_slots_leaves_the_copies_that_save_more_than_it():
     for price in (0.0, 0.02, 10.0):
         layer, terms = layer_of(objective)
         rules = RULES._replace(price=0.0, slot_price=price)
-        descend(layer, terms, rules, SearchRoom(np.full(4, LARGE), np.array([2, LARGE])), 10_000)
+        descend(layer, terms, rules, room_for(2), 10_000)
         filled.append(int((layer.row >= 0).sum()))
     assert filled[0] > filled[1] > filled[2] == 8
 
 
 def test_no_more_exact_gains_are_computed_than_allowed():
     layer, terms = layer_of(KINDS["tokens"])
-    room = SearchRoom(np.full(4, LARGE), np.array([2, LARGE]))
+    room = room_for(2)
     assert descend(layer, terms, RULES, room, 7) == 7

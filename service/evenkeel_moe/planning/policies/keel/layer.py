@@ -71,19 +71,7 @@ class Inputs(NamedTuple):
 class Layer(NamedTuple):
     """One layer. Kernels change the arrays in place."""
 
-    tokens: NDArray[np.float64]
-    """(E, T) tokens of each expert."""
-    weight: NDArray[np.float64]
-    """(T,) weight of each step, summing to 1."""
-    base: NDArray[np.float64]
-    """(R, T) load of each rank without routed experts: the work of shared experts."""
-    floor: NDArray[np.float64]
-    """(T,) power of a time that every step takes at least; 0 where there is none."""
-    prices: NDArray[np.float32]
-    """(E, R) price of a copy: 0 where the current placement has it, else 1 or the cross-node
-    factor."""
-    origin: NDArray[np.float64]
-    """(E, R) share of each expert's tokens that start on a rank."""
+    given: Inputs
     row: NDArray[np.int32]
     """(S,) expert of each slot, -1 for empty."""
     held: NDArray[np.bool_]
@@ -91,13 +79,16 @@ class Layer(NamedTuple):
     copies: NDArray[np.int64]
     """(E,) ranks that hold each expert."""
     share: NDArray[np.float64]
-    """(E, R) share of an expert's tokens that lands on a rank."""
+    """(E, R) share of an expert's tokens that lands on a rank; kept under nearest dispatch only."""
+    part: NDArray[np.float64]
+    """(3, E, R) what a copy on a rank does of `by_step`: a share of the tokens where work is
+    proportional, else all, since `by_step` is then of one copy."""
     work: NDArray[np.float64]
     """(3, E, T) work of one copy of an expert with one copy less, as now, and with one more."""
     by_step: NDArray[np.float64]
     """(3, T, E) the same, for loops over experts; where work is proportional (1, T, E) tokens."""
     load: NDArray[np.float64]
-    """(R, T)"""
+    """(R, T) load of each rank."""
     power: NDArray[np.float64]
     """(R, T) time of each rank to the power p."""
     total: NDArray[np.float64]
@@ -131,11 +122,12 @@ def build_layer(inputs: Inputs, row: NDArray[np.int32], terms: Terms) -> Layer:
     by_step[:] = tokens.T
     ranks, zeros = inputs.prices.shape[1], np.zeros
     return Layer(
-        *inputs,
+        given=inputs,
         row=row.copy(),
         held=zeros((experts, ranks), np.bool_),
         copies=zeros(experts, np.int64),
         share=zeros((experts, ranks)),
+        part=np.ones((3, experts, ranks)),
         work=zeros((3, experts, steps)),
         by_step=by_step,
         load=zeros((ranks, steps)),
@@ -162,19 +154,19 @@ def renew(layer: Layer, terms: Terms) -> float:
     for slot in range(layer.row.shape[0]):
         if layer.row[slot] >= 0:
             layer.held[layer.row[slot], slot // per_rank] = True
-    layer.load[:] = layer.base
+    layer.load[:] = layer.given.base
     layer.scale[:] = 1e-9
     for expert in range(experts):
         layer.copies[expert] = layer.held[expert].sum()
         for t in range(layer.scale.shape[0]):
-            layer.scale[t] += work_of_copy(layer.tokens[expert, t], terms.work) / ranks
+            layer.scale[t] += work_of_copy(layer.given.tokens[expert, t], terms.work) / ranks
     for expert in range(experts):
         set_work(layer, terms, expert)
         for rank in range(ranks):
             if layer.held[expert, rank]:
                 for t in range(layer.load.shape[1]):
                     if terms.nearest:
-                        tokens = layer.share[expert, rank] * layer.tokens[expert, t]
+                        tokens = layer.share[expert, rank] * layer.given.tokens[expert, t]
                         layer.load[rank, t] += work_of_copy(tokens, terms.work)
                     else:
                         layer.load[rank, t] += layer.work[1, expert, t]
@@ -185,14 +177,14 @@ def renew(layer: Layer, terms: Terms) -> float:
 def renew_slopes(layer: Layer, terms: Terms) -> float:
     """Compute the gradients from the loads; return the objective."""
     ranks = layer.held.shape[1]
-    layer.total[:] = layer.floor
+    layer.total[:] = layer.given.floor
     layer.power[:] = 0.0
     for rank in range(ranks):
         set_power(layer, terms, rank)
     value = set_norm(layer, terms)
     for rank in range(ranks):
         set_slope(layer, terms, rank)
-        set_reliefs(layer, terms, rank)
+        set_reliefs(layer, rank)
     return value
 
 
@@ -224,13 +216,13 @@ def work_of_copy(tokens: float, work: CopyWork) -> float:
 
 @inlined
 def set_work(layer: Layer, terms: Terms, expert: int) -> None:
-    """Compute `work` and `share` of an expert from its copies."""
-    if terms.nearest:
-        layer.share[expert] = nearest_shares(layer.held[expert], layer.origin[expert], terms.nodes)
+    """Compute the work of an expert's copies, and its moments, from their number."""
     for k in range(3):
         copies = max(layer.copies[expert] + k - 1, 1)
+        if terms.work.proportional:
+            layer.part[k, expert] = 1.0 / copies
         for t in range(layer.load.shape[1]):
-            tokens = layer.tokens[expert, t]
+            tokens = layer.given.tokens[expert, t]
             if terms.work.single:
                 layer.work[k, expert, t] = work_of_copy(tokens, terms.work) / copies
             else:
@@ -240,10 +232,17 @@ def set_work(layer: Layer, terms: Terms, expert: int) -> None:
         mean = square = 0.0
         for t in range(layer.load.shape[1]):
             work = layer.work[k, expert, t] / layer.scale[t]
-            mean += layer.weight[t] * work
-            square += layer.weight[t] * work * work
+            mean += layer.given.weight[t] * work
+            square += layer.given.weight[t] * work * work
         layer.mean[k, expert] = mean
         layer.spread[k, expert] = np.sqrt(max(square - mean * mean, 0.0))
+    if terms.nearest:
+        held = layer.held[expert]
+        layer.share[expert] = nearest_shares(held, layer.given.origin[expert], terms.nodes)
+        if terms.work.proportional:
+            for rank in range(held.shape[0]):
+                if held[rank]:
+                    layer.part[1, expert, rank] = layer.share[expert, rank]
 
 
 @kernel
@@ -282,7 +281,7 @@ def set_norm(layer: Layer, terms: Terms) -> float:
     value = 0.0
     for t in range(layer.total.shape[0]):
         layer.norm[t] = root(layer.total[t], terms.doublings)
-        value += layer.weight[t] * layer.norm[t]
+        value += layer.given.weight[t] * layer.norm[t]
     return value
 
 
@@ -295,14 +294,14 @@ def set_slope(layer: Layer, terms: Terms, rank: int) -> None:
         layer.slope[rank, t] = 0.0
         if load > 0.0 and total > 0.0:
             part = layer.power[rank, t] / total
-            slope = layer.weight[t] * layer.norm[t] * part / load
+            slope = layer.given.weight[t] * layer.norm[t] * part / load
             layer.slope[rank, t] = slope
             curve = (2.0**terms.doublings - 1.0) * (1.0 - part) * slope / load
             layer.bend[rank] += curve * layer.scale[t] ** 2
 
 
 @kernel
-def set_reliefs(layer: Layer, terms: Terms, rank: int) -> None:
+def set_reliefs(layer: Layer, rank: int) -> None:
     """Compute `relief` of every expert on a rank from the slope of the rank."""
     experts, steps = layer.held.shape[0], layer.load.shape[1]
     sums, slopes = np.zeros(experts), layer.slope[rank]
@@ -313,32 +312,12 @@ def set_reliefs(layer: Layer, terms: Terms, rank: int) -> None:
                 if slopes[t] > 0.0:
                     for expert in range(experts):
                         sums[expert] += slopes[t] * layer.by_step[k, t, expert]
-        set_share(layer, terms, k, rank, layer.relief[k, :, rank], sums)
-
-
-@inlined
-def set_share(
-    layer: Layer,
-    terms: Terms,
-    k: int,
-    rank: int,
-    out: NDArray[np.float64],
-    sums: NDArray[np.float64],
-) -> None:
-    """Write to `out` (E,) what the copies on a rank have of the sums (E,) of their experts."""
-    held, copies, shares = layer.held[:, rank], layer.copies, layer.share[:, rank]
-    proportional, nearest = terms.work.proportional, terms.nearest and k == 1
-    for expert in range(sums.shape[0]):
-        if not proportional:
-            out[expert] = sums[expert]
-        elif nearest and held[expert]:
-            out[expert] = sums[expert] * shares[expert]
-        else:
-            out[expert] = sums[expert] / max(copies[expert] + k - 1, 1)
+        for expert in range(experts):
+            layer.relief[k, expert, rank] = sums[expert] * layer.part[k, expert, rank]
 
 
 @kernel
-def set_relief(layer: Layer, terms: Terms, expert: int, rank: int) -> None:
+def set_relief(layer: Layer, expert: int, rank: int) -> None:
     """Compute `relief` of one expert on a rank."""
     total = 0.0
     for k in range(3):
@@ -346,9 +325,4 @@ def set_relief(layer: Layer, terms: Terms, expert: int, rank: int) -> None:
             total = 0.0
             for t in range(layer.load.shape[1]):
                 total += layer.slope[rank, t] * layer.by_step[k, t, expert]
-        share = 1.0
-        if terms.work.proportional:
-            share /= max(layer.copies[expert] + k - 1, 1)
-            if terms.nearest and k == 1 and layer.held[expert, rank]:
-                share = layer.share[expert, rank]
-        layer.relief[k, expert, rank] = total * share
+        layer.relief[k, expert, rank] = total * layer.part[k, expert, rank]

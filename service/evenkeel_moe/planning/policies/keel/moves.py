@@ -1,8 +1,8 @@
 """The moves of one layer: swap, replace, add and drop.
 
-A pass of `descend` looks at every move by a promise, its gain to first order; computes the exact
-gain of those that promise most; and makes the best of these that touch different ranks. It ends
-when no move gains.
+A pass of `descend` gives every move a promise, an estimate of its gain from the gradient and the
+curvature of the objective. It computes the exact gain of those that promise most, and makes the
+best of these that touch different ranks. A descent ends when no move gains.
 """
 
 from typing import NamedTuple
@@ -33,34 +33,39 @@ SWAP, PUT = 0, 1
 may be empty. (PUT, a, e) puts expert e, or -1 for none, in slot a: it replaces, adds or drops."""
 _ADDS = 4
 """Experts whose further copy on a rank is tried in each of its slots."""
+_CURVATURE = 0.25
+"""Factor on the second derivative in a promise. One half would be the second order, and would hide
+moves that gain where loads swing from step to step."""
 
 
 class Rules(NamedTuple):
     """The rules of one descent; prices and gains in layer times."""
 
     price: float
-    """Price of a copy inside a node."""
+    """A copy inside a node costs so much."""
     slot_price: float
-    """Price of a filled slot, where layers share slots."""
+    """A filled slot costs so much; 0 unless layers share slots."""
     drops: bool
     """True if a copy may be dropped without another in its place."""
     listed: int
-    """Moves of a pass that are listed by their promise."""
+    """A pass lists so many moves by their promise."""
     trials: int
-    """Listed moves whose exact gain is computed if one of them gains; else all are tried."""
+    """A pass computes so many exact gains, and more until one of them is enough."""
     share: float
-    """Of the best gain of a pass, that a move must gain to be made in the same pass."""
+    """A move is made in the same pass if it gains this share of the best one."""
     least: float
-    """Gain that a move must have."""
+    """A move must gain more."""
 
 
 class SearchRoom(NamedTuple):
-    """What moves may still use. Layers that share slots or a limit share these arrays."""
+    """The slots and copies that are left. Layers that share a pool or a limit share the arrays."""
 
     slots: NDArray[np.int64]
     """(R,) slots that each rank may still fill."""
-    left: NDArray[np.int64]
-    """(2,) slots that may still be filled in all, and copies between ranks that may be made."""
+    total: NDArray[np.int64]
+    """(1,) slots that all ranks together may still fill."""
+    copies: NDArray[np.int64]
+    """(1,) copies between ranks that may still be made."""
 
 
 class Found(NamedTuple):
@@ -139,13 +144,13 @@ def find_swaps(layer: Layer, rules: Rules, found: Found, skipped: NDArray[np.boo
         for other in range(ranks):
             net[slot, other] = now[expert, rank] - now[expert, other]
             net[slot, other] -= rules.price * (
-                layer.prices[expert, other] - layer.prices[expert, rank]
+                layer.given.prices[expert, other] - layer.given.prices[expert, rank]
             )
             if layer.held[expert, other]:
                 net[slot, other] = -np.inf
     for i in range(ranks):
         for j in range(i + 1, ranks):
-            bend = 0.25 * (layer.bend[i] + layer.bend[j])
+            bend = _CURVATURE * (layer.bend[i] + layer.bend[j])
             for a in range(i * per_rank, (i + 1) * per_rank):
                 if skipped[a] or net[a, j] == -np.inf:
                     continue
@@ -168,7 +173,7 @@ def find_puts(layer: Layer, rules: Rules, found: Found, skipped: NDArray[np.bool
     for expert in range(experts):
         for rank in range(ranks):
             if layer.held[expert, rank]:
-                bend[expert] += 0.25 * layer.bend[rank]
+                bend[expert] += _CURVATURE * layer.bend[rank]
                 for k in range(3):
                     saved[k, expert] += layer.relief[k, expert, rank]
     best, which = np.empty(_ADDS), np.empty(_ADDS, np.int64)
@@ -179,14 +184,14 @@ def find_puts(layer: Layer, rules: Rules, found: Found, skipped: NDArray[np.bool
                 continue
             gain = saved[1, expert] - saved[2, expert] - more[expert, rank]
             gain -= bend[expert] * _square(layer, expert, 1, expert, 2)
-            gain -= rules.price * layer.prices[expert, rank]
+            gain -= rules.price * layer.given.prices[expert, rank]
             at = _ADDS
             while at > 0 and best[at - 1] < gain:
                 at -= 1
             if at < _ADDS:
                 best[at + 1 :], which[at + 1 :] = best[at:-1].copy(), which[at:-1].copy()
                 best[at], which[at] = gain, expert
-        own = 0.25 * layer.bend[rank]
+        own = _CURVATURE * layer.bend[rank]
         for slot in range(rank * per_rank, (rank + 1) * per_rank):
             old = index(layer.row[slot])
             if skipped[slot] or (old >= 0 and layer.copies[old] < 2):
@@ -195,7 +200,7 @@ def find_puts(layer: Layer, rules: Rules, found: Found, skipped: NDArray[np.bool
             if old >= 0:
                 gain = saved[1, old] - saved[0, old] + less[old, rank]
                 gain -= (bend[old] - own) * _square(layer, old, 0, old, 1)
-                gain += rules.price * layer.prices[old, rank]
+                gain += rules.price * layer.given.prices[old, rank]
                 if rules.drops:
                     push(found, gain + rules.slot_price, PUT, slot, -1)
             for n in range(_ADDS):
@@ -262,7 +267,7 @@ def make_moves(layer: Layer, terms: Terms, rules: Rules, room: SearchRoom, found
     order = np.argsort(-found.gain)
     least = max(rules.least, rules.share * found.gain[order[0]])
     for at in order:
-        if not found.gain[at] > least and made > 0 or not found.gain[at] > rules.least:
+        if found.gain[at] <= least:
             break
         if not fits(layer, room, found.move[at]):
             continue
@@ -294,19 +299,19 @@ def price_of(layer: Layer, move: NDArray[np.int64]) -> tuple[float, int]:
     leaves, comes = experts_of(layer, move)
     rank, price, copies = move[1] // per_rank, 0.0, 0
     if leaves >= 0:
-        price -= layer.prices[leaves, rank]
-        copies -= layer.prices[leaves, rank] > 0
+        price -= layer.given.prices[leaves, rank]
+        copies -= layer.given.prices[leaves, rank] > 0
     if comes >= 0:
-        price += layer.prices[comes, rank]
-        copies += layer.prices[comes, rank] > 0
+        price += layer.given.prices[comes, rank]
+        copies += layer.given.prices[comes, rank] > 0
     if move[0] == SWAP:
         other = move[2] // per_rank
         if leaves >= 0:
-            price += layer.prices[leaves, other]
-            copies += layer.prices[leaves, other] > 0
+            price += layer.given.prices[leaves, other]
+            copies += layer.given.prices[leaves, other] > 0
         if comes >= 0:
-            price -= layer.prices[comes, other]
-            copies -= layer.prices[comes, other] > 0
+            price -= layer.given.prices[comes, other]
+            copies -= layer.given.prices[comes, other] > 0
     return price, copies
 
 
@@ -315,11 +320,12 @@ def fits(layer: Layer, room: SearchRoom, move: NDArray[np.int64]) -> bool:
     """Return True if there is room for a move."""
     per_rank = layer.row.shape[0] // layer.held.shape[1]
     leaves, comes = experts_of(layer, move)
-    fits = price_of(layer, move)[1] <= max(room.left[1], 0)
+    # A start may need more copies than allowed: moves that need none are still made then.
+    fits = price_of(layer, move)[1] <= max(room.copies[0], 0)
     if comes >= 0 and leaves < 0:
         fits &= room.slots[move[1] // per_rank] > 0
         if move[0] == PUT:
-            fits &= room.left[0] > 0
+            fits &= room.total[0] > 0
     if move[0] == SWAP and leaves >= 0 and comes < 0:
         fits &= room.slots[move[2] // per_rank] > 0
     return fits and (leaves >= 0 or comes >= 0)
@@ -335,8 +341,8 @@ def book(layer: Layer, room: SearchRoom, move: NDArray[np.int64]) -> None:
     if move[0] == SWAP:
         room.slots[move[2] // per_rank] += filled
     else:
-        room.left[0] -= filled
-    room.left[1] -= price_of(layer, move)[1]
+        room.total[0] -= filled
+    room.copies[0] -= price_of(layer, move)[1]
 
 
 @kernel
@@ -356,7 +362,7 @@ def exact_gain(layer: Layer, terms: Terms, rules: Rules, move: NDArray[np.int64]
         for rank in ranks:
             time = max(layer.load[rank, t] + layer.change[rank, t], 0.0) * terms.rates[rank]
             total += raised(time, terms.doublings) - layer.power[rank, t]
-        gain += layer.weight[t] * (layer.norm[t] - root(total, terms.doublings))
+        gain += layer.given.weight[t] * (layer.norm[t] - root(total, terms.doublings))
     return gain
 
 
@@ -410,7 +416,7 @@ def set_nearest_change(layer: Layer, terms: Terms, move: NDArray[np.int64]) -> N
             held[source] = False
         if target >= 0:
             held[target] = True
-        shares = nearest_shares(held, layer.origin[expert], terms.nodes)
+        shares = nearest_shares(held, layer.given.origin[expert], terms.nodes)
         for r in range(held.shape[0]):
             before, after = layer.share[expert, r], shares[r]
             if before == after:
@@ -419,7 +425,7 @@ def set_nearest_change(layer: Layer, terms: Terms, move: NDArray[np.int64]) -> N
                 layer.touched[r] = True
                 layer.change[r] = 0.0
             for t in range(layer.load.shape[1]):
-                tokens = layer.tokens[expert, t]
+                tokens = layer.given.tokens[expert, t]
                 layer.change[r, t] += work_of_copy(after * tokens, terms.work)
                 layer.change[r, t] -= work_of_copy(before * tokens, terms.work)
 
@@ -460,9 +466,9 @@ def apply(layer: Layer, terms: Terms, move: NDArray[np.int64]) -> None:
     for rank in range(ranks):
         if layer.touched[rank]:
             set_slope(layer, terms, rank)
-            set_reliefs(layer, terms, rank)
+            set_reliefs(layer, rank)
         elif move[0] == PUT or terms.nearest:
             if leaves >= 0:
-                set_relief(layer, terms, leaves, rank)
+                set_relief(layer, leaves, rank)
             if comes >= 0:
-                set_relief(layer, terms, comes, rank)
+                set_relief(layer, comes, rank)

@@ -71,13 +71,13 @@ class KeelOptions:
     sharp_tokens: int = 16_384
     """Tokens of a rank in one step from which the sharp norm is used: their number is no chance."""
     listed: int = 200
-    """Moves of a pass that are listed by their promise, and tried until some gain."""
+    """A pass lists so many moves by their promise. Too low: none of them may gain."""
     trials: int = 100
-    """Moves of a pass whose exact gain is computed. Too low: good moves that promise little are not
-    found. Time grows with it."""
+    """A pass computes so many exact gains, and more until one is enough. Too low: good moves that
+    promise little are not found. Time grows with it."""
     move_share: float = 0.1
-    """Of the best gain of a pass, that a move must gain to be made in the same pass. Too low: moves
-    that undo each other. 1: slow, one move a pass."""
+    """A move is made in the same pass if it gains this share of the best one. Too low: moves that
+    undo each other. Nearly 1: slow, one move a pass."""
     least_gain: float = 1e-5
     """Smallest gain of a move in layer times: rounding could keep the search going."""
     price_levels: tuple[float, ...] = (4.0, 2.0, 1.0)

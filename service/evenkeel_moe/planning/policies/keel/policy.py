@@ -130,7 +130,7 @@ class _Costs:
 def _candidates(
     problem: PlacementProblem, search: Search, costs: _Costs, options: KeelOptions
 ) -> list[Placement]:
-    """Return the placements to choose from: the present one, and the best starts, improved.
+    """Return the placements to choose from: the starts, and what the search makes of the best.
 
     Under fewest dispatch all tokens of an expert are on one of its replicas, chosen for the batch,
     so replicas help more or less than the search sees. A plan without any competes there, and in a

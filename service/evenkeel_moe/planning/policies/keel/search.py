@@ -32,15 +32,16 @@ class Prices(NamedTuple):
     """The prices of one descent, in layer times."""
 
     copy: float
-    """Of a copy inside a node."""
+    """A copy inside a node costs so much."""
     slot: float
-    """Of a filled slot; 0 unless layers share slots."""
+    """A filled slot costs so much; 0 unless layers share slots."""
 
 
 class Search:
     """Improves placements of one problem, layer by layer.
 
     Attributes:
+        terms: the objective.
         evaluations: exact gains that the costliest search of a layer computed so far, times the
             layers; with this as `max_evaluations` every search does the same.
     """
@@ -62,7 +63,7 @@ class Search:
         nearest = dispatch is DispatchModel.NEAREST
         rates, fixed = _rates(problem, window)
         sharp = reading_dominates(problem) or window.unit_tokens >= options.sharp_tokens
-        self._terms = Terms(
+        self.terms = Terms(
             rates,
             options.sharp_doublings if sharp else options.doublings,
             _work(cost.replica, window.unit_tokens, single=dispatch is DispatchModel.FEWEST),
@@ -75,7 +76,7 @@ class Search:
             # Shared experts run where there is room: only the level that they reach counts.
             level = moe_time.waterline_times(window.blocks, ranks, cost) - cost.fixed
             scaled = np.maximum(level, 0.0) / window.unit_cost
-            self._floor = scaled ** (2.0**self._terms.doublings)
+            self._floor = scaled ** (2.0**self.terms.doublings)
         elif cost.shared_tokens > 0.0:
             shared = moe_time.shared_work(window.blocks, ranks, cost, SplitModel.of(problem))
             self._base += shared / window.unit_tokens
@@ -102,34 +103,36 @@ class Search:
         Args:
             start: a placement within the budget.
             which: the layers that may change; None for all.
-            per_layer: copies that a layer may hold; None for the problem's budget.
+            per_layer: copies that a layer may hold, in a pool on average; None for the budget.
         """
-        problem, window = self._problem, self._window
+        problem, window, budget = self._problem, self._window, self._budget
         _, _, ranks, experts = start.sizes
-        rows, pool = start.phy2log.copy(), self._budget.pool_per_rank
+        rows, pool = start.phy2log.copy(), budget.pool_per_rank
         filled = (rows.reshape(len(rows), ranks, -1) >= 0).sum(axis=2)
-        copies = 0 if problem.current is None else count_moves(problem.current, start)
-        allowed = np.array([self._budget.total - filled.sum(), _copy_limit(problem) - copies])
+        most = budget.per_layer if per_layer is None else per_layer
+        total = budget.total if per_layer is None else per_layer * len(rows)
+        limit = _copy_limit(problem)
+        made = 0 if problem.current is None else count_moves(problem.current, start)
+        copies = np.array([limit - made])
         pooled = SearchRoom(
-            np.zeros(0, np.int64) if pool is None else pool - filled.sum(axis=0), allowed
+            np.full(ranks, _UNLIMITED) if pool is None else pool - filled.sum(axis=0),
+            np.array([total - filled.sum()]),
+            copies,
         )
-        most = self._budget.per_layer if per_layer is None else per_layer
         spent = np.zeros(len(rows), np.int64)
 
         def improve_layer(layer: int, prices: Sequence[Prices]) -> None:
             room = pooled
             if pool is None:
-                left = np.array([most - filled[layer].sum(), allowed[1]])
-                room = SearchRoom(np.full(ranks, _UNLIMITED), left)
+                own = np.array([most - (rows[layer] >= 0).sum()])
+                room = SearchRoom(pooled.slots.copy(), own, copies if limited else copies.copy())
             for price in prices:
                 rows[layer], used = self._descend(layer, rows[layer], price, room, spent[layer])
                 spent[layer] += used
-            filled[layer] = (rows[layer].reshape(ranks, -1) >= 0).sum(axis=1)
-            allowed[1] = room.left[1]
 
         chosen = range(len(rows)) if which is None else which
         layers = [n for n in chosen if window.blocks[:, n].any()]
-        limited = bool(allowed[1] < _UNLIMITED - copies)
+        limited = limit < _UNLIMITED
         prices = self._prices(limited=limited, pooled=pool is not None)
         if pool is None and not limited:
             map_layers(lambda layer: improve_layer(layer, prices), layers, problem.threads)
@@ -144,11 +147,11 @@ class Search:
         self, layer: int, row: NDArray[np.int32], prices: Prices, room: SearchRoom, spent: int
     ) -> tuple[NDArray[np.int32], int]:
         """Return the slots of a layer after a descent, and the exact gains that it computed."""
-        current, options, terms = self._problem.current, self._options, self._terms
-        inputs = self._inputs_of(layer)
+        current, options, terms = self._problem.current, self._options, self.terms
+        inputs = self.inputs_of(layer)
         if self._counts_suffice:
             present = np.full_like(row, EMPTY) if current is None else current.phy2log[layer].copy()
-            most = int((row >= 0).sum() + room.left[0])
+            most = int((row >= 0).sum() + room.total[0])
             # Of many nodes hardly any has the expert already.
             far = self._problem.topology.num_nodes > 1
             price = prices.copy * (self._problem.objective.cross_node_factor if far else 1.0)
@@ -184,7 +187,7 @@ class Search:
         found = [Prices(max(level, price), slot) for level in levels]
         return [*found, Prices(price, 0.0)]
 
-    def _inputs_of(self, layer: int) -> Inputs:
+    def inputs_of(self, layer: int) -> Inputs:
         """Return what no move changes of a layer."""
         problem, window = self._problem, self._window
         experts, ranks = problem.shape.num_logical_experts, problem.shape.num_ranks
@@ -192,7 +195,7 @@ class Search:
         if problem.current is not None:
             factor = float(problem.objective.cross_node_factor)
             row = problem.current.phy2log[layer].copy()
-            prices = copy_prices(row, experts, self._terms.nodes, factor)
+            prices = copy_prices(row, experts, self.terms.nodes, factor)
         return Inputs(
             np.ascontiguousarray(window.blocks[:, layer].T) / window.unit_tokens,
             window.block_weights,
