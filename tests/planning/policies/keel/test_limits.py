@@ -59,3 +59,24 @@ def test_no_more_layers_change_than_may(read, shape, dispatch):
         )
         changed = (problem.current.phy2log != planned(problem).phy2log).any(axis=1)
         assert changed.sum() <= 1
+
+
+def test_in_a_pool_slots_move_from_layers_that_need_no_replica_to_one_that_does():
+    rng = np.random.default_rng(0)
+    mean = np.full((4, 16), 33.0)
+    mean[:, 0] = 0.2
+    mean[3] = 12.0
+    mean[3, 10] = 300.0
+    load = rng.poisson(mean, (32, 4, 16)).astype(float)
+    # Every layer has one replica, of the coldest expert; the pool has no slot left.
+    rows = np.full((4, 4, 6), -1, np.int32)
+    rows[:, :, :4] = np.arange(16).reshape(4, 4)
+    for layer in range(4):
+        rows[layer, (layer + 1) % 4, 4] = 0
+        rows[layer, 0, 4] = 15 if layer == 3 else -1
+    shape = ModelShape(4, 16, 4, 6, 2, 1000, pool_slots_per_rank=17)
+    problem = PlacementProblem(
+        load, shape, Topology.single_node(4), current=Placement(rows.reshape(4, -1), 4, 16)
+    )
+    held = (planned(problem).phy2log >= 0).sum(axis=1)
+    assert held[3] > 17 and held.sum() <= 68

@@ -1,5 +1,7 @@
 """The gain of a move is by how much it lowers the objective when it is made and all is anew."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -23,8 +25,10 @@ from evenkeel_moe.planning.policies.keel.moves import (
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.policies.keel.search import Search
 from evenkeel_moe.planning.policies.keel.window import look_ahead
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.problem.token_split import SplitModel
 
 SHAPE = ModelShape(1, 8, 4, 4, 1, 100)
 ROW = np.array([0, 1, 2, 3, 0, 4, 5, -1, 0, 1, 6, 7, 0, 1, 2, -1], np.int32)
@@ -46,8 +50,8 @@ KINDS = {
 RULES = Rules(0.01, 0.0, True, 200, 100, 0.1, 1e-6)
 
 
-def layer_of(objective, row=ROW, current=None):
-    """Return a layer with loads that leave no rank idle, and the terms of its objective."""
+def window_of(objective, current=None):
+    """Return a problem with loads that leave no rank idle, as it is planned for, and its window."""
     rng = np.random.default_rng(3)
     problem = PlacementProblem(
         rng.gamma(3.0, 10.0, (20, 1, 8)),
@@ -57,8 +61,13 @@ def layer_of(objective, row=ROW, current=None):
         source_load=rng.gamma(1.0, 10.0, (4, 1, 8)),
         objective=objective,
     )
-    expected, window = look_ahead(problem, KeelOptions())
-    search = Search(expected, window, KeelOptions(), 0.01)
+    return look_ahead(problem, KeelOptions())
+
+
+def layer_of(objective, row=ROW, current=None):
+    """Return a layer of that problem, and the terms of its objective."""
+    problem, window = window_of(objective, current)
+    search = Search(problem, window, KeelOptions(), 0.01)
     layer = build_layer(search.inputs_of(0), row, search.terms)
     renew(layer, search.terms)
     return layer, search.terms
@@ -133,6 +142,41 @@ def test_a_move_gains_what_it_promises_and_what_it_leaves_is_as_if_computed_anew
         assert np.allclose(relief, np.where(touched, anew.relief, 0.0))
 
 
+def test_the_objective_is_the_norm_of_the_time_of_ranks():
+    """Computed anew from the loads that the planner scores."""
+    for name in ("tokens", "slow rank", "shared experts", "waterfill", "nearest"):
+        objective = KINDS[name]
+        layer, terms = layer_of(objective)
+        problem, window = window_of(objective)
+        placement = Placement(ROW[None], 4, 8)
+        split = SplitModel.of(problem)
+        if name == "waterfill":
+            split = SplitModel()
+        cost = replace(objective.cost, shared_tokens=0.0)
+        routed = moe_time.rank_work(problem.load, placement, cost, split)[:, 0]
+        times = moe_time.rank_times(routed, cost) / window.unit_cost
+        total = problem.load.sum(axis=(1, 2))
+        level = objective.cost.shared_tokens * total / 4
+        if name == "shared experts":
+            source = problem.source_load.sum(axis=(1, 2))
+            times += level[:, None] * 4 * source / source.sum() / window.unit_cost
+        powers = (times**8).sum(axis=1)
+        if name == "waterfill":
+            powers += ((total / 4 + level) / window.unit_cost) ** 8
+        assert renew(layer, terms) == pytest.approx(window.weights @ powers**0.125), name
+
+
+@pytest.mark.parametrize("name", ["tokens", "reading", "slow rank", "nearest"])
+def test_a_copy_relieves_its_rank_by_its_work_times_the_gradient(name):
+    layer, _ = layer_of(KINDS[name])
+    for expert, rank in np.argwhere(layer.held):
+        work = layer.work[1, expert]
+        if name == "nearest":
+            work = layer.share[expert, rank] * layer.given.tokens[expert]
+        wanted = work @ layer.slope[rank]
+        assert layer.relief[1, expert, rank] == pytest.approx(wanted)
+
+
 @pytest.mark.parametrize("objective", KINDS.values(), ids=KINDS)
 def test_of_all_moves_those_that_promise_most_gain_most(objective):
     layer, terms = layer_of(objective)
@@ -167,6 +211,10 @@ def test_a_descent_keeps_the_room_it_was_given():
     grown = (layer.row.reshape(4, 4) >= 0).sum(axis=1) - filled
     assert (grown + room.slots == [0, 1, 0, 0]).all() and (room.slots >= 0).all()
     assert room.total[0] == 1 - grown.sum() >= 0
+    room = room_for(1)
+    layer, terms = layer_of(KINDS["tokens"])
+    descend(layer, terms, RULES._replace(price=0.0, drops=False), room, 10_000)
+    assert (layer.row >= 0).sum() == (ROW >= 0).sum() + 1 and room.total[0] == 0
     # No copy may be made: only those of the current placement.
     current = np.array([0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7], np.int32)
     layer, terms = layer_of(KINDS["tokens"], row=current, current=current)

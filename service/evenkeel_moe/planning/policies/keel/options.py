@@ -80,15 +80,17 @@ class KeelOptions:
     undo each other. Nearly 1: slow, one move a pass."""
     least_gain: float = 1e-5
     """Smallest gain of a move in layer times: rounding could keep the search going."""
-    price_levels: tuple[float, ...] = (4.0, 2.0, 1.0)
-    """Prices of a search's descents over its final price: the copies that save most come first."""
+    price_levels: tuple[float, ...] = (4.0, 2.0)
+    """Prices of the descents before the one at the final price, over that price: the copies that
+    save most come first."""
     shared_levels: tuple[float, ...] = (0.064, 0.032, 0.016, 0.008, 0.004, 0.002, 0.001, 0.0005)
     """Prices, in layer times, of the descents before the one at the final price where layers share
     a limit on copies: those that save most, in all layers, come first. Too few: the limit is spent
     on worse copies."""
-    slot_price: float = 0.002
-    """Price of a filled slot in layer times, before the descent at no price, where layers share
-    slots: a copy that saves less makes room for one that saves more in another layer."""
+    slot_price: float = 0.03
+    """Price of a filled slot in layer times, before the descent at no price, in a second search
+    where layers share slots: a replica that saves less makes room for one that saves more in
+    another layer."""
     layer_effort: int = 48_000_000_000
     """Bounds the exact gains that one search of a layer computes, times the cube of its slots:
     2,000 gains with 288 slots, 54 with 960. Too low: large layers are left unfinished."""

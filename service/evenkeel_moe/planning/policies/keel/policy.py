@@ -146,7 +146,10 @@ def _candidates(
         chosen = [name for name in total if total[name] <= options.near_start * min(total.values())]
     if "no replicas" in starts and "no replicas" not in chosen:
         chosen.append("no replicas")
-    found = [search.improve(starts[name]) for name in chosen]
+    slot_prices = (0.0, options.slot_price) if problem.shape.pooled else (0.0,)
+    found = [
+        search.improve(starts[name], slot_price=price) for name in chosen for price in slot_prices
+    ]
     if problem.objective.dispatch is DispatchModel.FEWEST:
         experts = problem.shape.num_logical_experts
         found.append(search.improve(starts["no replicas"], per_layer=experts))

@@ -96,7 +96,11 @@ class Search:
         self.evaluations = 0
 
     def improve(
-        self, start: Placement, which: Sequence[int] | None = None, per_layer: int | None = None
+        self,
+        start: Placement,
+        which: Sequence[int] | None = None,
+        per_layer: int | None = None,
+        slot_price: float = 0.0,
     ) -> Placement:
         """Return the placement that single moves make of a start.
 
@@ -104,6 +108,7 @@ class Search:
             start: a placement within the budget.
             which: the layers that may change; None for all.
             per_layer: copies that a layer may hold, in a pool on average; None for the budget.
+            slot_price: of a filled slot in layer times, in all descents but the last.
         """
         problem, window, budget = self._problem, self._window, self._budget
         _, _, ranks, experts = start.sizes
@@ -133,7 +138,7 @@ class Search:
         chosen = range(len(rows)) if which is None else which
         layers = [n for n in chosen if window.blocks[:, n].any()]
         limited = limit < _UNLIMITED
-        prices = self._prices(limited=limited, pooled=pool is not None)
+        prices = self._prices(slot_price, limited=limited)
         if pool is None and not limited:
             map_layers(lambda layer: improve_layer(layer, prices), layers, problem.threads)
         else:
@@ -176,16 +181,15 @@ class Search:
         used = descend(state, terms, rules, room, self._most - spent)
         return state.row, used
 
-    def _prices(self, *, limited: bool, pooled: bool) -> list[Prices]:
+    def _prices(self, slot_price: float, *, limited: bool) -> list[Prices]:
         """Return the prices of the descents, from high to low: what saves most comes first."""
         price, options = self._price, self._options
-        if not (limited or pooled):
-            levels = options.price_levels if price > 0.0 else (1.0,)
-            return [Prices(level * price, 0.0) for level in levels]
-        slot = options.slot_price if pooled else 0.0
-        levels = options.shared_levels if limited else (0.0,)
-        found = [Prices(max(level, price), slot) for level in levels]
-        return [*found, Prices(price, 0.0)]
+        if limited:
+            before = [max(level, price) for level in options.shared_levels]
+        else:
+            before = [level * price for level in options.price_levels]
+        found = [*(Prices(level, slot_price) for level in before), Prices(price, 0.0)]
+        return list(dict.fromkeys(found))
 
     def inputs_of(self, layer: int) -> Inputs:
         """Return what no move changes of a layer."""

@@ -39,34 +39,35 @@ def exchange_copies(
         power *= power
     copies, had = _copies(row, experts), _copies(present, experts)
     value, slope = _value(power, weight, copies, doublings)
+    gains, tried = np.empty((2, experts)), np.zeros(experts, np.bool_)
     while True:
-        add, drop = -1, -1
-        best_add, best_drop = -np.inf, -np.inf
+        # To first order: of one copy more, and of one copy less.
         for expert in range(experts):
             n = copies[expert]
             now = n**exponent
-            gain = slope[expert] * (now - (n + 1) ** exponent)
-            gain -= price if n >= had[expert] else 0.0
-            if gain > best_add:
-                best_add, add = gain, expert
-            gain = slope[expert] * (now - (n - 1) ** exponent) if n > 1 else -np.inf
-            gain += price if n > had[expert] else 0.0
-            if gain > best_drop:
-                best_drop, drop = gain, expert
+            gains[0, expert] = slope[expert] * (now - (n + 1) ** exponent)
+            gains[0, expert] -= price if n >= had[expert] else 0.0
+            gains[1, expert] = slope[expert] * (now - (n - 1) ** exponent) if n > 1 else -np.inf
+            gains[1, expert] += price if n > had[expert] else 0.0
+        add = int(np.argmax(np.where(tried, -np.inf, gains[0])))
+        gains[1, add] = -np.inf
+        drop = int(np.argmax(gains[1]))
+        is_exchange = copies.sum() >= most
+        if tried[add] or (is_exchange and gains[1, drop] == -np.inf):
+            return _filled(present, copies)
         paid = price if copies[add] >= had[add] else 0.0
         copies[add] += 1
-        if copies.sum() <= most:
-            drop = -1
-        elif drop >= 0:
+        if is_exchange:
             paid -= price if copies[drop] > had[drop] else 0.0
             copies[drop] -= 1
-        after, slope = _value(power, weight, copies, doublings)
-        if copies.sum() > most or add == drop or value - after - paid <= least:
+        after, new_slope = _value(power, weight, copies, doublings)
+        tried[add] = value - after - paid <= least
+        if tried[add]:
             copies[add] -= 1
-            if drop >= 0:
-                copies[drop] += 1
-            return _filled(present, copies)
-        value = after
+            copies[drop] += is_exchange
+        else:
+            value, slope = after, new_slope
+            tried[:] = False
 
 
 @kernel
