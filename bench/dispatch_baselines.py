@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.fewest_active import slots_by_expert
+from evenkeel_moe.batch_split import slots_by_expert
 from evenkeel_moe.jit import kernel
 
 __all__ = ["apply_capacity", "expert_capacity", "greedy_fewest", "harmoeny", "PathTable"]

@@ -15,9 +15,8 @@ from evenkeel_moe.model.cost import ReplicaWork
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.eplb import rebalance_experts
-from evenkeel_moe.planning.problem.fewest_split import fewest_split_kernel
+from evenkeel_moe.planning.problem.kernels import batch_split_kernel
 from evenkeel_moe.planning.problem.moe_time import replica_work
-from evenkeel_moe.planning.problem.optimal_split import optimal_split_kernel
 from evenkeel_moe.planning.problem.token_split import slot_load
 
 __all__ = ["fewest_speed_rows", "fewest_time_rows"]
@@ -53,8 +52,8 @@ def fewest_speed_rows() -> list[Row]:
         )
         seconds |= best_of(
             {
-                "window": partial(fewest_split_kernel, window, row, BENCH_RANKS),
-                "optimal window": partial(optimal_split_kernel, window, row, BENCH_RANKS),
+                "window": partial(batch_split_kernel, window, row, BENCH_RANKS, True),
+                "optimal window": partial(batch_split_kernel, window, row, BENCH_RANKS, False),
             }
         )
         exact = fewest.active.max(axis=1)
@@ -120,7 +119,7 @@ def _scores(trace: Recorded) -> dict[tuple[str, float], float]:
     per_slot = {
         "even": slot_load(load, eplb),
         "lplb": _lplb_slots(trace.load[steps], eplb),
-        "fewest": fewest_split_kernel(load, eplb.phy2log.copy(), RANKS),
+        "fewest": batch_split_kernel(load, eplb.phy2log.copy(), RANKS, True),
     }
     plain = slot_load(load, linear)
     out = {}

@@ -103,7 +103,7 @@ def test_quotas_are_met_exactly_by_ranks_that_do_not_talk(seed, ranks):
     placement = random_placement(rng, layers=1, experts=6, ranks=ranks, per_rank=-(-9 // ranks))
     demand = random_demand(rng, ranks, 6, tokens=40)
     tables = all_tables(placement)
-    width = tables[0].width
+    width = tables[0].log2phy.shape[2]
     quotas = torch.zeros((6, width), dtype=torch.int64)
     for expert, total in enumerate(demand.sum(dim=0).tolist()):
         copies = int(placement.logcnt[0, expert])

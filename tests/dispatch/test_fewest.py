@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from evenkeel_moe.dispatch import FewestChoice, FewestReplicas
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.problem.fewest_split import fewest_split_kernel
+from evenkeel_moe.planning.problem.kernels import batch_split_kernel
 from tests.dispatch.placements import (
     all_tables,
     choices_of,
@@ -29,7 +29,7 @@ def test_the_engine_uses_the_replicas_that_the_planner_scores(seed):
         counts = rng.integers(0, 9, (2, 9))
         slots = chooser.choose(torch.from_numpy(counts)).numpy()
         load = counts[None].astype(np.float64)
-        per_slot = fewest_split_kernel(load, placement.phy2log.copy(), ranks)[0]
+        per_slot = batch_split_kernel(load, placement.phy2log.copy(), ranks, True)[0]
         for layer in range(2):
             want = np.zeros(placement.num_slots)
             active = counts[layer] > 0

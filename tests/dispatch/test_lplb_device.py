@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel_moe.dispatch import DeviceLplbChoice, ExactSplit
-from evenkeel_moe.dispatch.lplb_device import whole_quotas
+from evenkeel_moe.dispatch.lplb import whole_quotas
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from tests.dispatch.placements import (

@@ -5,7 +5,6 @@ describes each rule, when it helps and what it costs.
 """
 
 from evenkeel_moe.dispatch.choice import (
-    DemandNeeded,
     EvenChoice,
     NearestChoice,
     ReplicaChoice,
@@ -13,7 +12,7 @@ from evenkeel_moe.dispatch.choice import (
 )
 from evenkeel_moe.dispatch.counts import count_choices
 from evenkeel_moe.dispatch.fewest import FewestChoice, FewestReplicas
-from evenkeel_moe.dispatch.interior import BatchedSplit
+from evenkeel_moe.dispatch.interior import BatchedSplit, TokenSplit
 from evenkeel_moe.dispatch.libra import LayerQuotas, LibraChoice, LibraVariant
 from evenkeel_moe.dispatch.libra_lookahead import Lookahead, prediction_accuracy
 from evenkeel_moe.dispatch.libra_replicas import (
@@ -31,14 +30,12 @@ from evenkeel_moe.dispatch.libra_schedule import (
     timeline,
 )
 from evenkeel_moe.dispatch.libra_sharding import Sharding, ShardingRule, shard_tokens
-from evenkeel_moe.dispatch.lplb import ExactSplit, LplbChoice, TokenSplit
-from evenkeel_moe.dispatch.lplb_device import DeviceLplbChoice
+from evenkeel_moe.dispatch.lplb import DeviceLplbChoice, ExactSplit, LplbChoice
 from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.dispatch.waterfill import Waterfill, expand_topk
 
 __all__ = [
     "BatchedSplit",
-    "DemandNeeded",
     "DeviceLplbChoice",
     "DispatchTables",
     "EvenChoice",

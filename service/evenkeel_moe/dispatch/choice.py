@@ -3,41 +3,34 @@
 Every rule maps (n, k) logical experts to (n, k) slots and keeps the -1 of padding. No rule loops
 over tokens. Except for `LplbChoice`, `FewestChoice` and `LibraChoice`, which decide on a CPU
 thread, no rule reads a value back to the host or allocates by data, so it can be captured in a CUDA
-graph. A rule that depends on the batch names in `needs` what the ranks must exchange first.
+graph. A rule that depends on the batch needs the demand of all ranks first.
 
 ======================  ==========================================================================
 `EvenChoice`            equal shares of all replicas, by a hash of the token's place in the batch
 `NearestChoice`         own rank, else own node, else all; by the hash if there are several
 `lplb.LplbChoice`       replicas by whole-token quotas from the exact split of the batch
-`DeviceLplbChoice`      the same by the interior point, in `lplb_device`
+`lplb.DeviceLplbChoice` the same by the interior point
 `fewest.FewestChoice`   one replica per expert, so that few experts are active on the fullest rank
 `libra.LibraChoice`     local tokens stay, the others are split over resident and transient replicas
 ======================  ==========================================================================
 """
 
-from enum import Enum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from evenkeel_moe.dispatch.counts import occurrence
+from evenkeel_moe.dispatch.counts import check_counts, occurrence
 from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-
-
-class DemandNeeded(Enum):
-    """The data that ranks exchange before a rule can choose."""
-
-    NOTHING = "nothing"
-    DEMAND = "demand"
-    """One all-gather of (E,) int64: the number of choices of each source rank for each expert."""
 
 
 class ReplicaChoice(Protocol):
     """A rule that picks the replica of every routed choice."""
 
-    needs: DemandNeeded
+    needs_demand: bool
+    """True if the ranks must first exchange their demand: one all-gather of (E,) int64, the number
+    of choices of each source rank for each expert."""
 
     def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
         """Choose the slots that serve the choices of this rank.
@@ -45,7 +38,7 @@ class ReplicaChoice(Protocol):
         Args:
             layer: index of the MoE layer.
             experts: (n, k) int64 logical experts that this rank's tokens chose, -1 for padding.
-            demand: (R, E) int64 [tokens] choices of every source rank, if `needs` asks for it.
+            demand: (R, E) int64 [tokens] choices of every source rank, if the rule needs it.
 
         Returns:
             (n, k) int64 slots, -1 for padding.
@@ -85,48 +78,50 @@ def check_experts(experts: Tensor) -> None:
         raise ShapeMismatch(f"experts must be (n, k), got {tuple(experts.shape)}")
 
 
-def _spread(table: Tensor, count: Tensor, experts: Tensor, salt: int) -> Tensor:
-    """Return one of the first `count[e]` entries of `table[e]` for each choice, by hash."""
-    known = experts.clamp(min=0).to(torch.int64)
-    index = place_hash(known, salt) % count[known]
-    slots = table[known].gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    return torch.where(experts >= 0, slots, -1)
+def check_demand(tables: DispatchTables, experts: Tensor, demand: Tensor | None) -> Tensor:
+    """Return the demand, after a check of the arguments of a rule that needs it.
+
+    Raises:
+        InvalidInput, ShapeMismatch: as `ReplicaChoice.choose`.
+    """
+    check_experts(experts)
+    if demand is None:
+        raise InvalidInput("the rule needs the demand of all ranks: all-gather the counts first")
+    _, _, ranks, num_experts = tables.placement.sizes
+    check_counts(demand, (ranks, num_experts), "demand")
+    return demand
 
 
 class EvenChoice:
     """Gives every replica the same share; on average this is the planner's EVEN split."""
 
-    needs = DemandNeeded.NOTHING
+    needs_demand = False
 
     def __init__(self, tables: DispatchTables) -> None:
         self._tables = tables
+        self._slots, self._count = tables.log2phy, tables.logcnt
 
     def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
         """See `ReplicaChoice.choose`; demand is not used."""
         check_experts(experts)
-        tables = self._tables
-        return _spread(tables.log2phy[layer], tables.logcnt[layer], experts, _salt(tables, layer))
+        known = experts.clamp(min=0).to(torch.int64)
+        # The salt is by rank and layer, so that rounding does not favour one replica.
+        place = place_hash(known, self._tables.ep_rank * 8191 + layer)
+        index = place % self._count[layer][known]
+        slots = self._slots[layer][known].gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        return torch.where(experts >= 0, slots, -1)
 
 
-class NearestChoice:
+class NearestChoice(EvenChoice):
     """Chooses the own replica, else one on the node, else any: the planner's NEAREST split.
 
     It saves traffic between ranks but balances badly, because the tokens of a hot expert stay near
     their source.
     """
 
-    needs = DemandNeeded.NOTHING
-
     def __init__(self, tables: DispatchTables) -> None:
-        self._tables = tables
-
-    def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
-        """See `ReplicaChoice.choose`; demand is not used."""
-        check_experts(experts)
-        tables = self._tables
-        return _spread(
-            tables.nearest[layer], tables.nearest_count[layer], experts, _salt(tables, layer)
-        )
+        super().__init__(tables)
+        self._slots, self._count = tables.nearest, tables.nearest_count
 
 
 def assign_quotas(
@@ -166,8 +161,3 @@ def assign_quotas(
     index = (place.unsqueeze(-1) >= bounds[known]).sum(dim=-1).clamp(max=width - 1)
     away = slots[known].gather(-1, index.unsqueeze(-1)).squeeze(-1)
     return torch.where(experts >= 0, torch.where(turn < at_home, home_slot[known], away), -1)
-
-
-def _salt(tables: DispatchTables, layer: int) -> int:
-    """Return a salt by rank and layer, so that rounding does not favour one replica."""
-    return tables.ep_rank * 8191 + layer

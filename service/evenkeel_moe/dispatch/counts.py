@@ -35,7 +35,9 @@ def check_counts(counts: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
         lowest, highest = values.aminmax()
         # NaN fails both comparisons.
         if not (float(lowest) >= 0.0 and float(highest) < float("inf")):
-            raise bad_values(values, what)
+            if bool(torch.isfinite(values).all()):
+                raise InvalidInput(f"{what} hold negative values", Reason.NEGATIVE_COUNT)
+            raise InvalidInput(f"{what} hold values that are not finite", Reason.NOT_FINITE)
     return values
 
 
@@ -48,13 +50,6 @@ def check_type(counts: Tensor, shape: tuple[int, ...], what: str) -> None:
         )
     if tuple(counts.shape) != shape:
         raise ShapeMismatch(f"{what} must be {shape}, got {tuple(counts.shape)}")
-
-
-def bad_values(values: Tensor, what: str) -> InvalidInput:
-    """Return the error for counts that are negative or not finite."""
-    if bool(torch.isfinite(values).all()):
-        return InvalidInput(f"{what} hold negative values", Reason.NEGATIVE_COUNT)
-    return InvalidInput(f"{what} hold values that are not finite", Reason.NOT_FINITE)
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
@@ -79,8 +74,6 @@ def occurrence(experts: Tensor, num_experts: int) -> Tensor:
     bucket = torch.where(flat >= 0, flat, num_experts)
     order = torch.argsort(bucket, stable=True)
     ordered = bucket[order]
-    counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=experts.device)
-    counts.scatter_add_(0, bucket + 1, torch.ones_like(bucket))
-    first = counts.cumsum(0)
+    first = torch.nn.functional.pad(count_choices(experts, num_experts).cumsum(0), (1, 0))
     index = torch.arange(flat.numel(), device=experts.device) - first[ordered]
     return torch.empty_like(bucket).scatter_(0, order, index).reshape(experts.shape)

@@ -3,7 +3,7 @@
 Where decode is limited by reading weights, a second replica of an expert costs a second read and
 saves nothing. So this rule sends all tokens of an expert to one replica, and chooses replicas so
 that the rank with the most active experts has as few as possible: exactly the least, see
-`fewest_active`. It balances tokens only among choices that are equal in this; for large batches,
+`batch_split`. It balances tokens only among choices that are equal in this; for large batches,
 whose time follows the tokens, LPLB is the better rule.
 
 METRO has a near-optimal algorithm for GPUs. The exact choice here runs on a CPU thread, because it
@@ -17,11 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.dispatch.choice import DemandNeeded, check_experts
+from evenkeel_moe.batch_split import choose_replicas, list_layers
+from evenkeel_moe.dispatch.choice import check_demand
 from evenkeel_moe.dispatch.counts import check_counts
 from evenkeel_moe.dispatch.tables import DispatchTables
-from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
-from evenkeel_moe.fewest_active import choose_replicas, slots_by_expert
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
 
@@ -30,6 +29,10 @@ class FewestReplicas:
     """The replica of every expert with the fewest active experts per rank, on one CPU thread.
 
     It is not safe for concurrent use: its results are overwritten from batch to batch.
+
+    Attributes:
+        active: (L, R) int64 active experts of each rank in the last batch.
+        rank_load: (L, R) float64 [tokens] of each rank in the last batch.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -38,37 +41,23 @@ class FewestReplicas:
         Raises:
             InfeasiblePlan: an expert has no replica.
         """
-        missing = np.argwhere(placement.logcnt == 0)
-        if len(missing):
-            layer, lost = missing[0]
-            raise InfeasiblePlan(
-                f"{len(missing)} experts without a replica, first: layer {layer} expert {lost}",
-                Reason.EXPERT_WITHOUT_REPLICA,
-            )
+        placement.check_placed()
         layers, _, ranks, experts = placement.sizes
         # A copy: numba would compile another version for a read-only array.
-        self._phy2log = placement.phy2log.copy()
-        self._first, self._following = _list_slots(self._phy2log, experts, ranks)
-        self._active = np.zeros((layers, ranks), np.int64)
-        self._tokens = np.zeros((layers, ranks))
+        rows = placement.phy2log.copy()
+        first, following, _ = list_layers(rows, experts, ranks)
+        self._lists = rows, first, following
+        self.active: NDArray[np.int64] = np.zeros((layers, ranks), np.int64)
+        self.rank_load: NDArray[np.float64] = np.zeros((layers, ranks))
         self._slots = np.full((layers, experts), -1, np.int64)
 
-    @property
-    def active(self) -> NDArray[np.int64]:
-        """(L, R) int64 active experts of each rank in the last batch."""
-        return self._active
-
-    @property
-    def rank_load(self) -> NDArray[np.float64]:
-        """(L, R) float64 [tokens] of each rank in the last batch."""
-        return self._tokens
-
-    def choose(self, counts: Tensor) -> Tensor:
-        """Choose the replicas for one batch of every layer.
+    def choose(self, counts: Tensor, layer: int | None = None) -> Tensor:
+        """Choose the replicas for one batch of every layer, or of one.
 
         Args:
-            counts: (L, E) [tokens], summed over all ranks; idle ranks add nothing. On a GPU this
-                copies them to the CPU, which is a sync.
+            counts: (L, E) [tokens], summed over all ranks; idle ranks add nothing. (1, E) for one
+                layer. On a GPU this copies them to the CPU, which is a sync.
+            layer: index of the layer; None for all.
 
         Returns:
             (L, E) int64 slot of each expert with tokens, -1 for the others, on the CPU; the next
@@ -78,30 +67,18 @@ class FewestReplicas:
             ShapeMismatch: counts of another placement.
             InvalidInput: half precision, or counts that are negative or not finite.
         """
-        load = check_counts(counts.cpu(), self._slots.shape, "counts").contiguous().numpy()
-        _choose_layers(
-            load, self._phy2log, self._first, self._following, self._active, self._tokens,
-            self._slots,
-        )  # fmt: skip
-        return torch.from_numpy(self._slots)
-
-
-@kernel
-def _list_slots(
-    phy2log: NDArray[np.int32], num_experts: int, num_ranks: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return `slots_by_expert` of every layer: (L, E) and (L, S)."""
-    layers, slots = phy2log.shape
-    first = np.empty((layers, num_experts), np.int64)
-    following = np.empty((layers, slots), np.int64)
-    for layer in range(layers):
-        first[layer], following[layer] = slots_by_expert(phy2log[layer], num_experts, num_ranks)
-    return first, following
+        which = slice(None) if layer is None else slice(layer, layer + 1)
+        slots = self._slots[which]
+        load = check_counts(counts.cpu(), slots.shape, "counts").contiguous().numpy()
+        out = self.active, self.rank_load, self._slots
+        _choose_layers(load, which.start or 0, *self._lists, *out)
+        return torch.from_numpy(slots)
 
 
 @kernel
 def _choose_layers(
     load: NDArray[np.float64],
+    first_layer: int,
     phy2log: NDArray[np.int32],
     first: NDArray[np.int64],
     following: NDArray[np.int64],
@@ -109,10 +86,11 @@ def _choose_layers(
     tokens: NDArray[np.float64],
     chosen: NDArray[np.int64],
 ) -> None:
-    """Run `choose_replicas` on every layer of an (L, E) load."""
-    for layer in range(load.shape[0]):
+    """Run `choose_replicas` on an (n, E) load of the layers from `first_layer` on."""
+    for n in range(load.shape[0]):
+        layer = first_layer + n
         choose_replicas(
-            load[layer], phy2log[layer], first[layer], following[layer], active[layer],
+            load[n], phy2log[layer], first[layer], following[layer], active[layer],
             tokens[layer], chosen[layer],
         )  # fmt: skip
 
@@ -120,20 +98,12 @@ def _choose_layers(
 class FewestChoice:
     """One replica for all tokens of an expert, chosen anew for every batch; equal on all ranks."""
 
-    needs = DemandNeeded.DEMAND
+    needs_demand = True
 
     def __init__(self, tables: DispatchTables) -> None:
-        """Prepare the tables' placement for one layer at a time."""
+        """Prepare the tables' placement."""
         self._tables = tables
-        placement = tables.placement
-        self._solvers = [
-            FewestReplicas(
-                Placement(
-                    placement.phy2log[layer : layer + 1], placement.num_ranks, tables.num_experts
-                )
-            )
-            for layer in range(placement.num_layers)
-        ]
+        self._replicas = FewestReplicas(tables.placement)
 
     def table(self, layer: int, counts: Tensor) -> Tensor:
         """Return the slot that serves each expert in one batch of a layer.
@@ -151,19 +121,12 @@ class FewestChoice:
         Raises:
             ShapeMismatch, InvalidInput: counts of another deployment or type.
         """
-        tables = self._tables
-        chosen = self._solvers[layer].choose(counts.unsqueeze(0))[0].to(tables.device)
-        return torch.where(chosen >= 0, chosen, tables.log2phy[layer, :, 0])
+        found = self._tables.log2phy[layer, :, 0]
+        chosen = self._replicas.choose(counts.unsqueeze(0), layer)[0].to(found.device)
+        return torch.where(chosen >= 0, chosen, found)
 
     def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
         """See `ReplicaChoice.choose`. On a GPU it copies counts to the CPU, which is a sync."""
-        check_experts(experts)
-        if demand is None:
-            raise InvalidInput(
-                "the fewest active experts need the demand of all ranks: all-gather the counts"
-                " first"
-            )
-        tables = self._tables
-        check_counts(demand, (tables.num_ranks, tables.num_experts), "demand")
-        served = self.table(layer, demand.sum(dim=0))
+        wanted = check_demand(self._tables, experts, demand)
+        served = self.table(layer, wanted.sum(dim=0))
         return torch.where(experts >= 0, served[experts.clamp(min=0).to(torch.int64)], -1)

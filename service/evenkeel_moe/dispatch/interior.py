@@ -18,96 +18,80 @@ Source: mathematics of deepseek-ai/LPLB and SGLang's dispatch blog; Mehrotra's p
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evenkeel_moe.dispatch.counts import check_counts
-from evenkeel_moe.dispatch.lplb import TokenSplit
-from evenkeel_moe.dispatch.split_structure import SplitStructure
 from evenkeel_moe.model.placement import Placement
 
+_ITERATIONS = 16
+"""Predictor-corrector steps of every call; 12 reached 1e-8 for all shapes tested."""
 _STEP_BACK = 0.995
 _CONVERGED = 1e-13
 """Mean complementarity below which a layer is not changed any more, because further steps would
 only add rounding errors."""
 
 
-class BatchedSplit:
-    """The interior-point solver of one placement on one device."""
+@dataclass(frozen=True, eq=False, slots=True)
+class TokenSplit:
+    """The split of one batch in every layer."""
 
-    def __init__(
-        self, placement: Placement, device: torch.device | str = "cpu", *, iterations: int = 16
-    ) -> None:
+    probabilities: Tensor
+    """(L, E, X) float64, aligned with log2phy: share of the tokens of an expert for each replica;
+    rows sum to 1."""
+    peak: Tensor
+    """(L,) float64 [tokens]: load of the fullest rank with these shares, the optimum of the
+    program."""
+
+
+class BatchedSplit:
+    """The interior-point solver of one placement on one device.
+
+    Only experts on several ranks, called shared here, are in the program: one row each, and a
+    column for each replica. The other experts add a fixed load to their rank.
+    """
+
+    def __init__(self, placement: Placement, device: torch.device | str = "cpu") -> None:
         """Prepare a placement, once per epoch.
 
         Args:
             placement: (L, S) slots; every expert placed.
             device: to solve on.
-            iterations: fixed number of predictor-corrector steps; 12 reached 1e-8 for all shapes
-                tested.
 
         Raises:
             InfeasiblePlan: an expert has no replica.
         """
-        structure = SplitStructure.of(placement)
-        layers, ranks = placement.num_layers, placement.num_ranks
-        per_layer = torch.from_numpy(structure.shared_from).diff()
-        rows = max(1, int(per_layer.max()))
-        degree = torch.from_numpy(structure.edge_from).diff()
-        width = max(1, int(degree.max())) if len(degree) else 1
-        expert = torch.zeros(layers, rows, dtype=torch.int64)
-        holder = torch.zeros(layers, rows, width, dtype=torch.int64)
-        present = torch.zeros(layers, rows, width, dtype=torch.float64)
-        row_of = torch.arange(len(structure.expert)) - torch.from_numpy(structure.shared_from)[
-            :-1
-        ].repeat_interleave(per_layer)
-        layer_of = torch.arange(layers).repeat_interleave(per_layer)
-        expert[layer_of, row_of] = torch.from_numpy(structure.expert)
-        of_edge = torch.from_numpy(structure.edge_expert)
-        nth = torch.arange(len(of_edge)) - torch.from_numpy(structure.edge_from)[:-1][of_edge]
-        at = (layer_of[of_edge], row_of[of_edge], nth)
-        holder[at] = torch.from_numpy(structure.edge_rank)
-        present[at] = 1.0
-        incidence = torch.zeros(layers, rows * width, ranks, dtype=torch.float64)
-        incidence.scatter_(2, holder.reshape(layers, -1, 1), present.reshape(layers, -1, 1))
-        self.placement = placement
-        self._iterations = iterations
-        self._entry = [t.to(device) for t in self._entry_maps(structure, row_of, nth, width)]
-        self._even = torch.from_numpy(structure.even).to(device)
-        fixed = torch.from_numpy(structure.fixed_rank)
-        self._fixed_rank = fixed.clamp(min=0).to(device)
-        self._is_fixed = (fixed >= 0).to(device=device, dtype=torch.float64)
-        self._expert = expert.to(device)
-        self._row_present = present.amax(dim=2).to(device)
-        self._present = present.to(device)
-        self._incidence = incidence.to(device)
-        self._shape = (layers, rows, width, ranks)
+        placement.check_placed()
 
-    @staticmethod
-    def _entry_maps(
-        structure: SplitStructure, row_of: Tensor, nth: Tensor, width: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return (layer, expert, replica, flat edge, copies) of every replica of a shared expert.
+        def on_device(array: NDArray[np.generic], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(array, dtype=dtype, device=device)
 
-        The flat edge, row * width + edge, is the index of its share in its layer.
-        """
-        edge = torch.from_numpy(structure.entry_edge)
-        shared, replica = torch.from_numpy(structure.entry_at).unbind(1)
-        layer = torch.arange(len(structure.hosts)).repeat_interleave(
-            torch.from_numpy(structure.entry_from).diff()
-        )
-        flat = row_of[shared] * width + nth[edge]
-        logical = torch.from_numpy(structure.expert)[shared]
-        return (
-            layer,
-            logical,
-            replica,
-            flat,
-            torch.from_numpy(structure.copies)[edge].to(torch.float64),
-        )
+        layers, _, self._ranks, _ = placement.sizes
+        shared = placement.only_rank < 0
+        rows = max(1, int(shared.sum(axis=1).max()))
+        # Shared experts first. In a layer with fewer of them, rows beyond have no replica.
+        expert = np.argsort(~shared, axis=1, kind="stable")
+        row_of = np.minimum(np.argsort(expert, axis=1), rows - 1)
+        expert = expert[:, :rows]
+        row_present = np.take_along_axis(shared, expert, axis=1)
+        slots = np.take_along_axis(placement.log2phy, expert[:, :, None], axis=1)
+        present = (slots >= 0) & row_present[:, :, None]
+        rank = slots // placement.slots_per_rank
+        on_rank = (rank[..., None] == np.arange(self._ranks)) & present[..., None]
+        even = (placement.log2phy >= 0) / placement.logcnt[:, :, None]
+        self._incidence = on_device(on_rank.reshape(layers, -1, self._ranks), torch.float64)
+        self._present = on_device(present, torch.float64)
+        self._row_present = on_device(row_present, torch.float64)
+        self._expert = on_device(expert)
+        self._row_of = on_device(np.broadcast_to(row_of[:, :, None], even.shape))
+        self._is_shared = on_device(shared, torch.bool)
+        self._fixed_rank = on_device(np.maximum(placement.only_rank, 0))
+        self._even = on_device(even, torch.float64)
 
     def solve(self, counts: Tensor) -> TokenSplit:
-        """TokenSplit one batch of every layer.
+        """Split one batch of every layer.
 
         Args:
             counts: (L, E) [tokens] on the device of the solver; any integer type, float32 or
@@ -121,55 +105,41 @@ class BatchedSplit:
             ShapeMismatch: counts of another placement.
             InvalidInput: half precision; on the CPU also counts that are negative or not finite.
         """
-        layers, rows, width, ranks = self._shape
-        shape = (layers, self.placement.num_logical_experts)
-        load = check_counts(counts, shape, "counts")
-        unit = load.sum(dim=1, keepdim=True) / ranks
+        load = check_counts(counts, tuple(self._is_shared.shape), "counts")
+        unit = load.sum(dim=1, keepdim=True) / self._ranks
         scale = torch.where(unit > 0, unit, 1.0)
         load = load / scale
-        fixed = torch.zeros(layers, ranks, dtype=torch.float64, device=load.device)
-        fixed.scatter_add_(1, self._fixed_rank, load * self._is_fixed)
+        fixed = torch.zeros(len(load), self._ranks, dtype=torch.float64, device=load.device)
+        fixed.scatter_add_(1, self._fixed_rank, torch.where(self._is_shared, 0.0, load))
         wanted = load.gather(1, self._expert) * self._row_present
         # With an expert without tokens the program has no interior point, so its copies are left
         # out.
         live = self._present * (wanted > 0).unsqueeze(2)
-        x = _interior_point(
-            fixed, wanted, live.reshape(layers, -1), self._incidence, rows, self._iterations
-        )
-        share = x.reshape(layers, rows, width)
+        share = _interior_point(fixed, wanted, live, self._incidence)
         total = share.sum(dim=2, keepdim=True)
         share = torch.where(total > 0, share / total.clamp(min=1e-300), 0.0)
-        flow = (share * wanted.unsqueeze(2)).reshape(layers, 1, -1)
-        used = fixed + torch.bmm(flow, self._incidence).squeeze(1)
-        layer, expert, replica, flat, copies = self._entry
-        found = share.reshape(layers, -1)[layer, flat] / copies
-        idle = load[layer, expert] <= 0
-        probabilities = self._even.clone()
-        probabilities[layer, expert, replica] = torch.where(
-            idle, self._even[layer, expert, replica], found
-        )
+        flow = (share * wanted.unsqueeze(2)).flatten(1)
+        used = fixed + torch.bmm(flow.unsqueeze(1), self._incidence).squeeze(1)
+        is_split = (self._is_shared & (load > 0)).unsqueeze(2)
+        probabilities = torch.where(is_split, share.gather(1, self._row_of), self._even)
         return TokenSplit(probabilities, used.amax(dim=1) * scale.squeeze(1))
 
 
-def _interior_point(
-    fixed: Tensor, wanted: Tensor, live: Tensor, incidence: Tensor, rows: int, iterations: int
-) -> Tensor:
-    """Return the (L, rows * width) loads of the copies.
+def _interior_point(fixed: Tensor, wanted: Tensor, live: Tensor, incidence: Tensor) -> Tensor:
+    """Return the (L, rows, X) loads of the copies.
 
     Args:
         fixed: (L, R) fixed load of the ranks.
         wanted: (L, rows) load of the shared experts.
-        live: (L, rows * width) 1 for copies in the program.
-        incidence: (L, rows * width, R) 1 if the copy is on the rank.
-        rows: largest number of shared experts of a layer.
-        iterations: number of predictor-corrector steps.
+        live: (L, rows, X) 1 for copies in the program.
+        incidence: (L, rows * X, R) 1 if the copy is on the rank.
     """
-    program = _Program.of(fixed, wanted, live, incidence, rows)
+    program = _Program.of(fixed, wanted, live, incidence)
     mask = program.mask
     v = mask.clone()
     y, z = program.dual_start()
     unknowns = mask.sum(dim=1, keepdim=True)
-    for _ in range(iterations):
+    for _ in range(_ITERATIONS):
         gap = (v * z).sum(dim=1, keepdim=True) / unknowns
         primal = program.rhs - program.product(v)
         dual = (program.cost - program.transposed(y) - z) * mask
@@ -205,7 +175,7 @@ def _interior_point(
         v = torch.where(moving, v + step_v * dv, v)
         z = torch.where(moving, z + step_z * dz, z)
         y = torch.where(moving, y + step_z * dy, y)
-    return v[:, : live.shape[1]] * live
+    return program.copies(v).reshape(live.shape)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -222,38 +192,43 @@ class _Program:
     column: Tensor
     """(L, R + rows) column of the artificial variable: the residual of the all-ones point."""
     inside: Tensor
-    """(L, edges, R) 1 if a live copy is on a rank."""
+    """(L, rows * X, R) 1 if a live copy is on a rank."""
     live: Tensor
-    """(L, edges)."""
+    """(L, rows, X)."""
     mask: Tensor
     """(L, unknowns) 0 for copies outside the program, whose load stays 0."""
     filler: Tensor
     """(L, R + rows) 1 for rows without unknowns, to keep the normal matrix regular."""
-    rows: int
-    ranks: int
 
     @classmethod
-    def of(
-        cls, fixed: Tensor, wanted: Tensor, live: Tensor, incidence: Tensor, rows: int
-    ) -> "_Program":
+    def of(cls, fixed: Tensor, wanted: Tensor, live: Tensor, incidence: Tensor) -> "_Program":
         """Build the programs of a batch."""
         layers, ranks = fixed.shape
-        edges = live.shape[1]
+        of_copies = live.flatten(1)
         rhs = torch.cat([-fixed, wanted], dim=1)
-        mask = torch.cat([live, live.new_ones(layers, ranks + 2)], dim=1)
-        alive = live.reshape(layers, rows, -1).amax(dim=2)
+        mask = torch.cat([of_copies, live.new_ones(layers, ranks + 2)], dim=1)
+        alive = live.amax(dim=2)
         zero = torch.zeros_like(rhs)
-        inside = incidence * live.unsqueeze(2)
-        bare = cls(rhs, mask, zero, inside, live, mask, zero, rows, ranks)
+        inside = incidence * of_copies.unsqueeze(2)
+        bare = cls(rhs, mask, zero, inside, live, mask, zero)
         column = (rhs - bare.product(mask)) * torch.cat([torch.ones_like(fixed), alive], dim=1)
         cost = torch.zeros_like(mask)
-        cost[:, edges + ranks] = 1.0
+        cost[:, -2] = 1.0
         # Duals of ranks sum to 1 and those of experts are at most 1, so this cost exceeds any gain.
         cost[:, -1] = 1.0 + 2.0 * (
             column[:, :ranks].abs().amax(dim=1) + column[:, ranks:].clamp(min=0).sum(dim=1)
         )
         filler = torch.cat([torch.zeros_like(fixed), 1.0 - alive], dim=1)
-        return cls(rhs, cost, column, inside, live, mask, filler, rows, ranks)
+        return cls(rhs, cost, column, inside, live, mask, filler)
+
+    @property
+    def ranks(self) -> int:
+        """R."""
+        return self.inside.shape[2]
+
+    def copies(self, v: Tensor) -> Tensor:
+        """Return the (L, rows * X) loads among the unknowns v."""
+        return v[:, : self.inside.shape[1]] * self.live.flatten(1)
 
     def dual_start(self) -> tuple[Tensor, Tensor]:
         """Return a strictly feasible dual point (y, z).
@@ -265,32 +240,28 @@ class _Program:
 
     def product(self, v: Tensor) -> Tensor:
         """Return A v: (L, R + rows)."""
-        edges = self.live.shape[1]
-        x = v[:, :edges] * self.live
+        x = self.copies(v)
         on_rank = torch.bmm(x.unsqueeze(1), self.inside).squeeze(1)
-        on_rank = on_rank + v[:, edges : edges + self.ranks] - v[:, -2:-1]
-        of_expert = x.reshape(x.shape[0], self.rows, -1).sum(dim=2)
+        on_rank = on_rank + v[:, x.shape[1] : -2] - v[:, -2:-1]
+        of_expert = x.reshape(self.live.shape).sum(dim=2)
         return torch.cat([on_rank, of_expert], dim=1) + self.column * v[:, -1:]
 
     def transposed(self, y: Tensor) -> Tensor:
         """Return A^T y: (L, unknowns)."""
         on_rank, of_expert = y[:, : self.ranks], y[:, self.ranks :]
-        width = self.live.shape[1] // self.rows
         x = torch.bmm(self.inside, on_rank.unsqueeze(2)).squeeze(2)
-        x = x + of_expert.repeat_interleave(width, dim=1) * self.live
+        x = x + (of_expert.unsqueeze(2) * self.live).flatten(1)
         peak = -on_rank.sum(dim=1, keepdim=True)
         return torch.cat([x, on_rank, peak, (self.column * y).sum(dim=1, keepdim=True)], dim=1)
 
     def factorised(self, weight: Tensor) -> Tensor:
         """Return the Cholesky factor of A diag(weight) A^T: (L, R + rows, R + rows)."""
-        layers, edges = self.live.shape
+        layers, rows, _ = self.live.shape
         ranks = self.ranks
-        of_x = weight[:, :edges]
-        crossing = (
-            (self.inside * of_x.unsqueeze(2)).reshape(layers, self.rows, -1, ranks).sum(dim=2)
-        )
-        on_rank = crossing.sum(dim=1) + weight[:, edges : edges + ranks]
-        of_expert = of_x.reshape(layers, self.rows, -1).sum(dim=2)
+        of_x = weight[:, : self.inside.shape[1]]
+        crossing = (self.inside * of_x.unsqueeze(2)).reshape(layers, rows, -1, ranks).sum(dim=2)
+        on_rank = crossing.sum(dim=1) + weight[:, of_x.shape[1] : -2]
+        of_expert = of_x.reshape(self.live.shape).sum(dim=2)
         normal = torch.diag_embed(torch.cat([on_rank, of_expert], dim=1) + self.filler)
         normal[:, :ranks, ranks:] += crossing.transpose(1, 2)
         normal[:, ranks:, :ranks] += crossing

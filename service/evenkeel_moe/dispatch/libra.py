@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.dispatch.choice import DemandNeeded, assign_quotas, check_experts
+from evenkeel_moe.dispatch.choice import assign_quotas, check_demand
 from evenkeel_moe.dispatch.counts import check_counts
 from evenkeel_moe.dispatch.libra_replicas import (
     PlanningRule,
@@ -70,7 +70,7 @@ class LayerQuotas:
 class LibraChoice:
     """Two-stage dispatch of one rank; all ranks compute the same plans from the same counts."""
 
-    needs = DemandNeeded.DEMAND
+    needs_demand = True
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class LibraChoice:
         self._variant = variant
         self._tolerance = tolerance
         self._resident = [
-            resident_mask(tables.placement, layer) for layer in range(tables.num_layers)
+            resident_mask(tables.placement, layer) for layer in range(tables.placement.num_layers)
         ]
         self._planned: dict[int, TransientReplicas] = {}
         self.last_sharding: Sharding | None = None
@@ -112,7 +112,7 @@ class LibraChoice:
     @property
     def num_slots(self) -> int:
         """S + R * N, the number of slots an engine must be able to address."""
-        return self._tables.placement.num_slots + self._tables.num_ranks * self._max_extra
+        return self._tables.placement.num_slots + self._tables.placement.num_ranks * self._max_extra
 
     def plan(self, layer: int, predicted: Tensor) -> TransientReplicas:
         """Choose the transient replicas of a layer; call it while the previous layer computes.
@@ -128,7 +128,11 @@ class LibraChoice:
             ShapeMismatch, InvalidInput: counts of another deployment or type.
         """
         tables = self._tables
-        counts = check_counts(predicted, (tables.num_ranks, tables.num_experts), "predicted demand")
+        counts = check_counts(
+            predicted,
+            (tables.placement.num_ranks, tables.placement.num_logical_experts),
+            "predicted demand",
+        )
         plan = plan_replicas(
             counts.cpu().numpy(),
             self._resident[layer],
@@ -141,12 +145,8 @@ class LibraChoice:
 
     def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
         """See `ReplicaChoice.choose`; slots from S on are transient. Runs on the CPU."""
-        check_experts(experts)
-        if demand is None:
-            raise InvalidInput(
-                "token sharding needs the demand of all ranks: all-gather the counts first"
-            )
-        return self.shard(layer, demand).assign(experts, self._tables.ep_rank)
+        wanted = check_demand(self._tables, experts, demand)
+        return self.shard(layer, wanted).assign(experts, self._tables.ep_rank)
 
     def hosts(self, layer: int) -> NDArray[np.bool_]:
         """Return (E, R) True for ranks that have an expert under the plan the next `shard` uses."""
@@ -166,7 +166,9 @@ class LibraChoice:
             ShapeMismatch, InvalidInput: counts of another deployment or type.
         """
         tables = self._tables
-        check_counts(demand, (tables.num_ranks, tables.num_experts), "demand")
+        check_counts(
+            demand, (tables.placement.num_ranks, tables.placement.num_logical_experts), "demand"
+        )
         counts = demand.cpu().to(torch.int64)
         plan = self._planned.pop(layer, None)
         resident = self._resident[layer]

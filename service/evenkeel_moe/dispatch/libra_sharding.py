@@ -11,7 +11,7 @@ There are three rules:
   goes on to the next rank above the mean.
 - BOUNDED differs in two ways. A move takes at most the excess of the relieved rank, and the rule
   starts again with the fullest rank after each move, as the text of section 3.3 says.
-- EXACT solves the same problem to its optimum in whole tokens with the flow of `split_kernels`, in
+- EXACT solves the same problem to its optimum in whole tokens with the flow of `batch_split`, in
   less time. Both others stop if a relief would need two moves in a row.
 
 Source: Libra, section 3.3 and Algorithm 2.
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.dispatch.split_kernels import split_layer
+from evenkeel_moe.batch_split import list_layers, split_tokens
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.jit import kernel
 
@@ -134,11 +134,7 @@ def shard_tokens(
     local, remote = split_by_locality(demand, hosts, resident)
     remote = np.ascontiguousarray(remote)
     if rule is ShardingRule.EXACT:
-        away = remote.sum(axis=0).astype(np.float64)
-        _exact_kernel(
-            np.ascontiguousarray(hosts), local.sum(axis=1).astype(np.float64), away, remote
-        )
-        return Sharding(local, remote)
+        return Sharding(local, _split_exactly(hosts, local, remote.sum(axis=0)))
     total = int(local.sum() + remote.sum())
     ranks = local.shape[0]
     # With whole tokens no split is better than the mean rounded up.
@@ -209,47 +205,22 @@ def _move_from(
     return False
 
 
-@kernel
-def _exact_kernel(
-    hosts: NDArray[np.bool_],
-    used: NDArray[np.float64],
-    away: NDArray[np.float64],
-    remote: NDArray[np.int64],
-) -> None:
-    """Split (E,) remote tokens over hosts (E, R), on top of local loads `used` (R,).
-
-    Writes remote (R, E).
-    """
+def _split_exactly(
+    hosts: NDArray[np.bool_], local: NDArray[np.int64], away: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Split (E,) remote tokens over hosts (E, R), on top of the local tokens (R, E) -> (R, E)."""
     experts, ranks = hosts.shape
-    expert = np.empty(experts, np.int64)
-    edge_from = np.zeros(experts + 1, np.int64)
-    edge_rank = np.empty(experts * ranks, np.int64)
-    edge_expert = np.empty(experts * ranks, np.int64)
-    edges = 0
-    count = 0
-    for e in range(experts):
-        if away[e] <= 0.0:
-            continue
-        for rank in range(ranks):
-            if hosts[e, rank]:
-                edge_rank[edges] = rank
-                edge_expert[edges] = count
-                edges += 1
-        expert[count] = e
-        count += 1
-        edge_from[count] = edges
-    rank_from = np.zeros(ranks + 1, np.int64)
-    for edge in range(edges):
-        rank_from[edge_rank[edge] + 1] += 1
-    rank_from = np.cumsum(rank_from)
-    rank_edge = np.argsort(edge_rank[:edges], kind="mergesort")
-    flow = np.zeros(edges)
-    split_layer(
-        away, 0, count, ranks, True, expert, edge_from, edge_rank, edge_expert, rank_from,
-        rank_edge, flow, used, np.empty(max(count, 1)), np.empty(ranks, np.bool_),
-        np.empty(max(count, 1), np.bool_), np.empty(ranks, np.int64), np.empty(ranks, np.int64),
-        np.empty(ranks, np.int64),
-    )  # fmt: skip
-    remote[:] = 0
-    for edge in range(edges):
-        remote[edge_rank[edge], expert[edge_expert[edge]]] = np.int64(np.round(flow[edge]))
+    rank, expert = np.nonzero(hosts.T & (away > 0))
+    number = np.bincount(rank, minlength=ranks)
+    local_slot = np.arange(len(rank)) - np.repeat(number.cumsum() - number, number)
+    rows = np.full((1, ranks, max(1, number.max())), -1, np.int32)
+    rows[0, rank, local_slot] = expert
+    row = rows.reshape(1, -1)
+    first, following, order = list_layers(row, experts, ranks)
+    flow, used = np.zeros(row.size), local.sum(axis=1).astype(np.float64)
+    split_tokens(
+        away.astype(np.float64), row[0], first[0], following[0], order[0], True, flow, used
+    )
+    remote = np.zeros((ranks, experts), np.int64)
+    remote[rank, expert] = flow.reshape(ranks, -1)[rank, local_slot].round()
+    return remote

@@ -3,45 +3,35 @@
 This is one linear program per layer and batch: minimise M such that for every rank the load of its
 shared copies + its fixed load + a slack = M, and for every expert on several ranks the loads of its
 copies sum to the tokens routed to it. The matrix depends on the placement alone; a batch changes
-only the right-hand side. `ExactSplit` solves it exactly on a CPU thread; `interior.BatchedSplit` is
-the interior-point form for GPUs.
+only the right-hand side. `ExactSplit` solves it exactly on a CPU thread, by the flow of
+`batch_split`; `interior.BatchedSplit` is the interior-point form for GPUs.
 
 The peak is the best that a dispatcher can reach on this placement: all tokens of an expert with one
 replica go to that replica, however hot it is.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.dispatch.choice import DemandNeeded, assign_quotas, check_experts
-from evenkeel_moe.dispatch.counts import bad_values, check_counts, check_type
-from evenkeel_moe.dispatch.split_kernels import share_kernel, split_kernel
-from evenkeel_moe.dispatch.split_structure import SplitStructure
+from evenkeel_moe.batch_split import list_layers, split_tokens
+from evenkeel_moe.dispatch.choice import assign_quotas, check_demand
+from evenkeel_moe.dispatch.counts import check_counts, check_type
+from evenkeel_moe.dispatch.interior import BatchedSplit, TokenSplit
 from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class TokenSplit:
-    """The split of one batch in every layer."""
-
-    probabilities: Tensor
-    """(L, E, X) float64, aligned with log2phy: share of the tokens of an expert for each replica;
-    rows sum to 1."""
-    peak: Tensor
-    """(L,) float64 [tokens]: load of the fullest rank with these shares, the optimum of the
-    program."""
 
 
 class ExactSplit:
     """The exact split of one placement on one CPU thread.
 
     It is not safe for concurrent use: its buffers, and its results, are reused from batch to batch.
+
+    Attributes:
+        rank_load: (L, R) float64 [tokens] load of the ranks after the split of the last batch.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -50,26 +40,21 @@ class ExactSplit:
         Raises:
             InfeasiblePlan: an expert has no replica.
         """
-        self.structure = SplitStructure.of(placement)
-        edges = len(self.structure.edge_rank)
-        self._flow = np.zeros(edges)
-        self._used = np.zeros((placement.num_layers, placement.num_ranks))
-        self._peak = np.zeros(placement.num_layers)
-        self._shares = self.structure.even.copy()
+        placement.check_placed()
+        layers, slots, ranks, experts = placement.sizes
+        # Copies: numba would compile another version for read-only arrays.
+        rows, log2phy, logcnt = (
+            array.copy() for array in (placement.phy2log, placement.log2phy, placement.logcnt)
+        )
+        self._lists = (rows, *list_layers(rows, experts, ranks), log2phy, logcnt)
+        self._flow = np.zeros((layers, slots))
+        self.rank_load: NDArray[np.float64] = np.zeros((layers, ranks))
+        self._peak = np.zeros(layers)
+        self._shares = (log2phy >= 0) / logcnt[:, :, None]
         self._split = TokenSplit(torch.from_numpy(self._shares), torch.from_numpy(self._peak))
-        self._shape = (placement.num_layers, placement.num_logical_experts)
-        starts = self.structure.entry_from
-        layer_of = np.repeat(np.arange(placement.num_layers), np.diff(starts))
-        self._entry_layer = layer_of.astype(np.int64)
-        self._entry_expert = self.structure.expert[self.structure.entry_at[:, 0]]
-
-    @property
-    def rank_load(self) -> NDArray[np.float64]:
-        """(L, R) float64 [tokens] load of the ranks after the split of the last batch."""
-        return self._used
 
     def solve(self, counts: Tensor) -> TokenSplit:
-        """TokenSplit one batch of every layer.
+        """Split one batch of every layer.
 
         Args:
             counts: (L, E) [tokens] - integers or float32/float64 on the CPU, summed over all ranks;
@@ -82,26 +67,15 @@ class ExactSplit:
             ShapeMismatch: counts of another placement.
             InvalidInput: half precision, or counts that are negative or not finite.
         """
-        load = self._run(counts, whole=False)
-        s = self.structure
-        share_kernel(
-            self._flow,
-            load,
-            s.even,
-            s.expert,
-            s.copies,
-            s.entry_from,
-            s.entry_edge,
-            s.entry_at,
-            self._shares,
-        )
+        self._run(counts, None, whole=False)
         return self._split
 
-    def quotas(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """TokenSplit one batch of every layer into whole tokens.
+    def quotas(self, counts: Tensor, layer: int | None = None) -> tuple[Tensor, Tensor]:
+        """Split one batch of every layer, or of one, into whole tokens.
 
         Args:
-            counts: (L, E) [tokens], whole numbers.
+            counts: (L, E) [tokens], whole numbers; (1, E) for one layer.
+            layer: index of the layer; None for all.
 
         Returns:
             (quotas (L, E, X) int64 [tokens] summing to the counts, peak (L,) float64: the optimum
@@ -112,43 +86,74 @@ class ExactSplit:
         """
         if counts.is_floating_point() and bool((counts != counts.floor()).any()):
             raise InvalidInput("counts must be whole tokens to be split into quotas")
-        load = self._run(counts, whole=True)
-        structure = self.structure
-        shares = np.floor(load[:, :, None] * structure.even + 1e-9)
-        # Fixed experts: the remainder of an even split goes to the first replicas.
-        over = load - shares.sum(axis=2)
-        turn = np.arange(shares.shape[2])
-        shares += (turn < over[:, :, None]) & (structure.even > 0)
-        per_edge = self._flow[structure.entry_edge]
-        copies = structure.copies[structure.entry_edge]
-        nth = _nth_of_edge(structure.entry_edge)
-        shares[self._entry_layer, self._entry_expert, structure.entry_at[:, 1]] = np.floor(
-            (per_edge + copies - 1 - nth) / copies
-        )
-        return torch.from_numpy(shares.astype(np.int64)), torch.from_numpy(self._peak.copy())
+        self._run(counts, layer, whole=True)
+        which = slice(None) if layer is None else slice(layer, layer + 1)
+        quotas = whole_quotas(self._split.probabilities[which], counts.to(torch.int64))
+        return quotas, self._split.peak[which].clone()
 
-    def _run(self, counts: Tensor, whole: bool) -> NDArray[np.float64]:
-        """Solve one batch into the buffers; returns the counts as float64."""
-        s = self.structure
-        check_type(counts, self._shape, "counts")
-        load: NDArray[np.float64] = counts.to(torch.float64).contiguous().numpy()
-        solved = split_kernel(
-            load, whole, s.hosts, s.fixed_rank, s.shared_from, s.expert, s.edge_from, s.edge_rank,
-            s.edge_expert, s.rank_from, s.rank_edge, self._flow, self._used, self._peak,
+    def _run(self, counts: Tensor, layer: int | None, *, whole: bool) -> None:
+        """Solve one batch of all layers, or of one, into the buffers."""
+        layers, experts, _ = self._shares.shape
+        shape = (layers if layer is None else 1, experts)
+        check_type(counts, shape, "counts")
+        load = counts.to(torch.float64).contiguous().numpy()
+        out = self._flow, self.rank_load, self._peak, self._shares
+        if not _split_layers(load, layer or 0, *self._lists, whole, *out):
+            check_counts(counts, shape, "counts")
+
+
+@kernel
+def _split_layers(
+    load: NDArray[np.float64],
+    first_layer: int,
+    phy2log: NDArray[np.int32],
+    first: NDArray[np.int64],
+    following: NDArray[np.int64],
+    order: NDArray[np.int64],
+    log2phy: NDArray[np.int32],
+    logcnt: NDArray[np.int32],
+    whole: bool,
+    flow: NDArray[np.float64],
+    used: NDArray[np.float64],
+    peak: NDArray[np.float64],
+    shares: NDArray[np.float64],
+) -> bool:
+    """Run `split_tokens` on an (n, E) load of the layers from `first_layer` on.
+
+    Writes flow (L, S), used (L, R), peak (L,), and (L, E, X) the shares of the replicas of experts
+    on several ranks.
+
+    Returns:
+        False, with nothing solved, if a load is negative or not finite.
+    """
+    for tokens in load.ravel():
+        # NaN fails both comparisons.
+        if not (tokens >= 0.0 and tokens < np.inf):
+            return False
+    for n in range(load.shape[0]):
+        layer = first_layer + n
+        used[layer] = 0.0
+        peak[layer] = split_tokens(
+            load[n], phy2log[layer], first[layer], following[layer], order[layer], whole,
+            flow[layer], used[layer],
         )  # fmt: skip
-        if not solved:
-            raise bad_values(counts.to(torch.float64), "counts")
-        return load
-
-
-def _nth_of_edge(entry_edge: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return 0 for the first replica of an edge, 1 for the second, ..."""
-    order = np.argsort(entry_edge, kind="stable")
-    ordered = entry_edge[order]
-    first = np.searchsorted(ordered, ordered)
-    nth = np.empty_like(entry_edge)
-    nth[order] = np.arange(len(entry_edge)) - first
-    return nth
+        # Experts on one rank come first in the order: their shares are even in every batch.
+        for expert in order[layer][::-1]:
+            slot, copies, at = first[layer, expert], logcnt[layer, expert], 0
+            if following[layer, slot] < 0:
+                break
+            while slot >= 0:
+                # Copies on one rank, which come before the next slot listed, share evenly.
+                after, begin = following[layer, slot], at
+                while at < copies and (after < 0 or log2phy[layer, expert, at] < after):
+                    at += 1
+                share = 1.0 / copies
+                if load[n, expert] > 0.0:
+                    share = flow[layer, slot] / load[n, expert] / (at - begin)
+                for replica in range(begin, at):
+                    shares[layer, expert, replica] = share
+                slot = after
+    return True
 
 
 class LplbChoice:
@@ -157,37 +162,73 @@ class LplbChoice:
     The peak is exactly the optimum of the program rounded up; sampling would add noise.
     """
 
-    needs = DemandNeeded.DEMAND
+    needs_demand = True
 
     def __init__(self, tables: DispatchTables) -> None:
-        """Prepare the tables' placement for one layer at a time."""
+        """Prepare the tables' placement."""
         self._tables = tables
-        placement = tables.placement
-        self._solvers = [
-            ExactSplit(
-                Placement(
-                    placement.phy2log[layer : layer + 1], placement.num_ranks, tables.num_experts
-                )
-            )
-            for layer in range(placement.num_layers)
-        ]
+        self._split = ExactSplit(tables.placement)
 
     def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
         """See `ReplicaChoice.choose`. On a GPU it copies counts to the CPU, which is a sync.
 
-        `lplb_device.DeviceLplbChoice` does not.
+        `DeviceLplbChoice` does not.
         """
-        check_experts(experts)
-        if demand is None:
-            raise InvalidInput("LPLB needs the demand of all ranks: all-gather the counts first")
         tables = self._tables
-        check_counts(demand, (tables.num_ranks, tables.num_experts), "demand")
-        counts = demand.sum(dim=0)
-        found, _ = self._solvers[layer].quotas(counts.cpu().unsqueeze(0))
-        quotas = torch.zeros(
-            (tables.num_experts, tables.width), dtype=torch.int64, device=tables.device
-        )
-        quotas[:, : found.shape[2]] = found[0].to(tables.device)
+        wanted = check_demand(tables, experts, demand)
+        quotas = self._quotas(layer, wanted.sum(dim=0))
         slots = tables.log2phy[layer]
-        holder = torch.div(slots, tables.slots_per_rank, rounding_mode="floor")
-        return assign_quotas(experts, slots, holder, quotas, demand.to(torch.int64), tables.ep_rank)
+        holder = torch.div(slots, tables.placement.slots_per_rank, rounding_mode="floor")
+        return assign_quotas(experts, slots, holder, quotas, wanted.to(torch.int64), tables.ep_rank)
+
+    def _quotas(self, layer: int, counts: Tensor) -> Tensor:
+        """Return (E, X) int64 [tokens] for each replica, from (E,) counts."""
+        found, _ = self._split.quotas(counts.cpu().unsqueeze(0), layer)
+        return found[0].to(counts.device)
+
+
+class DeviceLplbChoice(LplbChoice):
+    """LPLB by `BatchedSplit`: it can be captured in a CUDA graph, unlike `LplbChoice`.
+
+    The peak is that of the program plus at most one token for each replica of a shared expert on
+    the rank. All ranks compute the same quotas from the same demand on devices of one kind; on
+    devices that round differently a quota can be missed by a token, and no token is lost.
+    """
+
+    def __init__(self, tables: DispatchTables) -> None:
+        """Prepare the tables' placement for one layer at a time, on the tables' device."""
+        self._tables = tables
+        whole = tables.placement
+        self._solvers = [
+            BatchedSplit(
+                Placement(row[None], whole.num_ranks, whole.num_logical_experts),
+                tables.log2phy.device,
+            )
+            for row in whole.phy2log
+        ]
+
+    def _quotas(self, layer: int, counts: Tensor) -> Tensor:
+        """Round the shares of the interior point."""
+        tokens = counts.to(torch.int64).unsqueeze(0)
+        found = whole_quotas(self._solvers[layer].solve(tokens).probabilities, tokens)[0]
+        width = self._tables.log2phy.shape[2]
+        return torch.nn.functional.pad(found, (0, width - found.shape[1]))
+
+
+def whole_quotas(shares: Tensor, counts: Tensor) -> Tensor:
+    """Round the tokens of each replica so that those of an expert sum to its count.
+
+    Each quota is within one token of its share, because the sums over the first replicas are
+    rounded, not the quotas. Nothing is read back to the host.
+
+    Args:
+        shares: (L, E, X) float64 - share of each replica; rows sum to 1 up to rounding.
+        counts: (L, E) int64 [tokens], below 2**52.
+
+    Returns:
+        (L, E, X) int64 [tokens], not negative; rows sum to `counts`.
+    """
+    tokens = counts.unsqueeze(-1)
+    reached = torch.minimum((shares.cumsum(dim=-1) * tokens).round().to(torch.int64), tokens)
+    reached[..., -1:] = tokens
+    return reached.diff(dim=-1, prepend=torch.zeros_like(tokens))

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 
@@ -30,30 +30,8 @@ class DispatchTables:
     like log2phy."""
     nearest_count: Tensor
     """(L, E) int64 number of these slots."""
-    num_ranks: int
-    slots_per_rank: int
     ep_rank: int
     placement: Placement
-
-    @property
-    def num_layers(self) -> int:
-        """L."""
-        return int(self.log2phy.shape[0])
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return int(self.log2phy.shape[1])
-
-    @property
-    def width(self) -> int:
-        """X, the largest number of replicas of an expert."""
-        return int(self.log2phy.shape[2])
-
-    @property
-    def device(self) -> torch.device:
-        """The device that holds the maps."""
-        return self.log2phy.device
 
     @classmethod
     def of(
@@ -76,13 +54,7 @@ class DispatchTables:
             )
         if not 0 <= ep_rank < placement.num_ranks:
             raise InvalidInput(f"rank {ep_rank} is outside 0..{placement.num_ranks - 1}")
-        missing = np.argwhere(placement.logcnt == 0)
-        if len(missing):
-            layer, expert = missing[0]
-            raise InfeasiblePlan(
-                f"{len(missing)} experts without a replica, first: layer {layer} expert {expert}",
-                Reason.EXPERT_WITHOUT_REPLICA,
-            )
+        placement.check_placed()
         slots = placement.log2phy.astype(np.int64)
         rank = slots // placement.slots_per_rank
         held = slots >= 0
@@ -103,8 +75,6 @@ class DispatchTables:
             logcnt=on_device(held.sum(axis=2, dtype=np.int64)),
             nearest=on_device(_filled(slots, preferred)),
             nearest_count=on_device(preferred.sum(axis=2, dtype=np.int64)),
-            num_ranks=placement.num_ranks,
-            slots_per_rank=placement.slots_per_rank,
             ep_rank=ep_rank,
             placement=placement,
         )

@@ -174,13 +174,7 @@ class Placement:
             raise ShapeMismatch(
                 f"placement is (L, S, R, E) = {self.sizes}, the deployment is {shape.sizes}"
             )
-        missing = np.argwhere(self.logcnt == 0)
-        if len(missing):
-            layer, expert = missing[0]
-            raise InfeasiblePlan(
-                f"{len(missing)} experts without a replica, first: layer {layer} expert {expert}",
-                Reason.EXPERT_WITHOUT_REPLICA,
-            )
+        self.check_placed()
         if not allow_duplicates:
             duplicate = self.first_duplicate()
             if duplicate is not None:
@@ -206,6 +200,20 @@ class Placement:
                     f" its pool has {shape.pool_slots_per_rank} slots",
                     Reason.POOL_EXCEEDED,
                 )
+
+    def check_placed(self) -> None:
+        """Check that every expert has a replica.
+
+        Raises:
+            InfeasiblePlan: one has none.
+        """
+        missing = np.argwhere(self.logcnt == 0)
+        if len(missing):
+            layer, expert = missing[0]
+            raise InfeasiblePlan(
+                f"{len(missing)} experts without a replica, first: layer {layer} expert {expert}",
+                Reason.EXPERT_WITHOUT_REPLICA,
+            )
 
     def first_duplicate(self) -> tuple[int, int, int] | None:
         """Return (layer, rank, expert) of the first expert held twice by a rank; None if none."""

@@ -15,7 +15,6 @@ from evenkeel_moe.model.load import Phase
 from evenkeel_moe.planning.problem import kernels, metrics, moe_time
 from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, choose_cost
 from evenkeel_moe.telemetry.step_times import NoFit
-from evenkeel_moe.planning.problem.optimal_split import optimal_split_kernel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.telemetry import step_kernels
@@ -37,7 +36,7 @@ def over_the_wire(report):
 
 def compiled():
     named = (
-        kernels.rank_load_kernel, kernels.balancedness_kernel, optimal_split_kernel,
+        kernels.rank_load_kernel, kernels.balancedness_kernel, kernels.batch_split_kernel,
         kernels.replica_work_kernel, kernels.step_times_kernel,
     )
     functions = [one for module in (step_kernels, step_checks) for one in vars(module).values()]

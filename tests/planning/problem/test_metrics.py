@@ -7,7 +7,6 @@ from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.planning.problem.fewest_split import fewest_split_kernel
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
 from tests.planning import twins
 from tests.strategies import loads, placements, shapes, topologies
@@ -100,7 +99,7 @@ def test_rank_load_keeps_every_token_and_matches_the_twin(case):
                 )
                 continue
             if split.dispatch is DispatchModel.FEWEST:
-                by_slot = fewest_split_kernel(load, placement.phy2log.copy(), placement.num_ranks)
+                by_slot = slot_load(load, placement, split)
                 expected = by_slot[t, layer].reshape(placement.num_ranks, -1).sum(axis=1)
                 assert got == pytest.approx(expected)
                 continue

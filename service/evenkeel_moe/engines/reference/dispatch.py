@@ -21,7 +21,6 @@ from evenkeel_moe.dispatch import (
     count_choices,
     expand_topk,
 )
-from evenkeel_moe.dispatch.choice import DemandNeeded
 from evenkeel_moe.dispatch.waterfill import count_by_rank
 from evenkeel_moe.engines.reference.config import DispatchRule
 from evenkeel_moe.engines.reference.exchange import Exchange
@@ -107,7 +106,7 @@ class SlotDispatch:
             return self._router.destinations(layer, chosen, token_hash)
         rule = self._current_rule()
         demand = None
-        if rule.needs is DemandNeeded.DEMAND:
+        if rule.needs_demand:
             demand = self._communicator.all_gather(count_choices(chosen, self._config.experts))
         return rule.choose(layer, chosen, demand)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel_moe.batch_split import choose_replicas, list_layers, split_tokens
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.cost import ReplicaWork
 
@@ -146,6 +147,34 @@ def rank_totals_kernel(
                         active[t, rank] += min(part, 1.0)
                     slot += np.uint64(1)
     return total, active
+
+
+@kernel
+def batch_split_kernel(
+    load: NDArray[np.float64], phy2log: NDArray[np.int32], num_ranks: int, fewest: bool
+) -> NDArray[np.float64]:
+    """Split (T, L, E) load over (L, S) slots, each batch by itself -> (T, L, S) tokens per slot.
+
+    fewest: True chooses one replica for each expert, False minimises the largest rank load.
+    """
+    steps, layers, experts = load.shape
+    out = np.zeros((steps, layers, phy2log.shape[1]))
+    used, active = np.empty(num_ranks), np.empty(num_ranks, np.int64)
+    chosen = np.empty(experts, np.int64)
+    firsts, followings, orders = list_layers(phy2log, experts, num_ranks)
+    for layer in range(layers):
+        row, first, following = phy2log[layer], firsts[layer], followings[layer]
+        for t in range(steps):
+            tokens, flow = load[t, layer], out[t, layer]
+            if fewest:
+                choose_replicas(tokens, row, first, following, active, used, chosen)
+                for expert in range(experts):
+                    if chosen[expert] >= 0:
+                        flow[chosen[expert]] = tokens[expert]
+            else:
+                used[:] = 0.0
+                split_tokens(tokens, row, first, following, orders[layer], False, flow, used)
+    return out
 
 
 @kernel

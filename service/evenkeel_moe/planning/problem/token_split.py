@@ -15,8 +15,6 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem import kernels
-from evenkeel_moe.planning.problem.fewest_split import fewest_split_kernel
-from evenkeel_moe.planning.problem.optimal_split import optimal_split_kernel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
 
@@ -121,10 +119,10 @@ def slot_load(
         InfeasiblePlan: an expert that has load has no replica.
     """
     tokens = check_load(load, placement)
-    if split.dispatch is DispatchModel.OPTIMAL:
-        return optimal_split_kernel(tokens, placement.phy2log.copy(), placement.num_ranks)
-    if split.dispatch is DispatchModel.FEWEST:
-        return fewest_split_kernel(tokens, placement.phy2log.copy(), placement.num_ranks)
+    if split.dispatch.per_batch:
+        fewest = split.dispatch is DispatchModel.FEWEST
+        rows = placement.phy2log.copy()
+        return kernels.batch_split_kernel(tokens, rows, placement.num_ranks, fewest)
     held = np.where(placement.phy2log >= 0, placement.phy2log, 0)
     routed = np.take_along_axis(tokens, held[None], axis=2)
     return np.asarray(routed * slot_shares(placement, split), np.float64)

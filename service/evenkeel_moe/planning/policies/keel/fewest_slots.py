@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.fewest_active import choose_replicas, slots_by_expert
+from evenkeel_moe.batch_split import choose_replicas, slots_by_expert
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.copy_prices import copy_prices

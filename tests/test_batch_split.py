@@ -3,7 +3,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel_moe.fewest_active import choose_replicas, slots_by_expert
+from evenkeel_moe.batch_split import (
+    choose_replicas,
+    list_layers,
+    slots_by_expert,
+    split_tokens,
+)
 from tests.planning import twins
 
 
@@ -84,3 +89,23 @@ def test_of_two_copies_on_a_rank_the_list_has_the_first():
     first, following = slots_by_expert(np.array([1, 0, 0, -1, 0, 1], np.int32), 3, 2)
     assert first.tolist() == [1, 0, -1]
     assert following[first[:2]].tolist() == [4, 5] and following[[4, 5]].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@given(layer=layers(), data=st.data())
+def test_the_fullest_rank_has_the_fewest_tokens_possible(whole, layer, data):
+    load, row, ranks = layer
+    held = np.asarray(row, np.int32)
+    load = np.where(np.isin(np.arange(len(load)), held), load, 0).astype(np.float64)
+    before = np.array(data.draw(st.lists(st.integers(0, 99), min_size=ranks, max_size=ranks)))
+    first, following, order = list_layers(held[None], len(load), ranks)
+    flow, used = np.full(len(held), 7.0), before.astype(np.float64)
+    peak = split_tokens(load, held, first[0], following[0], order[0], whole, flow, used)
+    assert (flow >= 0).all() and (not whole or (flow == flow.round()).all())
+    filled = held >= 0
+    assert np.bincount(held[filled], flow[filled], len(load)) == pytest.approx(load)
+    assert used == pytest.approx(before + flow.reshape(ranks, -1).sum(axis=1))
+    # What a rank has already is like one more expert that only it holds.
+    own = np.concatenate([held.reshape(ranks, -1), len(load) + np.arange(ranks)[:, None]], axis=1)
+    best = twins.least_peak(np.concatenate([load, before]), own.reshape(-1), ranks)
+    assert peak == used.max() == pytest.approx(np.ceil(best - 1e-6) if whole else best)
