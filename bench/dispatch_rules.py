@@ -13,8 +13,7 @@ from bench.report import Row
 from evenkeel_moe.dispatch import (
     ExactSplit,
     FewestReplicas,
-    PlanningRule,
-    ShardingRule,
+    LibraVariant,
     plan_replicas,
     resident_mask,
     shard_tokens,
@@ -31,18 +30,15 @@ from evenkeel_moe.replay.walk import walk_forward
 __all__ = ["PLACEMENTS", "RULES", "predicted_demand", "rule_rows", "rule_table"]
 
 PLACEMENTS = ("none", "eplb", "keel")
-# "libra" is as published: Algorithms 1 and 2 as printed. "bounded" plans and shards with the
-# refinements of PlanningRule.BALANCED and ShardingRule.BOUNDED. "ours" (libra-refined in the
-# engine) uses all N transient experts and shards exactly; "2N" has twice as many.
+# "libra" is as published: Algorithms 1 and 2 as printed. "ours" (libra-refined in the engine) uses
+# all N transient experts and shards exactly; "2N" has twice as many.
 RULES = (
     "even",
     "nearest",
     "lplb",
     "fewest",
     "libra sharding",
-    "libra sharding, bounded",
     "libra",
-    "libra, bounded",
     "libra, ours",
     "libra, ours 2N",
     "harmoeny",
@@ -50,15 +46,10 @@ RULES = (
 EXTRA = 4
 """Transient experts per rank of Libra and HarMoEny: half of the 8 that a rank holds, as in Libra's
 evaluation."""
-_SHARDED = (
-    ("libra sharding", ShardingRule.GREEDY),
-    ("libra sharding, bounded", ShardingRule.BOUNDED),
-)
 _FETCHED = (
-    ("libra", EXTRA, PlanningRule.PUBLISHED, ShardingRule.GREEDY),
-    ("libra, bounded", EXTRA, PlanningRule.BALANCED, ShardingRule.BOUNDED),
-    ("libra, ours", EXTRA, PlanningRule.FULL, ShardingRule.EXACT),
-    ("libra, ours 2N", 2 * EXTRA, PlanningRule.FULL, ShardingRule.EXACT),
+    ("libra", EXTRA, LibraVariant.PUBLISHED),
+    ("libra, ours", EXTRA, LibraVariant.REFINED),
+    ("libra, ours 2N", 2 * EXTRA, LibraVariant.REFINED),
 )
 STEPS = 40
 """Steps sampled per trace, evenly spaced over the scored steps."""
@@ -182,12 +173,11 @@ def _one_step(
         out[name, "lplb"].add(exact[layer], own, cost)
         out[name, "fewest"].add(fewest[layer], own, cost)
         expected = predicted_demand(trace, step, layer)
-        for rule, sharding in _SHARDED:
-            done = shard_tokens(asked, resident, rule=sharding)
-            out[name, rule].add(done.rank_load, own, cost)
-        for rule, extra, planning, sharding in _FETCHED:
-            plan = plan_replicas(expected, resident, extra, rule=planning)
-            done = shard_tokens(asked, plan.hosts, resident, rule=sharding)
+        alone = shard_tokens(asked, resident, variant=LibraVariant.PUBLISHED)
+        out[name, "libra sharding"].add(alone.rank_load, own, cost)
+        for rule, extra, variant in _FETCHED:
+            plan = plan_replicas(expected, resident, extra, variant=variant)
+            done = shard_tokens(asked, plan.hosts, resident, variant=variant)
             out[name, rule].add(done.rank_load, own, cost, plan.copies)
         fetched, copies = harmoeny(asked, resident, EXTRA)
         out[name, "harmoeny"].add(fetched, own, cost, copies)

@@ -1,6 +1,5 @@
 """Token-level parts of the bench: Waterfill on recorded choices, and accuracy of predictions."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,7 @@ from bench.report import Row
 from evenkeel_moe.dispatch import (
     DispatchTables,
     EvenChoice,
-    Lookahead,
     Waterfill,
-    prediction_accuracy,
 )
 from evenkeel_moe.dispatch.waterfill import count_by_rank
 from evenkeel_moe.engines.reference.config import RankConfig
@@ -161,7 +158,6 @@ def _reference_accuracy() -> NDArray[np.float64]:
         d_ffn=config.d_ffn,
         device=torch.device("cpu"),
     )
-    lookahead = Lookahead([partial(model.route, layer) for layer in range(model.num_layers)])
     traffic = TextTraffic(model, config.num_ranks, config.tokens_per_step, 0)
     experts = [
         [
@@ -177,8 +173,9 @@ def _reference_accuracy() -> NDArray[np.float64]:
         for layer in range(model.num_layers):
             chosen = model.route(layer, x)
             if ahead is not None:
-                row.append(prediction_accuracy(ahead, chosen))
-            ahead = lookahead.predict(layer, x)
+                row.append(float((chosen[:, :, None] == ahead[:, None]).any(dim=2).double().mean()))
+            if layer + 1 < model.num_layers:
+                ahead = model.route(layer + 1, x)
             x = model.next_layer(layer, x, model.undistributed(layer, x, chosen, experts[layer]))
         found.append(row)
     return np.mean(found, axis=0)

@@ -9,17 +9,16 @@ from numpy.typing import NDArray
 from bench.dispatch_baselines import apply_capacity, expert_capacity
 from bench.dispatch_rules import predicted_demand
 from bench.dispatch_traces import RANKS, Recorded
+from bench.libra_schedule import LibraStage, layer_tasks, timeline
 from bench.report import Row
 from bench.seeds_placement import eplb_placement
 from evenkeel_moe.dispatch import (
     FewestReplicas,
-    PlanningRule,
-    ShardingRule,
+    LibraVariant,
     plan_replicas,
     resident_mask,
     shard_tokens,
 )
-from evenkeel_moe.dispatch.libra_schedule import LibraStage, layer_tasks, timeline
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
@@ -33,9 +32,8 @@ __all__ = ["capacity_rows", "libra_rows", "lplb_rows", "metro_rows", "waterfill_
 STEPS = 20
 """Steps sampled per trace for Libra, evenly spaced."""
 LIBRA_VARIANTS = {
-    "published": (PlanningRule.PUBLISHED, ShardingRule.GREEDY),
-    "bounded": (PlanningRule.BALANCED, ShardingRule.BOUNDED),
-    "refined": (PlanningRule.FULL, ShardingRule.EXACT),
+    "published": LibraVariant.PUBLISHED,
+    "refined": LibraVariant.REFINED,
 }
 EXTRA = (4, 8)
 """N, experts a rank fetches: half of the 8 it holds, as in Libra's evaluation (8 of 16), and all
@@ -112,10 +110,10 @@ def _libra_means(trace: Recorded) -> dict[str, float]:
                 ("predicted", predicted_demand(trace, step, layer)),
                 ("exact", asked.astype(np.float64)),
             ):
-                for name, (planning, sharding) in LIBRA_VARIANTS.items():
+                for name, variant in LIBRA_VARIANTS.items():
                     for extra in EXTRA:
-                        plan = plan_replicas(told, resident, extra, rule=planning)
-                        done = shard_tokens(asked, plan.hosts, resident, rule=sharding)
+                        plan = plan_replicas(told, resident, extra, variant=variant)
+                        done = shard_tokens(asked, plan.hosts, resident, variant=variant)
                         after.setdefault(f"N{extra}_{name}_{kind}", []).append(done.rank_load)
     first = np.array(before, np.float64)
     found = {"none_imbalance": _imbalance(first)}

@@ -2,14 +2,8 @@
 
 import pytest
 
-from evenkeel_moe.dispatch.libra_schedule import (
-    LibraStage,
-    PrefetchBuffers,
-    Resource,
-    Task,
-    layer_tasks,
-    timeline,
-)
+from bench.libra_schedule import LibraStage, Resource, Task, layer_tasks, timeline
+from evenkeel_moe.dispatch import PrefetchBuffers
 from evenkeel_moe.errors import InvalidInput
 
 TABLE_2 = {

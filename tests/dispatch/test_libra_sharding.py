@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from evenkeel_moe.dispatch import (
-    ShardingRule,
+    LibraVariant,
     plan_replicas,
     shard_tokens,
 )
-from evenkeel_moe.dispatch.libra_sharding import split_by_locality
+from evenkeel_moe.dispatch.libra_sharding import split_evenly
 from evenkeel_moe.errors import InvalidInput
 from tests.dispatch.placements import (
     home_only,
@@ -19,9 +19,15 @@ from tests.dispatch.placements import (
 )
 
 
-def slow_sharding(demand, hosts, resident, rule):
-    """Algorithm 2, as printed or bounded, written down naively on lists."""
-    local, remote = (part.tolist() for part in split_by_locality(demand, hosts, resident))
+def first_split(demand, hosts, resident):
+    """Return the local and the remote tokens (R, E) before the first move."""
+    local = np.where(hosts.T, demand, 0)
+    return local, split_evenly((demand - local).sum(axis=0), resident)
+
+
+def slow_sharding(demand, hosts, resident):
+    """Algorithm 2 written down naively on lists."""
+    local, remote = (part.tolist() for part in first_split(demand, hosts, resident))
     ranks, experts = len(local), len(local[0])
     load = [sum(local[r]) + sum(remote[r]) for r in range(ranks)]
     target = -(-sum(load) // ranks)
@@ -29,8 +35,6 @@ def slow_sharding(demand, hosts, resident, rule):
         moved = False
         above = [r for r in range(ranks) if load[r] > target]
         for source in sorted(above, key=lambda r: (-load[r], r)):
-            if moved and rule is ShardingRule.BOUNDED:
-                break
             for e in sorted(range(experts), key=lambda e: (-remote[source][e], e)):
                 goals = [r for r in range(ranks) if r != source and hosts[e][r]]
                 if remote[source][e] <= 0 or not goals:
@@ -40,8 +44,6 @@ def slow_sharding(demand, hosts, resident, rule):
                 if room <= 0:
                     continue
                 amount = min(remote[source][e], room)
-                if rule is ShardingRule.BOUNDED:
-                    amount = min(amount, load[source] - target)
                 remote[source][e] -= amount
                 remote[goal][e] += amount
                 load[source] -= amount
@@ -74,16 +76,16 @@ def best_peak(local, demand, hosts):
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(0, 100_000), st.sampled_from(ShardingRule))
-def test_sharding_is_algorithm_two_or_optimal_and_loses_no_token(seed, rule):
+@given(st.integers(0, 100_000), st.sampled_from(LibraVariant))
+def test_sharding_is_algorithm_two_or_optimal_and_loses_no_token(seed, variant):
     rng = np.random.default_rng(seed)
     ranks = int(rng.integers(1, 6))
     demand = random_demand(rng, ranks, 8, tokens=60).numpy()
     resident = home_only(8, ranks)
     hosts = resident | (rng.random(resident.shape) < 0.3)
-    answer = shard_tokens(demand, hosts, resident, rule=rule)
-    if rule is not ShardingRule.EXACT:
-        assert np.array_equal(answer.remote, slow_sharding(demand, hosts, resident, rule))
+    answer = shard_tokens(demand, hosts, resident, variant=variant)
+    if variant is LibraVariant.PUBLISHED:
+        assert np.array_equal(answer.remote, slow_sharding(demand, hosts, resident))
     else:
         assert answer.rank_load.max() == np.ceil(best_peak(answer.local, demand, hosts) - 1e-6)
     total = answer.local + answer.remote
@@ -92,7 +94,7 @@ def test_sharding_is_algorithm_two_or_optimal_and_loses_no_token(seed, rule):
     assert not (total.T[~hosts] > 0).any()
     # Local tokens are never touched.
     assert np.array_equal(answer.local, np.where(hosts.T, demand, 0))
-    first = np.add(*split_by_locality(demand, hosts, resident))
+    first = np.add(*first_split(demand, hosts, resident))
     assert answer.rank_load.max() <= first.sum(axis=1).max()
 
 
@@ -109,17 +111,16 @@ def test_sharding_by_hand():
     assert answer.rank_load.tolist() == [8, 4, 0]
 
 
-def test_only_the_bounded_rule_takes_no_more_than_the_excess():
+def test_as_printed_a_move_may_take_more_than_the_excess():
     # Rank 3 asks for 6 tokens of rank 0's expert, 5 of rank 1's and 4 of its own. Rank 2 can take
     # tokens of the first two. The mean of 15 tokens, rounded up, is 4.
     demand = np.array([[0, 0, 0], [0, 0, 0], [0, 0, 0], [6, 5, 4]])
     resident = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]], np.bool_)
     hosts = resident | np.array([[0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0]], np.bool_)
     # As printed, rank 2 is filled with 4 tokens of rank 0, which is only 2 above the mean.
-    greedy = shard_tokens(demand, hosts, resident, rule=ShardingRule.GREEDY)
+    greedy = shard_tokens(demand, hosts, resident, variant=LibraVariant.PUBLISHED)
     assert greedy.rank_load.tolist() == [2, 5, 4, 4]
-    bounded = shard_tokens(demand, hosts, resident, rule=ShardingRule.BOUNDED)
-    assert bounded.rank_load.tolist() == [4, 4, 3, 4]
+    assert shard_tokens(demand, hosts, resident).rank_load.max() == 4
 
 
 def test_greedy_stops_within_its_tolerance():
@@ -127,9 +128,9 @@ def test_greedy_stops_within_its_tolerance():
     asked = np.array([[0, 0], [0, 0], [6, 0]])
     hosts = np.array([[True, True, False], [True, False, False]])
     resident = np.array([[True, False, False], [True, False, False]])
-    greedy = ShardingRule.GREEDY
-    loose = shard_tokens(asked, hosts, resident, rule=greedy, tolerance=2.0)
-    tight = shard_tokens(asked, hosts, resident, rule=greedy)
+    greedy = LibraVariant.PUBLISHED
+    loose = shard_tokens(asked, hosts, resident, variant=greedy, tolerance=2.0)
+    tight = shard_tokens(asked, hosts, resident, variant=greedy)
     # The mean is 2: 6 is within three times that; without tolerance rank 1 fills up to 2.
     assert loose.rank_load.tolist() == [6, 0, 0]
     assert tight.rank_load.tolist() == [4, 2, 0]

@@ -13,23 +13,15 @@ from evenkeel_moe.dispatch.choice import (
 from evenkeel_moe.dispatch.counts import count_choices
 from evenkeel_moe.dispatch.fewest import FewestChoice, FewestReplicas
 from evenkeel_moe.dispatch.interior import BatchedSplit, TokenSplit
-from evenkeel_moe.dispatch.libra import LayerQuotas, LibraChoice, LibraVariant
-from evenkeel_moe.dispatch.libra_lookahead import Lookahead, prediction_accuracy
+from evenkeel_moe.dispatch.libra import LayerQuotas, LibraChoice
+from evenkeel_moe.dispatch.libra_buffers import PrefetchBuffers
 from evenkeel_moe.dispatch.libra_replicas import (
-    PlanningRule,
+    LibraVariant,
     TransientReplicas,
     plan_replicas,
     resident_mask,
 )
-from evenkeel_moe.dispatch.libra_schedule import (
-    LibraStage,
-    PrefetchBuffers,
-    Resource,
-    Task,
-    layer_tasks,
-    timeline,
-)
-from evenkeel_moe.dispatch.libra_sharding import Sharding, ShardingRule, shard_tokens
+from evenkeel_moe.dispatch.libra_sharding import Sharding, shard_tokens
 from evenkeel_moe.dispatch.lplb import DeviceLplbChoice, ExactSplit, LplbChoice
 from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.dispatch.waterfill import Waterfill, expand_topk
@@ -44,28 +36,19 @@ __all__ = [
     "FewestReplicas",
     "LayerQuotas",
     "LibraChoice",
-    "LibraStage",
     "LibraVariant",
-    "Lookahead",
     "LplbChoice",
     "NearestChoice",
-    "PlanningRule",
     "PrefetchBuffers",
     "ReplicaChoice",
-    "Resource",
     "Sharding",
-    "ShardingRule",
     "TokenSplit",
-    "Task",
     "TransientReplicas",
     "Waterfill",
     "assign_quotas",
     "count_choices",
     "expand_topk",
-    "layer_tasks",
     "plan_replicas",
-    "prediction_accuracy",
     "resident_mask",
     "shard_tokens",
-    "timeline",
 ]

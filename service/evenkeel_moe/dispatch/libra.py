@@ -6,7 +6,6 @@ migrated, reported or copied from.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 import torch
@@ -16,33 +15,14 @@ from torch import Tensor
 from evenkeel_moe.dispatch.choice import assign_quotas, check_demand
 from evenkeel_moe.dispatch.counts import check_counts
 from evenkeel_moe.dispatch.libra_replicas import (
-    PlanningRule,
+    LibraVariant,
     TransientReplicas,
     plan_replicas,
     resident_mask,
 )
-from evenkeel_moe.dispatch.libra_sharding import Sharding, ShardingRule, shard_tokens
+from evenkeel_moe.dispatch.libra_sharding import Sharding, shard_tokens
 from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.errors import InvalidInput
-
-
-class LibraVariant(StrEnum):
-    """The algorithms that plan the fetched experts and shard the tokens."""
-
-    PUBLISHED = "libra"
-    """Algorithms 1 and 2 as printed."""
-    REFINED = "libra-refined"
-    """Plans with `PlanningRule.FULL` and shards with `ShardingRule.EXACT`."""
-
-    @property
-    def planning(self) -> PlanningRule:
-        """The rule of `plan_replicas`."""
-        return PlanningRule.PUBLISHED if self is LibraVariant.PUBLISHED else PlanningRule.FULL
-
-    @property
-    def sharding(self) -> ShardingRule:
-        """The rule of `shard_tokens`."""
-        return ShardingRule.GREEDY if self is LibraVariant.PUBLISHED else ShardingRule.EXACT
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -138,7 +118,7 @@ class LibraChoice:
             self._resident[layer],
             self._max_extra,
             locality=self._locality,
-            rule=self._variant.planning,
+            variant=self._variant,
         )
         self._planned[layer] = plan
         return plan
@@ -177,7 +157,7 @@ class LibraChoice:
             counts.numpy(),
             hosts,
             resident,
-            rule=self._variant.sharding,
+            variant=self._variant,
             tolerance=self._tolerance,
         )
         self.last_sharding = sharding

@@ -1,6 +1,6 @@
 """Libra: computes local tokens while it shards the rest, and fetches the next experts ahead.
 
-The stages follow `dispatch.libra_schedule`. One all-gather carries the gate's counts and those of
+The stages are those of Libra's section 3.1. One all-gather carries the gate's counts and those of
 the lookahead. A thread shards the remote tokens while this one computes the local ones. The
 tokens are all-gathered, so dispatch waits for no decision. The next layer's experts travel while
 the remote tokens are computed.
@@ -22,7 +22,6 @@ from evenkeel_moe.dispatch import (
     LayerQuotas,
     LibraChoice,
     LibraVariant,
-    Lookahead,
     PrefetchBuffers,
     TransientReplicas,
     count_choices,
@@ -42,8 +41,9 @@ class TwoStageDispatch:
         Args:
             parts: of this rank.
             prefetch: another communicator of the group, because weights must not wait for tokens.
-            lookahead: predict with the next gate; otherwise with the layer's demand in the last
-                step.
+            lookahead: predict with the gate of the next layer on the hidden state of this one,
+                which changes little from layer to layer; otherwise with the demand of the layer in
+                the last step.
         """
         self._config = config = parts.config
         self._first_slot = config.rank * config.slots_per_rank
@@ -52,8 +52,7 @@ class TwoStageDispatch:
         self._router = parts.router
         self._communicator = parts.communicator
         self._prefetch = prefetch
-        gates = [lambda x, layer=layer: model.route(layer, x) for layer in range(config.layers)]
-        self._lookahead = Lookahead(gates) if lookahead else None
+        self._lookahead = lookahead
         self._last_demand: dict[int, Tensor] = {}
         places = config.transient_experts
         self._buffers = [
@@ -130,14 +129,15 @@ class TwoStageDispatch:
         """
         experts, epoch = self._config.experts, self._router.epoch
         counts = count_choices(chosen, experts)
-        ahead = self._lookahead.predict(layer, x) if self._lookahead is not None else None
-        guess = count_choices(ahead, experts) if ahead is not None else torch.zeros_like(counts)
+        guess = torch.zeros_like(counts)
+        if self._lookahead and layer + 1 < self._config.layers:
+            guess = count_choices(self._model.route(layer + 1, x), experts)
         header = torch.tensor([epoch, int(stop)], dtype=torch.int64, device=counts.device)
         gathered = self._communicator.all_gather(torch.cat([header, counts, guess]))
         check_epochs(gathered[:, 0].tolist())
         demand = gathered[:, 2 : 2 + experts]
         predicted: Tensor | None = gathered[:, 2 + experts :]
-        if self._lookahead is None:
+        if not self._lookahead:
             predicted = self._last_demand.get(layer + 1)
             self._last_demand[layer] = demand
         if layer + 1 >= self._config.layers or self._config.transient_experts == 0:

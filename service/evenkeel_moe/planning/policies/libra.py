@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput
-from evenkeel_moe.jit import kernel
+from evenkeel_moe.libra_replication import plan_copies
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.proposal import build_proposal, place_on_ranks
 from evenkeel_moe.planning.policies.slot_budget import equal_slots_per_rank
@@ -98,7 +98,6 @@ def _homes(
     return ordered if full or not held.any(axis=1).all() else np.asarray(home, np.int64)
 
 
-@kernel
 def replicate_by_source(
     demand: NDArray[np.float64],
     home: NDArray[np.int64],
@@ -115,79 +114,8 @@ def replicate_by_source(
 
     Returns:
         (E, R) - True where a rank holds an expert.
-
-    Order: more tokens first, then the lower expert; among target ranks less load first, then the
-    lower rank.
     """
-    ranks, experts = demand.shape
-    held = np.zeros((experts, ranks), np.bool_)
-    used = np.zeros(ranks, np.int64)
-    for expert in range(experts):
-        held[expert, home[expert]] = True
-        used[home[expert]] += 1
-    passes = 0
-    for rank in range(ranks):
-        room = capacity - used[rank]
-        local = int(room * locality)
-        passes += room - local
-        for _ in range(local):
-            best = -1
-            for expert in range(experts):
-                if not held[expert, rank] and (
-                    best < 0 or demand[rank, expert] > demand[rank, best]
-                ):
-                    best = expert
-            if best < 0 or demand[rank, best] <= 0.0:
-                break
-            held[best, rank] = True
-            used[rank] += 1
-    _relieve_fullest_rank(demand, home, capacity, held, used, passes)
-    return held
-
-
-@kernel
-def _relieve_fullest_rank(
-    demand: NDArray[np.float64],
-    home: NDArray[np.int64],
-    capacity: int,
-    held: NDArray[np.bool_],
-    used: NDArray[np.int64],
-    passes: int,
-) -> None:
-    """Run phase 2 until no rank is above the mean load or no copy is allowed.
-
-    Mutates `held` (E, R) and `used` (R,), the experts each rank holds.
-    """
-    ranks, experts = demand.shape
-    load = np.zeros(ranks)
-    # (E,) tokens that an expert's home computes for other ranks.
-    remote = np.zeros(experts)
-    for expert in range(experts):
-        for rank in range(ranks):
-            if held[expert, rank]:
-                load[rank] += demand[rank, expert]
-            else:
-                load[home[expert]] += demand[rank, expert]
-                remote[expert] += demand[rank, expert]
-    target = load.sum() / ranks
-    for _ in range(passes):
-        source = int(np.argmax(load))
-        if load[source] <= target:
-            return
-        from_source = np.where(home == source, remote, 0.0)
-        hottest = int(np.argmax(from_source))
-        if from_source[hottest] <= 0.0:
-            return
-        goal = -1
-        for rank in range(ranks):
-            free = not held[hottest, rank] and used[rank] < capacity
-            if free and (goal < 0 or load[rank] < load[goal]):
-                goal = rank
-        if goal < 0 or load[goal] + demand[goal, hottest] > target:
-            return
-        tokens = demand[goal, hottest]
-        held[hottest, goal] = True
-        used[goal] += 1
-        load[source] -= tokens
-        load[goal] += tokens
-        remote[hottest] -= tokens
+    ranks = len(demand)
+    room = capacity - np.bincount(home, minlength=ranks)
+    hosts, _ = plan_copies(demand, home[:, None] == np.arange(ranks), room, locality, False)
+    return hosts

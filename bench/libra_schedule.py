@@ -6,8 +6,8 @@ stage; planning and fetching the experts of the next layer runs in parallel with
 There are two expert buffers: even layers compute from one while the experts of the odd layer arrive
 in the other, so a fetch never overwrites experts in use.
 
-`timeline` computes when each task starts and ends; engines issue the tasks in the listed order and
-wait only for the tasks in `after`.
+`timeline` computes when each task starts and ends if an engine issues the tasks in the listed order
+and waits only for the tasks in `after`.
 
 Source: Libra, section 3.1, Figure 4, section 4 and Table 2.
 """
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from evenkeel_moe.errors import InvalidInput
+
+__all__ = ["LibraStage", "Resource", "Task", "layer_tasks", "timeline"]
 
 
 class LibraStage(StrEnum):
@@ -142,51 +144,3 @@ def timeline(tasks: tuple[Task, ...], seconds: Mapping[LibraStage, float]) -> tu
         ended[task.layer, task.stage] = end
         spans.append(Span(task, start, end))
     return tuple(spans)
-
-
-class PrefetchBuffers:
-    """Tracks the transient experts in the places of the even and the odd buffer.
-
-    The experts of a layer arrive while the previous layer computes from the other buffer. They are
-    never part of a placement and never the source of a copy: the next layer of the same parity
-    replaces them.
-    """
-
-    def __init__(self, size: int) -> None:
-        """Create two empty buffers of `size` = N places each.
-
-        Raises:
-            InvalidInput: the size is negative.
-        """
-        if size < 0:
-            raise InvalidInput(f"buffer size is {size}, must not be negative")
-        self.size = size
-        self._held: list[tuple[int, tuple[int, ...]] | None] = [None, None]
-        self._computing: int | None = None
-
-    def prefetch(self, layer: int, experts: tuple[int, ...]) -> int:
-        """Reserve the buffer of a layer for its experts; returns 0 (even) or 1 (odd).
-
-        Raises:
-            InvalidInput: there are more experts than places, or a layer is computing from the
-                buffer.
-        """
-        if len(experts) > self.size:
-            raise InvalidInput(f"{len(experts)} experts for {self.size} places")
-        if self._computing is not None and self._computing % 2 == layer % 2:
-            raise InvalidInput(
-                f"layer {layer} would overwrite the experts of layer {self._computing}"
-            )
-        self._held[layer % 2] = (layer, tuple(experts))
-        return layer % 2
-
-    def begin(self, layer: int) -> tuple[int, ...]:
-        """Start a layer, which keeps its buffer until `end`; returns its experts in place order."""
-        self._computing = layer
-        held = self._held[layer % 2]
-        return held[1] if held is not None and held[0] == layer else ()
-
-    def end(self, layer: int) -> None:
-        """End a layer and clear its buffer."""
-        self._computing = None
-        self._held[layer % 2] = None
