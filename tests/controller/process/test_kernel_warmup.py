@@ -36,7 +36,7 @@ def over_the_wire(report):
 
 def compiled():
     named = (
-        kernels.rank_load_kernel, kernels.balancedness_kernel, kernels.batch_split_kernel,
+        kernels.rank_load_kernel, kernels.batch_split_kernel,
         kernels.replica_work_kernel, kernels.step_times_kernel,
     )
     functions = [one for module in (step_kernels, step_checks) for one in vars(module).values()]

@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.planning.problem.waterfill_times import waterfilled_work
+from evenkeel_moe.planning.problem.moe_time import waterfilled_work
 from tests.planning import twins
 from tests.strategies import seeds
 
@@ -31,21 +30,3 @@ def test_shared_work_fills_the_lowest_ranks_first():
     assert waterfilled_work(routed, np.array([[9]])).tolist() == [[[10, 7, 7]]]
     assert waterfilled_work(routed, np.array([[18]])).tolist() == [[[11, 11, 11]]]
     assert waterfilled_work(routed, np.array([[0]])).tolist() == [[[10, 4, 1]]]
-
-
-@pytest.mark.parametrize(
-    ("routed", "shared"),
-    [((2, 3), (2, 3)), ((2, 3, 4), (2, 4)), ((2, 3, 4), (2, 3, 4)), ((2, 3, 0), (2, 3))],
-)
-def test_arrays_of_other_shapes_are_refused(routed, shared):
-    with pytest.raises(ShapeMismatch, match=r"\(T, L, R\)"):
-        waterfilled_work(np.ones(routed), np.ones(shared))
-
-
-def test_values_that_are_no_work_are_refused():
-    good = np.ones((1, 1, 2))
-    with pytest.raises(InvalidInput, match="routed work holds 1 negative"):
-        waterfilled_work(good * [1, -1], np.ones((1, 1)))
-    with pytest.raises(InvalidInput, match="shared work holds 1 values that are not finite"):
-        waterfilled_work(good, np.full((1, 1), np.nan))
-    assert waterfilled_work(np.ones((0, 2, 3)), np.ones((0, 2))).shape == (0, 2, 3)

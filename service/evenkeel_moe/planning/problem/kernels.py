@@ -80,22 +80,6 @@ def replica_work_kernel(tokens: NDArray[np.float64], terms: WorkTerms) -> NDArra
 
 
 @kernel
-def layer_work_kernel(
-    load: NDArray[np.float64] | NDArray[np.uint32], terms: WorkTerms
-) -> NDArray[np.float64]:
-    """(T, L, E) load -> (T, L) work of one replica for each expert."""
-    steps, layers, experts = load.shape
-    out = np.empty((steps, layers))
-    for t in range(steps):
-        for layer in range(layers):
-            total = 0.0
-            for expert in range(experts):
-                total += work_of_tokens(float(load[t, layer, expert]), terms)
-            out[t, layer] = total
-    return out
-
-
-@kernel
 def rank_load_kernel(
     load: NDArray[np.float64] | NDArray[np.uint32],
     phy2log: NDArray[np.int32],
@@ -278,62 +262,57 @@ def single_slot_times_kernel(
 
 
 @kernel
-def balancedness_kernel(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(N, R) rank load -> (N,) mean / max, NaN where nothing was routed."""
-    rows, ranks = rank_load.shape
-    out = np.empty(rows)
-    for row in range(rows):
-        total = 0.0
-        worst = 0.0
-        for rank in range(ranks):
-            total += rank_load[row, rank]
-            if rank_load[row, rank] > worst:
-                worst = rank_load[row, rank]
-        # Without rounding errors, a mean never exceeds the maximum.
-        out[row] = min(total / ranks / worst, 1.0) if worst > 0.0 else np.nan
-    return out
-
-
-@kernel
-def nearest_even_shares_kernel(
-    phy2log: NDArray[np.int32], node_of_rank: NDArray[np.int64], num_experts: int
+def nearest_shares_kernel(
+    phy2log: NDArray[np.int32],
+    node_of_rank: NDArray[np.int64],
+    origin: NDArray[np.float64],
+    on_node: NDArray[np.float64],
+    num_experts: int,
 ) -> NDArray[np.float64]:
-    """Return the (L, S) shares of `nearest_shares_kernel` if tokens start evenly on all ranks.
+    """Return the (L, S) share of its expert's tokens that each slot gets under NEAREST.
 
-    Ranks that use the same replicas are counted, not visited: a layer takes O(S + E).
+    A rank uses its own replicas, else those on its node, else all. Ranks that use the same replicas
+    are counted, not visited: a layer takes O(S + E).
+
+    origin: (R, L, E) share of each expert's tokens that starts on a rank; (R, 1, 1) if it is always
+    the same. on_node: (N, L, E) or (N, 1, 1) the same summed over the ranks of each node.
     """
     layers, slots = phy2log.shape
-    ranks = node_of_rank.shape[0]
+    nodes, ranks = on_node.shape[0], node_of_rank.shape[0]
     per_rank = slots // ranks
     shares = np.zeros((layers, slots))
-    ranks_on = np.zeros(node_of_rank.max() + 1, np.int64)
-    for rank in range(ranks):
-        ranks_on[node_of_rank[rank]] += 1
     first = np.empty(num_experts + 1, np.int64)
     holders = np.empty(slots, np.int64)
-    copies_on = np.zeros(len(ranks_on), np.int64)
-    holding_on = np.zeros(len(ranks_on), np.int64)
-    copies_of = np.zeros(ranks, np.int64)
+    copies_on, copies_of = np.zeros(nodes, np.int64), np.zeros(ranks, np.int64)
+    # What starts on ranks of a node that do not hold the expert.
+    passing = np.zeros(nodes)
     for layer in range(layers):
+        begin = layer % origin.shape[1]
         _group_by_expert(phy2log[layer], first, holders)
         for expert in range(num_experts):
+            at = expert % origin.shape[2]
             held = holders[first[expert] : first[expert + 1]]
-            far = ranks
+            far = 1.0
             for slot in held:
                 rank, node = slot // per_rank, node_of_rank[slot // per_rank]
                 if copies_on[node] == 0:
-                    far -= ranks_on[node]
-                holding_on[node] += copies_of[rank] == 0
+                    passing[node] = on_node[node, begin, at]
+                    far -= passing[node]
+                if copies_of[rank] == 0:
+                    passing[node] -= origin[rank, begin, at]
                 copies_on[node] += 1
                 copies_of[rank] += 1
             for slot in held:
                 rank, node = slot // per_rank, node_of_rank[slot // per_rank]
-                near = (ranks_on[node] - holding_on[node]) / copies_on[node]
-                shares[layer, slot] = (1.0 / copies_of[rank] + near + far / len(held)) / ranks
+                # Rounding may take what is passed on below 0.
+                shares[layer, slot] = (
+                    origin[rank, begin, at] / copies_of[rank]
+                    + max(passing[node], 0.0) / copies_on[node]
+                    + max(far, 0.0) / len(held)
+                )
             for slot in held:
                 rank = slot // per_rank
                 copies_of[rank] = copies_on[node_of_rank[rank]] = 0
-                holding_on[node_of_rank[rank]] = 0
     return shares
 
 
@@ -358,54 +337,3 @@ def _group_by_expert(
             slots[first[expert + 1]] = slot
     first[:-1] = first[1:]
     first[-1] = (experts >= 0).sum()
-
-
-@kernel
-def nearest_shares_kernel(
-    phy2log: NDArray[np.int32],
-    node_of_rank: NDArray[np.int64],
-    source: NDArray[np.float64],
-    num_experts: int,
-) -> NDArray[np.float64]:
-    """Return the (L, S) share of its expert's tokens that each slot gets under NEAREST.
-
-    source: (R, L, E) tokens routed by each source rank; an expert without tokens counts as even.
-    """
-    layers, slots = phy2log.shape
-    ranks = node_of_rank.shape[0]
-    per_rank = slots // ranks
-    shares = np.zeros((layers, slots))
-    holders = np.empty((num_experts, slots), np.int64)
-    count = np.empty(num_experts, np.int64)
-    for layer in range(layers):
-        count[:] = 0
-        for slot in range(slots):
-            expert = phy2log[layer, slot]
-            if expert >= 0:
-                holders[expert, count[expert]] = slot
-                count[expert] += 1
-        for expert in range(num_experts):
-            copies = count[expert]
-            total = 0.0
-            for rank in range(ranks):
-                total += source[rank, layer, expert]
-            for rank in range(ranks):
-                weight = source[rank, layer, expert] / total if total > 0.0 else 1.0 / ranks
-                if weight == 0.0:
-                    continue
-                own = 0
-                near = 0
-                for i in range(copies):
-                    holder = holders[expert, i] // per_rank
-                    own += holder == rank
-                    near += node_of_rank[holder] == node_of_rank[rank]
-                for i in range(copies):
-                    holder = holders[expert, i] // per_rank
-                    if own > 0:
-                        part = 1.0 / own if holder == rank else 0.0
-                    elif near > 0:
-                        part = 1.0 / near if node_of_rank[holder] == node_of_rank[rank] else 0.0
-                    else:
-                        part = 1.0 / copies
-                    shares[layer, holders[expert, i]] += weight * part
-    return shares

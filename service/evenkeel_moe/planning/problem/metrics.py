@@ -99,9 +99,11 @@ def balancedness(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
     Returns:
         (...) float64 in (0, 1], NaN without load.
     """
-    values = np.ascontiguousarray(rank_load, np.float64)
-    flat = values.reshape(-1, values.shape[-1])
-    return kernels.balancedness_kernel(flat).reshape(values.shape[:-1])
+    worst = rank_load.max(axis=-1)
+    mean = rank_load.sum(axis=-1) / rank_load.shape[-1]
+    # Without rounding errors, a mean never exceeds the maximum.
+    balance = np.minimum(mean / np.where(worst > 0.0, worst, 1.0), 1.0)
+    return np.where(worst > 0.0, balance, np.nan)
 
 
 def balancedness_by_layer(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -23,7 +23,9 @@ from evenkeel_moe.planning.problem.token_split import (
     slot_shares,
     source_shares,
 )
-from evenkeel_moe.planning.problem.waterfill_times import waterfilled_work
+
+_BLOCK_STEPS = 16
+"""Steps of a window that are converted to float64 at a time."""
 
 
 class CurveArrays(NamedTuple):
@@ -92,6 +94,35 @@ def rank_work(
         tokens = np.asarray(load, np.float64).sum(axis=2)
         return waterfilled_work(routed, cost.shared_tokens * tokens)
     return routed + shared_work(load, placement.num_ranks, cost, split)
+
+
+def waterfilled_work(
+    routed: NDArray[np.float64], shared: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the work of each rank after shared work is poured onto the least loaded ranks.
+
+    Every rank holds the shared expert, so its work can go to any rank, and fills the routed work of
+    the ranks like water. The rank with the most work then has the larger of the routed peak and the
+    waterline (total work / R): below the waterline nothing but the placement can help.
+
+    `dispatch.waterfill` draws a rank for each token in proportion to the room below the waterline,
+    and by default only among the ranks that the token visits. Both reach this peak if enough tokens
+    visit ranks with room; how the ranks below the peak share the rest may differ.
+
+    Args:
+        routed: (T, L, R) [tokens] routed work of each rank, not negative.
+        shared: (T, L) [tokens] shared work of the whole batch, not negative.
+
+    Returns:
+        (T, L, R) float64 [tokens]: the larger of the routed work and the level that the poured work
+        reaches; the sum over ranks is the sum of both inputs.
+
+    Source: SGLang's dispatch blog, "Waterfill Dispatch Strategy".
+    """
+    # If it is poured onto the n lowest ranks alone, the level is lowest for the n that it covers.
+    below = np.sort(routed, axis=2).cumsum(axis=2) + shared[:, :, None]
+    level = (below / np.arange(1, routed.shape[2] + 1)).min(axis=2, keepdims=True)
+    return np.where(shared[:, :, None] > 0.0, np.maximum(routed, level), routed)
 
 
 def rank_times(work: NDArray[np.float64], cost: CostModel = TOKENS) -> NDArray[np.float64]:
@@ -224,11 +255,10 @@ def _layer_work(load: NDArray[np.generic], cost: CostModel) -> NDArray[np.float6
     tokens = load.sum(axis=2, dtype=np.float64)
     work = tokens
     if not cost.replica.proportional:
-        terms = kernels.work_terms(cost.replica)
-        if load.dtype == np.uint32:
-            work = kernels.layer_work_kernel(np.ascontiguousarray(load, np.uint32), terms)
-        else:
-            work = kernels.layer_work_kernel(np.ascontiguousarray(load, np.float64), terms)
+        blocks = np.array_split(load, -(-len(load) // _BLOCK_STEPS) or 1)
+        work = np.concatenate(
+            [replica_work(block.astype(np.float64), cost.replica).sum(axis=2) for block in blocks]
+        )
     return np.asarray(work + cost.shared_tokens * tokens, np.float64)
 
 

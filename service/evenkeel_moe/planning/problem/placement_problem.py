@@ -92,8 +92,13 @@ def origin_shares(source_load: NDArray[np.float64], shape: ModelShape) -> NDArra
         InvalidInput: some are negative or not finite.
     """
     _check_source(source_load, shape)
-    total = source_load.sum(axis=0)
-    return np.where(total > 0, source_load / np.where(total > 0, total, 1.0), 1.0 / shape.num_ranks)
+    return rank_shares(source_load)
+
+
+def rank_shares(tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return (R, ...) tokens as shares of their sum over ranks; even where the sum is 0."""
+    total = tokens.sum(axis=0)
+    return np.where(total > 0, tokens / np.where(total > 0, total, 1.0), 1.0 / len(tokens))
 
 
 def check_current(problem: PlacementProblem) -> None:

@@ -15,7 +15,7 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem import kernels
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, rank_shares
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -68,16 +68,18 @@ def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray
     node_of_rank = np.array(topology.node_of_rank, np.int64)
     source = split.source_load
     if source is None:
-        return kernels.nearest_even_shares_kernel(placement.phy2log.copy(), node_of_rank, experts)
-    if source.shape != (ranks, layers, experts):
+        origin = np.full((ranks, 1, 1), 1.0 / ranks)
+    elif source.shape != (ranks, layers, experts):
         raise ShapeMismatch(
             f"source_load must be ({ranks}, {layers}, {experts}), got {source.shape}"
         )
+    else:
+        origin = rank_shares(source)
+    on_node = np.zeros((topology.num_nodes, *origin.shape[1:]))
+    for rank, node in enumerate(topology.node_of_rank):
+        on_node[node] += origin[rank]
     return kernels.nearest_shares_kernel(
-        placement.phy2log.copy(),
-        node_of_rank,
-        np.ascontiguousarray(source, np.float64),
-        experts,
+        placement.phy2log.copy(), node_of_rank, origin, on_node, experts
     )
 
 
@@ -94,9 +96,7 @@ def source_shares(split: SplitModel, num_ranks: int, num_layers: int) -> NDArray
         raise ShapeMismatch(
             f"source_load must be ({num_ranks}, {num_layers}, E), got {source.shape}"
         )
-    started = source.sum(axis=2).T
-    total = started.sum(axis=1, keepdims=True)
-    return np.where(total > 0, started / np.where(total > 0, total, 1.0), 1.0 / num_ranks)
+    return rank_shares(source.sum(axis=2)).T
 
 
 def slot_load(
