@@ -26,7 +26,6 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.planning.problem import metrics, moe_time
-from evenkeel_moe.planning.problem.kernels import coverage_kernel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
@@ -128,9 +127,17 @@ def live_replicas(
         The (layer, expert) pairs with a copy on no, one, and more live ranks; and, of the pairs
         with one, those that the placement has on several ranks.
     """
-    phy2log = placement.phy2log.copy()  # numba would compile another version if it is read-only.
-    none, one, more, left = coverage_kernel(phy2log, live, placement.num_logical_experts).tolist()
-    return (none, one, more), left
+    layers, _, ranks, experts = placement.sizes
+    held = np.sort(placement.phy2log.reshape(layers, ranks, -1), axis=2)
+    # Two replicas on one rank count as one.
+    counts = held >= 0
+    counts[:, :, 1:] &= held[:, :, 1:] != held[:, :, :-1]
+    layer, rank, _ = np.nonzero(counts)
+    pair = layer * experts + held[counts]
+    placed = np.bincount(pair, minlength=layers * experts)
+    alive = np.bincount(pair[live[rank]], minlength=layers * experts)
+    none, one, more = np.bincount(np.minimum(alive, 2), minlength=3).tolist()
+    return (none, one, more), int(((alive == 1) & (placed > 1)).sum())
 
 
 def measured_gauges(records: Iterable[PlanRecord]) -> MeasuredGauges | None:

@@ -7,7 +7,6 @@ import numpy as np
 import structlog
 
 from evenkeel_moe.adapters.redis.encoding import pack_window
-from evenkeel_moe.controller.operations.gauges import live_replicas
 from evenkeel_moe.model.cost import ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
@@ -59,8 +58,6 @@ def _uses() -> Iterator[Callable[[], object]]:
         yield partial(metrics.rank_load, load, placement, split)
         yield partial(metrics.rank_totals, load.astype(np.uint32), placement, split)
         yield partial(moe_time.predicted_time, load.astype(np.uint32), placement, split=split)
-    yield lambda: metrics.balancedness(load)
-    yield lambda: live_replicas(placement, np.ones(_SHAPE.num_ranks, np.bool_))
     yield lambda: moe_time.replica_work(np.ones(1), ReplicaWork(start_tokens=1.0))
     one, none = np.zeros((1, 1)), np.zeros(1, np.int64)
     yield lambda: pack_window(LoadWindow(load.astype(np.uint32), none, none, none[:, None], one))

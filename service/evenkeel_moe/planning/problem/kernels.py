@@ -162,36 +162,6 @@ def batch_split_kernel(
 
 
 @kernel
-def coverage_kernel(
-    phy2log: NDArray[np.int32], live: NDArray[np.bool_], num_experts: int
-) -> NDArray[np.int64]:
-    """Count the (layer, expert) pairs by their replicas on live ranks.
-
-    phy2log: (L, S) experts. Two replicas on one rank count as one.
-
-    Returns:
-        (4,) pairs on no, on one and on more live ranks, and pairs on one that others have lost.
-    """
-    layers, slots = phy2log.shape
-    per_rank = slots // len(live)
-    found = np.zeros(4, np.int64)
-    placed, alive = np.empty(num_experts, np.int64), np.empty(num_experts, np.int64)
-    last = np.empty(num_experts, np.int64)
-    for layer in range(layers):
-        placed[:], alive[:], last[:] = 0, 0, -1
-        for slot in range(slots):
-            expert, rank = phy2log[layer, slot], slot // per_rank
-            if expert >= 0 and last[expert] != rank:
-                last[expert] = rank
-                placed[expert] += 1
-                alive[expert] += live[rank]
-        for expert in range(num_experts):
-            found[min(alive[expert], 2)] += 1
-            found[3] += alive[expert] == 1 and placed[expert] > 1
-    return found
-
-
-@kernel
 def step_times_kernel(
     load: NDArray[np.float64],
     phy2log: NDArray[np.int32],
@@ -266,7 +236,6 @@ def nearest_shares_kernel(
     phy2log: NDArray[np.int32],
     node_of_rank: NDArray[np.int64],
     origin: NDArray[np.float64],
-    on_node: NDArray[np.float64],
     num_experts: int,
 ) -> NDArray[np.float64]:
     """Return the (L, S) share of its expert's tokens that each slot gets under NEAREST.
@@ -275,11 +244,15 @@ def nearest_shares_kernel(
     are counted, not visited: a layer takes O(S + E).
 
     origin: (R, L, E) share of each expert's tokens that starts on a rank; (R, 1, 1) if it is always
-    the same. on_node: (N, L, E) or (N, 1, 1) the same summed over the ranks of each node.
+    the same.
     """
     layers, slots = phy2log.shape
-    nodes, ranks = on_node.shape[0], node_of_rank.shape[0]
+    nodes, ranks = node_of_rank.max() + 1, node_of_rank.shape[0]
     per_rank = slots // ranks
+    # What starts on each node.
+    on_node = np.zeros((nodes, origin.shape[1], origin.shape[2]))
+    for rank in range(ranks):
+        on_node[node_of_rank[rank]] += origin[rank]
     shares = np.zeros((layers, slots))
     first = np.empty(num_experts + 1, np.int64)
     holders = np.empty(slots, np.int64)

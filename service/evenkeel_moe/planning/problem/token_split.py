@@ -75,12 +75,7 @@ def slot_shares(placement: Placement, split: SplitModel = EVEN_SPLIT) -> NDArray
         )
     else:
         origin = rank_shares(source)
-    on_node = np.zeros((topology.num_nodes, *origin.shape[1:]))
-    for rank, node in enumerate(topology.node_of_rank):
-        on_node[node] += origin[rank]
-    return kernels.nearest_shares_kernel(
-        placement.phy2log.copy(), node_of_rank, origin, on_node, experts
-    )
+    return kernels.nearest_shares_kernel(placement.phy2log.copy(), node_of_rank, origin, experts)
 
 
 def source_shares(split: SplitModel, num_ranks: int, num_layers: int) -> NDArray[np.float64]:
