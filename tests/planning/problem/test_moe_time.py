@@ -73,7 +73,7 @@ def test_no_placement_beats_the_fluid_time(case):
     if times.sum() > 0:
         assert moe_time.time_over_fluid(load, placement, cost, split) >= 1 - 1e-9
     if fluid.sum() > 0 and times.sum() > 0:
-        assert 0 < moe_time.time_balance(load, placement, cost, split) <= 1 + 1e-9
+        assert 0 < moe_time.balance_of(times, fluid) <= 1 + 1e-9
 
 
 @given(scored())
@@ -90,7 +90,7 @@ def test_the_fluid_time_of_equal_ranks_is_their_share_of_the_work(case):
 
 def test_without_load_there_is_no_time_balance():
     placement = Placement(np.array([[0, 1]]), num_ranks=2, num_logical_experts=2)
-    assert np.isnan(moe_time.time_balance(np.zeros((3, 1, 2)), placement))
+    assert np.isnan(moe_time.balance_of(np.zeros((3, 1)), np.zeros((3, 1))))
     assert np.isnan(moe_time.time_over_fluid(np.zeros((3, 1, 2)), placement))
 
 
@@ -108,10 +108,12 @@ def test_where_reading_dominates_a_replica_costs_time():
 def test_a_slow_rank_lowers_time_balance_where_tokens_are_balanced():
     placement = Placement(np.array([[0, 1]]), num_ranks=2, num_logical_experts=2)
     load = np.full((4, 1, 2), 50.0)
-    assert moe_time.time_balance(load, placement) == 1.0
+    times, fluid = moe_time.step_times(load, placement), moe_time.fluid_times(load, 2)
+    assert moe_time.balance_of(times, fluid) == 1.0
     slow = CostModel(CostCurves.linear(np.array([1e-6, 1.5e-6])))
     # Together they take 100 tokens in 60 us, 60 of them on the fast rank.
-    assert moe_time.time_balance(load, placement, slow) == pytest.approx(60 / 75)
+    times, fluid = moe_time.step_times(load, placement, slow), moe_time.fluid_times(load, 2, slow)
+    assert moe_time.balance_of(times, fluid) == pytest.approx(60 / 75)
 
 
 def test_shared_experts_add_the_work_of_a_ranks_own_tokens():

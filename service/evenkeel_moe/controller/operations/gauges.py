@@ -266,7 +266,8 @@ class GaugeReader:
         if not sums:
             return None
         load = np.sum(sums, axis=0)
-        return metrics.window_rank_load(load[None], placement, self.loads.split())
+        by_rank = metrics.rank_load(load[None], placement, self.loads.split())[0]
+        return np.asarray(by_rank, np.float64)
 
     def _last_plan(self) -> PlanGauges | None:
         record = self.control.records.newest(PlanPhase.COMMITTED)

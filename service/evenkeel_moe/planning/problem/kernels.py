@@ -85,8 +85,12 @@ def rank_load_kernel(
     phy2log: NDArray[np.int32],
     shares: NDArray[np.float64],
     num_ranks: int,
+    most: float,
 ) -> NDArray[np.float64]:
-    """(T, L, E) load, (L, S) experts and shares -> (T, L, R) rank load."""
+    """(T, L, E) load, (L, S) experts and shares -> (T, L, R) rank load.
+
+    most: the most tokens of a slot that count.
+    """
     steps, layers, _ = load.shape
     per_rank = phy2log.shape[1] // num_ranks
     out = np.zeros((steps, layers, num_ranks))
@@ -100,37 +104,10 @@ def rank_load_kernel(
                 for _ in range(per_rank):
                     expert = experts[slot]
                     if expert >= 0:
-                        total += tokens[np.uint64(expert)] * share[slot]
+                        total += min(tokens[np.uint64(expert)] * share[slot], most)
                     slot += np.uint64(1)
                 out[t, layer, rank] = total
     return out
-
-
-@kernel
-def rank_totals_kernel(
-    load: NDArray[np.float64] | NDArray[np.uint32],
-    phy2log: NDArray[np.int32],
-    shares: NDArray[np.float64],
-    num_ranks: int,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(T, L, E) load, (L, S) experts and shares -> (T, R) tokens, (T, R) active replicas."""
-    steps, layers, _ = load.shape
-    per_rank = phy2log.shape[1] // num_ranks
-    total, active = np.zeros((steps, num_ranks)), np.zeros((steps, num_ranks))
-    for t in range(steps):
-        for layer in range(layers):
-            tokens, experts, share = load[t, layer], phy2log[layer], shares[layer]
-            # Unsigned: numba would check whether a signed index counts from the end.
-            slot = np.uint64(0)
-            for rank in range(num_ranks):
-                for _ in range(per_rank):
-                    expert = experts[slot]
-                    if expert >= 0:
-                        part = tokens[np.uint64(expert)] * share[slot]
-                        total[t, rank] += part
-                        active[t, rank] += min(part, 1.0)
-                    slot += np.uint64(1)
-    return total, active
 
 
 @kernel
@@ -205,29 +182,6 @@ def step_times_kernel(
                     if cost > worst:
                         worst = cost
             out[t, layer] = worst
-    return out
-
-
-@kernel
-def single_slot_times_kernel(
-    load: NDArray[np.float64], shares: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """(T, L, E) load, (L, E) share of a copy -> (T, L) tokens of the copy with the most."""
-    steps, layers, experts = load.shape
-    out = np.empty((steps, layers))
-    whole = experts // 4 * 4
-    for t in range(steps):
-        for layer in range(layers):
-            tokens, share = load[t, layer], shares[layer]
-            a = b = c = d = 0.0
-            for expert in range(0, whole, 4):  # Four at a time: no comparison waits for another.
-                a = max(a, tokens[expert] * share[expert])
-                b = max(b, tokens[expert + 1] * share[expert + 1])
-                c = max(c, tokens[expert + 2] * share[expert + 2])
-                d = max(d, tokens[expert + 3] * share[expert + 3])
-            for expert in range(whole, experts):
-                a = max(a, tokens[expert] * share[expert])
-            out[t, layer] = max(max(a, b), max(c, d))
     return out
 
 

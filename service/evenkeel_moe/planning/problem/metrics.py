@@ -38,16 +38,21 @@ def rank_load(
 
     Source: deepseek-ai/EPLB eplb.py@d52c72d step 3 for the even split.
     """
+    return _rank_load(load, placement, split, np.inf)
+
+
+def _rank_load(
+    load: NDArray[np.generic], placement: Placement, split: SplitModel, most: float
+) -> NDArray[np.float64]:
+    """Return (T, L, R) `rank_load`, of which at most so many tokens of a replica count."""
     tokens = check_counts(load, placement)
+    ranks = placement.num_ranks
     if split.dispatch.per_batch:
-        per_slot = slot_load(tokens, placement, split)
-        by_rank = per_slot.reshape(
-            *per_slot.shape[:2], placement.num_ranks, placement.slots_per_rank
-        )
+        per_slot = np.minimum(slot_load(tokens, placement, split), most)
+        by_rank = per_slot.reshape(*per_slot.shape[:2], ranks, placement.slots_per_rank)
         return np.asarray(by_rank.sum(axis=3), np.float64)
-    return kernels.rank_load_kernel(
-        tokens, placement.phy2log.copy(), slot_shares(placement, split), placement.num_ranks
-    )
+    rows, shares = placement.phy2log.copy(), slot_shares(placement, split)
+    return kernels.rank_load_kernel(tokens, rows, shares, ranks, most)
 
 
 def rank_totals(
@@ -70,24 +75,8 @@ def rank_totals(
         ShapeMismatch: load and placement differ in layers or experts.
         InfeasiblePlan: an expert that has load has no replica.
     """
-    counts = check_counts(load, placement)
-    if not split.dispatch.per_batch:
-        return kernels.rank_totals_kernel(
-            counts, placement.phy2log.copy(), slot_shares(placement, split), placement.num_ranks
-        )
-    per_slot = slot_load(counts, placement, split)
-    by_rank = per_slot.reshape(*per_slot.shape[:2], placement.num_ranks, placement.slots_per_rank)
-    return by_rank.sum(axis=(1, 3)), np.minimum(by_rank, 1.0).sum(axis=(1, 3))
-
-
-def window_rank_load(
-    load: NDArray[np.generic], placement: Placement, split: SplitModel = EVEN_SPLIT
-) -> NDArray[np.float64]:
-    """Return the (L, R) float64 [tokens] load of each EP rank over a whole window.
-
-    It hides imbalance that changes from step to step; judge a placement by `rank_load` per step.
-    """
-    return np.asarray(rank_load(load, placement, split).sum(axis=0), np.float64)
+    active = _rank_load(load, placement, split, 1.0)
+    return rank_load(load, placement, split).sum(axis=1), active.sum(axis=1)
 
 
 def balancedness(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -164,9 +164,9 @@ def step_times(
     cost.check_ranks(ranks)
     if placement.slots_per_rank == 1 and cost.by_tokens and split.dispatch is DispatchModel.EVEN:
         # All ranks with an expert take equally long: there may be thousands.
-        return kernels.single_slot_times_kernel(
-            check_load(load, placement), 1.0 / np.maximum(placement.logcnt, 1)
-        )
+        share = 1.0 / np.maximum(placement.logcnt, 1)
+        tokens = check_load(load, placement)
+        return np.array([(step * share).max(axis=1) for step in tokens]).reshape(tokens.shape[:2])
     return kernels.step_times_kernel(
         check_load(load, placement),
         placement.phy2log.copy(),
@@ -299,24 +299,17 @@ def time_over_fluid(
     return predicted_time(load, placement, cost, split) / bound if bound > 0 else float("nan")
 
 
-def time_balance(
-    load: NDArray[np.generic],
-    placement: Placement,
-    cost: CostModel = TOKENS,
-    split: SplitModel = EVEN_SPLIT,
-) -> float:
-    """Return fluid time / predicted time, in (0, 1]; NaN without load.
+def balance_of(times: NDArray[np.float64], fluid: NDArray[np.float64]) -> float:
+    """Return the time balance, fluid time / predicted time, in (0, 1]; NaN without load.
 
     With equal ranks and times in tokens it is the balancedness of the whole window, weighted by the
     time of each step and layer. Unlike balancedness it also falls where one rank is slower, and
     where replicas add more reading than they relieve.
+
+    Args:
+        times: (T, L) `step_times`.
+        fluid: (T, L) `fluid_times` of the same steps.
     """
-    fluid = fluid_times(load, placement.num_ranks, cost)
-    return balance_of(step_times(load, placement, cost, split), fluid)
-
-
-def balance_of(times: NDArray[np.float64], fluid: NDArray[np.float64]) -> float:
-    """Return sum of `fluid_times` / sum of `step_times` of the same steps; NaN without load."""
     total = float(times.sum())
     return float(fluid.sum()) / total if total > 0 else float("nan")
 
