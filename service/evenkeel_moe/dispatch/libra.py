@@ -35,9 +35,6 @@ class LayerQuotas:
     """(E, R) int64 [tokens] that the rank computes for the expert, its own included."""
     demand: Tensor
     """(R, E) int64 [tokens]."""
-    hosts: NDArray[np.bool_]
-    """(E, R) True if the rank has the expert."""
-    sharding: Sharding
 
     def assign(self, experts: Tensor, source: int) -> Tensor:
         """Return the (n, k) slots of the choices of a source rank; all ranks agree on them."""
@@ -81,9 +78,9 @@ class LibraChoice:
         self._locality = locality
         self._variant = variant
         self._tolerance = tolerance
-        self._resident = [
-            resident_mask(tables.placement, layer) for layer in range(tables.placement.num_layers)
-        ]
+        layers, _, ranks, num_experts = tables.placement.sizes
+        self._shape = (ranks, num_experts)
+        self._resident = [resident_mask(tables.placement, layer) for layer in range(layers)]
         self._planned: dict[int, TransientReplicas] = {}
         self.last_sharding: Sharding | None = None
         """The assignment of the last batch, for statistics and for engines that run the local stage
@@ -107,12 +104,7 @@ class LibraChoice:
         Raises:
             ShapeMismatch, InvalidInput: counts of another deployment or type.
         """
-        tables = self._tables
-        counts = check_counts(
-            predicted,
-            (tables.placement.num_ranks, tables.placement.num_logical_experts),
-            "predicted demand",
-        )
+        counts = check_counts(predicted, self._shape, "predicted demand")
         plan = plan_replicas(
             counts.cpu().numpy(),
             self._resident[layer],
@@ -145,26 +137,19 @@ class LibraChoice:
         Raises:
             ShapeMismatch, InvalidInput: counts of another deployment or type.
         """
-        tables = self._tables
-        check_counts(
-            demand, (tables.placement.num_ranks, tables.placement.num_logical_experts), "demand"
-        )
+        check_counts(demand, self._shape, "demand")
         counts = demand.cpu().to(torch.int64)
-        plan = self._planned.pop(layer, None)
-        resident = self._resident[layer]
-        hosts = plan.hosts if plan is not None else resident
+        hosts, plan = self.hosts(layer), self._planned.pop(layer, None)
         sharding = shard_tokens(
             counts.numpy(),
             hosts,
-            resident,
+            self._resident[layer],
             variant=self._variant,
             tolerance=self._tolerance,
         )
         self.last_sharding = sharding
         quotas = np.ascontiguousarray((sharding.local + sharding.remote).T)
-        return LayerQuotas(
-            self._slots(layer, plan), torch.from_numpy(quotas), counts, hosts, sharding
-        )
+        return LayerQuotas(self._slots(layer, plan), torch.from_numpy(quotas), counts)
 
     def _slots(self, layer: int, plan: TransientReplicas | None) -> Tensor:
         """Return (E, R) one slot for each expert and rank that has it."""

@@ -10,6 +10,8 @@ The peak is the best that a dispatcher can reach on this placement: all tokens o
 replica go to that replica, however hot it is.
 """
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -156,24 +158,16 @@ def _split_layers(
     return True
 
 
-class LplbChoice:
-    """LPLB as a replica choice: whole-token quotas from the exact split of the demand of the batch.
-
-    The peak is exactly the optimum of the program rounded up; sampling would add noise.
-    """
+class _QuotaChoice(ABC):
+    """Gives every replica its quota of whole tokens."""
 
     needs_demand = True
 
     def __init__(self, tables: DispatchTables) -> None:
-        """Prepare the tables' placement."""
         self._tables = tables
-        self._split = ExactSplit(tables.placement)
 
     def choose(self, layer: int, experts: Tensor, demand: Tensor | None = None) -> Tensor:
-        """See `ReplicaChoice.choose`. On a GPU it copies counts to the CPU, which is a sync.
-
-        `DeviceLplbChoice` does not.
-        """
+        """See `ReplicaChoice.choose`."""
         tables = self._tables
         wanted = check_demand(tables, experts, demand)
         quotas = self._quotas(layer, wanted.sum(dim=0))
@@ -181,13 +175,29 @@ class LplbChoice:
         holder = torch.div(slots, tables.placement.slots_per_rank, rounding_mode="floor")
         return assign_quotas(experts, slots, holder, quotas, wanted.to(torch.int64), tables.ep_rank)
 
+    @abstractmethod
     def _quotas(self, layer: int, counts: Tensor) -> Tensor:
-        """Return (E, X) int64 [tokens] for each replica, from (E,) counts."""
+        """Return (E, X) int64 [tokens] for each replica, from (E,) counts over all ranks."""
+
+
+class LplbChoice(_QuotaChoice):
+    """LPLB as a replica choice: whole-token quotas from the exact split of the demand of the batch.
+
+    The peak is exactly the optimum of the program rounded up; sampling would add noise. On a GPU a
+    choice copies counts to the CPU, which is a sync; `DeviceLplbChoice` does not.
+    """
+
+    def __init__(self, tables: DispatchTables) -> None:
+        """Prepare the tables' placement."""
+        super().__init__(tables)
+        self._split = ExactSplit(tables.placement)
+
+    def _quotas(self, layer: int, counts: Tensor) -> Tensor:
         found, _ = self._split.quotas(counts.cpu().unsqueeze(0), layer)
         return found[0].to(counts.device)
 
 
-class DeviceLplbChoice(LplbChoice):
+class DeviceLplbChoice(_QuotaChoice):
     """LPLB by `BatchedSplit`: it can be captured in a CUDA graph, unlike `LplbChoice`.
 
     The peak is that of the program plus at most one token for each replica of a shared expert on
@@ -197,18 +207,14 @@ class DeviceLplbChoice(LplbChoice):
 
     def __init__(self, tables: DispatchTables) -> None:
         """Prepare the tables' placement for one layer at a time, on the tables' device."""
-        self._tables = tables
-        whole = tables.placement
+        super().__init__(tables)
+        _, _, ranks, experts = tables.placement.sizes
         self._solvers = [
-            BatchedSplit(
-                Placement(row[None], whole.num_ranks, whole.num_logical_experts),
-                tables.log2phy.device,
-            )
-            for row in whole.phy2log
+            BatchedSplit(Placement(row[None], ranks, experts), tables.log2phy.device)
+            for row in tables.placement.phy2log
         ]
 
     def _quotas(self, layer: int, counts: Tensor) -> Tensor:
-        """Round the shares of the interior point."""
         tokens = counts.to(torch.int64).unsqueeze(0)
         found = whole_quotas(self._solvers[layer].solve(tokens).probabilities, tokens)[0]
         width = self._tables.log2phy.shape[2]
