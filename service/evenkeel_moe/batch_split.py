@@ -121,18 +121,7 @@ def split_tokens(
     ranks = used.shape[0]
     rank_of = _ranks_of_slots(phy2log.shape[0], ranks)
     flow[:] = 0.0
-    # Experts on one rank or none have no choice.
-    fixed = 0
-    for expert in order:
-        slot = first[expert]
-        if slot >= 0:
-            if following[slot] >= 0:
-                break
-            tokens = load[expert]
-            flow[slot] = tokens
-            used[rank_of[slot]] += tokens
-        fixed += 1
-    shared = order[fixed:]
+    shared = order[_place_fixed(load, first, following, order, rank_of, flow, used) :]
     total = used.sum()
     for expert in shared:
         total += load[expert]
@@ -193,6 +182,81 @@ def choose_replicas(
     active[:] = 0
     tokens[:] = 0.0
     chosen[:] = -1
+    shared = _place_active(load, first, following, rank_of, active, tokens, chosen)
+    peak = max(active.max(), -(-(active.sum() + shared.shape[0]) // ranks))
+    # (S,) 1 where a slot serves an expert that may move.
+    serves = np.zeros(phy2log.shape[0], np.int64)
+    scratch = np.empty((3, ranks), np.int64)
+    through, source, queue = scratch[0], scratch[1], scratch[2]
+    for expert in shared:
+        slot = _lightest(first[expert], following, rank_of, peak, active, tokens)
+        rank = -1
+        if slot < 0:
+            rank, _ = _find_room(
+                expert, phy2log, first, following, rank_of, serves, active, peak, 0, through,
+                source, queue,
+            )  # fmt: skip
+            if rank < 0:
+                peak += 1
+                slot = _lightest(first[expert], following, rank_of, peak, active, tokens)
+        if slot >= 0:
+            # A chain of one.
+            rank = rank_of[slot]
+            through[rank], source[rank] = slot, -1
+        _push(rank, 1, peak, rank_of, through, source, serves, active)
+        _note_chain(rank, load, phy2log, rank_of, through, source, tokens, chosen)
+    return int(peak)
+
+
+@kernel
+def _ranks_of_slots(slots: int, ranks: int) -> NDArray[np.int64]:
+    """Return the (S,) rank of each slot: looked up often, and a division takes longer."""
+    per_rank = slots // ranks
+    rank_of = np.empty(slots, np.int64)
+    for rank in range(ranks):
+        for slot in range(rank * per_rank, (rank + 1) * per_rank):
+            rank_of[slot] = rank
+    return rank_of
+
+
+@kernel
+def _place_fixed(
+    load: NDArray[np.float64],
+    first: NDArray[np.int64],
+    following: NDArray[np.int64],
+    order: NDArray[np.int64],
+    rank_of: NDArray[np.int64],
+    flow: NDArray[np.float64],
+    used: NDArray[np.float64],
+) -> int:
+    """Place the experts on one rank, which come first in the order; return the number of these.
+
+    Experts without a replica, which come even before, count too.
+    """
+    fixed = 0
+    for expert in order:
+        slot = first[expert]
+        if slot >= 0:
+            if following[slot] >= 0:
+                break
+            tokens = load[expert]
+            flow[slot] = tokens
+            used[rank_of[slot]] += tokens
+        fixed += 1
+    return fixed
+
+
+@kernel
+def _place_active(
+    load: NDArray[np.float64],
+    first: NDArray[np.int64],
+    following: NDArray[np.int64],
+    rank_of: NDArray[np.int64],
+    active: NDArray[np.int64],
+    tokens: NDArray[np.float64],
+    chosen: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Place the active experts that are on one rank; return the others, the heaviest first."""
     shared = np.empty(load.shape[0], np.int64)
     weight = np.empty(load.shape[0])
     found = 0
@@ -209,48 +273,7 @@ def choose_replicas(
         chosen[expert] = slot
         active[rank_of[slot]] += 1
         tokens[rank_of[slot]] += load[expert]
-    peak = max(active.max(), -(-(active.sum() + found) // ranks))
-    # (S,) 1 where a slot serves an expert that may move.
-    serves = np.zeros(phy2log.shape[0], np.int64)
-    scratch = np.empty((3, ranks), np.int64)
-    through, source, queue = scratch[0], scratch[1], scratch[2]
-    for expert in shared[np.argsort(weight[:found], kind="mergesort")]:
-        slot = _lightest(first[expert], following, rank_of, peak, active, tokens)
-        rank = -1
-        if slot < 0:
-            rank, _ = _find_room(
-                expert, phy2log, first, following, rank_of, serves, active, peak, 0, through,
-                source, queue,
-            )  # fmt: skip
-            if rank < 0:
-                peak += 1
-                slot = _lightest(first[expert], following, rank_of, peak, active, tokens)
-        if slot >= 0:
-            # A chain of one.
-            rank = rank_of[slot]
-            through[rank], source[rank] = slot, -1
-        _push(rank, 1, peak, rank_of, through, source, serves, active)
-        while True:
-            slot = through[rank]
-            moved = phy2log[slot]
-            chosen[moved] = slot
-            tokens[rank] += load[moved]
-            if source[rank] < 0:
-                break
-            rank = rank_of[source[rank]]
-            tokens[rank] -= load[moved]
-    return int(peak)
-
-
-@kernel
-def _ranks_of_slots(slots: int, ranks: int) -> NDArray[np.int64]:
-    """Return the (S,) rank of each slot: looked up often, and a division takes longer."""
-    per_rank = slots // ranks
-    rank_of = np.empty(slots, np.int64)
-    for rank in range(ranks):
-        for slot in range(rank * per_rank, (rank + 1) * per_rank):
-            rank_of[slot] = rank
-    return rank_of
+    return shared[np.argsort(weight[:found], kind="mergesort")]
 
 
 @kernel
@@ -386,3 +409,26 @@ def _push(
         rank = rank_of[source[rank]]
     flow[through[rank]] += amount
     return float(amount)
+
+
+@kernel
+def _note_chain(
+    rank: int,
+    load: NDArray[np.float64],
+    phy2log: NDArray[np.int32],
+    rank_of: NDArray[np.int64],
+    through: NDArray[np.int64],
+    source: NDArray[np.int64],
+    tokens: NDArray[np.float64],
+    chosen: NDArray[np.int64],
+) -> None:
+    """Write to `tokens` and `chosen` that every expert of a chain was pushed one rank on."""
+    while True:
+        slot = through[rank]
+        moved = phy2log[slot]
+        chosen[moved] = slot
+        tokens[rank] += load[moved]
+        if source[rank] < 0:
+            return
+        rank = rank_of[source[rank]]
+        tokens[rank] -= load[moved]
