@@ -89,20 +89,6 @@ def test_a_profile_by_replicas_is_used_where_it_fits(profile):
     assert "curve of curve-GPU-1.json" in poor.basis.words
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"read_s": -1.0}, "read_s is -1.0"),
-        ({"s_per_token": 0.0}, "s_per_token is 0.0"),
-        ({"fixed_s": float("nan")}, "fixed_s is nan"),
-        ({"another": 1.0}, "another"),
-    ],
-)
-def test_a_profile_by_replicas_that_cannot_be_is_refused(profile, changes, message):
-    with pytest.raises(InvalidInput, match=message):
-        cost(cost="curve", curve=profile(replica_cost=BY_REPLICAS | changes))
-
-
 def test_speeds_of_ranks_scale_every_model(profile):
     work = np.array([[6.0, 6.0]])
     for options in (
@@ -176,14 +162,10 @@ def test_options_that_do_not_fit_are_refused(options, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tile_seconds": [3e-4, 1e-4]}, "1 tiles cost less than the one before"),
-        ({"tile_seconds": []}, "K at least 1"),
+        ({"tile_seconds": [3e-4, 1e-4]}, "it falls with the number of tokens"),
         ({"tile_seconds": ["x"]}, "is no curve"),
-        ({"tile_seconds": 3}, "is no curve"),
         ({"tile_seconds": [0.0, 0.0]}, "0 seconds at any tokens"),
-        ({"slope_s_per_token": -1.0}, "slope_s_per_token"),
-        ({"slope_s_per_token": float("nan")}, "slope_s_per_token"),
-        ({"tile_tokens": 0}, "tile_tokens is 0"),
+        ({"replica_cost": BY_REPLICAS | {"read_s": -1.0}}, "read_s is -1.0"),
     ],
 )
 def test_a_file_that_holds_no_curve_is_refused(profile, changes, message):

@@ -1,8 +1,7 @@
 """Turns the options of `evenkeel replay` about time into the cost model of a replay."""
 
-import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_toke
 from evenkeel_moe.replay.options import CostOptions
 from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, profiled_cost
 from evenkeel_moe.telemetry.step_times import NoFit
-from evenkeel_moe.wire.link import CostCurve, ReplicaCost
+from evenkeel_moe.wire.profile_text import parse_profile
 
 
 class CostKind(StrEnum):
@@ -103,23 +102,13 @@ def _of_curve(path: Path | None, shape: ModelShape) -> CostModel:
     if path is None:
         raise InvalidInput("--cost curve needs --curve with a file that `evenkeel profile` wrote")
     try:
-        content = json.loads(path.read_text("utf-8"))
-        curve, told = content["curve"], content.get("replica_cost")
-        seconds = tuple(float(value) for value in curve["tile_seconds"])
-        found = CostCurve(int(curve["tile_tokens"]), seconds, float(curve["slope_s_per_token"]))
-        cost = None if told is None else ReplicaCost(**{name: float(told[name]) for name in told})
+        told = parse_profile(path.read_text("utf-8"))
+        ranks = (RankNumbers(curve=told.curve, replica_cost=told.replica_cost),) * shape.num_ranks
+        unmeasured = NoFit("a replay measures nothing")
+        model = profiled_cost(KnownCosts(shape, ranks, unmeasured, 0.0, 0.0, now_unix=0.0))
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise InvalidInput(f"{path} is no curve: {error!r:.200}") from error
-    ranks = (RankNumbers(curve=found, replica_cost=cost),) * shape.num_ranks
-    unmeasured = NoFit("a replay measures nothing")
-    try:
-        # Checked alone, so that a fault is counted once and not for every rank.
-        CostCurves(found.tile_tokens, np.array([seconds]), np.array([found.slope_s_per_token]))
-        _check_cost(cost)
-        model = profiled_cost(KnownCosts(shape, ranks, unmeasured, 0.0, 0.0, now_unix=0.0))
-    except EvenkeelError as error:
+    except (ValueError, EvenkeelError) as error:
         raise InvalidInput(f"{path} is no curve: {error}") from error
     kind = "curve" if model.replica.proportional else "tokens and replicas"
     return replace(
@@ -127,17 +116,6 @@ def _of_curve(path: Path | None, shape: ModelShape) -> CostModel:
         shared_tokens=shared_tokens(shape),
         detail=f"{kind} of {path.name}, the same on every rank",
     )
-
-
-def _check_cost(cost: ReplicaCost | None) -> None:
-    """Check the numbers of a file.
-
-    Raises:
-        InvalidInput: a number is negative or not finite, or no time is counted for a token.
-    """
-    for name, value in ({} if cost is None else asdict(cost)).items():
-        if not 0 <= value < math.inf or (name == "s_per_token" and value == 0):
-            raise InvalidInput(f"{name} is {value}")
 
 
 def _speeds(text: str, ranks: int) -> NDArray[np.float64]:
