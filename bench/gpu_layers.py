@@ -27,7 +27,8 @@ from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.registry import resolve_policy
 from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.replay.walk import Setup, relabelled
+from evenkeel_moe.planning.schedule.relabel import relabel_proposal
+from evenkeel_moe.replay.walk import Setup
 from evenkeel_moe.wire.link import ReplicaCost
 
 __all__ = ["RaggedLayer", "layer_times", "rank_tokens", "slowest_ranks"]
@@ -135,7 +136,7 @@ def _planned(setup: Setup, name: str, objective: Objective) -> Placement:
     """Return the placement that a policy plans on the first window of the trace."""
     under = replace(setup, objective=objective)
     problem = under.problem(0, setup.window_steps, Placement.initial(setup.shape))
-    return relabelled(problem, resolve_policy(name)(problem))
+    return relabel_proposal(problem, resolve_policy(name)(problem))
 
 
 def _by_fit(cost: ReplicaCost) -> Callable[[Share], float]:

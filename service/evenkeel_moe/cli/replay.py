@@ -107,10 +107,10 @@ def compare_command(
     from evenkeel_moe.replay.compare import compare
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
     from evenkeel_moe.replay.planners import choose_planners
-    from evenkeel_moe.replay.replica_tradeoff import check_kv_options, walked_tradeoff
+    from evenkeel_moe.replay.replica_tradeoff import kv_memory, walked_tradeoff
 
     check_writable(save_plans, html)
-    check_kv_options(kv)
+    weigh_replicas = kv_memory(kv) is not None or html is not None
     if html is not None:
         _check_matplotlib()
     recorded = read_recorded(trace, reading)
@@ -123,7 +123,7 @@ def compare_command(
         horizon_steps=compared.horizon,
     )
     names = compared.names()
-    policies = replay_policies(names, planning)
+    policies = replay_policies(names, planning, fleet.bytes_per_expert)
     planners = choose_planners(names, baselines=compared.baselines, policies=policies)
     _tell_start(planners, recorded)
     recorded = with_origin(recorded, setup, planners, reading)
@@ -133,11 +133,10 @@ def compare_command(
             setup,
             planners,
             fleet.bytes_per_expert,
-            budget=html is not None,
             on_work=on_work,
             on_replan=on_replan,
         )
-        tradeoff = walked_tradeoff(setup, kv)
+        tradeoff = walked_tradeoff(setup, kv) if weigh_replicas else None
     # Printed before any file is written: a full disk must not lose the results.
     _print_comparison(comparison, tradeoff, as_json)
     _write_files(comparison, tradeoff, save_plans, html)
@@ -167,54 +166,22 @@ def _write_files(comparison: Any, tradeoff: Any, plans: Path | None, html: Path 
 
 
 def _print_comparison(comparison: Any, tradeoff: Any, as_json: bool) -> None:
-    from evenkeel_moe.replay.headline import copies_words, headline
-    from evenkeel_moe.replay.legend import column_lines, policy_lines
-    from evenkeel_moe.replay.tables import comparison_table, shown_columns
+    from evenkeel_moe.cli.replay_tables import comparison_parts
 
     if as_json:
         print_json({**comparison.as_dict(), **_tradeoff_fields(tradeoff)})
         return
     facts = ", ".join(f"{value} {name}" for name, value in comparison.facts().items())
-    results, width = comparison.results, stdout_console().width
-    table = comparison_table(results, width)
-    names = [result.policy for result in results]
-    texts = [
-        headline(comparison),
-        copies_words(comparison),
-        f"Cost model: {comparison.cost_model.words}.",
-    ]
-    if comparison.replicas is not None:
-        texts.append(comparison.replicas.words)
-    shown = _tradeoff_parts(tradeoff)
-    legend = [*column_lines(shown_columns(results, width)), *policy_lines(names)]
     print_parts(
-        *map(Text, doubt_lines(comparison.findings)),
-        _headline(comparison.name, f": {facts}"),
-        table,
-        *map(Text, texts),
-        *shown,
-        Text("\n".join(("", *legend)), style="dim"),
+        *map(Text, doubt_lines(comparison.trace.findings)),
+        _headline(comparison.trace.name, f": {facts}"),
+        *comparison_parts(comparison, tradeoff, stdout_console().width),
     )
 
 
 def _tradeoff_fields(tradeoff: Any) -> dict[str, Any]:
     """Return replicas against KV cache as plain values; empty if not asked for."""
     return {} if tradeoff is None else {"replica_tradeoff": asdict(tradeoff)}
-
-
-def _tradeoff_parts(tradeoff: Any) -> list[Any]:
-    """Return the table of replicas against KV cache and its sentence; empty if not asked for."""
-    from evenkeel_moe.replay.tables import tradeoff_table
-
-    return (
-        []
-        if tradeoff is None
-        else [
-            tradeoff_table(tradeoff),
-            Text(tradeoff.words),
-            Text(tradeoff.craft_words),
-        ]
-    )
 
 
 @app.command("plan")
@@ -245,10 +212,11 @@ def plan_command(
     as_json: JsonOption = False,
 ) -> None:
     """Plan one placement on a trace and write it to a file for an engine."""
+    from evenkeel_moe.cli.replay_tables import tradeoff_parts
     from evenkeel_moe.formats import PlacementFormat
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
-    from evenkeel_moe.replay.replica_tradeoff import window_tradeoff
-    from evenkeel_moe.replay.single import plan_once
+    from evenkeel_moe.replay.replica_tradeoff import kv_memory, window_tradeoff
+    from evenkeel_moe.replay.single import plan_newest
 
     check_writable(output.out)
     format_ = PlacementFormat.parse(output.format_name)
@@ -258,10 +226,11 @@ def plan_command(
     setup = replay_setup(recorded, fleet, planning, cost, window_steps=steps, horizon_steps=1)
     start = None if current is None else read_current(current, fleet.ranks, recorded)
     recorded = with_origin(recorded, setup, [policy], reading)
-    tradeoff = window_tradeoff(setup, kv)
+    tradeoff = None if kv_memory(kv) is None else window_tradeoff(setup, kv)
     with work_bars() as (on_work, _):
         on_work(f"{policy}: planning", 0)
-        placement, numbers = plan_once(policy, setup, start, replay_policies([policy], planning))
+        policies = replay_policies([policy], planning, fleet.bytes_per_expert)
+        placement, numbers = plan_newest(policy, setup, start, policies)
     info = {
         "policy": policy,
         "trace": recorded.name,
@@ -277,7 +246,7 @@ def plan_command(
         return
     above = map(Text, doubt_lines(recorded.findings))
     about = f" ({format_}): {_plan_line(info, numbers)}.{first_row(format_, recorded)}"
-    print_parts(*above, _headline(str(output.out), about), *_tradeoff_parts(tradeoff))
+    print_parts(*above, _headline(str(output.out), about), *tradeoff_parts(tradeoff))
 
 
 _NAMES = {
@@ -317,8 +286,8 @@ def inspect_command(
     load in nearly all steps, temporal ones in few. The loads of a correlated pair rise in the same
     steps. Drift is the change of the loads over time.
     """
+    from evenkeel_moe.cli.replay_tables import description_parts
     from evenkeel_moe.replay.describe import describe
-    from evenkeel_moe.replay.tables import description_tables
 
     description = describe(read_recorded(trace, reading), num_ranks=ranks, window_steps=window)
     if as_json:
@@ -333,7 +302,7 @@ def inspect_command(
         f" step; {high} layers of high skew"
     )
     above = map(Text, doubt_lines(description.findings))
-    print_parts(*above, _headline(description.name, about), *description_tables(description))
+    print_parts(*above, _headline(description.name, about), *description_parts(description))
 
 
 def _headline(name: str, about: str) -> Text:

@@ -1,25 +1,43 @@
-"""Says in one sentence what a comparison found."""
+"""Says in sentences what a comparison found, and what its policies and columns are."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from evenkeel_moe.model.finding import doubts
+from evenkeel_moe.replay.columns import COLUMNS
 from evenkeel_moe.replay.compare import Comparison
-from evenkeel_moe.replay.planners import BASELINES
+from evenkeel_moe.replay.planners import BASELINES, VERDICT
 from evenkeel_moe.replay.walk_metrics import COPY_BYTES_PER_S, WalkMetrics
 
-BASELINE_WORDS = {
+POLICY_WORDS = {
     "initial": "experts in order with spare slots filled in turn, and never a copy",
     "once": "eplb on the first window, and never again",
     "ewma": "eplb at every replan, on a mean of the past in which old steps weigh less",
+    "eplb": "DeepSeek's algorithm: replicas for the experts with most tokens, then an even split"
+    " of the tokens over the ranks",
+    "eplb-global": "eplb over all ranks at once, for decode",
+    "eplb-hierarchical": "eplb over nodes first and then inside each node, for prefill",
+    "craft": "for each layer its own number of replicas, so that they use little memory",
+    "gem": "no replicas; the slowest rank of each step gets less, also if ranks differ in speed",
+    "libra": "replicas near the ranks whose tokens choose the expert, as the paper prints it",
+    "metro": "eplb, with the steps in which an expert has tokens at all as its load",
+    "keel": "the least predicted MoE time of the slowest ranks, plus a price for each copy;"
+    " Evenkeel's default",
 }
-"""Planner that is there only to compare with -> what it does."""
+"""Name -> what it does."""
 
 
-def baseline_words(comparison: Comparison) -> list[str]:
-    """Return one sentence for each planner that is there only to compare with."""
-    rows = {result.policy for result in comparison.results}
-    return [f"{name}: {words}." for name, words in BASELINE_WORDS.items() if name in rows]
+def legend_lines(comparison: Comparison, heads: Collection[str]) -> list[str]:
+    """Return one line for each column of these heads, and for each policy of the comparison."""
+    lines = [f"{one.head}: {one.explanation}" for one in COLUMNS if one.head in heads]
+    names = [result.policy for result in comparison.results]
+    plain = dict.fromkeys(name.removesuffix(VERDICT) for name in names)
+    lines += [f"{name}: {POLICY_WORDS[name]}" for name in plain if name in POLICY_WORDS]
+    if any(name.endswith(VERDICT) for name in names):
+        lines.append(
+            f"{VERDICT}: the policy's plans are adopted only if later steps show that they pay"
+        )
+    return lines
 
 
 def headline(comparison: Comparison) -> str:
@@ -31,8 +49,12 @@ def headline(comparison: Comparison) -> str:
     if best is None:
         return "The scored steps have no load, so the policies cannot be compared."
     over = f"{best.time_over_fluid - 1:.1%} above a perfect split of tokens"
-    moe_time = comparison.setup.objective.cost.basis.moe_time
-    on = "On the counts as they are, which are in doubt, " if doubts(comparison.findings) else ""
+    moe_time = comparison.cost_model.moe_time
+    on = (
+        "On the counts as they are, which are in doubt, "
+        if doubts(comparison.trace.findings)
+        else ""
+    )
     found = f"{best.policy} has the least predicted {moe_time}, {over}{_against(best, results)}."
     return on + found
 
