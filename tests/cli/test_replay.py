@@ -5,7 +5,6 @@ import re
 import sys
 import xml.etree.ElementTree as ET
 from html import unescape
-from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -14,20 +13,13 @@ from typer.testing import CliRunner
 from evenkeel_moe.cli.replay import app
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
-from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.policies.registry import FORMS, POLICIES
 from evenkeel_moe.replay.columns import COLUMNS
-from evenkeel_moe.replay.options import PlanningOptions
 from evenkeel_moe.replay.planners import BASELINES
 from evenkeel_moe.replay.words import POLICY_WORDS
 from tests.cli.conftest import SMALL, run_replay
 from tests.replay.conftest import SHIPPED
 from tests.waiting import deadline
-
-
-def test_the_help_of_dispatch_names_every_rule():
-    option = get_type_hints(PlanningOptions, include_extras=True)["dispatch"].__metadata__[0]
-    assert all(rule in option.help for rule in DispatchModel)
 
 
 def test_compare_works_on_the_shipped_trace_and_prints_what_it_promises():

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 
 from evenkeel_moe.replay.report import render_report
-from evenkeel_moe.replay.walk_metrics import copy_seconds
+from evenkeel_moe.replay.walk_metrics import COPY_BYTES_PER_S
 from evenkeel_moe.replay.words import copies_words, headline
 from tests.replay.test_report import _compare
 
@@ -33,8 +33,10 @@ def test_the_best_policy_is_named_with_what_it_gains_and_costs(setup):
     assert "no load" in headline(nothing) and copies_words(nothing) == ""
 
 
-def test_ranks_copy_at_the_same_time():
-    assert copy_seconds(10e9, 2) == 1.0
+def test_ranks_copy_at_the_same_time(setup):
+    (result,) = _compare(setup, "eplb").results
+    assert result.bytes > 0
+    assert result.copy_s == result.bytes / 2 / COPY_BYTES_PER_S
 
 
 def test_the_page_begins_with_the_sentence_and_names_its_command(setup):

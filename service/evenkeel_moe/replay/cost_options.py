@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +12,10 @@ from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWo
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
-from evenkeel_moe.replay.options import CostOptions
+from evenkeel_moe.replay.options import CostKind, CostOptions
 from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, profiled_cost
 from evenkeel_moe.telemetry.step_times import NoFit
 from evenkeel_moe.wire.profile_text import parse_profile
-
-
-class CostKind(StrEnum):
-    """The cost models that a replay can be asked for."""
-
-    TOKENS = "tokens"
-    CURVE = "curve"
-    ROOFLINE = "roofline"
 
 
 def replay_cost(
@@ -43,15 +34,15 @@ def replay_cost(
             the file holds no curve, or Waterfill has no shared experts to place.
         ShapeMismatch: not one positive speed for each rank.
     """
-    kind = _kind(asked)
+    _check_belongs(asked)
     if dispatch is DispatchModel.WATERFILL and shape.shared_experts is None:
         raise InvalidInput(
             "--dispatch waterfill needs --shared-experts: it places their work, and without it the"
             " split is even"
         )
-    if kind is CostKind.CURVE:
+    if asked.cost is CostKind.CURVE:
         model = _of_curve(asked.curve, shape)
-    elif kind is CostKind.ROOFLINE:
+    elif asked.cost is CostKind.ROOFLINE:
         model = _of_roofline(asked, shape)
     else:
         model = tokens_cost(shape, dispatch)
@@ -59,13 +50,8 @@ def replay_cost(
     return model if slowness is None else _slowed(model, slowness)
 
 
-def _kind(asked: CostOptions) -> CostKind:
-    """Return the cost model asked for, after checking that the other options belong to it."""
-    try:
-        kind = CostKind(asked.cost)
-    except ValueError as error:
-        known = ", ".join(CostKind)
-        raise InvalidInput(f"unknown cost model {asked.cost!r}; known: {known}") from error
+def _check_belongs(asked: CostOptions) -> None:
+    """Check that the other options belong to the cost model asked for."""
     belongs = {
         "--curve": (asked.curve, CostKind.CURVE),
         "--device": (asked.device, CostKind.ROOFLINE),
@@ -73,9 +59,8 @@ def _kind(asked: CostOptions) -> CostKind:
         "--read-tokens": (asked.read_tokens, CostKind.ROOFLINE),
     }
     for option, (value, of) in belongs.items():
-        if value is not None and kind is not of:
-            raise InvalidInput(f"{option} belongs to --cost {of}, not to --cost {kind}")
-    return kind
+        if value is not None and asked.cost is not of:
+            raise InvalidInput(f"{option} belongs to --cost {of}, not to --cost {asked.cost}")
 
 
 def _of_roofline(asked: CostOptions, shape: ModelShape) -> CostModel:

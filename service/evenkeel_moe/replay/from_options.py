@@ -9,7 +9,6 @@ import numpy as np
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.checks import undivided
-from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.craft.policy import (
     CraftOptions,
@@ -44,13 +43,6 @@ def replay_setup(
     shape = _shape(fleet, trace)
     if words := undivided(fleet.ranks, "ranks", fleet.nodes, "nodes"):
         raise ShapeMismatch(words)
-    try:
-        dispatch = DispatchModel(planning.dispatch)
-    except ValueError as error:
-        known = ", ".join(DispatchModel)
-        raise InvalidInput(
-            f"unknown dispatch model {planning.dispatch!r}; known: {known}"
-        ) from error
     source = None
     if trace.source is not None and trace.source.shape[1] == fleet.ranks:
         source = trace.source.astype(np.float64)
@@ -62,8 +54,8 @@ def replay_setup(
         horizon_steps=horizon_steps,
         source=source,
         objective=Objective(
-            cost=replay_cost(cost, shape, fleet.rank_speeds, dispatch),
-            dispatch=dispatch,
+            cost=replay_cost(cost, shape, fleet.rank_speeds, planning.dispatch),
+            dispatch=planning.dispatch,
             cross_node_factor=planning.cross_node_factor,
             allow_duplicates=planning.allow_duplicates,
             fill_slots=planning.fill_slots,

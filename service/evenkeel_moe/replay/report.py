@@ -164,10 +164,8 @@ def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _balance_by_step(walk: Walk) -> NDArray[np.float64]:
-    values = metrics.balancedness(walk.rank_load)
-    known = ~np.isnan(values)
-    mean = np.where(known, values, 0.0).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
-    return np.asarray(mean, np.float64)
+    """Return the mean over layers of each step, NaN without load."""
+    return metrics.balancedness_by_layer(walk.rank_load.swapaxes(0, 1))
 
 
 def _time_by_step(walk: Walk) -> NDArray[np.float64]:
@@ -184,17 +182,16 @@ def _over_time(
     comparison: Comparison, by_step: Callable[[Walk], NDArray[np.float64]], label: str
 ) -> str:
     steps = comparison.walks[0].steps
-    group = math.ceil(len(steps) * comparison.setup.horizon_steps / MAX_POINTS)
+    count = len(steps) * comparison.setup.horizon_steps
+    group = math.ceil(count / MAX_POINTS)
 
-    def means(walk: Walk) -> NDArray[np.float64]:
-        values = by_step(walk)
-        whole = len(values) // group * group
+    def means(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        whole = count // group * group
         return np.asarray(values[:whole].reshape(-1, group).mean(axis=1), np.float64)
 
-    series = {walk.policy: means(walk) for walk in comparison.walks}
-    points = len(series[comparison.walks[0].policy])
-    xs = float(steps[0]) + group * (np.arange(points) + 0.5)
-    return lines(label, np.asarray(xs, np.float64), series, marks=steps.tolist(), grey=BASELINES)
+    xs = means(steps[0] + 0.5 + np.arange(count))
+    series = {walk.policy: means(by_step(walk)) for walk in comparison.walks}
+    return lines(label, xs, series, marks=steps.tolist(), grey=BASELINES)
 
 
 def _heat_maps(comparison: Comparison) -> str:
@@ -203,13 +200,15 @@ def _heat_maps(comparison: Comparison) -> str:
     first = int(comparison.walks[0].steps[-1])
     last = first + setup.horizon_steps
     load, split = setup.load[first:last], setup.split(first, last)
-    initial = metrics.rank_load(load, Placement.initial(setup.shape), split)
+    initial = metrics.window_rank_load(load, Placement.initial(setup.shape), split)
     planned = [walk for walk in comparison.walks if walk.policy not in BASELINES]
     shown = planned or [walk for walk in comparison.walks if walk.policy != "initial"]
-    maps = {"before: initial": _relative(initial)}
-    maps |= {
-        f"after: {walk.policy}": _relative(walk.rank_load[-setup.horizon_steps :]) for walk in shown
+    loads = {"before: initial": initial}
+    loads |= {
+        f"after: {walk.policy}": walk.rank_load[-setup.horizon_steps :].sum(axis=0)
+        for walk in shown
     }
+    maps = {name: _ratio(load, load.mean(axis=1, keepdims=True)) for name, load in loads.items()}
     distances = np.abs(np.concatenate([values.ravel() for values in maps.values()]) - 1)
     known = distances[np.isfinite(distances)]
     reach = max(0.1, float(np.percentile(known, 98))) if known.size else 1.0
@@ -222,18 +221,16 @@ def _heat_maps(comparison: Comparison) -> str:
     )
 
 
-def _relative(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(T, L, R) -> (L, R): load of each rank over the mean of its layer, NaN without load."""
-    load = rank_load.sum(axis=0)
-    return _ratio(load, np.repeat(load.mean(axis=1, keepdims=True), load.shape[1], axis=1))
-
-
 def _heat_map(
     name: str, values: NDArray[np.float64], layer_ids: Sequence[int], reach: float
 ) -> str:
-    """Return a table with one cell for each (L, R) value, shaded by its distance from 1.
+    """Return a table with one cell for each rank of each layer, shaded by its distance from 1.
 
-    A distance of `reach` gets the full shade; NaN leaves the cell blank.
+    Args:
+        name: of the map.
+        values: (L, R) load of each rank over the mean of its layer; NaN leaves the cell blank.
+        layer_ids: (L,) names of the rows.
+        reach: the distance from 1 that gets the full shade.
     """
     known = values[np.isfinite(values)]
     caption = f"{name}, worst {known.max():.2f}" if known.size else f"{name}, no load"
