@@ -16,7 +16,7 @@ from evenkeel_moe.replay.walk import Setup
 
 def _compare(setup: Setup, *policies: str) -> Comparison:
     trace = Trace(setup.load.astype(np.int64), (3, 4))
-    return compare(trace, setup, choose_planners(policies, baselines=False), 10)
+    return compare(trace, setup, choose_planners(policies, baselines=False))
 
 
 @pytest.mark.parametrize(

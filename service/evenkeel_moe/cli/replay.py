@@ -104,7 +104,8 @@ def compare_command(
     Copies and bytes are those of all replans except the first, which starts from the initial
     placement. The trace must be long enough for at least 4 replans.
     """
-    from evenkeel_moe.replay.compare import compare
+    from evenkeel_moe.formats.writing import write_file
+    from evenkeel_moe.replay.compare import compare, write_plans
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
     from evenkeel_moe.replay.planners import choose_planners
     from evenkeel_moe.replay.replica_tradeoff import kv_memory, walked_tradeoff
@@ -128,18 +129,20 @@ def compare_command(
     _tell_start(planners, recorded)
     recorded = with_origin(recorded, setup, planners, reading)
     with work_bars() as (on_work, on_replan):
-        comparison = compare(
-            recorded,
-            setup,
-            planners,
-            fleet.bytes_per_expert,
-            on_work=on_work,
-            on_replan=on_replan,
-        )
         tradeoff = walked_tradeoff(setup, kv) if weigh_replicas else None
+        comparison = compare(
+            recorded, setup, planners, tradeoff, on_work=on_work, on_replan=on_replan
+        )
     # Printed before any file is written: a full disk must not lose the results.
-    _print_comparison(comparison, tradeoff, as_json)
-    _write_files(comparison, tradeoff, save_plans, html)
+    _print_comparison(comparison, as_json)
+    if save_plans is not None:
+        write_plans(save_plans, comparison)
+    if html is not None:
+        from evenkeel_moe.replay.report import render_report
+
+        words = ["evenkeel", *sys.argv[1:]]
+        made_by = f"{shlex.join(words)}, {moment(SystemClock().unix())} UTC"
+        write_file(html, render_report(comparison, made_by))
 
 
 def _tell_start(planners: Iterable[str], recorded: Any) -> None:
@@ -151,37 +154,18 @@ def _tell_start(planners: Iterable[str], recorded: Any) -> None:
     )
 
 
-def _write_files(comparison: Any, tradeoff: Any, plans: Path | None, html: Path | None) -> None:
-    from evenkeel_moe.formats.writing import write_file
-    from evenkeel_moe.replay.compare import save_plans
-
-    if plans is not None:
-        save_plans(plans, comparison)
-    if html is not None:
-        from evenkeel_moe.replay.report import render_report
-
-        words = ["evenkeel", *sys.argv[1:]]
-        made_by = f"{shlex.join(words)}, {moment(SystemClock().unix())} UTC"
-        write_file(html, render_report(comparison, tradeoff, made_by))
-
-
-def _print_comparison(comparison: Any, tradeoff: Any, as_json: bool) -> None:
+def _print_comparison(comparison: Any, as_json: bool) -> None:
     from evenkeel_moe.cli.replay_tables import comparison_parts
 
     if as_json:
-        print_json({**comparison.as_dict(), **_tradeoff_fields(tradeoff)})
+        print_json(comparison.as_dict())
         return
     facts = ", ".join(f"{value} {name}" for name, value in comparison.facts().items())
     print_parts(
         *map(Text, doubt_lines(comparison.trace.findings)),
         _headline(comparison.trace.name, f": {facts}"),
-        *comparison_parts(comparison, tradeoff, stdout_console().width),
+        *comparison_parts(comparison, stdout_console().width),
     )
-
-
-def _tradeoff_fields(tradeoff: Any) -> dict[str, Any]:
-    """Return replicas against KV cache as plain values; empty if not asked for."""
-    return {} if tradeoff is None else {"replica_tradeoff": asdict(tradeoff)}
 
 
 @app.command("plan")
@@ -242,7 +226,8 @@ def plan_command(
     if as_json:
         findings = [asdict(each) for each in recorded.findings]
         where = {"file": str(output.out), "format": str(format_), "findings": findings}
-        print_json(where | info | _tradeoff_fields(tradeoff))
+        weighed = {} if tradeoff is None else {"replica_tradeoff": asdict(tradeoff)}
+        print_json(where | info | weighed)
         return
     above = map(Text, doubt_lines(recorded.findings))
     about = f" ({format_}): {_plan_line(info, numbers)}.{first_row(format_, recorded)}"

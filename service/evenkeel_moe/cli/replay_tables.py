@@ -14,9 +14,7 @@ from evenkeel_moe.replay.planners import BASELINES
 from evenkeel_moe.replay.words import copies_words, headline, legend_lines
 
 
-def comparison_parts(
-    comparison: Comparison, tradeoff: ReplicaTradeoff | None, width: int
-) -> list[RenderableType]:
+def comparison_parts(comparison: Comparison, width: int) -> list[RenderableType]:
     """Return the table of the policies, the sentences about it and the lines that explain it."""
     names = [result.policy for result in comparison.results]
     cells = [[Text(name) for name in names]]
@@ -42,7 +40,7 @@ def comparison_parts(
     return [
         table,
         *map(Text, texts),
-        *tradeoff_parts(tradeoff),
+        *tradeoff_parts(comparison.tradeoff),
         Text("\n".join(("", *legend_lines(comparison, heads))), style="dim"),
     ]
 

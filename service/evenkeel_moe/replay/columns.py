@@ -108,7 +108,7 @@ def tradeoff_columns(tradeoff: ReplicaTradeoff) -> dict[str, list[str]]:
         "extra replicas": [f"{row.name}{' (present)' if row.present else ''}" for row in rows],
         "balance": [plain(row.balancedness, 3) for row in rows],
         "MoE time": [f"{0.0 - row.gain:+.1%}" if math.isfinite(row.gain) else "-" for row in rows],
-        "memory": [bytes_text(row.extra_bytes_per_rank) for row in rows],
+        "more memory": [bytes_text(row.extra_bytes_per_rank) for row in rows],
         "KV tokens lost": [plain(row.kv_tokens_lost, 0) for row in rows],
         "KV tokens": [plain(row.kv_tokens, 0) for row in rows],
         "sequences": [plain(row.sequences, 0) for row in rows],

@@ -14,6 +14,7 @@ from evenkeel_moe.formats.writing import write_file
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity, judge_findings
+from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff
 from evenkeel_moe.replay.planners import VERDICT, warm_up
 from evenkeel_moe.replay.replica_effect import ReplicaEffect, replica_effect
 from evenkeel_moe.replay.walk import Planner, Setup, Walk, replan_steps, walk_forward
@@ -67,13 +68,14 @@ class Comparison:
 
     trace: Trace
     setup: Setup
-    bytes_per_expert: int
     walks: tuple[Walk, ...]
     results: tuple[WalkMetrics, ...]
     """The metrics of each walk."""
     replicas: ReplicaEffect | None
     """The effect of the replicas of the initial placement on the scored steps; None without
     replicas or load."""
+    tradeoff: ReplicaTradeoff | None = None
+    """Replicas against KV cache; None if not asked for."""
 
     @property
     def cost_model(self) -> CostBasis:
@@ -106,15 +108,17 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison as plain values: `results`, and the inputs they depend on."""
+        weighed = {} if self.tradeoff is None else {"replica_tradeoff": asdict(self.tradeoff)}
         return {
             "trace": self.trace.name,
             **self.sizes(),
             "pooled": self.setup.shape.pooled,
-            "bytes_per_expert": self.bytes_per_expert,
+            "bytes_per_expert": self.setup.shape.bytes_per_expert,
             "findings": [asdict(finding) for finding in self.trace.findings],
             "cost_model": asdict(self.cost_model) | {"words": self.cost_model.words},
             "replicas": None if self.replicas is None else asdict(self.replicas),
             "results": [asdict(result) for result in self.results],
+            **weighed,
         }
 
 
@@ -122,7 +126,7 @@ def compare(
     trace: Trace,
     setup: Setup,
     planners: Mapping[str, Planner],
-    bytes_per_expert: int,
+    tradeoff: ReplicaTradeoff | None = None,
     *,
     on_work: Callable[[str, int], None] = lambda name, replans: None,
     on_replan: Callable[[], None] = lambda: None,
@@ -133,7 +137,7 @@ def compare(
         trace: the source of the loads; its name and findings are kept.
         setup: the loads and the fleet.
         planners: planners by name, in the order of the results.
-        bytes_per_expert: size of all tensors of one expert.
+        tradeoff: replicas against KV cache, to be shown with the results.
         on_work: called before each piece of work with its name and its replans (0 for warming up).
         on_replan: called after each replan.
 
@@ -147,13 +151,13 @@ def compare(
     for name, planner in planners.items():
         on_work(name, replans)
         walks.append(walk_forward(name, planner, setup, on_replan=on_replan))
-    results = tuple(measure_walk(walk, bytes_per_expert) for walk in walks)
+    results = tuple(measure_walk(walk, setup.shape.bytes_per_expert) for walk in walks)
     first = setup.window_steps
     effect = replica_effect(setup, first, first + replans * setup.horizon_steps)
-    return Comparison(trace, setup, bytes_per_expert, tuple(walks), results, effect)
+    return Comparison(trace, setup, tuple(walks), results, effect, tradeoff)
 
 
-def save_plans(path: Path, comparison: Comparison) -> None:
+def write_plans(path: Path, comparison: Comparison) -> None:
     """Write every plan to an npz file, so that other tools can score it.
 
     The arrays are `<policy>_steps` and `<policy>_phy2log`. Plan i of a policy applied to the

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.model.finding import Severity
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.charts import PALETTE, lines
 from evenkeel_moe.replay.columns import COLUMNS, TRADEOFF_TITLE, tradeoff_columns
@@ -59,16 +58,14 @@ background:linear-gradient(var(--side),var(--side)) var(--even)}}
 """
 
 
-def render_report(
-    comparison: Comparison, tradeoff: ReplicaTradeoff | None = None, made_by: str = ""
-) -> str:
+def render_report(comparison: Comparison, made_by: str = "") -> str:
     """Return the page as HTML text.
 
     Args:
         comparison: what the page shows.
-        tradeoff: replicas against KV cache; None leaves the table out.
         made_by: the command and the date, to be shown; empty if unknown.
     """
+    tradeoff = comparison.tradeoff
     cost_model, horizon = comparison.cost_model, comparison.setup.horizon_steps
     sections = [
         _head(comparison, made_by),
