@@ -11,7 +11,7 @@ from evenkeel_moe.replay.columns import COLUMNS, TRADEOFF_TITLE, plain, tradeoff
 from evenkeel_moe.replay.compare import Comparison
 from evenkeel_moe.replay.describe import TraceDescription
 from evenkeel_moe.replay.planners import BASELINES
-from evenkeel_moe.replay.words import copies_words, headline, legend_lines
+from evenkeel_moe.replay.words import legend_lines, sentences
 
 
 def comparison_parts(comparison: Comparison, width: int) -> list[RenderableType]:
@@ -31,15 +31,9 @@ def comparison_parts(comparison: Comparison, width: int) -> list[RenderableType]
     ]
     table = FittedTable([FittedColumn("policy"), *columns], rows, gap=1)
     heads = [COLUMNS[index - 1].head for index in table.kept(width) if index]
-    texts = [
-        headline(comparison),
-        copies_words(comparison),
-        f"Cost model: {comparison.cost_model.words}.",
-        *([] if comparison.replicas is None else [comparison.replicas.words]),
-    ]
     return [
         table,
-        *map(Text, texts),
+        *map(Text, sentences(comparison)),
         *tradeoff_parts(comparison.tradeoff),
         Text("\n".join(("", *legend_lines(comparison, heads))), style="dim"),
     ]

@@ -15,7 +15,7 @@ from evenkeel_moe.replay.columns import COLUMNS, TRADEOFF_TITLE, tradeoff_column
 from evenkeel_moe.replay.compare import Comparison
 from evenkeel_moe.replay.planners import BASELINES
 from evenkeel_moe.replay.walk import Walk
-from evenkeel_moe.replay.words import copies_words, headline, legend_lines
+from evenkeel_moe.replay.words import legend_lines, sentences
 
 MAX_POINTS = 120
 """Most points of a line: neighbouring steps are averaged, so that lines can be told apart."""
@@ -120,16 +120,13 @@ def _head(comparison: Comparison, made_by: str) -> str:
             if each.severity is severity
         )
 
+    verdict, *texts = (escape(text) for text in sentences(comparison))
     facts = " · ".join(f"{value} {name}" for name, value in comparison.facts().items())
-    texts = [_METHOD, f"Cost model: {comparison.cost_model.words}."]
-    if comparison.replicas is not None:
-        texts.append(comparison.replicas.words)
     origin = f'<p class="facts">Made by <code>{escape(made_by)}</code></p>' if made_by else ""
     return (
         f"<header><h1>Replay of {escape(comparison.trace.name)}</h1>"
-        f'{told(Severity.DOUBT)}<p class="verdict">{escape(headline(comparison))}</p>'
-        f'<p>{escape(copies_words(comparison))}</p><p class="facts">{escape(facts)}</p>'
-        f"{''.join(f'<p>{escape(text)}</p>' for text in texts)}{told(Severity.NOTE)}{origin}"
+        f'{told(Severity.DOUBT)}<p class="verdict">{verdict}</p><p class="facts">{facts}</p>'
+        f"{''.join(f'<p>{text}</p>' for text in [*texts, _METHOD])}{told(Severity.NOTE)}{origin}"
         "</header>"
     )
 

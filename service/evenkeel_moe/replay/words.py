@@ -40,30 +40,32 @@ def legend_lines(comparison: Comparison, heads: Collection[str]) -> list[str]:
     return lines
 
 
-def headline(comparison: Comparison) -> str:
-    """Return which policy has the least predicted MoE time, and what it gains.
+def sentences(comparison: Comparison) -> list[str]:
+    """Return what the comparison found, the verdict first, and what it rests on.
 
-    If the recording is in doubt, the sentence says that it holds for the counts as they are.
+    The verdict names the policy with the least predicted MoE time and what it gains. If the
+    recording is in doubt, it says that it holds for the counts as they are.
     """
-    results, best = _best(comparison)
+    known = [one for one in comparison.results if math.isfinite(one.time_over_fluid)]
+    chosen = [one for one in known if one.policy not in BASELINES] or known
+    best = min(chosen, key=lambda one: one.time_over_fluid, default=None)
     if best is None:
-        return "The scored steps have no load, so the policies cannot be compared."
-    over = f"{best.time_over_fluid - 1:.1%} above a perfect split of tokens"
-    moe_time = comparison.cost_model.moe_time
-    on = (
-        "On the counts as they are, which are in doubt, "
-        if doubts(comparison.trace.findings)
-        else ""
-    )
-    found = f"{best.policy} has the least predicted {moe_time}, {over}{_against(best, results)}."
-    return on + found
+        found = ["The scored steps have no load, so the policies cannot be compared."]
+    else:
+        doubted = doubts(comparison.trace.findings)
+        on = "On the counts as they are, which are in doubt, " if doubted else ""
+        verdict = (
+            f"{on}{best.policy} has the least predicted {comparison.cost_model.moe_time},"
+            f" {best.time_over_fluid - 1:.1%} above a perfect split of tokens"
+            f"{_against(best, known)}."
+        )
+        found = [verdict, _copies_words(best)]
+    found.append(f"Cost model: {comparison.cost_model.words}.")
+    return found if comparison.replicas is None else [*found, comparison.replicas.words]
 
 
-def copies_words(comparison: Comparison) -> str:
-    """Return what a replan of that policy copies, and how long it takes; empty if unknown."""
-    best = _best(comparison)[1]
-    if best is None:
-        return ""
+def _copies_words(best: WalkMetrics) -> str:
+    """Return what a replan of a policy copies, and how long it takes."""
     replans = best.replans - 1
     if best.bytes == 0 or replans < 1:
         return f"After its first plan {best.policy} copies nothing."
@@ -71,13 +73,6 @@ def copies_words(comparison: Comparison) -> str:
         f"A replan of {best.policy} copies {best.bytes / replans / 1e9:.2g} GB between ranks, about"
         f" {best.copy_s / replans:.2g} s at {COPY_BYTES_PER_S / 1e9:g} GB/s per rank."
     )
-
-
-def _best(comparison: Comparison) -> tuple[list[WalkMetrics], WalkMetrics | None]:
-    """Return the results that can be compared, and the one of the best policy among them."""
-    results = [one for one in comparison.results if math.isfinite(one.time_over_fluid)]
-    chosen = [one for one in results if one.policy not in BASELINES] or results
-    return results, min(chosen, key=lambda one: one.time_over_fluid, default=None)
 
 
 def _against(best: WalkMetrics, results: Sequence[WalkMetrics]) -> str:
