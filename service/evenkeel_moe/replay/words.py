@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from evenkeel_moe.model.finding import doubts
+from evenkeel_moe.model.quantities import bytes_text
 from evenkeel_moe.replay.columns import COLUMNS
 from evenkeel_moe.replay.compare import Comparison
 from evenkeel_moe.replay.planners import BASELINES, VERDICT
@@ -70,7 +71,7 @@ def _copies_words(best: WalkMetrics) -> str:
     if best.bytes == 0 or replans < 1:
         return f"After its first plan {best.policy} copies nothing."
     return (
-        f"A replan of {best.policy} copies {best.bytes / replans / 1e9:.2g} GB between ranks, about"
+        f"A replan of {best.policy} copies {bytes_text(best.bytes / replans)} between ranks, about"
         f" {best.copy_s / replans:.2g} s at {COPY_BYTES_PER_S / 1e9:g} GB/s per rank."
     )
 
