@@ -104,11 +104,10 @@ def compare_command(
     Copies and bytes are those of all replans except the first, which starts from the initial
     placement. The trace must be long enough for at least 4 replans.
     """
-    from evenkeel_moe.formats.writing import write_file
     from evenkeel_moe.replay.compare import compare, write_plans
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
     from evenkeel_moe.replay.planners import choose_planners
-    from evenkeel_moe.replay.replica_tradeoff import kv_memory, walked_tradeoff
+    from evenkeel_moe.replay.replica_tradeoff import kv_memory, weigh_on_walk
 
     check_writable(save_plans, html)
     weigh_replicas = kv_memory(kv) is not None or html is not None
@@ -129,7 +128,7 @@ def compare_command(
     _tell_start(planners, recorded)
     recorded = with_origin(recorded, setup, planners, reading)
     with work_bars() as (on_work, on_replan):
-        tradeoff = walked_tradeoff(setup, kv) if weigh_replicas else None
+        tradeoff = weigh_on_walk(setup, kv) if weigh_replicas else None
         comparison = compare(
             recorded, setup, planners, tradeoff, on_work=on_work, on_replan=on_replan
         )
@@ -138,11 +137,7 @@ def compare_command(
     if save_plans is not None:
         write_plans(save_plans, comparison)
     if html is not None:
-        from evenkeel_moe.replay.report import render_report
-
-        words = ["evenkeel", *sys.argv[1:]]
-        made_by = f"{shlex.join(words)}, {moment(SystemClock().unix())} UTC"
-        write_file(html, render_report(comparison, made_by))
+        _write_page(html, comparison)
 
 
 def _tell_start(planners: Iterable[str], recorded: Any) -> None:
@@ -152,6 +147,15 @@ def _tell_start(planners: Iterable[str], recorded: Any) -> None:
         " may take minutes, above all the first time, when kernels are compiled",
         err=True,
     )
+
+
+def _write_page(path: Path, comparison: Any) -> None:
+    from evenkeel_moe.formats.writing import write_file
+    from evenkeel_moe.replay.report import render_report
+
+    words = ["evenkeel", *sys.argv[1:]]
+    made_by = f"{shlex.join(words)}, {moment(SystemClock().unix())} UTC"
+    write_file(path, render_report(comparison, made_by))
 
 
 def _print_comparison(comparison: Any, as_json: bool) -> None:
@@ -199,18 +203,17 @@ def plan_command(
     from evenkeel_moe.cli.replay_tables import tradeoff_parts
     from evenkeel_moe.formats import PlacementFormat
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
-    from evenkeel_moe.replay.replica_tradeoff import kv_memory, window_tradeoff
+    from evenkeel_moe.replay.replica_tradeoff import tradeoff_fields, weigh_on_window
     from evenkeel_moe.replay.single import plan_newest
 
     check_writable(output.out)
     format_ = PlacementFormat.parse(output.format_name)
     check_rows(format_, recorded := read_recorded(trace, reading))
-    if (steps := window or recorded.num_steps) > recorded.num_steps:
-        raise InvalidInput(f"--window {steps}: the trace has {recorded.num_steps} steps")
+    steps = window or recorded.num_steps
     setup = replay_setup(recorded, fleet, planning, cost, window_steps=steps, horizon_steps=1)
     start = None if current is None else read_current(current, fleet.ranks, recorded)
     recorded = with_origin(recorded, setup, [policy], reading)
-    tradeoff = None if kv_memory(kv) is None else window_tradeoff(setup, kv)
+    tradeoff = weigh_on_window(setup, kv)
     with work_bars() as (on_work, _):
         on_work(f"{policy}: planning", 0)
         policies = replay_policies([policy], planning, fleet.bytes_per_expert)
@@ -226,8 +229,7 @@ def plan_command(
     if as_json:
         findings = [asdict(each) for each in recorded.findings]
         where = {"file": str(output.out), "format": str(format_), "findings": findings}
-        weighed = {} if tradeoff is None else {"replica_tradeoff": asdict(tradeoff)}
-        print_json(where | info | weighed)
+        print_json(where | info | tradeoff_fields(tradeoff))
         return
     above = map(Text, doubt_lines(recorded.findings))
     about = f" ({format_}): {_plan_line(info, numbers)}.{first_row(format_, recorded)}"

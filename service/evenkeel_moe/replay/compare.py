@@ -17,6 +17,7 @@ from evenkeel_moe.model.finding import Finding, FindingCode, Severity, judge_fin
 from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff
 from evenkeel_moe.replay.planners import VERDICT, warm_up
 from evenkeel_moe.replay.replica_effect import ReplicaEffect, replica_effect
+from evenkeel_moe.replay.replica_tradeoff import tradeoff_fields
 from evenkeel_moe.replay.walk import Planner, Setup, Walk, replan_steps, walk_forward
 from evenkeel_moe.replay.walk_metrics import WalkMetrics, measure_walk
 
@@ -108,7 +109,6 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison as plain values: `results`, and the inputs they depend on."""
-        weighed = {} if self.tradeoff is None else {"replica_tradeoff": asdict(self.tradeoff)}
         return {
             "trace": self.trace.name,
             **self.sizes(),
@@ -118,7 +118,7 @@ class Comparison:
             "cost_model": asdict(self.cost_model) | {"words": self.cost_model.words},
             "replicas": None if self.replicas is None else asdict(self.replicas),
             "results": [asdict(result) for result in self.results],
-            **weighed,
+            **tradeoff_fields(self.tradeoff),
         }
 
 

@@ -41,6 +41,8 @@ def replay_setup(
             the trace.
     """
     shape = _shape(fleet, trace)
+    if window_steps > trace.num_steps:
+        raise InvalidInput(f"--window {window_steps}: the trace has {trace.num_steps} steps")
     if words := undivided(fleet.ranks, "ranks", fleet.nodes, "nodes"):
         raise ShapeMismatch(words)
     source = None

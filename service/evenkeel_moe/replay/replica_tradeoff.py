@@ -1,6 +1,8 @@
 """Weighs replicas against the KV cache on a trace, for `evenkeel replay compare` and `plan`."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.planning.decision.gates import GateSettings
@@ -31,7 +33,7 @@ def kv_memory(asked: KvOptions) -> KvMemory | None:
     return KvMemory(each, free)
 
 
-def walked_tradeoff(setup: Setup, asked: KvOptions) -> ReplicaTradeoff:
+def weigh_on_walk(setup: Setup, asked: KvOptions) -> ReplicaTradeoff:
     """Weigh numbers of replicas over the replans of a walk.
 
     Replicas are placed on each window and scored on the steps that follow it.
@@ -41,15 +43,20 @@ def walked_tradeoff(setup: Setup, asked: KvOptions) -> ReplicaTradeoff:
     return _tradeoff(setup, asked, [(step - window, step, step + horizon) for step in steps])
 
 
-def window_tradeoff(setup: Setup, asked: KvOptions) -> ReplicaTradeoff:
+def weigh_on_window(setup: Setup, asked: KvOptions) -> ReplicaTradeoff | None:
     """Weigh numbers of replicas on the last window of a trace.
 
     Replicas are placed on its older steps and scored on as many newest ones as a controller would
     hold out.
 
+    Returns:
+        None if the options tell no KV cache.
+
     Raises:
         InvalidInput: the window is too short to hold out any step.
     """
+    if kv_memory(asked) is None:
+        return None
     held_out = held_out_steps(setup.window_steps, int(GateSettings().min_held_out_steps))
     if held_out == 0:
         raise InvalidInput(
@@ -76,3 +83,8 @@ def _tradeoff(
     return kv_tradeoff(
         compare_levels(levels), kv_memory(asked), asked.tokens_per_sequence, asked.moe_share
     )
+
+
+def tradeoff_fields(tradeoff: ReplicaTradeoff | None) -> dict[str, Any]:
+    """Return the comparison as a field of an answer in JSON; none if it was not asked for."""
+    return {} if tradeoff is None else {"replica_tradeoff": asdict(tradeoff)}
