@@ -120,18 +120,6 @@ def slowest_ranks(
     }
 
 
-def _linear(setup: Setup) -> Placement:
-    """Return the placement without replicas: experts in order, the last slots of a rank empty."""
-    shape = setup.shape
-    row = np.full((shape.num_ranks, shape.slots_per_rank), EMPTY, np.int32)
-    for rank, part in enumerate(
-        np.array_split(np.arange(shape.num_logical_experts), shape.num_ranks)
-    ):
-        row[rank, : len(part)] = part
-    rows = np.repeat(row.reshape(1, -1), shape.num_layers, axis=0)
-    return Placement(rows, shape.num_ranks, shape.num_logical_experts)
-
-
 def _planned(setup: Setup, name: str, objective: Objective) -> Placement:
     """Return the placement that a policy plans on the first window of the trace."""
     under = replace(setup, objective=objective)
@@ -216,7 +204,7 @@ def _rows(
     scale = float(setup.load[: setup.window_steps].sum(axis=2).mean()) / choices
     there = ReplicaWork(work.read_tokens * scale, work.start_tokens * scale)
     placements = {
-        "linear": _linear(setup),
+        "linear": Placement.linear(setup.shape),
         "initial": Placement.initial(setup.shape),
         "eplb": _planned(setup, "eplb", Objective()),
         "keel": _planned(setup, "keel", Objective()),
