@@ -151,11 +151,12 @@ def walk_forward(
         EvenkeelError: the policy failed or broke an invariant; the message names it and the step.
     """
     steps = replan_steps(len(setup.load), setup.window_steps, setup.horizon_steps)
-    current = Placement.initial(setup.shape)
+    current, cost = Placement.initial(setup.shape), setup.objective.cost
     placements: list[Placement] = []
     copies = np.zeros((2, len(steps)), np.int64)
     plan_s = np.zeros(len(steps))
-    scored: list[tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]] = []
+    loads: list[NDArray[np.float64]] = []
+    times: list[NDArray[np.float64]] = []
     for index, step in enumerate(steps.tolist()):
         problem = setup.problem(step - setup.window_steps, step, current)
         try:
@@ -172,11 +173,21 @@ def walk_forward(
         except EvenkeelError as error:
             raise type(error)(f"policy {name} at step {step}: {error}", error.reason) from error
         placements.append(current)
-        scored.append(_score(setup, current, step))
+        last = step + setup.horizon_steps
+        load, split = setup.load[step:last], setup.split(step, last)
+        loads.append(metrics.rank_load(load, current, split))
+        times.append(moe_time.step_times(load, current, cost, split))
         on_replan()
-    rank_load, times, fluid = (np.concatenate(parts) for parts in zip(*scored, strict=True))
     return Walk(
-        name, steps, tuple(placements), copies[0], copies[1], plan_s, rank_load, times, fluid
+        policy=name,
+        steps=steps,
+        placements=tuple(placements),
+        copies_raw=copies[0],
+        copies=copies[1],
+        plan_s=plan_s,
+        rank_load=np.concatenate(loads),
+        times=np.concatenate(times),
+        fluid=moe_time.fluid_times(setup.load[steps[0] : last], setup.shape.num_ranks, cost),
     )
 
 
@@ -193,17 +204,3 @@ def checked_target(problem: PlacementProblem, proposal: Proposal) -> Placement:
         fill_slots=objective.fill_slots,
     )
     return relabel_proposal(problem, proposal)
-
-
-def _score(
-    setup: Setup, placement: Placement, step: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return the rank load, times and fluid times of the horizon that begins at `step`."""
-    last = step + setup.horizon_steps
-    load = setup.load[step:last]
-    split, cost = setup.split(step, last), setup.objective.cost
-    return (
-        metrics.rank_load(load, placement, split),
-        moe_time.step_times(load, placement, cost, split),
-        moe_time.fluid_times(load, setup.shape.num_ranks, cost),
-    )
