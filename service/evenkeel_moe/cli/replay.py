@@ -165,11 +165,8 @@ def _print_comparison(comparison: Any, as_json: bool) -> None:
         print_json(comparison.as_dict())
         return
     facts = ", ".join(f"{value} {name}" for name, value in comparison.facts().items())
-    print_parts(
-        *map(Text, doubt_lines(comparison.trace.findings)),
-        _headline(comparison.trace.name, f": {facts}"),
-        *comparison_parts(comparison, stdout_console().width),
-    )
+    parts = comparison_parts(comparison, stdout_console().width)
+    _print_answer(comparison.trace.findings, comparison.trace.name, f": {facts}", parts)
 
 
 @app.command("plan")
@@ -231,9 +228,8 @@ def plan_command(
         where = {"file": str(output.out), "format": str(format_), "findings": findings}
         print_json(where | info | tradeoff_fields(tradeoff))
         return
-    above = map(Text, doubt_lines(recorded.findings))
     about = f" ({format_}): {_plan_line(info, numbers)}.{first_row(format_, recorded)}"
-    print_parts(*above, _headline(str(output.out), about), *tradeoff_parts(tradeoff))
+    _print_answer(recorded.findings, str(output.out), about, tradeoff_parts(tradeoff))
 
 
 _NAMES = {
@@ -288,13 +284,13 @@ def inspect_command(
         f" {description.num_experts} experts, {top_k}{description.tokens_per_step:.0f} {unit} per"
         f" step; {high} layers of high skew"
     )
-    above = map(Text, doubt_lines(description.findings))
-    print_parts(*above, _headline(description.name, about), *description_parts(description))
+    _print_answer(description.findings, description.name, about, description_parts(description))
 
 
-def _headline(name: str, about: str) -> Text:
-    """Return a line that begins with a name in bold."""
-    return Text.assemble((name, "bold"), about)
+def _print_answer(findings: Iterable[Any], name: str, about: str, parts: Iterable[Any]) -> None:
+    """Print the doubts about a recording, a line that begins with a name in bold, and the rest."""
+    doubts = map(Text, doubt_lines(findings))
+    print_parts(*doubts, Text.assemble((name, "bold"), about), *parts)
 
 
 def read_recorded(path: Path, reading: ReadingOptions) -> Any:
