@@ -99,22 +99,23 @@ TRADEOFF_TITLE = "Extra replicas against KV cache, on one rank"
 
 
 def tradeoff_columns(tradeoff: ReplicaTradeoff) -> dict[str, list[str]]:
-    """Return the cells by head of column; columns without any value are left out.
+    """Return the cells by head of column, the most important first; `-` is unknown.
 
-    A cell is `-` where a value is unknown.
+    Columns without any value are left out, and that of memory where KV tokens tell the same.
     """
     rows = tradeoff.rows
     columns = {
         "extra replicas": [f"{row.name}{' (present)' if row.present else ''}" for row in rows],
         "balance": [plain(row.balancedness, 3) for row in rows],
         "MoE time": [f"{0.0 - row.gain:+.1%}" if math.isfinite(row.gain) else "-" for row in rows],
-        "more memory": [bytes_text(row.extra_bytes_per_rank) for row in rows],
-        "KV tokens lost": [plain(row.kv_tokens_lost, 0) for row in rows],
-        "KV tokens": [plain(row.kv_tokens, 0) for row in rows],
-        "sequences": [plain(row.sequences, 0) for row in rows],
         "goodput": [
             goodput_words(row.goodput_lower, row.goodput_upper).replace("unknown", "-")
             for row in rows
         ],
+        "sequences": [plain(row.sequences, 0) for row in rows],
+        "KV tokens lost": [plain(row.kv_tokens_lost, 0) for row in rows],
+        "KV tokens": [plain(row.kv_tokens, 0) for row in rows],
     }
+    if tradeoff.kv is None:
+        columns["more memory"] = [bytes_text(row.extra_bytes_per_rank) for row in rows]
     return {head: cells for head, cells in columns.items() if set(cells) != {"-"}}
