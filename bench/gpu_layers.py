@@ -27,7 +27,8 @@ from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.registry import resolve_policy
 from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.replay.walk import Setup, relabelled
+from evenkeel_moe.planning.schedule.relabel import relabel_proposal
+from evenkeel_moe.replay.walk import Setup
 from evenkeel_moe.wire.link import ReplicaCost
 
 __all__ = ["RaggedLayer", "layer_times", "rank_tokens", "slowest_ranks"]
@@ -119,23 +120,11 @@ def slowest_ranks(
     }
 
 
-def _linear(setup: Setup) -> Placement:
-    """Return the placement without replicas: experts in order, the last slots of a rank empty."""
-    shape = setup.shape
-    row = np.full((shape.num_ranks, shape.slots_per_rank), EMPTY, np.int32)
-    for rank, part in enumerate(
-        np.array_split(np.arange(shape.num_logical_experts), shape.num_ranks)
-    ):
-        row[rank, : len(part)] = part
-    rows = np.repeat(row.reshape(1, -1), shape.num_layers, axis=0)
-    return Placement(rows, shape.num_ranks, shape.num_logical_experts)
-
-
 def _planned(setup: Setup, name: str, objective: Objective) -> Placement:
     """Return the placement that a policy plans on the first window of the trace."""
     under = replace(setup, objective=objective)
     problem = under.problem(0, setup.window_steps, Placement.initial(setup.shape))
-    return relabelled(problem, resolve_policy(name)(problem))
+    return relabel_proposal(problem, resolve_policy(name)(problem))
 
 
 def _by_fit(cost: ReplicaCost) -> Callable[[Share], float]:
@@ -215,7 +204,7 @@ def _rows(
     scale = float(setup.load[: setup.window_steps].sum(axis=2).mean()) / choices
     there = ReplicaWork(work.read_tokens * scale, work.start_tokens * scale)
     placements = {
-        "linear": _linear(setup),
+        "linear": Placement.linear(setup.shape),
         "initial": Placement.initial(setup.shape),
         "eplb": _planned(setup, "eplb", Objective()),
         "keel": _planned(setup, "keel", Objective()),

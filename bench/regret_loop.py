@@ -19,7 +19,7 @@ from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
-from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
+from evenkeel_moe.planning.schedule.relabel import count_moves, relabel_proposal
 from evenkeel_moe.replay.planners import EWMA_HALF_LIFE_WINDOWS, decayed_mean
 
 __all__ = ["EWMA", "OBJECTIVE", "Course", "Pace", "run_loop"]
@@ -140,6 +140,4 @@ def _with_ewma(inputs: CycleInputs, history: NDArray[np.float64]) -> CycleInputs
     problem = PlacementProblem(
         load=mean[None], shape=inputs.shape, topology=inputs.topology, current=inputs.current
     )
-    proposal = plan_eplb(problem)
-    keep_nodes = proposal.numbers.get("keep_nodes", 0.0) > 0
-    return replace(inputs, target=relabel(problem, proposal.placement, keep_nodes=keep_nodes))
+    return replace(inputs, target=relabel_proposal(problem, plan_eplb(problem)))

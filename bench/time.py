@@ -22,11 +22,11 @@ from bench.time_plans import plan_rows
 from bench.time_slow_rank import slow_rank_rows
 from bench.time_verdict import verdict_rows
 from evenkeel_moe.model.dispatch_model import DispatchModel
-from evenkeel_moe.model.placement import EMPTY, Placement
-from evenkeel_moe.planning.policies.registry import resolve_policy, warm_kernels
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.planning.problem import moe_time
-from evenkeel_moe.planning.problem.placement_problem import Proposal
-from evenkeel_moe.replay.walk import Replan, Setup, Walk, walk_forward
+from evenkeel_moe.replay.planners import choose_planners
+from evenkeel_moe.replay.walk import Setup, Walk, walk_forward
 
 __all__ = ["time_rows"]
 
@@ -34,24 +34,8 @@ RIVALS = ("eplb", "craft", "gem", "libra", "metro")
 """Policies whose placements follow from tokens or activations alone."""
 
 
-def _linear(setup: Setup) -> Placement:
-    """Return the placement without replicas: experts in order, the last slots of a rank empty."""
-    shape = setup.shape
-    row = np.full((shape.num_ranks, shape.slots_per_rank), EMPTY, np.int32)
-    parts = np.array_split(np.arange(shape.num_logical_experts), shape.num_ranks)
-    for rank, part in enumerate(parts):
-        row[rank, : len(part)] = part
-    rows = np.repeat(row.reshape(1, -1), shape.num_layers, axis=0)
-    return Placement(rows, shape.num_ranks, shape.num_logical_experts)
-
-
 def _walk(name: str, setup: Setup) -> Walk:
-    policy = resolve_policy(name)
-
-    def plan(replan: Replan) -> Proposal:
-        return policy(replan.problem)
-
-    return walk_forward(name, plan, setup)
+    return walk_forward(name, choose_planners([name], baselines=False)[name], setup)
 
 
 def _scored(setup: Setup, steps: list[int], placements: list[Placement]) -> np.ndarray:
@@ -76,7 +60,7 @@ def time_rows(
         setup = setup_of(trace, ranks, slots)
         walks = {name: _walk(name, setup) for name in RIVALS}
         steps = walks["eplb"].steps.tolist()
-        fixed = {"linear": _linear(setup), "initial": Placement.initial(setup.shape)}
+        fixed = {"linear": Placement.linear(setup.shape), "initial": Placement.initial(setup.shape)}
         rows = []
         for reading in reads:
             for dispatch in dispatches:

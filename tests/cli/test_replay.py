@@ -5,7 +5,6 @@ import re
 import sys
 import xml.etree.ElementTree as ET
 from html import unescape
-from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -14,20 +13,13 @@ from typer.testing import CliRunner
 from evenkeel_moe.cli.replay import app
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
-from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.policies.registry import FORMS, POLICIES
-from evenkeel_moe.replay.legend import POLICY_WORDS
-from evenkeel_moe.replay.options import PlanningOptions
+from evenkeel_moe.replay.columns import COLUMNS
 from evenkeel_moe.replay.planners import BASELINES
-from evenkeel_moe.replay.tables import COLUMNS
+from evenkeel_moe.replay.words import POLICY_WORDS
 from tests.cli.conftest import SMALL, run_replay
 from tests.replay.conftest import SHIPPED
 from tests.waiting import deadline
-
-
-def test_the_help_of_dispatch_names_every_rule():
-    option = get_type_hints(PlanningOptions, include_extras=True)["dispatch"].__metadata__[0]
-    assert all(rule in option.help for rule in DispatchModel)
 
 
 def test_compare_works_on_the_shipped_trace_and_prints_what_it_promises():
@@ -111,6 +103,18 @@ def test_the_table_names_every_policy_and_stays_on_stdout(small):
     assert told.startswith("comparing initial, once, ewma, eplb on 40 steps of small; ")
 
 
+@pytest.mark.parametrize("width", [48, 60, 80, 120])
+def test_no_number_is_cut(small, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    args = ("compare", "-t", small, *SMALL, "-p", "eplb", "--verdict", "--no-baselines")
+    lines = run_replay(*args).splitlines()
+    (row,) = (line.split() for line in lines if line.startswith("eplb+verdict 0"))
+    assert "…" not in "".join(lines)
+    assert max(map(len, lines)) <= width
+    assert all(re.fullmatch(r"[\d.,]+|[kMGT]?B", cell) for cell in row[1:])
+    assert (len(row) > len(COLUMNS)) == (width >= 80)  # A usual terminal shows every column.
+
+
 def explained(lines):
     """Return the words that the legend at the end of the output explains."""
     return [line.split(": ")[0] for line in lines[lines.index("") + 1 :] if ": " in line]
@@ -144,15 +148,14 @@ def test_the_page_stands_alone_and_its_drawings_are_well_formed(small, tmp_path)
     assert titles == [
         "Balancedness over time",
         "Predicted MoE time (by tokens) of each step",
-        "Tail of the predicted step time",
-        "Copies paid",
         "Rank load per layer, before and after",
-        "Replicas per layer",
-        "What replicas gain and cost",
+        "Extra replicas against KV cache, on one rank",
     ]
-    assert len(drawings) == 10
+    assert len(drawings) == 2
+    maps = re.findall(r"<table class=\"map\">.*?</table>", text, re.DOTALL)
+    assert len([ET.fromstring(drawing) for drawing in maps]) == 2
     assert "prefers-color-scheme: dark" in text
-    assert "once: eplb on the first window, and never again." in text
+    assert "once: eplb on the first window, and never again" in text
     # Every colour variable that a drawing uses has a value; without one, a line would be invisible.
     used = set(re.findall(r"var\(--(\w+)\)", text))
     assert {name for name in used if f"--{name}:" not in text} == set()

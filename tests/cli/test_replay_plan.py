@@ -105,10 +105,11 @@ def test_craft_chooses_its_replicas_by_memory_gain_or_knee(small, tmp_path):
     assert free[0][0]["time_over_fluid"] < free[1][0]["time_over_fluid"]
 
 
-def test_a_seed_is_not_negative(small):
-    result = CliRunner().invoke(app, ["plan", "-t", str(small), "--seed", "-1", "-o", "x"])
+@pytest.mark.parametrize("wrong", ["--seed=-1", "--dispatch=magic", "--cost=magic"])
+def test_values_that_an_option_cannot_have_are_refused(small, wrong):
+    result = CliRunner().invoke(app, ["plan", "-t", str(small), wrong, "-o", "x"])
     assert result.exit_code == 2
-    assert "--seed" in result.stderr
+    assert f"'{wrong.split('=')[0]}'" in result.stderr
 
 
 def test_what_an_engine_cannot_read_is_not_written(small, tmp_path):

@@ -25,11 +25,6 @@ from tests.cli.conftest import FLEET, SMALL, run_replay
             "unknown policies nobody; known: initial",
         ),
         (
-            ("compare", *SMALL, "--dispatch", "magic"),
-            InvalidInput,
-            "unknown dispatch model 'magic'; known: even",
-        ),
-        (
             ("compare", *SMALL, "--dispatch", "waterfill"),
             InvalidInput,
             "--dispatch waterfill needs --shared-experts: it places their work",

@@ -102,7 +102,7 @@ def test_what_cannot_be_planned_is_refused_with_the_numbers():
     with pytest.raises(InvalidInput, match="leave .verdict out"):
         plan_offline("keel+verdict", setup, start())
     small = Placement(np.tile(np.arange(8, dtype=np.int32), (3, 1)), 2, 8)
-    with pytest.raises(ShapeMismatch, match=r"\(3, 8, 2, 8\), the fleet \(3, 10, 2, 8\)"):
+    with pytest.raises(ShapeMismatch, match=r"\(3, 8, 2, 8\), the fleet has \(3, 10, 2, 8\)"):
         plan_offline("keel", setup, small)
 
 

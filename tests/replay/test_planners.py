@@ -5,11 +5,13 @@ import pytest
 
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.craft.policy import CraftOptions, ReplicaRule, plan_craft
+from evenkeel_moe.planning.policies.craft.policy import plan_craft
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
-from evenkeel_moe.replay.planners import choose_planners, craft_within, decayed_mean, warm_up
+from evenkeel_moe.replay.from_options import replay_policies
+from evenkeel_moe.replay.options import PlanningOptions
+from evenkeel_moe.replay.planners import choose_planners, decayed_mean, warm_up
 from evenkeel_moe.replay.walk import walk_forward
 
 
@@ -96,23 +98,17 @@ def test_craft_never_fills_more_memory_of_a_rank_than_is_free(setup, pooled):
     problem = replace(problem, shape=replace(problem.shape, pool_slots_per_rank=pooled))
     used = []
     for free_bytes in (0, 9, 10, 20, 10**9):
-        held = (
-            craft_within(CraftOptions(), free_bytes)(problem).placement.phy2log.reshape(2, 2, -1)
-            >= 0
-        )
+        craft = replay_policies(["craft"], PlanningOptions(free_bytes=free_bytes), 10)["craft"]
+        held = craft(problem).placement.phy2log.reshape(2, 2, -1) >= 0
         used.append(int(held.sum(axis=(0, 2)).max()) - 8)
         assert used[-1] <= free_bytes // 10
     assert used[:3] == [0, 0, 1]
-    most = craft_within(CraftOptions(), 10**9)(problem).placement
-    assert most == plan_craft(problem).placement
+    assert craft(problem).placement == plan_craft(problem).placement
 
 
-def test_craft_uses_the_given_rule_and_needs_bytes_to_count_replicas(setup):
-    problem = setup.problem(0, 20, None)
-    picky = CraftOptions(rule=ReplicaRule.MARGINAL_GAIN, min_marginal_gain=1.0)
-    assert craft_within(picky)(problem).numbers["replicas"] == 0.0
+def test_replicas_of_craft_need_bytes_to_be_counted():
     with pytest.raises(InvalidInput, match="5 free bytes / 0 bytes per expert"):
-        craft_within(picky, 5)(replace(problem, shape=replace(problem.shape, bytes_per_expert=0)))
+        replay_policies(["craft"], PlanningOptions(free_bytes=5), 0)
 
 
 def test_keel_stops_where_moves_of_one_round_undo_each_other(shipped_trace):

@@ -58,7 +58,7 @@ def test_a_short_window_of_noise_adopts_as_few_plans_as_in_a_controller():
     for seed in range(300):
         load = np.random.default_rng(seed).poisson(40, (24, 1, 8)).astype(np.float64)
         setup = Setup(load, shape, Topology.single_node(4), 16, 8)
-        replan = Replan(0, 16, setup.problem(0, 16, Placement.initial(shape)), load[:16], setup)
+        replan = Replan(0, 16, setup.problem(0, 16, Placement.initial(shape)), setup)
         adopted += with_verdict(lambda _: Proposal(Placement(rows, 4, 8), 0.0))(replan) is not None
     assert adopted <= 0.06 * 300
 
@@ -107,9 +107,7 @@ def test_a_plan_is_scored_with_the_source_ranks_of_the_held_out_steps():
         setup = replace(
             _setup(load), source=source, objective=Objective(dispatch=DispatchModel.NEAREST)
         )
-        replan = Replan(
-            0, 24, setup.problem(0, 24, Placement.initial(setup.shape)), load[:24], setup
-        )
+        replan = Replan(0, 24, setup.problem(0, 24, Placement.initial(setup.shape)), setup)
         return with_verdict(lambda _: Proposal(Placement(rows, 2, 8), 0.0))(replan) is not None
 
     assert adopted(both, both)

@@ -17,6 +17,7 @@ class FittedColumn:
     """One column and its place among those that may be left out."""
 
     head: str
+    """It may have several lines."""
     right: bool = False
     """True for numbers, which are aligned to the right."""
     keep: int = 0
@@ -51,34 +52,44 @@ class FittedTable:
     Args:
         columns: in order.
         rows: one cell for each column.
+        gap: blanks between columns.
     """
 
     def __init__(
-        self, columns: Sequence[FittedColumn], rows: Sequence[Sequence[FittedCell]]
+        self,
+        columns: Sequence[FittedColumn],
+        rows: Sequence[Sequence[FittedCell]],
+        gap: int = 2,
     ) -> None:
         self._columns = columns
         self._rows = rows
+        self._gap = gap
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the widest table that fits, and name the columns that do not fit.
 
         Without rows yield only the heads.
         """
-        kept = list(range(len(self._columns)))
-        while self._needs(kept) > options.max_width:
-            droppable = [index for index in kept if self._columns[index].keep]
-            if not droppable:
-                break
-            # The last of the least important ones.
-            kept.remove(max(droppable, key=lambda index: (self._columns[index].keep, index)))
+        kept = self.kept(options.max_width)
         yield from self._drawn(kept, options.max_width)
         left_out = [
-            one.head
+            one.head.replace("\n", " ")
             for index, one in enumerate(self._columns)
             if index not in kept and not one.under
         ]
         if left_out:
             yield Text(f"a wider terminal also shows {', '.join(left_out)}", style="dim")
+
+    def kept(self, width: int) -> list[int]:
+        """Return the indices of the columns that fit this many characters."""
+        kept = list(range(len(self._columns)))
+        while self._needs(kept) > width:
+            droppable = [index for index in kept if self._columns[index].keep]
+            if not droppable:
+                break
+            # The last of the least important ones.
+            kept.remove(max(droppable, key=lambda index: (self._columns[index].keep, index)))
+        return kept
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         """Return the widths between which the table can be drawn."""
@@ -86,7 +97,7 @@ class FittedTable:
 
     def _needs(self, kept: Sequence[int]) -> int:
         columns = self._columns
-        return 2 * (len(kept) - 1) + sum(
+        return self._gap * (len(kept) - 1) + sum(
             min(self._widest(index), columns[index].least)
             if columns[index].fold
             else self._widest(index)
@@ -94,7 +105,8 @@ class FittedTable:
         )
 
     def _widest(self, index: int) -> int:
-        return max([len(self._columns[index].head), *(len(row[index]) for row in self._rows)])
+        cells = [*self._columns[index].head.split("\n"), *(row[index] for row in self._rows)]
+        return max(map(len, cells))
 
     def _drawn(self, kept: Sequence[int], width: int) -> RenderResult:
         """Yield one table, or one for each row if lines stand below some of them."""
@@ -128,7 +140,7 @@ class FittedTable:
                 and (value := str(row[other])) not in ("", "-")
             ]
             lines += _wrapped("; ".join(values), width, begin)
-            begin += self._widest(index) + 2
+            begin += self._widest(index) + self._gap
         return lines
 
     def _table(
@@ -143,7 +155,7 @@ class FittedTable:
         table = Table(
             box=None,
             pad_edge=False,
-            padding=(0, 2, 0, 0),
+            padding=(0, self._gap, 0, 0),
             header_style="bold",
             show_header=heads and any(column.head for column in self._columns),
         )

@@ -130,7 +130,7 @@ def offline(
     trace = with_origin(trace, setup, [policy], reading)
     with work_bars() as (on_work, _):
         on_work(f"{policy}: planning", 0)
-        policies = replay_policies([policy], planning)
+        policies = replay_policies([policy], planning, fleet.bytes_per_expert)
         plan = plan_offline(
             policy,
             setup,

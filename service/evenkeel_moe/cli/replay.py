@@ -104,13 +104,13 @@ def compare_command(
     Copies and bytes are those of all replans except the first, which starts from the initial
     placement. The trace must be long enough for at least 4 replans.
     """
-    from evenkeel_moe.replay.compare import compare
+    from evenkeel_moe.replay.compare import compare, write_plans
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
     from evenkeel_moe.replay.planners import choose_planners
-    from evenkeel_moe.replay.replica_tradeoff import check_kv_options, walked_tradeoff
+    from evenkeel_moe.replay.replica_tradeoff import kv_memory, weigh_on_walk
 
     check_writable(save_plans, html)
-    check_kv_options(kv)
+    weigh_replicas = kv_memory(kv) is not None or html is not None
     if html is not None:
         _check_matplotlib()
     recorded = read_recorded(trace, reading)
@@ -123,24 +123,21 @@ def compare_command(
         horizon_steps=compared.horizon,
     )
     names = compared.names()
-    policies = replay_policies(names, planning)
+    policies = replay_policies(names, planning, fleet.bytes_per_expert)
     planners = choose_planners(names, baselines=compared.baselines, policies=policies)
     _tell_start(planners, recorded)
     recorded = with_origin(recorded, setup, planners, reading)
     with work_bars() as (on_work, on_replan):
+        tradeoff = weigh_on_walk(setup, kv) if weigh_replicas else None
         comparison = compare(
-            recorded,
-            setup,
-            planners,
-            fleet.bytes_per_expert,
-            budget=html is not None,
-            on_work=on_work,
-            on_replan=on_replan,
+            recorded, setup, planners, tradeoff, on_work=on_work, on_replan=on_replan
         )
-        tradeoff = walked_tradeoff(setup, kv)
     # Printed before any file is written: a full disk must not lose the results.
-    _print_comparison(comparison, tradeoff, as_json)
-    _write_files(comparison, tradeoff, save_plans, html)
+    _print_comparison(comparison, as_json)
+    if save_plans is not None:
+        write_plans(save_plans, comparison)
+    if html is not None:
+        _write_page(html, comparison)
 
 
 def _tell_start(planners: Iterable[str], recorded: Any) -> None:
@@ -152,69 +149,24 @@ def _tell_start(planners: Iterable[str], recorded: Any) -> None:
     )
 
 
-def _write_files(comparison: Any, tradeoff: Any, plans: Path | None, html: Path | None) -> None:
+def _write_page(path: Path, comparison: Any) -> None:
     from evenkeel_moe.formats.writing import write_file
-    from evenkeel_moe.replay.compare import save_plans
+    from evenkeel_moe.replay.report import render_report
 
-    if plans is not None:
-        save_plans(plans, comparison)
-    if html is not None:
-        from evenkeel_moe.replay.report import render_report
-
-        words = ["evenkeel", *sys.argv[1:]]
-        made_by = f"{shlex.join(words)}, {moment(SystemClock().unix())} UTC"
-        write_file(html, render_report(comparison, tradeoff, made_by))
+    words = ["evenkeel", *sys.argv[1:]]
+    made_by = f"{shlex.join(words)}, {moment(SystemClock().unix())} UTC"
+    write_file(path, render_report(comparison, made_by))
 
 
-def _print_comparison(comparison: Any, tradeoff: Any, as_json: bool) -> None:
-    from evenkeel_moe.replay.headline import copies_words, headline
-    from evenkeel_moe.replay.legend import column_lines, policy_lines
-    from evenkeel_moe.replay.tables import comparison_table, shown_columns
+def _print_comparison(comparison: Any, as_json: bool) -> None:
+    from evenkeel_moe.cli.replay_tables import comparison_parts
 
     if as_json:
-        print_json({**comparison.as_dict(), **_tradeoff_fields(tradeoff)})
+        print_json(comparison.as_dict())
         return
     facts = ", ".join(f"{value} {name}" for name, value in comparison.facts().items())
-    results, width = comparison.results, stdout_console().width
-    table = comparison_table(results, width)
-    names = [result.policy for result in results]
-    texts = [
-        headline(comparison),
-        copies_words(comparison),
-        f"Cost model: {comparison.cost_model.words}.",
-    ]
-    if comparison.replicas is not None:
-        texts.append(comparison.replicas.words)
-    shown = _tradeoff_parts(tradeoff)
-    legend = [*column_lines(shown_columns(results, width)), *policy_lines(names)]
-    print_parts(
-        *map(Text, doubt_lines(comparison.findings)),
-        _headline(comparison.name, f": {facts}"),
-        table,
-        *map(Text, texts),
-        *shown,
-        Text("\n".join(("", *legend)), style="dim"),
-    )
-
-
-def _tradeoff_fields(tradeoff: Any) -> dict[str, Any]:
-    """Return replicas against KV cache as plain values; empty if not asked for."""
-    return {} if tradeoff is None else {"replica_tradeoff": asdict(tradeoff)}
-
-
-def _tradeoff_parts(tradeoff: Any) -> list[Any]:
-    """Return the table of replicas against KV cache and its sentence; empty if not asked for."""
-    from evenkeel_moe.replay.tables import tradeoff_table
-
-    return (
-        []
-        if tradeoff is None
-        else [
-            tradeoff_table(tradeoff),
-            Text(tradeoff.words),
-            Text(tradeoff.craft_words),
-        ]
-    )
+    parts = comparison_parts(comparison, stdout_console().width)
+    _print_answer(comparison.trace.findings, comparison.trace.name, f": {facts}", parts)
 
 
 @app.command("plan")
@@ -245,23 +197,24 @@ def plan_command(
     as_json: JsonOption = False,
 ) -> None:
     """Plan one placement on a trace and write it to a file for an engine."""
+    from evenkeel_moe.cli.replay_tables import tradeoff_parts
     from evenkeel_moe.formats import PlacementFormat
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
-    from evenkeel_moe.replay.replica_tradeoff import window_tradeoff
-    from evenkeel_moe.replay.single import plan_once
+    from evenkeel_moe.replay.replica_tradeoff import tradeoff_fields, weigh_on_window
+    from evenkeel_moe.replay.single import plan_newest
 
     check_writable(output.out)
     format_ = PlacementFormat.parse(output.format_name)
     check_rows(format_, recorded := read_recorded(trace, reading))
-    if (steps := window or recorded.num_steps) > recorded.num_steps:
-        raise InvalidInput(f"--window {steps}: the trace has {recorded.num_steps} steps")
+    steps = window or recorded.num_steps
     setup = replay_setup(recorded, fleet, planning, cost, window_steps=steps, horizon_steps=1)
     start = None if current is None else read_current(current, fleet.ranks, recorded)
     recorded = with_origin(recorded, setup, [policy], reading)
-    tradeoff = window_tradeoff(setup, kv)
+    tradeoff = weigh_on_window(setup, kv)
     with work_bars() as (on_work, _):
         on_work(f"{policy}: planning", 0)
-        placement, numbers = plan_once(policy, setup, start, replay_policies([policy], planning))
+        policies = replay_policies([policy], planning, fleet.bytes_per_expert)
+        placement, numbers = plan_newest(policy, setup, start, policies)
     info = {
         "policy": policy,
         "trace": recorded.name,
@@ -273,11 +226,10 @@ def plan_command(
     if as_json:
         findings = [asdict(each) for each in recorded.findings]
         where = {"file": str(output.out), "format": str(format_), "findings": findings}
-        print_json(where | info | _tradeoff_fields(tradeoff))
+        print_json(where | info | tradeoff_fields(tradeoff))
         return
-    above = map(Text, doubt_lines(recorded.findings))
     about = f" ({format_}): {_plan_line(info, numbers)}.{first_row(format_, recorded)}"
-    print_parts(*above, _headline(str(output.out), about), *_tradeoff_parts(tradeoff))
+    _print_answer(recorded.findings, str(output.out), about, tradeoff_parts(tradeoff))
 
 
 _NAMES = {
@@ -317,8 +269,8 @@ def inspect_command(
     load in nearly all steps, temporal ones in few. The loads of a correlated pair rise in the same
     steps. Drift is the change of the loads over time.
     """
+    from evenkeel_moe.cli.replay_tables import description_parts
     from evenkeel_moe.replay.describe import describe
-    from evenkeel_moe.replay.tables import description_tables
 
     description = describe(read_recorded(trace, reading), num_ranks=ranks, window_steps=window)
     if as_json:
@@ -332,13 +284,13 @@ def inspect_command(
         f" {description.num_experts} experts, {top_k}{description.tokens_per_step:.0f} {unit} per"
         f" step; {high} layers of high skew"
     )
-    above = map(Text, doubt_lines(description.findings))
-    print_parts(*above, _headline(description.name, about), *description_tables(description))
+    _print_answer(description.findings, description.name, about, description_parts(description))
 
 
-def _headline(name: str, about: str) -> Text:
-    """Return a line that begins with a name in bold."""
-    return Text.assemble((name, "bold"), about)
+def _print_answer(findings: Iterable[Any], name: str, about: str, parts: Iterable[Any]) -> None:
+    """Print the doubts about a recording, a line that begins with a name in bold, and the rest."""
+    doubts = map(Text, doubt_lines(findings))
+    print_parts(*doubts, Text.assemble((name, "bold"), about), *parts)
 
 
 def read_recorded(path: Path, reading: ReadingOptions) -> Any:

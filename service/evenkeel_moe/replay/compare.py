@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.formats.trace import assumed
@@ -15,21 +14,12 @@ from evenkeel_moe.formats.writing import write_file
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity, judge_findings
-from evenkeel_moe.replay.budget import BudgetPoint, budget_curve, budgets_to_try
+from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff
 from evenkeel_moe.replay.planners import VERDICT, warm_up
 from evenkeel_moe.replay.replica_effect import ReplicaEffect, replica_effect
+from evenkeel_moe.replay.replica_tradeoff import tradeoff_fields
 from evenkeel_moe.replay.walk import Planner, Setup, Walk, replan_steps, walk_forward
 from evenkeel_moe.replay.walk_metrics import WalkMetrics, measure_walk
-
-
-def load_by_source(
-    trace: Trace, ranks: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
-    """Return the (T, L, E) load, and the (T, R, L, E) load by source rank if the trace has it."""
-    source = trace.source
-    if source is None or source.shape[1] != ranks:
-        return trace.counts.astype(np.float64), None
-    return trace.counts.astype(np.float64), source.astype(np.float64)
 
 
 def check_origin(
@@ -43,112 +33,101 @@ def check_origin(
     return replace(trace, findings=(*trace.findings, *assumed_too))
 
 
-def _origin_findings(trace: Trace, setup: Setup, policies: Iterable[str]) -> tuple[Finding, ...]:
+def _origin_findings(trace: Trace, setup: Setup, policies: Iterable[str]) -> list[Finding]:
     """Return what the plan assumes about the ranks that recorded the trace.
 
     That is where their tokens started, if a policy or a dispatcher needs it; and that their files
     are complete, if there are fewer of them than ranks to plan for.
     """
+    found = []
     files, ranks = trace.rank_files, setup.shape.num_ranks
-    fewer: tuple[Finding, ...] = ()
     if files is not None and files < ranks:
-        fewer = (
+        found.append(
             Finding(
                 FindingCode.PARTS_MISSING,
                 Severity.DOUBT,
                 "the plan is for more ranks than have files in the recording",
                 amount=f"{files} files, {ranks} ranks",
                 advice="Copy the files of all machines into the folder, unless fewer ranks served",
-            ),
+            )
         )
     users = ["nearest dispatch"] if setup.objective.dispatch is DispatchModel.NEAREST else []
     users += [name for name in policies if name.removesuffix(VERDICT) == "libra"]
-    if setup.source is not None or not users:
-        return fewer
-    have = "has no source counts"
-    if trace.source is not None:
-        have = f"has source counts of {trace.source.shape[1]} ranks, not of {setup.shape.num_ranks}"
-    evenly = "tokens are assumed to start evenly on all ranks"
-    affected = " and ".join(users)
-    return (*fewer, assumed(f"the trace {have}: {evenly}, which affects {affected}"))
+    if setup.source is None and users:
+        have = "has no source counts"
+        if trace.source is not None:
+            have = f"has source counts of {trace.source.shape[1]} ranks, not of {ranks}"
+        evenly = "tokens are assumed to start evenly on all ranks"
+        affected = " and ".join(users)
+        found.append(assumed(f"the trace {have}: {evenly}, which affects {affected}"))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """The results of all policies on one trace."""
 
-    name: str
-    layer_ids: tuple[int, ...]
+    trace: Trace
     setup: Setup
-    bytes_per_expert: int
     walks: tuple[Walk, ...]
     results: tuple[WalkMetrics, ...]
     """The metrics of each walk."""
-    budget: tuple[BudgetPoint, ...] = ()
-    """Empty unless asked for."""
-    findings: tuple[Finding, ...] = ()
-    replicas: ReplicaEffect | None = None
+    replicas: ReplicaEffect | None
     """The effect of the replicas of the initial placement on the scored steps; None without
     replicas or load."""
+    tradeoff: ReplicaTradeoff | None = None
+    """Replicas against KV cache; None if not asked for."""
 
     @property
     def cost_model(self) -> CostBasis:
         """What all times rest on."""
         return self.setup.objective.cost.basis
 
-    @property
-    def slots(self) -> int:
-        """Slots of a layer over all ranks; the average of a layer where they are pooled."""
-        shape = self.setup.shape
-        pool = shape.pool_slots_per_rank
-        return shape.num_slots if pool is None else pool * shape.num_ranks // shape.num_layers
-
-    def facts(self) -> dict[str, int]:
-        """Return the sizes of the trace and of the fleet, to be shown to people."""
-        shape = self.setup.shape
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the trace and of the fleet by name."""
+        setup, shape = self.setup, self.setup.shape
+        slots = shape.num_slots
+        if shape.pool_slots_per_rank is not None:  # The average of a layer.
+            slots = shape.pool_slots_per_rank * shape.num_ranks // shape.num_layers
         return {
-            "steps": len(self.setup.load),
+            "steps": len(setup.load),
             "layers": shape.num_layers,
             "experts": shape.num_logical_experts,
             "ranks": shape.num_ranks,
-            "pooled slots" if shape.pooled else "slots": self.slots,
-            "steps planned on": self.setup.window_steps,
-            "steps scored on": self.setup.horizon_steps,
+            "slots": slots,
+            "window": setup.window_steps,
+            "horizon": setup.horizon_steps,
             "replans": len(self.walks[0].steps),
         }
+
+    def facts(self) -> dict[str, int]:
+        """Return the same, with names for people."""
+        words = {"window": "steps planned on", "horizon": "steps scored on"}
+        if self.setup.shape.pooled:
+            words["slots"] = "pooled slots"
+        return {words.get(name, name): size for name, size in self.sizes().items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison as plain values: `results`, and the inputs they depend on."""
-        shape = self.setup.shape
-        answer: dict[str, Any] = {
-            "trace": self.name,
-            "steps": len(self.setup.load),
-            "layers": shape.num_layers,
-            "experts": shape.num_logical_experts,
-            "ranks": shape.num_ranks,
-            "slots": self.slots,
-            "pooled": shape.pooled,
-            "window": self.setup.window_steps,
-            "horizon": self.setup.horizon_steps,
-            "replans": len(self.walks[0].steps),
-            "bytes_per_expert": self.bytes_per_expert,
-            "findings": [asdict(finding) for finding in self.findings],
+        return {
+            "trace": self.trace.name,
+            **self.sizes(),
+            "pooled": self.setup.shape.pooled,
+            "bytes_per_expert": self.setup.shape.bytes_per_expert,
+            "findings": [asdict(finding) for finding in self.trace.findings],
             "cost_model": asdict(self.cost_model) | {"words": self.cost_model.words},
             "replicas": None if self.replicas is None else asdict(self.replicas),
             "results": [asdict(result) for result in self.results],
+            **tradeoff_fields(self.tradeoff),
         }
-        if self.budget:
-            answer["budget"] = [asdict(point) for point in self.budget]
-        return answer
 
 
 def compare(
     trace: Trace,
     setup: Setup,
     planners: Mapping[str, Planner],
-    bytes_per_expert: int,
+    tradeoff: ReplicaTradeoff | None = None,
     *,
-    budget: bool = False,
     on_work: Callable[[str, int], None] = lambda name, replans: None,
     on_replan: Callable[[], None] = lambda: None,
 ) -> Comparison:
@@ -158,8 +137,7 @@ def compare(
         trace: the source of the loads; its name and findings are kept.
         setup: the loads and the fleet.
         planners: planners by name, in the order of the results.
-        bytes_per_expert: size of all tensors of one expert.
-        budget: True to walk the replica budgets of `budget_curve` too.
+        tradeoff: replicas against KV cache, to be shown with the results.
         on_work: called before each piece of work with its name and its replans (0 for warming up).
         on_replan: called after each replan.
 
@@ -173,28 +151,13 @@ def compare(
     for name, planner in planners.items():
         on_work(name, replans)
         walks.append(walk_forward(name, planner, setup, on_replan=on_replan))
-    points: tuple[BudgetPoint, ...] = ()
-    if budget:
-        shape = setup.shape
-        budgets = budgets_to_try(shape.num_logical_experts, shape.num_ranks, shape.num_redundant)
-        on_work("replica budgets", replans * len(budgets))
-        points = budget_curve(setup, budgets, bytes_per_expert, on_replan=on_replan)
-    return Comparison(
-        trace.name,
-        trace.layer_ids,
-        setup,
-        bytes_per_expert,
-        tuple(walks),
-        tuple(measure_walk(walk, bytes_per_expert) for walk in walks),
-        points,
-        trace.findings,
-        replica_effect(
-            setup, setup.window_steps, setup.window_steps + replans * setup.horizon_steps
-        ),
-    )
+    results = tuple(measure_walk(walk, setup.shape.bytes_per_expert) for walk in walks)
+    first = setup.window_steps
+    effect = replica_effect(setup, first, first + replans * setup.horizon_steps)
+    return Comparison(trace, setup, tuple(walks), results, effect, tradeoff)
 
 
-def save_plans(path: Path, comparison: Comparison) -> None:
+def write_plans(path: Path, comparison: Comparison) -> None:
     """Write every plan to an npz file, so that other tools can score it.
 
     The arrays are `<policy>_steps` and `<policy>_phy2log`. Plan i of a policy applied to the

@@ -1,9 +1,7 @@
 """Turns the options of `evenkeel replay` about time into the cost model of a replay."""
 
-import json
 import math
-from dataclasses import asdict, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +12,10 @@ from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWo
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
-from evenkeel_moe.replay.options import CostOptions
+from evenkeel_moe.replay.options import CostKind, CostOptions
 from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, profiled_cost
 from evenkeel_moe.telemetry.step_times import NoFit
-from evenkeel_moe.wire.link import CostCurve, ReplicaCost
-
-
-class CostKind(StrEnum):
-    """The cost models that a replay can be asked for."""
-
-    TOKENS = "tokens"
-    CURVE = "curve"
-    ROOFLINE = "roofline"
+from evenkeel_moe.wire.profile_text import parse_profile
 
 
 def replay_cost(
@@ -44,15 +34,15 @@ def replay_cost(
             the file holds no curve, or Waterfill has no shared experts to place.
         ShapeMismatch: not one positive speed for each rank.
     """
-    kind = _kind(asked)
+    _check_belongs(asked)
     if dispatch is DispatchModel.WATERFILL and shape.shared_experts is None:
         raise InvalidInput(
             "--dispatch waterfill needs --shared-experts: it places their work, and without it the"
             " split is even"
         )
-    if kind is CostKind.CURVE:
+    if asked.cost is CostKind.CURVE:
         model = _of_curve(asked.curve, shape)
-    elif kind is CostKind.ROOFLINE:
+    elif asked.cost is CostKind.ROOFLINE:
         model = _of_roofline(asked, shape)
     else:
         model = tokens_cost(shape, dispatch)
@@ -60,13 +50,8 @@ def replay_cost(
     return model if slowness is None else _slowed(model, slowness)
 
 
-def _kind(asked: CostOptions) -> CostKind:
-    """Return the cost model asked for, after checking that the other options belong to it."""
-    try:
-        kind = CostKind(asked.cost)
-    except ValueError as error:
-        known = ", ".join(CostKind)
-        raise InvalidInput(f"unknown cost model {asked.cost!r}; known: {known}") from error
+def _check_belongs(asked: CostOptions) -> None:
+    """Check that the other options belong to the cost model asked for."""
     belongs = {
         "--curve": (asked.curve, CostKind.CURVE),
         "--device": (asked.device, CostKind.ROOFLINE),
@@ -74,9 +59,8 @@ def _kind(asked: CostOptions) -> CostKind:
         "--read-tokens": (asked.read_tokens, CostKind.ROOFLINE),
     }
     for option, (value, of) in belongs.items():
-        if value is not None and kind is not of:
-            raise InvalidInput(f"{option} belongs to --cost {of}, not to --cost {kind}")
-    return kind
+        if value is not None and asked.cost is not of:
+            raise InvalidInput(f"{option} belongs to --cost {of}, not to --cost {asked.cost}")
 
 
 def _of_roofline(asked: CostOptions, shape: ModelShape) -> CostModel:
@@ -103,23 +87,13 @@ def _of_curve(path: Path | None, shape: ModelShape) -> CostModel:
     if path is None:
         raise InvalidInput("--cost curve needs --curve with a file that `evenkeel profile` wrote")
     try:
-        content = json.loads(path.read_text("utf-8"))
-        curve, told = content["curve"], content.get("replica_cost")
-        seconds = tuple(float(value) for value in curve["tile_seconds"])
-        found = CostCurve(int(curve["tile_tokens"]), seconds, float(curve["slope_s_per_token"]))
-        cost = None if told is None else ReplicaCost(**{name: float(told[name]) for name in told})
+        told = parse_profile(path.read_text("utf-8"))
+        ranks = (RankNumbers(curve=told.curve, replica_cost=told.replica_cost),) * shape.num_ranks
+        unmeasured = NoFit("a replay measures nothing")
+        model = profiled_cost(KnownCosts(shape, ranks, unmeasured, 0.0, 0.0, now_unix=0.0))
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise InvalidInput(f"{path} is no curve: {error!r:.200}") from error
-    ranks = (RankNumbers(curve=found, replica_cost=cost),) * shape.num_ranks
-    unmeasured = NoFit("a replay measures nothing")
-    try:
-        # Checked alone, so that a fault is counted once and not for every rank.
-        CostCurves(found.tile_tokens, np.array([seconds]), np.array([found.slope_s_per_token]))
-        _check_cost(cost)
-        model = profiled_cost(KnownCosts(shape, ranks, unmeasured, 0.0, 0.0, now_unix=0.0))
-    except EvenkeelError as error:
+    except (ValueError, EvenkeelError) as error:
         raise InvalidInput(f"{path} is no curve: {error}") from error
     kind = "curve" if model.replica.proportional else "tokens and replicas"
     return replace(
@@ -127,17 +101,6 @@ def _of_curve(path: Path | None, shape: ModelShape) -> CostModel:
         shared_tokens=shared_tokens(shape),
         detail=f"{kind} of {path.name}, the same on every rank",
     )
-
-
-def _check_cost(cost: ReplicaCost | None) -> None:
-    """Check the numbers of a file.
-
-    Raises:
-        InvalidInput: a number is negative or not finite, or no time is counted for a token.
-    """
-    for name, value in ({} if cost is None else asdict(cost)).items():
-        if not 0 <= value < math.inf or (name == "s_per_token" and value == 0):
-            raise InvalidInput(f"{name} is {value}")
 
 
 def _speeds(text: str, ranks: int) -> NDArray[np.float64]:

@@ -5,6 +5,7 @@ The description shows which policies can help: replication helps against skew, p
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,7 +162,7 @@ def _layers(
     if num_ranks is not None:
         per_rank = -(-trace.num_experts // num_ranks)
         shape = ModelShape(trace.num_layers, trace.num_experts, num_ranks, per_rank, 1, 0)
-        balance = metrics.balancedness_by_layer(metrics.rank_load(load, _one_each(shape)))
+        balance = metrics.balancedness_by_layer(metrics.rank_load(load, Placement.linear(shape)))
     return tuple(
         LayerDescription(
             layer_id=layer_id,
@@ -180,16 +181,6 @@ def _skew_class(skew: float) -> str:
     if np.isnan(skew):
         return "none"
     return "high" if skew > HIGH_SKEW else "low"
-
-
-def _one_each(shape: ModelShape) -> Placement:
-    """Return the placement with experts in order over the ranks and no replicas."""
-    initial = Placement.initial(shape)
-    first = np.zeros(initial.phy2log.shape, np.bool_)
-    for layer in range(shape.num_layers):
-        first[layer, initial.log2phy[layer, :, 0]] = True
-    rows = np.where(first, initial.phy2log, -1)
-    return Placement(rows, shape.num_ranks, shape.num_logical_experts)
 
 
 def _pairs(share: NDArray[np.float64], layer_ids: tuple[int, ...]) -> tuple[Pair, ...]:
@@ -225,12 +216,9 @@ def _drift(load: NDArray[np.float64], share: NDArray[np.float64], window_steps: 
     while window > 1 and steps // window < 4:
         window //= 2
     blocks = load[: steps // window * window].reshape(-1, window, *load.shape[1:])
-    between = [
-        _variation(a.sum(axis=0), b.sum(axis=0))
-        for a, b in zip(blocks[:-1], blocks[1:], strict=True)
-    ]
-    two_windows = (np.concatenate(pair) for pair in zip(blocks[:-1], blocks[1:], strict=True))
-    within = [_variation(both[::2].sum(axis=0), both[1::2].sum(axis=0)) for both in two_windows]
+    between = [_variation(a.sum(axis=0), b.sum(axis=0)) for a, b in pairwise(blocks)]
+    both = map(np.concatenate, pairwise(blocks))
+    within = [_variation(two[::2].sum(axis=0), two[1::2].sum(axis=0)) for two in both]
     return Drift(
         {lag: _autocorrelation(share, lag) for lag in LAGS},
         float(np.mean(between)) if between else float("nan"),

@@ -1,20 +1,27 @@
 """Turns the options of `evenkeel replay` into the fleet, the setup and the policies of a replay."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.checks import undivided
-from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.craft.policy import CraftOptions, ReplicaRule
+from evenkeel_moe.planning.policies.craft.policy import (
+    CraftOptions,
+    ReplicaRule,
+    factor_by_memory,
+    plan_craft,
+)
 from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Policy
-from evenkeel_moe.replay.compare import load_by_source
 from evenkeel_moe.replay.cost_options import replay_cost
 from evenkeel_moe.replay.options import CostOptions, FleetOptions, PlanningOptions
-from evenkeel_moe.replay.planners import VERDICT, craft_within
+from evenkeel_moe.replay.planners import VERDICT
 from evenkeel_moe.replay.walk import Setup
 
 
@@ -34,26 +41,23 @@ def replay_setup(
             the trace.
     """
     shape = _shape(fleet, trace)
+    if window_steps > trace.num_steps:
+        raise InvalidInput(f"--window {window_steps}: the trace has {trace.num_steps} steps")
     if words := undivided(fleet.ranks, "ranks", fleet.nodes, "nodes"):
         raise ShapeMismatch(words)
-    try:
-        dispatch = DispatchModel(planning.dispatch)
-    except ValueError as error:
-        known = ", ".join(DispatchModel)
-        raise InvalidInput(
-            f"unknown dispatch model {planning.dispatch!r}; known: {known}"
-        ) from error
-    load, source = load_by_source(trace, fleet.ranks)
+    source = None
+    if trace.source is not None and trace.source.shape[1] == fleet.ranks:
+        source = trace.source.astype(np.float64)
     return Setup(
-        load=load,
+        load=trace.counts.astype(np.float64),
         shape=shape,
         topology=Topology(tuple(rank * fleet.nodes // fleet.ranks for rank in range(fleet.ranks))),
         window_steps=window_steps,
         horizon_steps=horizon_steps,
         source=source,
         objective=Objective(
-            cost=replay_cost(cost, shape, fleet.rank_speeds, dispatch),
-            dispatch=dispatch,
+            cost=replay_cost(cost, shape, fleet.rank_speeds, planning.dispatch),
+            dispatch=planning.dispatch,
             cross_node_factor=planning.cross_node_factor,
             allow_duplicates=planning.allow_duplicates,
             fill_slots=planning.fill_slots,
@@ -89,14 +93,16 @@ def _shape(fleet: FleetOptions, trace: Trace) -> ModelShape:
     )
 
 
-def replay_policies(names: Sequence[str], planning: PlanningOptions) -> Mapping[str, Policy]:
+def replay_policies(
+    names: Sequence[str], planning: PlanningOptions, bytes_per_expert: int
+) -> Mapping[str, Policy]:
     """Return all policies by name, craft with the replicas that the options ask for.
 
     Raises:
         InvalidInput: the options for craft are malformed, or craft is not among `names`.
     """
-    replicas = planning.craft_replicas
-    if replicas is None and planning.free_bytes is None:
+    replicas, free = planning.craft_replicas, planning.free_bytes
+    if replicas is None and free is None:
         return POLICIES
     if "craft" not in {name.removesuffix(VERDICT) for name in names}:
         raise InvalidInput(
@@ -114,4 +120,7 @@ def replay_policies(names: Sequence[str], planning: PlanningOptions) -> Mapping[
                 f"--craft-replicas {replicas} is neither memory, knee,"
                 " per_replica_gain nor a number"
             ) from error
-    return {**POLICIES, "craft": craft_within(options, planning.free_bytes)}
+    if free is not None:
+        most = factor_by_memory(free, bytes_per_expert)
+        options = replace(options, max_replicas_per_rank=most)
+    return {**POLICIES, "craft": partial(plan_craft, options=options)}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats import PlacementFormat
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.finding import Finding, doubts
@@ -29,8 +29,9 @@ from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.placement_problem import Policy
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
-from evenkeel_moe.replay.planners import VERDICT, choose_planners
-from evenkeel_moe.replay.walk import Replan, Setup
+from evenkeel_moe.replay.planners import VERDICT
+from evenkeel_moe.replay.single import check_fits, plan_steps
+from evenkeel_moe.replay.walk import Setup
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,13 +39,12 @@ class OfflinePlan:
     """A placement, and what it does on the steps that were held out."""
 
     placement: Placement
-    start: Placement
-    """The placement that it is compared with."""
     planned_on: int
     """Oldest steps of the trace, on which the plan was made."""
     verdict: Verdict
     balancedness_before: float
-    """Mean over held-out steps and layers under `start`; NaN without such steps or load."""
+    """Mean over held-out steps and layers under the placement that it is compared with; NaN without
+    such steps or load."""
     balancedness_after: float
     findings: tuple[Finding, ...] = ()
     """Of the recording; with a doubt among them the verdict is uncertain."""
@@ -145,51 +145,35 @@ def plan_offline(
     """
     if policy.endswith(VERDICT):
         raise InvalidInput(f"{policy}: every plan is judged here, leave {VERDICT} out")
-    if start.sizes != Placement.initial(setup.shape).sizes:
-        raise ShapeMismatch(
-            f"the placement to compare with has (L, S, R, E) = {start.sizes}, the fleet"
-            f" {Placement.initial(setup.shape).sizes}"
-        )
+    check_fits("the placement to compare with", start, setup.shape)
     steps = len(setup.load)
     kept = held_out_steps(steps, VerdictRules().min_steps) if held_out is None else held_out
     planned_on = steps - kept
     if planned_on < 1:
         raise InvalidInput(f"{kept} of {steps} steps are held out: none is left to plan on")
-    placement = _plan(policy, _summed(setup) if one_row else setup, planned_on, policies) or start
-    if one_row and placement.num_layers == 1:
+    on = _summed(setup) if one_row else setup
+    placement = plan_steps(policy, on, 0, planned_on, None, policies)
+    if placement is None:
+        placement = start
+    elif one_row:
         rows = np.tile(placement.phy2log, (setup.shape.num_layers, 1))
         placement = Placement(rows, placement.num_ranks, placement.num_logical_experts)
-    objective = setup.objective
-    load, split = setup.load[planned_on:], setup.split(planned_on, steps)
-    before, after = (
-        moe_time.step_times(load, map_, objective.cost, split).sum(axis=1) if kept else np.zeros(0)
-        for map_ in (start, placement)
+    cost, load, split = (
+        setup.objective.cost,
+        setup.load[planned_on:],
+        setup.split(planned_on, steps),
     )
-    balanced = [
-        metrics.balancedness_mean(metrics.rank_load(load, map_, split)) if kept else math.nan
-        for map_ in (start, placement)
-    ]
-    verdict = judge(before, after, cost_model=objective.cost.basis, seed=setup.seed)
+    before = after = np.zeros(0)
+    balance_before = balance_after = math.nan
+    if kept:
+        before = moe_time.step_times(load, start, cost, split).sum(axis=1)
+        after = moe_time.step_times(load, placement, cost, split).sum(axis=1)
+        balance_before = metrics.balancedness_mean(metrics.rank_load(load, start, split))
+        balance_after = metrics.balancedness_mean(metrics.rank_load(load, placement, split))
+    verdict = judge(before, after, cost_model=cost.basis, seed=setup.seed)
     if doubts(findings):
         verdict = replace(verdict, call=Call.INSUFFICIENT_EVIDENCE)
-    before_after = balanced[0], balanced[1]
-    return OfflinePlan(placement, start, planned_on, verdict, *before_after, findings)
-
-
-def _plan(
-    policy: str, setup: Setup, planned_on: int, policies: Mapping[str, Policy]
-) -> Placement | None:
-    """Return the plan on the first steps; None if the policy keeps the placement."""
-    planner = choose_planners([policy], baselines=False, policies=policies)[policy]
-    problem = setup.problem(0, planned_on, None)
-    proposal = planner(Replan(0, planned_on, problem, setup.load[:planned_on], setup))
-    if proposal is None:
-        return None
-    objective = setup.objective
-    proposal.placement.check(
-        setup.shape, allow_duplicates=objective.allow_duplicates, fill_slots=objective.fill_slots
-    )
-    return proposal.placement
+    return OfflinePlan(placement, planned_on, verdict, balance_before, balance_after, findings)
 
 
 def _summed(setup: Setup) -> Setup:

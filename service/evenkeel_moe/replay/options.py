@@ -4,10 +4,13 @@ This module imports nothing heavy, because `--help` must not load numpy.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from evenkeel_moe.model.dispatch_model import DispatchModel
 
 TraceOption = Annotated[
     Path,
@@ -129,19 +132,27 @@ class KvOptions:
     ] = None
 
 
+class CostKind(StrEnum):
+    """The cost models that a replay can be asked for."""
+
+    TOKENS = "tokens"
+    CURVE = "curve"
+    ROOFLINE = "roofline"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostOptions:
     """The options that say how the time of a rank follows from its tokens."""
 
     cost: Annotated[
-        str,
+        CostKind,
         typer.Option(
             help="Cost model by which plans are made and scored. tokens: time is proportional to"
             " tokens. curve: a profile of seconds by tokens and replicas; see the option curve."
             " roofline: a replica takes the longer of reading its weights and computing its tokens;"
             " see the options device and read-tokens."
         ),
-    ] = "tokens"
+    ] = CostKind.TOKENS
     device: Annotated[
         str | None,
         typer.Option(help="Device of the ranks, for example h100, h200, b200, a100 or mi300x."),
@@ -172,12 +183,8 @@ class PlanningOptions:
     """The options that describe how policies plan."""
 
     dispatch: Annotated[
-        str,
-        typer.Option(
-            help="How the engine splits tokens over replicas: even, nearest, optimal, waterfill or"
-            " fewest."
-        ),
-    ] = "even"
+        DispatchModel, typer.Option(help="How the engine splits tokens over replicas.")
+    ] = DispatchModel.EVEN
     copy_price: Annotated[
         float,
         typer.Option(

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.policies.craft.policy import CraftOptions, factor_by_memory, plan_craft
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.registry import FORMS, POLICIES
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Policy, Proposal
+from evenkeel_moe.planning.problem.placement_problem import Policy, Proposal
 from evenkeel_moe.replay.verdict import with_verdict
 from evenkeel_moe.replay.walk import Planner, Replan, Setup
 
@@ -52,27 +51,6 @@ BASELINES: Mapping[str, Planner] = {"initial": _initial, "once": _once, "ewma": 
 
 def _of_policy(policy: Policy) -> Planner:
     return lambda replan: policy(replan.problem)
-
-
-def craft_within(options: CraftOptions, free_bytes_per_rank: int | None = None) -> Policy:
-    """Return CRAFT with a rule for the number of replicas.
-
-    Args:
-        options: the rule.
-        free_bytes_per_rank: memory for replicas on one rank, over all layers; None for what the
-            slots hold.
-    """
-
-    def plan(problem: PlacementProblem) -> Proposal:
-        shape = problem.shape
-        if free_bytes_per_rank is not None:
-            held = shape.pool_slots_per_rank or shape.slots_per_rank * shape.num_layers
-            one_each = -(-shape.num_logical_experts * shape.num_layers // shape.num_ranks)
-            fits = one_each + factor_by_memory(free_bytes_per_rank, shape.bytes_per_expert)
-            problem = replace(problem, shape=replace(shape, pool_slots_per_rank=min(held, fits)))
-        return plan_craft(problem, options)
-
-    return plan
 
 
 VERDICT = "+verdict"
@@ -120,9 +98,9 @@ def warm_up(
     planners: Mapping[str, Planner], setup: Setup, on_policy: Callable[[str], None]
 ) -> None:
     """Call every planner once on two steps, because kernels compile or load at their first call."""
+    last = min(setup.window_steps, 2)
+    setup = replace(setup, max_evaluations=200)
     for name, planner in planners.items():
         on_policy(name)
-        last = min(setup.window_steps, 2)
         for current in (None, Placement.initial(setup.shape)):
-            problem = replace(setup.problem(0, last, current), max_evaluations=200)
-            planner(Replan(0, last, problem, setup.load[:last], setup))
+            planner(Replan(0, last, setup.problem(0, last, current), setup))

@@ -1,5 +1,9 @@
 """Weighs replicas against the KV cache on a trace, for `evenkeel replay compare` and `plan`."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory, ReplicaTradeoff, kv_tradeoff
@@ -9,7 +13,7 @@ from evenkeel_moe.replay.options import KvOptions
 from evenkeel_moe.replay.walk import Setup, replan_steps
 
 
-def check_kv_options(asked: KvOptions) -> KvMemory | None:
+def kv_memory(asked: KvOptions) -> KvMemory | None:
     """Return the KV cache that the options tell; None if they tell nothing.
 
     Raises:
@@ -29,30 +33,17 @@ def check_kv_options(asked: KvOptions) -> KvMemory | None:
     return KvMemory(each, free)
 
 
-def walked_tradeoff(setup: Setup, asked: KvOptions) -> ReplicaTradeoff | None:
+def weigh_on_walk(setup: Setup, asked: KvOptions) -> ReplicaTradeoff:
     """Weigh numbers of replicas over the replans of a walk.
 
     Replicas are placed on each window and scored on the steps that follow it.
-
-    Returns:
-        None if the options tell no KV cache.
     """
-    kv = check_kv_options(asked)
-    if kv is None:
-        return None
-    steps = replan_steps(len(setup.load), setup.window_steps, setup.horizon_steps).tolist()
-    return _tradeoff(
-        setup,
-        asked,
-        kv,
-        tuple(
-            _part(setup, step - setup.window_steps, step, step + setup.horizon_steps)
-            for step in steps
-        ),
-    )
+    window, horizon = setup.window_steps, setup.horizon_steps
+    steps = replan_steps(len(setup.load), window, horizon).tolist()
+    return _tradeoff(setup, asked, [(step - window, step, step + horizon) for step in steps])
 
 
-def window_tradeoff(setup: Setup, asked: KvOptions) -> ReplicaTradeoff | None:
+def weigh_on_window(setup: Setup, asked: KvOptions) -> ReplicaTradeoff | None:
     """Weigh numbers of replicas on the last window of a trace.
 
     Replicas are placed on its older steps and scored on as many newest ones as a controller would
@@ -64,8 +55,7 @@ def window_tradeoff(setup: Setup, asked: KvOptions) -> ReplicaTradeoff | None:
     Raises:
         InvalidInput: the window is too short to hold out any step.
     """
-    kv = check_kv_options(asked)
-    if kv is None:
+    if kv_memory(asked) is None:
         return None
     held_out = held_out_steps(setup.window_steps, int(GateSettings().min_held_out_steps))
     if held_out == 0:
@@ -73,16 +63,28 @@ def window_tradeoff(setup: Setup, asked: KvOptions) -> ReplicaTradeoff | None:
             f"a window of {setup.window_steps} steps is too short to score replicas on later steps"
         )
     last = len(setup.load)
-    part = _part(setup, last - setup.window_steps, last - held_out, last)
-    return _tradeoff(setup, asked, kv, (part,))
-
-
-def _part(setup: Setup, first: int, cut: int, last: int) -> LevelPart:
-    return LevelPart(setup.load[first:cut], setup.load[cut:last], setup.split(cut, last))
+    return _tradeoff(setup, asked, [(last - setup.window_steps, last - held_out, last)])
 
 
 def _tradeoff(
-    setup: Setup, asked: KvOptions, kv: KvMemory, parts: tuple[LevelPart, ...]
+    setup: Setup, asked: KvOptions, parts: Sequence[tuple[int, int, int]]
 ) -> ReplicaTradeoff:
-    inputs = LevelInputs(setup.shape, setup.topology, setup.objective.cost, parts)
-    return kv_tradeoff(compare_levels(inputs), kv, asked.tokens_per_sequence, asked.moe_share)
+    """Weigh replicas placed on the steps first..cut-1 and scored on cut..last-1 of each part."""
+    load = setup.load
+    levels = LevelInputs(
+        setup.shape,
+        setup.topology,
+        setup.objective.cost,
+        tuple(
+            LevelPart(load[first:cut], load[cut:last], setup.split(cut, last))
+            for first, cut, last in parts
+        ),
+    )
+    return kv_tradeoff(
+        compare_levels(levels), kv_memory(asked), asked.tokens_per_sequence, asked.moe_share
+    )
+
+
+def tradeoff_fields(tradeoff: ReplicaTradeoff | None) -> dict[str, Any]:
+    """Return the comparison as a field of an answer in JSON; none if it was not asked for."""
+    return {} if tradeoff is None else {"replica_tradeoff": asdict(tradeoff)}

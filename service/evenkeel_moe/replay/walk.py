@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
+from evenkeel_moe.errors import EvenkeelError, InvalidInput
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
+from evenkeel_moe.planning.schedule.relabel import count_moves, relabel_proposal
 
 MIN_REPLANS = 4
 """With fewer, the first plan (from the initial placement) would dominate the result."""
@@ -39,27 +39,12 @@ class Setup:
     source: NDArray[np.float64] | None = None
     """(T, R, L, E) [tokens] by source rank; None if not recorded for this number of ranks."""
     objective: Objective = Objective()
-    """`copy_cost` is not read: `copy_price` sets it at each replan."""
+    """Without `copy_cost`, which `copy_price` sets at each replan."""
     copy_price: float = 0.0
     """The time one copy must save per step, as a share of the time of a perfectly split layer.
     keel's own price, which depends on the slots of a rank and their tokens, is used if higher."""
     max_evaluations: int | None = None
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        want = (self.shape.num_layers, self.shape.num_logical_experts)
-        if self.load.ndim != 3 or self.load.shape[1:] != want:
-            raise ShapeMismatch(f"load must be (T, {want[0]}, {want[1]}), got {self.load.shape}")
-        by_rank = (len(self.load), self.shape.num_ranks, *want)
-        if self.source is not None and self.source.shape != by_rank:
-            raise ShapeMismatch(f"source must be {by_rank}, got {self.source.shape}")
-        if self.window_steps < 1 or self.horizon_steps < 1:
-            raise InvalidInput(
-                "window and horizon must be at least 1 step, "
-                f"got {self.window_steps} and {self.horizon_steps}"
-            )
-        if not 0 <= self.copy_price < float("inf"):
-            raise InvalidInput(f"copy price is {self.copy_price}, must be finite and not negative")
 
     def problem(self, first: int, last: int, current: Placement | None) -> PlacementProblem:
         """Return the problem for a policy that plans on the steps first..last-1 of the trace."""
@@ -67,14 +52,14 @@ class Setup:
         copy_cost = 0.0
         if self.copy_price:
             fluid = moe_time.fluid_times(load, self.shape.num_ranks, self.objective.cost)
-            copy_cost = self.copy_price * float(fluid.mean())
+            copy_cost = self.copy_price * float(fluid.mean()) * self.objective.lifetime_steps
         return PlacementProblem(
             load=load,
             shape=self.shape,
             topology=self.topology,
             current=current,
             source_load=self.split(first, last).source_load,
-            objective=replace(self.objective, copy_cost=copy_cost, lifetime_steps=1),
+            objective=replace(self.objective, copy_cost=copy_cost),
             max_evaluations=self.max_evaluations,
             seed=self.seed,
         )
@@ -87,7 +72,7 @@ class Setup:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Replan:
-    """The input of a planner, which holds nothing from `step` on."""
+    """The input of a planner, which looks at nothing from `step` on."""
 
     index: int
     """0 for the first plan."""
@@ -95,9 +80,12 @@ class Replan:
     """First step on which the plan will be scored."""
     problem: PlacementProblem
     """The window before `step`, and the current placement."""
-    history: NDArray[np.float64]
-    """(step, L, E) [tokens] - all load before `step`."""
     setup: Setup
+
+    @property
+    def history(self) -> NDArray[np.float64]:
+        """(step, L, E) [tokens] - all load before `step`."""
+        return self.setup.load[: self.step]
 
 
 Planner = Callable[[Replan], Proposal | None]
@@ -149,7 +137,6 @@ def walk_forward(
     setup: Setup,
     *,
     on_replan: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Walk:
     """Walk one policy over the trace, starting from the initial placement.
 
@@ -158,31 +145,26 @@ def walk_forward(
         planner: called once per horizon.
         setup: trace and fleet.
         on_replan: called after each replan.
-        clock: returns seconds; measures the time of planning.
 
     Raises:
         InvalidInput: too few steps for `MIN_REPLANS` replans.
         EvenkeelError: the policy failed or broke an invariant; the message names it and the step.
     """
     steps = replan_steps(len(setup.load), setup.window_steps, setup.horizon_steps)
-    current = Placement.initial(setup.shape)
+    current, cost = Placement.initial(setup.shape), setup.objective.cost
     placements: list[Placement] = []
     copies = np.zeros((2, len(steps)), np.int64)
     plan_s = np.zeros(len(steps))
-    scored: list[tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]] = []
+    loads: list[NDArray[np.float64]] = []
+    times: list[NDArray[np.float64]] = []
     for index, step in enumerate(steps.tolist()):
         problem = setup.problem(step - setup.window_steps, step, current)
         try:
-            begun = clock()
-            proposal = planner(Replan(index, step, problem, setup.load[:step], setup))
-            plan_s[index] = clock() - begun
+            begun = time.perf_counter()
+            proposal = planner(Replan(index, step, problem, setup))
+            plan_s[index] = time.perf_counter() - begun
             if proposal is not None:
-                proposal.placement.check(
-                    setup.shape,
-                    allow_duplicates=setup.objective.allow_duplicates,
-                    fill_slots=setup.objective.fill_slots,
-                )
-                target = relabelled(problem, proposal)
+                target = checked_target(problem, proposal)
                 copies[:, index] = (
                     count_moves(current, proposal.placement),
                     count_moves(current, target),
@@ -191,29 +173,34 @@ def walk_forward(
         except EvenkeelError as error:
             raise type(error)(f"policy {name} at step {step}: {error}", error.reason) from error
         placements.append(current)
-        scored.append(_score(setup, current, step))
+        last = step + setup.horizon_steps
+        load, split = setup.load[step:last], setup.split(step, last)
+        loads.append(metrics.rank_load(load, current, split))
+        times.append(moe_time.step_times(load, current, cost, split))
         on_replan()
-    rank_load, times, fluid = (np.concatenate(parts) for parts in zip(*scored, strict=True))
     return Walk(
-        name, steps, tuple(placements), copies[0], copies[1], plan_s, rank_load, times, fluid
+        policy=name,
+        steps=steps,
+        placements=tuple(placements),
+        copies_raw=copies[0],
+        copies=copies[1],
+        plan_s=plan_s,
+        rank_load=np.concatenate(loads),
+        times=np.concatenate(times),
+        fluid=moe_time.fluid_times(setup.load[steps[0] : last], setup.shape.num_ranks, cost),
     )
 
 
-def relabelled(problem: PlacementProblem, proposal: Proposal) -> Placement:
-    """Return the proposed placement with its ranks renamed so that the fewest copies are needed."""
-    keep_nodes = bool(proposal.numbers.get("keep_nodes", 0.0))
-    return relabel(problem, proposal.placement, keep_nodes=keep_nodes)
+def checked_target(problem: PlacementProblem, proposal: Proposal) -> Placement:
+    """Return the proposed placement with its ranks renamed so that the fewest copies are needed.
 
-
-def _score(
-    setup: Setup, placement: Placement, step: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return the rank load, times and fluid times of the horizon that begins at `step`."""
-    last = step + setup.horizon_steps
-    load = setup.load[step:last]
-    split, cost = setup.split(step, last), setup.objective.cost
-    return (
-        metrics.rank_load(load, placement, split),
-        moe_time.step_times(load, placement, cost, split),
-        moe_time.fluid_times(load, setup.shape.num_ranks, cost),
+    Raises:
+        InfeasiblePlan: it breaks an invariant of the deployment.
+    """
+    objective = problem.objective
+    proposal.placement.check(
+        problem.shape,
+        allow_duplicates=objective.allow_duplicates,
+        fill_slots=objective.fill_slots,
     )
+    return relabel_proposal(problem, proposal)

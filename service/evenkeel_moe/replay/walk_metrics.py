@@ -11,11 +11,6 @@ COPY_BYTES_PER_S = 5e9
 """Rate of copies of one rank, as the controller assumes it (`planner.copy_bytes_per_s`)."""
 
 
-def copy_seconds(nbytes: float, num_ranks: int) -> float:
-    """Return the time of copies that all ranks make at once at `COPY_BYTES_PER_S`."""
-    return nbytes / (num_ranks * COPY_BYTES_PER_S)
-
-
 @dataclass(frozen=True, slots=True)
 class WalkMetrics:
     """The result of one policy on one trace, over the scored steps, which no plan had seen."""
@@ -43,7 +38,7 @@ class WalkMetrics:
     bytes: int
     """Bytes between ranks over all replans except the first, after relabelling."""
     copy_s: float
-    """Time of `bytes`, by `copy_seconds`."""
+    """Time of `bytes`, if all ranks copy at once at `COPY_BYTES_PER_S`."""
     first_bytes: int
     plan_ms: float
     """Median milliseconds of one planning call."""
@@ -82,7 +77,7 @@ def measure_walk(walk: Walk, bytes_per_expert: int) -> WalkMetrics:
         copies_per_layer_raw=float(walk.copies_raw[1:].mean()) / layers,
         first_copies_per_layer=float(walk.copies[0]) / layers,
         bytes=nbytes,
-        copy_s=copy_seconds(nbytes, ranks),
+        copy_s=nbytes / (ranks * COPY_BYTES_PER_S),
         first_bytes=int(walk.copies[0]) * bytes_per_expert,
         plan_ms=float(np.median(walk.plan_s)) * 1e3,
         plan_ms_max=float(walk.plan_s.max()) * 1e3,

@@ -246,7 +246,7 @@ def asked_of_a_policy(monkeypatch, load, source_load):
 
     monkeypatch.setitem(POLICIES, "listener", plan)
     asking = inputs(load, policy="listener", source_load=source_load)
-    plan_target(asking, WindowSplit(0, len(load), Change(0, math.nan)))
+    plan_target(asking, WindowSplit(0, len(load), Change(0, math.nan), 16))
     return asked[0]
 
 

@@ -108,7 +108,7 @@ def test_the_advice_for_a_batch_that_the_kv_cache_limits_may_be_the_same_or_unkn
     present = kv_tradeoff(replace(comparison(NOW, level(4, 0.2, 5000)), advised=4), KV, 100).words
     assert "; if it does, keep 2 in every layer. No other" in present
     unknown = kv_tradeoff(advised, None).words
-    assert "layer; if it does, the best number is unknown: the ranks did not report" in unknown
+    assert "layer; if it does, the best number is unknown, as bytes per KV token" in unknown
 
 
 def craft_words(*factors):

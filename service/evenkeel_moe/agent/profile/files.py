@@ -1,9 +1,7 @@
 """Files of profiles: one for each device, named after it."""
 
 import json
-import math
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ from evenkeel_moe.agent.profile.expert_layer import ExpertShape
 from evenkeel_moe.agent.profile.token_curve import TokenProfile, curve_of
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.wire.link import CostCurve, ReplicaCost
+from evenkeel_moe.wire.profile_text import parse_profile
 
 
 def save_curve(
@@ -67,25 +66,17 @@ def load_profile(folder: Path, gpu_uuid: str) -> SavedProfile | None:
     """
     path = _path(folder, gpu_uuid)
     try:
-        content = json.loads(path.read_text("utf-8"))
-        curve, told = content["curve"], content.get("replica_cost")
-        stairs = tuple(float(value) for value in curve["tile_seconds"])
-        found = CostCurve(int(curve["tile_tokens"]), stairs, float(curve["slope_s_per_token"]))
-        by_replicas = None if told is None else ReplicaCost(**{k: float(told[k]) for k in told})
-        most = found.tile_tokens * len(stairs)
-        shape = _shape_of(content.get("about"))
+        saved = parse_profile(path.read_text("utf-8"))
+        shape = _shape_of(saved.about)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise InvalidInput(f"{path} is no curve: {error!r:.200}") from error
-    if content.get("gpu_uuid") != gpu_uuid:
-        raise InvalidInput(
-            f"{path} holds the curve of {content.get('gpu_uuid')!r}, not of {gpu_uuid!r}"
-        )
-    fault = _fault_of(found, by_replicas)
-    if fault:
-        raise InvalidInput(f"{path} is no curve: {fault}")
-    return SavedProfile(found, by_replicas, shape, most)
+    except (OSError, ValueError, InvalidInput) as error:
+        raise InvalidInput(f"{path} is no curve: {error}") from error
+    if saved.gpu_uuid != gpu_uuid:
+        raise InvalidInput(f"{path} holds the curve of {saved.gpu_uuid!r}, not of {gpu_uuid!r}")
+    curve = saved.curve
+    most = curve.tile_tokens * len(curve.tile_seconds)
+    return SavedProfile(curve, saved.replica_cost, shape, most)
 
 
 def _shape_of(about: Any) -> ExpertShape | None:
@@ -95,23 +86,6 @@ def _shape_of(about: Any) -> ExpertShape | None:
     return ExpertShape(
         int(about["d_model"]), int(about["d_ffn"]), int(about["experts"]), str(about["dtype"])
     )
-
-
-def _fault_of(curve: CostCurve, cost: ReplicaCost | None) -> str:
-    """Return what makes the numbers unusable; empty if they can be used."""
-    for tile, value in enumerate(curve.tile_seconds, 1):
-        if not 0 <= value < math.inf:
-            return f"there is a gap at tile {tile}, {value} s"
-    if not curve.tile_seconds or not 0 <= curve.slope_s_per_token < math.inf:
-        return f"{len(curve.tile_seconds)} tiles and a slope of {curve.slope_s_per_token}"
-    if any(later < earlier for earlier, later in pairwise(curve.tile_seconds)):
-        return "it falls with the number of tokens"
-    if cost is None:
-        return ""
-    for name, value in asdict(cost).items():
-        if not 0 <= value < math.inf or (name == "s_per_token" and value == 0):
-            return f"{name} is {value}"
-    return ""
 
 
 def _path(folder: Path, gpu_uuid: str) -> Path:

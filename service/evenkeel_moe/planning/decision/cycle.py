@@ -38,7 +38,7 @@ from evenkeel_moe.planning.schedule.relabel import (
     align_slots,
     count_moves,
     price_of_moves,
-    relabel,
+    relabel_proposal,
 )
 from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.planning.signals.change_detection import (
@@ -63,8 +63,12 @@ class WindowSplit:
     cut: int
     change: Change
     """The change of traffic by which `begin` was chosen."""
+    least: int
+    """Fewest steps that the verdict may judge on: where there cannot be more, those there are.
+    Their interval is then wider (`VerdictRules.few_steps`), so that only large gains are
+    certain."""
 
-    def planned_on(self, load: NDArray[np.uint32]) -> NDArray[np.float64]:
+    def planned_on(self, load: NDArray[np.generic]) -> NDArray[np.float64]:
         """Return the (cut, L, E) [tokens] to plan on, of the (T, L, E) window."""
         if self.begin == 0:
             return load[: self.cut].astype(np.float64)
@@ -75,7 +79,7 @@ class WindowSplit:
 class CycleInputs(GateInputs):
     """Everything a cycle may look at."""
 
-    load: NDArray[np.uint32]
+    load: NDArray[np.generic]
     """(T, L, E) [tokens] complete steps, oldest first; T may be 0."""
     topology: Topology
     current: Placement
@@ -233,7 +237,8 @@ def split_window(inputs: CycleInputs, change: Change) -> WindowSplit:
     since = steps - change.first_step
     few = change.first_step > 0 and since < 2 * least
     later = since // 2 if few else held_out_steps(since, least)
-    return WindowSplit(change.first_step, steps - later, change)
+    least = min(least, later) if change.first_step else least
+    return WindowSplit(change.first_step, steps - later, change, least)
 
 
 def plan_target(inputs: CycleInputs, split: WindowSplit) -> tuple[Placement, dict[str, float]]:
@@ -274,9 +279,7 @@ def plan_target(inputs: CycleInputs, split: WindowSplit) -> tuple[Placement, dic
         seed=inputs.seed,
     )
     proposal = resolve_policy(inputs.policy, inputs.policy_options.get(inputs.policy))(problem)
-    target = relabel(
-        problem, proposal.placement, keep_nodes=proposal.numbers.get("keep_nodes", 0.0) > 0
-    )
+    target = relabel_proposal(problem, proposal)
     numbers = {
         "copies_raw": float(count_moves(inputs.current, proposal.placement)),
         "evaluations": float(proposal.evaluations),
@@ -299,7 +302,6 @@ def judge_target(
     scored_on = inputs.load[split.cut :]
     if not len(scored_on):
         return None, {}
-    least = int(inputs.settings.min_held_out_steps)
     objective, tokens = inputs.objective, inputs.token_split
     price = price_of_moves(inputs.current, target, inputs.topology, objective.cross_node_factor)
     verdict = judge(
@@ -310,20 +312,13 @@ def judge_target(
         step_s=inputs.step_s,
         cost_model=objective.cost.basis,
         calibration=inputs.calibration,
-        rules=VerdictRules(min_steps=max(2, _least_held_out(inputs, split)), few_steps=least),
+        rules=VerdictRules(
+            min_steps=max(2, split.least), few_steps=int(inputs.settings.min_held_out_steps)
+        ),
         seed=inputs.seed,
     )
     expected = metrics.balancedness_mean(metrics.rank_load(scored_on, target, tokens))
     return verdict, {"balancedness_expected": expected} if math.isfinite(expected) else {}
-
-
-def _least_held_out(inputs: CycleInputs, split: WindowSplit) -> int:
-    """Return the fewest steps that the verdict may judge on: soon after a change, those there are.
-
-    Their interval is wider (`VerdictRules.few_steps`), so that only large gains are certain.
-    """
-    least = int(inputs.settings.min_held_out_steps)
-    return min(least, len(inputs.load) - split.cut) if split.begin else least
 
 
 def decide_target(
@@ -340,5 +335,5 @@ def decide_target(
             objective=inputs.objective,
             manual=inputs.manual,
         ),
-        replace(inputs.settings, min_held_out_steps=_least_held_out(inputs, split)),
+        replace(inputs.settings, min_held_out_steps=split.least),
     )

@@ -226,8 +226,8 @@ def _words(
     unlimited = f"If the KV cache does not limit the batch, {advice}; if it does,"
     if kv is None:
         return (
-            f"{unlimited} the best number is unknown: the ranks did not report bytes per KV token"
-            " and free KV bytes."
+            f"{unlimited} the best number is unknown, as bytes per KV token and free KV bytes are"
+            " not known."
         )
     known = [row for row in rows if row.goodput_lower is not None]
     if not known:

@@ -28,7 +28,7 @@ UNKNOWN = WindowBalance(math.nan, math.nan, math.nan, math.nan)
 
 
 def token_balance(
-    load: NDArray[np.uint32], current: Placement, split: SplitModel, changed_steps: int
+    load: NDArray[np.generic], current: Placement, split: SplitModel, changed_steps: int
 ) -> WindowBalance:
     """Return balancedness, the mean of the layers.
 
@@ -51,7 +51,7 @@ def token_balance(
 
 
 def time_balance(
-    load: NDArray[np.uint32],
+    load: NDArray[np.generic],
     current: Placement,
     objective: Objective,
     split: SplitModel,

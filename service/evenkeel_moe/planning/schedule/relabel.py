@@ -15,7 +15,7 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem.layer_threads import map_layers
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
 _MANY_RANKS = 128
 """Ranks from which a layer takes milliseconds, so that threads save time."""
@@ -380,3 +380,9 @@ def relabel(problem: PlacementProblem, target: Placement, *, keep_nodes: bool = 
         pooled=problem.shape.pooled,
         threads=problem.threads,
     )
+
+
+def relabel_proposal(problem: PlacementProblem, proposal: Proposal) -> Placement:
+    """Return the proposed placement, renamed by `relabel`; a hierarchical one keeps its nodes."""
+    keep_nodes = proposal.numbers.get("keep_nodes", 0.0) > 0
+    return relabel(problem, proposal.placement, keep_nodes=keep_nodes)
