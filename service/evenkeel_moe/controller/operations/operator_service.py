@@ -33,7 +33,7 @@ from evenkeel_moe.ports.operations import (
 from evenkeel_moe.ports.stores import DeploymentStore
 from evenkeel_moe.protocol.control_messages import ControlAction
 from evenkeel_moe.protocol.leader.operator import Operator
-from evenkeel_moe.settings_checks import never_met
+from evenkeel_moe.settings import never_met
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
