@@ -13,7 +13,6 @@ from evenkeel_moe.api.context import (
     Caller,
     CallerToken,
     DeploymentPath,
-    IdempotencyKey,
     OperationsOf,
     PageSize,
     PageToken,
@@ -55,7 +54,7 @@ router = APIRouter(tags=["deployments"], route_class=LargeBodyRoute)
 _CONFLICT: dict[int | str, dict[str, Any]] = {
     409: {
         "model": ProblemOut,
-        "description": "The request does not fit the current state, or its key is in use",
+        "description": "The request does not fit the current state",
     }
 }
 _DECISIONS_SHOWN = 1000
@@ -269,7 +268,6 @@ async def freeze(
     caller: Caller,
     deployment: DeploymentPath,
     body: FreezeIn,
-    idempotency_key: IdempotencyKey = None,
 ) -> None:
     """Start no new plan for some seconds; 0 ends the freeze. A running plan continues."""
     keep_for_audit(request, body.model_dump())
@@ -281,7 +279,6 @@ async def resume(
     operations: OperationsOf,
     caller: Caller,
     deployment: DeploymentPath,
-    idempotency_key: IdempotencyKey = None,
 ) -> None:
     """Allow automatic plans again that a rollback or undelivered gains stopped."""
     await operations.resume(deployment, caller)
