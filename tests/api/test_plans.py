@@ -199,3 +199,13 @@ async def test_only_an_admin_rolls_back_beyond_the_limits(client, operations, to
     headers = {"Authorization": f"Bearer {token}"}
     answer = await client.post("/v1/deployments/demo/rollback", headers=headers)
     assert answer.status_code == 202 and operations.bounded is bounded
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "name"),
+    [("POST", PLANS, "phases"), ("PATCH", "/v1/deployments/demo/policy", "mode")],
+)
+async def test_a_deeply_nested_value_of_an_enumeration_is_refused(client, method, path, name):
+    body = f'{{"{name}": {"[" * 900}{"]" * 900}}}'
+    headers = {"Content-Type": "application/json"}
+    assert_problem(await client.request(method, path, content=body, headers=headers), 422)

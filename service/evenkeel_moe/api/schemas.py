@@ -7,11 +7,13 @@ docs/openapi.json.
 
 from typing import Annotated
 
-from pydantic import FailFast, Field
+from pydantic import FailFast, Field, StrictBool, StrictInt, StrictStr
 
 from evenkeel_moe.api.context import DIGEST_PATTERN, PLAN_ID_PATTERN
 from evenkeel_moe.api.schema_base import (
     PLAIN,
+    WORD,
+    ChangeBody,
     CostModelOut,
     JsonObject,
     Number,
@@ -19,9 +21,18 @@ from evenkeel_moe.api.schema_base import (
     ResponseBody,
     TextOrNull,
 )
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.policy import CostChoice, DeploymentPolicy, Mode
 
 Matrix = list[list[float]]
+Bound = Annotated[int | None, Field(ge=0, le=2**62, strict=True)]
+Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+FiniteSeconds = Annotated[Finite, Field(gt=0)]
+Spans = Annotated[list[str], FailFast()]
+Name = Annotated[str, Field(max_length=64)]
+PolicyOptions = Annotated[dict[Name, StrictInt | Finite | StrictStr | None], Field(max_length=32)]
+_DEFAULT = DeploymentPolicy()
 SlotRow = Annotated[list[Annotated[int, Field(ge=-1, le=2**31 - 1)]], FailFast()]
 
 
@@ -342,15 +353,53 @@ class DecisionPage(ResponseBody):
 # --- requests -------------------------------------------------------------------------------
 
 
-class LimitsIn(RequestBody):
+class LimitsIn(ChangeBody):
     """Bounds on one plan; null is no bound."""
 
-    max_moves: int | None = Field(default=None, ge=0, le=2**31)
+    max_moves: Bound = None
     """Copies between ranks."""
-    max_bytes: int | None = Field(default=None, ge=0, le=2**62)
+    max_bytes: Bound = None
     """Bytes copied between ranks."""
-    max_layers: int | None = Field(default=None, ge=0, le=2**31)
+    max_layers: Bound = None
     """Layers that may change."""
+
+
+class ScheduleIn(ChangeBody):
+    """Weekly times in UTC at which plans may start, such as `sat 22:00 - sun 04:00`."""
+
+    windows: Spans = []
+    """Spans in which plans may start; without any they always may."""
+    blackouts: Spans = []
+    """Spans in which no plan may start, even inside windows."""
+
+
+class PolicyDocument(ChangeBody):
+    """How a deployment is balanced. A change has only the fields to change."""
+
+    mode: Annotated[Mode, WORD] = _DEFAULT.mode
+    policy: Name = _DEFAULT.policy
+    """The planning algorithm, by its name."""
+    shadow_policies: Annotated[list[Name], FailFast(), Field(max_length=8)] = []
+    """Planning algorithms that are only scored, once every cycle."""
+    limits: LimitsIn = LimitsIn()
+    """Bounds on every plan; only role admin may change them."""
+    cycle_s: FiniteSeconds = _DEFAULT.cycle_s
+    """Seconds between cycles."""
+    proposal_ttl_s: FiniteSeconds = _DEFAULT.proposal_ttl_s
+    """Seconds until a proposal that nobody approved expires."""
+    schedule: ScheduleIn = ScheduleIn()
+    thresholds: Annotated[dict[Name, Finite], Field(max_length=32)] = {}
+    """Gate settings by name."""
+    policy_options: Annotated[dict[Name, PolicyOptions | None], Field(max_length=32)] = {}
+    """Options of planning algorithms, by algorithm and option. In a change null removes one option,
+    or all of an algorithm."""
+    dispatch: Annotated[DispatchModel, WORD] | None = None
+    """The engines' rule to split tokens over replicas; null takes what the ranks told."""
+    cost: Annotated[CostChoice, WORD] = _DEFAULT.cost
+    observe_lock: StrictBool = False
+    """True if in mode observe no request may move weights either."""
+    separate_approval: StrictBool = False
+    """True if a plan made by hand starts only when another token than its maker's approves it."""
 
 
 class TargetIn(RequestBody):
@@ -368,7 +417,7 @@ class PlanIn(RequestBody):
     policy: str | None = Field(default=None, max_length=64)
     """Null uses the deployment's policy."""
     limits: LimitsIn = LimitsIn()
-    phases: Annotated[list[Phase], FailFast()] = []
+    phases: Annotated[list[Annotated[Phase, WORD]], FailFast()] = []
     """Windows to plan on; empty uses all, weighted by their tokens."""
     dry_run: bool = False
     """A dry run: the plan is made and waits as a proposal. Approving it starts this very plan."""
