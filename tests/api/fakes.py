@@ -54,6 +54,11 @@ def make_rank(rank: int, **changes) -> RankStatus:
         "seconds_per_token": 1e-6,
         "free_bytes": 10_000,
         "staging_bytes": 4_000,
+        "slowness": None,
+        "trouble": "",
+        "device": "",
+        "weight_format": "",
+        "stopped": False,
     }
     return RankStatus(**{**values, **changes})
 

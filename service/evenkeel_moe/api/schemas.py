@@ -24,6 +24,7 @@ from evenkeel_moe.api.schema_base import (
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.policy import CostChoice, DeploymentPolicy, Mode
+from evenkeel_moe.ports.status import RankStatus
 
 Matrix = list[list[float]]
 Bound = Annotated[int | None, Field(ge=0, le=2**62, strict=True)]
@@ -68,38 +69,6 @@ class ShapeOut(ResponseBody):
     pool_slots_per_rank: int | None
     shared_experts: Number
     """Work of the shared experts for one token, in routed experts; null if unknown."""
-
-
-class RankOut(ResponseBody):
-    """One rank."""
-
-    rank: int
-    node: str
-    gpu_uuid: str
-    fresh: bool
-    """True while the rank's heartbeat lease is valid and it has not stopped as planned."""
-    stopped: bool
-    """True if its engine said that it stops as planned; a restart ends this."""
-    last_seen_unix: float
-    epoch: int | None
-    """Null while the rank is not connected: what it named at its start may be over."""
-    state: str
-    """State of the wave the rank holds."""
-    load_share: float | None
-    """Share of the window's tokens; 1/ranks is balanced. Null without data."""
-    seconds_per_token: float | None
-    """Median seconds of MoE computation per token, before the collective. Null if not measured."""
-    free_bytes: int | None
-    """Bytes of memory that its device has free. Null while the rank is not connected."""
-    staging_bytes: int
-    slowness: float | None
-    """Seconds per token divided by the median rank's; above 1 is slower. Null if unknown."""
-    trouble: str
-    """The reason, in words, that the rank takes no more waves; empty if it takes them."""
-    device: str
-    """Name of the rank's device; empty if unknown."""
-    weight_format: str
-    """Number type of the weights of its experts, such as bf16; empty if unknown."""
 
 
 class DeliveredOut(ResponseBody):
@@ -197,7 +166,7 @@ class DeploymentOut(ResponseBody):
     rollback_epoch: int | None
     """The epoch to which a rollback without `to_epoch` leads; null if there is none."""
     shape: ShapeOut | None
-    ranks: list[RankOut] | None
+    ranks: list[RankStatus] | None
     step: int | None
     """Newest complete step."""
     window_steps: int | None
