@@ -5,10 +5,12 @@ import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import structlog
+from pydantic import Field, ValidationError
 
+from evenkeel_moe.api.insight_schemas import AuditRowOut
 from evenkeel_moe.controller.logs import audit_line
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Conflict, Unavailable
@@ -29,23 +31,15 @@ _REFUSED_PART = 4
 """One refused request is kept for so many changes."""
 _REFUSED = 400
 """The lowest status of a request that changed nothing."""
+_MOST = 2.0**63
+"""Times are below it: no float holds every integer of JSON."""
 
-_FORM = {
-    "at": float | int,
-    "id": str,
-    "deployment": str | None,
-    "by": str,
-    "role": str,
-    "method": str,
-    "path": str,
-    "status": int,
-    "idempotency_key": str | None,
-    "trace_id": str | None,
-    "change": str | None,
-}
-"""The type of each field of a row; a row of an older version may lack the last three."""
-_MOST = 1 << 63
-"""Numbers are below it: no float holds every integer of JSON."""
+
+class _StoredRow(AuditRowOut):
+    at: Annotated[float, Field(strict=True, allow_inf_nan=False, gt=-_MOST, lt=_MOST)]
+    status: Annotated[int, Field(strict=True, ge=0, lt=1000)]
+    idempotency_key: str | None = None
+    """A row of an older version may lack it, as the last two."""
 
 
 class AuditLog:
@@ -108,7 +102,7 @@ class AuditLog:
         document = await self._store.fetch_document(deployment, _DOCUMENT) or {}
         rows = document.get("rows", [])
         found = rows if isinstance(rows, list) else [rows]
-        sound = [row for row in found if _is_sound(row)]
+        sound = [row for row in map(_read, found) if row is not None]
         if len(sound) < len(found):
             why = f"{len(found) - len(sound)} of {len(found)} rows have another form"
             self._health.unreadable("row", f"{deployment} {_DOCUMENT}", why)
@@ -116,7 +110,7 @@ class AuditLog:
 
     def _merged(self, deployment: DeploymentId, stored: Sequence[Row]) -> Sequence[Row]:
         """Return the stored rows and those in memory, oldest first, each once."""
-        found: dict[str, Row] = {row["id"]: {n: row.get(n) for n in _FORM} for row in stored}
+        found: dict[str, Row] = {row["id"]: row for row in stored}
         found |= {row["id"]: row for row in self._all() if row["deployment"] == deployment}
         rows = sorted(found.values(), key=_time)
         # Apart: otherwise a flood of refused requests would push out what was changed.
@@ -132,15 +126,9 @@ def _time(row: Row) -> float:
     return float(row["at"])
 
 
-def _is_sound(row: Any) -> bool:
-    return isinstance(row, Mapping) and all(
-        isinstance(row.get(name), kind) and _is_bounded(row.get(name))
-        for name, kind in _FORM.items()
-    )
-
-
-def _is_bounded(value: Any) -> bool:
-    """Return False for a truth value, and for a number that is not finite or has over 63 bits."""
-    if isinstance(value, bool):
-        return False
-    return not isinstance(value, int | float) or -_MOST < value < _MOST
+def _read(row: Any) -> Row | None:
+    """Return a stored row with every field; None if it has another form."""
+    try:
+        return _StoredRow.model_validate(row).model_dump()
+    except ValidationError:
+        return None
