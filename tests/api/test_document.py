@@ -39,6 +39,12 @@ def test_every_route_documents_its_refusals_and_its_token():
             assert list(problem) == ["application/problem+json"]
 
 
+def test_a_change_of_the_policy_has_no_defaults_that_a_generated_client_could_send():
+    schemas = json.loads(document())["components"]["schemas"]
+    for name in ("PolicyDocument", "LimitsIn", "ScheduleIn"):
+        assert not any("default" in one for one in schemas[name]["properties"].values()), name
+
+
 def test_the_page_lists_every_route_with_its_least_role():
     listed = set(
         re.findall(r"^\| ([A-Z]+) \| `(/\S+)` \| (\w+) \|$", PAGE.read_text(), re.MULTILINE)

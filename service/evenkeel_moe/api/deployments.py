@@ -52,10 +52,7 @@ from evenkeel_moe.ports.status import DeploymentStatus
 router = APIRouter(tags=["deployments"], route_class=LargeBodyRoute)
 
 _CONFLICT: dict[int | str, dict[str, Any]] = {
-    409: {
-        "model": ProblemOut,
-        "description": "The request does not fit the current state",
-    }
+    409: {"model": ProblemOut, "description": "The request does not fit the current state"}
 }
 _POLICY: dict[int | str, dict[str, Any]] = {
     200: {"model": PolicyDocument, "description": "The policy document"}

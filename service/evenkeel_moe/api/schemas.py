@@ -1,4 +1,4 @@
-"""Bodies of requests and responses: the only place that names REST fields.
+"""Bodies of requests and responses. With `ports.status.RankStatus`, the only place of REST fields.
 
 A response body reads its fields from the attributes of the value it shows (`model_validate`), so
 that `convert` states only what differs. The docstrings here are the descriptions in

@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from evenkeel_moe.controller.policy_document import (
-    policy_document,
-    policy_from_document,
-)
+from evenkeel_moe.controller.policy_document import policy_document, policy_from_document
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.policy import DeploymentPolicy

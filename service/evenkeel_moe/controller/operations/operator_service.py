@@ -364,5 +364,5 @@ class OperatorService:
         """Record who asked for what; stored if this replica leads the deployment."""
         name = entry.deployment
         known = None if name is None else self._registry.deployments.get(name)
-        led = known is not None and known.keeper.leading
-        await self._audit.record(entry, known.leadership.term if known and led else None)
+        term = known.leadership.term if known is not None and known.keeper.leading else None
+        await self._audit.record(entry, term)
