@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from pydantic import TypeAdapter
 
 from deploy.chart_values import CHART, ROOT, Bound, values
 from deploy.dashboards import dashboards
@@ -235,7 +234,7 @@ _FREE |= {"updateStrategy", "podSelector", "namespaceSelector", "lifecycle"}
 
 
 def _schema() -> dict[str, Any]:
-    config = TypeAdapter(Settings).json_schema()
+    config = Settings.model_json_schema()
     definitions = config.pop("$defs")
     for section, own in CHARTS_OWN.items():
         if own is None:
@@ -244,7 +243,6 @@ def _schema() -> dict[str, Any]:
         name = config["properties"][section].get("$ref", "").rsplit("/", 1)[-1]
         for key in own:
             definitions[name]["properties"].pop(key)
-    config["additionalProperties"] = False
     root = _of(values(), ())
     root["properties"]["config"] = config
     # A parent chart passes `global` to all its subcharts.

@@ -9,7 +9,6 @@ import pytest
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.settings import Settings
-from evenkeel_moe.settings_forms import number_form
 from evenkeel_moe.settings_sources import load_settings, misspelt_variables
 
 
@@ -71,25 +70,23 @@ def test_variables_override_the_file_and_the_file_overrides_defaults(tmp_path, m
         ("c.yaml", "# a\ngrpc: {prot: 1}", r"c\.yaml:2: grpc\.prot: "),
         ("c.yaml", "nonsense: 1", r"c\.yaml:1: nonsense: "),
         ("c.yaml", "rest:\n  host: a\n  port: high\n", r"c\.yaml:3: rest\.port: "),
-        ("c.toml", "[rest]\nhost = 'a'\n\n[grpc]\nport = 'x'\n", r"c\.toml:5: grpc\.port: "),
-        ("c.toml", "rest.port = 'x'\n", r"c\.toml:1: rest\.port: "),
-        ("c.toml", "log_level = 'loud'\n", r"c\.toml:1: log_level: "),
+        ("c.toml", "[rest]\nhost = 'a'\n\n[grpc]\nport = 'x'\n", r"\ngrpc\.port: "),
+        ("c.toml", "rest.port = 'x'\n", r"\nrest\.port: "),
+        ("c.toml", "log_level = 'loud'\n", r"\nlog_level: "),
         (
             "c.yaml",
             "planner:\n  thresholds: {cooldown_s: soon}\n",
             r"c\.yaml:2: planner\.thresholds\.cooldown_s: ",
         ),
         ("c.yaml", "grpc:\n  port: [1\n", r"c\.yaml:3: expected ',' or '\]'"),
-        (
-            "c.yaml",
-            "planner: {cycle: 1}",
-            r"planner\.cycle: there is no .*; do you mean cycle_s\?$",
-        ),
+        ("c.yaml", "planner: {cycle: 1}", r"yaml:1: planner\.cycle: there is no such setting$"),
+        ("c.yaml", "4: 1", r"yaml:1: 4: Keys should be strings"),
+        ("c.yaml", "_env_file: 1", r"yaml:1: _env_file: there is no such setting$"),
         ("c.yaml", b'grpc: {host: "\xff"}', "c.yaml: 'utf-8'"),
         ("c.toml", b"\xff", "c.toml: 'utf-8'"),
         ("c.yaml", "log_level: 2026-13-01", r"c\.yaml:1: log_level: "),
-        ("c.toml", "log_level = 2026-12-01", r"c\.toml:1: log_level: "),
-        ("c.toml", "[grcp.x]\ny = 1\n", r"c\.toml:1: grcp: there is no such setting; .* grpc\?"),
+        ("c.toml", "log_level = 2026-12-01", r"\nlog_level: "),
+        ("c.toml", "[grcp.x]\ny = 1\n", "\ngrcp: there is no such setting$"),
     ],
 )
 def test_an_invalid_file_is_refused(tmp_path, name, content, words):
@@ -100,7 +97,7 @@ def test_an_invalid_file_is_refused(tmp_path, name, content, words):
 
 HOSTILE = {
     "hex.yaml": (f"grpc: {{port: 0x{'f' * 100_000}}}", r"yaml:1: grpc\.port: .*; it is 0xff"),
-    "hex.toml": (f"grpc.port = 0x{'f' * 100_000}", r"toml:1: grpc\.port: .*thousands of digits"),
+    "hex.toml": (f"grpc.port = 0x{'f' * 100_000}", r"grpc\.port: .*thousands of digits"),
     "base60.yaml": (f"grpc: {{port: 1{':59' * 9000}}}", r"grpc\.port: .*; it is 1:59"),
     "base60float.yaml": (f"grpc: {{port: 1{':59' * 900}.5}}", r"grpc\.port: .*; it is 1:59"),
     "octal.yaml": (f"grpc: {{port: 0{'7' * 100_000}}}", r"grpc\.port: "),
@@ -152,42 +149,6 @@ def test_parts_of_a_settings_file_may_be_merged_and_overridden(tmp_path):
     assert (settings.rest.host, settings.rest.port) == ("127.0.0.2", 7002)
 
 
-def test_a_fault_names_what_set_the_value(tmp_path, monkeypatch):
-    path = tmp_path / "c.yaml"
-    path.write_text("rest: {port: high}\ningest:\n  heartbeat_s: 9\n")
-    monkeypatch.setenv("EVENKEEL_REST__PORT", "higher")
-    with pytest.raises(InvalidInput) as caught:
-        load_settings(path)
-    assert "EVENKEEL_REST__PORT: " in str(caught.value)
-    assert "c.yaml:1" not in str(caught.value)
-    monkeypatch.setenv("EVENKEEL_REST__PORT", "8080")
-    with pytest.raises(InvalidInput) as caught:
-        load_settings(path)
-    assert f"(ingest.heartbeat_s is set by {path}:3)" in str(caught.value)
-    monkeypatch.setenv("EVENKEEL_INGEST__RANK_LEASE_S", "5")
-    with pytest.raises(InvalidInput, match="rank_lease_s is set by EVENKEEL_INGEST__RANK_LEASE_S"):
-        load_settings(path)
-
-
-def test_faults_come_in_the_order_of_the_file_with_unknown_thresholds(tmp_path, monkeypatch):
-    path = tmp_path / "c.yaml"
-    path.write_text(
-        "rest: {port: high}\nplanner:\n  thresholds:\n    plan_bellow: 0.8\n    stop_above: low\n"
-        "grpc:\n  prot: 1\n"
-    )
-    monkeypatch.setenv("EVENKEEL_PLANNER__THRESHOLDS__COOLDOWN", "3")
-    with pytest.raises(InvalidInput) as caught:
-        load_settings(path)
-    lines = str(caught.value).splitlines()[1:]
-    assert [line.removeprefix(f"{path}:")[:2] for line in lines] == ["EV", "1:", "4:", "5:", "7:"]
-    assert lines[0].endswith(
-        "THRESHOLDS__COOLDOWN: there is no such setting; do you mean cooldown_s?"
-    )
-    assert lines[2].endswith(
-        "thresholds.plan_bellow: there is no such setting; do you mean plan_below?"
-    )
-
-
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(InvalidInput, match=r"cannot read settings file .*absent\.yaml"):
         load_settings(tmp_path / "absent.yaml")
@@ -225,7 +186,7 @@ def test_the_sentinels_login_is_a_secret_and_needs_a_sentinel_url(tmp_path, monk
         "hunter2",
     )
     assert "hunter2" not in repr(settings)
-    assert "need a redis+sentinel:// or" in refusal(REDIS__URL="redis://h:6379")
+    assert "needs redis+sentinel:// or" in refusal(REDIS__URL="redis://h:6379")
     monkeypatch.delenv("EVENKEEL_REDIS__SENTINEL_PASSWORD_FILE")
     assert "sentinel_username needs redis.sentinel_password" in refusal()
     monkeypatch.setenv("EVENKEEL_REDIS__URL", "redis+sentinel://h:26379/main?sentinel_password=x")
@@ -256,7 +217,7 @@ def test_a_setting_with_one_underscore_is_named_with_two(monkeypatch):
 
 @pytest.mark.parametrize(
     "service",
-    ["", "_CONTROLLER", *(f"_{one.name.upper()}" for one in dataclasses.fields(Settings))],
+    ["", "_CONTROLLER", *(f"_{name.upper()}" for name in Settings.model_fields)],
 )
 def test_variables_that_kubernetes_sets_for_a_service_are_no_settings(service, monkeypatch):
     endings = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_6379_TCP"]
@@ -279,6 +240,28 @@ def test_variables_of_the_command_line_are_ignored(monkeypatch):
     assert isinstance(load_settings(), Settings)
 
 
+def test_a_fault_names_what_set_the_value(tmp_path, monkeypatch):
+    path = tmp_path / "c.yaml"
+    path.write_text("rest: {port: high}\nmetrics: {port: higher}\n")
+    monkeypatch.setenv("EVENKEEL_REST__PORT", "70000")
+    monkeypatch.setenv("EVENKEEL_METRICS", '{"host": "::1"}')
+    monkeypatch.setenv("EVENKEEL_GRPC", '{"prot": 1}')
+    with pytest.raises(InvalidInput) as caught:
+        load_settings(path)
+    lines = str(caught.value).splitlines()[1:]
+    assert sorted(re.split(": (?=Input|there)", line)[0] for line in lines) == [
+        f"{path}:2: metrics.port",
+        "EVENKEEL_REST__PORT",
+        "grpc.prot",
+    ]
+
+
+@pytest.mark.parametrize("value", ["{port: 1}", "[]", "[" * 100_000])
+def test_a_variable_of_a_whole_section_is_a_json_object(value):
+    assert re.search("JSON|dictionary", refusal(REST=value))
+    assert re.search("JSON|dictionary", refusal(PLANNER__THRESHOLDS=value))
+
+
 def test_times_and_sizes_too_large_for_grpc_are_refused():
     """gRPC would fail with a traceback on values beyond 32 bits."""
     words = refusal(
@@ -297,109 +280,18 @@ def test_times_and_sizes_too_large_for_grpc_are_refused():
     ]
 
 
-def test_a_wrong_number_is_told_with_its_range_for_every_setting():
-    numbers = {
-        f"{section.name}__{one.name}".upper(): form
-        for section in dataclasses.fields(Settings)
-        if dataclasses.is_dataclass(section.type)
-        for one in dataclasses.fields(section.type)
-        if (form := number_form((section.name, one.name))) is not None
+def test_all_wrong_values_are_reported_at_once():
+    wrong = {
+        "GRPC__PORT": ("70000", "65535"),
+        "PLANNER__MODE": ("sometimes", "'observe', 'propose' or 'auto'"),
+        "LEADER__LEASE_S": ("nan", "a finite number"),
+        "PLANNER__THRESHOLDS__COOLDOWN_S": ("-1", "greater than or equal to 0"),
     }
-    assert len(numbers) > 40
-    wrong = {**dict.fromkeys(numbers, "many"), "REST__PORT": "70000", "REDIS__PREFIX": "a{b}"}
-    lines = refusal(**wrong).splitlines()[1:]
-    assert len(lines) == len(numbers) + 1
-    for name, form in numbers.items():
-        value = "70000" if name == "REST__PORT" else "many"
-        assert f"EVENKEEL_{name}: must be a {form}; it is {value}" in lines
-    assert numbers["REST__PORT"] == "whole number, at least 0, at most 65,535"
-    assert numbers["PLANNER__CYCLE_S"] == "number, above 0"
-
-
-def test_a_wrong_threshold_is_told_with_its_variable():
-    cooldown = "planner.thresholds.cooldown_s"
-    variable = "EVENKEEL_PLANNER__THRESHOLDS__COOLDOWN_S"
-    assert refusal(PLANNER__THRESHOLDS__COOLDOWN_S="-1").splitlines()[1] == (
-        f"{cooldown} is -1.0, must be finite and not negative ({cooldown} is set by {variable})"
-    )
-    words = refusal(PLANNER__THRESHOLDS__COOLDOWN_S="soon")
-    assert f"{variable}: must be a number, at least 0; it is soon" in words
-
-
-def test_all_faults_are_reported_at_once():
-    words = refusal(GRPC__PORT="70000", PLANNER__MODE="sometimes", LEADER__LEASE_S="nan")
-    for name in ("EVENKEEL_GRPC__PORT", "EVENKEEL_PLANNER__MODE", "EVENKEEL_LEADER__LEASE_S"):
-        assert name in words
-
-
-def test_names_values_and_contradictions_are_reported_in_one_run(tmp_path, monkeypatch):
-    path = tmp_path / "c.yaml"
-    path.write_text("rest:\n  prot: 1\n  port: 7001\ngprc: {port: 1}\nmetrics: {port: 7001}\n")
-    monkeypatch.setenv("EVENKEEL_RESTT__PORT", "1")
-    monkeypatch.setenv("EVENKEEL_GRPC__PROT", "1")
-    monkeypatch.setenv("EVENKEEL_GRPC__KEEPALIVE__S", "1")
-    monkeypatch.setenv("EVENKEEL_PLANNER__POLICY", "best")
-    for name in ("MIN_GAIN", "RETRY_S"):
-        monkeypatch.setenv(f"EVENKEEL_PLANNER__THRESHOLDS__{name}", "-1")
-    with pytest.raises(InvalidInput) as caught:
-        load_settings(path)
-    lines = str(caught.value).splitlines()
-    assert [re.split(r"[ :]", line.removeprefix(f"{path}:"))[0] for line in lines] == [
-        "settings",
-        "EVENKEEL_RESTT__PORT",
-        "EVENKEEL_GRPC__PROT",
-        "EVENKEEL_GRPC__KEEPALIVE",
-        "2",
-        "4",
-        "planner.thresholds.min_gain",
-        "planner.thresholds.retry_s",
-        "planner.policy",
-        "grpc.port",
-    ]
-    assert lines[-2].endswith("(planner.policy is set by EVENKEEL_PLANNER__POLICY)")
-    assert lines[-1] == (
-        "grpc.port 50051, rest.port 7001, metrics.port 7001: all must differ"
-        f" (rest.port is set by {path}:3; metrics.port is set by {path}:5)"
-    )
-
-
-def test_what_cannot_be_read_hides_no_other_fault(tmp_path, monkeypatch):
-    """Their values are missing, so what is left is not compared with each other."""
-    path = tmp_path / "c.yaml"
-    path.write_text("grpc: [\n")
-    monkeypatch.setenv("EVENKEEL_REDIS__URL_FILE", str(tmp_path / "absent"))
-    monkeypatch.setenv("EVENKEEL_REDIS__WAIT_REPLICAS", "1")
-    monkeypatch.setenv("EVENKEEL_LOG_LEVEL", "loud")
-    monkeypatch.setenv("EVENKEEL_REST", "{port: 1}")
-    monkeypatch.setenv("EVENKEEL_PLANNER__THRESHOLDS", "[]")
-    monkeypatch.setenv("EVENKEEL_METRICS", '{"port": "high"}')
-    with pytest.raises(InvalidInput) as caught:
-        load_settings(path)
-    lines = sorted(str(caught.value).splitlines()[1:])
-    begins = [
-        f"{path}:2: ",
-        "EVENKEEL_LOG_LEVEL: ",
-        "EVENKEEL_METRICS: metrics.port: must be a whole number",
-        "EVENKEEL_PLANNER__THRESHOLDS: must be a JSON object",
-        "EVENKEEL_REDIS__URL_FILE: cannot read",
-        "EVENKEEL_REST: must be a JSON object",
-    ]
-    assert len(lines) == len(begins), lines
-    for line, begin in zip(lines, begins, strict=True):
-        assert line.startswith(begin)
-    for name in ("LOG_LEVEL", "REST", "PLANNER__THRESHOLDS", "METRICS"):
-        monkeypatch.delenv(f"EVENKEEL_{name}")
-    with pytest.raises(InvalidInput) as caught:
-        load_settings(path)
-    assert "wait_replicas" not in str(caught.value)
-
-
-def test_a_variable_of_a_section_is_named_only_for_what_it_sets(tmp_path, monkeypatch):
-    path = tmp_path / "c.yaml"
-    path.write_text("metrics: {port: high}\n")
-    monkeypatch.setenv("EVENKEEL_METRICS", '{"host": "::1"}')
-    with pytest.raises(InvalidInput, match=rf"{path}:1: metrics\.port: must be"):
-        load_settings(path)
+    words = refusal(**{name: value for name, (value, _) in wrong.items()})
+    for name, (value, allowed) in wrong.items():
+        assert re.search(f"EVENKEEL_{name}: .*{allowed}; it is {value}", words)
+    words = refusal(REST__PORT="9090", WINDOW__STEPS="200")
+    assert "all must differ" in words and "exceeds window.steps" in words
 
 
 @pytest.mark.parametrize(
@@ -428,13 +320,15 @@ def test_a_variable_of_a_section_is_named_only_for_what_it_sets(tmp_path, monkey
         ),
         ({"PLANNER__THRESHOLDS__MIN_HELD_OUT_STEPS": "100.5"}, "100.5 must be a whole number"),
         ({"PLANNER__THRESHOLDS__MIN_HELD_OUT_STEPS": "1e300"}, "1e+300 must be a whole number"),
-        ({"PLANNER__THRESHOLDS": '{"cooldown": 3}'}, "unknown gate settings cooldown"),
         (
-            {"PLANNER__THRESHOLDS__COOLDOWN": "3"},
-            "EVENKEEL_PLANNER__THRESHOLDS__COOLDOWN: there is no such setting; do you mean",
+            {"PLANNER__THRESHOLDS": '{"cooldown": 3}'},
+            "planner.thresholds: unknown gate settings cooldown",
         ),
+        ({"PLANNER__THRESHOLDS__COOLDOWN": "3"}, "unknown gate settings cooldown; known: "),
+        ({"PLANNER__THRESHOLDS__PLAN_BELOW": "1"}, "plan_below 1.0 <= stop_above 0.93 <= 1"),
         ({"PLANNER__POLICY": "best"}, "unknown policy 'best'"),
-        ({"GRPC__TLS_CERT_FILE": "a.pem"}, "need each other"),
+        ({"GRPC__TLS_CERT_FILE": "a.pem"}, "needs grpc.tls_key_file"),
+        ({"REST__TLS_KEY_FILE": "a.pem"}, "needs rest.tls_cert_file"),
         ({"GRPC__TLS_CLIENT_CA_FILE": "a.pem"}, "needs grpc.tls_cert_file"),
         ({"GRPC__TLS_REQUIRE_IDENTITY": "true"}, "needs grpc.tls_client_ca_file"),
         ({"REST__PORT": "9090"}, "all must differ"),

@@ -1,22 +1,27 @@
-"""The controller's settings by section.
+"""The controller's settings by section, and the contradictions between them.
 
 Sections are frozen dataclasses of plain values. `settings_sources` reads them from environment and
-file, and `settings_checks` finds contradictions between them.
+file.
 """
 
 import socket
-from collections.abc import Mapping
-from dataclasses import field
+from collections.abc import Iterator, Mapping
+from dataclasses import field, is_dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.policy import CostChoice, Mode
+from evenkeel_moe.planning.decision.gates import GateSettings
+from evenkeel_moe.planning.decision.verdict import held_out_steps
+from evenkeel_moe.planning.policies.registry import resolve_policy
 
-_STRICT = ConfigDict(extra="forbid")
+_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 _GRPC_MOST_S = 2_000_000
 """Largest time in gRPC, which counts milliseconds in 32 bits."""
 
@@ -24,6 +29,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 GrpcSeconds = Annotated[float, Field(gt=0, le=_GRPC_MOST_S)]
 Count = Annotated[int, Field(ge=1)]
+Threshold = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Host = Annotated[
     str, Field(min_length=1), AfterValidator(lambda host: host.removeprefix("[").removesuffix("]"))
 ]
@@ -165,7 +171,7 @@ class PlannerSettings:
     """The planning algorithm, by its name in docs/policies.md."""
     cycle_s: Seconds = 2.0
     """Time between cycles; each records a decision. Long cycles react late to changes."""
-    thresholds: Mapping[str, float] = field(default_factory=dict)
+    thresholds: Mapping[str, Threshold] = field(default_factory=dict)
     """Gate settings by name; `planning.decision.gates.GateSettings` has the defaults."""
     recent_steps: Annotated[int, Field(ge=4)] = 32
     """Steps after a change of traffic that suffice for a plan; at most a quarter of the window. A
@@ -283,9 +289,10 @@ class AdvancedSettings:
     """Largest number of steps in one report of a rank."""
 
 
-@dataclass(frozen=True, config=_STRICT)
-class Settings:
+class Settings(BaseModel):
     """All settings."""
+
+    model_config = ConfigDict(**_STRICT, frozen=True)
 
     data_dir: Path = Path("evenkeel-data")
     """Folder of the embedded store and the token file; created if missing."""
@@ -301,3 +308,93 @@ class Settings:
     ingest: IngestSettings = IngestSettings()
     leader: LeaderSettings = Field(default_factory=LeaderSettings)
     advanced: AdvancedSettings = AdvancedSettings()
+
+    @classmethod
+    def sections(cls) -> dict[str, type[Any]]:
+        """Return the dataclass of each section by its name."""
+        return {
+            name: field.annotation
+            for name, field in cls.model_fields.items()
+            if isinstance(field.annotation, type) and is_dataclass(field.annotation)
+        }
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield the contradictions between settings, with the arithmetic."""
+        for name, factor, limit, why in _AT_MOST:
+            value, most = attrgetter(name, limit)(self)
+            if factor * value > most:
+                product = f" x {factor} = {factor * value:g}" if factor > 1 else ""
+                yield f"{name} {value:g}{product} exceeds {limit} {most:g}: {why}"
+        for name, other, why in _NEEDS:
+            if attrgetter(name)(self) and not attrgetter(other)(self):
+                yield f"{name} needs {other}: {why}"
+        redis = self.redis
+        if self.leader.replicas > 1 and not redis.url:
+            yield (
+                f"leader.replicas is {self.leader.replicas} and redis.url is empty: replicas with"
+                " embedded stores would all lead"
+            )
+        if redis.wait_replicas and (not redis.url or "+cluster://" in redis.url):
+            yield (
+                f"redis.wait_replicas is {redis.wait_replicas}: the embedded store has no replicas,"
+                " and replicas of a cluster are not waited for"
+            )
+        password = redis.sentinel_password or "sentinel_password=" in redis.url
+        if redis.sentinel_username and not password:
+            yield "redis.sentinel_username needs redis.sentinel_password"
+        has_login = redis.sentinel_username or redis.sentinel_password
+        if has_login and "+sentinel://" not in redis.url:
+            yield "a login of Sentinels needs redis+sentinel:// or rediss+sentinel:// in redis.url"
+        ports = [one.port for one in (self.grpc, self.rest, self.metrics) if one.port]
+        if len(set(ports)) < len(ports):
+            yield (
+                f"grpc.port {self.grpc.port}, rest.port {self.rest.port}, metrics.port"
+                f" {self.metrics.port}: all must differ"
+            )
+        try:
+            gates = GateSettings.from_thresholds(self.planner.thresholds)
+            yield from (f"planner.{words}" for words in never_met(gates, self.window.plan_steps))
+        except InvalidInput as error:
+            yield f"planner.thresholds: {error}"
+        try:
+            resolve_policy(self.planner.policy)
+        except InvalidInput as error:
+            yield f"planner.policy: {error}"
+
+
+_AT_MOST = (
+    ("leader.renew_s", 3, "leader.lease_s", "one slow answer would cost the lease"),
+    ("ingest.heartbeat_s", 3, "ingest.rank_lease_s", "one late answer would lose the rank"),
+    ("window.plan_steps", 1, "window.steps", "a window never has as many"),
+    ("planner.recent_steps", 4, "window.plan_steps", "a change of traffic could never be seen"),
+    ("migration.batch_deadline_s", 1, "migration.prepare_deadline_s", "it would never count"),
+)
+"""Settings whose value, times a factor, may at most be that of another, and why."""
+_NEEDS = (
+    ("grpc.tls_cert_file", "grpc.tls_key_file", "TLS takes both"),
+    ("grpc.tls_key_file", "grpc.tls_cert_file", "TLS takes both"),
+    ("grpc.tls_client_ca_file", "grpc.tls_cert_file", "clients show certificates only over TLS"),
+    (
+        "grpc.tls_require_identity",
+        "grpc.tls_client_ca_file",
+        "without it ranks show no certificates",
+    ),
+    ("rest.tls_cert_file", "rest.tls_key_file", "TLS takes both"),
+    ("rest.tls_key_file", "rest.tls_cert_file", "TLS takes both"),
+)
+"""Settings that are valid only with another one, and why."""
+
+
+def never_met(gates: GateSettings, plan_steps: int) -> Iterator[str]:
+    """Yield the thresholds that no window of `plan_steps` steps can meet."""
+    if gates.min_window_steps > plan_steps:
+        yield (
+            f"thresholds.min_window_steps {gates.min_window_steps:g} exceeds window.plan_steps"
+            f" {plan_steps}: no cycle could ever plan"
+        )
+    held_out = held_out_steps(plan_steps, int(gates.min_held_out_steps))
+    if held_out < gates.min_held_out_steps:
+        yield (
+            f"thresholds.min_held_out_steps {gates.min_held_out_steps:g} must be a whole number"
+            f" of at most {plan_steps // 2}, half of window.plan_steps ({plan_steps})"
+        )

@@ -27,7 +27,6 @@ from evenkeel_moe.ports.operations import (
     LedElsewhere,
     QuarantineRow,
     RecordedEpoch,
-    StoredResponse,
 )
 from evenkeel_moe.ports.status import DeploymentStatus, RankStatus
 
@@ -55,6 +54,11 @@ def make_rank(rank: int, **changes) -> RankStatus:
         "seconds_per_token": 1e-6,
         "free_bytes": 10_000,
         "staging_bytes": 4_000,
+        "slowness": None,
+        "trouble": "",
+        "device": "",
+        "weight_format": "",
+        "stopped": False,
     }
     return RankStatus(**{**values, **changes})
 
@@ -211,7 +215,6 @@ class FakeOperations:
         ]
         self.rows: list[dict[str, Any]] = []
         self.level = "info"
-        self.answers: dict[tuple[str, str], StoredResponse] = {}
 
     def _check(self, deployment):
         if self.error is not None:
@@ -378,12 +381,6 @@ class FakeOperations:
     def set_log_level(self, level, by):
         self.calls.append(("set_log_level", level, by))
         self.level = level
-
-    async def store_response(self, deployment, answer):
-        self.answers[deployment, answer.name] = answer
-
-    async def fetch_response(self, deployment, name):
-        return self.answers.get((deployment, name))
 
     async def healthy(self):
         return self.health

@@ -37,13 +37,13 @@ async def test_a_request_is_recorded_with_what_it_asked_for(app, operations):
         path = "/v1/deployments/demo/policy"
         await client.patch(path, json={"mode": "observe", "thresholds": {"plan_below": 0.8}})
         await client.patch(path, json={"limits": {"max_moves": 3}})
-        await client.patch(path, json={"x" * 300: 1})
+        await client.patch(path, json={"shadow_policies": ["x" * 60] * 5})
         await client.post("/v1/deployments/demo/freeze", json={"seconds": 1})
         rows = (await client.get("/v1/deployments/demo/audit")).json()["items"]
     assert [(row["status"] < 400, row["change"]) for row in reversed(rows)] == [
         (True, '{"mode":"observe","thresholds":{"plan_below":0.8}}'),
         (False, '{"limits":{"max_moves":3}}'),
-        (True, '{"' + "x" * 254),
+        (True, f'{{"shadow_policies":{["x" * 60] * 5}'.replace("'", '"').replace(" ", "")[:256]),
         (True, '{"seconds":1.0}'),
     ]
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from evenkeel_moe.api import create_app
 from evenkeel_moe.api.auth import OPEN_PATHS, needed_role
@@ -40,6 +39,12 @@ def test_every_route_documents_its_refusals_and_its_token():
             assert list(problem) == ["application/problem+json"]
 
 
+def test_a_change_of_the_policy_has_no_defaults_that_a_generated_client_could_send():
+    schemas = json.loads(document())["components"]["schemas"]
+    for name in ("PolicyDocument", "LimitsIn", "ScheduleIn"):
+        assert not any("default" in one for one in schemas[name]["properties"].values()), name
+
+
 def test_the_page_lists_every_route_with_its_least_role():
     listed = set(
         re.findall(r"^\| ([A-Z]+) \| `(/\S+)` \| (\w+) \|$", PAGE.read_text(), re.MULTILINE)
@@ -60,11 +65,10 @@ def test_the_page_names_the_policys_fields_and_settings_there_are():
     fields = text.split("| Field | Meaning |")[1].split("\n\n")[0]
     names = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in fields.splitlines()[2:]))
     assert set(names) == set(policy_document(DeploymentPolicy()))
-    sections: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Settings)}
     settings = re.findall(r"`(grpc|rest|metrics|window|migration)\.(\w+)`", text)
     assert len(settings) > 8
     for section, name in settings:
-        assert name in {field.name for field in dataclasses.fields(sections[section])}, (
+        assert name in {field.name for field in dataclasses.fields(Settings.sections()[section])}, (
             section,
             name,
         )

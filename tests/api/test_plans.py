@@ -93,11 +93,7 @@ async def test_repeating_a_call_gives_the_same_plan_and_another_body_is_refused(
     )
 
 
-async def test_without_a_plan_id_the_idempotency_key_is_the_plan_id(client):
-    headers = {"Idempotency-Key": "key-1"}
-    assert (await client.post(PLANS, json={}, headers=headers)).json()["plan_id"] == "key-1"
-    other = {"Idempotency-Key": "key-2"}
-    assert (await client.post(PLANS, json={"plan_id": "b"}, headers=other)).json()["plan_id"] == "b"
+async def test_a_key_that_is_no_plan_id_is_refused(client):
     assert_problem(await client.post(PLANS, json={}, headers={"Idempotency-Key": "/"}), 422)
 
 
@@ -203,3 +199,13 @@ async def test_only_an_admin_rolls_back_beyond_the_limits(client, operations, to
     headers = {"Authorization": f"Bearer {token}"}
     answer = await client.post("/v1/deployments/demo/rollback", headers=headers)
     assert answer.status_code == 202 and operations.bounded is bounded
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "name"),
+    [("POST", PLANS, "phases"), ("PATCH", "/v1/deployments/demo/policy", "mode")],
+)
+async def test_a_deeply_nested_value_of_an_enumeration_is_refused(client, method, path, name):
+    body = f'{{"{name}": {"[" * 900}{"]" * 900}}}'
+    headers = {"Content-Type": "application/json"}
+    assert_problem(await client.request(method, path, content=body, headers=headers), 422)

@@ -26,7 +26,7 @@ def test_settings_are_checked_and_printed_without_secrets(command, monkeypatch, 
     file.write_text("[rest]\nprot = 8080\n")
     code, _, err = command("config", "check", "-c", str(file))
     assert code == 2
-    assert f"{file}:2: rest.prot: " in err
+    assert "rest.prot: there is no such setting" in err
     assert "EVENKEEL_" not in err and "invalid_input" not in err
     assert "Traceback" not in err
 

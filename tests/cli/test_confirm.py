@@ -75,21 +75,21 @@ def test_the_plan_that_was_shown_is_approved_or_none(run, operations, monkeypatc
 
 
 @pytest.mark.fault("two operators", "a change of the policy overwrote one made meanwhile")
-@pytest.mark.parametrize("also", ["cooldown_s=60", "policy=gem"])
+@pytest.mark.parametrize("also", ["cycle_s=60", "policy=gem"])
 def test_the_policy_that_was_read_is_changed_or_none(run, operations, monkeypatch, also):
-    changed = {"mode": "observe", "cooldown_s": 90}
+    changed = {"mode": "observe", "cycle_s": 90}
 
     class Slow(Terminal):
         def readline(self, *_):
             operations.document = changed
             return "y\n"
 
-    operations.document = {"mode": "observe", "cooldown_s": 30}
+    operations.document = {"mode": "observe", "cycle_s": 30}
     monkeypatch.setattr(sys, "stdin", Slow())
     code, out, err = run("policy", "demo", "mode=auto", also)
     assert (code, out, operations.document) == (1, "", changed)
     assert "The document has changed since it was read" in err
-    operations.document = {"mode": "observe", "cooldown_s": 30}
+    operations.document = {"mode": "observe", "cycle_s": 30}
     assert run("policy", "demo", "mode=auto", also, "--yes")[0] == 0
     assert operations.document["mode"] == "auto"
 

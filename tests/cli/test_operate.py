@@ -132,21 +132,28 @@ def test_operating_commands(run, operations):
         ("freeze", "demo", 0.0, "alice"),
         ("resume", "demo", "alice"),
     ]
-    assert run("policy", "demo", "mode=observe", "cooldown_s=30")[0] == 0
-    assert operations.document["cooldown_s"] == 30
+    assert run("policy", "demo", "mode=observe", "cycle_s=30")[0] == 0
+    assert operations.document["cycle_s"] == 30
     run("policy", "policy_options.gem.restarts=8", "-d", "demo")
     assert operations.document["policy_options"] == {"gem": {"restarts": 8}}
     assert "no_change" in run("decisions", "-n", "3", "-d", "demo")[1]
 
 
 def test_a_change_of_the_policy_prints_only_what_changed(run, operations):
-    operations.document = {"mode": "auto", "cooldown_s": 30, "options": {}, "thresholds": {"a": 1}}
-    words = ("mode=observe", "thresholds.a=2", "cooldown_s=30", "options.gem.restarts=8")
-    assert run("policy", "demo", *words) == (
-        0,
-        'mode: auto -> observe\noptions.gem: null -> {"restarts": 8}\nthresholds.a: 1 -> 2\n',
-        "",
-    )
+    operations.document = {
+        "mode": "auto",
+        "cycle_s": 30.0,
+        "policy_options": {},
+        "thresholds": {"a": 1.5},
+    }
+    words = ("mode=observe", "thresholds.a=2.5", "cycle_s=30", "policy_options.gem.restarts=8")
+    code, out, err = run("policy", "demo", *words)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "mode: auto -> observe",
+        'policy_options.gem: null -> {"restarts": 8}',
+        "thresholds.a: 1.5 -> 2.5",
+    ]
     assert run("policy", "demo", "mode=observe") == (0, "nothing changed\n", "")
     assert json.loads(run("policy", "demo", "mode=observe", "--json")[1]) == operations.document
     assert "thresholds.a" in run("policy", "demo")[1]

@@ -120,10 +120,9 @@ class Replica:
         **planner,
     ):
         settings = Settings()
-        settings = replace(
-            settings,
-            planner=replace(settings.planner, **planner),
-            leader=replace(settings.leader, replica_id=name, replicas=2, lease_s=2.0, renew_s=0.05),
+        leader = replace(settings.leader, replica_id=name, replicas=2, lease_s=2.0, renew_s=0.05)
+        settings = settings.model_copy(
+            update={"planner": replace(settings.planner, **planner), "leader": leader}
         )
         self.tasks, self.store = Spawned(), store
         self.registry = make_registry(

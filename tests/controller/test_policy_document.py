@@ -70,62 +70,60 @@ def test_options_change_one_by_one_and_null_removes_them():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"policy_options": 3}, "policy_options is 3, must be an object"),
-        ({"policy_options": {"gem": 3}}, "policy_options.gem is 3, must be an object or null"),
-        (
-            {"policy_options": {"gem": {"restarts": "x"}}},
-            "policy_options: gem.restarts is 'x', must be",
-        ),
+        ({"policy_options": 3}, "policy_options: .* valid dictionary"),
+        ({"policy_options": {"gem": 3}}, r"policy_options\.gem: .* valid dictionary"),
+        ({"policy_options": {"gem": {"restarts": "x"}}}, r"gem\.restarts is 'x', must be"),
+        ({"policy_options": {"gem": {"restarts": True}}}, r"policy_options\.gem\.restarts"),
         ({"policy_options": {"gem": {"restart": None}}}, "unknown options of gem: restart; known"),
-        ({"policy_options": {"gone": None}}, "policy_options: unknown policy 'gone'; known: craft"),
+        ({"policy_options": {"gone": None}}, "unknown policy 'gone'; known: craft"),
         ({"policy_options": {"eplb": {"a": 1}}}, "eplb takes no options"),
-        (
-            {"dispatch": "best"},
-            'dispatch is "best", must be one of even, nearest, .*, fewest, null',
-        ),
-        ({"dispatch": 3}, "dispatch is 3, must be one of even"),
-        ({"dispatch": ""}, 'dispatch is "", must be one of even'),
-        ({"cost": "seconds"}, 'cost is "seconds", must be one of auto, tokens'),
-        ({"cost": None}, "cost is null, must be one of auto, tokens"),
-        ({"cost": []}, "cost is \\[\\], must be one of auto, tokens"),
-        ({"observe_lock": "maybe"}, 'observe_lock is "maybe", must be true or false'),
+        ({"dispatch": "best"}, "dispatch: .* 'even', 'nearest', .* or 'fewest'"),
+        ({"dispatch": 3}, "dispatch: "),
+        ({"dispatch": ""}, "dispatch: "),
+        ({"cost": "seconds"}, "cost: .* 'auto' or 'tokens'"),
+        ({"cost": []}, "cost: .* text"),
+        ({"observe_lock": "maybe"}, "observe_lock: .* valid boolean"),
+        ({"observe_lock": 1}, "observe_lock: .* valid boolean"),
         ({"schedule": {"windows": ["sometimes"]}}, "'sometimes' is not a weekly span"),
-        ({"schedule": {"windows": "daily 01:00 - 02:00"}}, "must be a list of weekly spans"),
-        ({"schedule": {"holidays": []}}, "unknown schedule holidays; known: blackouts, windows"),
+        ({"schedule": {"windows": "daily 01:00 - 02:00"}}, r"schedule\.windows: .* valid list"),
+        ({"schedule": {"holidays": []}}, r"schedule\.holidays: "),
         ({"schedule": {"blackouts": ["daily 00:00 - 24:00"]}}, "no minute of the week"),
-        ({"modus": "auto"}, r"unknown policy fields modus: do you mean mode\?; known: mode"),
-        ({"wholly": 1}, "unknown policy fields wholly; known: mode"),
-        (
-            {"plan_below": 2},
-            r"fields plan_below: do you mean thresholds\.plan_below\?; known: mode",
-        ),
-        ({"max_move": 2}, r"fields max_move: do you mean limits\.max_moves\?; known: mode"),
-        ({"mode": "never"}, 'mode is "never", must be one of observe, propose, auto'),
-        ({"mode": 3}, "mode is 3, must be one of observe"),
-        ({"policy": "best"}, "unknown policy 'best'"),
-        ({"policy": None}, "policy is null, must be one of craft, eplb"),
-        ({"shadow_policies": "keel"}, 'shadow_policies is "keel", must be a list'),
-        ({"shadow_policies": ["keel", 3]}, "must be a list of policy names"),
-        ({"shadow_policies": ["keel", "keel"]}, "must name at most 8 policies, each once"),
-        ({"shadow_policies": ["best"]}, "shadow_policies: unknown policy 'best'; known: craft"),
-        (
-            {"limits": {"max_move": 1}},
-            r"unknown limits max_move: do you mean max_moves\?; known: max_bytes",
-        ),
-        ({"limits": {"max_moves": -1}}, "limits.max_moves is -1"),
-        ({"limits": {"max_moves": True}}, "limits.max_moves is true"),
-        ({"limits": 3}, "limits is 3, must be an object"),
-        ({"thresholds": {"min_gian": 1}}, r"thresholds min_gian: do you mean min_gain\?; known"),
-        ({"thresholds": {"min_gain": "x"}}, 'thresholds.min_gain is "x"'),
+        ({"modus": "auto"}, "^modus: "),
+        ({"plan_below": 2}, "^plan_below: "),
+        ({"mode": "never"}, "mode: .* 'observe', 'propose' or 'auto'"),
+        ({"mode": 3}, "mode: .* text"),
+        ({"policy": "best"}, "unknown policy 'best'; known: craft"),
+        ({"policy": 3}, "policy: .* valid string"),
+        ({"shadow_policies": "keel"}, "shadow_policies: .* valid list"),
+        ({"shadow_policies": ["keel", 3]}, r"shadow_policies\.1: .* valid string"),
+        ({"shadow_policies": ["keel", "keel"]}, "shadow_policies must name each policy once"),
+        ({"shadow_policies": ["keel"] * 9}, "shadow_policies: .* at most 8 items"),
+        ({"shadow_policies": ["best"]}, "unknown policy 'best'; known: craft"),
+        ({"limits": {"max_move": 1}}, r"limits\.max_move: "),
+        ({"limits": {"max_moves": -1}}, r"limits\.max_moves: .* greater than or equal to 0"),
+        ({"limits": {"max_moves": True}}, r"limits\.max_moves: .* valid integer"),
+        ({"limits": {"max_bytes": 2**62 + 1}}, r"limits\.max_bytes: .* 4611686018427387904"),
+        ({"limits": {"max_moves": 10**400}}, r"limits\.max_moves: "),
+        ({"limits": 3}, "limits: "),
+        ({"thresholds": {"min_gian": 1}}, "unknown gate settings min_gian; known: "),
+        ({"thresholds": {"min_gain": "x"}}, r"thresholds\.min_gain: .* valid number"),
+        ({"thresholds": {"min_gain": -1}}, "min_gain is -1.0, must be finite and not negative"),
+        ({"thresholds": {"cooldown_s": 10**400}}, r"thresholds\.cooldown_s: "),
         ({"thresholds": {"stop_above": 0.1}}, "does not hold"),
-        ({"cycle_s": 0}, "cycle_s is 0"),
-        ({"cycle_s": math.nan}, "cycle_s is NaN"),
-        ({"proposal_ttl_s": "1"}, 'proposal_ttl_s is "1"'),
+        ({"cycle_s": 0}, "cycle_s: .* greater than 0"),
+        ({"cycle_s": math.nan}, "cycle_s: .* finite number"),
+        ({"cycle_s": math.inf}, "cycle_s: .* finite number"),
+        ({"cycle_s": 10**400}, "cycle_s: .* valid number"),
+        ({"cycle_s": -(10**400)}, "cycle_s: .* valid number"),
+        ({"cycle_s": True}, "cycle_s: .* valid number"),
+        ({"cycle_s": "\ud800"}, "cycle_s: .* valid number"),
+        ({"proposal_ttl_s": "1"}, "proposal_ttl_s: .* valid number"),
     ],
 )
 def test_changes_that_cannot_be_right_are_refused_in_words(changes, words):
-    with pytest.raises(InvalidInput, match=words.replace("(", r"\(")):
+    with pytest.raises(InvalidInput, match=words) as caught:
         change_policy(DeploymentPolicy(), changes)
+    assert len(str(caught.value)) < 400
 
 
 def test_a_stored_document_that_cannot_be_used_leaves_the_default():
@@ -133,30 +131,6 @@ def test_a_stored_document_that_cannot_be_used_leaves_the_default():
     assert policy_from_document(None, default) is default
     assert policy_from_document({"mode": "gone"}, default) is default
     assert policy_from_document({"mode": "auto"}, default).cycle_s == 3.0
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"cycle_s": 10**400}, "cycle_s is 1000.*, must be a finite number"),
-        ({"cycle_s": -(10**400)}, "must be a finite number"),
-        ({"proposal_ttl_s": 10**400}, "must be a finite number"),
-        ({"thresholds": {"cooldown_s": 10**400}}, "thresholds.cooldown_s is 1000"),
-        ({"cycle_s": float("nan")}, "cycle_s is NaN"),
-        ({"cycle_s": True}, "cycle_s is true"),
-        ({"cycle_s": "\ud800"}, "must be a finite number"),
-        (
-            {"limits": {"max_bytes": 2**62 + 1}},
-            r"limits.max_bytes is 4611686018427387905, .* from 0 to 2\^62",
-        ),
-        ({"limits": {"max_moves": 10**400}}, "limits.max_moves is 1000"),
-        ({"limits": {"max_layers": True}}, "limits.max_layers is true"),
-    ],
-)
-def test_a_number_that_cannot_be_used_is_refused_with_its_field(changes, words):
-    with pytest.raises(InvalidInput, match=words) as caught:
-        change_policy(DeploymentPolicy(), changes)
-    assert len(str(caught.value)) < 200
 
 
 def test_the_largest_limit_is_taken():
@@ -176,9 +150,9 @@ def test_refusal_of_many_unknown_fields_is_short():
         assert len(str(caught.value)) < 3000
 
 
-def test_a_value_nested_too_deeply_to_be_shown_is_refused():
+def test_a_deeply_nested_value_is_refused():
     nested: list = []
     for _ in range(10_000):
         nested = [nested]
-    with pytest.raises(InvalidInput, match="mode is nested too deeply, must be one of observe"):
+    with pytest.raises(InvalidInput, match="^mode: "):
         change_policy(DeploymentPolicy(), {"mode": nested})

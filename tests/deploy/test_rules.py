@@ -88,7 +88,7 @@ def _defaults() -> dict[str, object]:
     """Return the defaults of the thresholds of the alerts, of the settings and of the gates."""
     values = yaml.safe_load((ROOT / "helm" / "evenkeel" / "values.yaml").read_text())
     found = {**values["prometheusRule"]["thresholds"], **asdict(GateSettings())}
-    for section, given in asdict(Settings()).items():
+    for section, given in Settings().model_dump().items():
         if isinstance(given, dict):
             found |= {f"{section}.{name}": value for name, value in given.items()}
     return found | {"cycle_s": found["planner.cycle_s"]}

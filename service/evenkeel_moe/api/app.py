@@ -12,7 +12,6 @@ from evenkeel_moe.api.audit import Audit
 from evenkeel_moe.api.auth import BearerAuth, RoleGate, Tokens
 from evenkeel_moe.api.bodies import MAX_BODY_BYTES, MOST_HELD_BYTES, BodyLimit
 from evenkeel_moe.api.console import Console, console_files
-from evenkeel_moe.api.idempotency import Idempotency
 from evenkeel_moe.api.problems import KINDS, add_problem_handlers
 from evenkeel_moe.api.read_tags import ReadTags
 from evenkeel_moe.api.schemas import ProblemOut
@@ -98,9 +97,6 @@ def _add_middleware(
     app: FastAPI, tokens: Tokens, max_body_bytes: int, most_held_bytes: int
 ) -> None:
     # The last one added sees a request first.
-    app.add_middleware(
-        Idempotency, operations=lambda: app.state.operations, max_body_bytes=max_body_bytes
-    )
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, most_held_bytes=most_held_bytes)
     app.add_middleware(ReadTags)
     app.add_middleware(RoleGate)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Header, Path, Query, Request
+from fastapi import Depends, Path, Query, Request
 
 from evenkeel_moe.api.auth import Token
 from evenkeel_moe.errors import InvalidInput
@@ -17,9 +17,6 @@ from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.ports.operations import Operations
 
 T = TypeVar("T")
-
-_MOST_CHANGE = 256
-"""Characters of a change that the audit record keeps."""
 
 _DEPLOYMENT_ID = "[a-z0-9][a-z0-9._-]{0,62}"
 _DEPLOYMENT_PATH = re.compile(rf"^/v1/deployments/({_DEPLOYMENT_ID})(?:/|$)")
@@ -57,23 +54,12 @@ def keep_for_audit(request: Request, asked: Mapping[str, Any]) -> None:
     request.state.change = text if asked else None
 
 
-KEY_DESCRIPTION = (
-    "A repeated call with the same key and body gets the same response; with another body it gets"
-    " 422; while the first call is in progress it gets 409."
-)
 OperationsOf = Annotated[Operations, Depends(_operations)]
 WindowTurns = Annotated[asyncio.Semaphore, Depends(_window_turns)]
 """Held by a request that copies windows, which may have hundreds of megabytes, or writes out a map,
 which takes a hundred bytes for each slot meanwhile."""
 Caller = Annotated[str, Depends(_caller)]
 CallerToken = Annotated[Token, Depends(_caller_token)]
-IdempotencyKey = Annotated[
-    str | None,
-    Header(
-        pattern=PLAN_ID_PATTERN,
-        description=KEY_DESCRIPTION,
-    ),
-]
 DeploymentPath = Annotated[
     DeploymentId,
     Path(alias="deployment", pattern=f"^{_DEPLOYMENT_ID}$", description="Deployment id."),

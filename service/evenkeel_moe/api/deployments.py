@@ -5,15 +5,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Header, Query, Request, Response
-from pydantic import AfterValidator
+from fastapi import APIRouter, Header, Query, Request, Response
 
 from evenkeel_moe.api.auth import Role
 from evenkeel_moe.api.context import (
     Caller,
     CallerToken,
     DeploymentPath,
-    IdempotencyKey,
     OperationsOf,
     PageSize,
     PageToken,
@@ -32,7 +30,7 @@ from evenkeel_moe.api.convert import (
 from evenkeel_moe.api.insight_schemas import RecommendationOut
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
 from evenkeel_moe.api.problems import problem_response
-from evenkeel_moe.api.schema_base import plain, refuse_deep
+from evenkeel_moe.api.schema_base import plain
 from evenkeel_moe.api.schemas import (
     DecisionPage,
     DeploymentOut,
@@ -41,6 +39,7 @@ from evenkeel_moe.api.schemas import (
     LoadOut,
     PhaseLoad,
     PlacementOut,
+    PolicyDocument,
     ProblemOut,
 )
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
@@ -53,10 +52,10 @@ from evenkeel_moe.ports.status import DeploymentStatus
 router = APIRouter(tags=["deployments"], route_class=LargeBodyRoute)
 
 _CONFLICT: dict[int | str, dict[str, Any]] = {
-    409: {
-        "model": ProblemOut,
-        "description": "The request does not fit the current state, or its key is in use",
-    }
+    409: {"model": ProblemOut, "description": "The request does not fit the current state"}
+}
+_POLICY: dict[int | str, dict[str, Any]] = {
+    200: {"model": PolicyDocument, "description": "The policy document"}
 }
 _DECISIONS_SHOWN = 1000
 """Number of newest rows that the pages cover."""
@@ -185,7 +184,7 @@ async def get_recommendation(
     return recommendation_out(advice, tokens_per_sequence)
 
 
-@router.get("/deployments/{deployment}/policy")
+@router.get("/deployments/{deployment}/policy", responses=_POLICY, response_model=None)
 async def get_policy(
     operations: OperationsOf, deployment: DeploymentPath, response: Response
 ) -> dict[str, Any]:
@@ -200,6 +199,7 @@ async def get_policy(
     responses={
         **_CONFLICT,
         412: {"model": ProblemOut, "description": "The document has changed since it was read"},
+        **_POLICY,
     },
     response_model=None,
 )
@@ -208,11 +208,7 @@ async def set_policy(
     operations: OperationsOf,
     token: CallerToken,
     deployment: DeploymentPath,
-    changes: Annotated[
-        dict[str, Any],
-        AfterValidator(refuse_deep),
-        Body(description="Fields to change; the others stay as they are."),
-    ],
+    body: PolicyDocument,
     response: Response,
     if_match: Annotated[
         str | None, Header(description="One or several ETags that the document may have, or `*`.")
@@ -222,8 +218,9 @@ async def set_policy(
 
     Role admin is also needed for `observe_lock` and `separate_approval`, and to leave mode observe
     while `observe_lock` is true.
-    Returns the document.
+    Returns the document. It is changed as by a JSON merge patch (RFC 7396).
     """
+    changes = body.model_dump(mode="json", exclude_unset=True)
     keep_for_audit(request, changes)
     tags = None if if_match is None else {tag.strip() for tag in if_match.split(",")}
     # `*` requires that the document exists, which it always does (RFC 9110, section 13.1.1).
@@ -269,7 +266,6 @@ async def freeze(
     caller: Caller,
     deployment: DeploymentPath,
     body: FreezeIn,
-    idempotency_key: IdempotencyKey = None,
 ) -> None:
     """Start no new plan for some seconds; 0 ends the freeze. A running plan continues."""
     keep_for_audit(request, body.model_dump())
@@ -281,7 +277,6 @@ async def resume(
     operations: OperationsOf,
     caller: Caller,
     deployment: DeploymentPath,
-    idempotency_key: IdempotencyKey = None,
 ) -> None:
     """Allow automatic plans again that a rollback or undelivered gains stopped."""
     await operations.resume(deployment, caller)

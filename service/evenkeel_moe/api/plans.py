@@ -8,12 +8,10 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from evenkeel_moe.api.auth import Role
 from evenkeel_moe.api.context import (
     DIGEST_PATTERN,
-    KEY_DESCRIPTION,
     PLAN_ID_PATTERN,
     Caller,
     CallerToken,
     DeploymentPath,
-    IdempotencyKey,
     OperationsOf,
     PageSize,
     PageToken,
@@ -72,7 +70,7 @@ async def create_plan(
         str | None,
         Header(
             pattern=PLAN_ID_PATTERN,
-            description=f"{KEY_DESCRIPTION} Without a plan_id in the body, the key is the plan_id.",
+            description="The plan_id, if the body has none.",
         ),
     ] = None,
 ) -> PlanOut:
@@ -142,7 +140,6 @@ async def approve_plan(
     deployment: DeploymentPath,
     plan_id: PlanPath,
     response: Response,
-    idempotency_key: IdempotencyKey = None,
     if_match: Annotated[
         str | None,
         Header(description="The `target.digest` that was looked at, in quotes; or `*`."),
@@ -172,7 +169,6 @@ async def cancel_plan(
     deployment: DeploymentPath,
     plan_id: PlanPath,
     response: Response,
-    idempotency_key: IdempotencyKey = None,
 ) -> PlanOut:
     """Stop a plan. A wave that all ranks have voted for still commits; later waves do not start."""
     return _accepted(await operations.cancel(deployment, plan_id, caller), response)
@@ -227,8 +223,8 @@ async def rollback(
         str | None,
         Header(
             pattern=PLAN_ID_PATTERN,
-            description=f"{KEY_DESCRIPTION} Without a plan_id in the body, the plan_id is derived"
-            " from the key and the name of the token.",
+            description="If the body has no plan_id, it is derived from this key and the name of"
+            " the token.",
         ),
     ] = None,
 ) -> PlanOut:

@@ -57,7 +57,6 @@ KINDS = {
     ),
     "too-large": Kind(413, "The body is too large", Reason.LIMIT_EXCEEDED),
     "invalid-input": Kind(422, "The input is invalid", Reason.INVALID_INPUT),
-    "key-reused": Kind(422, "The Idempotency-Key was used with another body", Reason.ID_REUSED),
     "infeasible-plan": Kind(422, "No placement satisfies the limits"),
     "internal": Kind(500, "Internal error of the controller"),
     "peer-violation": Kind(502, "A rank violated the protocol", Reason.MALFORMED),

@@ -26,37 +26,22 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("Input should be text")
+    return value
+
+
 PLAIN = BeforeValidator(plain)
 """Applies `plain` to a field."""
 Number = Annotated[float | None, PLAIN]
 """Null if the number is not finite."""
 JsonObject = Annotated[dict[str, Any], PLAIN]
+WORD = BeforeValidator(_word)
+"""Of a field that is an enumeration: only text is looked up in it. The look-up of a list takes a
+call for each level of nesting."""
 TextOrNull = Annotated[str | None, BeforeValidator(lambda text: text or None)]
 """Null if the text is empty."""
-
-
-_MOST_DEPTH = 16
-_MOST_VALUES = 1 << 15
-
-
-def refuse_deep(value: Any) -> Any:
-    """Return a value of free JSON. Refuse one that is nested too deeply, or has too many values.
-
-    Whatever walks through it would otherwise run out of stack, or hold the event loop up.
-
-    Raises:
-        ValueError: more than 16 levels, or more than 32,768 values.
-    """
-    level, values = [value], 0
-    for _ in range(_MOST_DEPTH):
-        values += sum(map(len, level))
-        if values > _MOST_VALUES:
-            raise ValueError(f"{values} values, at most {_MOST_VALUES} are read")
-        inside = (one.values() if isinstance(one, dict) else one for one in level)
-        level = [one for items in inside for one in items if isinstance(one, dict | list)]
-        if not level:
-            return value
-    raise ValueError(f"objects and lists are nested more than {_MOST_DEPTH} deep")
 
 
 _MOST_UNKNOWN = 16
@@ -79,6 +64,20 @@ class RequestBody(BaseModel):
         if isinstance(value, dict) and len(value) > len(cls.model_fields) + _MOST_UNKNOWN:
             raise ValueError(f"{len(value)} fields, known are {', '.join(cls.model_fields)}")
         return value
+
+
+def _without_defaults(schema: dict[str, Any]) -> None:
+    for one in schema["properties"].values():
+        one.pop("default", None)
+
+
+class ChangeBody(RequestBody):
+    """A request body of changes: what it does not name stays as it is.
+
+    Its schema has no defaults, which a generated client might send.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_without_defaults)
 
 
 class ResponseBody(BaseModel):

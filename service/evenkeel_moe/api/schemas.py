@@ -1,4 +1,4 @@
-"""Bodies of requests and responses: the only place that names REST fields.
+"""Bodies of requests and responses. With `ports.status.RankStatus`, the only place of REST fields.
 
 A response body reads its fields from the attributes of the value it shows (`model_validate`), so
 that `convert` states only what differs. The docstrings here are the descriptions in
@@ -7,11 +7,13 @@ docs/openapi.json.
 
 from typing import Annotated
 
-from pydantic import FailFast, Field
+from pydantic import FailFast, Field, StrictBool, StrictInt, StrictStr
 
 from evenkeel_moe.api.context import DIGEST_PATTERN, PLAN_ID_PATTERN
 from evenkeel_moe.api.schema_base import (
     PLAIN,
+    WORD,
+    ChangeBody,
     CostModelOut,
     JsonObject,
     Number,
@@ -19,9 +21,19 @@ from evenkeel_moe.api.schema_base import (
     ResponseBody,
     TextOrNull,
 )
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.policy import CostChoice, DeploymentPolicy, Mode
+from evenkeel_moe.ports.status import RankStatus
 
 Matrix = list[list[float]]
+Bound = Annotated[int | None, Field(ge=0, le=2**62, strict=True)]
+Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+FiniteSeconds = Annotated[Finite, Field(gt=0)]
+Spans = Annotated[list[str], FailFast()]
+Name = Annotated[str, Field(max_length=64)]
+PolicyOptions = Annotated[dict[Name, StrictInt | Finite | StrictStr | None], Field(max_length=32)]
+_DEFAULT = DeploymentPolicy()
 SlotRow = Annotated[list[Annotated[int, Field(ge=-1, le=2**31 - 1)]], FailFast()]
 
 
@@ -57,38 +69,6 @@ class ShapeOut(ResponseBody):
     pool_slots_per_rank: int | None
     shared_experts: Number
     """Work of the shared experts for one token, in routed experts; null if unknown."""
-
-
-class RankOut(ResponseBody):
-    """One rank."""
-
-    rank: int
-    node: str
-    gpu_uuid: str
-    fresh: bool
-    """True while the rank's heartbeat lease is valid and it has not stopped as planned."""
-    stopped: bool
-    """True if its engine said that it stops as planned; a restart ends this."""
-    last_seen_unix: float
-    epoch: int | None
-    """Null while the rank is not connected: what it named at its start may be over."""
-    state: str
-    """State of the wave the rank holds."""
-    load_share: float | None
-    """Share of the window's tokens; 1/ranks is balanced. Null without data."""
-    seconds_per_token: float | None
-    """Median seconds of MoE computation per token, before the collective. Null if not measured."""
-    free_bytes: int | None
-    """Bytes of memory that its device has free. Null while the rank is not connected."""
-    staging_bytes: int
-    slowness: float | None
-    """Seconds per token divided by the median rank's; above 1 is slower. Null if unknown."""
-    trouble: str
-    """The reason, in words, that the rank takes no more waves; empty if it takes them."""
-    device: str
-    """Name of the rank's device; empty if unknown."""
-    weight_format: str
-    """Number type of the weights of its experts, such as bf16; empty if unknown."""
 
 
 class DeliveredOut(ResponseBody):
@@ -186,7 +166,7 @@ class DeploymentOut(ResponseBody):
     rollback_epoch: int | None
     """The epoch to which a rollback without `to_epoch` leads; null if there is none."""
     shape: ShapeOut | None
-    ranks: list[RankOut] | None
+    ranks: list[RankStatus] | None
     step: int | None
     """Newest complete step."""
     window_steps: int | None
@@ -342,15 +322,53 @@ class DecisionPage(ResponseBody):
 # --- requests -------------------------------------------------------------------------------
 
 
-class LimitsIn(RequestBody):
+class LimitsIn(ChangeBody):
     """Bounds on one plan; null is no bound."""
 
-    max_moves: int | None = Field(default=None, ge=0, le=2**31)
+    max_moves: Bound = None
     """Copies between ranks."""
-    max_bytes: int | None = Field(default=None, ge=0, le=2**62)
+    max_bytes: Bound = None
     """Bytes copied between ranks."""
-    max_layers: int | None = Field(default=None, ge=0, le=2**31)
+    max_layers: Bound = None
     """Layers that may change."""
+
+
+class ScheduleIn(ChangeBody):
+    """Weekly times in UTC at which plans may start, such as `sat 22:00 - sun 04:00`."""
+
+    windows: Spans = []
+    """Spans in which plans may start; without any they always may."""
+    blackouts: Spans = []
+    """Spans in which no plan may start, even inside windows."""
+
+
+class PolicyDocument(ChangeBody):
+    """How a deployment is balanced. A change has only the fields to change."""
+
+    mode: Annotated[Mode, WORD] = _DEFAULT.mode
+    policy: Name = _DEFAULT.policy
+    """The planning algorithm, by its name."""
+    shadow_policies: Annotated[list[Name], FailFast(), Field(max_length=8)] = []
+    """Planning algorithms that are only scored, once every cycle."""
+    limits: LimitsIn = LimitsIn()
+    """Bounds on every plan; only role admin may change them."""
+    cycle_s: FiniteSeconds = _DEFAULT.cycle_s
+    """Seconds between cycles."""
+    proposal_ttl_s: FiniteSeconds = _DEFAULT.proposal_ttl_s
+    """Seconds until a proposal that nobody approved expires."""
+    schedule: ScheduleIn = ScheduleIn()
+    thresholds: Annotated[dict[Name, Finite], Field(max_length=32)] = {}
+    """Gate settings by name."""
+    policy_options: Annotated[dict[Name, PolicyOptions | None], Field(max_length=32)] = {}
+    """Options of planning algorithms, by algorithm and option. In a change null removes one option,
+    or all of an algorithm."""
+    dispatch: Annotated[DispatchModel, WORD] | None = None
+    """The engines' rule to split tokens over replicas; null takes what the ranks told."""
+    cost: Annotated[CostChoice, WORD] = _DEFAULT.cost
+    observe_lock: StrictBool = False
+    """True if in mode observe no request may move weights either."""
+    separate_approval: StrictBool = False
+    """True if a plan made by hand starts only when another token than its maker's approves it."""
 
 
 class TargetIn(RequestBody):
@@ -368,7 +386,7 @@ class PlanIn(RequestBody):
     policy: str | None = Field(default=None, max_length=64)
     """Null uses the deployment's policy."""
     limits: LimitsIn = LimitsIn()
-    phases: Annotated[list[Phase], FailFast()] = []
+    phases: Annotated[list[Annotated[Phase, WORD]], FailFast()] = []
     """Windows to plan on; empty uses all, weighted by their tokens."""
     dry_run: bool = False
     """A dry run: the plan is made and waits as a proposal. Approving it starts this very plan."""

@@ -56,10 +56,10 @@ def print_settings(config: ConfigOption = None) -> None:
     from evenkeel_moe.planning.decision.gates import GateSettings
 
     settings = read_settings(config)
-    document = dataclasses.asdict(settings)
+    document = settings.model_dump(mode="json")
     gates = GateSettings.from_thresholds(settings.planner.thresholds)
     document["planner"]["thresholds"] = dataclasses.asdict(gates)
-    say(json.dumps(redacted(document), indent=2, default=str))
+    say(json.dumps(redacted(document), indent=2))
 
 
 def redacted(document: dict[str, Any]) -> dict[str, Any]:

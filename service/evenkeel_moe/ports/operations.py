@@ -114,19 +114,6 @@ class AuditEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """The stored response to a request with an `Idempotency-Key`."""
-
-    name: str
-    """Hash of token name, path and key, in hex."""
-    digest: str
-    """SHA-256 of the body, in hex."""
-    status: int
-    location: str | None
-    """Path of the plan in the response; None for a response without body."""
-
-
-@dataclass(frozen=True, slots=True)
 class LedElsewhere:
     """A deployment that this replica does not lead."""
 
@@ -295,14 +282,6 @@ class Operations(Protocol):
 
     async def record(self, entry: AuditEntry) -> None:
         """Record a request for a change; never fails."""
-        ...
-
-    async def store_response(self, deployment: DeploymentId, answer: StoredResponse) -> None:
-        """Store a response for a day, among the newest of the deployment; never fails."""
-        ...
-
-    async def fetch_response(self, deployment: DeploymentId, name: str) -> StoredResponse | None:
-        """Return a stored response; None if there is none. Unavailable without the store."""
         ...
 
     async def audit(

@@ -14,35 +14,35 @@ from evenkeel_moe.model.topology import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """The state of one rank."""
+    """One rank. The REST API shows it as it is."""
 
     rank: int
     node: str
     gpu_uuid: str
     fresh: bool
-    """True while its heartbeat lease is valid and it has not stopped as planned."""
+    """True while the rank's heartbeat lease is valid and it has not stopped as planned."""
+    stopped: bool
+    """True if its engine said that it stops as planned; a restart ends this."""
     last_seen_unix: float
     epoch: int | None
-    """The epoch the rank named last; None while it has no stream."""
+    """Null while the rank is not connected: what it named at its start may be over."""
     state: str
-    """ParticipantState of the wave that it holds."""
+    """State of the wave the rank holds."""
     load_share: float | None
-    """Share of the window's tokens; 1/R is balanced. None without data."""
+    """Share of the window's tokens; 1/ranks is balanced. Null without data."""
     seconds_per_token: float | None
-    """Median MoE computation before the collective; None if not measured."""
+    """Median seconds of MoE computation per token, before the collective. Null if not measured."""
     free_bytes: int | None
-    """Bytes of memory that its device has free; None while it has no stream."""
+    """Bytes of memory that its device has free. Null while the rank is not connected."""
     staging_bytes: int
-    slowness: float | None = None
-    """Its seconds divided by the median rank's for the same tokens; None if not measured."""
-    trouble: str = ""
-    """The reason, in words, that it takes no more waves; empty if it takes them."""
-    device: str = ""
-    """Name of its device; empty if unknown."""
-    weight_format: str = ""
-    """Number type of its experts' weights; empty if unknown."""
-    stopped: bool = False
-    """True if its engine said that it stops as planned."""
+    slowness: float | None
+    """Seconds per token divided by the median rank's; above 1 is slower. Null if unknown."""
+    trouble: str
+    """The reason, in words, that the rank takes no more waves; empty if it takes them."""
+    device: str
+    """Name of the rank's device; empty if unknown."""
+    weight_format: str
+    """Number type of the weights of its experts, such as bf16; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from evenkeel_moe.adapters.redis.encoding import (
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.controller.ingest.group_loads import shape_document
-from evenkeel_moe.controller.operations.answers import AnswerLog
 from evenkeel_moe.controller.operations.audit import AuditLog
 from evenkeel_moe.controller.process.background import take_up_deployments
 from evenkeel_moe.errors import EvenkeelError, Reason
@@ -46,7 +45,6 @@ NESTED = b'{"frozen_until": ' + b"[" * 90_000 + b"]" * 90_000 + b"}"
 EXPANDING = b'{"rows": [' + b"[]," * 1_000 + b"[]]}"
 POLICY = {"mode": "propose"}
 CONTROL = {"held": False, "frozen_until": 0.0}
-ANSWER = {"name": "n", "digest": "d", "status": 200, "location": None}
 AUDIT: dict[str, Any] = {
     "id": "x",
     "deployment": DEMO,
@@ -108,12 +106,6 @@ DOCUMENTS = {
         json.dumps({"rows": [AUDIT | {"at": 10**400}]}).encode(),
         json.dumps({"rows": [AUDIT | {"status": math.nan}]}).encode(),
         b'{"rows": 5}',
-    ],
-    "answers": [
-        EXPANDING,
-        b'{"rows": [{"at": null, "name": 1}]}',
-        b'{"rows": [{"at": 1e18, "name": "n"}]}',
-        json.dumps({"rows": [ANSWER | {"at": 10**400}]}).encode(),
     ],
 }
 """Bad values of each document. A round takes the next one of each."""
@@ -299,7 +291,6 @@ async def lead_and_look(client) -> Seen:
             except EvenkeelError as error:
                 assert error.reason is Reason.NOT_FOUND
         await AuditLog(store, health, clock).rows(DEMO, 50)
-        await AnswerLog(store, health, clock).find(DEMO, "n")
         await operations.audit(DEMO, 50)
         await replica.member.loads.store_windows(lambda: replica.member.leadership.term)
         assert replica.member.leadership.term < 1 << 52
@@ -418,7 +409,6 @@ async def test_mangled_records_are_never_fatal(valkey, part):
                 ("leader", {"replica_id": "a", "address": "a:1"}),
                 ("shape", shape),
                 ("audit", rows),
-                ("answers", rows),
             ):
                 text = json.dumps(mangled(rng, body)).encode()
                 await client.hset(PREFIX + "documents", name, text)

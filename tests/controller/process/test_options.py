@@ -57,7 +57,9 @@ def test_an_operator_without_settings_gets_the_defaults_of_the_gates():
 def test_deployments_get_the_memory_that_the_process_and_the_planners_leave():
     settings = Settings()
     planner = replace(settings.planner, workers=2)
-    assert deployments_bytes(replace(settings, planner=planner), 4_000_000_000) == 2_500_000_000
+    changed = settings.model_copy(update={"planner": planner})
+    assert deployments_bytes(changed, 4_000_000_000) == 2_500_000_000
     assert deployments_bytes(settings, 500_000_000) == 0
     ingest = replace(settings.ingest, memory_bytes=7)
-    assert deployments_bytes(replace(settings, ingest=ingest), 4_000_000_000) == 7
+    changed = settings.model_copy(update={"ingest": ingest})
+    assert deployments_bytes(changed, 4_000_000_000) == 7

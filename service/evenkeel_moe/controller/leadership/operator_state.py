@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from evenkeel_moe.controller.policy_document import (
-    finite_number,
-    policy_document,
-    policy_from_document,
-)
+from evenkeel_moe.controller.policy_document import policy_document, policy_from_document
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.policy import DeploymentPolicy
@@ -100,7 +96,7 @@ class OperatorStateRecovery:
             known = replace(known, policy=stored_policy)
         if control is not None:
             try:
-                frozen_until = finite_number("frozen_until", control.get("frozen_until", 0.0))
+                frozen_until = _finite(control.get("frozen_until", 0.0))
                 known = OperatorState(known.policy, Hold.of_document(control), frozen_until)
             except InvalidInput as error:
                 # An operator may have frozen the deployment: unknown is not "not frozen".
@@ -125,3 +121,10 @@ class OperatorStateRecovery:
         if body != (control or {"held": False, "frozen_until": 0.0}):
             unstored["control"] = body
         return RestoredState(state, unstored, loss, unreadable)
+
+
+def _finite(value: Any) -> float:
+    # An integer may be larger than any float.
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 63:
+        return float(value)
+    raise InvalidInput(f"frozen_until is {value!r:.40}, must be a finite number")

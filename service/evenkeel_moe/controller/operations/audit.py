@@ -1,17 +1,28 @@
 """Records who asked for which change, in memory and in the store."""
 
+import asyncio
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Annotated, Any
 
+import structlog
+from pydantic import Field, ValidationError
+
+from evenkeel_moe.api.insight_schemas import AuditRowOut
 from evenkeel_moe.controller.logs import audit_line
-from evenkeel_moe.controller.operations.stored_rows import Row, StoredRows
 from evenkeel_moe.controller.store_health import StoreHealth
+from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports.operations import AuditEntry
 from evenkeel_moe.ports.stores import Clock, DeploymentStore
 
+_log = structlog.get_logger(__name__)
+
+Row = Mapping[str, Any]
+_DOCUMENT = "audit"
+"""Each change writes the whole document, so it is kept small."""
 _IN_MEMORY = 1024
 """Changes of all deployments on this replica."""
 _STORED = 256
@@ -20,21 +31,15 @@ _REFUSED_PART = 4
 """One refused request is kept for so many changes."""
 _REFUSED = 400
 """The lowest status of a request that changed nothing."""
+_MOST = 2.0**63
+"""Times are below it: no float holds every integer of JSON."""
 
-_FORM = {
-    "at": float | int,
-    "id": str,
-    "deployment": str | None,
-    "by": str,
-    "role": str,
-    "method": str,
-    "path": str,
-    "status": int,
-    "idempotency_key": str | None,
-    "trace_id": str | None,
-    "change": str | None,
-}
-"""The type of each field of a row; a row of an older version may lack the last three."""
+
+class _StoredRow(AuditRowOut):
+    at: Annotated[float, Field(strict=True, allow_inf_nan=False, gt=-_MOST, lt=_MOST)]
+    status: Annotated[int, Field(strict=True, ge=0, lt=1000)]
+    idempotency_key: str | None = None
+    """A row of an older version may lack it, as the last two."""
 
 
 class AuditLog:
@@ -44,9 +49,10 @@ class AuditLog:
     """
 
     def __init__(self, store: DeploymentStore, health: StoreHealth, clock: Clock) -> None:
-        self._stored = StoredRows(store, health, "audit", _STORED + _STORED // _REFUSED_PART, _FORM)
+        self._store = store
         self._health = health
         self._clock = clock
+        self._writing = asyncio.Lock()
         self._changes: deque[Row] = deque(maxlen=_IN_MEMORY)
         self._refused: deque[Row] = deque(maxlen=_IN_MEMORY // _REFUSED_PART)
 
@@ -64,7 +70,16 @@ class AuditLog:
         deployment = entry.deployment
         if term is None or deployment is None or self._health.resting:
             return
-        await self._stored.change(deployment, lambda stored: self._merged(deployment, stored), term)
+        try:
+            async with self._writing:
+                rows = self._merged(deployment, await self._fetch(deployment))
+                body = {"rows": [dict(row) for row in rows]}
+                await self._store.store_document(deployment, _DOCUMENT, body, term)
+        except (Unavailable, Conflict) as error:
+            # Only logged: what the rows report was done, whether they are stored or not.
+            if isinstance(error, Unavailable):
+                self._health.failed(error)
+            _log.warning("audit_not_stored", deployment=deployment, error=str(error))
 
     async def rows(self, deployment: DeploymentId, limit: int) -> Sequence[Row]:
         """Return the rows of one deployment, newest first: those stored and those in memory.
@@ -72,8 +87,7 @@ class AuditLog:
         Raises:
             Unavailable: the store is out of reach.
         """
-        stored = await self._stored.fetch(deployment)
-        return self._merged(deployment, stored)[: -limit - 1 : -1]
+        return self._merged(deployment, await self._fetch(deployment))[: -limit - 1 : -1]
 
     def in_memory(self, deployment: DeploymentId | None, limit: int) -> Sequence[Row]:
         """Return the rows in memory, newest first, of one deployment or, with None, of all."""
@@ -84,9 +98,19 @@ class AuditLog:
         )
         return [row for row, _ in zip(chosen, range(limit), strict=False)]
 
+    async def _fetch(self, deployment: DeploymentId) -> Sequence[Row]:
+        document = await self._store.fetch_document(deployment, _DOCUMENT) or {}
+        rows = document.get("rows", [])
+        found = rows if isinstance(rows, list) else [rows]
+        sound = [row for row in map(_read, found) if row is not None]
+        if len(sound) < len(found):
+            why = f"{len(found) - len(sound)} of {len(found)} rows have another form"
+            self._health.unreadable("row", f"{deployment} {_DOCUMENT}", why)
+        return sound
+
     def _merged(self, deployment: DeploymentId, stored: Sequence[Row]) -> Sequence[Row]:
         """Return the stored rows and those in memory, oldest first, each once."""
-        found: dict[str, Row] = {row["id"]: {n: row.get(n) for n in _FORM} for row in stored}
+        found: dict[str, Row] = {row["id"]: row for row in stored}
         found |= {row["id"]: row for row in self._all() if row["deployment"] == deployment}
         rows = sorted(found.values(), key=_time)
         # Apart: otherwise a flood of refused requests would push out what was changed.
@@ -100,3 +124,11 @@ class AuditLog:
 
 def _time(row: Row) -> float:
     return float(row["at"])
+
+
+def _read(row: Any) -> Row | None:
+    """Return a stored row with every field; None if it has another form."""
+    try:
+        return _StoredRow.model_validate(row).model_dump()
+    except ValidationError:
+        return None

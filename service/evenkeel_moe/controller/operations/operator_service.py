@@ -9,7 +9,6 @@ from evenkeel_moe.controller.deployment.deployment import Deployment
 from evenkeel_moe.controller.deployment.deployment_registry import DeploymentRegistry
 from evenkeel_moe.controller.leadership.leader_lookup import LeaderLookup
 from evenkeel_moe.controller.logs import log_level, set_log_level
-from evenkeel_moe.controller.operations.answers import AnswerLog
 from evenkeel_moe.controller.operations.audit import AuditLog
 from evenkeel_moe.controller.operations.plan_pages import page_of_plans
 from evenkeel_moe.controller.operations.status import live_view
@@ -28,12 +27,11 @@ from evenkeel_moe.ports.operations import (
     QuarantineRow,
     RecordedEpoch,
     RollbackRequest,
-    StoredResponse,
 )
 from evenkeel_moe.ports.stores import DeploymentStore
 from evenkeel_moe.protocol.control_messages import ControlAction
 from evenkeel_moe.protocol.leader.operator import Operator
-from evenkeel_moe.settings_checks import never_met
+from evenkeel_moe.settings import never_met
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -51,7 +49,6 @@ class OperatorService:
         self._planner = shared.planner
         self._plan_steps = registry.options.cycle.plan_steps
         self._audit = AuditLog(shared.store, shared.health, shared.clock)
-        self._answers = AnswerLog(shared.store, shared.health, shared.clock)
         self._lookup = LeaderLookup(shared.store, shared.health, registry.options.leader.replica_id)
 
     # --- finding a deployment ---------------------------------------------------------------------
@@ -363,23 +360,9 @@ class OperatorService:
 
     # --- records of requests ----------------------------------------------------------------------
 
-    def _led_here(self, name: DeploymentId | None) -> Deployment | None:
-        deployment = None if name is None else self._registry.deployments.get(name)
-        return deployment if deployment is not None and deployment.keeper.leading else None
-
     async def record(self, entry: AuditEntry) -> None:
         """Record who asked for what; stored if this replica leads the deployment."""
-        led = self._led_here(entry.deployment)
-        await self._audit.record(entry, None if led is None else led.leadership.term)
-
-    async def store_response(self, deployment: DeploymentId, answer: StoredResponse) -> None:
-        """Store an answer if this replica leads; otherwise it changed nothing."""
-        led = self._led_here(deployment)
-        if led is not None:
-            await self._answers.keep(deployment, answer, led.leadership.term)
-
-    async def fetch_response(self, deployment: DeploymentId, name: str) -> StoredResponse | None:
-        """Return a stored answer of a deployment that is here."""
-        if deployment not in self._registry.deployments:
-            return None
-        return await self._health.ask(lambda: self._answers.find(deployment, name))
+        name = entry.deployment
+        known = None if name is None else self._registry.deployments.get(name)
+        term = known.leadership.term if known is not None and known.keeper.leading else None
+        await self._audit.record(entry, term)
