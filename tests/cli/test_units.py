@@ -2,17 +2,17 @@ import math
 
 import pytest
 
-from evenkeel_moe.cli.units import (
+from evenkeel_moe.cli.units import moments
+from evenkeel_moe.model.quantities import (
     age,
+    bytes_text,
+    duration_text,
     figure,
     figure_name,
-    is_uncertain,
-    moments,
     saving,
     saving_range,
     share,
 )
-from evenkeel_moe.model.quantities import bytes_text, duration_text
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,6 @@ def test_a_loss_of_time_is_told_in_words():
         *("21.7% saved", "0.0% saved", "0.0% saved", "0.1% slower", "20.0% slower"),
         *("2.0x as long", "3.5x as long", "-", "-"),
     ]
-    assert is_uncertain(-0.1, 0.2) and is_uncertain(0.0, 0.2)
-    assert not (is_uncertain(0.1, 0.2) or is_uncertain(-0.2, -0.1) or is_uncertain(None, None))
     assert saving_range(0.1, 0.2) == "10.0% to 20.0%"
     assert saving_range(-0.1, 0.2) == "10.0% slower to 20.0% saved"
     assert saving_range(-0.651, -0.4) == "40.0% slower to 65.1% slower"

@@ -18,6 +18,7 @@ from evenkeel_moe.api.read_tags import ReadTags
 from evenkeel_moe.api.schemas import ProblemOut
 from evenkeel_moe.api.trace import TraceMiddleware
 from evenkeel_moe.ports.operations import Operations
+from evenkeel_moe.ports.status import DELIVERED_BOUNDS, HealthBounds
 
 _WINDOW_READERS = 2
 """Requests that hold a copy of windows at the same time; the others wait."""
@@ -38,6 +39,7 @@ def create_app(
     *,
     max_body_bytes: int = MAX_BODY_BYTES,
     most_held_bytes: int = MOST_HELD_BYTES,
+    health_bounds: HealthBounds = DELIVERED_BOUNDS,
 ) -> FastAPI:
     """Return the application of one controller.
 
@@ -48,6 +50,7 @@ def create_app(
         max_body_bytes: larger requests get 413.
         most_held_bytes: of the bodies of all requests, a quarter of them for one token; what would
             make them more gets 503.
+        health_bounds: beyond these a deployment is not healthy.
     """
     listing = "\n".join(
         f"- `urn:evenkeel:problem:{name}` ({kind.status}): {kind.title}."
@@ -63,6 +66,7 @@ def create_app(
         separate_input_output_schemas=False,
     )
     app.state.operations = operations
+    app.state.health_bounds = health_bounds
     app.state.window_turns = asyncio.Semaphore(_WINDOW_READERS)
     add_problem_handlers(app)
     _add_middleware(app, tokens, max_body_bytes, most_held_bytes)

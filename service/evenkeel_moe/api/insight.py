@@ -30,6 +30,7 @@ from evenkeel_moe.api.insight_schemas import (
     TokenOut,
 )
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
+from evenkeel_moe.api.words.requests import request_text
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
@@ -183,7 +184,8 @@ async def _audit_page(
 ) -> AuditPage:
     rows = await operations.audit(deployment, _AUDIT_SHOWN)
     chosen, after = page(rows, lambda row: str(row["id"]), token, size)
-    return AuditPage(items=[AuditRowOut(**row) for row in chosen], next_page_token=after)
+    items = [AuditRowOut(**row, text=request_text(row)) for row in chosen]
+    return AuditPage(items=items, next_page_token=after)
 
 
 @router.get("/token")

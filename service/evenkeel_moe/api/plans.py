@@ -1,6 +1,7 @@
 """Routes of plans: create, read, approve, cancel, roll back."""
 
 import hashlib
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -36,9 +37,11 @@ from evenkeel_moe.api.schemas import (
     RollbackPreviewOut,
     StoryOut,
 )
+from evenkeel_moe.api.words.plans import story_rows
+from evenkeel_moe.errors import NotFound, Unavailable
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
-from evenkeel_moe.ports.operations import RollbackRequest
+from evenkeel_moe.ports.operations import Operations, RollbackRequest
 
 router = APIRouter(tags=["plans"], route_class=LargeBodyRoute)
 
@@ -47,10 +50,18 @@ _CONFLICT: dict[int | str, dict[str, Any]] = {
 }
 
 
-def _accepted(record: PlanRecord, response: Response) -> PlanOut:
+async def _accepted(operations: Operations, record: PlanRecord, response: Response) -> PlanOut:
     plan = record.plan
     response.headers["Location"] = f"/v1/deployments/{plan.deployment}/plans/{plan.plan_id}"
-    return plan_out(record)
+    return await _plan_of(operations, record)
+
+
+async def _plan_of(operations: Operations, record: PlanRecord) -> PlanOut:
+    """Return a plan; any replica can, also one that does not know its deployment's state."""
+    status = None
+    with suppress(NotFound, Unavailable):
+        status = (await operations.deployment(record.plan.deployment)).status()
+    return plan_out(record, status)
 
 
 @router.post(
@@ -90,7 +101,7 @@ async def create_plan(
     keep_for_audit(request, _named(plan_id=record.plan.plan_id, **asked, target=target))
     if record.phase is PlanPhase.PROPOSED:
         response.status_code = 201
-    return _accepted(record, response)
+    return await _accepted(operations, record, response)
 
 
 @router.get("/deployments/{deployment}/plans")
@@ -114,7 +125,7 @@ async def get_plan(
     operations: OperationsOf, deployment: DeploymentPath, plan_id: PlanPath
 ) -> PlanOut:
     """Return a plan with its target, waves and story."""
-    return plan_out(await operations.plan(deployment, plan_id))
+    return await _plan_of(operations, await operations.plan(deployment, plan_id))
 
 
 @router.get("/deployments/{deployment}/plans/{plan_id}/story")
@@ -123,7 +134,7 @@ async def get_story(
 ) -> StoryOut:
     """Return the events of a plan and their reasons, in order."""
     record = await operations.plan(deployment, plan_id)
-    rows = list(record.story)
+    rows = story_rows(record)
     return StoryOut(plan_id=plan_id, phase=record.phase, reason=record.reason, rows=rows)
 
 
@@ -160,7 +171,8 @@ async def approve_plan(
                 f"the target of plan {plan_id} has digest {digest}, not {if_match:.80}",
                 f"/v1/deployments/{deployment}/plans/{plan_id}/approve",
             )
-    return _accepted(await operations.approve(deployment, plan_id, caller), response)
+    approved = await operations.approve(deployment, plan_id, caller)
+    return await _accepted(operations, approved, response)
 
 
 @router.post(
@@ -175,7 +187,8 @@ async def cancel_plan(
     idempotency_key: IdempotencyKey = None,
 ) -> PlanOut:
     """Stop a plan. A wave that all ranks have voted for still commits; later waves do not start."""
-    return _accepted(await operations.cancel(deployment, plan_id, caller), response)
+    cancelled = await operations.cancel(deployment, plan_id, caller)
+    return await _accepted(operations, cancelled, response)
 
 
 @router.get("/deployments/{deployment}/epochs")
@@ -257,7 +270,7 @@ async def rollback(
     )
     record = await operations.rollback(deployment, asked)
     keep_for_audit(request, _named(plan_id=record.plan.plan_id) | target)
-    return _accepted(record, response)
+    return await _accepted(operations, record, response)
 
 
 def _named(**asked: Any) -> dict[str, Any]:

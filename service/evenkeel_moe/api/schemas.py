@@ -7,7 +7,7 @@ docs/openapi.json.
 
 from typing import Annotated
 
-from pydantic import FailFast, Field
+from pydantic import FailFast, Field, computed_field
 
 from evenkeel_moe.api.context import DIGEST_PATTERN, PLAN_ID_PATTERN
 from evenkeel_moe.api.schema_base import (
@@ -15,10 +15,14 @@ from evenkeel_moe.api.schema_base import (
     CostModelOut,
     JsonObject,
     Number,
+    ReasonedBody,
     RequestBody,
     ResponseBody,
     TextOrNull,
 )
+from evenkeel_moe.api.words.gates import GateState
+from evenkeel_moe.api.words.health import Level
+from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.model.load import Phase
 
 Matrix = list[list[float]]
@@ -121,7 +125,7 @@ class DeliveredOut(ResponseBody):
     """Unix seconds at which it was measured."""
 
 
-class PlanSummary(ResponseBody):
+class PlanSummary(ReasonedBody):
     """A plan without its maps."""
 
     plan_id: str
@@ -129,6 +133,13 @@ class PlanSummary(ResponseBody):
     kind: str
     policy: str
     phase: str
+    phase_text: str
+    """The phase as people call it: `superseded` for a plan that was `refused` before it began,
+    because its placement, group or weights were replaced."""
+    ended: bool
+    """True if the phase is the last one."""
+    text: str
+    """Where the plan stands, and why, in sentences; without the error."""
     reason: str
     """The reason for the phase."""
     planned_because: str
@@ -149,6 +160,12 @@ class PlanSummary(ResponseBody):
     delivered: DeliveredOut | None
     """Null before the plan was measured, and if it was not carried out."""
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def planned_because_text(self) -> str:
+        """The reason the plan was made, as a sentence."""
+        return sentence(self.planned_because)
+
 
 class FindingOut(ResponseBody):
     """One way in which the counts of a deployment contradict how an engine routes."""
@@ -165,13 +182,43 @@ class FindingOut(ResponseBody):
     """How much, as a share of the choices, layers or experts that there are."""
 
 
-class DeploymentOut(ResponseBody):
+class HealthOut(ResponseBody):
+    """The health of a deployment, by the thresholds of the chart's alerts."""
+
+    level: Level
+    """From worst to best: bad, attention, unknown, good."""
+    text: str
+    """The condition that decides, as a sentence."""
+
+
+class GateOut(ResponseBody):
+    """One gate of a planning cycle."""
+
+    title: str
+    """What holds while the gate is open."""
+    state: GateState
+    """later: not reached, because an earlier gate was closed."""
+    detail: str
+    """What the gate compares, as a sentence."""
+    remedy: str | None
+    """What would open it; null unless it is closed."""
+
+
+class GatesOut(ResponseBody):
+    """The gates of the newest cycle."""
+
+    items: list[GateOut]
+    """In the order in which a cycle meets them; the first that is closed ends it."""
+
+
+class DeploymentOut(ReasonedBody):
     """One deployment; null means unknown, never zero.
 
     In a list, a deployment that another controller replica leads has only its name and its leader.
     """
 
     deployment: str
+    health: HealthOut
     state: str
     reason: str
     mode: str | None
@@ -208,11 +255,14 @@ class DeploymentOut(ResponseBody):
     staging_bytes_done: int | None
     staging_bytes_total: int | None
     last_decision: JsonObject | None
+    """The newest row of `decisions`."""
     frozen_until_unix: float | None
     held: bool | None
     """True while automatic plans wait for `resume`."""
     held_because: str | None
     """held_after_rollback, held_after_data_loss or gains_not_delivered; null if not held."""
+    held_text: str | None
+    """Why automatic plans are held, and what that stops in this mode; null if not held."""
     dispatch: str | None
     """Model of the engines' dispatcher, for which plans are made."""
     dispatch_warning: str | None
@@ -264,6 +314,16 @@ class WaveOut(ResponseBody):
     nbytes: int
 
 
+class FigureOut(ResponseBody):
+    """A figure in words."""
+
+    name: str
+    value: str
+    """With its unit."""
+    note: str
+    """What it is based on, or how it is to be read; may be empty."""
+
+
 class PlanOut(PlanSummary):
     """A plan with its target, waves and story."""
 
@@ -272,6 +332,11 @@ class PlanOut(PlanSummary):
     target: PlacementOut
     wave_list: list[WaveOut]
     story: list[JsonObject]
+    """The events in order, each with `text` and `phase_text`: the event and the phase in words."""
+    figures: list[FigureOut]
+    """What it promises, delivered and costs."""
+    details: list[FigureOut]
+    """The other figures behind it."""
 
 
 class RollbackPreviewOut(ResponseBody):
@@ -290,13 +355,14 @@ class RollbackPreviewOut(ResponseBody):
     """Seconds of one step that each wave is expected to cost; null before a swap was measured."""
 
 
-class StoryOut(ResponseBody):
+class StoryOut(ReasonedBody):
     """The events of a plan, in order."""
 
     plan_id: str
     phase: str
     reason: str
     rows: list[JsonObject]
+    """Each with `text` and `phase_text`: the event and the phase in words."""
 
 
 class PlanPage(ResponseBody):
@@ -336,6 +402,7 @@ class DecisionPage(ResponseBody):
     """Decisions of the control loop, newest first."""
 
     items: list[JsonObject]
+    """Each with `reason` and `reason_text`, the reason as a sentence."""
     next_page_token: str | None
 
 

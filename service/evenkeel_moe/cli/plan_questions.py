@@ -6,9 +6,8 @@ What the controller does not tell is said to be not known.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evenkeel_moe.cli.plan_figures import counted
 from evenkeel_moe.cli.plan_tables import plan_between
-from evenkeel_moe.model.quantities import bytes_text, duration_text
+from evenkeel_moe.model.quantities import bytes_text, counted, duration_text
 
 
 def start(plan: Mapping[str, Any]) -> str:
