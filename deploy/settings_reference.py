@@ -92,16 +92,17 @@ def _default(one: Any) -> str:
 
 
 def _docstrings(kind: type[Any]) -> dict[str, str]:
-    """Return the string under each field of a class."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
+    """Return the string under each field of a class and of its base classes."""
     found = {}
-    for field, text in zip(body, body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(text, ast.Expr)
-            and isinstance(text.value, ast.Constant)
-        ):
-            found[field.target.id] = inspect.cleandoc(str(text.value.value))
+    for each in reversed([one for one in kind.__mro__ if is_dataclass(one)]):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
+        body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
+        for field, text in zip(body, body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
+                found[field.target.id] = inspect.cleandoc(str(text.value.value))
     return found

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.policy import CostChoice, Mode
+from evenkeel_moe.ports.status import HealthBounds
 
 _STRICT = ConfigDict(extra="forbid")
 _GRPC_MOST_S = 2_000_000
@@ -284,6 +285,11 @@ class AdvancedSettings:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class HealthSettings(HealthBounds):
+    """Beyond these a deployment is not healthy. The chart sets them to its alerts' thresholds."""
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Settings:
     """All settings."""
 
@@ -300,4 +306,5 @@ class Settings:
     migration: MigrationSettings = MigrationSettings()
     ingest: IngestSettings = IngestSettings()
     leader: LeaderSettings = Field(default_factory=LeaderSettings)
+    health: HealthSettings = HealthSettings()
     advanced: AdvancedSettings = AdvancedSettings()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.planning.decision.gates import GateSettings
@@ -51,6 +51,9 @@ def contradictions(settings: Settings) -> Iterator[str]:
             f"migration.batch_deadline_s {migration.batch_deadline_s:g} exceeds"
             f" migration.prepare_deadline_s {migration.prepare_deadline_s:g}"
         )
+    for name, bound in asdict(settings.health).items():
+        if not bound > 0:
+            yield f"health.{name} is {bound:g}, must be above 0"
     listeners = {
         "grpc": settings.grpc.port,
         "rest": settings.rest.port,

@@ -52,8 +52,8 @@ async def test_an_internal_error_shows_the_client_no_details(client, operations,
 @pytest.mark.parametrize(
     ("leader", "address", "words"),
     [
-        ("b", "b:50051", "demo is led by b at b:50051, not by this replica"),
-        ("b", None, "demo is led by b, not by this replica"),
+        ("b", "b:50051", "replica b at b:50051 leads demo, and this is another replica"),
+        ("b", None, "replica b leads demo, and this is another replica"),
         (None, None, f"no replica leads demo at present: {LEASE_FREE}"),
     ],
 )

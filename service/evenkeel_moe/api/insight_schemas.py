@@ -234,7 +234,9 @@ class HeatMapOut(ResponseBody):
     newest_step_unix: float | None
     """Unix seconds at which the newest complete step of any phase was counted; null if unknown."""
     ranks_connected: int
-    """Ranks with a valid heartbeat lease. Without any, the window tells of the past."""
+    """Ranks with a valid heartbeat lease."""
+    is_past: bool
+    """True if the window tells of the past: its newest step is stale, or no rank is connected."""
     num_layers: int | None
     """Layers of the model."""
     first_layer: int

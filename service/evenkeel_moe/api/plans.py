@@ -37,7 +37,8 @@ from evenkeel_moe.api.schemas import (
     RollbackPreviewOut,
     StoryOut,
 )
-from evenkeel_moe.api.words.plans import story_rows
+from evenkeel_moe.api.words.gates import hold_words
+from evenkeel_moe.api.words.plans import plan_between, story_rows
 from evenkeel_moe.errors import NotFound, Unavailable
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
@@ -48,6 +49,10 @@ router = APIRouter(tags=["plans"], route_class=LargeBodyRoute)
 _CONFLICT: dict[int | str, dict[str, Any]] = {
     409: {"model": ProblemOut, "description": "The request does not fit the current state"}
 }
+
+
+_LOOKED_AT = 100
+"""Newest plans among which a rollback looks for the one that it takes back."""
 
 
 async def _accepted(operations: Operations, record: PlanRecord, response: Response) -> PlanOut:
@@ -218,13 +223,19 @@ async def preview_rollback(
     epoch = None if to_epoch is None else Epoch(to_epoch)
     asked = RollbackRequest(to_epoch=epoch, to_placement=to_placement)
     plan = await operations.rollback_plan(deployment, asked)
+    to_epoch = int(plan.numbers["to_epoch"])
+    newest, _ = await operations.plans(deployment, _LOOKED_AT)
+    undone = None if to_placement else plan_between(newest, to_epoch, plan.base_epoch)
+    status = (await operations.deployment(deployment)).status()
     return RollbackPreviewOut(
-        to_epoch=int(plan.numbers["to_epoch"]),
+        to_epoch=to_epoch,
         base_epoch=plan.base_epoch,
         waves=len(plan.waves),
         moves=plan.moves,
         nbytes=plan.nbytes,
         expected_stall_s=plan.numbers.get("expected_stall_s"),
+        undoes=None if undone is None else plan_summary(undone),
+        hold_text=hold_words(status.mode),
     )
 
 

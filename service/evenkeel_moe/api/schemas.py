@@ -353,6 +353,11 @@ class RollbackPreviewOut(ResponseBody):
     """Bytes copied between ranks."""
     expected_stall_s: float | None
     """Seconds of one step that each wave is expected to cost; null before a swap was measured."""
+    undoes: PlanSummary | None
+    """The plan that led from there to the present placement, among the newest hundred; null if
+    there is none, or several did."""
+    hold_text: str
+    """What the hold that follows stops in the deployment's mode."""
 
 
 class StoryOut(ReasonedBody):

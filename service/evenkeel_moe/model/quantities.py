@@ -33,14 +33,19 @@ def bytes_text(value: float | None) -> str:
     return f"{value:.0f} B"
 
 
-def duration_text(seconds: float | None) -> str:
-    """Return a duration such as `45 s`, `12 min` or `3.5 h`; `-` if it is unknown."""
+def duration_text(seconds: float | None, digits: int = 3) -> str:
+    """Return a duration such as `45 s`, `12 min` or `3.5 h`; `-` if it is unknown.
+
+    Args:
+        seconds: may be negative.
+        digits: significant digits from two minutes on.
+    """
     if seconds is None or not math.isfinite(seconds):
         return "-"
     size = abs(seconds)
     for unit, length in _TIME_UNITS:
         if size >= 2 * length:
-            return f"{seconds / length:.3g} {unit}"
+            return f"{float(f'{seconds / length:.{digits}g}'):g} {unit}"
     if size >= 1 or size == 0:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if size >= 1e-3 else f"{seconds * 1e6:.3g} µs"
@@ -56,7 +61,7 @@ def age(unix: float | None, now: float) -> str:
     if unix is None:
         return "-"
     since = round(now - unix)
-    return f"{duration_text(since)} ago" if since >= 0 else f"in {duration_text(-since)}"
+    return f"{duration_text(since, 2)} ago" if since >= 0 else f"in {duration_text(-since, 2)}"
 
 
 def share(value: float | None) -> str:

@@ -153,7 +153,9 @@ class NotLeading(Unavailable):
             super().__init__(f"no replica leads {led.deployment} at present: {LEASE_FREE}")
         else:
             where = "" if led.address is None else f" at {led.address}"
-            super().__init__(f"{led.deployment} is led by {led.leader}{where}, not by this replica")
+            super().__init__(
+                f"replica {led.leader}{where} leads {led.deployment}, and this is another replica"
+            )
         self.led = led
 
 

@@ -13,7 +13,7 @@ from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.model.topology import ModelShape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HealthBounds:
     """Beyond these a deployment is not healthy: the thresholds of the delivered alerts."""
 

@@ -106,7 +106,7 @@ def _of_plans(status: DeploymentStatus, bounds: HealthBounds) -> Iterator[Health
         if unchanged > bounds.plan_stuck_s:
             yield Health(
                 Level.ATTENTION,
-                f"The running plan has made no progress for {duration_text(unchanged)}.",
+                f"The running plan has made no progress for {duration_text(unchanged, 2)}.",
             )
     if status.held:
         yield Health(Level.ATTENTION, sentence(status.held_because))
@@ -131,15 +131,21 @@ def _of_plans(status: DeploymentStatus, bounds: HealthBounds) -> Iterator[Health
     if decided in (Reason.PLANNER_FAILED, Reason.STALE_DATA):
         yield Health(Level.ATTENTION, sentence(decided))
     if decision is not None and now - decision["at"] >= bounds.no_decision_s:
-        silent = duration_text(now - decision["at"])
+        silent = duration_text(now - decision["at"], 2)
         yield Health(Level.ATTENTION, f"No cycle has ended for {silent}.")
+
+
+def is_stale(status: DeploymentStatus, bounds: HealthBounds) -> bool:
+    """Return True if the newest complete step is too old for its load to be that of now."""
+    newest = status.newest_step_unix
+    return newest is not None and status.at_unix - newest > bounds.data_stale_s
 
 
 def _of_load(status: DeploymentStatus, bounds: HealthBounds) -> Iterator[Health]:
     """Yield what is wrong with the load: its age and its balance."""
     newest, time_balance = status.newest_step_unix, status.time_balance
-    if newest is not None and status.at_unix - newest > bounds.data_stale_s:
-        old = duration_text(status.at_unix - newest)
+    if newest is not None and is_stale(status, bounds):
+        old = duration_text(status.at_unix - newest, 2)
         yield Health(Level.ATTENTION, f"The newest complete step is {old} old.")
     slow = [rank for rank in status.ranks if (rank.slowness or 0.0) > bounds.slow_rank_ratio]
     if slow:

@@ -1,7 +1,7 @@
 """A plan in words: its phase, its story, and what it delivered."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evenkeel_moe.api.words.reasons import sentence
@@ -54,6 +54,20 @@ def plan_text(record: PlanRecord) -> str:
 def _rejects(row: Mapping[str, Any]) -> bool:
     """Return True if an operator cancelled the plan while it waited for approval."""
     return row["event"] == "cancel_requested" and row.get("phase") == PlanPhase.PROPOSED
+
+
+def plan_between(records: Sequence[PlanRecord], first: float, last: float) -> PlanRecord | None:
+    """Return the one plan that led from an epoch to a later one; None if there are several.
+
+    Args:
+        records: newest first. One before a cold start may have the same epochs as a later one.
+        first: the epoch before the plan.
+        last: the epoch after its waves.
+    """
+    for record in records:
+        if record.waves_committed and record.plan.base_epoch + record.waves_committed == last:
+            return record if record.plan.base_epoch == first else None
+    return None
 
 
 def story_rows(record: PlanRecord) -> list[dict[str, Any]]:
