@@ -22,6 +22,17 @@ from evenkeel_moe.ports.status import DELIVERED_BOUNDS, HealthBounds
 
 _WINDOW_READERS = 2
 """Requests that hold a copy of windows at the same time; the others wait."""
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    code: {"model": ProblemOut, "description": title}
+    for code, title in (
+        (401, "No valid token"),
+        (403, "The token's role does not allow this"),
+        (404, "No such deployment, plan or epoch"),
+        (413, "The body is too large"),
+        (422, "The input is invalid"),
+        (503, "Temporarily unavailable"),
+    )
+}
 _DESCRIPTION = """Plans, approves, cancels and rolls back expert placements.
 
 Success means that the change is stored. After a failure other than 4xx the change may still have
@@ -75,19 +86,8 @@ def create_app(
             HTTPBearer(auto_error=False, description="A token from the controller's token file.")
         )
     ]
-    refusals: dict[int | str, dict[str, Any]] = {
-        code: {"model": ProblemOut, "description": title}
-        for code, title in (
-            (401, "No valid token"),
-            (403, "The token's role does not allow this"),
-            (404, "No such deployment, plan or epoch"),
-            (413, "The body is too large"),
-            (422, "The input is invalid"),
-            (503, "Temporarily unavailable"),
-        )
-    }
     for router in (deployments.router, insight.router, plans.router):
-        app.include_router(router, prefix="/v1", dependencies=bearer, responses=refusals)
+        app.include_router(router, prefix="/v1", dependencies=bearer, responses=_REFUSALS)
     app.include_router(health.router)
     generate = app.openapi
 

@@ -136,7 +136,7 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
         "health": f"{health['level']}: {health['text']}",
         "state": _state(row),
         "mode, policy": f"{row['mode']}, {row['policy']}",
-        "held": row["held_text"] or "no",
+        "held": _held(row),
         "dispatch": row["dispatch"],
         "frozen until": _frozen(row["frozen_until_unix"], now),
         "leader": f"{row['leader']}, term {row['term']}",
@@ -175,6 +175,12 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
         *([_DISCONNECTED_WORDS] if any(map(_is_disconnected, row["ranks"])) else []),
     )
     return Group(table, Text(), _ranks_table(row["ranks"], now), *troubles, words)
+
+
+def _held(row: Mapping[str, Any]) -> str:
+    if not row["held"]:
+        return "no"
+    return f"{row['held_text']} End it: evenkeel resume {row['deployment']}"
 
 
 def _state(row: Mapping[str, Any]) -> str:

@@ -4,9 +4,9 @@ from evenkeel_moe.errors import Reason
 
 _SENTENCES: dict[str, str] = {
     Reason.PLAN_STARTED: "A plan was started.",
-    Reason.PLAN_PROPOSED: "A plan waits for approval (`evenkeel plan approve`).",
+    Reason.PLAN_PROPOSED: "A plan waits for approval.",
     Reason.MANUAL_REQUEST: "An operator asked for this plan.",
-    Reason.BALANCE_BELOW_THRESHOLD: "Balance fell below the threshold `plan_below`, so a plan was"
+    Reason.BALANCE_BELOW_THRESHOLD: "Balance fell below the threshold plan_below, so a plan was"
     " made.",
     Reason.LOAD_CHANGED: "The traffic changed, and the change cost balance, so a plan was made.",
     Reason.SEPARATE_APPROVAL: "Another person than the maker must approve the plan.",
@@ -16,21 +16,21 @@ _SENTENCES: dict[str, str] = {
     Reason.FROZEN: "An operator froze this deployment: no new plan may start.",
     Reason.OUTSIDE_SCHEDULE: "The schedule lets no plan start now.",
     Reason.HELD_AFTER_ROLLBACK: "Automatic plans are held after a rollback, until an operator"
-    " resumes them (`evenkeel resume`).",
-    Reason.HELD_AFTER_DATA_LOSS: "Automatic plans are held (`evenkeel resume` ends it), because the"
-    " store lost what operators had set.",
-    Reason.GAINS_NOT_DELIVERED: "Automatic plans are held (`evenkeel resume` ends it), because"
+    " resumes them.",
+    Reason.HELD_AFTER_DATA_LOSS: "Automatic plans are held until an operator resumes them, because"
+    " the store lost what operators had set.",
+    Reason.GAINS_NOT_DELIVERED: "Automatic plans are held until an operator resumes them, because"
     " earlier plans did not deliver their gain.",
     Reason.COOLDOWN: "The last plan ended a moment ago; the controller waits before the next.",
-    Reason.IMPLAUSIBLE_COUNTS: "The counts of layers or experts contradict each other; `evenkeel"
-    " status` says where.",
+    Reason.IMPLAUSIBLE_COUNTS: "The counts of layers or experts contradict each other; the"
+    " deployment's findings say where.",
     Reason.INSUFFICIENT_DATA: "There are too few complete steps to plan or to judge on.",
     Reason.STALE_DATA: "The newest complete step is too old to plan on.",
     Reason.RANKS_MISSING: "Not all ranks are connected, so the present load is unknown.",
     Reason.BALANCE_ABOVE_THRESHOLD: "Balance is good enough: nothing has to move.",
     Reason.WAITING_CONSECUTIVE_WINDOWS: "Balance is low, but not for enough cycles in a row.",
     Reason.NO_CHANGE: "The best placement found is the present one.",
-    Reason.GAIN_TOO_SMALL: "The predicted gain is too small to act on: it is below `min_gain`.",
+    Reason.GAIN_TOO_SMALL: "The predicted gain is too small to act on: it is below min_gain.",
     Reason.GAIN_UNCERTAIN: "The predicted gain is not certain to pay: its lower bound is below 1.5"
     " times the price of the copies.",
     Reason.PAYBACK_TOO_LONG: "The copies would cost more than the plan saves in time.",

@@ -49,7 +49,7 @@ export function PlanView({ api, role, name, deployment, planId, now, reload }) {
   };
   return html`<${Loaded} poll=${poll}
     >${(plan) => {
-      const gain = html`<${Gain} plan=${plan} />`;
+      const gain = html`<${Gain} plan=${plan} deployment=${deployment} />`;
       const proposed = plan.phase === "proposed";
       return html`
         <${Head} plan=${plan} role=${role} act=${act} now=${now} deployment=${deployment} />
@@ -160,10 +160,12 @@ function weightsWords(plan) {
 }
 
 /** Once a plan was begun, the balance that it was made on is not that of now. */
-function Gain({ plan }) {
+function Gain({ plan, deployment }) {
   const { numbers, figures, details } = plan;
   const words = plan.phase === "proposed" ? ["now", "then"] : ["before", "predicted after"];
   const isKnown = numbers.gain !== undefined && numbers.gain !== null;
+  // A figure must not claim time where none is known.
+  const byTokens = deployment?.cost_model?.source === "tokens" ? " (by tokens)" : "";
   // A rollback returns to a known placement: nothing is predicted for it.
   const predicted = plan.kind !== "rollback";
   const title = plan.delivered ? "Promised and delivered" : "Before and after";
@@ -172,7 +174,7 @@ function Gain({ plan }) {
       predicted
         ? html`<div class="pairs">
             <${BeforeAfter}
-              name="Predicted MoE time"
+              name=${`Predicted MoE time${byTokens}`}
               words=${words}
               before=${isKnown ? 1 : null}
               after=${isKnown ? 1 - numbers.gain : null}
