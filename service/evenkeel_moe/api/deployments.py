@@ -105,7 +105,7 @@ async def get_deployment(
 async def get_gates(operations: OperationsOf, deployment: DeploymentPath) -> GatesOut:
     """Return the gates of the newest planning cycle, and what would open the closed one."""
     status = (await operations.deployment(deployment)).status()
-    return GatesOut.model_validate({"items": gates_of(status)})
+    return GatesOut(items=gates_of(status))
 
 
 @router.delete("/deployments/{deployment}", status_code=204, responses=_CONFLICT)

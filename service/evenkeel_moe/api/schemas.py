@@ -20,8 +20,9 @@ from evenkeel_moe.api.schema_base import (
     ResponseBody,
     TextOrNull,
 )
-from evenkeel_moe.api.words.gates import GateState
-from evenkeel_moe.api.words.health import Level
+from evenkeel_moe.api.words.gates import PlanningGate
+from evenkeel_moe.api.words.health import Health
+from evenkeel_moe.api.words.plan_figures import Figure
 from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.model.load import Phase
 
@@ -182,32 +183,10 @@ class FindingOut(ResponseBody):
     """How much, as a share of the choices, layers or experts that there are."""
 
 
-class HealthOut(ResponseBody):
-    """The health of a deployment, by the thresholds of the chart's alerts."""
-
-    level: Level
-    """From worst to best: bad, attention, unknown, good."""
-    text: str
-    """The condition that decides, as a sentence."""
-
-
-class GateOut(ResponseBody):
-    """One gate of a planning cycle."""
-
-    title: str
-    """What holds while the gate is open."""
-    state: GateState
-    """later: not reached, because an earlier gate was closed."""
-    detail: str
-    """What the gate compares, as a sentence."""
-    remedy: str | None
-    """What would open it; null unless it is closed."""
-
-
 class GatesOut(ResponseBody):
     """The gates of the newest cycle."""
 
-    items: list[GateOut]
+    items: list[PlanningGate]
     """In the order in which a cycle meets them; the first that is closed ends it."""
 
 
@@ -218,7 +197,7 @@ class DeploymentOut(ReasonedBody):
     """
 
     deployment: str
-    health: HealthOut
+    health: Health
     state: str
     reason: str
     mode: str | None
@@ -314,16 +293,6 @@ class WaveOut(ResponseBody):
     nbytes: int
 
 
-class FigureOut(ResponseBody):
-    """A figure in words."""
-
-    name: str
-    value: str
-    """With its unit."""
-    note: str
-    """What it is based on, or how it is to be read; may be empty."""
-
-
 class PlanOut(PlanSummary):
     """A plan with its target, waves and story."""
 
@@ -333,9 +302,9 @@ class PlanOut(PlanSummary):
     wave_list: list[WaveOut]
     story: list[JsonObject]
     """The events in order, each with `text` and `phase_text`: the event and the phase in words."""
-    figures: list[FigureOut]
+    figures: list[Figure]
     """What it promises, delivered and costs."""
-    details: list[FigureOut]
+    details: list[Figure]
     """The other figures behind it."""
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from deploy.chart_values import alert_thresholds
-from evenkeel_moe.api.words.health import health_of
+from evenkeel_moe.api.words.health import Health, Level, health_of
 from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity
 from evenkeel_moe.model.load import Phase
@@ -75,7 +75,7 @@ def running(phase, ago_s):
     ],
 )
 def test_health_names_the_worst_that_is_known(changes, level, text):
-    assert health(**changes) == (level, text)
+    assert health(**changes) == Health(level, text)
 
 
 def test_a_deployment_that_nobody_leads_is_in_trouble():
@@ -85,7 +85,7 @@ def test_a_deployment_that_nobody_leads_is_in_trouble():
 def test_counts_that_contradict_each_other_are_told_and_notes_are_not():
     doubt = Finding(FindingCode.IDLE_EXPERTS, Severity.DOUBT, "no expert counts", "rank 1")
     note = Finding(FindingCode.UNEVEN_LAYERS, Severity.NOTE, "layers disagree")
-    told = ("attention", "The counts are in doubt: no expert counts: rank 1")
+    told = Health(Level.ATTENTION, "The counts are in doubt: no expert counts: rank 1")
     assert health(findings=(note, doubt)) == told
     for findings in ((note,), (), None):
         assert health(findings=findings).level == "good"

@@ -1,10 +1,12 @@
 """The gates of a planning cycle as a checklist, from the newest decision and the policy."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from pydantic.dataclasses import dataclass
+
+from evenkeel_moe.api.words.bodies import AS_DOCUMENTED
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.finding import doubts
 from evenkeel_moe.model.quantities import bytes_text, counted, duration_text, share
@@ -22,14 +24,18 @@ class GateState(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, config=AS_DOCUMENTED)
 class PlanningGate:
-    """One gate and its state; `remedy` says what would open a closed one."""
+    """One gate of a planning cycle."""
 
     title: str
+    """What holds while the gate is open."""
     state: GateState
+    """later: not reached, because an earlier gate was closed."""
     detail: str
+    """What the gate compares, as a sentence."""
     remedy: str | None
+    """What would open it; null unless it is closed."""
 
 
 class _Compared(NamedTuple):

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import NamedTuple
 
+from pydantic.dataclasses import dataclass
+
+from evenkeel_moe.api.words.bodies import AS_DOCUMENTED
 from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.finding import doubts
@@ -25,11 +27,14 @@ class Level(StrEnum):
     GOOD = "good"
 
 
-class Health(NamedTuple):
-    """A level, and the condition that decides about it as a sentence."""
+@dataclass(frozen=True, config=AS_DOCUMENTED)
+class Health:
+    """The health of a deployment, by the thresholds of the chart's alerts."""
 
     level: Level
+    """From worst to best: bad, attention, unknown, good."""
     text: str
+    """The condition that decides, as a sentence."""
 
 
 def health_elsewhere(leader: str | None) -> Health:

@@ -1,8 +1,10 @@
 """The figures of a plan in words: what it promises, delivers and costs, and what is behind it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+from pydantic.dataclasses import dataclass
+
+from evenkeel_moe.api.words.bodies import AS_DOCUMENTED
 from evenkeel_moe.api.words.plans import ROLLBACK_MAY_COST
 from evenkeel_moe.model.cost import CostSource
 from evenkeel_moe.model.plan import PlanKind, PlanPhase, PlanRecord
@@ -52,12 +54,13 @@ _DETAILS: Mapping[str, tuple[str, str]] = {
 """Name -> words and a form of the value, in order: gain first, then data, then the search."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, config=AS_DOCUMENTED)
 class Figure:
-    """A figure with its name and unit."""
+    """A figure in words."""
 
     name: str
     value: str
+    """With its unit."""
     note: str = ""
     """What it is based on, or how it is to be read; may be empty."""
 
