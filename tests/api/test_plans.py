@@ -183,6 +183,21 @@ async def test_the_preview_of_a_rollback_tells_its_cost_and_starts_nothing(clien
         "nbytes": 1000,
         "expected_stall_s": 0.004,
         "undoes": None,
+        "figures": [
+            {"name": "Copies between ranks", "value": "1", "note": "1 kB"},
+            {"name": "Waves", "value": "1", "note": "1 layer changes"},
+            {
+                "name": "Expected stall",
+                "value": "4 ms",
+                "note": "of one step for each wave, by the swaps measured here. Copies run beside"
+                " serving.",
+            },
+            {
+                "name": "KV cache",
+                "value": "unchanged",
+                "note": "The number of slots stays the same.",
+            },
+        ],
         "hold_text": "In mode auto no plan is made until somebody resumes automatic plans.",
     }
     assert (await client.get(path)).json()["to_epoch"] == 2

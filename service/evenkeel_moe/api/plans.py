@@ -38,6 +38,7 @@ from evenkeel_moe.api.schemas import (
     StoryOut,
 )
 from evenkeel_moe.api.words.gates import hold_words
+from evenkeel_moe.api.words.plan_figures import preview_figures
 from evenkeel_moe.api.words.plans import plan_between, story_rows
 from evenkeel_moe.errors import NotFound, Unavailable
 from evenkeel_moe.model.ids import Epoch, PlanId
@@ -235,6 +236,7 @@ async def preview_rollback(
         nbytes=plan.nbytes,
         expected_stall_s=plan.numbers.get("expected_stall_s"),
         undoes=None if undone is None else plan_summary(undone),
+        figures=preview_figures(plan, status),
         hold_text=hold_words(status.mode),
     )
 

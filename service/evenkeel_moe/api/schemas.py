@@ -325,6 +325,8 @@ class RollbackPreviewOut(ResponseBody):
     undoes: PlanSummary | None
     """The plan that led from there to the present placement, among the newest hundred; null if
     there is none, or several did."""
+    figures: list[Figure]
+    """What it would move and cost."""
     hold_text: str
     """What the hold that follows stops in the deployment's mode."""
 

@@ -156,7 +156,8 @@ def plan_view(row: Mapping[str, Any], now: float) -> RenderableType:
         ("plan", plan),
         ("phase", f"{row['phase_text']}: {row['text']}"),
         *_figures(row["figures"]),
-        *_effort(row, now),
+        ("ranks", f"{row['target']['num_ranks']:,}"),
+        *_duration(row, now),
         *_origin(row, now),
     ]
     parts: list[RenderableType] = [_facts(facts)]
@@ -192,30 +193,17 @@ def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     return Group(FittedTable(columns, cells), legend(*day, *words))
 
 
-def _effort(row: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
-    """Return what a plan moves, and how long that takes; `now` is in Unix seconds."""
-    layers = row["numbers"].get("layers")
-    changed = "" if layers is None else f"; {counted(layers, 'layer')} change"
-    rows = [
-        ("copies", f"{counted(row['moves'], 'expert')} between ranks, {bytes_text(row['nbytes'])}"),
-        ("waves", f"{row['waves_committed']} of {row['waves']} committed{changed}"),
-        ("ranks", f"{row['target']['num_ranks']:,}"),
-    ]
-    lasted = _duration(row, now)
-    return rows if lasted is None else [*rows, ("duration", lasted)]
-
-
-def _duration(row: Mapping[str, Any], now: float) -> str | None:
-    """Return how long the waves took, by the story; None before the first."""
+def _duration(row: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
+    """Return how long the waves took, by the story; nothing before the first."""
     begun = [event["at"] for event in row["story"] if event["event"] == "wave_started"]
     if not begun:
-        return None
+        return []
     if row["phase"] in ("approved", "migrating", "paused", "stalled"):
-        return f"{duration_text(now - begun[0])} so far"
+        return [("duration", f"{duration_text(now - begun[0])} so far")]
     ended = [event["at"] for event in row["story"] if event["event"] in ("wave_committed", "ended")]
     done = row["waves_committed"]
     until = f"for {counted(done, 'wave')}" if done else "until it ended"
-    return None if not ended else f"{duration_text(ended[-1] - begun[0])} {until}"
+    return [("duration", f"{duration_text(ended[-1] - begun[0])} {until}")] if ended else []
 
 
 def _origin(row: Mapping[str, Any], now: float) -> list[tuple[str, str]]:

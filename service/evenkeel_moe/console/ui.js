@@ -50,6 +50,11 @@ export function Facts({ rows }) {
   </dl>`;
 }
 
+/** Figures that the controller tells in words, each with its note. */
+export function Figures({ rows }) {
+  return html`<${Facts} rows=${rows.map(({ name, value, note }) => [name, value, note])} />`;
+}
+
 /** The columns of a table: `of` makes the cell of a row. Numbers stand at the right edge. */
 export const plain = (title, of) => ({ title, of, kind: "" });
 export const numeric = (title, of) => ({ title, of, kind: "num" });

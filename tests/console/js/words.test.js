@@ -1,7 +1,11 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 import * as format from "../../../service/evenkeel_moe/console/lib/format.js";
-import { storyRange, tookWords, waveSpans } from "../../../service/evenkeel_moe/console/lib/timeline.js";
+import {
+  storyRange,
+  tookWords,
+  waveSpans,
+} from "../../../service/evenkeel_moe/console/lib/timeline.js";
 import { formOf, policyChanges } from "../../../service/evenkeel_moe/console/lib/changes.js";
 import { allows, describe } from "../../../service/evenkeel_moe/console/lib/problem.js";
 import { linkTo, parseRoute } from "../../../service/evenkeel_moe/console/lib/route.js";

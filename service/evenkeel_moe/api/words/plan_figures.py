@@ -7,8 +7,9 @@ from pydantic.dataclasses import dataclass
 from evenkeel_moe.api.words.bodies import AS_DOCUMENTED
 from evenkeel_moe.api.words.plans import ROLLBACK_MAY_COST
 from evenkeel_moe.model.cost import CostSource
-from evenkeel_moe.model.plan import PlanKind, PlanPhase, PlanRecord
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.model.quantities import (
+    bytes_text,
     counted,
     duration_text,
     figure,
@@ -80,11 +81,25 @@ def figures(record: PlanRecord, status: DeploymentStatus | None) -> list[Figure]
     return [
         *(_predicted(record.plan.numbers, by) if predicted else _returns(record.plan.numbers)),
         *_delivered(record),
+        *_effort(record.plan, record.waves_committed),
         *(_price(record.plan.numbers, by) if predicted else ()),
         *_stall(record.plan.numbers, predicted),
         _kv_cache(status),
         *([] if cost is None else [Figure("Cost model now", cost.words)]),
     ]
+
+
+def preview_figures(plan: Plan, status: DeploymentStatus) -> list[Figure]:
+    """Return what a rollback would move and cost."""
+    return [*_effort(plan, None), *_stall(plan.numbers, True), _kv_cache(status)]
+
+
+def _effort(plan: Plan, committed: int | None) -> Iterator[Figure]:
+    """Yield what a plan moves; `committed` are the waves so far, None before it is made."""
+    yield Figure("Copies between ranks", f"{plan.moves:,}", bytes_text(plan.nbytes))
+    waves, layers = f"{len(plan.waves)}", sum(len(wave.layers) for wave in plan.waves)
+    done = waves if committed is None else f"{committed} of {waves} committed"
+    yield Figure("Waves", done, counted(layers, "layer changes", "layers change"))
 
 
 def _predicted(numbers: Mapping[str, float], by: str) -> Iterator[Figure]:

@@ -80,8 +80,8 @@ function usualDistance(rows) {
 
 /**
  * @param {Point[]} points oldest first
- * @returns {{reason: string, words: string, count: number, share: number}[]} The ends of cycles, the
- *   most frequent first.
+ * @returns {{reason: string, words: string, count: number, share: number}[]} The ends of cycles,
+ *   the most frequent first.
  */
 export function reasonCounts(points) {
   const found = new Map();

@@ -1,11 +1,11 @@
 /** The buttons that change a deployment: freeze, resume, roll back. The token's role decides. */
 
 import { useState } from "../vendor/hooks.js";
-import { ago, bytes, count, duration, moment, UNKNOWN } from "../lib/format.js";
+import { ago, moment } from "../lib/format.js";
 import { allows } from "../lib/problem.js";
 import { linkTo } from "../lib/route.js";
 import { deploymentPath } from "../net/api.js";
-import { ActionButton, Badge, Facts, html, Problem } from "../ui.js";
+import { ActionButton, Badge, Figures, html, Problem } from "../ui.js";
 
 const FREEZES = [
   [600, "10 minutes"],
@@ -118,28 +118,13 @@ function Rollback({ api, path, deployment, reload, now }) {
       Automatic plans are then held until somebody resumes them.
       ${` ${cost?.data?.hold_text ?? ""}`}
     </p>
-    ${cost ? html`<${RollbackCost} ...${cost} pooled=${isPooled(deployment)} />` : ""}<//
+    ${cost ? html`<${RollbackCost} ...${cost} />` : ""}<//
   >`;
 }
 
-const isPooled = ({ shape }) => Boolean(shape) && shape.pool_slots_per_rank !== null;
-
-/** What a rollback moves and costs, as a proposal tells it. */
-function RollbackCost({ data, error, pooled }) {
+/** What a rollback moves and costs. */
+function RollbackCost({ data, error }) {
   if (error) return html`<${Problem} error=${error} />`;
   if (!data) return html`<p class="empty" aria-busy="true">Counting the copies…</p>`;
-  const stall = data.expected_stall_s;
-  return html`<${Facts}
-    rows=${[
-      ["Copies between ranks", count(data.moves)],
-      ["Bytes", bytes(data.nbytes)],
-      ["Waves", count(data.waves)],
-      [
-        "Expected stall",
-        stall === null ? UNKNOWN : duration(stall),
-        stall === null ? "No swap was measured yet." : "of one step for each wave",
-      ],
-      ["KV cache", pooled ? UNKNOWN : "unchanged"],
-    ]}
-  />`;
+  return html`<${Figures} rows=${data.figures} />`;
 }

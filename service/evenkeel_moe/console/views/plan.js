@@ -19,6 +19,7 @@ import {
   ActionButton,
   BeforeAfter,
   Facts,
+  Figures,
   html,
   Loaded,
   Moment,
@@ -88,9 +89,6 @@ function Head({ plan, role, act, now, deployment }) {
         ["Created", html`<${Moment} unix=${plan.created_at} now=${now} />`],
         proposed && ["Expires", html`<${Expiry} unix=${plan.expires_at} now=${now} />`],
         plan.approved_by && ["Approved by", plan.approved_by],
-        ["Waves", `${plan.waves_committed} of ${plan.waves} committed`],
-        ["Copies between ranks", count(plan.moves)],
-        ["Bytes", bytes(plan.nbytes)],
         ["Plan", html`<code>${plan.plan_id}</code>`],
         ["Digest of the target", html`<code title=${digest}>${shortDigest(digest)}</code>`],
       ]}
@@ -190,7 +188,7 @@ function Gain({ plan, deployment }) {
           </div>`
         : ""
     }
-    <${Facts} rows=${figures.map(({ name, value, note }) => [name, value, note])} />
+    <${Figures} rows=${figures} />
     ${
       details.length
         ? html`<details>
