@@ -22,8 +22,8 @@ export function Badge({ kind = "plain", children }) {
 }
 
 /** A section with a heading. */
-export function Section({ title, note, actions, children, id }) {
-  return html`<section class="card" id=${id}>
+export function Section({ title, note, actions, children }) {
+  return html`<section class="card">
     <div class="card-head">
       <h2>${title}</h2>
       ${actions ?? ""}

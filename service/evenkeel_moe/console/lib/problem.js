@@ -5,13 +5,9 @@ export class RequestError extends Error {
   /**
    * @param {number} status HTTP status; 0 without an answer
    * @param {object | null} problem the problem details; `{waited_s}` if the time ran out
-   * @param {string} path
    */
-  constructor(status, problem, path) {
+  constructor(status, problem) {
     super(describe(status, problem));
-    this.status = status;
-    this.problem = problem;
-    this.path = path;
   }
 }
 

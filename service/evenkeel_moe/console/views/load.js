@@ -119,7 +119,6 @@ export function Load({ api, name, deployment, now }) {
         rows?.length
           ? html`<${HeatMap}
                 rows=${rows}
-                firstLayer=${0}
                 column=${across.slice(0, -1)}
                 onPick=${(row) => setLayer(row)}
               />
@@ -192,10 +191,8 @@ function Slots({ api, name, deployment, loads, layer }) {
   useEffect(() => {
     if (epoch !== null) api.get(`${path}/placement`).then(setPlacement, () => setPlacement(null));
   }, [api, path, epoch]);
-  const plans = usePoll(api, `${path}/plans?page_size=20`, PERIOD_MS);
-  const open = (plans.data?.items ?? []).find(
-    (plan) => !plan.ended && plan.base_epoch === epoch,
-  );
+  const plans = [deployment?.active_plan, ...(deployment?.proposals ?? [])];
+  const open = plans.find((plan) => plan && plan.base_epoch === epoch);
   const plan = usePoll(api, open ? `${path}/plans/${encodeURIComponent(open.plan_id)}` : null, 0);
   if (!placement)
     return html`<${Section} title="Slots of one layer"
@@ -205,7 +202,7 @@ function Slots({ api, name, deployment, loads, layer }) {
   const target = plan.data?.target.physical_to_logical;
   const after =
     target && placement.epoch === plan.data.base_epoch && sameShape(before, target) ? target : null;
-  const still = plans.data && !open ? NO_PLAN : COMMITTED;
+  const still = deployment?.proposals && !open ? NO_PLAN : COMMITTED;
   const planNote = `With the moves of plan ${open?.plan_id}, which is ${open?.phase}.`;
   return html`<${Section} title="Slots of one layer" note=${after ? planNote : still}>
     <${LayerSlots}

@@ -118,10 +118,9 @@ function EditPolicy({ api, path, role, document, changed }) {
     setBase({ ...start, form: { ...start.form, ...change } });
   };
   const forget = () => setBase(null);
-  const { changes, errors } = policyChanges(base?.document ?? document, form);
+  const changes = policyChanges(base?.document ?? document, form);
   const isChanged = Object.keys(changes).length > 0;
   const act = async () => {
-    if (errors.length) throw new Error(errors.join(" "));
     const tag = base?.tag;
     try {
       await api.change("PATCH", `${path}/policy`, changes, tag ? { "If-Match": tag } : {});
@@ -146,7 +145,7 @@ function EditPolicy({ api, path, role, document, changed }) {
     title="Change the policy"
     confirm="Send the changes"
     act=${act}
-    ready=${isChanged || errors.length > 0}
+    ready=${isChanged}
   >
     <label
       >${"Mode "}
