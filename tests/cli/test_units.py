@@ -53,7 +53,8 @@ def test_durations_have_the_unit_that_keeps_them_short(value, text):
 def test_a_moment_is_told_relative_to_now():
     assert age(100.0, 112.4) == "12 s ago"
     assert age(700.0, 100.0) == "in 10 min"
-    assert age(100.0, 342.0) == "4 min ago"
+    assert age(100.0, 365.0) == "4 min ago"
+    assert age(0.0, 7320.0) == "2 h ago"
     assert age(None, 1.0) == "-"
 
 

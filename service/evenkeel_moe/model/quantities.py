@@ -57,11 +57,18 @@ def counted(number: float, one: str, many: str = "") -> str:
 
 
 def age(unix: float | None, now: float) -> str:
-    """Return how long ago a moment was, such as `12 s ago`, or how far ahead it is."""
+    """Return how long ago a moment was, such as `12 s ago`, or how far ahead it is.
+
+    From two minutes on without seconds.
+    """
     if unix is None:
         return "-"
     since = round(now - unix)
-    return f"{duration_text(since, 2)} ago" if since >= 0 else f"in {duration_text(-since, 2)}"
+    whole = abs(since)
+    if whole >= 120:
+        whole = 60 * round(whole / 60)
+    text = duration_text(whole, 3 if whole < 7200 else 2)
+    return f"{text} ago" if since >= 0 else f"in {text}"
 
 
 def share(value: float | None) -> str:

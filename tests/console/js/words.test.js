@@ -54,7 +54,8 @@ test("times have the unit that keeps them short", () => {
   for (const [seconds, words] of cases) assert.equal(format.duration(seconds), words);
   assert.equal(format.ago(100, 112), "12 s ago");
   assert.equal(format.ago(160, 100), "in 60 s");
-  assert.equal(format.ago(100, 342), "4 min ago");
+  assert.equal(format.ago(100, 365), "4 min ago");
+  assert.equal(format.ago(0, 7320), "2 h ago");
   assert.equal(format.ago(102, 100), "now");
   assert.equal(format.moment(0), "1970-01-01 00:00:00 UTC");
 });

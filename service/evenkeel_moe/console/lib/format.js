@@ -102,8 +102,9 @@ export function ago(unix, now) {
   const passed = now - unix;
   // The clocks of the controller and of this machine may differ by seconds.
   if (passed > -3 && passed < 1) return "now";
-  const whole = Math.abs(Math.round(passed));
-  const text = duration(whole, whole < 120 ? 3 : 2);
+  const seconds = Math.abs(Math.round(passed));
+  const whole = seconds < 120 ? seconds : 60 * Math.round(seconds / 60);
+  const text = duration(whole, whole < 7200 ? 3 : 2);
   return passed > 0 ? `${text} ago` : `in ${text}`;
 }
 
