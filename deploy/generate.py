@@ -8,7 +8,7 @@ service.
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from deploy.chart_values import CHART, ROOT, Bound, values
 from deploy.dashboards import dashboards
 from deploy.runbook_pages import runbook_pages
 from deploy.settings_reference import settings_page
+from evenkeel_moe.ports.status import HealthBounds
 from evenkeel_moe.settings import Settings
 
 __all__ = ["CHART", "ROOT", "generated", "rules", "values_table"]
@@ -32,6 +33,7 @@ CHARTS_OWN = {
     "rest": {"host", "port", "token_file", "tls_cert_file", "tls_key_file"},
     "metrics": {"host", "port"},
     "leader": {"replica_id", "replicas"},
+    "health": {field.name for field in fields(HealthBounds)} - {"epoch_mismatch_s"},
 }
 """Settings that the chart sets, so `config` may not set them; None means the whole section."""
 

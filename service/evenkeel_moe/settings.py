@@ -6,7 +6,7 @@ file.
 
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import field, is_dataclass
+from dataclasses import asdict, field, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +20,7 @@ from evenkeel_moe.model.policy import CostChoice, Mode
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.decision.verdict import held_out_steps
 from evenkeel_moe.planning.policies.registry import resolve_policy
+from evenkeel_moe.ports.status import HealthBounds
 
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 _GRPC_MOST_S = 2_000_000
@@ -307,6 +308,7 @@ class Settings(BaseModel):
     migration: MigrationSettings = MigrationSettings()
     ingest: IngestSettings = IngestSettings()
     leader: LeaderSettings = Field(default_factory=LeaderSettings)
+    health: HealthBounds = HealthBounds()
     advanced: AdvancedSettings = AdvancedSettings()
 
     @classmethod
@@ -345,6 +347,9 @@ class Settings(BaseModel):
         has_login = redis.sentinel_username or redis.sentinel_password
         if has_login and "+sentinel://" not in redis.url:
             yield "a login of Sentinels needs redis+sentinel:// or rediss+sentinel:// in redis.url"
+        for name, bound in asdict(self.health).items():
+            if not bound > 0:
+                yield f"health.{name} is {bound:g}, must be above 0"
         ports = [one.port for one in (self.grpc, self.rest, self.metrics) if one.port]
         if len(set(ports)) < len(ports):
             yield (

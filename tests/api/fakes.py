@@ -12,6 +12,7 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import PolicyScore, Recommendation
@@ -66,10 +67,12 @@ def make_rank(rank: int, **changes) -> RankStatus:
 def make_status(deployment: str = "demo", **changes) -> DeploymentStatus:
     values = {
         "deployment": deployment,
+        "at_unix": NOW,
         "state": "ready",
         "reason": "balance_above_threshold",
         "mode": "auto",
         "policy": "eplb",
+        "rules": DeploymentPolicy(Mode.AUTO, "eplb"),
         "leader": "controller-0",
         "leader_address": "controller-0:50051",
         "term": 2,

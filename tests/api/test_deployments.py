@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.api.convert import placement_json, placement_out
+from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity
 from evenkeel_moe.model.ids import DeploymentId
@@ -43,7 +44,9 @@ async def test_the_list_has_only_the_leader_of_deployments_led_elsewhere(client,
         known = {name: value for name, value in row.items() if value is not None}
         named = {"leader": leader, "leader_address": address} if leader else {}
         expected = {"deployment": row["deployment"], "state": "follower", "reason": "not_leader"}
-        assert known == expected | named
+        words = {"reason_text": sentence(Reason.NOT_LEADER)}
+        assert known.pop("health")["level"] == ("unknown" if leader else "bad")
+        assert known == expected | words | named
 
 
 async def test_an_epoch_that_is_not_known_is_null(client, operations):

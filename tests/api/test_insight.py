@@ -102,6 +102,7 @@ async def test_quarantine_has_reasons_and_samples_until_an_admin_clears_it(app, 
     path = "/v1/deployments/demo/quarantine"
     want = {
         "reason": "sum_mismatch",
+        "reason_text": "The counts of a report do not add up.",
         "rank_steps": 12,
         "samples": [{"rank": 1, "detail": "rank 1: 7 tokens, counts sum to 9"}],
     }

@@ -178,10 +178,46 @@ async def test_the_preview_of_a_rollback_tells_its_cost_and_starts_nothing(clien
         "moves": 1,
         "nbytes": 1000,
         "expected_stall_s": 0.004,
+        "undoes": None,
+        "figures": [
+            {"name": "Copies between ranks", "value": "1", "note": "1 kB"},
+            {"name": "Waves", "value": "1", "note": "1 layer changes"},
+            {
+                "name": "Expected stall",
+                "value": "4 ms",
+                "note": "of one step for each wave, by the swaps measured here. Copies run beside"
+                " serving.",
+            },
+            {
+                "name": "KV cache",
+                "value": "unchanged",
+                "note": "The number of slots stays the same.",
+            },
+        ],
+        "hold_text": "In mode auto no plan is made until somebody resumes automatic plans.",
     }
     assert (await client.get(path)).json()["to_epoch"] == 2
     assert operations.calls == [] and operations.records["demo"] == []
     assert_problem(await client.get(path, params={"to_epoch": -1}), 422)
+
+
+async def test_the_preview_of_a_rollback_names_the_one_plan_that_it_takes_back(client, operations):
+    def led(plan_id, base, waves):
+        record = make_plan(plan_id, waves_committed=waves)
+        return replace(record, plan=replace(record.plan, base_epoch=base))
+
+    async def undone(to_epoch):
+        shown = await client.get("/v1/deployments/demo/rollback", params={"to_epoch": to_epoch})
+        plan = shown.json()["undoes"]
+        return plan and plan["plan_id"]
+
+    operations.records["demo"] = [
+        led("waits", 3, 0),
+        led("last", 1, 2),
+        led("of another generation", 0, 3),
+    ]
+    assert await undone(1) == "last"
+    assert await undone(0) is None
 
 
 async def test_the_same_id_makes_only_one_rollback(client, operations):

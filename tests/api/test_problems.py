@@ -13,7 +13,7 @@ from evenkeel_moe.errors import (
     Unavailable,
 )
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports.operations import LedElsewhere, NotLeading
+from evenkeel_moe.ports.operations import LEASE_FREE, LedElsewhere, NotLeading
 from tests.api.conftest import assert_problem
 
 
@@ -52,9 +52,9 @@ async def test_an_internal_error_shows_the_client_no_details(client, operations,
 @pytest.mark.parametrize(
     ("leader", "address", "words"),
     [
-        ("b", "b:50051", "demo is led by b at b:50051, not by this replica"),
-        ("b", None, "demo is led by b, not by this replica"),
-        (None, None, "no replica leads demo at present"),
+        ("b", "b:50051", "replica b at b:50051 leads demo, and this is another replica"),
+        ("b", None, "replica b leads demo, and this is another replica"),
+        (None, None, f"no replica leads demo at present: {LEASE_FREE}"),
     ],
 )
 async def test_a_replica_that_does_not_lead_names_the_leader(

@@ -105,7 +105,7 @@ def test_resume_says_what_follows_in_each_mode(run, operations, mode, words):
     because = Reason.HELD_AFTER_ROLLBACK
     status = make_status(mode=mode, held=True, held_because=because)
     operations.views["demo"] = FakeView(status, {}, None)
-    assert f"{words}; they were held after a rollback" in run("resume", "demo")[1]
+    assert f"{words}; they were held (held_after_rollback)" in run("resume", "demo")[1]
 
 
 def test_a_text_that_is_no_duration_is_refused(run, operations):
@@ -170,7 +170,7 @@ def test_before_the_first_cycle_decisions_say_when_it_comes(run, operations):
     status = make_status(state="waiting_for_ranks", reason="ranks_missing")
     operations.views["demo"] = FakeView(status, {}, None)
     out = run("decisions", "demo")[1]
-    state = "waiting_for_ranks (ranks_missing): not all ranks of the EP group are connected"
+    state = "waiting_for_ranks (ranks_missing): Not all ranks are connected, so the present"
     assert out.startswith(f"{begins}comes when its state is ready; now it is {state}")
     assert json.loads(run("decisions", "demo", "--json")[1]) == []
 

@@ -26,7 +26,7 @@ def test_a_plan_from_dry_run_to_its_end(run, operations):
     assert "approved" in run("plan", "approve", "mine", "--yes", *options)[1]
     assert "mine" in run("plan", "list", *options)[1]
     assert "0.600 -> 0.900" in run("plan", "show", "mine", *options)[1]
-    assert "created" in run("plan", "story", "mine", *options)[1]
+    assert "Created by test" in run("plan", "story", "mine", *options)[1]
     assert "cancelled" in run("plan", "cancel", "mine", *options)[1]
     code, out, err = run("plan", "approve", "mine", "--yes", *options)
     assert (code, out) == (Exit.REFUSED, "")

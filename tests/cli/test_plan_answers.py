@@ -18,6 +18,9 @@ def plan(phase, reason="plan_started", **changes):
         "deployment": "demo",
         "phase": phase,
         "reason": reason,
+        "phase_text": phase,
+        "ended": PlanPhase(phase).terminal,
+        "text": "All waves were carried out.",
         "error": None,
         "waves": 3,
         "waves_committed": 0,
@@ -76,6 +79,10 @@ def test_a_cancel_says_what_stays():
 
 @pytest.mark.parametrize("words", [plan_answers.approved, plan_answers.rolled_back])
 def test_a_repeated_request_whose_plan_has_ended_says_so(words):
-    assert words(plan("committed", "committed")) == "plan mine is committed"
-    failed = plan("refused", Reason.STALE_BASE.value, error="the epoch is 4")
-    assert words(failed) == "plan mine is superseded (stale_base): the epoch is 4"
+    assert (
+        words(plan("committed", "committed"))
+        == "plan mine is committed: All waves were carried out."
+    )
+    shown = {"phase_text": "superseded", "text": "It never began.", "error": "the epoch is 4"}
+    failed = plan("refused", Reason.STALE_BASE.value, **shown)
+    assert words(failed) == "plan mine is superseded: It never began. the epoch is 4"

@@ -19,6 +19,7 @@ def plan(plan_id, **changes):
         "policy": "keel",
         "phase": "committed",
         "reason": "committed",
+        "reason_text": "All waves were carried out.",
         "planned_because": "balance_below_threshold",
         "base_epoch": 0,
         "waves": 3,
@@ -29,7 +30,8 @@ def plan(plan_id, **changes):
         "numbers": {"gain": 0.339},
         "delivered": {"gain": 0.331, "lower": 0.3, "upper": 0.36},
     }
-    return found | changes
+    found |= changes
+    return {"phase_text": found["phase"]} | found
 
 
 PLAN = plan("automatic-0-0bc37c751748")
@@ -104,18 +106,21 @@ def test_a_proposal_does_not_say_twice_why_it_was_made(run, operations):
     operations.records["demo"] = [make_plan("mine", reason=reason)]
     assert run("plan", "list", "demo")[1].splitlines()[0].count("WHY") == 1
     lines = run("plan", "show", "demo", "mine")[1].splitlines()
-    assert [line.split(None, 1)[1] for line in lines if line.startswith("phase")] == ["proposed"]
+    assert [line.split(None, 1)[1] for line in lines if line.startswith("phase")] == [
+        "proposed: It waits for approval. Nothing has moved."
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_the_reason_of_a_phase_is_shown_at_usual_widths(width):
     lost = plan("automatic-7-0bc37c751748", phase="aborted", reason="weights_version_changed")
+    lost["reason_text"] = "The weights of the model changed."
     lines = drawn(plans_table([lost, rollback(0.0), PLAN]), width)
     assert lines[1].split()[:2] == ["automatic-7-0bc37c751748", "aborted"]
     assert lines[2] == "  why: weights_version_changed"
     assert lines[3].startswith("rollback-0bc37c751748")
     assert "PHASE, " not in "".join(lines), "what is shown is not named as left out"
-    assert "weights_version_changed: the engine loaded other weights" in lines
+    assert "weights_version_changed: The weights of the model changed." in lines
     assert max(map(len, lines)) <= width
 
 

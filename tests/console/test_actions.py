@@ -144,7 +144,7 @@ def test_the_policy_is_changed_and_recorded(visitor: Visitor):
     visitor.browser.wait_gone("dialog[open]")
     wait_until(lambda: visitor.fleet.get("/policy")["mode"] == "observe")
     visitor.browser.wait_text("PATCH /policy")
-    visitor.browser.wait_text("Change the policy: mode observe")
+    visitor.browser.wait_text("Change the policy: mode=observe")
     visitor.browser.click("#policy")
     visitor.browser.choose("dialog select[name=mode]", "propose")
     visitor.browser.click("#policy-confirm")

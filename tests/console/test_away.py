@@ -88,7 +88,7 @@ def test_the_page_names_the_replica_that_leads(replica: Replica, browser: Browse
     replica.operations.error = NotLeading(led)
     replica.operations.views.pop("demo")
     replica.operations.elsewhere = [led]
-    browser.wait_text("Replica keel-1 leads this deployment")
+    browser.wait_text("Replica keel-1 at 10.0.0.7:50051 leads demo, and this is another replica.")
     browser.wait_text("Not live")
     browser.wait_text("2 of 2 connected")
     browser.script("location.hash = '#/'")
@@ -106,7 +106,7 @@ def test_a_controller_that_lost_its_own_lease_is_not_called_another_replica(
     replica.operations.error = NotLeading(led)
     replica.operations.views.pop("demo")
     replica.operations.elsewhere = [led]
-    words = "Neither this controller nor another replica holds the lease of this deployment."
+    words = "neither this controller nor another replica holds its lease"
     browser.wait_text(words)
     browser.wait_text("Not live: the newest answer came")
     browser.script("location.hash = '#/'")

@@ -121,8 +121,18 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 {{- end }}
 
+{{/* The controllers' settings. Health follows the thresholds of the alerts. */}}
 {{- define "evenkeel.settings" -}}
-{{ toYaml .Values.config }}
+{{- $alerts := .Values.prometheusRule.thresholds }}
+{{- $health := dict "balancedness_min" $alerts.balancednessMin
+                    "time_balance_min" $alerts.timeBalanceMin
+                    "data_stale_s" $alerts.dataStaleSeconds
+                    "slow_rank_ratio" $alerts.slowRankRatio
+                    "plan_stuck_s" $alerts.planStuckSeconds
+                    "plan_failed_s" $alerts.planFailedSeconds
+                    "plans_lost_time" $alerts.plansLostTime
+                    "no_decision_s" $alerts.noDecisionsSeconds }}
+{{ toYaml (mergeOverwrite (dict "health" $health) (deepCopy .Values.config)) }}
 {{- end }}
 
 {{- define "evenkeel.validate" -}}

@@ -17,9 +17,21 @@ from evenkeel_moe.api.read_tags import ReadTags
 from evenkeel_moe.api.schemas import ProblemOut
 from evenkeel_moe.api.trace import TraceMiddleware
 from evenkeel_moe.ports.operations import Operations
+from evenkeel_moe.ports.status import DELIVERED_BOUNDS, HealthBounds
 
 _WINDOW_READERS = 2
 """Requests that hold a copy of windows at the same time; the others wait."""
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    code: {"model": ProblemOut, "description": title}
+    for code, title in (
+        (401, "No valid token"),
+        (403, "The token's role does not allow this"),
+        (404, "No such deployment, plan or epoch"),
+        (413, "The body is too large"),
+        (422, "The input is invalid"),
+        (503, "Temporarily unavailable"),
+    )
+}
 _DESCRIPTION = """Plans, approves, cancels and rolls back expert placements.
 
 Success means that the change is stored. After a failure other than 4xx the change may still have
@@ -37,6 +49,7 @@ def create_app(
     *,
     max_body_bytes: int = MAX_BODY_BYTES,
     most_held_bytes: int = MOST_HELD_BYTES,
+    health_bounds: HealthBounds = DELIVERED_BOUNDS,
 ) -> FastAPI:
     """Return the application of one controller.
 
@@ -47,6 +60,7 @@ def create_app(
         max_body_bytes: larger requests get 413.
         most_held_bytes: of the bodies of all requests, a quarter of them for one token; what would
             make them more gets 503.
+        health_bounds: beyond these a deployment is not healthy.
     """
     listing = "\n".join(
         f"- `urn:evenkeel:problem:{name}` ({kind.status}): {kind.title}."
@@ -62,6 +76,7 @@ def create_app(
         separate_input_output_schemas=False,
     )
     app.state.operations = operations
+    app.state.health_bounds = health_bounds
     app.state.window_turns = asyncio.Semaphore(_WINDOW_READERS)
     add_problem_handlers(app)
     _add_middleware(app, tokens, max_body_bytes, most_held_bytes)
@@ -70,19 +85,8 @@ def create_app(
             HTTPBearer(auto_error=False, description="A token from the controller's token file.")
         )
     ]
-    refusals: dict[int | str, dict[str, Any]] = {
-        code: {"model": ProblemOut, "description": title}
-        for code, title in (
-            (401, "No valid token"),
-            (403, "The token's role does not allow this"),
-            (404, "No such deployment, plan or epoch"),
-            (413, "The body is too large"),
-            (422, "The input is invalid"),
-            (503, "Temporarily unavailable"),
-        )
-    }
     for router in (deployments.router, insight.router, plans.router):
-        app.include_router(router, prefix="/v1", dependencies=bearer, responses=refusals)
+        app.include_router(router, prefix="/v1", dependencies=bearer, responses=_REFUSALS)
     app.include_router(health.router)
     generate = app.openapi
 

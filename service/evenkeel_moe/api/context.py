@@ -15,6 +15,7 @@ from evenkeel_moe.api.auth import Token
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.ports.operations import Operations
+from evenkeel_moe.ports.status import HealthBounds
 
 T = TypeVar("T")
 
@@ -32,6 +33,11 @@ DIGEST_PATTERN = "^[0-9a-f]{32}$"
 async def _operations(request: Request) -> Operations:
     operations: Operations = request.app.state.operations
     return operations
+
+
+async def _health_bounds(request: Request) -> HealthBounds:
+    bounds: HealthBounds = request.app.state.health_bounds
+    return bounds
 
 
 async def _window_turns(request: Request) -> asyncio.Semaphore:
@@ -55,6 +61,7 @@ def keep_for_audit(request: Request, asked: Mapping[str, Any]) -> None:
 
 
 OperationsOf = Annotated[Operations, Depends(_operations)]
+HealthBoundsOf = Annotated[HealthBounds, Depends(_health_bounds)]
 WindowTurns = Annotated[asyncio.Semaphore, Depends(_window_turns)]
 """Held by a request that copies windows, which may have hundreds of megabytes, or writes out a map,
 which takes a hundred bytes for each slot meanwhile."""

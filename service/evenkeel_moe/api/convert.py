@@ -4,7 +4,7 @@ A response body takes fields of the same name from the value; here is only what 
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -21,6 +21,12 @@ from evenkeel_moe.api.schemas import (
     PlanSummary,
     WaveOut,
 )
+from evenkeel_moe.api.words.advice import CALLS, advice_text, outcome_text
+from evenkeel_moe.api.words.gates import hold_words
+from evenkeel_moe.api.words.health import health_elsewhere, health_of
+from evenkeel_moe.api.words.plan_figures import details, figures
+from evenkeel_moe.api.words.plans import phase_text, plan_text, story_rows
+from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch, Unavailable
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.load import LoadWindow
@@ -30,7 +36,7 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.kv_tradeoff import kv_tradeoff
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.ports.operations import Advice, LedElsewhere, PlanRequest
-from evenkeel_moe.ports.status import DeploymentStatus
+from evenkeel_moe.ports.status import DELIVERED_BOUNDS, DeploymentStatus, HealthBounds
 from evenkeel_moe.protocol.transitions import ControlState
 
 
@@ -44,6 +50,9 @@ def _plan_fields(record: PlanRecord) -> dict[str, Any]:
     return {
         **_attributes(plan),
         **_attributes(record),
+        "phase_text": phase_text(record.phase, record.reason),
+        "ended": record.phase.terminal,
+        "text": plan_text(record),
         "planned_because": plan.reason,
         "waves": len(plan.waves),
         "moves": plan.moves,
@@ -71,11 +80,23 @@ def plan_summary(record: PlanRecord) -> PlanSummary:
     return PlanSummary.model_validate(_plan_fields(record))
 
 
-def plan_out(record: PlanRecord) -> PlanOut:
-    """Return a plan with its target, waves and story."""
-    plan = record.plan
-    target, waves = placement_out(plan.target, None), _waves(plan)
-    return PlanOut.model_validate({**_plan_fields(record), "target": target, "wave_list": waves})
+def plan_out(record: PlanRecord, status: DeploymentStatus | None) -> PlanOut:
+    """Return a plan with its target, waves and story.
+
+    Args:
+        record: the plan.
+        status: of its deployment now; None if it is not known.
+    """
+    return PlanOut.model_validate(
+        {
+            **_plan_fields(record),
+            "target": placement_out(record.plan.target, None),
+            "wave_list": _waves(record.plan),
+            "story": story_rows(record),
+            "figures": figures(record, status),
+            "details": details(record.plan.numbers),
+        }
+    )
 
 
 def _waves(plan: Plan) -> list[WaveOut]:
@@ -84,7 +105,7 @@ def _waves(plan: Plan) -> list[WaveOut]:
         WaveOut(
             index=wave.index,
             layers=list(wave.layers),
-            moves=sum(t.src_slot // per_rank != t.dst_slot // per_rank for t in wave.transfers),
+            moves=wave.moves(per_rank),
             nbytes=wave.nbytes(per_rank),
         )
         for wave in plan.waves
@@ -128,9 +149,22 @@ def placement_json(placement: Placement, epoch: int | None) -> str:
     return f"{{{','.join(members)}}}"
 
 
-def deployment_out(status: DeploymentStatus) -> DeploymentOut:
+def decision_out(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of the decision log with its reason in words."""
+    return {**row, "reason_text": sentence(row["reason"])}
+
+
+def deployment_out(
+    status: DeploymentStatus, bounds: HealthBounds = DELIVERED_BOUNDS
+) -> DeploymentOut:
     """Return the state of a deployment. Without a leader the state of its ranks is unknown."""
     shown = _attributes(status)
+    shown["health"] = health_of(status, bounds)
+    shown["held_text"] = None
+    if status.held:
+        shown["held_text"] = f"{sentence(status.held_because)} {hold_words(status.mode)}"
+    if status.last_decision is not None:
+        shown["last_decision"] = decision_out(status.last_decision)
     if status.active_plan is not None:
         shown["active_plan"] = plan_summary(status.active_plan)
     shown["proposals"] = list(map(plan_summary, status.proposals))
@@ -148,6 +182,7 @@ def elsewhere_out(led: LedElsewhere) -> DeploymentOut:
         "reason": Reason.NOT_LEADER,
         "leader": led.leader,
         "leader_address": led.address,
+        "health": health_elsewhere(led.leader),
     }
     return DeploymentOut.model_validate(unknown | known)
 
@@ -172,7 +207,9 @@ def phase_load(window: LoadWindow | None, placement: Placement | None) -> PhaseL
     )
 
 
-def recommendation_out(advice: Advice, tokens_per_sequence: int | None) -> RecommendationOut:
+def recommendation_out(
+    advice: Advice, tokens_per_sequence: int | None, mode: str
+) -> RecommendationOut:
     """Return a recommendation; what is unknown is null."""
     found = advice.recommendation
     tradeoff = None
@@ -184,6 +221,12 @@ def recommendation_out(advice: Advice, tokens_per_sequence: int | None) -> Recom
             **_attributes(found),
             **_attributes(advice),
             "at": advice.at_unix,
+            "call_text": CALLS[found.call],
+            "reason_text": advice_text(found.reason, mode),
+            "policies": [
+                {**_attributes(row), "reason_text": outcome_text(row.reason, mode)}
+                for row in found.policies
+            ],
             "verdict": own,
             "replica_tradeoff": tradeoff,
         }

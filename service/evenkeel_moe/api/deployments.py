@@ -12,6 +12,7 @@ from evenkeel_moe.api.context import (
     Caller,
     CallerToken,
     DeploymentPath,
+    HealthBoundsOf,
     OperationsOf,
     PageSize,
     PageToken,
@@ -21,6 +22,7 @@ from evenkeel_moe.api.context import (
     page,
 )
 from evenkeel_moe.api.convert import (
+    decision_out,
     deployment_out,
     elsewhere_out,
     phase_load,
@@ -36,12 +38,14 @@ from evenkeel_moe.api.schemas import (
     DeploymentOut,
     DeploymentPage,
     FreezeIn,
+    GatesOut,
     LoadOut,
     PhaseLoad,
     PlacementOut,
     PolicyDocument,
     ProblemOut,
 )
+from evenkeel_moe.api.words.gates import gates_of
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
@@ -72,13 +76,16 @@ async def _known_states(operations: Operations) -> list[DeploymentStatus]:
 
 @router.get("/deployments")
 async def list_deployments(
-    operations: OperationsOf, page_size: PageSize = 100, page_token: PageToken = None
+    operations: OperationsOf,
+    bounds: HealthBoundsOf,
+    page_size: PageSize = 100,
+    page_token: PageToken = None,
 ) -> DeploymentPage:
     """List the deployments by name, once their ranks have registered.
 
-    A deployment that another replica leads has only its name and its leader, the rest is null.
+    A deployment that another replica leads has only its name, its leader and its health.
     """
-    found = [deployment_out(status) for status in await _known_states(operations)]
+    found = [deployment_out(status, bounds) for status in await _known_states(operations)]
     found += [elsewhere_out(led) for led in await operations.led_elsewhere()]
     rows = sorted(found, key=lambda row: row.deployment)
     chosen, after = page(rows, lambda row: row.deployment, page_token, page_size)
@@ -86,9 +93,18 @@ async def list_deployments(
 
 
 @router.get("/deployments/{deployment}")
-async def get_deployment(operations: OperationsOf, deployment: DeploymentPath) -> DeploymentOut:
-    """Return a deployment: state and reason, ranks, balance, active plan, last decision."""
-    return deployment_out((await operations.deployment(deployment)).status())
+async def get_deployment(
+    operations: OperationsOf, bounds: HealthBoundsOf, deployment: DeploymentPath
+) -> DeploymentOut:
+    """Return a deployment: health, state and reason, ranks, balance, active plan, last decision."""
+    return deployment_out((await operations.deployment(deployment)).status(), bounds)
+
+
+@router.get("/deployments/{deployment}/gates")
+async def get_gates(operations: OperationsOf, deployment: DeploymentPath) -> GatesOut:
+    """Return the gates of the newest planning cycle, and what would open the closed one."""
+    status = (await operations.deployment(deployment)).status()
+    return GatesOut(items=gates_of(status))
 
 
 @router.delete("/deployments/{deployment}", status_code=204, responses=_CONFLICT)
@@ -181,7 +197,8 @@ async def get_recommendation(
     moved, started or stored.
     """
     advice = await operations.recommendation(deployment, max_age_s)
-    return recommendation_out(advice, tokens_per_sequence)
+    mode = (await operations.deployment(deployment)).status().mode
+    return recommendation_out(advice, tokens_per_sequence, mode)
 
 
 @router.get("/deployments/{deployment}/policy", responses=_POLICY, response_model=None)
@@ -290,6 +307,8 @@ async def list_decisions(
     page_token: PageToken = None,
 ) -> DecisionPage:
     """List the decision of every cycle and its reason, newest first, even to do nothing."""
-    rows = [plain(row) for row in await operations.decisions(deployment, _DECISIONS_SHOWN)]
+    rows = [
+        plain(decision_out(row)) for row in await operations.decisions(deployment, _DECISIONS_SHOWN)
+    ]
     chosen, after = page(rows, lambda row: f"{row['at']!r} {row['reason']}", page_token, page_size)
     return DecisionPage(items=chosen, next_page_token=after)

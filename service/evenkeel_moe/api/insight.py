@@ -12,6 +12,7 @@ from evenkeel_moe.api.context import (
     Caller,
     CallerToken,
     DeploymentPath,
+    HealthBoundsOf,
     OperationsOf,
     PageSize,
     PageToken,
@@ -30,6 +31,8 @@ from evenkeel_moe.api.insight_schemas import (
     TokenOut,
 )
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
+from evenkeel_moe.api.words.health import is_stale
+from evenkeel_moe.api.words.requests import request_text
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
@@ -46,6 +49,7 @@ _AUDIT_SHOWN = 1024
 @router.get("/deployments/{deployment}/heatmap")
 async def get_heatmap(
     operations: OperationsOf,
+    bounds: HealthBoundsOf,
     turns: WindowTurns,
     deployment: DeploymentPath,
     phase: Annotated[
@@ -60,12 +64,14 @@ async def get_heatmap(
         # Summing a large window takes most of a second: not on the event loop, which serves ranks.
         rows = await asyncio.to_thread(_heat_map_of, windows, view.placement(), first_layer)
     status = view.status()
+    connected = sum(rank.fresh for rank in status.ranks)
     return HeatMapOut(
         deployment=deployment,
         epoch=status.epoch,
         phase=phase,
         newest_step_unix=status.newest_step_unix,
-        ranks_connected=sum(rank.fresh for rank in status.ranks),
+        ranks_connected=connected,
+        is_past=not connected or is_stale(status, bounds),
         first_layer=first_layer,
         **rows,
     )
@@ -183,7 +189,8 @@ async def _audit_page(
 ) -> AuditPage:
     rows = await operations.audit(deployment, _AUDIT_SHOWN)
     chosen, after = page(rows, lambda row: str(row["id"]), token, size)
-    return AuditPage(items=[AuditRowOut(**row) for row in chosen], next_page_token=after)
+    items = [AuditRowOut(**row, text=request_text(row)) for row in chosen]
+    return AuditPage(items=items, next_page_token=after)
 
 
 @router.get("/token")

@@ -8,6 +8,7 @@ from evenkeel_moe.api.schema_base import (
     PLAIN,
     CostModelOut,
     Number,
+    ReasonedBody,
     RequestBody,
     ResponseBody,
     TextOrNull,
@@ -65,6 +66,8 @@ class PolicyScoreOut(ResponseBody):
     policy: str
     reason: str
     """plan_started if every gate would have opened; else the gate that closed, or the error."""
+    reason_text: str
+    """How a cycle would end with it in the deployment's mode, as a sentence."""
     copies: int | None
     nbytes: int | None
     balancedness_expected: Number
@@ -185,8 +188,12 @@ class RecommendationOut(ResponseBody):
     policy: str
     call: str
     """recommend, not_now or insufficient_evidence: the verdict on the deployment's own policy."""
+    call_text: str
+    """The same in words."""
     reason: str
     """The reason with which a cycle in auto mode would have ended."""
+    reason_text: str
+    """How the next cycle would end in the deployment's mode, as a sentence."""
     words: list[str]
     """The arithmetic, in sentences."""
     cost_model: CostModelOut
@@ -227,7 +234,9 @@ class HeatMapOut(ResponseBody):
     newest_step_unix: float | None
     """Unix seconds at which the newest complete step of any phase was counted; null if unknown."""
     ranks_connected: int
-    """Ranks with a valid heartbeat lease. Without any, the window tells of the past."""
+    """Ranks with a valid heartbeat lease."""
+    is_past: bool
+    """True if the window tells of the past: its newest step is stale, or no rank is connected."""
     num_layers: int | None
     """Layers of the model."""
     first_layer: int
@@ -252,7 +261,7 @@ class QuarantineSampleOut(ResponseBody):
     detail: str
 
 
-class QuarantineRowOut(ResponseBody):
+class QuarantineRowOut(ReasonedBody):
     """The rejections for one reason."""
 
     reason: str
@@ -288,6 +297,8 @@ class AuditRowOut(ResponseBody):
     """The trace in `traceparent` and in the log; null in rows of older versions."""
     change: str | None = None
     """The request as JSON, cut after 256 characters; null if it named nothing."""
+    text: str
+    """What was asked for, in words."""
 
 
 class AuditPage(ResponseBody):

@@ -1,6 +1,7 @@
 """Routes of plans: create, read, approve, cancel, roll back."""
 
 import hashlib
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -34,9 +35,13 @@ from evenkeel_moe.api.schemas import (
     RollbackPreviewOut,
     StoryOut,
 )
+from evenkeel_moe.api.words.gates import hold_words
+from evenkeel_moe.api.words.plan_figures import preview_figures
+from evenkeel_moe.api.words.plans import plan_between, story_rows
+from evenkeel_moe.errors import NotFound, Unavailable
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
-from evenkeel_moe.ports.operations import RollbackRequest
+from evenkeel_moe.ports.operations import Operations, RollbackRequest
 
 router = APIRouter(tags=["plans"], route_class=LargeBodyRoute)
 
@@ -45,10 +50,22 @@ _CONFLICT: dict[int | str, dict[str, Any]] = {
 }
 
 
-def _accepted(record: PlanRecord, response: Response) -> PlanOut:
+_LOOKED_AT = 100
+"""Newest plans among which a rollback looks for the one that it takes back."""
+
+
+async def _accepted(operations: Operations, record: PlanRecord, response: Response) -> PlanOut:
     plan = record.plan
     response.headers["Location"] = f"/v1/deployments/{plan.deployment}/plans/{plan.plan_id}"
-    return plan_out(record)
+    return await _plan_of(operations, record)
+
+
+async def _plan_of(operations: Operations, record: PlanRecord) -> PlanOut:
+    """Return a plan; any replica can, also one that does not know its deployment's state."""
+    status = None
+    with suppress(NotFound, Unavailable):
+        status = (await operations.deployment(record.plan.deployment)).status()
+    return plan_out(record, status)
 
 
 @router.post(
@@ -88,7 +105,7 @@ async def create_plan(
     keep_for_audit(request, _named(plan_id=record.plan.plan_id, **asked, target=target))
     if record.phase is PlanPhase.PROPOSED:
         response.status_code = 201
-    return _accepted(record, response)
+    return await _accepted(operations, record, response)
 
 
 @router.get("/deployments/{deployment}/plans")
@@ -112,7 +129,7 @@ async def get_plan(
     operations: OperationsOf, deployment: DeploymentPath, plan_id: PlanPath
 ) -> PlanOut:
     """Return a plan with its target, waves and story."""
-    return plan_out(await operations.plan(deployment, plan_id))
+    return await _plan_of(operations, await operations.plan(deployment, plan_id))
 
 
 @router.get("/deployments/{deployment}/plans/{plan_id}/story")
@@ -121,7 +138,7 @@ async def get_story(
 ) -> StoryOut:
     """Return the events of a plan and their reasons, in order."""
     record = await operations.plan(deployment, plan_id)
-    rows = list(record.story)
+    rows = story_rows(record)
     return StoryOut(plan_id=plan_id, phase=record.phase, reason=record.reason, rows=rows)
 
 
@@ -157,7 +174,8 @@ async def approve_plan(
                 f"the target of plan {plan_id} has digest {digest}, not {if_match:.80}",
                 f"/v1/deployments/{deployment}/plans/{plan_id}/approve",
             )
-    return _accepted(await operations.approve(deployment, plan_id, caller), response)
+    approved = await operations.approve(deployment, plan_id, caller)
+    return await _accepted(operations, approved, response)
 
 
 @router.post(
@@ -171,7 +189,8 @@ async def cancel_plan(
     response: Response,
 ) -> PlanOut:
     """Stop a plan. A wave that all ranks have voted for still commits; later waves do not start."""
-    return _accepted(await operations.cancel(deployment, plan_id, caller), response)
+    cancelled = await operations.cancel(deployment, plan_id, caller)
+    return await _accepted(operations, cancelled, response)
 
 
 @router.get("/deployments/{deployment}/epochs")
@@ -201,13 +220,20 @@ async def preview_rollback(
     epoch = None if to_epoch is None else Epoch(to_epoch)
     asked = RollbackRequest(to_epoch=epoch, to_placement=to_placement)
     plan = await operations.rollback_plan(deployment, asked)
+    to_epoch = int(plan.numbers["to_epoch"])
+    newest, _ = await operations.plans(deployment, _LOOKED_AT)
+    undone = None if to_placement else plan_between(newest, to_epoch, plan.base_epoch)
+    status = (await operations.deployment(deployment)).status()
     return RollbackPreviewOut(
-        to_epoch=int(plan.numbers["to_epoch"]),
+        to_epoch=to_epoch,
         base_epoch=plan.base_epoch,
         waves=len(plan.waves),
         moves=plan.moves,
         nbytes=plan.nbytes,
         expected_stall_s=plan.numbers.get("expected_stall_s"),
+        undoes=None if undone is None else plan_summary(undone),
+        figures=preview_figures(plan, status),
+        hold_text=hold_words(status.mode),
     )
 
 
@@ -253,7 +279,7 @@ async def rollback(
     )
     record = await operations.rollback(deployment, asked)
     keep_for_audit(request, _named(plan_id=record.plan.plan_id) | target)
-    return _accepted(record, response)
+    return await _accepted(operations, record, response)
 
 
 def _named(**asked: Any) -> dict[str, Any]:

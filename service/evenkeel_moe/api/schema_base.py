@@ -6,7 +6,9 @@ from enum import Enum
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, computed_field, model_validator
+
+from evenkeel_moe.api.words.reasons import sentence
 
 
 def plain(value: Any) -> Any:
@@ -84,6 +86,18 @@ class ResponseBody(BaseModel):
     """A response body."""
 
     model_config = ConfigDict(from_attributes=True, use_attribute_docstrings=True)
+
+
+class ReasonedBody(ResponseBody):
+    """A response body with a reason of the closed list."""
+
+    reason: str
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def reason_text(self) -> str:
+        """The reason as a sentence."""
+        return sentence(self.reason)
 
 
 class CostModelOut(ResponseBody):

@@ -7,7 +7,7 @@ docs/openapi.json.
 
 from typing import Annotated
 
-from pydantic import FailFast, Field, StrictBool, StrictInt, StrictStr
+from pydantic import FailFast, Field, StrictBool, StrictInt, StrictStr, computed_field
 
 from evenkeel_moe.api.context import DIGEST_PATTERN, PLAN_ID_PATTERN
 from evenkeel_moe.api.schema_base import (
@@ -17,10 +17,15 @@ from evenkeel_moe.api.schema_base import (
     CostModelOut,
     JsonObject,
     Number,
+    ReasonedBody,
     RequestBody,
     ResponseBody,
     TextOrNull,
 )
+from evenkeel_moe.api.words.gates import PlanningGate
+from evenkeel_moe.api.words.health import Health
+from evenkeel_moe.api.words.plan_figures import Figure
+from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.policy import CostChoice, DeploymentPolicy, Mode
@@ -101,7 +106,7 @@ class DeliveredOut(ResponseBody):
     """Unix seconds at which it was measured."""
 
 
-class PlanSummary(ResponseBody):
+class PlanSummary(ReasonedBody):
     """A plan without its maps."""
 
     plan_id: str
@@ -109,6 +114,13 @@ class PlanSummary(ResponseBody):
     kind: str
     policy: str
     phase: str
+    phase_text: str
+    """The phase as people call it: `superseded` for a plan that was `refused` before it began,
+    because its placement, group or weights were replaced."""
+    ended: bool
+    """True if the phase is the last one."""
+    text: str
+    """Where the plan stands, and why, in sentences; without the error."""
     reason: str
     """The reason for the phase."""
     planned_because: str
@@ -129,6 +141,12 @@ class PlanSummary(ResponseBody):
     delivered: DeliveredOut | None
     """Null before the plan was measured, and if it was not carried out."""
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def planned_because_text(self) -> str:
+        """The reason the plan was made, as a sentence."""
+        return sentence(self.planned_because)
+
 
 class FindingOut(ResponseBody):
     """One way in which the counts of a deployment contradict how an engine routes."""
@@ -145,13 +163,21 @@ class FindingOut(ResponseBody):
     """How much, as a share of the choices, layers or experts that there are."""
 
 
-class DeploymentOut(ResponseBody):
+class GatesOut(ResponseBody):
+    """The gates of the newest cycle."""
+
+    items: list[PlanningGate]
+    """In the order in which a cycle meets them; the first that is closed ends it."""
+
+
+class DeploymentOut(ReasonedBody):
     """One deployment; null means unknown, never zero.
 
     In a list, a deployment that another controller replica leads has only its name and its leader.
     """
 
     deployment: str
+    health: Health
     state: str
     reason: str
     mode: str | None
@@ -188,11 +214,14 @@ class DeploymentOut(ResponseBody):
     staging_bytes_done: int | None
     staging_bytes_total: int | None
     last_decision: JsonObject | None
+    """The newest row of `decisions`."""
     frozen_until_unix: float | None
     held: bool | None
     """True while automatic plans wait for `resume`."""
     held_because: str | None
     """held_after_rollback, held_after_data_loss or gains_not_delivered; null if not held."""
+    held_text: str | None
+    """Why automatic plans are held, and what that stops in this mode; null if not held."""
     dispatch: str | None
     """Model of the engines' dispatcher, for which plans are made."""
     dispatch_warning: str | None
@@ -252,6 +281,11 @@ class PlanOut(PlanSummary):
     target: PlacementOut
     wave_list: list[WaveOut]
     story: list[JsonObject]
+    """The events in order, each with `text` and `phase_text`: the event and the phase in words."""
+    figures: list[Figure]
+    """What it promises, delivered and costs."""
+    details: list[Figure]
+    """The other figures behind it."""
 
 
 class RollbackPreviewOut(ResponseBody):
@@ -268,15 +302,23 @@ class RollbackPreviewOut(ResponseBody):
     """Bytes copied between ranks."""
     expected_stall_s: float | None
     """Seconds of one step that each wave is expected to cost; null before a swap was measured."""
+    undoes: PlanSummary | None
+    """The plan that led from there to the present placement, among the newest hundred; null if
+    there is none, or several did."""
+    figures: list[Figure]
+    """What it would move and cost."""
+    hold_text: str
+    """What the hold that follows stops in the deployment's mode."""
 
 
-class StoryOut(ResponseBody):
+class StoryOut(ReasonedBody):
     """The events of a plan, in order."""
 
     plan_id: str
     phase: str
     reason: str
     rows: list[JsonObject]
+    """Each with `text` and `phase_text`: the event and the phase in words."""
 
 
 class PlanPage(ResponseBody):
@@ -316,6 +358,7 @@ class DecisionPage(ResponseBody):
     """Decisions of the control loop, newest first."""
 
     items: list[JsonObject]
+    """Each with `reason` and `reason_text`, the reason as a sentence."""
     next_page_token: str | None
 
 

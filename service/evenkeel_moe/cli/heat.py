@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from evenkeel_moe.cli.units import age
+from evenkeel_moe.model.quantities import age
 
 _STEPS = (
     (0.5, "grey70", "."),

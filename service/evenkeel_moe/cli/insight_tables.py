@@ -6,18 +6,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from evenkeel_moe.cli.audit_words import request_words
 from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
-from evenkeel_moe.cli.reasons import WOULD, explained, would
-from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, legend, number
-from evenkeel_moe.cli.units import moment, moments, share
-from evenkeel_moe.model.quantities import bytes_text, duration_text
-
-_CALLS = {
-    "recommend": "a plan would pay",
-    "not_now": "a plan would not pay now",
-    "insufficient_evidence": "not known yet: too few steps, or the gain is uncertain",
-}
+from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, explained, legend, number
+from evenkeel_moe.cli.units import moment, moments
+from evenkeel_moe.model.quantities import bytes_text, duration_text, share
 
 _LEVELS_BASE = (
     "Every row is a new placement of that many extra replicas by a simple rule. So the row (now) is"
@@ -30,7 +22,7 @@ _OTHER_RULES = "The number advised above is by predicted MoE time alone."
 
 def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
     """Return a recommendation: its answer in a sentence, its arithmetic, and its comparisons."""
-    call = _CALLS.get(answer["call"], answer["call"])
+    call = f"{answer['call_text']}. {answer['reason_text']}"
     parts: list[RenderableType] = [
         Text(f"{answer['deployment']}: {call}", style="bold"),
         Text(f"at {moment(answer['at'])} UTC, epoch {answer['epoch']}, policy {answer['policy']}"),
@@ -50,15 +42,11 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
             Text("\nOther rules for the number of extra replicas", style="bold"),
             *(Text(text) for text in words if text),
         ]
-    given = [str(answer["reason"]), *(str(row["reason"]) for row in answer["policies"])]
-    reasons = [reason for reason in given if reason not in WOULD]
     return Group(
         *parts,
         legend(
             "gain: saved share of MoE time on later steps, with its 94 % interval",
             BALANCEDNESS_WORDS,
-            *(f"{name}: {words}" for reason, (name, words) in WOULD.items() if reason in given),
-            *explained(reasons),
         ),
     )
 
@@ -85,7 +73,7 @@ def epochs_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 def _policies(rows: Sequence[Mapping[str, Any]]) -> FittedTable:
     columns = (
         FittedColumn("POLICY"),
-        FittedColumn("IN MODE AUTO"),
+        FittedColumn("OUTCOME", fold=True, least=20, under="POLICY"),
         FittedColumn("GAIN", right=True),
         FittedColumn("INTERVAL", keep=2),
         FittedColumn("COPIES", right=True, keep=1),
@@ -104,7 +92,7 @@ def _policy(row: Mapping[str, Any]) -> tuple[str, ...]:
         after = duration_text(verdict["payback_s"])
     return (
         row["policy"],
-        would(row["reason"]),
+        row["reason_text"],
         share(verdict.get("gain")),
         _interval(verdict),
         "-" if row["copies"] is None else f"{row['copies']:,}",
@@ -163,7 +151,7 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             at,
             row["by"],
             row["role"],
-            request_words(row),
+            row["text"],
             _outcome(row["status"]),
             row["trace_id"] or "-",
         )
@@ -204,5 +192,8 @@ def quarantine_view(answer: Mapping[str, Any]) -> RenderableType:
     )
     return Group(
         FittedTable(columns, cells),
-        legend("rank steps: (rank, step) pairs whose counts are not in the window"),
+        legend(
+            "rank steps: (rank, step) pairs whose counts are not in the window",
+            *explained(answer["items"]),
+        ),
     )

@@ -22,7 +22,6 @@ from evenkeel_moe.cli.options import (
     parse_value,
     with_option_groups,
 )
-from evenkeel_moe.cli.reasons import HELD
 from evenkeel_moe.cli.units import moment
 from evenkeel_moe.cli.watch import ShowOptions
 from evenkeel_moe.model.quantities import duration_text
@@ -195,8 +194,7 @@ def _resumed(before: dict[str, Any]) -> str:
     mode = before["mode"]
     if not before["held"]:
         return f"automatic plans were not held; the mode is {mode}"
-    because = HELD.get(before["held_because"], f"({before['held_because']})")
-    return f"{_RESUMED[mode]}; they were held {because}"
+    return f"{_RESUMED[mode]}; they were held ({before['held_because']})"
 
 
 def _still_frozen(name: str, until: float | None) -> str:

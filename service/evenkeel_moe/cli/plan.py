@@ -11,7 +11,7 @@ import typer
 from rich.console import RenderableType
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.cli import plan_answers, plan_questions, plan_story, plan_tables
+from evenkeel_moe.cli import plan_answers, plan_questions, plan_tables
 from evenkeel_moe.cli.client import ApiClient, CliError, Exit, NotSent
 from evenkeel_moe.cli.completion import plan_ids
 from evenkeel_moe.cli.confirm import confirm, require_terminal
@@ -151,7 +151,7 @@ def create(
             tell(answer, as_json, plan_answers.approved(answer))
             return
         answer = _post_plan(client, f"{path}/plans", body)
-        show(answer, as_json, lambda: _view(client, name, answer))
+        show(answer, as_json, lambda: _view(answer))
     if not as_json:
         say(f"\n{plan_answers.created(answer)}")
 
@@ -181,8 +181,7 @@ def _start_or_cancel(client: ApiClient, plan: dict[str, Any]) -> Any:
 
 def _start(client: ApiClient, plan: dict[str, Any]) -> Any:
     """Show a plan, and start this very plan if the operator agrees."""
-    view = _view(client, plan["deployment"], plan)
-    confirm(plan_questions.start(plan), False, view)
+    confirm(plan_questions.start(plan), False, _view(plan))
     return client.post(f"{_path(plan)}/approve", if_match=f'"{plan["target"]["digest"]}"')
 
 
@@ -190,12 +189,8 @@ def _path(plan: dict[str, Any]) -> str:
     return f"deployments/{plan['deployment']}/plans/{plan['plan_id']}"
 
 
-def _view(client: ApiClient, deployment: str, plan: dict[str, Any]) -> RenderableType:
-    """Return the view of a plan, with the cost model of its deployment if that can be read."""
-    model = None
-    with suppress(CliError):  # The plan was answered, and must be shown.
-        model = client.get(f"deployments/{deployment}")["cost_model"]
-    return plan_tables.plan_view(plan, SystemClock().unix(), model)
+def _view(plan: dict[str, Any]) -> RenderableType:
+    return plan_tables.plan_view(plan, SystemClock().unix())
 
 
 def _new_id(kind: str) -> str:
@@ -281,7 +276,7 @@ def show_plan(words: PlanArgument, connection: DeploymentClientOptions, shown: S
         name = chosen.found(client)
         shown.run(
             lambda: client.get(f"deployments/{name}/plans/{plan}"),
-            lambda answer: _view(client, name, answer),
+            _view,
         )
 
 
@@ -292,7 +287,7 @@ def story(words: PlanArgument, connection: DeploymentClientOptions, shown: ShowO
     chosen, plan = connection.named_in(words, "PLAN")
     with connection.client() as client:
         path = chosen.path(client, f"/plans/{plan}/story")
-        shown.run(lambda: client.get(path), lambda answer: plan_story.story_table(answer["rows"]))
+        shown.run(lambda: client.get(path), lambda answer: plan_tables.story_table(answer["rows"]))
 
 
 @app.command()

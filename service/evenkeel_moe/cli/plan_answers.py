@@ -3,15 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from evenkeel_moe.cli.plan_figures import counted
-from evenkeel_moe.cli.reasons import plan_phase
-
-_ENDED = ("committed", "aborted", "cancelled", "expired", "refused")
+from evenkeel_moe.model.quantities import counted
 
 
 def approved(plan: Mapping[str, Any]) -> str:
     """Return what follows from an approval."""
-    if plan["phase"] in _ENDED:
+    if plan["ended"]:
         return _ended(plan)
     return f"plan {plan['plan_id']} approved; it moves {_moved(plan)}. {_follow(plan)}"
 
@@ -19,7 +16,7 @@ def approved(plan: Mapping[str, Any]) -> str:
 def cancelled(plan: Mapping[str, Any]) -> str:
     """Return what follows from a cancellation."""
     name, done = plan["plan_id"], plan["waves_committed"]
-    if plan["phase"] not in _ENDED:
+    if not plan["ended"]:
         return (
             f"plan {name} is being cancelled: a wave that has all its votes still commits, and no"
             f" later one starts. {_follow(plan)}"
@@ -36,7 +33,7 @@ def cancelled(plan: Mapping[str, Any]) -> str:
 
 def rolled_back(plan: Mapping[str, Any]) -> str:
     """Return what follows from a request for a rollback."""
-    if plan["phase"] in _ENDED:
+    if plan["ended"]:
         return _ended(plan)
     epoch = plan["numbers"].get("to_epoch")
     to = "an earlier placement" if epoch is None else f"the placement of epoch {epoch:.0f}"
@@ -51,7 +48,7 @@ def created(plan: Mapping[str, Any]) -> str:
     if plan["phase"] == "proposed":
         start = f"evenkeel plan approve {plan['deployment']} {plan['plan_id']}"
         return f"Nothing has moved. Start it: {start}"
-    return _ended(plan) if plan["phase"] in _ENDED else _follow(plan)
+    return _ended(plan) if plan["ended"] else _follow(plan)
 
 
 def _moved(plan: Mapping[str, Any]) -> str:
@@ -65,5 +62,5 @@ def _follow(plan: Mapping[str, Any]) -> str:
 
 def _ended(plan: Mapping[str, Any]) -> str:
     error = plan["error"]
-    because = "" if error in (None, plan["reason"]) else f": {error}"
-    return f"plan {plan['plan_id']} is {plan_phase(plan['phase'], plan['reason'])}{because}"
+    because = "" if error in (None, plan["reason"]) else f" {error}"
+    return f"plan {plan['plan_id']} is {plan['phase_text']}: {plan['text']}{because}"

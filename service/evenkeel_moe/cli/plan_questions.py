@@ -3,12 +3,10 @@
 What the controller does not tell is said to be not known.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from evenkeel_moe.cli.plan_figures import counted
-from evenkeel_moe.cli.plan_tables import plan_between
-from evenkeel_moe.model.quantities import bytes_text, duration_text
+from evenkeel_moe.model.quantities import bytes_text, counted, duration_text
 
 
 def start(plan: Mapping[str, Any]) -> str:
@@ -21,16 +19,14 @@ def start(plan: Mapping[str, Any]) -> str:
     )
 
 
-def rollback(preview: Mapping[str, Any], name: str, plans: Sequence[Mapping[str, Any]]) -> str:
+def rollback(preview: Mapping[str, Any], name: str) -> str:
     """Return what follows if a deployment returns to the placement of an earlier epoch.
 
     Args:
         preview: of the rollback.
         name: of the deployment.
-        plans: newest first.
     """
-    to_epoch, epoch = preview["to_epoch"], preview["base_epoch"]
-    last = plan_between(plans, to_epoch, epoch)
+    to_epoch, last = preview["to_epoch"], preview["undoes"]
     undone = "" if last is None else f" This undoes plan {last['plan_id']} ({_effort(last)})."
     return _return(preview, name, f"the placement of epoch {to_epoch}", undone)
 

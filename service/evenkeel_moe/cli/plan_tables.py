@@ -6,22 +6,24 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from evenkeel_moe.cli import plan_figures
 from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable, with_values
-from evenkeel_moe.cli.reasons import (
-    SUPERSEDED_WORDS,
-    explained,
-    phase_name,
-    with_reason,
-)
-from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, legend
-from evenkeel_moe.cli.units import age, is_loss, is_uncertain, moment, moments, saving, share
+from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, explained, legend, with_reason
+from evenkeel_moe.cli.units import moment, moments
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.quantities import bytes_text
+from evenkeel_moe.model.quantities import (
+    age,
+    bytes_text,
+    counted,
+    duration_text,
+    is_loss,
+    saving,
+    share,
+)
 
 _COPIES = "copies: experts copied between ranks; wave: whole layers that change on the same step"
 _GAIN = "promised, delivered: saved share of MoE time, predicted and then measured"
-
+_SUPERSEDED = "superseded: it never began, and nothing is wrong with it"
+_ROLLBACK = "rollback: it returns to an earlier placement, so MoE time may rise"
 _UNCERTAIN = (
     "uncertain: the 95 % interval of the measured share contains 0; `evenkeel plan show` tells it"
 )
@@ -55,17 +57,14 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     words = [day, _COPIES, _GAIN + ("; slower: MoE time rose" if losses else "")]
     if any(_is_uncertain(one) for one in measured):
         words.append(_UNCERTAIN)
-    ended = [
-        row for row in rows if not _says_nothing_new(row, phase_name(row["phase"], row["reason"]))
-    ]
-    words += explained(str(row["reason"]) for row in ended)
-    if any(phase_name(row["phase"], row["reason"]) == "superseded" for row in rows):
-        words.append(SUPERSEDED_WORDS)
+    words += explained(row for row in rows if not _says_nothing_new(row))
+    if any(row["phase_text"] == "superseded" for row in rows):
+        words.append(_SUPERSEDED)
     rollbacks = [row for row in rows if row["kind"] == "rollback"]
     if rollbacks:
         words.append("undoes: the plan, or all plans since an epoch, that a rollback takes back")
     if any(row["delivered"] is not None for row in rollbacks):
-        words.append(plan_figures.ROLLBACK)
+        words.append(_ROLLBACK)
     return Group(FittedTable(shown, cells), legend(*words))
 
 
@@ -80,12 +79,11 @@ def _created(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
 def _plan(rows: Sequence[Mapping[str, Any]], index: int, created: str) -> list[str]:
     """Return the cells of one row; `rows` are all plans, newest first."""
     row = rows[index]
-    reason, delivered = row["reason"], row["delivered"]
-    phase = phase_name(row["phase"], reason)
+    delivered = row["delivered"]
     return [
         row["plan_id"],
-        phase,
-        "-" if _says_nothing_new(row, phase) else reason,
+        row["phase_text"],
+        "-" if _says_nothing_new(row) else row["reason"],
         _undoes(row, rows[index + 1 :]),
         row["planned_because"],
         row["policy"],
@@ -104,12 +102,15 @@ def _delivered(measured: Mapping[str, Any]) -> str:
 
 
 def _is_uncertain(measured: Mapping[str, Any]) -> bool:
-    return is_uncertain(measured["lower"], measured["upper"])
+    """Return True if the interval holds both savings and losses, or ends at 0."""
+    lower, upper = measured["lower"], measured["upper"]
+    return lower is not None and upper is not None and bool(lower <= 0 <= upper)
 
 
-def _says_nothing_new(row: Mapping[str, Any], phase: str) -> bool:
+def _says_nothing_new(row: Mapping[str, Any]) -> bool:
     """Return True if the reason of a phase repeats it, or says why the plan was made."""
     known = (row["planned_because"], Reason.PLAN_STARTED)
+    phase = row["phase_text"]
     return with_reason(phase, row["reason"]) == phase or row["reason"] in known
 
 
@@ -143,40 +144,66 @@ def plan_between(
     return None
 
 
-def plan_view(
-    row: Mapping[str, Any], now: float, cost_model: Mapping[str, Any] | None
-) -> RenderableType:
-    """Return a view of one plan: gain, effort, facts, and then the other figures behind it.
+def plan_view(row: Mapping[str, Any], now: float) -> RenderableType:
+    """Return a view of one plan: where it stands, gain, effort, and the figures behind it.
 
     Args:
         row: the plan, with its story and target.
         now: Unix seconds.
-        cost_model: of the deployment now; None if it is not known.
     """
-    phase = phase_name(row["phase"], row["reason"])
     plan = f"{row['plan_id']} of {row['deployment']} ({row['kind']}, policy {row['policy']})"
-    parts: list[RenderableType] = [
-        _facts(
-            [
-                ("plan", plan),
-                ("phase", phase if _says_nothing_new(row, phase) else f"{phase} ({row['reason']})"),
-                *plan_figures.predicted(row, cost_model),
-                *plan_figures.delivered(row),
-                *plan_figures.effort(row, now),
-                *_origin(row, now),
-                *([] if cost_model is None else [("cost model now", str(cost_model["words"]))]),
-            ]
-        )
+    facts = [
+        ("plan", plan),
+        ("phase", f"{row['phase_text']}: {row['text']}"),
+        *_figures(row["figures"]),
+        ("ranks", f"{row['target']['num_ranks']:,}"),
+        *_duration(row, now),
+        *_origin(row, now),
     ]
+    parts: list[RenderableType] = [_facts(facts)]
     if row["error"] and row["error"] != row["reason"]:
         parts.append(Text(row["error"], style="red"))
-    rows = plan_figures.details(row["numbers"])
-    if rows:
-        parts += [Text("\nFigures behind it", style="bold"), _facts(rows)]
-    reasons = explained([str(row["reason"]), str(row["planned_because"])])
+    if row["details"]:
+        title = Text("\nFigures behind it", style="bold")
+        parts += [title, _facts(_figures(row["details"]))]
     balanced = any(name.startswith("balancedness") for name in row["numbers"])
-    words = [_COPIES, *([BALANCEDNESS_WORDS] if balanced else []), *reasons]
-    return Group(*parts, legend(*words))
+    return Group(*parts, legend(_COPIES, *([BALANCEDNESS_WORDS] if balanced else [])))
+
+
+def _figures(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
+    """Return names and values, with the notes in brackets."""
+    return [
+        (row["name"], f"{row['value']} ({row['note']})" if row["note"] else row["value"])
+        for row in rows
+    ]
+
+
+def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return a table of the events of a plan, in order. Rows of one day show only the time."""
+    columns = (
+        FittedColumn("AT (UTC)"),
+        FittedColumn("PHASE", keep=1),
+        FittedColumn("EVENT", fold=True, least=32),
+    )
+    times, day = moments([row["at"] for row in rows])
+    cells = [
+        (at, row["phase_text"] or "-", row["text"]) for at, row in zip(times, rows, strict=True)
+    ]
+    words = [_GAIN] if any(row["event"] == "measured" for row in rows) else []
+    return Group(FittedTable(columns, cells), legend(*day, *words))
+
+
+def _duration(row: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
+    """Return how long the waves took, by the story; nothing before the first."""
+    begun = [event["at"] for event in row["story"] if event["event"] == "wave_started"]
+    if not begun:
+        return []
+    if row["phase"] in ("approved", "migrating", "paused", "stalled"):
+        return [("duration", f"{duration_text(now - begun[0])} so far")]
+    ended = [event["at"] for event in row["story"] if event["event"] in ("wave_committed", "ended")]
+    done = row["waves_committed"]
+    until = f"for {counted(done, 'wave')}" if done else "until it ended"
+    return [("duration", f"{duration_text(ended[-1] - begun[0])} {until}")] if ended else []
 
 
 def _origin(row: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
@@ -184,7 +211,7 @@ def _origin(row: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
     approved = "" if row["approved_by"] is None else f", approved by {row['approved_by']}"
     created = f"{moment(row['created_at'])} UTC, {age(row['created_at'], now)}{approved}"
     rows = [
-        ("made because", str(row["planned_because"])),
+        ("made because", row["planned_because_text"]),
         ("created", created),
         ("made on", f"epoch {row['base_epoch']}"),
     ]

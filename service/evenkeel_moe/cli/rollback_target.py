@@ -6,8 +6,6 @@ from evenkeel_moe.cli import plan_questions
 from evenkeel_moe.cli.client import ApiClient, CliError, Exit
 from evenkeel_moe.cli.confirm import confirm
 
-_LOOKED_AT = 100
-"""Newest plans among which a rollback looks for the one that it takes back."""
 _DIGEST_DIGITS = 32
 _LEAST_DIGITS = 6
 """Digits of a digest that must be given; fewer could name another placement by mistake."""
@@ -65,6 +63,5 @@ def confirmed_epoch(client: ApiClient, name: str, to_epoch: int | None) -> int:
         CliError: no earlier placement is recorded, or the operator did not agree.
     """
     preview = client.get(f"deployments/{name}/rollback", to_epoch=to_epoch)
-    plans = client.every(f"deployments/{name}/plans", _LOOKED_AT)
-    confirm(plan_questions.rollback(preview, name, plans), False)
+    confirm(plan_questions.rollback(preview, name), False)
     return int(preview["to_epoch"])

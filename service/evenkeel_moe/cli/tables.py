@@ -1,7 +1,7 @@
 """Renders deployments, policies and decisions as tables: pure functions of JSON."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -9,11 +9,19 @@ from rich.table import Table
 from rich.text import Text
 
 from evenkeel_moe.cli.fitted_table import FittedCell, FittedColumn, FittedTable, with_values
-from evenkeel_moe.cli.reasons import HELD, WORDS, explained, with_reason
-from evenkeel_moe.cli.units import age, figure, figure_name, moment, moments, share
+from evenkeel_moe.cli.units import moment, moments
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.documents import leaves, setting
 from evenkeel_moe.model.finding import Severity
-from evenkeel_moe.model.quantities import bytes_text, duration_text
+from evenkeel_moe.model.quantities import (
+    age,
+    bytes_text,
+    counted,
+    duration_text,
+    figure,
+    figure_name,
+    share,
+)
 
 _BALANCE = ("time_balance", "balancedness_mean")
 """Figures of a decision that say how balanced the fleet was; the first one that is known counts."""
@@ -43,6 +51,16 @@ def number(value: float | None, digits: int = 3) -> str:
 def known(value: object) -> str:
     """Return a value as text, or `-` if it is unknown."""
     return "-" if value is None else str(value)
+
+
+def with_reason(phase: str, reason: str) -> str:
+    """Return a phase or state with its reason in brackets, unless the reason repeats it."""
+    return phase if phase in reason.split("_") else f"{phase} ({reason})"
+
+
+def explained(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return one line for each reason of some rows, in order and without repeats."""
+    return list(dict.fromkeys(f"{row['reason']}: {row['reason_text']}" for row in rows))
 
 
 def legend(*lines: str) -> RenderableType:
@@ -77,7 +95,7 @@ def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         )
         for row in rows
     ]
-    lines = explained(str(row["reason"]) for row in rows if not _at_rest(row))
+    lines = explained(row for row in rows if not _at_rest(row))
     notes = (
         [legend(BALANCEDNESS_WORDS, *lines)] if rows else [Text("no deployment yet", style="dim")]
     )
@@ -112,11 +130,13 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
     """Return a view of one deployment and its ranks; `now` is in Unix seconds."""
     decision, plan = row["last_decision"], row["active_plan"]
     mean, worst = number(row["balancedness_mean"]), number(row["balancedness_worst"])
-    held = f", {_held(row['held_because'])}" if row["held"] else ""
+    health = row["health"]
     facts = {
         "deployment": row["deployment"],
+        "health": f"{health['level']}: {health['text']}",
         "state": _state(row),
-        "mode, policy": f"{row['mode']}, {row['policy']}{held}",
+        "mode, policy": f"{row['mode']}, {row['policy']}",
+        "held": _held(row),
         "dispatch": row["dispatch"],
         "frozen until": _frozen(row["frozen_until_unix"], now),
         "leader": f"{row['leader']}, term {row['term']}",
@@ -131,7 +151,8 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
     }
     if decision is not None:
         at = decision.get("at")
-        facts["last decision"] = f"{decision['reason']} at {moment(at)} UTC, {age(at, now)}"
+        when = f"{moment(at)} UTC, {age(at, now)}"
+        facts["last decision"] = f"{decision['reason']} at {when}: {decision['reason_text']}"
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column("", no_wrap=True)
     table.add_column("", overflow="fold")
@@ -151,24 +172,21 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
     words = legend(
         "epoch: version of the placement; each wave of a plan raises it by 1",
         "generation: one life of the EP group; it changes when the engine restarts",
-        *explained([] if decision is None else [str(decision["reason"])]),
         *([_DISCONNECTED_WORDS] if any(map(_is_disconnected, row["ranks"])) else []),
     )
     return Group(table, Text(), _ranks_table(row["ranks"], now), *troubles, words)
 
 
-def _held(because: str | None) -> str:
-    words = HELD.get(str(because))
-    if words is None:
-        return "held"
-    return f"held {words}: no plan starts by itself until `resume`"
+def _held(row: Mapping[str, Any]) -> str:
+    if not row["held"]:
+        return "no"
+    return f"{row['held_text']} End it: evenkeel resume {row['deployment']}"
 
 
 def _state(row: Mapping[str, Any]) -> str:
-    words = WORDS.get(row["reason"])
     if _at_rest(row):
         return str(row["state"])
-    return with_reason(row["state"], row["reason"]) + ("" if words is None else f": {words}")
+    return f"{with_reason(row['state'], row['reason'])}: {row['reason_text']}"
 
 
 def _at_rest(row: Mapping[str, Any]) -> bool:
@@ -251,8 +269,7 @@ def _plan_line(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
 def _proposal_line(plan: Mapping[str, Any], now: float) -> str:
     ends = plan["expires_at"]
     expires = "" if ends is None else f", expires {age(ends, now)}"
-    copies = "1 copy" if plan["moves"] == 1 else f"{plan['moves']:,} copies"
-    return f"{plan['plan_id']} proposed: {copies}{expires}"
+    return f"{plan['plan_id']} proposed: {counted(plan['moves'], 'copy', 'copies')}{expires}"
 
 
 def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -288,7 +305,7 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
                 ),
             )
         )
-    lines = explained(str(row["reason"]) for row in rows)
+    lines = explained(rows)
     shown, values = with_values(columns, cells)
     heads = {column.head for column in shown}
     if "BALANCE" in heads:
@@ -360,22 +377,3 @@ def changes_view(before: Mapping[str, Any], after: Mapping[str, Any]) -> Rendera
         if old.get(name) != new.get(name)
     ]
     return Text("\n".join(lines) or "nothing changed")
-
-
-def setting(value: Any) -> str:
-    """Return the value of a field as `evenkeel policy FIELD=VALUE` takes it."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def leaves(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a document and of the objects in it, in order of their names.
-
-    An object without fields is one itself.
-    """
-    leaves: dict[str, Any] = {}
-    for key, value in sorted(document.items()):
-        if isinstance(value, Mapping) and value:
-            leaves |= {f"{key}.{name}": inner for name, inner in value.items()}
-        else:
-            leaves[key] = value
-    return leaves

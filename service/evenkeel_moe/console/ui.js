@@ -3,7 +3,7 @@
 import { h } from "./vendor/preact.js";
 import { useEffect, useRef, useState } from "./vendor/hooks.js";
 import htm from "./vendor/htm.js";
-import { LEVEL_SIGNS } from "./lib/health.js";
+import { LEVELS } from "./lib/ranks.js";
 import { ago, moment } from "./lib/format.js";
 
 /** Turns a template into elements. */
@@ -11,7 +11,7 @@ export const html = htm.bind(h);
 
 /** A sign with a word: the level can be told without colour. */
 export function Level({ level }) {
-  const [sign, word] = LEVEL_SIGNS[level];
+  const [sign, word] = LEVELS[level];
   return html`<span class="level ${level}"
     ><span class="sign" aria-hidden="true">${sign}</span>${word}</span
   >`;
@@ -22,8 +22,8 @@ export function Badge({ kind = "plain", children }) {
 }
 
 /** A section with a heading. */
-export function Section({ title, note, actions, children, id }) {
-  return html`<section class="card" id=${id}>
+export function Section({ title, note, actions, children }) {
+  return html`<section class="card">
     <div class="card-head">
       <h2>${title}</h2>
       ${actions ?? ""}
@@ -50,10 +50,18 @@ export function Facts({ rows }) {
   </dl>`;
 }
 
-/**
- * A table. Columns are {title, of, numeric, text}; `of` makes the cell of a row, and `text` keeps
- * room for sentences. It scrolls sideways in its frame, which the keyboard can reach.
- */
+/** Figures that the controller tells in words, each with its note. */
+export function Figures({ rows }) {
+  return html`<${Facts} rows=${rows.map(({ name, value, note }) => [name, value, note])} />`;
+}
+
+/** The columns of a table: `of` makes the cell of a row. Numbers stand at the right edge. */
+export const plain = (title, of) => ({ title, of, kind: "" });
+export const numeric = (title, of) => ({ title, of, kind: "num" });
+/** Keeps room for sentences. */
+export const wordy = (title, of) => ({ title, of, kind: "text" });
+
+/** A table. It scrolls sideways in its frame, which the keyboard can reach. */
 export function Table({ caption, columns, rows, keyOf, empty = "There is none." }) {
   if (!rows.length) return html`<p class="empty">${empty}</p>`;
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}>
@@ -63,22 +71,20 @@ export function Table({ caption, columns, rows, keyOf, empty = "There is none." 
       </caption>
       <thead>
         <tr>
-          ${columns.map((one) => html`<th scope="col" class=${alignment(one)}>${one.title}</th>`)}
+          ${columns.map((one) => html`<th scope="col" class=${one.kind}>${one.title}</th>`)}
         </tr>
       </thead>
       <tbody>
         ${rows.map(
           (row, i) =>
             html`<tr key=${keyOf ? keyOf(row) : i}>
-              ${columns.map((one) => html`<td class=${alignment(one)}>${one.of(row)}</td>`)}
+              ${columns.map((one) => html`<td class=${one.kind}>${one.of(row)}</td>`)}
             </tr>`,
         )}
       </tbody>
     </table>
   </div>`;
 }
-
-const alignment = ({ numeric, text }) => (numeric ? "num" : text ? "text" : "");
 
 export function Moment({ unix, now }) {
   return html`<time class="nowrap" title=${moment(unix)}>${ago(unix, now)}</time>`;

@@ -64,13 +64,20 @@ class Wave:
         """All transfers in batch order."""
         return tuple(transfer for batch in self.batches for transfer in batch)
 
-    def nbytes(self, slots_per_rank: int) -> int:
-        """Return the bytes copied between ranks."""
-        return sum(
-            t.nbytes
+    def _between_ranks(self, slots_per_rank: int) -> tuple[Transfer, ...]:
+        return tuple(
+            t
             for t in self.transfers
             if t.src_slot // slots_per_rank != t.dst_slot // slots_per_rank
         )
+
+    def moves(self, slots_per_rank: int) -> int:
+        """Return the copies between ranks."""
+        return len(self._between_ranks(slots_per_rank))
+
+    def nbytes(self, slots_per_rank: int) -> int:
+        """Return the bytes copied between ranks."""
+        return sum(t.nbytes for t in self._between_ranks(slots_per_rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +221,7 @@ class Plan:
     @property
     def moves(self) -> int:
         """Copies between ranks in all waves."""
-        per_rank = self.target.slots_per_rank
-        return sum(
-            t.src_slot // per_rank != t.dst_slot // per_rank
-            for wave in self.waves
-            for t in wave.transfers
-        )
+        return sum(wave.moves(self.target.slots_per_rank) for wave in self.waves)
 
     @property
     def nbytes(self) -> int:

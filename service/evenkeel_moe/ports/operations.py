@@ -14,6 +14,12 @@ from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import Recommendation
 from evenkeel_moe.ports.status import DeploymentStatus
 
+LEASE_FREE = (
+    "neither this controller nor another replica holds its lease, which is asked for about once a"
+    " second"
+)
+"""Also a single controller loses its lease, if it is held up for longer than the lease lasts."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
@@ -131,10 +137,12 @@ class NotLeading(Unavailable):
 
     def __init__(self, led: LedElsewhere) -> None:
         if led.leader is None:
-            super().__init__(f"no replica leads {led.deployment} at present")
+            super().__init__(f"no replica leads {led.deployment} at present: {LEASE_FREE}")
         else:
             where = "" if led.address is None else f" at {led.address}"
-            super().__init__(f"{led.deployment} is led by {led.leader}{where}, not by this replica")
+            super().__init__(
+                f"replica {led.leader}{where} leads {led.deployment}, and this is another replica"
+            )
         self.led = led
 
 

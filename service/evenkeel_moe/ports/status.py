@@ -9,7 +9,35 @@ from evenkeel_moe.model.finding import Finding
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanRecord
+from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.model.topology import ModelShape
+
+
+@dataclass(frozen=True)
+class HealthBounds:
+    """Beyond these a deployment is not healthy. The chart sets them to its alerts' thresholds."""
+
+    balancedness_min: float = 0.75
+    """Least mean balancedness of a phase's window."""
+    time_balance_min: float = 0.75
+    """Least time balance."""
+    data_stale_s: float = 120.0
+    """Largest age of the newest complete step, in seconds."""
+    slow_rank_ratio: float = 1.3
+    """Largest time of a rank, as a multiple of the median rank's for the same tokens."""
+    plan_stuck_s: float = 600.0
+    """Longest time in which a running plan changes neither phase nor wave, in seconds."""
+    plan_failed_s: float = 900.0
+    """Time for which an aborted plan is told, in seconds."""
+    plans_lost_time: int = 2
+    """Newest measured plans in a row that cost time."""
+    no_decision_s: float = 300.0
+    """Longest time in which no cycle ends, in seconds."""
+    epoch_mismatch_s: float = 120.0
+    """Longest time for which the ranks of a running plan may be at different epochs, in seconds."""
+
+
+DELIVERED_BOUNDS = HealthBounds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +78,8 @@ class DeploymentStatus:
     """The state of one deployment. None means unknown, never zero."""
 
     deployment: DeploymentId
+    at_unix: float
+    """Unix seconds of this status."""
     state: str
     """State of the control machine: waiting_for_ranks, recovering, ready, migrating, ..."""
     reason: str
@@ -57,6 +87,8 @@ class DeploymentStatus:
     mode: str
     """observe, propose or auto."""
     policy: str
+    rules: DeploymentPolicy
+    """The policy document, with mode and policy too."""
     leader: str
     term: int
     generation: str

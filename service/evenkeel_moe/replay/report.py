@@ -194,7 +194,7 @@ def _heat_maps(comparison: Comparison) -> str:
     first = int(comparison.walks[0].steps[-1])
     last = first + setup.horizon_steps
     load, split = setup.load[first:last], setup.split(first, last)
-    initial = metrics.window_rank_load(load, Placement.initial(setup.shape), split)
+    initial = metrics.rank_load(load, Placement.initial(setup.shape), split).sum(axis=0)
     planned = [walk for walk in comparison.walks if walk.policy not in BASELINES]
     shown = planned or [walk for walk in comparison.walks if walk.policy != "initial"]
     loads = {"before: initial": initial}

@@ -102,7 +102,7 @@ async def test_what_only_the_leader_knows_or_may_is_answered_with_the_leader(led
                 await ask(two.operations)
             assert caught.value.reason is Reason.NOT_LEADER
             assert caught.value.led == LedElsewhere(DEMO, "a", "a:1")
-        assert "led by a at a:1" in str(caught.value)
+        assert "replica a at a:1 leads d" in str(caught.value)
         assert (await one.operations.policy(DEMO))["mode"] == "auto"
         assert [view.status().deployment for view in await one.operations.deployments()] == [DEMO]
         assert one.member.keeper.leading

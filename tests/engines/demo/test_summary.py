@@ -62,7 +62,7 @@ def test_a_good_run_keeps_every_promise():
 
 def test_the_summary_as_text():
     text = "\n".join(summary_lines(run(good_run())))
-    for part in ("because load_changed", "0.667 -> 1.000", "3 experts, 300.0 kB", "FAIL"):
+    for part in ("because load_changed", "0.667 -> 1.000", "3 experts, 300 kB", "FAIL"):
         assert (part in text) == (part != "FAIL")
 
 

@@ -25,10 +25,10 @@ function layout(rows, width) {
 }
 
 /**
- * @param {{rows: (number | null)[][], firstLayer: number, column: string,
+ * @param {{rows: (number | null)[][], column: string,
  *   onPick: (row: number, column: number) => void}} props `column` names what a column is
  */
-export function HeatMap({ rows, firstLayer, column, onPick }) {
+export function HeatMap({ rows, column, onPick }) {
   const [element, width] = useWidth();
   const canvas = useRef(null);
   const dark = useDark();
@@ -41,7 +41,7 @@ export function HeatMap({ rows, firstLayer, column, onPick }) {
   const row = Math.min(at[0], rows.length - 1);
   const col = Math.min(at[1], rows[0].length - 1);
   useLayoutEffect(() => {
-    if (size) draw(canvas.current, image, rows, size, [row, col], { firstLayer, column }, dark);
+    if (size) draw(canvas.current, image, rows, size, [row, col], column, dark);
   }, [size, image, row, col, column, dark]);
   const move = (event) => {
     const box = canvas.current.getBoundingClientRect();
@@ -66,7 +66,7 @@ export function HeatMap({ rows, firstLayer, column, onPick }) {
   };
   const value = rows[row][col];
   const load = value === null ? "load unknown" : `${number(value, 2)} times the layer's mean`;
-  const words = `Layer ${firstLayer + row}, ${column} ${col}: ${load}`;
+  const words = `Layer ${row}, ${column} ${col}: ${load}`;
   return html`<div ref=${element}>
     <p class="readout" role="status">${words}</p>
     <div class="scroll">
@@ -93,7 +93,7 @@ function picture(rows, dark) {
   return made;
 }
 
-function draw(canvas, image, rows, size, [row, col], axes, dark) {
+function draw(canvas, image, rows, size, [row, col], column, dark) {
   const ratio = devicePixelRatio || 1;
   const { cellWidth, cellHeight, width, height } = size;
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
@@ -108,7 +108,7 @@ function draw(canvas, image, rows, size, [row, col], axes, dark) {
   context.imageSmoothingEnabled = false;
   context.drawImage(image, LEFT, TOP, width - LEFT, height - TOP);
   if (cellWidth >= MARK_FROM && cellHeight >= MARK_FROM) marks(context, rows, size, dark);
-  labels(context, size, rows.length, axes, dark);
+  labels(context, size, rows.length, column, dark);
   context.strokeStyle = dark ? "#fff" : "#000";
   context.lineWidth = 2;
   context.strokeRect(
@@ -132,7 +132,7 @@ function marks(context, rows, { cellWidth, cellHeight }, dark) {
   );
 }
 
-function labels(context, { columns, cellWidth, cellHeight }, count, { firstLayer, column }, dark) {
+function labels(context, { columns, cellWidth, cellHeight }, count, column, dark) {
   context.fillStyle = dark ? "#b6bcc6" : "#4a515c";
   context.font = "11px system-ui, sans-serif";
   context.textBaseline = "middle";
@@ -142,7 +142,7 @@ function labels(context, { columns, cellWidth, cellHeight }, count, { firstLayer
   context.fillText("layer ↓", LEFT - 6, TOP - 11);
   const everyRow = Math.max(1, Math.ceil(14 / cellHeight));
   for (let y = 0; y < count; y += everyRow)
-    context.fillText(String(firstLayer + y), LEFT - 6, TOP + (y + 0.5) * cellHeight);
+    context.fillText(String(y), LEFT - 6, TOP + (y + 0.5) * cellHeight);
   context.textAlign = "center";
   const everyColumn = Math.max(1, Math.ceil(30 / cellWidth));
   for (let x = 0; x < columns; x += everyColumn)

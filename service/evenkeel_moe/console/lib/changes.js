@@ -17,35 +17,28 @@ export function labelOf(name) {
  * @param {object} document the policy as it was read
  * @param {object} form edited values: `mode`, `cycle_s`, `proposal_ttl_s`, `thresholds`, `limits`;
  *   numbers as the text that was typed, an empty limit is none
- * @returns {{changes: object, errors: string[]}} Only the fields that differ.
+ * @returns {object} Only the fields that differ. Text that is no number is sent as it is: the
+ *   controller says what is wrong with it.
  */
 export function policyChanges(document, form) {
   const changes = {};
-  const errors = [];
   if (form.mode !== document.mode) changes.mode = form.mode;
   for (const name of ["cycle_s", "proposal_ttl_s"]) {
-    const value = parse(name, form[name], errors);
-    if (value !== null && value !== document[name]) changes[name] = value;
+    const value = parsed(form[name]);
+    if (value !== document[name]) changes[name] = value;
   }
-  for (const [name, typed] of Object.entries(form.thresholds)) {
-    const value = parse(name, typed, errors);
-    if (value === null || value === document.thresholds[name]) continue;
-    changes.thresholds = { ...changes.thresholds, [name]: value };
+  for (const group of ["thresholds", "limits"]) {
+    for (const [name, typed] of Object.entries(form[group])) {
+      const value = group === "limits" && typed.trim() === "" ? null : parsed(typed);
+      if (value !== document[group][name]) changes[group] = { ...changes[group], [name]: value };
+    }
   }
-  for (const [name, typed] of Object.entries(form.limits)) {
-    const value = typed.trim() === "" ? null : parse(name, typed, errors);
-    if (typed.trim() !== "" && value === null) continue;
-    if (value === document.limits[name]) continue;
-    changes.limits = { ...changes.limits, [name]: value };
-  }
-  return { changes, errors };
+  return changes;
 }
 
-function parse(name, typed, errors) {
+function parsed(typed) {
   const value = typed.trim() === "" ? NaN : Number(typed);
-  if (Number.isFinite(value)) return value;
-  errors.push(`${labelOf(name)}: “${typed}” is not a number.`);
-  return null;
+  return Number.isFinite(value) ? value : typed;
 }
 
 /**

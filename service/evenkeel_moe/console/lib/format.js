@@ -1,4 +1,7 @@
-/** Numbers, times and sizes as text. Null and undefined are unknown, never zero. */
+/**
+ * Numbers, times and sizes as text, as the controller writes them. Null and undefined are unknown,
+ * never zero.
+ */
 
 /** The text of an unknown value. */
 export const UNKNOWN = "unknown";
@@ -8,23 +11,18 @@ export function isKnown(value) {
   return typeof value === "number" && Number.isFinite(value);
 }
 
-/** @param {string} text of a number @returns {string} With a real minus, which zero has not. */
-export function withMinus(text) {
-  return text.replace(/^-(.*)$/, (_, rest) => (/[1-9]/.test(rest) ? `−${rest}` : rest));
-}
-
 /**
  * @param {number | null | undefined} value
  * @param {number} [digits] after the point
- * @returns {string}
+ * @returns {string} Zero has no sign, also if it is rounded.
  */
 export function number(value, digits = 3) {
-  return isKnown(value) ? withMinus(value.toFixed(digits)) : UNKNOWN;
+  return isKnown(value) ? value.toFixed(digits).replace(/^-(?=[0.]+$)/, "") : UNKNOWN;
 }
 
 /** @param {number | null | undefined} value @returns {string} A whole number with separators. */
 export function count(value) {
-  return isKnown(value) ? withMinus(Math.round(value).toLocaleString("en-US")) : UNKNOWN;
+  return isKnown(value) ? Math.round(value).toLocaleString("en-US") : UNKNOWN;
 }
 
 /**
@@ -43,98 +41,55 @@ export function counted(value, one, many = `${one}s`) {
  * @returns {string} In percent.
  */
 export function percent(share, digits = 1) {
-  return isKnown(share) ? `${number(share * 100, digits)} %` : UNKNOWN;
+  return isKnown(share) ? `${number(share * 100, digits)}%` : UNKNOWN;
 }
 
 /** @param {number | null | undefined} share @returns {string} In percent, always with a sign. */
 export function signedPercent(share) {
-  return isKnown(share) ? `${signed(share * 100)} %` : UNKNOWN;
+  const text = percent(share);
+  return isKnown(share) && share > 0 && text !== "0.0%" ? `+${text}` : text;
 }
 
-/** Zero has no sign, also if it is rounded. */
-function signed(value) {
-  const text = withMinus(value.toFixed(1));
-  return value > 0 && text !== "0.0" ? `+${text}` : text;
+function rounded(value, digits = 3) {
+  return Number(value.toPrecision(digits));
 }
 
-/**
- * @param {number | null | undefined} lower
- * @param {number | null | undefined} upper
- * @returns {string} An interval of changes, in percent, always with signs.
- */
-export function signedRange(lower, upper) {
-  if (!isKnown(lower) || !isKnown(upper)) return UNKNOWN;
-  return `${signed(lower * 100)} to ${signed(upper * 100)} %`;
-}
-
-/** @param {string} words of the controller @returns {string} The same with the page's minus. */
-export function wordsWithMinus(words) {
-  return words.replace(/(^|[\s(])-(?=\d)/g, "$1−");
-}
-
-/**
- * @param {number | null | undefined} lower
- * @param {number | null | undefined} upper
- * @returns {string} An interval of shares, in percent.
- */
-export function percentRange(lower, upper) {
-  if (!isKnown(lower) || !isKnown(upper)) return UNKNOWN;
-  return `${number(lower * 100, 1)} to ${number(upper * 100, 1)} %`;
-}
-
-/** @param {number | null | undefined} value @returns {string} With a decimal unit: `1.5 MB`. */
-export function bytes(value) {
-  if (!isKnown(value)) return UNKNOWN;
-  const sign = value < 0 ? "−" : "";
-  let size = Math.abs(value);
-  for (const unit of ["B", "kB", "MB", "GB"]) {
-    if (size < 1000) return `${sign}${unit === "B" ? size.toFixed(0) : size.toFixed(1)} ${unit}`;
-    size /= 1000;
-  }
-  return `${sign}${size.toFixed(1)} TB`;
-}
-
-/** @param {number | null | undefined} value in seconds @returns {string} Such as `1 min 20 s`. */
-export function duration(value) {
-  if (!isKnown(value)) return UNKNOWN;
-  const s = Math.abs(value);
-  if (s < 1e-3) return `${(s * 1e6).toFixed(1)} µs`;
-  if (s < 1) return `${(s * 1e3).toFixed(1)} ms`;
-  if (s < 10) return `${s.toFixed(1)} s`;
-  if (s < 60) return `${Math.round(s)} s`;
-  if (s < 3600) return pair(Math.round(s), 60, "min", "s");
-  if (s < 86400) return pair(Math.round(s / 60), 60, "h", "min");
-  return pair(Math.round(s / 3600), 24, "days", "h");
-}
-
-const ROUGH_UNITS = [
-  ["days", 86400],
-  ["h", 3600],
-  ["min", 60],
-  ["s", 1],
-  ["ms", 1e-3],
+const BYTE_UNITS = [
+  ["TB", 1e12],
+  ["GB", 1e9],
+  ["MB", 1e6],
+  ["kB", 1e3],
 ];
 
-/** @param {number} value @returns {number} With two significant digits. */
-export function twoDigits(value) {
-  return Number(value.toPrecision(2));
+/** @param {number | null | undefined} value @returns {string} With a decimal unit: `1.25 MB`. */
+export function bytes(value) {
+  if (!isKnown(value)) return UNKNOWN;
+  // Compared with what rounding would show: 999,999 bytes are 1 MB, not 1000 kB.
+  const found = BYTE_UNITS.find(([, size]) => Math.abs(value) >= 0.9995 * size);
+  const [unit, size] = found ?? ["B", 1];
+  return `${rounded(value / size)} ${unit}`;
 }
+
+/** Units, with the least number of seconds that is shown in each. */
+const TIME_UNITS = [
+  ["d", 86400, 2 * 86400],
+  ["h", 3600, 2 * 3600],
+  ["min", 60, 2 * 60],
+  ["s", 1, 1],
+  ["ms", 1e-3, 1e-3],
+];
 
 /**
  * @param {number | null | undefined} value in seconds
- * @returns {string} With two significant digits: `24 ms`, `13 min`.
+ * @param {number} [digits] significant digits
+ * @returns {string} Such as `12.5 min`.
  */
-export function roughDuration(value) {
+export function duration(value, digits = 3) {
   if (!isKnown(value)) return UNKNOWN;
-  const [unit, size] = ROUGH_UNITS.find(([, least]) => Math.abs(value) >= least) ?? ["µs", 1e-6];
-  return `${twoDigits(value / size)} ${unit}`;
-}
-
-function pair(total, base, large, small) {
-  const rest = total % base;
-  return rest
-    ? `${Math.floor(total / base)} ${large} ${rest} ${small}`
-    : `${total / base} ${large}`;
+  if (value === 0) return "0 s";
+  const found = TIME_UNITS.find(([, , least]) => Math.abs(value) >= least);
+  const [unit, size] = found ?? ["µs", 1e-6];
+  return `${rounded(value / size, digits)} ${unit}`;
 }
 
 /**
@@ -147,7 +102,10 @@ export function ago(unix, now) {
   const passed = now - unix;
   // The clocks of the controller and of this machine may differ by seconds.
   if (passed > -3 && passed < 1) return "now";
-  return passed > 0 ? `${duration(passed)} ago` : `in ${duration(-passed)}`;
+  const seconds = Math.abs(Math.round(passed));
+  const whole = seconds < 120 ? seconds : 60 * Math.round(seconds / 60);
+  const text = duration(whole, whole < 7200 ? 3 : 2);
+  return passed > 0 ? `${text} ago` : `in ${text}`;
 }
 
 /** @param {number | null | undefined} unix seconds @returns {string} UTC date and time. */
@@ -171,5 +129,5 @@ export function text(value) {
  * @returns {string} The first twelve characters: enough to compare by eye.
  */
 export function shortDigest(digest) {
-  return digest.length > 12 ? digest.slice(0, 12) : digest;
+  return digest.slice(0, 12);
 }

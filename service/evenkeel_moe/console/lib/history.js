@@ -4,7 +4,7 @@ import { isKnown } from "./format.js";
 
 /**
  * @typedef {{at: number, time: number | null, tokens: number | null, reason: string,
- *   plan: string | null}} Point
+ *   words: string}} Point
  * @param {object} decision a row of `decisions`
  * @param {object | null} [status] the deployment that was read with it. A cycle that ended early
  *   has no balance of its own; the window had this one then.
@@ -17,7 +17,7 @@ export function pointOf(decision, status = null) {
     time: numbers.time_balance ?? null,
     tokens: numbers.balancedness_mean ?? status?.balancedness_mean ?? null,
     reason: decision.reason,
-    plan: decision.plan_id ?? null,
+    words: decision.reason_text,
   };
 }
 
@@ -80,13 +80,16 @@ function usualDistance(rows) {
 
 /**
  * @param {Point[]} points oldest first
- * @returns {{reason: string, count: number, share: number}[]} The ends of cycles, the most frequent
- *   first.
+ * @returns {{reason: string, words: string, count: number, share: number}[]} The ends of cycles,
+ *   the most frequent first.
  */
 export function reasonCounts(points) {
   const found = new Map();
-  for (const { reason } of points) found.set(reason, (found.get(reason) ?? 0) + 1);
-  return [...found]
-    .map(([reason, times]) => ({ reason, count: times, share: times / points.length }))
+  for (const { reason, words } of points) {
+    const row = found.get(reason) ?? { reason, words, count: 0 };
+    found.set(reason, { ...row, count: row.count + 1 });
+  }
+  return [...found.values()]
+    .map((row) => ({ ...row, share: row.count / points.length }))
     .sort((a, b) => b.count - a.count);
 }

@@ -91,18 +91,3 @@ export function slotLayout(numRanks, slotsPerRank, width, widest = 34) {
   const height = Math.ceil(numRanks / columns) * blockHeight;
   return { cell, cellHeight, label, blockWidth, blockHeight, columns, height };
 }
-
-/**
- * @param {object[]} plans newest first
- * @param {{epoch: number | null, rollback_epoch: number | null}} deployment
- * @returns {object | undefined} The plan that led from the epoch to which the controller would roll
- *   back to the present one. The controller compares the maps; epochs alone may begin again at 0.
- */
-export function planBehind(plans, { epoch, rollback_epoch: before }) {
-  return plans.find(
-    (plan) =>
-      plan.waves_committed > 0 &&
-      plan.base_epoch === before &&
-      plan.base_epoch + plan.waves_committed === epoch,
-  );
-}

@@ -1,22 +1,13 @@
 /** Errors of the API as sentences. */
 
-/** Also a single controller loses its lease, if it is held up for longer than the lease lasts. */
-export const NO_LEASE =
-  "Neither this controller nor another replica holds the lease of this deployment. It is asked" +
-  " for about once a second.";
-
 /** A request that failed: a problem of the API, or no answer at all. */
 export class RequestError extends Error {
   /**
    * @param {number} status HTTP status; 0 without an answer
    * @param {object | null} problem the problem details; `{waited_s}` if the time ran out
-   * @param {string} path
    */
-  constructor(status, problem, path) {
+  constructor(status, problem) {
     super(describe(status, problem));
-    this.status = status;
-    this.problem = problem;
-    this.path = path;
   }
 }
 
@@ -32,21 +23,10 @@ export function describe(status, problem) {
       : "The controller does not answer.";
   }
   if (status === 401) return "The token is not accepted. It is wrong, or it was revoked.";
-  if (problem?.reason === "not_leader") {
-    return problem.leader
-      ? `Replica ${problem.leader} leads this deployment, and this page talks to another replica.`
-      : NO_LEASE;
-  }
-  if (problem?.reason === "planner_starting") {
-    return "The planner is starting. On a busy machine this takes some minutes.";
-  }
   const detail = problem?.detail ?? `the answer has status ${status}`;
-  const title = problem?.title;
-  return title ? `${title}: ${detail}.` : `${capital(detail)}.`;
-}
-
-function capital(words) {
-  return words.charAt(0).toUpperCase() + words.slice(1);
+  // What is away for a while is said without the words of HTTP.
+  if (problem?.title && status !== 503) return `${problem.title}: ${detail}.`;
+  return `${detail.charAt(0).toUpperCase()}${detail.slice(1)}.`;
 }
 
 /**

@@ -77,14 +77,14 @@ export class Api {
       response = await fetch(url, { method, headers: all, body, signal, cache: "no-store" });
     } catch (error) {
       const late = error.name === "TimeoutError" ? { waited_s: timeoutMs / 1000 } : null;
-      throw new RequestError(0, late, path);
+      throw new RequestError(0, late);
     }
     const date = Date.parse(response.headers.get("Date") ?? "");
     if (Number.isFinite(date)) this.noteClock(date / 1000);
     if (response.ok || response.status === 304) return response;
     const problem = await response.json().catch(() => null);
     if (response.status === 401) this.refused();
-    throw new RequestError(response.status, problem, path);
+    throw new RequestError(response.status, problem);
   }
 
   /** The header has whole seconds, so that smaller differences say nothing. */

@@ -1,27 +1,24 @@
 /** Capacity: more or fewer extra replicas against the KV cache and goodput. */
 
 import { useCallback, useEffect, useState } from "../vendor/hooks.js";
-import { adviceWords, outcomeWords } from "../lib/advice.js";
-import {
-  bytes,
-  count,
-  number,
-  percent,
-  signedPercent,
-  signedRange,
-  UNKNOWN,
-  wordsWithMinus,
-} from "../lib/format.js";
+import { bytes, count, number, percent, signedPercent, UNKNOWN } from "../lib/format.js";
 import { deploymentPath } from "../net/api.js";
-import { Badge, Facts, html, Moment, Problem, Section, Table } from "../ui.js";
+import {
+  Badge,
+  Facts,
+  html,
+  Moment,
+  numeric,
+  plain,
+  Problem,
+  Section,
+  Table,
+  wordy,
+} from "../ui.js";
 
 const MOST_AGE_S = 300;
 const SLOW_MS = 180_000;
-const CALLS = {
-  recommend: ["good", "A plan is recommended"],
-  not_now: ["plain", "No plan now"],
-  insufficient_evidence: ["warn", "Too little evidence"],
-};
+const KINDS = { recommend: "good", not_now: "plain", insufficient_evidence: "warn" };
 
 /** The recommendation. Computing it takes processor time, so it is asked for once. */
 function useRecommendation(api, name) {
@@ -47,9 +44,8 @@ function useRecommendation(api, name) {
   return { ...state, ask };
 }
 
-export function Capacity({ api, name, deployment, now }) {
+export function Capacity({ api, name, now }) {
   const { data, error, busy, ask } = useRecommendation(api, name);
-  const mode = deployment?.mode;
   const again = html`<button
     type="button"
     class="button"
@@ -61,23 +57,22 @@ export function Capacity({ api, name, deployment, now }) {
   </button>`;
   return html`<${Section} title="Recommendation" actions=${again}>
       <${Problem} error=${error} />
-      ${data ? html`<${Advice} advice=${data} mode=${mode} now=${now} />` : ""}
+      ${data ? html`<${Advice} advice=${data} now=${now} />` : ""}
       ${busy && !data ? html`<p class="empty" aria-busy="true">Computing…</p>` : ""}
     <//>
     ${
       data
-        ? html`<${Replicas} advice=${data} /><${Policies} rows=${data.policies} mode=${mode} />`
+        ? html`<${Replicas} advice=${data} /><${Policies} rows=${data.policies} />`
         : ""
     }`;
 }
 
-function Advice({ advice, mode, now }) {
-  const [kind, words] = CALLS[advice.call] ?? ["plain", advice.call];
+function Advice({ advice, now }) {
   return html`<p class="answer">
-      <${Badge} kind=${kind}>${words}<//> ${adviceWords(advice.reason, mode)}
+      <${Badge} kind=${KINDS[advice.call] ?? "plain"}>${advice.call_text}<//> ${advice.reason_text}
     </p>
     <ul class="words">
-      ${advice.words.map((line, i) => html`<li key=${i}>${wordsWithMinus(line)}</li>`)}
+      ${advice.words.map((line, i) => html`<li key=${i}>${line}</li>`)}
     </ul>
     <${Facts}
       rows=${[
@@ -104,33 +99,21 @@ function Replicas({ advice }) {
       ${row.present ? html` <${Badge} kind="info">present<//>` : ""}
       ${advised(row) ? html` <${Badge} kind="good">advised by MoE time<//>` : ""}</span
     >`;
-  const note = wordsWithMinus(tradeoff.words);
-  return html`<${Section} title="Extra replicas against KV cache" note=${note}>
-    ${tradeoff.craft_words ? html`<p class="note">${wordsWithMinus(tradeoff.craft_words)}</p>` : ""}
+  return html`<${Section} title="Extra replicas against KV cache" note=${tradeoff.words}>
+    ${tradeoff.craft_words ? html`<p class="note">${tradeoff.craft_words}</p>` : ""}
     <${Table}
       caption="Numbers of extra replicas"
       rows=${tradeoff.rows}
       keyOf=${(row) => `${row.rule} ${row.level}`}
       columns=${[
-        { title: "Extra replicas", of: mark },
-        { title: "Total", numeric: true, of: (row) => count(row.replicas) },
-        { title: "Balancedness", numeric: true, of: (row) => number(row.balancedness) },
-        { title: "MoE time saved", numeric: true, of: (row) => signedPercent(row.gain) },
-        {
-          title: "More memory per rank",
-          numeric: true,
-          of: (row) => bytes(row.extra_bytes_per_rank),
-        },
-        { title: "KV tokens lost", numeric: true, of: (row) => count(row.kv_tokens_lost) },
-        { title: "KV tokens then", numeric: true, of: (row) => count(row.kv_tokens) },
-        {
-          title: "Goodput",
-          numeric: true,
-          of: (row) =>
-            row.goodput_lower === row.goodput_upper
-              ? signedPercent(row.goodput_lower)
-              : signedRange(row.goodput_lower, row.goodput_upper),
-        },
+        plain("Extra replicas", mark),
+        numeric("Total", (row) => count(row.replicas)),
+        numeric("Balancedness", (row) => number(row.balancedness)),
+        numeric("MoE time saved", (row) => signedPercent(row.gain)),
+        numeric("More memory per rank", (row) => bytes(row.extra_bytes_per_rank)),
+        numeric("KV tokens lost", (row) => count(row.kv_tokens_lost)),
+        numeric("KV tokens then", (row) => count(row.kv_tokens)),
+        numeric("Goodput", goodput),
       ]}
     />
     <${Facts}
@@ -146,24 +129,26 @@ function Replicas({ advice }) {
   <//>`;
 }
 
-function Policies({ rows, mode }) {
+function goodput({ goodput_lower: lower, goodput_upper: upper }) {
+  return lower === upper
+    ? signedPercent(lower)
+    : `${signedPercent(lower)} to ${signedPercent(upper)}`;
+}
+
+function Policies({ rows }) {
   return html`<${Section} title="Planning algorithms on the same steps">
     <${Table}
       caption="Planning algorithms"
       rows=${rows}
       keyOf=${(row) => row.policy}
       columns=${[
-        { title: "Policy", of: (row) => row.policy },
-        { title: "Outcome", text: true, of: (row) => outcomeWords(row.reason, mode) },
-        { title: "Copies", numeric: true, of: (row) => count(row.copies) },
-        { title: "Bytes", numeric: true, of: (row) => bytes(row.nbytes) },
-        {
-          title: "Expected balancedness",
-          numeric: true,
-          of: (row) => number(row.balancedness_expected),
-        },
-        { title: "Predicted saving", numeric: true, of: (row) => percent(row.verdict?.gain) },
-        { title: "Detail", of: (row) => row.detail ?? "" },
+        plain("Policy", (row) => row.policy),
+        wordy("Outcome", (row) => row.reason_text),
+        numeric("Copies", (row) => count(row.copies)),
+        numeric("Bytes", (row) => bytes(row.nbytes)),
+        numeric("Expected balancedness", (row) => number(row.balancedness_expected)),
+        numeric("Predicted saving", (row) => percent(row.verdict?.gain)),
+        plain("Detail", (row) => row.detail ?? ""),
       ]}
     />
   <//>`;

@@ -1,14 +1,11 @@
 /** The buttons that change a deployment: freeze, resume, roll back. The token's role decides. */
 
-import { useEffect, useState } from "../vendor/hooks.js";
-import { ago, bytes, count, duration, moment, UNKNOWN } from "../lib/format.js";
-import { holdWords } from "../lib/gates.js";
-import { planBehind } from "../lib/placement.js";
+import { useState } from "../vendor/hooks.js";
+import { ago, moment } from "../lib/format.js";
 import { allows } from "../lib/problem.js";
 import { linkTo } from "../lib/route.js";
-import { sentence } from "../lib/reasons.js";
 import { deploymentPath } from "../net/api.js";
-import { ActionButton, Badge, Facts, html, Problem } from "../ui.js";
+import { ActionButton, Badge, Figures, html, Problem } from "../ui.js";
 
 const FREEZES = [
   [600, "10 minutes"],
@@ -21,7 +18,7 @@ const FREEZES = [
 export function Controls({ api, role, deployment, reload, now }) {
   const [seconds, setSeconds] = useState(3600);
   const path = deploymentPath(deployment.deployment);
-  const { frozen_until_unix: until, held, held_because: because } = deployment;
+  const { frozen_until_unix: until, held, held_text: heldWords } = deployment;
   const post = async (action, body) => {
     await api.change("POST", `${path}/${action}`, body);
     await reload();
@@ -42,8 +39,7 @@ export function Controls({ api, role, deployment, reload, now }) {
             act=${() => post("resume")}
           >
             <p>
-              ${sentence(because)} ${holdWords(deployment.mode)} After this the controller may start
-              plans by itself in mode auto.
+              ${heldWords} After this the controller may start plans by itself in mode auto.
             </p><//
           >`
         : ""
@@ -85,15 +81,9 @@ export function Controls({ api, role, deployment, reload, now }) {
 
 function Rollback({ api, path, deployment, reload, now }) {
   const { epoch, rollback_epoch: before } = deployment;
-  const [plans, setPlans] = useState([]);
-  useEffect(() => {
-    if (!epoch) return;
-    const known = (page) => setPlans(page.items);
-    // Without an answer the question names no plan.
-    api.get(`${path}/plans?page_size=100`).then(known, () => setPlans([]));
-  }, [api, path, epoch]);
-  const last = planBehind(plans, deployment);
   const [cost, setCost] = useState(null);
+  // Without an answer the question names no plan.
+  const last = cost?.data?.undoes;
   const ask = () => {
     setCost({ data: null, error: null });
     const told = (data) => setCost({ data, error: null });
@@ -126,30 +116,15 @@ function Rollback({ api, path, deployment, reload, now }) {
           : ""
       }.
       Automatic plans are then held until somebody resumes them.
-      ${` ${holdWords(deployment.mode)}`}
+      ${` ${cost?.data?.hold_text ?? ""}`}
     </p>
-    ${cost ? html`<${RollbackCost} ...${cost} pooled=${isPooled(deployment)} />` : ""}<//
+    ${cost ? html`<${RollbackCost} ...${cost} />` : ""}<//
   >`;
 }
 
-const isPooled = ({ shape }) => Boolean(shape) && shape.pool_slots_per_rank !== null;
-
-/** What a rollback moves and costs, as a proposal tells it. */
-function RollbackCost({ data, error, pooled }) {
+/** What a rollback moves and costs. */
+function RollbackCost({ data, error }) {
   if (error) return html`<${Problem} error=${error} />`;
   if (!data) return html`<p class="empty" aria-busy="true">Counting the copies…</p>`;
-  const stall = data.expected_stall_s;
-  return html`<${Facts}
-    rows=${[
-      ["Copies between ranks", count(data.moves)],
-      ["Bytes", bytes(data.nbytes)],
-      ["Waves", count(data.waves)],
-      [
-        "Expected stall",
-        stall === null ? UNKNOWN : duration(stall),
-        stall === null ? "No swap was measured yet." : "of one step for each wave",
-      ],
-      ["KV cache", pooled ? UNKNOWN : "unchanged"],
-    ]}
-  />`;
+  return html`<${Figures} rows=${data.figures} />`;
 }

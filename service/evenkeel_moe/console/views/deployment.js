@@ -2,7 +2,7 @@
 
 import { useEffect } from "../vendor/hooks.js";
 import { counted, isKnown, number, text } from "../lib/format.js";
-import { healthOf, isLoadPast } from "../lib/health.js";
+import { isLoadPast } from "../lib/ranks.js";
 import { linkTo, VIEWS } from "../lib/route.js";
 import { deploymentPath } from "../net/api.js";
 import { usePoll, useWidth } from "../net/poll.js";
@@ -57,7 +57,7 @@ export function Deployment({ api, role, route }) {
 }
 
 function Head({ poll, name, deployment, api, role, reload, now }) {
-  const health = deployment ? healthOf(deployment, now) : null;
+  const health = deployment?.health;
   return html`<div class="page-head">
       <h1>${name}</h1>
       ${health ? html`<${Level} level=${health.level} />` : ""}
@@ -66,7 +66,7 @@ function Head({ poll, name, deployment, api, role, reload, now }) {
       ${deployment ? html`<${Controls} ...${{ api, role, deployment, reload, now }} />` : ""}
     </div>
     <${Problem} error=${poll.error} />
-    ${health ? html`<p id="health"><b>${health.words}</b></p>` : ""}
+    ${health ? html`<p id="health"><b>${health.text}</b></p>` : ""}
     ${deployment ? html`<p class="note">${facts(deployment)}</p>` : ""}`;
 }
 

@@ -1,9 +1,8 @@
 /** Fleet now: every deployment, the one in the worst state first. */
 
 import { counted, isKnown, number } from "../lib/format.js";
-import { healthOf, isLoadPast, worstFirst } from "../lib/health.js";
+import { isLoadPast, worstFirst } from "../lib/ranks.js";
 import { linkTo } from "../lib/route.js";
-import { sentence } from "../lib/reasons.js";
 import { useHistory } from "../net/history.js";
 import { usePoll } from "../net/poll.js";
 import { BalanceChart, BalanceKey } from "../charts/series.js";
@@ -21,10 +20,10 @@ export function Fleet({ api }) {
     <${Loaded} poll=${poll}
       >${({ items }) =>
         items.length
-          ? html`<p class="note">${summary(items, api.now())}</p>
+          ? html`<p class="note">${summary(items)}</p>
               <${BalanceKey} time=${items.some(knowsTime)} />
               <ul class="fleet">
-                ${worstFirst(items, api.now()).map(
+                ${worstFirst(items).map(
                   (row) => html`<${Row} key=${row.deployment} api=${api} row=${row} />`,
                 )}
               </ul>`
@@ -34,10 +33,9 @@ export function Fleet({ api }) {
     >`;
 }
 
-function summary(rows, now) {
-  const levels = rows.map((row) => healthOf(row, now).level);
-  const troubled = levels.filter((level) => level === "bad").length;
-  const attention = levels.filter((level) => level === "attention").length;
+function summary(rows) {
+  const times = (level) => rows.filter((row) => row.health.level === level).length;
+  const [troubled, attention] = ["bad", "attention"].map(times);
   const parts = [counted(rows.length, "deployment")];
   if (troubled) parts.push(`${troubled} in trouble`);
   if (attention) parts.push(`${attention} to look at`);
@@ -45,7 +43,7 @@ function summary(rows, now) {
 }
 
 function Row({ api, row }) {
-  const health = healthOf(row, api.now());
+  const { health } = row;
   const waiting = row.proposals ?? [];
   const points = useHistory(api, row);
   const { last_decision: decision, active_plan: plan } = row;
@@ -58,8 +56,8 @@ function Row({ api, row }) {
       ${row.ranks ? html`<${Badge}>${fresh} of ${row.shape.num_ranks} ranks<//>` : ""}
     </div>
     <div class="fleet-words">
-      <p><b>${health.words}</b></p>
-      ${decision ? html`<${Newest} ...${{ decision, now: api.now(), above: health.words }} />` : ""}
+      <p><b>${health.text}</b></p>
+      ${decision ? html`<${Newest} ...${{ decision, now: api.now(), above: health.text }} />` : ""}
       ${waiting.map((each) => html`<${Waiting} key=${each.plan_id} row=${row} plan=${each} />`)}
       ${plan ? html`<${Running} row=${row} plan=${plan} />` : ""}
     </div>
@@ -89,7 +87,7 @@ const knowsTime = ({ time_balance: time, cost_model: model }) =>
   isKnown(time) || (Boolean(model) && model.unit !== "tokens");
 
 function Newest({ decision, now, above }) {
-  const words = sentence(decision.reason);
+  const words = decision.reason_text;
   return html`<p class="hint">
     ${"Newest decision, "}<${Moment} unix=${decision.at} now=${now} />
     ${words === above ? "." : `: ${words}`}

@@ -3,14 +3,13 @@
 import { useEffect, useRef, useState } from "../vendor/hooks.js";
 import { hottest } from "../lib/colour.js";
 import { ago, count, number, timeOfDay } from "../lib/format.js";
-import { reportedWords } from "../lib/health.js";
+import { reportedWords } from "../lib/ranks.js";
 import { sameShape } from "../lib/placement.js";
-import { hasEnded } from "../lib/timeline.js";
 import { deploymentPath } from "../net/api.js";
 import { useEvery, usePoll } from "../net/poll.js";
 import { HeatMap } from "../charts/heatmap.js";
 import { LayerSlots } from "../charts/slotmap.js";
-import { Choice, html, Problem, Section, Table } from "../ui.js";
+import { Choice, html, numeric, Problem, Section, Table } from "../ui.js";
 
 const PERIOD_MS = 5000;
 const MOST_MOMENTS = 120;
@@ -42,6 +41,7 @@ async function wholeMap(api, path, phase) {
     newest: whole.newest_step,
     reported: whole.newest_step_unix,
     connected: whole.ranks_connected,
+    past: whole.is_past,
     ranks: joined("ranks"),
     experts: joined("experts"),
   };
@@ -62,10 +62,10 @@ function useMoments(api, path, phase) {
       setError(null);
       if (shown.current !== phase) return;
       const same = (last) => last?.newest === map.newest;
-      const { reported, connected } = map;
+      const { reported, connected, past } = map;
       setMoments((old) =>
         same(old[old.length - 1])
-          ? [...old.slice(0, -1), { ...old[old.length - 1], reported, connected }]
+          ? [...old.slice(0, -1), { ...old[old.length - 1], reported, connected, past }]
           : [...old, map].slice(-MOST_MOMENTS),
       );
     } catch (failure) {
@@ -119,7 +119,6 @@ export function Load({ api, name, deployment, now }) {
         rows?.length
           ? html`<${HeatMap}
                 rows=${rows}
-                firstLayer=${0}
                 column=${across.slice(0, -1)}
                 onPick=${(row) => setLayer(row)}
               />
@@ -140,7 +139,8 @@ function Slider({ moments, index, now, onChange }) {
   if (!moments.length) return "";
   const map = moments[index];
   const live = index === moments.length - 1;
-  const { words: reported, past } = reportedWords(map, now);
+  const { past } = map;
+  const reported = reportedWords(map, now);
   const when = live ? `Now, ${reported}` : `${timeOfDay(map.at)} UTC, ${ago(map.at, now)}`;
   const steps = `${count(map.steps)} steps up to step ${count(map.newest)}`;
   return html`<div class="slider">
@@ -176,9 +176,9 @@ function Hottest({ rows, column }) {
       keyOf=${(cell) => `${cell.row} ${cell.column}`}
       empty="No load is known."
       columns=${[
-        { title: "Layer", numeric: true, of: (cell) => cell.row },
-        { title: column === "rank" ? "Rank" : "Expert", numeric: true, of: (cell) => cell.column },
-        { title: "Load / mean", numeric: true, of: (cell) => number(cell.load, 2) },
+        numeric("Layer", (cell) => cell.row),
+        numeric(column === "rank" ? "Rank" : "Expert", (cell) => cell.column),
+        numeric("Load / mean", (cell) => number(cell.load, 2)),
       ]}
     />`;
 }
@@ -191,10 +191,8 @@ function Slots({ api, name, deployment, loads, layer }) {
   useEffect(() => {
     if (epoch !== null) api.get(`${path}/placement`).then(setPlacement, () => setPlacement(null));
   }, [api, path, epoch]);
-  const plans = usePoll(api, `${path}/plans?page_size=20`, PERIOD_MS);
-  const open = (plans.data?.items ?? []).find(
-    (plan) => !hasEnded(plan) && plan.base_epoch === epoch,
-  );
+  const plans = [deployment?.active_plan, ...(deployment?.proposals ?? [])];
+  const open = plans.find((plan) => plan && plan.base_epoch === epoch);
   const plan = usePoll(api, open ? `${path}/plans/${encodeURIComponent(open.plan_id)}` : null, 0);
   if (!placement)
     return html`<${Section} title="Slots of one layer"
@@ -204,7 +202,7 @@ function Slots({ api, name, deployment, loads, layer }) {
   const target = plan.data?.target.physical_to_logical;
   const after =
     target && placement.epoch === plan.data.base_epoch && sameShape(before, target) ? target : null;
-  const still = plans.data && !open ? NO_PLAN : COMMITTED;
+  const still = deployment?.proposals && !open ? NO_PLAN : COMMITTED;
   const planNote = `With the moves of plan ${open?.plan_id}, which is ${open?.phase}.`;
   return html`<${Section} title="Slots of one layer" note=${after ? planNote : still}>
     <${LayerSlots}

@@ -2,12 +2,21 @@
 
 import { bytes, count, percent } from "../lib/format.js";
 import { allows } from "../lib/problem.js";
-import { sentence } from "../lib/reasons.js";
 import { linkTo } from "../lib/route.js";
-import { phaseOf } from "../lib/timeline.js";
 import { deploymentPath } from "../net/api.js";
 import { usePoll } from "../net/poll.js";
-import { ActionButton, Badge, html, Loaded, Moment, Section, Table } from "../ui.js";
+import {
+  ActionButton,
+  Badge,
+  html,
+  Loaded,
+  Moment,
+  numeric,
+  plain,
+  Section,
+  Table,
+  wordy,
+} from "../ui.js";
 
 const PERIOD_MS = 3000;
 const OBSERVES = "In observe mode the controller makes no plans of its own.";
@@ -24,8 +33,7 @@ const promised = (plan) => (plan.kind === "rollback" ? "" : percent(plan.numbers
 
 /** The phase of a plan, as a word in a frame. */
 export function Phase({ plan }) {
-  const phase = phaseOf(plan);
-  return html`<${Badge} kind=${KINDS[phase] ?? "plain"}>${phase}<//>`;
+  return html`<${Badge} kind=${KINDS[plan.phase] ?? "plain"}>${plan.phase_text}<//>`;
 }
 
 export function Plans({ api, role, name, deployment, now, reload }) {
@@ -60,18 +68,15 @@ export function Plans({ api, role, name, deployment, now, reload }) {
           keyOf=${(plan) => plan.plan_id}
           empty="No plan was made yet."
           columns=${[
-            { title: "Plan", of: id },
-            { title: "Phase", of: (plan) => html`<${Phase} plan=${plan} />` },
-            { title: "Made because", text: true, of: (plan) => sentence(plan.planned_because) },
-            {
-              title: "Created",
-              of: (plan) => html`<${Moment} unix=${plan.created_at} now=${now} />`,
-            },
-            { title: "Policy", of: (plan) => plan.policy },
-            { title: "Copies", numeric: true, of: (plan) => count(plan.moves) },
-            { title: "Bytes", numeric: true, of: (plan) => bytes(plan.nbytes) },
-            { title: "Promised", numeric: true, of: promised },
-            { title: "Delivered", numeric: true, of: (plan) => percent(plan.delivered?.gain) },
+            plain("Plan", id),
+            plain("Phase", (plan) => html`<${Phase} plan=${plan} />`),
+            wordy("Made because", (plan) => plan.planned_because_text),
+            plain("Created", (plan) => html`<${Moment} unix=${plan.created_at} now=${now} />`),
+            plain("Policy", (plan) => plan.policy),
+            numeric("Copies", (plan) => count(plan.moves)),
+            numeric("Bytes", (plan) => bytes(plan.nbytes)),
+            numeric("Promised", promised),
+            numeric("Delivered", (plan) => percent(plan.delivered?.gain)),
           ]}
         />`}<//
     >

@@ -1,11 +1,10 @@
 /** Ranks: where they run, how fast they are, and which of their reports were not used. */
 
-import { bytes, count, isKnown, number, percent, text, UNKNOWN } from "../lib/format.js";
-import { isLoadPast, rankCondition } from "../lib/health.js";
-import { sentence } from "../lib/reasons.js";
+import { bytes, count, duration, isKnown, number, percent, text, UNKNOWN } from "../lib/format.js";
+import { isLoadPast, rankCondition } from "../lib/ranks.js";
 import { deploymentPath } from "../net/api.js";
 import { usePoll } from "../net/poll.js";
-import { Badge, html, Loaded, Moment, Section, Table } from "../ui.js";
+import { Badge, html, Loaded, Moment, numeric, plain, Section, Table, wordy } from "../ui.js";
 
 const PERIOD_MS = 10_000;
 
@@ -23,45 +22,28 @@ export function Ranks({ api, name, deployment, now }) {
               keyOf=${(rank) => rank.rank}
               empty="No rank is connected."
               columns=${[
-                { title: "Rank", numeric: true, of: (rank) => rank.rank },
-                { title: "State", of: (rank) => html`<${Condition} ...${{ rank, deployment }} />` },
-                { title: "Node", of: (rank) => html`<span class="nowrap">${rank.node}</span>` },
-                {
-                  title: "GPU",
-                  of: (rank) =>
-                    html`${text(rank.device)}<span class="hint">${rank.gpu_uuid}</span>`,
-                },
-                { title: "Epoch", numeric: true, of: (rank) => text(rank.epoch) },
-                {
-                  title: "Last seen",
-                  of: (rank) => html`<${Moment} unix=${rank.last_seen_unix} now=${now} />`,
-                },
-                {
-                  title: "Load / mean",
-                  numeric: true,
-                  of: (rank) =>
-                    lastKnown(past, rank.load_share, (share) => number(share / mean, 2)),
-                },
-                {
-                  title: "Time / median",
-                  numeric: true,
-                  of: (rank) => lastKnown(!rank.fresh, rank.slowness, (value) => number(value, 2)),
-                },
-                {
-                  title: "Time per token",
-                  numeric: true,
-                  of: (rank) =>
-                    lastKnown(
-                      !rank.fresh,
-                      rank.seconds_per_token,
-                      (seconds) => `${number(seconds * 1e6, 2)} µs`,
-                    ),
-                },
-                {
-                  title: "Free memory",
-                  numeric: true,
-                  of: (rank) => lastKnown(!rank.fresh, rank.free_bytes, bytes),
-                },
+                numeric("Rank", (rank) => rank.rank),
+                plain("State", (rank) => html`<${Condition} ...${{ rank, deployment }} />`),
+                plain("Node", (rank) => html`<span class="nowrap">${rank.node}</span>`),
+                plain(
+                  "GPU",
+                  (rank) => html`${text(rank.device)}<span class="hint">${rank.gpu_uuid}</span>`,
+                ),
+                numeric("Epoch", (rank) => text(rank.epoch)),
+                plain(
+                  "Last seen",
+                  (rank) => html`<${Moment} unix=${rank.last_seen_unix} now=${now} />`,
+                ),
+                numeric("Load / mean", (rank) =>
+                  lastKnown(past, rank.load_share, (share) => number(share / mean, 2)),
+                ),
+                numeric("Time / median", (rank) =>
+                  lastKnown(!rank.fresh, rank.slowness, (value) => number(value, 2)),
+                ),
+                numeric("Time per token", (rank) =>
+                  lastKnown(!rank.fresh, rank.seconds_per_token, duration),
+                ),
+                numeric("Free memory", (rank) => lastKnown(!rank.fresh, rank.free_bytes, bytes)),
               ]}
             />`
           : html`<p class="empty">The ranks are not known here.</p>`
@@ -79,24 +61,17 @@ export function Ranks({ api, name, deployment, now }) {
             keyOf=${(row) => row.reason}
             empty="Every report was used."
             columns=${[
-              {
-                title: "Reason",
-                text: true,
-                of: (row) => html`${sentence(row.reason)} <code>${row.reason}</code>`,
-              },
-              { title: "Rank steps", numeric: true, of: (row) => count(row.rank_steps) },
-              {
-                title: "Newest",
-                text: true,
-                of: (row) =>
-                  row.samples.length
-                    ? `rank ${row.samples.at(-1).rank}: ${row.samples.at(-1).detail}`
-                    : "",
-              },
+              wordy("Reason", (row) => html`${row.reason_text} <code>${row.reason}</code>`),
+              numeric("Rank steps", (row) => count(row.rank_steps)),
+              wordy("Newest", ({ samples }) => newestWords(samples.at(-1))),
             ]}
           />`}<//
       >
     <//>`;
+}
+
+function newestWords(sample) {
+  return sample ? `rank ${sample.rank}: ${sample.detail}` : "";
 }
 
 /** A value as `show` writes it; grey and with words if it is not that of now. */

@@ -1,13 +1,24 @@
 /** Policy and record: the policy, and who changed what. */
 
 import { useState } from "../vendor/hooks.js";
-import { auditWords } from "../lib/audit.js";
 import { formOf, labelOf, policyChanges } from "../lib/changes.js";
-import { bytes, count, duration, moment } from "../lib/format.js";
+import { bytes, count, duration, moment, UNKNOWN } from "../lib/format.js";
 import { allows } from "../lib/problem.js";
 import { deploymentPath } from "../net/api.js";
 import { usePoll } from "../net/poll.js";
-import { ActionButton, Badge, Facts, html, Loaded, Moment, Section, Table } from "../ui.js";
+import {
+  ActionButton,
+  Badge,
+  Facts,
+  html,
+  Loaded,
+  Moment,
+  numeric,
+  plain,
+  Section,
+  Table,
+  wordy,
+} from "../ui.js";
 
 const PERIOD_MS = 5000;
 
@@ -35,32 +46,23 @@ export function Record({ api, role, name, now, reload }) {
             keyOf=${(row) => row.id}
             empty="Nobody has asked for a change yet."
             columns=${[
-              { title: "When", of: (row) => html`<${Moment} unix=${row.at} now=${now} />` },
-              { title: "Who", of: (row) => html`${row.by} <span class="hint">${row.role}</span>` },
-              {
-                title: "Request",
-                text: true,
-                of: (row) => html`<${Request} row=${row} base=${`/v1/${path}`} />`,
-              },
-              { title: "Outcome", of: (row) => html`<${Outcome} status=${row.status} />` },
-              {
-                title: "UTC",
-                of: (row) => html`<span class="nowrap">${moment(row.at).slice(0, 19)}</span>`,
-              },
-              {
-                title: "Trace",
-                of: (row) =>
-                  html`<code>${row.trace_id ? row.trace_id.slice(0, 12) : "unknown"}</code>`,
-              },
+              plain("When", (row) => html`<${Moment} unix=${row.at} now=${now} />`),
+              plain("Who", (row) => html`${row.by} <span class="hint">${row.role}</span>`),
+              wordy("Request", (row) => html`<${Request} row=${row} base=${`/v1/${path}`} />`),
+              plain("Outcome", (row) => html`<${Outcome} status=${row.status} />`),
+              plain("UTC", (row) => html`<span class="nowrap">${utc(row.at)}</span>`),
+              plain("Trace", (row) => html`<code>${row.trace_id?.slice(0, 12) ?? UNKNOWN}</code>`),
             ]}
           />`}<//
       >
     <//>`;
 }
 
+const utc = (unix) => moment(unix).slice(0, 19);
+
 function Request({ row, base }) {
-  const { words, request } = auditWords(row, base);
-  return html`${words}<span class="hint nowrap"><code>${request}</code></span>`;
+  const request = `${row.method} ${row.path.replace(base, "")}`;
+  return html`${row.text}<span class="hint nowrap"><code>${request}</code></span>`;
 }
 
 function Outcome({ status }) {
@@ -95,8 +97,8 @@ function Policy({ document }) {
         rows=${Object.entries(thresholds)}
         keyOf=${([name]) => name}
         columns=${[
-          { title: "Name", of: ([name]) => html`<code>${name}</code>` },
-          { title: "Value", numeric: true, of: ([, value]) => value },
+          plain("Name", ([name]) => html`<code>${name}</code>`),
+          numeric("Value", ([, value]) => value),
         ]}
       />
     </details>`;
@@ -116,10 +118,9 @@ function EditPolicy({ api, path, role, document, changed }) {
     setBase({ ...start, form: { ...start.form, ...change } });
   };
   const forget = () => setBase(null);
-  const { changes, errors } = policyChanges(base?.document ?? document, form);
+  const changes = policyChanges(base?.document ?? document, form);
   const isChanged = Object.keys(changes).length > 0;
   const act = async () => {
-    if (errors.length) throw new Error(errors.join(" "));
     const tag = base?.tag;
     try {
       await api.change("PATCH", `${path}/policy`, changes, tag ? { "If-Match": tag } : {});
@@ -144,7 +145,7 @@ function EditPolicy({ api, path, role, document, changed }) {
     title="Change the policy"
     confirm="Send the changes"
     act=${act}
-    ready=${isChanged || errors.length > 0}
+    ready=${isChanged}
   >
     <label
       >${"Mode "}

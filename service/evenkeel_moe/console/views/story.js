@@ -1,15 +1,9 @@
 /** The course of a plan: its waves as a timeline, the ranks now, and the events in order. */
 
 import { bytes, duration, percent, timeOfDay } from "../lib/format.js";
-import {
-  hasEnded,
-  rankWords,
-  storyRange,
-  storyRows,
-  tookWords,
-  waveSpans,
-} from "../lib/timeline.js";
-import { html, Moment, Section, Table } from "../ui.js";
+import { waveWords } from "../lib/ranks.js";
+import { storyRange, tookWords, waveSpans } from "../lib/timeline.js";
+import { html, Moment, plain, Section, Table, wordy } from "../ui.js";
 
 const FEW_BARS = 32;
 const NOT_SEEN =
@@ -20,7 +14,7 @@ const NOT_SEEN =
 export function Timeline({ plan, now }) {
   const spans = waveSpans(plan.story);
   if (!spans.length) return "";
-  const [first, last] = storyRange(plan.story, now, hasEnded(plan));
+  const [first, last] = storyRange(plan.story, now, plan.ended);
   const bars = spans.reduce((sum, { ranks }) => sum + (ranks?.length ?? 0), 0);
   const isShort = bars <= FEW_BARS;
   const place = (from, to) => ({
@@ -93,8 +87,7 @@ function partsOf({ voted_s: voted, swapped_s: swapped }) {
 /** What every rank does now, and the bytes that it has staged. */
 export function RankStates({ plan, deployment }) {
   const ranks = deployment?.ranks;
-  if (!ranks || plan.phase === "proposed" || deployment.active_plan?.plan_id !== plan.plan_id)
-    return "";
+  if (!ranks || deployment.active_plan?.plan_id !== plan.plan_id) return "";
   const { staging_bytes_done: done, staging_bytes_total: total } = deployment;
   return html`<${Section} title="Ranks now">
     ${
@@ -110,7 +103,7 @@ export function RankStates({ plan, deployment }) {
       ${ranks.map(
         (rank) =>
           html`<li key=${rank.rank} class="chip ${rank.state}">
-            rank ${rank.rank}: ${rankWords(rank)}
+            rank ${rank.rank}: ${waveWords(rank)}
           </li>`,
       )}
     </ul>
@@ -122,13 +115,12 @@ export function Story({ plan, now }) {
   return html`<${Section} title="Story">
     <${Table}
       caption="Events"
-      rows=${storyRows(plan)}
+      rows=${plan.story}
       columns=${[
-        { title: "When", of: (row) => html`<${Moment} unix=${row.at} now=${now} />` },
-        { title: "UTC", of: (row) => timeOfDay(row.at) },
-        { title: "Event", text: true, of: (row) => row.words },
-        { title: "Phase", of: (row) => row.phase },
-        { title: "Detail", of: (row) => row.detail },
+        plain("When", (row) => html`<${Moment} unix=${row.at} now=${now} />`),
+        plain("UTC", (row) => timeOfDay(row.at)),
+        wordy("Event", (row) => row.text),
+        plain("Phase", (row) => row.phase_text),
       ]}
     />
   <//>`;

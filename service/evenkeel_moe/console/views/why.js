@@ -1,15 +1,13 @@
 /** What the planner waits for: the gates of the newest cycle, and what would change the answer. */
 
-import { count, percent, withMinus } from "../lib/format.js";
-import { gatesOf } from "../lib/gates.js";
+import { count, percent } from "../lib/format.js";
 import { hasTime, reasonCounts } from "../lib/history.js";
-import { sentence } from "../lib/reasons.js";
 import { linkTo } from "../lib/route.js";
 import { deploymentPath } from "../net/api.js";
 import { useHistory } from "../net/history.js";
 import { usePoll } from "../net/poll.js";
 import { BalanceChart, BalanceKey } from "../charts/series.js";
-import { html, Loaded, Moment, Section, Table } from "../ui.js";
+import { html, Loaded, Moment, numeric, plain, Section, Table, wordy } from "../ui.js";
 
 const SIGNS = {
   open: ["✓", "open"],
@@ -17,17 +15,20 @@ const SIGNS = {
   later: ["·", "not reached"],
   unknown: ["?", "unknown"],
 };
+const GATES_PERIOD_MS = 2000;
 const POLICY_PERIOD_MS = 10_000;
 
 export function Why({ api, name, deployment, now }) {
+  const gates = usePoll(api, `${deploymentPath(name)}/gates`, GATES_PERIOD_MS);
   const policy = usePoll(api, `${deploymentPath(name)}/policy`, POLICY_PERIOD_MS);
   const points = useHistory(api, deployment);
   if (!deployment) return "";
   const decision = deployment.last_decision;
+  const threshold = policy.data?.thresholds.plan_below ?? null;
   return html`<${Section} title="The newest decision">
       ${
         decision
-          ? html`<p class="answer">${sentence(decision.reason)}</p>
+          ? html`<p class="answer">${decision.reason_text}</p>
               <p class="hint">
                 ${"Decided "}
                 <${Moment} unix=${decision.at} now=${now} />
@@ -41,25 +42,18 @@ export function Why({ api, name, deployment, now }) {
       title="Gates"
       note="A cycle meets these gates in this order. The first that is closed ends it."
     >
-      <${Loaded} poll=${policy}
-        >${(document) =>
+      <${Loaded} poll=${gates}
+        >${({ items }) =>
           html`<ol class="gates">
-            ${gatesOf(deployment, document, now).map((gate) => html`<${Gate} ...${gate} />`)}
+            ${items.map((gate) => html`<${Gate} ...${gate} />`)}
           </ol>`}<//
       >
     <//>
     <${Section} title="Balance" note=${spanWords(points)}>
       ${
         points?.length
-          ? html`<${BalanceKey}
-                time=${hasTime(points)}
-                threshold=${policy.data?.thresholds.plan_below ?? null}
-              />
-              <${BalanceChart}
-                points=${points}
-                height=${220}
-                threshold=${policy.data?.thresholds.plan_below ?? null}
-              />`
+          ? html`<${BalanceKey} time=${hasTime(points)} threshold=${threshold} />
+              <${BalanceChart} points=${points} height=${220} threshold=${threshold} />`
           : html`<p class="empty">
               ${points === null ? "Loading…" : "No decision has a balance yet."}
             </p>`
@@ -71,13 +65,9 @@ export function Why({ api, name, deployment, now }) {
         rows=${reasonCounts(points ?? [])}
         keyOf=${(row) => row.reason}
         columns=${[
-          {
-            title: "Reason",
-            text: true,
-            of: (row) => html`${sentence(row.reason)} <code>${row.reason}</code>`,
-          },
-          { title: "Cycles", numeric: true, of: (row) => count(row.count) },
-          { title: "Share", numeric: true, of: (row) => percent(row.share) },
+          wordy("Reason", (row) => html`${row.words} <code>${row.reason}</code>`),
+          numeric("Cycles", (row) => count(row.count)),
+          numeric("Share", (row) => percent(row.share)),
         ]}
       />
       <details>
@@ -101,21 +91,16 @@ function Gate({ title, state, detail, remedy }) {
   </li>`;
 }
 
-export function Numbers({ numbers }) {
-  const rows = Object.entries(numbers).sort(([a], [b]) => (a < b ? -1 : 1));
+function Numbers({ numbers }) {
+  const shown = (value) => (Number.isInteger(value) ? count(value) : Number(value).toPrecision(6));
   return html`<${Table}
     caption="Numbers"
-    rows=${rows}
+    rows=${Object.entries(numbers).sort(([a], [b]) => (a < b ? -1 : 1))}
     keyOf=${([name]) => name}
     empty="It has none."
     columns=${[
-      { title: "Name", of: ([name]) => html`<code>${name}</code>` },
-      {
-        title: "Value",
-        numeric: true,
-        of: ([, value]) => 
-          Number.isInteger(value) ? count(value) : withMinus(Number(value).toPrecision(6)),
-      },
+      plain("Name", ([name]) => html`<code>${name}</code>`),
+      numeric("Value", ([, value]) => shown(value)),
     ]}
   />`;
 }

@@ -95,10 +95,12 @@ class LiveView:
         measured = measured_gauges(control.records.by_id.values())
         return DeploymentStatus(
             deployment=control.deployment,
+            at_unix=now + control.unix_offset_s,
             state=control.shown_state(now),
             reason=control.state_reason(now)[0],
             mode=control.policy.mode,
             policy=control.policy.policy,
+            rules=control.policy,
             leader=winner.holder if winner is not None and leading else "",
             term=control.leader.term if control.leader is not None else 0,
             generation=control.generation or "",

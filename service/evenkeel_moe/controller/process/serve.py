@@ -218,7 +218,8 @@ async def _run(
         max_streams=settings.grpc.max_streams,
     )
     storing = _spawn_background(settings, servers, registry, spawner)
-    app = create_app(OperatorService(registry), servers.tokens)
+    service = OperatorService(registry)
+    app = create_app(service, servers.tokens, health_bounds=settings.health)
     spawner.spawn(servers.rest.run(app), "rest")
     await servers.grpc.start(registry)
     tune_garbage_collection()

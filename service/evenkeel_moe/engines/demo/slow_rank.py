@@ -11,7 +11,7 @@ import numpy as np
 from evenkeel_moe.engines.demo.fleet_log import FleetLog, StepRow
 from evenkeel_moe.engines.demo.options import SLOW_FACTOR, SLOW_RANK, DemoOptions
 from evenkeel_moe.engines.demo.promise import PromiseCheck
-from evenkeel_moe.engines.demo.view import count
+from evenkeel_moe.model.quantities import counted
 
 DELIVERED = 0.8
 """Least measured saving, as a share of the promised one."""
@@ -87,12 +87,12 @@ class Saving:
         moe = " -> ".join(f"{moe_s(rows) * 1e3:.1f}" for rows in sides)
         steps = " -> ".join(f"{_step_s(rows) * 1e3:.1f}" for rows in sides)
         tokens = " -> ".join(f"{_share(rows):.1%}" for rows in sides)
-        plans = f"{count(len(self.reasons), 'plan')}, {count(self.copies, 'copy', 'copies')}"
+        plans = f"{counted(len(self.reasons), 'plan')}, {counted(self.copies, 'copy', 'copies')}"
         return (
             f"{moe} ms of MoE time a step, {self.measured:.1%} less, promised {self.promised:.1%}:"
             f" {self.measured / self.promised:.0%} delivered, standard error"
             f" {self.error / self.promised:.0%} ({plans}, in force after"
-            f" {count(self.in_force_after, 'step')}; whole step {steps} ms; tokens of rank"
+            f" {counted(self.in_force_after, 'step')}; whole step {steps} ms; tokens of rank"
             f" {SLOW_RANK} {tokens}; because {', '.join(self.reasons)})"
         )
 
@@ -167,7 +167,7 @@ def slow_rank_checks(
         PromiseCheck(
             f"the cost model is {source} and shows that rank {SLOW_RANK} is slow",
             found is not None,
-            f"after {count(found.step - options.slow_from, 'step')}: {found.detail}"
+            f"after {counted(found.step - options.slow_from, 'step')}: {found.detail}"
             if found
             else f"not seen, x{SLOW_FACTOR} it was",
         ),
@@ -193,7 +193,7 @@ def slow_rank_checks(
         PromiseCheck(
             "the cost model shows that the rank has recovered",
             even is not None,
-            f"after {count(even.step - slow_until, 'step')}: {even.detail}"
+            f"after {counted(even.step - slow_until, 'step')}: {even.detail}"
             if even
             else (known[-1].detail if known else "no seconds were measured"),
         ),

@@ -13,8 +13,9 @@ from evenkeel_moe.engines.demo.fleet_log import FleetLog, StepRow, mean_balanced
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.promise import PromiseCheck
 from evenkeel_moe.engines.demo.slow_rank import CostSeen, slow_rank_checks
-from evenkeel_moe.engines.demo.view import count, ratio, si_bytes
+from evenkeel_moe.engines.demo.view import ratio
 from evenkeel_moe.engines.reference.config import DispatchRule
+from evenkeel_moe.model.quantities import bytes_text, counted
 
 COMPARED_STEPS = 40
 """Steps averaged on each side of a plan or of the shift."""
@@ -318,7 +319,8 @@ def summary_lines(summary: Summary) -> list[str]:
 def _plan_lines(number: int, row: PlanResult) -> list[str]:
     one = row.first_step == row.last_step
     steps = f"step {row.first_step}" if one else f"steps {row.first_step}-{row.last_step}"
-    moved = f"{count(row.moves, 'expert')}, {si_bytes(row.nbytes)}, in {count(row.waves, 'wave')}"
+    experts, waves = counted(row.moves, "expert"), counted(row.waves, "wave")
+    moved = f"{experts}, {bytes_text(row.nbytes)}, in {waves}"
     pace = f"{_ms(row.p99_before_s)} before, {_ms(row.p99_during_s)} during"
     return [
         f"Plan {number}  {row.plan_id}  because {row.reason}",
@@ -338,8 +340,8 @@ def decision_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not rows:
         return ["Decisions: none was recorded"]
     tally = Counter(str(row["reason"]) for row in rows)
-    counted = ", ".join(f"{reason} {times}" for reason, times in tally.most_common())
-    lines = [f"Decisions: {count(len(rows), 'cycle')}: {counted}"]
+    each = ", ".join(f"{reason} {times}" for reason, times in tally.most_common())
+    lines = [f"Decisions: {counted(len(rows), 'cycle')}: {each}"]
     judged = next((row for row in rows if _VERDICT <= (row.get("numbers") or {}).keys()), None)
     if judged is not None:
         numbers = judged["numbers"]
@@ -347,6 +349,6 @@ def decision_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             f"Last plan judged ({judged['reason']}): predicted to save {numbers['gain']:.1%} of MoE"
             f" time, at least {numbers['gain_lower']:.1%},"
             f" on {numbers['held_out_steps']:.0f} steps it was not planned on,"
-            f" for {count(int(numbers['copies']), 'copy', 'copies')}"
+            f" for {counted(int(numbers['copies']), 'copy', 'copies')}"
         )
     return lines

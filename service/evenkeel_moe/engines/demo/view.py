@@ -11,6 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from evenkeel_moe.model.quantities import bytes_text, counted
+
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _CHART_ROWS = 6
 _WIDE = 96
@@ -45,20 +47,6 @@ class Snapshot:
     step_s: float | None = None
     """Median of the slowest rank's recent step times, without pacing."""
     mismatches: int = 0
-
-
-def si_bytes(number: float) -> str:
-    """Return a number of bytes with a unit, such as `1.5 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
-
-
-def count(number: int, one: str, many: str = "") -> str:
-    """Return a number with its noun, such as `1 wave` or `2 waves`."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def ratio(value: float | None, unknown: str = "unknown") -> str:
@@ -164,7 +152,7 @@ def _plan_block(status: Mapping[str, Any] | None, cells: int) -> RenderableType:
     else:
         detail = (
             f"  wave {plan['waves_committed']}/{plan['waves']}"
-            f"  {count(plan['moves'], 'copy', 'copies')}, {si_bytes(plan['nbytes'])}"
+            f"  {counted(plan['moves'], 'copy', 'copies')}, {bytes_text(plan['nbytes'])}"
             f"  because {plan['planned_because']}"
         )
         name = Text(f"{plan['plan_id']} {plan['phase']}", "bold cyan")
@@ -172,7 +160,7 @@ def _plan_block(status: Mapping[str, Any] | None, cells: int) -> RenderableType:
         total, done = status["staging_bytes_total"], status["staging_bytes_done"]
         bar = Table.grid(padding=(0, 1))
         progress = ProgressBar(total=max(total, 1), completed=done, width=cells)
-        bar.add_row(progress, Text(f"{si_bytes(done)} of {si_bytes(total)}", "dim"))
+        bar.add_row(progress, Text(f"{bytes_text(done)} of {bytes_text(total)}", "dim"))
         rows.add_row("copied", bar)
     decision = status.get("last_decision") or {"reason": "-"}
     numbers = [
@@ -260,7 +248,7 @@ def plain_line(snapshot: Snapshot) -> str:
             done, total = status["staging_bytes_done"], status["staging_bytes_total"]
             parts.append(
                 f"plan {plan['plan_id']} {plan['phase']} {plan['waves_committed']}/{plan['waves']}"
-                f" copied {si_bytes(done)}/{si_bytes(total)}"
+                f" copied {bytes_text(done)}/{bytes_text(total)}"
             )
         if status.get("last_decision"):
             parts.append(f"last decision {status['last_decision']['reason']}")

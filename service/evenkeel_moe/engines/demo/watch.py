@@ -7,7 +7,8 @@ from typing import Any
 from evenkeel_moe.engines.demo.fleet_log import FleetLog, mean_balancedness
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.slow_rank import CostSeen
-from evenkeel_moe.engines.demo.view import Snapshot, count, si_bytes
+from evenkeel_moe.engines.demo.view import Snapshot
+from evenkeel_moe.model.quantities import bytes_text, counted
 
 _SETTLED_STEPS = 8
 """Steps after a plan's last swap before its effect is reported."""
@@ -79,8 +80,8 @@ class Watch:
             if known is None:
                 self._report(
                     elapsed_s,
-                    f"plan {plan['plan_id']}: {count(plan['moves'], 'copy', 'copies')},"
-                    f" {si_bytes(plan['nbytes'])}, {count(plan['waves'], 'wave')},"
+                    f"plan {plan['plan_id']}: {counted(plan['moves'], 'copy', 'copies')},"
+                    f" {bytes_text(plan['nbytes'])}, {counted(plan['waves'], 'wave')},"
                     f" because {plan['planned_because']}",
                 )
             if known is None or known["phase"] != plan["phase"]:

@@ -1,20 +1,20 @@
-"""Says in words what a recorded request asked for. Pure functions from JSON to texts."""
+"""What a recorded request for a change asked for, in words."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from evenkeel_moe.cli.tables import leaves, setting
+from evenkeel_moe.model.documents import leaves, setting
 from evenkeel_moe.model.quantities import duration_text
 
 _PLAIN = {
-    "POST /resume": "resume automatic plans",
-    "DELETE /quarantine": "reset the counts of rejected reports",
-    "DELETE ": "remove the deployment",
+    "POST /resume": "Resume automatic plans",
+    "DELETE /quarantine": "Reset the counts of reports that were not used",
+    "DELETE ": "Forget the deployment",
 }
 
 
-def request_words(row: Mapping[str, Any]) -> str:
+def request_text(row: Mapping[str, Any]) -> str:
     """Return what a request about a deployment asked for; one without words here as it was sent.
 
     Args:
@@ -29,12 +29,13 @@ def request_words(row: Mapping[str, Any]) -> str:
         case ["POST ", "freeze"]:
             return _freeze(asked)
         case ["PATCH ", "policy"]:
-            changed = (f"{name}={setting(value)}" for name, value in leaves(asked).items())
-            return f"policy {', '.join(changed)}"
+            return f"Change the policy: {_named(asked)}"
         case ["POST ", "plans"]:
             return _plan(asked)
-        case ["POST ", "plans", plan, "approve" | "cancel" as verb]:
-            return f"{verb} plan {plan}"
+        case ["POST ", "plans", plan, "approve"]:
+            return f"Approve plan {plan}"
+        case ["POST ", "plans", plan, "cancel"]:
+            return f"Reject or cancel plan {plan}"
         case ["POST ", "rollback"]:
             return _rollback(asked)
     return _PLAIN.get(sent, sent + (f" {change}" if change else ""))
@@ -49,25 +50,33 @@ def _fields(change: str | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def _named(asked: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={setting(value)}" for name, value in leaves(asked).items())
+
+
 def _freeze(asked: Mapping[str, Any]) -> str:
     seconds = asked.get("seconds")
     if seconds is None:
-        return "freeze"
-    return f"freeze for {duration_text(seconds)}" if seconds else "end the freeze"
+        return "Freeze"
+    return f"Freeze for {duration_text(seconds)}" if seconds else "End of the freeze"
 
 
 def _plan(asked: Mapping[str, Any]) -> str:
     """Return which plan was asked for, with everything that the request named."""
-    name = f" {asked['plan_id']}" if "plan_id" in asked else ""
-    rest = {key: value for key, value in asked.items() if key not in ("plan_id", "dry_run")}
-    start = "a dry run" if asked.get("dry_run") else ""
-    start = "start at once" if rest.pop("approve", False) else start
-    named = (f"{key}={setting(value)}" for key, value in leaves(rest).items())
-    return ", ".join(part for part in (f"create plan{name}", start, *named) if part)
+    known = ("plan_id", "dry_run", "approve")
+    rest = _named({key: value for key, value in asked.items() if key not in known})
+    what = "A plan"
+    if asked.get("approve"):
+        what = "A plan that starts at once"
+    elif asked.get("dry_run"):
+        what = "Dry run of a plan"
+    name = f" with the id {asked['plan_id']}" if "plan_id" in asked else ""
+    return f"{what}{name}" + (f": {rest}" if rest else "")
 
 
 def _rollback(asked: Mapping[str, Any]) -> str:
-    name = f" as plan {asked['plan_id']}" if "plan_id" in asked else ""
     epoch, placement = asked.get("to_epoch"), asked.get("to_placement")
-    target = "the last plan" if epoch is None else f"to epoch {epoch}"
-    return f"roll back {target if placement is None else f'to placement {placement:.12}'}{name}"
+    name = f" as plan {asked['plan_id']}" if "plan_id" in asked else ""
+    if placement is not None:
+        return f"Roll back to placement {placement:.12}{name}"
+    return f"Roll back {'the last plan' if epoch is None else f'to epoch {epoch}'}{name}"

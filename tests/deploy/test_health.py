@@ -1,27 +1,26 @@
-"""The console's health agrees with the alerts, on what a running controller answers."""
+"""The health that a running controller tells agrees with the alerts."""
 
 import asyncio
 import json
 import re
-import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.console_vendor import FOLDER
+from evenkeel_moe.api.words.health import health_of
+from evenkeel_moe.ports.status import DELIVERED_BOUNDS
 from evenkeel_moe.wire.link import Heartbeat
+from tests.api.fakes import make_status
 from tests.deploy.test_rules import RULES, promtool
 from tests.integration.controller_rig import Controller, Group
 from tests.telemetry.test_load_check import HALVED
-from tests.waiting import deadline, until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.promtool, pytest.mark.integration, pytest.mark.timeout(300)]
-HEALTH = FOLDER.parent / "lib" / "health.js"
 REFRESH_S = 0.2
 EVALUATED_S = 900
 """Seconds for which the alerts see the numbers; most wait for 10 minutes at most."""
@@ -54,23 +53,6 @@ def alerts_of(scrape: str, now: float, folder: Path) -> set[str]:
     return set(re.findall(r'alertname="Evenkeel(\w+)"', told))
 
 
-def health_of(deployment: dict[str, Any], now: float) -> dict[str, str]:
-    code = f"""import {{ healthOf }} from {json.dumps(HEALTH.as_uri())};
-        import {{ readFileSync }} from "node:fs";
-        const [deployment, now] = JSON.parse(readFileSync(0, "utf8"));
-        console.log(JSON.stringify(healthOf(deployment, now)));"""
-    done = subprocess.run(
-        ["node", "--input-type=module", "-e", code],
-        input=json.dumps([deployment, now]),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=deadline(30),
-    )
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
-
-
 @HALVED
 async def test_health_is_not_good_beside_an_alert_and_good_without_one(tmp_path):
     controller = Controller(
@@ -78,29 +60,39 @@ async def test_health_is_not_good_beside_an_alert_and_good_without_one(tmp_path)
     )
     async with controller, Group() as group:
 
-        async def moment(later_s: float = 0.0) -> tuple[set[str], dict[str, str]]:
-            """The alerts and the health now, or if nothing is heard for some seconds more."""
-            before = await controller.status()
-            await asyncio.sleep(2 * REFRESH_S)  # The scrape tells of a moment between the answers.
+        async def alerts_later(later_s: float) -> set[str]:
+            """The alerts if nothing is heard for some seconds more."""
             async with httpx.AsyncClient(trust_env=False) as metrics:
                 url = f"http://127.0.0.1:{controller.ports['metrics']}/metrics"
                 text = (await metrics.get(url)).text
-            after, now = await controller.status(), time.time() + later_s
-            alerts = alerts_of(text, now, tmp_path)
-            seen = [health_of(deployment, now) for deployment in (before, after)]
+            return alerts_of(text, time.time() + later_s, tmp_path)
+
+        async def moment() -> tuple[set[str], dict[str, str]]:
+            """The alerts and the health now."""
+            before = await controller.status()
+            await asyncio.sleep(2 * REFRESH_S)  # The scrape tells of a moment between the answers.
+            alerts, after = await alerts_later(0.0), await controller.status()
+            seen = [deployment["health"] for deployment in (before, after)]
             assert not alerts or any(each["level"] != "good" for each in seen), (alerts, seen)
             return alerts, seen[-1]
 
-        async def fires(alert: str, words: str, later_s: float = 0.0) -> None:
+        async def fires(alert: str, words: str) -> None:
             async def told() -> bool:
-                alerts, health = await moment(later_s)
-                return alert in alerts and words in health["words"]
+                alerts, health = await moment()
+                return alert in alerts and words in health["text"]
 
             await until(told, within_s=60)
 
         async def is_quiet() -> bool:
             alerts, health = await moment()
             return not alerts and health["level"] == "good"
+
+        async def waits_for_approval() -> bool:
+            health = (await controller.status())["health"]
+            alerts = await alerts_later(2000)
+            return (
+                health["text"] == "1 proposal waits for approval." and "ProposalWaiting" in alerts
+            )
 
         await group.connect(controller.address)
         group.serve_on()
@@ -113,7 +105,10 @@ async def test_health_is_not_good_beside_an_alert_and_good_without_one(tmp_path)
         await fires("CountsImplausible", "The counts are in doubt: layers of one step routed")
         group.half_counted = []
         await until(is_quiet, within_s=60)
-        await fires("NoDecisions", "No cycle has ended for", later_s=1000)
+        decision, later = (await controller.status())["last_decision"], time.time() + 1000
+        assert "NoDecisions" in await alerts_later(1000)
+        silent = make_status(at_unix=later, last_decision=decision)
+        assert "No cycle has ended for" in health_of(silent, DELIVERED_BOUNDS).text
 
         rank = group.ranks[1]
         await rank.send(Heartbeat(group.step, 10_000, 1 << 20, "an engine that stopped half way"))
@@ -124,7 +119,7 @@ async def test_health_is_not_good_beside_an_alert_and_good_without_one(tmp_path)
         base = "/v1/deployments/demo"
         group.popularity = skewed
         (await controller.http.patch(f"{base}/policy", json={"mode": "propose"})).raise_for_status()
-        await fires("ProposalWaiting", "1 proposal waits for approval", later_s=2000)
+        await until(waits_for_approval, within_s=60)
 
         await rank.close()
         await fires("RankLost", "1 rank of 4 not connected")

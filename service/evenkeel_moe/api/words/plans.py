@@ -1,0 +1,143 @@
+"""A plan in words: its phase, its story, and what it delivered."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evenkeel_moe.api.words.reasons import sentence
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
+from evenkeel_moe.model.quantities import bytes_text, counted, saving, saving_range, share
+
+_EVENTS = {
+    "created": "Created",
+    "approved": "Approved",
+    "paused": "Paused",
+    "stalled": "Stalled",
+    "resumed": "Continued",
+    "recovered": "Taken over by a new leader",
+    "cancel_requested": "Cancellation requested",
+    "ended": "Ended",
+}
+_CAUSED = ("created", "paused", "stalled", "ended")
+"""Events whose reason says why they happened."""
+_SUPERSEDED = (
+    Reason.STALE_BASE,
+    Reason.GENERATION_CHANGED,
+    Reason.WEIGHTS_VERSION_CHANGED,
+)
+"""Reasons for which a plan that has not begun is useless, although nothing is wrong with it."""
+ROLLBACK_MAY_COST = "A rollback returns to an earlier placement, so MoE time may rise."
+
+
+def phase_text(phase: str, reason: str) -> str:
+    """Return the phase of a plan as people call it.
+
+    The record has the phase `refused` both for plans that break a rule and for plans that were
+    replaced before they began; the reason tells them apart.
+    """
+    return "superseded" if phase == PlanPhase.REFUSED and reason in _SUPERSEDED else phase
+
+
+def plan_text(record: PlanRecord) -> str:
+    """Return where a plan stands, and why, in sentences; its error is told beside it."""
+    phase, words = record.phase, sentence(record.reason)
+    if phase is PlanPhase.PROPOSED:
+        return "It waits for approval. Nothing has moved."
+    if phase_text(phase, record.reason) == "superseded":
+        return f"It never began, and nothing is wrong with it. {words}"
+    if phase is PlanPhase.CANCELLED and any(map(_rejects, record.story)):
+        return "An operator rejected it. Nothing has moved."
+    return words
+
+
+def _rejects(row: Mapping[str, Any]) -> bool:
+    """Return True if an operator cancelled the plan while it waited for approval."""
+    return row["event"] == "cancel_requested" and row.get("phase") == PlanPhase.PROPOSED
+
+
+def plan_between(records: Sequence[PlanRecord], first: float, last: float) -> PlanRecord | None:
+    """Return the one plan that led from an epoch to a later one; None if there are several.
+
+    Args:
+        records: newest first. One before a cold start may have the same epochs as a later one.
+        first: the epoch before the plan.
+        last: the epoch after its waves.
+    """
+    for record in records:
+        if record.waves_committed and record.plan.base_epoch + record.waves_committed == last:
+            return record if record.plan.base_epoch == first else None
+    return None
+
+
+def story_rows(record: PlanRecord) -> list[dict[str, Any]]:
+    """Return the rows of a story, each with `text` and `phase_text`."""
+    rows, committed = [], 0
+    for row in record.story:
+        shown = phase_text(row.get("phase", ""), row.get("reason", ""))
+        rows.append({**row, "text": _event(row, record.plan, committed), "phase_text": shown})
+        committed = row.get("waves_committed", committed)
+    return rows
+
+
+def _event(row: Mapping[str, Any], plan: Plan, committed: int) -> str:
+    """Return an event in words.
+
+    Args:
+        row: of the story.
+        plan: whose story it is.
+        committed: waves that were committed before it.
+    """
+    event, detail = row["event"], row.get("detail") or ""
+    match event:
+        case "measured":
+            return f"MoE time measured{_measured(row, plan.kind)}"
+        case "wave_started":
+            return _wave_began(plan, committed)
+        case "wave_committed":
+            words = _waves_committed(plan, committed + 1, row.get("waves_committed"))
+        case _:
+            words = _plain_event(row)
+    # The words about a wave say which epoch it led to.
+    said = event == "wave_committed" and re.fullmatch(r"epoch \d+", detail)
+    return words if said or not detail else f"{words} ({detail})"
+
+
+def _plain_event(row: Mapping[str, Any]) -> str:
+    event, by = row["event"], row.get("by")
+    words = "Rejected" if _rejects(row) else _EVENTS.get(event, event.replace("_", " "))
+    if by:
+        words += " in mode auto" if by == "auto" else f" by {by}"
+    return f"{words}: {sentence(row.get('reason'))}" if event in _CAUSED else words
+
+
+def _wave_began(plan: Plan, index: int) -> str:
+    words = f"Wave {index + 1} of {len(plan.waves)} began"
+    if index >= len(plan.waves):
+        return words
+    per_rank, wave = plan.target.slots_per_rank, plan.waves[index]
+    copies = counted(wave.moves(per_rank), "copy", "copies")
+    return f"{words}: {copies}, {bytes_text(wave.nbytes(per_rank))}"
+
+
+def _waves_committed(plan: Plan, first: int, last: int | None) -> str:
+    last = first if last is None else last
+    waves = f"Waves {first} to {last}" if last > first else f"Wave {last}"
+    were = "were" if last > first else "was"
+    at = f"the ranks are at epoch {plan.base_epoch + last}"
+    return f"{waves} of {len(plan.waves)} {were} committed: {at}"
+
+
+def _measured(row: Mapping[str, Any], kind: PlanKind) -> str:
+    """Return what a plan delivered beside its promise, or why that is unknown."""
+    gain, steps = row.get("delivered_gain"), row.get("steps")
+    on = f" on {counted(steps, 'step')}" if steps else ""
+    promised, least = row.get("promised_gain"), row.get("promised_lower")
+    floor = "" if least is None else f" (at least {share(least)})"
+    promise = "" if promised is None else f"promised {share(promised)}{floor}, "
+    if gain is None:
+        because = row.get("detail")
+        return f"{on}: {promise}delivered unknown" + (f", because {because}" if because else "")
+    interval = saving_range(row.get("delivered_lower"), row.get("delivered_upper"))
+    words = f"{on}: {promise}delivered {saving(gain)} (95 % interval {interval})"
+    return f"{words}. {ROLLBACK_MAY_COST}" if kind is PlanKind.ROLLBACK and gain < 0 else words

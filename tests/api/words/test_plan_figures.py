@@ -1,0 +1,69 @@
+"""The figures of a plan in words."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from evenkeel_moe.api.words.plan_figures import Figure, details, figures
+from evenkeel_moe.model.plan import PlanKind
+from evenkeel_moe.planning.decision.calibration import Calibration
+from evenkeel_moe.planning.decision.cycle import run_cycle
+from tests.api.fakes import SHAPE, make_plan, make_status
+from tests.planning.decision.test_cycle import inputs, skewed
+
+
+def shown(numbers, kind=PlanKind.MANUAL, status=None):
+    record = make_plan()
+    record = replace(record, plan=replace(record.plan, kind=kind, numbers=dict(numbers)))
+    return {figure.name: figure for figure in figures(record, status or make_status())}
+
+
+def test_no_figure_of_a_cycle_is_shown_under_a_field_name():
+    """Each figure that a plan can hold has words of its own, in the first lines or below."""
+    settled = run_cycle(inputs(skewed(64, (0, 1)))).target
+    changed = np.concatenate([skewed(40, (0, 1)), skewed(40, (6, 7), seed=1)])
+    results = (
+        run_cycle(inputs(skewed(60), calibration=Calibration(0.5, 4), step_s=0.02)),
+        run_cycle(inputs(changed, current=settled)),
+    )
+    assert {result.passed for result in results} == {True}
+    numbers = dict(results[0].numbers | results[1].numbers)
+    first = {*(f"gain{end}" for end in ("", "_lower", "_upper")), "payback_s"}
+    first |= {"gain_modelled", "calibration", "copy_cost_share", "payback_steps"}
+    first |= {"held_out_steps"}
+    first |= {*("balancedness_mean", "balancedness_expected"), "copies", "bytes", "layers", "waves"}
+    assert first < numbers.keys()
+    assert "change_strength" in numbers and "calibration" in numbers
+    rows = details(numbers)
+    assert len(rows) == len(numbers) - len(first)
+    assert not {name.replace("_", " ") for name in numbers} & {row.name for row in rows}
+    told = shown(numbers)
+    assert {"Balancedness", "Scored on", "Price of the copies", "Pays for itself after"} <= (
+        told.keys()
+    )
+    note = told["Predicted saving of MoE time"].note
+    assert note.endswith(", times 0.5 as earlier plans delivered")
+
+
+def test_plans_that_calibrated_a_promise_are_counted():
+    assert details({"calibrated_on_plans": 1.0}) == [Figure("calibrated on", "1 plan")]
+    assert details({"calibrated_on_plans": 3.0}) == [Figure("calibrated on", "3 plans")]
+
+
+def test_a_figure_of_a_later_controller_is_shown_all_the_same():
+    assert details({"new_figure_s": 3.0, "unknown": None}) == [Figure("new figure", "3 s")]
+
+
+def test_nothing_is_predicted_for_a_rollback():
+    told = shown({"to_epoch": 8.0, "gain": 0.3}, kind=PlanKind.ROLLBACK)
+    assert told["Returns to"].value == "epoch 8"
+    assert not {"Predicted saving of MoE time", "Expected stall"} & set(told)
+    stall = shown({"to_epoch": 8.0, "expected_stall_s": 0.004}, kind=PlanKind.ROLLBACK)
+    assert stall["Expected stall"].value == "4 ms"
+
+
+def test_pooled_slots_leave_the_kv_cache_unknown():
+    assert shown({})["KV cache"].value == "unchanged"
+    pooled = make_status(shape=replace(SHAPE, pool_slots_per_rank=9))
+    assert shown({}, status=pooled)["KV cache"].value == "unknown"
+    assert shown({})["Expected stall"].value == "unknown"
