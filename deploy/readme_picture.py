@@ -51,7 +51,9 @@ def draw() -> None:
     layer, tokens = rank_tokens()
     figure = Figure(figsize=(9, 2.8), layout="constrained", facecolor="white")
     axes = figure.subplots(1, 2, sharey=True)
-    for one, row, title in zip(axes, tokens, ("As the engine starts", "With the plan"), strict=True):
+    for one, row, title in zip(
+        axes, tokens, ("As the engine starts", "With the plan"), strict=True
+    ):
         ranks = np.arange(len(row))
         one.bar(ranks, row, color=np.where(row == row.max(), _FULLEST, _OTHERS))
         one.axhline(row.mean(), color=_MEAN, linewidth=1, linestyle="--")

@@ -46,7 +46,7 @@ def test_status_says_why_automatic_plans_are_held(run, operations):
     for because, words in (
         ("gains_not_delivered", "held because plans did not deliver their gain"),
         ("held_after_rollback", "held after a rollback"),
-        ("held_after_data_loss", "held because the store lost what operators had set"),
+        ("held_after_data_loss", "held because the store lost the operators' settings"),
     ):
         status = make_status(held=True, held_because=because)
         operations.views["demo"] = FakeView(status, {}, None)

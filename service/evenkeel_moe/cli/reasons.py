@@ -17,7 +17,7 @@ WORDS: dict[str, str] = {
     Reason.OUTSIDE_SCHEDULE: "the schedule allows no plan now",
     Reason.HELD_AFTER_ROLLBACK: "automatic plans wait for `evenkeel resume` after a rollback",
     Reason.HELD_AFTER_DATA_LOSS: "automatic plans wait for `evenkeel resume`, because the store"
-    " lost what operators had set",
+    " lost the operators' settings",
     Reason.GAINS_NOT_DELIVERED: "automatic plans wait for `evenkeel resume`, because the last ones"
     " did not deliver their gain",
     Reason.COOLDOWN: "the last plan ended too short a time ago",
@@ -62,7 +62,7 @@ WORDS: dict[str, str] = {
 
 HELD: dict[str, str] = {
     Reason.HELD_AFTER_ROLLBACK: "after a rollback",
-    Reason.HELD_AFTER_DATA_LOSS: "because the store lost what operators had set",
+    Reason.HELD_AFTER_DATA_LOSS: "because the store lost the operators' settings",
     Reason.GAINS_NOT_DELIVERED: "because plans did not deliver their gain",
 }
 """Reason of a hold -> words after "held"."""

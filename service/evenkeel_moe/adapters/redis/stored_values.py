@@ -116,7 +116,7 @@ def _count_values(data: bytes, most: int) -> int:
 
 
 def _check(value: Any, levels: int) -> None:
-    """Refuse what later work on the value cannot bear: deep nesting and lone surrogates."""
+    """Refuse values that later code cannot process: deep nesting and lone surrogates."""
     if levels == 0:
         raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
     if isinstance(value, str):

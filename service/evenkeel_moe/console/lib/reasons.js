@@ -13,7 +13,7 @@ const SENTENCES = {
   outside_schedule: "The schedule lets no plan start now.",
   held_after_rollback: "Automatic plans are held after a rollback, until an operator resumes them.",
   held_after_data_loss:
-    "Automatic plans are held, because the store lost what operators had set.",
+    "Automatic plans are held, because the store lost the operators' settings.",
   gains_not_delivered:
     "Automatic plans are held, because earlier plans did not deliver their gain.",
   cooldown: "The last plan ended a moment ago; the controller waits before the next.",
