@@ -4,6 +4,8 @@ It shows the tokens of each rank in the least balanced layer, on steps that the 
 under the placement with which an engine starts, and under the plan.
 """
 
+from pathlib import Path
+
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
@@ -46,8 +48,8 @@ def rank_tokens() -> tuple[int, NDArray[np.float64]]:
     return layer, tokens[:, layer]
 
 
-def draw() -> None:
-    """Write the picture."""
+def draw(file: Path = PICTURE) -> None:
+    """Write the picture as SVG."""
     layer, tokens = rank_tokens()
     figure = Figure(figsize=(9, 2.8), layout="constrained", facecolor="white")
     axes = figure.subplots(1, 2, sharey=True)
@@ -62,7 +64,7 @@ def draw() -> None:
         one.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel(f"tokens a step, layer {layer}")
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "evenkeel"}):
-        figure.savefig(PICTURE, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        figure.savefig(file, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
 
 
 if __name__ == "__main__":
