@@ -75,7 +75,7 @@ def test_shares_are_percent_without_a_negative_zero():
         ("plan_below", 0.9, "0.900"),
         ("max_payback_steps", 20_000.0, "20,000"),
         ("change_strength", 12.3456, "12.35"),
-        ("gap_to_bound", math.nan, "-"),
+        ("gain_upper", math.nan, "-"),
         ("copies", None, "-"),
     ],
 )

@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 from safetensors.numpy import save
 
-from evenkeel_moe.adapters.redis import encoding, stored_values
-from evenkeel_moe.adapters.redis.unpacking import Unreadable
+from evenkeel_moe.adapters.redis import encoding
+from evenkeel_moe.adapters.redis.encoding import Unreadable
 from evenkeel_moe.api.schemas import FreezeIn, PlanIn, RollbackIn
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation, Reason
 from evenkeel_moe.formats import read_trace
@@ -226,7 +226,10 @@ def _targets() -> tuple[Target, ...]:
             (encoding.pack_source(np.ones((2, 2, 4), np.uint32)),),
         ),
         Target(
-            "stored_json", stored_values.parse_json, (ValueError,), (b'{"held": false}', b"[1]")
+            "stored_json",
+            encoding.unpack_object,
+            (Unreadable,),
+            (b'{"held": false}', b'{"a": [1]}'),
         ),
         Target(
             "rest_plan",

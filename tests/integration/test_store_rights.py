@@ -205,10 +205,10 @@ async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_el
     # Scripts have no more rights than their caller.
     with pytest.raises(Exception, match="permission|No permissions"):
         await client.eval("return redis.call('FLUSHALL')", 0)
-    await admin.execute_command("ACL", "SETUSER", "evenkeel", "-hkeys")
-    with pytest.raises(Unavailable, match="no permissions to run the .hkeys. command"):
+    await admin.execute_command("ACL", "SETUSER", "evenkeel", "-hgetall")
+    with pytest.raises(Unavailable, match="no permissions to run the .hgetall. command"):
         await RedisDeploymentStore(client).fetch_epochs(DEMO)
-    await admin.execute_command("ACL", "SETUSER", "evenkeel", "+hkeys")
+    await admin.execute_command("ACL", "SETUSER", "evenkeel", "+hgetall")
     await disconnect(client)
 
     settings = {"REDIS__URL": f"redis://evenkeel@127.0.0.1:{one.port}", "REDIS__PASSWORD": "s3cret"}

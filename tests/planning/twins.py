@@ -158,15 +158,6 @@ def fluid_time(total, num_ranks, costs):
     return high
 
 
-def hottest_copy(load, num_redundant, num_ranks):
-    copies = [1] * len(load)
-    for _ in range(num_redundant):
-        hot = max(range(len(load)), key=lambda e: load[e] / copies[e])
-        if copies[hot] < num_ranks:
-            copies[hot] += 1
-    return max(w / c for w, c in zip(load, copies, strict=True))
-
-
 def replicate(weight, num_slots):
     """One row of the reference rule, float32."""
     copies = np.ones(len(weight), np.float32)

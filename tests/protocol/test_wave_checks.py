@@ -3,7 +3,6 @@
 import dataclasses
 
 import numpy as np
-import pytest
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
@@ -19,17 +18,6 @@ EMPTIED[0, 2] = -1
 def refusal(rows, *transfers, before=BASE):
     wave = dataclasses.replace(wave_of(), rows=rows, batches=(transfers,))
     return transfers_refusal(wave, before, before.with_rows((0,), rows), Reason.MALFORMED)
-
-
-@pytest.mark.parametrize("slot", [-1, LAST + 1])
-@pytest.mark.parametrize("end", ["src_slot", "dst_slot"])
-def test_slots_are_inside_the_placement(slot, end):
-    right = Transfer(0, 0, 0, LAST, 10)
-    rows = BASE.phy2log[[0]].copy()
-    assert refusal(rows, right) is None
-    found = refusal(rows, dataclasses.replace(right, **{end: slot}))
-    assert found is not None
-    assert found[0] is Reason.MALFORMED and found[1].endswith("is outside the wave")
 
 
 def test_an_empty_slot_is_no_source_of_no_expert():

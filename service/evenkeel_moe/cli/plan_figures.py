@@ -38,7 +38,6 @@ _DETAILS: Mapping[str, tuple[str, str]] = {
     "changed_steps": ("steps since the change", "{} steps"),
     "balancedness_changed": ("balancedness since then", "{} mean of layers"),
     "time_balance_changed": ("time balance since then", "{} mean of layers"),
-    "gap_to_bound": ("distance from the bound", "{} above the lower bound of MoE time"),
     "copies_raw": ("copies before matching", "{}, before ranks took over the nearest new slots"),
     "evaluations": ("placements compared", "{}"),
 }

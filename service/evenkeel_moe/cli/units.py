@@ -13,7 +13,7 @@ from evenkeel_moe.model.quantities import bytes_text, duration_text
 _SHARES = frozenset(
     {
         *("gain", "gain_lower", "gain_upper", "gain_modelled", "min_gain", "net_gain"),
-        *("copy_cost_share", "gap", "gap_to_bound", "promised_gain", "promised_lower"),
+        *("copy_cost_share", "promised_gain", "promised_lower"),
         *("delivered_gain", "delivered_lower", "delivered_upper"),
         *(*LIVE_CODES, "max_layer_deviation", "max_idle_experts"),
     }

@@ -1,6 +1,7 @@
 """Plan, Wave and Transfer: an accepted proposal, one atomic step of it, one copy of an expert."""
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -8,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
-from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.placement import EMPTY, Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,26 @@ class Wave:
     batches: tuple[tuple[Transfer, ...], ...]
     """Every rank runs them in this order. Within a batch each rank has at most one peer (R10);
     copies inside a rank need none."""
+
+    def __post_init__(self) -> None:
+        """Check that the parts fit each other.
+
+        Raises:
+            InvalidInput: they do not.
+        """
+        layers, rows = set(self.layers), self.rows
+        if not layers or len(layers) < len(self.layers) or min(layers) < 0:
+            raise InvalidInput(f"wave {self.index} has layers {self.layers}")
+        sizes_fit = rows.ndim == 2 and len(rows) == len(self.layers)
+        if not sizes_fit or rows.dtype.kind != "i" or rows.min(initial=0) < EMPTY:
+            raise InvalidInput(
+                f"wave {self.index} has {rows.dtype} rows {rows.shape} from {rows.min(initial=0)}"
+                f" on for {len(layers)} layers"
+            )
+        for t in self.transfers:
+            slots = t.src_slot, t.dst_slot
+            if t.layer not in layers or min(slots) < 0 or max(slots) >= rows.shape[1]:
+                raise InvalidInput(f"wave {self.index}: {t} is outside it")
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -163,6 +184,33 @@ class Plan:
     numbers: dict[str, float] = field(default_factory=dict)
     """Figures behind the decision: balancedness_mean, balancedness_expected, gain, copies, ..."""
 
+    def __post_init__(self) -> None:
+        """Check that the waves fit the maps.
+
+        Raises:
+            InvalidInput: they do not, or a number cannot be right.
+        """
+        base = self.base
+        if self.target.sizes != base.sizes:
+            raise InvalidInput(f"base of {base.sizes}, target of {self.target.sizes}")
+        for index, wave in enumerate(self.waves):
+            if (
+                wave.index != index
+                or max(wave.layers) >= base.num_layers
+                or wave.rows.shape[1] != base.num_slots
+                or wave.rows.max(initial=0) >= base.num_logical_experts
+            ):
+                raise InvalidInput(
+                    f"wave {index} calls itself {wave.index} and has layers {wave.layers}, rows"
+                    f" {wave.rows.shape} of experts up to {wave.rows.max(initial=0)}; the placement"
+                    f" has (layers, slots, ranks, experts) = {base.sizes}"
+                )
+        times = self.created_at, self.expires_at or 0.0
+        if not all(map(math.isfinite, times)) or min(self.weights_version, self.base_epoch) < 0:
+            raise InvalidInput(
+                f"plan of {times}, weights {self.weights_version}, epoch {self.base_epoch}"
+            )
+
     @property
     def moves(self) -> int:
         """Copies between ranks in all waves."""
@@ -204,6 +252,16 @@ class PlanRecord:
     """Events of the plan in order, each a row {at, event, ...}."""
     delivered: DeliveredGain | None = None
     """The measured gain; None before it was measured, and if the plan was not carried out."""
+
+    def __post_init__(self) -> None:
+        """Check the progress.
+
+        Raises:
+            InvalidInput: it cannot be right.
+        """
+        waves = len(self.plan.waves)
+        if not 0 <= self.waves_committed <= waves or not math.isfinite(self.updated_at):
+            raise InvalidInput(f"{self.waves_committed} of {waves} waves at {self.updated_at}")
 
     @property
     def made_by(self) -> str | None:

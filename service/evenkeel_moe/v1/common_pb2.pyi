@@ -109,3 +109,13 @@ class Wave(_message.Message):
     rows: bytes
     batches: _containers.RepeatedCompositeFieldContainer[Batch]
     def __init__(self, index: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., num_slots: _Optional[int] = ..., rows: _Optional[bytes] = ..., batches: _Optional[_Iterable[_Union[Batch, _Mapping]]] = ...) -> None: ...
+
+class PlanMaps(_message.Message):
+    __slots__ = ("base", "target", "waves")
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    WAVES_FIELD_NUMBER: _ClassVar[int]
+    base: PlacementMap
+    target: PlacementMap
+    waves: _containers.RepeatedCompositeFieldContainer[Wave]
+    def __init__(self, base: _Optional[_Union[PlacementMap, _Mapping]] = ..., target: _Optional[_Union[PlacementMap, _Mapping]] = ..., waves: _Optional[_Iterable[_Union[Wave, _Mapping]]] = ...) -> None: ...

@@ -73,7 +73,8 @@ def _decode_shape(message: pb.ModelShape) -> ModelShape:
     return _SHAPE.decode(message)
 
 
-def _encode_placement(placement: Placement) -> pb.PlacementMap:
+def encode_placement(placement: Placement) -> pb.PlacementMap:
+    """Return the message for a placement."""
     return pb.PlacementMap(
         num_layers=placement.num_layers,
         num_slots=placement.num_slots,
@@ -83,7 +84,12 @@ def _encode_placement(placement: Placement) -> pb.PlacementMap:
     )
 
 
-def _decode_placement(message: pb.PlacementMap) -> Placement:
+def decode_placement(message: pb.PlacementMap) -> Placement:
+    """Return the placement.
+
+    Raises:
+        PeerViolation: it cannot be right.
+    """
     rows = _decode_rows("map", message.physical_to_logical, message.num_layers, message.num_slots)
     try:
         return Placement(rows, message.num_ranks, message.num_logical_experts)
@@ -110,7 +116,8 @@ def _decode_rows(what: str, data: bytes, rows: int, slots: int) -> NDArray[np.in
 _TRANSFER = MessageCodec(Transfer, pb.Transfer)
 
 
-def _encode_wave(wave: Wave) -> pb.Wave:
+def encode_wave(wave: Wave) -> pb.Wave:
+    """Return the message for a wave."""
     return pb.Wave(
         index=wave.index,
         layers=wave.layers,
@@ -120,22 +127,19 @@ def _encode_wave(wave: Wave) -> pb.Wave:
     )
 
 
-def _decode_wave(message: pb.Wave) -> Wave:
-    """Return the wave. The rank itself checks that it fits the deployment."""
+def decode_wave(message: pb.Wave) -> Wave:
+    """Return the wave. Whoever uses it checks that it fits the deployment.
+
+    Raises:
+        PeerViolation: it cannot be right.
+    """
     rows = _decode_rows("wave", message.rows, len(message.layers), message.num_slots)
-    layers = tuple(message.layers)
-    if len(set(layers)) != len(layers):
-        raise PeerViolation(f"wave {message.index} names a layer twice: {layers}")
     _check_transfers(message, rows.size)
     batches = tuple(tuple(map(_TRANSFER.decode, batch.transfers)) for batch in message.batches)
-    wave = Wave(message.index, layers, rows, batches)
-    for copy in wave.transfers:
-        if max(copy.src_slot, copy.dst_slot) >= message.num_slots:
-            raise PeerViolation(
-                f"transfer from slot {copy.src_slot} to {copy.dst_slot},"
-                f" there are {message.num_slots} slots"
-            )
-    return wave
+    try:
+        return Wave(message.index, tuple(message.layers), rows, batches)
+    except EvenkeelError as error:
+        raise PeerViolation(str(error), error.reason) from None
 
 
 def _check_transfers(message: pb.Wave, slots: int) -> None:
@@ -156,8 +160,8 @@ message_codec = partial(
         RankIdentity: nested(_IDENTITY.decode, _IDENTITY.encode),
         WaveKey: nested(_WAVE_KEY.decode, _WAVE_KEY.encode),
         ModelShape: nested(_decode_shape, _SHAPE.encode),
-        Placement: nested(_decode_placement, _encode_placement),
-        Wave: nested(_decode_wave, _encode_wave),
+        Placement: nested(decode_placement, encode_placement),
+        Wave: nested(decode_wave, encode_wave),
     },
 )
 """A `MessageCodec` that knows the values above."""

@@ -2,15 +2,16 @@
 
 import contextlib
 import json
-import struct
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.adapters.redis.encoding import (
+    Unreadable,
     pack_placement,
     pack_plan_maps,
     pack_plan_record,
@@ -22,8 +23,8 @@ from evenkeel_moe.adapters.redis.encoding import (
     unpack_source,
     unpack_window,
 )
-from evenkeel_moe.adapters.redis.unpacking import Unreadable
 from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.placement import Placement
 from tests.contracts.test_stores import (
     BASE,
     assert_same,
@@ -95,7 +96,7 @@ def test_a_measured_gain_is_stored():
 
 def test_a_plan_of_another_version_is_unreadable():
     other = packed(as_json(SMALL) | {"version": 2})
-    with pytest.raises(Unreadable, match="plan of version 2, expected 3"):
+    with pytest.raises(Unreadable, match="version: Input should be 4"):
         unpack_plan_record(other, MAPS, STORY)
 
 
@@ -136,11 +137,17 @@ def test_counts_take_as_many_bytes_as_the_largest_needs(most, width):
     assert pack_window(*(window.slice(slice(i, i + 1)) for i in range(2))) == data
 
 
-def test_a_chunk_that_claims_too_many_counts_is_not_unpacked():
-    """One byte per count on the wire is four in memory."""
-    head = struct.pack("<BBIIII", 2, 1, 1 << 14, 1 << 7, 1 << 8, 1)
-    with pytest.raises(Unreadable, match="16384 x 128 x 256 counts"):
-        unpack_window(head + b"anything", (1 << 7, 1 << 8, 1), 1 << 14)
+def test_a_record_that_claims_more_bytes_than_any_has_is_not_unpacked():
+    data = zstandard.ZstdCompressor().compress(b" " * ((1 << 28) + 1))
+    with pytest.raises(Unreadable, match="unpacks to 268435457 bytes, expected 268435456"):
+        unpack_placement(data)
+
+
+def test_a_plan_of_a_very_large_model_is_read():
+    phy2log = np.random.default_rng(0).integers(0, 1024, (256, 4096)).astype(np.int32)
+    phy2log[:, :1024] = np.arange(1024)
+    large = Placement(phy2log, 512, 1024)
+    assert unpack_placement(pack_placement(large)) == large
 
 
 def test_the_story_keeps_what_each_rank_took_for_a_wave():

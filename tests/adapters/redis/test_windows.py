@@ -1,15 +1,15 @@
 """The window store on a real server: chunks, their bound, lost answers, and two writers."""
 
+import struct
 from typing import Any
 
+import numpy as np
 import pytest
 from redis.asyncio.client import Pipeline
 from redis.exceptions import TimeoutError
 
 from evenkeel_moe.adapters.redis.client import connect, disconnect
-from evenkeel_moe.adapters.redis.encoding import (
-    pack_window,
-)
+from evenkeel_moe.adapters.redis.encoding import pack_source, pack_window
 from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.load import Phase
@@ -19,6 +19,9 @@ from tests.contracts.test_stores import (
     fetch,
     make_window,
 )
+
+PREFIX = f"evenkeel:{{{DEMO}}}:"
+STREAM, SUMS = PREFIX + "window:decode", PREFIX + "window_source:decode"
 
 
 async def test_parts_given_together_share_chunks(valkey):
@@ -96,3 +99,68 @@ async def test_steps_two_writers_stored_twice_are_read_once(valkey):
     assert found is not None
     assert_same(found, window)
     await disconnect(client)
+
+
+@pytest.fixture
+async def client(valkey):
+    client = connect(valkey.url, timeout_s=5.0)
+    yield client
+    await disconnect(client)
+
+
+def chunk_head(steps: int, layers: int = 2, experts: int = 3, ranks: int = 2) -> bytes:
+    return struct.pack("<BBIIII", 2, 4, steps, layers, experts, ranks)
+
+
+async def test_chunks_of_another_shape_are_not_unpacked_and_the_others_are_read(client):
+    noted: dict[str, str] = {}
+    windows = RedisWindowStore(
+        client, unreadable=lambda _kind, where, why: noted.update({where: why})
+    )
+    await windows.append(DEMO, Phase.DECODE, make_window(range(3)))
+    heads = [
+        chunk_head(64, layers=1024, experts=256),
+        chunk_head(3, layers=1),
+        chunk_head(3, experts=4),
+        chunk_head(3, ranks=1),
+        chunk_head(65),
+    ]
+    for number, head in enumerate(heads, 1):
+        await client.xadd(STREAM, {"d": head + b"no frame"}, id=f"9999999999999-{number}")
+    found = await fetch(windows)
+    assert found is not None and found.steps.tolist() == [0, 1, 2]
+    assert len(noted) == len(heads) and all("expected at most 64" in why for why in noted.values())
+
+
+async def test_only_as_many_chunks_are_read_as_the_window_needs(client):
+    noted: list[str] = []
+    windows = RedisWindowStore(client, unreadable=lambda _kind, where, _why: noted.append(where))
+    await client.xadd(STREAM, {"d": b"oldest"}, id="1-1")
+    window = make_window(range(100))
+    await windows.append(DEMO, Phase.DECODE, window)
+    assert_same(await fetch(windows, most=20), window.last(20))
+    assert not noted
+    assert_same(await fetch(windows), window)
+    assert noted == [f"{STREAM} 1-1"]
+
+
+async def test_a_stream_of_chunks_that_all_overlap_is_read_to_a_limit(client):
+    windows = RedisWindowStore(client, capacity=64)
+    window = make_window(range(64))
+    data = pack_window(window.slice(slice(0, 8)))
+    await client.xadd(STREAM, {"d": pack_window(window.slice(slice(8, 16)))}, id="1-1")
+    for number in range(2, 40):
+        await client.xadd(STREAM, {"d": data}, id=f"1-{number}")
+    found = await fetch(windows)
+    assert found is not None and found.steps.tolist() == list(range(8)), "1-1 is too far back"
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (4, 2, 3), (2, 1, 3), (2, 2, 4)])
+async def test_sums_of_another_shape_are_set_aside(client, sizes):
+    noted: list[str] = []
+    windows = RedisWindowStore(client, unreadable=lambda _kind, where, _why: noted.append(where))
+    await windows.append(DEMO, Phase.DECODE, make_window(range(3), source=True))
+    await client.set(SUMS, pack_source(np.ones(sizes, np.uint32)))
+    found = await fetch(windows)
+    assert found is not None and found.source is None
+    assert noted == [SUMS]

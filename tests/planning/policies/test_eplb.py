@@ -60,8 +60,6 @@ def test_proposals_are_sound_for_every_load(kind, data, shape):
     proposal = plan_eplb(problem)
     proposal.placement.check(shape)
     assert proposal.score == pytest.approx(moe_time.score(problem, proposal.placement))
-    assert proposal.lower_bound is not None
-    assert proposal.lower_bound <= proposal.score * (1 + 1e-9)
     assert plan_eplb(problem).placement.digest == proposal.placement.digest
     if not shape.pooled and shape.slots_per_rank <= shape.num_logical_experts:
         assert (proposal.placement.phy2log >= 0).all()

@@ -22,7 +22,6 @@ def test_active_experts_are_balanced_where_tokens_say_otherwise():
     active = metrics.rank_load(np.minimum(load, 1.0), proposal.placement)
     assert (active.sum(axis=0) == active.sum(axis=0)[0, 0]).all()
     assert proposal.score == moe_time.score(problem, proposal.placement)
-    assert proposal.lower_bound is not None and proposal.lower_bound <= proposal.score
 
 
 def test_with_one_token_for_each_active_expert_it_is_eplb():

@@ -9,7 +9,7 @@ from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.problem import bounds, moe_time
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
 from tests.planning import twins
 from tests.strategies import (
@@ -65,14 +65,11 @@ def test_with_one_slot_a_rank_the_copy_with_most_tokens_is_the_time(experts, spa
 
 
 @given(scored())
-def test_no_placement_beats_the_fluid_time_or_the_bound(case):
+def test_no_placement_beats_the_fluid_time(case):
     load, placement, cost, split = case
     times = moe_time.step_times(load, placement, cost, split)
     fluid = moe_time.fluid_times(load, placement.num_ranks, cost)
     assert (fluid <= times * (1 + 1e-9)).all()
-    redundant = placement.num_slots - placement.num_logical_experts
-    bound = bounds.bound_times(load, placement.num_ranks, redundant, cost)
-    assert (bound <= times * (1 + 1e-9)).all()
     if times.sum() > 0:
         assert moe_time.time_over_fluid(load, placement, cost, split) >= 1 - 1e-9
     if fluid.sum() > 0 and times.sum() > 0:

@@ -41,28 +41,10 @@ def test_valid_plan_and_its_waves_are_accepted():
         assert wave_refusal(wave, before, SHAPE, (100, 100), allow_duplicates=False) is None
 
 
-def replaced(plan, **changes):
-    first = dataclasses.replace(plan.waves[0], **changes)
-    return dataclasses.replace(plan, waves=(first, *plan.waves[1:]))
-
-
-@pytest.mark.parametrize(
-    ("plan", "reason"),
-    [
-        (dataclasses.replace(plan_of(), target=BASE), Reason.INVALID_INPUT),
-        (dataclasses.replace(plan_of(), waves=plan_of().waves[:1]), Reason.INVALID_INPUT),
-        (dataclasses.replace(plan_of(), waves=plan_of().waves[::-1]), Reason.INVALID_INPUT),
-        (replaced(plan_of(), layers=(2,)), Reason.WRONG_SHAPE),
-        (replaced(plan_of(), layers=()), Reason.WRONG_SHAPE),
-        (replaced(plan_of(), rows=wave_of().rows[:, 1:]), Reason.WRONG_SHAPE),
-        (replaced(plan_of(), rows=wave_of().rows + 1), Reason.EXPERT_OUT_OF_RANGE),
-        (replaced(plan_of(), batches=((Transfer(1, 0, 0, 1, 1),),)), Reason.WRONG_SHAPE),
-        (replaced(plan_of(), batches=((Transfer(0, 0, -1, 1, 1),),)), Reason.WRONG_SHAPE),
-    ],
-)
-def test_invalid_plans_are_refused(plan, reason):
+@pytest.mark.parametrize("changes", [{"target": BASE}, {"waves": plan_of().waves[:1]}])
+def test_waves_must_lead_from_the_base_to_the_target(changes):
     """R17."""
-    assert plan_reason(plan) is reason
+    assert plan_reason(dataclasses.replace(plan_of(), **changes)) is Reason.INVALID_INPUT
 
 
 def test_target_must_be_a_valid_placement():
@@ -204,29 +186,14 @@ def test_the_buffers_of_each_rank_are_counted_over_all_layers():
     assert refusal is not None and refusal[1].startswith("rank 0 must fill 1 buffers, 0 are free")
 
 
-@pytest.mark.parametrize("layers", [(0, 0), (-1, 0), (0, 2)])
-def test_layers_of_a_wave_are_different_and_inside_the_model(layers):
-    wave = Wave(0, layers, BASE.phy2log.copy(), ())
-    assert plan_reason(dataclasses.replace(plan_of(1), waves=(wave,))) is Reason.WRONG_SHAPE
-
-
 @pytest.mark.parametrize(
-    ("rows", "transfers", "reason"),
-    [
-        ({2: -1}, (), None),
-        ({2: -2}, (), Reason.EXPERT_OUT_OF_RANGE),
-        ({2: 4}, (), Reason.EXPERT_OUT_OF_RANGE),
-        ({}, (Transfer(0, 0, 0, 5, 10),), None),
-        ({}, (Transfer(0, 0, 0, 0, 10),), None),
-        ({}, (Transfer(0, 0, 0, 6, 10),), Reason.WRONG_SHAPE),
-        ({}, (Transfer(0, 0, 6, 0, 10),), Reason.WRONG_SHAPE),
-    ],
+    ("rows", "transfers"),
+    [({2: -1}, ()), ({}, (Transfer(0, 0, 0, 5, 10),)), ({}, (Transfer(0, 0, 0, 0, 10),))],
 )
-def test_rows_and_transfers_of_a_wave_stay_inside_the_model(rows, transfers, reason):
+def test_a_wave_may_empty_a_slot_and_write_one_again(rows, transfers):
     changed = BASE.phy2log[[0]].copy()
     for slot, expert in rows.items():
         changed[0, slot] = expert
-    wave = Wave(0, (0,), changed, (transfers,))
-    target = BASE.with_rows((0,), changed) if reason is None else BASE
-    plan = dataclasses.replace(plan_of(1), waves=(wave,), target=target)
-    assert plan_reason(plan) is reason
+    waves = (Wave(0, (0,), changed, (transfers,)),)
+    target = BASE.with_rows((0,), changed)
+    assert plan_reason(dataclasses.replace(plan_of(1), waves=waves, target=target)) is None

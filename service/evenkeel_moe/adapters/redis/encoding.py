@@ -1,64 +1,82 @@
 """The stored form of plans, placements and window chunks.
 
-Stored bytes may be old, truncated or written by something else. Reading them raises Unreadable and
-nothing else; the store skips what it cannot read.
+Maps and waves are stored as the protocol sends them, the rest as JSON, and counts by byte. What
+cannot be read raises Unreadable and nothing else: the store skips it and names it.
 """
 
 import asyncio
-import base64
-import itertools
 import json
 import math
-import operator
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import numpy as np
 import zstandard
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, create_model
+from pydantic_core import from_json
 
-from evenkeel_moe.adapters.redis import stored_values as stored
-from evenkeel_moe.adapters.redis.unpacking import (
-    Room,
-    Unreadable,
-    decompress,
-    frame_size,
-    reading,
-)
-from evenkeel_moe.errors import Reason
 from evenkeel_moe.jit import kernel
-from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
+from evenkeel_moe.model.plan import Plan, PlanRecord
+from evenkeel_moe.v1 import common_pb2 as pb
+from evenkeel_moe.wire.values import (
+    decode_placement,
+    decode_wave,
+    encode_placement,
+    encode_wave,
+)
 
+_T = TypeVar("_T")
 _VERSION = 1
 _WINDOW_VERSION = 2
 _WINDOW_LEVEL = -1
 """Compression level of zstd: higher ones search for repetitions that are not there."""
-_PLAN_VERSION = 3
 _WINDOW_HEADER = struct.Struct("<BBIIII")
 """Version, bytes of a count, steps, layers, experts, ranks."""
 _SOURCE_HEADER = struct.Struct("<BIII")
 """Version, ranks, layers, experts."""
+_MOST_BYTES = 1 << 28
+"""Bytes to which a record may unpack: a damaged one may claim any number."""
 _LARGE_MAP = 1 << 15
 """Slots of all layers above which a map is packed in a thread."""
-_FIELDS = operator.attrgetter(*(field.name for field in fields(Transfer)))
-MAX_WINDOW_BYTES = 1 << 28
-"""The most bytes of a window's steps that are kept; see `controller.ingest.group_memory`."""
-_MAX_SOURCE_BYTES = 1 << 25
-"""The most bytes of source-side sums that are kept."""
-_MAX_PLAN_BYTES = 1 << 26
-"""The most bytes of the JSON of a plan's maps and waves. They are packed in a few long texts, so
-its number of values does not grow. With 2^22 cells and half a million transfers it has 42 MB."""
-_MAX_MAP_BYTES, _MAX_MAP_VALUES = 1 << 25, 64
-"""The same of a placement's JSON."""
-_OBJECT_BYTES = 256
-"""Memory of one transfer, batch or wave."""
 _BLOCK = 4096
 """Counts split into bytes at a time: they stay in the nearest cache until their last byte."""
+
+
+class Unreadable(Exception):
+    """Stored bytes that do not have the expected form."""
+
+
+UnreadableRecord = Callable[[str, str, str], None]
+"""Takes the kind of a record that cannot be read, its key and name, and what is wrong with it."""
+
+
+def ignore_unreadable(_kind: str, _where: str, _why: str) -> None:
+    """Take no note of a record that cannot be read."""
+
+
+def reading(build: Callable[[], _T]) -> _T:
+    """Return what `build` makes of stored bytes.
+
+    Raises:
+        Unreadable: it raised any error.
+    """
+    try:
+        return build()
+    except Unreadable:
+        raise
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Unreadable(f"{where}: {first['msg']}") from None
+    except Exception as error:  # whatever the bytes are, they are only not readable
+        raise Unreadable(f"{type(error).__name__}: {error}"[:300]) from None
+
+
+# --- windows --------------------------------------------------------------------------------
 
 
 @kernel
@@ -131,10 +149,8 @@ def _window_of(data: bytes, sizes: tuple[int, int, int], most_steps: int) -> Loa
             f"window chunk of {length} steps x {layers} layers x {experts} experts, {ranks} ranks;"
             f" expected at most {most_steps} steps of {sizes}"
         )
-    if length * (16 + 16 * ranks + 4 * layers * experts) > MAX_WINDOW_BYTES:
-        raise Unreadable(f"window chunk of {length} x {layers} x {experts} counts")
     want = length * (16 + 16 * ranks + width * layers * experts)
-    body = decompress(data[_WINDOW_HEADER.size :], want)
+    body = _decompress(data[_WINDOW_HEADER.size :], want)
     offset = 0
 
     def take(dtype: str, *shape: int) -> NDArray[Any]:
@@ -183,11 +199,19 @@ def unpack_source(data: bytes, sizes: tuple[int, int, int]) -> NDArray[np.uint32
 
 def _source_of(data: bytes, sizes: tuple[int, int, int]) -> NDArray[np.uint32]:
     version, *found = _unpack_header(_SOURCE_HEADER, data)
-    want = 4 * math.prod(sizes)
-    if version != _VERSION or tuple(found) != sizes or want > _MAX_SOURCE_BYTES:
+    if version != _VERSION or tuple(found) != sizes:
         raise Unreadable(f"source sums of version {version} and {tuple(found)}, expected {sizes}")
-    body = decompress(data[_SOURCE_HEADER.size :], want)
+    body = _decompress(data[_SOURCE_HEADER.size :], 4 * math.prod(sizes))
     return np.frombuffer(body, "<u4").reshape(sizes).astype(np.uint32)
+
+
+def _unpack_header(header: struct.Struct, data: bytes) -> tuple[int, ...]:
+    if len(data) < header.size:
+        raise Unreadable(f"{len(data)} bytes, the header alone has {header.size}")
+    return header.unpack_from(data)
+
+
+# --- placements and plans -------------------------------------------------------------------
 
 
 async def pack_off_loop(placement: Placement) -> bytes:
@@ -199,235 +223,100 @@ async def pack_off_loop(placement: Placement) -> bytes:
 
 def pack_placement(placement: Placement) -> bytes:
     """Encode a placement."""
-    return json.dumps(_placement_form(placement)).encode()
+    return _compress(encode_placement(placement).SerializeToString())
 
 
-def unpack_placement(data: bytes, room: Room | None = None) -> Placement:
-    """Decode a placement; without a room it has one of its own."""
-    room = room or Room()
-    return reading(
-        lambda: _placement_of(stored.parse_json(data, _MAX_MAP_BYTES, _MAX_MAP_VALUES), room)
-    )
+def unpack_placement(data: bytes) -> Placement:
+    """Decode a placement.
+
+    Raises:
+        Unreadable: it is none.
+    """
+    return reading(lambda: decode_placement(pb.PlacementMap.FromString(_decompress(data))))
 
 
 def pack_plan_record(record: PlanRecord) -> bytes:
     """Encode a plan record without its maps, waves and story: little, however large the plan is."""
-    plan = {**_form_of(record.plan, _PLAN_READERS), "num_waves": len(record.plan.waves)}
-    return _pack_json(
-        {
-            "version": _PLAN_VERSION,
-            "plan": plan,
-            **_form_of(record, _RECORD_READERS),
-            "num_rows": len(record.story),
-        }
-    )
+    return _compress(_RECORD.model_validate(record).model_dump_json().encode())
 
 
 def pack_plan_maps(plan: Plan) -> bytes:
     """Encode the maps and waves of a plan."""
-    base, target = map(_placement_form, (plan.base, plan.target))
-    return _pack_json({"base": base, "target": target, "waves": _waves_form(plan.waves)})
+    base, target = map(encode_placement, (plan.base, plan.target))
+    waves = map(encode_wave, plan.waves)
+    return _compress(pb.PlanMaps(base=base, target=target, waves=waves).SerializeToString())
 
 
 def pack_story_row(row: Mapping[str, Any]) -> bytes:
     """Encode one row of a plan's story."""
-    return _pack_json(row)
+    return _compress(json.dumps(row).encode())
 
 
-def unpack_plan_record(
-    record: bytes, maps: bytes, story: Sequence[bytes], room: Room | None = None
-) -> PlanRecord:
-    """Decode a plan record from its parts; without a room it has one of its own."""
-    room = room or Room()
-    return reading(lambda: _record_of(record, maps, story, room))
+def unpack_plan_record(record: bytes, maps: bytes, story: Sequence[bytes]) -> PlanRecord:
+    """Decode a plan record from its parts.
+
+    Raises:
+        Unreadable: a part is no such part, or the parts do not fit each other.
+    """
+    return reading(lambda: _record_of(record, maps, story))
 
 
-def _record_of(record: bytes, maps: bytes, story: Sequence[bytes], room: Room) -> PlanRecord:
-    form = _unpack_json(record, stored.DOCUMENT_BYTES, room)
-    if form["version"] != _PLAN_VERSION:
-        raise Unreadable(f"plan of version {form['version']!r:.80}, expected {_PLAN_VERSION}")
-    if form["num_rows"] != len(story):
-        raise Unreadable(f"{len(story)} of {form['num_rows']!r:.80} rows of its story are here")
-    plan = {name: read(form["plan"][name]) for name, read in _PLAN_READERS.items()}
-    large = _unpack_json(maps, _MAX_PLAN_BYTES, room)
-    plan["base"], plan["target"] = (_placement_of(large[name], room) for name in ("base", "target"))
-    plan["waves"] = _waves_of(large["waves"], plan["base"].num_slots, room)
-    rows = [stored.mapping(_unpack_json(row, stored.DOCUMENT_BYTES, room)) for row in story]
-    values = {name: read(form[name]) for name, read in _RECORD_READERS.items()}
-    return _checked(PlanRecord(plan=Plan(**plan), story=tuple(rows), **values))
+def _record_of(record: bytes, maps: bytes, story: Sequence[bytes]) -> PlanRecord:
+    values = dict(_RECORD.model_validate(unpack_object(_decompress(record))))
+    large = pb.PlanMaps.FromString(_decompress(maps))
+    plan = Plan(
+        **dict(values.pop("plan")),
+        base=decode_placement(large.base),
+        target=decode_placement(large.target),
+        waves=tuple(map(decode_wave, large.waves)),
+    )
+    del values["version"]
+    rows = tuple(unpack_object(_decompress(row), _STORY_ROW) for row in story)
+    return PlanRecord(plan=plan, story=rows, **values)
 
 
-def _pack_json(form: Mapping[str, Any]) -> bytes:
-    return zstandard.ZstdCompressor(level=3).compress(json.dumps(form).encode())
+def unpack_object(data: bytes, form: type[BaseModel] | None = None) -> dict[str, Any]:
+    """Decode a JSON object. With a form, check the fields that others count on.
 
-
-def _unpack_json(data: bytes, most_bytes: int, room: Room) -> Any:
-    size = frame_size(data)
-    if size > most_bytes:
-        raise Unreadable(f"unpacks to {size} bytes, at most {most_bytes}")
-    room.take(size)
-    return stored.parse_json(decompress(data, size), most_bytes)
-
-
-def _checked(record: PlanRecord) -> PlanRecord:
-    """Return a record whose parts fit each other: others count on it."""
-    plan = record.plan
-    base, waves = plan.base, plan.waves
-    if plan.target.sizes != base.sizes or record.waves_committed > len(waves):
-        raise ValueError(f"{record.waves_committed} of {len(waves)} waves, sizes {base.sizes}")
-    for index, wave in enumerate(waves):
-        layers, rows = wave.layers, wave.rows
-        sound = (
-            wave.index == index
-            and len(set(layers)) == len(layers) > 0
-            and all(layer < base.num_layers for layer in layers)
-            and rows.shape == (len(layers), base.num_slots)
-            and -1 <= rows.min()
-            and rows.max() < base.num_logical_experts
-            and all(
-                t.layer in layers and max(t.src_slot, t.dst_slot) < base.num_slots
-                for t in wave.transfers
-            )
-        )
-        if not sound:
-            raise ValueError(f"wave {index} does not fit a placement of {base.sizes}")
-    return record
-
-
-def _form_of(value: object, names: Iterable[str]) -> dict[str, Any]:
-    form = {name: getattr(value, name) for name in names}
-    return {name: _WRITERS.get(name, _same)(field) for name, field in form.items()}
-
-
-def _same(value: Any) -> Any:
+    Raises:
+        Unreadable: it is none, or has another form.
+    """
+    value = reading(lambda: from_json(data))
+    if not isinstance(value, dict):
+        raise Unreadable(f"{value!r:.80} is not an object")
+    if form is not None:
+        reading(lambda: form.model_validate(value))
     return value
 
 
-def _placement_form(placement: Placement) -> dict[str, Any]:
-    return {
-        "shape": placement.phy2log.shape,
-        "ranks": placement.num_ranks,
-        "experts": placement.num_logical_experts,
-        "phy2log": _array_form(placement.phy2log, "<i4"),
-    }
+def _stored_model(values: type, *omitted: str, **added: Any) -> type[BaseModel]:
+    """Return the stored form of a dataclass without some of its fields, with others added."""
+    hints = {name: (hint, ...) for name, hint in get_type_hints(values).items()}
+    fields = {name: hint for name, hint in hints.items() if name not in omitted} | added
+    return create_model(f"Stored{values.__name__}", __config__=_CONFIG, **fields)
 
 
-def _placement_of(form: dict[str, Any], room: Room) -> Placement:
-    return Placement(
-        _array_of(form["phy2log"], form["shape"], room),
-        stored.whole(form["ranks"]),
-        stored.whole(form["experts"]),
-    )
+_CONFIG = ConfigDict(from_attributes=True, ser_json_inf_nan="constants")
+_PLAN = _stored_model(Plan, "base", "target", "waves")
+_RECORD = _stored_model(PlanRecord, "story", plan=(_PLAN, ...), version=(Literal[4], 4))
+_STORY_ROW = create_model("StoredStoryRow", __config__=_CONFIG, event=(str, ...))
+DECISION = create_model(
+    "StoredDecision",
+    __config__=_CONFIG,
+    at=(FiniteFloat, ...),
+    reason=(str, ...),
+    numbers=(dict[str, float], {}),
+)
+"""What pages and gauges count on in a row of the decision log."""
 
 
-def _waves_form(waves: Sequence[Wave]) -> dict[str, Any]:
-    """Pack all waves together: a plan may have thousands, and ten thousands of transfers."""
-    batches = [batch for wave in waves for batch in wave.batches]
-    transfers = [_FIELDS(t) for batch in batches for t in batch]
-    return {
-        "number": len(waves),
-        "sizes": _array_form([(len(wave.layers), len(wave.batches)) for wave in waves]),
-        "layers": _array_form([layer for wave in waves for layer in wave.layers]),
-        "rows": _array_form([row for wave in waves for row in wave.rows], "<i4"),
-        "batches": _array_form([len(batch) for batch in batches]),
-        "transfers": _array_form(transfers),
-    }
+def _compress(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=3).compress(data)
 
 
-def _waves_of(form: dict[str, Any], num_slots: int, room: Room) -> tuple[Wave, ...]:
-    """Unpack the waves of a plan, whose rows have `num_slots` entries each."""
-    number = stored.whole(form["number"])
-    room.take(_OBJECT_BYTES * number)
-    sizes = _numbers_of(form["sizes"], [number, 2], room)
-    layers = _numbers_of(form["layers"], [sum(size for size, _ in sizes)], room)
-    rows = _array_of(form["rows"], [len(layers), num_slots], room)
-    num_batches = sum(several for _, several in sizes)
-    room.take(_OBJECT_BYTES * num_batches)
-    lengths = _numbers_of(form["batches"], [num_batches], room)
-    num_transfers = sum(lengths)
-    room.take(_OBJECT_BYTES * num_transfers)
-    table = _numbers_of(form["transfers"], [num_transfers, len(fields(Transfer))], room)
-    transfers = iter([Transfer(*row) for row in table])
-    batches = iter([tuple(itertools.islice(transfers, length)) for length in lengths])
-    waves, begin = [], 0
-    for index, (size, several) in enumerate(sizes):
-        own = slice(begin, begin := begin + size)
-        mine = tuple(itertools.islice(batches, several))
-        waves.append(Wave(index, tuple(layers[own]), rows[own], mine))
-    return tuple(waves)
-
-
-def _numbers_of(text: str, shape: list[int], room: Room) -> list[Any]:
-    array = _array_of(text, shape, room, "<i8")
-    if array.min(initial=0) < 0:
-        raise ValueError(f"{array.min()} is less than 0")
-    numbers: list[Any] = array.tolist()
-    return numbers
-
-
-def _array_form(values: ArrayLike, dtype: str = "<i8") -> str:
-    packed = zstandard.ZstdCompressor(level=3).compress(np.asarray(values, dtype).tobytes())
-    return base64.b64encode(packed).decode()
-
-
-def _array_of(text: str, shape: list[int], room: Room, dtype: str = "<i4") -> NDArray[Any]:
-    kind = np.dtype(dtype)
-    want = kind.itemsize * math.prod(map(stored.whole, shape))
-    room.take(want)
-    data = decompress(base64.b64decode(text), want)
-    return np.frombuffer(data, kind).reshape(shape).astype(kind.newbyteorder("="))
-
-
-def _unpack_header(header: struct.Struct, data: bytes) -> tuple[int, ...]:
-    if len(data) < header.size:
-        raise Unreadable(f"{len(data)} bytes, the header alone has {header.size}")
-    return header.unpack_from(data)
-
-
-def _delivered_of(form: dict[str, Any] | None) -> DeliveredGain | None:
-    """Read a measured gain; its values are checked by `DeliveredGain`."""
-    if form is None:
-        return None
-    gains = ("gain", "error", "lower", "upper", "modelled")
-    known = {name: None if form[name] is None else float(form[name]) for name in gains}
-    return DeliveredGain(
-        at=float(form["at"]),
-        **known,
-        steps=int(form["steps"]),
-        cost_source=str(form["cost_source"]),
-        unknown_because=str(form["unknown_because"]),
-    )
-
-
-_WRITERS: dict[str, Callable[[Any], Any]] = {
-    "delivered": lambda delivered: None if delivered is None else asdict(delivered),
-}
-"""Fields whose JSON form is not the value itself."""
-
-_PLAN_READERS: dict[str, Callable[[Any], Any]] = {
-    "plan_id": stored.text,
-    "deployment": stored.text,
-    "kind": PlanKind,
-    "policy": stored.text,
-    "reason": Reason,
-    "generation": stored.text,
-    "weights_version": stored.whole,
-    "base_epoch": stored.whole,
-    "created_at": stored.number,
-    "expires_at": stored.optional_number,
-    "allow_duplicates": stored.flag,
-    "numbers": stored.numbers,
-}
-"""Field of a Plan, without its maps -> conversion from JSON."""
-
-_RECORD_READERS: dict[str, Callable[[Any], Any]] = {
-    "phase": PlanPhase,
-    "reason": Reason,
-    "waves_committed": stored.whole,
-    "updated_at": stored.number,
-    "error": stored.optional_text,
-    "approved_by": stored.optional_text,
-    "request_digest": stored.optional_text,
-    "delivered": _delivered_of,
-}
-"""Field of a PlanRecord, without its plan and its story -> conversion from JSON."""
+def _decompress(data: bytes, want: int | None = None) -> bytes:
+    """Decompress a zstd frame, of `want` bytes if given."""
+    size = zstandard.frame_content_size(data)
+    if size > _MOST_BYTES or (want is not None and size != want):
+        raise Unreadable(f"unpacks to {size} bytes, expected {want or _MOST_BYTES}")
+    return zstandard.ZstdDecompressor().decompress(data)

@@ -11,14 +11,7 @@ from typing import Any
 
 from evenkeel_moe.adapters.redis import scripts
 from evenkeel_moe.adapters.redis.client import Client, Timed, deployment_key, timed_call
-from evenkeel_moe.adapters.redis.unpacking import (
-    NAMES_BYTES,
-    READ_NAMES,
-    Unreadable,
-    UnreadableRecord,
-    stored_bytes,
-)
-from evenkeel_moe.adapters.redis.wrong_types import ASIDE, ASIDE_MS, WrongTypes
+from evenkeel_moe.adapters.redis.encoding import UnreadableRecord
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports.stores import Lease
 from evenkeel_moe.wire.values import is_deployment_id
@@ -29,8 +22,10 @@ while a group gathers must find it: ranks that know a term that no store knows l
 store that lost its data."""
 _UNDER_A_LEASE = ("term", "written", "documents")
 """The records of a deployment that is not lasting."""
-_LEASE_BYTES = 4096
-"""Bytes of a lease that are read: the holder's name and the term."""
+_ASIDE = ":unreadable"
+"""Appended to the key of a damaged lease that was set aside; the newest one stays."""
+_ASIDE_S = 30 * 86_400.0
+"""Age at which it is dropped."""
 _LISTINGS_PER_AGE = 100
 """Times per record age that a deployment is listed again while it is led."""
 
@@ -73,7 +68,6 @@ class RedisLeases:
         self._leases: Any = leases
         self._unreadable = unreadable
         self._call = partial(timed_call, timed)
-        self._types = WrongTypes(client, unreadable)
         self._prefix = prefix
         self._record_age_s = record_age_s
         self._record_age_ms = milliseconds(record_age_s)
@@ -90,8 +84,7 @@ class RedisLeases:
     async def _eval(
         self, script: str, keys: Sequence[str], *values: object, client: Any = None
     ) -> Any:
-        asked = client or self._client
-        return await self._types.run(keys, lambda: asked.eval(script, len(keys), *keys, *values))
+        return await (client or self._client).eval(script, len(keys), *keys, *values)
 
     async def acquire_lease(
         self,
@@ -105,11 +98,18 @@ class RedisLeases:
         names = ("lease", "term", "documents", "plans", "epochs")
         keys = [self._key(deployment, name) for name in names]
         ages = (self._record_age_ms, milliseconds(NEW_AGE_S))
-        values = (holder, milliseconds(ttl_s), at_least_term, *ages, int(lasting), ASIDE_MS)
+        values = (
+            holder,
+            milliseconds(ttl_s),
+            at_least_term,
+            *ages,
+            int(lasting),
+            milliseconds(_ASIDE_S),
+        )
         with self._call("lease", "acquiring a lease"):
             self._listed_at.pop(deployment, None)
             found = await self._eval(
-                scripts.ACQUIRE, [*keys, keys[0] + ASIDE], *values, client=self._leases
+                scripts.ACQUIRE, [*keys, keys[0] + _ASIDE], *values, client=self._leases
             )
             winner, term, kept, wrong = found
             if wrong:
@@ -167,20 +167,19 @@ class RedisLeases:
         """Return the current leader's lease; None while nobody leads."""
         key = self._key(deployment, "lease")
         with self._call("lease", "reading a lease"):
-            found = await self._eval(scripts.READ_FIELDS, [key], _LEASE_BYTES, "holder", "term")
-        if None in found:
+            holder, term = await self._client.hmget(key, "holder", "term")
+        if holder is None or term is None:
             return None
         try:
-            holder, term = map(stored_bytes, found)
             return Lease(holder.decode(), int(term))
-        except (Unreadable, ValueError) as error:
+        except ValueError as error:
             self._unreadable("lease", key, str(error))
             return None
 
     async def unlist(self, deployment: DeploymentId) -> None:
         """Omit a deployment from `deployments` until it is led again; its records stay."""
         with self._call("write", "taking a deployment off the list"):
-            await self._types.run([self._seen], lambda: self._client.zrem(self._seen, deployment))
+            await self._client.zrem(self._seen, deployment)
 
     async def deployments(self) -> Sequence[DeploymentId]:
         """Return every deployment with a record here, without those that were unlisted."""
@@ -193,29 +192,21 @@ class RedisLeases:
         return sorted(DeploymentId(name) for name in names if is_deployment_id(name))
 
     async def _newest_names(self, kind: str, key: str) -> list[tuple[str, float]]:
-        """Return the names of a sorted set with their times, newest first, as many as are read."""
-        number, found = await self._eval(scripts.READ_HIGHEST_NAMES, [key], NAMES_BYTES, READ_NAMES)
-        if number > READ_NAMES:
-            why = f"has {number} names, only the newest {READ_NAMES} are read"
-            self._unreadable(kind, key, why)
-        entries = zip(found[::2], found[1::2], strict=True)
-        named = [(self._name(kind, key, name), at) for name, at in entries]
-        return [(name, float(at)) for name, at in named if name is not None]
+        """Return the names of a sorted set with their times, newest first."""
+        found = await self._client.zrevrange(key, 0, -1, withscores=True)
+        named = [(self._name(kind, key, name), float(at)) for name, at in found]
+        return [(name, at) for name, at in named if name is not None]
 
     async def _field_names(self, kind: str, key: str) -> list[str]:
-        """Return the names of a hash; a hash with too many is set aside."""
-        found = await self._eval(scripts.READ_FIELD_NAMES, [key], NAMES_BYTES, READ_NAMES)
-        if isinstance(found, int):
-            await self._types.set_aside(key, f"has {found} names, at most {READ_NAMES} are read")
-            return []
-        named = (self._name(kind, key, name) for name in found)
+        """Return the names of a hash."""
+        named = [self._name(kind, key, name) for name in await self._client.hkeys(key)]
         return [name for name in named if name is not None]
 
-    def _name(self, kind: str, key: str, name: bytes | int) -> str | None:
-        """Return a name of the store; None if it is too long or not UTF-8."""
+    def _name(self, kind: str, key: str, name: bytes) -> str | None:
+        """Return a name of the store; None if it is not UTF-8."""
         try:
-            return stored_bytes(name).decode()
-        except (Unreadable, UnicodeDecodeError) as error:
+            return name.decode()
+        except UnicodeDecodeError as error:
             self._unreadable(kind, f"{key} {name!r:.80}", str(error))
             return None
 

@@ -218,95 +218,19 @@ redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1
 """
 
-# The reads below answer a value that is larger than what is left of ARGV[1], the most bytes of all
-# values, with its length instead. STRLEN and HSTRLEN would do the same, but need further rights.
-_WITHIN = """
-local left = tonumber(ARGV[1])
-local function within(value)
-  if not value then return false end
-  if #value > left then return #value end
-  left = left - #value
-  return value
-end
-local found = {}
-"""
-
-# KEYS: a hash. ARGV: most bytes, then fields. A field that is missing is answered with nil.
-READ_FIELDS = (
-    _WITHIN
-    + """
-for i = 2, #ARGV do found[i - 1] = within(redis.call('HGET', KEYS[1], ARGV[i])) end
-return found
-"""
-)
-
-# KEYS: plans, maps, story rows. ARGV: most bytes, then plan ids. Answers record, maps and the list
-# of rows of each. What is missing is nil.
+# KEYS: plans, maps, story rows. ARGV: plan ids. Answers record, maps and the list of rows of each.
+# What is missing is nil.
 READ_PLANS = (
     _ROWS_OF
-    + _WITHIN
     + """
-for i = 2, #ARGV do
-  local id, rows = ARGV[i], {}
-  local record, maps = redis.call('HGET', KEYS[1], id), redis.call('HGET', KEYS[2], id)
-  found[i - 1] = {within(record), within(maps), rows}
+local found = {}
+for i, id in ipairs(ARGV) do
+  local rows = {}
+  if redis.call('HEXISTS', KEYS[3], 'rows ' .. id) == 0 then rows[1] = false end
   for row = 1, rows_of(id, KEYS[3]) do
-    rows[row] = within(redis.call('HGET', KEYS[3], row - 1 .. ' ' .. id))
+    rows[row] = redis.call('HGET', KEYS[3], row - 1 .. ' ' .. id)
   end
-end
-return found
-"""
-)
-
-# KEYS: a string. ARGV: most bytes.
-READ_VALUE = _WITHIN + "return within(redis.call('GET', KEYS[1]))"
-
-# KEYS: a hash. ARGV: most bytes, most fields. Returns the names of its fields, or their number if
-# there are more.
-READ_FIELD_NAMES = (
-    _WITHIN
-    + """
-local names = redis.call('HLEN', KEYS[1])
-if names > tonumber(ARGV[2]) then return names end
-for i, name in ipairs(redis.call('HKEYS', KEYS[1])) do found[i] = within(name) end
-return found
-"""
-)
-
-# KEYS: a sorted set. ARGV: most bytes, most names. Returns the number of all names, then name and
-# score in turn, the highest score first.
-READ_HIGHEST_NAMES = (
-    _WITHIN
-    + """
-local entries = redis.call('ZREVRANGE', KEYS[1], 0, ARGV[2] - 1, 'WITHSCORES')
-for i = 1, #entries, 2 do
-  found[i], found[i + 1] = within(entries[i]), entries[i + 1]
-end
-return {redis.call('ZCARD', KEYS[1]), found}
-"""
-)
-
-# KEYS: a list. ARGV: most bytes, most rows.
-READ_LIST = (
-    _WITHIN
-    + """
-local rows = redis.call('LRANGE', KEYS[1], 0, ARGV[2] - 1)
-for i, row in ipairs(rows) do found[i] = within(row) end
-return found
-"""
-)
-
-# KEYS: a stream. ARGV: most bytes, newest id, most entries. Returns (id, field d) of each entry,
-# newest first.
-READ_NEWEST = (
-    _WITHIN
-    + """
-for i, entry in ipairs(redis.call('XREVRANGE', KEYS[1], ARGV[2], '-', 'COUNT', ARGV[3])) do
-  local body = ''
-  for field = 1, #entry[2], 2 do
-    if entry[2][field] == 'd' then body = entry[2][field + 1] end
-  end
-  found[i] = {entry[1], within(body)}
+  found[i] = {redis.call('HGET', KEYS[1], id), redis.call('HGET', KEYS[2], id), rows}
 end
 return found
 """

@@ -12,27 +12,22 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from evenkeel_moe.adapters.redis import scripts, stored_values
+from evenkeel_moe.adapters.redis import scripts
 from evenkeel_moe.adapters.redis.client import Client, Timed
 from evenkeel_moe.adapters.redis.encoding import (
+    DECISION,
+    Unreadable,
+    UnreadableRecord,
+    ignore_unreadable,
     pack_off_loop,
     pack_plan_maps,
     pack_plan_record,
     pack_story_row,
+    unpack_object,
     unpack_placement,
     unpack_plan_record,
 )
 from evenkeel_moe.adapters.redis.leases import NEW_AGE_S, RedisLeases, milliseconds
-from evenkeel_moe.adapters.redis.unpacking import (
-    READ_BYTES,
-    READ_NAMES,
-    Room,
-    Unreadable,
-    UnreadableRecord,
-    ignore_unreadable,
-    reading,
-    stored_bytes,
-)
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.placement import Placement
@@ -165,24 +160,20 @@ class RedisDeploymentStore(RedisLeases):
     async def fetch_plans(
         self, deployment: DeploymentId, plan_ids: Sequence[PlanId]
     ) -> Sequence[PlanRecord]:
-        """Return these plans in this order, without those that are missing or unreadable.
-
-        All together may take as much memory as a `Room` has; those beyond it are unreadable.
-        """
+        """Return these plans in this order, without those that are missing or unreadable."""
         if not plan_ids:
             return []
         keys = [self._key(deployment, name) for name in _PLAN_PARTS]
         with self._call("read", "reading plans"):
-            found = await self._eval(scripts.READ_PLANS, keys, READ_BYTES, *plan_ids)
+            found = await self._eval(scripts.READ_PLANS, keys, *plan_ids)
         stored = [
             (name, parts)
             for name, parts in zip(plan_ids, found, strict=True)
             if parts[0] is not None
         ]
-        room = Room()
         # In a thread, so that leases are renewed meanwhile: a large plan takes milliseconds.
         plans = await asyncio.to_thread(
-            lambda: [_plan_or_fault(deployment, name, parts, room) for name, parts in stored]
+            lambda: [_plan_or_fault(deployment, name, parts) for name, parts in stored]
         )
         for (name, _), plan in zip(stored, plans, strict=True):
             if isinstance(plan, Unreadable):
@@ -205,17 +196,11 @@ class RedisDeploymentStore(RedisLeases):
         await self._write(write, term, values, self._wait_replicas)
 
     async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
-        """Return the recorded placements by epoch, as many as are kept.
-
-        All together may take as much memory as a `Room` has; the oldest beyond it are unreadable.
-        """
+        """Return the recorded placements by epoch."""
         key = self._key(deployment, "epochs")
         with self._call("read", "reading epochs"):
-            names = [name.encode() for name in await self._field_names("epoch", key)]
-            names.sort(key=_by_epoch, reverse=True)
-            found = await self._eval(scripts.READ_FIELDS, [key], READ_BYTES, *names)
-        known = [(n, body) for n, body in zip(names, found, strict=True) if body is not None]
-        return dict(sorted(await self._epochs_of(key, known)))
+            rows = await self._client.hgetall(key)
+        return dict(sorted(await self._epochs_of(key, list(rows.items()))))
 
     async def fetch_replaced_epochs(
         self, deployment: DeploymentId
@@ -223,24 +208,16 @@ class RedisDeploymentStore(RedisLeases):
         """Return the epochs that another history replaced, the last replaced first."""
         key = self._key(deployment, "replaced_epochs")
         with self._call("read", "reading replaced epochs"):
-            rows = await self._eval(scripts.READ_LIST, [key], READ_BYTES, READ_NAMES + 1)
-        if len(rows) > READ_NAMES:
-            why = f"has more than {READ_NAMES} rows, only the newest {READ_NAMES} are read"
-            self._unreadable("epoch", key, why)
-            rows = rows[:READ_NAMES]
-        parts = [
-            (b"row %d" % number, b"", row) if isinstance(row, int) else row.partition(b" ")
-            for number, row in enumerate(rows)
-        ]
+            rows = await self._client.lrange(key, 0, -1)
+        parts = [row.partition(b" ") for row in rows]
         return await self._epochs_of(key, [(name, body) for name, _, body in parts])
 
     async def _epochs_of(
-        self, key: str, rows: Sequence[tuple[bytes, bytes | int]]
+        self, key: str, rows: Sequence[tuple[bytes, bytes]]
     ) -> list[tuple[Epoch, Placement]]:
         """Return the epochs and placements that can be read."""
-        room = Room()
         # In a thread, as plans are.
-        found = await asyncio.to_thread(lambda: [_epoch_or_fault(*row, room) for row in rows])
+        found = await asyncio.to_thread(lambda: [_epoch_or_fault(*row) for row in rows])
         for (name, _), epoch in zip(rows, found, strict=True):
             if isinstance(epoch, Unreadable):
                 self._unreadable("epoch", f"{key} {name!r:.80}", str(epoch))
@@ -264,12 +241,11 @@ class RedisDeploymentStore(RedisLeases):
         """Return a named document; None when it is missing or unreadable."""
         key = self._key(deployment, "documents")
         with self._call("read", "reading a document"):
-            most = stored_values.DOCUMENT_BYTES
-            (body,) = await self._eval(scripts.READ_FIELDS, [key], most, name)
+            body = await self._client.hget(key, name)
         if body is None:
             return None
         try:
-            return _object(body)
+            return unpack_object(body)
         except Unreadable as error:
             self._unreadable("document", f"{key} {name}", str(error))
             return None
@@ -289,9 +265,9 @@ class RedisDeploymentStore(RedisLeases):
             return []
         key = self._key(deployment, "decisions")
         with self._call("read", "reading decisions"):
-            found = await self._eval(scripts.READ_NEWEST, [key], READ_BYTES, "+", limit)
+            found = await self._client.xrevrange(key, count=limit)
         # In a thread, as plans are: all rows together may be large.
-        rows = await asyncio.to_thread(lambda: [_decision_or_fault(body) for _, body in found])
+        rows = await asyncio.to_thread(lambda: [_decision_or_fault(row) for _, row in found])
         for (entry, _), row in zip(found, rows, strict=True):
             if isinstance(row, Unreadable):
                 where = f"{key} {entry.decode(errors='replace')}"
@@ -362,14 +338,10 @@ class RedisDeploymentStore(RedisLeases):
         Both commands use one connection, because WAIT counts only what its own connection wrote.
         """
 
-        async def write() -> list[Any]:
-            pipe = self._client.pipeline(transaction=False)
-            pipe.eval(script, len(keys), *keys, *values)
-            pipe.execute_command("WAIT", replicas, milliseconds(self._wait_s))
-            found: list[Any] = await pipe.execute()
-            return found
-
-        answer, copies = await self._types.run(keys, write)
+        pipe = self._client.pipeline(transaction=False)
+        pipe.eval(script, len(keys), *keys, *values)
+        pipe.execute_command("WAIT", replicas, milliseconds(self._wait_s))
+        answer, copies = await pipe.execute()
         return int(answer), int(copies)
 
 
@@ -383,15 +355,13 @@ def _same_rows(one: PlanRecord, other: PlanRecord) -> int:
 def _plan_or_fault(
     deployment: DeploymentId,
     plan_id: PlanId,
-    parts: tuple[bytes | int, bytes | int | None, Sequence[bytes | int | None]],
-    room: Room,
+    parts: tuple[bytes, bytes | None, Sequence[bytes | None]],
 ) -> PlanRecord | Unreadable:
     small, maps, story = parts
+    if maps is None or None in story:
+        return Unreadable("its maps or a row of its story are missing")
     try:
-        if maps is None or None in story:
-            return Unreadable("its maps or a row of its story are missing")
-        rows = [stored_bytes(row) for row in story if row is not None]
-        record = unpack_plan_record(stored_bytes(small), stored_bytes(maps), rows, room)
+        record = unpack_plan_record(small, maps, [row for row in story if row is not None])
     except Unreadable as error:
         return error
     plan = record.plan
@@ -400,49 +370,17 @@ def _plan_or_fault(
     return record
 
 
-def _epoch_or_fault(
-    name: bytes, body: bytes | int, room: Room
-) -> tuple[Epoch, Placement] | Unreadable:
+def _epoch_or_fault(name: bytes, body: bytes) -> tuple[Epoch, Placement] | Unreadable:
+    if not (name.isdigit() and len(name) <= _MAX_DIGITS):
+        return Unreadable("the name is no epoch")
     try:
-        return _epoch_of(name), unpack_placement(stored_bytes(body), room)
+        return Epoch(int(name)), unpack_placement(body)
     except Unreadable as error:
         return error
 
 
-def _decision_or_fault(body: bytes | int) -> dict[str, Any] | Unreadable:
+def _decision_or_fault(fields: Mapping[bytes, bytes]) -> dict[str, Any] | Unreadable:
     try:
-        row = _object(body)
-        reading(lambda: _check_decision(row))
+        return unpack_object(fields.get(b"d", b""), DECISION)
     except Unreadable as error:
         return error
-    return row
-
-
-def _check_decision(row: Mapping[str, Any]) -> None:
-    """Refuse a row that lacks what pages and gauges count on."""
-    stored_values.number(row["at"])
-    stored_values.text(row["reason"])
-    stored_values.numbers(row.get("numbers", {}))
-
-
-def _object(body: bytes | int) -> dict[str, Any]:
-    """Return a stored JSON object."""
-    return reading(lambda: stored_values.mapping(stored_values.parse_json(stored_bytes(body))))
-
-
-def _by_epoch(name: bytes) -> tuple[int, bytes]:
-    """Return what sorts epochs by number, and names that are none before them."""
-    number = _epoch_number(name)
-    return (-1 if number is None else number), name
-
-
-def _epoch_number(name: bytes) -> int | None:
-    """Return the number of an epoch's name; None if it is not a number of 18 digits at most."""
-    return int(name) if name.isdigit() and len(name) <= _MAX_DIGITS else None
-
-
-def _epoch_of(name: bytes) -> Epoch:
-    number = _epoch_number(name)
-    if number is None:
-        raise Unreadable("the name is no epoch")
-    return Epoch(number)

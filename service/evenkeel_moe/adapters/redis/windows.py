@@ -1,29 +1,21 @@
 """`ports.WindowStore` on Redis or Valkey: a stream of chunks for each deployment and phase."""
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from evenkeel_moe.adapters.redis import scripts
 from evenkeel_moe.adapters.redis.client import Client, Timed, deployment_key, timed_call
 from evenkeel_moe.adapters.redis.encoding import (
-    MAX_WINDOW_BYTES,
+    Unreadable,
+    UnreadableRecord,
+    ignore_unreadable,
     pack_source,
     pack_window,
     unpack_source,
     unpack_window,
 )
-from evenkeel_moe.adapters.redis.unpacking import (
-    READ_BYTES,
-    Unreadable,
-    UnreadableRecord,
-    ignore_unreadable,
-    stored_bytes,
-)
-from evenkeel_moe.adapters.redis.wrong_types import WrongTypes
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import LoadWindow, Phase
@@ -98,7 +90,6 @@ class RedisWindowStore:
         self._client: Any = client  # The clients share their commands but no typed base.
         self._unreadable = unreadable
         self._call = partial(timed_call, timed)
-        self._types = WrongTypes(client, unreadable)
         self._prefix = prefix
         self._capacity = capacity
         self._ttl_ms = max(1, round(ttl_s * 1000))
@@ -117,7 +108,7 @@ class RedisWindowStore:
         keys = self._keys(deployment, phase)
         with self._call("write", "appending to a window"):
             for chunk in in_chunks(newest_parts(parts, most=self._capacity), _CHUNK_STEPS):
-                await self._types.run(keys, partial(self._add, keys, chunk))
+                await self._add(keys, chunk)
             source = parts[-1].source if parts else None
             if source is not None:
                 await self._client.set(keys.source, pack_source(source), px=self._ttl_ms)
@@ -146,11 +137,11 @@ class RedisWindowStore:
         # In a thread, because it copies all steps.
         window = (await asyncio.to_thread(join_windows, parts[::-1])).last(most)
         sizes = shape.num_ranks, shape.num_layers, shape.num_logical_experts
-        most_bytes = _packed(4 * math.prod(sizes))
-        sums = await self._read(keys.source, scripts.READ_VALUE, most_bytes)
+        with self._call("read", "reading a window"):
+            sums = await self._client.get(keys.source)
         if sums is None:
             return window
-        source = await self._unpack(keys.source, lambda: unpack_source(stored_bytes(sums), sizes))
+        source = await self._unpack(keys.source, lambda: unpack_source(sums, sizes))
         return window if source is None else replace(window, source=source)
 
     async def _newest(self, stream: str, shape: ModelShape, most: int) -> list[LoadWindow]:
@@ -160,23 +151,20 @@ class RedisWindowStore:
         left out.
         """
         sizes = shape.num_layers, shape.num_logical_experts, shape.num_ranks
-        step_bytes = 16 + 16 * shape.num_ranks + 4 * math.prod(sizes[:2])
-        most_bytes = max(READ_BYTES, _packed(min(_CHUNK_STEPS * step_bytes, MAX_WINDOW_BYTES)))
         parts: list[LoadWindow] = []
         start, held = b"+", 0
         steps_left = 2 * most + _CHUNK_STEPS  # So many to look at, also if all of them overlap.
         while held < most and steps_left > 0:
             at_once = min(steps_left, _CHUNKS_AT_ONCE)
-            rows = await self._read(stream, scripts.READ_NEWEST, most_bytes, start, at_once)
+            with self._call("read", "reading a window"):
+                rows = await self._client.xrevrange(stream, start, "-", at_once)
             if not rows:
                 break
-            for place, (number, body) in enumerate(rows):
-                if isinstance(body, int) and place:
-                    start = number  # There was no room beside the ones before.
-                    break
-                start = b"(" + number
+            start = b"(" + rows[-1][0]
+            for number, fields in rows:
                 where = f"{stream} {number.decode(errors='replace')}"
-                chunk = await self._unpack(where, partial(_chunk_of, body, sizes))
+                body = fields.get(b"d", b"")
+                chunk = await self._unpack(where, partial(unpack_window, body, sizes, _CHUNK_STEPS))
                 steps_left -= 1 if chunk is None else len(chunk)
                 if chunk is not None and parts:
                     older = int(chunk.steps.searchsorted(parts[-1].steps[0]))
@@ -187,10 +175,6 @@ class RedisWindowStore:
                 if held >= most or steps_left <= 0:
                     break
         return parts
-
-    async def _read(self, key: str, script: str, *values: object) -> Any:
-        with self._call("read", "reading a window"):
-            return await self._types.run([key], lambda: self._client.eval(script, 1, key, *values))
 
     async def _unpack(self, where: str, unpack: Callable[[], _T]) -> _T | None:
         """Return what is unpacked, in a thread because it may be large; None if unreadable."""
@@ -205,12 +189,3 @@ class RedisWindowStore:
         with self._call("write", "dropping windows"):
             for phase in Phase:
                 await self._client.delete(*self._keys(deployment, phase))
-
-
-def _chunk_of(body: bytes | int, sizes: tuple[int, int, int]) -> LoadWindow:
-    return unpack_window(stored_bytes(body), sizes, _CHUNK_STEPS)
-
-
-def _packed(nbytes: int) -> int:
-    """Return the most bytes that so many have when zstd finds nothing to compress."""
-    return nbytes + nbytes // 128 + 1024

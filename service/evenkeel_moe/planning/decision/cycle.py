@@ -282,8 +282,6 @@ def plan_target(inputs: CycleInputs, split: WindowSplit) -> tuple[Placement, dic
         "evaluations": float(proposal.evaluations),
         "planned_on_steps": float(split.cut - split.begin),
     }
-    if proposal.lower_bound is not None and proposal.lower_bound > 0:
-        numbers["gap_to_bound"] = moe_time.score(problem, target) / proposal.lower_bound - 1.0
     return target, numbers
 
 

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.planning.policies.fill_slots import fill_empty_slots
-from evenkeel_moe.planning.problem import bounds, moe_time
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 from evenkeel_moe.planning.schedule.relabel import relabel
 
@@ -33,7 +33,7 @@ def build_proposal(
     *,
     score: float | None = None,
 ) -> Proposal:
-    """Fill slots that must not stay empty, score the placement and add the problem's lower bound.
+    """Fill slots that must not stay empty, and score the placement.
 
     Args:
         problem: the score is under its dispatch and costs.
@@ -57,6 +57,5 @@ def build_proposal(
         placement,
         moe_time.score(problem, placement) if score is None else score,
         evaluations,
-        bounds.lower_bound(problem),
         numbers,
     )

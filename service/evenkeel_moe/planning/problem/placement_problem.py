@@ -122,8 +122,6 @@ class Proposal:
     evaluations: int = 0
     """Candidates evaluated; replaying with this as the budget gives the same bytes. keel counts the
     costliest layer of its costliest search, times the layers."""
-    lower_bound: float | None = None
-    """No placement within the limits scores below this."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Named figures for the decision log."""
 

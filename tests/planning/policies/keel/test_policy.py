@@ -44,12 +44,10 @@ def with_objective(problem, **changes):
 
 
 @given(problems())
-def test_proposals_are_sound_and_never_score_below_the_bound(problem):
+def test_proposals_are_sound(problem):
     proposal = plan_keel(problem)
     proposal.placement.check(problem.shape)
     assert proposal.score == pytest.approx(moe_time.score(problem, proposal.placement))
-    assert proposal.lower_bound is not None
-    assert proposal.lower_bound <= proposal.score * (1 + 1e-9)
 
 
 @given(problems(planned=True), st.integers(0, 4), st.integers(0, 2))

@@ -56,8 +56,7 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS)
     Returns:
         numbers: `change_at` (first step after the newest change), `change_strength`,
             `forecast_error` (as `Forecast.error`; NaN where the window is too short for a
-            forecast), `copies`, `price` (of a copy, in layer times), `gap` (score over lower
-            bound, minus 1).
+            forecast), `copies`, `price` (of a copy, in layer times).
 
     Raises:
         InfeasiblePlan: the slots cannot hold one copy of every expert.
@@ -79,10 +78,9 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS)
         "price": price,
     }
     proposal = build_proposal(problem, best, search.evaluations, numbers)
-    bound, copies = proposal.lower_bound, 0
+    copies = 0
     if problem.current is not None:
         copies = count_moves(problem.current, proposal.placement)
-    proposal.numbers["gap"] = proposal.score / bound - 1.0 if bound else 0.0
     proposal.numbers["copies"] = float(copies)
     return proposal
 
