@@ -7,7 +7,7 @@ INSTALL := .venv/$(PIP_INSTALL)
 
 .PHONY: demo help test faults test-engines test-vllm test-gpu gpu-report test-deploy test-console
 .PHONY: example-join example-qwen3moe check sim explore mutants quint chaos fuzz soak
-.PHONY: format console-vendor console-images
+.PHONY: format console-vendor console-images readme-picture
 .PHONY: proto verify-proto
 .PHONY: proto-breaking proto-release deploy-files requirements sbom clean
 
@@ -90,6 +90,10 @@ test-console: .venv/ready ## Drives the console in a browser against a running f
 # Takes the pictures of the console in docs/images.
 console-images: .venv/ready ## Takes the pictures of the console in docs/images.
 	$(BIN)/python -m tests.console.images
+
+# Draws docs/images/ranks.svg from the shipped trace.
+readme-picture: .venv/ready ## Draws the picture of the README.
+	$(BIN)/python -m deploy.readme_picture
 
 check: .venv/installed ## Runs the linters, the type checker and the checks of structure.
 	$(BIN)/ruff format --check .

@@ -167,7 +167,8 @@ class PlannerSettings:
     once; a plan that runs is cancelled. Only role admin may change this, or another mode than
     observe while it is set. The chart sets it."""
     separate_approval: bool = False
-    """Who makes a plan by hand may not approve it; rollbacks may start. Only role admin sets it."""
+    """A plan that was made by hand needs the approval of another token; rollbacks start at once.
+    Only role admin sets it."""
     policy: str = "keel"
     """The planning algorithm, by its name in docs/policies.md."""
     cycle_s: Seconds = 2.0

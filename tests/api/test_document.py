@@ -15,6 +15,7 @@ from tests.api.fakes import make_operations
 
 FILE = Path(__file__).parents[2] / "docs" / "openapi.json"
 PAGE = FILE.with_name("api.md")
+ENGINES = FILE.with_name("engines.md")
 
 
 def document() -> str:
@@ -65,6 +66,7 @@ def test_the_page_names_the_policys_fields_and_settings_there_are():
     fields = text.split("| Field | Meaning |")[1].split("\n\n")[0]
     names = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in fields.splitlines()[2:]))
     assert set(names) == set(policy_document(DeploymentPolicy()))
+    text += ENGINES.read_text()
     settings = re.findall(r"`(grpc|rest|metrics|window|migration)\.(\w+)`", text)
     assert len(settings) > 8
     for section, name in settings:
@@ -76,7 +78,7 @@ def test_the_page_names_the_policys_fields_and_settings_there_are():
 
 def test_the_page_has_a_counterpart_for_each_field_of_eplb_config():
     """Source: vllm/config/parallel.py, EPLBConfig, 0.33.0."""
-    rows = PAGE.read_text().split("| vLLM | Default there | Here |")[1].split("\n\n")[0]
+    rows = ENGINES.read_text().split("| vLLM | Default there | Here |")[1].split("\n\n")[0]
     assert re.findall(r"^\| `(\w+)`", rows, re.MULTILINE) == [
         "window_size",
         "step_interval",

@@ -1,5 +1,5 @@
 """Real processes under a seeded schedule of faults: `python -m tests.chaos --seconds 600 --seed 1`.
 
 The simulation (`tests/sim`) tests the protocol; this tests everything around it: sockets, stores,
-processes, tasks. docs/chaos.md describes the faults and the checks.
+processes, tasks. docs/testing.md describes the faults and the checks.
 """

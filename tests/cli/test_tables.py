@@ -46,7 +46,7 @@ def test_status_says_why_automatic_plans_are_held(run, operations):
     for because, words in (
         ("gains_not_delivered", "because earlier plans did not deliver their gain"),
         ("held_after_rollback", "Automatic plans are held after a rollback"),
-        ("held_after_data_loss", "because the store lost what operators had set"),
+        ("held_after_data_loss", "because the store lost the settings of operators"),
     ):
         status = make_status(held=True, held_because=because)
         operations.views["demo"] = FakeView(status, {}, None)

@@ -118,7 +118,7 @@ def test_a_terminal_is_redrawn_in_place_until_ctrl_c(url, operations):
     operations.records["demo"] = [make_plan(f"plan-{number}") for number in range(30)]
     session = TerminalSession(url, "plan", "list", "demo", "--watch")
     try:
-        session.until("a higher terminal shows ")
+        session.until(" more lines: make the terminal taller")
         operations.error = Unavailable("the store does not answer")
         session.until("the store does not answer")
         operations.error = None

@@ -1,6 +1,6 @@
 """The small world: its first state, and every event that can follow a state.
 
-See `docs/explore.md` for what is abstracted, and why it loses nothing that matters.
+See `docs/testing.md` for what is abstracted, and why it loses nothing that matters.
 """
 
 from collections.abc import Callable, Iterator

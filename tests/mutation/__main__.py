@@ -1,7 +1,7 @@
 """`python -m tests.mutation PATH...` changes the package in small wrong ways, and runs its tests.
 
 Each change is one mutant. It is killed if a test fails that runs the changed line. The exit code
-is 0 only if every mutant is killed, or docs/mutants.md lists it as equivalent.
+is 0 only if every mutant is killed, or listed in tests/mutation/equivalent.md.
 
     --again      run only the mutants that survived the last run of their file
     --like TEXT  run only mutants whose line in the output contains TEXT
@@ -38,6 +38,7 @@ from tests.mutation.changes import Change, changes
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "service" / "evenkeel_moe"
+EQUIVALENT = Path(__file__).parent / "equivalent.md"
 CACHE = ROOT / ".cache" / "mutation"
 RUNNING = CACHE / "running"
 """Holds the name of the test that a mutant runs."""
@@ -118,7 +119,7 @@ class Mutants:
         self, file: Path, module: ModuleType, lines: dict[str, list[str]], items: list[pytest.Item]
     ) -> None:
         name, found, left = str(file.relative_to(PACKAGE)), Counter[str](), []
-        listed = re.findall(r"^- `(.+?)( \*)?`$", (ROOT / "docs/mutants.md").read_text(), re.M)
+        listed = re.findall(r"^- `(.+?)( \*)?`$", EQUIVALENT.read_text(), re.M)
         kept, began = CACHE / f"{name.replace('/', '.')}.survivors", time.monotonic()
         again = set(kept.read_text().splitlines()) if self.options.again else None
         for change in changes(file.read_text(), str(file)):

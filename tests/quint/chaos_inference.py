@@ -1,7 +1,7 @@
 """Infer what nobody saw of a chaos run, as late as possible: the messages that ranks take and more.
 
 Each demand brings a rank to where something holds that it showed, by events that the model can
-take. docs/model.md says what is inferred.
+take. docs/testing.md says what is inferred.
 """
 
 from collections import defaultdict, deque

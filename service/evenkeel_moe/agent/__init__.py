@@ -1,7 +1,7 @@
 """The part of Evenkeel inside a rank: recorder, staging, swap, and the stream to the controller.
 
 The names below are the public interface for engine authors, numbered by `API_VERSION`.
-docs/engines.md explains it, docs/join.md leads through it, and the examples use nothing else.
+docs/agent.md explains it, docs/join.md leads through it, and the examples use nothing else.
 Removing a name or changing its arguments raises the number; a new name or a new optional argument
 does not.
 """

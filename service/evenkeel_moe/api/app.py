@@ -58,8 +58,8 @@ def create_app(
         tokens: accepted tokens; every request needs one, but GET and HEAD of `/healthz`, `/readyz`
             and the files of the console and the runbooks.
         max_body_bytes: larger requests get 413.
-        most_held_bytes: of the bodies of all requests, a quarter of them for one token; what would
-            make them more gets 503.
+        most_held_bytes: bytes of the bodies of all requests that are held at a time, a quarter of
+            them for one token; a request that would exceed this gets 503.
         health_bounds: beyond these a deployment is not healthy.
     """
     listing = "\n".join(

@@ -306,7 +306,10 @@ async def list_decisions(
     page_size: PageSize = 100,
     page_token: PageToken = None,
 ) -> DecisionPage:
-    """List the decision of every cycle and its reason, newest first, even to do nothing."""
+    """List the decision of every cycle with its reason, the newest first.
+
+    A decision to change nothing is listed too.
+    """
     rows = [
         plain(decision_out(row)) for row in await operations.decisions(deployment, _DECISIONS_SHOWN)
     ]

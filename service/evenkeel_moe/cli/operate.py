@@ -68,7 +68,9 @@ def decisions(
     connection: NamedDeployment,
     shown: ShowOptions,
 ) -> None:
-    """Show each decision of the controller and its reason, newest first, also to do nothing."""
+    """Show the decisions of the controller with their reasons, the newest first.
+
+    A decision to change nothing is shown too."""
     with connection.client() as client:
         path = connection.path(client)
         shown.run(
@@ -142,7 +144,7 @@ def freeze(
     *,
     connection: DeploymentClientOptions,
 ) -> None:
-    """Allow no new plans for some time, as before a reload of weights or a change of the ranks.
+    """Stop new plans for a given time, for example before a reload of weights.
 
     The freeze ends by itself.
     """

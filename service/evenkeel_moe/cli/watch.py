@@ -100,7 +100,7 @@ class _Screen:
             yield from line
             yield Segment.line()
         if left_out:
-            yield Text(f"a higher terminal shows {left_out} more lines", style="yellow")
+            yield Text(f"{left_out} more lines: make the terminal taller", style="yellow")
 
 
 def _tell(error: CliError) -> None:

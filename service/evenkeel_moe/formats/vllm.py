@@ -36,7 +36,7 @@ MOST_GAP = 10
 def read_load_statistics(path: Path, first_moe_layer: int | None) -> Trace:
     """Read a file of load statistics.
 
-    A line that cannot be read is left out. Where step numbers begin anew, the server was started
+    A line that cannot be read is left out. Where step numbers begin again, the server was started
     again: all steps are then read in the order of the lines.
 
     Raises:
@@ -95,7 +95,7 @@ def _broken_lines(broken: dict[int, str], lines: int) -> tuple[Finding, ...]:
 
 
 def _starts(steps: list[int]) -> tuple[Finding, ...]:
-    """Say where step numbers begin anew, and not only lines are out of order.
+    """Say where step numbers begin again, and not only lines are out of order.
 
     Raises:
         InvalidInput: they do so too often for restarts of one server.
@@ -108,7 +108,7 @@ def _starts(steps: list[int]) -> tuple[Finding, ...]:
             f"step numbers fall {len(again)} times in {len(steps)} lines, first from"
             f" {steps[again[0] - 1]} to {steps[again[0]]}: is the file of several servers?"
         )
-    what = "step numbers begin anew, so the server was started again; all steps are read"
+    what = "step numbers begin again, so the server was started again; all steps are read"
     return (assumed(what, f"after {again[0]} steps", f"{len(again)} times"),)
 
 

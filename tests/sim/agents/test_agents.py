@@ -34,7 +34,7 @@ CATCHING_SEEDS = {
 
 
 CATCHING_RULES = {"R3c": 0, "R5": 0, "R9": 3, "R10": 4, "R13": 24, "R14": 3}
-"""A seed that catches a mutant of a rule; docs/mutants.md tells of the others."""
+"""A seed that catches a mutant of a rule; the others need more seeds, or the bare machines."""
 
 SOUND = 24
 """The first seeds, run with the production parts."""

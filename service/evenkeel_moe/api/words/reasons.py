@@ -18,7 +18,7 @@ _SENTENCES: dict[str, str] = {
     Reason.HELD_AFTER_ROLLBACK: "Automatic plans are held after a rollback, until an operator"
     " resumes them.",
     Reason.HELD_AFTER_DATA_LOSS: "Automatic plans are held until an operator resumes them, because"
-    " the store lost what operators had set.",
+    " the store lost the settings of operators.",
     Reason.GAINS_NOT_DELIVERED: "Automatic plans are held until an operator resumes them, because"
     " earlier plans did not deliver their gain.",
     Reason.COOLDOWN: "The last plan ended a moment ago; the controller waits before the next.",

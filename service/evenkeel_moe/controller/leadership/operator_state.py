@@ -109,8 +109,8 @@ class OperatorStateRecovery:
             hold = Hold(Reason.HELD_AFTER_DATA_LOSS)
             state = OperatorState(state.policy, hold, state.frozen_until)
             loss = (
-                f"the store came back empty, and ranks were led under term {self._ranks_term}: what"
-                " operators had set is lost; automatic plans are held until resume"
+                f"the store came back empty, and ranks were led under term {self._ranks_term}: the"
+                " operators' settings are lost; automatic plans are held until resume"
             )
         elif leader is None and self._remembered is not None:
             loss = "the store came back empty: mode, freeze and hold stay as they were"

@@ -13,7 +13,7 @@ STAGE = "{pp}"
 def refuse_elastic(parallel_config: Any) -> None:
     """Refuse elastic expert parallelism, which changes the number of ranks while vLLM serves.
 
-    The ranks that vLLM adds later make calls that the ranks of the first hour do not answer, so
+    The ranks that vLLM adds later make calls that the first ranks do not answer, so
     this is decided before any collective call, on every rank alike.
 
     Raises:

@@ -23,7 +23,7 @@ class Recovery:
     """Rounds of questions to all ranks, until all agree on one state and none holds a wave.
 
     Args:
-        executor: ends the waves found on the ranks; its records and group state are brought up.
+        executor: ends the waves found on the ranks; its records and group state are updated.
         again_s: wait before the next round after the ranks disagreed.
         deadline_s: a recovery that lasts longer raises an alert.
     """
