@@ -17,7 +17,7 @@ from evenkeel_moe.telemetry.cost_choice import (
     choose_cost,
     clock_factors,
 )
-from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
+from evenkeel_moe.telemetry.time_fit import NoFit, TimeFit
 from evenkeel_moe.wire.link import CostCurve, DeviceClock, ReplicaCost
 
 SHAPE = ModelShape(2, 8, 4, 3, 2, 3 * 7168 * 2048, shared_experts=1.0)
@@ -30,7 +30,6 @@ FIT = TimeFit(
     s_per_token=5e-8,
     s_per_replica=1e-5,
     factors=np.array([1.0, 1.0, 1.12, 1.0]),
-    factor_errors=np.full(4, 0.002),
     error=0.02,
     explained=0.97,
     steps=256,

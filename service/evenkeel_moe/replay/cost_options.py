@@ -16,7 +16,7 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
 from evenkeel_moe.replay.options import CostOptions
 from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, profiled_cost
-from evenkeel_moe.telemetry.step_times import NoFit
+from evenkeel_moe.telemetry.time_fit import NoFit
 from evenkeel_moe.wire.link import CostCurve, ReplicaCost
 
 

@@ -24,7 +24,7 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
 from evenkeel_moe.planning.problem.moe_time import rank_times, replica_work
 from evenkeel_moe.telemetry.rank_speeds import join_curves
-from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
+from evenkeel_moe.telemetry.time_fit import NoFit, TimeFit
 from evenkeel_moe.wire.link import CostCurve, DeviceClock, ReplicaCost
 
 MAX_FIT_ERROR = 0.25

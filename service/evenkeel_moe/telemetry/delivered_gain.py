@@ -41,24 +41,20 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from evenkeel_moe.model.cost import CostModel
+from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.telemetry.robust import column_medians, spread_of
+from evenkeel_moe.telemetry.speed_changes import find_changes
 
-MIN_STEPS = 16
-"""Fewest compared steps."""
+_FEWEST_PAIRS = 16
 ENOUGH_STEPS = 64
 """Compared steps that are enough; more are not waited for."""
 _CALIPER = 0.1
 """Largest difference of the tokens of two paired steps, as a share of the larger number."""
 _BATCHES = 8
-_SHIFT = 0.05
-"""A rank changed its speed if its ratio changed by this much, and by eight standard errors."""
-_SHIFT_ERRORS = 8.0
-"""Twice four, because the standard error takes steps as independent; neighbours are alike."""
-_SPLIT_EVERY = 4
-"""Steps between two positions at which such a change is looked for."""
 _MOSTLY = 0.9
 _MEDIAN_VARIANCE = math.pi / 2
 """Variance of a median over that of a mean, for normal errors."""
@@ -112,10 +108,8 @@ def _log_ratios(seconds: NDArray[np.float64], modelled: NDArray[np.float64]) -> 
 
 def _level(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the (R,) median of (T, R) ratios; that of all ranks for a rank without work."""
-    level = np.full(ratios.shape[1], np.nanmedian(ratios))
-    worked = np.isfinite(ratios).any(axis=0)
-    level[worked] = np.nanmedian(ratios[:, worked], axis=0)
-    return level
+    level = column_medians(ratios)
+    return np.where(np.isnan(level), np.nanmedian(ratios), level)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -126,30 +120,6 @@ class PhaseSteps:
     after: TimedSteps
     old_times: NDArray[np.float64]
     """(T, L, R) modelled times of the steps after it, had the old placement stayed."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredGain:
-    """A measured gain with its error."""
-
-    gain: float
-    error: float
-    lower: float
-    upper: float
-    modelled: float
-    """Gain of the same steps under the cost model."""
-    steps: int
-    """Pairs of steps."""
-    enough: bool
-    """True if more steps after the plan would add few pairs."""
-
-
-@dataclass(frozen=True, slots=True)
-class NoGain:
-    """The gain is unknown."""
-
-    reason: str
-    steps: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -178,28 +148,40 @@ def timed_steps(
     return TimedSteps(tokens, steps.compute_s, times, routed.sum(axis=1))
 
 
-def measure_gain(phases: Sequence[PhaseSteps]) -> MeasuredGain | NoGain:
-    """Return the gain that a plan delivered; see the head of the module."""
+def measure_gain(phases: Sequence[PhaseSteps], at: float) -> tuple[DeliveredGain, bool]:
+    """Return the gain that a plan delivered; see the head of the module.
+
+    Args:
+        phases: the steps around the plan.
+        at: Unix seconds now.
+
+    Returns:
+        The gain, whose source of the cost model is left empty, and whether more steps after the
+        plan would add few pairs.
+    """
     if not any(_measured(one.after).any() for one in phases):
-        return NoGain("no rank reports seconds")
+        return DeliveredGain(at, unknown_because="no rank reports seconds"), False
     known = [_known(one) for one in phases]
-    pairs = [pair for pair in map(_pair, known) if len(pair[0].ratios) >= _BATCHES]
+    matched = [(one, *match_tokens(one.before.tokens, one.after.tokens)) for one in known]
+    pairs = [_pair(*one) for one in matched if len(one[1]) >= _BATCHES]
     steps = sum(len(old.ratios) for old, _ in pairs)
-    if steps < MIN_STEPS:
-        return NoGain(f"{steps} pairs of steps alike in tokens, {MIN_STEPS} are needed", steps)
+    if steps < _FEWEST_PAIRS:
+        why = f"{steps} pairs of steps alike in tokens, {_FEWEST_PAIRS} are needed"
+        return DeliveredGain(at, steps=steps, unknown_because=why), False
     old, new = _total([one for one, _ in pairs]), _total([one for _, one in pairs])
     possible = min(ENOUGH_STEPS, sum(len(one.before.tokens) for one in known))
     remaining = new.time / old.time
     reach, error = _reach(old.variance, new.variance)
-    return MeasuredGain(
+    gain = DeliveredGain(
+        at,
         gain=1.0 - remaining,
         error=remaining * error,
         lower=1.0 - remaining * math.exp(reach),
         upper=1.0 - remaining * math.exp(-reach),
         modelled=1.0 - new.modelled / old.modelled,
         steps=steps,
-        enough=steps >= _MOSTLY * possible,
     )
+    return gain, steps >= _MOSTLY * possible
 
 
 def _known(phase: PhaseSteps) -> PhaseSteps:
@@ -210,23 +192,13 @@ def _known(phase: PhaseSteps) -> PhaseSteps:
 
 
 def newest_state(steps: TimedSteps) -> TimedSteps:
-    """Return the newest steps in which no rank clearly changed its speed, at least `MIN_STEPS`.
+    """Return the newest steps in which no rank clearly changed its speed.
 
     A plan often follows such a change: only the steps since say what it was made for.
     """
-    ratios, count = steps.ratios, len(steps.tokens)
-    ratios = ratios[:, np.isfinite(ratios).all(axis=0)]  # The ranks with work in every step.
-    clearest, begin = _SHIFT_ERRORS, 0
-    for split in range(_BATCHES, count - MIN_STEPS + 1, _SPLIT_EVERY):
-        old, new = np.median(ratios[:split], axis=0), np.median(ratios[split:], axis=0)
-        rest = np.abs(np.concatenate([ratios[:split] - old, ratios[split:] - new]))
-        spread = np.maximum(1.4826 * np.median(rest, axis=0), 1e-4)
-        error = math.sqrt(_MEDIAN_VARIANCE * (1 / split + 1 / (count - split))) * spread
-        shift = np.abs(new - old)
-        clear = float(np.max(np.where(shift > _SHIFT, shift / error, 0.0), initial=0.0))
-        if clear > clearest:
-            clearest, begin = clear, split
-    return steps.take(np.arange(begin, count))
+    worked = np.isfinite(steps.ratios).all(axis=0)  # The ranks with work in every step.
+    begin = find_changes(steps.ratios[:, worked]).first.max(initial=0)
+    return steps.take(np.arange(begin, len(steps.tokens)))
 
 
 def _measured(steps: TimedSteps) -> NDArray[np.bool_]:
@@ -236,18 +208,15 @@ def _measured(steps: TimedSteps) -> NDArray[np.bool_]:
     return np.asarray(worked.any(axis=1) & (known == worked).all(axis=1), np.bool_)
 
 
-def _pair(phase: PhaseSteps) -> tuple[_Side, _Side]:
+def _pair(
+    phase: PhaseSteps, earlier: NDArray[np.int64], later: NDArray[np.int64]
+) -> tuple[_Side, _Side]:
     """Return both sides, of the steps that have a partner alike in tokens."""
-    before, after = phase.before, phase.after
-    earlier, later = match_tokens(before.tokens, after.tokens)
-    earlier, order = np.sort(earlier), np.sort(later)
-    old_times = phase.old_times[order]
-    old, new = before.take(earlier), after.take(order)
-    if not len(earlier):
-        return _Side(old.ratios, old_times), _Side(new.ratios, new.times)
+    order = np.sort(later)
+    old, new = phase.before.take(np.sort(earlier)), phase.after.take(order)
     level = _level(old.ratios)
     return (
-        _Side(old.whole_ratios(level), old_times),
+        _Side(old.whole_ratios(level), phase.old_times[order]),
         _Side(new.whole_ratios(level), new.times),
     )
 
@@ -311,7 +280,7 @@ def _total(sides: Sequence[_Side]) -> _Total:
 
 def _winsorized(values: NDArray[np.float64]) -> NDArray[np.float64]:
     middle = float(np.median(values))
-    reach = _WINSOR * 1.4826 * float(np.median(np.abs(values - middle)))
+    reach = _WINSOR * spread_of(values - middle)
     return np.clip(values, middle - reach, middle + reach)
 
 

@@ -17,8 +17,7 @@ from evenkeel_moe.model.load import LoadWindow, Phase, measured_seconds
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from evenkeel_moe.telemetry.speed_changes import fit_present_speeds
-from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
+from evenkeel_moe.telemetry.time_fit import NoFit, TimeFit, fit_present_speeds
 from evenkeel_moe.telemetry.windows import newest_parts, oldest_parts, steps_at_once
 
 _FIT_EVERY = 16

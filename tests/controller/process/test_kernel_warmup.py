@@ -14,7 +14,7 @@ from evenkeel_moe.controller.process.kernel_warmup import warm_kernels
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.planning.problem import kernels, metrics, moe_time
 from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, choose_cost
-from evenkeel_moe.telemetry.step_times import NoFit
+from evenkeel_moe.telemetry.time_fit import NoFit
 from evenkeel_moe.planning.problem.optimal_split import optimal_split_kernel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel

@@ -24,7 +24,6 @@ from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.telemetry.delivered_gain import (
     ENOUGH_STEPS,
-    MeasuredGain,
     PhaseSteps,
     measure_gain,
     timed_steps,
@@ -107,19 +106,7 @@ def measure_plan(
             )
     except EvenkeelError as error:  # The cost model is of a group of another size.
         return DeliveredGain(at, unknown_because=str(error)), False
-    found = measure_gain(phases)
-    if not isinstance(found, MeasuredGain):
-        return DeliveredGain(at, steps=found.steps, unknown_because=found.reason), False
-    delivered = DeliveredGain(
-        at,
-        gain=found.gain,
-        error=found.error,
-        lower=found.lower,
-        upper=found.upper,
-        modelled=found.modelled,
-        steps=found.steps,
-    )
-    return delivered, found.enough
+    return measure_gain(phases, at)
 
 
 def calibration_of(records: Iterable[PlanRecord], source: CostSource) -> Calibration:
