@@ -279,6 +279,15 @@ def test_a_rank_that_changes_its_speed_loses_its_earlier_steps_only():
     assert fit_of(times).s_per_replica == pytest.approx(PER_REPLICA, rel=0.05)
 
 
+@pytest.mark.parametrize("seconds", [3e-6, 0.0, 5e-324, 1e300])
+def test_a_speed_is_seconds_over_tokens_and_unknown_if_no_step_takes_so_long(seconds):
+    """The price of a copy is divided by it."""
+    tokens = np.random.default_rng(0).integers(1, 500, (20, 2))
+    found = seen(tokens, tokens * [1e-6, seconds]).seconds_per_token()
+    assert np.allclose(found, [1e-6, 3e-6 if seconds == 3e-6 else np.nan], equal_nan=True)
+    assert len(RankTimes(512).seconds_per_token()) == 0
+
+
 @pytest.mark.parametrize("seconds", [1e308, 1e6, 5e-324, 0.0, -1.0, math.inf])
 def test_seconds_that_no_step_can_take_are_not_fitted(seconds):
     """One number like these in one report ended the deployment: the fit overflowed."""

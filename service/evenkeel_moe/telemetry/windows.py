@@ -1,15 +1,16 @@
 """The window in memory: a bounded number of the newest complete steps of one phase."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import EpRank
-from evenkeel_moe.model.load import LoadWindow
+from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.topology import ModelShape
 
 _BLOCKS = 4
@@ -63,11 +64,6 @@ def newest_parts(
     return found[::-1]
 
 
-def oldest_parts(parts: Iterable[LoadWindow], most: int) -> list[LoadWindow]:
-    """Return the `most` oldest steps of consecutive parts, without copies and empty parts."""
-    return next(in_chunks(parts, most), [])
-
-
 def steps_at_once(layers: int, slots: int) -> int:
     """Return how many steps of L layers and S slots the event loop may work on at a time.
 
@@ -94,6 +90,29 @@ def in_chunks(parts: Iterable[LoadWindow], most: int) -> Iterator[list[LoadWindo
                 chunk, room = [], most
     if chunk:
         yield chunk
+
+
+def new_steps(
+    windows: Mapping[Phase, Sequence[LoadWindow]],
+    newest: dict[Phase, int],
+    at_once: int,
+    capacity: int | None = None,
+) -> Iterator[tuple[Phase, list[LoadWindow]]]:
+    """Yield the steps of each phase that were not yielded before, in parts, oldest first.
+
+    Args:
+        windows: each in parts, oldest first.
+        newest: number of the newest step of each phase that was yielded before.
+        at_once: most steps of a phase; later ones wait for the next call.
+        capacity: newest steps of a phase that count; None for all.
+
+    Mutates: `newest`, in which it notes the steps.
+    """
+    for phase, parts in windows.items():
+        new = newest_parts(parts, newest.get(phase, -1), capacity)
+        for chunk in islice(in_chunks(new, at_once), 1):
+            newest[phase] = int(chunk[-1].steps[-1])
+            yield phase, chunk
 
 
 class StepRing:

@@ -164,15 +164,13 @@ class InputBuilder:
     def _objective(
         self, shape: ModelShape, base: PlanBase, limits: PlanLimits, load: NDArray[np.uint32]
     ) -> Objective:
-        balance = self.loads.balance
-        balance.update(self.loads.ingest.parts(), base.placement)
         cost = self.cost = self._costs.choose(base, shape, load, self.control.policy.cost)
         self._log_slow_ranks()
         return replace(
             self.settings.objective,
             cost=cost,
             copy_cost=price(
-                cost, balance.seconds_per_token(), shape.bytes_per_expert, self.settings
+                cost, self.loads.times.seconds_per_token(), shape.bytes_per_expert, self.settings
             ),
             limits=limits,
             dispatch=self._dispatch(),
