@@ -150,6 +150,13 @@ def test_curves_that_do_not_fit_together_are_not_used(changes, words):
     assert chosen(ranks).source is CostSource.DERIVED
 
 
+def test_a_shorter_curve_goes_on_by_its_slope():
+    short = CostCurve(64, (2e-3,), 5e-5)
+    model = chosen([replace(H100, curve=short if rank else CURVE) for rank in range(4)])
+    assert seconds(model, 64) == pytest.approx([1e-3, 2e-3, 2e-3, 2e-3])
+    assert seconds(model, 192) == pytest.approx([2e-3 + 64e-5, *3 * [2e-3 + 128 * 5e-5]])
+
+
 def test_a_profile_with_a_large_error_yields_to_curves_or_is_named():
     bad = replace(PROFILE, fit_error=0.4)
     both = [replace(H100, curve=CURVE, replica_cost=bad)] * 4

@@ -15,8 +15,7 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
 from evenkeel_moe.replay.options import CostOptions
-from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, profiled_cost
-from evenkeel_moe.telemetry.time_fit import NoFit
+from evenkeel_moe.telemetry.cost_choice import RankNumbers, profiled_cost
 from evenkeel_moe.wire.link import CostCurve, ReplicaCost
 
 
@@ -113,12 +112,11 @@ def _of_curve(path: Path | None, shape: ModelShape) -> CostModel:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InvalidInput(f"{path} is no curve: {error!r:.200}") from error
     ranks = (RankNumbers(curve=found, replica_cost=cost),) * shape.num_ranks
-    unmeasured = NoFit("a replay measures nothing")
     try:
         # Checked alone, so that a fault is counted once and not for every rank.
         CostCurves(found.tile_tokens, np.array([seconds]), np.array([found.slope_s_per_token]))
         _check_cost(cost)
-        model = profiled_cost(KnownCosts(shape, ranks, unmeasured, 0.0, 0.0, now_unix=0.0))
+        model = profiled_cost(ranks, now_unix=0.0)
     except EvenkeelError as error:
         raise InvalidInput(f"{path} is no curve: {error}") from error
     kind = "curve" if model.replica.proportional else "tokens and replicas"
