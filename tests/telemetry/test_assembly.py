@@ -145,7 +145,7 @@ def test_an_unknown_epoch_is_refused_and_named():
     assembler, run = make_assembler(), Fleet().run(range(4))
     intake = assembler.take(run.report(0, epoch=9))
     assert reasons(intake) == {Reason.UNKNOWN_EPOCH: 4}
-    assert "epoch 9, known are [5]" in intake.rejected[0].detail
+    assert "epoch 9: known are [5]" in intake.rejected[0].detail
     assert intake.highest_step == 3
     assert 9 not in assembler._epochs
 
@@ -234,8 +234,8 @@ def test_what_is_refused_for_a_reason_of_its_own_is_not_late_where_there_is_no_r
     intake = assembler.take(report)
     assert reasons(intake) == {Reason.UNKNOWN_EPOCH: 6, Reason.LATE_STEP: 2}
     late, unknown = intake.rejected
-    assert late.detail == "rank 0 steps 6..7: 4 later steps are waiting for other ranks"
-    assert "epoch 7, known are [5]" in unknown.detail
+    assert late.detail == "rank 0 steps 6..7 of epoch 5: step 7 and all before it are closed"
+    assert "epoch 7: known are [5]" in unknown.detail
     assert intake.accepted_steps == assembler.pending() == 4
 
 

@@ -1,6 +1,6 @@
-"""The numba kernels of the step buffer: check steps, add them, sum their counts, release rows."""
+"""The numba kernels of the step buffer: enter the steps of a report, sum the counts of steps."""
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.model.load import PHASE_CODE, Phase, StepTable
 
+NO_STEP = -1
 _MIXED = PHASE_CODE[Phase.MIXED]
 
 ROW = np.dtype(
@@ -18,13 +19,12 @@ ROW = np.dtype(
         ("phase", "u4"),
         ("real", "?"),
         ("mixed_epochs", "?"),
-        ("pending", "?"),
     ],
     align=True,
 )
-"""One step: the epoch of its first report, the number of ranks that reported it, whether a rank ran
-it as no dummy step (real), whether ranks reported different epochs, and whether the row is in
-use."""
+"""One step, `NO_STEP` in a free row: the epoch of its first report, the number of ranks that
+reported it, whether a rank ran it as no dummy step (real), and whether ranks reported different
+epochs."""
 
 
 class StepFlag:
@@ -43,14 +43,40 @@ class StepFlag:
     SUM_MISMATCH = 32
     SKIPPED = 64
     """Not sampled, or reported by a rank that takes no part."""
-    NO_ROOM = 128
-    """Later steps took all rows."""
-    REFUSED = DUPLICATE | LATE | UNKNOWN_EPOCH | SUM_MISMATCH | SKIPPED | NO_ROOM
+    REFUSED = DUPLICATE | LATE | UNKNOWN_EPOCH | SUM_MISMATCH | SKIPPED
 
 
 _COMPLETE, _OTHER_EPOCH = StepFlag.COMPLETE, StepFlag.OTHER_EPOCH
 _DUPLICATE, _LATE, _SKIPPED = StepFlag.DUPLICATE, StepFlag.LATE, StepFlag.SKIPPED
 _UNKNOWN_EPOCH, _SUM_MISMATCH = StepFlag.UNKNOWN_EPOCH, StepFlag.SUM_MISMATCH
+
+
+class StepRules(NamedTuple):
+    """The rules by which steps are accepted into a buffer."""
+
+    stride: int
+    stride_from: int
+    epochs: NDArray[np.int64]
+    """(k,) epochs whose maps are known."""
+    active: NDArray[np.bool_]
+    """(k, R) ranks that take part in each."""
+    needed: NDArray[np.int64]
+    """(k,) number of these ranks."""
+
+
+class Board(NamedTuple):
+    """The incomplete steps of a buffer: a row for each, and what ranks reported of them."""
+
+    rows: NDArray[np.void]
+    """(capacity,) of `ROW`."""
+    tokens: NDArray[np.int64]
+    """(capacity, R) 0 for ranks that have not reported the step, or ran it as a dummy."""
+    compute_s: NDArray[np.float64]
+    """(capacity, R) NaN if not measured."""
+    reported: NDArray[np.bool_]
+    """(capacity, R)"""
+    highest: NDArray[np.int64]
+    """(R,) highest step that each rank has reported."""
 
 
 @kernel
@@ -119,137 +145,115 @@ def _epoch_at(epochs: NDArray[np.int64], epoch: int) -> int:
 
 
 @inlined
-def _seek(
-    rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int, at: int, step: int
-) -> int:
-    """Return the place of a step in the order, or where it would be, searching from `at` on."""
-    while at < num_pending and rows[order[at]].step < step:
-        at += 1
-    return at
+def _find(rows: NDArray[np.void], step: int, begin: int) -> int:
+    """Return the first row of a step, searching from a row on and then from the start; else -1."""
+    for k in range(len(rows)):
+        row = begin + k
+        if row >= len(rows):
+            row -= len(rows)
+        if rows[row].step == step:
+            return row
+    return -1
 
 
 @kernel
-def check_steps(
+def enter_steps(
     steps: StepTable,
     wrong: NDArray[np.bool_],
     rank: int,
-    highest: int,
     closed_to: int,
-    stride: int,
-    stride_from: int,
-    epochs: NDArray[np.int64],
-    active: NDArray[np.bool_],
-    rows: NDArray[np.void],
-    order: NDArray[np.int64],
-    num_pending: int,
+    rules: StepRules,
+    board: Board,
     flags: NDArray[np.uint8],
-) -> int:
-    """Write the flags of refused steps; returns how many of the others no rank has reported yet."""
+    place: NDArray[np.int64],
+) -> tuple[int, int, int, int]:
+    """Enter the steps of a report that are acceptable; if there is no room for all, enter none.
+
+    Args:
+        steps: (n,) rising.
+        wrong: (n,) True for steps that do not add up.
+        rank: that reported them.
+        closed_to: steps up to this one are late.
+        rules: by which steps are accepted.
+        board: where they are entered.
+        flags: (n,) receives the bits of `StepFlag`.
+        place: (n,) receives the rows, -1 for refused steps.
+
+    Returns:
+        The number of steps entered, the union of all flags, the number of rows that are lacking,
+        and the step that all ranks have passed.
+
+    Mutates: `board`, `flags` and `place`.
+    """
+    rows = board.rows
     new = 0
     at = 0
     for i in range(len(steps)):
         step = steps[i].step
+        k = _epoch_at(rules.epochs, steps[i].epoch)
         flags[i] = 0
-        if step <= highest:
-            flags[i] = _DUPLICATE
-            continue
-        if step >= stride_from and step % stride != 0:
-            flags[i] = _SKIPPED
-            continue
-        if step <= closed_to:
-            flags[i] = _LATE
-            continue
-        k = _epoch_at(epochs, steps[i].epoch)
-        if k < 0:
-            flags[i] = _UNKNOWN_EPOCH
-            continue
-        if not active[k, rank]:
-            flags[i] = _SKIPPED
-            continue
-        if wrong[i]:
-            flags[i] = _SUM_MISMATCH
-            continue
-        at = _seek(rows, order, num_pending, at, step)
-        if at == num_pending or rows[order[at]].step != step:
-            new += 1
-    return new
-
-
-@inlined
-def _begin_step(
-    one: Any, rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int, at: int
-) -> int:
-    """Take the first free row for a step, put it at its place in the order, and return it."""
-    free = order[num_pending]
-    for k in range(num_pending, at, -1):
-        order[k] = order[k - 1]
-    order[at] = free
-    row = rows[free]
-    row.step = one.step
-    row.epoch = one.epoch
-    row.num_reported = 0
-    row.phase = one.phase
-    row.real = 0
-    row.mixed_epochs = 0
-    row.pending = 1
-    return int(free)
-
-
-@kernel
-def add_steps(
-    steps: StepTable,
-    rank: int,
-    epochs: NDArray[np.int64],
-    needed: NDArray[np.int64],
-    rows: NDArray[np.void],
-    order: NDArray[np.int64],
-    num_pending: int,
-    tokens: NDArray[np.int64],
-    compute_s: NDArray[np.float64],
-    reported: NDArray[np.bool_],
-    flags: NDArray[np.uint8],
-    place: NDArray[np.int64],
-) -> tuple[int, int, int]:
-    """Write the accepted steps, in rising order, and their rows to `place`, -1 for refused steps.
-
-    Returns:
-        The number of pending steps, the number of steps added, and the union of all flags.
-    """
-    seen = 0
-    added = 0
-    at = 0
-    for i in range(len(steps)):
         place[i] = -1
-        if flags[i]:
-            seen |= flags[i]
-            continue
-        added += 1
+        if step <= board.highest[rank]:
+            flags[i] = _DUPLICATE
+        elif step >= rules.stride_from and step % rules.stride != 0:
+            flags[i] = _SKIPPED
+        elif k < 0:
+            flags[i] = _UNKNOWN_EPOCH
+        elif not rules.active[k, rank]:
+            flags[i] = _SKIPPED
+        elif wrong[i]:
+            flags[i] = _SUM_MISMATCH
+        elif step <= closed_to:
+            flags[i] = _LATE
+        else:
+            # Steps in a row are mostly in successive rows.
+            place[i] = _find(rows, step, at)
+            if place[i] < 0:
+                new += 1
+            else:
+                at = place[i]
+    lacking = new - (rows["step"] == NO_STEP).sum() if new else 0
+    if lacking > 0:
+        return 0, 0, lacking, NO_STEP
+    entered = 0
+    seen = 0
+    for i in range(len(steps)):
         one = steps[i]
-        at = _seek(rows, order, num_pending, at, one.step)
-        if at == num_pending or rows[order[at]].step != one.step:
-            free = _begin_step(one, rows, order, num_pending, at)
-            num_pending += 1
-            tokens[free] = 0
-            compute_s[free] = np.nan
-            reported[free] = False
-        place[i] = order[at]
-        row = rows[place[i]]
-        if row.epoch != one.epoch:
-            row.mixed_epochs = 1
-            flags[i] |= _OTHER_EPOCH
-        if row.phase != one.phase:
-            row.phase = _MIXED
-        if one.dummy == 0:
-            row.real = 1
-            tokens[place[i], rank] = one.tokens
-        compute_s[place[i], rank] = one.compute_s
-        reported[place[i], rank] = True
-        row.num_reported += 1
-        k = _epoch_at(epochs, row.epoch)
-        if k >= 0 and row.num_reported == needed[k]:
-            flags[i] |= _COMPLETE
+        if flags[i] == 0:
+            entered += 1
+            if place[i] < 0:
+                at = _find(rows, NO_STEP, 0)
+                place[i] = at
+                row = rows[at]
+                row.step = one.step
+                row.epoch = one.epoch
+                row.num_reported = 0
+                row.phase = one.phase
+                row.real = False
+                row.mixed_epochs = False
+                board.tokens[at] = 0
+                board.compute_s[at] = np.nan
+                board.reported[at] = False
+            at = place[i]
+            row = rows[at]
+            if row.epoch != one.epoch:
+                row.mixed_epochs = True
+                flags[i] |= _OTHER_EPOCH
+            if row.phase != one.phase:
+                row.phase = _MIXED
+            if one.dummy == 0:
+                row.real = True
+                board.tokens[at, rank] = one.tokens
+            board.compute_s[at, rank] = one.compute_s
+            board.reported[at, rank] = True
+            row.num_reported += 1
+            k = _epoch_at(rules.epochs, row.epoch)
+            if k >= 0 and row.num_reported == rules.needed[k]:
+                flags[i] |= _COMPLETE
         seen |= flags[i]
-    return num_pending, added, seen
+    if len(steps):
+        board.highest[rank] = max(board.highest[rank], steps[len(steps) - 1].step)
+    return entered, seen, 0, board.highest.min()
 
 
 @kernel
@@ -265,20 +269,3 @@ def write_counts(
             row = buffer[place[i], rank]
             for k in range(len(row)):
                 row[k] = np.uint32(counts[i, k])
-
-
-@kernel
-def release_rows(
-    closed: NDArray[np.int64], rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int
-) -> int:
-    """Free some rows, to be reused first; returns the number of pending steps."""
-    for row in closed:
-        rows[row].pending = 0
-    kept = 0
-    for i in range(num_pending):
-        if rows[order[i]].pending:
-            order[kept] = order[i]
-            kept += 1
-    for i in range(len(closed)):
-        order[kept + i] = closed[i]
-    return kept
