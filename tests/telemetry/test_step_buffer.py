@@ -3,16 +3,15 @@
 import numpy as np
 
 from evenkeel_moe.model.load import CountingSide
-from evenkeel_moe.telemetry.step_buffer import StepBuffer
-from evenkeel_moe.telemetry.step_kernels import NO_STEP, StepRules
+from evenkeel_moe.telemetry.step_buffer import StepBuffer, StepRules
+from evenkeel_moe.telemetry.step_kernels import NO_STEP
 from tests.telemetry.reports import EPOCH, SHAPE, Fleet
 
 
 def test_the_step_that_all_ranks_have_passed_is_the_smallest_of_their_newest():
     rng, newest = np.random.default_rng(0), np.full(SHAPE.num_ranks, NO_STEP)
     buffer = StepBuffer(CountingSide.DESTINATION, SHAPE, 64)
-    every = np.ones((1, SHAPE.num_ranks), np.bool_)
-    rules = StepRules(1, 0, np.array([EPOCH]), every, np.array([SHAPE.num_ranks]))
+    rules = StepRules(1, 0, np.array([EPOCH]))
     assert buffer.lowest == NO_STEP
     for _ in range(60):
         rank = int(rng.integers(SHAPE.num_ranks))

@@ -1,8 +1,8 @@
 """Assembles the reports of single ranks into complete steps, and explains which steps are not used.
 
-A step is complete when every rank of its epoch's active mask has reported it (R18): the experts of
-a silent rank have an unknown load, not a small one. The counts of a complete step must also add up
-(R19). The assembler is pure and its memory is bounded; the caller stores, counts and logs.
+A step is complete when every rank has reported it (R18): the experts of a silent rank have an
+unknown load, not a small one. The counts of a complete step must also add up (R19). The assembler
+is pure and its memory is bounded; the caller stores, counts and logs.
 """
 
 from collections import defaultdict, deque
@@ -25,8 +25,14 @@ from evenkeel_moe.model.load import (
 )
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.telemetry.step_buffer import AddedSteps, EpochMap, StepBuffer, derive_epoch_map
-from evenkeel_moe.telemetry.step_kernels import NO_STEP, StepFlag, StepRules, sum_slots
+from evenkeel_moe.telemetry.step_buffer import (
+    AddedSteps,
+    EpochMap,
+    StepBuffer,
+    StepRules,
+    derive_epoch_map,
+)
+from evenkeel_moe.telemetry.step_kernels import NO_STEP, StepFlag, sum_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +104,14 @@ class StepAssembler:
         """The step of each phase up to which source-side sums are known, from a restored window."""
         self._buffers: dict[CountingSide, StepBuffer] = {}
         self._epochs: dict[int, EpochMap] = {}
-        self._rules = self._make_rules(1, 0)
+        self._rules = StepRules(1, 0, np.zeros(0, np.int64))
 
-    def learn_epoch(
-        self, epoch: Epoch, placement: Placement, active: NDArray[np.bool_] | None = None
-    ) -> None:
+    def learn_epoch(self, epoch: Epoch, placement: Placement) -> None:
         """Store the placement of an epoch; it replaces an earlier one of the same epoch.
 
         Args:
             epoch: of the committed placement, or of the one a wave would lead to.
             placement: its map.
-            active: (R,) bool - ranks that take part; None means all.
 
         Raises:
             ShapeMismatch: the placement is of another deployment.
@@ -117,26 +120,17 @@ class StepAssembler:
             raise ShapeMismatch(
                 f"map is (L, S, R, E) = {placement.sizes}, the deployment is {self.shape.sizes}"
             )
-        mask = np.ones(self.shape.num_ranks, np.bool_) if active is None else active
         self._epochs.pop(epoch, None)
-        self._epochs[epoch] = derive_epoch_map(placement, mask)
+        self._epochs[epoch] = derive_epoch_map(placement)
         while len(self._epochs) > 8:
             del self._epochs[next(iter(self._epochs))]
-        self._rules = self._make_rules(self._rules.stride, self._rules.stride_from)
+        self._rules = self._rules._replace(epochs=np.array(list(self._epochs), np.int64))
 
     def sample(self, stride: int, from_step: int) -> None:
         """From a step on, use only steps with step % stride == 0 (R18)."""
         if stride < 1:
             raise InvalidInput(f"stride is {stride}, must be at least 1")
-        self._rules = self._make_rules(stride, from_step)
-
-    def _make_rules(self, stride: int, stride_from: int) -> StepRules:
-        maps = self._epochs.values()
-        active = np.array([one.active for one in maps], np.bool_).reshape(-1, self.shape.num_ranks)
-        needed = np.array([one.needed for one in maps], np.int64)
-        return StepRules(
-            stride, stride_from, np.array(list(self._epochs), np.int64), active, needed
-        )
+        self._rules = self._rules._replace(stride=stride, stride_from=from_step)
 
     def pending(self) -> int:
         """Return the number of incomplete steps."""
@@ -348,15 +342,7 @@ class StepAssembler:
         for epoch, run in groupby(epochs.tolist()):
             part = slice(first, first + sum(1 for _ in run))
             known = self._epochs[epoch]
-            too_large[part] = sum_slots(
-                buffer.counts,
-                buffer.board.reported,
-                rows[part],
-                known.first,
-                known.others,
-                counts[part],
-                sums[part],
-            )
+            too_large[part] = sum_slots(buffer.counts, rows[part], *known, counts[part], sums[part])
             first = part.stop
         want = shape.top_k * buffer.board.tokens[rows].sum(axis=1)
         return counts, sums, too_large | (sums != want[:, None]).any(axis=1)

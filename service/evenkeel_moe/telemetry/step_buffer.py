@@ -1,6 +1,5 @@
 """The memory of the assembler: incomplete steps, and the map of each epoch."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,14 +12,9 @@ from evenkeel_moe.telemetry import step_kernels as kernels
 from evenkeel_moe.telemetry.step_kernels import NO_STEP
 
 
-@dataclass(frozen=True, slots=True)
-class EpochMap:
-    """The map of one epoch: its active ranks, and the slots of each logical expert."""
+class EpochMap(NamedTuple):
+    """The slots of each logical expert in one epoch."""
 
-    active: NDArray[np.bool_]
-    """(R,) ranks that take part."""
-    needed: int
-    """Number of these ranks."""
     first: NDArray[np.int32]
     """(L, E) index of the first slot of an expert in a row of the buffer, (R * L * slots_per_rank);
     -1 for an expert without a slot."""
@@ -28,8 +22,8 @@ class EpochMap:
     """(n, 2) index of each further slot, and its expert as layer * E + expert."""
 
 
-def derive_epoch_map(placement: Placement, active: NDArray[np.bool_]) -> EpochMap:
-    """Derive the map of one epoch; active: (R,) bool."""
+def derive_epoch_map(placement: Placement) -> EpochMap:
+    """Derive the map of one epoch."""
     layers, ranks, width = placement.num_layers, placement.num_ranks, placement.slots_per_rank
     experts = placement.num_logical_experts
     by_rank = placement.phy2log.reshape(layers, ranks, width).transpose(1, 0, 2)
@@ -40,7 +34,16 @@ def derive_epoch_map(placement: Placement, active: NDArray[np.bool_]) -> EpochMa
     first = np.full(layers * experts, -1, np.int32)
     first[known] = slots[at]
     others = np.delete(np.column_stack((slots, expert_in)), at, axis=0).astype(np.int32)
-    return EpochMap(active, int(active.sum()), first.reshape(layers, experts), others)
+    return EpochMap(first.reshape(layers, experts), others)
+
+
+class StepRules(NamedTuple):
+    """The rules by which steps are accepted into a buffer."""
+
+    stride: int
+    stride_from: int
+    epochs: NDArray[np.int64]
+    """(k,) epochs whose maps are known."""
 
 
 class AddedSteps(NamedTuple):
@@ -78,7 +81,6 @@ class StepBuffer:
             np.zeros(capacity, kernels.ROW),
             np.zeros((capacity, ranks), np.int64),
             np.zeros((capacity, ranks)),
-            np.zeros((capacity, ranks), np.bool_),
             np.full(ranks, NO_STEP, np.int64),
         )
         self.board.rows["step"] = NO_STEP
@@ -110,9 +112,7 @@ class StepBuffer:
             )
         return None
 
-    def add(
-        self, report: LoadReport, wrong: NDArray[np.bool_], rules: kernels.StepRules
-    ) -> AddedSteps:
+    def add(self, report: LoadReport, wrong: NDArray[np.bool_], rules: StepRules) -> AddedSteps:
         """Enter the steps of a report that are acceptable; if there is no room for all, enter none.
 
         Args:
@@ -123,7 +123,7 @@ class StepBuffer:
         steps, rank = report.steps, report.rank
         flags, rows = np.empty(len(steps), np.uint8), np.empty(len(steps), np.int64)
         num_steps, seen, lacking, lowest = kernels.enter_steps(
-            steps, wrong, rank, self.closed_to, rules, self.board, flags, rows
+            steps, wrong, rank, self.closed_to, *rules, self.board, flags, rows
         )
         self.lowest = max(self.lowest, lowest)
         if not num_steps:

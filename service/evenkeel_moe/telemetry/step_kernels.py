@@ -42,7 +42,7 @@ class StepFlag:
     UNKNOWN_EPOCH = 16
     SUM_MISMATCH = 32
     SKIPPED = 64
-    """Not sampled, or reported by a rank that takes no part."""
+    """Not sampled."""
     REFUSED = DUPLICATE | LATE | UNKNOWN_EPOCH | SUM_MISMATCH | SKIPPED
 
 
@@ -51,30 +51,16 @@ _DUPLICATE, _LATE, _SKIPPED = StepFlag.DUPLICATE, StepFlag.LATE, StepFlag.SKIPPE
 _UNKNOWN_EPOCH, _SUM_MISMATCH = StepFlag.UNKNOWN_EPOCH, StepFlag.SUM_MISMATCH
 
 
-class StepRules(NamedTuple):
-    """The rules by which steps are accepted into a buffer."""
-
-    stride: int
-    stride_from: int
-    epochs: NDArray[np.int64]
-    """(k,) epochs whose maps are known."""
-    active: NDArray[np.bool_]
-    """(k, R) ranks that take part in each."""
-    needed: NDArray[np.int64]
-    """(k,) number of these ranks."""
-
-
 class Board(NamedTuple):
     """The incomplete steps of a buffer: a row for each, and what ranks reported of them."""
 
     rows: NDArray[np.void]
     """(capacity,) of `ROW`."""
     tokens: NDArray[np.int64]
-    """(capacity, R) 0 for ranks that have not reported the step, or ran it as a dummy."""
+    """(capacity, R) 0 for ranks that ran the step as a dummy. Until a rank reports, its values are
+    those of an earlier step; so are its seconds and counts."""
     compute_s: NDArray[np.float64]
     """(capacity, R) NaN if not measured."""
-    reported: NDArray[np.bool_]
-    """(capacity, R)"""
     highest: NDArray[np.int64]
     """(R,) highest step that each rank has reported."""
 
@@ -82,7 +68,6 @@ class Board(NamedTuple):
 @kernel
 def sum_slots(
     counts: NDArray[np.uint32],
-    reported: NDArray[np.bool_],
     rows: NDArray[np.int64],
     first: NDArray[np.int32],
     others: NDArray[np.int32],
@@ -96,8 +81,7 @@ def sum_slots(
 
     Args:
         counts: (capacity, R, L * slots_per_rank) [tokens] of a DESTINATION buffer.
-        reported: (capacity, R) True for ranks whose counts are of the step in the row.
-        rows: (n,) the rows to sum.
+        rows: (n,) the rows to sum, of complete steps.
         first: of the `EpochMap` of these steps.
         others: of that map.
         total: (n, L, E) [tokens] by expert; meaningless for a step that overflowed.
@@ -106,16 +90,12 @@ def sum_slots(
     Returns:
         (n,) True if the tokens of an expert exceed 32 bits.
 
-    Mutates: `total` and `sums`, which it writes, and `counts`, in which it clears ranks that did
-        not report.
+    Mutates: `total` and `sums`.
     """
     overflowed = np.zeros(len(rows), np.bool_)
     num_layers, num_experts = first.shape
     first_of = first.reshape(-1)
     for i in range(len(rows)):
-        for rank in range(counts.shape[1]):
-            if not reported[rows[i], rank]:
-                counts[rows[i], rank] = 0
         row = counts[rows[i]].reshape(-1)
         by_expert = total[i].reshape(-1)
         # Unsigned: numba would check whether a signed index counts from the end.
@@ -136,12 +116,12 @@ def sum_slots(
 
 
 @inlined
-def _epoch_at(epochs: NDArray[np.int64], epoch: int) -> int:
-    """Return the index of an epoch among the known ones, -1 if it is unknown."""
-    for k in range(len(epochs)):
-        if epochs[k] == epoch:
-            return k
-    return -1
+def _is_among(epochs: NDArray[np.int64], epoch: int) -> bool:
+    """Return True if an epoch is among the known ones."""
+    for known in epochs:
+        if known == epoch:
+            return True
+    return False
 
 
 @inlined
@@ -162,7 +142,9 @@ def enter_steps(
     wrong: NDArray[np.bool_],
     rank: int,
     closed_to: int,
-    rules: StepRules,
+    stride: int,
+    stride_from: int,
+    epochs: NDArray[np.int64],
     board: Board,
     flags: NDArray[np.uint8],
     place: NDArray[np.int64],
@@ -174,7 +156,9 @@ def enter_steps(
         wrong: (n,) True for steps that do not add up.
         rank: that reported them.
         closed_to: steps up to this one are late.
-        rules: by which steps are accepted.
+        stride: only steps with step % stride == 0 are sampled,
+        stride_from: from this step on.
+        epochs: (k,) epochs whose maps are known.
         board: where they are entered.
         flags: (n,) receives the bits of `StepFlag`.
         place: (n,) receives the rows, -1 for refused steps.
@@ -190,17 +174,14 @@ def enter_steps(
     at = 0
     for i in range(len(steps)):
         step = steps[i].step
-        k = _epoch_at(rules.epochs, steps[i].epoch)
         flags[i] = 0
         place[i] = -1
         if step <= board.highest[rank]:
             flags[i] = _DUPLICATE
-        elif step >= rules.stride_from and step % rules.stride != 0:
+        elif step >= stride_from and step % stride != 0:
             flags[i] = _SKIPPED
-        elif k < 0:
+        elif not _is_among(epochs, steps[i].epoch):
             flags[i] = _UNKNOWN_EPOCH
-        elif not rules.active[k, rank]:
-            flags[i] = _SKIPPED
         elif wrong[i]:
             flags[i] = _SUM_MISMATCH
         elif step <= closed_to:
@@ -231,9 +212,6 @@ def enter_steps(
                 row.phase = one.phase
                 row.real = False
                 row.mixed_epochs = False
-                board.tokens[at] = 0
-                board.compute_s[at] = np.nan
-                board.reported[at] = False
             at = place[i]
             row = rows[at]
             if row.epoch != one.epoch:
@@ -243,12 +221,10 @@ def enter_steps(
                 row.phase = _MIXED
             if one.dummy == 0:
                 row.real = True
-                board.tokens[at, rank] = one.tokens
+            board.tokens[at, rank] = one.tokens if one.dummy == 0 else 0
             board.compute_s[at, rank] = one.compute_s
-            board.reported[at, rank] = True
             row.num_reported += 1
-            k = _epoch_at(rules.epochs, row.epoch)
-            if k >= 0 and row.num_reported == rules.needed[k]:
+            if row.num_reported == len(board.highest) and _is_among(epochs, row.epoch):
                 flags[i] |= _COMPLETE
         seen |= flags[i]
     if len(steps):
