@@ -5,7 +5,7 @@ disagree the model's detail says so.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -69,54 +69,50 @@ class KnownCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class CostCandidate:
-    """A cost model that could be used, or the reason that there is none of this source."""
-
-    source: CostSource
-    model: CostModel | None
-    reason: str = ""
-    """The reason that it is not used; empty if a more trusted one is used instead."""
-    time_ratio: float | None = None
-    """Its predicted time over that of the model in force; None if they have different units."""
-
-
-@dataclass(frozen=True, slots=True)
 class ChosenCost:
-    """The cost model in force, and the others."""
+    """The cost model in force, and what is known of the others, the most trusted first."""
 
     model: CostModel
-    others: tuple[CostCandidate, ...]
-    """The other sources, the most trusted first."""
+    reasons: Mapping[CostSource, str]
+    """Why there is no model of a source."""
+    ratios: Mapping[CostSource, float | None]
+    """The time that another model predicts over that of the model in force; None if they have
+    different units or there is no load."""
 
 
 def choose_cost(known: KnownCosts, asked: CostChoice = CostChoice.AUTO) -> ChosenCost:
     """Return the cost model in force, with the work of shared experts of the shape."""
-    found = [
-        _candidate(CostSource.MEASURED, lambda: measured_cost(known.fit)),
-        _candidate(CostSource.PROFILED, lambda: profiled_cost(known.ranks, known.now_unix)),
-        _candidate(CostSource.DERIVED, lambda: _derived(known)),
-    ]
-    models = [one.model for one in found if one.model is not None]
+    models: list[CostModel] = []
+    reasons: dict[CostSource, str] = {}
+    sources: Mapping[CostSource, Callable[[], CostModel]] = {
+        CostSource.MEASURED: lambda: measured_cost(known.fit),
+        CostSource.PROFILED: lambda: profiled_cost(known.ranks, known.now_unix),
+        CostSource.DERIVED: lambda: _derived(known),
+    }
+    for source, build in sources.items():
+        try:
+            models.append(build())
+        except InvalidInput as error:
+            reasons[source] = str(error)
     if asked is CostChoice.TOKENS or not models:
         policy_asks = ["the deployment's policy asks for tokens"]
-        why = policy_asks if asked is CostChoice.TOKENS else [one.reason for one in found]
-        tokens = tokens_cost(known.shape, known.dispatch)
-        detail = _joined(*why, _missing_shared_work(known))
-        return ChosenCost(replace(tokens, detail=detail), tuple(found))
-    chosen = _with_clocks(_with_measured_speeds(models, known.fit), known)
-    chosen = replace(chosen, shared_tokens=shared_tokens(known.shape))
-    others = tuple(
-        replace(one, time_ratio=_time_ratio(one.model, chosen, known))
-        for one in found
+        why = policy_asks if asked is CostChoice.TOKENS else reasons.values()
+        chosen = replace(tokens_cost(known.shape, known.dispatch), detail=_joined(*why))
+    else:
+        chosen = _with_clocks(_with_measured_speeds(models, known.fit), known)
+        chosen = replace(chosen, shared_tokens=shared_tokens(known.shape))
+    ratios = {
+        one.source: _time_ratio(one, chosen, known)
+        for one in models
         if one.source is not chosen.source
-    )
+    }
     disagree = [
-        f"{other.source.value} it would be {other.time_ratio:.2g} times as long"
-        for other in others
-        if other.time_ratio is not None and not 1 / DISAGREEMENT < other.time_ratio < DISAGREEMENT
+        f"{source.value} it would be {ratio:.2g} times as long"
+        for source, ratio in ratios.items()
+        if ratio is not None and not 1 / DISAGREEMENT < ratio < DISAGREEMENT
     ]
     detail = _joined(chosen.detail, *disagree, _missing_shared_work(known))
-    return ChosenCost(replace(chosen, detail=detail), others)
+    return ChosenCost(replace(chosen, detail=detail), reasons, ratios)
 
 
 def _joined(*notes: str) -> str:
@@ -129,13 +125,6 @@ def _missing_shared_work(known: KnownCosts) -> str:
     if known.dispatch is DispatchModel.WATERFILL and known.shape.shared_experts is None:
         return "the work of shared experts is not known, so waterfill counts as an even split"
     return ""
-
-
-def _candidate(source: CostSource, build: Callable[[], CostModel]) -> CostCandidate:
-    try:
-        return CostCandidate(source, build())
-    except InvalidInput as error:
-        return CostCandidate(source, None, str(error))
 
 
 # --- one source each ------------------------------------------------------------------------------
@@ -335,20 +324,17 @@ def _with_measured_speeds(models: Sequence[CostModel], fit: TimeFit | NoFit) -> 
     )
 
 
-def _time_ratio(model: CostModel | None, chosen: CostModel, known: KnownCosts) -> float | None:
+def _time_ratio(model: CostModel, chosen: CostModel, known: KnownCosts) -> float | None:
     """Return the mean time of a rank at the present load over that of the model in force."""
-    if model is None or not known.tokens_per_rank > 0 or not known.active_per_rank > 0:
+    if not chosen.in_seconds or not known.tokens_per_rank > 0 or not known.active_per_rank > 0:
         return None
+    each = np.array([known.tokens_per_rank / known.active_per_rank])
     of_model, of_chosen = (
-        float(rank_times(_typical_work(one, known), one).mean()) for one in (model, chosen)
+        float(rank_times(np.full(known.shape.num_ranks, work), one).mean())
+        for one in (model, chosen)
+        for work in known.active_per_rank * replica_work(each, one.replica)
     )
     return of_model / of_chosen if of_chosen > 0 else None
-
-
-def _typical_work(model: CostModel, known: KnownCosts) -> NDArray[np.float64]:
-    each = np.array([known.tokens_per_rank / known.active_per_rank])
-    work = known.active_per_rank * float(replica_work(each, model.replica)[0])
-    return np.full(known.shape.num_ranks, work)
 
 
 def _age(seconds: float) -> str:
