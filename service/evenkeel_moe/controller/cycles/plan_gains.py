@@ -17,7 +17,6 @@ from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.load import MAX_STEP, LoadWindow, Phase
 from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord
 from evenkeel_moe.planning.decision.calibration import Calibration, GainPair, calibrate
-from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
@@ -93,17 +92,15 @@ def measure_plan(
 
     `cost_source` is left empty.
     """
-    phases = []
     try:
-        for phase, after in steps.after.items():
-            work = moe_time.rank_work(after.counts, plan.base, cost, split)
-            phases.append(
-                PhaseSteps(
-                    timed_steps(steps.before[phase], plan.base, cost, split),
-                    timed_steps(after, plan.target, cost, split),
-                    moe_time.rank_times(work, cost),
-                )
+        phases = [
+            PhaseSteps(
+                timed_steps(steps.before[phase], plan.base, cost, split),
+                timed_steps(after, plan.target, cost, split),
+                timed_steps(after, plan.base, cost, split),
             )
+            for phase, after in steps.after.items()
+        ]
     except EvenkeelError as error:  # The cost model is of a group of another size.
         return DeliveredGain(at, unknown_because=str(error)), False
     return measure_gain(phases, at)
