@@ -168,7 +168,7 @@ def test_a_rank_without_a_profile_by_replicas_is_named():
 
 
 def test_speeds_are_measured_where_slopes_are_not():
-    speeds_only = replace(FIT, s_per_replica=0.0, note="tokens and active replicas rise together")
+    speeds_only = replace(FIT, s_per_replica=0.0, told_apart=2)
     model = chosen(fit=speeds_only)
     derived = derived_cost(SHAPE, H100.device, H100.weight_format)
     assert model.source is CostSource.DERIVED

@@ -153,15 +153,10 @@ def _speeds(text: str, ranks: int) -> NDArray[np.float64]:
 def _slowed(model: CostModel, slowness: NDArray[np.float64]) -> CostModel:
     """Return the model with the time of rank r multiplied by `slowness[r]`, (R,)."""
     curves = model.curves or CostCurves.linear(np.ones(len(slowness)))
-    curves = CostCurves(
-        curves.tile_tokens,
-        curves.tile_seconds * slowness[:, None],
-        curves.slope_s_per_token * slowness,
-    )
     given = "relative speeds of the ranks as given"
     return replace(
         model,
-        curves=curves,
+        curves=curves.scaled(slowness),
         relative=not model.in_seconds,
         detail=f"{model.detail}; {given}" if model.detail else given,
     )

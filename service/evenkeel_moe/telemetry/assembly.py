@@ -138,7 +138,7 @@ class StepAssembler:
 
     def highest_step(self, rank: EpRank) -> int | None:
         """Return the highest step received from a rank; None before the first."""
-        reported = (int(buffer.board.highest[rank]) for buffer in self._buffers.values())
+        reported = [buffer.board.highest.item(rank) for buffer in self._buffers.values()]
         highest = max(reported, default=NO_STEP)
         return None if highest == NO_STEP else highest
 
@@ -265,14 +265,12 @@ class StepAssembler:
         """Return the (L, E) tokens by phase of the accepted steps whose sums are not yet known."""
         used = (added.rows >= 0) & (report.steps["dummy"] == 0)
         codes, steps = report.steps["phase"], report.steps["step"]
-        found = [
-            (
-                phase,
-                used & (codes == PHASE_CODE[phase]) & (steps > self.summed_to.get(phase, NO_STEP)),
-            )
-            for phase in Phase
-        ]
-        return {phase: report.counts[mask].sum(axis=0) for phase, mask in found if mask.any()}
+        sums: dict[Phase, NDArray[np.int64]] = {}
+        for phase in Phase:
+            new = steps > self.summed_to.get(phase, NO_STEP)
+            if (mask := used & new & (codes == PHASE_CODE[phase])).any():
+                sums[phase] = report.counts[mask].sum(axis=0)
+        return sums
 
     # --- steps that end ---------------------------------------------------------------------------
 

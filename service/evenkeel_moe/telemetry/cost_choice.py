@@ -287,16 +287,11 @@ def _with_clocks(model: CostModel, known: KnownCosts) -> CostModel:
     factors = None if known.fit.factors is not None else clock_factors(clocks)
     if model.curves is None or factors is None or (factors == 1.0).all():
         return model
-    curves = replace(
-        model.curves,
-        tile_seconds=model.curves.tile_seconds * factors[:, None],
-        slope_s_per_token=model.curves.slope_s_per_token * factors,
-    )
     limits = {str(rank): clock.limited_by for rank, clock in enumerate(clocks) if clock is not None}
     slow = [rank for rank in limits if factors[int(rank)] > 1.0 and limits[rank]][:_NAMED_RANKS]
     because = "".join(f", rank {rank} is limited by {limits[rank]}" for rank in slow)
     notes = (model.detail, f"by the devices' clocks {_uneven_ranks(factors)}{because}")
-    return replace(model, curves=curves, detail=_joined(*notes))
+    return replace(model, curves=model.curves.scaled(factors), detail=_joined(*notes))
 
 
 # --- comparison -----------------------------------------------------------------------------------
@@ -315,10 +310,10 @@ def _with_measured_speeds(models: Sequence[CostModel], fit: TimeFit | NoFit) -> 
     if by_replicas is None or by_replicas.curves is None:
         return chosen
     curves = by_replicas.curves
-    middle = np.median(curves.tile_seconds, axis=0), np.median(curves.slope_s_per_token)
-    scaled = CostCurves(
-        curves.tile_tokens, fit.factors[:, None] * middle[0][None, :], fit.factors * middle[1]
-    )
+    # Of the median rank on each.
+    seconds = np.broadcast_to(np.median(curves.tile_seconds, axis=0), curves.tile_seconds.shape)
+    slope = np.full(len(fit.factors), np.median(curves.slope_s_per_token))
+    scaled = CostCurves(curves.tile_tokens, seconds, slope).scaled(fit.factors)
     return replace(
         by_replicas, curves=scaled, detail=f"{by_replicas.detail}; speeds of the ranks are measured"
     )

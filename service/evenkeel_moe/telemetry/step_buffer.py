@@ -70,9 +70,10 @@ class StepBuffer:
         # Pages of zeros take no memory until a row is used, and the first free row is used.
         if side is CountingSide.DESTINATION:
             self._of_report = (layers, shape.slots_per_rank)
-            self.counts = np.zeros((capacity, ranks, layers * shape.slots_per_rank), np.uint32)
-            """(capacity, R, L * slots_per_rank): the counts of a rank are contiguous. Until it
-            reports, they are those of an earlier step. SOURCE: (capacity, L, E)."""
+            self.counts = np.zeros((capacity + 1, ranks, layers * shape.slots_per_rank), np.uint32)
+            """(capacity + 1, R, L * slots_per_rank): the counts of a rank are contiguous. Until it
+            reports, they are those of an earlier step. The last row takes the counts of refused
+            steps, whose row is -1. SOURCE: (capacity, L, E)."""
         else:
             self._of_report = (layers, shape.num_logical_experts)
             # Sums over ranks need more bits than one rank's counts.
@@ -126,14 +127,10 @@ class StepBuffer:
             steps, wrong, rank, self.closed_to, *rules, self.board, flags, rows
         )
         self.lowest = max(self.lowest, lowest)
-        if not num_steps:
-            pass
-        elif self.side is CountingSide.DESTINATION:
+        if self.side is CountingSide.DESTINATION:
             # A dummy step of this rank still counts real tokens of other ranks; their sum decides.
-            kernels.write_counts(
-                report.counts.reshape(len(steps), self.counts.shape[2]), rows, rank, self.counts
-            )
-        else:
+            self.counts[rows, rank] = report.counts.reshape(len(steps), self.counts.shape[2])
+        elif num_steps:
             self._add_source(report, rows)
         return AddedSteps(flags, seen, rows, num_steps, lacking)
 

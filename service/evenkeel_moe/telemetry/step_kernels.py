@@ -230,18 +230,3 @@ def enter_steps(
     if len(steps):
         board.highest[rank] = max(board.highest[rank], steps[len(steps) - 1].step)
     return entered, seen, 0, board.highest.min()
-
-
-@kernel
-def write_counts(
-    counts: NDArray[np.int32] | NDArray[np.int64],
-    place: NDArray[np.int64],
-    rank: int,
-    buffer: NDArray[np.uint32],
-) -> None:
-    """Write the (n, W) counts of one rank into the rows of their steps."""
-    for i in range(len(place)):
-        if place[i] >= 0:
-            row = buffer[place[i], rank]
-            for k in range(len(row)):
-                row[k] = np.uint32(counts[i, k])

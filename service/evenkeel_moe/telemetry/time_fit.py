@@ -67,11 +67,11 @@ _LARGEST_ERROR = 0.05
 """Largest standard error of the part of the time that a slope explains, as a share of the time."""
 _CLEAR = 0.02
 """A factor must differ by this much from 1, and by three standard errors, or it counts as 1."""
-_TOLD_APART = (
-    ((0, 1, 2), ""),
-    ((0, 1), "tokens and active replicas rise together: one slope by tokens"),
-    ((1,), "tokens hardly vary: seconds per token only"),
-)
+_TOLD_APART = {
+    3: ((0, 1, 2), ""),
+    2: ((0, 1), "tokens and active replicas rise together: one slope by tokens"),
+    1: ((1,), "tokens hardly vary: seconds per token only"),
+}
 """Columns of the design that a fit uses, most first, and what it says of the others."""
 
 
@@ -104,12 +104,15 @@ class TimeFit:
     """Coefficients that the steps tell apart."""
     drifted: tuple[int, ...] = ()
     """Ranks whose speed has changed: only their steps since then were fitted."""
-    note: str = ""
-    """The reason that a coefficient is 0 although it may not be; empty if all were fitted."""
     slopes_kept: bool = False
     """True if the steps tell only the factors, and the slopes are those of an earlier fit."""
     refused: str = ""
     """The reason that newer steps were not fitted; empty if this fit is of the newest."""
+
+    @property
+    def note(self) -> str:
+        """The reason that a coefficient is 0 although it may not be; empty if all were fitted."""
+        return _TOLD_APART[self.told_apart][1]
 
     def expected_s(
         self, tokens: NDArray[np.float64], active: NDArray[np.float64], layers: int
@@ -215,19 +218,18 @@ def _best_fit(
     columns = np.broadcast_arrays(float(layers), tokens[rows], active[rows])
     design = np.where(known[rows][..., None], np.stack(columns, axis=2), 1.0)
     seconds = np.where(known, seconds, np.nan)[rows]
-    for chosen, note in _TOLD_APART:
+    for told_apart, (chosen, _) in _TOLD_APART.items():
         coefficients = np.zeros(3)
         coefficients[list(chosen)], clear = _fit(design[..., chosen], seconds)
-        told_apart = len(chosen), note
-        if clear:
+        if clear or told_apart == 1:
             break
-    found = _finish(design, seconds, coefficients, *told_apart)
+    found = _finish(design, seconds, coefficients, told_apart)
     if before is None:
         return found
     if found.told_apart >= before.told_apart and found.explained >= STILL_EXPLAINED:
         return found
     slopes = np.array([before.fixed_s, before.s_per_token, before.s_per_replica])
-    kept = _finish(design, seconds, slopes, before.told_apart, before.note)
+    kept = _finish(design, seconds, slopes, before.told_apart)
     return replace(kept, slopes_kept=True) if kept.error <= _AS_GOOD * found.error else found
 
 
@@ -330,7 +332,6 @@ def _finish(
     seconds: NDArray[np.float64],
     coefficients: NDArray[np.float64],
     told_apart: int,
-    note: str,
 ) -> TimeFit:
     """Return the factors and errors of given coefficients."""
     expected = design @ coefficients
@@ -359,7 +360,6 @@ def _finish(
         explained=_explained(seconds, rest),
         steps=int(counts.max()),
         told_apart=told_apart,
-        note=note,
     )
 
 

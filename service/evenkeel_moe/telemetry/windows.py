@@ -51,16 +51,12 @@ def newest_parts(
     """
     found: list[LoadWindow] = []
     for part in reversed(list(parts)):
-        if not len(part):
-            continue
-        if part.steps[-1] <= after or most == 0:
-            break
-        if part.steps[0] <= after:
-            part = part.slice(slice(int(np.searchsorted(part.steps, after, side="right")), None))
+        part = part.slice(slice(int(np.searchsorted(part.steps, after, side="right")), None))
         if most is not None:
             part = part.last(most)
             most -= len(part)
-        found.append(part)
+        if len(part):
+            found.append(part)
     return found[::-1]
 
 
@@ -146,12 +142,9 @@ class StepRing:
 
     def append(self, steps: LoadWindow) -> LoadWindow:
         """Add the steps that are newer than all held, and return them; empty if none is newer."""
-        newest = self.newest_step
-        if newest is not None and len(steps) and int(steps.steps[0]) <= newest:
-            steps = steps.slice(
-                slice(int(np.searchsorted(steps.steps, newest, side="right")), None)
-            )
-        added = replace(steps.last(self.capacity), source=None)
+        newest = -1 if self.newest_step is None else self.newest_step
+        new = slice(int(np.searchsorted(steps.steps, newest, side="right")), None)
+        added = replace(steps.slice(new).last(self.capacity), source=None)
         if not len(added):
             return added
         parts = self._parts
