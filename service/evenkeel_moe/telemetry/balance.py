@@ -97,10 +97,8 @@ class Balance:
         values = self._joined("balance", phase)
         if values is None or not len(values):
             return None
-        known = ~np.isnan(values)
-        steps = known.sum(axis=0)
-        total = np.where(known, values, 0.0).sum(axis=0)
-        return np.where(steps > 0, total / np.maximum(steps, 1), np.nan)
+        steps = np.isfinite(values).sum(axis=0)
+        return np.where(steps > 0, np.nansum(values, axis=0) / np.maximum(steps, 1), np.nan)
 
     def load_shares(self) -> NDArray[np.float64] | None:
         """Return the (R,) share of the tokens that each rank carried; None without load."""

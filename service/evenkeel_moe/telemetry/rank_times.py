@@ -85,22 +85,16 @@ class RankTimes:
                 timed = np.isfinite(part.compute_s).any(axis=1)
                 for one in np.unique(part.epochs[timed]).tolist():
                     if one in known:
-                        self._add(part, timed & (part.epochs == one), known[one], split)
+                        self._add(part.slice(timed & (part.epochs == one)), known[one], split)
 
-    def _add(
-        self,
-        part: LoadWindow,
-        counted: NDArray[np.bool_],
-        placement: Placement,
-        split: SplitModel,
-    ) -> None:
+    def _add(self, part: LoadWindow, placement: Placement, split: SplitModel) -> None:
         try:
-            tokens, active = metrics.rank_totals(part.counts[counted], placement, split)
+            tokens, active = metrics.rank_totals(part.counts, placement, split)
         except InfeasiblePlan:
             return  # The placement has lost an expert that has load: its tokens went nowhere.
-        seconds = measured_seconds(part.compute_s[counted])
+        seconds = measured_seconds(part.compute_s)
         rows = np.stack([tokens, active, seconds], axis=1)
-        steps = np.concatenate([self._steps, part.steps[counted]])
+        steps = np.concatenate([self._steps, part.steps])
         order = np.argsort(steps, kind="stable")[-self._capacity :]
         self._steps = steps[order]
         self._rows = np.concatenate([self._rows, rows])[order]

@@ -226,7 +226,8 @@ def _best_fit(
     found = _finish(design, seconds, coefficients, told_apart)
     if before is None:
         return found
-    if found.told_apart >= before.told_apart and found.explained >= STILL_EXPLAINED:
+    clear = found.explained >= STILL_EXPLAINED and _rises(found)
+    if clear and found.told_apart >= before.told_apart:
         return found
     slopes = np.array([before.fixed_s, before.s_per_token, before.s_per_replica])
     kept = _finish(design, seconds, slopes, before.told_apart)
@@ -314,7 +315,7 @@ def _tells_apart(
         spread: standard deviation of the errors.
     """
     gram = x.T @ x
-    unit = np.sqrt(np.diag(gram))
+    unit = np.sqrt(np.maximum(np.diag(gram), 1e-300))
     scaled = gram / np.outer(unit, unit)
     parts = coefficients * means
     if np.linalg.cond(scaled) > 1e12 or parts.sum() <= 0:

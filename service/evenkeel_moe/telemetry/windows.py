@@ -184,9 +184,7 @@ class StepRing:
         if not self._parts:
             return None
         held = join_windows(newest_parts(self._parts, most=most))
-        return LoadWindow(
-            held.counts, held.steps, held.epochs, held.tokens, held.compute_s, self.source()
-        )
+        return replace(held, source=self.source())
 
     def source(self) -> NDArray[np.uint32] | None:
         """Return the (R, L, E) [tokens] each rank routed; None if none are reported or kept."""
