@@ -1,6 +1,6 @@
 """The numba kernels of the step buffer: enter the steps of a report, sum the counts of steps."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,6 +136,82 @@ def _find(rows: NDArray[np.void], step: int, begin: int) -> int:
     return -1
 
 
+@inlined
+def _check_steps(
+    steps: StepTable,
+    wrong: NDArray[np.bool_],
+    rank: int,
+    closed_to: int,
+    stride: int,
+    stride_from: int,
+    epochs: NDArray[np.int64],
+    board: Board,
+    flags: NDArray[np.uint8],
+    place: NDArray[np.int64],
+) -> int:
+    """Write the flags of refused steps and the rows of steps that are known.
+
+    Returns:
+        The number of rows that are lacking for the others.
+    """
+    new = 0
+    at = 0
+    for i in range(len(steps)):
+        step = steps[i].step
+        flags[i] = 0
+        place[i] = -1
+        if step <= board.highest[rank]:
+            flags[i] = _DUPLICATE
+        elif step >= stride_from and step % stride != 0:
+            flags[i] = _SKIPPED
+        elif not _is_among(epochs, steps[i].epoch):
+            flags[i] = _UNKNOWN_EPOCH
+        elif wrong[i]:
+            flags[i] = _SUM_MISMATCH
+        elif step <= closed_to:
+            flags[i] = _LATE
+        else:
+            # Steps in a row are mostly in successive rows.
+            place[i] = _find(board.rows, step, at)
+            if place[i] < 0:
+                new += 1
+            else:
+                at = place[i]
+    return new - (board.rows["step"] == NO_STEP).sum() if new else 0
+
+
+@inlined
+def _enter_step(
+    one: Any, rank: int, epochs: NDArray[np.int64], board: Board, at: int
+) -> tuple[int, int]:
+    """Enter a step of a rank in its row, a free one if `at` is -1; return the row and the flags."""
+    flags = 0
+    begins = at < 0
+    if begins:
+        at = _find(board.rows, NO_STEP, 0)
+    row = board.rows[at]
+    if begins:
+        row.step = one.step
+        row.epoch = one.epoch
+        row.num_reported = 0
+        row.phase = one.phase
+        row.real = False
+        row.mixed_epochs = False
+    if row.epoch != one.epoch:
+        row.mixed_epochs = True
+        flags |= _OTHER_EPOCH
+    if row.phase != one.phase:
+        row.phase = _MIXED
+    if one.dummy == 0:
+        row.real = True
+    board.tokens[at, rank] = one.tokens if one.dummy == 0 else 0
+    board.compute_s[at, rank] = one.compute_s
+    row.num_reported += 1
+    if row.num_reported == len(board.highest) and _is_among(epochs, row.epoch):
+        flags |= _COMPLETE
+    return at, flags
+
+
 @kernel
 def enter_steps(
     steps: StepTable,
@@ -156,9 +232,7 @@ def enter_steps(
         wrong: (n,) True for steps that do not add up.
         rank: that reported them.
         closed_to: steps up to this one are late.
-        stride: only steps with step % stride == 0 are sampled,
-        stride_from: from this step on.
-        epochs: (k,) epochs whose maps are known.
+        stride, stride_from, epochs: see `StepRules`.
         board: where they are entered.
         flags: (n,) receives the bits of `StepFlag`.
         place: (n,) receives the rows, -1 for refused steps.
@@ -169,63 +243,17 @@ def enter_steps(
 
     Mutates: `board`, `flags` and `place`.
     """
-    rows = board.rows
-    new = 0
-    at = 0
-    for i in range(len(steps)):
-        step = steps[i].step
-        flags[i] = 0
-        place[i] = -1
-        if step <= board.highest[rank]:
-            flags[i] = _DUPLICATE
-        elif step >= stride_from and step % stride != 0:
-            flags[i] = _SKIPPED
-        elif not _is_among(epochs, steps[i].epoch):
-            flags[i] = _UNKNOWN_EPOCH
-        elif wrong[i]:
-            flags[i] = _SUM_MISMATCH
-        elif step <= closed_to:
-            flags[i] = _LATE
-        else:
-            # Steps in a row are mostly in successive rows.
-            place[i] = _find(rows, step, at)
-            if place[i] < 0:
-                new += 1
-            else:
-                at = place[i]
-    lacking = new - (rows["step"] == NO_STEP).sum() if new else 0
+    lacking = _check_steps(
+        steps, wrong, rank, closed_to, stride, stride_from, epochs, board, flags, place
+    )
     if lacking > 0:
         return 0, 0, lacking, NO_STEP
     entered = 0
     seen = 0
     for i in range(len(steps)):
-        one = steps[i]
         if flags[i] == 0:
             entered += 1
-            if place[i] < 0:
-                at = _find(rows, NO_STEP, 0)
-                place[i] = at
-                row = rows[at]
-                row.step = one.step
-                row.epoch = one.epoch
-                row.num_reported = 0
-                row.phase = one.phase
-                row.real = False
-                row.mixed_epochs = False
-            at = place[i]
-            row = rows[at]
-            if row.epoch != one.epoch:
-                row.mixed_epochs = True
-                flags[i] |= _OTHER_EPOCH
-            if row.phase != one.phase:
-                row.phase = _MIXED
-            if one.dummy == 0:
-                row.real = True
-            board.tokens[at, rank] = one.tokens if one.dummy == 0 else 0
-            board.compute_s[at, rank] = one.compute_s
-            row.num_reported += 1
-            if row.num_reported == len(board.highest) and _is_among(epochs, row.epoch):
-                flags[i] |= _COMPLETE
+            place[i], flags[i] = _enter_step(steps[i], rank, epochs, board, place[i])
         seen |= flags[i]
     if len(steps):
         board.highest[rank] = max(board.highest[rank], steps[len(steps) - 1].step)
