@@ -41,9 +41,7 @@ def rank_tokens() -> tuple[int, NDArray[np.float64]]:
     start = engine_start(PlacementFormat.SGLANG, setup.shape)
     plan = plan_offline("keel", setup, start)
     later = setup.load[plan.planned_on :]
-    tokens = np.stack(
-        [rank_load(later, map_).mean(axis=0) for map_ in (plan.start, plan.placement)]
-    )
+    tokens = np.stack([rank_load(later, map_).mean(axis=0) for map_ in (start, plan.placement)])
     layer = int((tokens[0].max(axis=1) / tokens[0].mean(axis=1)).argmax())
     return layer, tokens[:, layer]
 

@@ -115,20 +115,17 @@ def test_a_map_without_some_expert_breaks_nothing():
 
 
 def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
-    """Compiled code has no bounds checks: empty slots, an expert without a slot, and old counts of
-    a rank that did not report."""
+    """Compiled code has no bounds checks: empty slots, and an expert without a slot."""
     placement = Placement(np.array([[0, 1, -1, 2, 0, 1], [3, 3, 3, 3, -1, 0]], np.int32), 3, 4)
-    known = derive_epoch_map(placement, np.ones(3, np.bool_))
     # Two rows of (R, L * slots_per_rank), of which the second is summed.
     board = np.array([[[99] * 4] * 3, [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]], np.uint32)
-    reported = np.array([[True] * 3, [True, False, True]])
     around = np.full((3, 2, 4), 99, np.uint32)
     sums = np.zeros((1, 2), np.int64)
     assert not sum_slots(
-        board, reported, np.array([1]), known.first, known.others, around[1:2], sums
+        board, np.array([1]), *derive_epoch_map(placement), around[1:2], sums
     ).any()
-    assert around[1].tolist() == [[1 + 9, 2 + 10, 0, 0], [12, 0, 0, 3 + 4]]
-    assert sums.tolist() == [[22, 19]]
+    assert around[1].tolist() == [[1 + 9, 2 + 10, 6, 0], [12, 0, 0, 3 + 4 + 7 + 8]]
+    assert sums.tolist() == [[28, 34]]
     assert (around[[0, 2]] == 99).all()
     assert (board[0] == 99).all()
 
@@ -136,13 +133,10 @@ def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
 @pytest.mark.parametrize("tokens, overflows", [(2**31 - 1, False), (2**31, True)])
 def test_an_expert_of_more_tokens_than_32_bits_hold_is_reported(tokens, overflows):
     """The sum alone would not show the overflow of a count."""
-    known = derive_epoch_map(Placement(np.zeros((1, 2), np.int32), 2, 1), np.ones(2, np.bool_))
+    known = derive_epoch_map(Placement(np.zeros((1, 2), np.int32), 2, 1))
     board, rows = np.array([[[tokens], [tokens]]], np.uint32), np.zeros(1, np.int64)
     total, sums = np.zeros((1, 1, 1), np.uint32), np.zeros((1, 1), np.int64)
-    overflowed = sum_slots(
-        board, np.ones((1, 2), np.bool_), rows, known.first, known.others, total, sums
-    )
-    assert overflowed.tolist() == [overflows]
+    assert sum_slots(board, rows, *known, total, sums).tolist() == [overflows]
     assert sums.tolist() == [[2 * tokens]]
 
 

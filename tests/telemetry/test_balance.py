@@ -20,16 +20,15 @@ SHAPE = ModelShape(2, 4, 2, 3, 2, 1000)
 PLACEMENT = Placement.initial(SHAPE)
 
 
-def make_window(steps, seed=0, *, seconds=None, source=False) -> LoadWindow:
+def make_window(steps, seed=0, *, source=False) -> LoadWindow:
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 50, (len(steps), 2, 4)).astype(np.uint32)
-    by_rank = metrics.rank_load(counts, PLACEMENT).sum(axis=1)
     return LoadWindow(
         counts,
         np.array(steps, np.int64),
         np.zeros(len(steps), np.int64),
         rng.integers(1, 9, (len(steps), 2)),
-        np.full((len(steps), 2), math.nan) if seconds is None else by_rank * np.array(seconds),
+        np.full((len(steps), 2), math.nan),
         rng.integers(0, 9, (2, 2, 4)).astype(np.uint32) if source else None,
     )
 
@@ -120,26 +119,10 @@ def test_what_is_not_known_is_none_and_not_zero():
     balance = Balance(10)
     assert balance.summary() == (None, None)
     assert balance.load_shares() is None
-    assert len(balance.seconds_per_token()) == 0
     silent = make_window(range(3))
     silent.counts[:] = 0
     balance.update({Phase.DECODE: [silent]}, PLACEMENT)
     assert balance.summary() == (None, None)
     assert balance.load_shares() is None
-    assert np.isnan(balance.seconds_per_token()).all()
     balance.clear()
     assert balance.load_shares() is None
-
-
-def test_speed_is_seconds_over_tokens_carried():
-    balance = Balance(100)
-    balance.update({Phase.DECODE: [make_window(range(20), seconds=(1e-6, 3e-6))]}, PLACEMENT)
-    assert np.allclose(balance.seconds_per_token(), [1e-6, 3e-6])
-
-
-@pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e300])
-def test_a_speed_of_seconds_that_no_step_takes_is_unknown(seconds):
-    """The price of a copy is divided by it."""
-    balance = Balance(100)
-    balance.update({Phase.DECODE: [make_window(range(20), seconds=(1e-6, seconds))]}, PLACEMENT)
-    assert np.allclose(balance.seconds_per_token(), [1e-6, math.nan], equal_nan=True)

@@ -17,7 +17,7 @@ from evenkeel_moe.telemetry.cost_choice import (
     choose_cost,
     clock_factors,
 )
-from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
+from evenkeel_moe.telemetry.time_fit import NoFit, TimeFit
 from evenkeel_moe.wire.link import CostCurve, DeviceClock, ReplicaCost
 
 SHAPE = ModelShape(2, 8, 4, 3, 2, 3 * 7168 * 2048, shared_experts=1.0)
@@ -30,7 +30,6 @@ FIT = TimeFit(
     s_per_token=5e-8,
     s_per_replica=1e-5,
     factors=np.array([1.0, 1.0, 1.12, 1.0]),
-    factor_errors=np.full(4, 0.002),
     error=0.02,
     explained=0.97,
     steps=256,
@@ -57,8 +56,8 @@ def test_a_sound_fit_comes_before_a_profile_before_the_data_sheet():
     assert chosen(profiled).source is CostSource.PROFILED
     choice = choose_cost(known(profiled, FIT))
     assert choice.model.source is CostSource.MEASURED
-    assert [one.source for one in choice.others] == [CostSource.PROFILED, CostSource.DERIVED]
-    assert all(one.time_ratio is not None for one in choice.others)
+    assert list(choice.ratios) == [CostSource.PROFILED, CostSource.DERIVED]
+    assert None not in choice.ratios.values()
     assert choice.model.shared_tokens == 0.5
     assert choice.model.fit_error == 0.02
 
@@ -88,7 +87,7 @@ def test_the_operator_can_ask_for_tokens():
     choice = choose_cost(known(fit=FIT), CostChoice.TOKENS)
     assert choice.model.by_tokens
     assert "policy asks for tokens" in choice.model.detail
-    assert choice.others[0].model is not None, "the others are still shown"
+    assert CostSource.MEASURED in choice.ratios, "the others are still shown"
 
 
 @pytest.mark.parametrize("asked", list(CostChoice))
@@ -116,10 +115,7 @@ def test_shared_experts_that_waterfill_cannot_pour_are_named(fit):
 
 
 def reason_of(source, *args, **kwargs):
-    choice = choose_cost(known(*args, **kwargs))
-    one = next(one for one in choice.others if one.source is source)
-    assert one.model is None
-    return one.reason
+    return choose_cost(known(*args, **kwargs)).reasons[source]
 
 
 def test_a_fit_with_a_large_error_is_not_used():
@@ -151,6 +147,13 @@ def test_curves_that_do_not_fit_together_are_not_used(changes, words):
     assert chosen(ranks).source is CostSource.DERIVED
 
 
+def test_a_shorter_curve_goes_on_by_its_slope():
+    short = CostCurve(64, (2e-3,), 5e-5)
+    model = chosen([replace(H100, curve=short if rank else CURVE) for rank in range(4)])
+    assert seconds(model, 64) == pytest.approx([1e-3, 2e-3, 2e-3, 2e-3])
+    assert seconds(model, 192) == pytest.approx([2e-3 + 64e-5, *3 * [2e-3 + 128 * 5e-5]])
+
+
 def test_a_profile_with_a_large_error_yields_to_curves_or_is_named():
     bad = replace(PROFILE, fit_error=0.4)
     both = [replace(H100, curve=CURVE, replica_cost=bad)] * 4
@@ -165,7 +168,7 @@ def test_a_rank_without_a_profile_by_replicas_is_named():
 
 
 def test_speeds_are_measured_where_slopes_are_not():
-    speeds_only = replace(FIT, s_per_replica=0.0, note="tokens and active replicas rise together")
+    speeds_only = replace(FIT, s_per_replica=0.0, told_apart=2)
     model = chosen(fit=speeds_only)
     derived = derived_cost(SHAPE, H100.device, H100.weight_format)
     assert model.source is CostSource.DERIVED
@@ -188,7 +191,7 @@ def test_ranks_that_take_longer_than_the_median_rank_are_named_with_their_factor
 def test_models_that_disagree_are_named_with_their_ratio():
     slower = replace(PROFILE, fixed_s=1e-3)
     choice = choose_cost(known([replace(H100, replica_cost=slower)] * 4, FIT))
-    ratio = choice.others[0].time_ratio
+    ratio = choice.ratios[CostSource.PROFILED]
     assert ratio is not None and ratio > 10
     assert f"profiled it would be {ratio:.2g} times as long" in choice.model.detail
 
@@ -202,7 +205,7 @@ def test_a_rank_whose_speed_changed_is_named():
 
 def test_models_are_not_compared_without_load():
     idle = replace(known(fit=FIT), tokens_per_rank=0.0, active_per_rank=0.0)
-    assert all(one.time_ratio is None for one in choose_cost(idle).others)
+    assert choose_cost(idle).ratios == {CostSource.DERIVED: None}
 
 
 def clocks(*ratios, limited_by=""):

@@ -11,7 +11,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
 from evenkeel_moe.telemetry import windows
 from evenkeel_moe.telemetry.rank_times import RankTimes
-from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
+from evenkeel_moe.telemetry.time_fit import NoFit, TimeFit
 
 SPREAD = Placement(np.array([[0, 1, 2, 3, 4, 5, 0, -1]], np.int32), 4, 6)
 MOVED = Placement(np.array([[0, 1, 2, 3, 4, 5, 3, -1]], np.int32), 4, 6)
@@ -277,6 +277,15 @@ def test_a_rank_that_changes_its_speed_loses_its_earlier_steps_only():
             assert fit_of(times).drifted == (2,)
             assert fit_of(times).steps >= first, "the others keep theirs"
     assert fit_of(times).s_per_replica == pytest.approx(PER_REPLICA, rel=0.05)
+
+
+@pytest.mark.parametrize("seconds", [3e-6, 0.0, 5e-324, 1e300])
+def test_a_speed_is_seconds_over_tokens_and_unknown_if_no_step_takes_so_long(seconds):
+    """The price of a copy is divided by it."""
+    tokens = np.random.default_rng(0).integers(1, 500, (20, 2))
+    found = seen(tokens, tokens * [1e-6, seconds]).seconds_per_token()
+    assert np.allclose(found, [1e-6, 3e-6 if seconds == 3e-6 else np.nan], equal_nan=True)
+    assert len(RankTimes(512).seconds_per_token()) == 0
 
 
 @pytest.mark.parametrize("seconds", [1e308, 1e6, 5e-324, 0.0, -1.0, math.inf])

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel_moe.telemetry.speed_changes import find_changes, fit_present_speeds
-from evenkeel_moe.telemetry.step_times import TimeFit
-from tests.telemetry.test_step_times import LAYERS, balanced, fitted, served, slow
+from evenkeel_moe.telemetry.speed_changes import find_changes
+from evenkeel_moe.telemetry.time_fit import TimeFit, fit_present_speeds
+from tests.telemetry.test_time_fit import LAYERS, balanced, fitted, served, slow
 
 CAPACITY = 256
 

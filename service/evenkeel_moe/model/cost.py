@@ -108,6 +108,11 @@ class CostCurves:
         rates = np.asarray(seconds_per_token, np.float64)
         return cls(1, rates[:, None].copy(), rates.copy())
 
+    def scaled(self, factors: NDArray[np.float64]) -> "CostCurves":
+        """Return the curves with the seconds of each rank multiplied by its factor; (R,)."""
+        seconds = self.tile_seconds * factors[:, None]
+        return CostCurves(self.tile_tokens, seconds, self.slope_s_per_token * factors)
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaWork:

@@ -13,8 +13,7 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
 from evenkeel_moe.replay.options import CostKind, CostOptions
-from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, profiled_cost
-from evenkeel_moe.telemetry.step_times import NoFit
+from evenkeel_moe.telemetry.cost_choice import RankNumbers, profiled_cost
 from evenkeel_moe.wire.profile_text import parse_profile
 
 
@@ -89,8 +88,7 @@ def _of_curve(path: Path | None, shape: ModelShape) -> CostModel:
     try:
         told = parse_profile(path.read_text("utf-8"))
         ranks = (RankNumbers(curve=told.curve, replica_cost=told.replica_cost),) * shape.num_ranks
-        unmeasured = NoFit("a replay measures nothing")
-        model = profiled_cost(KnownCosts(shape, ranks, unmeasured, 0.0, 0.0, now_unix=0.0))
+        model = profiled_cost(ranks, now_unix=0.0)
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, EvenkeelError) as error:
@@ -118,15 +116,10 @@ def _speeds(text: str, ranks: int) -> NDArray[np.float64]:
 def _slowed(model: CostModel, slowness: NDArray[np.float64]) -> CostModel:
     """Return the model with the time of rank r multiplied by `slowness[r]`, (R,)."""
     curves = model.curves or CostCurves.linear(np.ones(len(slowness)))
-    curves = CostCurves(
-        curves.tile_tokens,
-        curves.tile_seconds * slowness[:, None],
-        curves.slope_s_per_token * slowness,
-    )
     given = "relative speeds of the ranks as given"
     return replace(
         model,
-        curves=curves,
+        curves=curves.scaled(slowness),
         relative=not model.in_seconds,
         detail=f"{model.detail}; {given}" if model.detail else given,
     )

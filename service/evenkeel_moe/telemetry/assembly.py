@@ -1,8 +1,8 @@
 """Assembles the reports of single ranks into complete steps, and explains which steps are not used.
 
-A step is complete when every rank of its epoch's active mask has reported it (R18): the experts of
-a silent rank have an unknown load, not a small one. The counts of a complete step must also add up
-(R19). The assembler is pure and its memory is bounded; the caller stores, counts and logs.
+A step is complete when every rank has reported it (R18): the experts of a silent rank have an
+unknown load, not a small one. The counts of a complete step must also add up (R19). The assembler
+is pure and its memory is bounded; the caller stores, counts and logs.
 """
 
 from collections import defaultdict, deque
@@ -22,19 +22,17 @@ from evenkeel_moe.model.load import (
     LoadReport,
     LoadWindow,
     Phase,
-    StepTable,
 )
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.telemetry.step_buffer import (
-    NO_STEP,
     AddedSteps,
     EpochMap,
     StepBuffer,
     StepRules,
     derive_epoch_map,
 )
-from evenkeel_moe.telemetry.step_kernels import StepFlag, sum_slots
+from evenkeel_moe.telemetry.step_kernels import NO_STEP, StepFlag, sum_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +104,14 @@ class StepAssembler:
         """The step of each phase up to which source-side sums are known, from a restored window."""
         self._buffers: dict[CountingSide, StepBuffer] = {}
         self._epochs: dict[int, EpochMap] = {}
-        self._rules = self._make_rules(1, 0)
+        self._rules = StepRules(1, 0, np.zeros(0, np.int64))
 
-    def learn_epoch(
-        self, epoch: Epoch, placement: Placement, active: NDArray[np.bool_] | None = None
-    ) -> None:
+    def learn_epoch(self, epoch: Epoch, placement: Placement) -> None:
         """Store the placement of an epoch; it replaces an earlier one of the same epoch.
 
         Args:
             epoch: of the committed placement, or of the one a wave would lead to.
             placement: its map.
-            active: (R,) bool - ranks that take part; None means all.
 
         Raises:
             ShapeMismatch: the placement is of another deployment.
@@ -125,36 +120,26 @@ class StepAssembler:
             raise ShapeMismatch(
                 f"map is (L, S, R, E) = {placement.sizes}, the deployment is {self.shape.sizes}"
             )
-        mask = np.ones(self.shape.num_ranks, np.bool_) if active is None else active
         self._epochs.pop(epoch, None)
-        self._epochs[epoch] = derive_epoch_map(placement, mask)
+        self._epochs[epoch] = derive_epoch_map(placement)
         while len(self._epochs) > 8:
             del self._epochs[next(iter(self._epochs))]
-        self._rules = self._make_rules(self._rules.stride, self._rules.stride_from)
+        self._rules = self._rules._replace(epochs=np.array(list(self._epochs), np.int64))
 
     def sample(self, stride: int, from_step: int) -> None:
         """From a step on, use only steps with step % stride == 0 (R18)."""
         if stride < 1:
             raise InvalidInput(f"stride is {stride}, must be at least 1")
-        self._rules = self._make_rules(stride, from_step)
-
-    def _make_rules(self, stride: int, stride_from: int) -> StepRules:
-        maps = self._epochs.values()
-        active = np.array([one.active for one in maps], np.bool_).reshape(-1, self.shape.num_ranks)
-        needed = np.array([one.needed for one in maps], np.int64)
-        return StepRules(
-            stride, stride_from, np.array(list(self._epochs), np.int64), active, needed
-        )
+        self._rules = self._rules._replace(stride=stride, stride_from=from_step)
 
     def pending(self) -> int:
         """Return the number of incomplete steps."""
-        return sum(buffer.num_pending for buffer in self._buffers.values())
+        return sum(len(buffer.pending) for buffer in self._buffers.values())
 
     def highest_step(self, rank: EpRank) -> int | None:
         """Return the highest step received from a rank; None before the first."""
-        highest = NO_STEP
-        for buffer in self._buffers.values():
-            highest = max(highest, buffer.highest[rank])
+        reported = [buffer.board.highest.item(rank) for buffer in self._buffers.values()]
+        highest = max(reported, default=NO_STEP)
         return None if highest == NO_STEP else highest
 
     def take(self, report: LoadReport) -> Intake:
@@ -171,15 +156,14 @@ class StepAssembler:
             rejection = Rejection(Reason.BAD_LENGTH, len(report.steps), mismatch)
             return Intake(report.last_step, rejected=(rejection,))
         last = report.last_step
-        repeated = last is not None and last <= buffer.highest[report.rank]
+        repeated = last is not None and last <= buffer.board.highest[report.rank]
         wrong = self._wrong_sums(report)
-        flags, lacking = buffer.check(report, wrong, self._rules)
         dropped: list[Rejection] = []
-        if lacking:
-            self._make_room(buffer, report, flags, lacking, dropped)
-            again, _ = buffer.check(report, wrong, self._rules)
-            flags[(flags == 0) & (again > 0)] = StepFlag.NO_ROOM
-        added = buffer.add(report, flags, self._rules)
+        added = buffer.add(report, wrong, self._rules)
+        if added.lacking:
+            self._make_room(buffer, report, added, dropped)
+            added = buffer.add(report, wrong, self._rules)
+        flags = added.flags
         rejected = [*self._refusals(buffer, report, added), *dropped] if added.seen else dropped
         complete: tuple[tuple[Phase, LoadWindow], ...] = ()
         unsummed = self._unsummed(report, flags) if added.seen & StepFlag.SUM_MISMATCH else None
@@ -227,18 +211,13 @@ class StepAssembler:
         )
 
     def _make_room(
-        self,
-        buffer: StepBuffer,
-        report: LoadReport,
-        flags: NDArray[np.uint8],
-        lacking: int,
-        rejected: list[Rejection],
+        self, buffer: StepBuffer, report: LoadReport, added: AddedSteps, rejected: list[Rejection]
     ) -> None:
         """Drop the oldest steps, of the buffer or of the report, so that the others fit."""
         pending = buffer.pending
-        begun = buffer.rows["step"][pending]
-        new = np.setdiff1d(report.steps["step"][flags & StepFlag.REFUSED == 0], begun)
-        newest = int(np.sort(np.concatenate([begun, new]))[lacking - 1])
+        begun = buffer.board.rows["step"][pending]
+        new = report.steps["step"][(added.flags == 0) & (added.rows < 0)]
+        newest = int(np.sort(np.concatenate([begun, new]))[added.lacking - 1])
         for row in pending[begun <= newest]:
             self._give_up(buffer, row, rejected)
         buffer.closed_to = max(buffer.closed_to, newest)
@@ -247,56 +226,51 @@ class StepAssembler:
         self, buffer: StepBuffer, report: LoadReport, added: AddedSteps
     ) -> Iterator[Rejection]:
         """Explain which steps of a report were not used."""
-        rank, steps = report.rank, report.steps
+        told = (
+            (StepFlag.DUPLICATE, Reason.DUPLICATE_STEP, "reported before"),
+            (
+                StepFlag.LATE,
+                Reason.LATE_STEP,
+                f"step {buffer.closed_to} and all before it are closed",
+            ),
+            (StepFlag.UNKNOWN_EPOCH, Reason.UNKNOWN_EPOCH, f"known are {sorted(self._epochs)}"),
+            (StepFlag.SUM_MISMATCH, Reason.SUM_MISMATCH, ""),
+            (StepFlag.OTHER_EPOCH, Reason.EPOCH_DISAGREES, "ranks before ran under another one"),
+        )
+        for flag, reason, words in told:
+            chosen = np.flatnonzero(added.flags & flag)
+            if not len(chosen):
+                continue
+            steps = report.steps[chosen]
+            who = f"rank {report.rank} "
+            if flag == StepFlag.SUM_MISMATCH:
+                sums = report.counts[chosen[0]].sum(axis=1)
+                detail = who + self._which_sum(steps["step"][0], sums, steps["tokens"][0])
+            else:
+                which = f"steps {steps['step'][0]}..{steps['step'][-1]} of epoch"
+                detail = f"{who}{which} {steps['epoch'][0]}: {words}"
+            yield Rejection(reason, len(chosen), detail)
 
-        def those(flag: int) -> StepTable:
-            return steps[added.flags & flag > 0] if added.seen & flag else steps[:0]
-
-        if len(duplicate := those(StepFlag.DUPLICATE)["step"]):
-            detail = f"rank {rank} steps {duplicate[0]}..{duplicate[-1]} were reported before"
-            yield Rejection(Reason.DUPLICATE_STEP, len(duplicate), detail)
-        if len(late := those(StepFlag.LATE)["step"]):
-            closed = f"came after step {buffer.closed_to} was closed"
-            detail = f"rank {rank} steps {late[0]}..{late[-1]} {closed}"
-            yield Rejection(Reason.LATE_STEP, len(late), detail)
-        if len(refused := those(StepFlag.NO_ROOM)["step"]):
-            waiting = f"{self.max_pending} later steps are waiting for other ranks"
-            detail = f"rank {rank} steps {refused[0]}..{refused[-1]}: {waiting}"
-            yield Rejection(Reason.LATE_STEP, len(refused), detail)
-        if len(unknown := those(StepFlag.UNKNOWN_EPOCH)):
-            step, epoch = unknown["step"][0], unknown["epoch"][0]
-            detail = (
-                f"rank {rank} step {step} ran under epoch {epoch}, known are {sorted(self._epochs)}"
-            )
-            yield Rejection(Reason.UNKNOWN_EPOCH, len(unknown), detail)
-        if len(wrong := those(StepFlag.SUM_MISMATCH)):
-            place = int(np.flatnonzero(added.flags & StepFlag.SUM_MISMATCH)[0])
-            sums, want = (
-                report.counts[place].sum(axis=1),
-                int(wrong["tokens"][0]) * self.shape.top_k,
-            )
-            layer = int((sums != want).argmax())
-            detail = (
-                f"rank {rank} step {wrong['step'][0]} layer {layer}: counts sum to"
-                f" {sums[layer]}, tokens x top_k = {wrong['tokens'][0]} x {self.shape.top_k}"
-            )
-            yield Rejection(Reason.SUM_MISMATCH, len(wrong), detail)
-        if len(other := those(StepFlag.OTHER_EPOCH)["step"]):
-            detail = f"rank {rank} ran step {other[0]} under another epoch than the ranks before it"
-            yield Rejection(Reason.EPOCH_DISAGREES, len(other), detail)
+    def _which_sum(
+        self, step: int, sums: NDArray[np.int64], tokens: int, counts: str = "counts"
+    ) -> str:
+        """Explain a step that does not add up; sums: (L,) of the counts over the experts."""
+        layer = int(np.abs(sums - tokens * self.shape.top_k).argmax())
+        return (
+            f"step {step} layer {layer}: {counts} sum to {sums[layer]},"
+            f" tokens x top_k = {tokens} x {self.shape.top_k}"
+        )
 
     def _source_sums(self, report: LoadReport, added: AddedSteps) -> dict[Phase, NDArray[np.int64]]:
         """Return the (L, E) tokens by phase of the accepted steps whose sums are not yet known."""
         used = (added.rows >= 0) & (report.steps["dummy"] == 0)
         codes, steps = report.steps["phase"], report.steps["step"]
-        found = [
-            (
-                phase,
-                used & (codes == PHASE_CODE[phase]) & (steps > self.summed_to.get(phase, NO_STEP)),
-            )
-            for phase in Phase
-        ]
-        return {phase: report.counts[mask].sum(axis=0) for phase, mask in found if mask.any()}
+        sums: dict[Phase, NDArray[np.int64]] = {}
+        for phase in Phase:
+            new = steps > self.summed_to.get(phase, NO_STEP)
+            if (mask := used & new & (codes == PHASE_CODE[phase])).any():
+                sums[phase] = report.counts[mask].sum(axis=0)
+        return sums
 
     # --- steps that end ---------------------------------------------------------------------------
 
@@ -323,12 +297,16 @@ class StepAssembler:
             counts,
             known["step"].copy(),
             known["epoch"].copy(),
-            buffer.tokens[rows],
-            buffer.compute_s[rows],
+            buffer.board.tokens[rows],
+            buffer.board.compute_s[rows],
         )
         unsummed = None
         if bad.any():
-            rejected.append(self._sum_mismatch(buffer, rows[bad], known[bad], sums[bad]))
+            tokens = int(window.tokens[bad][0].sum())
+            counted = "counts of all ranks"
+            detail = self._which_sum(known["step"][bad][0], sums[bad][0], tokens, counted)
+            count = int(known["num_reported"][bad].sum())
+            rejected.append(Rejection(Reason.SUM_MISMATCH, count, detail))
             # Counts that overflowed are not those of the ranks.
             unsummed = window.slice(bad & (counts.sum(axis=2) == sums).all(axis=1))
             known, window = known[~bad], window.slice(~bad)
@@ -362,34 +340,10 @@ class StepAssembler:
         for epoch, run in groupby(epochs.tolist()):
             part = slice(first, first + sum(1 for _ in run))
             known = self._epochs[epoch]
-            too_large[part] = sum_slots(
-                buffer.counts,
-                buffer.reported,
-                rows[part],
-                known.first,
-                known.others,
-                counts[part],
-                sums[part],
-            )
+            too_large[part] = sum_slots(buffer.counts, rows[part], *known, counts[part], sums[part])
             first = part.stop
-        want = shape.top_k * buffer.tokens[rows].sum(axis=1)
+        want = shape.top_k * buffer.board.tokens[rows].sum(axis=1)
         return counts, sums, too_large | (sums != want[:, None]).any(axis=1)
-
-    def _sum_mismatch(
-        self,
-        buffer: StepBuffer,
-        rows: NDArray[np.int64],
-        known: NDArray[np.void],
-        sums: NDArray[np.int64],
-    ) -> Rejection:
-        """Explain steps that do not add up, at least one; sums: (n, L)."""
-        tokens = int(buffer.tokens[rows[0]].sum())
-        layer = int(np.abs(sums[0] - tokens * self.shape.top_k).argmax())
-        detail = (
-            f"step {known['step'][0]} layer {layer}: counts of all ranks sum to {sums[0, layer]},"
-            f" tokens x top_k = {tokens} x {self.shape.top_k}"
-        )
-        return Rejection(Reason.SUM_MISMATCH, int(known["num_reported"].sum()), detail)
 
     def _drop_passed(self, buffer: StepBuffer, rejected: list[Rejection]) -> None:
         """Give up incomplete steps that every rank has passed."""
@@ -397,7 +351,7 @@ class StepAssembler:
         if passed > buffer.passed_to:
             buffer.passed_to = passed
             for row in buffer.pending:
-                if buffer.rows["step"][row] <= passed:
+                if buffer.board.rows["step"][row] <= passed:
                     self._give_up(buffer, row, rejected)
 
     def _give_up(self, buffer: StepBuffer, row: np.int64, rejected: list[Rejection]) -> None:

@@ -5,7 +5,7 @@ disagree the model's detail says so.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,8 +23,7 @@ from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
 from evenkeel_moe.planning.problem.moe_time import rank_times, replica_work
-from evenkeel_moe.telemetry.rank_speeds import join_curves
-from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
+from evenkeel_moe.telemetry.time_fit import NoFit, TimeFit
 from evenkeel_moe.wire.link import CostCurve, DeviceClock, ReplicaCost
 
 MAX_FIT_ERROR = 0.25
@@ -70,51 +69,55 @@ class KnownCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class CostCandidate:
-    """A cost model that could be used, or the reason that there is none of this source."""
-
-    source: CostSource
-    model: CostModel | None
-    reason: str = ""
-    """The reason that it is not used; empty if a more trusted one is used instead."""
-    time_ratio: float | None = None
-    """Its predicted time over that of the model in force; None if they have different units."""
-
-
-@dataclass(frozen=True, slots=True)
 class ChosenCost:
-    """The cost model in force, and the others."""
+    """The cost model in force, and what is known of the others, the most trusted first."""
 
     model: CostModel
-    others: tuple[CostCandidate, ...]
-    """The other sources, the most trusted first."""
+    reasons: Mapping[CostSource, str]
+    """Why there is no model of a source."""
+    ratios: Mapping[CostSource, float | None]
+    """The time that another model predicts over that of the model in force; None if they have
+    different units or there is no load."""
 
 
 def choose_cost(known: KnownCosts, asked: CostChoice = CostChoice.AUTO) -> ChosenCost:
     """Return the cost model in force, with the work of shared experts of the shape."""
-    found = [
-        _candidate(CostSource.MEASURED, lambda: measured_cost(known.fit)),
-        _candidate(CostSource.PROFILED, lambda: profiled_cost(known)),
-        _candidate(CostSource.DERIVED, lambda: _derived(known)),
-    ]
-    models = [one.model for one in found if one.model is not None]
+    models: list[CostModel] = []
+    reasons: dict[CostSource, str] = {}
+    sources: Mapping[CostSource, Callable[[], CostModel]] = {
+        CostSource.MEASURED: lambda: measured_cost(known.fit),
+        CostSource.PROFILED: lambda: profiled_cost(known.ranks, known.now_unix),
+        CostSource.DERIVED: lambda: _derived(known),
+    }
+    for source, build in sources.items():
+        try:
+            models.append(build())
+        except InvalidInput as error:
+            reasons[source] = str(error)
     if asked is CostChoice.TOKENS or not models:
         policy_asks = ["the deployment's policy asks for tokens"]
-        why = policy_asks if asked is CostChoice.TOKENS else [one.reason for one in found]
-        detail = "; ".join(part for part in (*why, _missing_shared_work(known)) if part)
-        tokens = tokens_cost(known.shape, known.dispatch)
-        return ChosenCost(replace(tokens, detail=detail), tuple(found))
-    chosen = _with_clocks(_with_measured_speeds(models, known.fit), known)
-    chosen = replace(chosen, shared_tokens=shared_tokens(known.shape))
-    others = tuple(
-        replace(one, time_ratio=_time_ratio(one.model, chosen, known))
-        for one in found
+        why = policy_asks if asked is CostChoice.TOKENS else reasons.values()
+        chosen = replace(tokens_cost(known.shape, known.dispatch), detail=_joined(*why))
+    else:
+        chosen = _with_clocks(_with_measured_speeds(models, known.fit), known)
+        chosen = replace(chosen, shared_tokens=shared_tokens(known.shape))
+    ratios = {
+        one.source: _time_ratio(one, chosen, known)
+        for one in models
         if one.source is not chosen.source
-    )
-    detail = "; ".join(
-        part for part in (_detail(chosen, others), _missing_shared_work(known)) if part
-    )
-    return ChosenCost(replace(chosen, detail=detail), others)
+    }
+    disagree = [
+        f"{source.value} it would be {ratio:.2g} times as long"
+        for source, ratio in ratios.items()
+        if ratio is not None and not 1 / DISAGREEMENT < ratio < DISAGREEMENT
+    ]
+    detail = _joined(chosen.detail, *disagree, _missing_shared_work(known))
+    return ChosenCost(replace(chosen, detail=detail), reasons, ratios)
+
+
+def _joined(*notes: str) -> str:
+    """Return the notes that are not empty as one text."""
+    return "; ".join(note for note in notes if note)
 
 
 def _missing_shared_work(known: KnownCosts) -> str:
@@ -122,13 +125,6 @@ def _missing_shared_work(known: KnownCosts) -> str:
     if known.dispatch is DispatchModel.WATERFILL and known.shape.shared_experts is None:
         return "the work of shared experts is not known, so waterfill counts as an even split"
     return ""
-
-
-def _candidate(source: CostSource, build: Callable[[], CostModel]) -> CostCandidate:
-    try:
-        return CostCandidate(source, build())
-    except InvalidInput as error:
-        return CostCandidate(source, None, str(error))
 
 
 # --- one source each ------------------------------------------------------------------------------
@@ -160,7 +156,7 @@ def measured_cost(fit: TimeFit | NoFit) -> CostModel:
         _linear(fit.factors * fit.fixed_s, fit.factors * fit.s_per_token),
         ReplicaWork(start_tokens=fit.s_per_replica / fit.s_per_token),
         source=CostSource.MEASURED,
-        detail="; ".join(note for note in notes if note),
+        detail=_joined(*notes),
         fit_error=fit.error,
     )
 
@@ -176,44 +172,51 @@ def _uneven_ranks(factors: NDArray[np.float64]) -> str:
     return ", ".join(named)
 
 
-def profiled_cost(known: KnownCosts) -> CostModel:
+def profiled_cost(ranks: Sequence[RankNumbers], now_unix: float) -> CostModel:
     """Return the model of the ranks' profiles: by tokens and replicas if all told it, else curves.
 
     Raises:
         InvalidInput: some rank told no profile, or the profiles do not fit together.
     """
-    costs = [rank.replica_cost for rank in known.ranks]
+    costs = [rank.replica_cost for rank in ranks]
     told = [cost for cost in costs if cost is not None]
-    curves = [rank.curve for rank in known.ranks]
-    if len(told) == len(costs) and told:
+    curves = [rank.curve for rank in ranks if rank.curve is not None]
+    if len(told) == len(ranks) and told:
         worst = max(told, key=lambda cost: cost.fit_error)
         if worst.fit_error <= MAX_FIT_ERROR:
-            return _by_replicas(told, known.now_unix)
-        if None in curves:
+            return _by_replicas(told, now_unix)
+        if len(curves) < len(ranks):
             raise InvalidInput(
                 f"not profiled: the profile of rank {costs.index(worst)} has a mean error of"
                 f" {worst.fit_error:.0%}, at most {MAX_FIT_ERROR:.0%} is used"
             )
-    missing = [rank for rank, curve in enumerate(curves) if curve is None]
-    if missing:
-        of_all = len(missing) == len(curves) and not told
-        who = "no rank" if of_all else f"not every rank (missing: {_some(missing, told, costs)})"
-        raise InvalidInput(f"not profiled: {who} sent a profile")
-    tiles = sorted({curve.tile_tokens for curve in curves if curve is not None})
-    joined = join_curves(curves)
-    if joined is None:
+    if not told and not curves:
+        raise InvalidInput("not profiled: no rank sent a profile")
+    if len(curves) < len(ranks):
+        # Of the kind that more ranks told.
+        kind = costs if len(told) > len(curves) else [rank.curve for rank in ranks]
+        missing = [str(rank) for rank, one in enumerate(kind) if one is None]
+        named = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+        raise InvalidInput(f"not profiled: not every rank (missing: {named}) sent a profile")
+    tiles = sorted({curve.tile_tokens for curve in curves})
+    if len(tiles) > 1:
         raise InvalidInput(f"not profiled: the ranks sent curves with tiles of {tiles} tokens")
-    idle = [rank for rank, row in enumerate(joined.tile_seconds) if row[-1] == 0.0]
-    if idle:
+    joined = _equally_long(curves)
+    idle = np.flatnonzero(joined.tile_seconds[:, -1] == 0.0)
+    if len(idle):
         raise InvalidInput(f"not profiled: the curve of rank {idle[0]} is 0 seconds at any tokens")
     return CostModel(joined, source=CostSource.PROFILED, detail=f"curves of {len(curves)} ranks")
 
 
-def _some(missing: list[int], told: list[ReplicaCost], costs: Sequence[ReplicaCost | None]) -> str:
-    """Return the first ranks without a profile, of the kind that more ranks told."""
-    if len(told) > len(costs) - len(missing):
-        missing = [rank for rank, cost in enumerate(costs) if cost is None]
-    return ", ".join(map(str, missing[:4])) + (", ..." if len(missing) > 4 else "")
+def _equally_long(curves: Sequence[CostCurve]) -> CostCurves:
+    """Return curves of the same tile, the shorter ones continued by their slopes."""
+    tile, width = curves[0].tile_tokens, max(len(curve.tile_seconds) for curve in curves)
+    rows = np.empty((len(curves), width))
+    for row, curve in zip(rows, curves, strict=True):
+        beyond = np.maximum(np.arange(width) - len(curve.tile_seconds) + 1, 0)
+        row[:] = curve.tile_seconds[-1] + beyond * tile * curve.slope_s_per_token
+        row[: len(curve.tile_seconds)] = curve.tile_seconds
+    return CostCurves(tile, rows, np.array([curve.slope_s_per_token for curve in curves]))
 
 
 def _by_replicas(told: Sequence[ReplicaCost], now_unix: float) -> CostModel:
@@ -230,7 +233,7 @@ def _by_replicas(told: Sequence[ReplicaCost], now_unix: float) -> CostModel:
         _linear(np.array([cost.fixed_s for cost in told]), per_token),
         ReplicaWork(read_tokens=read, start_tokens=start),
         source=CostSource.PROFILED,
-        detail="; ".join(note for note in notes if note),
+        detail=_joined(*notes),
         fit_error=max(cost.fit_error for cost in told),
     )
 
@@ -284,16 +287,11 @@ def _with_clocks(model: CostModel, known: KnownCosts) -> CostModel:
     factors = None if known.fit.factors is not None else clock_factors(clocks)
     if model.curves is None or factors is None or (factors == 1.0).all():
         return model
-    curves = replace(
-        model.curves,
-        tile_seconds=model.curves.tile_seconds * factors[:, None],
-        slope_s_per_token=model.curves.slope_s_per_token * factors,
-    )
     limits = {str(rank): clock.limited_by for rank, clock in enumerate(clocks) if clock is not None}
     slow = [rank for rank in limits if factors[int(rank)] > 1.0 and limits[rank]][:_NAMED_RANKS]
     because = "".join(f", rank {rank} is limited by {limits[rank]}" for rank in slow)
     notes = (model.detail, f"by the devices' clocks {_uneven_ranks(factors)}{because}")
-    return replace(model, curves=curves, detail="; ".join(note for note in notes if note))
+    return replace(model, curves=model.curves.scaled(factors), detail=_joined(*notes))
 
 
 # --- comparison -----------------------------------------------------------------------------------
@@ -312,39 +310,26 @@ def _with_measured_speeds(models: Sequence[CostModel], fit: TimeFit | NoFit) -> 
     if by_replicas is None or by_replicas.curves is None:
         return chosen
     curves = by_replicas.curves
-    middle = np.median(curves.tile_seconds, axis=0), np.median(curves.slope_s_per_token)
-    scaled = CostCurves(
-        curves.tile_tokens, fit.factors[:, None] * middle[0][None, :], fit.factors * middle[1]
-    )
+    # Of the median rank on each.
+    seconds = np.broadcast_to(np.median(curves.tile_seconds, axis=0), curves.tile_seconds.shape)
+    slope = np.full(len(fit.factors), np.median(curves.slope_s_per_token))
+    scaled = CostCurves(curves.tile_tokens, seconds, slope).scaled(fit.factors)
     return replace(
         by_replicas, curves=scaled, detail=f"{by_replicas.detail}; speeds of the ranks are measured"
     )
 
 
-def _time_ratio(model: CostModel | None, chosen: CostModel, known: KnownCosts) -> float | None:
+def _time_ratio(model: CostModel, chosen: CostModel, known: KnownCosts) -> float | None:
     """Return the mean time of a rank at the present load over that of the model in force."""
-    if model is None or not known.tokens_per_rank > 0 or not known.active_per_rank > 0:
+    if not chosen.in_seconds or not known.tokens_per_rank > 0 or not known.active_per_rank > 0:
         return None
+    each = np.array([known.tokens_per_rank / known.active_per_rank])
     of_model, of_chosen = (
-        float(rank_times(_typical_work(one, known), one).mean()) for one in (model, chosen)
+        float(rank_times(np.full(known.shape.num_ranks, work), one).mean())
+        for one in (model, chosen)
+        for work in known.active_per_rank * replica_work(each, one.replica)
     )
     return of_model / of_chosen if of_chosen > 0 else None
-
-
-def _typical_work(model: CostModel, known: KnownCosts) -> NDArray[np.float64]:
-    each = np.array([known.tokens_per_rank / known.active_per_rank])
-    work = known.active_per_rank * float(replica_work(each, model.replica)[0])
-    return np.full(known.shape.num_ranks, work)
-
-
-def _detail(chosen: CostModel, others: Sequence[CostCandidate]) -> str:
-    """Return the model's detail, and which other model predicts other times."""
-    parts = [chosen.detail]
-    for other in others:
-        ratio = other.time_ratio
-        if ratio is not None and not 1 / DISAGREEMENT < ratio < DISAGREEMENT:
-            parts.append(f"{other.source.value} it would be {ratio:.2g} times as long")
-    return "; ".join(part for part in parts if part)
 
 
 def _age(seconds: float) -> str:

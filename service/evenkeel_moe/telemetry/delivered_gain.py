@@ -14,9 +14,8 @@ model that is wrong by a factor, for a rank or for a placement, changes the medi
 of that factor.
 
 Ranks report the seconds of routed experts alone. Where the model has shared experts, their modelled
-time is added to the seconds of both sides, times the rank's median ratio of reported to modelled
-routed seconds before the plan: so it is in seconds also where the model is in tokens, or wrong by a
-factor.
+time is added on both sides, times the rank's median ratio of reported to modelled routed seconds
+before the plan: so it is in seconds also where the model is in tokens, or wrong by a factor.
 
 Where the model misses a part of the time, for example a fixed part, the medians depend on the
 tokens of the steps. Therefore each step after the plan is paired with a step of the same phase
@@ -35,30 +34,27 @@ means; Welch (1947) for the degrees of freedom.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from evenkeel_moe.model.cost import CostModel
+from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.telemetry.robust import column_medians, spread_of
+from evenkeel_moe.telemetry.speed_changes import find_changes
 
-MIN_STEPS = 16
-"""Fewest compared steps."""
+_FEWEST_PAIRS = 16
 ENOUGH_STEPS = 64
 """Compared steps that are enough; more are not waited for."""
 _CALIPER = 0.1
 """Largest difference of the tokens of two paired steps, as a share of the larger number."""
 _BATCHES = 8
-_SHIFT = 0.05
-"""A rank changed its speed if its ratio changed by this much, and by eight standard errors."""
-_SHIFT_ERRORS = 8.0
-"""Twice four, because the standard error takes steps as independent; neighbours are alike."""
-_SPLIT_EVERY = 4
-"""Steps between two positions at which such a change is looked for."""
 _MOSTLY = 0.9
 _MEDIAN_VARIANCE = math.pi / 2
 """Variance of a median over that of a mean, for normal errors."""
@@ -67,8 +63,7 @@ _WINSOR = 3.0
 _TAIL = 0.025
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class TimedSteps:
+class TimedSteps(NamedTuple):
     """Steps of one phase with measured seconds and modelled times, in order."""
 
     tokens: NDArray[np.float64]
@@ -76,46 +71,28 @@ class TimedSteps:
     seconds: NDArray[np.float64]
     """(T, R) routed MoE compute of each rank; NaN if not measured."""
     times: NDArray[np.float64]
-    """(T, L, R) modelled time of each rank and layer under the placement in force, with shared
-    experts."""
+    """(T, L, R) modelled time of each rank and layer under a placement, with shared experts."""
     routed: NDArray[np.float64]
-    """(T, R) modelled time of each rank in its routed experts alone, summed over layers."""
+    """(T, L, R) the same of the routed experts alone."""
 
     @property
     def ratios(self) -> NDArray[np.float64]:
         """(T, R) logarithm of the seconds over the routed time; NaN if one is unknown or 0."""
-        return _log_ratios(self.seconds, self.routed)
+        modelled = self.routed.sum(axis=1)
+        known = (modelled > 0) & (self.seconds > 0) & np.isfinite(self.seconds)
+        ratios = np.full(modelled.shape, math.nan)
+        ratios[known] = np.log(self.seconds[known] / modelled[known])
+        return ratios
 
-    def whole_ratios(self, level: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the (T, R) ratios with shared experts in the seconds and in the modelled time.
-
-        Args:
-            level: (R,) logarithm of the seconds in which a rank does the unit of modelled time.
-        """
-        whole = self.times.sum(axis=1)
-        worked = np.where(self.routed > 0, self.seconds, 0.0)
-        return _log_ratios(worked + np.exp(level) * (whole - self.routed), whole)
-
-    def take(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> "TimedSteps":
+    def take(self, rows: NDArray[np.bool_] | NDArray[np.int64] | slice) -> "TimedSteps":
         """Return some of the steps."""
-        return TimedSteps(
-            self.tokens[rows], self.seconds[rows], self.times[rows], self.routed[rows]
-        )
-
-
-def _log_ratios(seconds: NDArray[np.float64], modelled: NDArray[np.float64]) -> NDArray[np.float64]:
-    known = (modelled > 0) & (seconds > 0) & np.isfinite(seconds)
-    ratios = np.full(modelled.shape, math.nan)
-    ratios[known] = np.log(seconds[known] / modelled[known])
-    return ratios
+        return TimedSteps(*(values[rows] for values in self))
 
 
 def _level(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the (R,) median of (T, R) ratios; that of all ranks for a rank without work."""
-    level = np.full(ratios.shape[1], np.nanmedian(ratios))
-    worked = np.isfinite(ratios).any(axis=0)
-    level[worked] = np.nanmedian(ratios[:, worked], axis=0)
-    return level
+    level = column_medians(ratios)
+    return np.where(np.isnan(level), np.nanmedian(ratios), level)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -124,42 +101,20 @@ class PhaseSteps:
 
     before: TimedSteps
     after: TimedSteps
-    old_times: NDArray[np.float64]
-    """(T, L, R) modelled times of the steps after it, had the old placement stayed."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredGain:
-    """A measured gain with its error."""
-
-    gain: float
-    error: float
-    lower: float
-    upper: float
-    modelled: float
-    """Gain of the same steps under the cost model."""
-    steps: int
-    """Pairs of steps."""
-    enough: bool
-    """True if more steps after the plan would add few pairs."""
-
-
-@dataclass(frozen=True, slots=True)
-class NoGain:
-    """The gain is unknown."""
-
-    reason: str
-    steps: int = 0
+    stayed: TimedSteps
+    """The steps after it, with their modelled times had the old placement stayed."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Side:
-    """One side of the comparison in one phase, over the paired steps."""
+    """One placement in one phase."""
 
     ratios: NDArray[np.float64]
-    """(T, R) in the order of the steps."""
-    times: NDArray[np.float64]
-    """(T, L, R) modelled times of the steps after the plan, under the placement of this side."""
+    """(T, R) of the paired steps that ran under it, in order."""
+    steps: TimedSteps
+    """The paired steps after the plan, with their modelled times under this placement."""
+    before: NDArray[np.float64]
+    """(R,) logarithm of the seconds in which a rank did the unit of modelled time before it."""
 
 
 def timed_steps(
@@ -175,80 +130,78 @@ def timed_steps(
         for one in (cost, replace(cost, shared_tokens=0.0))
     )
     tokens = steps.counts.sum(axis=(1, 2), dtype=np.float64)
-    return TimedSteps(tokens, steps.compute_s, times, routed.sum(axis=1))
+    return TimedSteps(tokens, steps.compute_s, times, routed)
 
 
-def measure_gain(phases: Sequence[PhaseSteps]) -> MeasuredGain | NoGain:
-    """Return the gain that a plan delivered; see the head of the module."""
+def measure_gain(phases: Sequence[PhaseSteps], at: float) -> tuple[DeliveredGain, bool]:
+    """Return the gain that a plan delivered; see the head of the module.
+
+    Args:
+        phases: the steps around the plan.
+        at: Unix seconds now.
+
+    Returns:
+        The gain, whose source of the cost model is left empty, and whether more steps after the
+        plan would add few pairs.
+    """
     if not any(_measured(one.after).any() for one in phases):
-        return NoGain("no rank reports seconds")
+        return DeliveredGain(at, unknown_because="no rank reports seconds"), False
     known = [_known(one) for one in phases]
-    pairs = [pair for pair in map(_pair, known) if len(pair[0].ratios) >= _BATCHES]
-    steps = sum(len(old.ratios) for old, _ in pairs)
-    if steps < MIN_STEPS:
-        return NoGain(f"{steps} pairs of steps alike in tokens, {MIN_STEPS} are needed", steps)
+    matched = [(one, *match_tokens(one.before.tokens, one.after.tokens)) for one in known]
+    pairs = [_pair(*one) for one in matched if len(one[1]) >= _BATCHES]
+    steps = sum(len(new.ratios) for _, new in pairs)
+    if steps < _FEWEST_PAIRS:
+        why = f"{steps} pairs of steps alike in tokens, {_FEWEST_PAIRS} are needed"
+        return DeliveredGain(at, steps=steps, unknown_because=why), False
     old, new = _total([one for one, _ in pairs]), _total([one for _, one in pairs])
     possible = min(ENOUGH_STEPS, sum(len(one.before.tokens) for one in known))
     remaining = new.time / old.time
     reach, error = _reach(old.variance, new.variance)
-    return MeasuredGain(
+    gain = DeliveredGain(
+        at,
         gain=1.0 - remaining,
         error=remaining * error,
         lower=1.0 - remaining * math.exp(reach),
         upper=1.0 - remaining * math.exp(-reach),
         modelled=1.0 - new.modelled / old.modelled,
         steps=steps,
-        enough=steps >= _MOSTLY * possible,
     )
+    return gain, steps >= _MOSTLY * possible
 
 
 def _known(phase: PhaseSteps) -> PhaseSteps:
     """Return the steps that can be compared: with seconds, and before the plan in one state."""
     use = _measured(phase.after)
     before = newest_state(phase.before.take(_measured(phase.before)))
-    return PhaseSteps(before, phase.after.take(use), phase.old_times[use])
+    return PhaseSteps(before, phase.after.take(use), phase.stayed.take(use))
 
 
 def newest_state(steps: TimedSteps) -> TimedSteps:
-    """Return the newest steps in which no rank clearly changed its speed, at least `MIN_STEPS`.
+    """Return the newest steps in which no rank clearly changed its speed.
 
     A plan often follows such a change: only the steps since say what it was made for.
     """
-    ratios, count = steps.ratios, len(steps.tokens)
-    ratios = ratios[:, np.isfinite(ratios).all(axis=0)]  # The ranks with work in every step.
-    clearest, begin = _SHIFT_ERRORS, 0
-    for split in range(_BATCHES, count - MIN_STEPS + 1, _SPLIT_EVERY):
-        old, new = np.median(ratios[:split], axis=0), np.median(ratios[split:], axis=0)
-        rest = np.abs(np.concatenate([ratios[:split] - old, ratios[split:] - new]))
-        spread = np.maximum(1.4826 * np.median(rest, axis=0), 1e-4)
-        error = math.sqrt(_MEDIAN_VARIANCE * (1 / split + 1 / (count - split))) * spread
-        shift = np.abs(new - old)
-        clear = float(np.max(np.where(shift > _SHIFT, shift / error, 0.0), initial=0.0))
-        if clear > clearest:
-            clearest, begin = clear, split
-    return steps.take(np.arange(begin, count))
+    worked = np.isfinite(steps.ratios).all(axis=0)  # The ranks with work in every step.
+    begin = find_changes(steps.ratios[:, worked]).first.max(initial=0)
+    return steps.take(slice(begin, None))
 
 
 def _measured(steps: TimedSteps) -> NDArray[np.bool_]:
     """Return (T,) True for the steps in which every rank with work has seconds."""
-    worked = steps.routed > 0
+    worked = np.asarray(steps.routed.sum(axis=1) > 0)
     known = np.isfinite(steps.ratios)
     return np.asarray(worked.any(axis=1) & (known == worked).all(axis=1), np.bool_)
 
 
-def _pair(phase: PhaseSteps) -> tuple[_Side, _Side]:
+def _pair(
+    phase: PhaseSteps, earlier: NDArray[np.int64], later: NDArray[np.int64]
+) -> tuple[_Side, _Side]:
     """Return both sides, of the steps that have a partner alike in tokens."""
-    before, after = phase.before, phase.after
-    earlier, later = match_tokens(before.tokens, after.tokens)
-    earlier, order = np.sort(earlier), np.sort(later)
-    old_times = phase.old_times[order]
-    old, new = before.take(earlier), after.take(order)
-    if not len(earlier):
-        return _Side(old.ratios, old_times), _Side(new.ratios, new.times)
-    level = _level(old.ratios)
+    old, new = phase.before.take(np.sort(earlier)), phase.after.take(np.sort(later))
+    before = _level(old.ratios)
     return (
-        _Side(old.whole_ratios(level), old_times),
-        _Side(new.whole_ratios(level), new.times),
+        _Side(old.ratios, phase.stayed.take(np.sort(later)), before),
+        _Side(new.ratios, new, before),
     )
 
 
@@ -283,8 +236,7 @@ def match_tokens(
     return table[:, 0], table[:, 1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Total:
+class _Total(NamedTuple):
     time: float
     modelled: float
     variance: float
@@ -296,28 +248,25 @@ def _total(sides: Sequence[_Side]) -> _Total:
     time = modelled = 0.0
     weighted: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
     for side in sides:
-        level = _level(side.ratios)
-        scaled = np.exp(level) * side.times
-        slowest = scaled.max(axis=2)
-        ranks = scaled.shape[2]
-        weight = np.zeros(ranks)
-        np.add.at(weight, scaled.argmax(axis=2), slowest)
-        time += float(slowest.sum())
-        modelled += float(side.times.max(axis=2).sum())
+        level, steps = _level(side.ratios), side.steps
+        routed = np.exp(level) * steps.routed
+        whole = routed + np.exp(side.before) * (steps.times - steps.routed)
+        slowest = whole.argmax(axis=2)
+        weight = np.zeros(len(level))
+        np.add.at(weight, slowest, np.take_along_axis(routed, slowest[..., None], axis=2)[..., 0])
+        time += float(whole.max(axis=2).sum())
+        modelled += float(steps.times.max(axis=2).sum())
         weighted.append((weight, np.nan_to_num(side.ratios - level)))
-    variance = sum(_variance(_winsorized(off @ (weight / time))) for weight, off in weighted)
-    return _Total(time, modelled, float(variance))
-
-
-def _winsorized(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    middle = float(np.median(values))
-    reach = _WINSOR * 1.4826 * float(np.median(np.abs(values - middle)))
-    return np.clip(values, middle - reach, middle + reach)
+    variance = sum(_variance(off @ (weight / time)) for weight, off in weighted)
+    return _Total(time, modelled, variance)
 
 
 def _variance(values: NDArray[np.float64]) -> float:
     """Return the variance of the median of values in order, by batch means."""
-    means = np.array([part.mean() for part in np.array_split(values, _BATCHES)])
+    middle = float(np.median(values))
+    reach = _WINSOR * spread_of(values - middle)
+    kept = np.clip(values, middle - reach, middle + reach)
+    means = np.array([part.mean() for part in np.array_split(kept, _BATCHES)])
     return _MEDIAN_VARIANCE * float(means.var(ddof=1)) / _BATCHES
 
 

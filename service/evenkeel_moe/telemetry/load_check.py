@@ -9,7 +9,7 @@ from evenkeel_moe.model.load import MAX_STEP, LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.signals.live_findings import StepSums, check_live
 from evenkeel_moe.planning.signals.load_findings import MOST_DEVIATION
-from evenkeel_moe.telemetry.windows import newest_parts, oldest_parts, steps_at_once
+from evenkeel_moe.telemetry.windows import new_steps, steps_at_once
 
 
 class LoadCheck:
@@ -46,10 +46,9 @@ class LoadCheck:
         """
         for phase, parts in windows.items():
             most = steps_at_once(*parts[-1].counts.shape[1:])
-            new = newest_parts(parts, self._newest.get(phase, -1), self._capacity)
-            for part in oldest_parts(new, most):
-                self.add(part)
-                self._newest[phase] = int(part.steps[-1])
+            for _, new in new_steps({phase: parts}, self._newest, most, self._capacity):
+                for part in new:
+                    self.add(part)
 
     def add(self, steps: LoadWindow) -> None:
         """Add steps, at least one, that are not those of an earlier call."""

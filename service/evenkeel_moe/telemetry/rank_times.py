@@ -17,13 +17,12 @@ from evenkeel_moe.model.load import LoadWindow, Phase, measured_seconds
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from evenkeel_moe.telemetry.speed_changes import fit_present_speeds
-from evenkeel_moe.telemetry.step_times import NoFit, TimeFit
-from evenkeel_moe.telemetry.windows import newest_parts, oldest_parts, steps_at_once
+from evenkeel_moe.telemetry.robust import column_medians
+from evenkeel_moe.telemetry.time_fit import NoFit, TimeFit, fit_present_speeds
+from evenkeel_moe.telemetry.windows import new_steps, steps_at_once
 
 _FIT_EVERY = 16
 """New steps after which the fit is made again; it takes milliseconds to tens of milliseconds."""
-_COLUMNS = 3
 
 
 class RankTimes:
@@ -41,7 +40,7 @@ class RankTimes:
         """Forget all steps."""
         self._newest: dict[Phase, int] = {}
         self._steps = np.zeros(0, np.int64)
-        self._rows = np.zeros((0, _COLUMNS, 0))
+        self._rows = np.zeros((0, 3, 0))
         """(T, 3, R) tokens, active replicas and seconds, oldest step first."""
         self._layers = 0
         self._speed_since = np.zeros(0, np.int64)
@@ -71,44 +70,32 @@ class RankTimes:
         """
         if self._rows.shape[2] != placement.num_ranks:
             self.clear()
-            self._rows = np.zeros((0, _COLUMNS, placement.num_ranks))
+            self._rows = np.zeros((0, 3, placement.num_ranks))
             self._speed_since = np.zeros(placement.num_ranks, np.int64)
         self._layers = placement.num_layers
         known = {int(one): its for one, its in earlier.items() if its.sizes == placement.sizes}
         known[epoch] = placement
+        until_now = {
+            phase: [part.slice(slice(0, np.searchsorted(part.epochs, epoch + 1))) for part in parts]
+            for phase, parts in windows.items()
+        }
         most = steps_at_once(placement.num_layers, placement.num_slots)
-        for phase, parts in windows.items():
-            new = newest_parts(parts, self._newest.get(phase, -1), self._capacity)
-            for part in oldest_parts(new, most):
-                later = np.flatnonzero(part.epochs > epoch)
-                if len(later):
-                    part = part.slice(slice(0, int(later[0])))
-                if len(part):
-                    self._newest[phase] = int(part.steps[-1])
+        for _, parts in new_steps(until_now, self._newest, most, self._capacity):
+            for part in parts:
                 timed = np.isfinite(part.compute_s).any(axis=1)
                 for one in np.unique(part.epochs[timed]).tolist():
                     if one in known:
-                        self._add(part, timed & (part.epochs == one), known[one], split)
-                if len(later):
-                    break
+                        self._add(part.slice(timed & (part.epochs == one)), known[one], split)
 
-    def _add(
-        self,
-        part: LoadWindow,
-        counted: NDArray[np.bool_],
-        placement: Placement,
-        split: SplitModel,
-    ) -> None:
-        counts = part.counts[counted]
+    def _add(self, part: LoadWindow, placement: Placement, split: SplitModel) -> None:
         try:
-            tokens, active = metrics.rank_totals(counts, placement, split)
+            tokens, active = metrics.rank_totals(part.counts, placement, split)
         except InfeasiblePlan:
             return  # The placement has lost an expert that has load: its tokens went nowhere.
-        seconds = measured_seconds(part.compute_s[counted])
+        seconds = measured_seconds(part.compute_s)
         rows = np.stack([tokens, active, seconds], axis=1)
-        cut = slice(-self._capacity, None)
-        steps = np.concatenate([self._steps, part.steps[counted]])
-        order = np.argsort(steps, kind="stable")[cut]
+        steps = np.concatenate([self._steps, part.steps])
+        order = np.argsort(steps, kind="stable")[-self._capacity :]
         self._steps = steps[order]
         self._rows = np.concatenate([self._rows, rows])[order]
         self._since_fit += len(rows)
@@ -129,7 +116,7 @@ class RankTimes:
         return self._fit
 
     def _fit_again(self) -> TimeFit | NoFit:
-        tokens, active, seconds = (self._rows[:, column] for column in range(_COLUMNS))
+        tokens, active, seconds = self._rows.swapaxes(0, 1)
         first = np.searchsorted(self._steps, self._speed_since)
         found, changes = fit_present_speeds(
             tokens, active, seconds, self._layers, self._good, first
@@ -151,3 +138,11 @@ class RankTimes:
         """
         factors = self.fit().factors
         return np.full(self._rows.shape[2], np.nan) if factors is None else factors
+
+    def seconds_per_token(self) -> NDArray[np.float64]:
+        """Return the (R,) median compute seconds per token carried in a layer.
+
+        NaN if not measured; empty before the first step.
+        """
+        tokens, _, seconds = self._rows.swapaxes(0, 1)
+        return column_medians(np.where(tokens > 0, seconds / np.maximum(tokens, 1.0), np.nan))

@@ -1,6 +1,5 @@
 """The memory of the assembler: incomplete steps, and the map of each epoch."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -10,18 +9,12 @@ from evenkeel_moe.model.load import CountingSide, LoadReport
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.telemetry import step_kernels as kernels
+from evenkeel_moe.telemetry.step_kernels import NO_STEP
 
-NO_STEP = -1
 
+class EpochMap(NamedTuple):
+    """The slots of each logical expert in one epoch."""
 
-@dataclass(frozen=True, slots=True)
-class EpochMap:
-    """The map of one epoch: its active ranks, and the slots of each logical expert."""
-
-    active: NDArray[np.bool_]
-    """(R,) ranks that take part."""
-    needed: int
-    """Number of these ranks."""
     first: NDArray[np.int32]
     """(L, E) index of the first slot of an expert in a row of the buffer, (R * L * slots_per_rank);
     -1 for an expert without a slot."""
@@ -29,8 +22,8 @@ class EpochMap:
     """(n, 2) index of each further slot, and its expert as layer * E + expert."""
 
 
-def derive_epoch_map(placement: Placement, active: NDArray[np.bool_]) -> EpochMap:
-    """Derive the map of one epoch; active: (R,) bool."""
+def derive_epoch_map(placement: Placement) -> EpochMap:
+    """Derive the map of one epoch."""
     layers, ranks, width = placement.num_layers, placement.num_ranks, placement.slots_per_rank
     experts = placement.num_logical_experts
     by_rank = placement.phy2log.reshape(layers, ranks, width).transpose(1, 0, 2)
@@ -41,7 +34,7 @@ def derive_epoch_map(placement: Placement, active: NDArray[np.bool_]) -> EpochMa
     first = np.full(layers * experts, -1, np.int32)
     first[known] = slots[at]
     others = np.delete(np.column_stack((slots, expert_in)), at, axis=0).astype(np.int32)
-    return EpochMap(active, int(active.sum()), first.reshape(layers, experts), others)
+    return EpochMap(first.reshape(layers, experts), others)
 
 
 class StepRules(NamedTuple):
@@ -51,10 +44,6 @@ class StepRules(NamedTuple):
     stride_from: int
     epochs: NDArray[np.int64]
     """(k,) epochs whose maps are known."""
-    active: NDArray[np.bool_]
-    """(k, R) ranks that take part in each."""
-    needed: NDArray[np.int64]
-    """(k,) number of these ranks."""
 
 
 class AddedSteps(NamedTuple):
@@ -63,11 +52,13 @@ class AddedSteps(NamedTuple):
     flags: NDArray[np.uint8]
     """(n,) bits of `StepFlag`."""
     seen: int
-    """The union of all flags."""
+    """The union of all flags; 0 if nothing was entered for lack of rows."""
     rows: NDArray[np.int64]
     """(n,) their rows in the buffer, -1 for refused steps."""
     num_steps: int
     """Number of steps that were not refused."""
+    lacking: int
+    """Rows that were lacking to enter the report."""
 
 
 class StepBuffer:
@@ -76,30 +67,26 @@ class StepBuffer:
     def __init__(self, side: CountingSide, shape: ModelShape, capacity: int) -> None:
         self.side = side
         layers, ranks = shape.num_layers, shape.num_ranks
-        # Pages of zeros take no memory until a row is used, and used rows are reused first.
+        # Pages of zeros take no memory until a row is used, and the first free row is used.
         if side is CountingSide.DESTINATION:
             self._of_report = (layers, shape.slots_per_rank)
-            self.counts = np.zeros((capacity, ranks, layers * shape.slots_per_rank), np.uint32)
-            """(capacity, R, L * slots_per_rank): the counts of a rank are contiguous. Until it
-            reports, they are those of an earlier step. SOURCE: (capacity, L, E)."""
+            self.counts = np.zeros((capacity + 1, ranks, layers * shape.slots_per_rank), np.uint32)
+            """(capacity + 1, R, L * slots_per_rank): the counts of a rank are contiguous. Until it
+            reports, they are those of an earlier step. The last row takes the counts of refused
+            steps, whose row is -1. SOURCE: (capacity, L, E)."""
         else:
             self._of_report = (layers, shape.num_logical_experts)
             # Sums over ranks need more bits than one rank's counts.
             self.counts = np.zeros((capacity, *self._of_report), np.int64)
-        self.tokens = np.zeros((capacity, ranks), np.int64)
-        self.compute_s = np.full((capacity, ranks), np.nan)
-        self.reported = np.zeros((capacity, ranks), np.bool_)
-        self.rows = np.zeros(capacity, kernels.ROW)
-        self._order = np.arange(capacity)
-        """Every row once: first the pending ones in the order of their steps, then the free
-        ones."""
-        self.num_pending = 0
-        self.highest = [NO_STEP] * ranks
-        """Highest step that each rank has reported on this side."""
+        self.board = kernels.Board(
+            np.zeros(capacity, kernels.ROW),
+            np.zeros((capacity, ranks), np.int64),
+            np.zeros((capacity, ranks)),
+            np.full(ranks, NO_STEP, np.int64),
+        )
+        self.board.rows["step"] = NO_STEP
         self.lowest = NO_STEP
-        """The smallest of these: no rank will report steps up to it any more."""
-        self._at_lowest = ranks
-        """Ranks whose highest step is `lowest`."""
+        """The step that all ranks have passed: none will report steps up to it any more."""
         self.passed_to = NO_STEP
         """Incomplete steps up to this one were given up."""
         self.closed_to = NO_STEP
@@ -108,14 +95,16 @@ class StepBuffer:
     @property
     def pending(self) -> NDArray[np.int64]:
         """The rows of the pending steps, oldest first."""
-        return self._order[: self.num_pending].copy()
+        steps = self.board.rows["step"]
+        used = np.flatnonzero(steps != NO_STEP)
+        return used[np.argsort(steps[used])]
 
     def mismatch(self, report: LoadReport) -> str | None:
         """Return why a report cannot be of this group; None if it can.
 
-        `check` and `add` rely on its rank and shape.
+        `add` relies on its rank and shape.
         """
-        num_ranks, shape = len(self.highest), (len(report.steps), *self._of_report)
+        num_ranks, shape = len(self.board.highest), (len(report.steps), *self._of_report)
         if not 0 <= report.rank < num_ranks:
             return f"rank {report.rank} is none of {num_ranks}"
         if report.counts.shape != shape:
@@ -124,72 +113,33 @@ class StepBuffer:
             )
         return None
 
-    def check(
-        self, report: LoadReport, wrong: NDArray[np.bool_], rules: StepRules
-    ) -> tuple[NDArray[np.uint8], int]:
-        """Check which steps of a report can be accepted.
+    def add(self, report: LoadReport, wrong: NDArray[np.bool_], rules: StepRules) -> AddedSteps:
+        """Enter the steps of a report that are acceptable; if there is no room for all, enter none.
 
         Args:
             report: without a mismatch; its steps rise.
             wrong: (n,) True for steps that do not add up.
             rules: by which steps are accepted.
-
-        Returns:
-            (n,) flags, 0 for an acceptable step, and the number of rows that are lacking for these.
-        """
-        steps = report.steps
-        flags = np.empty(len(steps), np.uint8)
-        new = kernels.check_steps(
-            steps, wrong, report.rank, self.highest[report.rank], self.closed_to, rules.stride,
-            rules.stride_from, rules.epochs, rules.active, self.rows, self._order, self.num_pending,
-            flags,
-        )  # fmt: skip
-        return flags, max(0, new - (len(self.rows) - self.num_pending))
-
-    def add(self, report: LoadReport, flags: NDArray[np.uint8], rules: StepRules) -> AddedSteps:
-        """Write the steps that `check` accepted; there must be room.
-
-        Mutates: `flags`, as returned by `check`.
         """
         steps, rank = report.steps, report.rank
-        rows = np.empty(len(steps), np.int64)
-        self.num_pending, num_steps, seen = kernels.add_steps(
-            steps, rank, rules.epochs, rules.needed, self.rows, self._order, self.num_pending,
-            self.tokens, self.compute_s, self.reported, flags, rows,
-        )  # fmt: skip
+        flags, rows = np.empty(len(steps), np.uint8), np.empty(len(steps), np.int64)
+        num_steps, seen, lacking, lowest = kernels.enter_steps(
+            steps, wrong, rank, self.closed_to, *rules, self.board, flags, rows
+        )
+        self.lowest = max(self.lowest, lowest)
         if self.side is CountingSide.DESTINATION:
             # A dummy step of this rank still counts real tokens of other ranks; their sum decides.
-            kernels.write_counts(
-                report.counts.reshape(len(steps), self.counts.shape[2]), rows, rank, self.counts
-            )
-        else:
-            self._add(report, rows)
-        if len(steps):
-            self.advance(rank, int(steps["step"][-1]))
-        return AddedSteps(flags, seen, rows, num_steps)
+            self.counts[rows, rank] = report.counts.reshape(len(steps), self.counts.shape[2])
+        elif num_steps:
+            self._add_source(report, rows)
+        return AddedSteps(flags, seen, rows, num_steps, lacking)
 
-    def advance(self, rank: int, step: int) -> None:
-        """Note the newest step of a rank.
-
-        The smallest of all ranks is sought only when no rank is left at it: once for about R
-        reports.
-        """
-        before = self.highest[rank]
-        if step <= before:
-            return
-        self.highest[rank] = step
-        if before == self.lowest:
-            self._at_lowest -= 1
-            if not self._at_lowest:
-                self.lowest = min(self.highest)
-                self._at_lowest = self.highest.count(self.lowest)
-
-    def _add(self, report: LoadReport, rows: NDArray[np.int64]) -> None:
+    def _add_source(self, report: LoadReport, rows: NDArray[np.int64]) -> None:
         """Add SOURCE counts, which are of the same experts for all ranks."""
         taken = rows >= 0
         rows = rows[taken]
         counts = np.where(report.steps["dummy"][taken, None, None], 0, report.counts[taken])
-        first = self.rows["num_reported"][rows] == 1
+        first = self.board.rows["num_reported"][rows] == 1
         self.counts[rows[first]] = counts[first]
         self.counts[rows[~first]] += counts[~first]
 
@@ -198,5 +148,6 @@ class StepBuffer:
 
         Their counts stay until another step takes the row.
         """
-        self.num_pending = kernels.release_rows(rows, self.rows, self._order, self.num_pending)
-        return self.rows[rows]
+        known = self.board.rows[rows]
+        self.board.rows["step"][rows] = NO_STEP
+        return known

@@ -1,6 +1,6 @@
-"""The numba kernels of the step buffer: check steps, add them, sum their counts, release rows."""
+"""The numba kernels of the step buffer: enter the steps of a report, sum the counts of steps."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.model.load import PHASE_CODE, Phase, StepTable
 
+NO_STEP = -1
 _MIXED = PHASE_CODE[Phase.MIXED]
 
 ROW = np.dtype(
@@ -18,13 +19,12 @@ ROW = np.dtype(
         ("phase", "u4"),
         ("real", "?"),
         ("mixed_epochs", "?"),
-        ("pending", "?"),
     ],
     align=True,
 )
-"""One step: the epoch of its first report, the number of ranks that reported it, whether a rank ran
-it as no dummy step (real), whether ranks reported different epochs, and whether the row is in
-use."""
+"""One step, `NO_STEP` in a free row: the epoch of its first report, the number of ranks that
+reported it, whether a rank ran it as no dummy step (real), and whether ranks reported different
+epochs."""
 
 
 class StepFlag:
@@ -42,10 +42,8 @@ class StepFlag:
     UNKNOWN_EPOCH = 16
     SUM_MISMATCH = 32
     SKIPPED = 64
-    """Not sampled, or reported by a rank that takes no part."""
-    NO_ROOM = 128
-    """Later steps took all rows."""
-    REFUSED = DUPLICATE | LATE | UNKNOWN_EPOCH | SUM_MISMATCH | SKIPPED | NO_ROOM
+    """Not sampled."""
+    REFUSED = DUPLICATE | LATE | UNKNOWN_EPOCH | SUM_MISMATCH | SKIPPED
 
 
 _COMPLETE, _OTHER_EPOCH = StepFlag.COMPLETE, StepFlag.OTHER_EPOCH
@@ -53,10 +51,23 @@ _DUPLICATE, _LATE, _SKIPPED = StepFlag.DUPLICATE, StepFlag.LATE, StepFlag.SKIPPE
 _UNKNOWN_EPOCH, _SUM_MISMATCH = StepFlag.UNKNOWN_EPOCH, StepFlag.SUM_MISMATCH
 
 
+class Board(NamedTuple):
+    """The incomplete steps of a buffer: a row for each, and what ranks reported of them."""
+
+    rows: NDArray[np.void]
+    """(capacity,) of `ROW`."""
+    tokens: NDArray[np.int64]
+    """(capacity, R) 0 for ranks that ran the step as a dummy. Until a rank reports, its values are
+    those of an earlier step; so are its seconds and counts."""
+    compute_s: NDArray[np.float64]
+    """(capacity, R) NaN if not measured."""
+    highest: NDArray[np.int64]
+    """(R,) highest step that each rank has reported."""
+
+
 @kernel
 def sum_slots(
     counts: NDArray[np.uint32],
-    reported: NDArray[np.bool_],
     rows: NDArray[np.int64],
     first: NDArray[np.int32],
     others: NDArray[np.int32],
@@ -70,8 +81,7 @@ def sum_slots(
 
     Args:
         counts: (capacity, R, L * slots_per_rank) [tokens] of a DESTINATION buffer.
-        reported: (capacity, R) True for ranks whose counts are of the step in the row.
-        rows: (n,) the rows to sum.
+        rows: (n,) the rows to sum, of complete steps.
         first: of the `EpochMap` of these steps.
         others: of that map.
         total: (n, L, E) [tokens] by expert; meaningless for a step that overflowed.
@@ -80,16 +90,12 @@ def sum_slots(
     Returns:
         (n,) True if the tokens of an expert exceed 32 bits.
 
-    Mutates: `total` and `sums`, which it writes, and `counts`, in which it clears ranks that did
-        not report.
+    Mutates: `total` and `sums`.
     """
     overflowed = np.zeros(len(rows), np.bool_)
     num_layers, num_experts = first.shape
     first_of = first.reshape(-1)
     for i in range(len(rows)):
-        for rank in range(counts.shape[1]):
-            if not reported[rows[i], rank]:
-                counts[rows[i], rank] = 0
         row = counts[rows[i]].reshape(-1)
         by_expert = total[i].reshape(-1)
         # Unsigned: numba would check whether a signed index counts from the end.
@@ -110,175 +116,145 @@ def sum_slots(
 
 
 @inlined
-def _epoch_at(epochs: NDArray[np.int64], epoch: int) -> int:
-    """Return the index of an epoch among the known ones, -1 if it is unknown."""
-    for k in range(len(epochs)):
-        if epochs[k] == epoch:
-            return k
+def _is_among(epochs: NDArray[np.int64], epoch: int) -> bool:
+    """Return True if an epoch is among the known ones."""
+    for known in epochs:
+        if known == epoch:
+            return True
+    return False
+
+
+@inlined
+def _find(rows: NDArray[np.void], step: int, begin: int) -> int:
+    """Return the first row of a step, searching from a row on and then from the start; else -1."""
+    for k in range(len(rows)):
+        row = begin + k
+        if row >= len(rows):
+            row -= len(rows)
+        if rows[row].step == step:
+            return row
     return -1
 
 
 @inlined
-def _seek(
-    rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int, at: int, step: int
-) -> int:
-    """Return the place of a step in the order, or where it would be, searching from `at` on."""
-    while at < num_pending and rows[order[at]].step < step:
-        at += 1
-    return at
-
-
-@kernel
-def check_steps(
+def _check_steps(
     steps: StepTable,
     wrong: NDArray[np.bool_],
     rank: int,
-    highest: int,
     closed_to: int,
     stride: int,
     stride_from: int,
     epochs: NDArray[np.int64],
-    active: NDArray[np.bool_],
-    rows: NDArray[np.void],
-    order: NDArray[np.int64],
-    num_pending: int,
+    board: Board,
     flags: NDArray[np.uint8],
+    place: NDArray[np.int64],
 ) -> int:
-    """Write the flags of refused steps; returns how many of the others no rank has reported yet."""
+    """Write the flags of refused steps and the rows of steps that are known.
+
+    Returns:
+        The number of rows that are lacking for the others.
+    """
     new = 0
     at = 0
     for i in range(len(steps)):
         step = steps[i].step
         flags[i] = 0
-        if step <= highest:
+        place[i] = -1
+        if step <= board.highest[rank]:
             flags[i] = _DUPLICATE
-            continue
-        if step >= stride_from and step % stride != 0:
+        elif step >= stride_from and step % stride != 0:
             flags[i] = _SKIPPED
-            continue
-        if step <= closed_to:
-            flags[i] = _LATE
-            continue
-        k = _epoch_at(epochs, steps[i].epoch)
-        if k < 0:
+        elif not _is_among(epochs, steps[i].epoch):
             flags[i] = _UNKNOWN_EPOCH
-            continue
-        if not active[k, rank]:
-            flags[i] = _SKIPPED
-            continue
-        if wrong[i]:
+        elif wrong[i]:
             flags[i] = _SUM_MISMATCH
-            continue
-        at = _seek(rows, order, num_pending, at, step)
-        if at == num_pending or rows[order[at]].step != step:
-            new += 1
-    return new
+        elif step <= closed_to:
+            flags[i] = _LATE
+        else:
+            # Steps in a row are mostly in successive rows.
+            place[i] = _find(board.rows, step, at)
+            if place[i] < 0:
+                new += 1
+            else:
+                at = place[i]
+    return new - (board.rows["step"] == NO_STEP).sum() if new else 0
 
 
 @inlined
-def _begin_step(
-    one: Any, rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int, at: int
-) -> int:
-    """Take the first free row for a step, put it at its place in the order, and return it."""
-    free = order[num_pending]
-    for k in range(num_pending, at, -1):
-        order[k] = order[k - 1]
-    order[at] = free
-    row = rows[free]
-    row.step = one.step
-    row.epoch = one.epoch
-    row.num_reported = 0
-    row.phase = one.phase
-    row.real = 0
-    row.mixed_epochs = 0
-    row.pending = 1
-    return int(free)
+def _enter_step(
+    one: Any, rank: int, epochs: NDArray[np.int64], board: Board, at: int
+) -> tuple[int, int]:
+    """Enter a step of a rank in its row, a free one if `at` is -1; return the row and the flags."""
+    flags = 0
+    begins = at < 0
+    if begins:
+        at = _find(board.rows, NO_STEP, 0)
+    row = board.rows[at]
+    if begins:
+        row.step = one.step
+        row.epoch = one.epoch
+        row.num_reported = 0
+        row.phase = one.phase
+        row.real = False
+        row.mixed_epochs = False
+    if row.epoch != one.epoch:
+        row.mixed_epochs = True
+        flags |= _OTHER_EPOCH
+    if row.phase != one.phase:
+        row.phase = _MIXED
+    if one.dummy == 0:
+        row.real = True
+    board.tokens[at, rank] = one.tokens if one.dummy == 0 else 0
+    board.compute_s[at, rank] = one.compute_s
+    row.num_reported += 1
+    if row.num_reported == len(board.highest) and _is_among(epochs, row.epoch):
+        flags |= _COMPLETE
+    return at, flags
 
 
 @kernel
-def add_steps(
+def enter_steps(
     steps: StepTable,
+    wrong: NDArray[np.bool_],
     rank: int,
+    closed_to: int,
+    stride: int,
+    stride_from: int,
     epochs: NDArray[np.int64],
-    needed: NDArray[np.int64],
-    rows: NDArray[np.void],
-    order: NDArray[np.int64],
-    num_pending: int,
-    tokens: NDArray[np.int64],
-    compute_s: NDArray[np.float64],
-    reported: NDArray[np.bool_],
+    board: Board,
     flags: NDArray[np.uint8],
     place: NDArray[np.int64],
-) -> tuple[int, int, int]:
-    """Write the accepted steps, in rising order, and their rows to `place`, -1 for refused steps.
+) -> tuple[int, int, int, int]:
+    """Enter the steps of a report that are acceptable; if there is no room for all, enter none.
+
+    Args:
+        steps: (n,) rising.
+        wrong: (n,) True for steps that do not add up.
+        rank: that reported them.
+        closed_to: steps up to this one are late.
+        stride, stride_from, epochs: see `StepRules`.
+        board: where they are entered.
+        flags: (n,) receives the bits of `StepFlag`.
+        place: (n,) receives the rows, -1 for refused steps.
 
     Returns:
-        The number of pending steps, the number of steps added, and the union of all flags.
+        The number of steps entered, the union of all flags, the number of rows that are lacking,
+        and the step that all ranks have passed.
+
+    Mutates: `board`, `flags` and `place`.
     """
+    lacking = _check_steps(
+        steps, wrong, rank, closed_to, stride, stride_from, epochs, board, flags, place
+    )
+    if lacking > 0:
+        return 0, 0, lacking, NO_STEP
+    entered = 0
     seen = 0
-    added = 0
-    at = 0
     for i in range(len(steps)):
-        place[i] = -1
-        if flags[i]:
-            seen |= flags[i]
-            continue
-        added += 1
-        one = steps[i]
-        at = _seek(rows, order, num_pending, at, one.step)
-        if at == num_pending or rows[order[at]].step != one.step:
-            free = _begin_step(one, rows, order, num_pending, at)
-            num_pending += 1
-            tokens[free] = 0
-            compute_s[free] = np.nan
-            reported[free] = False
-        place[i] = order[at]
-        row = rows[place[i]]
-        if row.epoch != one.epoch:
-            row.mixed_epochs = 1
-            flags[i] |= _OTHER_EPOCH
-        if row.phase != one.phase:
-            row.phase = _MIXED
-        if one.dummy == 0:
-            row.real = 1
-            tokens[place[i], rank] = one.tokens
-        compute_s[place[i], rank] = one.compute_s
-        reported[place[i], rank] = True
-        row.num_reported += 1
-        k = _epoch_at(epochs, row.epoch)
-        if k >= 0 and row.num_reported == needed[k]:
-            flags[i] |= _COMPLETE
+        if flags[i] == 0:
+            entered += 1
+            place[i], flags[i] = _enter_step(steps[i], rank, epochs, board, place[i])
         seen |= flags[i]
-    return num_pending, added, seen
-
-
-@kernel
-def write_counts(
-    counts: NDArray[np.int32] | NDArray[np.int64],
-    place: NDArray[np.int64],
-    rank: int,
-    buffer: NDArray[np.uint32],
-) -> None:
-    """Write the (n, W) counts of one rank into the rows of their steps."""
-    for i in range(len(place)):
-        if place[i] >= 0:
-            row = buffer[place[i], rank]
-            for k in range(len(row)):
-                row[k] = np.uint32(counts[i, k])
-
-
-@kernel
-def release_rows(
-    closed: NDArray[np.int64], rows: NDArray[np.void], order: NDArray[np.int64], num_pending: int
-) -> int:
-    """Free some rows, to be reused first; returns the number of pending steps."""
-    for row in closed:
-        rows[row].pending = 0
-    kept = 0
-    for i in range(num_pending):
-        if rows[order[i]].pending:
-            order[kept] = order[i]
-            kept += 1
-    for i in range(len(closed)):
-        order[kept + i] = closed[i]
-    return kept
+    if len(steps):
+        board.highest[rank] = max(board.highest[rank], steps[len(steps) - 1].step)
+    return entered, seen, 0, board.highest.min()

@@ -1,5 +1,6 @@
 """The stall that a plan's swaps are expected to cause, by the swaps that were measured."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from evenkeel_moe.model.plan import Wave, WaveKey
@@ -53,8 +54,7 @@ class SwapStalls:
 
 def most_bytes(wave: Wave, slots_per_rank: int) -> int:
     """Return the bytes that the wave writes into the slots of the rank that gets most."""
-    received: dict[int, int] = {}
+    received: Counter[int] = Counter()
     for transfer in wave.transfers:
-        rank = transfer.dst_slot // slots_per_rank
-        received[rank] = received.get(rank, 0) + transfer.nbytes
+        received[transfer.dst_slot // slots_per_rank] += transfer.nbytes
     return max(received.values(), default=0)

@@ -1,15 +1,16 @@
 """The window in memory: a bounded number of the newest complete steps of one phase."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import EpRank
-from evenkeel_moe.model.load import LoadWindow
+from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.topology import ModelShape
 
 _BLOCKS = 4
@@ -50,22 +51,13 @@ def newest_parts(
     """
     found: list[LoadWindow] = []
     for part in reversed(list(parts)):
-        if not len(part):
-            continue
-        if part.steps[-1] <= after or most == 0:
-            break
-        if part.steps[0] <= after:
-            part = part.slice(slice(int(np.searchsorted(part.steps, after, side="right")), None))
+        part = part.slice(slice(int(np.searchsorted(part.steps, after, side="right")), None))
         if most is not None:
             part = part.last(most)
             most -= len(part)
-        found.append(part)
+        if len(part):
+            found.append(part)
     return found[::-1]
-
-
-def oldest_parts(parts: Iterable[LoadWindow], most: int) -> list[LoadWindow]:
-    """Return the `most` oldest steps of consecutive parts, without copies and empty parts."""
-    return next(in_chunks(parts, most), [])
 
 
 def steps_at_once(layers: int, slots: int) -> int:
@@ -94,6 +86,29 @@ def in_chunks(parts: Iterable[LoadWindow], most: int) -> Iterator[list[LoadWindo
                 chunk, room = [], most
     if chunk:
         yield chunk
+
+
+def new_steps(
+    windows: Mapping[Phase, Sequence[LoadWindow]],
+    newest: dict[Phase, int],
+    at_once: int,
+    capacity: int | None = None,
+) -> Iterator[tuple[Phase, list[LoadWindow]]]:
+    """Yield the steps of each phase that were not yielded before, in parts, oldest first.
+
+    Args:
+        windows: each in parts, oldest first.
+        newest: number of the newest step of each phase that was yielded before.
+        at_once: most steps of a phase; later ones wait for the next call.
+        capacity: newest steps of a phase that count; None for all.
+
+    Mutates: `newest`, in which it notes the steps.
+    """
+    for phase, parts in windows.items():
+        new = newest_parts(parts, newest.get(phase, -1), capacity)
+        for chunk in islice(in_chunks(new, at_once), 1):
+            newest[phase] = int(chunk[-1].steps[-1])
+            yield phase, chunk
 
 
 class StepRing:
@@ -127,12 +142,9 @@ class StepRing:
 
     def append(self, steps: LoadWindow) -> LoadWindow:
         """Add the steps that are newer than all held, and return them; empty if none is newer."""
-        newest = self.newest_step
-        if newest is not None and len(steps) and int(steps.steps[0]) <= newest:
-            steps = steps.slice(
-                slice(int(np.searchsorted(steps.steps, newest, side="right")), None)
-            )
-        added = replace(steps.last(self.capacity), source=None)
+        newest = -1 if self.newest_step is None else self.newest_step
+        new = slice(int(np.searchsorted(steps.steps, newest, side="right")), None)
+        added = replace(steps.slice(new).last(self.capacity), source=None)
         if not len(added):
             return added
         parts = self._parts
@@ -172,9 +184,7 @@ class StepRing:
         if not self._parts:
             return None
         held = join_windows(newest_parts(self._parts, most=most))
-        return LoadWindow(
-            held.counts, held.steps, held.epochs, held.tokens, held.compute_s, self.source()
-        )
+        return replace(held, source=self.source())
 
     def source(self) -> NDArray[np.uint32] | None:
         """Return the (R, L, E) [tokens] each rank routed; None if none are reported or kept."""

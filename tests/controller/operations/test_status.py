@@ -16,7 +16,6 @@ from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol.control_messages import LeaseLost
 from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.transitions import ControlState
-from evenkeel_moe.telemetry.balance import Balance
 from evenkeel_moe.telemetry.rank_times import RankTimes
 from evenkeel_moe.wire.link import Heartbeat
 from tests.controller.operations.test_gauges import measured_plan
@@ -87,7 +86,7 @@ async def test_a_group_that_stopped_as_planned_is_neither_ready_nor_balanced_nor
         one.member.decisions.append({"at": 1.0, "reason": "no_change", "numbers": numbers})
         assert (view.status().state, view.status().time_balance) == ("ready", 0.8)
         feed(one, 0, 8)
-        monkeypatch.setattr(Balance, "seconds_per_token", lambda _: np.ones(2))
+        monkeypatch.setattr(RankTimes, "seconds_per_token", lambda _: np.ones(2))
         monkeypatch.setattr(RankTimes, "speed_factors", lambda _: np.full(2, 1.5))
         assert view.status().ranks[0].slowness == 1.5
         assert BY_WINDOW < series(view)

@@ -11,10 +11,11 @@ import resource, signal, sys
 from dataclasses import replace
 import numpy as np
 from evenkeel_moe.controller.process.kernel_warmup import warm_kernels
+from evenkeel_moe.model.cost import CostSource
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.planning.problem import kernels, metrics, moe_time
 from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, choose_cost
-from evenkeel_moe.telemetry.step_times import NoFit
+from evenkeel_moe.telemetry.time_fit import NoFit
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.telemetry import step_kernels
@@ -56,7 +57,7 @@ counts = window.slice(slice(1, None)).counts
 costs = RankNumbers("H100", "bf16", None, ReplicaCost(0.0, 1e-6, 1e-6, 1e-5, 0.0, 0.0))
 no_fit = NoFit("none")
 known = KnownCosts(SHAPE, [costs] * SHAPE.num_ranks, no_fit, 100.0, 2.0, 0.0)
-assert choose_cost(known).others[1].time_ratio is not None
+assert choose_cost(known).ratios[CostSource.DERIVED] is not None
 assert compiled() == before, (before, compiled())
 for dispatch in models:
     for load in (counts, counts.sum(axis=0, dtype=np.float64)[None]):

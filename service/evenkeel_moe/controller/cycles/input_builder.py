@@ -34,7 +34,7 @@ from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.ports.operations import PlanRequest
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
-from evenkeel_moe.telemetry.rank_speeds import Device, SlowRanks
+from evenkeel_moe.telemetry.slow_ranks import SlowRanks
 
 _log = structlog.get_logger(__name__)
 _PACE_S = 5.0
@@ -164,15 +164,13 @@ class InputBuilder:
     def _objective(
         self, shape: ModelShape, base: PlanBase, limits: PlanLimits, load: NDArray[np.uint32]
     ) -> Objective:
-        balance = self.loads.balance
-        balance.update(self.loads.ingest.parts(), base.placement)
         cost = self.cost = self._costs.choose(base, shape, load, self.control.policy.cost)
         self._log_slow_ranks()
         return replace(
             self.settings.objective,
             cost=cost,
             copy_cost=price(
-                cost, balance.seconds_per_token(), shape.bytes_per_expert, self.settings
+                cost, self.loads.times.seconds_per_token(), shape.bytes_per_expert, self.settings
             ),
             limits=limits,
             dispatch=self._dispatch(),
@@ -191,10 +189,8 @@ class InputBuilder:
 
     def _log_slow_ranks(self) -> None:
         members = self.control.membership.members
-        devices = {
-            int(rank): Device(one.hello.node, one.hello.gpu_uuid) for rank, one in members.items()
-        }
-        self._slow.update(self.control.deployment, self.loads.times.speed_factors(), devices)
+        hellos = {rank: one.hello for rank, one in members.items()}
+        self._slow.update(self.control.deployment, self.loads.times.speed_factors(), hellos)
 
     def _plan_history(self) -> tuple[int, float | None]:
         """Count the plans that failed in a row; return also when the last plan ended [Unix s]."""

@@ -17,14 +17,12 @@ from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.load import MAX_STEP, LoadWindow, Phase
 from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord
 from evenkeel_moe.planning.decision.calibration import Calibration, GainPair, calibrate
-from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.telemetry.delivered_gain import (
     ENOUGH_STEPS,
-    MeasuredGain,
     PhaseSteps,
     measure_gain,
     timed_steps,
@@ -94,32 +92,18 @@ def measure_plan(
 
     `cost_source` is left empty.
     """
-    phases = []
     try:
-        for phase, after in steps.after.items():
-            work = moe_time.rank_work(after.counts, plan.base, cost, split)
-            phases.append(
-                PhaseSteps(
-                    timed_steps(steps.before[phase], plan.base, cost, split),
-                    timed_steps(after, plan.target, cost, split),
-                    moe_time.rank_times(work, cost),
-                )
+        phases = [
+            PhaseSteps(
+                timed_steps(steps.before[phase], plan.base, cost, split),
+                timed_steps(after, plan.target, cost, split),
+                timed_steps(after, plan.base, cost, split),
             )
+            for phase, after in steps.after.items()
+        ]
     except EvenkeelError as error:  # The cost model is of a group of another size.
         return DeliveredGain(at, unknown_because=str(error)), False
-    found = measure_gain(phases)
-    if not isinstance(found, MeasuredGain):
-        return DeliveredGain(at, steps=found.steps, unknown_because=found.reason), False
-    delivered = DeliveredGain(
-        at,
-        gain=found.gain,
-        error=found.error,
-        lower=found.lower,
-        upper=found.upper,
-        modelled=found.modelled,
-        steps=found.steps,
-    )
-    return delivered, found.enough
+    return measure_gain(phases, at)
 
 
 def calibration_of(records: Iterable[PlanRecord], source: CostSource) -> Calibration:

@@ -88,8 +88,6 @@ class RankCosts:
             deployment=self.control.deployment,
             source=choice.model.source.value,
             detail=choice.model.detail,
-            others={
-                one.source.value: one.reason or f"time ratio {one.time_ratio}"
-                for one in choice.others
-            },
+            others={source.value: reason for source, reason in choice.reasons.items()}
+            | {source.value: f"time ratio {ratio}" for source, ratio in choice.ratios.items()},
         )

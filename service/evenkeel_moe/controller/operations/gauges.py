@@ -29,7 +29,7 @@ from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
-from evenkeel_moe.telemetry.windows import newest_parts, oldest_parts, steps_at_once
+from evenkeel_moe.telemetry.windows import new_steps, steps_at_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +84,10 @@ class RealisedGain:
             self._base_time = self._target_time = self._balance = self._balanced_steps = 0.0
         final = plan.base_epoch + len(plan.waves)
         most = steps_at_once(plan.target.num_layers, plan.target.num_slots)
-        new = (
-            (phase, part)
-            for phase, parts in windows.items()
-            for part in oldest_parts(newest_parts(parts, self._seen.get(phase, -1)), most)
-        )
-        for phase, part in new:
+        new = (part for _, parts in new_steps(windows, self._seen, most) for part in parts)
+        for part in new:
             if part.counts.shape[1:] != (plan.target.num_layers, plan.target.num_logical_experts):
                 continue
-            self._seen[phase] = int(part.steps[-1])
             counts = part.counts[part.epochs == final]
             if not len(counts):
                 continue

@@ -140,10 +140,10 @@ class LiveView:
         return None if value is None else float(value)
 
     def _rank_rows(self, now: float) -> tuple[RankStatus, ...]:
-        balance, members = self.loads.balance, self.control.membership.members
+        members = self.control.membership.members
         heard, unknown = self._any_rank_heard(), np.zeros(0)
-        shares = balance.load_shares() if heard else None
-        speeds = balance.seconds_per_token() if heard else unknown
+        shares = self.loads.balance.load_shares() if heard else None
+        speeds = self.loads.times.seconds_per_token() if heard else unknown
         factors = self.loads.times.speed_factors() if heard else unknown
         return tuple(
             self._rank_row(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evenkeel_moe.telemetry.step_times import NoFit, TimeFit, fit_times
+from evenkeel_moe.telemetry.time_fit import NoFit, TimeFit, fit_present_speeds
 
 LAYERS = 4
 
@@ -42,8 +42,12 @@ def slow(rank=3, by=1.12, ranks=8):
     return factors
 
 
+def fit_times(tokens, active, seconds, before=None) -> TimeFit | NoFit:
+    return fit_present_speeds(tokens, active, seconds, LAYERS, before)[0]
+
+
 def fitted(tokens, active, seconds) -> TimeFit:
-    found = fit_times(tokens, active, seconds, LAYERS)
+    found = fit_times(tokens, active, seconds)
     assert isinstance(found, TimeFit), found
     return found
 
@@ -101,27 +105,27 @@ def test_where_nothing_varies_only_seconds_per_token_are_told():
 def test_noise_is_no_fit(seed):
     tokens, active, seconds = served(np.ones(8), seed=seed)
     noise = np.random.default_rng(seed).lognormal(-5, 0.4, seconds.shape)
-    found = fit_times(tokens, active, noise, LAYERS)
+    found = fit_times(tokens, active, noise)
     assert isinstance(found, NoFit)
     assert "explain" in found.reason or "do not rise" in found.reason
 
 
 def test_seconds_that_fall_with_tokens_are_no_fit():
     tokens, active, _ = served(np.ones(8))
-    found = fit_times(tokens, active, 1.0 / tokens, LAYERS)
+    found = fit_times(tokens, active, 1.0 / tokens)
     assert isinstance(found, NoFit)
 
 
 def test_a_rank_without_seconds_is_named():
     tokens, active, seconds = served(np.ones(4))
     seconds[10:, 2] = np.nan
-    assert fit_times(tokens, active, seconds, LAYERS) == NoFit(
+    assert fit_times(tokens, active, seconds) == NoFit(
         "rank 2 reported seconds for 10 steps, 16 are needed"
     )
     seconds[:] = np.nan
-    assert fit_times(tokens, active, seconds, LAYERS) == NoFit("no rank reports seconds")
+    assert fit_times(tokens, active, seconds) == NoFit("no rank reports seconds")
     empty = np.zeros((0, 4))
-    assert fit_times(empty, empty, empty, LAYERS) == NoFit("no rank reports seconds")
+    assert fit_times(empty, empty, empty) == NoFit("no rank reports seconds")
 
 
 def test_long_windows_of_many_ranks_are_thinned_out():
@@ -154,8 +158,8 @@ def balanced(share=1.0, seed=1):
 def test_slopes_of_an_earlier_fit_are_kept_where_tokens_hardly_vary():
     before = fitted(*served(np.ones(8)))
     tokens, active, seconds = balanced()
-    assert isinstance(fit_times(tokens, active, seconds, LAYERS), NoFit)
-    kept = fit_times(tokens, active, seconds, LAYERS, before)
+    assert isinstance(fit_times(tokens, active, seconds), NoFit)
+    kept = fit_times(tokens, active, seconds, before)
     assert isinstance(kept, TimeFit) and kept.slopes_kept
     assert kept.s_per_replica == pytest.approx(2e-4, rel=0.03)
     assert (kept.factors == 1.0).all()
@@ -166,8 +170,8 @@ def test_a_rank_that_got_fewer_tokens_because_it_is_slow_stays_known_as_slow():
     tokens, active, _ = balanced(share=0.9)
     noise = np.random.default_rng(3).lognormal(0, 0.02, tokens.shape)
     seconds = (4e-4 + 2e-5 * tokens + 2e-5 * active) * slow(2) * noise
-    assert isinstance(fit_times(tokens, active, seconds, LAYERS), NoFit)
-    kept = fit_times(tokens, active, seconds, LAYERS, before)
+    assert isinstance(fit_times(tokens, active, seconds), NoFit)
+    kept = fit_times(tokens, active, seconds, before)
     assert isinstance(kept, TimeFit) and kept.slopes_kept
     assert np.allclose(kept.factors, slow(2), rtol=0.02)
 
@@ -176,4 +180,4 @@ def test_slopes_that_describe_the_steps_worse_than_new_ones_are_not_kept():
     before = fitted(*served(np.ones(8)))
     tokens, active, seconds = served(np.ones(8), seed=4)
     noise = np.random.default_rng(4).lognormal(-5, 0.2, seconds.shape)
-    assert isinstance(fit_times(tokens, active, noise, LAYERS, before), NoFit)
+    assert isinstance(fit_times(tokens, active, noise, before), NoFit)
