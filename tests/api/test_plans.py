@@ -203,8 +203,11 @@ async def test_the_preview_of_a_rollback_tells_its_cost_and_starts_nothing(clien
 
 async def test_the_preview_of_a_rollback_names_the_one_plan_that_it_takes_back(client, operations):
     def led(plan_id, base, waves):
-        record = make_plan(plan_id, waves_committed=waves)
-        return replace(record, plan=replace(record.plan, base_epoch=base))
+        record = make_plan(plan_id)
+        (wave,) = record.plan.waves
+        several = tuple(replace(wave, index=index) for index in range(waves))
+        plan = replace(record.plan, base_epoch=base, waves=several)
+        return replace(record, plan=plan, waves_committed=waves)
 
     async def undone(to_epoch):
         shown = await client.get("/v1/deployments/demo/rollback", params={"to_epoch": to_epoch})

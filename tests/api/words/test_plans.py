@@ -31,7 +31,8 @@ def test_every_reason_has_a_sentence_and_an_unknown_one_is_shown_as_it_is():
 
 def test_a_story_tells_events_reasons_and_waves():
     records, plan = PlanRecords(), make_plan("mine").plan
-    plan = replace(plan, waves=plan.waves * 3)
+    (wave,) = plan.waves
+    plan = replace(plan, waves=tuple(replace(wave, index=index) for index in range(3)))
     records.add(plan, PlanPhase.PROPOSED, Reason.MANUAL_REQUEST, NOW, by="alice")
     begun = {"phase": PlanPhase.MIGRATING, "reason": Reason.PLAN_STARTED}
     stalled = {"phase": PlanPhase.STALLED, "reason": Reason.RANKS_MISSING, "detail": "rank 3"}
