@@ -278,8 +278,8 @@ class QuarantineOut(ResponseBody):
     items: list[QuarantineRowOut]
 
 
-class AuditRowOut(ResponseBody):
-    """One request for a change."""
+class AuditRow(ResponseBody):
+    """One request for a change, as it is stored."""
 
     at: float
     """Unix seconds."""
@@ -297,6 +297,11 @@ class AuditRowOut(ResponseBody):
     """The trace in `traceparent` and in the log; null in rows of older versions."""
     change: str | None = None
     """The request as JSON, cut after 256 characters; null if it named nothing."""
+
+
+class AuditRowOut(AuditRow):
+    """One request for a change."""
+
     text: str
     """What was asked for, in words."""
 

@@ -11,7 +11,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_tools import protoc
 
-__all__ = ["controller_message", "rank_message"]
+__all__ = ["controller_message", "placement_map", "rank_message"]
 
 _PROTO = Path(__file__).parents[3] / "proto"
 _PACKAGE = "evenkeel.v1"
@@ -49,3 +49,9 @@ def rank_message() -> Any:
 def controller_message() -> Any:
     """Return the class of the messages that controllers send."""
     return GetMessageClass(_pool().FindMessageTypeByName(f"{_PACKAGE}.ControllerMessage"))
+
+
+@cache
+def placement_map() -> Any:
+    """Return the class of the maps that the store keeps."""
+    return GetMessageClass(_pool().FindMessageTypeByName(f"{_PACKAGE}.PlacementMap"))

@@ -11,6 +11,7 @@ from typing import Any
 import zstandard
 
 from tests.chaos.judge.maps import Map, rows_of
+from tests.chaos.judge.schema import placement_map
 
 __all__ = ["PlanFacts", "StoreDump", "placement_of", "plan_of", "read_dumps"]
 
@@ -77,16 +78,15 @@ def plan_of(body: bytes) -> PlanFacts:
         plan["generation"],
         plan["base_epoch"],
         record["phase"],
-        plan["num_waves"] if "num_waves" in plan else len(plan["waves"]),
+        record["num_waves"],
         record["waves_committed"],
     )
 
 
 def placement_of(body: bytes) -> Map:
     """Read a stored placement."""
-    form = json.loads(body)
-    table = _unpacked(_bytes(form["phy2log"]))
-    return rows_of(table, form["shape"][1])
+    form = placement_map().FromString(_unpacked(body))
+    return rows_of(form.physical_to_logical, form.num_slots)
 
 
 def _unpacked(data: bytes) -> bytes:

@@ -237,7 +237,10 @@ def unpack_placement(data: bytes) -> Placement:
 
 def pack_plan_record(record: PlanRecord) -> bytes:
     """Encode a plan record without its maps, waves and story: little, however large the plan is."""
-    return _compress(_RECORD.model_validate(record).model_dump_json().encode())
+    form = _RECORD.model_validate(record).model_dump(mode="json")
+    # For people and tools that read the record without its maps.
+    form["num_waves"] = len(record.plan.waves)
+    return _compress(json.dumps(form).encode())
 
 
 def pack_plan_maps(plan: Plan) -> bytes:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import structlog
 from pydantic import Field, ValidationError
 
-from evenkeel_moe.api.insight_schemas import AuditRowOut
+from evenkeel_moe.api.insight_schemas import AuditRow
 from evenkeel_moe.controller.logs import audit_line
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Conflict, Unavailable
@@ -35,7 +35,7 @@ _MOST = 2.0**63
 """Times are below it: no float holds every integer of JSON."""
 
 
-class _StoredRow(AuditRowOut):
+class _StoredRow(AuditRow):
     at: Annotated[float, Field(strict=True, allow_inf_nan=False, gt=-_MOST, lt=_MOST)]
     status: Annotated[int, Field(strict=True, ge=0, lt=1000)]
     idempotency_key: str | None = None
