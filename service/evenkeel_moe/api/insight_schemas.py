@@ -67,7 +67,7 @@ class PolicyScoreOut(ResponseBody):
     reason: str
     """plan_started if every gate would have opened; else the gate that closed, or the error."""
     reason_text: str
-    """How a cycle would end with it in the deployment's mode, as a sentence."""
+    """A sentence that says how a cycle with it would end in the deployment's mode."""
     copies: int | None
     nbytes: int | None
     balancedness_expected: Number
@@ -193,7 +193,7 @@ class RecommendationOut(ResponseBody):
     reason: str
     """The reason with which a cycle in auto mode would have ended."""
     reason_text: str
-    """How the next cycle would end in the deployment's mode, as a sentence."""
+    """A sentence that says how the next cycle would end in the deployment's mode."""
     words: list[str]
     """The arithmetic, in sentences."""
     cost_model: CostModelOut
@@ -303,7 +303,7 @@ class AuditRowOut(AuditRow):
     """One request for a change."""
 
     text: str
-    """What was asked for, in words."""
+    """A sentence that says what the request asked for."""
 
 
 class AuditPage(ResponseBody):

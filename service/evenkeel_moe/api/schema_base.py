@@ -40,8 +40,8 @@ Number = Annotated[float | None, PLAIN]
 """Null if the number is not finite."""
 JsonObject = Annotated[dict[str, Any], PLAIN]
 WORD = BeforeValidator(_word)
-"""Of a field that is an enumeration: only text is looked up in it. The look-up of a list takes a
-call for each level of nesting."""
+"""Marks a field that is an enumeration: it refuses all but text before the look-up, which makes a
+call for each level of nesting of a list."""
 TextOrNull = Annotated[str | None, BeforeValidator(lambda text: text or None)]
 """Null if the text is empty."""
 

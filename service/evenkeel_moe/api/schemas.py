@@ -120,7 +120,7 @@ class PlanSummary(ReasonedBody):
     ended: bool
     """True if the phase is the last one."""
     text: str
-    """Where the plan stands, and why, in sentences; without the error."""
+    """Sentences that say where the plan stands, and why. They leave out the error."""
     reason: str
     """The reason for the phase."""
     planned_because: str
@@ -221,7 +221,8 @@ class DeploymentOut(ReasonedBody):
     held_because: str | None
     """held_after_rollback, held_after_data_loss or gains_not_delivered; null if not held."""
     held_text: str | None
-    """Why automatic plans are held, and what that stops in this mode; null if not held."""
+    """Sentences that say why automatic plans are held, and what the hold stops in this mode; null
+    if they are not held."""
     dispatch: str | None
     """Model of the engines' dispatcher, for which plans are made."""
     dispatch_warning: str | None
@@ -283,9 +284,9 @@ class PlanOut(PlanSummary):
     story: list[JsonObject]
     """The events in order, each with `text` and `phase_text`: the event and the phase in words."""
     figures: list[Figure]
-    """What it promises, delivered and costs."""
+    """The plan promises, delivered and costs these."""
     details: list[Figure]
-    """The other figures behind it."""
+    """The decision rests on these other figures."""
 
 
 class RollbackPreviewOut(ResponseBody):
@@ -306,9 +307,9 @@ class RollbackPreviewOut(ResponseBody):
     """The plan that led from there to the present placement, among the newest hundred; null if
     there is none, or several did."""
     figures: list[Figure]
-    """What it would move and cost."""
+    """The rollback would move and cost these."""
     hold_text: str
-    """What the hold that follows stops in the deployment's mode."""
+    """A sentence that says what the hold after the rollback stops in the deployment's mode."""
 
 
 class StoryOut(ReasonedBody):
@@ -386,7 +387,7 @@ class ScheduleIn(ChangeBody):
 
 
 class PolicyDocument(ChangeBody):
-    """How a deployment is balanced. A change has only the fields to change."""
+    """The policy says how a deployment is balanced. A change has only the fields to change."""
 
     mode: Annotated[Mode, WORD] = _DEFAULT.mode
     policy: Name = _DEFAULT.policy

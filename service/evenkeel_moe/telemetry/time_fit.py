@@ -284,7 +284,8 @@ def _fit(
         _, _, spread, weights = _residuals(error)
         target = np.where(known, np.clip(1.0 + error, 0.0, 2.0), 0.0)
         # A share of a rank's mean is explained by its factor and taken away.
-        means = np.einsum("tr,trc->rc", weights, scaled := design / expected[..., None])
+        scaled = design / expected[..., None]
+        means = np.einsum("tr,trc->rc", weights, scaled)
         demeaned = 1.0 - spread / np.sqrt(spread**2 + known.sum(axis=0) * _FACTOR_SPREAD**2)
         taken = demeaned / weights.sum(axis=0)
         root = np.sqrt(weights)[known]

@@ -310,7 +310,7 @@ DECISION = create_model(
     reason=(str, ...),
     numbers=(dict[str, float], {}),
 )
-"""What pages and gauges count on in a row of the decision log."""
+"""Pages and gauges need these fields of a row of the decision log."""
 
 
 def _compress(data: bytes) -> bytes:

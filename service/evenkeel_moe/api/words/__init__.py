@@ -1,4 +1,4 @@
-"""What the API says beside its codes: reasons, health, gates, plans and requests in words.
+"""These modules put reasons, health, gates, plans and requests in words, beside the API's codes.
 
 The console and the command line show these texts unchanged.
 """

@@ -11,6 +11,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.finding import doubts
 from evenkeel_moe.model.quantities import bytes_text, counted, duration_text, share
 from evenkeel_moe.planning.decision.gates import GateSettings
+from evenkeel_moe.planning.problem.objective import PRICE_MARGIN
 from evenkeel_moe.ports.status import DeploymentStatus
 
 
@@ -45,10 +46,10 @@ class _Compared(NamedTuple):
     status: DeploymentStatus
     needs: GateSettings
 
-    def number(self, name: str) -> float | None:
-        """Return a figure of the decision; None if it has none of that name."""
+    def number(self, name: str, otherwise: float | None = None) -> float | None:
+        """Return a figure of the decision, or another value if it has none of that name."""
         value = self.numbers.get(name)
-        return None if value is None else float(value)
+        return otherwise if value is None else float(value)
 
 
 class _Rule(NamedTuple):
@@ -199,9 +200,7 @@ def _says_proposal(facts: _Compared) -> str:
     Reason.GROUP_STOPPED,
 )
 def _says_ranks(facts: _Compared) -> str:
-    fresh = facts.number("ranks_fresh")
-    if fresh is None:
-        fresh = sum(rank.fresh for rank in facts.status.ranks)
+    fresh = facts.number("ranks_fresh", sum(rank.fresh for rank in facts.status.ranks))
     return f"{fresh:.0f} of {counted(facts.status.shape.num_ranks, 'rank')}."
 
 
@@ -235,9 +234,8 @@ def _says_counts(facts: _Compared) -> str:
     Reason.NO_STEPS,
 )
 def _says_steps(facts: _Compared) -> str:
-    steps = facts.number("window_steps")
-    known = facts.status.window_steps if steps is None else steps
-    return f"{counted(known, 'step')}, needs {facts.needs.min_window_steps:,.0f}."
+    steps = facts.numbers.get("window_steps", facts.status.window_steps)
+    return f"{counted(steps, 'step')}, needs {facts.needs.min_window_steps:,.0f}."
 
 
 @_gate(
@@ -256,16 +254,13 @@ def _says_age(facts: _Compared) -> str:
     Reason.BALANCE_ABOVE_THRESHOLD,
 )
 def _says_balance(facts: _Compared) -> str:
-    status = facts.status
-    time, tokens = facts.number("time_balance"), facts.number("balancedness_mean")
-    time = status.time_balance if time is None else time
-    tokens = status.balancedness_mean if tokens is None else tokens
+    time = facts.number("time_balance", facts.status.time_balance)
+    tokens = facts.number("balancedness_mean", facts.status.balancedness_mean)
     shown = "unknown" if tokens is None else f"{tokens:.3f}"
     decides = f"Balancedness {shown}"
     if time is not None:
         decides = f"Time balance {time:.3f} (balancedness {shown})"
-    below = facts.number("starts_below")
-    below = facts.needs.plan_below if below is None else below
+    below = facts.number("starts_below", facts.needs.plan_below)
     return f"{decides}; planning starts below {below:.2f}."
 
 
@@ -325,7 +320,8 @@ def _says_limits(facts: _Compared) -> str:
 )
 def _says_gain(facts: _Compared) -> str:
     gain, lower = facts.number("gain"), facts.number("gain_lower")
-    needs = f"needs {share(facts.needs.min_gain)}, and a lower bound above 1.5 times the price"
+    margin = f"a lower bound above {PRICE_MARGIN:g} times the price"
+    needs = f"needs {share(facts.needs.min_gain)}, and {margin}"
     if gain is None:
         return f"{needs[0].upper()}{needs[1:]} of the copies."
     least = "" if lower is None else f", at least {share(lower)}"
