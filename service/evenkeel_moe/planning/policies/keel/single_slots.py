@@ -41,14 +41,12 @@ def exchange_copies(
     value, slope = _value(power, weight, copies, doublings)
     gains, tried = np.empty((2, experts)), np.zeros(experts, np.bool_)
     while True:
-        # To first order: of one copy more, and of one copy less.
+        # To first order and without prices: of one copy more, and of one copy less.
         for expert in range(experts):
             n = copies[expert]
             now = n**exponent
             gains[0, expert] = slope[expert] * (now - (n + 1) ** exponent)
-            gains[0, expert] -= price if n >= had[expert] else 0.0
             gains[1, expert] = slope[expert] * (now - (n - 1) ** exponent) if n > 1 else -np.inf
-            gains[1, expert] += price if n > had[expert] else 0.0
         add = int(np.argmax(np.where(tried, -np.inf, gains[0])))
         gains[1, add] = -np.inf
         drop = int(np.argmax(gains[1]))
@@ -67,7 +65,6 @@ def exchange_copies(
             copies[drop] += is_exchange
         else:
             value, slope = after, new_slope
-            tried[:] = False
 
 
 @kernel
