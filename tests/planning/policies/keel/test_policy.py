@@ -243,6 +243,26 @@ def test_pooled_slots_have_the_prices_of_fixed_ones_whatever_a_layer_could_hold(
     assert found == [plan_keel(fixed).numbers["price"]] * 3
 
 
+def test_after_a_change_of_traffic_a_fleet_of_many_ranks_is_balanced_again():
+    """Each copy relieves one of 64 ranks, so none saves much alone."""
+    shape = ModelShape(1, 128, 64, 3, 2, 1)
+    rng = np.random.default_rng(0)
+
+    def steps(mean):
+        return PlacementProblem(
+            rng.poisson(mean, (32, 1, 128)).astype(float), shape, Topology.single_node(64)
+        )
+
+    mean = 300.0 * rng.lognormal(0.0, 0.5, 128)
+    present = plan_keel(steps(mean)).placement
+    changed = mean * rng.lognormal(0.0, 0.6, 128)
+    later = replace(steps(changed), current=present)
+    unseen = steps(changed)
+    time = moe_time.score(unseen, plan_keel(later).placement)
+    assert time < 1.02 * moe_time.score(unseen, plan_eplb(later).placement)
+    assert time < 0.8 * moe_time.score(unseen, present)
+
+
 @pytest.mark.fault("a service with few tokens", "the price of a copy rose above its own bound")
 @pytest.mark.parametrize(
     ("dispatch", "read"), [(DispatchModel.FEWEST, 0.0), (DispatchModel.EVEN, 1.0)]

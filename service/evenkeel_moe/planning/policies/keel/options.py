@@ -33,6 +33,10 @@ class KeelOptions:
     max_caution: float = 0.03
     """Bound on the caution, as a share of the time of the mean slot. Without it, loads given as
     shares instead of tokens would forbid every copy."""
+    full_price_ranks: int = 8
+    """Ranks up to which a copy has the whole price; of more ranks, the price falls as their number
+    rises. Too low: copies for chance gains. Too high: after a change of traffic large fleets stay
+    out of balance, because no copy pays alone."""
     active_caution: float = 1.35
     """Factor on the caution where times depend on which experts are active: where reading
     dominates, and under `fewest` dispatch. Too low: more copies for no less time."""

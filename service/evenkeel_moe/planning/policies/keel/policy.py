@@ -227,5 +227,7 @@ def _price(problem: PlacementProblem, window: Window, options: KeelOptions) -> f
         caution = options.caution / seen**0.5
         if reading_dominates(problem) or objective.dispatch is DispatchModel.FEWEST:
             caution *= options.active_caution
-        price = (options.stickiness + min(caution, options.max_caution)) / per_rank
+        # A copy relieves one rank: the more there are, the less it brings to the layer.
+        ranks = max(problem.shape.num_ranks / options.full_price_ranks, 1.0)
+        price = (options.stickiness + min(caution, options.max_caution)) / per_rank / ranks
     return max(price, objective.cost_per_move / window.unit_cost)
