@@ -34,9 +34,9 @@ class KeelOptions:
     """Bound on the caution, as a share of the time of the mean slot. Without it, loads given as
     shares instead of tokens would forbid every copy."""
     full_price_ranks: int = 8
-    """Ranks up to which a copy has the whole price; of more ranks, the price falls as their number
-    rises. Too low: copies for chance gains. Too high: after a change of traffic large fleets stay
-    out of balance, because no copy pays alone."""
+    """Ranks up to which a copy has the whole price. With more it falls in proportion.
+    Too low: copies for chance gains. Too high: after a change of traffic large fleets stay out of
+    balance, because no copy pays alone."""
     active_caution: float = 1.35
     """Factor on the caution where times depend on which experts are active: where reading
     dominates, and under `fewest` dispatch. Too low: more copies for no less time."""
