@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.texts import refused
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.settings import Settings
 from evenkeel_moe.yaml_text import parse_yaml
@@ -140,13 +141,7 @@ def _words(path: tuple[str, ...], fault: Mapping[str, Any]) -> str:
     """Return what is wrong with a setting. The values of section `redis` may be secrets."""
     if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return "there is no such setting"
-    value = fault["input"]
-    if path[0] == "redis" or isinstance(value, dict | list):
-        return str(fault["msg"])
-    try:
-        return f"{fault['msg']}; it is {value!s:.40}"
-    except ValueError:  # TOML reads longer whole numbers than Python shows
-        return f"{fault['msg']}; it has thousands of digits"
+    return refused(fault["msg"], None if path[0] == "redis" else fault["input"])
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The outside judge finds no breach in a recorded run, and every forgery of it.
 
 `recorded.tar.xz` is a real run of 3 ranks, in which leaders, the store and ranks failed: `python -m
-tests.chaos --ranks 3 --seconds 80 --seed 7 --folder DIR`, its logs unpacked, without the connections
-of strangers.
+tests.chaos --ranks 3 --seconds 80 --seed 7 --folder DIR`, with its logs unpacked and without the
+connections of strangers.
 """
 
 import json

@@ -158,7 +158,7 @@ def test_a_value_that_the_controller_refuses_is_told_in_the_dialog(visitor: Visi
     visitor.browser.clear("input[name=cycle_s]")
     visitor.browser.type("input[name=cycle_s]", "-1")
     visitor.browser.click("#policy-confirm")
-    visitor.browser.wait_text("cycle_s is -1")
+    visitor.browser.wait_text("cycle_s: Input should be greater than 0; it is -1")
     assert any("422" in message for message in visitor.browser.errors())
 
 

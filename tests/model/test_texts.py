@@ -3,7 +3,7 @@ import unicodedata
 
 import pytest
 
-from evenkeel_moe.model.texts import printable_line, printable_lines
+from evenkeel_moe.model.texts import printable_line, printable_lines, refused
 
 forged = pytest.mark.fault(
     "an operator", "words of a rank forged a line of `evenkeel status` in a pipe"
@@ -59,3 +59,20 @@ def test_texts_of_all_languages_stay():
         "é🙂",
     ):
         assert printable_line(words) == words == printable_lines(words)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (-1, "wrong; it is -1"),
+        ("x" * 50, f"wrong; it is {'x' * 40}"),
+        ("a\nb\x1b", "wrong; it is a b\ufffd"),
+        (10**5000, "wrong; it has thousands of digits"),
+        (None, "wrong"),
+        ([1], "wrong"),
+        ({"token": "secret"}, "wrong"),
+    ],
+    ids=lambda value: str(type(value)),
+)
+def test_a_refusal_names_the_value_on_one_line(value, text):
+    assert refused("wrong", value) == text

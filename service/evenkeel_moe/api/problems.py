@@ -24,6 +24,7 @@ from evenkeel_moe.errors import (
     Reason,
     Unavailable,
 )
+from evenkeel_moe.model.texts import refused
 from evenkeel_moe.ports.operations import NotLeading
 
 _log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     errors = [
         {
             "location": [str(part)[:_MOST_NAME] for part in row["loc"]],
-            "detail": str(row["msg"])[:_MOST_DETAIL],
+            "detail": refused(row["msg"][:_MOST_DETAIL], row.get("input")),
         }
         for row in found[:_MOST_ERRORS]
     ]

@@ -1,4 +1,7 @@
-"""Texts of others without the characters that steer a terminal or reorder what it shows."""
+"""Texts of others without the characters that steer a terminal or reorder what it shows.
+
+Also what people are told of a value that is refused.
+"""
 
 import re
 from unicodedata import category
@@ -37,6 +40,16 @@ def printable_line(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return a text with U+FFFD for every such control character but tabs and ends of lines."""
     return _printable(text, _IN_LINES)
+
+
+def refused(what: str, value: object) -> str:
+    """Return what is wrong with a value, with the value if it is no list and no mapping."""
+    if value is None or isinstance(value, dict | list):
+        return what
+    try:
+        return f"{what}; it is {printable_line(str(value))[:40]}"
+    except ValueError:  # JSON and TOML read longer whole numbers than Python shows.
+        return f"{what}; it has thousands of digits"
 
 
 def _printable(text: str, blanks: dict[str, str]) -> str:
