@@ -33,7 +33,7 @@ class KeelOptions:
     max_caution: float = 0.03
     """Bound on the caution, as a share of the time of the mean slot. Without it, loads given as
     shares instead of tokens would forbid every copy."""
-    full_price_ranks: int = 8
+    full_price_ranks: int = 12
     """Ranks up to which a copy has the whole price. With more it falls in proportion.
     Too low: copies for chance gains. Too high: after a change of traffic large fleets stay out of
     balance, because no copy pays alone."""
