@@ -164,6 +164,8 @@ async def live_through_everything(
         return name in seen.names and (noticed is None or bool(await noticed(name)))
 
     await until(ended(controller, "committed", 1), within_s=60)
+    # Only decisions that looked at the window have it, and few of those follow.
+    await until(lambda: shown("evenkeel_time_balance_ratio"), within_s=60)
     rank = group.ranks[0]
     report = group.route(1)[0]
     await rank.send(replace(report, dropped_steps=3))
