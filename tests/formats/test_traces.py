@@ -104,7 +104,7 @@ def test_pickles_are_never_opened(tmp_path):
 
 
 def test_a_decompression_bomb_is_not_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr("evenkeel_moe.formats.reading.MAX_ARRAY_BYTES", 1000)
+    monkeypatch.setattr("evenkeel_moe.formats.array_files.MAX_ARRAY_BYTES", 1000)
     np.savez_compressed(tmp_path / "bomb.npz", T=np.zeros((10, 10, 10), np.int64))
     with pytest.raises(InvalidInput, match="T unpacks from .* to 8128 bytes, at most 1000"):
         read_trace(tmp_path / "bomb.npz")

@@ -150,7 +150,7 @@ def _tell_start(planners: Iterable[str], recorded: Any) -> None:
 
 
 def _write_page(path: Path, comparison: Any) -> None:
-    from evenkeel_moe.formats.writing import write_file
+    from evenkeel_moe.formats.array_files import write_file
     from evenkeel_moe.replay.report import render_report
 
     words = ["evenkeel", *sys.argv[1:]]

@@ -1,6 +1,5 @@
 """Compares policies on one trace: walks each over it and collects the results."""
 
-import io
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from evenkeel_moe.formats import Trace
+from evenkeel_moe.formats.array_files import write_npz
 from evenkeel_moe.formats.trace import assumed
-from evenkeel_moe.formats.writing import write_file
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity, judge_findings
@@ -171,6 +170,4 @@ def write_plans(path: Path, comparison: Comparison) -> None:
         rows = np.stack([placement.phy2log for placement in walk.placements])
         arrays[f"{walk.policy}_steps"] = walk.steps.astype(np.int64)
         arrays[f"{walk.policy}_phy2log"] = rows.astype(np.int32)
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)
-    write_file(path, buffer.getvalue())
+    write_npz(path, arrays)
