@@ -1,8 +1,8 @@
 from dataclasses import replace
 
-from evenkeel_moe.replay.columns import COLUMNS
 from evenkeel_moe.replay.walk import walk_forward
 from evenkeel_moe.replay.walk_metrics import measure_walk
+from evenkeel_moe.replay.words import COLUMNS
 
 
 def test_the_best_values_are_those_shown_alike_in_columns_with_an_order(setup):

@@ -10,7 +10,7 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.derived_cost import derived_cost
-from evenkeel_moe.replay.cost_options import replay_cost
+from evenkeel_moe.replay.from_options import replay_cost
 from evenkeel_moe.replay.options import CostKind, CostOptions
 
 SHAPE = ModelShape(2, 8, 2, 5, 2, 44_040_192)

@@ -11,11 +11,17 @@ from evenkeel_moe.model.finding import Severity
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.charts import PALETTE, lines
-from evenkeel_moe.replay.columns import COLUMNS, TRADEOFF_TITLE, tradeoff_columns
 from evenkeel_moe.replay.compare import Comparison
 from evenkeel_moe.replay.planners import BASELINES
 from evenkeel_moe.replay.walk import Walk
-from evenkeel_moe.replay.words import legend_lines, sentences
+from evenkeel_moe.replay.walk_metrics import ratio
+from evenkeel_moe.replay.words import (
+    COLUMNS,
+    TRADEOFF_TITLE,
+    legend_lines,
+    sentences,
+    tradeoff_columns,
+)
 
 MAX_POINTS = 120
 """Most points of a line: neighbouring steps are averaged, so that lines can be told apart."""
@@ -163,13 +169,7 @@ def _balance_by_step(walk: Walk) -> NDArray[np.float64]:
 
 
 def _time_by_step(walk: Walk) -> NDArray[np.float64]:
-    return _ratio(walk.times.sum(axis=1), walk.fluid.sum(axis=1))
-
-
-def _ratio(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return part / whole, NaN where the whole is 0."""
-    undefined = np.full(part.shape, np.nan)
-    return np.asarray(np.divide(part, whole, out=undefined, where=whole > 0), np.float64)
+    return ratio(walk.times.sum(axis=1), walk.fluid.sum(axis=1))
 
 
 def _over_time(
@@ -202,7 +202,7 @@ def _heat_maps(comparison: Comparison) -> str:
         f"after: {walk.policy}": walk.rank_load[-setup.horizon_steps :].sum(axis=0)
         for walk in shown
     }
-    maps = {name: _ratio(load, load.mean(axis=1, keepdims=True)) for name, load in loads.items()}
+    maps = {name: ratio(load, load.mean(axis=1, keepdims=True)) for name, load in loads.items()}
     distances = np.abs(np.concatenate([values.ravel() for values in maps.values()]) - 1)
     known = distances[np.isfinite(distances)]
     reach = max(0.1, float(np.percentile(known, 98))) if known.size else 1.0
