@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as npst
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import Trace, read_trace, write_trace
-from tests.formats.samples import damage_and_read, make_trace
+from tests.formats.samples import make_trace
 
 
 def _equal(a, b):
@@ -118,14 +118,6 @@ def test_a_path_that_is_not_a_trace_is_refused(tmp_path):
     (tmp_path / "t.csv").write_text("1,2")
     with pytest.raises(InvalidInput, match=r"not \*.csv"):
         read_trace(tmp_path / "t.csv")
-
-
-@given(st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_damaged_npz_is_read_or_refused_with_a_typed_error(tmp_path, data):
-    path = tmp_path / "t.npz"
-    np.savez(path, T=make_trace().counts.astype(np.uint16), topk=np.int32(2))
-    damage_and_read(path, path, data)
 
 
 def test_source_counts_without_ranks_are_refused(tmp_path):

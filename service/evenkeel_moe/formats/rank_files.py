@@ -150,15 +150,11 @@ def ranks_read(ranks: Collection[int], size: int | None = None) -> tuple[Finding
     missing = missing_ranks(ranks, known)
     if missing:
         half = size is not None and 2 * len(missing) >= size
-        return (
-            missing_parts(
-                Severity.REFUSAL if half else Severity.DOUBT,
-                "some ranks have no file that can be read, so their tokens are missing",
-                spans("rank", missing),
-                f"{len(missing)} of {known} ranks",
-                "Copy the files of all machines into the folder",
-            ),
-        )
+        grade = Severity.REFUSAL if half else Severity.DOUBT
+        what = "some ranks have no file that can be read, so their tokens are missing"
+        amount = f"{len(missing)} of {known} ranks"
+        advice = "Copy the files of all machines into the folder"
+        return (missing_parts(grade, what, spans("rank", missing), amount, advice),)
     if size is not None:
         return ()
     what = "these are taken to be all ranks, because no file says how many there were"
