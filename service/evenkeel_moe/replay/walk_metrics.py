@@ -91,6 +91,5 @@ def ratio(
     part: NDArray[np.float64], whole: NDArray[Any], undefined: float = math.nan
 ) -> NDArray[np.float64]:
     """Return part / whole, another value where the whole is 0; the whole may be broadcast."""
-    return np.asarray(
-        np.divide(part, whole, out=np.full(part.shape, undefined), where=whole > 0), np.float64
-    )
+    out = np.full_like(part, undefined, np.float64)
+    return np.asarray(np.divide(part, whole, out=out, where=whole > 0), np.float64)
