@@ -1,6 +1,7 @@
 """Steps are fitted with the placement they ran under, and tell the speeds of the ranks."""
 
 import math
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -13,6 +14,7 @@ from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
 from evenkeel_moe.telemetry import windows
 from evenkeel_moe.telemetry.rank_times import RankTimes
 from evenkeel_moe.telemetry.time_fit import NoFit, TimeFit
+from tests.telemetry.reports import load_window
 
 SPREAD = Placement(np.array([[0, 1, 2, 3, 4, 5, 0, -1]], np.int32), 4, 6)
 MOVED = Placement(np.array([[0, 1, 2, 3, 4, 5, 3, -1]], np.int32), 4, 6)
@@ -37,13 +39,7 @@ def window(steps, placement, epoch, *, seed=0, measured=True) -> LoadWindow:
     tokens, active = carried(counts, placement)
     seconds = PER_TOKEN * tokens + PER_REPLICA * active
     seconds = seconds * rng.lognormal(0, 0.01, seconds.shape)
-    return LoadWindow(
-        counts,
-        np.array(steps),
-        np.full(len(steps), epoch),
-        np.ones((len(steps), 4), np.int64),
-        seconds if measured else np.full(seconds.shape, np.nan),
-    )
+    return load_window(counts, steps, 4, epoch=epoch, seconds=seconds if measured else None)
 
 
 def add(times, phases, placement=SPREAD, epoch=1, earlier=MappingProxyType({})):
@@ -56,13 +52,7 @@ def seen(tokens, seconds, times=None, first=0) -> RankTimes:
     """Add steps in which expert r, which only rank r holds, got tokens[:, r]."""
     times = RankTimes(512) if times is None else times
     steps, ranks = tokens.shape
-    part = LoadWindow(
-        tokens[:, None].astype(np.uint32),
-        np.arange(first, first + steps),
-        np.zeros(steps, int),
-        np.ones(tokens.shape, np.int64),
-        seconds,
-    )
+    part = load_window(tokens[:, None], range(first, first + steps), ranks, seconds=seconds)
     placement = Placement(np.arange(ranks, dtype=np.int32)[None], ranks, ranks)
     times.update({Phase.MIXED: [part]}, placement, 0, EVEN_SPLIT)
     return times
@@ -168,9 +158,7 @@ def test_a_fit_in_use_is_not_dropped_at_the_limit():
     first, later = window(range(64), SPREAD, 1), window(range(64, 576), SPREAD, 1)
     noise = rng.lognormal(0, 0.75, later.compute_s.shape)
     alone, after = RankTimes(512), RankTimes(512)
-    noisy = LoadWindow(
-        later.counts, later.steps, later.epochs, later.tokens, later.compute_s * noise
-    )
+    noisy = replace(later, compute_s=later.compute_s * noise)
     add(alone, [noisy])
     refused = alone.fit()
     assert isinstance(refused, NoFit)
