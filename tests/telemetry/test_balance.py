@@ -1,5 +1,7 @@
 """The balance of the windows, kept up to date step by step."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -19,9 +21,11 @@ SHAPE = ModelShape(2, 4, 2, 3, 2, 1000)
 PLACEMENT = Placement.initial(SHAPE)
 
 
-def make_window(steps, seed=0) -> LoadWindow:
+def make_window(steps, seed=0, *, source=False) -> LoadWindow:
     rng = np.random.default_rng(seed)
-    return load_window(rng.integers(0, 50, (len(steps), 2, 4)), steps, 2)
+    window = load_window(rng.integers(0, 50, (len(steps), 2, 4)), steps, 2)
+    sums = rng.integers(0, 9, (2, 2, 4)).astype(np.uint32)
+    return replace(window, source=sums) if source else window
 
 
 def test_a_map_that_lost_an_expert_with_load_leaves_the_balance_unknown():

@@ -59,7 +59,7 @@ class RankFiles(Generic[_Content]):
         return (missing_parts(Severity.DOUBT, what, names, f"{few}; {first:.300}", advice),)
 
 
-class StepSums:
+class RankSums:
     """The counts of each step, added up over the ranks as their files are read.
 
     Args:

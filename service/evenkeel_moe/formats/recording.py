@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.array_files import load_npz, one_number, smallest, write_npz
-from evenkeel_moe.formats.rank_files import RankFiles, StepSums
+from evenkeel_moe.formats.rank_files import RankFiles, RankSums
 from evenkeel_moe.formats.reading import naming, token_counts
 from evenkeel_moe.formats.trace import Trace, layers_from, left_out
 
@@ -92,7 +92,7 @@ def read_recording(
             the files do not say which start is the newest.
     """
     paths, others = _files_of(folder, start)
-    files, sums = RankFiles(paths, _read_file), StepSums("step")
+    files, sums = RankFiles(paths, _read_file), RankSums("step")
     first: RecordedLoad | None = None
     for path, load in files:
         with naming(path.name):

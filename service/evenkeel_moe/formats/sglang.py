@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.array_files import as_array, tensor_counts
-from evenkeel_moe.formats.rank_files import StepSums, missing_ranks
+from evenkeel_moe.formats.rank_files import RankSums, missing_ranks
 from evenkeel_moe.formats.reading import (
     MAX_CELLS,
     as_int,
@@ -75,7 +75,7 @@ def read_passes(name: str, dumps: Dumps, first_moe_layer: int | None) -> Trace:
     Raises:
         InvalidInput, ShapeMismatch: a dump is malformed, or ranks disagree.
     """
-    passes = StepSums("pass")
+    passes = RankSums("pass")
     placed: NDArray[np.int64] | None = None
     for path, content in dumps:
         with naming(path.name):
@@ -111,7 +111,7 @@ def _read_map(content: Dump) -> NDArray[np.int64]:
     return held
 
 
-def _add_record(passes: StepSums, record: object, shape: tuple[int, ...]) -> None:
+def _add_record(passes: RankSums, record: object, shape: tuple[int, ...]) -> None:
     keys = {"forward_pass_id", "rank", "global_physical_count"}
     if not isinstance(record, dict) or not keys <= set(record):
         raise InvalidInput(
