@@ -72,7 +72,7 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
             if get_origin(hint) is not Annotated:
                 hint = Annotated[hint, typer.Option()]
             option = hint.__metadata__[0]
-            option.help = option.help or _field_words(group)[field.name]
+            option.help = option.help or _field_words(group).get(field.name)
             parameters.append(
                 inspect.Parameter(
                     field.name,
