@@ -12,7 +12,10 @@ from evenkeel_moe.cli.options import nested_fields, parse_value, with_option_gro
 @dataclass(frozen=True, kw_only=True)
 class Size:
     width: Annotated[int, typer.Option("--width", "-w", min=1)]
-    height: Annotated[int, typer.Option()] = 3
+    """How wide it is, with
+    its border."""
+    height: int = 3
+    """How high it is."""
 
 
 def test_a_group_of_options_reaches_the_command_as_one_argument():
@@ -27,6 +30,8 @@ def test_a_group_of_options_reaches_the_command_as_one_argument():
     assert result.stdout == "box Size(width=5, height=3) True\n"
     assert CliRunner().invoke(app, ["box"]).exit_code == 2
     assert CliRunner().invoke(app, ["box", "-w", "0"]).exit_code == 2
+    words = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).stdout
+    assert "How wide it is, with its border." in words and "How high it is." in words
 
 
 def test_values_are_json_or_text():

@@ -14,9 +14,8 @@ from evenkeel_moe.cli.replay import app
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
 from evenkeel_moe.planning.policies.registry import FORMS, POLICIES
-from evenkeel_moe.replay.columns import COLUMNS
 from evenkeel_moe.replay.planners import BASELINES
-from evenkeel_moe.replay.words import POLICY_WORDS
+from evenkeel_moe.replay.words import COLUMNS, POLICY_WORDS
 from tests.cli.conftest import SMALL, run_replay
 from tests.replay.conftest import SHIPPED
 from tests.waiting import deadline

@@ -1,12 +1,8 @@
 """Sample values for the tests of formats, and damage to their files."""
 
-from pathlib import Path
-
 import numpy as np
-from hypothesis import strategies as st
 
-from evenkeel_moe.errors import EvenkeelError
-from evenkeel_moe.formats import PlacementFile, Trace, read_trace
+from evenkeel_moe.formats import PlacementFile, Trace
 from evenkeel_moe.model.placement import Placement
 
 
@@ -28,21 +24,6 @@ def make_trace(steps=5, layers=2, experts=4, ranks=2):
         mix,
         ("a", "b", "c"),
     )
-
-
-def damage_and_read(damaged: Path, path: Path, data):
-    blob = bytearray(damaged.read_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
-    damaged.write_bytes(
-        bytes(blob[: data.draw(st.sampled_from([len(blob), len(blob) // 2, len(blob) - 1]))])
-    )
-    try:
-        trace = read_trace(path)
-    except EvenkeelError as error:
-        assert str(path) in str(error)
-    else:
-        assert trace.counts.min() >= 0
 
 
 def two_layers() -> PlacementFile:

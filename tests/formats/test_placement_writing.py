@@ -5,7 +5,13 @@ import pytest
 import yaml
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput
-from evenkeel_moe.formats import PlacementFile, PlacementFormat, render_placement, write_placement
+from evenkeel_moe.formats import (
+    PlacementFile,
+    PlacementFormat,
+    parse_placement,
+    render_placement,
+    write_placement,
+)
 from evenkeel_moe.model.placement import EMPTY, Placement
 from tests.formats.samples import two_layers
 
@@ -61,3 +67,37 @@ def test_sglang_needs_enough_hidden_layers():
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(InvalidInput, match=f"{tmp_path}: cannot be written: Is a directory"):
         write_placement(tmp_path, two_layers(), PlacementFormat.NEUTRAL)
+
+
+def test_a_vllm_file_is_a_list_for_each_layer():
+    text = render_placement(two_layers(), PlacementFormat.VLLM)
+    assert json.loads(text) == [[0, 1, 2, 0], [2, 1, 0, 2]]
+
+
+def test_a_mapping_names_its_slots_and_redundant_experts():
+    content = json.loads(render_placement(two_layers(), PlacementFormat.VLLM_MAPPING))
+    assert content == {
+        "record_type": "eplb_initial_mapping",
+        "version": 1,
+        "num_redundant_experts": 1,
+        "num_slots": 4,
+        "initial_global_assignments": {"0": [0, 1, 2, 0], "1": [2, 1, 0, 2]},
+    }
+
+
+def one_row(rows):
+    return PlacementFile(Placement(np.array(rows, np.int32), 2, 4), (1, 2))
+
+
+def test_experts_by_rank_keep_no_order_of_slots():
+    text = render_placement(one_row([[3, 0, 2, 1], [0, 3, 1, 2]]), PlacementFormat.VLLM_RANKS)
+    assert json.loads(text) == {"expert_to_ep_rank": [0, 1, 1, 0]}
+    back = parse_placement(text, num_ranks=2, layer_ids=(1, 2))
+    assert back.placement.phy2log.tolist() == [[0, 3, 1, 2]] * 2
+
+
+def test_experts_by_rank_refuse_replicas_and_layers_that_differ():
+    with pytest.raises(InfeasiblePlan, match="4 slots for 3 experts are 1 too many"):
+        render_placement(two_layers(), PlacementFormat.VLLM_RANKS)
+    with pytest.raises(InfeasiblePlan, match="1 of 2 layers differ from layer 1, first: layer 2"):
+        render_placement(one_row([[0, 1, 2, 3], [2, 1, 0, 3]]), PlacementFormat.VLLM_RANKS)

@@ -1,33 +1,42 @@
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import read_trace, write_trace
 from evenkeel_moe.model.finding import doubts
-from tests.formats.samples import damage_and_read, make_trace, said
+from tests.formats.samples import make_trace, said
 
 torch = pytest.importorskip("torch")
 
 
-def _dump(path, counts, **more):
-    torch.save(
-        {
-            "rank": 0,
-            "logical_count": torch.tensor(counts),
-            "average_utilization_rate_over_window": None,
-            **more,
-        },
-        path,
-    )
+def _stat(path, counts):
+    more = {"rank": 0, "average_utilization_rate_over_window": None}
+    torch.save({"logical_count": torch.from_numpy(counts.astype(np.int32)), **more}, path)
+    return path
+
+
+PLACED = torch.tensor([[0, 1, 2, 0], [2, 1, 0, 2]])
+
+
+def _at_random(key, rank):
+    return torch.tensor(np.random.default_rng([key, rank]).integers(1, 9, (2, 4), np.int32))
+
+
+def _passes(folder, rank, ids, counted=_at_random, placed=PLACED):
+    """Write the per-pass dump of a rank, with `counted(key, rank)` in each pass."""
+    records = [
+        {"forward_pass_id": key, "rank": rank, "global_physical_count": counted(key, rank)}
+        for key in ids
+    ]
+    content = {"records": records, "last_physical_to_logical_map": placed}
+    torch.save(content, folder / f"{rank}.pt")
 
 
 def test_sglang_rows_are_hidden_layers_and_dense_ones_are_found(tmp_path):
     counts = np.zeros((5, 4, 4), np.int32)
     counts[:, [1, 3]] = make_trace().counts
-    _dump(tmp_path / "expert_distribution_recorder_1.0.pt", counts)
-    trace = read_trace(tmp_path / "expert_distribution_recorder_1.0.pt")
+    path = _stat(tmp_path / "expert_distribution_recorder_1.0.pt", counts)
+    trace = read_trace(path)
     assert trace.layer_ids == (1, 3)
     np.testing.assert_array_equal(trace.counts, make_trace().counts)
     assert {each.code: each.where for each in trace.findings} == {
@@ -35,11 +44,9 @@ def test_sglang_rows_are_hidden_layers_and_dense_ones_are_found(tmp_path):
         "step_order": "",
         "leading_idle_layers": "layer 0 of 4",
     }
-    assert read_trace(
-        tmp_path / "expert_distribution_recorder_1.0.pt", first_moe_layer=2
-    ).layer_ids == (2, 3)
+    assert read_trace(path, first_moe_layer=2).layer_ids == (2, 3)
     with pytest.raises(InvalidInput, match="first MoE layer 4 is outside the 4 hidden layers"):
-        read_trace(tmp_path / "expert_distribution_recorder_1.0.pt", first_moe_layer=4)
+        read_trace(path, first_moe_layer=4)
 
 
 def test_sglang_dumps_of_another_kind_are_refused(tmp_path):
@@ -60,45 +67,24 @@ def test_sglang_dumps_of_another_kind_are_refused(tmp_path):
             read_trace(tmp_path / "d.pt")
 
 
-@given(st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_a_damaged_sglang_dump_is_read_or_refused_with_a_typed_error(tmp_path, data):
-    _dump(tmp_path / "d.pt", make_trace().counts)
-    damage_and_read(tmp_path / "d.pt", tmp_path / "d.pt", data)
-
-
 def test_sglang_per_pass_dumps_are_summed_over_ranks_and_mapped_to_logical(tmp_path):
-    placed = torch.tensor([[0, 1, 2, 0], [2, 1, 0, 2]])
+    def counted(key, rank):
+        physical = torch.zeros(2, 4, dtype=torch.int32)
+        physical[:, 2 * rank : 2 * rank + 2] = key
+        return physical
+
     for rank in range(2):
-        records = []
-        for key in (12, 11):
-            physical = torch.zeros(2, 4, dtype=torch.int32)
-            physical[:, 2 * rank : 2 * rank + 2] = key
-            records.append(
-                {
-                    "forward_pass_id": key,
-                    "rank": rank,
-                    "gatherer_key": "primary",
-                    "global_physical_count": physical,
-                }
-            )
-        torch.save(
-            {"records": records, "last_physical_to_logical_map": placed}, tmp_path / f"r_{rank}.pt"
-        )
+        _passes(tmp_path, rank, (12, 11), counted)
     trace = read_trace(tmp_path)
     np.testing.assert_array_equal(trace.counts[0], [[22, 11, 11], [11, 11, 22]])
     np.testing.assert_array_equal(trace.counts[1], [[24, 12, 12], [12, 12, 24]])
-    torch.save(
-        {"records": records[:1], "last_physical_to_logical_map": placed}, tmp_path / "r_1.pt"
-    )
+    _passes(tmp_path, 1, [12], counted)
     left = read_trace(tmp_path)
     np.testing.assert_array_equal(left.counts, trace.counts[1:])
     assert ("left_out", "1 of 2 passes; rank 1 has 1, rank 0 2") in said(left)
-    torch.save(
-        {"records": records, "last_physical_to_logical_map": placed[:1]}, tmp_path / "r_1.pt"
-    )
+    _passes(tmp_path, 1, (12, 11), counted, placed=PLACED[:1])
     with pytest.raises(
-        ShapeMismatch, match=r"r_1.pt: its map \(1, 4\) is not the map of the other files"
+        ShapeMismatch, match=r"1.pt: its map \(1, 4\) is not the map of the other files"
     ):
         read_trace(tmp_path)
 
@@ -107,20 +93,13 @@ def test_sglang_per_pass_dumps_are_summed_over_ranks_and_mapped_to_logical(tmp_p
     ("placed", "message"),
     [
         (torch.tensor([[0, 2**40]]), f"has expert {2**40}, 2 slots cannot hold so many"),
-        (
-            torch.zeros((0, 2), dtype=torch.int64),
-            r"must be \(layers, slots\), none of them 0, got \(0, 2\)",
-        ),
-        (
-            torch.zeros((2, 0), dtype=torch.int64),
-            r"must be \(layers, slots\), none of them 0, got \(2, 0\)",
-        ),
+        (torch.zeros((0, 2), dtype=torch.int64), r"must be \(layers, slots\), .* got \(0, 2\)"),
+        (torch.zeros((2, 0), dtype=torch.int64), r"must be \(layers, slots\), .* got \(2, 0\)"),
     ],
 )
 def test_an_impossible_map_is_refused_before_memory_is_allocated(tmp_path, placed, message):
-    record = {"forward_pass_id": 1, "rank": 0, "global_physical_count": torch.ones(placed.shape)}
-    torch.save({"records": [record], "last_physical_to_logical_map": placed}, tmp_path / "r_0.pt")
-    with pytest.raises(InvalidInput, match=f"r_0.pt: .*{message}"):
+    _passes(tmp_path, 0, [1], lambda *_: torch.ones(placed.shape), placed)
+    with pytest.raises(InvalidInput, match=f"0.pt: .*{message}"):
         read_trace(tmp_path)
 
 
@@ -132,7 +111,7 @@ def _ring(path, written_from, busy):
     ring = np.zeros((8, 2, 4), np.int32)
     for step in busy:
         ring[(written_from + step) % 8] = STEPS[step]
-    torch.save({"rank": 0, "logical_count": torch.tensor(ring)}, path)
+    _stat(path, ring)
 
 
 @pytest.mark.parametrize("written_from", [0, 3])
@@ -165,11 +144,6 @@ def test_an_ambiguous_ring_is_read_as_stored_with_a_note(
     trace = read_trace(tmp_path / "d.pt")
     np.testing.assert_array_equal(trace.counts, STEPS[stored])
     assert said(trace)[1:] == [("step_order", f"empty in {places} places")]
-
-
-def _stat(path, counts):
-    torch.save({"rank": 0, "logical_count": torch.from_numpy(counts.astype(np.int32))}, path)
-    return path
 
 
 def _routed(layers, steps=40):
@@ -223,21 +197,6 @@ def test_layers_that_a_table_routes_are_named_with_the_option_that_keeps_them(tm
 UNEVEN = pytest.mark.fault(
     "a user of evenkeel offline", "a recording that ended unevenly was refused whole"
 )
-
-
-def _passes(folder, rank, ids, seed=0):
-    rng = np.random.default_rng(seed + rank)
-    records = [
-        {
-            "forward_pass_id": key,
-            "rank": rank,
-            "gatherer_key": "primary",
-            "global_physical_count": torch.tensor(rng.integers(1, 9, (2, 4), np.int32)),
-        }
-        for key in ids
-    ]
-    placed = torch.tensor([[0, 1, 2, 0], [2, 1, 0, 2]])
-    torch.save({"records": records, "last_physical_to_logical_map": placed}, folder / f"{rank}.pt")
 
 
 @UNEVEN

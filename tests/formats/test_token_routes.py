@@ -43,52 +43,25 @@ def told(trace, code):
     return [(str(each.severity), each.amount) for each in trace.findings if each.code == code]
 
 
-def first_experts(ids, real):
-    ids[~real] = np.arange(K)
-
-
-def other_ids(ids, real):
-    ids[~real] = [7, 3, 30, 11]
-
-
-def last_ids(ids, real):
-    ids[~real] = np.arange(E - K, E)
-
-
-def other_ids_in_each_layer(ids, real):
-    ids[~real] = np.random.default_rng(5).permutation(E)[: H * K].reshape(H, K)
-
-
-def negative(ids, real):
-    ids[~real] = -1
-
-
-def zeros(ids, real):
-    ids[~real] = 0
-
-
-def on_the_left(ids, real):
-    for row, is_real in zip(ids, real, strict=True):
-        row[:] = np.roll(row, int((~is_real).sum()), axis=0)
-        row[: int((~is_real).sum())] = np.arange(K)
-
-
-FILLED = [
-    first_experts,
-    other_ids,
-    last_ids,
-    other_ids_in_each_layer,
-    negative,
-    zeros,
-    on_the_left,
-]
+FILLS = {
+    "first experts": np.arange(K),
+    "other experts": np.array([7, 3, 30, 11]),
+    "last experts": np.arange(E - K, E),
+    "others in each layer": np.random.default_rng(5).permutation(E)[: H * K].reshape(H, K),
+    "negative": np.array(-1),
+    "zeros": np.array(0),
+}
+"""The ids that a program writes where there is no token."""
 
 
 @PADDED
-@pytest.mark.parametrize("fill", FILLED)
+@pytest.mark.parametrize("fill", [*FILLS, "on the left"])
 def test_padding_is_never_load_however_it_is_written(tmp_path, fill):
     ids, real = routed(), lengths()
-    fill(ids, real)
+    ids[~real] = FILLS.get(fill, FILLS["first experts"])
+    if fill == "on the left":
+        for row, is_real in zip(ids, real, strict=True):
+            row[:] = np.roll(row, int((~is_real).sum()), axis=0)
     trace = read(tmp_path, ids)
     assert trace.counts.sum() == real.sum() * H * K
     assert not doubts(trace.findings)
@@ -144,30 +117,20 @@ def test_a_row_that_lacks_some_experts_is_left_out_with_a_count(tmp_path, rows, 
     assert (severity, among) in told(trace, "routes_missing")
 
 
-def lost_sequences(ids):
-    ids[2:] = 0
-
-
-def lost_positions(ids):
-    ids[:, T // 8 :] = 0
-
-
-def lost_to_a_valid_route(ids):
-    ids[2:] = np.arange(K)
-
-
-def lost_to_nothing(ids):
-    ids[2:] = -1
-
-
 @LOST
 @pytest.mark.parametrize(
-    "lose", [lost_sequences, lost_positions, lost_to_a_valid_route, lost_to_nothing]
+    ("where", "fill"),
+    [
+        (np.s_[2:], "zeros"),
+        (np.s_[:, T // 8 :], "zeros"),
+        (np.s_[2:], "first experts"),
+        (np.s_[2:], "negative"),
+    ],
 )
-def test_tokens_that_the_mask_calls_real_and_that_have_no_route_are_counted(tmp_path, lose):
+def test_tokens_that_the_mask_calls_real_and_that_have_no_route_are_counted(tmp_path, where, fill):
     ids = routed()
     before = ids.copy()
-    lose(ids)
+    ids[where] = FILLS[fill]
     missing = int((ids != before).any(axis=(2, 3)).sum())
     trace = read(tmp_path, ids, attention_mask=np.ones((B, T), np.int64))
     assert told(trace, "routes_missing") == [("doubt", f"{missing} of {B * T} tokens")]
@@ -323,7 +286,7 @@ HOLES = pytest.mark.fault(
 
 
 @HOLES
-@pytest.mark.parametrize("fill", [first_experts, other_ids, last_ids, zeros, negative])
+@pytest.mark.parametrize("fill", [name for name in FILLS if name != "others in each layer"])
 @pytest.mark.parametrize("layers", [1, 2, 4])
 @pytest.mark.parametrize("dense", [0, 1])
 def test_routes_that_are_lost_within_sequences_are_counted_as_missing(
@@ -331,7 +294,7 @@ def test_routes_that_are_lost_within_sequences_are_counted_as_missing(
 ):
     ids, kept = routed(layers=layers), np.ones((B, T), bool)
     kept[:, 20:50] = False
-    fill(ids, kept)
+    ids[~kept] = FILLS[fill]
     ids = np.concatenate([np.zeros((B, T, dense, K), np.int32), ids], axis=2)
     trace = read(tmp_path, ids, attention_mask=ALL)
     assert trace.counts.sum() == kept.sum() * layers * K
@@ -339,12 +302,12 @@ def test_routes_that_are_lost_within_sequences_are_counted_as_missing(
 
 
 @HOLES
-@pytest.mark.parametrize("fill", [zeros, negative])
+@pytest.mark.parametrize("fill", ["zeros", "negative"])
 @pytest.mark.parametrize("where", [np.s_[5:], np.s_[:, 20:50]])
 def test_rows_without_a_route_are_in_doubt_also_without_a_mask(tmp_path, fill, where):
     ids, kept = routed(), np.ones((B, T), bool)
     kept[where] = False
-    fill(ids, kept)
+    ids[~kept] = FILLS[fill]
     trace = read(tmp_path, ids)
     assert trace.counts.sum() == kept.sum() * H * K
     assert told(trace, "routes_missing") == [("doubt", f"{(~kept).sum()} of {B * T} tokens")]

@@ -54,7 +54,7 @@ def fuzz(target: Target, seconds: float, seed: int) -> tuple[int, int, dict[str,
     seen: set[str] = set()
     failures: dict[str, bytes] = {}
     tried = taken = 0
-    least, until = len(pool), time.monotonic() + seconds
+    least, until = 2 * len(pool), time.monotonic() + seconds
     for data in inputs(target, rng, pool):
         if tried >= least and time.monotonic() >= until:
             break

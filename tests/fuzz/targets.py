@@ -18,9 +18,7 @@ from evenkeel_moe.adapters.redis import encoding
 from evenkeel_moe.adapters.redis.encoding import Unreadable
 from evenkeel_moe.api.schemas import FreezeIn, PlanIn, RollbackIn
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation, Reason
-from evenkeel_moe.formats import read_trace
-from evenkeel_moe.formats.placements import parse_placement
-from evenkeel_moe.formats.traces import write_trace
+from evenkeel_moe.formats import parse_placement, read_trace, render_placement, write_trace
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
@@ -36,8 +34,9 @@ from evenkeel_moe.wire.codec import (
 )
 from evenkeel_moe.wire.trace import trace_id_or_new
 from tests.contracts.test_stores import make_window
-from tests.formats.samples import make_trace
+from tests.formats.samples import make_trace, two_layers
 from tests.formats.test_engine_records import stats
+from tests.formats.test_placements import BY_LAYER
 from tests.protocol.machines import BASE, LEADER, key_of, plan_of, prepare_of, state_of
 from tests.wire.strategies import IDENTITY, SHAPE
 from tests.wire.wires import HELLO
@@ -252,7 +251,7 @@ def _targets() -> tuple[Target, ...]:
             _placement,
             (EvenkeelError,),
             (
-                json.dumps({"physical_to_logical_map": rows}).encode(),
+                *(render_placement(two_layers(), format_).encode() for format_ in BY_LAYER),
                 b"num_slots: 4\ninitial_global_assignments:\n  3: &a [0, 1, 2, 0]\n  4: *a\n",
             ),
         ),

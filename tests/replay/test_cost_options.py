@@ -4,13 +4,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.cost import CostModel, CostSource
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.derived_cost import derived_cost
-from evenkeel_moe.replay.cost_options import replay_cost
+from evenkeel_moe.replay.from_options import replay_cost
 from evenkeel_moe.replay.options import CostKind, CostOptions
 
 SHAPE = ModelShape(2, 8, 2, 5, 2, 44_040_192)
@@ -125,11 +125,6 @@ def test_tokens_include_the_shared_experts_that_waterfill_pours():
     assert replay_cost(tokens, none, None, DispatchModel.WATERFILL).by_tokens
 
 
-def test_waterfill_without_shared_experts_is_refused():
-    with pytest.raises(InvalidInput, match="--dispatch waterfill needs --shared-experts"):
-        replay_cost(CostOptions(), SHAPE, None, DispatchModel.WATERFILL)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -181,8 +176,3 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(InvalidInput, match="is no curve"):
             cost(cost="curve", curve=path)
-
-
-def test_one_positive_speed_for_each_rank_is_needed():
-    with pytest.raises(ShapeMismatch, match="2 positive rank speeds are needed, got 1"):
-        cost("1")

@@ -1,4 +1,8 @@
+"""The page, the table and the sentences in which a comparison is shown."""
+
+import math
 import re
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import numpy as np
@@ -8,10 +12,13 @@ from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.problem.objective import Objective
+from evenkeel_moe.replay.charts import PALETTE, lines
 from evenkeel_moe.replay.compare import Comparison, compare
 from evenkeel_moe.replay.planners import choose_planners
 from evenkeel_moe.replay.report import render_report
 from evenkeel_moe.replay.walk import Setup
+from evenkeel_moe.replay.walk_metrics import COPY_BYTES_PER_S
+from evenkeel_moe.replay.words import COLUMNS, sentences
 
 
 def _compare(setup: Setup, *policies: str) -> Comparison:
@@ -44,11 +51,6 @@ def test_rank_loads_are_shown_before_and_after_for_any_choice_of_policies(setup,
     assert titles[0] == f"before: initial, worst {worst:.2f}"
 
 
-def test_equal_comparisons_give_equal_pages(setup):
-    comparison = _compare(setup, "eplb")
-    assert render_report(comparison) == render_report(comparison)
-
-
 def test_cells_are_shaded_by_their_distance_from_an_even_share(setup):
     """A cell has its layer, rank and load in words; a layer without load is blank."""
     setup.load[-4:, 1] = 0.0
@@ -75,3 +77,89 @@ def test_wide_charts_scroll_on_a_phone(setup):
     assert "svg{width:100%;min-width:760px;" in page
     for label in ("balancedness by step", "time / fluid bound by step"):
         assert re.search(rf'<div class="scroll"><svg [^>]*aria-label="{label}', page), label
+
+
+# --- sentences and columns ---
+
+
+def test_the_best_policy_is_named_with_what_it_gains_and_costs(setup):
+    comparison = _compare(setup, "eplb", "initial")
+    comparison = replace(
+        comparison,
+        results=tuple(
+            replace(one, time_over_fluid=over, bytes=4_000_000_000, copy_s=0.5, replans=3)
+            for one, over in zip(comparison.results, (1.1, 1.375), strict=True)
+        ),
+    )
+    verdict, copies, *_ = sentences(comparison)
+    assert verdict == (
+        "eplb has the least predicted MoE time (by tokens), 10.0% above a perfect split of tokens,"
+        " 20.0% less than the initial placement."
+    )
+    assert copies == "A replan of eplb copies 2 GB between ranks, about 0.25 s at 5 GB/s per rank."
+    worse = replace(comparison, results=tuple(reversed(comparison.results)))
+    assert sentences(worse)[0].startswith("eplb ")
+    alone = replace(comparison, results=(replace(comparison.results[0], bytes=0),))
+    assert sentences(alone)[1] == "After its first plan eplb copies nothing."
+    unknown = replace(comparison.results[0], time_over_fluid=np.nan)
+    nothing = sentences(replace(comparison, results=(unknown,)))
+    assert "no load" in nothing[0] and nothing[1].startswith("Cost model")
+
+
+def test_ranks_copy_at_the_same_time(setup):
+    (result,) = _compare(setup, "eplb").results
+    assert result.bytes > 0
+    assert result.copy_s == result.bytes / 2 / COPY_BYTES_PER_S
+
+
+def test_the_page_begins_with_the_sentence_and_names_its_command(setup):
+    comparison = _compare(setup, "eplb")
+    page = render_report(comparison, made_by="evenkeel replay compare --trace '<b>'")
+    assert page.index(sentences(comparison)[0]) < page.index("<table>")
+    assert "--trace &#x27;&lt;b&gt;&#x27;</code>" in page
+    plain = render_report(comparison)
+    assert "Made by" not in plain and plain == render_report(comparison)
+
+
+def test_the_best_values_are_those_shown_alike_in_columns_with_an_order(setup):
+    (result,) = _compare(setup, "initial").results
+
+    def best(key, *values):
+        column = next(column for column in COLUMNS if column.key == key)
+        cells = column.cells([replace(result, **{key: value}) for value in values])
+        return [text for text, is_best in cells if is_best]
+
+    assert best("time_over_fluid", 1.30004, 1.3, 1.4) == ["1.3000", "1.3000"]
+    assert best("balancedness_mean", 0.8, 0.9, float("nan")) == ["0.9000"]
+    assert best("bytes", 1, 2) == []
+    assert best("time_over_fluid", float("nan")) == []
+
+
+# --- charts ---
+
+STEPS = np.arange(4.0)
+
+
+def _lines(**series):
+    return lines("a < b", STEPS, {name: np.array(values) for name, values in series.items()})
+
+
+def test_nan_leaves_a_gap_in_the_line():
+    drawing = ET.fromstring(_lines(a=[1.0, math.nan, 2.0, 3.0]))
+    assert drawing.get("aria-label") == "a < b by step"
+    styled = [node for node in drawing.iter("path") if "var(--blue)" in node.get("style", "")]
+    path = styled[0].get("d", "")
+    assert (path.count("M"), path.count("L")) == (2, 1)
+
+
+def test_the_legend_lists_lines_by_where_they_end():
+    drawing = ET.fromstring(_lines(a=[0, 0, 0, 2], b=[0, 0, 0, 3], c=[4, 4, 1, math.nan]))
+    texts = ["".join(node.itertext()).strip() for node in drawing.iter("text")]
+    assert [text for text in texts if text in {"a", "b", "c"}] == ["b", "a", "c"]
+
+
+def test_colours_are_left_to_the_page_and_equal_charts_are_equal_text():
+    first, second = (_lines(a=[0.5, 1.0, 1.0, 1.0], b=[0.5, 1.0, 2.0, 1.0]) for _ in range(2))
+    assert first == second
+    assert not re.search("#[0-9a-f]{6}", first.replace("#m", ""))
+    assert set(re.findall(r"var\(--(\w+)\)", first)) <= set(PALETTE)

@@ -8,7 +8,7 @@ from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Proposal
-from evenkeel_moe.replay.verdict import with_verdict
+from evenkeel_moe.replay.planners import with_verdict
 from evenkeel_moe.replay.walk import Replan, Setup, walk_forward
 
 

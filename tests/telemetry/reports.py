@@ -115,3 +115,15 @@ def windows_of(intakes):
         for phase, window in intake.complete:
             parts.setdefault(phase, []).append(window)
     return {phase: join_windows(windows) for phase, windows in parts.items()}
+
+
+def load_window(counts, steps, num_ranks, *, epoch=0, seconds=None, tokens=None) -> LoadWindow:
+    """Return a window of (T, L, E) counts; seconds are unknown if they are not given."""
+    shape = (len(steps), num_ranks)
+    return LoadWindow(
+        counts.astype(np.uint32),
+        np.array(steps, np.int64),
+        np.full(len(steps), epoch, np.int64),
+        np.ones(shape, np.int64) if tokens is None else tokens,
+        np.full(shape, np.nan) if seconds is None else seconds,
+    )

@@ -1,6 +1,6 @@
 """The balance of the windows, kept up to date step by step."""
 
-import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.telemetry import windows
 from evenkeel_moe.telemetry.balance import Balance
+from tests.telemetry.reports import load_window
 
 SHAPE = ModelShape(2, 4, 2, 3, 2, 1000)
 
@@ -22,15 +23,9 @@ PLACEMENT = Placement.initial(SHAPE)
 
 def make_window(steps, seed=0, *, source=False) -> LoadWindow:
     rng = np.random.default_rng(seed)
-    counts = rng.integers(0, 50, (len(steps), 2, 4)).astype(np.uint32)
-    return LoadWindow(
-        counts,
-        np.array(steps, np.int64),
-        np.zeros(len(steps), np.int64),
-        rng.integers(1, 9, (len(steps), 2)),
-        np.full((len(steps), 2), math.nan),
-        rng.integers(0, 9, (2, 2, 4)).astype(np.uint32) if source else None,
-    )
+    window = load_window(rng.integers(0, 50, (len(steps), 2, 4)), steps, 2)
+    sums = rng.integers(0, 9, (2, 2, 4)).astype(np.uint32)
+    return replace(window, source=sums) if source else window
 
 
 def test_a_map_that_lost_an_expert_with_load_leaves_the_balance_unknown():
@@ -102,8 +97,7 @@ def test_balance_splits_tokens_as_the_gates_do(dispatch):
     placement = Placement(
         np.array([[0, 1, 0, 2, 0, 3, 1, 2], [3, 1, 2, 3, 0, 3, 1, 2]], np.int32), 4, 4
     )
-    steps, unknown = np.arange(20), np.full((20, 4), math.nan)
-    window = LoadWindow(counts, steps, steps * 0, np.ones((20, 4), np.int64), unknown)
+    window = load_window(counts, range(20), 4)
     now = [Topology((0, 0, 1, 1))]
     balance = Balance(100, lambda: SplitModel(dispatch, now[0]))
     for topology in (now[0], Topology((0, 1, 1, 1)), Topology((0, 0, 0, 0))):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, CostSource
 from evenkeel_moe.model.dispatch_model import DispatchModel
-from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT, SplitModel
@@ -21,6 +20,7 @@ from evenkeel_moe.telemetry.delivered_gain import (
     newest_state,
     timed_steps,
 )
+from tests.telemetry.reports import load_window
 
 LAYERS, EXPERTS, RANKS = 3, 8, 4
 LINEAR = Placement(np.tile(np.arange(EXPERTS, dtype=np.int32), (LAYERS, 1)), RANKS, EXPERTS)
@@ -50,14 +50,7 @@ def true_gain(counts, fixed_s=0.0):
 
 def timed(counts, placement, cost, noise=1.0, fixed_s=0.0):
     seconds = truth(counts, placement, fixed_s).sum(axis=1) * noise
-    steps = len(counts)
-    window = LoadWindow(
-        counts,
-        np.arange(steps),
-        np.zeros(steps, np.int64),
-        np.ones((steps, RANKS), np.int64),
-        seconds,
-    )
+    window = load_window(counts, range(len(counts)), RANKS, seconds=seconds)
     return timed_steps(window, placement, cost, EVEN_SPLIT)
 
 
@@ -119,10 +112,9 @@ def test_shared_experts_count_in_the_gain_though_seconds_are_of_routed_experts(k
         return moe_time.rank_times(moe_time.rank_work(counts, placement, model, split), model)
 
     def steps(counts, placement):
-        count = len(counts)
-        rows = np.arange(count), np.zeros(count, np.int64), np.ones((count, RANKS), np.int64)
         seconds = times(counts, placement, equal).sum(axis=1)
-        return timed_steps(LoadWindow(counts, *rows, seconds), placement, cost, split)
+        window = load_window(counts, range(len(counts)), RANKS, seconds=seconds)
+        return timed_steps(window, placement, cost, split)
 
     before, after = traffic(1, 64), traffic(2, 64)
     phase = PhaseSteps(steps(before, LINEAR), steps(after, MIXED), steps(after, LINEAR))

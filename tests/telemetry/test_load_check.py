@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.model.finding import doubts
-from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.signals.live_findings import StepSums, check_live
 from evenkeel_moe.telemetry.load_check import LoadCheck
 from tests.planning.signals.test_live_findings import LOST
 from tests.planning.signals.test_load_findings import routed
+from tests.telemetry.reports import load_window
 
 SHAPE = ModelShape(6, 16, 4, 4, 2, 10)
 PLACEMENT = Placement.initial(SHAPE)
@@ -21,12 +22,7 @@ HALVED = pytest.mark.fault(
 
 
 def window(counts, steps, epoch=0):
-    """Return a window of (T, L, E) counts."""
-    steps = np.asarray(steps, np.int64)
-    ranks = np.zeros((len(steps), 4))
-    return LoadWindow(
-        counts.astype(np.uint32), steps, np.full(len(steps), epoch), ranks.astype(np.int64), ranks
-    )
+    return load_window(counts, steps, 4, epoch=epoch)
 
 
 def codes(check, placement=PLACEMENT, epoch=0):

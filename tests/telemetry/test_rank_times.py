@@ -1,6 +1,8 @@
 """Steps are fitted with the placement they ran under, and tell the speeds of the ranks."""
 
 import math
+from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
 from evenkeel_moe.telemetry import windows
 from evenkeel_moe.telemetry.rank_times import RankTimes
 from evenkeel_moe.telemetry.time_fit import NoFit, TimeFit
+from tests.telemetry.reports import load_window
 
 SPREAD = Placement(np.array([[0, 1, 2, 3, 4, 5, 0, -1]], np.int32), 4, 6)
 MOVED = Placement(np.array([[0, 1, 2, 3, 4, 5, 3, -1]], np.int32), 4, 6)
@@ -36,26 +39,20 @@ def window(steps, placement, epoch, *, seed=0, measured=True) -> LoadWindow:
     tokens, active = carried(counts, placement)
     seconds = PER_TOKEN * tokens + PER_REPLICA * active
     seconds = seconds * rng.lognormal(0, 0.01, seconds.shape)
-    return LoadWindow(
-        counts,
-        np.array(steps),
-        np.full(len(steps), epoch),
-        np.ones((len(steps), 4), np.int64),
-        seconds if measured else np.full(seconds.shape, np.nan),
-    )
+    return load_window(counts, steps, 4, epoch=epoch, seconds=seconds if measured else None)
+
+
+def add(times, phases, placement=SPREAD, epoch=1, earlier=MappingProxyType({})):
+    """Add parts of windows, of one phase if it is not named."""
+    phases = phases if isinstance(phases, dict) else {Phase.DECODE: phases}
+    times.update(phases, placement, epoch, EVEN_SPLIT, earlier)
 
 
 def seen(tokens, seconds, times=None, first=0) -> RankTimes:
     """Add steps in which expert r, which only rank r holds, got tokens[:, r]."""
     times = RankTimes(512) if times is None else times
     steps, ranks = tokens.shape
-    part = LoadWindow(
-        tokens[:, None].astype(np.uint32),
-        np.arange(first, first + steps),
-        np.zeros(steps, int),
-        np.ones(tokens.shape, np.int64),
-        seconds,
-    )
+    part = load_window(tokens[:, None], range(first, first + steps), ranks, seconds=seconds)
     placement = Placement(np.arange(ranks, dtype=np.int32)[None], ranks, ranks)
     times.update({Phase.MIXED: [part]}, placement, 0, EVEN_SPLIT)
     return times
@@ -81,51 +78,45 @@ def fit_of(times) -> TimeFit:
     return found
 
 
-def test_both_slopes_are_found_from_windows():
-    times = RankTimes(512)
-    times.update({Phase.DECODE: [window(range(200), SPREAD, 1)]}, SPREAD, 1, EVEN_SPLIT)
-    assert fit_of(times).s_per_token == pytest.approx(PER_TOKEN, rel=0.05)
-    assert fit_of(times).s_per_replica == pytest.approx(PER_REPLICA, rel=0.05)
-
-
 def test_steps_of_another_epoch_do_not_count_and_earlier_ones_outlive_a_move():
     times = RankTimes(512)
     before, after = window(range(100), SPREAD, 1), window(range(100, 130), MOVED, 2)
-    times.update({Phase.DECODE: [before]}, SPREAD, 1, EVEN_SPLIT)
+    add(times, [before])
     first = fit_of(times)
     late = window(range(100, 120), SPREAD, 1)
-    times.update({Phase.DECODE: [before, late]}, MOVED, 2, EVEN_SPLIT)
+    add(times, [before, late], MOVED, 2)
     assert times.fit() is first, "steps of the epoch before are not counted under the new one"
-    times.update({Phase.DECODE: [before, late, after.slice(slice(20, 30))]}, MOVED, 2, EVEN_SPLIT)
+    add(times, [before, late, after.slice(slice(20, 30))], MOVED, 2)
     assert times.fit() is first, "a fit stands until 16 more steps came"
     more = window(range(130, 140), MOVED, 2)
-    times.update({Phase.DECODE: [before, more]}, MOVED, 2, EVEN_SPLIT)
+    add(times, [before, more], MOVED, 2)
     second = fit_of(times)
     assert second.steps == 120
     assert second.s_per_replica == pytest.approx(PER_REPLICA, rel=0.05)
+    assert second.s_per_token == pytest.approx(PER_TOKEN, rel=0.05)
 
 
 def test_no_step_is_lost_around_a_move():
     times = RankTimes(512)
     parts = [window(range(100), SPREAD, 1), window(range(100, 140), MOVED, 2)]
-    times.update({Phase.DECODE: parts}, SPREAD, 1, EVEN_SPLIT)
+    add(times, parts)
     assert fit_of(times).steps == 100, "steps of a later epoch wait"
     parts.append(window(range(140, 160), SPREAD, 3))
-    times.update({Phase.DECODE: parts}, SPREAD, 3, EVEN_SPLIT, {Epoch(1): SPREAD, Epoch(2): MOVED})
+    add(times, parts, SPREAD, 3, {Epoch(1): SPREAD, Epoch(2): MOVED})
     assert fit_of(times).steps == 160, "each is counted under its own placement"
     assert fit_of(times).s_per_replica == pytest.approx(PER_REPLICA, rel=0.05)
     lost = RankTimes(512)
     other = Placement(np.arange(8, dtype=np.int32)[None], 4, 8)
-    lost.update({Phase.DECODE: parts}, SPREAD, 3, EVEN_SPLIT, {Epoch(1): other, Epoch(2): MOVED})
+    add(lost, parts, SPREAD, 3, {Epoch(1): other, Epoch(2): MOVED})
     assert fit_of(lost).steps == 60, "a placement of another shape counts nothing"
 
 
 def test_a_window_of_a_large_shape_is_taken_in_several_calls(monkeypatch):
     monkeypatch.setattr(windows, "_CELLS_AT_ONCE", 60 * SPREAD.num_layers * SPREAD.num_slots)
     times = RankTimes(512)
-    parts = {Phase.DECODE: [window(range(200), SPREAD, 1)]}
+    parts = [window(range(200), SPREAD, 1)]
     for known in (60, 120, 180, 200, 200):
-        times.update(parts, SPREAD, 1, EVEN_SPLIT)
+        add(times, parts)
         assert fit_of(times).steps == known
 
 
@@ -139,7 +130,7 @@ def test_phases_are_fitted_together_in_the_order_of_their_steps():
         Phase.DECODE: [window(range(64), SPREAD, 1), slow],
         Phase.PREFILL: [fast],
     }
-    times.update(phases, SPREAD, 1, EVEN_SPLIT)
+    add(times, phases)
     assert fit_of(times).steps == 64, "the newest steps of both phases are kept"
     assert fit_of(times).factors[1] == pytest.approx(1.3, rel=0.02)
 
@@ -147,9 +138,9 @@ def test_phases_are_fitted_together_in_the_order_of_their_steps():
 def test_ranks_that_do_not_measure_are_no_fit_and_a_new_generation_forgets():
     times = RankTimes(512)
     silent = window(range(50), SPREAD, 1, measured=False)
-    times.update({Phase.DECODE: [silent]}, SPREAD, 1, EVEN_SPLIT)
+    add(times, [silent])
     assert times.fit() == NoFit("no rank reports seconds")
-    times.update({Phase.DECODE: [window(range(50, 90), SPREAD, 1)]}, SPREAD, 1, EVEN_SPLIT)
+    add(times, [window(range(50, 90), SPREAD, 1)])
     fit_of(times)
     times.clear()
     assert times.fit() == NoFit("no rank reports seconds")
@@ -158,7 +149,7 @@ def test_ranks_that_do_not_measure_are_no_fit_and_a_new_generation_forgets():
 def test_a_placement_without_an_expert_that_has_load_is_not_counted():
     lost = Placement(np.array([[0, 1, 2, 3, 4, -1, 0, -1]], np.int32), 4, 6)
     times = RankTimes(512)
-    times.update({Phase.DECODE: [window(range(50), SPREAD, 1)]}, lost, 1, EVEN_SPLIT)
+    add(times, [window(range(50), SPREAD, 1)], lost, 1)
     assert times.fit() == NoFit("no rank reports seconds")
 
 
@@ -167,16 +158,14 @@ def test_a_fit_in_use_is_not_dropped_at_the_limit():
     first, later = window(range(64), SPREAD, 1), window(range(64, 576), SPREAD, 1)
     noise = rng.lognormal(0, 0.75, later.compute_s.shape)
     alone, after = RankTimes(512), RankTimes(512)
-    noisy = LoadWindow(
-        later.counts, later.steps, later.epochs, later.tokens, later.compute_s * noise
-    )
-    alone.update({Phase.DECODE: [noisy]}, SPREAD, 1, EVEN_SPLIT)
+    noisy = replace(later, compute_s=later.compute_s * noise)
+    add(alone, [noisy])
     refused = alone.fit()
     assert isinstance(refused, NoFit)
     assert "at least 50% is needed" in refused.reason
-    after.update({Phase.DECODE: [first]}, SPREAD, 1, EVEN_SPLIT)
+    add(after, [first])
     fit_of(after)
-    after.update({Phase.DECODE: [first, noisy]}, SPREAD, 1, EVEN_SPLIT)
+    add(after, [first, noisy])
     assert 0.4 <= fit_of(after).explained < 0.5
 
 
@@ -238,14 +227,14 @@ def test_factors_stand_until_sixteen_more_steps_came():
 
 def test_a_refused_fit_keeps_the_last_sound_one_until_its_steps_are_gone():
     times = RankTimes(128)
-    times.update({Phase.DECODE: [window(range(128), SPREAD, 1)]}, SPREAD, 1, EVEN_SPLIT)
+    add(times, [window(range(128), SPREAD, 1)])
     sound = fit_of(times)
     rng = np.random.default_rng(4)
 
     def noise(first, last):
         part = window(range(first, last), SPREAD, 1)
         part.compute_s[:] = rng.lognormal(-5, 0.6, part.compute_s.shape)
-        times.update({Phase.DECODE: [part]}, SPREAD, 1, EVEN_SPLIT)
+        add(times, [part])
         return times.fit()
 
     for first in range(128, 256, 16):
@@ -259,7 +248,7 @@ def test_a_refused_fit_keeps_the_last_sound_one_until_its_steps_are_gone():
     gone = noise(256, 400)
     assert isinstance(gone, NoFit), "nothing that is kept supports the fit"
     good = window(range(400, 528), SPREAD, 1)
-    times.update({Phase.DECODE: [good]}, SPREAD, 1, EVEN_SPLIT)
+    add(times, [good])
     assert fit_of(times).refused == ""
 
 
@@ -268,7 +257,7 @@ def test_a_rank_that_changes_its_speed_loses_its_earlier_steps_only():
     for first in range(0, 600, 8):
         part = window(range(first, first + 8), SPREAD, 1)
         part.compute_s[:, 2] *= 1.12 if 200 <= first < 400 else 1.0
-        times.update({Phase.DECODE: [part]}, SPREAD, 1, EVEN_SPLIT)
+        add(times, [part])
         times.fit()
         found = times.speed_factors()
         if first in (192, 392, 592):

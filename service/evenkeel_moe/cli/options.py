@@ -1,16 +1,20 @@
 """Options that several commands share.
 
 A command takes such options as one argument, a dataclass whose fields are options.
-`with_option_groups` turns the fields into options of the command.
+`with_option_groups` turns the fields into options of the command; an option without words of its
+own has the docstring of its field.
 """
 
+import ast
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from functools import wraps
+from functools import cache, wraps
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
@@ -64,13 +68,17 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
         group = groups[parameter.name]
         field_hints = get_type_hints(group, include_extras=True)
         for field in fields(group):
-            default = parameter.empty if field.default is MISSING else field.default
+            hint, default = field_hints[field.name], field.default
+            if get_origin(hint) is not Annotated:
+                hint = Annotated[hint, typer.Option()]
+            option = hint.__metadata__[0]
+            option.help = option.help or _field_words(group).get(field.name)
             parameters.append(
                 inspect.Parameter(
                     field.name,
                     parameter.KEYWORD_ONLY,
-                    default=default,
-                    annotation=field_hints[field.name],
+                    default=parameter.empty if default is MISSING else default,
+                    annotation=hint,
                 )
             )
 
@@ -83,6 +91,19 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
+
+
+@cache
+def _field_words(group: type) -> dict[str, str]:
+    """Return the docstrings of the fields of a dataclass, each as one line."""
+    words: dict[str, str] = {}
+    for node in ast.parse(inspect.getsource(sys.modules[group.__module__])).body:
+        if isinstance(node, ast.ClassDef) and node.name == group.__name__:
+            for field, after in pairwise(node.body):
+                match field, after:
+                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                        words[name] = " ".join(text.split())
+    return words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

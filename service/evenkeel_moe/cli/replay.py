@@ -150,7 +150,7 @@ def _tell_start(planners: Iterable[str], recorded: Any) -> None:
 
 
 def _write_page(path: Path, comparison: Any) -> None:
-    from evenkeel_moe.formats.writing import write_file
+    from evenkeel_moe.formats.array_files import write_file
     from evenkeel_moe.replay.report import render_report
 
     words = ["evenkeel", *sys.argv[1:]]
@@ -200,8 +200,8 @@ def plan_command(
     from evenkeel_moe.cli.replay_tables import tradeoff_parts
     from evenkeel_moe.formats import PlacementFormat
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
+    from evenkeel_moe.replay.offline import plan_newest
     from evenkeel_moe.replay.replica_tradeoff import tradeoff_fields, weigh_on_window
-    from evenkeel_moe.replay.single import plan_newest
 
     check_writable(output.out)
     format_ = PlacementFormat.parse(output.format_name)

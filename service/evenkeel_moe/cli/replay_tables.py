@@ -7,11 +7,17 @@ from rich.text import Text
 
 from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
 from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff
-from evenkeel_moe.replay.columns import COLUMNS, TRADEOFF_TITLE, plain, tradeoff_columns
 from evenkeel_moe.replay.compare import Comparison
 from evenkeel_moe.replay.describe import TraceDescription
 from evenkeel_moe.replay.planners import BASELINES
-from evenkeel_moe.replay.words import legend_lines, sentences
+from evenkeel_moe.replay.words import (
+    COLUMNS,
+    TRADEOFF_TITLE,
+    legend_lines,
+    plain,
+    sentences,
+    tradeoff_columns,
+)
 
 
 def comparison_parts(comparison: Comparison, width: int) -> list[RenderableType]:

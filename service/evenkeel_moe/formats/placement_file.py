@@ -6,10 +6,9 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
-from evenkeel_moe.formats.reading import check_layer_ids, listed
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
+from evenkeel_moe.formats.reading import check_layer_ids
 from evenkeel_moe.model.placement import Placement
 
 NEUTRAL_FORMAT = "evenkeel.placement"
@@ -78,59 +77,6 @@ class PlacementFile:
                 f"first: layer {self.layer_ids[row]} expert {expert}",
                 Reason.EXPERT_WITHOUT_REPLICA,
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """Facts about the file that the caller of the reader knows."""
-
-    num_ranks: int | None
-    num_logical_experts: int | None
-    first_moe_layer: int
-    layer_ids: tuple[int, ...] | None
-
-    def ranks(self, carried: int | None = None) -> int:
-        """Return R; `carried` is what the file says."""
-        if carried is not None and self.num_ranks not in (None, carried):
-            raise ShapeMismatch(f"the file is for {carried} ranks, {self.num_ranks} are expected")
-        ranks = carried if carried is not None else self.num_ranks
-        if ranks is None:
-            raise InvalidInput("this format does not carry the number of ranks: pass num_ranks")
-        return ranks
-
-    def experts(self, rows: NDArray[np.int32], carried: int | None = None) -> int:
-        """Return E of (L, S) rows; `carried` is what the file says."""
-        if carried is not None and self.num_logical_experts not in (None, carried):
-            raise ShapeMismatch(
-                f"the file is for {carried} experts, {self.num_logical_experts} are expected"
-            )
-        named = carried if carried is not None else self.num_logical_experts
-        experts = named if named is not None else int(rows.max()) + 1
-        if experts > rows.shape[1]:
-            raise ShapeMismatch(
-                f"{rows.shape[1]} slots cannot hold {experts} experts",
-                Reason.EXPERT_WITHOUT_REPLICA,
-            )
-        return experts
-
-    def layers(self, carried: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the layer ids that the file carries, if they are those expected."""
-        expected = carried if self.layer_ids is None else self.layer_ids
-        if expected != carried:
-            has, needs = set(carried), set(expected)
-            parts = []
-            if needs - has:
-                parts.append(f"lacks layers {listed(sorted(needs - has))}")
-            if has - needs:
-                parts.append(f"has layers {listed(sorted(has - needs))} that are not expected")
-            raise ShapeMismatch(f"the file {', '.join(parts)}")
-        return carried
-
-    def layers_up_to(self, last: int) -> tuple[int, ...]:
-        """Return the layer ids, up to `last` (exclusive) if the caller does not know them."""
-        if self.layer_ids is not None:
-            return self.layer_ids
-        return tuple(range(self.first_moe_layer, last))
 
 
 def refuse_duplicates(placement: Placement) -> None:

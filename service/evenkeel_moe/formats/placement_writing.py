@@ -1,12 +1,14 @@
 """Writes placement files of the formats that `placements` describes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
+from evenkeel_moe.formats.array_files import write_file
 from evenkeel_moe.formats.placement_file import (
     NEUTRAL_FORMAT,
     NEUTRAL_VERSION,
@@ -15,8 +17,7 @@ from evenkeel_moe.formats.placement_file import (
     refuse_duplicates,
 )
 from evenkeel_moe.formats.reading import naming
-from evenkeel_moe.formats.writing import write_file
-from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.placement import EMPTY
 
 MAX_HIDDEN_LAYERS = 10_000
 """Most rows of an sglang file; far more than any model has, and small enough for memory."""
@@ -50,21 +51,12 @@ def render_placement(
         InfeasiblePlan: the format cannot hold the placement's empty slots or duplicates.
         InvalidInput: the placement has a layer beyond `num_hidden_layers`.
     """
-    if format_ is PlacementFormat.NEUTRAL:
-        return _render_neutral(file)
-    _refuse_empty(file, format_)
+    if not format_.holds_empty_slots:
+        _refuse_empty(file, format_)
     if format_ is PlacementFormat.SGLANG:
-        return _render_sglang(file, num_hidden_layers)
-    if format_ is PlacementFormat.TRTLLM:
-        return _render_trtllm(file)
-    if format_ is PlacementFormat.VLLM:
-        return f"[\n{_rows(file.placement.phy2log)}\n]\n"
-    if format_ is PlacementFormat.VLLM_MAPPING:
-        return _render_vllm_mapping(file.placement)
-    if format_ is PlacementFormat.VLLM_RANKS:
-        return _render_vllm_ranks(file)
-    refuse_duplicates(file.placement)
-    return _render_ascend(file.placement)
+        rows = sglang_rows(file, num_hidden_layers)
+        return f'{{"physical_to_logical_map": [\n{_lines(rows)}\n]}}\n'
+    return _RENDERERS[format_](file)
 
 
 def _render_neutral(file: PlacementFile) -> str:
@@ -78,11 +70,7 @@ def _render_neutral(file: PlacementFile) -> str:
         "info": dict(file.info),
     }
     head = json.dumps(content, allow_nan=False)
-    return f'{head[:-1]}, "physical_to_logical": [\n{_rows(placement.phy2log)}\n]}}\n'
-
-
-def _render_sglang(file: PlacementFile, num_hidden_layers: int | None) -> str:
-    return f'{{"physical_to_logical_map": [\n{_rows(sglang_rows(file, num_hidden_layers))}\n]}}\n'
+    return f'{head[:-1]}, "physical_to_logical": [\n{_lines(placement.phy2log)}\n]}}\n'
 
 
 def sglang_rows(file: PlacementFile, num_hidden_layers: int | None) -> NDArray[np.int32]:
@@ -110,7 +98,9 @@ def _render_trtllm(file: PlacementFile) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _render_ascend(placement: Placement) -> str:
+def _render_ascend(file: PlacementFile) -> str:
+    placement = file.placement
+    refuse_duplicates(placement)
     by_rank = placement.phy2log.reshape(placement.num_layers, placement.num_ranks, -1)
     layers = [
         {
@@ -126,7 +116,12 @@ def _render_ascend(placement: Placement) -> str:
     return json.dumps({"moe_layer_count": placement.num_layers, "layer_list": layers}) + "\n"
 
 
-def _render_vllm_mapping(placement: Placement) -> str:
+def _render_vllm(file: PlacementFile) -> str:
+    return f"[\n{_lines(file.placement.phy2log)}\n]\n"
+
+
+def _render_vllm_mapping(file: PlacementFile) -> str:
+    placement = file.placement
     record = {
         "record_type": "eplb_initial_mapping",
         "version": 1,
@@ -161,7 +156,7 @@ def _render_vllm_ranks(file: PlacementFile) -> str:
     return json.dumps({"expert_to_ep_rank": ranks[0].tolist()}) + "\n"
 
 
-def _rows(phy2log: NDArray[np.int32]) -> str:
+def _lines(phy2log: NDArray[np.int32]) -> str:
     """Return one line for each layer, so that diff can compare two files."""
     return ",\n".join(json.dumps(row) for row in phy2log.tolist())
 
@@ -176,3 +171,13 @@ def _refuse_empty(file: PlacementFile, format_: PlacementFormat) -> None:
             f" ({int(empty[row])} of {file.placement.num_slots})",
             Reason.UNSUPPORTED,
         )
+
+
+_RENDERERS: dict[PlacementFormat, Callable[[PlacementFile], str]] = {
+    PlacementFormat.NEUTRAL: _render_neutral,
+    PlacementFormat.TRTLLM: _render_trtllm,
+    PlacementFormat.ASCEND: _render_ascend,
+    PlacementFormat.VLLM: _render_vllm,
+    PlacementFormat.VLLM_MAPPING: _render_vllm_mapping,
+    PlacementFormat.VLLM_RANKS: _render_vllm_ranks,
+}

@@ -16,17 +16,16 @@ reader.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.formats.placement_detection import ROWS, detect_format
 from evenkeel_moe.formats.placement_file import (
     NEUTRAL_FORMAT,
     NEUTRAL_VERSION,
-    Expected,
     PlacementFile,
     PlacementFormat,
     refuse_duplicates,
@@ -50,58 +49,46 @@ from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.yaml_text import parse_yaml
 
 
+class Known(TypedDict, total=False):
+    """Facts about a file that the caller of the reader may know."""
+
+    num_ranks: int | None
+    """R; needed for files that do not carry it, checked against others."""
+    num_logical_experts: int | None
+    """E; None takes it from the file, or the largest expert id + 1."""
+    first_moe_layer: int
+    """Number of hidden layers before the first MoE layer: skipped in sglang files, added to the
+    layer numbers of files that count MoE layers, not used otherwise. 0 if not given."""
+    layer_ids: Sequence[int] | None
+    """The MoE layers among the hidden ones, for sglang, ascend and vllm files of models whose dense
+    layers do not all come first, and for files with one row for all layers; checked against other
+    files. None counts up from `first_moe_layer`."""
+
+
 def read_placement(
-    path: Path | str,
-    format_: PlacementFormat | None = None,
-    *,
-    num_ranks: int | None = None,
-    num_logical_experts: int | None = None,
-    first_moe_layer: int = 0,
-    layer_ids: Sequence[int] | None = None,
+    path: Path | str, format_: PlacementFormat | None = None, **known: Unpack[Known]
 ) -> PlacementFile:
     """Read a placement file; see `parse_placement`. Errors name the file."""
     path = Path(path)
     with naming(path):
-        return parse_placement(
-            read_text(path, MAX_JSON_CHARS),
-            format_,
-            num_ranks=num_ranks,
-            num_logical_experts=num_logical_experts,
-            first_moe_layer=first_moe_layer,
-            layer_ids=layer_ids,
-        )
+        return parse_placement(read_text(path, MAX_JSON_CHARS), format_, **known)
 
 
 def parse_placement(
-    text: str,
-    format_: PlacementFormat | None = None,
-    *,
-    num_ranks: int | None = None,
-    num_logical_experts: int | None = None,
-    first_moe_layer: int = 0,
-    layer_ids: Sequence[int] | None = None,
+    text: str, format_: PlacementFormat | None = None, **known: Unpack[Known]
 ) -> PlacementFile:
     """Parse the text of a placement file.
 
     Args:
         text: JSON or YAML.
         format_: None detects it from the contents.
-        num_ranks: R; needed for sglang and trtllm, checked against other files.
-        num_logical_experts: E; None takes it from the file, or the largest expert id + 1.
-        first_moe_layer: number of hidden layers before the first MoE layer: skipped in sglang
-            files, added to the layer numbers of ascend files, not used otherwise.
-        layer_ids: the MoE layers among the hidden ones, for sglang, ascend and vllm files of models
-            whose dense layers do not all come first, and for files with one row for all layers;
-            checked against other files. None counts up from `first_moe_layer`.
+        known: see `Known`.
 
     Raises:
         InvalidInput, ShapeMismatch: the text is malformed.
         InfeasiblePlan: an expert has no replica, or is twice on a rank where that is forbidden.
     """
-    if num_ranks is not None and num_ranks < 1:
-        raise InvalidInput(f"num_ranks is {num_ranks}, must be at least 1")
-    if first_moe_layer < 0:
-        raise InvalidInput(f"first_moe_layer is {first_moe_layer}, must not be negative")
+    expected = _Expected(**known)
     content = (
         parse_json(text) if text.lstrip()[:1] in ("{", "[") else parse_yaml(text, "YAML line ")
     )
@@ -109,20 +96,92 @@ def parse_placement(
         content = {ROWS: content}
     if not isinstance(content, dict):
         raise InvalidInput(f"must be a mapping, is {type(content).__name__}")
-    ids = None if layer_ids is None else tuple(layer_ids)
-    expected = Expected(num_ranks, num_logical_experts, first_moe_layer, ids)
     return _PARSERS[format_ or detect_format(content)](content, expected)
 
 
-def _parse_neutral(content: dict[Any, Any], expected: Expected) -> PlacementFile:
-    keys = (
-        "format",
-        "version",
-        "num_ranks",
-        "num_logical_experts",
-        "layer_ids",
-        "physical_to_logical",
-    )
+class _Expected:
+    """What the caller knows of the file, and what follows from it for rows that the file holds."""
+
+    def __init__(
+        self,
+        num_ranks: int | None = None,
+        num_logical_experts: int | None = None,
+        first_moe_layer: int = 0,
+        layer_ids: Sequence[int] | None = None,
+    ) -> None:
+        if num_ranks is not None and num_ranks < 1:
+            raise InvalidInput(f"num_ranks is {num_ranks}, must be at least 1")
+        if first_moe_layer < 0:
+            raise InvalidInput(f"first_moe_layer is {first_moe_layer}, must not be negative")
+        self.num_ranks, self.num_logical_experts = num_ranks, num_logical_experts
+        self.first_moe_layer = first_moe_layer
+        self.layer_ids = None if layer_ids is None else tuple(layer_ids)
+
+    def ranks(self, carried: int | None = None) -> int:
+        """Return R; `carried` is what the file says."""
+        ranks = _agreed(carried, self.num_ranks, "ranks")
+        if ranks is None:
+            raise InvalidInput("this format does not carry the number of ranks: pass num_ranks")
+        return ranks
+
+    def placement(
+        self, rows: NDArray[np.int32], ranks: int | None = None, experts: int | None = None
+    ) -> Placement:
+        """Return the placement of (L, S) rows; the file says how many ranks and experts, or not."""
+        num_ranks = self.ranks(ranks)
+        named = _agreed(experts, self.num_logical_experts, "experts")
+        num_experts = int(rows.max()) + 1 if named is None else named
+        if num_experts > rows.shape[1]:
+            raise ShapeMismatch(
+                f"{rows.shape[1]} slots cannot hold {num_experts} experts",
+                Reason.EXPERT_WITHOUT_REPLICA,
+            )
+        return Placement(rows, num_ranks, num_experts)
+
+    def moe_layers(self, placement: Placement) -> PlacementFile:
+        """Return a placement whose rows are numbered by their index among the MoE layers."""
+        return PlacementFile(
+            placement, self.layers_up_to(self.first_moe_layer + placement.num_layers)
+        )
+
+    def layers(self, carried: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the layer ids that the file carries, if they are those expected."""
+        expected = carried if self.layer_ids is None else self.layer_ids
+        if expected != carried:
+            has, needs = set(carried), set(expected)
+            parts = []
+            if needs - has:
+                parts.append(f"lacks layers {listed(sorted(needs - has))}")
+            if has - needs:
+                parts.append(f"has layers {listed(sorted(has - needs))} that are not expected")
+            raise ShapeMismatch(f"the file {', '.join(parts)}")
+        return carried
+
+    def layers_up_to(self, last: int) -> tuple[int, ...]:
+        """Return the layer ids, up to `last` (exclusive) if the caller does not know them."""
+        if self.layer_ids is not None:
+            return self.layer_ids
+        return tuple(range(self.first_moe_layer, last))
+
+    def for_all_layers(self, row: NDArray[np.int32]) -> PlacementFile:
+        """Return a placement each of whose layers has the (1, S) row of the file."""
+        if self.layer_ids is None:
+            raise InvalidInput("the file has one row for all layers: pass layer_ids")
+        layers = len(self.layer_ids)
+        check_size((layers, row.shape[1]), MAX_CELLS, "layers x slots")
+        return self.moe_layers(self.placement(np.tile(row, (layers, 1))))
+
+
+def _agreed(carried: int | None, known: int | None, what: str) -> int | None:
+    """Return a number that the file carries or the caller knows, if they do not contradict."""
+    if carried is not None and known not in (None, carried):
+        raise ShapeMismatch(f"the file is for {carried} {what}, {known} are expected")
+    return known if carried is None else carried
+
+
+def _parse_neutral(content: dict[Any, Any], expected: _Expected) -> PlacementFile:
+    sizes = ("num_ranks", "num_logical_experts")
+    keys = ("format", "version", *sizes, "layer_ids", "physical_to_logical")
     content = as_mapping(content, "the placement", keys, ("info",))
     if content["format"] != NEUTRAL_FORMAT:
         raise InvalidInput(f"format is {shown(content['format'])}, must be {NEUTRAL_FORMAT!r}")
@@ -136,14 +195,12 @@ def _parse_neutral(content: dict[Any, Any], expected: Expected) -> PlacementFile
     info = content.get("info", {})
     if not isinstance(info, dict):
         raise InvalidInput(f"info must be a mapping, is {type(info).__name__}")
-    ranks = expected.ranks(as_int(content["num_ranks"], "num_ranks", 1))
-    experts = expected.experts(
-        rows, as_int(content["num_logical_experts"], "num_logical_experts", 1)
-    )
-    return PlacementFile(Placement(rows, ranks, experts), expected.layers(layer_ids), info)
+    ranks, experts = (as_int(content[size], size, 1) for size in sizes)
+    placement = expected.placement(rows, ranks, experts)
+    return PlacementFile(placement, expected.layers(layer_ids), info)
 
 
-def _parse_sglang(content: dict[Any, Any], expected: Expected) -> PlacementFile:
+def _parse_sglang(content: dict[Any, Any], expected: _Expected) -> PlacementFile:
     content = as_mapping(content, "the placement", ("physical_to_logical_map",))
     rows = expert_rows(content["physical_to_logical_map"], "physical_to_logical_map", 0)
     ids = expected.layers_up_to(len(rows))
@@ -154,11 +211,10 @@ def _parse_sglang(content: dict[Any, Any], expected: Expected) -> PlacementFile:
             f"the file has {len(rows)} rows, one for each hidden layer; MoE layers {first}..{last}"
             f" need {last + 1}{hint}"
         )
-    rows = rows[list(ids)]
-    return PlacementFile(Placement(rows, expected.ranks(), expected.experts(rows)), ids)
+    return PlacementFile(expected.placement(rows[list(ids)]), ids)
 
 
-def _parse_trtllm(content: dict[Any, Any], expected: Expected) -> PlacementFile:
+def _parse_trtllm(content: dict[Any, Any], expected: _Expected) -> PlacementFile:
     keys = ("num_slots", "initial_global_assignments")
     if not content.get(keys[1], None):
         raise InvalidInput(
@@ -179,16 +235,18 @@ def _parse_trtllm(content: dict[Any, Any], expected: Expected) -> PlacementFile:
         )
     layer_ids = tuple(sorted(as_int(layer, "layer id") for layer in by_layer))
     rows = expert_rows([by_layer[layer] for layer in layer_ids], "initial_global_assignments", 0)
+    _check_slots(rows, num_slots, layer_ids[0])
+    return PlacementFile(expected.placement(rows), expected.layers(layer_ids))
+
+
+def _check_slots(rows: NDArray[np.int32], num_slots: int, first_layer: int) -> None:
     if rows.shape[1] != num_slots:
         raise ShapeMismatch(
-            f"layer {layer_ids[0]} lists {rows.shape[1]} experts, num_slots is {num_slots}"
+            f"layer {first_layer} lists {rows.shape[1]} experts, num_slots is {num_slots}"
         )
-    return PlacementFile(
-        Placement(rows, expected.ranks(), expected.experts(rows)), expected.layers(layer_ids)
-    )
 
 
-def _parse_ascend(content: dict[Any, Any], expected: Expected) -> PlacementFile:
+def _parse_ascend(content: dict[Any, Any], expected: _Expected) -> PlacementFile:
     content = as_mapping(content, "the expert map", ("moe_layer_count", "layer_list"))
     layers = as_list(content["layer_list"], "layer_list")
     count = as_int(content["moe_layer_count"], "moe_layer_count", 1)
@@ -204,10 +262,9 @@ def _parse_ascend(content: dict[Any, Any], expected: Expected) -> PlacementFile:
     if len({table.shape for table in tables}) > 1:
         shapes = sorted({table.shape for table in tables})
         raise ShapeMismatch(f"layers differ in devices x experts: {shapes[:4]}")
-    rows = np.stack(tables).reshape(count, -1)
-    placement = Placement(rows, expected.ranks(tables[0].shape[0]), expected.experts(rows))
+    placement = expected.placement(np.stack(tables).reshape(count, -1), tables[0].shape[0])
     refuse_duplicates(placement)
-    return PlacementFile(placement, expected.layers_up_to(expected.first_moe_layer + count))
+    return expected.moe_layers(placement)
 
 
 def _ascend_layer(layer: object, index: int) -> tuple[int, NDArray[np.int32]]:
@@ -229,15 +286,14 @@ def _ascend_layer(layer: object, index: int) -> tuple[int, NDArray[np.int32]]:
     )
 
 
-def _parse_vllm(content: dict[Any, Any], expected: Expected) -> PlacementFile:
+def _parse_vllm(content: dict[Any, Any], expected: _Expected) -> PlacementFile:
     table = as_list(as_mapping(content, "the expert map", (ROWS,))[ROWS], "the expert map")
     if table and not isinstance(table[0], list | dict):
-        row = expert_rows([table], "the expert map", 0)
-        return _index_rows(_for_all_layers(row, expected), expected)
-    return _index_rows(expert_rows(table, "the expert map", 0), expected)
+        return expected.for_all_layers(expert_rows([table], "the expert map", 0))
+    return expected.moe_layers(expected.placement(expert_rows(table, "the expert map", 0)))
 
 
-def _parse_vllm_mapping(content: dict[Any, Any], expected: Expected) -> PlacementFile:
+def _parse_vllm_mapping(content: dict[Any, Any], expected: _Expected) -> PlacementFile:
     keys = ("record_type", "version", "num_slots", "initial_global_assignments")
     content = as_mapping(content, "the mapping", keys, ("num_redundant_experts",))
     if content["record_type"] != "eplb_initial_mapping" or content["version"] != 1:
@@ -251,9 +307,8 @@ def _parse_vllm_mapping(content: dict[Any, Any], expected: Expected) -> Placemen
     table = [by_layer[str(layer)] for layer in range(len(by_layer))]
     rows = expert_rows(table, "initial_global_assignments", 0)
     slots = as_int(content["num_slots"], "num_slots", 1)
-    if rows.shape[1] != slots:
-        raise ShapeMismatch(f"layer 0 lists {rows.shape[1]} experts, num_slots is {slots}")
-    file = _index_rows(rows, expected)
+    _check_slots(rows, slots, 0)
+    file = expected.moe_layers(expected.placement(rows))
     redundant = slots - file.placement.num_logical_experts
     told = as_int(content.get("num_redundant_experts", redundant), "num_redundant_experts")
     if told != redundant:
@@ -261,7 +316,7 @@ def _parse_vllm_mapping(content: dict[Any, Any], expected: Expected) -> Placemen
     return file
 
 
-def _parse_vllm_ranks(content: dict[Any, Any], expected: Expected) -> PlacementFile:
+def _parse_vllm_ranks(content: dict[Any, Any], expected: _Expected) -> PlacementFile:
     content = as_mapping(content, "the placement", ("expert_to_ep_rank",))
     ranks = expected.ranks()
     of_expert = [
@@ -274,25 +329,10 @@ def _parse_vllm_ranks(content: dict[Any, Any], expected: Expected) -> PlacementF
     if held.min() != held.max() or not of_expert:
         raise ShapeMismatch(f"ranks hold {held.min()} to {held.max()} experts, must be equal")
     row = np.argsort(of_expert, kind="stable").astype(np.int32)
-    return _index_rows(_for_all_layers(row[None], expected), expected)
+    return expected.for_all_layers(row[None])
 
 
-def _for_all_layers(row: NDArray[np.int32], expected: Expected) -> NDArray[np.int32]:
-    """Return (L, S) rows, each the (1, S) row of a file that has one for all layers."""
-    if expected.layer_ids is None:
-        raise InvalidInput("the file has one row for all layers: pass layer_ids")
-    layers = len(expected.layer_ids)
-    check_size((layers, row.shape[1]), MAX_CELLS, "layers x slots")
-    return np.tile(row, (layers, 1))
-
-
-def _index_rows(rows: NDArray[np.int32], expected: Expected) -> PlacementFile:
-    """Return a placement whose rows are numbered by their index among the MoE layers."""
-    placement = Placement(rows, expected.ranks(), expected.experts(rows))
-    return PlacementFile(placement, expected.layers_up_to(expected.first_moe_layer + len(rows)))
-
-
-_PARSERS: dict[PlacementFormat, Callable[[dict[Any, Any], Expected], PlacementFile]] = {
+_PARSERS: dict[PlacementFormat, Callable[[dict[Any, Any], _Expected], PlacementFile]] = {
     PlacementFormat.NEUTRAL: _parse_neutral,
     PlacementFormat.SGLANG: _parse_sglang,
     PlacementFormat.TRTLLM: _parse_trtllm,

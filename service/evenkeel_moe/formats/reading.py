@@ -3,16 +3,13 @@
 import json
 import math
 import reprlib
-import zipfile
-import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
@@ -26,19 +23,6 @@ list takes 20 times as much memory as its letters."""
 
 _ARCHIVE = b"PK\x03\x04"
 """The first bytes of files of torch and numpy."""
-
-MAX_ARRAY_BYTES = 4 << 30
-"""Most bytes to which the arrays of a file may unpack."""
-
-_FREE_BYTES = 64 << 20
-_MAX_RATIO = 200
-_MAX_CELLS_OF_BYTE = 64
-"""An array may unpack to `_FREE_BYTES`, or else to so many bytes and values for each packed byte.
-Zeros alone reach 230 to 1000 bytes; a recording of which nine tenths are empty stays below 160
-bytes and 30 values."""
-
-_SMALL_BYTES = 16 << 20
-"""Most bytes of an array whose values become objects of Python."""
 
 MAX_COUNTS = 1 << 29
 """Most counts of steps x layers x experts: 20,000 steps of 58 layers x 256 experts, and more."""
@@ -215,7 +199,7 @@ def expert_rows(rows: object, what: str, least: int) -> NDArray[np.int32]:
         InvalidInput: they are not lists of whole numbers.
         ShapeMismatch: there are no rows, or rows differ in length.
     """
-    table = [as_list(row, f"{what} row {index}") for index, row in enumerate(as_list(rows, what))]
+    table = _lists(rows, what)
     if not table or not table[0]:
         raise ShapeMismatch(f"{what} is empty: {len(table)} rows")
     if isinstance(table[0][0], list):
@@ -240,19 +224,32 @@ def token_rows(rows: object, what: str) -> NDArray[np.int64]:
         InvalidInput: they are not lists of whole numbers from 0 to 2^53.
         ShapeMismatch: there are no rows, or rows differ in length.
     """
-    table = [as_list(row, f"{what} row {index}") for index, row in enumerate(as_list(rows, what))]
+    table = _lists(rows, what)
     for index, row in enumerate(table):
         for slot, tokens in enumerate(row):
             number = isinstance(tokens, int | float) and not isinstance(tokens, bool)
             if not number or not 0 <= tokens <= 2**53:
-                shown = reprlib.repr(tokens)
                 raise InvalidInput(
-                    f"{what} row {index} slot {slot} is {shown:.80}, counts are 0..2^53"
+                    f"{what} row {index} slot {slot} is {shown(tokens)}, counts are 0..2^53"
                 )
     sizes = {len(row) for row in table}
     if len(sizes) != 1 or 0 in sizes:
         raise ShapeMismatch(f"{what} must have rows of one length, has {sorted(sizes)[:8]}")
     return token_counts(np.array(table, np.float64), what)
+
+
+def _lists(rows: object, what: str) -> list[list[Any]]:
+    return [as_list(row, f"{what} row {index}") for index, row in enumerate(as_list(rows, what))]
+
+
+def check_dimensions(values: NDArray[Any], what: str, dimensions: str) -> None:
+    """Check that an array has these dimensions, named with commas between, and none of them is 0.
+
+    Raises:
+        ShapeMismatch: it has others.
+    """
+    if values.ndim != len(dimensions.split(",")) or 0 in values.shape:
+        raise ShapeMismatch(f"{what} must be ({dimensions}), none of them 0, got {values.shape}")
 
 
 def check_size(shape: Sequence[int], most: int, what: str) -> None:
@@ -299,86 +296,3 @@ def token_counts(values: NDArray[Any], what: str) -> NDArray[np.int64]:
     if values.size and (values.min() < 0 or values.max() > 2**53):
         raise InvalidInput(f"{what} holds {values.min()}..{values.max()}, counts are 0..2^53")
     return values.astype(np.int64)
-
-
-def check_unpacked(packed: int, unpacked: int, values: int, what: str, ratio: int) -> None:
-    """Check the size to which a part of a file unpacks, before it is unpacked.
-
-    Args:
-        packed: bytes in the file.
-        unpacked: bytes afterwards.
-        values: numbers afterwards.
-        what: name of the part in errors.
-        ratio: bytes that a packed byte may become, in large parts.
-
-    Raises:
-        InvalidInput: it unpacks to more than is read.
-    """
-    most = min(MAX_ARRAY_BYTES, max(_FREE_BYTES, ratio * packed))
-    if unpacked > most:
-        raise InvalidInput(
-            f"{what:.60} unpacks from {packed} to {unpacked} bytes, at most {most} are read"
-        )
-    if unpacked > _FREE_BYTES:
-        most = _MAX_CELLS_OF_BYTE * packed
-        check_size((values,), most, f"values of {what:.60}, packed in {packed} bytes")
-
-
-def load_npz(
-    path: Path, names: tuple[str, ...], small: Collection[str] = ()
-) -> dict[str, NDArray[Any]]:
-    """Return those of the named arrays that a file has; pickles are never opened.
-
-    Args:
-        path: of the file.
-        names: of the arrays.
-        small: those of them that are small, because their values become objects of Python.
-
-    Raises:
-        InvalidInput: the file or an array is malformed or too large.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            _check_members(archive, path.stat().st_size, names, small)
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: np.asarray(archive[name]) for name in names if name in archive.files}
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        OSError,
-        NotImplementedError,
-        RuntimeError,
-    ) as error:
-        raise InvalidInput(f"not a readable npz file: {error}") from error
-    # numpy raises any of these for a broken header, with the wrong text in the message.
-    except (ValueError, KeyError, TypeError, SyntaxError, OverflowError, MemoryError) as error:
-        raise InvalidInput(
-            f"holds an array that cannot be read: {str(error).splitlines()[0]:.200}"
-        ) from error
-
-
-def _check_members(
-    archive: zipfile.ZipFile, size: int, names: Collection[str], small: Collection[str]
-) -> None:
-    """Check what the named arrays of an npz file of a size unpack to, by their headers."""
-    total = 0
-    for info in archive.infolist():
-        name = info.filename.removesuffix(".npy")
-        if name not in names:
-            continue
-        with archive.open(info) as file:
-            if npy.read_magic(file) == (1, 0):
-                shape, _, dtype = npy.read_array_header_1_0(file)
-            else:
-                shape, _, dtype = npy.read_array_header_2_0(file)
-            held = info.file_size - file.tell()
-        claimed = math.prod(shape) * dtype.itemsize
-        if claimed > held:
-            raise InvalidInput(f"{name} claims {claimed} bytes, the file holds {held} of them")
-        packed = min(info.compress_size, size)
-        check_unpacked(packed, info.file_size, math.prod(shape), name, _MAX_RATIO)
-        if name in small:
-            check_size((info.file_size,), _SMALL_BYTES, f"bytes of {name}")
-        total += info.file_size
-    check_size((total,), MAX_ARRAY_BYTES, "bytes of its arrays")

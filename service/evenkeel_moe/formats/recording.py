@@ -5,7 +5,6 @@ generation is one start of the group. Ranks number steps alike, so the loads of 
 file says when its start began: the times of files change when a folder is copied.
 """
 
-import io
 import math
 import re
 from collections import defaultdict
@@ -17,17 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.formats.reading import load_npz, naming, token_counts
-from evenkeel_moe.formats.trace import (
-    Trace,
-    damaged,
-    drop_idle_steps,
-    left_out,
-    ranks_read,
-    readable,
-    whole_steps,
-)
-from evenkeel_moe.formats.writing import smallest, write_file
+from evenkeel_moe.formats.array_files import load_npz, one_number, smallest, write_npz
+from evenkeel_moe.formats.rank_files import RankFiles, RankSums
+from evenkeel_moe.formats.reading import naming, token_counts
+from evenkeel_moe.formats.trace import Trace, layers_from, left_out
 
 _NAME = re.compile(r"([0-9a-f]{8})-rank(\d+)-(\d{12})\.npz")
 _ARRAYS = ("steps", "counts", "ranks", "topk")
@@ -67,17 +59,15 @@ def write_recorded(folder: Path, generation: str, load: RecordedLoad) -> Path:
     """
     start = re.sub("[^0-9a-f]", "", generation.lower())[:8].ljust(8, "0")
     path = folder / f"{start}-rank{load.rank}-{int(load.steps[0]):012d}.npz"
-    buffer = io.BytesIO()
-    np.savez_compressed(
-        buffer,
-        steps=load.steps,
-        counts=smallest(load.counts),
-        ranks=np.array(load.num_ranks, np.int32),
-        topk=np.array(load.top_k, np.int32),
-        began_unix=np.array(load.began_unix),
-    )
     draft = path.with_suffix(".tmp")
-    write_file(draft, buffer.getvalue())
+    arrays = {
+        "steps": load.steps,
+        "counts": smallest(load.counts),
+        "ranks": np.array(load.num_ranks, np.int32),
+        "topk": np.array(load.top_k, np.int32),
+        _BEGAN: np.array(load.began_unix),
+    }
+    write_npz(draft, arrays)
     draft.replace(path)
     return path
 
@@ -102,38 +92,29 @@ def read_recording(
             the files do not say which start is the newest.
     """
     paths, others = _files_of(folder, start)
-    sums: dict[int, NDArray[np.int64]] = {}
-    seen: dict[int, set[int]] = defaultdict(set)
-    shape: tuple[int, ...] | None = None
-    ranks = top_k = 0
-    broken: dict[str, str] = {}
-    for path, load in readable(paths, _read_file, broken):
+    files, sums = RankFiles(paths, _read_file), RankSums("step")
+    first: RecordedLoad | None = None
+    for path, load in files:
         with naming(path.name):
-            if shape is None:
-                shape, ranks, top_k = load.counts.shape[1:], load.num_ranks, load.top_k
-            if load.counts.shape[1:] != shape or load.num_ranks != ranks:
+            first = first or load
+            shape, wanted = load.counts.shape[1:], first.counts.shape[1:]
+            if shape != wanted or load.num_ranks != first.num_ranks:
                 raise ShapeMismatch(
-                    f"is for {load.counts.shape[1:]} layers and experts of {load.num_ranks} ranks,"
-                    f" others for {shape} of {ranks}"
+                    f"is for {shape} layers and experts of {load.num_ranks} ranks, others for"
+                    f" {wanted} of {first.num_ranks}"
                 )
             for step, counts in zip(load.steps.tolist(), load.counts, strict=True):
-                if step < from_step:
-                    continue
-                if step in seen[load.rank]:
+                if step >= from_step and not sums.add(load.rank, step, counts):
                     raise InvalidInput(f"step {step} of rank {load.rank} is in two files")
-                seen[load.rank].add(step)
-                sums[step] = sums[step] + counts if step in sums else counts
-    notes = damaged(broken, len(paths))
-    if not seen:
+    notes = files.damaged()
+    if first is None or not sums.by_rank:
         raise InvalidInput(f"no step is complete: there is none from step {from_step} on")
-    whole, uneven = whole_steps(seen, "step")
-    counts, idle = drop_idle_steps(np.stack([sums[step] for step in whole]))
-    notes += (*ranks_read(seen, ranks), *uneven, *idle)
+    counts, missing = sums.total(first.num_ranks)
+    notes += missing
     if others:
         notes += (left_out(f"the folder has files of {others} other starts, which are not read"),)
-    first = first_moe_layer or 0
-    layer_ids = tuple(range(first, first + counts.shape[1]))
-    return Trace(counts, layer_ids, folder.name, top_k, findings=notes)
+    layer_ids = layers_from(first_moe_layer, counts.shape[1])
+    return Trace(counts, layer_ids, folder.name, first.top_k, findings=notes)
 
 
 def newest_step(folder: Path, start: str | None = None) -> int:
@@ -180,7 +161,7 @@ def _newest(by_start: Mapping[str, Sequence[Path]]) -> str:
     steps: dict[str, set[int]] = {start: set() for start in by_start}
     for start, paths in by_start.items():
         # A file that is cut says nothing; the others of its start do.
-        for path, arrays in readable(paths, lambda path: load_npz(path, ("steps", _BEGAN)), {}):
+        for path, arrays in RankFiles(paths, lambda path: load_npz(path, ("steps", _BEGAN))):
             told = arrays.get(_BEGAN, np.array(math.nan))
             if told.dtype.kind == "f" and told.size == 1 and np.isfinite(told):
                 began[start] = min(began.get(start, math.inf), float(told.reshape(-1)[0]))
@@ -213,11 +194,8 @@ def _read_file(path: Path) -> RecordedLoad:
     steps, counts = token_counts(arrays["steps"], "steps"), token_counts(arrays["counts"], "counts")
     if counts.ndim != 3 or 0 in counts.shape or steps.shape != counts.shape[:1]:
         raise ShapeMismatch(f"has {steps.shape} steps and {counts.shape} counts")
-    for name in ("ranks", "topk"):
-        if arrays[name].size != 1:
-            raise ShapeMismatch(f"{name} must be one number, got shape {arrays[name].shape}")
-    ranks, rank = int(token_counts(arrays["ranks"], "ranks").reshape(-1)[0]), int(match[2])
-    if rank >= ranks:
+    ranks, top_k = one_number(arrays, "ranks"), one_number(arrays, "topk")
+    assert ranks is not None and top_k is not None
+    if (rank := int(match[2])) >= ranks:
         raise InvalidInput(f"is of rank {rank}, the group has {ranks} ranks")
-    top_k = int(token_counts(arrays["topk"], "topk").reshape(-1)[0])
-    return RecordedLoad(rank, ranks, top_k, steps, counts, math.nan)
+    return RecordedLoad(rank, ranks, top_k, steps, counts)

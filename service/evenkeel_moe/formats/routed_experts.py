@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.formats.reading import check_counts, token_counts
+from evenkeel_moe.formats.array_files import one_number
+from evenkeel_moe.formats.reading import check_counts, check_dimensions
 from evenkeel_moe.formats.token_routes import (
     TokenRoutes,
     count_prompts_once,
@@ -51,10 +52,7 @@ def read_routed_experts(
         raise InvalidInput(f"{KEY} must hold expert ids, holds {ids.dtype}")
     if ids.ndim == 3:
         ids = ids[None]
-    if ids.ndim != 4 or 0 in ids.shape:
-        raise ShapeMismatch(
-            f"{KEY} must be (sequences, positions, layers, top-k), none of them 0, got {ids.shape}"
-        )
+    check_dimensions(ids, KEY, "sequences, positions, layers, top-k")
     top_k, mask = ids.shape[3], arrays.get(MASK)
     if mask is None and top_k == 1:
         raise InvalidInput(
@@ -68,7 +66,7 @@ def read_routed_experts(
         *find_missing_routes(routes),
         *count_prompts_once(routes),
     )
-    experts = _experts(ids, routes.routed, arrays.get(EXPERTS))
+    experts = _experts(ids, routes.routed, arrays)
     check_counts(ids.shape[1], ids.shape[2], experts)
     if top_k > experts:
         raise InvalidInput(f"{top_k} experts for each token, the ids name only {experts}")
@@ -81,19 +79,17 @@ def read_routed_experts(
     return Trace(rows, layer_ids, name, top_k, findings=findings, num_hidden_layers=hidden)
 
 
-def _experts(ids: NDArray[Any], routed: NDArray[np.bool_], told: NDArray[Any] | None) -> int:
+def _experts(
+    ids: NDArray[Any], routed: NDArray[np.bool_], arrays: Mapping[str, NDArray[Any]]
+) -> int:
     """Return E, after a check of the ids of the tokens that count."""
     if not routed.any():
         raise InvalidInput(f"none of the {routed.shape[0]} sequences routed a token")
     most = int(ids[routed].max())
-    if told is None:
-        return most + 1
-    if told.size != 1:
-        raise ShapeMismatch(f"{EXPERTS} must be one number, got shape {told.shape}")
-    experts = int(token_counts(told, EXPERTS).reshape(-1)[0])
-    if most >= experts:
+    experts = one_number(arrays, EXPERTS)
+    if experts is not None and most >= experts:
         raise InvalidInput(f"{KEY} holds the id {most}, {EXPERTS} is {experts}")
-    return experts
+    return most + 1 if experts is None else experts
 
 
 def _count(ids: NDArray[Any], routed: NDArray[np.bool_], experts: int) -> NDArray[np.int64]:

@@ -18,44 +18,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.formats.rank_totals import TOTALS
+from evenkeel_moe.formats.array_files import as_array, tensor_counts
+from evenkeel_moe.formats.rank_files import RankSums, missing_ranks
 from evenkeel_moe.formats.reading import (
     MAX_CELLS,
     as_int,
     as_list,
+    check_dimensions,
     check_size,
     naming,
     token_counts,
 )
-from evenkeel_moe.formats.torch_files import as_array
-from evenkeel_moe.formats.trace import Trace, drop_idle_steps, moe_rows, ranks_read, whole_steps
-from evenkeel_moe.model.finding import Finding, FindingCode, Severity
+from evenkeel_moe.formats.trace import Trace, assumed, drop_idle_steps, missing_parts, moe_rows
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity, spans
+
+Dump = dict[Any, Any]
+"""The content of a *.pt file."""
+Dumps = Iterable[tuple[Path, Dump]]
+"""Path and content of the files of all ranks."""
+TOTALS = assumed("totals of all steps are read as one step, so no verdict is possible")
+"""The note about a file without steps."""
 
 
-def read_stat(path: Path, content: dict[Any, Any], first_moe_layer: int | None) -> Trace:
+def read_stat(name: str, content: Dump, first_moe_layer: int | None) -> Trace:
     """Read the content of a dump of mode stat or stat_approx.
 
     Its `logical_count` is (steps, hidden layers, E), summed over ranks.
 
     Raises:
-        InvalidInput, ShapeMismatch: the dump is malformed, or torch is not installed.
+        InvalidInput, ShapeMismatch: the dump is malformed.
     """
     if "logical_count" not in content:
         known = ", ".join(sorted(map(str, content)))
         hint = "; to read per-pass dumps, give their folder" if "records" in content else ""
         raise InvalidInput(f"has no logical_count, only: {known:.200}{hint}")
-    counts = token_counts(as_array(content["logical_count"], "logical_count"), "logical_count")
-    if counts.ndim == 2:
-        return _trace(
-            _checked(counts[None], "logical_count"), first_moe_layer, path.stem, (TOTALS,)
-        )
-    counts, notes = _in_order(_checked(counts, "logical_count"))
-    return _trace(counts, first_moe_layer, path.stem, notes)
+    counts = tensor_counts(content["logical_count"], "logical_count")
+    totals = counts.ndim == 2
+    counts = counts[None] if totals else counts
+    check_dimensions(counts, "logical_count", "steps, hidden layers, experts")
+    counts, notes = (counts, (TOTALS,)) if totals else _in_order(counts)
+    return _trace(counts, first_moe_layer, name, notes)
 
 
-def read_passes(
-    name: str, dumps: Iterable[tuple[Path, dict[Any, Any]]], first_moe_layer: int | None
-) -> Trace:
+def read_passes(name: str, dumps: Dumps, first_moe_layer: int | None) -> Trace:
     """Read dumps of mode per_pass or per_token, one file per rank, and sum each pass over ranks.
 
     Physical counts are converted to logical ones with the map in the files, which is the newest.
@@ -63,65 +68,54 @@ def read_passes(
 
     Args:
         name: of the trace.
-        dumps: path and content of each file.
+        dumps: at least one.
         first_moe_layer: number of hidden layers before the first MoE layer; None takes every layer
             that ever routed a token.
 
     Raises:
         InvalidInput, ShapeMismatch: a dump is malformed, or ranks disagree.
     """
-    passes: dict[int, dict[int, NDArray[np.int64]]] = {}
+    passes = RankSums("pass")
     placed: NDArray[np.int64] | None = None
     for path, content in dumps:
         with naming(path.name):
-            for key in ("records", "last_physical_to_logical_map"):
-                if key not in content:
-                    raise InvalidInput(f"has no {key}, so it is not a per-pass dump")
-            held = token_counts(as_array(content["last_physical_to_logical_map"], "map"), "map")
-            if held.ndim != 2 or 0 in held.shape:
-                raise ShapeMismatch(
-                    f"its map must be (layers, slots), none of them 0, got {held.shape}"
-                )
-            check_size(held.shape, MAX_CELLS, "its map of layers x slots")
+            held = _read_map(content)
             if placed is not None and not np.array_equal(placed, held):
                 raise ShapeMismatch(f"its map {held.shape} is not the map of the other files")
-            if held.max() >= held.shape[1]:
-                raise InvalidInput(
-                    f"its map has expert {held.max()}, {held.shape[1]} slots cannot hold so many"
-                )
             placed = held
             for record in as_list(content["records"], "records"):
                 _add_record(passes, record, held.shape)
-    if placed is None or not passes:
+    if placed is None or not passes.by_rank:
         raise InvalidInput("its *.pt files hold no records")
-    by_rank = {
-        rank: [key for key, records in passes.items() if rank in records]
-        for rank in sorted(set().union(*passes.values()))
-    }
-    whole, findings = whole_steps(by_rank, "pass")
-    physical = np.stack(
-        [sum(passes[key].values(), np.zeros(placed.shape, np.int64)) for key in whole]
-    )
+    physical, findings = passes.total()
     counts = np.zeros((*physical.shape[:2], int(placed.max()) + 1), np.int64)
     for layer, row in enumerate(placed):
         for slot, expert in enumerate(row):
             counts[:, layer, expert] += physical[:, layer, slot]
-    counts, idle = drop_idle_steps(counts)
-    findings += (*idle, *ranks_read(by_rank))
     trace = _trace(counts, first_moe_layer, name, findings)
-    return replace(trace, rank_files=len(by_rank))
+    return replace(trace, rank_files=len(passes.by_rank))
 
 
-def _add_record(
-    passes: dict[int, dict[int, NDArray[np.int64]]], record: object, shape: tuple[int, ...]
-) -> None:
-    if not isinstance(record, dict) or not {
-        "forward_pass_id",
-        "rank",
-        "global_physical_count",
-    } <= set(record):
+def _read_map(content: Dump) -> NDArray[np.int64]:
+    """Return the (H, S) experts of all slots in a per-pass dump."""
+    for key in ("records", "last_physical_to_logical_map"):
+        if key not in content:
+            raise InvalidInput(f"has no {key}, so it is not a per-pass dump")
+    held = tensor_counts(content["last_physical_to_logical_map"], "map")
+    check_dimensions(held, "its map", "layers, slots")
+    check_size(held.shape, MAX_CELLS, "its map of layers x slots")
+    if held.max() >= held.shape[1]:
         raise InvalidInput(
-            f"record {len(passes)} lacks forward_pass_id, rank or global_physical_count"
+            f"its map has expert {held.max()}, {held.shape[1]} slots cannot hold so many"
+        )
+    return held
+
+
+def _add_record(passes: RankSums, record: object, shape: tuple[int, ...]) -> None:
+    keys = {"forward_pass_id", "rank", "global_physical_count"}
+    if not isinstance(record, dict) or not keys <= set(record):
+        raise InvalidInput(
+            f"record {len(passes.sums)} lacks forward_pass_id, rank or global_physical_count"
         )
     key = as_int(record["forward_pass_id"], "forward_pass_id", most=2**62)
     rank = as_int(record["rank"], "rank")
@@ -130,18 +124,71 @@ def _add_record(
     )
     if counts.shape != shape:
         raise ShapeMismatch(f"pass {key} rank {rank} counts {counts.shape}, the map is {shape}")
-    by_rank = passes.setdefault(key, {})
-    if rank in by_rank:
+    if not passes.add(rank, key, counts):
         raise InvalidInput(f"pass {key} has two records of rank {rank}")
-    by_rank[rank] = counts
 
 
-def _checked(counts: NDArray[np.int64], what: str) -> NDArray[np.int64]:
-    if counts.ndim != 3 or 0 in counts.shape:
-        raise ShapeMismatch(
-            f"{what} must be (steps, hidden layers, experts), none of them 0, got {counts.shape}"
-        )
-    return counts
+def is_of_a_rank(content: Dump) -> bool:
+    """Return True if a *.pt file holds the totals of one rank, and says of which."""
+    return "ep_rank" in content
+
+
+def add_totals(name: str, files: Dumps, first_moe_layer: int | None) -> Trace:
+    """Add up the totals that each rank wrote to a *.pt file of its own.
+
+    Such a file holds `ep_rank`, `ep_size` and `logical_count`, the (hidden layers, E) choices of
+    the rank's own tokens. A missing rank is refused: nothing else makes up for it.
+
+    Args:
+        name: of the trace.
+        files: at least one.
+        first_moe_layer: as in `read_passes`.
+
+    Raises:
+        InvalidInput, ShapeMismatch: a file is malformed, or files do not fit each other.
+    """
+    found: dict[int, Path] = {}
+    total: NDArray[np.int64] | None = None
+    size = 0
+    for path, content in files:
+        with naming(path.name):
+            rank, ranks, counts = _read_totals(content)
+            size = size or ranks
+            if ranks != size:
+                raise ShapeMismatch(f"is of {ranks} ranks, other files are of {size}")
+            if rank in found:
+                raise InvalidInput(
+                    f"is of rank {rank} as {found[rank].name} is: leave one of them out"
+                )
+            if total is not None and total.shape != counts.shape:
+                raise ShapeMismatch(
+                    f"counts {counts.shape} layers and experts, others {total.shape}"
+                )
+            found[rank] = path
+            total = counts if total is None else total + counts
+    assert total is not None
+    counts, _ = drop_idle_steps(total[None])
+    missing: tuple[Finding, ...] = ()
+    if lacking := missing_ranks(found, size):
+        what, amount = "the totals of some ranks are missing", f"{len(lacking)} of {size} ranks"
+        amount = f"{amount}; read: {spans('rank', found)}"
+        advice = "Give the folder with the files of all ranks"
+        where = spans("rank", lacking)
+        missing = (missing_parts(Severity.REFUSAL, what, where, amount, advice),)
+    trace = _trace(counts, first_moe_layer, name, missing)
+    return replace(trace, findings=(*trace.findings, TOTALS))
+
+
+def _read_totals(content: Dump) -> tuple[int, int, NDArray[np.int64]]:
+    """Return (rank, ranks of the group, (H, E) tokens) of a file."""
+    lacks = [key for key in ("ep_rank", "ep_size", "logical_count") if key not in content]
+    if lacks:
+        raise InvalidInput(f"has no {', '.join(lacks)}, so it does not hold the totals of a rank")
+    ranks = as_int(content["ep_size"], "ep_size", 1)
+    rank = as_int(content["ep_rank"], "ep_rank", most=ranks - 1)
+    counts = tensor_counts(content["logical_count"], "logical_count")
+    check_dimensions(counts, "logical_count", "hidden layers, experts")
+    return rank, ranks, counts
 
 
 def _in_order(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[Finding, ...]]:

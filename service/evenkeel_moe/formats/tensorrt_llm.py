@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.formats.rank_files import RankFiles, ranks_read, whole_steps
 from evenkeel_moe.formats.reading import (
     MAX_EXPERTS,
     as_int,
@@ -27,16 +28,8 @@ from evenkeel_moe.formats.reading import (
     read_text,
     token_counts,
 )
-from evenkeel_moe.formats.trace import (
-    Trace,
-    damaged,
-    drop_idle_steps,
-    left_out,
-    ranks_read,
-    readable,
-    whole_steps,
-)
-from evenkeel_moe.model.finding import Finding, FindingCode, Severity, spans
+from evenkeel_moe.formats.trace import Trace, drop_idle_steps, left_out, missing_parts
+from evenkeel_moe.model.finding import Finding, Severity, spans
 
 _RANK_FILE = re.compile(r"rank(\d+)\.safetensors")
 _KEY = re.compile("(0|[1-9][0-9]{0,17})_(0|[1-9][0-9]{0,8})")
@@ -56,13 +49,12 @@ def read_statistics(folder: Path, first_moe_layer: int | None) -> Trace:
         meta = as_mapping(parse_json(text), "the file", keys, optional=None)
         experts = as_int(meta["num_experts"], "num_experts", 1, MAX_EXPERTS)
         top_k = as_int(meta["num_experts_per_token"], "num_experts_per_token", 1)
-    files = _rank_files(folder)
+    ranks = _rank_files(folder)
+    files = RankFiles(list(ranks), _read_tensors)
     counted: dict[int, dict[int, NDArray[np.int64]]] = {}
     layers_of: dict[int, list[int]] = {}
     findings: tuple[Finding, ...] = ()
-    broken: dict[str, str] = {}
-    ranks = {file: rank for rank, file in files.items()}
-    for file, tensors in readable(files.values(), _read_tensors, broken):
+    for file, tensors in files:
         rank = ranks[file]
         with naming(file.name):
             layers_of[rank], counted[rank], cut = _by_iteration(tensors, experts)
@@ -71,19 +63,18 @@ def read_statistics(folder: Path, first_moe_layer: int | None) -> Trace:
     for rank, by_step in counted.items():
         rows = np.flatnonzero(np.isin(layers_of[rank], layers))
         counted[rank] = {step: counts[rows] for step, counts in by_step.items()}
-    findings += (*damaged(broken, len(files)), *lacking)
+    findings += (*files.damaged(), *lacking)
     whole, uneven = whole_steps(counted, "iteration")
     source = np.array([[counted[rank][step] for rank in counted] for step in whole], np.int64)
     counts, idle = drop_idle_steps(source.sum(axis=1))
     findings += (*uneven, *idle, *ranks_read(counted))
-    busy = source[source.any(axis=(1, 2, 3))]
     complete = max(counted) + 1 == len(counted)
     return Trace(
         counts,
         tuple(layers),
         folder.name,
         top_k,
-        source=busy if complete else None,
+        source=source[source.any(axis=(1, 2, 3))] if complete else None,
         findings=findings,
         rank_files=len(counted),
     )
@@ -109,21 +100,16 @@ def _common_layers(layers_of: Mapping[int, list[int]]) -> tuple[list[int], tuple
         )
     what = "layers that some ranks did not record are left out"
     advice = "Record again if all ranks have these layers"
-    return sorted(common), (
-        Finding(FindingCode.PARTS_MISSING, Severity.DOUBT, what, lacking, amount, advice),
-    )
+    return sorted(common), (missing_parts(Severity.DOUBT, what, lacking, amount, advice),)
 
 
-def _rank_files(folder: Path) -> dict[int, Path]:
-    """Return the files by rank, in order."""
-    files = {
-        int(match[1]): file
-        for file in folder.iterdir()
-        if (match := _RANK_FILE.fullmatch(file.name))
-    }
-    if not files:
+def _rank_files(folder: Path) -> dict[Path, int]:
+    """Return the rank of each file, in the order of the ranks."""
+    named = ((_RANK_FILE.fullmatch(file.name), file) for file in folder.iterdir())
+    ranks = {int(match[1]): file for match, file in named if match}
+    if not ranks:
         raise InvalidInput("has no file rank0.safetensors, rank1.safetensors, ...")
-    return dict(sorted(files.items()))
+    return {file: rank for rank, file in sorted(ranks.items())}
 
 
 def _read_tensors(path: Path) -> dict[str, NDArray[Any]]:
@@ -171,8 +157,5 @@ def _by_iteration(
             f" {spans('layer', layers)}: {lacking}"
         )
     amount = f"{len(every) - len(whole)} of {len(every)} iterations of a rank"
-    return (
-        layers,
-        stacked,
-        (left_out("iterations without all layers are left out", lacking, amount),),
-    )
+    cut = left_out("iterations without all layers are left out", lacking, amount)
+    return layers, stacked, (cut,)

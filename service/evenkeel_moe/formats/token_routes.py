@@ -127,31 +127,22 @@ def leave_out_padding(routes: TokenRoutes) -> tuple[Finding, ...]:
     # The last token of a sequence has no route.
     if not count and empty.sum() <= empty.any(axis=1).sum():
         return findings
-    return (
-        *findings,
-        Finding(
-            FindingCode.PADDING,
-            Severity.NOTE if certain or count <= FEW * among else Severity.DOUBT,
-            "rows that fill sequences up are left out",
-            amount=f"{count + int(empty.sum())} of {tokens.size} rows",
-            advice="An array attention_mask tells them for certain",
-        ),
-    )
+    grade = Severity.NOTE if certain or count <= FEW * among else Severity.DOUBT
+    what = "rows that fill sequences up are left out"
+    amount = f"{count + int(empty.sum())} of {tokens.size} rows"
+    advice = "An array attention_mask tells them for certain"
+    return (*findings, Finding(FindingCode.PADDING, grade, what, "", amount, advice))
 
 
 def _partial_rows(routes: TokenRoutes) -> tuple[Finding, ...]:
     if not routes.partial:
         return ()
     rows = int(routes.routed.sum()) + routes.partial
-    return (
-        Finding(
-            FindingCode.ROUTES_MISSING,
-            Severity.DOUBT if routes.partial > FEW * rows else Severity.NOTE,
-            "rows that name some experts and -1 for others are left out",
-            amount=f"{routes.partial} of {rows} rows of a token in a layer",
-            advice="A route may have been merged with padding",
-        ),
-    )
+    grade = Severity.DOUBT if routes.partial > FEW * rows else Severity.NOTE
+    what = "rows that name some experts and -1 for others are left out"
+    amount = f"{routes.partial} of {rows} rows of a token in a layer"
+    advice = "A route may have been merged with padding"
+    return (Finding(FindingCode.ROUTES_MISSING, grade, what, "", amount, advice),)
 
 
 def _runs(
@@ -232,13 +223,9 @@ def find_missing_routes(routes: TokenRoutes) -> tuple[Finding, ...]:
 
 
 def _missing(what: str, missing: int, among: int) -> Finding:
-    return Finding(
-        FindingCode.ROUTES_MISSING,
-        Severity.DOUBT,
-        what,
-        amount=f"{missing} of {among} tokens",
-        advice="A rank or a layer may not have been captured. Record again, with all ranks",
-    )
+    amount = f"{missing} of {among} tokens"
+    advice = "A rank or a layer may not have been captured. Record again, with all ranks"
+    return Finding(FindingCode.ROUTES_MISSING, Severity.DOUBT, what, "", amount, advice)
 
 
 def count_prompts_once(routes: TokenRoutes) -> tuple[Finding, ...]:
@@ -272,15 +259,12 @@ def count_prompts_once(routes: TokenRoutes) -> tuple[Finding, ...]:
     left_out, among = int(repeated.sum()), int(tokens.sum())
     if not left_out:
         return ()
-    return (
-        Finding(
-            FindingCode.REPEATED_PROMPTS,
-            Severity.NOTE,
-            "sequences that begin with the same routes in all layers have a prompt in common, which"
-            " counts once, as with a prefix cache",
-            amount=f"{left_out} of {among} tokens are left out, from {needed} equal tokens on",
-        ),
+    what = (
+        "sequences that begin with the same routes in all layers have a prompt in common, which"
+        " counts once, as with a prefix cache"
     )
+    amount = f"{left_out} of {among} tokens are left out, from {needed} equal tokens on"
+    return (Finding(FindingCode.REPEATED_PROMPTS, Severity.NOTE, what, "", amount),)
 
 
 def _tokens_beyond_chance(routes: TokenRoutes) -> float:

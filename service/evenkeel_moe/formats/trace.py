@@ -1,21 +1,15 @@
 """Defines a trace: the recorded loads of one deployment, independent of the recording tool."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TypeVar
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.formats.reading import check_layer_ids, naming
-from evenkeel_moe.model.finding import Finding, FindingCode, Severity, plural, spans
+from evenkeel_moe.formats.reading import check_dimensions, check_layer_ids
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity
 from evenkeel_moe.planning.signals.load_findings import check_hidden_layers
-
-_Content = TypeVar("_Content")
-MOST_RANKS = 1 << 16
-"""Ranks of a recording, beyond which a number of ranks is damaged."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +40,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         counts = self.counts
-        if counts.ndim != 3 or 0 in counts.shape:
-            raise ShapeMismatch(
-                f"counts must be (steps, layers, experts), none of them 0, got {counts.shape}"
-            )
+        check_dimensions(counts, "counts", "steps, layers, experts")
         if counts.min() < 0:
             step, layer, expert = np.argwhere(counts < 0)[0]
             raise InvalidInput(
@@ -132,139 +123,24 @@ class Trace:
         """
         if not 0 <= first < last <= self.num_steps:
             raise InvalidInput(f"cannot cut steps {first}..{last} from a trace of {self.num_steps}")
-        part = slice(first, last)
+        parts = {name: getattr(self, name) for name in ("counts", "tokens", "source", "mix")}
         return replace(
-            self,
-            counts=self.counts[part],
-            tokens=None if self.tokens is None else self.tokens[part],
-            source=None if self.source is None else self.source[part],
-            mix=None if self.mix is None else self.mix[part],
+            self, **{name: part[first:last] for name, part in parts.items() if part is not None}
         )
 
 
-def left_out(what: str, where: str = "", amount: str = "", advice: str = "") -> Finding:
-    """Return the note of a reader that left something out."""
-    return Finding(FindingCode.LEFT_OUT, Severity.NOTE, what, where, amount, advice)
+left_out = partial(Finding, FindingCode.LEFT_OUT, Severity.NOTE)
+"""The note of a reader that left something out: `what`, `where`, `amount`, `advice`."""
+assumed = partial(Finding, FindingCode.ASSUMED, Severity.NOTE)
+"""The note of a reader that had to assume something."""
+missing_parts = partial(Finding, FindingCode.PARTS_MISSING)
+"""A finding, of a severity, that a part of a recording is not there."""
 
 
-def assumed(what: str, where: str = "", amount: str = "", advice: str = "") -> Finding:
-    """Return the note of a reader that had to assume something."""
-    return Finding(FindingCode.ASSUMED, Severity.NOTE, what, where, amount, advice)
-
-
-def whole_steps(
-    by_rank: Mapping[int, Collection[int]], noun: str
-) -> tuple[list[int], tuple[Finding, ...]]:
-    """Return the steps that every rank has, and a note that names those that some ranks lack.
-
-    Args:
-        by_rank: the steps of each rank.
-        noun: what the recording calls a step.
-
-    Returns:
-        the steps in rising order, findings.
-
-    Raises:
-        InvalidInput: less than half of the steps are whole.
-    """
-    all_steps = set().union(*by_rank.values())
-    lacking = {step for have in by_rank.values() for step in all_steps.difference(have)}
-    whole = sorted(all_steps - lacking)
-    if not lacking:
-        return whole, ()
-    fewest = min(by_rank, key=lambda rank: len(by_rank[rank]))
-    most = max(by_rank, key=lambda rank: len(by_rank[rank]))
-    amount = (
-        f"{len(lacking)} of {len(all_steps)} {plural(noun)}; rank {fewest} has"
-        f" {len(by_rank[fewest])}, rank {most} {len(by_rank[most])}"
-    )
-    if 2 * len(whole) < len(all_steps) or not whole:
-        raise InvalidInput(
-            f"most {plural(noun)} are not on all {len(by_rank)} ranks: {spans(noun, lacking)},"
-            f" {amount}. Take the files of one recording of all ranks"
-        )
-    what = f"{plural(noun)} that some ranks did not record are left out"
-    return whole, (left_out(what, spans(noun, lacking), amount),)
-
-
-def readable(
-    paths: Iterable[Path], read: Callable[[Path], _Content], broken: dict[str, str]
-) -> Iterator[tuple[Path, _Content]]:
-    """Yield what each file of a recording holds, one at a time: all at once may not fit in memory.
-
-    Mutates: `broken`, which gets the error of each file that is damaged.
-    """
-    for path in paths:
-        try:
-            with naming(path.name):
-                held = read(path)
-        except InvalidInput as error:
-            broken[path.name] = str(error)
-        else:
-            yield path, held
-
-
-def damaged(broken: Mapping[str, str], files: int) -> tuple[Finding, ...]:
-    """Return a doubt that names the damaged files of a recording.
-
-    Raises:
-        InvalidInput: half of the files or more are damaged.
-    """
-    if not broken:
-        return ()
-    first = next(iter(broken.values()))
-    if 2 * len(broken) >= files:
-        raise InvalidInput(f"{len(broken)} of {files} files are damaged; {first}")
-    return (
-        Finding(
-            FindingCode.PARTS_MISSING,
-            Severity.DOUBT,
-            "files that cannot be read are left out",
-            ", ".join(list(broken)[:4]),
-            f"{len(broken)} of {files} files; {first:.300}",
-            "Copy them again",
-        ),
-    )
-
-
-def missing_ranks(found: Collection[int], size: int) -> list[int]:
-    """Return the ranks of a group of which nothing was found.
-
-    Raises:
-        InvalidInput: the group is larger than any. Files name ranks, and are not trusted.
-    """
-    if size > MOST_RANKS:
-        raise InvalidInput(f"is of {size} ranks, at most {MOST_RANKS} are read")
-    return sorted(set(range(size)).difference(found))
-
-
-def ranks_read(ranks: Collection[int], size: int | None = None) -> tuple[Finding, ...]:
-    """Say which ranks' files were read; a recording of files by rank may lack some.
-
-    `size` is the number of ranks of the group; None if no file says it.
-    """
-    known = max(ranks) + 1 if size is None else size
-    missing = missing_ranks(ranks, known)
-    if missing:
-        half = size is not None and 2 * len(missing) >= size
-        return (
-            Finding(
-                FindingCode.PARTS_MISSING,
-                Severity.REFUSAL if half else Severity.DOUBT,
-                "some ranks have no file that can be read, so their tokens are missing",
-                spans("rank", missing),
-                f"{len(missing)} of {known} ranks",
-                "Copy the files of all machines into the folder",
-            ),
-        )
-    if size is not None:
-        return ()
-    return (
-        assumed(
-            "these are taken to be all ranks, because no file says how many there were",
-            spans("rank", ranks),
-        ),
-    )
+def layers_from(first_moe_layer: int | None, layers: int) -> tuple[int, ...]:
+    """Return the ids of layers that follow each other, from 0 on if the first is not known."""
+    first = first_moe_layer or 0
+    return tuple(range(first, first + layers))
 
 
 def drop_idle_steps(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[Finding, ...]]:

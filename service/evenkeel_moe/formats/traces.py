@@ -1,28 +1,33 @@
 """Reads recorded loads of every supported kind, and writes our own npz files."""
 
-import io
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.formats import (
-    rank_totals,
-    recording,
-    routed_experts,
-    sglang,
-    tensorrt_llm,
-    vllm,
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.formats import recording, routed_experts, sglang, tensorrt_llm, vllm
+from evenkeel_moe.formats.array_files import (
+    as_array,
+    load_npz,
+    load_torch,
+    one_number,
+    smallest,
+    write_npz,
 )
-from evenkeel_moe.formats.reading import as_mapping, load_npz, naming, parse_json, token_counts
-from evenkeel_moe.formats.torch_files import as_array, load_dump
-from evenkeel_moe.formats.trace import Trace, damaged, readable
-from evenkeel_moe.formats.writing import smallest, write_file
+from evenkeel_moe.formats.rank_files import RankFiles
+from evenkeel_moe.formats.reading import (
+    as_mapping,
+    check_dimensions,
+    naming,
+    parse_json,
+    token_counts,
+)
+from evenkeel_moe.formats.trace import Trace, layers_from
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity, judge_findings
 from evenkeel_moe.planning.signals.load_findings import check_recording
 
@@ -105,23 +110,21 @@ def _read(path: Path, first_moe_layer: int | None, start: str | None) -> Trace:
 
 
 def _read_dumps(folder: Path, first_moe_layer: int | None) -> Trace:
-    broken: dict[str, str] = {}
-    paths = sorted(folder.glob("*.pt"))
-    dumps = list(readable(paths, load_dump, broken))
-    findings = damaged(broken, len(paths))
-    if any(rank_totals.is_of_a_rank(content) for _, content in dumps):
-        trace = rank_totals.add_totals(folder.name, dumps, first_moe_layer)
-    else:
-        trace = sglang.read_passes(folder.name, dumps, first_moe_layer)
+    files = RankFiles(sorted(folder.glob("*.pt")), load_torch)
+    dumps = list(files)
+    findings = files.damaged()
+    totals = any(sglang.is_of_a_rank(content) for _, content in dumps)
+    read = sglang.add_totals if totals else sglang.read_passes
+    trace = read(folder.name, dumps, first_moe_layer)
     return replace(trace, findings=(*findings, *trace.findings))
 
 
 def _read_pt(path: Path, first_moe_layer: int | None) -> Trace:
-    content = load_dump(path)
-    if rank_totals.is_of_a_rank(content):
-        return rank_totals.add_totals(path.stem, [(path, content)], first_moe_layer)
+    content = load_torch(path)
+    if sglang.is_of_a_rank(content):
+        return sglang.add_totals(path.stem, [(path, content)], first_moe_layer)
     if routed_experts.KEY not in content:
-        return sglang.read_stat(path, content, first_moe_layer)
+        return sglang.read_stat(path.stem, content, first_moe_layer)
     arrays = {
         name: as_array(content[name], name) for name in routed_experts.NAMES if name in content
     }
@@ -137,12 +140,8 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
     if "T" not in arrays:
         raise InvalidInput("has no array T (steps, layers, experts)")
     counts = token_counts(arrays["T"], "T")
-    if counts.ndim != 3 or 0 in counts.shape:
-        raise ShapeMismatch(
-            f"T must be (steps, layers, experts), none of them 0, got {counts.shape}"
-        )
-    first, layers = first_moe_layer or 0, counts.shape[1]
-    layer_ids = tuple(range(first, first + layers))
+    check_dimensions(counts, "T", "steps, layers, experts")
+    layer_ids = layers_from(first_moe_layer, counts.shape[1])
     if first_moe_layer is None and "layer_ids" in arrays:
         layer_ids = tuple(token_counts(arrays["layer_ids"], "layer_ids").reshape(-1).tolist())
     mix, domains = arrays.get("mix"), arrays.get("domains")
@@ -152,23 +151,14 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
         counts,
         layer_ids,
         path.stem,
-        _one_number(arrays, "topk"),
+        one_number(arrays, "topk"),
         token_counts(arrays["tokens"], "tokens") if "tokens" in arrays else None,
         token_counts(arrays["S"], "S") if "S" in arrays else None,
         None if mix is None else mix.astype(np.float64),
         tuple(str(name) for name in domains.reshape(-1)),
         _read_findings(arrays.get("findings")),
-        _one_number(arrays, "hidden"),
+        one_number(arrays, "hidden"),
     )
-
-
-def _one_number(arrays: Mapping[str, NDArray[Any]], name: str) -> int | None:
-    """Return the number in an array; None if there is no such array."""
-    if name not in arrays:
-        return None
-    if arrays[name].size != 1:
-        raise ShapeMismatch(f"{name} must be one number, got shape {arrays[name].shape}")
-    return int(token_counts(arrays[name], name).reshape(-1)[0])
 
 
 def _read_findings(lines: NDArray[Any] | None) -> tuple[Finding, ...]:
@@ -199,24 +189,18 @@ def write_trace(path: Path | str, trace: Trace) -> None:
 
     Counts are stored in the smallest type that holds them. Equal traces give equal bytes.
     """
-    # Any: savez_compressed declares a flag among its keywords, which arrays by name do not match.
-    arrays: dict[str, Any] = {
-        "T": smallest(trace.counts),
-        "layer_ids": np.array(trace.layer_ids, np.int32),
+    source, mix = trace.source, trace.mix
+    told = [json.dumps(asdict(each)) for each in trace.findings]
+    arrays: dict[str, tuple[Any, DTypeLike | None]] = {
+        "T": (smallest(trace.counts), None),
+        "layer_ids": (trace.layer_ids, np.int32),
+        "topk": (trace.top_k, np.int32),
+        "tokens": (trace.tokens, np.int64),
+        "S": (None if source is None else smallest(source), None),
+        "mix": (mix, np.float32),
+        "domains": (None if mix is None else trace.domains, None),
+        "hidden": (trace.num_hidden_layers, np.int32),
+        "findings": (told or None, None),
     }
-    if trace.top_k is not None:
-        arrays["topk"] = np.array(trace.top_k, np.int32)
-    if trace.tokens is not None:
-        arrays["tokens"] = trace.tokens.astype(np.int64)
-    if trace.source is not None:
-        arrays["S"] = smallest(trace.source)
-    if trace.mix is not None:
-        arrays["mix"] = trace.mix.astype(np.float32)
-        arrays["domains"] = np.array(trace.domains)
-    if trace.num_hidden_layers is not None:
-        arrays["hidden"] = np.array(trace.num_hidden_layers, np.int32)
-    if trace.findings:
-        arrays["findings"] = np.array([json.dumps(asdict(each)) for each in trace.findings])
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)
-    write_file(path, buffer.getvalue())
+    known = {name: (value, dtype) for name, (value, dtype) in arrays.items() if value is not None}
+    write_npz(path, {name: np.array(value, dtype) for name, (value, dtype) in known.items()})

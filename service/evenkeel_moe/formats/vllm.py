@@ -8,6 +8,7 @@ Source: vllm-project/vllm, pull request 41141, tools/eplb/generate_static_mappin
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from evenkeel_moe.formats.reading import (
     read_text,
     token_rows,
 )
-from evenkeel_moe.formats.trace import Trace, assumed, drop_idle_steps, left_out
+from evenkeel_moe.formats.trace import Trace, assumed, drop_idle_steps, layers_from, left_out
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity, spans
 from evenkeel_moe.model.placement import EMPTY
 from evenkeel_moe.planning.signals.load_findings import MOST_DEVIATION
@@ -31,6 +32,16 @@ MOST_STARTS = 8
 """Starts of a server in one file up to which nothing else is suspected."""
 MOST_GAP = 10
 """Times the usual distance of two steps, beyond which they belong to two starts."""
+
+
+class _Record(NamedTuple):
+    """One line of a file."""
+
+    step: int
+    load: NDArray[np.int64]
+    """(L, S) [tokens]."""
+    held: NDArray[np.int32]
+    """(L, S) map, with -1 for empty slots."""
 
 
 def read_load_statistics(path: Path, first_moe_layer: int | None) -> Trace:
@@ -43,7 +54,7 @@ def read_load_statistics(path: Path, first_moe_layer: int | None) -> Trace:
         InvalidInput, ShapeMismatch: half of the lines cannot be read, lines differ in their sizes,
             or several servers wrote the file at the same time.
     """
-    steps: list[tuple[int, NDArray[np.int64], NDArray[np.int32]]] = []
+    steps: list[_Record] = []
     broken: dict[int, str] = {}
     lines = 0
     for number, line in enumerate(read_text(path).splitlines(), start=1):
@@ -58,10 +69,9 @@ def read_load_statistics(path: Path, first_moe_layer: int | None) -> Trace:
         except InvalidInput as error:
             broken[number] = str(error)
             continue
-        if steps and read[2].shape != steps[0][2].shape:
+        if steps and (shape := steps[0].held.shape) != read.held.shape:
             raise ShapeMismatch(
-                f"line {number} has {read[2].shape} layers and slots, the first step"
-                f" {steps[0][2].shape}"
+                f"line {number} has {read.held.shape} layers and slots, the first step {shape}"
             )
         steps.append(read)
     if 2 * len(broken) >= max(lines, 1):
@@ -71,17 +81,15 @@ def read_load_statistics(path: Path, first_moe_layer: int | None) -> Trace:
         )
     if not steps:
         raise InvalidInput("has no line of the type eplb_load_stats")
-    numbers = [step for step, _, _ in steps]
-    starts = _starts(numbers)
+    starts = _starts([record.step for record in steps])
     if not starts:
-        steps.sort(key=lambda read: read[0])  # one start, whose lines may be out of order
-    experts = max(int(held.max()) for _, _, held in steps) + 1
-    rows = [_sum_by_expert(load, held, experts) for _, load, held in steps]
+        steps.sort(key=lambda record: record.step)  # one start, whose lines may be out of order
+    experts = max(int(record.held.max()) for record in steps) + 1
+    rows = [_sum_by_expert(record, experts) for record in steps]
     counts, idle = drop_idle_steps(np.stack(rows))
     findings = (*_broken_lines(broken, lines), *starts, *idle)
     findings += _load_of_empty_slots(steps)
-    first_layer = first_moe_layer or 0
-    layer_ids = tuple(range(first_layer, first_layer + counts.shape[1]))
+    layer_ids = layers_from(first_moe_layer, counts.shape[1])
     return Trace(counts, layer_ids, path.stem, findings=findings)
 
 
@@ -118,26 +126,19 @@ def _without_gap(steps: list[int]) -> bool:
     return bool(gaps.max() <= MOST_GAP * np.median(gaps))
 
 
-def _load_of_empty_slots(
-    steps: list[tuple[int, NDArray[np.int64], NDArray[np.int32]]],
-) -> tuple[Finding, ...]:
-    lost = sum(int(load[held < 0].sum()) for _, load, held in steps)
+def _load_of_empty_slots(steps: list[_Record]) -> tuple[Finding, ...]:
+    lost = sum(int(record.load[record.held < 0].sum()) for record in steps)
     if not lost:
         return ()
-    total = sum(int(load.sum()) for _, load, _ in steps)
-    return (
-        Finding(
-            FindingCode.ROUTES_MISSING,
-            Severity.DOUBT if lost > MOST_DEVIATION * total else Severity.NOTE,
-            "tokens of slots that the map calls empty are left out",
-            amount=f"{lost} of {total} tokens",
-            advice="The map may be older than the counts. Record again",
-        ),
-    )
+    total = sum(int(record.load.sum()) for record in steps)
+    severity = Severity.DOUBT if lost > MOST_DEVIATION * total else Severity.NOTE
+    what = "tokens of slots that the map calls empty are left out"
+    amount = f"{lost} of {total} tokens"
+    advice = "The map may be older than the counts. Record again"
+    return (Finding(FindingCode.ROUTES_MISSING, severity, what, "", amount, advice),)
 
 
-def _read_record(record: dict[str, object]) -> tuple[int, NDArray[np.int64], NDArray[np.int32]]:
-    """Return (step, (L, S) int64 tokens, (L, S) map with -1 for empty slots) of a line."""
+def _read_record(record: dict[str, object]) -> _Record:
     keys = ("version", "step", "expert_load", "p2l_map")
     as_mapping(record, "the line", ("record_type", *keys), optional=None)
     version = as_int(record["version"], "version")
@@ -152,15 +153,12 @@ def _read_record(record: dict[str, object]) -> tuple[int, NDArray[np.int64], NDA
         raise InvalidInput(
             f"p2l_map has expert {held.max()}, {held.shape[1]} slots cannot hold so many"
         )
-    return step, load, held
+    return _Record(step, load, held)
 
 
-def _sum_by_expert(
-    load: NDArray[np.int64], held: NDArray[np.int32], experts: int
-) -> NDArray[np.int64]:
+def _sum_by_expert(record: _Record, experts: int) -> NDArray[np.int64]:
     """Return the (L, E) tokens of each expert."""
-    sums = np.zeros((len(load), experts), np.int64)
-    for layer, row in enumerate(load):
-        filled = held[layer] >= 0
-        np.add.at(sums[layer], held[layer][filled], row[filled])
+    sums = np.zeros((len(record.load), experts), np.int64)
+    layer, slot = np.nonzero(record.held >= 0)
+    np.add.at(sums, (layer, record.held[layer, slot]), record.load[layer, slot])
     return sums

@@ -1,6 +1,5 @@
 """Compares policies on one trace: walks each over it and collects the results."""
 
-import io
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from evenkeel_moe.formats import Trace
-from evenkeel_moe.formats.trace import assumed
-from evenkeel_moe.formats.writing import write_file
+from evenkeel_moe.formats.array_files import write_npz
+from evenkeel_moe.formats.trace import assumed, missing_parts
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.dispatch_model import DispatchModel
-from evenkeel_moe.model.finding import Finding, FindingCode, Severity, judge_findings
+from evenkeel_moe.model.finding import Finding, Severity, judge_findings
 from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff
 from evenkeel_moe.replay.planners import VERDICT, warm_up
 from evenkeel_moe.replay.replica_effect import ReplicaEffect, replica_effect
@@ -27,30 +26,17 @@ def check_origin(
 ) -> Trace:
     """Return the trace with what planning on it assumes about the ranks that recorded it.
 
-    `accept` has codes of findings that a person has looked at.
-    """
-    assumed_too = judge_findings(_origin_findings(trace, setup, policies), accept)
-    return replace(trace, findings=(*trace.findings, *assumed_too))
-
-
-def _origin_findings(trace: Trace, setup: Setup, policies: Iterable[str]) -> list[Finding]:
-    """Return what the plan assumes about the ranks that recorded the trace.
-
     That is where their tokens started, if a policy or a dispatcher needs it; and that their files
-    are complete, if there are fewer of them than ranks to plan for.
+    are complete, if there are fewer of them than ranks to plan for. `accept` has codes of findings
+    that a person has looked at.
     """
-    found = []
+    found: list[Finding] = []
     files, ranks = trace.rank_files, setup.shape.num_ranks
     if files is not None and files < ranks:
-        found.append(
-            Finding(
-                FindingCode.PARTS_MISSING,
-                Severity.DOUBT,
-                "the plan is for more ranks than have files in the recording",
-                amount=f"{files} files, {ranks} ranks",
-                advice="Copy the files of all machines into the folder, unless fewer ranks served",
-            )
-        )
+        what = "the plan is for more ranks than have files in the recording"
+        amount = f"{files} files, {ranks} ranks"
+        advice = "Copy the files of all machines into the folder, unless fewer ranks served"
+        found.append(missing_parts(Severity.DOUBT, what, amount=amount, advice=advice))
     users = ["nearest dispatch"] if setup.objective.dispatch is DispatchModel.NEAREST else []
     users += [name for name in policies if name.removesuffix(VERDICT) == "libra"]
     if setup.source is None and users:
@@ -58,9 +44,8 @@ def _origin_findings(trace: Trace, setup: Setup, policies: Iterable[str]) -> lis
         if trace.source is not None:
             have = f"has source counts of {trace.source.shape[1]} ranks, not of {ranks}"
         evenly = "tokens are assumed to start evenly on all ranks"
-        affected = " and ".join(users)
-        found.append(assumed(f"the trace {have}: {evenly}, which affects {affected}"))
-    return found
+        found.append(assumed(f"the trace {have}: {evenly}, which affects {' and '.join(users)}"))
+    return replace(trace, findings=(*trace.findings, *judge_findings(found, accept)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +156,4 @@ def write_plans(path: Path, comparison: Comparison) -> None:
         rows = np.stack([placement.phy2log for placement in walk.placements])
         arrays[f"{walk.policy}_steps"] = walk.steps.astype(np.int64)
         arrays[f"{walk.policy}_phy2log"] = rows.astype(np.int32)
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)
-    write_file(path, buffer.getvalue())
+    write_npz(path, arrays)

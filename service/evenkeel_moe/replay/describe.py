@@ -4,6 +4,7 @@ The description shows which policies can help: replication helps against skew, p
 (not on a mean) against temporal and correlated experts, and replanning against drift.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ from evenkeel_moe.model.finding import Finding
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem import metrics
+from evenkeel_moe.replay.walk_metrics import ratio
 
 HIGH_SKEW = 10.0
 """Max / mean expert load above which a layer has high skew. Source: CRAFT section 3.1."""
@@ -116,16 +118,11 @@ def describe(
     """
     load = trace.counts.astype(np.float64)
     totals = load.sum(axis=2, keepdims=True)
-    share = np.divide(load, totals, out=np.zeros_like(load), where=totals > 0)
+    share = ratio(load, totals, 0.0)
     relative = share * trace.num_experts
     hot = relative >= HOT
     hot_share = hot.mean(axis=0)
-    hot_load = np.divide(
-        np.where(hot, relative, 0.0).sum(axis=0),
-        hot.sum(axis=0),
-        out=np.zeros(hot_share.shape),
-        where=hot.any(axis=0),
-    )
+    hot_load = ratio(np.where(hot, relative, 0.0).sum(axis=0), hot.sum(axis=0), 0.0)
     low, high = TEMPORAL_SHARE
     temporal = (hot_share >= low) & (hot_share <= high) & (hot_load >= TEMPORAL_LOAD)
     pairs = _pairs(share, trace.layer_ids)
@@ -140,7 +137,7 @@ def describe(
         temporal_share=float(temporal.mean()),
         temporal_load=float(hot_load[temporal].mean()) if temporal.any() else 0.0,
         pairs=pairs,
-        pair_r=float(np.mean([pair.r_second_half for pair in pairs])) if pairs else float("nan"),
+        pair_r=_mean([pair.r_second_half for pair in pairs]),
         drift=_drift(load, share, window_steps),
         findings=trace.findings,
     )
@@ -155,8 +152,7 @@ def _layers(
     num_ranks: int | None,
 ) -> tuple[LayerDescription, ...]:
     summed = load.sum(axis=0)
-    mean = summed.mean(axis=1)
-    skew = np.divide(summed.max(axis=1), mean, out=np.full(len(mean), np.nan), where=mean > 0)
+    skew = ratio(summed.max(axis=1), summed.mean(axis=1))
     skew_step = relative.max(axis=2).mean(axis=0)
     balance = np.full(trace.num_layers, np.nan)
     if num_ranks is not None:
@@ -168,7 +164,7 @@ def _layers(
             layer_id=layer_id,
             skew=float(skew[row]),
             skew_step=float(skew_step[row]),
-            skew_class=_skew_class(float(skew[row])),
+            skew_class=_skew_class(skew[row]),
             balancedness=float(balance[row]),
             consistent=tuple(np.nonzero(hot_share[row] >= CONSISTENT_SHARE)[0].tolist()),
             temporal=tuple(np.nonzero(temporal[row])[0].tolist()),
@@ -216,26 +212,28 @@ def _drift(load: NDArray[np.float64], share: NDArray[np.float64], window_steps: 
     while window > 1 and steps // window < 4:
         window //= 2
     blocks = load[: steps // window * window].reshape(-1, window, *load.shape[1:])
-    between = [_variation(a.sum(axis=0), b.sum(axis=0)) for a, b in pairwise(blocks)]
-    both = map(np.concatenate, pairwise(blocks))
-    within = [_variation(two[::2].sum(axis=0), two[1::2].sum(axis=0)) for two in both]
+    between = [_variation(a, b) for a, b in pairwise(blocks)]
+    within = [_variation(two[::2], two[1::2]) for two in map(np.concatenate, pairwise(blocks))]
     return Drift(
         {lag: _autocorrelation(share, lag) for lag in LAGS},
-        float(np.mean(between)) if between else float("nan"),
-        float(np.mean(within)) if within else float("nan"),
+        _mean(between),
+        _mean(within),
         window,
         tuple(between),
     )
 
 
 def _variation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Return the total variation of shares between two (L, E) loads, mean over layers with load."""
-    totals = a.sum(axis=1), b.sum(axis=1)
-    known = (totals[0] > 0) & (totals[1] > 0)
-    if not known.any():
-        return float("nan")
-    shares = a[known] / totals[0][known, None], b[known] / totals[1][known, None]
-    return float(0.5 * np.abs(shares[0] - shares[1]).sum(axis=1).mean())
+    """Return the total variation of shares between (T, L, E) loads, mean over layers with load."""
+    sums = [part.sum(axis=0) for part in (a, b)]
+    shares = [ratio(part, part.sum(axis=1, keepdims=True)) for part in sums]
+    by_layer = 0.5 * np.abs(shares[0] - shares[1]).sum(axis=1)
+    return _mean(by_layer[np.isfinite(by_layer)])
+
+
+def _mean(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """Return the mean, NaN without a value."""
+    return float(np.mean(values)) if len(values) else float("nan")
 
 
 def _autocorrelation(share: NDArray[np.float64], lag: int) -> float:
@@ -245,4 +243,4 @@ def _autocorrelation(share: NDArray[np.float64], lag: int) -> float:
     variance = (centred**2).mean(axis=0)
     products = (centred[lag:] * centred[:-lag]).mean(axis=0)
     known = variance > 1e-12
-    return float((products[known] / variance[known]).mean()) if known.any() else float("nan")
+    return _mean(products[known] / variance[known])

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from importlib import resources
+from string import Template
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +13,17 @@ from evenkeel_moe.model.finding import Severity
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.charts import PALETTE, lines
-from evenkeel_moe.replay.columns import COLUMNS, TRADEOFF_TITLE, tradeoff_columns
 from evenkeel_moe.replay.compare import Comparison
 from evenkeel_moe.replay.planners import BASELINES
 from evenkeel_moe.replay.walk import Walk
-from evenkeel_moe.replay.words import legend_lines, sentences
+from evenkeel_moe.replay.walk_metrics import ratio
+from evenkeel_moe.replay.words import (
+    COLUMNS,
+    TRADEOFF_TITLE,
+    legend_lines,
+    sentences,
+    tradeoff_columns,
+)
 
 MAX_POINTS = 120
 """Most points of a line: neighbouring steps are averaged, so that lines can be told apart."""
@@ -25,37 +33,6 @@ _METHOD = (
     "Every plan was made on the steps before it and scored on the steps after it. Times are"
     " predictions from recorded loads, not measurements of an engine."
 )
-
-
-def _variables(theme: int) -> str:
-    return "".join(f"--{name}:{colours[theme]};" for name, colours in PALETTE.items())
-
-
-_CSS = f"""
-:root{{{_variables(0)}}}
-@media (prefers-color-scheme: dark){{:root{{{_variables(1)}}}}}
-*{{box-sizing:border-box}}
-body{{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}}
-main{{max-width:1088px;margin:0 auto;padding:24px}}
-h1{{font-size:24px;margin:0 0 4px}}h2{{font-size:17px;margin:36px 0 2px}}
-p{{margin:2px 0 10px;color:var(--soft);max-width:76ch}}p.facts{{max-width:none}}
-p.doubt{{color:var(--ink);border-left:4px solid var(--over);padding-left:10px}}
-p.verdict{{color:var(--ink);font-size:18px;margin:8px 0 12px}}code{{overflow-wrap:anywhere}}
-p.legend{{max-width:none;font-size:13px}}
-svg{{width:100%;min-width:760px;height:auto;display:block}}
-svg text{{font-family:system-ui,sans-serif!important}}
-.scroll{{overflow-x:auto}}
-table{{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%;margin:14px 0 6px}}
-th,td{{padding:5px 9px;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}}
-th{{font-weight:600}}
-thead th{{color:var(--soft);font-size:12.5px;white-space:normal;vertical-align:bottom}}
-th:first-child{{text-align:left}}
-.maps{{display:flex;flex-wrap:wrap;gap:0 28px}}
-.map{{width:auto}}.map caption{{text-align:left;white-space:nowrap}}
-.map th{{padding:0 6px 0 0;border:0;font:11px/1 system-ui,sans-serif;color:var(--soft)}}
-.map td{{padding:0;border:1px solid var(--paper);min-width:9px;width:34px;height:15px;
-background:linear-gradient(var(--side),var(--side)) var(--even)}}
-"""
 
 
 def render_report(comparison: Comparison, made_by: str = "") -> str:
@@ -95,12 +72,12 @@ def render_report(comparison: Comparison, made_by: str = "") -> str:
         table = _table(columns, zip(*columns.values(), strict=True))
         sections.append(_section(TRADEOFF_TITLE, text, table))
     title = escape(f"Replay of {comparison.trace.name}")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark"><title>{title}</title>'
-        f"<style>{_CSS}</style></head><body><main>{''.join(sections)}</main></body></html>\n"
+    page = Template(resources.files(__package__).joinpath("report.html").read_text("utf-8"))
+    light, dark = (
+        "".join(f"--{name}:{colours[theme]};" for name, colours in PALETTE.items())
+        for theme in (0, 1)
     )
+    return page.substitute(title=title, light=light, dark=dark, sections="".join(sections))
 
 
 def _section(title: str, text: str, body: str) -> str:
@@ -163,13 +140,7 @@ def _balance_by_step(walk: Walk) -> NDArray[np.float64]:
 
 
 def _time_by_step(walk: Walk) -> NDArray[np.float64]:
-    return _ratio(walk.times.sum(axis=1), walk.fluid.sum(axis=1))
-
-
-def _ratio(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return part / whole, NaN where the whole is 0."""
-    undefined = np.full(part.shape, np.nan)
-    return np.asarray(np.divide(part, whole, out=undefined, where=whole > 0), np.float64)
+    return ratio(walk.times.sum(axis=1), walk.fluid.sum(axis=1))
 
 
 def _over_time(
@@ -202,7 +173,7 @@ def _heat_maps(comparison: Comparison) -> str:
         f"after: {walk.policy}": walk.rank_load[-setup.horizon_steps :].sum(axis=0)
         for walk in shown
     }
-    maps = {name: _ratio(load, load.mean(axis=1, keepdims=True)) for name, load in loads.items()}
+    maps = {name: ratio(load, load.mean(axis=1, keepdims=True)) for name, load in loads.items()}
     distances = np.abs(np.concatenate([values.ravel() for values in maps.values()]) - 1)
     known = distances[np.isfinite(distances)]
     reach = max(0.1, float(np.percentile(known, 98))) if known.size else 1.0

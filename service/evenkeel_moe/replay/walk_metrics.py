@@ -1,8 +1,11 @@
 """Defines the metrics of a walk: what the tables, the JSON output and the HTML report show."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.replay.walk import Walk
@@ -82,3 +85,11 @@ def measure_walk(walk: Walk, bytes_per_expert: int) -> WalkMetrics:
         plan_ms=float(np.median(walk.plan_s)) * 1e3,
         plan_ms_max=float(walk.plan_s.max()) * 1e3,
     )
+
+
+def ratio(
+    part: NDArray[np.float64], whole: NDArray[Any], undefined: float = math.nan
+) -> NDArray[np.float64]:
+    """Return part / whole, another value where the whole is 0; the whole may be broadcast."""
+    out = np.full_like(part, undefined, np.float64)
+    return np.asarray(np.divide(part, whole, out=out, where=whole > 0), np.float64)
