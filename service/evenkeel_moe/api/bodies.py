@@ -1,7 +1,5 @@
 """Limits the size of request bodies, of each and of all that are held at a time."""
 
-from collections import Counter
-
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -10,17 +8,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from evenkeel_moe.api.auth import Role, needed_role
 from evenkeel_moe.api.problems import problem_response
 from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.peer_budget import PeerLimits, Share, Shares, refused
 
-MAX_BODY_BYTES = 8 << 20
-"""An explicit target of 61 layers on 320 ranks of 9 slots is about 1 MB."""
-
-
-MOST_HELD_BYTES = 64 << 20
-"""Most bytes that the bodies of all requests may take together while they are answered."""
 _SHARE = 4
-"""The part of them that the requests of one token may take, but at least one whole body."""
+"""The part of what bodies may take together that the requests of one token may take, but at least
+one whole body."""
 _SMALL = 1024
-"""The part of them that each token may take whatever the others take: 64 KiB."""
+"""The part of it that each token may take whatever the others take: 64 KiB."""
 
 
 class BodyLimit:
@@ -34,20 +28,15 @@ class BodyLimit:
 
     Args:
         app: next application.
-        max_bytes: a larger body is answered 413.
-        most_held_bytes: bytes of all bodies, a quarter of them for one token; what would make them
-            more is answered 503.
+        limits: a larger body is answered 413, and what would make all bodies, or those of one
+            token, more than they may be is answered 503.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, most_held_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, limits: PeerLimits) -> None:
         self._app = app
-        self._max_bytes = max_bytes
-        self._most_held_bytes = most_held_bytes
-        self._most_of_token = max(max_bytes, most_held_bytes // _SHARE)
-        self._small_bytes = most_held_bytes // _SMALL
-        self._held_bytes = 0
-        self._of_token: Counter[str] = Counter()
-        """Held bytes by the name of the token."""
+        self._max_bytes, in_all = limits.body_bytes, limits.bodies_bytes
+        of_token = max(self._max_bytes, in_all // _SHARE)
+        self._of_tokens = Shares(of_token, Share(in_all), always=in_all // _SMALL)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its whole body, or refuse it."""
@@ -59,16 +48,20 @@ class BodyLimit:
             await self._limit(scope, receive, send)
 
     async def _limit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held, token = 0, scope["state"]["token"].name
+        token = scope["state"]["token"].name
+        share, held = self._of_tokens.of(token), 0
 
         async def counted() -> Message:
             nonlocal held
             message = await receive()
             arrived = len(message.get("body", b""))
             held += arrived
-            self._held_bytes += arrived
-            self._of_token[token] += arrived
-            self._check(token)
+            share.add(arrived)
+            if (full := share.exceeded()) is not None:
+                whose = f" of token {token}" if full is share else ""
+                detail = f"at most {full.most} bytes of bodies{whose} are held at a time"
+                refused("body_refused", token, detail=detail)
+                raise Unavailable(detail, Reason.BUSY)
             return message
 
         try:
@@ -78,21 +71,7 @@ class BodyLimit:
             elif taken is not None:
                 await taken(scope, receive, send)
         finally:
-            self._held_bytes -= held
-            self._of_token[token] -= held
-            if not self._of_token[token]:
-                del self._of_token[token]
-
-    def _check(self, token: str) -> None:
-        """Raise Unavailable if the bodies of a token, or all bodies, take too much."""
-        held = self._of_token[token]
-        if held > self._most_of_token:
-            whose, most = f" of token {token}", self._most_of_token
-        elif self._held_bytes > self._most_held_bytes and held > self._small_bytes:
-            whose, most = "", self._most_held_bytes
-        else:
-            return
-        raise Unavailable(f"at most {most} bytes of bodies{whose} are held at a time", Reason.BUSY)
+            share.add(-held)
 
     async def _take(self, scope: Scope, receive: Receive) -> bytes | Response | None:
         """Return the whole body, or a refusal; None if the client has gone."""
