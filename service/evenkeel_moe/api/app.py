@@ -98,11 +98,11 @@ def create_app(
 def _add_middleware(app: FastAPI, tokens: Tokens, limits: PeerLimits) -> None:
     # The last one added sees a request first.
     app.add_middleware(BodyLimit, limits=limits)
-    app.add_middleware(ReadTags)
     app.add_middleware(RoleGate)
     app.add_middleware(Audit, operations=lambda: app.state.operations)
     app.add_middleware(BearerAuth, tokens=tokens)
     app.add_middleware(Console, static=console_files())
+    app.add_middleware(ReadTags)
     app.add_middleware(TraceMiddleware)
 
 
