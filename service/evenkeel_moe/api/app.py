@@ -14,7 +14,7 @@ from evenkeel_moe.api.bodies import BodyLimit
 from evenkeel_moe.api.console import Console, console_files
 from evenkeel_moe.api.problems import KINDS, add_problem_handlers
 from evenkeel_moe.api.read_tags import ReadTags
-from evenkeel_moe.api.schemas import ProblemOut
+from evenkeel_moe.api.schemas import problem_answers
 from evenkeel_moe.api.trace import TraceMiddleware
 from evenkeel_moe.peer_budget import DELIVERED_LIMITS, PeerLimits
 from evenkeel_moe.ports.operations import Operations
@@ -22,17 +22,16 @@ from evenkeel_moe.ports.status import DELIVERED_BOUNDS, HealthBounds
 
 _WINDOW_READERS = 2
 """Requests that hold a copy of windows at the same time; the others wait."""
-_REFUSALS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ProblemOut, "description": title}
-    for code, title in (
-        (401, "No valid token"),
-        (403, "The token's role does not allow this"),
-        (404, "No such deployment, plan or epoch"),
-        (413, "The body is too large"),
-        (422, "The input is invalid"),
-        (503, "Temporarily unavailable"),
-    )
-}
+_REFUSALS = problem_answers(
+    {
+        401: "No valid token",
+        403: "The token's role does not allow this",
+        404: "No such deployment, plan or epoch",
+        413: "The body is too large",
+        422: "The input is invalid",
+        503: "Temporarily unavailable",
+    }
+)
 _DESCRIPTION = """Plans, approves, cancels and rolls back expert placements.
 
 Success means that the change is stored. After a failure other than 4xx the change may still have
