@@ -137,9 +137,8 @@ class ControllerMetrics(Collector):
             name: Histogram(name, text, ["deployment"], buckets=bounds, registry=registry)
             for name, bounds, text in _HISTOGRAMS
         }
-        self._steps_of: dict[str, Counter] = {}
         self._counted: set[str] = set()
-        """Steps accepted from each deployment: looking up a child costs more than counting."""
+        """Deployments whose events are counted."""
         self._degraded = Gauge(
             "evenkeel_store_degraded",
             "1 while the store is out of reach or refuses writes: loads are kept in memory only"
@@ -187,14 +186,7 @@ class ControllerMetrics(Collector):
 
     def reports_received(self, deployment: str, steps: int) -> None:
         """Count steps accepted from reports."""
-        counter = self._steps_of.get(deployment)
-        if counter is None:
-            if deployment not in self._counted:
-                return
-            counter = self._steps_of[deployment] = self._counters[
-                "evenkeel_report_steps_total"
-            ].labels(deployment)
-        counter.inc(steps)
+        self._count("evenkeel_report_steps_total", steps, deployment)
 
     def reports_rejected(self, deployment: str, reason: str, steps: int) -> None:
         """Count steps put in quarantine; `reason` is from the closed list."""
@@ -325,7 +317,6 @@ class ControllerMetrics(Collector):
         self._leading = {name: leads for name, leads in self._leading.items() if name != key}
         for metric in (*self._counters.values(), *self._histograms.values()):
             metric.remove_by_labels({"deployment": deployment})
-        self._steps_of.pop(deployment, None)
 
     def collect(self) -> Iterable[Metric]:
         """Yield the gauges and what peers were refused; the registry calls it at each scrape."""
