@@ -2,6 +2,7 @@
 
 import asyncio
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import grpc
@@ -10,6 +11,7 @@ import numpy as np
 from evenkeel_moe.adapters.grpc.rank_port import ServerOptions
 from evenkeel_moe.model.ids import Epoch, Generation, PlanId
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
+from evenkeel_moe.peer_budget import PeerLimits
 from evenkeel_moe.protocol.messages import Leader, Prepare
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire.codec import decode_controller_message
@@ -99,6 +101,8 @@ class Listener:
 
 
 def make_options(**changes) -> ServerOptions:
+    """Return options of a server; changes are its fields, and those of its limits."""
+    limits = {one.name: changes.pop(one.name) for one in fields(PeerLimits) if one.name in changes}
     values = {
         "host": "127.0.0.1",
         "port": 0,
@@ -106,6 +110,7 @@ def make_options(**changes) -> ServerOptions:
         "send_queue": 16,
         "keepalive_s": 20.0,
         "keepalive_timeout_s": 10.0,
+        "limits": PeerLimits(**limits),
     }
     return ServerOptions(**{**values, **changes})
 

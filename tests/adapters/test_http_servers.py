@@ -10,12 +10,13 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from evenkeel_moe.adapters import http_connections
 from evenkeel_moe.adapters.addresses import host_port
 from evenkeel_moe.adapters.grpc.server import GrpcServer
+from evenkeel_moe.adapters.http_connections import PeerRates
 from evenkeel_moe.adapters.http_servers import MetricsServer, RestServer
 from evenkeel_moe.controller.process.options import server_options
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.peer_budget import PeerLimits
 from evenkeel_moe.settings_sources import load_settings
 from tests.adapters.serving import make_options
 from tests.waiting import deadline, until
@@ -113,8 +114,9 @@ async def answer(scope, receive, send):
 
 
 @contextlib.asynccontextmanager
-async def serving_rest(most: int, app=answer, **options):
-    server = RestServer("127.0.0.1", 0, max_connections=most, **options)
+async def serving_rest(most: int, app=answer, probes=(), **limits):
+    limited = PeerLimits(connections=most, **limits)
+    server = RestServer("127.0.0.1", 0, limits=limited, probes=probes)
     running = asyncio.create_task(server.run(app))
     try:
         yield server
@@ -155,9 +157,8 @@ async def test_connections_without_a_request_do_not_keep_others_out(half):
     "part",
     [b"", b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx"],
 )
-async def test_a_request_that_does_not_arrive_in_time_ends_its_connection(part, monkeypatch):
-    monkeypatch.setattr(http_connections, "_RECEIVE_WITHIN_S", 0.2)
-    async with serving_rest(most=20) as server:
+async def test_a_request_that_does_not_arrive_in_time_ends_its_connection(part):
+    async with serving_rest(most=20, request_s=0.2) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(part)
         assert await is_closed(reader)
@@ -165,9 +166,8 @@ async def test_a_request_that_does_not_arrive_in_time_ends_its_connection(part, 
 
 
 @pytest.mark.integration
-async def test_a_client_that_does_not_read_its_answer_is_let_go(monkeypatch):
-    monkeypatch.setattr(http_connections, "_READ_WITHIN_S", 0.2)
-    async with serving_rest(most=20) as server:
+async def test_a_client_that_does_not_read_its_answer_is_let_go():
+    async with serving_rest(most=20, answer_s=0.2) as server:
         with socket.socket() as client:
             client.setblocking(False)
             loop = asyncio.get_running_loop()
@@ -241,7 +241,7 @@ async def test_requests_of_an_address_are_rated_and_those_of_others_do_not_wait(
 
 @crowd
 def test_a_request_waits_for_its_turn_and_never_longer_than_some_seconds():
-    rates = http_connections.PeerRates(per_s=10, burst=20, most_wait_s=3)
+    rates = PeerRates(PeerLimits(requests_per_s=10, request_burst=20, request_turn_s=3))
     assert [rates.wait_s("a", now=5.0) for _ in range(20)] == [0.0] * 20
     waits = [rates.wait_s("a", now=5.0) for _ in range(60)]
     assert waits[:30] == pytest.approx([number / 10 for number in range(1, 31)])
@@ -253,7 +253,7 @@ def test_a_request_waits_for_its_turn_and_never_longer_than_some_seconds():
 
 @crowd
 def test_addresses_that_asked_long_ago_are_forgotten():
-    rates = http_connections.PeerRates(per_s=10, burst=20, most_wait_s=3)
+    rates = PeerRates(PeerLimits(requests_per_s=10, request_burst=20, request_turn_s=3))
     for number in range(10_000):
         rates.wait_s(f"host-{number}", now=float(number))
     assert len(rates) < 2000
@@ -261,11 +261,9 @@ def test_addresses_that_asked_long_ago_are_forgotten():
 
 @crowd
 @pytest.mark.integration
-async def test_a_probe_waits_for_no_other_request_of_its_address(monkeypatch):
-    monkeypatch.setattr(http_connections, "_REQUESTS_PER_S", 0.001)
-    monkeypatch.setattr(http_connections, "_BURST", 1)
-    monkeypatch.setattr(http_connections, "_MOST_WAIT_S", 1000.0)
-    async with serving_rest(most=40, probes={"/8"}) as server:
+async def test_a_probe_waits_for_no_other_request_of_its_address():
+    rate = {"requests_per_s": 0.001, "request_burst": 1, "request_turn_s": 1000.0}
+    async with serving_rest(most=40, probes={"/8"}, **rate) as server:
 
         async def ask(path):
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

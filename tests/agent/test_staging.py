@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.adapters.threads import SYSTEM_THREADS, SystemThreads
-from evenkeel_moe.adapters.torch.transport import StageOutcome
+from evenkeel_moe.adapters.torch.transport import StageOutcome, TorchWeightTransport
 from evenkeel_moe.agent.staging import StagingWorker
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
@@ -22,8 +22,16 @@ from evenkeel_moe.protocol.messages import (
     Vote,
 )
 from tests.agent.fleet import Fleet
-from tests.agent.ranks import LEADER, ToyMaps, ToyWeights, prepare_for, two_rank_placements
-from tests.contracts.memory_transport import Fabric, MemoryTransport
+from tests.agent.ranks import (
+    CPU,
+    EXPERT_BYTES,
+    LEADER,
+    Group,
+    ToyMaps,
+    ToyWeights,
+    prepare_for,
+    two_rank_placements,
+)
 from tests.waiting import deadline, wait_until
 
 OLD, NEW = two_rank_placements()
@@ -144,10 +152,8 @@ def test_a_swap_takes_only_what_its_own_wave_has_staged():
     """R11: the bytes of another wave, though verified, are those of other slots."""
     staged, other = prepare_for(ALONE, SWAPPED, plan="staged"), prepare_for(ALONE, SWAPPED)
     weights = ToyWeights(ALONE, 0)
-    transport = MemoryTransport(Fabric(1), 0, 2, weights.tensors)
-    transport.rebuild(0)
     maps, events = ToyMaps(ALONE), Heard()
-    worker = StagingWorker(0, transport, weights, maps, events)  # type: ignore[arg-type]
+    worker = StagingWorker(0, Noting(0, weights), weights, maps, events)  # type: ignore[arg-type]
     worker.start()
     try:
         worker.stage(staged, ALONE, SWAPPED)
@@ -163,16 +169,30 @@ def test_a_swap_takes_only_what_its_own_wave_has_staged():
         worker.close()
 
 
-class Noting(MemoryTransport):
+class Noting(TorchWeightTransport):
     """Notes fences and aborts, with what the slots hold."""
 
     def __init__(self, rank, weights, ranks=1, per_rank=2):
-        super().__init__(Fabric(ranks), rank, per_rank, weights.tensors)
-        self.weights, self.noted = weights, []
-        self.serial, self.broken = 0, False
+        self.weights, self.noted, self.made = weights, [], False
+        group = Group(ranks)
+        super().__init__(
+            rank=rank,
+            slots_per_rank=per_rank,
+            staging_bytes=4 * EXPERT_BYTES,
+            tensors_of=weights.tensors,
+            sample=weights.tensors(0, 0),
+            connect=lambda serial: group.connect(rank, f"transfer-{serial}"),
+            device=CPU,
+        )
+        if ranks == 1:
+            self.rebuild(0)
+        self.noted.clear()
+        self.made = True
 
     def fence(self):
-        self.noted.append(("fence", self.weights.holds(SWAPPED)))
+        super().fence()
+        if self.made:
+            self.noted.append(("fence", self.weights.holds(SWAPPED)))
 
     def stage(self, prepare, cancel, progress):
         outcome = super().stage(prepare, cancel, progress)

@@ -13,7 +13,7 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import PolicyScore, Recommendation
 from evenkeel_moe.planning.decision.replica_levels import (
@@ -191,9 +191,6 @@ class FakeView:
 
     def placement(self):
         return self._placement
-
-    def topology(self):
-        return Topology.single_node(self.status().shape.num_ranks)
 
     def window(self, phase):
         return self._windows.get(phase)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from evenkeel_moe.api import TokenSet, create_app
-from evenkeel_moe.api.bodies import MAX_BODY_BYTES
+from evenkeel_moe.peer_budget import PeerLimits
 from tests.api.conftest import OPERATE, READ, TOKENS, assert_problem, make_client
 from tests.waiting import until
 
@@ -15,7 +15,7 @@ ROLLBACK = "/v1/deployments/demo/rollback"
 
 
 async def test_a_body_over_the_limit_is_413_with_and_without_content_length(operations):
-    app = create_app(operations, TOKENS, max_body_bytes=1000)
+    app = create_app(operations, TOKENS, limits=PeerLimits(body_bytes=1000))
 
     async def drip():
         for _ in range(11):
@@ -132,7 +132,9 @@ class SlowRequests:
 
 
 async def test_bodies_beyond_what_may_be_held_at_a_time_are_refused(operations):
-    app = create_app(operations, CLIENTS, max_body_bytes=50_000, most_held_bytes=100_000)
+    app = create_app(
+        operations, CLIENTS, limits=PeerLimits(body_bytes=50_000, bodies_bytes=100_000)
+    )
     slow = SlowRequests(app)
     for token in KEYS[:2]:
         await slow.send(token, 45_000)
@@ -153,7 +155,9 @@ async def test_bodies_beyond_what_may_be_held_at_a_time_are_refused(operations):
 
 
 async def test_a_token_that_sends_slowly_keeps_no_other_token_out(operations):
-    app = create_app(operations, CLIENTS, max_body_bytes=20_000, most_held_bytes=100_000)
+    app = create_app(
+        operations, CLIENTS, limits=PeerLimits(body_bytes=20_000, bodies_bytes=100_000)
+    )
     slow = SlowRequests(app)
     await slow.send(KEYS[0], 18_000)
     await slow.send(KEYS[0], 7_000)
@@ -167,7 +171,9 @@ async def test_a_token_that_sends_slowly_keeps_no_other_token_out(operations):
 
 
 async def test_tokens_that_hold_everything_keep_no_small_request_of_another_out(operations):
-    app = create_app(operations, CLIENTS, max_body_bytes=34_000, most_held_bytes=100_000)
+    app = create_app(
+        operations, CLIENTS, limits=PeerLimits(body_bytes=34_000, bodies_bytes=100_000)
+    )
     slow = SlowRequests(app)
     for token, size in zip(KEYS, (33_000, 33_000, 33_990), strict=False):
         await slow.send(token, size)
@@ -181,7 +187,7 @@ async def test_tokens_that_hold_everything_keep_no_small_request_of_another_out(
 
 def test_the_largest_target_fits():
     rows = [[-1] * (320 * 9)] * 61
-    assert len(json.dumps({"target": {"physical_to_logical": rows}})) < MAX_BODY_BYTES / 4
+    assert len(json.dumps({"target": {"physical_to_logical": rows}})) < PeerLimits().body_bytes / 4
 
 
 @pytest.mark.parametrize(

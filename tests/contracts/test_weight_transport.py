@@ -1,7 +1,7 @@
 """The contract of weight transports.
 
-It is checked for the memory fake, for the real transport over real Gloo sockets, and for the real
-transport over the simulation's threads and network.
+It is checked for the transport over real Gloo sockets, and over the simulation's threads and
+network.
 """
 
 from functools import partial
@@ -25,8 +25,7 @@ from tests.agent.ranks import (
     run_ranks,
     two_rank_placements,
 )
-from tests.contracts.memory_transport import Fabric, MemoryTransport
-from tests.sim.agents.fabric import Fabric as SimFabric
+from tests.sim.agents.fabric import Fabric
 from tests.sim.agents.run import AgentWorld
 from tests.sim.agents.threads import SimThreads
 from tests.waiting import deadline
@@ -34,17 +33,6 @@ from tests.waiting import deadline
 
 def ignore(done, total):
     return None
-
-
-class Memory:
-    threads: Any = SYSTEM_THREADS
-    run = staticmethod(run_ranks)
-
-    def __init__(self, size):
-        self.fabric = Fabric(size)
-
-    def make(self, rank, placement, weights):
-        return MemoryTransport(self.fabric, rank, placement.slots_per_rank, weights.tensors)
 
 
 class Gloo:
@@ -77,7 +65,7 @@ class Simulated(Gloo):
         self.world = AgentWorld(0)
         self.world.calm = True
         self.threads = SimThreads(self.world)
-        self.fabric = SimFabric(self.world, size, lambda rank: None)
+        self.fabric = Fabric(self.world, size, lambda rank: None)
 
     def connect(self, rank, name):
         return self.fabric.connect(rank, self.threads, name)
@@ -109,7 +97,7 @@ class Barrier:
         assert self.open.wait(deadline(30))
 
 
-@pytest.fixture(params=[Memory, Gloo, Simulated], ids=["memory", "gloo", "simulated"])
+@pytest.fixture(params=[Gloo, Simulated], ids=["gloo", "simulated"])
 def kind(request):
     return request.param
 

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.model.load import LoadReport
+from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.wire.link import Heartbeat
 from tests.adapters.serving import Authority
 from tests.integration.controller_rig import Controller, Group
@@ -176,6 +177,8 @@ async def live_through_everything(
         for new in (first, second):
             await new.ranks[0].connect(controller.address)
         await until(lambda: "evenkeel_deployments_refused_total" in seen.names)
+        await first.ranks[0].send_wire(agent_pb2.RankMessage())
+        await until(lambda: "evenkeel_peers_refused_total" in seen.names)
     await rank.send(Heartbeat(group.step, 10_000, 1 << 20, "an engine that stopped half way"))
     await until(lambda: shown("evenkeel_rank_trouble"))
     await rank.send(Heartbeat(group.step, 10_000, 1 << 20, ""))

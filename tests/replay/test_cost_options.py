@@ -157,7 +157,7 @@ def test_options_that_do_not_fit_are_refused(options, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tile_seconds": [3e-4, 1e-4]}, "it falls with the number of tokens"),
+        ({"tile_seconds": [3e-4, 1e-4]}, "tile_seconds fall with the number of tokens"),
         ({"tile_seconds": ["x"]}, "is no curve"),
         ({"tile_seconds": [0.0, 0.0]}, "0 seconds at any tokens"),
         ({"replica_cost": BY_REPLICAS | {"read_s": -1.0}}, "read_s is -1.0"),

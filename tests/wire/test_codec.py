@@ -16,7 +16,8 @@ from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.terms import MAX_TERM, MAX_TERM_RISE
-from evenkeel_moe.v1 import agent_pb2, common_pb2, telemetry_pb2
+from evenkeel_moe.v1 import agent_pb2, telemetry_pb2
+from evenkeel_moe.v1 import common_pb2 as pb
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import (
     decode_controller_message,
@@ -184,7 +185,7 @@ def test_a_rank_state_must_fit_the_declared_shape():
     assert "3 checksums, layers x experts = 24" in str(refusal(wire))
     wire = make_state()
     wire.rank_state.placement.CopyFrom(
-        common_pb2.PlacementMap(
+        pb.PlacementMap(
             num_layers=1,
             num_slots=2,
             num_ranks=1,
@@ -203,7 +204,7 @@ def test_a_rank_state_must_fit_the_declared_shape():
 
 
 def test_a_no_vote_needs_a_known_reason():
-    key = common_pb2.WaveKey(generation="g", plan_id="p")
+    key = pb.WaveKey(generation="g", plan_id="p")
     wire = agent_pb2.RankMessage(vote=agent_pb2.Vote(wave=key, reason="mood"))
     assert "'mood' is not a known reason" in str(refusal(wire))
     wire = agent_pb2.RankMessage(abort_answer=agent_pb2.AbortAnswer(wave=key))
@@ -241,69 +242,28 @@ def test_leader_never_rises_to_a_term_that_ranks_refuse(named, term):
     assert decode_controller_message(encode_controller_message(question)) == question
 
 
-def break_checksums(wire):
-    wire.prepare.checksums.append(1)
+ONE_TRANSFER = pb.Batch(transfers=[pb.Transfer()])
+DAMAGES: dict[str, Any] = {
+    "checksums": lambda prepare: prepare.checksums.append(1),
+    "rows": lambda prepare: setattr(prepare.body, "rows", b"\0" * 15),
+    "slots": lambda prepare: setattr(prepare.body, "num_slots", 1 << 31),
+    "layers": lambda prepare: prepare.body.MergeFrom(pb.Wave(layers=[1], rows=b"\0" * 32)),
+    "transfer": lambda prepare: prepare.body.batches.add().transfers.add(src_slot=4),
+    "number": lambda prepare: prepare.MergeFrom(
+        agent_pb2.Prepare(body=pb.Wave(batches=[ONE_TRANSFER] * 5), checksums=[0] * 5)
+    ),
+    "batches": lambda prepare: [prepare.body.batches.add() for _ in range(5)],
+    "term": lambda prepare: setattr(prepare.leader, "term", 0),
+    "high term": lambda prepare: setattr(prepare.leader, "term", MAX_TERM + 1),
+    "deadline": lambda prepare: setattr(prepare, "batch_deadline_s", 0),
+}
 
 
-def break_rows(wire):
-    wire.prepare.body.rows = b"\0" * 15
-
-
-def break_slots(wire):
-    wire.prepare.body.num_slots = 1 << 31
-
-
-def break_layers(wire):
-    wire.prepare.body.layers.append(1)
-    wire.prepare.body.rows = b"\0" * 32
-
-
-def break_transfer(wire):
-    wire.prepare.body.batches.add().transfers.add(src_slot=4)
-
-
-def break_number(wire):
-    for _ in range(5):
-        wire.prepare.body.batches.add().transfers.add()
-    wire.prepare.checksums.extend([0] * 5)
-
-
-def break_batches(wire):
-    for _ in range(5):
-        wire.prepare.body.batches.add()
-
-
-def break_term(wire):
-    wire.prepare.leader.term = 0
-
-
-def break_high_term(wire):
-    wire.prepare.leader.term = MAX_TERM + 1
-
-
-def break_deadline(wire):
-    wire.prepare.batch_deadline_s = 0
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        break_checksums,
-        break_rows,
-        break_slots,
-        break_layers,
-        break_transfer,
-        break_number,
-        break_batches,
-        break_term,
-        break_high_term,
-        break_deadline,
-    ],
-)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_prepare_with_one_fault_is_refused(damage):
     wire = prepare()
     decode_controller_message(wire)
-    damage(wire)
+    damage(wire.prepare)
     with pytest.raises(PeerViolation):
         decode_controller_message(wire)
 
@@ -321,13 +281,16 @@ def test_a_flow_without_steps_is_refused():
         )
 
 
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
     ("tile", "stairs", "slope"),
     [
         (0, (1.0,), 0.0),
         (64, (), 0.0),
         (64, (2.0, 1.0), 0.0),
-        (64, (1.0,), float("nan")),
+        (64, (1.0,), NAN),
         (64, (-1.0,), 0.0),
         (64, (1.0, 1e308), 0.0),
         (64, (1.0,), 1e308),
@@ -335,25 +298,28 @@ def test_a_flow_without_steps_is_refused():
     ],
 )
 def test_curves_that_planners_cannot_use_are_refused(tile, stairs, slope):
-    message = encode_rank_message(link.CostCurve(tile, stairs, slope))
-    with pytest.raises(PeerViolation):
-        decode_rank_message(over_the_wire(message), HELLO)
+    refusal(over_the_wire(encode_rank_message(link.CostCurve(tile, stairs, slope))))
 
 
-@pytest.mark.parametrize("change", ["fixed_s", "s_per_replica", "read_s", "fit_error"])
-@pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf"), 1e308])
-def test_replica_costs_that_planners_cannot_use_are_refused(change, value):
-    cost = link.ReplicaCost(1e-5, 1e-7, 1e-6, 0.0, 0.02, 1.7e9)
-    message = encode_rank_message(dataclasses.replace(cost, **{change: value}))
-    with pytest.raises(PeerViolation, match=change):
-        decode_rank_message(over_the_wire(message), HELLO)
+COST = link.ReplicaCost(1e-5, 1e-7, 1e-6, 0.0, 0.02, 1.7e9)
+HOSTILE: list[tuple[Any, str, float]] = [
+    (COST, name, value)
+    for name in ("fixed_s", "s_per_replica", "read_s", "fit_error")
+    for value in (-1e-9, NAN, INF, 1e308)
+]
+HOSTILE += [(COST, "s_per_token", value) for value in (0.0, 5e-324, 1e6)]
+HOSTILE += [
+    (link.KvCache(1, 0), "bytes_per_token", value) for value in (0, (1 << 40) + 1, (1 << 64) - 1)
+]
+HOSTILE += [(link.KvCache(1, 0), "free_bytes", value) for value in ((1 << 53) + 1, (1 << 64) - 1)]
+HOSTILE += [(link.DeviceClock(0.9), "ratio", value) for value in (0.0, -1.0, 2.1, NAN, INF)]
 
 
-@pytest.mark.parametrize("s_per_token", [0.0, 5e-324, 1e6])
-def test_a_replica_cost_with_an_impossible_time_for_a_token_is_refused(s_per_token):
-    message = encode_rank_message(link.ReplicaCost(1e-5, s_per_token, 1e-6, 0.0, 0.02, 1.7e9))
-    with pytest.raises(PeerViolation, match=f"s_per_token is {s_per_token}"):
-        decode_rank_message(over_the_wire(message), HELLO)
+@pytest.mark.parametrize(("told", "field", "value"), HOSTILE)
+def test_a_number_that_planners_cannot_use_is_refused(told, field, value):
+    message = encode_rank_message(told)
+    setattr(getattr(message, str(message.WhichOneof("body"))), field, value)
+    assert f"{field} is {value}" in str(refusal(over_the_wire(message)))
 
 
 def test_a_rank_of_an_earlier_version_tells_no_device_and_no_shared_experts():
@@ -366,34 +332,8 @@ def test_a_rank_of_an_earlier_version_tells_no_device_and_no_shared_experts():
     assert (hello.device, hello.weight_format, hello.shape.shared_experts) == ("", "", None)
 
 
-@pytest.mark.parametrize("shared", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("shared", [-1.0, NAN, INF])
 def test_hostile_work_of_shared_experts_is_refused(shared):
     message = encode_rank_message(HELLO)
     message.hello.shape.shared_experts = shared
-    with pytest.raises(PeerViolation, match="shared_experts"):
-        decode_rank_message(over_the_wire(message), None)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("bytes_per_token", 0),
-        ("bytes_per_token", (1 << 40) + 1),
-        ("bytes_per_token", (1 << 64) - 1),
-        ("free_bytes", (1 << 53) + 1),
-        ("free_bytes", (1 << 64) - 1),
-    ],
-)
-def test_a_hostile_kv_cache_is_refused(field, value):
-    message = encode_rank_message(link.KvCache(1, 0))
-    setattr(message.kv_cache, field, value)
-    with pytest.raises(PeerViolation, match=f"{field} is {value}"):
-        decode_rank_message(over_the_wire(message), HELLO)
-
-
-@pytest.mark.parametrize("ratio", [0.0, -1.0, 2.1, float("nan"), float("inf")])
-def test_a_hostile_clock_is_refused(ratio):
-    message = encode_rank_message(link.DeviceClock(0.9))
-    message.device_clock.ratio = ratio
-    with pytest.raises(PeerViolation, match="ratio"):
-        decode_rank_message(over_the_wire(message), HELLO)
+    assert "shared_experts" in str(refusal(over_the_wire(message), None))

@@ -18,6 +18,11 @@ def is_host_port(address: str) -> bool:
     return _HOST_PORT.fullmatch(address) is not None
 
 
+def host_of(peer: str) -> str:
+    """Return gRPC's name of a peer without its port."""
+    return peer.rpartition(":")[0]
+
+
 def chosen_by(section: str) -> str:
     """Return the words that end the error about an address that cannot be used."""
     variable = f"EVENKEEL_{section.upper()}__"

@@ -2,100 +2,37 @@
 
 import asyncio
 import ssl
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import h11
-import structlog
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_log = structlog.get_logger(__name__)
-_RECEIVE_WITHIN_S = 20.0
-"""Time for a whole request, from the first byte; and for the first byte of a connection."""
-_READ_WITHIN_S = 20.0
-"""Time in which a client must read what it was sent before more is written."""
-_REQUESTS_PER_S = 200.0
-"""Requests of one address. Operators behind one proxy share it: a console asks some times a
-second."""
-_BURST = 200
-"""Requests of an address that are answered at once after a pause. Loading the console takes some
-forty."""
-_MOST_WAIT_S = 5.0
-"""Longest time that a request waits for its turn. Connections are few, so each of an address that
-asks far too much then adds a request in this time to its rate."""
+from evenkeel_moe.peer_budget import PeerLimits, Places, Rate, refused
+
 _KEPT_ADDRESSES = 1024
 """Addresses that are kept before those whose turn has come are forgotten."""
 _ARRIVED = (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
 
 
-class ConnectionTable:
-    """The open connections of one server.
-
-    If one more than `most` comes, the oldest connection gives way that has no whole request, waits
-    for its turn or does not read its answer, of the address that has the most of them. So a client
-    that opens connections and does not use them takes places from itself first, and a client with a
-    request finds one.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._open: dict[BoundedHttp, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def __iter__(self) -> Iterator["BoundedHttp"]:
-        return iter(self._open)
-
-    def add(self, new: "BoundedHttp") -> None:
-        """Add a connection; close another one, or this one, if there are too many."""
-        self._open[new] = None
-        if len(self._open) > self._most:
-            evicted = self._choose() or new
-            _log.warning("connection_evicted", peer=evicted.host, open=len(self._open))
-            self.remove(evicted)
-            evicted.transport.abort()
-
-    def remove(self, old: "BoundedHttp") -> None:
-        """Remove a connection, unless that was done before."""
-        self._open.pop(old, None)
-
-    def _choose(self) -> "BoundedHttp | None":
-        waiting = [one for one in self._open if one.waits]
-        if not waiting:
-            return None
-        busiest, _ = Counter(one.host for one in waiting).most_common(1)[0]
-        return next(one for one in waiting if one.host == busiest)
-
-
 class PeerRates:
-    """The times at which requests of each address may be answered.
+    """The times at which requests of each address may be answered."""
 
-    Args:
-        per_s: requests of an address in a second.
-        burst: requests of an address that wait for nothing, after a pause.
-        most_wait_s: a request waits no longer, and does not count if it should.
-    """
-
-    def __init__(self, per_s: float, burst: int, most_wait_s: float) -> None:
-        self._interval_s, self._burst, self._most_wait_s = 1 / per_s, burst, most_wait_s
-        self._busy_until: dict[str, float] = {}
-        """Time by address at which as many requests as were taken have had their interval."""
+    def __init__(self, limits: PeerLimits) -> None:
+        self._limits = limits
+        self._rates: dict[str, Rate] = {}
 
     def __len__(self) -> int:
-        return len(self._busy_until)
+        return len(self._rates)
 
     def wait_s(self, host: str, now: float) -> float:
         """Take a request of an address; return how long it must wait."""
-        if len(self._busy_until) > _KEPT_ADDRESSES:
-            self._busy_until = {one: at for one, at in self._busy_until.items() if at > now}
-        busy_until = max(self._busy_until.get(host, now), now)
-        wait_s = max(0.0, busy_until - now - (self._burst - 1) * self._interval_s)
-        if wait_s < self._most_wait_s:
-            self._busy_until[host] = busy_until + self._interval_s
-        return min(wait_s, self._most_wait_s)
+        if len(self._rates) > _KEPT_ADDRESSES:
+            self._rates = {one: rate for one, rate in self._rates.items() if rate.busy_until > now}
+        limits = self._limits
+        rate = self._rates.setdefault(host, Rate(limits.requests_per_s, limits.request_burst))
+        return min(rate.take(now, limits.request_turn_s), limits.request_turn_s)
 
 
 class BoundedConfig(uvicorn.Config):
@@ -109,7 +46,8 @@ class BoundedConfig(uvicorn.Config):
     def __init__(
         self,
         app: Any,
-        connections: ConnectionTable,
+        connections: "Places[BoundedHttp]",
+        limits: PeerLimits,
         tls: ssl.SSLContext | None = None,
         probes: Collection[str] = (),
     ) -> None:
@@ -125,7 +63,8 @@ class BoundedConfig(uvicorn.Config):
         )
         self.connections = connections
         self.probes = probes
-        self.rates = PeerRates(_REQUESTS_PER_S, _BURST, _MOST_WAIT_S)
+        self.limits = limits
+        self.rates = PeerRates(limits)
 
 
 class BoundedHttp(H11Protocol):
@@ -152,6 +91,10 @@ class BoundedHttp(H11Protocol):
     def waits(self) -> bool:
         """True while nothing is lost but an unused connection if this one is closed."""
         return not self.has_request or self._rated or self.flow.write_paused
+
+    def give_way(self) -> None:
+        """End the connection for another one."""
+        self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
@@ -190,12 +133,16 @@ class BoundedHttp(H11Protocol):
         await self._app(scope, receive, send)
 
     def _wait_for_request(self) -> None:
-        self._timer = self.loop.call_later(_RECEIVE_WITHIN_S, self._end, "no whole request")
+        self._timer = self.loop.call_later(
+            self.config.limits.request_s, self._end, "no whole request"
+        )
 
     def pause_writing(self) -> None:
         """Note that the client does not read."""
         super().pause_writing()
-        self._write_timer = self.loop.call_later(_READ_WITHIN_S, self._end, "answer not read")
+        self._write_timer = self.loop.call_later(
+            self.config.limits.answer_s, self._end, "answer not read"
+        )
 
     def resume_writing(self) -> None:
         """Note that the client reads again."""
@@ -205,5 +152,5 @@ class BoundedHttp(H11Protocol):
             self._write_timer = None
 
     def _end(self, why: str) -> None:
-        _log.info("connection_ended", peer=self.host, detail=why)
+        refused("connection_ended", self.host, detail=why)
         self.transport.abort()

@@ -6,6 +6,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from prometheus_client.exposition import choose_encoder
 
 from evenkeel_moe.adapters.addresses import chosen_by, host_port
 from evenkeel_moe.adapters.certificate_files import renewed_server_context
-from evenkeel_moe.adapters.http_connections import BoundedConfig, ConnectionTable
+from evenkeel_moe.adapters.http_connections import BoundedConfig, BoundedHttp
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.peer_budget import DELIVERED_LIMITS, PeerLimits, Places
 
-_REST_CONNECTIONS = 512
-_METRICS_CONNECTIONS = 64
+_METRICS_LIMITS = replace(DELIVERED_LIMITS, connections=64)
 _STOP_WITHIN_S = 5.0
 
 
@@ -38,7 +39,7 @@ class RestServer:
     Args:
         readers: who connects to it, for the error.
         section: the section of the settings that has the address, for the error.
-        max_connections: connections open at a time; see `ConnectionTable`.
+        limits: of its clients.
         probes: paths of probes, which wait for no other request; see `BoundedConfig`.
         tls: files with the certificate chain and its private key (PEM), which are read again when
             they change; None serves clear text. A TLS handshake has one minute, and takes no place
@@ -56,7 +57,7 @@ class RestServer:
         *,
         readers: str = "operators",
         section: str = "rest",
-        max_connections: int = _REST_CONNECTIONS,
+        limits: PeerLimits = DELIVERED_LIMITS,
         probes: Collection[str] = (),
         tls: tuple[Path, Path] | None = None,
     ) -> None:
@@ -75,14 +76,17 @@ class RestServer:
                 f"{chosen_by(section)}"
             ) from error
         self.port: int = self._socket.getsockname()[1]
-        self.connections = ConnectionTable(max_connections)
+        self.connections: Places[BoundedHttp] = Places(limits.connections, "connection_evicted")
+        self._limits = limits
         self._probes = probes
         self._server: _Uvicorn | None = None
         self._stopped = False
 
     async def run(self, app: Any) -> None:
         """Serve an application until `stop`."""
-        self._server = _Uvicorn(BoundedConfig(app, self.connections, self._tls, self._probes))
+        self._server = _Uvicorn(
+            BoundedConfig(app, self.connections, self._limits, self._tls, self._probes)
+        )
         self._server.should_exit = self._stopped
         await self._server.serve([self._socket])
 
@@ -126,7 +130,7 @@ class MetricsServer:
             port,
             readers="Prometheus",
             section="metrics",
-            max_connections=_METRICS_CONNECTIONS,
+            limits=_METRICS_LIMITS,
         )
         self.port = self._rest.port
         app = _metrics_app(registry)

@@ -10,28 +10,28 @@ from evenkeel_moe import __version__
 from evenkeel_moe.api import deployments, health, insight, plans
 from evenkeel_moe.api.audit import Audit
 from evenkeel_moe.api.auth import BearerAuth, RoleGate, Tokens
-from evenkeel_moe.api.bodies import MAX_BODY_BYTES, MOST_HELD_BYTES, BodyLimit
+from evenkeel_moe.api.bodies import BodyLimit
 from evenkeel_moe.api.console import Console, console_files
 from evenkeel_moe.api.problems import KINDS, add_problem_handlers
 from evenkeel_moe.api.read_tags import ReadTags
-from evenkeel_moe.api.schemas import ProblemOut
+from evenkeel_moe.api.schemas import problem_answers
 from evenkeel_moe.api.trace import TraceMiddleware
+from evenkeel_moe.peer_budget import DELIVERED_LIMITS, PeerLimits
 from evenkeel_moe.ports.operations import Operations
 from evenkeel_moe.ports.status import DELIVERED_BOUNDS, HealthBounds
 
 _WINDOW_READERS = 2
 """Requests that hold a copy of windows at the same time; the others wait."""
-_REFUSALS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ProblemOut, "description": title}
-    for code, title in (
-        (401, "No valid token"),
-        (403, "The token's role does not allow this"),
-        (404, "No such deployment, plan or epoch"),
-        (413, "The body is too large"),
-        (422, "The input is invalid"),
-        (503, "Temporarily unavailable"),
-    )
-}
+_REFUSALS = problem_answers(
+    {
+        401: "No valid token",
+        403: "The token's role does not allow this",
+        404: "No such deployment, plan or epoch",
+        413: "The body is too large",
+        422: "The input is invalid",
+        503: "Temporarily unavailable",
+    }
+)
 _DESCRIPTION = """Plans, approves, cancels and rolls back expert placements.
 
 Success means that the change is stored. After a failure other than 4xx the change may still have
@@ -47,8 +47,7 @@ def create_app(
     operations: Operations,
     tokens: Tokens,
     *,
-    max_body_bytes: int = MAX_BODY_BYTES,
-    most_held_bytes: int = MOST_HELD_BYTES,
+    limits: PeerLimits = DELIVERED_LIMITS,
     health_bounds: HealthBounds = DELIVERED_BOUNDS,
 ) -> FastAPI:
     """Return the application of one controller.
@@ -57,9 +56,7 @@ def create_app(
         operations: called by the routes; errors it raises become problem details.
         tokens: accepted tokens; every request needs one, but GET and HEAD of `/healthz`, `/readyz`
             and the files of the console and the runbooks.
-        max_body_bytes: larger requests get 413.
-        most_held_bytes: bytes of the bodies of all requests that are held at a time, a quarter of
-            them for one token; a request that would exceed this gets 503.
+        limits: of the bodies of requests.
         health_bounds: beyond these a deployment is not healthy.
     """
     listing = "\n".join(
@@ -79,7 +76,7 @@ def create_app(
     app.state.health_bounds = health_bounds
     app.state.window_turns = asyncio.Semaphore(_WINDOW_READERS)
     add_problem_handlers(app)
-    _add_middleware(app, tokens, max_body_bytes, most_held_bytes)
+    _add_middleware(app, tokens, limits)
     bearer = [
         Security(
             HTTPBearer(auto_error=False, description="A token from the controller's token file.")
@@ -97,16 +94,14 @@ def create_app(
     return app
 
 
-def _add_middleware(
-    app: FastAPI, tokens: Tokens, max_body_bytes: int, most_held_bytes: int
-) -> None:
+def _add_middleware(app: FastAPI, tokens: Tokens, limits: PeerLimits) -> None:
     # The last one added sees a request first.
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, most_held_bytes=most_held_bytes)
-    app.add_middleware(ReadTags)
+    app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(RoleGate)
     app.add_middleware(Audit, operations=lambda: app.state.operations)
     app.add_middleware(BearerAuth, tokens=tokens)
     app.add_middleware(Console, static=console_files())
+    app.add_middleware(ReadTags)
     app.add_middleware(TraceMiddleware)
 
 

@@ -1,26 +1,30 @@
 """Limits the size of request bodies, of each and of all that are held at a time."""
 
-from collections import Counter
-
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evenkeel_moe.api.auth import Role, needed_role
 from evenkeel_moe.api.problems import problem_response
-from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.errors import Reason
+from evenkeel_moe.peer_budget import PeerLimits, Share, Shares, refused
 
-MAX_BODY_BYTES = 8 << 20
-"""An explicit target of 61 layers on 320 ranks of 9 slots is about 1 MB."""
-
-
-MOST_HELD_BYTES = 64 << 20
-"""Most bytes that the bodies of all requests may take together while they are answered."""
 _SHARE = 4
-"""The part of them that the requests of one token may take, but at least one whole body."""
+"""The part of what bodies may take together that the requests of one token may take, but at least
+one whole body."""
 _SMALL = 1024
-"""The part of them that each token may take whatever the others take: 64 KiB."""
+"""The part of it that each token may take whatever the others take: 64 KiB."""
+_CLOSE = {"Connection": "close"}
+"""The rest of a refused body is not read, so the connection cannot be used again."""
+
+
+class _Refused(Exception):
+    """A body is not taken; `answer` says why."""
+
+    def __init__(self, answer: Response) -> None:
+        super().__init__()
+        self.answer = answer
 
 
 class BodyLimit:
@@ -34,20 +38,15 @@ class BodyLimit:
 
     Args:
         app: next application.
-        max_bytes: a larger body is answered 413.
-        most_held_bytes: bytes of all bodies, a quarter of them for one token; what would make them
-            more is answered 503.
+        limits: a larger body is answered 413, and what would make all bodies, or those of one
+            token, more than they may be is answered 503.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, most_held_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, limits: PeerLimits) -> None:
         self._app = app
-        self._max_bytes = max_bytes
-        self._most_held_bytes = most_held_bytes
-        self._most_of_token = max(max_bytes, most_held_bytes // _SHARE)
-        self._small_bytes = most_held_bytes // _SMALL
-        self._held_bytes = 0
-        self._of_token: Counter[str] = Counter()
-        """Held bytes by the name of the token."""
+        self._max_bytes, in_all = limits.body_bytes, limits.bodies_bytes
+        of_token = max(self._max_bytes, in_all // _SHARE)
+        self._of_tokens = Shares(of_token, Share(in_all), always=in_all // _SMALL)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its whole body, or refuse it."""
@@ -59,82 +58,48 @@ class BodyLimit:
             await self._limit(scope, receive, send)
 
     async def _limit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held, token = 0, scope["state"]["token"].name
+        share, held = self._of_tokens.of(scope["state"]["token"].name), 0
 
         async def counted() -> Message:
             nonlocal held
             message = await receive()
             arrived = len(message.get("body", b""))
             held += arrived
-            self._held_bytes += arrived
-            self._of_token[token] += arrived
-            self._check(token)
+            share.add(arrived)
+            self._check(scope, held, share)
             return message
 
         try:
-            taken = await self._take(scope, counted)
-            if isinstance(taken, bytes):
-                await self._app(scope, replay(taken, receive), send)
-            elif taken is not None:
-                await taken(scope, receive, send)
-        finally:
-            self._held_bytes -= held
-            self._of_token[token] -= held
-            if not self._of_token[token]:
-                del self._of_token[token]
-
-    def _check(self, token: str) -> None:
-        """Raise Unavailable if the bodies of a token, or all bodies, take too much."""
-        held = self._of_token[token]
-        if held > self._most_of_token:
-            whose, most = f" of token {token}", self._most_of_token
-        elif self._held_bytes > self._most_held_bytes and held > self._small_bytes:
-            whose, most = "", self._most_held_bytes
+            self._check(scope, _declared(scope), share)
+            body = await Request(scope, counted).body()
+        except ClientDisconnect:
+            return  # A body that was cut off might be read as another, valid one.
+        except _Refused as refusal:
+            await refusal.answer(scope, receive, send)
         else:
-            return
-        raise Unavailable(f"at most {most} bytes of bodies{whose} are held at a time", Reason.BUSY)
+            await self._app(scope, replay(body, receive), send)
+        finally:
+            share.add(-held)
 
-    async def _take(self, scope: Scope, receive: Receive) -> bytes | Response | None:
-        """Return the whole body, or a refusal; None if the client has gone."""
-        # The rest of a refused body is not read, so the connection cannot be used again.
-        close = {"Connection": "close"}
-        path = scope["path"]
-        declared = Headers(scope=scope).get("content-length", "").lstrip("0")
-        body = None
-        # 20 digits and more are over any limit, and `int` refuses very long numbers.
-        over = declared.isdecimal() and (len(declared) > 19 or int(declared) > self._max_bytes)
-        if not over:
-            try:
-                body = await read_body(receive, self._max_bytes)
-            except ClientDisconnect:
-                return None  # A body that was cut off might be read as another, valid one.
-            except Unavailable as error:
-                headers = {**close, "Retry-After": "1"}
-                return problem_response("unavailable", str(error), path, error.reason, headers)
-        if body is None:
+    def _check(self, scope: Scope, nbytes: int, share: Share) -> None:
+        """Refuse a body of so many bytes, or one that does not fit beside the others."""
+        path, token = scope["path"], scope["state"]["token"].name
+        if nbytes > self._max_bytes:
             detail = f"a body may have at most {self._max_bytes} bytes"
-            return problem_response("too-large", detail, path, headers=close)
-        return body
+            raise _Refused(problem_response("too-large", detail, path, headers=_CLOSE))
+        if (full := share.exceeded()) is not None:
+            whose = f" of token {token}" if full is share else ""
+            detail = f"at most {full.most} bytes of bodies{whose} are held at a time"
+            refused("body_refused", token, detail=detail)
+            headers = _CLOSE | {"Retry-After": "1"}
+            raise _Refused(problem_response("unavailable", detail, path, Reason.BUSY, headers))
 
 
-async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
-    """Return the whole body; None if it is larger than `max_bytes`.
-
-    Raises:
-        ClientDisconnect: the client disconnected before the end of the body.
-    """
-    parts: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        more = message.get("more_body", False)
-        if size > max_bytes:
-            return None
-    return b"".join(parts)
+def _declared(scope: Scope) -> int:
+    """Return the bytes that a request says its body has; 0 if it does not say."""
+    declared = Headers(scope=scope).get("content-length", "").lstrip("0")
+    # 20 digits are over any limit, and `int` refuses very long numbers.
+    return int(declared[:20]) if declared.isdecimal() else 0
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

@@ -5,7 +5,6 @@ client.
 """
 
 import gzip
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -13,14 +12,15 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 _MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
     ".svg": "image/svg+xml",
-    ".LICENSE": "text/plain; charset=utf-8",
+    ".LICENSE": "text/plain",
 }
 """Suffix -> media type. Files with another suffix are not served."""
 
@@ -29,36 +29,25 @@ CONTENT_SECURITY_POLICY = (
     " object-src 'none'"
 )
 """Scripts, styles and requests only from this server; nothing inline, no eval, no frames."""
+_HEADERS = {
+    # The names carry no version, so that browsers must ask; an unchanged file costs a 304.
+    "Cache-Control": "no-cache",
+    "Vary": "Accept-Encoding",
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """One file, ready to be sent."""
+    """One file, ready to be sent in two forms. `ReadTags` gives each its tag."""
 
     body: bytes
-    compressed: bytes
-    media_type: str
-    tag: str
-    """Strong ETag of `body`."""
-
-    def headers(self, *, compress: bool) -> list[tuple[bytes, bytes]]:
-        """Return the headers of a 200 or 304; both forms have their own tag."""
-        tag = f'{self.tag[:-1]}-gzip"' if compress else self.tag
-        values = {
-            "content-type": self.media_type,
-            "etag": tag,
-            # The names carry no version, so that browsers must ask; an unchanged file costs a 304.
-            "cache-control": "no-cache",
-            "vary": "Accept-Encoding",
-            "content-security-policy": CONTENT_SECURITY_POLICY,
-            "x-content-type-options": "nosniff",
-            "x-frame-options": "DENY",
-            "referrer-policy": "no-referrer",
-            "cross-origin-opener-policy": "same-origin",
-        }
-        if compress:
-            values["content-encoding"] = "gzip"
-        return [(name.encode(), value.encode()) for name, value in values.items()]
+    plain: Response
+    compressed: Response
 
 
 @cache
@@ -99,9 +88,10 @@ def _suffix(name: str) -> str:
 
 
 def _static_file(entry: Traversable) -> StaticFile:
-    body = entry.read_bytes()
-    tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-    return StaticFile(body, gzip.compress(body, mtime=0), _MEDIA_TYPES[_suffix(entry.name)], tag)
+    body, kind = entry.read_bytes(), _MEDIA_TYPES[_suffix(entry.name)]
+    packed = gzip.compress(body, mtime=0)
+    compressed = Response(packed, headers=_HEADERS | {"Content-Encoding": "gzip"}, media_type=kind)
+    return StaticFile(body, Response(body, headers=_HEADERS, media_type=kind), compressed)
 
 
 class Console:
@@ -120,15 +110,5 @@ class Console:
         if file is None or scope["method"] not in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        compress = "gzip" in headers.get("accept-encoding", "")
-        sent = file.headers(compress=compress)
-        known = {tag.strip() for tag in headers.get("if-none-match", "").split(",")}
-        status, body = 200, file.compressed if compress else file.body
-        if known & {file.tag, f'{file.tag[:-1]}-gzip"'}:
-            status, body = 304, b""
-        else:
-            sent.append((b"content-length", str(len(body)).encode()))
-        await send({"type": "http.response.start", "status": status, "headers": sent})
-        shown = b"" if scope["method"] == "HEAD" else body
-        await send({"type": "http.response.body", "body": shown})
+        compress = "gzip" in Headers(scope=scope).get("accept-encoding", "")
+        await (file.compressed if compress else file.plain)(scope, receive, send)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 
 from evenkeel_moe.api.auth import Role
 from evenkeel_moe.api.context import (
@@ -31,9 +31,9 @@ from evenkeel_moe.api.convert import (
 )
 from evenkeel_moe.api.insight_schemas import RecommendationOut
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
-from evenkeel_moe.api.problems import problem_response
 from evenkeel_moe.api.schema_base import plain
 from evenkeel_moe.api.schemas import (
+    CONFLICT,
     DecisionPage,
     DeploymentOut,
     DeploymentPage,
@@ -43,7 +43,7 @@ from evenkeel_moe.api.schemas import (
     PhaseLoad,
     PlacementOut,
     PolicyDocument,
-    ProblemOut,
+    problem_answers,
 )
 from evenkeel_moe.api.words.gates import gates_of
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
@@ -55,9 +55,6 @@ from evenkeel_moe.ports.status import DeploymentStatus
 
 router = APIRouter(tags=["deployments"], route_class=LargeBodyRoute)
 
-_CONFLICT: dict[int | str, dict[str, Any]] = {
-    409: {"model": ProblemOut, "description": "The request does not fit the current state"}
-}
 _POLICY: dict[int | str, dict[str, Any]] = {
     200: {"model": PolicyDocument, "description": "The policy document"}
 }
@@ -107,7 +104,7 @@ async def get_gates(operations: OperationsOf, deployment: DeploymentPath) -> Gat
     return GatesOut(items=gates_of(status))
 
 
-@router.delete("/deployments/{deployment}", status_code=204, responses=_CONFLICT)
+@router.delete("/deployments/{deployment}", status_code=204, responses=CONFLICT)
 async def forget_deployment(
     operations: OperationsOf, caller: Caller, deployment: DeploymentPath
 ) -> None:
@@ -167,7 +164,7 @@ def _phase_load_of(
 
 @router.get(
     "/deployments/{deployment}/recommendation",
-    responses={409: {"model": ProblemOut, "description": "A plan is running"}},
+    responses=problem_answers({409: "A plan is running"}),
 )
 async def get_recommendation(
     operations: OperationsOf,
@@ -214,8 +211,8 @@ async def get_policy(
 @router.patch(
     "/deployments/{deployment}/policy",
     responses={
-        **_CONFLICT,
-        412: {"model": ProblemOut, "description": "The document has changed since it was read"},
+        **CONFLICT,
+        **problem_answers({412: "The document has changed since it was read"}),
         **_POLICY,
     },
     response_model=None,
@@ -230,7 +227,7 @@ async def set_policy(
     if_match: Annotated[
         str | None, Header(description="One or several ETags that the document may have, or `*`.")
     ] = None,
-) -> Any:
+) -> dict[str, Any]:
     """Change mode, policy, its options, cost, gates, schedule, or limits (role admin).
 
     Role admin is also needed for `observe_lock` and `separate_approval`, and to leave mode observe
@@ -247,10 +244,8 @@ async def set_policy(
     depends = "mode" in changes and not admin
     base = await operations.policy(deployment) if depends or tags is not None else None
     if not admin and (needs := _needs_admin(changes, base)):
-        return problem_response(
-            "forbidden",
-            f"{needs} need role {Role.ADMIN}, token {token.name} has {token.role}",
-            f"/v1/deployments/{deployment}/policy",
+        raise HTTPException(
+            403, f"{needs} need role {Role.ADMIN}, token {token.name} has {token.role}"
         )
     try:
         if base is not None and tags is not None and entity_tag(plain(base)) not in tags:
@@ -261,8 +256,7 @@ async def set_policy(
     except Conflict as error:
         if error.reason is not Reason.STALE_BASE:
             raise
-        path = f"/v1/deployments/{deployment}/policy"
-        return problem_response("precondition-failed", f"{error}, read it again", path)
+        raise HTTPException(412, f"{error}, read it again") from error
     response.headers["ETag"] = entity_tag(document)
     return document
 
@@ -276,7 +270,7 @@ def _needs_admin(changes: Mapping[str, Any], base: Mapping[str, Any] | None) -> 
     return " and ".join(needs)
 
 
-@router.post("/deployments/{deployment}/freeze", status_code=204, responses=_CONFLICT)
+@router.post("/deployments/{deployment}/freeze", status_code=204, responses=CONFLICT)
 async def freeze(
     request: Request,
     operations: OperationsOf,
@@ -289,7 +283,7 @@ async def freeze(
     await operations.freeze(deployment, body.seconds, caller)
 
 
-@router.post("/deployments/{deployment}/resume", status_code=204, responses=_CONFLICT)
+@router.post("/deployments/{deployment}/resume", status_code=204, responses=CONFLICT)
 async def resume(
     operations: OperationsOf,
     caller: Caller,

@@ -4,7 +4,7 @@ import hashlib
 from contextlib import suppress
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 
 from evenkeel_moe.api.auth import Role
 from evenkeel_moe.api.context import (
@@ -23,17 +23,17 @@ from evenkeel_moe.api.context import (
 )
 from evenkeel_moe.api.convert import plan_out, plan_request, plan_summary
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
-from evenkeel_moe.api.problems import problem_response
 from evenkeel_moe.api.schemas import (
+    CONFLICT,
     EpochOut,
     EpochsOut,
     PlanIn,
     PlanOut,
     PlanPage,
-    ProblemOut,
     RollbackIn,
     RollbackPreviewOut,
     StoryOut,
+    problem_answers,
 )
 from evenkeel_moe.api.words.gates import hold_words
 from evenkeel_moe.api.words.plan_figures import preview_figures
@@ -44,11 +44,6 @@ from evenkeel_moe.model.plan import PlanPhase, PlanRecord
 from evenkeel_moe.ports.operations import Operations, RollbackRequest
 
 router = APIRouter(tags=["plans"], route_class=LargeBodyRoute)
-
-_CONFLICT: dict[int | str, dict[str, Any]] = {
-    409: {"model": ProblemOut, "description": "The request does not fit the current state"}
-}
-
 
 _LOOKED_AT = 100
 """Newest plans among which a rollback looks for the one that it takes back."""
@@ -73,7 +68,7 @@ async def _plan_of(operations: Operations, record: PlanRecord) -> PlanOut:
     status_code=202,
     responses={
         201: {"model": PlanOut, "description": "Proposed: it starts when approved"},
-        **_CONFLICT,
+        **CONFLICT,
     },
 )
 async def create_plan(
@@ -145,11 +140,7 @@ async def get_story(
 @router.post(
     "/deployments/{deployment}/plans/{plan_id}/approve",
     status_code=202,
-    response_model=PlanOut,
-    responses={
-        **_CONFLICT,
-        412: {"model": ProblemOut, "description": "The plan has another target than If-Match"},
-    },
+    responses=CONFLICT | problem_answers({412: "The plan has another target than If-Match"}),
 )
 async def approve_plan(
     operations: OperationsOf,
@@ -161,7 +152,7 @@ async def approve_plan(
         str | None,
         Header(description="The `target.digest` that was looked at, in quotes; or `*`."),
     ] = None,
-) -> Any:
+) -> PlanOut:
     """Start a proposed plan; 409 `stale_base` if the placement has changed since it was made.
 
     With `If-Match` only the plan with this target is started.
@@ -169,17 +160,15 @@ async def approve_plan(
     if if_match is not None and if_match.strip() != "*":
         digest = (await operations.plan(deployment, plan_id)).plan.target.digest
         if f'"{digest}"' not in {tag.strip() for tag in if_match.split(",")}:
-            return problem_response(
-                "precondition-failed",
-                f"the target of plan {plan_id} has digest {digest}, not {if_match:.80}",
-                f"/v1/deployments/{deployment}/plans/{plan_id}/approve",
+            raise HTTPException(
+                412, f"the target of plan {plan_id} has digest {digest}, not {if_match:.80}"
             )
     approved = await operations.approve(deployment, plan_id, caller)
     return await _accepted(operations, approved, response)
 
 
 @router.post(
-    "/deployments/{deployment}/plans/{plan_id}/cancel", status_code=202, responses=_CONFLICT
+    "/deployments/{deployment}/plans/{plan_id}/cancel", status_code=202, responses=CONFLICT
 )
 async def cancel_plan(
     operations: OperationsOf,
@@ -205,7 +194,7 @@ async def get_epochs(operations: OperationsOf, deployment: DeploymentPath) -> Ep
     )
 
 
-@router.get("/deployments/{deployment}/rollback", responses=_CONFLICT)
+@router.get("/deployments/{deployment}/rollback", responses=CONFLICT)
 async def preview_rollback(
     operations: OperationsOf,
     deployment: DeploymentPath,
@@ -237,7 +226,7 @@ async def preview_rollback(
     )
 
 
-@router.post("/deployments/{deployment}/rollback", status_code=202, responses=_CONFLICT)
+@router.post("/deployments/{deployment}/rollback", status_code=202, responses=CONFLICT)
 async def rollback(
     request: Request,
     operations: OperationsOf,

@@ -74,14 +74,8 @@ _KIND_OF_ERROR: dict[type[EvenkeelError], str] = {
 }
 """Errors missing here, such as IllegalEvent, are bugs of ours."""
 
-_KIND_OF_STATUS = {
-    400: "malformed",
-    401: "unauthorized",
-    403: "forbidden",
-    404: "not-found",
-    405: "method-not-allowed",
-    413: "too-large",
-}
+_KIND_OF_STATUS = {row.status: kind for kind, row in reversed(KINDS.items())}
+"""The first kind of each status."""
 
 
 class _Problem(JSONResponse):

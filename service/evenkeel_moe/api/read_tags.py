@@ -7,9 +7,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class ReadTags:
-    """ASGI middleware: adds an ETag to JSON answers of GET and honours `If-None-Match`.
+    """ASGI middleware: adds an ETag to answers of GET and honours `If-None-Match`.
 
-    The answer is still computed; 304 saves its transfer and the client's work.
+    The answer is still computed; 304 saves its transfer and the client's work. Of an answer to HEAD
+    only the headers are sent.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -17,7 +18,7 @@ class ReadTags:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and answer 304 if the client has this answer."""
-        if scope["type"] != "http" or scope["method"] != "GET":
+        if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
         known = Headers(scope=scope).get("if-none-match")
@@ -34,6 +35,8 @@ class ReadTags:
             held, start = start, None
             if not message.get("more_body", False):
                 held, message = _tagged(held, message, known)
+            if scope["method"] == "HEAD":
+                message = {**message, "body": b""}
             await send(held)
             await send(message)
 

@@ -5,7 +5,8 @@ that `convert` states only what differs. The docstrings here are the description
 docs/openapi.json.
 """
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import FailFast, Field, StrictBool, StrictInt, StrictStr, computed_field
 
@@ -56,6 +57,16 @@ class ProblemOut(ResponseBody):
     """With `not_leader`: id of the controller replica that leads; null while none leads."""
     leader_address: str | None = None
     """host:port where ranks reach the leader; null if unknown."""
+
+
+def problem_answers(descriptions: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
+    """Return how a route documents problems, by status."""
+    return {
+        code: {"model": ProblemOut, "description": words} for code, words in descriptions.items()
+    }
+
+
+CONFLICT = problem_answers({409: "The request does not fit the current state"})
 
 
 # --- deployments ----------------------------------------------------------------------------

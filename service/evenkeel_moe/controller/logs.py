@@ -17,6 +17,7 @@ Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 _NUMBERS: dict[Level, int] = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _CAUSED_BY_PEERS = (
+    "body_refused",
     "connection_ended",
     "connection_evicted",
     "deployment_refused",

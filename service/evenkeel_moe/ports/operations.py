@@ -9,7 +9,6 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanLimits, PlanRecord
-from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import Recommendation
 from evenkeel_moe.ports.status import DeploymentStatus
@@ -155,10 +154,6 @@ class DeploymentView(Protocol):
 
     def placement(self) -> Placement | None:
         """Return the committed placement; None before the ranks reported it."""
-        ...
-
-    def topology(self) -> Topology:
-        """Return the node of each rank."""
         ...
 
     def window(self, phase: Phase) -> LoadWindow | None:

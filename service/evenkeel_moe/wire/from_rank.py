@@ -158,6 +158,12 @@ def _check_clock(clock: DeviceClock) -> None:
 
 _DIGEST = text(64)
 _LABEL = text(256)
+COST_CURVE = message_codec(
+    CostCurve, pb.CostCurve, check=_check_curve, tile_seconds=FieldCodec(_read_tiles)
+)
+REPLICA_COST = message_codec(
+    ReplicaCost, pb.ReplicaCost, check=_check_replica_cost, s_per_token=seconds(above_zero=True)
+)
 _CODECS: dict[str, MessageCodec[Any, Any]] = {
     "hello": message_codec(
         m.Hello,
@@ -175,15 +181,8 @@ _CODECS: dict[str, MessageCodec[Any, Any]] = {
         dispatch=text(64),
     ),
     "heartbeat": message_codec(Heartbeat, pb.Heartbeat, trouble=words()),
-    "cost_curve": message_codec(
-        CostCurve, pb.CostCurve, check=_check_curve, tile_seconds=FieldCodec(_read_tiles)
-    ),
-    "replica_cost": message_codec(
-        ReplicaCost,
-        pb.ReplicaCost,
-        check=_check_replica_cost,
-        s_per_token=seconds(above_zero=True),
-    ),
+    "cost_curve": COST_CURVE,
+    "replica_cost": REPLICA_COST,
     "kv_cache": message_codec(KvCache, pb.KvCache, check=_check_kv_cache),
     "device_clock": message_codec(
         DeviceClock, pb.DeviceClock, check=_check_clock, limited_by=text(64)

@@ -4,10 +4,9 @@ import asyncio
 from collections import Counter
 
 from evenkeel_moe.adapters.grpc.controller_addresses import order_of
-from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.wire.link import NotLeader
-from tests.adapters.grpc.test_rank_link import ACCEPTED, FAST, running, serving
+from tests.adapters.grpc.test_rank_link import ACCEPTED, linked
 from tests.waiting import until
 
 
@@ -27,9 +26,8 @@ async def test_a_leader_that_is_gone_is_tried_again_only_after_the_wait_that_a_f
     """Or all ranks of a dead leader would come to the followers again and again."""
     began = asyncio.get_running_loop().time()
     gone = NotLeader("b", "127.0.0.1:1", 0.5)
-    async with serving([gone], [gone], [gone], [ACCEPTED]) as (follower, address):
-        async with running(GrpcRankLink([address], timing=FAST)) as listener:
-            await until(lambda: listener.got)
-        assert len(follower.of(Hello)) == 4
+    async with linked([gone], [gone], [gone], [ACCEPTED]) as (follower, listener):
+        await until(lambda: listener.got)
+    assert len(follower.of(Hello)) == 4
     # The first redirect is followed at once; each wait is 0.5 to 1 times what is asked for.
     assert asyncio.get_running_loop().time() - began >= 2 * 0.25

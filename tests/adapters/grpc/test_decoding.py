@@ -79,7 +79,7 @@ async def test_large_messages_are_decoded_one_at_a_time_and_small_ones_meanwhile
                 await call.write(encode_rank_message(HELLO_OF_LARGE))
                 await call.write(state)
             size = state.ByteSize()
-            await until(lambda: [s.inbound.message_bytes for s in hub.streams] == [size] * 3)
+            await until(lambda: [s.message_bytes for s in hub.streams] == [size] * 3)
             await asyncio.to_thread(lambda: None)
             assert len(begun) == 1, "a second large message was decoded beside the first"
             async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as other:

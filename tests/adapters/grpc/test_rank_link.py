@@ -119,16 +119,23 @@ async def running(link):
             await task
 
 
+@contextlib.asynccontextmanager
+async def linked(*answers, servicer=None, timing=FAST):
+    """A server, and the listener of a link to it."""
+    async with serving(*answers, servicer=servicer) as (server, address):
+        async with running(GrpcRankLink([address], timing=timing)) as listener:
+            yield server, listener
+
+
 async def test_hello_comes_first_then_registration_heartbeats_and_orders():
     query = QueryState(Leader("a", 1))
-    async with serving([ACCEPTED, query]) as (server, address):
-        async with running(GrpcRankLink([address], timing=FAST)) as listener:
-            await until(lambda: len(listener.got) == 2 and len(server.of(Heartbeat)) >= 3)
-        assert isinstance(server.heard[0][1], Hello) and server.heard[0][1].identity == IDENTITY
-        assert [stream for stream, _ in listener.got] == [1, 1]
-        assert listener.got[0][1].outcome is RegistrationOutcome.ACCEPTED
-        assert listener.got[1][1] == query
-        assert server.of(Heartbeat)[0] == Heartbeat(7, 1, 2)
+    async with linked([ACCEPTED, query]) as (server, listener):
+        await until(lambda: len(listener.got) == 2 and len(server.of(Heartbeat)) >= 3)
+    assert isinstance(server.heard[0][1], Hello) and server.heard[0][1].identity == IDENTITY
+    assert [stream for stream, _ in listener.got] == [1, 1]
+    assert listener.got[0][1].outcome is RegistrationOutcome.ACCEPTED
+    assert listener.got[1][1] == query
+    assert server.of(Heartbeat)[0] == Heartbeat(7, 1, 2)
 
 
 async def test_a_rank_that_sends_skips_three_heartbeats_of_four_but_reports_trouble_at_once():
@@ -200,12 +207,11 @@ async def test_messages_go_by_the_stream_they_belong_to_or_not_at_all():
 
 
 async def test_a_stream_that_ends_is_opened_again_with_a_new_number():
-    async with serving([ACCEPTED, None], [ACCEPTED, None], [ACCEPTED]) as (server, address):
-        async with running(GrpcRankLink([address], timing=FAST)) as listener:
-            await until(lambda: len(listener.got) >= 3)
-            assert [stream for stream, _ in listener.got] == [1, 2, 3]
-            assert listener.lost_streams == [1, 2]
-        assert len(server.of(Hello)) == 3
+    async with linked([ACCEPTED, None], [ACCEPTED, None], [ACCEPTED]) as (server, listener):
+        await until(lambda: len(listener.got) >= 3)
+        assert [stream for stream, _ in listener.got] == [1, 2, 3]
+        assert listener.lost_streams == [1, 2]
+    assert len(server.of(Hello)) == 3
 
 
 async def test_a_follower_sends_the_link_to_the_leader():
@@ -234,11 +240,10 @@ async def test_no_leader_and_refusal_are_tried_again_later():
         Reason.SHAPE_DISAGREES,
         "other shape",
     )
-    async with serving([NotLeader("", "", 0.01)], [refused], [ACCEPTED]) as (server, address):
-        async with running(GrpcRankLink([address], timing=FAST)) as listener:
-            await until(lambda: listener.got)
-        assert len(server.of(Hello)) == 3
-        assert listener.got[0][0] == 3
+    async with linked([NotLeader("", "", 0.01)], [refused], [ACCEPTED]) as (server, listener):
+        await until(lambda: listener.got)
+    assert len(server.of(Hello)) == 3
+    assert listener.got[0][0] == 3
 
 
 @pytest.mark.parametrize("order", [1, -1])

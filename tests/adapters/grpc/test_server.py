@@ -11,13 +11,13 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from evenkeel_moe.adapters.grpc import encoder, inbound, stream_slots
-from evenkeel_moe.adapters.grpc import server as server_module
+from evenkeel_moe.adapters.grpc import encoder
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
 from evenkeel_moe.adapters.grpc.server import GrpcServer
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.peer_budget import PeerLimits
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel_moe.wire.codec import encode_controller_message, encode_rank_message
@@ -220,9 +220,8 @@ async def test_health_is_reported_for_each_service(serve):
 
 
 @pytest.mark.integration
-async def test_silent_streams_do_not_keep_a_rank_out(serve, monkeypatch):
-    monkeypatch.setattr(stream_slots, "_MOST_WAITING", 20)
-    server, _ = await serve(max_streams=4)
+async def test_silent_streams_do_not_keep_a_rank_out(serve):
+    server, _ = await serve(max_streams=4, waiting_streams=20)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = agent_pb2_grpc.RankLinkStub(channel)
         silent = [stub.Attach() for _ in range(60)]
@@ -234,14 +233,13 @@ async def test_silent_streams_do_not_keep_a_rank_out(serve, monkeypatch):
 
 
 @pytest.mark.integration
-async def test_a_stream_without_a_hello_ends_after_a_time(serve, monkeypatch):
-    monkeypatch.setattr(server_module, "_HELLO_WITHIN_S", 0.2)
-    server, hub = await serve()
+async def test_a_stream_without_a_hello_ends_after_a_time(serve):
+    server, hub = await serve(first_message_s=0.2)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         call = agent_pb2_grpc.RankLinkStub(channel).Attach()
         assert await asyncio.wait_for(call.read(), deadline(10)) is grpc.aio.EOF
         assert not hub.lost.is_set()
-        assert len(server._slots._waiting) == server.open_streams == 0
+        assert len(server._waiting) == server.open_streams == 0
 
 
 @pytest.mark.integration
@@ -303,7 +301,7 @@ class Keeping(RegisteringHub):
                     session.received(message)
                 else:
                     hub.kept.append(message)
-                    hub.ends.append(stream.inbound.hold())
+                    hub.ends.append(stream.hold())
 
         return Kept()
 
@@ -323,7 +321,7 @@ async def test_a_flood_that_is_not_processed_stops_its_own_stream_alone(serve):
                 await call.write(state)
 
         flooding = asyncio.create_task(flood())
-        most = inbound._MOST_OF_STREAM // state.ByteSize() + 1
+        most = PeerLimits().stream_bytes // state.ByteSize() + 1
         await until(lambda: len(hub.kept) == most)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as other:
             beat = encode_rank_message(Heartbeat(7, 1, 2))
@@ -347,10 +345,8 @@ async def test_a_flood_that_is_not_processed_stops_its_own_stream_alone(serve):
 
 
 @pytest.mark.integration
-async def test_calls_of_check_without_a_request_are_ended(serve, monkeypatch):
-    monkeypatch.setattr("evenkeel_moe.adapters.grpc.stream_slots._MOST_WAITING", 20)
-    monkeypatch.setattr("evenkeel_moe.adapters.grpc.health_service._REQUEST_WITHIN_S", 3600.0)
-    server, _ = await serve()
+async def test_calls_of_check_without_a_request_are_ended(serve):
+    server, _ = await serve(waiting_streams=20, first_message_s=3600.0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         check = channel.stream_unary("/grpc.health.v1.Health/Check")
         calls = [check() for _ in range(100)]
@@ -369,9 +365,8 @@ async def test_calls_of_check_without_a_request_are_ended(serve, monkeypatch):
 
 
 @pytest.mark.integration
-async def test_a_call_of_check_whose_request_is_overdue_is_ended(serve, monkeypatch):
-    monkeypatch.setattr("evenkeel_moe.adapters.grpc.health_service._REQUEST_WITHIN_S", 0.2)
-    server, _ = await serve()
+async def test_a_call_of_check_whose_request_is_overdue_is_ended(serve):
+    server, _ = await serve(first_message_s=0.2)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         call = channel.stream_unary("/grpc.health.v1.Health/Check")()
         code = await asyncio.wait_for(call.code(), deadline(30))

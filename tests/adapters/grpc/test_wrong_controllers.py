@@ -29,6 +29,7 @@ from tests.adapters.grpc.test_rank_link import (
     HELLO,
     SHAPE,
     Server,
+    linked,
     running,
     serving,
 )
@@ -101,9 +102,8 @@ def events(logs, name):
     ids=["no leader, no wait", "a dead leader, no wait", "accepted and ended at once"],
 )
 async def test_no_answer_makes_a_rank_come_again_without_a_pause(answers, most):
-    async with serving(answers) as (server, address):
-        async with running(GrpcRankLink([address], timing=STEADY)):
-            await asyncio.sleep(WATCHED_S)
+    async with linked(answers, timing=STEADY) as (server, _):
+        await asyncio.sleep(WATCHED_S)
     # Each wait is half of what is meant, or more.
     assert 1 <= server.streams <= most
 
@@ -117,9 +117,8 @@ async def test_a_full_server_that_asks_for_no_wait_gets_a_pause_too():
 
 async def test_a_wait_without_end_is_cut(monkeypatch):
     monkeypatch.setattr(rank_link, "_MAX_WAIT_S", 0.2)
-    async with serving([NotLeader("", "", 1e12)], [ACCEPTED]) as (_, address):
-        async with running(GrpcRankLink([address], timing=FAST)) as listener:
-            await until(lambda: listener.got)
+    async with linked([NotLeader("", "", 1e12)], [ACCEPTED]) as (_, listener):
+        await until(lambda: listener.got)
 
 
 async def test_redirects_in_circles_lead_back_to_the_own_addresses():
@@ -242,8 +241,7 @@ async def test_compressed_messages_are_not_taken():
 
 async def test_heartbeats_keep_a_pause_whatever_the_interval():
     often = Registration(RegistrationOutcome.ACCEPTED, 1e-9, 5.0, FlowControl(0.1))
-    async with serving([often]) as (server, address):
-        async with running(GrpcRankLink([address], timing=FAST)) as listener:
-            await until(lambda: listener.got)
-            await asyncio.sleep(WATCHED_S)
+    async with linked([often]) as (server, listener):
+        await until(lambda: listener.got)
+        await asyncio.sleep(WATCHED_S)
     assert 1 <= len(server.of(Heartbeat)) <= 1 + (WATCHED_S + 2) / 0.01

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import PlanPhase
@@ -28,18 +27,6 @@ class Counting:
     async def eval(self, script: str, *values: Any) -> Any:
         self.sent += sum(len(v) if isinstance(v, bytes) else len(str(v)) for v in values)
         return await self._client.eval(script, *values)
-
-
-@pytest.fixture
-async def client(valkey):
-    client = connect(valkey.url, timeout_s=5.0)
-    yield client
-    await disconnect(client)
-
-
-@pytest.fixture
-async def store(client):
-    return RedisDeploymentStore(client)
 
 
 async def stored(store: RedisDeploymentStore) -> Any:
@@ -81,15 +68,11 @@ async def test_a_part_that_the_store_lost_is_written_again_with_the_next_change(
     assert await stored(store) == form(record)
 
 
-async def test_a_plan_with_a_missing_row_is_named_and_not_used(client):
-    noted: dict[str, str] = {}
-    store = RedisDeploymentStore(
-        client, unreadable=lambda _kind, where, why: noted.update({where: why})
-    )
+async def test_a_plan_with_a_missing_row_is_named_and_not_used(client, store, noted):
     await store.store_plan(carried_out(make_record(), 2), 1)
     await client.hdel(PREFIX + "plan_story", "1 p1")
     assert await store.fetch_plans(DEMO, [P1]) == []
-    assert noted == {PREFIX + "plans p1": "its maps or a row of its story are missing"}
+    assert noted == [("plan", PREFIX + "plans p1", "its maps or a row of its story are missing")]
 
 
 async def test_another_plan_of_the_same_id_replaces_all_parts(client, store):
@@ -112,12 +95,10 @@ async def test_a_leader_that_took_over_goes_on_with_the_story_it_read(client, st
     assert await stored(store) == form(ended)
 
 
-async def test_a_number_of_rows_that_cannot_be_true_takes_no_time(client):
-    noted: list[str] = []
-    store = RedisDeploymentStore(client, unreadable=lambda _kind, _where, why: noted.append(why))
+async def test_a_number_of_rows_that_cannot_be_true_takes_no_time(client, store, noted):
     await store.store_plan(make_record(), 1)
     await client.hset(PREFIX + "plan_story", "rows p1", 999_999_999_999)
     assert await store.fetch_plans(DEMO, [P1]) == []
-    assert noted == ["its maps or a row of its story are missing"]
+    assert [one.why for one in noted] == ["its maps or a row of its story are missing"]
     await store.store_plan(make_record(phase=PlanPhase.EXPIRED), 1)
     assert (await stored(store))["phase"] is PlanPhase.EXPIRED

@@ -34,9 +34,7 @@ from tests.contracts.test_stores import (
 from tests.waiting import until
 
 
-async def test_unreadable_values_are_skipped(valkey):
-    client = connect(valkey.url, timeout_s=2)
-    store, windows = RedisDeploymentStore(client), RedisWindowStore(client)
+async def test_unreadable_values_are_skipped(client, store, windows):
     await store.store_plan(make_record("good"), 1)
     await store.store_plan(make_record("bad"), 1)
     await store.store_epoch(DEMO, Epoch(1), BASE, 1)
@@ -55,13 +53,9 @@ async def test_unreadable_values_are_skipped(valkey):
     found = await fetch(windows)
     assert found is not None
     assert_same(found, make_window(range(3)))
-    await disconnect(client)
 
 
-async def test_decisions_without_a_time_or_a_reason_are_set_aside(valkey):
-    client: Any = connect(valkey.url, timeout_s=2)
-    noted: list[str] = []
-    store = RedisDeploymentStore(client, unreadable=lambda _kind, where, _why: noted.append(where))
+async def test_decisions_without_a_time_or_a_reason_are_set_aside(client, store, noted):
     sound = make_decision(1)
     for flaw in ({"at": 10**400}, {"at": math.nan}, {"at": None}, {"reason": 7}, {"reason": None}):
         await client.xadd("evenkeel:{demo}:decisions", {"d": json.dumps(sound | flaw)})
@@ -69,11 +63,9 @@ async def test_decisions_without_a_time_or_a_reason_are_set_aside(valkey):
     await store.append_decision(DEMO, sound)
     assert await store.fetch_decisions(DEMO, 10) == [sound]
     assert len(noted) == 6
-    await disconnect(client)
 
 
-async def test_every_key_runs_out_from_its_first_write_on(valkey):
-    client: Any = connect(valkey.url, timeout_s=2)
+async def test_every_key_runs_out_from_its_first_write_on(client):
     store = RedisDeploymentStore(client, record_age_s=100.0, decision_age_s=50.0)
     writes = [
         lambda: store.store_document(DEMO, "leader", {"replica_id": "a"}, 1),
@@ -97,11 +89,9 @@ async def test_every_key_runs_out_from_its_first_write_on(valkey):
         "plan_order",
         "plans_open",
     }
-    await disconnect(client)
 
 
-async def test_everything_of_a_deployment_shares_a_hash_tag_and_windows_expire(valkey):
-    client: Any = connect(valkey.url, timeout_s=2)
+async def test_everything_of_a_deployment_shares_a_hash_tag_and_windows_expire(client):
     store, windows = RedisDeploymentStore(client), RedisWindowStore(client, ttl_s=60)
     await store.acquire_lease(DEMO, "a", 60, 0)
     await store.store_plan(make_record(), 1)
@@ -113,11 +103,9 @@ async def test_everything_of_a_deployment_shares_a_hash_tag_and_windows_expire(v
     assert len(expiring) == 4
     for key in expiring:
         assert 0 < await client.pttl(key) <= 60_000
-    await disconnect(client)
 
 
-async def test_a_deployment_is_listed_for_as_long_as_it_is_led(valkey):
-    client: Any = connect(valkey.url, timeout_s=2)
+async def test_a_deployment_is_listed_for_as_long_as_it_is_led(client):
     store = RedisDeploymentStore(client, record_age_s=2.0)
     lease = await store.acquire_lease(DEMO, "a", 60, 0)
     began = time.monotonic()
@@ -128,11 +116,9 @@ async def test_a_deployment_is_listed_for_as_long_as_it_is_led(valkey):
 
     await until(renewed_beyond_the_age, every_s=0.1)
     assert await store.deployments() == [DEMO]
-    await disconnect(client)
 
 
-async def test_a_led_deployment_is_listed_again_after_a_hundredth_of_the_age(valkey, monkeypatch):
-    client: Any = connect(valkey.url, timeout_s=2)
+async def test_a_led_deployment_is_listed_again_after_a_hundredth_of_the_age(client, monkeypatch):
     store = RedisDeploymentStore(client, record_age_s=100.0)
     clock = SimpleNamespace(now=50.0)
     clock.monotonic = lambda: clock.now
@@ -146,12 +132,9 @@ async def test_a_led_deployment_is_listed_again_after_a_hundredth_of_the_age(val
     assert found == [[DEMO], [], [DEMO]]
     await store.release_lease(DEMO, lease)
     assert not store._listed_at, "nothing is kept of a deployment that this replica does not lead"
-    await disconnect(client)
 
 
-async def test_a_store_that_lost_its_data_lists_a_claimed_deployment_at_once(valkey):
-    client: Any = connect(valkey.url, timeout_s=2)
-    store = RedisDeploymentStore(client)
+async def test_a_store_that_lost_its_data_lists_a_claimed_deployment_at_once(client, store):
     lease = await store.acquire_lease(DEMO, "a", 60, 0)
     assert await store.renew_lease(DEMO, lease, 60)
     await client.flushall()
@@ -159,12 +142,10 @@ async def test_a_store_that_lost_its_data_lists_a_claimed_deployment_at_once(val
     assert await store.deployments() == []
     assert await store.renew_lease(DEMO, dataclasses.replace(lease, lasting=True), 60)
     assert await store.deployments() == [DEMO]
-    await disconnect(client)
 
 
 @pytest.mark.parametrize("lasting", [True, False])
-async def test_a_renewal_prolongs_all_records_or_those_of_a_new_deployment(valkey, lasting):
-    client: Any = connect(valkey.url, timeout_s=2)
+async def test_a_renewal_prolongs_all_records_or_those_of_a_new_deployment(client, lasting):
     store = RedisDeploymentStore(client, record_age_s=2 * leases.NEW_AGE_S)
     lease = await store.acquire_lease(DEMO, "a", 60, 0)
     await store.store_document(DEMO, "policy", {}, 1)
@@ -190,38 +171,33 @@ async def test_a_renewal_prolongs_all_records_or_those_of_a_new_deployment(valke
         "epochs",
         "replaced_epochs",
     }
-    await disconnect(client)
 
 
 def test_an_age_is_at_least_one_millisecond():
     assert [leases.milliseconds(s) for s in (0.0, 0.0004, 0.002, 60.0)] == [1, 1, 2, 60_000]
 
 
-async def test_leases_and_names_that_cannot_be_read_are_skipped_and_named(valkey):
-    client: Any = connect(valkey.url, timeout_s=2)
-    noted: list[tuple[str, str]] = []
-    store = RedisDeploymentStore(client, unreadable=lambda kind, key, _: noted.append((kind, key)))
+async def test_leases_and_names_that_cannot_be_read_are_skipped_and_named(client, store, noted):
     await store.acquire_lease(DEMO, "a", 60, 0)
     await client.zadd("evenkeel:seen", {b"\xff": 5e9, b"a b": 5e9})
     assert await store.deployments() == [DEMO]
     names = [r"evenkeel:seen b'\xff'", "evenkeel:seen b'a b'"]
-    assert noted == [("deployment", name) for name in names]
+    assert [(one.kind, one.where) for one in noted] == [("deployment", name) for name in names]
     noted.clear()
     lease = "evenkeel:{demo}:lease"
     for fields, told in (
-        ({"holder": b"\xff", "term": 5}, [("lease", lease)]),
-        ({"holder": "a", "term": "soon"}, [("lease", lease)]),
+        ({"holder": b"\xff", "term": 5}, [lease]),
+        ({"holder": "a", "term": "soon"}, [lease]),
         ({"holder": "a"}, []),
         ({"term": 5}, []),
     ):
         await client.delete(lease)
         await client.hset(lease, mapping=fields)
         assert await store.fetch_lease(DEMO) is None
-        assert noted == told
+        assert [one.where for one in noted] == told
         noted.clear()
     await client.hset(lease, "holder", "a")
     assert await store.fetch_lease(DEMO) == Lease("a", 5)
-    await disconnect(client)
 
 
 DAMAGED_LEASE = pytest.mark.fault(
@@ -245,44 +221,35 @@ DAMAGED_LEASE = pytest.mark.fault(
     ],
     ids=repr,
 )
-async def test_a_damaged_lease_is_set_aside_and_another_one_taken(valkey, fields):
-    client: Any = connect(valkey.url, timeout_s=2)
-    noted: list[tuple[str, str]] = []
-    store = RedisDeploymentStore(client, unreadable=lambda kind, key, _: noted.append((kind, key)))
+async def test_a_damaged_lease_is_set_aside_and_another_one_taken(client, store, noted, fields):
     key = "evenkeel:{demo}:lease"
     await client.set("evenkeel:{demo}:term", 6)
     await client.hset(key, mapping=fields)
     assert await store.acquire_lease(DEMO, "a", 60.0, 0) == Lease("a", 7)
     assert await store.fetch_lease(DEMO) == Lease("a", 7)
-    assert noted == [("lease", key)]
+    assert [(one.kind, one.where) for one in noted] == [("lease", key)]
     assert 0 < await client.pttl(key + ":unreadable") <= 30 * 86_400_000
     kept = {
         name.decode(): value for name, value in (await client.hgetall(key + ":unreadable")).items()
     }
     assert kept.keys() == fields.keys()
-    await disconnect(client)
 
 
 @DAMAGED_LEASE
-async def test_a_lease_without_an_end_gets_one(valkey):
-    client: Any = connect(valkey.url, timeout_s=2)
-    noted: list[str] = []
-    store = RedisDeploymentStore(client, unreadable=lambda _kind, _key, why: noted.append(why))
+async def test_a_lease_without_an_end_gets_one(client, store, noted):
     key = "evenkeel:{demo}:lease"
     await client.hset(key, mapping={"holder": "b", "term": 5})
     for _ in range(2):
         assert await store.acquire_lease(DEMO, "a", 60.0, 0) == Lease("b", 5)
         assert 0 < await client.pttl(key) <= 60_000
-    assert noted == ["it had no end"]
+    assert [one.why for one in noted] == ["it had no end"]
     # One with an end keeps it, whatever others ask for.
     assert await store.renew_lease(DEMO, Lease("b", 5), 1000.0)
     await store.acquire_lease(DEMO, "a", 60.0, 0)
     assert await client.pttl(key) > 60_000
-    await disconnect(client)
 
 
-async def test_plans_and_streams_are_bounded_in_the_server(valkey):
-    client = connect(valkey.url, timeout_s=2)
+async def test_plans_and_streams_are_bounded_in_the_server(client):
     store = RedisDeploymentStore(client, plans_kept=3)
     for number in range(6):
         ended = make_record(f"p{number}", 100.0 + number, phase=PlanPhase.EXPIRED)
@@ -294,7 +261,6 @@ async def test_plans_and_streams_are_bounded_in_the_server(valkey):
     for first in range(0, 1000, 8):
         await windows.append(DEMO, Phase.DECODE, window.slice(slice(first, first + 8)))
     assert await client.xlen("evenkeel:{demo}:window:decode") == 13
-    await disconnect(client)
 
 
 class Replaying:
@@ -314,8 +280,7 @@ class Replaying:
         return await self._client.eval(*self.writes[position])
 
 
-async def test_a_write_that_arrives_late_replaces_no_later_one(valkey):
-    client: Any = connect(valkey.url, timeout_s=2)
+async def test_a_write_that_arrives_late_replaces_no_later_one(client):
     late: Any = Replaying(client)
     store = RedisDeploymentStore(late, plans_kept=2)
     await store.store_plan(make_record(phase=PlanPhase.MIGRATING), 1)
@@ -343,7 +308,6 @@ async def test_a_write_that_arrives_late_replaces_no_later_one(valkey):
         await store.store_plan(ended, 1)
     kept = {name.decode() for name in await client.hkeys("evenkeel:{demo}:written")}
     assert kept == {"plan:p1", "plan:p2", "epochs", "document:policy"}
-    await disconnect(client)
 
 
 async def test_a_cluster_takes_every_command(tmp_path, unused_tcp_port_factory):
@@ -392,13 +356,9 @@ async def test_a_cluster_takes_every_command(tmp_path, unused_tcp_port_factory):
         await process.wait()
 
 
-async def test_an_epoch_has_at_most_eighteen_digits(valkey):
-    client: Any = connect(valkey.url, timeout_s=2)
-    noted: list[str] = []
-    store = RedisDeploymentStore(client, unreadable=lambda _kind, where, _why: noted.append(where))
+async def test_an_epoch_has_at_most_eighteen_digits(client, store, noted):
     await store.store_epoch(DEMO, Epoch(1), BASE, 1)
     body = await client.hget("evenkeel:{demo}:epochs", "1")
     await client.hset("evenkeel:{demo}:epochs", mapping={"9" * 18: body, "9" * 19: body})
     assert list(await store.fetch_epochs(DEMO)) == [1, 10**18 - 1]
-    assert noted == [f"evenkeel:{{demo}}:epochs b'{'9' * 19}'"]
-    await disconnect(client)
+    assert [one.where for one in noted] == [f"evenkeel:{{demo}}:epochs b'{'9' * 19}'"]

@@ -1,16 +1,29 @@
 """grpc.health.v1 without calls that stay open: each takes a place among the streams that wait."""
 
 import asyncio
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 
-from evenkeel_moe.adapters.grpc.stream_slots import StreamSlots
+from evenkeel_moe.adapters.addresses import host_of
+from evenkeel_moe.peer_budget import Place, Places
 
-_REQUEST_WITHIN_S = 10.0
+
+@dataclass(eq=False, slots=True)
+class _HealthCheck:
+    """A call whose request has not arrived."""
+
+    host: str
+    limit: asyncio.Timeout
+    waits: bool = True
+
+    def give_way(self) -> None:
+        """End the call."""
+        if not self.limit.expired():
+            self.limit.reschedule(0.0)
 
 
 class HealthService:
@@ -21,13 +34,12 @@ class HealthService:
     apart.
 
     Args:
-        slots: of the streams of the server.
-        next_number: returns another number of a stream.
+        waiting: the streams of the server whose first message has not arrived.
+        within_s: time for a request.
     """
 
-    def __init__(self, slots: StreamSlots, next_number: Callable[[], int]) -> None:
-        self._slots = slots
-        self._next_number = next_number
+    def __init__(self, waiting: Places[Place], within_s: float) -> None:
+        self._waiting, self._within_s = waiting, within_s
         self._known = health.aio.HealthServicer()
 
     def add_to(self, server: Any) -> None:
@@ -52,15 +64,16 @@ class HealthService:
         await self._known.enter_graceful_shutdown()
 
     async def _check(self, _requests: Any, context: Any) -> None:
-        number = self._next_number()
+        limit = asyncio.timeout(self._within_s)
+        call = _HealthCheck(host_of(context.peer()), limit)
         try:
-            async with asyncio.timeout(_REQUEST_WITHIN_S) as limit:
-                self._slots.wait(number, context.peer(), lambda: _end_now(limit))
+            async with limit:
+                self._waiting.add(call)
                 request = await context.read()
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request came")
         finally:
-            self._slots.free(number)
+            self._waiting.remove(call)
         if request is grpc.aio.EOF:
             return
         try:
@@ -69,8 +82,3 @@ class HealthService:
             detail = f"{len(request)} bytes are no HealthCheckRequest"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, detail)
         await context.write(await self._known.Check(question, context))
-
-
-def _end_now(limit: asyncio.Timeout) -> None:
-    if not limit.expired():
-        limit.reschedule(0.0)

@@ -13,9 +13,9 @@ import structlog
 
 from evenkeel_moe.adapters.grpc.call_errors import asked_to_wait, brief
 from evenkeel_moe.adapters.grpc.controller_addresses import ControllerAddresses
-from evenkeel_moe.adapters.grpc.rank_stream import MessageRate
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.peer_budget import Rate
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
@@ -34,6 +34,8 @@ _MAX_MESSAGE_BYTES = 64 << 20
 """A full map with checksums of the largest models is a few megabytes."""
 _MAX_MESSAGES_PER_S = 200.0
 """Messages of a controller, which sends a few. Each takes time that the engine's thread needs."""
+_BURST_S = 4.0
+"""Seconds of that rate that may come at once."""
 _REST = 4.0
 """Rest after a message, as a multiple of the processor time that it took, in which the engine's
 thread could run no Python. A Prepare of thousands of transfers takes a tenth of a second."""
@@ -311,10 +313,10 @@ class GrpcRankLink:
         """Pass the controller's messages to the listener until the stream ends."""
         loop = asyncio.get_running_loop()
         began, used = loop.time(), time.thread_time()
-        rate = MessageRate(_MAX_MESSAGES_PER_S, began)
+        rate = Rate(_MAX_MESSAGES_PER_S, _MAX_MESSAGES_PER_S * _BURST_S)
         message: ToRankLink | None = registration
         while message is not None:
-            if not rate.take(loop.time()):
+            if rate.take(loop.time()):
                 raise PeerViolation(f"more than {_MAX_MESSAGES_PER_S:g} messages a second")
             if isinstance(message, Registration) and message is not registration:
                 if message.outcome is RegistrationOutcome.REFUSED:  # The rank has lost its place.

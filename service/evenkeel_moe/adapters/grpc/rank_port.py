@@ -12,6 +12,7 @@ import structlog
 from evenkeel_moe.adapters.addresses import chosen_by, host_port
 from evenkeel_moe.adapters.grpc.server_tls import ClientAuthorities, ServerCertificates
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.peer_budget import DELIVERED_LIMITS, PeerLimits
 
 _log = structlog.get_logger(__name__)
 _WINDOW_BYTES = 256 * 1024
@@ -36,17 +37,10 @@ class ServerOptions:
     send_queue: int
     keepalive_s: float
     keepalive_timeout_s: float
-    max_streams: int = 8192
-    """Streams open at a time; more are answered RESOURCE_EXHAUSTED."""
-    max_streams_per_peer: int = 2048
-    """Streams of one address open at a time."""
-    max_messages_per_s: float = 200.0
-    """Messages of one stream; a faster one is ended with RESOURCE_EXHAUSTED."""
+    limits: PeerLimits = DELIVERED_LIMITS
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     tls_client_ca_file: Path | None = None
-    silent_s: float = 30.0
-    """A stream of a rank that sends nothing for this long is ended; ranks send heartbeats."""
     max_connection_age_s: float = 3600.0
     """A connection of this age, plus or minus a random tenth, is asked to close; 0: never."""
     max_connection_age_grace_s: float = 60.0
@@ -155,7 +149,7 @@ def _channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
         # Identity alone: a compressed message may be a thousand times larger than what arrived.
         "grpc.compression_enabled_algorithms_bitset": 1,
         # More than one address may have, so that a stream too many is told why it is refused.
-        "grpc.max_concurrent_streams": min(2 * options.max_streams_per_peer, _MOST_OF_GRPC),
+        "grpc.max_concurrent_streams": min(2 * options.limits.max_streams_per_peer, _MOST_OF_GRPC),
         "grpc.keepalive_time_ms": round(options.keepalive_s * 1000),
         "grpc.keepalive_timeout_ms": round(options.keepalive_timeout_s * 1000),
         "grpc.keepalive_permit_without_calls": 1,

@@ -1,32 +1,35 @@
-"""The controller's side of a stream: a bounded send queue, and a limit on received messages."""
+"""The controller's side of a stream: a bounded send queue, and what waits of received messages."""
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
-import structlog
-
-from evenkeel_moe.adapters.grpc.inbound import InboundBudget, StreamInbound
+from evenkeel_moe.adapters.addresses import host_of
+from evenkeel_moe.peer_budget import DELIVERED_LIMITS, Share, refused
 from evenkeel_moe.wire.link import ReportAck, ToRankLink
 
-_log = structlog.get_logger(__name__)
 _ACK_EVERY_S = 4.0
 """Answers to reports are joined for this long: writing one costs more than reading a report."""
 _ACK_AFTER = 12
 """The most reports that one answer joins; a rank waits once 16 of them are not answered."""
-_BURST_S = 4.0
-"""Seconds of its rate that a stream may be ahead: after a reconnect, all unacknowledged reports
-arrive again."""
 
 
 class RankStream:
-    """The send queue of one open stream."""
+    """One open stream: its send queue, and what it holds."""
+
+    waits = True
+    """It may give way while it is among those without a Hello."""
 
     def __init__(self, number: int, peer: str, *, capacity: int) -> None:
         self.number = number
         """Rises during the life of this process."""
         self.peer = peer
-        self.inbound = StreamInbound(InboundBudget(), "")
-        """Its received messages that are not processed yet."""
+        self.place: Share | None = None
+        """The streams of its address, of which it is one; None before its Hello is checked."""
+        self.waiting = Share(DELIVERED_LIMITS.stream_bytes)
+        """Bytes of its received messages that are not processed yet."""
+        self.message_bytes = 0
+        """Size of the message that is being delivered."""
         self.certified = False
         """True if the certificate of the connection names the rank."""
         self.exhausted = ""
@@ -43,6 +46,11 @@ class RankStream:
         """Reports that `_ack` answers."""
         self._next_ack_at = 0.0
         self._ack_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def host(self) -> str:
+        """The address of the peer, without its port."""
+        return host_of(self.peer)
 
     @property
     def closed(self) -> bool:
@@ -66,6 +74,21 @@ class RankStream:
             self.send(last)
         self._closed = True
         self._wake.set()
+
+    def give_way(self) -> None:
+        """End the stream for another one."""
+        self.close()
+
+    def hold(self) -> Callable[[], None]:
+        """Count the message that is being delivered as waiting; return the call that ends it."""
+        left = [self.message_bytes]
+        self.waiting.add(left[0])
+
+        def processed() -> None:
+            self.waiting.add(-left[0])
+            left[0] = 0
+
+        return processed
 
     async def next(self) -> ToRankLink | None:
         """Wait for the next message to write; None at the end."""
@@ -106,63 +129,12 @@ class RankStream:
 
     def _enqueue(self, message: ToRankLink) -> None:
         if len(self._queue) >= self._capacity:
-            _log.warning(
-                "rank_too_slow", peer=self.peer, stream=self.number, queued=len(self._queue)
-            )
+            refused("rank_too_slow", self.peer, stream=self.number, queued=len(self._queue))
             self._queue.clear()
             self.close()
             return
         self._queue.append(message)
         self._wake.set()
-
-
-class MessageRate:
-    """A limit on received messages: `per_s` on average, with a burst of a few seconds."""
-
-    def __init__(self, per_s: float, now: float) -> None:
-        self._per_s = per_s
-        self._left = per_s * _BURST_S
-        self._at = now
-
-    def take(self, now: float) -> bool:
-        """Count one message; return False if it exceeds the rate."""
-        self._left = min(self._per_s * _BURST_S, self._left + (now - self._at) * self._per_s)
-        self._at = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
-
-
-class Silence:
-    """Ends a stream from which nothing is heard for `most_s`."""
-
-    def __init__(self, most_s: float, stream: RankStream) -> None:
-        self._most_s = most_s
-        self._stream = stream
-        self._loop = asyncio.get_running_loop()
-        self._heard_at = self._loop.time()
-        self._timer = self._loop.call_at(self._heard_at + most_s, self._check)
-
-    def heard(self) -> None:
-        """Note a message, or that messages were not read until now."""
-        self._heard_at = self._loop.time()
-
-    def stop(self) -> None:
-        """End nothing from now on."""
-        self._timer.cancel()
-
-    def _check(self) -> None:
-        ends_at = self._heard_at + self._most_s
-        if self._loop.time() < ends_at:
-            self._timer = self._loop.call_at(ends_at, self._check)
-        elif self._stream.inbound.is_full:
-            self.heard()  # Its messages are not read.
-            self._timer = self._loop.call_at(self._heard_at + self._most_s, self._check)
-        else:
-            _log.warning("rank_silent", stream=self._stream.number, peer=self._stream.peer)
-            self._stream.exhausted = f"nothing was heard for {self._most_s:g} s"
-            self._stream.close()
 
 
 def _join_acks(one: ReportAck, other: ReportAck) -> ReportAck:

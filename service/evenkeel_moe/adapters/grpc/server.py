@@ -13,14 +13,12 @@ from grpc_reflection.v1alpha import reflection
 from structlog.contextvars import bound_contextvars
 
 from evenkeel_moe.adapters.grpc.encoder import Encoder
-from evenkeel_moe.adapters.grpc.fair_turns import FairTurns
 from evenkeel_moe.adapters.grpc.health_service import HealthService
-from evenkeel_moe.adapters.grpc.inbound import InboundBudget, StreamInbound
 from evenkeel_moe.adapters.grpc.rank_port import RankPort, ServerOptions
-from evenkeel_moe.adapters.grpc.rank_stream import MessageRate, RankStream, Silence
+from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.adapters.grpc.server_tls import check_identity
-from evenkeel_moe.adapters.grpc.stream_slots import StreamSlots, host_of
 from evenkeel_moe.errors import EvenkeelError, PeerViolation, Reason
+from evenkeel_moe.peer_budget import Place, Places, Rate, Share, Shares, refused
 from evenkeel_moe.protocol.messages import Hello, RankState
 from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.wire.codec import decode_rank_message
@@ -31,7 +29,6 @@ from evenkeel_moe.wire.trace import trace_id_or_new
 
 _log = structlog.get_logger(__name__)
 _SERVICE = "evenkeel.v1.RankLink"
-_HELLO_WITHIN_S = 10.0
 _FLUSH_WITHIN_S = 2.0
 """Time to send what is queued when a stream ends."""
 _LARGE_BYTES = 256 * 1024
@@ -77,12 +74,16 @@ class GrpcServer:
         self._encoder = Encoder()
         self._numbers = itertools.count(1)
         self._port = RankPort(options, self._add_services)
-        self._inbound = InboundBudget()
-        self._decoding = FairTurns()
+        self._limits = limits = options.limits
+        self._waiting: Places[Place] = Places(limits.waiting_streams, "silent_streams_ended")
+        """A stream without a Hello takes no place of a rank."""
+        self._streams = Share(limits.max_streams)
+        self._streams_of_hosts = Shares(limits.max_streams_per_peer, self._streams)
+        self._bytes_of_deployments = Shares(limits.deployment_bytes, Share(limits.message_bytes))
+        self._decoding = asyncio.Lock()
         """One large message at a time: protobuf holds the interpreter's lock, so two would take
         hardly less time, and the event loop would wait twice as long for its turn."""
-        self._slots = StreamSlots(options.max_streams, options.max_streams_per_peer)
-        self._health = HealthService(self._slots, lambda: next(self._numbers))
+        self._health = HealthService(self._waiting, limits.first_message_s)
 
     def bind(self) -> None:
         """Bind the port.
@@ -114,7 +115,7 @@ class GrpcServer:
     @property
     def open_streams(self) -> int:
         """Streams of ranks that are open, without those whose Hello has not arrived."""
-        return len(self._slots)
+        return self._streams.held
 
     async def start(self, hub: RankHub) -> None:
         """Accept ranks."""
@@ -131,13 +132,14 @@ class GrpcServer:
         given = dict(context.invocation_metadata() or ()).get("traceparent")
         trace_id = trace_id_or_new(given if isinstance(given, str) else None)
         stream = RankStream(next(self._numbers), context.peer(), capacity=self._options.send_queue)
-        if self._slots.wait(stream.number, stream.peer, stream.close) is not None:
-            _log.warning("silent_streams_ended", peer=stream.peer)
+        self._waiting.add(stream)
         try:
             with bound_contextvars(trace_id=trace_id):
                 await self._serve_stream(stream, context)
         finally:
-            self._slots.free(stream.number)
+            self._waiting.remove(stream)
+            if stream.place is not None:
+                stream.place.add(-1)
 
     async def _serve_stream(self, stream: RankStream, context: Any) -> None:
         name = f"rank-stream-{stream.number}"
@@ -172,7 +174,7 @@ class GrpcServer:
         hub = self._hub
         assert hub is not None
         try:
-            async with asyncio.timeout(_HELLO_WITHIN_S):
+            async with asyncio.timeout(self._limits.first_message_s):
                 first = await context.read()
         except TimeoutError:
             return
@@ -188,11 +190,10 @@ class GrpcServer:
         except PeerViolation as violation:
             hub.refuse(violation, stream)
             return
-        stream.exhausted = self._slots.take(stream.number, stream.peer)
-        if stream.exhausted:
-            _log.warning("too_many_streams", peer=stream.peer, detail=stream.exhausted)
+        if not self._take_place(stream):
             return
-        stream.inbound = StreamInbound(self._inbound, hello.identity.deployment)
+        of_deployment = self._bytes_of_deployments.of(hello.identity.deployment)
+        stream.waiting = Share(self._limits.stream_bytes, of_deployment)
         attached = await hub.attach(hello, stream)
         if attached is None:
             return
@@ -201,44 +202,70 @@ class GrpcServer:
         finally:
             attached.lost()
 
+    def _take_place(self, stream: RankStream) -> bool:
+        """Give a rank whose Hello is checked its place; return False if there is none."""
+        self._waiting.remove(stream)
+        of_host = self._streams_of_hosts.of(stream.host)
+        full = of_host.exceeded(1)
+        if full is not None:
+            whose = f" of {stream.host}" if full is of_host else ""
+            _refuse(
+                stream,
+                "too_many_streams",
+                f"{full.held} streams{whose} are open, no more are taken",
+            )
+            return False
+        stream.place = of_host
+        of_host.add(1)
+        return True
+
     async def _read_messages(
         self, hello: Hello, stream: RankStream, context: Any, attached: Attached
     ) -> None:
         """Pass on what follows the Hello, until the stream ends or breaks a limit."""
-        loop, most = asyncio.get_running_loop(), most_message_bytes(hello.shape)
-        rate = MessageRate(self._options.max_messages_per_s, loop.time())
-        silence = Silence(self._options.silent_s, stream)
-        inbound = stream.inbound
-        try:
-            while (data := await context.read()) is not grpc.aio.EOF:
-                silence.heard()
-                if not rate.take(loop.time()):
-                    _log.warning("rank_too_fast", stream=stream.number, peer=stream.peer)
-                    per_s = self._options.max_messages_per_s
-                    stream.exhausted = f"more than {per_s:g} messages a second"
-                    return
-                try:
-                    _check_size(data, most)
-                    inbound.message_bytes = len(data)
-                    _deliver(await self._decode(data, hello, stream.peer), attached)
-                except PeerViolation as violation:
-                    detail = str(violation)
-                    _log.warning(
-                        "rank_violation", stream=stream.number, peer=stream.peer, detail=detail
-                    )
-                    return
-                if inbound.is_full:
-                    del data
-                    await inbound.room()
-                    silence.heard()
-        finally:
-            silence.stop()
+        loop, most, limits = (
+            asyncio.get_running_loop(),
+            most_message_bytes(hello.shape),
+            self._limits,
+        )
+        per_s = limits.max_messages_per_s
+        rate = Rate(per_s, per_s * limits.message_burst_s)
+        while True:
+            try:
+                async with asyncio.timeout(limits.silent_s):
+                    data = await context.read()
+            except TimeoutError:
+                _refuse(stream, "rank_silent", f"nothing was heard for {limits.silent_s:g} s")
+                return
+            if data is grpc.aio.EOF:
+                return
+            if rate.take(loop.time()):
+                _refuse(stream, "rank_too_fast", f"more than {per_s:g} messages a second")
+                return
+            try:
+                _check_size(data, most)
+                stream.message_bytes = len(data)
+                _deliver(await self._decode(data, hello, stream), attached)
+            except PeerViolation as violation:
+                refused("rank_violation", stream.peer, stream=stream.number, detail=str(violation))
+                return
+            del data
+            await stream.waiting.room()
 
-    async def _decode(self, data: bytes, hello: Hello, peer: str) -> "FromRankLink | _BadReport":
+    async def _decode(
+        self, data: bytes, hello: Hello, stream: RankStream
+    ) -> "FromRankLink | _BadReport":
         if len(data) <= _LARGE_BYTES:
             return _decode(data, hello)
-        async with self._decoding.turn(host_of(peer)):
+        assert stream.place is not None
+        async with stream.place.turn, self._decoding:
             return await asyncio.to_thread(_decode, data, hello)
+
+
+def _refuse(stream: RankStream, event: str, why: str) -> None:
+    """Let the stream end with the limit that it met, and a hint when the rank may come back."""
+    refused(event, stream.peer, stream=stream.number, detail=why)
+    stream.exhausted = why
 
 
 async def _exhausted(context: Any, why: str) -> None:

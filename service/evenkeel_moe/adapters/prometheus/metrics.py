@@ -22,7 +22,7 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from evenkeel_moe import __version__
@@ -33,6 +33,7 @@ from evenkeel_moe.adapters.prometheus.metric_families import (
     families,
 )
 from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.peer_budget import refusals
 from evenkeel_moe.ports.status import DeploymentStatus
 
 _WAVE_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -136,9 +137,8 @@ class ControllerMetrics(Collector):
             name: Histogram(name, text, ["deployment"], buckets=bounds, registry=registry)
             for name, bounds, text in _HISTOGRAMS
         }
-        self._steps_of: dict[str, Counter] = {}
         self._counted: set[str] = set()
-        """Steps accepted from each deployment: looking up a child costs more than counting."""
+        """Deployments whose events are counted."""
         self._degraded = Gauge(
             "evenkeel_store_degraded",
             "1 while the store is out of reach or refuses writes: loads are kept in memory only"
@@ -186,14 +186,7 @@ class ControllerMetrics(Collector):
 
     def reports_received(self, deployment: str, steps: int) -> None:
         """Count steps accepted from reports."""
-        counter = self._steps_of.get(deployment)
-        if counter is None:
-            if deployment not in self._counted:
-                return
-            counter = self._steps_of[deployment] = self._counters[
-                "evenkeel_report_steps_total"
-            ].labels(deployment)
-        counter.inc(steps)
+        self._count("evenkeel_report_steps_total", steps, deployment)
 
     def reports_rejected(self, deployment: str, reason: str, steps: int) -> None:
         """Count steps put in quarantine; `reason` is from the closed list."""
@@ -324,10 +317,9 @@ class ControllerMetrics(Collector):
         self._leading = {name: leads for name, leads in self._leading.items() if name != key}
         for metric in (*self._counters.values(), *self._histograms.values()):
             metric.remove_by_labels({"deployment": deployment})
-        self._steps_of.pop(deployment, None)
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        """Yield the gauges; the registry calls it at each scrape."""
+    def collect(self) -> Iterable[Metric]:
+        """Yield the gauges and what peers were refused; the registry calls it at each scrape."""
         leading = GaugeMetricFamily(
             "evenkeel_leading",
             "1 on the controller replica that leads a deployment, 0 on others that know it.",
@@ -340,6 +332,14 @@ class ControllerMetrics(Collector):
         )
         if self._answered_at is not None:
             answered.add_metric([], self._answered_at)
+        refused = CounterMetricFamily(
+            "evenkeel_peers_refused",
+            "Peers that were refused something or ended, by the name of the log line.",
+            labels=["event"],
+        )
+        for event, count in list(refusals.items()):
+            refused.add_metric([event], count)
         yield leading
         yield answered
+        yield refused
         yield from families(list(self._views.values()))

@@ -8,9 +8,10 @@ can an earlier write of a leader that arrives late replace a later one.
 import asyncio
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from evenkeel_moe.adapters.redis import scripts
 from evenkeel_moe.adapters.redis.client import Client, Timed
@@ -34,6 +35,8 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.ports.stores import Lease
 
+_S = TypeVar("_S")
+_T = TypeVar("_T")
 _PLAN = "plan:"
 _PLAN_PARTS = ("plans", "plan_maps", "plan_story")
 """The keys of plan records, of their maps and waves, and of the rows of their stories."""
@@ -167,18 +170,11 @@ class RedisDeploymentStore(RedisLeases):
         with self._call("read", "reading plans"):
             found = await self._eval(scripts.READ_PLANS, keys, *plan_ids)
         stored = [
-            (name, parts)
+            (f"{keys[0]} {name}", (name, *parts))
             for name, parts in zip(plan_ids, found, strict=True)
             if parts[0] is not None
         ]
-        # In a thread, so that leases are renewed meanwhile: a large plan takes milliseconds.
-        plans = await asyncio.to_thread(
-            lambda: [_plan_or_fault(deployment, name, parts) for name, parts in stored]
-        )
-        for (name, _), plan in zip(stored, plans, strict=True):
-            if isinstance(plan, Unreadable):
-                self._unreadable("plan", f"{keys[0]} {name}", str(plan))
-        return [plan for plan in plans if not isinstance(plan, Unreadable)]
+        return await self._readable("plan", stored, partial(_plan_of, deployment))
 
     async def store_epoch(
         self,
@@ -200,7 +196,7 @@ class RedisDeploymentStore(RedisLeases):
         key = self._key(deployment, "epochs")
         with self._call("read", "reading epochs"):
             rows = await self._client.hgetall(key)
-        return dict(sorted(await self._epochs_of(key, list(rows.items()))))
+        return dict(sorted(await self._epochs_of(key, rows.items())))
 
     async def fetch_replaced_epochs(
         self, deployment: DeploymentId
@@ -209,19 +205,14 @@ class RedisDeploymentStore(RedisLeases):
         key = self._key(deployment, "replaced_epochs")
         with self._call("read", "reading replaced epochs"):
             rows = await self._client.lrange(key, 0, -1)
-        parts = [row.partition(b" ") for row in rows]
-        return await self._epochs_of(key, [(name, body) for name, _, body in parts])
+        return await self._epochs_of(key, [row.partition(b" ")[::2] for row in rows])
 
     async def _epochs_of(
-        self, key: str, rows: Sequence[tuple[bytes, bytes]]
+        self, key: str, rows: Iterable[tuple[bytes, bytes]]
     ) -> list[tuple[Epoch, Placement]]:
         """Return the epochs and placements that can be read."""
-        # In a thread, as plans are.
-        found = await asyncio.to_thread(lambda: [_epoch_or_fault(*row) for row in rows])
-        for (name, _), epoch in zip(rows, found, strict=True):
-            if isinstance(epoch, Unreadable):
-                self._unreadable("epoch", f"{key} {name!r:.80}", str(epoch))
-        return [epoch for epoch in found if not isinstance(epoch, Unreadable)]
+        stored = [(f"{key} {row[0]!r:.80}", row) for row in rows]
+        return await self._readable("epoch", stored, _epoch_of)
 
     async def store_document(
         self,
@@ -242,13 +233,8 @@ class RedisDeploymentStore(RedisLeases):
         key = self._key(deployment, "documents")
         with self._call("read", "reading a document"):
             body = await self._client.hget(key, name)
-        if body is None:
-            return None
-        try:
-            return unpack_object(body)
-        except Unreadable as error:
-            self._unreadable("document", f"{key} {name}", str(error))
-            return None
+        stored = [] if body is None else [(f"{key} {name}", body)]
+        return next(iter(await self._readable("document", stored, unpack_object)), None)
 
     async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
         """Add a row to the decision log, which is bounded by count and age."""
@@ -266,13 +252,27 @@ class RedisDeploymentStore(RedisLeases):
         key = self._key(deployment, "decisions")
         with self._call("read", "reading decisions"):
             found = await self._client.xrevrange(key, count=limit)
-        # In a thread, as plans are: all rows together may be large.
-        rows = await asyncio.to_thread(lambda: [_decision_or_fault(row) for _, row in found])
-        for (entry, _), row in zip(found, rows, strict=True):
-            if isinstance(row, Unreadable):
-                where = f"{key} {entry.decode(errors='replace')}"
-                self._unreadable("decision", where, str(row))
-        return [row for row in rows if not isinstance(row, Unreadable)]
+        rows = [(f"{key} {entry.decode(errors='replace')}", fields) for entry, fields in found]
+        return await self._readable("decision", rows, _decision_of)
+
+    async def _readable(
+        self, kind: str, rows: Sequence[tuple[str, _S]], unpack: Callable[[_S], _T]
+    ) -> list[_T]:
+        """Return what can be read of stored rows; the others are told as unreadable.
+
+        They are unpacked in a thread, so that leases are renewed meanwhile: a large plan takes
+        milliseconds.
+
+        Args:
+            kind: of the records.
+            rows: the place of each row, and what is stored there.
+            unpack: raises Unreadable.
+        """
+        found = await asyncio.to_thread(lambda: [_or_fault(unpack, row) for _, row in rows])
+        for (where, _), one in zip(rows, found, strict=True):
+            if isinstance(one, Unreadable):
+                self._unreadable(kind, where, str(one))
+        return [one for one in found if not isinstance(one, Unreadable)]
 
     async def unix(self) -> float:
         """Return Unix seconds by the server's clock; in a Cluster, by that of one primary."""
@@ -352,35 +352,33 @@ def _same_rows(one: PlanRecord, other: PlanRecord) -> int:
     return next(differs, min(len(one.story), len(other.story)))
 
 
-def _plan_or_fault(
-    deployment: DeploymentId,
-    plan_id: PlanId,
-    parts: tuple[bytes, bytes | None, Sequence[bytes | None]],
-) -> PlanRecord | Unreadable:
-    small, maps, story = parts
-    if maps is None or None in story:
-        return Unreadable("its maps or a row of its story are missing")
+def _or_fault(unpack: Callable[[_S], _T], stored: _S) -> _T | Unreadable:
     try:
-        record = unpack_plan_record(small, maps, [row for row in story if row is not None])
+        return unpack(stored)
     except Unreadable as error:
         return error
+
+
+def _plan_of(
+    deployment: DeploymentId,
+    stored: tuple[PlanId, bytes, bytes | None, Sequence[bytes | None]],
+) -> PlanRecord:
+    plan_id, small, maps, story = stored
+    if maps is None or None in story:
+        raise Unreadable("its maps or a row of its story are missing")
+    record = unpack_plan_record(small, maps, [row for row in story if row is not None])
     plan = record.plan
     if (plan.deployment, plan.plan_id) != (deployment, plan_id):
-        return Unreadable(f"it is plan {plan.plan_id:.80} of {plan.deployment:.80}")
+        raise Unreadable(f"it is plan {plan.plan_id:.80} of {plan.deployment:.80}")
     return record
 
 
-def _epoch_or_fault(name: bytes, body: bytes) -> tuple[Epoch, Placement] | Unreadable:
+def _epoch_of(stored: tuple[bytes, bytes]) -> tuple[Epoch, Placement]:
+    name, body = stored
     if not (name.isdigit() and len(name) <= _MAX_DIGITS):
-        return Unreadable("the name is no epoch")
-    try:
-        return Epoch(int(name)), unpack_placement(body)
-    except Unreadable as error:
-        return error
+        raise Unreadable("the name is no epoch")
+    return Epoch(int(name)), unpack_placement(body)
 
 
-def _decision_or_fault(fields: Mapping[bytes, bytes]) -> dict[str, Any] | Unreadable:
-    try:
-        return unpack_object(fields.get(b"d", b""), DECISION)
-    except Unreadable as error:
-        return error
+def _decision_of(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
+    return unpack_object(fields.get(b"d", b""), DECISION)

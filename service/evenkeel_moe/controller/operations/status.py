@@ -19,7 +19,6 @@ from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase
-from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.ports.status import DeploymentStatus, RankStatus
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
@@ -49,10 +48,6 @@ class LiveView:
     def placement(self) -> Placement | None:
         """Return the committed placement; None before the ranks told it."""
         return self.control.placement
-
-    def topology(self) -> Topology:
-        """Return the node of each rank."""
-        return self.loads.topology()
 
     def window(self, phase: Phase) -> LoadWindow | None:
         """Return the window of a phase; None while it has no step."""

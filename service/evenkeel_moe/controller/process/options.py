@@ -1,7 +1,7 @@
 """Turns the settings of a controller into the options of its parts."""
 
 import socket
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings
 from evenkeel_moe.controller.deployment.deployment import DeploymentOptions
 from evenkeel_moe.model.cost import TOKENS
 from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.peer_budget import PeerLimits
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from evenkeel_moe.settings import GrpcSettings, RestSettings, Settings
@@ -32,8 +33,13 @@ T = TypeVar("T")
 
 def server_options(settings: Settings) -> ServerOptions:
     """Return the options of the gRPC server."""
-    options = _from_sections(ServerOptions, settings.grpc, settings.advanced)
-    return replace(options, silent_s=_SILENT_LEASES * settings.ingest.rank_lease_s)
+    limits = _from_sections(
+        PeerLimits,
+        settings.grpc,
+        settings.advanced,
+        silent_s=_SILENT_LEASES * settings.ingest.rank_lease_s,
+    )
+    return _from_sections(ServerOptions, settings.grpc, settings.advanced, limits=limits)
 
 
 def advertised_address(grpc: GrpcSettings, port: int) -> str:

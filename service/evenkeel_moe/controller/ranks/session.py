@@ -99,7 +99,7 @@ class RankSession:
             self.epoch = message.epoch
         if isinstance(message, Ack):
             self._targets.swapped(message)
-        self._targets.inbox.post(self.event(message), self.stream.inbound.hold())
+        self._targets.inbox.post(self.event(message), self.stream.hold())
 
     def _heard(self) -> None:
         incarnation = self.hello.identity.incarnation

@@ -1,0 +1,42 @@
+"""A client of a real server, both stores on it, and what they cannot read."""
+
+from typing import NamedTuple
+
+import pytest
+
+from evenkeel_moe.adapters.redis.client import connect, disconnect
+from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
+from evenkeel_moe.adapters.redis.windows import RedisWindowStore
+
+
+class Noted(NamedTuple):
+    kind: str
+    where: str
+    why: str
+
+
+@pytest.fixture
+async def client(valkey):
+    client = connect(valkey.url, timeout_s=5.0)
+    yield client
+    await disconnect(client)
+
+
+@pytest.fixture
+def noted():
+    return []
+
+
+@pytest.fixture
+def unreadable(noted):
+    return lambda *record: noted.append(Noted(*record))
+
+
+@pytest.fixture
+def store(client, unreadable):
+    return RedisDeploymentStore(client, unreadable=unreadable)
+
+
+@pytest.fixture
+def windows(client, unreadable):
+    return RedisWindowStore(client, unreadable=unreadable)
