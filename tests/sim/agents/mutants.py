@@ -24,10 +24,11 @@ class AcknowledgesBeforeSave(Agent):
 
 
 class SavesWithoutBarrier(Agent):
-    def _finish_swap(self, wave, digest, layers, seconds, received):
-        self._carry_out_answers(SwapFinished(wave, digest, seconds))
-        record = SwapRecord(wave, self.epoch, self._recorder.last_step, layers, seconds, received)
-        self._worker.later(partial(self._after_swap, record, self.placement))
+    def _finish_swap(self, ready, layers, seconds):
+        self._carry_out_answers(SwapFinished(ready.wave, ready.digest, seconds))
+        step, received = self._recorder.last_step, ready.received_bytes
+        record = SwapRecord(ready.wave, self.epoch, step, layers, seconds, received)
+        self.later(partial(self._after_swap, record, self.placement))
 
 
 class LivesThroughGateErrors(Agent):
@@ -45,9 +46,9 @@ class PollsWithoutLock(Agent):
         if gate.resolve_due:
             result = self._polls.wait()
             with self._lock:
-                self._carry_out_gate(gate.handle(result, self._now()))
+                self._carry_out_gate(gate.handle(result, self.now()))
         if gate.poll_due:
-            self._polls.begin(gate.begin_poll(self._now()))
+            self._polls.begin(gate.begin_poll(self.now()))
 
 
 class HashesFirstExpert(TorchWeightTransport):
@@ -106,7 +107,7 @@ class RenewsFirstSlot(StagingWorker):
 
 class KeepsOldChecksums(Agent):
     def finish_reload(self, weights_version):
-        self._register(self.placement)
+        self._moves.register(self.placement)
         self.feed(WeightsReloaded(weights_version, self._participant.checksums))
 
 

@@ -17,9 +17,10 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTls
 from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
 from evenkeel_moe.adapters.torch.nvml_clock import NvmlClock
+from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.build import Connect
 from evenkeel_moe.agent.config import AgentConfig
-from evenkeel_moe.agent.guest import GuestAgent, HostEngine
+from evenkeel_moe.agent.engine_moves import EngineMoves
 from evenkeel_moe.agent.ports import ExpertWeights, RankLink
 from evenkeel_moe.agent.profile.files import SavedProfile, load_profile
 from evenkeel_moe.agent.profile.replica_cost import remeasure
@@ -44,7 +45,7 @@ def make_guest(
     shape: ModelShape,
     placement: Placement,
     weights: ExpertWeights,
-    engine: HostEngine,
+    moves: EngineMoves,
     *,
     broadcast: Broadcast,
     device: torch.device,
@@ -53,7 +54,7 @@ def make_guest(
     slots_stay_filled: bool = False,
     weight_format: str = "",
     link: RankLink | None = None,
-) -> GuestAgent:
+) -> Agent:
     """Make the agent of one rank; collective over the EP group.
 
     Args:
@@ -62,7 +63,7 @@ def make_guest(
         shape: of the deployment.
         placement: the placement the engine starts with.
         weights: the engine's slots, read only.
-        engine: the engine's balancer.
+        moves: the moves of the engine's balancer.
         broadcast: tells the ranks the address of the store.
         device: where the weights are.
         side: what will be recorded.
@@ -83,16 +84,15 @@ def make_guest(
         slots_stay_filled=slots_stay_filled,
         weight_format=weight_format,
     )
-    agent = GuestAgent(
+    agent = Agent(
         config,
         placement,
         0,
         weights,
-        engine,
+        moves,
         connect=_connector(settings, store, rank, shape.num_ranks),
         device=device,
         link=link or _make_link(settings, rank, side),
-        stall_after_s=settings.stall_after_s,
         clock=_clock_reader(config.gpu_uuid),
     )
     if (saved := _load_profile(settings, config.gpu_uuid)) is not None:
@@ -185,9 +185,7 @@ def _load_profile(settings: GuestSettings, gpu: str) -> SavedProfile | None:
     return saved
 
 
-def tell_profile(
-    agent: GuestAgent, saved: SavedProfile, device: torch.device, budget_s: float
-) -> None:
+def tell_profile(agent: Agent, saved: SavedProfile, device: torch.device, budget_s: float) -> None:
     """Tell the controller the saved profile, measured again if that is possible now."""
     agent.tell(saved.curve)
     cost = saved.replica_cost

@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 
-from evenkeel_moe.agent.guest import Move
+from evenkeel_moe.agent.engine_moves import Move
 
 _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed

@@ -11,7 +11,8 @@ import torch.distributed
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.agent.guest import GuestAgent, Move
+from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.bootstrap import make_guest
 from evenkeel_moe.engines.guest.collective_start import (
@@ -115,7 +116,7 @@ class SglangGuest(EngineGuest):
         rank, metadata = _distributed.get_rank(), self._access.metadata()
         self._local = slice(rank * shape.slots_per_rank, (rank + 1) * shape.slots_per_rank)
 
-        def make() -> GuestAgent:
+        def make() -> Agent:
             by_layer = self.manager._get_model().routed_experts_weights_of_layer
             return make_guest(
                 self.settings,
@@ -123,7 +124,7 @@ class SglangGuest(EngineGuest):
                 shape,
                 initial_placement(metadata, self._rows),
                 SglangWeights(by_layer, self._rows),
-                self,
+                self.moves,
                 broadcast=self._broadcast,
                 device=torch.device(metadata.physical_to_logical_map.device),
                 side=self._side,
@@ -188,7 +189,7 @@ class SglangGuest(EngineGuest):
         """Count the pass and run the step boundary: after a forward pass, before the manager.
 
         Raises:
-            GateFailed: see `GuestAgent.step_boundary`.
+            GateFailed: see `Agent.step_boundary`.
         """
         if self._step == 0 and self.agent is None:
             self.join()
@@ -200,7 +201,7 @@ class SglangGuest(EngineGuest):
         self.weights_loaded()
         agent.step_boundary()
 
-    def _count(self, agent: GuestAgent, counts: GuestCounts, step: int) -> None:
+    def _count(self, agent: Agent, counts: GuestCounts, step: int) -> None:
         """Count one pass, if the recorder did; an error costs telemetry, never the step."""
         by_slot, self._counted = self._counted, None
         try:
@@ -219,7 +220,7 @@ class SglangGuest(EngineGuest):
             # While layers are switched one by one, the slots follow no single epoch's map. The step
             # is then reported as a dummy. A health check of one rank is not: the slots of this rank
             # got tokens of the other ranks too.
-            mixed = agent.move is not None
+            mixed = self.moves.move is not None
             note = StepNote(step, agent.epoch, own or mixed, self._tokens)
             counts.take(note, by_slot[:, self._local], None)
         except Exception:  # It costs the telemetry of this step; the engine goes on.
@@ -246,10 +247,10 @@ class SglangGuest(EngineGuest):
                 continue
             self._due = False
             yield from self.manager.rebalance()
-            if self.agent is not None and self.agent.move is not None:
+            if self.agent is not None and self.moves.move is not None:
                 self.agreement.end()
                 with protect_engine(self, "EPLBManager.rebalance"):
-                    self.agent.move_finished(self._map())
+                    self.moves.move_finished(self._map())
 
     def plan(self, steps: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the planner's answer: (phy2log, log2phy, replicas) over hidden layers.
@@ -283,16 +284,16 @@ class SglangGuest(EngineGuest):
         if agent is None:
             return
         self._changed += layer_ids
-        if agent.move is None:
+        if self.moves.move is None:
             return
         for layer in layer_ids:
             if layer in self._rows.layer_ids:
-                agent.layer_switched(self._rows.layer_ids.index(layer), seconds)
+                self.moves.layer_switched(self._rows.layer_ids.index(layer), seconds)
 
     def settle(self) -> None:
         """Follow what SGLang changed without a plan; called after the manager."""
         agent, changed, self._changed = self.agent, self._changed, []
-        if agent is not None and agent.move is None and changed:
+        if agent is not None and self.moves.move is None and changed:
             self._follow(agent, self._map())
 
     # --- around SGLang's loaders, which follow the map in use
@@ -305,18 +306,18 @@ class SglangGuest(EngineGuest):
         which restores experts of lost ranks.
 
         Raises:
-            Unavailable, GateFailed: see `GuestAgent.begin_reload`; nothing was replaced.
+            Unavailable, GateFailed: see `EngineMoves.begin_reload`; nothing was replaced.
         """
         agent = self.agent
-        if agent is None or not self.places or agent.reloading:
+        if agent is None or not self.places or self.moves.reloading:
             return
         if not getattr(self.manager._main_generator, "gi_running", False):
-            agent.begin_reload()
+            self.moves.begin_reload()
 
     def weights_loaded(self) -> None:
         """Register the new weights; collective. Without a call it happens at the next pass."""
-        if self.agent is not None and self.agent.reloading:
-            self.agent.end_reload()
+        if self.agent is not None and self.moves.reloading:
+            self.moves.end_reload()
 
     # --- HostEngine -------------------------------------------------------------------------------
 
@@ -340,7 +341,7 @@ class SglangGuest(EngineGuest):
     def finish(self, move: Move) -> None:
         """Let the manager begin the move if it has not, and switch the layers that remain."""
         for _ in range(len(move.layers) + 2):  # SGLang switches at least one layer each time.
-            if self.agent is None or self.agent.move is None:
+            if self.agent is None or self.moves.move is None:
                 return
             next(self.manager._main_generator)
 

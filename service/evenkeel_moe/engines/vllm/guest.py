@@ -9,7 +9,8 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 
-from evenkeel_moe.agent.guest import GuestAgent, Move
+from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.bootstrap import make_guest
 from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plugin_in_group
@@ -118,7 +119,7 @@ class VllmGuest(EngineGuest):
                 self._gather,
             )
 
-        def make() -> GuestAgent:
+        def make() -> Agent:
             weights = VllmWeights(model_state.model)
             return make_guest(
                 self.settings,
@@ -126,7 +127,7 @@ class VllmGuest(EngineGuest):
                 shape,
                 Placement(read_map(model_state).astype(np.int32), size, shape.num_logical_experts),
                 weights,
-                self,
+                self.moves,
                 broadcast=self._broadcast,
                 device=torch.device(model_state.physical_to_logical_map.device),
                 dispatch=DispatchModel.EVEN.value,  # vLLM uses all replicas of an expert alike.
@@ -174,7 +175,7 @@ class VllmGuest(EngineGuest):
         """Count the step and run the step boundary: after the forward pass, before vLLM's balancer.
 
         Raises:
-            GateFailed: see `GuestAgent.step_boundary`.
+            GateFailed: see `Agent.step_boundary`.
         """
         model_state, agent = self._model_state, self.agent
         if model_state is None or agent is None or self._counts is None:
@@ -257,8 +258,8 @@ class VllmGuest(EngineGuest):
         target = self._model_state
         if target is None or model_state is not target or self.agent is None:
             return
-        if self.agent.move is not None and self.agreement.move is not None:
-            self.agent.layer_switched(layer, seconds)
+        if self.moves.move is not None and self.agreement.move is not None:
+            self.moves.layer_switched(layer, seconds)
         if layer == int(target.model.num_moe_layers) - 1:
             self._rearrangement_ended(self.agent, target)
 
@@ -267,18 +268,18 @@ class VllmGuest(EngineGuest):
         target = self._model_state
         if target is None or model_state is not target or self.agent is None:
             return
-        if self.agent.reloading:  # These commits are our own.
+        if self.moves.reloading:  # These commits are our own.
             return
-        move = self.agent.move
+        move = self.moves.move
         for layer in move.layers if move is not None else ():
-            self.agent.layer_switched(layer, seconds)
+            self.moves.layer_switched(layer, seconds)
         self._rearrangement_ended(self.agent, target)
 
-    def _rearrangement_ended(self, agent: GuestAgent, model_state: VllmModelState) -> None:
+    def _rearrangement_ended(self, agent: Agent, model_state: VllmModelState) -> None:
         now = read_map(model_state)
-        if agent.move is not None:
+        if self.moves.move is not None:
             self.agreement.end()
-            agent.move_finished(now)
+            self.moves.move_finished(now)
         else:
             self._follow(agent, now)
 
@@ -294,14 +295,14 @@ class VllmGuest(EngineGuest):
             discard: vLLM discards the weights and the maps first.
 
         Raises:
-            Unavailable, GateFailed: see `GuestAgent.begin_reload`; nothing was replaced.
+            Unavailable, GateFailed: see `EngineMoves.begin_reload`; nothing was replaced.
         """
         agent, reload = self.agent, self._reload
-        if agent is None or reload is None or agent.reloading:
+        if agent is None or reload is None or self.moves.reloading:
             return
-        agent.begin_reload()
+        self.moves.begin_reload()
         if not finish_rearrangement(self.state, self._engine, self._group, self._worker_ended):
-            agent.end_reload()
+            self.moves.end_reload()
             raise Unavailable("vLLM's EPLB moves experts and does not end: restart this group")
         reload.go_to_start(discard=discard)
 
@@ -309,8 +310,8 @@ class VllmGuest(EngineGuest):
         """End the move under way; at level 2 vLLM also discards the weights. Raises: as above."""
         if level > 1:
             self.before_weights(discard=True)
-        elif self.agent is not None and self._reload is not None and not self.agent.reloading:
-            self.agent.end_move()
+        elif self.agent is not None and self._reload is not None and not self.moves.reloading:
+            self.moves.end_move()
 
     def woke(self) -> None:
         """Restore the tables that vLLM discarded; the weights follow with a reload."""
@@ -323,10 +324,10 @@ class VllmGuest(EngineGuest):
         Without a call it happens at the next step, which routes by the map of the start.
         """
         agent, reload = self.agent, self._reload
-        if agent is None or reload is None or not agent.reloading or reload.discarded:
+        if agent is None or reload is None or not self.moves.reloading or reload.discarded:
             return
         reload.go_back()
-        agent.end_reload()
+        self.moves.end_reload()
 
     # --- HostEngine -------------------------------------------------------------------------------
 
@@ -351,11 +352,11 @@ class VllmGuest(EngineGuest):
                 " vLLM does not restart it"
             )
         agent, model_state = self.agent, self._model_state
-        if agent is None or agent.move is None or model_state is None or self._due:
+        if agent is None or self.moves.move is None or model_state is None or self._due:
             return None
         idle = not model_state.rebalanced and model_state.pending_result is None
         # The first step after the request is too early to judge.
-        if idle and agent.move.quiet_steps > 1:
+        if idle and self.moves.move.quiet_steps > 1:
             return (
                 "vLLM's ranks stopped the rearrangement between two layers"
                 " (vLLM logs `coordinated stop`)"
