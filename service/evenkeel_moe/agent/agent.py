@@ -227,9 +227,8 @@ class Agent:
         try:
             if self._gate.advance(step):
                 self._at_gate()
-        except Exception as error:  # in the gate an error means unknown, not "not agreed" (R8)
-            _log.exception("gate_failed")
-            self._left = LeaveGroup(Reason.GATE_FAILED, repr(error)[:300])
+        except Exception as error:
+            self._fail_at_gate(error)
         if may_pass:
             self._raise_if_left()
         elif self._left is not None:
@@ -240,6 +239,11 @@ class Agent:
             # The other ranks would wait for this one at their next poll. Not on this thread: an
             # abort waits for a poll in flight.
             self.later(self._polls.abort)
+
+    def _fail_at_gate(self, error: Exception) -> None:
+        """Leave: in the gate an error means unknown, not "not agreed" (R8)."""
+        _log.error("gate_failed", exc_info=error)
+        self._left = LeaveGroup(Reason.GATE_FAILED, repr(error)[:300])
 
     def _raise_if_left(self) -> None:
         if self._left is not None:
@@ -411,9 +415,13 @@ class Agent:
         Raises:
             GateFailed: see `step_boundary`.
         """
-        if not self._without_gate and self._gate.polling:
+        if self._without_gate or not self._gate.polling:
+            return
+        try:
             self._use_poll()
-            self._raise_if_left()
+        except Exception as error:
+            self._fail_at_gate(error)
+        self._raise_if_left()
 
     def move_ended(self, ready: ReadyWave, layers: tuple[int, ...], seconds: float) -> None:
         """Go to the epoch of a wave that the engine has carried out."""

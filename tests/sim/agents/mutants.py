@@ -8,6 +8,7 @@ from functools import partial
 
 from evenkeel_moe.adapters.torch.transport import StageOutcome, TorchWeightTransport
 from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.engine_moves import EngineMoves
 from evenkeel_moe.agent.staging import StagingWorker
 from evenkeel_moe.agent.swap_record import SwapRecord
 from evenkeel_moe.protocol.messages import StagingFinished, SwapFinished, WeightsReloaded
@@ -130,3 +131,33 @@ GLUE_MUTANTS = (
 RULE_MUTANTS = tuple(replace(mutant, kit=AgentKit(**vars(mutant.kit))) for mutant in MUTANTS)
 """The mutants of the protocol's rules, with the real agent around their machines."""
 GLUE_BY_NAME = {mutant.name: mutant for mutant in GLUE_MUTANTS}
+
+
+class TakesAnyMap(EngineMoves):
+    """Ends a move as agreed, whatever map the engine went to."""
+
+    def move_finished(self, phy2log):
+        if self.move is not None:
+            super().move_finished(self.move.placement.phy2log.astype("int64"))
+
+
+class ReloadsDuringMoves(EngineMoves):
+    """Lets weights be replaced while a move is under way."""
+
+    def end_move(self):
+        self._agent.resolve_poll()
+
+
+class GoesOnArmed(Agent):
+    """Serves on after a poll that may have passed a wave on other ranks."""
+
+    def _raise_if_left(self):
+        self._without_gate = self._left is not None
+
+
+GUEST_MUTANTS = (
+    Mutant("map", "R8", "takes any map for the agreed one", AgentKit(moves=TakesAnyMap)),
+    Mutant("under way", "R4", "reloads during moves", AgentKit(moves=ReloadsDuringMoves)),
+    Mutant("armed", "R8", "serves on after a lost poll", AgentKit(agent=GoesOnArmed)),
+)
+"""In an engine that moves its experts itself."""

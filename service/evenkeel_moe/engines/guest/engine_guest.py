@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.engine_moves import EngineMoves, Move
 from evenkeel_moe.agent.ports import RankLink
+from evenkeel_moe.engines.guest.bootstrap import EngineFacts, make_guest
 from evenkeel_moe.engines.guest.collective_start import all_or_none
 from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote
 from evenkeel_moe.engines.guest.guards import Unsupported
@@ -125,15 +126,40 @@ class EngineGuest(ABC):
         except Exception as error:
             _log.exception("guest_not_started", detail=str(error)[:300])
 
-    def _start_agent(self, shape: ModelShape, make: Callable[[], Agent]) -> Agent:
+    def _start_agent(self, rank: int, shape: ModelShape, read: Callable[[], EngineFacts]) -> Agent:
         """Start the agent on all ranks or on none; collective."""
+
+        def make() -> Agent:
+            return make_guest(
+                self.settings,
+                rank,
+                shape,
+                read(),
+                self.moves,
+                gather=self._gather,
+                link=self._link,
+            )
+
         self._top_k = shape.top_k
         self._counts = GuestCounts(shape.num_logical_experts, self._deliver)
         self.agent = all_or_none("start an agent", make, self._gather, Agent.close)
         self._tell_kv_cache()
         # Engines run a rank in a child process, which ends without atexit's functions.
         Finalize(None, _say_that_it_stops, (self.agent,), exitpriority=0)
+        deployment = self.settings.deployment
+        _log.info("guest_started", deployment=deployment, rank=rank, shape=str(shape))
         return self.agent
+
+    def _count(self, step: int, take: Callable[[GuestCounts], None]) -> None:
+        """Count one step; an error costs telemetry, never the step or a poll of the gate (R9)."""
+        counts = self._counts
+        if counts is None:
+            return
+        try:
+            counts.pick_up()
+            take(counts)
+        except Exception:  # It costs the telemetry of this step; the engine goes on.
+            counts.failed(step)
 
     def _follow(self, agent: Agent, phy2log: NDArray[np.int64]) -> None:
         """Follow a map that the engine changed without a plan; in place mode, refuse new plans."""
