@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from evenkeel_moe.agent import AgentConfig, GuestAgent
+from evenkeel_moe.agent import Agent, AgentConfig, EngineMoves
 from evenkeel_moe.model.ids import DeploymentId, EpRank
 from evenkeel_moe.protocol.messages import Commit, RankIdentity, Vote
 from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome
@@ -33,6 +33,7 @@ class ToyEngine:
         self.weights = ToyWeights(placement, rank)
         self.version = 0
         self.agent: Any = None
+        self.moves: Any = None
         self.todo: list[int] = []
         self.target: Any = None
         self.broken = ""
@@ -67,11 +68,11 @@ class ToyEngine:
             self.stop_after = None if self.stop_after is None else self.stop_after - 1
             self.map[layer] = self.target[layer]
             self._copy(layer)
-            self.agent.layer_switched(layer, 0.001)
+            self.moves.layer_switched(layer, 0.001)
             if not self.todo:
                 if self.wrong_map:
                     self.map[0, 0] = 1
-                self.agent.move_finished(self.map)
+                self.moves.move_finished(self.map)
 
     def _copy(self, layer):
         per_rank = self.map.shape[1] // 2
@@ -99,6 +100,9 @@ class Guests:
         self.engines = [ToyEngine(old, rank) for rank in range(2)]
         self.links = [PortLink() for _ in range(2)]
         self.settings = {"stall_after_s": 0.05, "stall_after_steps": 10, **settings}
+        for engine in self.engines:
+            engine.moves = EngineMoves(engine, **self.settings)
+        self.moves = [engine.moves for engine in self.engines]
         self.agents = run_ranks(2, self._make)
         for engine, agent, link in zip(self.engines, self.agents, self.links, strict=True):
             engine.agent = agent
@@ -116,16 +120,15 @@ class Guests:
             resolve_after=2,
             gate_timeout_s=2.0,
         )
-        return GuestAgent(
+        return Agent(
             config,
             self.old,
             0,
             self.engines[rank].weights,
-            self.engines[rank],
+            self.moves[rank],
             connect=lambda name, device: self.group.connect(rank, name, device),
             device=CPU,
             link=self.links[rank],
-            **self.settings,
         )
 
     def steps(self, count):

@@ -43,7 +43,7 @@ def test_the_engine_copies_and_every_rank_is_at_the_new_epoch():
             assert (ack.epoch, ack.placement_digest, ack.swap_s) == (1, new.digest, 0.001)
             assert agent.placement == new
             assert engine.weights.holds(new)
-            assert agent.move is None
+            assert engine.moves.move is None
         assert guests.troubles() == ["", ""]
 
 
@@ -78,7 +78,7 @@ def test_steps_go_on_counting_while_the_gate_rests():
             engine.stop_after = 0
         guests.order(new)
         guests.steps(40)
-        assert guests.agents[0].move is not None
+        assert guests.moves[0].move is not None
         assert {agent.heartbeat().step for agent in guests.agents} == {40}
 
 
@@ -116,11 +116,11 @@ def test_a_map_that_is_not_the_agreed_one_ends_the_wave_and_the_next_plan_works(
             engine.target_map = found.phy2log
         prepare, _ = guests.order(NEW)
         guests.steps(20)
-        for agent, link in zip(guests.agents, guests.links, strict=True):
+        for agent, moves, link in zip(guests.agents, guests.moves, guests.links, strict=True):
             answer = link.expect(AbortAnswer)
             assert (answer.wave, answer.epoch, answer.drained) == (prepare.wave, 1, True)
             assert answer.outcome is WaveOutcome.DROPPED
-            assert (agent.move, agent.epoch, agent.placement) == (None, 1, found)
+            assert (moves.move, agent.epoch, agent.placement) == (None, 1, found)
         assert guests.troubles() == ["", ""]
         for engine in guests.engines:
             engine.target_map = None
@@ -165,7 +165,8 @@ def test_maps_that_differ_between_ranks_are_trouble_until_a_restart():
         guests.steps(20)
         for agent in guests.agents:
             assert "the ranks differ in their map" in agent.trouble
-            assert agent.epoch == 0 and agent.move is not None
+            assert agent.epoch == 0
+        assert all(moves.move is not None for moves in guests.moves)
 
 
 def test_a_slow_move_is_trouble_only_until_it_ends():
@@ -211,8 +212,8 @@ def test_a_wave_the_engine_refuses_gets_a_no_vote():
 def test_a_map_the_engine_changed_by_itself_is_followed():
     old, new = two_rank_placements()
     with Guests(old) as guests:
-        for agent in guests.agents:
-            agent.engine_rebalanced(new.phy2log)
+        for moves in guests.moves:
+            moves.engine_rebalanced(new.phy2log)
         assert [agent.epoch for agent in guests.agents] == [1, 1]
         assert guests.agents[0].placement == new
         stale = prepare_for(old, new)
@@ -241,8 +242,9 @@ def test_a_map_that_the_engine_changed_during_a_wave_is_followed_once_the_wave_h
         wait_until(
             lambda: {agent._participant.state for agent in guests.agents} == {state}, every_s=0.01
         )
+        for moves in guests.moves:
+            moves.engine_rebalanced(ELSEWHERE.phy2log)
         for agent in guests.agents:
-            agent.engine_rebalanced(ELSEWHERE.phy2log)
             assert (agent.placement, agent.epoch) == (ELSEWHERE, 0)
         guests.say(Abort(LEADER, prepare.wave))
         guests.steps_until(lambda: [agent.epoch for agent in guests.agents] == [1, 1])
@@ -257,8 +259,8 @@ def test_a_map_that_the_engine_changed_during_a_wave_is_followed_once_the_wave_h
 def test_a_wave_that_passes_after_the_engine_moved_leaves_the_map_of_the_wave():
     with Guests(OLD) as guests:
         guests.order(NEW)
-        for agent in guests.agents:
-            agent.engine_rebalanced(ELSEWHERE.phy2log)
+        for moves in guests.moves:
+            moves.engine_rebalanced(ELSEWHERE.phy2log)
         guests.steps_until(lambda: [agent.epoch for agent in guests.agents] == [1, 1])
         guests.steps(3)
         assert [(agent.placement, agent.epoch) for agent in guests.agents] == [(NEW, 1)] * 2
@@ -268,14 +270,15 @@ def test_a_wave_that_passes_after_the_engine_moved_leaves_the_map_of_the_wave():
 def test_an_engine_that_moved_there_and_back_during_a_wave_keeps_its_epoch():
     with Guests(OLD) as guests:
         prepare, _ = guests.order(NEW)
-        for agent in guests.agents:
-            agent.engine_rebalanced(ELSEWHERE.phy2log)
-            agent.engine_rebalanced(OLD.phy2log)
+        for moves in guests.moves:
+            moves.engine_rebalanced(ELSEWHERE.phy2log)
+            moves.engine_rebalanced(OLD.phy2log)
         guests.say(Abort(LEADER, prepare.wave))
         for link in guests.links:
             link.expect(AbortAnswer)
         guests.steps(3)
-        assert {(agent.epoch, agent._moved_to) for agent in guests.agents} == {(0, None)}
+        assert {agent.epoch for agent in guests.agents} == {0}
+        assert {moves.moved_to for moves in guests.moves} == {None}
 
 
 BLOCKED = pytest.mark.fault(
@@ -313,9 +316,9 @@ def test_weights_can_be_replaced_after_a_gate_failed(at):
             run_ranks(2, lambda rank, step=step: guests.agents[rank].step_boundary(step))
 
         def replace(rank):
-            guests.agents[rank].begin_reload()
+            guests.moves[rank].begin_reload()
             guests.engines[rank].load(1)
-            guests.agents[rank].end_reload()
+            guests.moves[rank].end_reload()
 
         run_ranks(2, replace)
         assert [agent._participant.weights_version for agent in guests.agents] == [2, 2]

@@ -15,10 +15,10 @@ def reload(guests, versions):
     """Replace the weights on every rank as an engine does; `versions` by rank."""
 
     def one(rank):
-        agent, engine = guests.agents[rank], guests.engines[rank]
-        agent.begin_reload()
+        moves, engine = guests.moves[rank], guests.engines[rank]
+        moves.begin_reload()
         engine.load(versions[rank])
-        agent.end_reload()
+        moves.end_reload()
 
     run_ranks(2, one)
 
@@ -39,7 +39,7 @@ def test_a_move_under_way_ends_before_weights_are_replaced_and_the_next_plan_wor
     with Guests(OLD) as guests:
         guests.say(QueryState(LEADER))
         guests.order(NEW)
-        guests.steps_until(lambda: guests.agents[0].move is not None)
+        guests.steps_until(lambda: guests.moves[0].move is not None)
         reload(guests, versions=(1, 1))
         for agent, engine, link in zip(guests.agents, guests.engines, guests.links, strict=True):
             assert link.expect(Ack).epoch == 1
@@ -87,7 +87,7 @@ def test_ranks_at_different_steps_refuse_new_weights():
         guests.agents[1].step_boundary()
         for agent in guests.agents:
             assert agent.heartbeat().step in (2, 3)
-        errors = run_ranks(2, lambda rank: refused(guests.agents[rank]))
+        errors = run_ranks(2, lambda rank: refused(guests.moves[rank]))
         assert all("the ranks differ in their steps; pause the engine" in text for text in errors)
         assert {agent.hello().weights_version for agent in guests.agents} == {1}
 
@@ -98,15 +98,15 @@ def test_a_move_that_cannot_end_refuses_new_weights():
             engine.stop_after = 1
         guests.order(NEW)
         guests.steps_until(lambda: guests.engines[0].stop_after == 0)
-        errors = run_ranks(2, lambda rank: refused(guests.agents[rank]))
+        errors = run_ranks(2, lambda rank: refused(guests.moves[rank]))
         assert all("plan cannot end" in text for text in errors)
         for engine in guests.engines:
             assert engine.weights.holds(Placement(engine.map, 2, 4))
 
 
-def refused(agent):
+def refused(moves):
     with pytest.raises(Unavailable) as refusal:
-        agent.begin_reload()
+        moves.begin_reload()
     return str(refusal.value)
 
 

@@ -42,12 +42,17 @@ def test_vllms_loaders_follow_the_map_of_the_start():
 
 @pytest.mark.parametrize(
     ("module", "owner", "name"),
-    [(module, owner, name) for (module, owner), names in LOADERS.items() for name in names],
+    [
+        (module, owner, name)
+        for module, owners in LOADERS.items()
+        for owner, names in owners.items()
+        for name in names
+    ],
 )
 def test_sglangs_updaters_have_the_functions_that_are_hooked(module, owner, name):
     path = module.replace(".", "/") + ".py"
     found, _ = function(sglang.root_folder(), path, owner, name)
-    assert " ".join(found) in LOADERS[module, owner][name].split(OR)
+    assert " ".join(found) in LOADERS[module][owner][name].split(OR)
 
 
 def test_sglangs_loaders_follow_the_map_in_use():

@@ -12,7 +12,8 @@ from evenkeel_moe.adapters.torch.nvml_clock import NvmlClock
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.config import AgentConfig, LoraOnExperts
 from evenkeel_moe.agent.device_recorder import DeviceRecorder
-from evenkeel_moe.agent.guest import GuestAgent, HostEngine, Move
+from evenkeel_moe.agent.engine_moves import EngineMoves, HostEngine, Move
+from evenkeel_moe.agent.moves import Probe, SlotsWritten
 from evenkeel_moe.agent.ports import (
     ClockReader,
     ExpertWeights,
@@ -23,7 +24,6 @@ from evenkeel_moe.agent.ports import (
     WeightTransport,
 )
 from evenkeel_moe.agent.swap_record import SwapRecord
-from evenkeel_moe.agent.written_slots import Probe, SlotsWritten
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, Phase
 from evenkeel_moe.model.placement import Placement
@@ -41,12 +41,12 @@ __all__ = [
     "DeploymentId",
     "DeviceClock",
     "DeviceRecorder",
+    "EngineMoves",
     "EpRank",
     "ExpertWeights",
     "GateFailed",
     "Generation",
     "GrpcRankLink",
-    "GuestAgent",
     "HostEngine",
     "KvCache",
     "LinkListener",

@@ -8,6 +8,8 @@ including dummy passes, and `close` at the end::
     agent.record(step, counts, epoch=agent.epoch, tokens=n, phase=Phase.DECODE)
     agent.step_boundary()          # raises GateFailed: leave the group, restart the process
 
+An engine that copies experts by itself passes `EngineMoves` in place of its routing tables.
+
 Three threads use an agent: the engine's thread, the network thread (an event loop) and the transfer
 thread. One lock guards the participant and the gate. No action that runs under it blocks.
 """
@@ -22,10 +24,12 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.agent import build
 from evenkeel_moe.agent.build import SYSTEM_PARTS, AgentParts, Connect
-from evenkeel_moe.agent.checksums import agree_on_checksums, agree_on_start
+from evenkeel_moe.agent.checksums import agree_on_start
 from evenkeel_moe.agent.config import AgentConfig
+from evenkeel_moe.agent.engine_moves import EngineMoves
 from evenkeel_moe.agent.gate_polls import GatePolls
 from evenkeel_moe.agent.memory import FreeMemory
+from evenkeel_moe.agent.moves import ExpertMoves, OwnMoves, Probe, SlotsWritten
 from evenkeel_moe.agent.network_thread import NetworkThread
 from evenkeel_moe.agent.ports import (
     ClockReader,
@@ -36,10 +40,10 @@ from evenkeel_moe.agent.ports import (
     WeightTransport,
 )
 from evenkeel_moe.agent.recorder import Recorder
+from evenkeel_moe.agent.staging import ReadyWave
 from evenkeel_moe.agent.staging_progress import StagingReports
 from evenkeel_moe.agent.swap_record import SwapRecord
 from evenkeel_moe.agent.trouble import FaultEnd, Trouble
-from evenkeel_moe.agent.written_slots import Probe, SlotsWritten, WrittenSlots
 from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
@@ -47,10 +51,12 @@ from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.ports.threads import Event
 from evenkeel_moe.protocol.messages import (
     CancelStaging,
+    EngineRebalanced,
     FromController,
     Hello,
     LeaveGroup,
     ParticipantAction,
+    ParticipantState,
     PermitReload,
     RebuildTransport,
     ReloadRequested,
@@ -76,7 +82,8 @@ class Agent:
         placement: the map the group starts with, the same on every rank; its weights are loaded.
         epoch: epoch of that map.
         weights: the engine's expert slots.
-        maps: the engine's routing tables.
+        maps: the engine's routing tables; or `EngineMoves`, if the engine copies experts and
+            switches its tables by itself.
         connect: creates communicators that the engine does not use.
         device: device that holds the weights.
         link: stream to the controller; None runs without a controller.
@@ -85,7 +92,8 @@ class Agent:
         on_progress: called with (wave, bytes staged, bytes to stage), on the transfer thread.
         slots_written: called after each swap, inside `step_boundary`; see `SlotsWritten`.
         probe: called for every expert at the start and after a reload, and for the written slots
-            inside `step_boundary`; see `Probe`. All ranks pass one, or none does.
+            inside `step_boundary`; see `Probe`. All ranks pass one, or none does. Neither is for
+            an engine that moves experts by itself.
 
     Raises:
         Unavailable: the other ranks did not connect.
@@ -101,7 +109,7 @@ class Agent:
         placement: Placement,
         epoch: int,
         weights: ExpertWeights,
-        maps: MapInstaller,
+        maps: MapInstaller | EngineMoves,
         *,
         connect: Connect,
         device: torch.device,
@@ -112,13 +120,12 @@ class Agent:
         slots_written: SlotsWritten | None = None,
         probe: Probe | None = None,
     ) -> None:
-        parts, self._now = self.parts, self.parts.threads.monotonic
+        parts = self.parts
         self._config = config
-        self._device = device
-        self._weights = weights
         self._on_swap = on_swap
-        self._reports = StagingReports(self._now, self._tell_progress, on_progress)
+        self._reports = StagingReports(self.now, self._tell_progress, on_progress)
         self._left: LeaveGroup | None = None
+        self._without_gate = False
         self._memory = FreeMemory(device)
         self._lock = parts.threads.lock()
         self._permit = parts.threads.event()
@@ -126,15 +133,24 @@ class Agent:
 
         self._gate_group = connect(build.own_name("gate", config), torch.device("cpu"))
         rank = config.identity.rank
-        self._written = WrittenSlots(self._gate_group, rank, slots_written, probe)
+        engine = maps if isinstance(maps, EngineMoves) else None
+        if engine is not None:
+            engine.attach(self, config, weights, connect, device)
+        self._moves: ExpertMoves = engine or OwnMoves(
+            self._gate_group, rank, weights, slots_written, probe
+        )
         agree_on_start(self._gate_group, config, placement, epoch, probe is not None)
-        checksums = self._register(placement)
+        checksums = self._moves.register(placement)
         self._participant = build.make_participant(parts, config, placement, epoch, checksums)
-        self._trouble = Trouble(self._participant, self._now)
+        self._trouble = Trouble(self._participant, self.now)
         self._gate = build.make_gate(parts, config, self._participant)
         self._polls = GatePolls(self._gate_group, config.gate_timeout_s)
         self._polls.settle(self._gate)
-        transport = self._make_transport(placement, connect)
+        transport: WeightTransport = (
+            build.make_transport(parts, config, placement, weights, connect, device)
+            if engine is None
+            else engine.make_transport(self._participant, self._trouble)
+        )
         transport.rebuild(0)
         self._worker = parts.worker(rank, transport, weights, maps, self, parts.threads)
         self._worker.start()
@@ -146,17 +162,6 @@ class Agent:
             self._network = parts.network(link, self._recorder, config.identity, config.side, clock)
             self._network.start(self)
 
-    def _make_transport(self, placement: Placement, connect: Connect) -> WeightTransport:
-        return build.make_transport(
-            self.parts, self._config, placement, self._weights, connect, self._device
-        )
-
-    def _register(self, placement: Placement) -> tuple[int, ...] | None:
-        """Register the weights in the slots; collective. None if replicas of an expert differ."""
-        rank = self._config.identity.rank
-        checksums = agree_on_checksums(self._gate_group, rank, placement, self._weights)
-        return checksums if self._written.register(placement) else None
-
     # --- the engine's thread ----------------------------------------------------------------------
 
     @property
@@ -167,7 +172,7 @@ class Agent:
     @property
     def placement(self) -> Placement:
         """The map in use."""
-        return self._participant.placement
+        return self._moves.moved_to or self._participant.placement
 
     @property
     def observe_only(self) -> bool:
@@ -206,17 +211,41 @@ class Agent:
     def step_boundary(self, step: int | None = None) -> None:
         """Poll the gate when a poll is due, and swap when all ranks agreed; call between steps.
 
-        All ranks pass the engine's number of the last step, or none does; see `Gate.advance`.
+        All ranks pass the engine's number of the last step, or none does; see `Gate.advance`. While
+        an engine moves experts by itself, no rank polls.
 
         Raises:
             GateFailed: leave the EP group at once; the state of the group is unknown to this rank.
+                An engine that moves experts by itself leaves only if this rank was armed in a poll
+                whose outcome is unknown (R8). Any other failure of the gate cannot have passed a
+                wave: it disables migration, and the engine goes on.
         """
+        if self._moves.is_moving() or self._without_gate:
+            self._gate.rest()
+            return
+        may_pass = not self._moves.outlives_gate or self._participant.must_wait_for_poll()
         try:
             if self._gate.advance(step):
                 self._at_gate()
-        except Exception as error:  # in the gate an error means unknown, not "not agreed" (R8)
-            _log.exception("gate_failed")
-            self._left = LeaveGroup(Reason.GATE_FAILED, repr(error)[:300])
+        except Exception as error:
+            self._fail_at_gate(error)
+        if may_pass:
+            self._raise_if_left()
+        elif self._left is not None:
+            self._without_gate = True
+            self.disable_migration(
+                f"the gate failed, and no wave was under way: {self._left.detail}"
+            )
+            # The other ranks would wait for this one at their next poll. Not on this thread: an
+            # abort waits for a poll in flight.
+            self.later(self._polls.abort)
+
+    def _fail_at_gate(self, error: Exception) -> None:
+        """Leave: in the gate an error means unknown, not "not agreed" (R8)."""
+        _log.error("gate_failed", exc_info=error)
+        self._left = LeaveGroup(Reason.GATE_FAILED, repr(error)[:300])
+
+    def _raise_if_left(self) -> None:
         if self._left is not None:
             raise GateFailed(self._left.detail, self._left.reason)
 
@@ -232,7 +261,7 @@ class Agent:
         Collective; every rank calls it between the same two boundaries. An unchanged version means
         that the reload was cancelled.
         """
-        checksums = self._register(self.placement)
+        checksums = self._moves.register(self.placement)
         if checksums is None:
             self.disable_migration(
                 f"after loading weights {weights_version}, replicas of an expert differ or an"
@@ -261,12 +290,10 @@ class Agent:
     def _at_gate(self) -> None:
         gate = self._gate
         if gate.resolve_due:
-            result = self._polls.wait()
-            with self._lock:
-                self._carry_out_gate(gate.handle(result, self._now()))
+            self._use_poll()
         if gate.poll_due:
             with self._lock:
-                vector = gate.begin_poll(self._now())
+                vector = gate.begin_poll(self.now())
             try:
                 self._polls.begin(vector)
             except RuntimeError as error:
@@ -276,6 +303,11 @@ class Agent:
             _log.error("gate_fault", detail=fault)
             self.disable_migration(f"the agent failed at the gate: {fault}")
         gate.faults.clear()
+
+    def _use_poll(self) -> None:
+        result = self._polls.wait()
+        with self._lock:
+            self._carry_out_gate(self._gate.handle(result, self.now()))
 
     def _carry_out_gate(self, items: Sequence[GateAction]) -> None:
         for item in items:
@@ -287,29 +319,28 @@ class Agent:
     def _swap(self, action: Swap) -> None:
         """Swap the staged wave. The commit point has passed: this rank swaps or leaves (R8)."""
         layers = held.body.layers if (held := self._participant.prepare) is not None else ()
-        began = self._now()
+        began = self.now()
         try:
             ready = self._worker.swap(action.wave)
             new = self._participant.next_placement
             assert new is not None
-            self._written.follow(new, tuple(ready.staged))
+            is_over = self._moves.carry_out(ready, new, layers)
         except Exception as error:  # the content of the slots is unknown now
             told = isinstance(error, EvenkeelError)  # its text says all
             detail = str(error) if told else repr(error)
             _log.error("swap_failed", wave=str(action.wave), detail=detail, exc_info=not told)
             self._carry_out_answers(SwapFailed(action.wave, detail))
             return
-        seconds = self._now() - began
-        self._finish_swap(action.wave, ready.digest, layers, seconds, ready.received_bytes)
+        if is_over:
+            self._finish_swap(ready, layers, self.now() - began)
 
-    def _finish_swap(
-        self, wave: WaveKey, digest: str, layers: tuple[int, ...], seconds: float, received: int
-    ) -> None:
+    def _finish_swap(self, ready: ReadyWave, layers: tuple[int, ...], seconds: float) -> None:
         """Move to the new epoch, and queue what follows a swap on the transfer thread."""
         self._saving.begin(self._participant.epoch, self.placement.digest)
-        self._carry_out_answers(SwapFinished(wave, digest, seconds))
-        record = SwapRecord(wave, self.epoch, self._recorder.last_step, layers, seconds, received)
-        self._worker.later(partial(self._after_swap, record, self.placement))
+        self._carry_out_answers(SwapFinished(ready.wave, ready.digest, seconds))
+        step, received = self._recorder.last_step, ready.received_bytes
+        record = SwapRecord(ready.wave, self.epoch, step, layers, seconds, received)
+        self.later(partial(self._after_swap, record, self.placement))
 
     def _after_swap(self, record: SwapRecord, placement: Placement) -> None:
         """Let the engine save the placement before the controller is told of the swap."""
@@ -335,7 +366,7 @@ class Agent:
                 self.disable_migration(f"the agent failed at {kind}: {error!r:.200}")
 
     def _carry_out_answers(self, event: object) -> None:
-        for answer in self._participant.handle(event, self._now()):
+        for answer in self._participant.handle(event, self.now()):
             self._carry_out(answer)
 
     def _carry_out(self, action: ParticipantAction) -> None:
@@ -358,6 +389,54 @@ class Agent:
                 self._left = action
             case Swap():
                 raise AssertionError("only the gate orders a swap")
+
+    # --- MovingAgent, for an engine that moves experts by itself ----------------------------------
+
+    @property
+    def steps(self) -> int:
+        """The step boundaries so far."""
+        return self._gate.calls
+
+    def now(self) -> float:
+        """Return monotonic seconds."""
+        return self.parts.threads.monotonic()
+
+    def later(self, job: Callable[[], None]) -> None:
+        """Run something slow on the transfer thread, after the jobs in its queue."""
+        self._worker.later(job)
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Wait until the transfer thread has run its jobs; False if they take longer."""
+        return self._worker.wait_until_idle(timeout_s)
+
+    def resolve_poll(self) -> None:
+        """Use the result of the poll in flight now, on every rank at this boundary.
+
+        Raises:
+            GateFailed: see `step_boundary`.
+        """
+        if self._without_gate or not self._gate.polling:
+            return
+        try:
+            self._use_poll()
+        except Exception as error:
+            self._fail_at_gate(error)
+        self._raise_if_left()
+
+    def move_ended(self, ready: ReadyWave, layers: tuple[int, ...], seconds: float) -> None:
+        """Go to the epoch of a wave that the engine has carried out."""
+        with self._lock:
+            self._finish_swap(ready, layers, seconds)
+
+    def follow_engine(self, placement: Placement, state: ParticipantState) -> bool:
+        """Go to a map that the engine chose, if the participant is in a state; return if it is."""
+        with self._lock:
+            participant = self._participant
+            if participant.state is not state:
+                return False
+            if state is not ParticipantState.IDLE or placement != participant.placement:
+                self._carry_out_answers(EngineRebalanced(placement))
+            return True
 
     # --- StagingEvents, on the transfer thread ----------------------------------------------------
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from evenkeel_moe.engines.guest.bootstrap import make_guest
+from evenkeel_moe.agent import EngineMoves
+from evenkeel_moe.engines.guest.bootstrap import EngineFacts, make_guest
 from evenkeel_moe.model.placement import Placement
 from tests.agent.fleet import PortLink
 from tests.agent.guests import ToyEngine
@@ -32,11 +33,9 @@ def test_the_first_message_of_a_rank_tells_whether_it_takes_plans(mode, offers):
         toy_settings(mode=mode),
         0,
         shape_of(placement),
-        placement,
-        engine.weights,
-        engine,
-        broadcast=lambda message: message or b"",
-        device=CPU,
+        EngineFacts(placement, engine.weights, CPU, dispatch=""),
+        EngineMoves(engine),
+        gather=lambda row: row[None],
         link=link,
     )
     try:

@@ -42,8 +42,10 @@ def test_an_error_that_ends_the_process_is_not_planned(error):
 class Guest(EngineGuest):
     engine_name = "toy"
 
-    def _plan_group(self):
-        return None
+    refusal: Any = None
+    fault: Any = None
+    finish: Any = None
+    _plan_group: Any = None
 
     def _deliver(self, note, counts):
         del note, counts

@@ -47,9 +47,9 @@ def replaced(rank, size, *, way):
     one.order(one.target(seed=2), "plan-2")
     for _ in range(12):
         one.step()
-        if one.agent.move is not None and one.agent.move.done:
+        if one.guest.moves.move is not None and one.guest.moves.move.done:
             break
-    moving = one.agent.move is not None
+    moving = one.guest.moves.move is not None
     answers = replace(one, way, version=1)
     one.step()
     during = one.seen()

@@ -12,7 +12,7 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from evenkeel_moe.agent.guest import Move
+from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.engines.guest.guards import Hook, Unsupported
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.vllm import hooks
@@ -250,7 +250,7 @@ def disagree_once(rank, size, *, use_async):
     one.guest.begin = begin_late
     before = one.map()
     one.order(one.target(), "plan-1")
-    one.until(lambda: one.guest.agreement.refused and one.agent.move is None)
+    one.until(lambda: one.guest.agreement.refused and one.guest.moves.move is None)
     said = one.link.expect(AbortAnswer)
     first = {"before": before, "outcome": said.outcome, **one.seen()}
     one.guest.begin = begin

@@ -62,8 +62,8 @@ def during_a_move(rank, size, *, way):
     one.steps(3)
     new = one.target(seed=1)
     one.order(new, "plan-1")
-    one.until(lambda: one.agent.move is not None and one.agent.move.done, every=1)
-    moving = one.agent.move is not None
+    one.until(lambda: one.guest.moves.move is not None and one.guest.moves.move.done, every=1)
+    moving = one.guest.moves.move is not None
     replace(one, way, version=1)
     one.until(lambda: one.agent.epoch == 1)
     first = {"moving": moving, "target": new.phy2log, **one.seen()}
@@ -83,7 +83,7 @@ def ten_updates(rank, size):
         if version % 2:
             one.until(lambda version=version: one.agent.epoch == version)
         else:
-            one.until(lambda: one.agent.move is not None, every=1)
+            one.until(lambda: one.guest.moves.move is not None, every=1)
         replace(one, ("session", "reload_weights", "load_weights")[version % 3], version)
         one.until(lambda version=version: one.agent.epoch == version)
         found.append(one.seen())
@@ -95,9 +95,9 @@ def light_sleep(rank, size):
     one = Rank(rank, size, use_async=True)
     one.steps(3)
     one.order(one.target(seed=1), "plan-1")
-    one.until(lambda: one.agent.move is not None, every=1)
+    one.until(lambda: one.guest.moves.move is not None, every=1)
     one.worker.sleep(level=1)
-    moving = one.agent.move is not None or one.model_state.rebalanced
+    moving = one.guest.moves.move is not None or one.model_state.rebalanced
     one.worker.wake_up()
     one.order(one.target(seed=2), "plan-2")
     one.until(lambda: one.agent.epoch == 2)

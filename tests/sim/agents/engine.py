@@ -82,12 +82,16 @@ class SlotMemory:
     def fill(self) -> None:
         """Load every slot of the map from the checkpoint."""
         for layer, local in self.table:
-            expert = self.site.expert_at(layer, local)
-            if expert >= 0:
-                loaded = expert_tensors(self.site.version, layer, expert)
-                for tensor, value in zip(self.tensors(layer, local), loaded, strict=True):
-                    tensor.copy_(value)
-                self.renew([(layer, local)])
+            self.load(layer, local)
+
+    def load(self, layer: int, local: int) -> None:
+        """Load the expert that the map has in a slot, if it has one, from the checkpoint."""
+        expert = self.site.expert_at(layer, local)
+        if expert >= 0:
+            loaded = expert_tensors(self.site.version, layer, expert)
+            for tensor, value in zip(self.tensors(layer, local), loaded, strict=True):
+                tensor.copy_(value)
+            self.renew([(layer, local)])
 
 
 class Tables:

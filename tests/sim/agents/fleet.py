@@ -11,6 +11,7 @@ class AgentFleet(Fleet):
     """The engine and its supervisor, over ranks with real agents."""
 
     device = torch.device("cpu")
+    rank_type: type[AgentRank] = AgentRank
 
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
@@ -28,7 +29,7 @@ class AgentFleet(Fleet):
         self.loading = 0
         self._starting, self._unasked = start, []
         self.arriving = [
-            AgentRank(self, rank, self.generation, incarnation - self.clock_lag(), start)
+            self.rank_type(self, rank, self.generation, incarnation - self.clock_lag(), start)
             for rank in range(self.num_ranks)
         ]
         self._waiting = {rank.rank for rank in self.arriving}

@@ -62,6 +62,9 @@ LEFT_OUT = Focus("boundaries left out", 0, (at_times(leave_boundary_out),))
 """A mistake of the engine, which no seed has by itself: every time the group has to restart."""
 
 
+FAILING_POLLS, RELOADS = HAZARDS[3], HAZARDS[5]
+
+
 def hazard_of(rng) -> Focus | None:
     """Return the hazard of a seed; None if it has none."""
     shares = [each.share for each in HAZARDS]

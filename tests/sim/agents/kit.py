@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
 from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.engine_moves import EngineMoves
 from evenkeel_moe.agent.staging import StagingWorker
 from tests.sim.kit import Kit
 
@@ -15,3 +16,4 @@ class AgentKit(Kit):
     agent: type[Agent] = Agent
     worker: type[StagingWorker] = StagingWorker
     transport: type[TorchWeightTransport] = TorchWeightTransport
+    moves: type[EngineMoves] = EngineMoves

@@ -8,6 +8,7 @@ from functools import partial
 
 from evenkeel_moe.adapters.torch.transport import StageOutcome, TorchWeightTransport
 from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.engine_moves import EngineMoves
 from evenkeel_moe.agent.staging import StagingWorker
 from evenkeel_moe.agent.swap_record import SwapRecord
 from evenkeel_moe.protocol.messages import StagingFinished, SwapFinished, WeightsReloaded
@@ -24,10 +25,11 @@ class AcknowledgesBeforeSave(Agent):
 
 
 class SavesWithoutBarrier(Agent):
-    def _finish_swap(self, wave, digest, layers, seconds, received):
-        self._carry_out_answers(SwapFinished(wave, digest, seconds))
-        record = SwapRecord(wave, self.epoch, self._recorder.last_step, layers, seconds, received)
-        self._worker.later(partial(self._after_swap, record, self.placement))
+    def _finish_swap(self, ready, layers, seconds):
+        self._carry_out_answers(SwapFinished(ready.wave, ready.digest, seconds))
+        step, received = self._recorder.last_step, ready.received_bytes
+        record = SwapRecord(ready.wave, self.epoch, step, layers, seconds, received)
+        self.later(partial(self._after_swap, record, self.placement))
 
 
 class LivesThroughGateErrors(Agent):
@@ -45,9 +47,9 @@ class PollsWithoutLock(Agent):
         if gate.resolve_due:
             result = self._polls.wait()
             with self._lock:
-                self._carry_out_gate(gate.handle(result, self._now()))
+                self._carry_out_gate(gate.handle(result, self.now()))
         if gate.poll_due:
-            self._polls.begin(gate.begin_poll(self._now()))
+            self._polls.begin(gate.begin_poll(self.now()))
 
 
 class HashesFirstExpert(TorchWeightTransport):
@@ -106,7 +108,7 @@ class RenewsFirstSlot(StagingWorker):
 
 class KeepsOldChecksums(Agent):
     def finish_reload(self, weights_version):
-        self._register(self.placement)
+        self._moves.register(self.placement)
         self.feed(WeightsReloaded(weights_version, self._participant.checksums))
 
 
@@ -129,3 +131,33 @@ GLUE_MUTANTS = (
 RULE_MUTANTS = tuple(replace(mutant, kit=AgentKit(**vars(mutant.kit))) for mutant in MUTANTS)
 """The mutants of the protocol's rules, with the real agent around their machines."""
 GLUE_BY_NAME = {mutant.name: mutant for mutant in GLUE_MUTANTS}
+
+
+class TakesAnyMap(EngineMoves):
+    """Ends a move as agreed, whatever map the engine went to."""
+
+    def move_finished(self, phy2log):
+        if self.move is not None:
+            super().move_finished(self.move.placement.phy2log.astype("int64"))
+
+
+class ReloadsDuringMoves(EngineMoves):
+    """Lets weights be replaced while a move is under way."""
+
+    def end_move(self):
+        self._agent.resolve_poll()
+
+
+class GoesOnArmed(Agent):
+    """Serves on after a poll that may have passed a wave on other ranks."""
+
+    def _raise_if_left(self):
+        self._without_gate = self._left is not None
+
+
+GUEST_MUTANTS = (
+    Mutant("map", "R8", "takes any map for the agreed one", AgentKit(moves=TakesAnyMap)),
+    Mutant("under way", "R4", "reloads during moves", AgentKit(moves=ReloadsDuringMoves)),
+    Mutant("armed", "R8", "serves on after a lost poll", AgentKit(agent=GoesOnArmed)),
+)
+"""In an engine that moves its experts itself."""

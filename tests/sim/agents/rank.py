@@ -9,6 +9,8 @@ from tests.sim.network import NotLeading
 class AgentRank:
     """One process of one rank: its threads, its agent, its engine."""
 
+    site_type: type[AgentSite] = AgentSite
+
     def __init__(self, fleet, rank: int, generation, incarnation: int, start: dict) -> None:
         self.fleet = fleet
         self.world = fleet.world
@@ -20,7 +22,7 @@ class AgentRank:
         """The next boundaries that the engine leaves out by mistake."""
         self.threads = SimThreads(self.world)
         self.sites = {
-            deployment: AgentSite(self, deployment, placement, epoch, version)
+            deployment: self.site_type(self, deployment, placement, epoch, version)
             for deployment, (placement, epoch, version) in start.items()
         }
 
@@ -73,11 +75,14 @@ class AgentRank:
         [site] = self.sites.values()
         try:
             if not self.leaves_boundary_out(site.agent._gate):
-                site.agent.step_boundary(self.fleet.steps)
+                self.take_step(site)
         except GateFailed as error:
             self.leave(f"{error.reason}: {error}")
             return
         self.fleet.boundary_done(self)
+
+    def take_step(self, site) -> None:
+        site.agent.step_boundary(self.fleet.steps)
 
     def leaves_boundary_out(self, gate) -> bool:
         """Return True if the engine leaves this boundary out by mistake.

@@ -56,15 +56,17 @@ def run_agent_seed(
     pairs: Counter | None = None,
     trace: bool = False,
     hazard: Focus | None = None,
+    world_type: type[AgentWorld] = AgentWorld,
 ) -> Outcome:
     """Run one seed with real agents to its end or to the first broken invariant.
 
     Args:
         hazard: in place of the seed's own.
+        world_type: the kind of engine.
     """
     hazard = hazard or hazard_of(random.Random(f"hazard {seed}"))
     with capture_logs() as logs:
-        outcome = run_seed(seed, kit or AgentKit(), pairs, trace, hazard, AgentWorld)
+        outcome = run_seed(seed, kit or AgentKit(), pairs, trace, hazard, world_type)
     errors = [line for line in logs if line["event"] in ERRORS]
     if errors and outcome.violation is None:
         outcome.violation, outcome.detail = AGENT_ERROR, f"{errors[0]}"

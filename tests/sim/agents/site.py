@@ -36,6 +36,8 @@ class SimNetworkThread(NetworkThread):
 class AgentSite(RankStream):
     """One deployment on one rank: its agent, slots and tables. It is the agent's link."""
 
+    memory_type: type[SlotMemory] = SlotMemory
+
     def __init__(self, rank, deployment, placement, epoch, version) -> None:
         super().__init__(rank, deployment)
         self.shape = rank.fleet.shapes[deployment]
@@ -43,7 +45,7 @@ class AgentSite(RankStream):
         self.rows = placement.phy2log.tolist()
         self.epoch = epoch
         self.version = version
-        self.memory = SlotMemory(self)
+        self.memory = self.memory_type(self)
         self.memory.fill()
         self.agent: Agent = None  # type: ignore[assignment]
         self.inbox = rank.threads.queue()
@@ -81,15 +83,23 @@ class AgentSite(RankStream):
             self.map,
             self.epoch,
             self.memory,
-            Tables(self),
+            self.make_tables(),
             connect=lambda name, _device: fleet.fabric.connect(rank.rank, rank.threads, name),
             device=fleet.device,
             link=self,
             on_swap=self.save,
-            slots_written=self.swapped,
-            probe=self.memory.probe if self.world.probes else None,
+            **self.hooks(),
         )
         rank.threads.start(self.listen, "link")
+
+    def make_tables(self):
+        """Return the router's tables, as the agent gets them."""
+        return Tables(self)
+
+    def hooks(self) -> dict:
+        """Return what the agent calls after a swap."""
+        probe = self.memory.probe if self.world.probes else None
+        return {"slots_written": self.swapped, "probe": probe}
 
     # --- bytes and tables -------------------------------------------------------------------------
 

@@ -6,11 +6,13 @@ import pytest
 
 from evenkeel_moe.protocol.rank.gate import Gate
 from tests.sim.__main__ import main
-from tests.sim.agents.hazards import HAZARDS, LEFT_OUT, hazard_of
+from tests.sim.agents.guests import run_guest_seed
+from tests.sim.agents.hazards import FAILING_POLLS, HAZARDS, LEFT_OUT, RELOADS, hazard_of
 from tests.sim.agents.kit import AgentKit
 from tests.sim.agents.mutants import (
     GLUE_BY_NAME,
     GLUE_MUTANTS,
+    GUEST_MUTANTS,
     RULE_MUTANTS,
     VotesYesAnyway,
 )
@@ -36,6 +38,12 @@ CATCHING_SEEDS = {
 CATCHING_RULES = {"R3c": 0, "R5": 0, "R9": 3, "R10": 4, "R13": 24, "R14": 3}
 """A seed that catches a mutant of a rule; the others need more seeds, or the bare machines."""
 
+CATCHING_GUESTS = {"map": (4, None), "under way": (24, RELOADS), "armed": (0, FAILING_POLLS)}
+"""The same for an engine that moves its experts itself, with the hazard of the seed."""
+
+GUESTS = 18
+"""The first seeds of such an engine."""
+
 SOUND = 24
 """The first seeds, run with the production parts."""
 
@@ -58,6 +66,24 @@ def test_every_mistake_in_the_glue_is_caught(name):
     if known.violation is None:
         found = hunt(name, 200, "agents")
         assert found.invariant, f"{GLUE_BY_NAME[name].breaks}: nothing noticed"
+
+
+@pytest.mark.parametrize("first", range(0, GUESTS, 6))
+def test_no_invariant_breaks_in_an_engine_that_moves_its_experts_itself(first):
+    waves = 0
+    for seed in range(first, first + 6):
+        outcome = run_guest_seed(seed)
+        assert outcome.violation is None, f"seed {seed}: {outcome.violation}: {outcome.detail}"
+        waves += outcome.committed
+    assert waves > 20, "plans run"
+
+
+@pytest.mark.parametrize("mutant", GUEST_MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_mistake_around_the_engines_moves_is_caught(mutant):
+    seed, hazard = CATCHING_GUESTS[mutant.name]
+    assert run_guest_seed(seed, hazard=hazard).violation is None, "the seed alone breaks nothing"
+    seeds = (seed, *range(60))
+    assert any(run_guest_seed(one, mutant.kit, hazard=hazard).violation for one in seeds)
 
 
 @pytest.mark.parametrize("name", CATCHING_RULES)

@@ -3,12 +3,12 @@
 import json
 import socket
 import uuid
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 import torch.distributed
@@ -17,12 +17,15 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTls
 from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
 from evenkeel_moe.adapters.torch.nvml_clock import NvmlClock
+from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.build import Connect
 from evenkeel_moe.agent.config import AgentConfig
-from evenkeel_moe.agent.guest import GuestAgent, HostEngine
+from evenkeel_moe.agent.engine_moves import EngineMoves
 from evenkeel_moe.agent.ports import ExpertWeights, RankLink
 from evenkeel_moe.agent.profile.files import SavedProfile, load_profile
 from evenkeel_moe.agent.profile.replica_cost import remeasure
+from evenkeel_moe.engines.guest.model_facts import weight_format
+from evenkeel_moe.engines.guest.plan_agreement import Gather
 from evenkeel_moe.engines.guest.record_link import RecordLink
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.identity import device_name, gpu_uuid, rank_identity
@@ -34,41 +37,46 @@ from evenkeel_moe.model.topology import ModelShape
 _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
 
-Broadcast = Callable[[bytes | None], bytes]
-"""Return rank 0's bytes on every rank. Collective over a CPU group of the engine, called once."""
+_MESSAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the agent of a rank must know of its engine, once the model is loaded."""
+
+    placement: Placement
+    """The placement the engine starts with."""
+    weights: ExpertWeights
+    """The engine's slots, read only."""
+    device: torch.device
+    """The device that holds the weights."""
+    dispatch: str
+    """As in `AgentConfig`."""
+    side: CountingSide = CountingSide.SOURCE
+    """The shape of the counts that will be recorded."""
+    slots_stay_filled: bool = False
+    """True if the engine cannot leave a slot empty."""
 
 
 def make_guest(
     settings: GuestSettings,
     rank: int,
     shape: ModelShape,
-    placement: Placement,
-    weights: ExpertWeights,
-    engine: HostEngine,
+    facts: EngineFacts,
+    moves: EngineMoves,
     *,
-    broadcast: Broadcast,
-    device: torch.device,
-    side: CountingSide = CountingSide.SOURCE,
-    dispatch: str = "",
-    slots_stay_filled: bool = False,
-    weight_format: str = "",
+    gather: Gather,
     link: RankLink | None = None,
-) -> GuestAgent:
+) -> Agent:
     """Make the agent of one rank; collective over the EP group.
 
     Args:
         settings: the plugin's settings.
         rank: in the EP group.
         shape: of the deployment.
-        placement: the placement the engine starts with.
-        weights: the engine's slots, read only.
-        engine: the engine's balancer.
-        broadcast: tells the ranks the address of the store.
-        device: where the weights are.
-        side: what will be recorded.
-        dispatch: as in `AgentConfig`.
-        slots_stay_filled: True if the engine cannot leave a slot empty.
-        weight_format: as in `AgentConfig`.
+        facts: of the engine.
+        moves: the moves of the engine's balancer.
+        gather: over the ranks; tells them the address of the store.
         link: used instead of gRPC to the controllers.
 
     Raises:
@@ -76,27 +84,21 @@ def make_guest(
         Unavailable: some ranks cannot reach the store of rank 0, or did not come.
         PeerViolation: the ranks start with different values.
     """
-    store, generation = _open_store(settings, rank, shape.num_ranks, broadcast)
-    config = replace(
-        _agent_config(settings, rank, shape, generation, device, side),
-        dispatch=dispatch,
-        slots_stay_filled=slots_stay_filled,
-        weight_format=weight_format,
-    )
-    agent = GuestAgent(
+    store, generation = _open_store(settings, rank, shape.num_ranks, gather)
+    config = _agent_config(settings, rank, shape, generation, facts)
+    agent = Agent(
         config,
-        placement,
+        facts.placement,
         0,
-        weights,
-        engine,
+        facts.weights,
+        moves,
         connect=_connector(settings, store, rank, shape.num_ranks),
-        device=device,
-        link=link or _make_link(settings, rank, side),
-        stall_after_s=settings.stall_after_s,
+        device=facts.device,
+        link=link or _make_link(settings, rank, facts.side),
         clock=_clock_reader(config.gpu_uuid),
     )
     if (saved := _load_profile(settings, config.gpu_uuid)) is not None:
-        tell_profile(agent, saved, device, settings.profile_s)
+        tell_profile(agent, saved, facts.device, settings.profile_s)
     return agent
 
 
@@ -143,18 +145,20 @@ def _agent_config(
     rank: int,
     shape: ModelShape,
     generation: str,
-    device: torch.device,
-    side: CountingSide,
+    facts: EngineFacts,
 ) -> AgentConfig:
     return AgentConfig(
         identity=rank_identity(settings.deployment, rank, generation),
         shape=shape,
         node=settings.node,
-        gpu_uuid=gpu_uuid(device),
-        device_name=device_name(device),
+        gpu_uuid=gpu_uuid(facts.device),
+        device_name=device_name(facts.device),
+        weight_format=weight_format(facts.weights.tensors(0, 0)),
+        dispatch=facts.dispatch,
+        slots_stay_filled=facts.slots_stay_filled,
         observe_only=settings.mode is GuestMode.OBSERVE,
         weights_version=settings.weights_version,
-        side=side,
+        side=facts.side,
         # The engine stages one layer at a time in its own memory, so one wave can hold a whole
         # plan.
         staging_bytes=shape.num_layers * shape.slots_per_rank * shape.bytes_per_expert,
@@ -185,9 +189,7 @@ def _load_profile(settings: GuestSettings, gpu: str) -> SavedProfile | None:
     return saved
 
 
-def tell_profile(
-    agent: GuestAgent, saved: SavedProfile, device: torch.device, budget_s: float
-) -> None:
+def tell_profile(agent: Agent, saved: SavedProfile, device: torch.device, budget_s: float) -> None:
     """Tell the controller the saved profile, measured again if that is possible now."""
     agent.tell(saved.curve)
     cost = saved.replica_cost
@@ -206,27 +208,24 @@ def tell_profile(
         agent.tell(cost)
 
 
-def _open_store(
-    settings: GuestSettings, rank: int, size: int, broadcast: Broadcast
-) -> tuple[Any, str]:
+def _open_store(settings: GuestSettings, rank: int, size: int, gather: Gather) -> tuple[Any, str]:
     """Return (store, generation): rank 0 opens a small store on a free port, the others connect."""
     timeout = timedelta(seconds=settings.group_timeout_s)
 
     def open_at(host: str, port: int) -> Any:
         return _distributed.TCPStore(host, port, size, rank == 0, timeout, wait_for_workers=False)
 
-    store = None
-    message: bytes | None = None
+    store, place = None, {}
     if rank == 0:
         host = settings.host or socket.gethostname()
         try:
             store = open_at(host, 0)
             place = {"host": host, "port": store.port, "generation": str(uuid.uuid4())}
         except RuntimeError as error:
-            # The others wait for this broadcast. Without it they would take the engine's next one.
-            place = {"error": f"rank 0 cannot open its store at {host}: {str(error)[:300]}"}
-        message = json.dumps(place).encode()
-    place = json.loads(broadcast(message))
+            # The others wait for this message. Without it they would take the engine's next one.
+            place = {"error": f"rank 0 cannot open its store at {host}: {error}"[:500]}
+    message = json.dumps(place).encode().ljust(_MESSAGE_BYTES)
+    place = json.loads(gather(np.frombuffer(message, np.int64).copy())[0].tobytes())
     if "error" in place:
         raise Unavailable(place["error"])
     if store is None:

@@ -15,7 +15,7 @@ import numpy as np
 import structlog
 import torch.distributed
 
-from evenkeel_moe.agent.guest import GuestAgent
+from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.ports import GateFailed
 from evenkeel_moe.engines.guest.plan_agreement import Gather
 from evenkeel_moe.errors import Unavailable
@@ -29,7 +29,7 @@ _calls = itertools.count()
 
 class _Guest(Protocol):
     @property
-    def agent(self) -> GuestAgent | None: ...
+    def agent(self) -> Agent | None: ...
 
 
 def require_plugin_in_group(group: Any, timeout_s: float) -> None:
@@ -110,7 +110,7 @@ def protect_engine(guest: _Guest, hook: str) -> Iterator[None]:
     After an error this rank takes no more plans; the engine goes on.
 
     Raises:
-        GateFailed: the one error that must end the engine; see `GuestAgent.step_boundary`.
+        GateFailed: the one error that must end the engine; see `Agent.step_boundary`.
     """
     try:
         yield

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.device_recorder import StepCounts
-from evenkeel_moe.agent.guest import GuestAgent
 from evenkeel_moe.model.load import Phase
 
 
@@ -51,7 +51,7 @@ def count_once(
 
 
 def record_step(
-    agent: GuestAgent, note: StepNote, counts: NDArray[np.int64], tokens: int, phase: Phase
+    agent: Agent, note: StepNote, counts: NDArray[np.int64], tokens: int, phase: Phase
 ) -> None:
     """Pass one step to the agent's recorder; a dummy step counts no tokens.
 

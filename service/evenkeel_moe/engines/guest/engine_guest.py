@@ -13,8 +13,10 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from evenkeel_moe.agent.guest import GuestAgent, Move
+from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.engine_moves import EngineMoves, Move
 from evenkeel_moe.agent.ports import RankLink
+from evenkeel_moe.engines.guest.bootstrap import EngineFacts, make_guest
 from evenkeel_moe.engines.guest.collective_start import all_or_none
 from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote
 from evenkeel_moe.engines.guest.guards import Unsupported
@@ -23,12 +25,13 @@ from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.wire.link import KvCache
 
 _log = structlog.get_logger(__name__)
 
 
-def _say_that_it_stops(agent: GuestAgent) -> None:
+def _say_that_it_stops(agent: Agent) -> None:
     """Close an agent at the end of its process; an error that ends the process is not planned."""
     error = sys.exc_info()[1]
     agent.close(planned=error is None or isinstance(error, SystemExit))
@@ -48,8 +51,9 @@ class EngineGuest(ABC):
     def __init__(self, settings: GuestSettings, link: RankLink | None = None) -> None:
         self.settings = settings
         self.agreement = PlanAgreement()
-        self.agent: GuestAgent | None = None
+        self.agent: Agent | None = None
         """None until the guest has started, and for good if it could not start."""
+        self.moves = EngineMoves(self, stall_after_s=settings.stall_after_s)
         self._kv_cache: KvCache | None = None
         self._link = link
         self._counts: GuestCounts | None = None
@@ -62,6 +66,18 @@ class EngineGuest(ABC):
     def places(self) -> bool:
         """True if the engine's balancer must follow the controller."""
         return self.settings.mode is GuestMode.PLACE
+
+    @abstractmethod
+    def refusal(self, prepare: Prepare, new: Placement) -> tuple[Reason, str] | None:
+        """See `HostEngine`."""
+
+    @abstractmethod
+    def fault(self) -> str | None:
+        """See `HostEngine`."""
+
+    @abstractmethod
+    def finish(self, move: Move) -> None:
+        """See `HostEngine`."""
 
     def begin(self, move: Move) -> None:
         """Let the engine rebalance at this step; its planner then asks for the plan."""
@@ -110,17 +126,42 @@ class EngineGuest(ABC):
         except Exception as error:
             _log.exception("guest_not_started", detail=str(error)[:300])
 
-    def _start_agent(self, shape: ModelShape, make: Callable[[], GuestAgent]) -> GuestAgent:
+    def _start_agent(self, rank: int, shape: ModelShape, read: Callable[[], EngineFacts]) -> Agent:
         """Start the agent on all ranks or on none; collective."""
+
+        def make() -> Agent:
+            return make_guest(
+                self.settings,
+                rank,
+                shape,
+                read(),
+                self.moves,
+                gather=self._gather,
+                link=self._link,
+            )
+
         self._top_k = shape.top_k
         self._counts = GuestCounts(shape.num_logical_experts, self._deliver)
-        self.agent = all_or_none("start an agent", make, self._gather, GuestAgent.close)
+        self.agent = all_or_none("start an agent", make, self._gather, Agent.close)
         self._tell_kv_cache()
         # Engines run a rank in a child process, which ends without atexit's functions.
         Finalize(None, _say_that_it_stops, (self.agent,), exitpriority=0)
+        deployment = self.settings.deployment
+        _log.info("guest_started", deployment=deployment, rank=rank, shape=str(shape))
         return self.agent
 
-    def _follow(self, agent: GuestAgent, phy2log: NDArray[np.int64]) -> None:
+    def _count(self, step: int, take: Callable[[GuestCounts], None]) -> None:
+        """Count one step; an error costs telemetry, never the step or a poll of the gate (R9)."""
+        counts = self._counts
+        if counts is None:
+            return
+        try:
+            counts.pick_up()
+            take(counts)
+        except Exception:  # It costs the telemetry of this step; the engine goes on.
+            counts.failed(step)
+
+    def _follow(self, agent: Agent, phy2log: NDArray[np.int64]) -> None:
         """Follow a map that the engine changed without a plan; in place mode, refuse new plans."""
         if np.array_equal(phy2log, agent.placement.phy2log):
             return
@@ -129,7 +170,7 @@ class EngineGuest(ABC):
                 f"{self.engine_name}'s EPLB moved experts without a plan:"
                 " something else also controls the placement"
             )
-        agent.engine_rebalanced(phy2log)
+        self.moves.engine_rebalanced(phy2log)
 
     def _shape_refusal(self, new: Placement, have: tuple[int, ...]) -> tuple[Reason, str] | None:
         """Return the refusal of a plan whose map is not (layers, slots) `have`."""

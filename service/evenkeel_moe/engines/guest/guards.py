@@ -4,9 +4,11 @@ If a part is missing or takes other arguments than in the versions the plugin wa
 whole plugin is refused with a message that names the difference. The engine then runs without it.
 """
 
+import importlib
+import importlib.util
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -21,6 +23,8 @@ class Unsupported(InvalidInput):
 
 OR = " | "
 """Separates the parameters that a callable has in different versions of an engine."""
+Parts = Mapping[str, Mapping[str, Mapping[str, str]]]
+"""Module -> class, or empty for the module -> its functions -> their parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,45 @@ def compare_signatures(owner: Any, expected: Mapping[str, str]) -> Iterator[Hook
             continue
         either = " or ".join(f"({', '.join(each)})" for each in wanted)
         yield Hook(hook, f"{hook} takes ({', '.join(found)}), not {either}")
+
+
+def compare_parts(parts: Parts) -> Iterator[Hook]:
+    """Compare all functions of a table; see `compare_signatures`.
+
+    Raises:
+        ImportError, AttributeError: a module or a class is missing.
+    """
+    for module, owners in parts.items():
+        loaded = importlib.import_module(module)
+        for owner, wanted in owners.items():
+            yield from compare_signatures(getattr(loaded, owner) if owner else loaded, wanted)
+
+
+def report_of(
+    engine: str,
+    title: str,
+    version_module: str,
+    known: Sequence[str],
+    compare: Callable[[str], Iterator[Hook]],
+) -> EngineReport | None:
+    """Compare an installed engine, and change nothing of it; None if there is none.
+
+    Args:
+        engine: the engine's package.
+        title: its name in messages.
+        version_module: the module whose `__version__` is its version.
+        known: the versions that were tested.
+        compare: version -> all parts.
+    """
+    if importlib.util.find_spec(engine) is None:
+        return None
+    version = "of unknown version"
+    try:
+        version = str(importlib.import_module(version_module).__version__)
+        hooks = tuple(compare(version))
+    except (ImportError, AttributeError) as error:
+        hooks = (Hook("import", f"a part of {title} cannot be read: {error!s:.300}"),)
+    return EngineReport(engine, version, tuple(known), hooks)
 
 
 def check_signatures(owner: Any, expected: Mapping[str, str]) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenkeel_moe.errors import InvalidInput
+
 _FORMATS = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -42,3 +44,23 @@ def shared_experts(config: Any) -> float | None:
     if isinstance(wide, int) and isinstance(routed, int) and wide >= 0 and routed > 0:
         return wide / routed
     return None
+
+
+def top_k(owners: Iterable[Any], names: Iterable[str]) -> int:
+    """Return how many experts a token uses: the first of the names that an owner has.
+
+    Raises:
+        InvalidInput: none of them has a number.
+    """
+    owners, names = list(owners), list(names)
+    for owner in owners:
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    raise InvalidInput(f"{type(owners[0]).__name__} does not tell how many experts a token uses")
+
+
+def widest_expert(layers: Iterable[Iterable[Tensor]]) -> int:
+    """Return the bytes of the largest expert; each layer has tensors with one row per slot."""
+    return max(sum(tensor[0].nbytes for tensor in layer) for layer in layers)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 
-from evenkeel_moe.agent.guest import Move
+from evenkeel_moe.agent.engine_moves import Move
 
 _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
@@ -38,8 +38,8 @@ _DIFFERENCES = {
 """Column -> what its odd ranks have; checked in this order."""
 
 Gather = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-"""(len(ROW),) int64 row of this rank -> (R, len(ROW)) rows of all ranks. Collective over a CPU
-group of the engine."""
+"""(n,) int64 row of this rank -> (R, n) rows of all ranks. Collective over a CPU group of the
+engine."""
 
 
 @dataclass(frozen=True, slots=True)

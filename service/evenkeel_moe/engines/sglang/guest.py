@@ -11,9 +11,10 @@ import torch.distributed
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.agent.guest import GuestAgent, Move
+from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import RankLink
-from evenkeel_moe.engines.guest.bootstrap import make_guest
+from evenkeel_moe.engines.guest.bootstrap import EngineFacts
 from evenkeel_moe.engines.guest.collective_start import (
     all_or_none,
     protect_engine,
@@ -22,11 +23,10 @@ from evenkeel_moe.engines.guest.collective_start import (
 from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.guards import Unsupported
-from evenkeel_moe.engines.guest.model_facts import weight_format
 from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.guest.slot_weights import SlotWeights
 from evenkeel_moe.engines.sglang.state import (
     MoeRows,
-    SglangWeights,
     WarmUp,
     counting_side,
     dispatcher,
@@ -115,26 +115,19 @@ class SglangGuest(EngineGuest):
         rank, metadata = _distributed.get_rank(), self._access.metadata()
         self._local = slice(rank * shape.slots_per_rank, (rank + 1) * shape.slots_per_rank)
 
-        def make() -> GuestAgent:
+        def read() -> EngineFacts:
             by_layer = self.manager._get_model().routed_experts_weights_of_layer
-            return make_guest(
-                self.settings,
-                rank,
-                shape,
+            layers = self._rows.layer_ids
+            return EngineFacts(
                 initial_placement(metadata, self._rows),
-                SglangWeights(by_layer, self._rows),
-                self,
-                broadcast=self._broadcast,
-                device=torch.device(metadata.physical_to_logical_map.device),
-                side=self._side,
+                SlotWeights([by_layer[layer] for layer in layers].__getitem__),
+                torch.device(metadata.physical_to_logical_map.device),
                 dispatch=dispatcher(self._access.moe_config()),
-                weight_format=weight_format(next(iter(by_layer.values()))),
+                side=self._side,
                 slots_stay_filled=True,  # SGLang's maps hold an expert in every slot.
-                link=self._link,
             )
 
-        self._start_agent(shape, make)
-        _log.info("guest_started", deployment=self.settings.deployment, rank=rank, side=self._side)
+        self._start_agent(rank, shape, read)
 
     def _refuse_unsupported(self) -> None:
         """Refuse groups of ranks that the plugin does not support, on every rank alike.
@@ -188,42 +181,36 @@ class SglangGuest(EngineGuest):
         """Count the pass and run the step boundary: after a forward pass, before the manager.
 
         Raises:
-            GateFailed: see `GuestAgent.step_boundary`.
+            GateFailed: see `Agent.step_boundary`.
         """
         if self._step == 0 and self.agent is None:
             self.join()
-        agent, counts = self.agent, self._counts
+        agent, (by_slot, self._counted) = self.agent, (self._counted, None)
         step, self._step = self._step, self._step + 1
-        if agent is None or counts is None:
+        if agent is None:
             return
-        self._count(agent, counts, step)
+        self._count(step, lambda counts: self._take(agent, counts, step, by_slot))
         self.weights_loaded()
         agent.step_boundary()
 
-    def _count(self, agent: GuestAgent, counts: GuestCounts, step: int) -> None:
-        """Count one pass, if the recorder did; an error costs telemetry, never the step."""
-        by_slot, self._counted = self._counted, None
-        try:
-            counts.pick_up()
-            own = self._warm_up.has(self._rids)
-            if by_slot is None:
-                return
-            by_slot = by_slot[self._layers_on(by_slot.device)]
-            if self._side is CountingSide.SOURCE:
-                held = self._access.metadata().physical_to_logical_map
-                phy2log = held[self._layers_on(held.device)].to(by_slot.device)
-                own = own or is_health_check(self._rids)
-                note = StepNote(step, agent.epoch, own, self._tokens)
-                counts.take(note, by_slot, phy2log)
-                return
-            # While layers are switched one by one, the slots follow no single epoch's map. The step
-            # is then reported as a dummy. A health check of one rank is not: the slots of this rank
-            # got tokens of the other ranks too.
-            mixed = agent.move is not None
-            note = StepNote(step, agent.epoch, own or mixed, self._tokens)
-            counts.take(note, by_slot[:, self._local], None)
-        except Exception:  # It costs the telemetry of this step; the engine goes on.
-            counts.failed(step)
+    def _take(self, agent: Agent, counts: GuestCounts, step: int, by_slot: Tensor | None) -> None:
+        """Take the counts of a pass, if the recorder counted it."""
+        own = self._warm_up.has(self._rids)
+        if by_slot is None:
+            return
+        by_slot = by_slot[self._layers_on(by_slot.device)]
+        if self._side is CountingSide.SOURCE:
+            held = self._access.metadata().physical_to_logical_map
+            phy2log = held[self._layers_on(held.device)].to(by_slot.device)
+            own = own or is_health_check(self._rids)
+            counts.take(StepNote(step, agent.epoch, own, self._tokens), by_slot, phy2log)
+            return
+        # While layers are switched one by one, the slots follow no single epoch's map. The step
+        # is then reported as a dummy. A health check of one rank is not: the slots of this rank
+        # got tokens of the other ranks too.
+        mixed = self.moves.move is not None
+        note = StepNote(step, agent.epoch, own or mixed, self._tokens)
+        counts.take(note, by_slot[:, self._local], None)
 
     def _layers_on(self, device: torch.device) -> Tensor:
         """Return the (L,) int64 MoE layers; cached, because the copy to a device waits."""
@@ -246,10 +233,10 @@ class SglangGuest(EngineGuest):
                 continue
             self._due = False
             yield from self.manager.rebalance()
-            if self.agent is not None and self.agent.move is not None:
+            if self.agent is not None and self.moves.move is not None:
                 self.agreement.end()
                 with protect_engine(self, "EPLBManager.rebalance"):
-                    self.agent.move_finished(self._map())
+                    self.moves.move_finished(self._map())
 
     def plan(self, steps: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the planner's answer: (phy2log, log2phy, replicas) over hidden layers.
@@ -283,16 +270,16 @@ class SglangGuest(EngineGuest):
         if agent is None:
             return
         self._changed += layer_ids
-        if agent.move is None:
+        if self.moves.move is None:
             return
         for layer in layer_ids:
             if layer in self._rows.layer_ids:
-                agent.layer_switched(self._rows.layer_ids.index(layer), seconds)
+                self.moves.layer_switched(self._rows.layer_ids.index(layer), seconds)
 
     def settle(self) -> None:
         """Follow what SGLang changed without a plan; called after the manager."""
         agent, changed, self._changed = self.agent, self._changed, []
-        if agent is not None and agent.move is None and changed:
+        if agent is not None and self.moves.move is None and changed:
             self._follow(agent, self._map())
 
     # --- around SGLang's loaders, which follow the map in use
@@ -305,18 +292,18 @@ class SglangGuest(EngineGuest):
         which restores experts of lost ranks.
 
         Raises:
-            Unavailable, GateFailed: see `GuestAgent.begin_reload`; nothing was replaced.
+            Unavailable, GateFailed: see `EngineMoves.begin_reload`; nothing was replaced.
         """
         agent = self.agent
-        if agent is None or not self.places or agent.reloading:
+        if agent is None or not self.places or self.moves.reloading:
             return
         if not getattr(self.manager._main_generator, "gi_running", False):
-            agent.begin_reload()
+            self.moves.begin_reload()
 
     def weights_loaded(self) -> None:
         """Register the new weights; collective. Without a call it happens at the next pass."""
-        if self.agent is not None and self.agent.reloading:
-            self.agent.end_reload()
+        if self.agent is not None and self.moves.reloading:
+            self.moves.end_reload()
 
     # --- HostEngine -------------------------------------------------------------------------------
 
@@ -340,7 +327,7 @@ class SglangGuest(EngineGuest):
     def finish(self, move: Move) -> None:
         """Let the manager begin the move if it has not, and switch the layers that remain."""
         for _ in range(len(move.layers) + 2):  # SGLang switches at least one layer each time.
-            if self.agent is None or self.agent.move is None:
+            if self.agent is None or self.moves.move is None:
                 return
             next(self.manager._main_generator)
 
@@ -370,9 +357,3 @@ class SglangGuest(EngineGuest):
 
     def _plan_group(self) -> Any:
         return self._access.cpu_group()
-
-    def _broadcast(self, message: bytes | None) -> bytes:
-        answer: list[bytes | None] = [message]
-        _distributed.broadcast_object_list(answer, src=0, group=self._plan_group())
-        assert answer[0] is not None
-        return answer[0]

@@ -13,12 +13,10 @@ import structlog
 from evenkeel_moe.engines.guest.collective_start import protect_engine
 from evenkeel_moe.engines.guest.guards import refuse_differences
 from evenkeel_moe.engines.sglang.guest import SglangGuest
-from evenkeel_moe.engines.sglang.hooks import compare_loaders
+from evenkeel_moe.engines.sglang.hooks import RUNNER_UPDATER, SCHEDULER_UPDATER, compare_loaders
 from evenkeel_moe.errors import Unavailable
 
 _log = structlog.get_logger(__name__)
-_RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater"
-_SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater"
 _MESSAGES = "sglang.srt.managers.io_struct"
 FindGuest = Callable[[Any], SglangGuest | None]
 """Return the guest of an `EPLBManager`, if it has one."""
@@ -82,7 +80,10 @@ def watch_loaders(add: Callable[..., None], kinds: Any, find_guest: FindGuest) -
             _try_to_begin(of_runner(scheduler.tp_worker.model_runner))
         return original(scheduler, recv_req)
 
-    updater, manager = f"{_RUNNER}.WeightUpdater", f"{_SCHEDULER}.SchedulerWeightUpdaterManager"
+    updater, manager = (
+        f"{RUNNER_UPDATER}.WeightUpdater",
+        f"{SCHEDULER_UPDATER}.SchedulerWeightUpdaterManager",
+    )
     add(f"{updater}.update_weights_from_disk", around_load, kinds.AROUND)
     add(f"{updater}.update_weights_from_ipc", around_load, kinds.AROUND)
     add(f"{updater}.update_weights_from_tensor", around_bucket, kinds.AROUND)

@@ -19,9 +19,9 @@ from evenkeel_moe.engines.sglang.hooks import (
     CONTEXT,
     LOCATION,
     MANAGER,
+    PARTS,
     RECORDER,
     RUNNER,
-    SIGNATURES,
     UPDATER,
     check_engine,
 )
@@ -146,7 +146,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         return original(manager, average_utilization_rate_over_window)
 
     def _around_planner(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        names = SIGNATURES[ALGORITHMS][""]["rebalance_experts"].split()
+        names = PARTS[ALGORITHMS][""]["rebalance_experts"].split()
         asked = dict(zip(names, args, strict=False)) | kwargs
         for guest in list(self.guests.values()):
             answer = guest.plan(asked["tokens_per_expert"], int(asked["num_physical_experts"]))

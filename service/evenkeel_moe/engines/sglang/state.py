@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from evenkeel_moe.engines.guest.guards import Unsupported
-from evenkeel_moe.engines.guest.model_facts import shared_experts
-from evenkeel_moe.engines.guest.owned_slots import OwnedSlots
+from evenkeel_moe.engines.guest.model_facts import shared_experts, top_k, widest_expert
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import CountingSide
@@ -66,21 +64,6 @@ class MoeRows:
         return rows
 
 
-class SglangWeights(OwnedSlots):
-    """ExpertWeights over `model.routed_experts_weights_of_layer`; read only."""
-
-    def __init__(self, by_layer: Mapping[int, Sequence[Tensor]], rows: MoeRows) -> None:
-        self._tensors = [list(by_layer[layer]) for layer in rows.layer_ids]
-
-    def tensors(self, layer: int, local_slot: int) -> Sequence[Tensor]:
-        """Return all tensors of the expert in a slot; one-byte types, such as float8, as uint8."""
-        found = []
-        for tensor in self._tensors[layer]:
-            row = tensor[local_slot]
-            found.append(row.view(torch.uint8) if row.element_size() == 1 else row)
-        return found
-
-
 def read_shape(
     metadata: Any, by_layer: Mapping[int, Sequence[Tensor]], hf_config: Any
 ) -> ModelShape:
@@ -89,29 +72,17 @@ def read_shape(
     Raises:
         InvalidInput: the sizes do not fit together, or the model has no top-k.
     """
-    top_k = next(
-        (
-            value
-            for name in ("num_experts_per_tok", "moe_topk", "top_k")
-            if isinstance(value := getattr(hf_config, name, None), int) and value > 0
-        ),
-        None,
-    )
-    if top_k is None:
-        raise InvalidInput(
-            f"{type(hf_config).__name__} does not tell how many experts a token uses"
-        )
+    choices = top_k([hf_config], ("num_experts_per_tok", "moe_topk", "top_k"))
     if not by_layer:
         raise InvalidInput("the model has no routed experts whose weights SGLang can move")
     slots, ranks = int(metadata.num_physical_experts), int(metadata.ep_size)
-    widest = max(sum(tensor[0].nbytes for tensor in tensors) for tensors in by_layer.values())
     return ModelShape(
         num_layers=len(by_layer),
         num_logical_experts=int(metadata.num_logical_experts),
         num_ranks=ranks,
         slots_per_rank=slots // ranks,
-        top_k=top_k,
-        bytes_per_expert=widest,
+        top_k=choices,
+        bytes_per_expert=widest_expert(by_layer.values()),
         num_expert_groups=int(getattr(hf_config, "n_group", None) or 1),
         shared_experts=shared_experts(hf_config),
     )

@@ -6,23 +6,22 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
-import torch.distributed
 from numpy.typing import NDArray
 
-from evenkeel_moe.agent.guest import GuestAgent, Move
+from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import RankLink
-from evenkeel_moe.engines.guest.bootstrap import make_guest
+from evenkeel_moe.engines.guest.bootstrap import EngineFacts
 from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plugin_in_group
-from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
+from evenkeel_moe.engines.guest.counts import StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
-from evenkeel_moe.engines.guest.model_facts import weight_format
 from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.guest.slot_weights import SlotWeights
 from evenkeel_moe.engines.vllm.parallelism import refuse_elastic, stage_settings
 from evenkeel_moe.engines.vllm.reload import ReloadMap, finish_rearrangement
 from evenkeel_moe.engines.vllm.state import (
     VllmModelState,
     VllmState,
-    VllmWeights,
     read_map,
     read_shape,
 )
@@ -33,7 +32,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Prepare
 
 _log = structlog.get_logger(__name__)
-_distributed: Any = torch.distributed
 
 
 class VllmGuest(EngineGuest):
@@ -118,23 +116,18 @@ class VllmGuest(EngineGuest):
                 self._gather,
             )
 
-        def make() -> GuestAgent:
-            weights = VllmWeights(model_state.model)
-            return make_guest(
-                self.settings,
-                rank,
-                shape,
-                Placement(read_map(model_state).astype(np.int32), size, shape.num_logical_experts),
-                weights,
-                self,
-                broadcast=self._broadcast,
-                device=torch.device(model_state.physical_to_logical_map.device),
+        def read() -> EngineFacts:
+            placement = Placement(
+                read_map(model_state).astype(np.int32), size, shape.num_logical_experts
+            )
+            return EngineFacts(
+                placement,
+                SlotWeights(lambda layer: model_state.model.expert_weights[layer]),
+                torch.device(model_state.physical_to_logical_map.device),
                 dispatch=DispatchModel.EVEN.value,  # vLLM uses all replicas of an expert alike.
-                weight_format=weight_format(weights.tensors(0, 0)),
-                link=self._link,
             )
 
-        agent = self._start_agent(shape, make)
+        agent = self._start_agent(rank, shape, read)
         if self.places:
             self._reload = ReloadMap(model_state, self._engine, group)
         if self.places and self.state.policy is not self._policy:
@@ -142,7 +135,6 @@ class VllmGuest(EngineGuest):
                 f"vLLM's EPLB plans with {self.state.policy.__name__}, not with the controller's"
                 " plans: another plugin replaced the planner"
             )
-        _log.info("guest_started", deployment=self.settings.deployment, rank=rank, shape=str(shape))
 
     # --- around vLLM's warm-up and steps ----------------------------------------------------------
 
@@ -174,10 +166,10 @@ class VllmGuest(EngineGuest):
         """Count the step and run the step boundary: after the forward pass, before vLLM's balancer.
 
         Raises:
-            GateFailed: see `GuestAgent.step_boundary`.
+            GateFailed: see `Agent.step_boundary`.
         """
         model_state, agent = self._model_state, self.agent
-        if model_state is None or agent is None or self._counts is None:
+        if model_state is None or agent is None:
             return
         if self._step == 0 and not self.worker_watched:
             _log.warning(
@@ -186,7 +178,12 @@ class VllmGuest(EngineGuest):
                 " its warm-up counts as served, and sleep at level 2 is not noticed",
             )
         note = StepNote(self._step, agent.epoch, dummy or self._warming_up, self._prepared)
-        self._count(note, self._counts, model_state)
+        self._count(
+            note.step,
+            lambda counts: counts.take(
+                note, model_state.expert_load_pass, model_state.physical_to_logical_map
+            ),
+        )
         self._prepared = None
         self._step += 1
         self.weights_loaded()
@@ -195,14 +192,6 @@ class VllmGuest(EngineGuest):
         finally:  # A rank that skipped the trigger would rearrange without the others.
             if self.places:
                 self._set_trigger()
-
-    def _count(self, note: StepNote, counts: GuestCounts, model_state: VllmModelState) -> None:
-        """Count one step; an error costs telemetry, never the step or a poll of the gate (R9)."""
-        try:
-            counts.pick_up()
-            counts.take(note, model_state.expert_load_pass, model_state.physical_to_logical_map)
-        except Exception:  # It costs the telemetry of this step; the engine goes on.
-            counts.failed(note.step)
 
     def _set_trigger(self) -> None:
         """Make vLLM's counter reach its interval at the agreed step, and only then."""
@@ -257,8 +246,8 @@ class VllmGuest(EngineGuest):
         target = self._model_state
         if target is None or model_state is not target or self.agent is None:
             return
-        if self.agent.move is not None and self.agreement.move is not None:
-            self.agent.layer_switched(layer, seconds)
+        if self.moves.move is not None and self.agreement.move is not None:
+            self.moves.layer_switched(layer, seconds)
         if layer == int(target.model.num_moe_layers) - 1:
             self._rearrangement_ended(self.agent, target)
 
@@ -267,18 +256,18 @@ class VllmGuest(EngineGuest):
         target = self._model_state
         if target is None or model_state is not target or self.agent is None:
             return
-        if self.agent.reloading:  # These commits are our own.
+        if self.moves.reloading:  # These commits are our own.
             return
-        move = self.agent.move
+        move = self.moves.move
         for layer in move.layers if move is not None else ():
-            self.agent.layer_switched(layer, seconds)
+            self.moves.layer_switched(layer, seconds)
         self._rearrangement_ended(self.agent, target)
 
-    def _rearrangement_ended(self, agent: GuestAgent, model_state: VllmModelState) -> None:
+    def _rearrangement_ended(self, agent: Agent, model_state: VllmModelState) -> None:
         now = read_map(model_state)
-        if agent.move is not None:
+        if self.moves.move is not None:
             self.agreement.end()
-            agent.move_finished(now)
+            self.moves.move_finished(now)
         else:
             self._follow(agent, now)
 
@@ -294,14 +283,14 @@ class VllmGuest(EngineGuest):
             discard: vLLM discards the weights and the maps first.
 
         Raises:
-            Unavailable, GateFailed: see `GuestAgent.begin_reload`; nothing was replaced.
+            Unavailable, GateFailed: see `EngineMoves.begin_reload`; nothing was replaced.
         """
         agent, reload = self.agent, self._reload
-        if agent is None or reload is None or agent.reloading:
+        if agent is None or reload is None or self.moves.reloading:
             return
-        agent.begin_reload()
+        self.moves.begin_reload()
         if not finish_rearrangement(self.state, self._engine, self._group, self._worker_ended):
-            agent.end_reload()
+            self.moves.end_reload()
             raise Unavailable("vLLM's EPLB moves experts and does not end: restart this group")
         reload.go_to_start(discard=discard)
 
@@ -309,8 +298,8 @@ class VllmGuest(EngineGuest):
         """End the move under way; at level 2 vLLM also discards the weights. Raises: as above."""
         if level > 1:
             self.before_weights(discard=True)
-        elif self.agent is not None and self._reload is not None and not self.agent.reloading:
-            self.agent.end_move()
+        elif self.agent is not None and self._reload is not None and not self.moves.reloading:
+            self.moves.end_move()
 
     def woke(self) -> None:
         """Restore the tables that vLLM discarded; the weights follow with a reload."""
@@ -323,10 +312,10 @@ class VllmGuest(EngineGuest):
         Without a call it happens at the next step, which routes by the map of the start.
         """
         agent, reload = self.agent, self._reload
-        if agent is None or reload is None or not agent.reloading or reload.discarded:
+        if agent is None or reload is None or not self.moves.reloading or reload.discarded:
             return
         reload.go_back()
-        agent.end_reload()
+        self.moves.end_reload()
 
     # --- HostEngine -------------------------------------------------------------------------------
 
@@ -351,11 +340,11 @@ class VllmGuest(EngineGuest):
                 " vLLM does not restart it"
             )
         agent, model_state = self.agent, self._model_state
-        if agent is None or agent.move is None or model_state is None or self._due:
+        if agent is None or self.moves.move is None or model_state is None or self._due:
             return None
         idle = not model_state.rebalanced and model_state.pending_result is None
         # The first step after the request is too early to judge.
-        if idle and agent.move.quiet_steps > 1:
+        if idle and self.moves.move.quiet_steps > 1:
             return (
                 "vLLM's ranks stopped the rearrangement between two layers"
                 " (vLLM logs `coordinated stop`)"
@@ -414,14 +403,3 @@ class VllmGuest(EngineGuest):
 
     def _plan_group(self) -> Any:
         return self._groups.get_eplb_group().cpu_group
-
-    def _broadcast(self, message: bytes | None) -> bytes:
-        """Return rank 0's bytes, by two sums, because every kind of vLLM group can sum."""
-        group = self._groups.get_ep_group().cpu_group
-        size = torch.tensor([0 if message is None else len(message)], dtype=torch.int64)
-        _distributed.all_reduce(size, group=group)
-        words = torch.zeros(int(size.item()), dtype=torch.int32)
-        if message is not None:
-            words += torch.tensor(list(message), dtype=torch.int32)
-        _distributed.all_reduce(words, group=group)
-        return bytes(words.tolist())

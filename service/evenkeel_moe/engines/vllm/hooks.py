@@ -2,17 +2,19 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any
 
 from evenkeel_moe.engines.guest.guards import (
     EngineReport,
     Hook,
+    Parts,
     check_version,
     compare_fields,
+    compare_parts,
     compare_signatures,
     refuse_differences,
+    report_of,
 )
 
 KNOWN_VERSIONS: tuple[str, ...] = ("0.31.0", "0.32.0", "0.33.0")
@@ -22,25 +24,29 @@ GROUPS = "vllm.distributed.parallel_state"
 WORKERS = "vllm.v1.worker.worker_base"
 _WORKER = "vllm.v1.worker.gpu_worker"
 
-_SIGNATURES: Mapping[str, Mapping[str, str]] = {
-    "EplbState": {
-        "add_model": "self model model_config model_name | self model model_config",
-        "prepare_forward": "self model_config num_unpadded_tokens ubatch_slices",
-        "step": "self is_dummy is_profile log_stats",
-        "_should_record_current_step": "self log_stats",
-        "rearrange": "self is_profile rank_mapping use_last_expert_load",
-        "build_initial_global_physical_to_logical_map": "num_routed_experts num_redundant_experts",
-        "_update_layer_should_record": "self log_stats",
+_PARTS: Parts = {
+    STATE: {
+        "EplbState": {
+            "add_model": "self model model_config model_name | self model model_config",
+            "prepare_forward": "self model_config num_unpadded_tokens ubatch_slices",
+            "step": "self is_dummy is_profile log_stats",
+            "_should_record_current_step": "self log_stats",
+            "rearrange": "self is_profile rank_mapping use_last_expert_load",
+            "build_initial_global_physical_to_logical_map": "num_routed_experts"
+            " num_redundant_experts",
+            "_update_layer_should_record": "self log_stats",
+        },
+        "": {
+            "_move_to_workspace": "model_state ep_rank",
+            "_commit_eplb_maps": "model_state new_physical_to_logical_map",
+            "rearrange_expert_weights_inplace": "old_global_expert_indices"
+            " new_global_expert_indices expert_weights expert_buffer ep_group communicator"
+            " is_profile rank_mapping",
+        },
     },
-    "": {
-        "_move_to_workspace": "model_state ep_rank",
-        "_commit_eplb_maps": "model_state new_physical_to_logical_map",
-        "rearrange_expert_weights_inplace": "old_global_expert_indices new_global_expert_indices"
-        " expert_weights expert_buffer ep_group communicator is_profile rank_mapping",
-    },
+    GROUPS: {"": {f"get_{kind}_group": "" for kind in ("ep", "eplb", "tp", "pp")}},
+    WORKERS: {"WorkerWrapperBase": {"initialize_from_config": "self kv_cache_configs"}},
 }
-"""Class, or empty for the module -> its functions -> their parameters."""
-_GROUP_SIGNATURES = {f"get_{kind}_group": "" for kind in ("ep", "eplb", "tp", "pp")}
 _PLANNER = "cls weight num_replicas num_groups num_nodes num_ranks old_global_expert_indices"
 _FIELDS = (
     "physical_to_logical_map",
@@ -94,22 +100,17 @@ def compare(version: str) -> Iterator[Hook]:
             " plugin does not know; write its expert_map_path with `evenkeel offline -f ascend`",
         )
     try:
-        yield from _compare_modules(version, importlib.import_module)
+        yield from _compare_modules(version)
     except (ImportError, AttributeError) as error:
         yield Hook("import", f"a part of vLLM cannot be read: {error!s:.300}")
 
 
-def _compare_modules(version: str, load: Callable[[str], Any]) -> Iterator[Hook]:
-    state, policies = load(STATE), load(POLICIES)
-    for owner, wanted in _SIGNATURES.items():
-        yield from compare_signatures(getattr(state, owner) if owner else state, wanted)
-    yield from compare_signatures(load(GROUPS), _GROUP_SIGNATURES)
+def _compare_modules(version: str) -> Iterator[Hook]:
+    yield from compare_parts({**_PARTS, _WORKER: {"Worker": worker_functions(version)}})
+    state, policies = importlib.import_module(STATE), importlib.import_module(POLICIES)
     yield compare_fields(state.EplbModelState, _FIELDS)
     yield compare_fields(state.AsyncEplbLayerResult, ("layer_idx",))
     yield from _compare_planner(state, policies)
-    wrapper = {"initialize_from_config": "self kv_cache_configs"}
-    yield from compare_signatures(load(WORKERS).WorkerWrapperBase, wrapper)
-    yield from compare_signatures(load(_WORKER).Worker, worker_functions(version))
 
 
 def _compare_planner(state: ModuleType, policies: ModuleType) -> Iterator[Hook]:
@@ -131,11 +132,5 @@ def _compare_planner(state: ModuleType, policies: ModuleType) -> Iterator[Hook]:
 
 
 def report() -> EngineReport | None:
-    """Compare the installed vLLM, and change nothing of it; None if there is none."""
-    if importlib.util.find_spec("vllm") is None:
-        return None
-    try:
-        version = str(importlib.import_module("vllm").__version__)
-    except (ImportError, AttributeError):
-        version = "of unknown version"
-    return EngineReport("vllm", version, KNOWN_VERSIONS, tuple(compare(version)))
+    """Compare the installed vLLM; see `report_of`."""
+    return report_of("vllm", "vLLM", "vllm", KNOWN_VERSIONS, compare)

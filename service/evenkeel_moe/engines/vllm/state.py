@@ -1,14 +1,12 @@
 """The parts of vLLM's EPLB state that the plugin reads; vLLM itself is not imported."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.engines.guest.model_facts import shared_experts
-from evenkeel_moe.engines.guest.owned_slots import OwnedSlots
+from evenkeel_moe.engines.guest.model_facts import shared_experts, top_k, widest_expert
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.topology import ModelShape
@@ -45,17 +43,6 @@ class VllmState(Protocol):
     def _update_layer_should_record(self) -> None: ...
 
 
-class VllmWeights(OwnedSlots):
-    """ExpertWeights over `model.expert_weights`, whose tensors have one row per slot; read only."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def tensors(self, layer: int, local_slot: int) -> Sequence[Tensor]:
-        """Return all tensors of the expert in a slot, also the scales."""
-        return [tensor[local_slot] for tensor in self._model.expert_weights[layer]]
-
-
 def read_map(state: VllmModelState) -> NDArray[np.int64]:
     """Return the (L, S) int64 map in use; waits for the device."""
     return np.asarray(state.physical_to_logical_map.cpu().numpy(), np.int64)
@@ -76,28 +63,18 @@ def read_shape(state: VllmModelState, num_ranks: int) -> ModelShape:
             f"the model has weights of {len(model.expert_weights)} MoE layers here and maps of"
             f" {int(model.num_moe_layers)}: vLLM itself cannot move experts of this pipeline stage"
         )
-    widest = max(sum(tensor[0].nbytes for tensor in layer) for layer in model.expert_weights)
+    layer = next(iter(model.moe_layers))
+    owners = (layer, getattr(layer, "moe_config", None), getattr(layer, "router", None))
     return ModelShape(
         num_layers=int(model.num_moe_layers),
         num_logical_experts=int(model.num_logical_experts),
         num_ranks=num_ranks,
         slots_per_rank=slots // num_ranks,
-        top_k=_top_k(model),
-        bytes_per_expert=widest,
+        top_k=top_k(owners, ("top_k", "experts_per_token", "num_experts_per_tok")),
+        bytes_per_expert=widest_expert(model.expert_weights),
         num_expert_groups=int(model.num_expert_groups) or 1,
         shared_experts=shared_experts(getattr(model, "config", None)),
     )
-
-
-def _top_k(model: Any) -> int:
-    """Return the experts per token of the first MoE layer, under any of vLLM's names for it."""
-    layer = next(iter(model.moe_layers))
-    for owner in (layer, getattr(layer, "moe_config", None), getattr(layer, "router", None)):
-        for name in ("top_k", "experts_per_token", "num_experts_per_tok"):
-            value = getattr(owner, name, None)
-            if isinstance(value, int) and value > 0:
-                return value
-    raise InvalidInput(f"{type(layer).__name__} does not tell how many experts a token uses")
 
 
 def is_draft(model_config: Any, model_name: str | None = None) -> bool:
