@@ -16,7 +16,6 @@ from tests.chaos.judge.verdict import judge
 from tests.chaos.processes import MARK, marked
 from tests.chaos.schedule import Fault, make_schedule
 from tests.chaos.system import FORGET_AFTER_S
-from tests.quint.chaos import chaos_verdict
 from tests.waiting import until
 
 __all__ = ["Result", "run_chaos"]
@@ -104,10 +103,6 @@ async def run_chaos(
     for line in verdict.lines():
         say(line)
     result.broken += [f"the judge found a breach of {breach}" for breach in verdict.breaches]
-    line, refused = await asyncio.to_thread(chaos_verdict, folder)
-    say(line)
-    if refused:
-        result.broken.append(f"the model of the switch refuses the run: {refused}")
     return result
 
 
