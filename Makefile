@@ -116,9 +116,9 @@ soak: .venv/ready ## Runs hostile peers beside honest groups.
 	$(BIN)/python -m tests.soak --seconds $$(($(or $(MINUTES),60) * 60)) --seed $(or $(SEED),1)
 
 # Changes the code of PATHS in small wrong ways, one at a time; fails if no test notices one of them.
-# All of protocol/ takes about an hour on one core. FLAGS=--again runs only the survivors again.
+# All of protocol/ takes some hours on one core.
 mutants: .venv/ready ## Changes code in small wrong ways that tests must notice.
-	nice -n 10 $(BIN)/python -m tests.mutation $(FLAGS) $(or $(PATHS),service/evenkeel_moe/protocol)
+	nice -n 10 $(BIN)/python -m tests.mutation $(or $(PATHS),service/evenkeel_moe/protocol)
 
 sim: .venv/ready ## Simulates whole fleets with faults.
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),20000)

@@ -26,9 +26,9 @@ from tests.agent.ranks import (
     two_rank_placements,
 )
 from tests.contracts.memory_transport import Fabric, MemoryTransport
-from tests.sim.agents.fabric import Fabric as SimFabric
-from tests.sim.agents.run import AgentWorld
-from tests.sim.agents.threads import SimThreads
+from tests.sim.fabric import Fabric as SimFabric
+from tests.sim.run import FleetWorld
+from tests.sim.threads import SimThreads
 from tests.waiting import deadline
 
 
@@ -74,7 +74,7 @@ class Simulated(Gloo):
     """The same transport in virtual time; all ranks are threads of one process."""
 
     def __init__(self, size):
-        self.world = AgentWorld(0)
+        self.world = FleetWorld(0)
         self.world.calm = True
         self.threads = SimThreads(self.world)
         self.fabric = SimFabric(self.world, size, lambda rank: None)

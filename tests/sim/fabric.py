@@ -10,8 +10,8 @@ import torch
 
 from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.errors import Unavailable
-from tests.sim.agents.threads import SimThreads
 from tests.sim.checks import UNMATCHED_OPERATION
+from tests.sim.threads import SimThreads
 
 CONNECT_S = 1.0
 """A rank waits so long for the others when they connect."""

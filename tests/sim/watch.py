@@ -4,16 +4,16 @@ from evenkeel_moe.protocol.messages import MigrationDisabled, MigrationEnabled
 from tests.sim.checks import NO_LOCK
 
 
-def watched(site, participant_type: type, gate_type: type) -> tuple[type, type]:
-    """Return both machines, changed for one site.
+def watched(rank, participant_type: type, gate_type: type) -> tuple[type, type]:
+    """Return both machines, changed for one rank.
 
     A thread that uses them without the agent's lock may see half of what another thread does. It
     must hold the lock, except to set the flag that refuses waves.
     """
-    rank, world = site.rank, site.world
+    world = rank.world
 
     def check(what: str) -> None:
-        if site.agent is not None and not site.agent._lock.mine:
+        if rank.agent is not None and not rank.agent._lock.mine:
             world.checks.fail(NO_LOCK, f"rank {rank.rank} calls {what} without the agent's lock")
 
     class WatchedParticipant(participant_type):  # type: ignore[misc]
@@ -23,7 +23,7 @@ def watched(site, participant_type: type, gate_type: type) -> tuple[type, type]:
             before = self.state
             actions = super().handle(event, now)
             if self.state is not before:
-                rank.told(f"rank is {self.state}", site)
+                rank.told(f"rank is {self.state}")
             return actions
 
         def snapshot(self, now):
@@ -33,11 +33,11 @@ def watched(site, participant_type: type, gate_type: type) -> tuple[type, type]:
     class WatchedGate(gate_type):  # type: ignore[misc]
         def begin_poll(self, now):
             check("Gate.begin_poll")
-            state = site.agent._participant.state
-            rank.told("rank polls armed" if state == "armed" else "rank polls", site)
+            state = rank.agent._participant.state
+            rank.told("rank polls armed" if state == "armed" else "rank polls")
             vector = super().begin_poll(now)
             if vector[-1] == 1:
-                rank.told("rank polls to drop", site)
+                rank.told("rank polls to drop")
             return vector
 
         def handle(self, event, now):

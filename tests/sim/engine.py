@@ -24,9 +24,9 @@ def expert_of(tensors) -> tuple:
 class SlotMemory:
     """The slots of one rank; implements `ExpertWeights`. A pool gives empty slots no memory."""
 
-    def __init__(self, site) -> None:
-        self.site = site
-        shape = site.shape
+    def __init__(self, rank) -> None:
+        self.rank = rank
+        shape = rank.shape
         pool = shape.pool_slots_per_rank
         count = pool if pool is not None else shape.num_layers * shape.slots_per_rank
         self.buffers = [
@@ -43,7 +43,7 @@ class SlotMemory:
             for layer in range(shape.num_layers)
             for local in range(shape.slots_per_rank)
         ]
-        self.reserve([slot for slot in slots if not shape.pooled or site.expert_at(*slot) >= 0])
+        self.reserve([slot for slot in slots if not shape.pooled or rank.expert_at(*slot) >= 0])
 
     def tensors(self, layer: int, local_slot: int):
         return self.buffers[self.table[layer, local_slot]]
@@ -58,7 +58,7 @@ class SlotMemory:
 
     def release(self, slots) -> None:
         """Free slots, at a swap or after a cancelled wave."""
-        for slot in slots if self.site.shape.pooled else ():
+        for slot in slots if self.rank.shape.pooled else ():
             self.free.append(self.table.pop(slot))
 
     def renew(self, slots) -> None:
@@ -82,9 +82,9 @@ class SlotMemory:
     def fill(self) -> None:
         """Load every slot of the map from the checkpoint."""
         for layer, local in self.table:
-            expert = self.site.expert_at(layer, local)
+            expert = self.rank.expert_at(layer, local)
             if expert >= 0:
-                loaded = expert_tensors(self.site.version, layer, expert)
+                loaded = expert_tensors(self.rank.version, layer, expert)
                 for tensor, value in zip(self.tensors(layer, local), loaded, strict=True):
                     tensor.copy_(value)
                 self.renew([(layer, local)])
@@ -93,13 +93,13 @@ class SlotMemory:
 class Tables:
     """The router's rows on one rank; implements `MapInstaller`."""
 
-    def __init__(self, site) -> None:
-        self.site = site
+    def __init__(self, rank) -> None:
+        self.rank = rank
 
     def build(self, layers, rows, epoch: int):
         """Build the tables, which takes time: the engine goes on meanwhile."""
-        self.site.rank.threads.sleep(0.01 * self.site.world.rng.random())
+        self.rank.threads.sleep(0.01 * self.rank.world.rng.random())
         return tuple(layers), np.array(rows, np.int32), epoch
 
     def install(self, built) -> None:
-        self.site.installed(*built)
+        self.rank.installed(*built)
