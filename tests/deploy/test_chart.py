@@ -15,7 +15,6 @@ from deploy.generate import described
 from tests.deploy.chart import (
     CHART,
     CUSTOM,
-    ROOT,
     VALUES,
     container,
     every_values,
@@ -29,7 +28,7 @@ from tests.deploy.chart import (
 )
 
 pytestmark = pytest.mark.deploy
-BOARDS = ROOT / "deploy" / "grafana" / "dashboards"
+BOARDS = CHART / "dashboards"
 
 
 # --- renders, and is what Kubernetes takes --------------------------------------------------------
@@ -257,7 +256,6 @@ def test_a_releases_dashboards_show_its_own_thresholds():
     assert own["prometheusRule"]["thresholds"]["balancednessMin"] == 0.8
     seconds = "prometheusRule.thresholds.certificateExpirySeconds=1209600"
     changed = _boards("all-on", seconds)
-    assert {json.dumps(board).count("${balancedness") for board in changed.values()} == {0}
     for name, board in plain.items():
         before, after = _bounds(board), _bounds(changed[name])
         # timeBalanceMin has the same default and stays.
@@ -265,12 +263,6 @@ def test_a_releases_dashboards_show_its_own_thresholds():
         more = after - before
         assert moved >= 1 and (more[0.8], more[0.9]) == (moved, moved), name
         assert (before[604800], after[604800]) == (after[1209600], 0)
-
-
-def test_every_bound_in_the_charts_dashboards_is_a_threshold_of_its_alerts():
-    for path in (CHART / "dashboards").glob("*.json"):
-        named = set(re.findall(r'"value": "\$\{(\w+)(?:\.halfwayToOne)?\}"', path.read_text()))
-        assert named and named <= set(values()["prometheusRule"]["thresholds"])
 
 
 # --- values ---

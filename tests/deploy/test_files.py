@@ -157,8 +157,8 @@ def test_the_provisioned_source_and_folder_are_what_the_dashboards_expect():
     assert source["jsonData"]["timeInterval"] == scraped["global"]["scrape_interval"]
     provider = yaml.safe_load((ROOT / "deploy/grafana/dashboards.yaml").read_text())["providers"][0]
     mounts = compose()["services"]["grafana"]["volumes"]
-    assert f"../grafana/dashboards:{provider['options']['path']}:ro" in mounts
-    assert (ROOT / "deploy" / "grafana" / "dashboards" / "evenkeel-fleet.json").exists()
+    assert f"../../helm/evenkeel/dashboards:{provider['options']['path']}:ro" in mounts
+    assert (ROOT / "helm" / "evenkeel" / "dashboards" / "evenkeel-fleet.json").exists()
 
 
 @pytest.mark.parametrize("name", ["prometheus.yaml", "local.yaml"])
