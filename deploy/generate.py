@@ -1,6 +1,7 @@
 """Generates dashboards, rules, runbook pages, the chart's schema, and tables of settings.
 
-`python -m deploy.generate` writes them; a test checks that they are up to date. The sources are
+`python -m deploy.generate` writes them; a test checks that they are up to date, all but the pages,
+which are not checked in. The sources are
 deploy/dashboards/, helm/evenkeel/rules/, helm/evenkeel/values.yaml, and the settings of the
 service.
 """
@@ -17,7 +18,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from deploy.chart_values import CHART, ROOT, Bound, values
 from deploy.dashboards import dashboards
-from deploy.runbook_pages import runbook_pages
+from deploy.runbook_pages import write_pages
 from deploy.settings_reference import settings_page
 from evenkeel_moe.ports.status import HealthBounds
 from evenkeel_moe.settings import Settings
@@ -53,7 +54,7 @@ def generated() -> dict[Path, str]:
     files[CHART / "README.md"] = _TABLE.sub(
         lambda found: found[1] + values_table() + found[2], readme
     )
-    return files | runbook_pages()
+    return files
 
 
 def _json(board: object) -> str:
@@ -316,6 +317,7 @@ def main() -> None:
     for path, text in generated().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    write_pages()
 
 
 if __name__ == "__main__":
