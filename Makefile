@@ -6,7 +6,7 @@ PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
 .PHONY: demo help test faults test-engines test-vllm test-gpu gpu-report test-deploy test-console
-.PHONY: example-join example-qwen3moe check sim explore mutants quint chaos fuzz soak
+.PHONY: example-join example-qwen3moe check sim explore mutants quint chaos fuzz
 .PHONY: format console-vendor console-images readme-picture
 .PHONY: proto verify-proto
 .PHONY: proto-breaking proto-release deploy-files requirements sbom clean
@@ -104,16 +104,15 @@ check: .venv/installed ## Runs the linters, the type checker and the checks of s
 	$(MAKE) verify-proto
 
 # Kills, pauses and disconnects real processes for ten minutes; fails if a check is violated.
+# PEERS=1 lets hostile peers attack instead, usually longer (SECONDS=3600); fails if the honest ranks
+# lose anything, or a controller's memory grows without bound.
 chaos: .venv/ready ## Kills, pauses and disconnects real processes.
-	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
+	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1) \
+	  $(if $(PEERS),--peers)
 
 # Gives every parser wrong input for so many seconds. What made one fail is kept in the corpus.
 fuzz: .venv/ready ## Gives every parser wrong input.
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600)
-
-# Runs hostile peers beside honest groups for so many minutes; fails if the groups lose anything.
-soak: .venv/ready ## Runs hostile peers beside honest groups.
-	$(BIN)/python -m tests.soak --seconds $$(($(or $(MINUTES),60) * 60)) --seed $(or $(SEED),1)
 
 # Changes the code of PATHS in small wrong ways, one at a time; fails if no test notices one of them.
 # All of protocol/ takes some hours on one core.

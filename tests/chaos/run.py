@@ -13,6 +13,8 @@ import psutil
 from tests.chaos import checks
 from tests.chaos.arena import Arena
 from tests.chaos.judge.verdict import judge
+from tests.chaos.peers import SETTINGS as LIMITS
+from tests.chaos.peers import Attack
 from tests.chaos.processes import MARK, marked
 from tests.chaos.schedule import Fault, make_schedule
 from tests.chaos.system import FORGET_AFTER_S
@@ -43,6 +45,7 @@ async def run_chaos(
     schedule: tuple[list[Fault], list[Fault]] | None = None,
     least_plans: int | None = None,
     least_through: int | None = None,
+    peers: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Inject faults into a whole system for a period, and check the result.
@@ -53,8 +56,11 @@ async def run_chaos(
         schedule: the faults; None draws them from the seed.
         least_plans: the fewest plans that must be committed during faults; None: 20 per 600 s.
         least_through: the fewest of them that must survive a failover; None: 5 per 600 s.
+        peers: let hostile peers attack in place of faults; the honest ranks must lose nothing.
     """
-    result, arena = Result(), Arena(folder, seed, num_ranks)
+    if peers:
+        schedule, least_plans, least_through = ([], []), 0, 0
+    result, arena = Result(), Arena(folder, seed, num_ranks, settings=LIMITS if peers else {})
     fds_before = psutil.Process().num_fds()
     end_operator, end_watch = asyncio.Event(), asyncio.Event()
     tasks: list[asyncio.Task[None]] = []
@@ -70,6 +76,10 @@ async def run_chaos(
             asyncio.create_task(arena.dump_store(end_watch), name="dumps"),
         ]
         plays = [asyncio.create_task(arena.play(faults, began, say)) for faults in (main, noise)]
+        if peers:
+            attack = Attack(await arena.target(), arena.controllers, seed)
+            await attack.run(seconds)
+            _note_attack(attack, result)
         # A fault waits for a plan and for what it struck, so a busy machine takes longer.
         await _all(plays, tasks, 1.5 * seconds + 240)
         await _check_living(arena, result, fds, end_operator, tasks)
@@ -104,6 +114,13 @@ async def run_chaos(
         say(line)
     result.broken += [f"the judge found a breach of {breach}" for breach in verdict.breaches]
     return result
+
+
+def _note_attack(attack: Attack, result: Result) -> None:
+    result.broken += dict.fromkeys(attack.broken)
+    result.figures["growth of memory, MiB"] = attack.most_growth >> 20
+    for (peer, words), count in sorted(attack.met.items()):
+        result.figures[f"peer {peer}: {words}"] = count
 
 
 async def _all(
