@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
-.PHONY: demo help test faults test-engines test-vllm test-gpu gpu-report test-deploy test-console
+.PHONY: demo help test test-slow faults test-engines test-vllm test-gpu gpu-report test-deploy test-console
 .PHONY: example-join example-qwen3moe check sim explore mutants quint chaos fuzz
 .PHONY: format console-vendor console-images readme-picture
 .PHONY: proto verify-proto
@@ -22,6 +22,10 @@ demo: .venv/ready ## Shows a real engine that loses and regains its balance.
 test: .venv/installed ## Checks the code and runs all tests that need nothing else.
 	$(MAKE) -j2 .venv/ready check
 	$(BIN)/pytest -n 3 --dist worksteal
+
+# CI runs these too. `make test` has the shorter tests of the same parts.
+test-slow: .venv/ready ## Runs the tests that take about a minute each.
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 # Tests of faults with engines or a browser run with the other tests of that kind.
 faults: .venv/ready ## Runs the tests of faults that people met and lists them.

@@ -41,8 +41,8 @@ SETTINGS = {
     "GRPC__MAX_STREAMS": "64",
     "INGEST__MAX_DEPLOYMENTS": "64",
     "INGEST__MAX_NEW_DEPLOYMENTS": "16",
-    # Nothing fails here, so a lease that is lost is a fault: store and ranks may answer late, because
-    # their proxies share a process with the peers.
+    # Nothing fails here, so a lost lease is a fault. Store and ranks may answer late, because their
+    # proxies share a process with the peers.
     "LEADER__LEASE_S": "15",
     "LEADER__RENEW_S": "3",
     "REDIS__TIMEOUT_S": "4",
@@ -359,9 +359,10 @@ class Attack:
         rng = random.Random(self.seed * 1000 + number)
         while True:
             for peer in rng.sample(list(self.peers), len(self.peers)):
-                self.met[peer.__name__, await self._become(peer, rng)] += 1
+                self.met[peer.__name__, await self.become(peer, rng)] += 1
 
-    async def _become(self, peer: Peer, rng: random.Random) -> str:
+    async def become(self, peer: Peer, rng: random.Random) -> str:
+        """Be one peer once; return what became of it."""
         try:
             async with asyncio.timeout(_PEER_WITHIN_S):
                 words = await peer(self.target, rng)
