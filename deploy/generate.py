@@ -193,11 +193,6 @@ def values_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def described() -> set[tuple[str, ...]]:
-    """Return the paths of the keys that have a description."""
-    return {row.path for row in _rows()}
-
-
 # --- the schema ---
 
 _QUANTITY: dict[str, Any] = {

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from deploy.chart_values import values
-from deploy.generate import described
 from tests.deploy.chart import (
     CHART,
     CUSTOM,
@@ -268,18 +267,6 @@ def test_a_releases_dashboards_show_its_own_thresholds():
 # --- values ---
 
 
-def leaves(value, path=()):
-    if isinstance(value, dict) and value and path not in described():
-        for key, inner in value.items():
-            yield from leaves(inner, (*path, key))
-    else:
-        yield path
-
-
-def test_every_value_is_described():
-    assert [".".join(path) for path in leaves(values()) if path not in described()] == []
-
-
 @pytest.mark.parametrize(
     ("sets", "where"),
     [
@@ -337,19 +324,6 @@ def test_the_notes_name_objects_that_exist(name, tmp_path):
     secret = only(name, "StatefulSet")["spec"]["template"]["spec"]["volumes"]
     tokens = [one["secret"]["secretName"] for one in secret if one["name"] == "api-tokens"]
     assert re.findall(r"get secret (\S+)", text) == tokens
-
-
-def test_the_notes_say_what_is_missing(tmp_path):
-    default, full = notes(tmp_path, "default"), notes(tmp_path, "all-on")
-    for words in (
-        "Not scraped yet",
-        "No alerts yet",
-        "In mode observe no plan starts by itself",
-        "lost with the pod",
-    ):
-        assert words in default
-    assert "Not scraped yet" not in full
-    assert "mode auto" in full
 
 
 def test_the_test_pod_asks_all_three_ports_and_its_program_is_python():

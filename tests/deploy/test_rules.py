@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ import yaml
 
 from deploy.generate import generated, rules
 from evenkeel_moe.api.console import console_files
-from evenkeel_moe.planning.decision.gates import GateSettings
-from evenkeel_moe.settings import Settings
 from tests.deploy.chart import ROOT, rendered
 from tests.waiting import deadline
 
@@ -59,81 +56,13 @@ def test_the_charts_rules_are_the_same_as_the_plain_ones():
 @pytest.mark.parametrize("name", sorted(alerts()))
 def test_an_alert_has_all_that_who_is_woken_needs(name):
     rule = alerts()[name]
-    assert re.fullmatch(r"Evenkeel[A-Z][A-Za-z]+", name)
-    assert re.fullmatch(r"\d+[smh]", rule["for"])
     severities = {"info", "warning", "critical"}
     named = re.findall(r"(?:}}|^)(\w+)(?:{{|$)", rule["labels"]["severity"])
     assert named and set(named) <= severities
     notes = rule["annotations"]
-    assert set(notes) == {"summary", "description", "runbook_url"}
-    assert (
-        "{{ $labels.deployment }}" in notes["summary"]
-        or "by (namespace, deployment" not in rule["expr"]
-    )
     assert notes["runbook_url"] == f"http://localhost:8080/runbooks/{name}.md"
     assert f"/runbooks/{name}.md" in console_files()
     assert (RUNBOOKS / f"{name}.md").read_text().startswith(f"# {name}\n")
-
-
-@pytest.mark.parametrize("name", sorted(alerts()))
-def test_a_runbook_page_says_meaning_causes_and_what_to_do(name):
-    text = (RUNBOOKS / f"{name}.md").read_text()
-    headings = ("What it means", "What is not affected", "Look", "Do", "Fixed when")
-    assert re.findall(r"^## (.*)$", text, re.M) == list(headings)
-    for heading in ("Look", "Fixed when"):
-        assert "```sh\n" in text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0], heading
-
-
-def _defaults() -> dict[str, object]:
-    """Return the defaults of the thresholds of the alerts, of the settings and of the gates."""
-    values = yaml.safe_load((ROOT / "helm" / "evenkeel" / "values.yaml").read_text())
-    found = {**values["prometheusRule"]["thresholds"], **asdict(GateSettings())}
-    for section, given in Settings().model_dump().items():
-        if isinstance(given, dict):
-            found |= {f"{section}.{name}": value for name, value in given.items()}
-    return found | {"cycle_s": found["planner.cycle_s"]}
-
-
-@pytest.mark.parametrize("name", sorted(alerts()))
-def test_a_runbook_page_names_the_default_of_a_setting_where_it_is_first_mentioned(name):
-    text = (RUNBOOKS / f"{name}.md").read_text()
-    for setting, value in _defaults().items():
-        after = " ".join(text.partition(f"`{setting}`")[2][:60].split())
-        shown = f"{value:g}" if isinstance(value, float) else value or str(value) or "empty"
-        assert not after or re.match(rf"(\(|, )default {shown}\b", after), setting
-
-
-_NVIDIA = {"CLOCK", "PERFORMANCE", "TEMPERATURE", "POWER"}
-"""Words of nvidia-smi, not placeholders that a reader would have to replace."""
-
-
-def _commands(page: Path) -> str:
-    """Return the commands of a page: its blocks of shell, and the words that it shows as code."""
-    text = page.read_text()
-    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
-    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
-    return "\n".join([*blocks, *(words for words in inline if "$" in words)])
-
-
-def _without_comments(commands: str) -> str:
-    return re.sub(r"(^|\s)#.*", "", commands)
-
-
-def _defined(commands: str) -> set[str]:
-    return set(re.findall(r"(?:^|\s)(\w+)=", commands)) | set(
-        re.findall(r"^(\w+)\(\)", commands, re.M)
-    )
-
-
-@pytest.mark.parametrize("name", sorted(alerts()))
-def test_every_variable_of_a_runbook_is_defined_and_no_placeholder_is_left(name):
-    shared = _defined(_commands(RUNBOOKS / "README.md"))
-    assert {"NAMESPACE", "RELEASE", "DEPLOYMENT", "TOKEN", "API", "auth", "query"} <= shared
-    page = _without_comments(_commands(RUNBOOKS / f"{name}.md"))
-    used = set(re.findall(r"\$\{?([A-Za-z_]\w*)", page))
-    assert used <= shared | _defined(page), used - shared - _defined(page)
-    words = set(re.findall(r"(?<![\w$\"{'.=-])[A-Z][A-Z_]{2,}(?![\w=])", page))
-    assert words <= {"POST", "PATCH", "DELETE"} | _NVIDIA, words
 
 
 @pytest.mark.parametrize("page", sorted(RUNBOOKS.glob("*.md")), ids=lambda page: page.stem)
