@@ -35,6 +35,8 @@ LARGE = ModelShape(64, 512, 2, 512, 2, 64)
 """A map of 262,144 bytes."""
 OTHER = ModelShape(3, 16, 1, 16, 2, 64)
 TAKEN = "taken"
+ELSEWHERE = "NotLeader"
+"""The answer for a made-up name that another replica leads."""
 MOST_GROWTH_BYTES = 700 << 20
 """The bytes that may wait (256 MiB), what decodes them, and the bodies of some requests."""
 SETTINGS = {
@@ -90,6 +92,11 @@ def _told(answer: Any) -> str:
     return str(reason.value if hasattr(reason, "value") else reason) if reason else TAKEN
 
 
+def _joined(answers: set[str]) -> str:
+    """Return the answers of several ranks in words, without those of replicas that do not lead."""
+    return " ".join(sorted(answers - {ELSEWHERE}) or [ELSEWHERE])
+
+
 async def _ended(call: Any, within_s: float) -> str:
     """Return the status with which a stream ends.
 
@@ -127,19 +134,22 @@ async def silent_ranks(target: Target, rng: random.Random) -> str:
 async def half_open(target: Target, rng: random.Random) -> str:
     """Connections to REST and metrics that send half a request."""
     opened = []
-    for number in range(700):
-        controller = target.controller
-        port = controller.rest_port if number % 2 else controller.metrics_port
-        with contextlib.suppress(OSError):
-            opened.append(await asyncio.open_connection("127.0.0.1", port))
-            opened[-1][1].write(b"GET / HTTP/1.1\r\n")
-    await asyncio.sleep(rng.uniform(1, 25))
     closed = 0
-    for reader, writer in opened:
-        with contextlib.suppress(TimeoutError, OSError):
-            await asyncio.wait_for(reader.read(), 0.001)
-            closed += 1
-        writer.close()
+    try:
+        for number in range(700):
+            controller = target.controller
+            port = controller.rest_port if number % 2 else controller.metrics_port
+            with contextlib.suppress(OSError):
+                opened.append(await asyncio.open_connection("127.0.0.1", port))
+                opened[-1][1].write(b"GET / HTTP/1.1\r\n")
+        await asyncio.sleep(rng.uniform(1, 25))
+        for reader, _ in opened:
+            with contextlib.suppress(TimeoutError, OSError):
+                await asyncio.wait_for(reader.read(), 0.001)
+                closed += 1
+    finally:
+        for _, writer in opened:
+            writer.transport.abort()
     return "some or all were closed" if closed else "none was closed"
 
 
@@ -178,7 +188,7 @@ async def new_names(target: Target, rng: random.Random) -> str:
         async with Group(f"name-{next(_numbers)}") as group:
             group.ranks[0].term = rng.randrange(3)
             answers.add(_told(await group.ranks[0].connect(target.address)))
-    return " ".join(sorted(answers))
+    return _joined(answers)
 
 
 async def oversized(target: Target, rng: random.Random) -> str:
@@ -215,7 +225,7 @@ async def large_maps(target: Target, rng: random.Random) -> str:
         for _ in range(rng.randrange(40)):
             await group.ranks[0].send_wire(wire)
         placement = await _placement(target, name)
-    return " ".join((*sorted(answers), f"placement {placement}"))
+    return f"{_joined(answers)} placement {placement}"
 
 
 async def _placement(target: Target, name: str) -> str:
@@ -255,7 +265,7 @@ async def bad_records(target: Target, _rng: random.Random) -> str:
     async with Group(DEMO) as group:
         answers = {_told(await rank.connect(target.address)) for rank in group.ranks}
         await target.controller.get(f"/v1/deployments/{DEMO}")
-    return " ".join(sorted(answers))
+    return _joined(answers)
 
 
 async def hostile_clients(target: Target, rng: random.Random) -> str:
@@ -286,20 +296,21 @@ PEERS: dict[Peer, tuple[str, ...]] = {
     two_shapes: (
         "shape_disagrees, shape_disagrees",
         f"{_LIMIT}, shape_disagrees",
+        f"{ELSEWHERE}, shape_disagrees",
         # Two of these peers use one name at the same time.
         "stale_incarnation, shape_disagrees",
     ),
-    new_names: (TAKEN, _LIMIT, f"{_LIMIT} {TAKEN}"),
+    new_names: (TAKEN, _LIMIT, f"{_LIMIT} {TAKEN}", ELSEWHERE),
     oversized: ("OK", "RESOURCE_EXHAUSTED", "CANCELLED", "UNAVAILABLE", "INTERNAL"),
     compressed: ("UNIMPLEMENTED", "INTERNAL"),
     large_maps: tuple(
         f"{words} placement {placement}"
-        for words in (TAKEN, _LIMIT)
+        for words in (TAKEN, _LIMIT, ELSEWHERE)
         for placement in ("answered", "unknown yet")
     ),
     large_bodies: tuple(f"{status} in less than 64 KiB" for status in (400, 413, 422)),
     wrong_requests: ("404", "409", "422", "404 422", "409 422"),
-    bad_records: (TAKEN, _LIMIT),
+    bad_records: (TAKEN, _LIMIT, ELSEWHERE),
     hostile_clients: ("went on for 3 s",),
     taken_over_rank: ("stale_incarnation",),
 }
