@@ -1,19 +1,25 @@
-"""Ranks whose messages are valid each for itself and contradict each other."""
+"""Hostile peers: ranks that contradict each other, and strangers at the ports of a controller."""
 
 import asyncio
+import socket
 from typing import Any
 
+import grpc
+import psutil
 import pytest
 
 from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.terms import MAX_TERM
+from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire import link
+from tests.adapters.serving import Authority
 from tests.integration.controller_rig import Controller, Group
-from tests.waiting import deadline, until
+from tests.waiting import deadline, slowness, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
 ONE_RANK = ModelShape(2, 8, 1, 8, 2, 64)
 OTHER = ModelShape(3, 16, 1, 16, 2, 64)
 
@@ -180,3 +186,140 @@ async def test_many_groups_of_a_stranger_cost_no_lease(tmp_path):
         assert after["term"] == before["term"]
     for event in ("store_lost", "lease_lost", "lease_not_acquired", "lease_not_released"):
         assert not controller.events(event)
+
+
+# --- requests of strangers, who have no token, to the REST API and to the metrics -----------------
+
+
+BODY_BYTES = 8 << 20
+
+
+async def answer_to(port: int, request: bytes) -> bytes:
+    """Return the first line of the answer, while the connection is still open."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        line = await asyncio.wait_for(reader.readline(), deadline(20))
+        return line.rstrip()
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered"),
+    [("POST /healthz", b"HTTP/1.1 401 Unauthorized"), ("GET /healthz", b"HTTP/1.1 200 OK")],
+)
+async def test_bodies_of_strangers_are_not_waited_for(tmp_path, asked, answered):
+    """A hundred that lacked their last byte took 830 MiB."""
+    head = f"{asked} HTTP/1.1\r\nHost: a\r\nContent-Length: {BODY_BYTES}\r\n\r\n".encode()
+    request = head + b"x" * (BODY_BYTES - 1)
+    async with Controller(tmp_path) as controller:
+        port = controller.ports["rest"]
+        found = await asyncio.gather(*(answer_to(port, request) for _ in range(10)))
+        assert found == [answered] * 10
+
+
+@pytest.mark.fault(
+    "a controller with a crowd at its port", "480 clients that never read made its probes fail"
+)
+@pytest.mark.parametrize(
+    ("path", "address"),
+    [("/", "127.0.0.2"), ("/healthz", "127.0.0.2"), ("/", "127.0.0.1"), ("/readyz", "127.0.0.1")],
+)
+async def test_probes_are_answered_beside_a_crowd_that_does_not_read(tmp_path, path, address):
+    """Also where a network puts its own address in the place of all others.
+
+    Measured is the processor's time until all are answered, which no other process changes.
+    """
+    async with Controller(tmp_path) as controller:
+        port, process = controller.ports["rest"], psutil.Process(controller.process.pid)
+        opened = [socket.create_connection(("127.0.0.1", port)) for _ in range(480)]
+        try:
+            began = sum(process.cpu_times()[:2])
+            for one in opened:
+                one.setblocking(False)
+                one.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode() * 500)
+            for probe in ["/healthz", "/readyz"] * 3:
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", port, local_addr=(address, 0)
+                )
+                writer.write(f"GET {probe} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+                line = await asyncio.wait_for(reader.readline(), deadline(20))
+                writer.close()
+                assert line.startswith(b"HTTP/1.1 200")
+            used_s = sum(process.cpu_times()[:2]) - began
+        finally:
+            for one in opened:
+                one.close()
+        # The chart's probes wait 3 s.
+        assert used_s < 2 * max(1.0, slowness())
+
+
+# --- connections that gRPC's core refuses by itself -----------------------------------------------
+
+
+MANY = 300
+
+
+async def send_gzip(port: int, count: int) -> None:
+    """Begin streams whose messages are compressed."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(
+        f"127.0.0.1:{port}", options, grpc.Compression.Gzip
+    ) as channel:
+        stub = agent_pb2_grpc.RankLinkStub(channel)
+        calls = [stub.Attach() for _ in range(count)]
+        assert {await call.code() for call in calls} == {grpc.StatusCode.UNIMPLEMENTED}
+
+
+async def send_clear_text(port: int, count: int) -> None:
+    """Speak HTTP without TLS, until the connection ends."""
+    for _ in range(count):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        try:
+            await asyncio.wait_for(reader.read(), deadline(20))
+        except ConnectionError:
+            pass
+        writer.close()
+
+
+@pytest.mark.fault(
+    "an operator who reads the log", "refused connections wrote 1,000 lines past it, not counted"
+)
+@pytest.mark.parametrize(
+    ("send", "words"), [(send_gzip, "'gzip' is disabled"), (send_clear_text, "HTTP_REQUEST")]
+)
+async def test_what_the_core_refuses_is_counted_and_logged_once_a_second(tmp_path, send, words):
+    tls = {}
+    if send is send_clear_text:
+        authority = Authority(tmp_path)
+        authority.issue("server")
+        tls = {
+            f"GRPC__{name.upper()}": str(path)
+            for name, path in authority.files("server").items()
+            if name != "tls_client_ca_file"
+        }
+    async with Controller(tmp_path / "data", **tls) as controller:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await send(controller.ports["grpc"], MANY)
+        sent = MANY
+        assert not controller.noise, "lines that are no JSON"
+
+        def rows() -> list[dict]:
+            return [row for row in controller.events("grpc_core") if words in row["detail"]]
+
+        def told() -> int:
+            return len(rows()) + sum(row.get("left_out", 0) for row in rows())
+
+        async def counted() -> bool:
+            nonlocal sent
+            await send(controller.ports["grpc"], 1)
+            sent += 1
+            return told() > 0.9 * sent
+
+        await until(counted, every_s=0.2)
+        assert told() <= sent
+        assert len(rows()) <= loop.time() - began + 1
+        assert not controller.noise
