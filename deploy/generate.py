@@ -18,6 +18,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from deploy.chart_values import CHART, ROOT, Bound, values
 from deploy.dashboards import dashboards
+from deploy.json_text import json_text
 from deploy.runbook_pages import write_pages
 from deploy.settings_reference import settings_page
 from evenkeel_moe.ports.status import HealthBounds
@@ -44,21 +45,18 @@ def generated() -> dict[Path, str]:
     files = {}
     boards = dashboards()
     for name, board in boards.items():
-        files[CHART / "dashboards" / f"{name}.json"] = _json(board)
+        plain = json.loads(JSONEncoder().encode(board))
+        files[CHART / "dashboards" / f"{name}.json"] = json_text(plain)
     files[CHART / "dashboards" / "bounds.yaml"] = _bounds(boards)
     files[ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml"] = rules(selector='job="evenkeel"')
     files[ROOT / "deploy" / "prometheus" / "alertmanager.yaml"] = alertmanager()
-    files[CHART / "values.schema.json"] = json.dumps(_schema(), indent=2) + "\n"
+    files[CHART / "values.schema.json"] = json_text(_schema())
     files[ROOT / "docs" / "settings.md"] = settings_page()
     readme = (CHART / "README.md").read_text(encoding="utf-8")
     files[CHART / "README.md"] = _TABLE.sub(
         lambda found: found[1] + values_table() + found[2], readme
     )
     return files
-
-
-def _json(board: object) -> str:
-    return JSONEncoder(sort_keys=True, indent=2).encode(board) + "\n"
 
 
 _BOUNDS = """\

@@ -15,7 +15,7 @@ from tests.chaos.arena import Arena
 from tests.chaos.judge.verdict import judge
 from tests.chaos.peers import SETTINGS as LIMITS
 from tests.chaos.peers import Attack
-from tests.chaos.processes import MARK, marked
+from tests.chaos.processes import MARK, ControllerProcess, marked
 from tests.chaos.schedule import Fault, make_schedule
 from tests.chaos.system import FORGET_AFTER_S
 from tests.waiting import until
@@ -66,7 +66,7 @@ async def run_chaos(
     tasks: list[asyncio.Task[None]] = []
     try:
         await arena.start()
-        fds = {c.name: psutil.Process(c.pid).num_fds() for c in arena.controllers}
+        fds = {c.name: _descriptors(arena, c) for c in arena.controllers}
         began = time.time()
         say(f"started; {num_ranks} ranks, seed {seed}, {seconds:g} s of faults")
         main, noise = schedule if schedule is not None else make_schedule(seed, seconds)
@@ -136,6 +136,13 @@ async def _all(
             raise AssertionError(f"not over within {within_s:g} s")
 
 
+def _descriptors(arena: Arena, controller: ControllerProcess) -> int:
+    """Return the descriptors of a controller, without its pool of connections to the store."""
+    process, ports = psutil.Process(controller.pid), {node.proxy.port for node in arena.nodes}
+    to_store = [c for c in process.net_connections("tcp") if c.raddr and c.raddr.port in ports]
+    return process.num_fds() - len(to_store)
+
+
 async def _check_living(
     arena: Arena,
     result: Result,
@@ -165,8 +172,9 @@ async def _check_living(
         series = await controller.series()
         result.broken += checks.bad_series(controller.name, series, names)
         held = psutil.Process(controller.pid)
-        result.broken += checks.too_many_fds(controller.name, held.num_fds(), max(fds.values()))
-        result.figures[f"{controller.name} descriptors"] = held.num_fds()
+        now = _descriptors(arena, controller)
+        result.broken += checks.too_many_fds(controller.name, now, max(fds.values()))
+        result.figures[f"{controller.name} descriptors"] = now
         result.figures[f"{controller.name} series"] = len(series)
         result.figures[f"{controller.name} MB"] = round(held.memory_info().rss / 1e6)
     if not await arena.dumps.add(await arena.primary(), final=True):
