@@ -280,11 +280,14 @@ class Rank:
         return m.Ack(wave, self.epoch, self.placement.digest, 0.001)
 
     async def close(self) -> None:
-        if hasattr(self, "call"):
+        if not hasattr(self, "channel"):
+            return
+        # A rank that was cancelled while it connected has no reader.
+        if hasattr(self, "reader"):
             self.call.cancel()
             self.reader.cancel()
             await asyncio.gather(self.reader, return_exceptions=True)
-            await self.channel.close()
+        await self.channel.close()
 
 
 class Group:

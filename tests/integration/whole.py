@@ -1,4 +1,4 @@
-"""A controller process on loopback, as operators start it, for tests with ranks of engines."""
+"""A controller process and a fleet of ranks on loopback, as operators start them."""
 
 import json
 import os
@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.demo.processes import free_ports
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.lines import read_new_lines
+from evenkeel_moe.engines.reference.supervisor import Supervisor
 from tests.waiting import deadline
 
 DEPLOYMENT = "fleet"
@@ -129,6 +133,64 @@ class Served:
         raise AssertionError(
             f"waited {waited:.1f} s for {what}; status {self.status()}\nlog: {self.log()[-3000:]}"
         )
+
+
+class Fleet:
+    """Ranks of the reference engine under one controller."""
+
+    def __init__(self, folder: Path, controllers: tuple[str, ...], **config: object) -> None:
+        known: dict = {
+            "run_folder": str(folder),
+            "num_ranks": 4,
+            "deployment": DEPLOYMENT,
+            "controllers": controllers,
+            "steps": 0,
+            "min_step_s": 0.02,
+            "tokens_per_step": 128,
+        }
+        self.config = RankConfig(**(known | config))
+        self.supervisor = Supervisor(self.config, max_restarts=3)
+        self._offsets: dict[Path, int] = {}
+        self.steps = [-1] * self.config.num_ranks
+        self.mismatches = 0
+
+    def poll(self) -> None:
+        assert self.supervisor.poll() is None, "the ranks ended"
+        for line in read_new_lines(self.supervisor.folder, self.config.num_ranks, self._offsets):
+            if line["kind"] == "step":
+                self.steps[line["rank"]] = line["step"]
+                self.mismatches = max(self.mismatches, line["mismatches"])
+
+    def newest_step(self) -> int:
+        """Newest step that every rank has written."""
+        self.poll()
+        return min(self.steps)
+
+    def finish(self):
+        """Ask the ranks to end, and return their report with the final checks."""
+        self.supervisor.request_stop()
+        began = time.monotonic()
+        while time.monotonic() - began < deadline(60):
+            report = self.supervisor.poll()
+            if report is not None:
+                return report
+            signal.sigtimedwait([], 0.05)
+        raise AssertionError("the ranks did not end")
+
+
+@contextmanager
+def whole(folder: Path, settings: dict | None = None, config: dict | None = None):
+    """(controller, fleet), both running; both gone afterwards."""
+    served = Served(folder / "controller", **(settings or {}))
+    fleet = Fleet(folder / "ranks", (served.grpc_address,), **(config or {}))
+    try:
+        served.start()
+        fleet.supervisor.start()
+        yield served, fleet
+    finally:
+        fleet.supervisor.stop()
+        served.stop()
+        served.http.close()
 
 
 def plans(served: Served, phase: str | None = None) -> list[dict]:
