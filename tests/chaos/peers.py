@@ -278,7 +278,7 @@ async def hostile_clients(target: Target, rng: random.Random) -> str:
 async def taken_over_rank(target: Target, rng: random.Random) -> str:
     """An older process of a rank of the honest group."""
     async with target.honest_group() as group:
-        rank = Rank(group, rng.randrange(4))
+        rank = Rank(group, rng.randrange(target.shape.num_ranks))
         old = m.RankIdentity(group.deployment, EpRank(rank.rank), group.generation, 1)
         answer = _told(await rank.connect(target.address, identity=old))
         await rank.close()

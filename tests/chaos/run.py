@@ -1,6 +1,7 @@
 """One chaos run: start, inject faults, heal, check, end."""
 
 import asyncio
+import contextlib
 import os
 import time
 from collections import Counter
@@ -61,7 +62,7 @@ async def run_chaos(
     if peers:
         schedule, least_plans, least_through = ([], []), 0, 0
     result, arena = Result(), Arena(folder, seed, num_ranks, settings=LIMITS if peers else {})
-    fds_before = psutil.Process().num_fds()
+    fds_before = _own_descriptors()
     end_operator, end_watch = asyncio.Event(), asyncio.Event()
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -241,7 +242,16 @@ def _check_records(
     result.broken += checks.bad_logs(arena.controllers)
 
 
-async def _left_behind(fds_before: int) -> list[str]:
+def _own_descriptors() -> dict[str, str]:
+    """Return what each descriptor of this process leads to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # That of the listing itself.
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+async def _left_behind(fds_before: dict[str, str]) -> list[str]:
     """Report processes and descriptors that outlived the run."""
     deadline = time.time() + 5.0
     left = marked(os.environ.get(MARK, "-"))
@@ -250,7 +260,8 @@ async def _left_behind(fds_before: int) -> list[str]:
         left = [process for process in marked(os.environ.get(MARK, "-")) if process.is_running()]
     found = [f"process {process.pid} was left: {process.cmdline()[:8]}" for process in left]
     await asyncio.sleep(0.1)
-    extra = psutil.Process().num_fds() - fds_before
-    if extra > 0:
-        found.append(f"{extra} descriptors of this process were left open")
+    now = _own_descriptors()
+    if len(now) > len(fds_before):
+        new = sorted(target for fd, target in now.items() if fds_before.get(fd) != target)
+        found.append(f"descriptors of this process were left open: {new}")
     return found
