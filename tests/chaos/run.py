@@ -15,7 +15,7 @@ from tests.chaos import checks
 from tests.chaos.arena import Arena
 from tests.chaos.judge.verdict import judge
 from tests.chaos.peers import SETTINGS as LIMITS
-from tests.chaos.peers import Attack
+from tests.chaos.peers import Attack, begin_grpc
 from tests.chaos.processes import MARK, ControllerProcess, marked
 from tests.chaos.schedule import Fault, make_schedule
 from tests.chaos.system import FORGET_AFTER_S
@@ -62,6 +62,8 @@ async def run_chaos(
     if peers:
         schedule, least_plans, least_through = ([], []), 0, 0
     result, arena = Result(), Arena(folder, seed, num_ranks, settings=LIMITS if peers else {})
+    if peers:
+        await begin_grpc()
     fds_before = _own_descriptors()
     end_operator, end_watch = asyncio.Event(), asyncio.Event()
     tasks: list[asyncio.Task[None]] = []
