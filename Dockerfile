@@ -6,7 +6,9 @@
 #     --tmpfs /tmp --tmpfs /data:mode=1777 evenkeel
 FROM python:3.11-slim AS build
 WORKDIR /src
-COPY pyproject.toml requirements.txt README.md LICENSE ./
+COPY pyproject.toml setup.py requirements.txt README.md LICENSE ./
+COPY deploy/runbook_pages.py ./deploy/
+COPY docs/runbooks ./docs/runbooks
 COPY service ./service
 # Modules are compiled here, because with a read-only root every process would have to compile them
 # again. pip is not part of the image. The wheel is for engines' pods that install the plugin into a

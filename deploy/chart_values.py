@@ -26,24 +26,22 @@ def alert_thresholds() -> dict[str, Any]:
 class Bound(float):
     """The default of an alert's threshold, which remembers its name.
 
-    A plain dashboard shows the number. In the chart's dashboard it is a placeholder, so that a
-    release shows its own threshold.
+    A dashboard shows the number. The chart puts the threshold of its release in its place.
     """
 
-    placeholder: str
+    name: str
 
-    def __new__(cls, value: float, placeholder: str) -> "Bound":
-        """Return a float with the text that stands for it in the chart."""
+    def __new__(cls, value: float, name: str) -> "Bound":
+        """Return a float with the name of the threshold."""
         made = super().__new__(cls, value)
-        made.placeholder = placeholder
+        made.name = name
         return made
 
     def halfway_to_one(self) -> "Bound":
         """Return the mean of the threshold and 1, which the chart computes too."""
-        name = self.placeholder.removeprefix("${").removesuffix("}")
-        return Bound((1 + self) / 2, f"${{{name}.halfwayToOne}}")
+        return Bound((1 + self) / 2, f"{self.name}.halfwayToOne")
 
 
 def bound(name: str) -> Bound:
     """Return the threshold of the alerts with this name in values.yaml."""
-    return Bound(alert_thresholds()[name], f"${{{name}}}")
+    return Bound(alert_thresholds()[name], name)

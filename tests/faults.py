@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ELSEWHERE = ("engines", "vllm", "promtool", "buf", "quint", "timed", "browser", "soak")
+ELSEWHERE = ("engines", "vllm", "promtool", "buf", "timed", "browser", "slow")
 """Marks of tests that need more than `make test` installs."""
 PROPERTY = "fault"
 

@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+from deploy.json_text import json_text
 from evenkeel_moe.api import create_app
 from evenkeel_moe.api.auth import OPEN_PATHS, needed_role
 from evenkeel_moe.controller.policy_document import policy_document
@@ -19,9 +20,7 @@ ENGINES = FILE.with_name("engines.md")
 
 
 def document() -> str:
-    return (
-        json.dumps(create_app(make_operations(), TOKENS).openapi(), indent=1, sort_keys=True) + "\n"
-    )
+    return json_text(create_app(make_operations(), TOKENS).openapi())
 
 
 def test_the_checked_in_document_is_the_served_one():

@@ -21,6 +21,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument(
+        "--peers", action="store_true", help="let hostile peers attack in place of faults"
+    )
+    parser.add_argument(
         "--folder", type=Path, help="for logs; kept. Without it only a failed run keeps them"
     )
     arguments = parser.parse_args()
@@ -28,7 +31,14 @@ def main() -> int:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     result = asyncio.run(
-        run_chaos(folder, arguments.seed, arguments.seconds, num_ranks=arguments.ranks, say=print)
+        run_chaos(
+            folder,
+            arguments.seed,
+            arguments.seconds,
+            num_ranks=arguments.ranks,
+            peers=arguments.peers,
+            say=print,
+        )
     )
     if result.broken:
         print(f"broken, logs are in {folder}:")

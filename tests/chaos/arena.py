@@ -20,6 +20,7 @@ from evenkeel_moe.engines.reference.supervisor import FleetReport, Supervisor
 from tests.chaos.judge.case import DUMPS, WIRE
 from tests.chaos.judge.wire_log import WireWriter
 from tests.chaos.operator import Operator
+from tests.chaos.peers import Target
 from tests.chaos.processes import ControllerProcess, Sentinel, StoreNode
 from tests.chaos.proxy import Proxy
 from tests.chaos.schedule import Fault, FaultKind
@@ -58,11 +59,13 @@ class Arena:
     Args:
         folder: for logs, data and what the ranks write.
         num_ranks: of the reference engine.
+        settings: of the controllers, beside their usual ones.
     """
 
     folder: Path
     seed: int
     num_ranks: int = 8
+    settings: dict[str, str] = field(default_factory=dict)
     struck: list[Struck] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -74,7 +77,9 @@ class Arena:
         ]
         self.sentinel = Sentinel(folder, ports[2])
         self.controllers = [
-            ControllerProcess(f"replica-{number}", folder, chosen, self.sentinel.url, SETTINGS)
+            ControllerProcess(
+                f"replica-{number}", folder, chosen, self.sentinel.url, SETTINGS | self.settings
+            )
             for number, chosen in enumerate((ports[3:6], ports[6:9]))
         ]
         self._proxied: tuple[StoreNode | ControllerProcess, ...] = (*self.nodes, *self.controllers)
@@ -162,6 +167,12 @@ class Arena:
         port = await self.sentinel.primary_port()
         node = next((node for node in self.nodes if node.proxy.port == port), None)
         return node if node is not None and await node.role() == "master" else None
+
+    async def target(self) -> Target:
+        """Return what hostile peers attack."""
+        leader, primary, status = await self.leader(), await self.primary(), await self.settled()
+        assert leader is not None and primary is not None and status is not None
+        return Target(leader, primary.port, self.operator.shape, status["generation"])
 
     # --- faults ---
 

@@ -1,11 +1,9 @@
 """Checks after a run. Each check returns a sentence for each violation that it finds."""
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from evenkeel_moe.engines.reference.lines import read_lines
 from evenkeel_moe.engines.reference.supervisor import FleetReport
@@ -21,7 +19,6 @@ __all__ = [
     "bad_plans",
     "bad_ranks",
     "bad_series",
-    "bad_waves",
     "gaps",
     "too_many_fds",
 ]
@@ -68,39 +65,6 @@ def bad_ranks(report: FleetReport, num_ranks: int) -> Iterator[str]:
     rows = sum(check["mismatches"] for check in report.checks)
     if rows:
         yield f"{rows} rows were computed wrongly"
-
-
-def bad_waves(
-    folder: Path, num_ranks: int, final: dict[str, Any], plans: Sequence[PlanLife]
-) -> Iterator[str]:
-    """Compare the swaps of the ranks with each other and with the records."""
-    swaps: dict[int, set[tuple[str, int]]] = defaultdict(set)
-    for rank in range(num_ranks):
-        for line in read_lines(folder / f"rank-{rank}.jsonl"):
-            if line["kind"] == "swap":
-                swaps[line["epoch"]].add((line["plan_id"], line["wave_index"]))
-    for epoch, waves in sorted(swaps.items()):
-        if len(waves) > 1:
-            yield f"epoch {epoch} is another wave on different ranks: {sorted(waves)}"
-    newest = max(swaps, default=0)
-    missing = set(range(1, newest + 1)) - swaps.keys()
-    if missing:
-        yield f"no rank wrote how it came to epochs {sorted(missing)}"
-    if final["epoch"] != newest:
-        yield f"the controller is at epoch {final['epoch']}, the ranks at {newest}"
-    done: dict[str, set[int]] = defaultdict(set)
-    for waves in swaps.values():
-        for plan_id, wave in waves:
-            done[plan_id].add(wave)
-    for plan in plans:
-        if plan.phase == "committed" and len(done[plan.plan_id]) != plan.waves:
-            swapped = sorted(done[plan.plan_id])
-            yield f"{plan.plan_id} is committed with {plan.waves} waves, ranks swapped {swapped}"
-        if plan.ended_at and not plan.lost and plan.waves_committed != len(done[plan.plan_id]):
-            yield (
-                f"{plan.plan_id} ended {plan.phase} with {plan.waves_committed} waves,"
-                f" ranks swapped {sorted(done[plan.plan_id])}"
-            )
 
 
 def bad_plans(plans: Sequence[PlanLife], struck: Sequence[Struck]) -> Iterator[str]:

@@ -206,6 +206,7 @@ class ControllerProcess(Child):
         grpc_port, rest_port, metrics_port = ports
         self.grpc_port, self.rest_port = grpc_port, rest_port
         self.proxy = Proxy(grpc_port)
+        self.metrics_port = metrics_port
         self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         token = secrets.token_urlsafe(16)
         tokens = folder / f"{name}.tokens"

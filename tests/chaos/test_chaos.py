@@ -1,11 +1,13 @@
-"""A short chaos run: a leader and a store fail during plans. `make chaos` is the long run."""
+"""Short chaos runs: a leader, a store and a rank fail during plans; hostile peers attack."""
 
+import random
 import uuid
 
 import pytest
 
 from evenkeel_moe.engines.reference.config import RankConfig
 from tests.chaos.operator import Operator, PlanLife
+from tests.chaos.peers import PEERS, Attack
 from tests.chaos.processes import MARK
 from tests.chaos.run import run_chaos
 from tests.chaos.schedule import Fault, FaultKind, make_schedule
@@ -15,19 +17,41 @@ SHORT = (
         Fault(0.0, FaultKind.KILL_LEADER, 6.0, 1),
         Fault(7.0, FaultKind.KILL_PRIMARY, 6.0, 2),
         Fault(14.0, FaultKind.STOP_RANK, 1.0, 3),
+        Fault(16.0, FaultKind.KILL_RANK, 1.0, 5),
     ],
     [Fault(3.0, FaultKind.HOSTILE_CLIENTS, 5.0, 4)],
 )
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.timeout(400)
-async def test_a_leader_and_a_store_fail_and_nothing_breaks(tmp_path, monkeypatch):
+async def test_a_leader_a_store_and_a_rank_fail_and_nothing_breaks(tmp_path, monkeypatch):
     monkeypatch.setenv(MARK, str(uuid.uuid4()))
     result = await run_chaos(
         tmp_path, 1, 20.0, num_ranks=4, schedule=SHORT, least_plans=1, least_through=1, say=print
     )
     assert result.broken == []
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+async def test_hostile_peers_take_nothing_from_honest_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv(MARK, str(uuid.uuid4()))
+    result = await run_chaos(tmp_path, 1, 60.0, num_ranks=3, peers=True, say=print)
+    assert result.broken == []
+    met = {name.split(":")[0] for name in result.figures if name.startswith("peer ")}
+    assert len(met) == len(PEERS)
+
+
+async def test_a_peer_that_is_taken_is_told():
+    async def is_taken(_target, _rng) -> str:
+        return "taken"
+
+    attack = Attack(None, [], 1, {is_taken: ("refused",)})  # type: ignore[arg-type]
+    assert await attack.become(is_taken, random.Random(1)) == "taken"
+    assert attack.broken == ["is_taken: taken"]
 
 
 def test_an_operator_waits_for_a_plan_whose_record_was_lost():

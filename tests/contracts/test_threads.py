@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from evenkeel_moe.adapters.threads import SystemThreads
-from tests.sim.agents.threads import SimThreads
+from tests.sim.threads import SimThreads
 from tests.sim.world import World
 from tests.waiting import deadline
 

@@ -25,9 +25,9 @@ from tests.agent.ranks import (
     run_ranks,
     two_rank_placements,
 )
-from tests.sim.agents.fabric import Fabric
-from tests.sim.agents.run import AgentWorld
-from tests.sim.agents.threads import SimThreads
+from tests.sim.fabric import Fabric
+from tests.sim.run import FleetWorld
+from tests.sim.threads import SimThreads
 from tests.waiting import deadline
 
 
@@ -62,7 +62,7 @@ class Simulated(Gloo):
     """The same transport in virtual time; all ranks are threads of one process."""
 
     def __init__(self, size):
-        self.world = AgentWorld(0)
+        self.world = FleetWorld(0)
         self.world.calm = True
         self.threads = SimThreads(self.world)
         self.fabric = Fabric(self.world, size, lambda rank: None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from tests.deploy.chart import ROOT
+from tests.deploy.chart import CHART, ROOT
 
 TARGET_LABELS = {"job", "instance", "namespace"}
 """Labels that Prometheus adds to every series."""
@@ -48,7 +48,7 @@ class Query:
 def dashboards() -> dict[str, dict]:
     return {
         path.stem: json.loads(path.read_text())
-        for path in sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
+        for path in sorted((CHART / "dashboards").glob("*.json"))
     }
 
 

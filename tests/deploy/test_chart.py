@@ -11,11 +11,9 @@ import pytest
 import yaml
 
 from deploy.chart_values import values
-from deploy.generate import described
 from tests.deploy.chart import (
     CHART,
     CUSTOM,
-    ROOT,
     VALUES,
     container,
     every_values,
@@ -29,7 +27,7 @@ from tests.deploy.chart import (
 )
 
 pytestmark = pytest.mark.deploy
-BOARDS = ROOT / "deploy" / "grafana" / "dashboards"
+BOARDS = CHART / "dashboards"
 
 
 # --- renders, and is what Kubernetes takes --------------------------------------------------------
@@ -257,7 +255,6 @@ def test_a_releases_dashboards_show_its_own_thresholds():
     assert own["prometheusRule"]["thresholds"]["balancednessMin"] == 0.8
     seconds = "prometheusRule.thresholds.certificateExpirySeconds=1209600"
     changed = _boards("all-on", seconds)
-    assert {json.dumps(board).count("${balancedness") for board in changed.values()} == {0}
     for name, board in plain.items():
         before, after = _bounds(board), _bounds(changed[name])
         # timeBalanceMin has the same default and stays.
@@ -267,25 +264,7 @@ def test_a_releases_dashboards_show_its_own_thresholds():
         assert (before[604800], after[604800]) == (after[1209600], 0)
 
 
-def test_every_bound_in_the_charts_dashboards_is_a_threshold_of_its_alerts():
-    for path in (CHART / "dashboards").glob("*.json"):
-        named = set(re.findall(r'"value": "\$\{(\w+)(?:\.halfwayToOne)?\}"', path.read_text()))
-        assert named and named <= set(values()["prometheusRule"]["thresholds"])
-
-
 # --- values ---
-
-
-def leaves(value, path=()):
-    if isinstance(value, dict) and value and path not in described():
-        for key, inner in value.items():
-            yield from leaves(inner, (*path, key))
-    else:
-        yield path
-
-
-def test_every_value_is_described():
-    assert [".".join(path) for path in leaves(values()) if path not in described()] == []
 
 
 @pytest.mark.parametrize(
@@ -345,19 +324,6 @@ def test_the_notes_name_objects_that_exist(name, tmp_path):
     secret = only(name, "StatefulSet")["spec"]["template"]["spec"]["volumes"]
     tokens = [one["secret"]["secretName"] for one in secret if one["name"] == "api-tokens"]
     assert re.findall(r"get secret (\S+)", text) == tokens
-
-
-def test_the_notes_say_what_is_missing(tmp_path):
-    default, full = notes(tmp_path, "default"), notes(tmp_path, "all-on")
-    for words in (
-        "Not scraped yet",
-        "No alerts yet",
-        "In mode observe no plan starts by itself",
-        "lost with the pod",
-    ):
-        assert words in default
-    assert "Not scraped yet" not in full
-    assert "mode auto" in full
 
 
 def test_the_test_pod_asks_all_three_ports_and_its_program_is_python():

@@ -8,7 +8,6 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from deploy.chart_values import alert_thresholds
 from tests.deploy.queries import dashboards, panel_queries, panels
 from tests.deploy.test_rules import promtool
 
@@ -59,34 +58,6 @@ def test_queries_follow_the_variables():
             r"evenkeel_(store|build)_|evenkeel_(grpc_streams|certificate)|process_", query.expr
         ):
             assert query.expr.count("$deployment") == query.expr.count("$namespace"), query.where
-
-
-@every_board
-def test_panels_have_a_title_a_description_a_unit_and_no_overlap(name):
-    seen = set()
-    for panel in panels(BOARDS[name]):
-        assert panel["title"] not in seen
-        seen.add(panel["title"])
-        assert panel["description"].endswith("."), panel["title"]
-        if panel["type"] in ("timeseries", "stat"):
-            assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
-    cells = [
-        (x, y)
-        for panel in BOARDS[name]["panels"]
-        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
-        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
-    ]
-    assert len(cells) == len(set(cells))
-    assert max(x for x, _ in cells) < 24
-
-
-@every_board
-def test_the_present_is_on_top_and_lower_rows_are_closed(name):
-    rows = [panel for panel in BOARDS[name]["panels"] if panel["type"] == "row"]
-    assert BOARDS[name]["panels"][0] == rows[0]
-    assert [row["title"] for row in rows[:2]] == ["Now", "Balance"]
-    assert [bool(row.get("collapsed")) for row in rows] == [False, False, *([True] * len(rows[2:]))]
-    assert all(row["panels"] for row in rows[2:])
 
 
 def test_the_table_of_deployments_is_first_sorted_and_leads_to_each_of_them():
@@ -143,66 +114,3 @@ def test_deployments_are_in_order_of_critical_alerts_warnings_and_balance(tmp_pa
     (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [case]}))
     done = promtool("test", "rules", tmp_path / "cases.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@every_board
-def test_firing_alerts_are_shown_open(name):
-    alerts = [panel for panel in BOARDS[name]["panels"] if panel["title"] == "Firing alerts"]
-    assert len(alerts) == 1
-
-
-@every_board
-def test_curves_by_rank_or_layer_are_a_few(name):
-    for panel in panels(BOARDS[name]):
-        if panel["type"] not in ("timeseries", "state-timeline"):
-            continue
-        for target in panel["targets"]:
-            if "by (rank)" in target["expr"]:
-                assert re.match(r"(topk|quantile|max|min)\(", target["expr"]), panel["title"]
-
-
-def test_thresholds_are_those_of_the_alerts():
-    bounds = alert_thresholds()
-    shown: dict[str, set] = {}
-    for board in BOARDS.values():
-        for panel in panels(board):
-            looks = panel.get("fieldConfig", {}).get("defaults", {})
-            steps = looks.get("thresholds", {}).get("steps", ())
-            shown.setdefault(panel["title"], set()).update(step["value"] for step in steps)
-    for title, name in (
-        ("Lowest balancedness", "balancednessMin"),
-        ("Balancedness", "balancednessMin"),
-        ("Balancedness, mean", "balancednessMin"),
-        ("Time balance", "timeBalanceMin"),
-        ("Slow ranks", "slowRankRatio"),
-        ("Stall of the step by swaps", "swapStallSeconds"),
-        ("Age of the newest complete step", "dataStaleSeconds"),
-        ("Age of the last decision", "noDecisionsSeconds"),
-        ("Proposal waits for", "proposalWaitingSeconds"),
-    ):
-        assert bounds[name] in shown[title], title
-
-
-def test_what_operators_ask_for_is_there():
-    titles = {panel["title"] for board in BOARDS.values() for panel in panels(board)}
-    for asked in (
-        "Balancedness",
-        "Time balance and balancedness",
-        "Cost model",
-        "Load per rank",
-        "Load per rank over time",
-        "Heat map of layers and ranks",
-        "Predicted against realised gain",
-        "Redundant replicas per layer",
-        "Bytes moved",
-        "Stall of the step by swaps",
-        "Slow ranks",
-        "Decisions by reason",
-        "Rank steps accepted and rejected",
-    ):
-        assert asked in titles
-    for board in BOARDS.values():
-        assert {one["name"] for one in board["annotations"]["list"]} == {
-            "Plans committed",
-            "Plans aborted",
-        }

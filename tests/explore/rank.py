@@ -22,13 +22,13 @@ from tests.explore.small import (
     NEVER_S,
     SLOTS,
     bytes_of,
+    checksum,
     checksums_of,
     flip,
     numbered,
     shape_of,
 )
 from tests.sim.checks import Violation
-from tests.sim.copies import checksum
 from tests.sim.kit import Kit
 
 CORRUPT = ("corrupt",)

@@ -16,7 +16,6 @@ from evenkeel_moe.model.plan import Plan, PlanKind, Transfer, Wave
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
-from tests.sim.copies import checksum
 
 DEPLOYMENT = DeploymentId("d")
 NEVER_S = 1e9
@@ -131,6 +130,14 @@ def plan_of(
 
 
 @cache
+def checksum(value: tuple | None) -> int:
+    """Return a number that stands for the checksum of an expert's bytes."""
+    if value is None or value[0] == "corrupt":
+        return 0
+    version, layer, expert = value
+    return 1 + version * 1_000_003 + layer * 1009 + expert
+
+
 def checksums_of(layers: int, version: int) -> tuple[int, ...]:
     """Return the checksums that every rank registers for a version of the weights."""
     return tuple(

@@ -1,7 +1,6 @@
 """A real controller process, and simulated ranks that speak its wire protocol."""
 
 import asyncio
-import itertools
 import json
 import os
 import signal
@@ -32,7 +31,6 @@ SHAPE = ModelShape(
     top_k=2,
     bytes_per_expert=1024,
 )
-_incarnations = itertools.count(time.time_ns())
 
 
 class Controller:
@@ -159,7 +157,7 @@ class Rank:
     def __init__(self, group: "Group", rank: int) -> None:
         self.group, self.rank = group, rank
         self.identity = m.RankIdentity(
-            group.deployment, EpRank(rank), group.generation, next(_incarnations)
+            group.deployment, EpRank(rank), group.generation, time.time_ns()
         )
         self.state = m.ParticipantState.IDLE
         self.wave: Any = None
@@ -282,11 +280,14 @@ class Rank:
         return m.Ack(wave, self.epoch, self.placement.digest, 0.001)
 
     async def close(self) -> None:
-        if hasattr(self, "call"):
+        if not hasattr(self, "channel"):
+            return
+        # A rank that was cancelled while it connected has no reader.
+        if hasattr(self, "reader"):
             self.call.cancel()
             self.reader.cancel()
             await asyncio.gather(self.reader, return_exceptions=True)
-            await self.channel.close()
+        await self.channel.close()
 
 
 class Group:

@@ -2,10 +2,15 @@
 
 import asyncio
 
+import numpy as np
 import psutil
 import pytest
 
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.load import LoadReport
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.wire.link import CostCurve, Heartbeat
 from tests.integration.controller_rig import Controller, Group, NewController
 from tests.waiting import until
 
@@ -187,3 +192,166 @@ async def test_it_stops_cleanly_and_leaves_no_process(tmp_path):
         assert not controller.failures()
         _, alive = await asyncio.to_thread(psutil.wait_procs, children, 5)
         assert alive == []
+
+
+# --- recommendations, and fleets that cannot carry plans out --------------------------------------
+
+
+BASE = "/v1/deployments/demo"
+
+
+async def test_a_recommendation_moves_nothing(tmp_path):
+    async with Controller(tmp_path, PLANNER__MODE="observe") as controller, Group() as group:
+        http = controller.http
+        assert (await http.get(f"{BASE}/recommendation")).status_code == 404
+        await group.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        early = (await http.get(f"{BASE}/recommendation")).json()
+        assert early["call"] == "insufficient_evidence"
+        assert (early["window_steps"], early["verdict"], early["newest_step"]) == (0, None, None)
+
+        changed = await http.patch(f"{BASE}/policy", json={"shadow_policies": ["keel", "libra"]})
+        assert changed.json()["shadow_policies"] == ["keel", "libra"]
+        wrong = await http.patch(f"{BASE}/policy", json={"shadow_policies": ["wishful"]})
+        assert (wrong.status_code, wrong.json()["reason"]) == (422, Reason.UNKNOWN_POLICY)
+
+        group.serve_on()
+
+        async def shadowed():
+            return next((row for row in await controller.decisions() if row.get("shadow")), None)
+
+        decision = await until(shadowed, within_s=60)
+        assert decision["reason"] == Reason.OBSERVE_MODE
+        assert set(decision["shadow"]) == {"keel", "libra"}
+        assert {"at", "epoch", "reason", "call", "gain", "copies"} <= decision["shadow"][
+            "keel"
+        ].keys()
+
+        found = (await http.get(f"{BASE}/recommendation", params={"max_age_s": 0})).json()
+        assert found["call"] == "recommend"
+        assert found["window_steps"] == found["planned_on_steps"] + found["scored_on_steps"]
+        assert [row["policy"] for row in found["policies"]] == ["eplb", "keel", "libra"]
+        assert found["verdict"]["gain_lower"] > found["verdict"]["copy_cost_share"]
+        assert found["redundancy"]["present"] == 4
+        # Every rank said that it has 10,000 bytes; an expert has 1024.
+        assert found["free_bytes"] == 10_000
+        for level in found["redundancy"]["levels"]:
+            assert level["fits"] is (level["extra_bytes_per_rank"] <= 10_000)
+        assert set(found["shadow"]) == {"keel", "libra"}
+        # Every rank told a KV cache of 64,000 bytes for tokens of 16 bytes.
+        rows = found["replica_tradeoff"]["rows"]
+        assert {row["rule"] for row in rows} == {"uniform", "craft"}
+        for row in rows:
+            assert row["kv_tokens"] == (64_000 - row["extra_bytes_per_rank"]) // 16
+
+        kept = (await http.get(f"{BASE}/recommendation", params={"max_age_s": 600})).json()
+        assert kept["at"] == found["at"]
+        newer = (await http.get(f"{BASE}/recommendation", params={"max_age_s": 0})).json()
+        assert newer["at"] > found["at"]
+        assert newer["newest_step"] >= found["newest_step"]
+        assert group.epoch == 0
+        assert await controller.plans() == []
+        assert not controller.failures()
+
+        # The ranks stop as planned: what was known of them is no longer the present.
+        for rank in group.ranks:
+            await rank.send(Heartbeat(group.step, 10_000, 1 << 20, stopping=True))
+        await until(lambda: controller.state("waiting_for_ranks"))
+        status = (await http.get(BASE)).json()
+        assert (status["reason"], status["balancedness_mean"]) == (Reason.GROUP_STOPPED, None)
+        gone = await http.get(f"{BASE}/recommendation", params={"max_age_s": 600})
+        assert (gone.status_code, gone.json()["reason"]) == (503, Reason.RANKS_MISSING)
+
+
+async def test_a_fleet_that_cannot_carry_plans_out_is_not_asked_every_cycle(tmp_path):
+    environment = {
+        "PLANNER__MODE": "auto",
+        "PLANNER__THRESHOLDS__RETRY_S": "600",
+        "MIGRATION__PREPARE_DEADLINE_S": "1",
+        "MIGRATION__BATCH_DEADLINE_S": "1",
+    }
+    async with Controller(tmp_path, **environment) as controller, Group() as group:
+        group.ranks[2].votes = False
+        await group.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        group.serve_on()
+
+        async def waiting():
+            rows = [row for row in await controller.decisions() if row["reason"] == Reason.COOLDOWN]
+            return rows if len(rows) >= 5 else None
+
+        rows = await until(waiting, within_s=60)
+        assert {row["numbers"]["cooldown_s"] for row in rows} == {600.0}
+        assert {row["numbers"]["failed_plans"] for row in rows} == {1.0}
+        plans = await controller.plans()
+        assert [plan["phase"] for plan in plans] == ["aborted"]
+        assert group.epoch == 0
+
+
+# --- a real controller in `auto` plans for a slow rank, although tokens are balanced --------------
+
+
+SHAPE = ModelShape(1, 8, 4, 2, 2, 1024)
+POPULARITY = np.array([1.24, 1.16, 1.08, 1.0, 1.0, 0.92, 0.84, 0.76]) / 8
+SLOW_RANK = 3
+SLOWNESS = 1.12
+
+
+class EvenGroup(Group):
+    """Two experts of different popularity on each rank, which add up to the same load."""
+
+    def __init__(self) -> None:
+        super().__init__(shape=SHAPE)
+        self.popularity = POPULARITY[None]
+        self.placement = Placement(np.array([[0, 7, 1, 6, 2, 5, 3, 4]], np.int32), 4, 8)
+        for rank in self.ranks:
+            rank.placement = self.placement
+
+    def route(self, num_steps: int, tokens: int = 512) -> list[LoadReport]:
+        return super().route(num_steps, tokens)
+
+
+def curve(rank: int) -> CostCurve:
+    """Seconds that rise by equal steps with every eight tokens."""
+    per_token = 1e-6 * (SLOWNESS if rank == SLOW_RANK else 1.0)
+    return CostCurve(8, tuple(8 * per_token * np.arange(1, 257)), per_token)
+
+
+async def test_a_slow_rank_is_planned_for_once_all_ranks_told_their_curves(tmp_path):
+    environment = {"PLANNER__MODE": "auto", "PLANNER__POLICY": "keel"}
+    async with Controller(tmp_path, **environment) as controller, EvenGroup() as group:
+        await group.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        await until(lambda: controller.events("planner_ready"), within_s=120)
+        group.serve_on()
+
+        async def decided(reason):
+            rows = await controller.decisions()
+            return next((row for row in rows if row["reason"] == reason), None)
+
+        by_tokens = await until(lambda: decided("balance_above_threshold"), within_s=60)
+        assert by_tokens["numbers"]["balancedness_mean"] > 0.93
+        status = await controller.status()
+        assert (status["cost_model"]["source"], status["time_balance"]) == ("tokens", None)
+
+        for rank in group.ranks:
+            await rank.send(curve(rank.rank))
+        start = await until(lambda: decided("plan_started"), within_s=60)
+        assert start["numbers"]["balancedness_mean"] > 0.93
+        assert start["numbers"]["time_balance"] < 0.93
+        assert start["numbers"]["gain_lower"] > 0
+
+        async def improved():
+            found = await controller.status()
+            balance = found["time_balance"]
+            return group.epoch > 0 and balance and balance > start["numbers"]["time_balance"] + 0.02
+
+        await until(improved, within_s=60)
+        load = POPULARITY[group.placement.phy2log.reshape(4, 2)].sum(axis=1)
+        assert load.argmin() == SLOW_RANK
+        status = await controller.status()
+        assert status["cost_model"]["source"] == "profiled"
+        assert status["cost_model"]["unit"] == "s"
+        series = await controller.metrics()
+        assert series['evenkeel_cost_model_info{deployment="demo",source="profiled"}'] == 1
+        assert 0 < series['evenkeel_time_balance_ratio{deployment="demo"}'] <= 1

@@ -8,7 +8,6 @@ import grpc
 import numpy as np
 import pytest
 
-from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.topology import ModelShape
@@ -18,7 +17,6 @@ from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
 from evenkeel_moe.wire.link import Heartbeat
 from tests.integration.controller_rig import Controller, Group, Rank, damaged
-from tests.integration.store_server import until_stored
 from tests.waiting import deadline, until
 
 pytestmark = pytest.mark.integration
@@ -200,18 +198,10 @@ async def test_health_is_served_beside_the_ranks(tmp_path):
 # --- the store -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-async def shared_store(tmp_path):
-    server = EmbeddedValkey(tmp_path / "shared")
-    await server.start()
-    yield server
-    await server.stop()
-
-
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["silent", "gone"])
-async def test_the_store_goes_away_and_comes_back(tmp_path, shared_store, how):
+async def test_the_store_goes_away_and_comes_back(tmp_path, store, how):
     environment = {
-        "REDIS__URL": shared_store.url,
+        "REDIS__URL": store.url,
         "REDIS__TIMEOUT_S": "0.3",
         "PLANNER__MODE": "auto",
         "PLANNER__THRESHOLDS__COOLDOWN_S": "0",
@@ -225,7 +215,7 @@ async def test_the_store_goes_away_and_comes_back(tmp_path, shared_store, how):
         await until(lambda: _steps(controller, 100))
         epoch = group.epoch
 
-        os.kill(shared_store.pid, how)
+        os.kill(store.pid, how)
         await until(lambda: _health(controller, "degraded"))
         group.popularity = group.draw(seed=3)
         # After more than the lease a single replica must still lead, count and answer, without
@@ -243,9 +233,9 @@ async def test_the_store_goes_away_and_comes_back(tmp_path, shared_store, how):
         assert (await controller.metrics())["evenkeel_store_degraded"] == 1
 
         if how is signal.SIGSTOP:
-            os.kill(shared_store.pid, signal.SIGCONT)
+            os.kill(store.pid, signal.SIGCONT)
         else:
-            await shared_store._spawn()
+            await store._spawn()
         await until(lambda: _health(controller, "ok"))
         await until(lambda: group.epoch > epoch, within_s=30)
         assert (await controller.metrics())["evenkeel_store_degraded"] == 0
@@ -262,11 +252,11 @@ async def _health(controller, status):
     return (await controller.http.get("/readyz")).json()["status"] == status
 
 
-async def test_a_flushed_store_costs_the_history_and_nothing_else(tmp_path, shared_store):
+async def test_a_flushed_store_costs_the_history_and_nothing_else(tmp_path, store):
     from evenkeel_moe.adapters.redis.client import connect, disconnect
 
     async with (
-        Controller(tmp_path / "data", REDIS__URL=shared_store.url) as controller,
+        Controller(tmp_path / "data", REDIS__URL=store.url) as controller,
         Group() as group,
     ):
         await group.connect(controller.address)
@@ -274,7 +264,7 @@ async def test_a_flushed_store_costs_the_history_and_nothing_else(tmp_path, shar
         await group.serve(64)
         await until(lambda: _steps(controller, 64))
         term = (await controller.status())["term"]
-        client = connect(shared_store.url, timeout_s=deadline(2))
+        client = connect(store.url, timeout_s=deadline(2))
         await client.flushall()
         await disconnect(client)
         await until(lambda: _term(controller, term + 1))
@@ -327,46 +317,6 @@ async def test_a_killed_controller_has_its_window_back_when_it_returns(tmp_path)
 async def _generation(controller, generation):
     status = await controller.status()
     return status if status.get("generation") == generation else None
-
-
-async def test_another_replica_takes_over_when_the_leader_dies(tmp_path, shared_store):
-    environment = {"REDIS__URL": shared_store.url, "LEADER__REPLICAS": "2"}
-    one = Controller(tmp_path / "one", **environment, LEADER__REPLICA_ID="one")
-    two = Controller(tmp_path / "two", **environment, LEADER__REPLICA_ID="two")
-    async with one, two, Group() as group:
-        await group.connect(one.address)
-        await until(lambda: one.state("ready"))
-        await group.serve(64)
-        await until(lambda: _steps(one, 64))
-        term = (await one.status())["term"]
-        await until_stored(shared_store.url, 64)
-
-        # A rank that asks the wrong replica is sent to the right one.
-        lost = Rank(group, 0)
-        answer = await lost.connect(two.address)
-        assert isinstance(answer, link.NotLeader)
-        assert (answer.leader_id, answer.address) == ("one", one.address)
-        await lost.close()
-
-        await one.stop(signal.SIGKILL)
-        died = asyncio.get_running_loop().time()
-        await until(lambda: _reached(group, two))
-        await until(lambda: two.state("ready"))
-        assert asyncio.get_running_loop().time() - died < 20
-        status = await two.status()
-        assert status["leader"] == "two"
-        assert status["term"] > term
-        assert status["window_steps"] == 64
-        await group.serve(8)
-        await until(lambda: _steps(two, 72))
-
-
-async def _reached(group, controller):
-    """Every rank tries, as links do, until the replica leads."""
-    for rank in group.ranks:
-        await rank.close()
-    await asyncio.gather(*(rank.connect(controller.address) for rank in group.ranks))
-    return all(isinstance(rank.answer, link.Registration) for rank in group.ranks)
 
 
 async def test_a_folder_or_port_in_use_is_reported_at_once(tmp_path):

@@ -71,6 +71,7 @@ def test_plans_and_not_a_bit_wrong(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["byte", "map", "epoch"])
 def test_a_fault_is_found_and_named(tmp_path, fault):
     code, output = finish(
@@ -110,6 +111,7 @@ def started(demo, seen):
     return processes
 
 
+@pytest.mark.slow
 def test_a_killed_demo_leaves_no_process(tmp_path):
     demo = start_demo(tmp_path, "--steps", "2000")
     processes = started(demo, "step -")
@@ -120,7 +122,11 @@ def test_a_killed_demo_leaves_no_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "seen"), [(signal.SIGINT, "balancedness 0"), (signal.SIGTERM, "step -")]
+    ("number", "seen"),
+    [
+        pytest.param(signal.SIGINT, "balancedness 0", marks=pytest.mark.slow),
+        (signal.SIGTERM, "step -"),
+    ],
 )
 def test_a_stopped_demo_leaves_no_process(tmp_path, number, seen):
     demo = start_demo(tmp_path, "--steps", "2000")

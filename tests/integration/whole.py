@@ -1,4 +1,4 @@
-"""A controller process and a fleet of ranks on loopback, for tests that inject faults."""
+"""A controller process and a fleet of ranks on loopback, as operators start them."""
 
 import json
 import os

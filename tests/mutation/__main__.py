@@ -1,47 +1,37 @@
 """`python -m tests.mutation PATH...` changes the package in small wrong ways, and runs its tests.
 
-Each change is one mutant. It is killed if a test fails that runs the changed line. The exit code
-is 0 only if every mutant is killed, or listed in tests/mutation/equivalent.md.
-
-    --again      run only the mutants that survived the last run of their file
-    --like TEXT  run only mutants whose line in the output contains TEXT
-    --killers    print for each killed mutant the test that failed, and its error
+Each change is one mutant: a copy of a process that has imported everything and collected the tests.
+It is killed if a test fails or does not end. The exit code is 0 only if every mutant is killed, or
+listed in tests/mutation/equivalent.md.
 """
 
 # Not mutmut: it leaves out decorated functions, so every property, and changes every text. Not
-# cosmic-ray: it removes no statement, and starts an interpreter for each mutant. Here each mutant
-# is a copy of one process that has imported everything and collected the tests.
+# cosmic-ray: it removes no statement, and starts an interpreter for each mutant.
 
 import argparse
-import faulthandler
 import gc
 import importlib
 import inspect
-import json
 import os
 import re
 import signal
 import sys
 import time
-import traceback
-from collections import Counter, defaultdict
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import coverage
 import pytest
 
-from tests.mutation.changes import Change, changes
+from tests.mutation.changes import changes
 
-ROOT = Path(__file__).parent.parent.parent
-PACKAGE = ROOT / "service" / "evenkeel_moe"
-EQUIVALENT = Path(__file__).parent / "equivalent.md"
-CACHE = ROOT / ".cache" / "mutation"
-RUNNING = CACHE / "running"
-"""Holds the name of the test that a mutant runs."""
+PACKAGE = Path(__file__).parents[2] / "service" / "evenkeel_moe"
+EQUIVALENT = re.findall(
+    r"^- `(.+?)( \*)?`$", Path(__file__).with_name("equivalent.md").read_text(), re.M
+)
+"""(text, " *" if it names all changes that begin like it)."""
 TRANSFERS = ("tests/agent", "tests/adapters/torch", "tests/contracts/test_weight_transport.py")
 REPLICAS = "tests/integration/test_store_replicas.py"
 TESTS = {
@@ -57,107 +47,80 @@ TESTS = {
     "controller/leadership": ("tests/controller/leadership",),
 }
 """Folder of the package -> the tests that are meant to find its mutants."""
+BROKEN = 2
+"""The exit code of a copy that could not take its change."""
 
 
 class Mutants:
-    """A pytest plugin that runs the collected tests once, and then those of each mutant.
+    """A pytest plugin that runs the collected tests once, and then for each mutant."""
 
-    Args:
-        files: modules to change.
-    """
-
-    def __init__(self, files: list[Path], options: argparse.Namespace) -> None:
-        self.files, self.options = files, options
-        self.left: list[str] = []
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._failed = self._error = ""
-        self._kills = Counter[str]()
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self.survived = 0
+        self._failed = False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] += report.duration
-        if report.failed and not self._failed:
-            self._failed = report.nodeid
-            crash = getattr(report.longrepr, "reprcrash", None)
-            self._error = crash.message.split("\n", 1)[0] if crash else ""
+        self._failed = self._failed or report.failed
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        names = [module_name(file) for file in self.files]
-        modules = [importlib.import_module(name) for name in names]
+        modules = [importlib.import_module(module_name(file)) for file in self.files]
         gc.freeze()
-        looked = in_child(lambda: self._look(session.items), 1800)
-        if looked is None or looked[0]:
-            sys.exit(f"the tests fail without a change: {looked and looked[0]}")
-        _, self._seconds, lines = looked
+        began = time.monotonic()
+        tests = partial(self._run, session.items)
+        if killed(tests, 1800):
+            sys.exit("the tests fail without a change")
+        limit_s = int(20 + 4 * (time.monotonic() - began))
         for file, module in zip(self.files, modules, strict=True):
-            self._run_file(file, module, lines.get(str(file), {}), session.items)
+            found, name = {"killed": 0, "survived": 0, "equivalent": 0}, file.relative_to(PACKAGE)
+            for change in changes(file.read_text(), str(file)):
+                key = f"{name}: {change.scope}: {change.before} -> {change.after}"
+                if any(key.startswith(text) if rest else key == text for text, rest in EQUIVALENT):
+                    found["equivalent"] += 1
+                elif killed(tests, limit_s, partial(install, module, change.code)):
+                    found["killed"] += 1
+                else:
+                    found["survived"] += 1
+                    print(f"SURVIVED (line {change.line}) {key}", flush=True)
+            print(f"{name}: {found}", flush=True)
+            self.survived += found["survived"]
         return True
 
-    def _run_tests(self, items: list[pytest.Item], watch: coverage.Coverage | None = None) -> str:
-        """Run tests until one fails; return its name."""
+    def _run(self, items: list[pytest.Item]) -> bool:
+        """Run tests until one fails; return True if one did."""
         for item, after in zip(items, [*items[1:], None], strict=True):
-            if watch is not None:
-                watch.switch_context(item.nodeid)
-            else:
-                RUNNING.write_text(item.nodeid)
-                limit_s = 3 + 4 * self._seconds[item.nodeid]
-                faulthandler.dump_traceback_later(limit_s, exit=True)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
             if self._failed:
-                break
-        return self._failed
+                return True
+        return False
 
-    def _look(self, items: list[pytest.Item]) -> tuple[str, dict[str, float], dict[str, Any]]:
-        """Run all tests; return the first failure, the seconds of each, and the tests by line."""
-        watch = coverage.Coverage(data_file=None, source=[str(PACKAGE)], config_file=False)
-        watch.start()
-        failed = self._run_tests(items, watch)
-        watch.stop()
-        data = watch.get_data()
-        return failed, self._seconds, {f: data.contexts_by_lineno(f) for f in data.measured_files()}
 
-    def _run_file(
-        self, file: Path, module: ModuleType, lines: dict[str, list[str]], items: list[pytest.Item]
-    ) -> None:
-        name, found, left = str(file.relative_to(PACKAGE)), Counter[str](), []
-        listed = re.findall(r"^- `(.+?)( \*)?`$", EQUIVALENT.read_text(), re.M)
-        kept, began = CACHE / f"{name.replace('/', '.')}.survivors", time.monotonic()
-        again = set(kept.read_text().splitlines()) if self.options.again else None
-        for change in changes(file.read_text(), str(file)):
-            key = f"{name}: {change.scope}: {change.before} -> {change.after}"
-            if self.options.like not in key or (again is not None and key not in again):
-                continue
-            if any(key.startswith(text) if rest else key == text for text, rest in listed):
-                found["equivalent"] += 1
-                continue
-            span = range(change.first_line, change.last_line + 1)
-            tests = {test for line in span for test in lines.get(str(line), [])}
-            killer, error = self._killer(module, change, [i for i in items if i.nodeid in tests])
-            self._kills[killer] += error != "timeout"
-            if killer and self.options.killers:
-                print(f"killed by {killer} ({error}) {key}", flush=True)
-            found["killed" if killer else "survived"] += 1
-            if not killer:
-                left.append(key)
-                print(f"SURVIVED ({len(tests)} tests, line {change.first_line}) {key}", flush=True)
-        kept.write_text("\n".join(left))
-        print(f"{name}: {dict(found)}, {time.monotonic() - began:.0f} s", flush=True)
-        self.left += left
+def killed(tests: Any, limit_s: int, prepare: Any = lambda: None) -> bool:
+    """Prepare a copy of this process and run tests in it; return True if they fail or hang.
 
-    def _killer(
-        self, module: ModuleType, change: Change, items: list[pytest.Item]
-    ) -> tuple[str, str]:
-        """Return the test that finds the change and its error; empty if it survives."""
-        # First the tests that have found most mutants, then the fastest.
-        items = sorted(items, key=lambda i: (-self._kills[i.nodeid], self._seconds[i.nodeid]))
-
-        def work() -> tuple[str, str]:
-            install(module, change.code)
-            return self._run_tests(items), self._error
-
-        if not items:
-            return "", ""
-        found = in_child(work, 20 + 5 * sum(self._seconds[item.nodeid] for item in items))
-        return (RUNNING.read_text(), "timeout") if found is None else tuple(found)
+    Raises:
+        RuntimeError: the copy could not be prepared.
+    """
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        output = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        try:
+            prepare()
+        except BaseException:
+            os._exit(BROKEN)
+        signal.alarm(limit_s)
+        try:
+            os._exit(tests())
+        except BaseException:  # Also the exit of a test run.
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # The servers that its tests have started.
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == BROKEN:
+        raise RuntimeError("a change could not be installed")
+    return status != 0
 
 
 def install(module: ModuleType, changed: CodeType) -> None:
@@ -186,38 +149,6 @@ def function_of(value: Any) -> FunctionType | None:
     return value if isinstance(value, FunctionType) else None
 
 
-def in_child(work: Any, timeout_s: float) -> Any:
-    """Return what `work` returns in a copy of this process; None if it takes too long."""
-    answer = CACHE / f"answer-{os.getpid()}"
-    answer.unlink(missing_ok=True)
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        output = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        try:
-            answer.write_text(json.dumps({"found": work()}))
-        except BaseException:  # Also the exit of a test run: the parent tells it.
-            answer.write_text(json.dumps({"error": traceback.format_exc()}))
-        finally:
-            os._exit(0)
-    ends_at, ended, status = time.monotonic() + timeout_s, 0, 0
-    while not ended and time.monotonic() < ends_at:
-        time.sleep(0.002)
-        ended, status = os.waitpid(child, os.WNOHANG)
-    with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # Also the servers that its tests have started.
-    if not ended:
-        os.waitpid(child, 0)
-    if not ended or status != 0:
-        return None
-    told = json.loads(answer.read_text())
-    if "error" in told:
-        raise RuntimeError(told["error"])
-    return told["found"]
-
-
 def module_name(file: Path) -> str:
     return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
 
@@ -225,19 +156,14 @@ def module_name(file: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path)
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--like", default="")
-    parser.add_argument("--killers", action="store_true")
-    options = parser.parse_args()
-    CACHE.mkdir(parents=True, exist_ok=True)
-    folders = [path.resolve() for path in options.paths]
+    folders = [path.resolve() for path in parser.parse_args().paths]
     files = [f for p in folders for f in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
     areas = {area for area in TESTS if any(f.is_relative_to(PACKAGE / area) for f in files)}
     tests = sorted({test for area in areas for test in TESTS[area]})
-    mutants = Mutants(files, options)
+    mutants = Mutants(files)
     flags = ("-p", "no:randomly", "-p", "no:xdist", "-p", "no:cacheprovider", "-s", "-q")
     code = pytest.main([*flags, *tests], plugins=[mutants])
-    return int(code) or int(bool(mutants.left))
+    return int(code) or int(bool(mutants.survived))
 
 
 if __name__ == "__main__":

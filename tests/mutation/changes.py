@@ -25,8 +25,7 @@ class Change:
 
     scope: str
     """Class and function of the statement."""
-    first_line: int
-    last_line: int
+    line: int
     before: str
     """First line of the statement."""
     after: str
@@ -59,9 +58,7 @@ def _below(
             after = _header(new if isinstance(new, ast.stmt) else around)
             code = compile(tree, filename, "exec")
             _put(node, field, index, child)
-            body = getattr(around, "body", None)
-            end = body[0].lineno - 1 if body else around.end_lineno or around.lineno
-            yield Change(scope, around.lineno, max(around.lineno, end), before, after, code)
+            yield Change(scope, around.lineno, before, after, code)
         for name in child._fields:
             if name not in _SKIPPED:
                 yield from _below(tree, child, name, around, scope, filename)

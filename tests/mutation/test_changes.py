@@ -1,8 +1,22 @@
 """The small wrong changes, each against the text they are made from."""
 
+import importlib
+
 import pytest
 
+from tests.mutation.__main__ import install, killed
 from tests.mutation.changes import changes
+
+SOURCE = """
+class Base:
+    def __init__(self):
+        self.kept = 1
+
+class Part(Base):
+    def __init__(self):
+        super().__init__()
+        self.own = 2
+"""
 
 
 @pytest.mark.parametrize(
@@ -35,10 +49,10 @@ def test_a_change_knows_its_place_and_is_the_only_one():
         "class A:\n    def b(self):\n        if self.c:\n            return 1\n        return 5"
     )
     found = list(changes(source, "module.py"))
-    assert {(c.scope, c.first_line, c.last_line, c.before) for c in found} == {
-        ("A.b", 3, 3, "if self.c:"),
-        ("A.b", 4, 4, "return 1"),
-        ("A.b", 5, 5, "return 5"),
+    assert {(c.scope, c.line, c.before) for c in found} == {
+        ("A.b", 3, "if self.c:"),
+        ("A.b", 4, "return 1"),
+        ("A.b", 5, "return 5"),
     }
     results = set()
     for change in found:
@@ -48,3 +62,22 @@ def test_a_change_knows_its_place_and_is_the_only_one():
         thing.c = True
         results.add(thing.b())
     assert results == {1, 5, 2, 0, None}
+
+
+def test_a_change_that_leaves_out_super_is_installed(tmp_path, monkeypatch):
+    path = tmp_path / "changed_part.py"
+    path.write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("changed_part")
+    change = next(c for c in changes(SOURCE, str(path)) if c.before == "super().__init__()")
+    assert vars(module.Part()) == {"kept": 1, "own": 2}
+    install(module, change.code)
+    assert vars(module.Part()) == {"own": 2}
+
+
+def test_a_mutant_is_killed_by_a_failure_or_by_time_and_never_by_its_own_preparation():
+    assert killed(lambda: True, 20)
+    assert not killed(lambda: False, 20)
+    assert killed(lambda: [None for _ in iter(int, 1)], 1)
+    with pytest.raises(RuntimeError):
+        killed(lambda: False, 20, lambda: 1 / 0)

@@ -5,6 +5,7 @@ import random
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.protocol import control_messages as ctl
+from tests.sim.fleet import Fleet
 
 MOMENTS = (
     "controller sends Prepare",
@@ -55,7 +56,6 @@ def plan_faults(world, until: float) -> None:
     world.slow_copies = rng.choice((0.0, 0.05, 0.2))
     world.corruption = rng.choice((0.0, 0.0, 0.02))
     world.slow_swaps = rng.choice((0.03, 0.03, 0.4))
-    world.rumours = rng.choice((0.0, 0.1, 0.5))
     world.slow_saves = rng.choice((0.02, 0.02, 0.4, 2.0))
     world.wrong_prepares = rng.choice((0.0, 0.0, 0.3))
     for _ in range(rng.choice((0, 1, 2, 4, 6))):
@@ -114,11 +114,9 @@ def operator_wish(world, wish: str) -> None:
     if world.calm:
         return
     seats = [
-        seat
+        replica.seat
         for replica in world.replicas
-        if replica.alive and not replica.paused
-        for seat in replica.seats.values()
-        if seat.leader is not None
+        if replica.alive and not replica.paused and replica.seat.leader is not None
     ]
     if seats:
         world.rng.choice(seats).by_hand(wish)
@@ -243,7 +241,7 @@ def poll_fails(world, context) -> None:
         else list(range(world.fleet.num_ranks))
     )
     world.note(f"polls fail on ranks {some}")
-    world.fleet.fail_poll(some)
+    world.fleet.failing_polls.update(some)
 
 
 def fleet_idles(world, _context) -> None:
@@ -260,8 +258,7 @@ def fleet_goes_on(world) -> None:
 
 def reload(world, _context) -> None:
     if not world.calm:
-        deployment = world.rng.choice(world.deployments)
-        world.after(0, world.fleet.begin_reload, deployment, world.rng.random() < 0.7)
+        world.after(0, world.fleet.begin_reload, world.rng.random() < 0.7)
 
 
 def rank_disabled(world, context) -> None:
@@ -270,14 +267,8 @@ def rank_disabled(world, context) -> None:
         return
     rank, fleet = _rank(world, context), world.fleet
     world.note(f"rank {rank.rank} refuses waves")
-    for site in rank.sites.values():
-        site.disable()
+    rank.disable()
     world.after(0.5 + 4.0 * world.rng.random(), fleet.replace, fleet.generation)
-
-
-def engine_rebalances(world, _context) -> None:
-    if not world.calm:
-        world.fleet.rebalancing = world.rng.choice(world.deployments)
 
 
 def clock_stepped(world, context) -> None:
@@ -285,8 +276,7 @@ def clock_stepped(world, context) -> None:
     replica = _replica(world, context)
     if world.calm or not replica.alive or replica.paused:
         return
-    for seat in replica.seats.values():
-        seat.feed(ctl.ClockStepped(world.rng.choice((-2.0, -0.3, 0.0, 0.5, 3.0))))
+    replica.seat.feed(ctl.ClockStepped(world.rng.choice((-2.0, -0.3, 0.0, 0.5, 3.0))))
 
 
 def plan_measured(world, context) -> None:
@@ -295,10 +285,9 @@ def plan_measured(world, context) -> None:
     if world.calm or not replica.alive or replica.paused:
         return
     gain = world.rng.choice((-0.1, 0.0, 0.2))
-    for seat in replica.seats.values():
-        known = list(seat.control.records.by_id) or [PlanId("unknown")]
-        gained = DeliveredGain(world.now, gain, 0.01, gain - 0.02, gain + 0.02)
-        seat.feed(ctl.PlanMeasured(world.rng.choice(known), gained))
+    known = list(replica.seat.control.records.by_id) or [PlanId("unknown")]
+    gained = DeliveredGain(world.now, gain, 0.01, gain - 0.02, gain + 0.02)
+    replica.seat.feed(ctl.PlanMeasured(world.rng.choice(known), gained))
 
 
 def lossy(world, _context) -> None:
@@ -321,30 +310,24 @@ def abandoned(world, _context) -> None:
     if world.calm:
         return
     for rank in world.fleet.ranks:
-        for site in rank.sites.values():
-            if world.rng.random() < 0.7:
-                world.after(0.3 * world.rng.random(), site.abandon)
+        if world.rng.random() < 0.7:
+            world.after(0.3 * world.rng.random(), rank.abandon)
 
 
 def echoes(world, _context) -> None:
-    """Recent messages and reports of copies arrive again, some of ended waves."""
+    """Recent messages arrive again, some of ended waves."""
     if world.calm:
         return
     for _ in range(world.rng.choice((1, 2, 4))):
         world.network.echo(0.05)
-    for rank in world.fleet.ranks:
-        for site in rank.sites.values():
-            for event in site.old_news():
-                world.after(0.1 * world.rng.random(), site.feed, event)
 
 
 def handover(world, _context) -> None:
     """The store ends a lease early: leadership moves although no replica died."""
     if world.calm:
         return
-    world.note("leases run out")
-    for deployment in world.deployments:
-        world.store.shelf(deployment).lease_until = 0.0
+    world.note("the lease runs out")
+    world.store.shelf.lease_until = 0.0
     if world.rng.random() < 0.5:
         abandoned(world, {})
     if world.rng.random() < 0.5:
@@ -357,7 +340,7 @@ def second_group(world) -> None:
     if world.calm or world.second is not None:
         return
     gate = {"poll_every": first.poll_every, "resolve_after": first.resolve_after}
-    world.second = second = type(first)(world, first.shapes, **gate, name="h")
+    world.second = second = Fleet(world, first.shape, **gate, name="h")
     second.start()
     world.after(0.5 + 6.0 * world.rng.random(), second.stop)
 
@@ -385,7 +368,7 @@ FAULTS = (
     reload,
     reload,
     rank_disabled,
-    engine_rebalances,
+    plan_measured,
     clock_stepped,
     lossy,
 )

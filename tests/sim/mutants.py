@@ -1,11 +1,17 @@
-"""Mutants: the production machines with one rule broken, by replacing one predicate or move.
+"""Mutants: the production parts with one rule broken, by replacing one predicate or move.
 
-If no invariant catches a mutant, its rule is not needed or not tested.
+`RULES` break the machines; `GLUE` are small mistakes of the agent between machines and engine. If
+no invariant catches a mutant, its rule is not needed or not tested.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
 
+from evenkeel_moe.adapters.torch.transport import StageOutcome, TorchWeightTransport
+from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.engine_moves import EngineMoves
+from evenkeel_moe.agent.staging import StagingWorker
+from evenkeel_moe.agent.swap_record import SwapRecord
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.protocol.leader.control import DeploymentControl
@@ -18,9 +24,12 @@ from evenkeel_moe.protocol.messages import (
     ParticipantState,
     PollNotPassed,
     PollPassed,
+    StagingFinished,
     Swap,
+    SwapFinished,
     TransportDrained,
     WaveOutcome,
+    WeightsReloaded,
 )
 from evenkeel_moe.protocol.rank.gate import Gate
 from evenkeel_moe.protocol.rank.participant import Participant
@@ -35,7 +44,9 @@ class Mutant:
     name: str
     rule: str
     breaks: str
-    kit: Any
+    kit: Kit
+    hazard: str = ""
+    """The hazard of the seeds that are searched for it; empty for that of each seed."""
 
 
 class RefuseLowerEpochs(Membership):
@@ -232,22 +243,135 @@ class TellsBeforeSaved(SaveBarrier):
         return [action]
 
 
-MUTANTS = (
+# --- mistakes of the agent ------------------------------------------------------------------------
+
+
+class AcknowledgesBeforeSave(Agent):
+    def _after_swap(self, record, placement):
+        with self._lock:
+            for answer in self._saving.end():
+                self._carry_out(answer)
+        super()._after_swap(record, placement)
+
+
+class SavesWithoutBarrier(Agent):
+    def _finish_swap(self, ready, layers, seconds):
+        self._carry_out_answers(SwapFinished(ready.wave, ready.digest, seconds))
+        step, received = self._recorder.last_step, ready.received_bytes
+        record = SwapRecord(ready.wave, self.epoch, step, layers, seconds, received)
+        self.later(partial(self._after_swap, record, self.placement))
+
+
+class LivesThroughGateErrors(Agent):
+    def step_boundary(self, step=None):
+        if self._gate.advance(step):
+            try:
+                self._at_gate()
+            except Exception:
+                return
+
+
+class PollsWithoutLock(Agent):
+    def _at_gate(self):
+        gate = self._gate
+        if gate.resolve_due:
+            result = self._polls.wait()
+            with self._lock:
+                self._carry_out_gate(gate.handle(result, self.now()))
+        if gate.poll_due:
+            self._polls.begin(gate.begin_poll(self.now()))
+
+
+class HashesFirstExpert(TorchWeightTransport):
+    def stage(self, prepare, cancel, progress):
+        self.hashed = False
+        return super().stage(prepare, cancel, progress)
+
+    def _verify(self, transfer, expected):
+        if self.hashed:
+            return StageOutcome()
+        self.hashed = True
+        return super()._verify(transfer, expected)
+
+
+class LeavesOperationsInFlight(TorchWeightTransport):
+    def _give_up(self, flights, reason, detail):
+        self.abort()
+        return StageOutcome(reason, detail)
+
+
+class WaitsForNoBatch(TorchWeightTransport):
+    def _end(self, flights, deadline):
+        flight = flights[0]
+        while flight.works:
+            flight.works = []
+            self._post(flight)
+
+
+class VotesYesAnyway(StagingWorker):
+    """Breaks nothing by itself: a swap refuses what another wave has staged (R8)."""
+
+    def _stage(self, prepare, old, new, cancel):
+        self._try_stage(prepare, old, new, cancel)
+        if self._transport.broken:
+            self._events.request_rebuild(self._transport.serial)
+        self._events.feed(StagingFinished(prepare.wave))
+
+    def _forget(self):
+        ready = self._ready
+        super()._forget()
+        self._ready = ready
+
+
+class SwapsWhateverIsStaged(VotesYesAnyway):
+    def swap(self, wave):
+        if self._ready is not None:
+            wave = self._ready.wave
+        return super().swap(wave)
+
+
+class RenewsFirstSlot(StagingWorker):
+    def swap(self, wave):
+        ready = super().swap(wave)
+        return replace(ready, staged=dict(list(ready.staged.items())[:1]))
+
+
+class KeepsOldChecksums(Agent):
+    def finish_reload(self, weights_version):
+        self._moves.register(self.placement)
+        self.feed(WeightsReloaded(weights_version, self._participant.checksums))
+
+
+RULES = (
     Mutant(
         "R1", "R1", "refuses a new generation at a lower epoch", Kit(membership=RefuseLowerEpochs)
     ),
-    Mutant("R2", "R2", "takes its term from the store alone", Kit(control=TermOfStoreOnly)),
+    Mutant(
+        "R2",
+        "R2",
+        "takes its term from the store alone",
+        Kit(control=TermOfStoreOnly),
+        "an empty store",
+    ),
     Mutant("R2b", "R2", "a rank obeys a leader of a lower term", Kit(participant=ObeysAnyLeader)),
     Mutant("R3", "R3", "a rank takes a Prepare of any base", Kit(participant=TakesAnyBase)),
     Mutant(
         "R3b", "R3", "the engine moves experts, the epoch stays", Kit(participant=KeepsItsEpoch)
     ),
     Mutant("R3c", "R3", "tells an epoch before it is saved", Kit(barrier=TellsBeforeSaved)),
-    Mutant("R4", "R4", "reloads under a poll in flight", Kit(participant=ReloadsUnderPoll)),
+    Mutant(
+        "R4", "R4", "reloads under a poll in flight", Kit(participant=ReloadsUnderPoll), "reloads"
+    ),
     Mutant("R5", "R5", "Commit swaps", Kit(participant=CommitSwaps)),
     Mutant("R5b", "R5", "polls with the wave's key alone", Kit(participant=PollsWithItsKeyAlone)),
     Mutant("R6", "R6", "a rank drops alone", Kit(participant=DropsAlone)),
-    Mutant("R7", "R7", "answers Abort under a poll in flight", Kit(participant=AbortsUnderPoll)),
+    Mutant(
+        "R7",
+        "R7",
+        "answers Abort under a poll in flight",
+        Kit(participant=AbortsUnderPoll),
+        "aborts race with polls",
+    ),
     Mutant("R7b", "R7", "calls itself drained at once", Kit(participant=CallsItselfDrained)),
     Mutant("R8", "R8", "a failed poll means not agreed", Kit(gate=FailedPollMeansNo)),
     Mutant("R9", "R9", "polls only while a wave is held", Kit(gate=PollsWhenBusy)),
@@ -261,7 +385,13 @@ MUTANTS = (
     ),
     Mutant("R14", "R14", "ends a stalled wave", Kit(coordinator=StalledIsOver)),
     Mutant("R15", "R15", "takes the placement from the store", Kit(recovery=TrustsTheStore)),
-    Mutant("R16", "R16", "begins a plan on a stale base", Kit(executor=TakesStalePlans)),
+    Mutant(
+        "R16",
+        "R16",
+        "begins a plan on a stale base",
+        Kit(executor=TakesStalePlans),
+        "plans of a stale base",
+    ),
     Mutant("R17", "R17", "begins a plan that breaks an invariant", Kit(executor=TakesUnsoundPlans)),
     Mutant(
         "R17b", "R17", "sends transfers that do not fit the rows", Kit(executor=SendsAnyTransfers)
@@ -270,4 +400,71 @@ MUTANTS = (
         "R17c", "R17", "a rank takes a Prepare wrong in itself", Kit(participant=TakesAnyTransfers)
     ),
 )
+GLUE = (
+    Mutant("save", "R3", "acknowledges before the save", Kit(agent=AcknowledgesBeforeSave)),
+    Mutant("barrier", "R3", "begins no save barrier", Kit(agent=SavesWithoutBarrier)),
+    Mutant("gate", "R8", "lives through an error at the gate", Kit(agent=LivesThroughGateErrors)),
+    Mutant("lock", "R7", "polls without the lock", Kit(agent=PollsWithoutLock)),
+    Mutant(
+        "hash",
+        "R4",
+        "hashes the first expert only",
+        Kit(transport=HashesFirstExpert),
+        "damaged bytes",
+    ),
+    Mutant(
+        "flight",
+        "R7",
+        "does not wait for operations",
+        Kit(transport=LeavesOperationsInFlight),
+        "late bytes",
+    ),
+    Mutant("batch", "R10", "waits for no batch", Kit(transport=WaitsForNoBatch)),
+    Mutant("renew", "R11", "renews the first written slot", Kit(worker=RenewsFirstSlot)),
+    Mutant("reload", "R4", "keeps the old checksums", Kit(agent=KeepsOldChecksums), "reloads"),
+    Mutant(
+        "swap", "R8", "swaps whatever is staged", Kit(worker=SwapsWhateverIsStaged), "late bytes"
+    ),
+)
+
+
+class TakesAnyMap(EngineMoves):
+    """Ends a move as agreed, whatever map the engine went to."""
+
+    def move_finished(self, phy2log):
+        if self.move is not None:
+            super().move_finished(self.move.placement.phy2log.astype("int64"))
+
+
+class ReloadsDuringMoves(EngineMoves):
+    """Lets weights be replaced while a move is under way."""
+
+    def end_move(self):
+        self._agent.resolve_poll()
+
+
+class GoesOnArmed(Agent):
+    """Serves on after a poll that may have passed a wave on other ranks."""
+
+    def _raise_if_left(self):
+        self._without_gate = self._left is not None
+
+
+GUEST_MUTANTS = (
+    Mutant("map", "R8", "takes any map for the agreed one", Kit(moves=TakesAnyMap)),
+    Mutant("under way", "R4", "reloads during moves", Kit(moves=ReloadsDuringMoves), "reloads"),
+    Mutant("armed", "R8", "serves on after a lost poll", Kit(agent=GoesOnArmed), "failing polls"),
+)
+"""In an engine that moves its experts itself."""
+
+MUTANTS = (*RULES, *GLUE)
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
+NOT_SIMULATED = {
+    "R2b": "it takes two leaders at one moment: a scenario shows it",
+    "R3": "it takes a Prepare that is late by a wave: the search of small worlds finds it",
+    "R3b": "no engine of the simulation moves experts: the search of small worlds finds it",
+    "R6": "it takes polls that fail to agree twice: the search of small worlds finds it",
+    "R7b": "a real agent waits for its thread first: the search of small worlds finds it",
+    "R9b": "the ranks find at the first poll that they are out of step: a unit test shows it",
+}
+"""The mutants that seeds do not find, or not in some hundreds, and what finds them."""

@@ -29,16 +29,15 @@ GOODBYE = "Goodbye"
 
 
 class Stream:
-    """One rank's stream to one replica, for one deployment."""
+    """One rank's stream to one replica."""
 
-    __slots__ = ("broken", "deployment", "hello", "number", "rank", "replica", "replica_life")
+    __slots__ = ("broken", "hello", "number", "rank", "replica", "replica_life")
 
-    def __init__(self, number: int, rank, replica, deployment) -> None:
+    def __init__(self, number: int, rank, replica) -> None:
         self.number = number
         self.rank = rank
         self.replica = replica
         self.replica_life = replica.life
-        self.deployment = deployment
         self.broken = False
         self.hello: Hello | None = None
         """The rank's first message; later ones are decoded with it."""
@@ -60,8 +59,8 @@ class SimNetwork:
         """The recent messages by kind, for echoes."""
         self._numbers = itertools.count(1)
 
-    def open(self, rank, replica, deployment) -> Stream:
-        stream = Stream(next(self._numbers), rank, replica, deployment)
+    def open(self, rank, replica) -> Stream:
+        stream = Stream(next(self._numbers), rank, replica)
         self.streams[stream.number] = stream
         return stream
 

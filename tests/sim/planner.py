@@ -7,7 +7,7 @@ from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, Transfer, Wave
 
-FLAWS = ("no_replica", "duplicate", "no_transfer", "wrong_source", "pool", "second_peer", "range")
+FLAWS = ("no_replica", "duplicate", "no_transfer", "wrong_source", "pool", "second_peer")
 
 
 def random_target(rng, base: Placement, shape, changes: int) -> Placement:
@@ -200,9 +200,5 @@ def spoil(rng, flaw, target, waves, shape):
         batches = ((wrong, *batches[0][1:]), *batches[1:])
     elif flaw == "second_peer":
         batches = (tuple(t for batch in batches for t in batch),)
-    elif flaw == "range":
-        rows[0, 0] = shape.num_logical_experts
-        waves = [*waves[:-1], Wave(last.index, last.layers, rows, batches)]
-        return target, waves
     waves = [*waves[:-1], Wave(last.index, last.layers, rows, batches)]
     return target.with_rows(last.layers, rows), waves

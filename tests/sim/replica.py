@@ -1,4 +1,4 @@
-"""A controller replica: a process with a seat for each deployment."""
+"""A controller replica."""
 
 from collections import deque
 
@@ -22,7 +22,7 @@ class Replica:
         self.inbox: deque = deque()
         self.halted: list = []
         """The rest of what it was carrying out when it was paused, as calls."""
-        self.seats: dict = {}
+        self.seat = Seat(self)
         self.behind_s = 0.0
         """Seconds that its monotonic clock did not count, because its machine was suspended."""
 
@@ -38,7 +38,7 @@ class Replica:
         self.alive, self.paused = True, False
         self.inbox.clear()
         self.halted.clear()
-        self.seats = {deployment: Seat(self, deployment) for deployment in self.world.deployments}
+        self.seat = Seat(self)
         self.world.note(f"{self.name} starts")
         self.world.after(0.02 + 0.1 * self.world.rng.random(), self.tick, self.life)
 
@@ -47,8 +47,7 @@ class Replica:
             return
         self.world.note(f"{self.name} crashes")
         self.alive = False
-        for seat in self.seats.values():
-            seat.close_streams()
+        self.seat.close_streams()
 
     def pause(self, seconds: float, suspended: bool = False) -> None:
         """Stop the process, even between a write and a send.
@@ -79,11 +78,10 @@ class Replica:
         self.world.after(TICK_S, self.tick, life)
         if self.paused:
             return
-        for seat in self.seats.values():
-            seat.keep_lease()
-            if self.alive and not self.paused:
-                seat.feed(Tick())
-                seat.repeat_troubles()
+        self.seat.keep_lease()
+        if self.alive and not self.paused:
+            self.seat.feed(Tick())
+            self.seat.repeat_troubles()
 
     def on_message(self, stream, message) -> None:
         """Take a rank's message, also a late one of a broken stream."""
@@ -92,7 +90,7 @@ class Replica:
         if self.paused:
             self.inbox.append((self.on_message, (stream, message)))
             return
-        seat = self.seats[stream.deployment]
+        seat = self.seat
         if isinstance(message, Hello):
             if stream.broken:
                 return
@@ -115,7 +113,7 @@ class Replica:
         if self.paused:
             self.inbox.append((self.on_stream_closed, (stream,)))
             return
-        seat = self.seats[stream.deployment]
+        seat = self.seat
         seat.streams.pop(stream.number, None)
         seat.troubled.pop(stream.number, None)
         seat.newest_beat.pop(stream.number, None)

@@ -1,19 +1,19 @@
 """One seed: a time of faults, then a calm in which every plan must end and a new one succeed."""
 
-from collections import Counter
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from structlog.testing import capture_logs
+
 from evenkeel_moe.errors import EvenkeelError
-from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.topology import ModelShape
 from tests.sim import faults
 from tests.sim.checks import NO_PROGRESS, RECORDS_DISAGREE, Violation
 from tests.sim.fleet import Fleet
-from tests.sim.foci import FOCI
-from tests.sim.focus import Focus
+from tests.sim.hazards import Hazard, hazard_of
 from tests.sim.kit import Kit
 from tests.sim.network import SimNetwork
 from tests.sim.planner import FLAWS, build_plan
@@ -24,38 +24,39 @@ from tests.sim.world import World
 
 CALM_TICKS = 500
 """The ticks of calm in which every plan must end and a new one must be committed."""
-
-
 RETRY_S = 1.5
 """The wait in calm before a failed plan is repeated: longer than a heartbeat at rest."""
+LATE_S = 4.0
+"""Late bytes land within this time after the deadline of their batch."""
+PROBES = 0.3
+"""Share of the seeds in which engines have probes."""
+NOT_GENTLE = 0.2
+"""Share of the seeds with a hazard that have random faults too."""
+AGENT_ERROR = "error of the agent"
+ERRORS = frozenset(
+    {"participant_failed", "transfer_job_failed", "staging_failed", "staging_broke_off"}
+)
+"""Log lines of errors that the agent survives. The simulation injects none of them."""
 
 
 class FleetWorld(World):
     """A whole deployment: replicas, store, network and EP group."""
 
     fleet_type: type[Fleet] = Fleet
-    sizes = (2, 2, 3)
-    """The numbers of ranks, by their frequency."""
-    second_deployment = 0.15
-    """Probability that a group has two deployments."""
 
-    def __init__(
-        self, seed: int, kit: Kit | None = None, pairs: Counter | None = None, trace: bool = False
-    ) -> None:
-        super().__init__(seed, kit, trace)
-        self.kit = self.kit.wired(pairs)
-        self.slow_copies = self.corruption = self.rumours = self.slow_swaps = 0.0
+    def __init__(self, seed: int, kit: Kit | None = None, trace: bool = False) -> None:
+        super().__init__(seed, trace)
+        self.kit = (kit or Kit()).wired()
+        self.slow_copies = self.corruption = self.slow_swaps = 0.0
+        self.late_copies = 0.0
+        """Probability that the bytes of a copy land seconds after the deadline of its batch."""
         self.failing_swaps = 0.01
-        self.stray_swaps = 0.01
-        """Probability that the engines of all ranks end a wave with another map than agreed."""
         self.slow_saves = 0.02
         """The longest time in which a rank saves its placement."""
         self.wrong_prepares = 0.0
         """Probability that a leader sends a wrong Prepare of a wave."""
         self.prepares_differ = 0.3
         """Probability that a wrong Prepare is a right one that only one rank gets."""
-        self.copy_s = (0.01, 0.05)
-        """The shortest and longest time of a copy without a fault."""
         self.prompt_failures = 0.5
         """Probability that a failed write is reported at once."""
         self.slow_planning = 0.2
@@ -73,40 +74,36 @@ class FleetWorld(World):
         """Choose this seed's group and controllers."""
         self.mode = rng.choice((Mode.AUTO, Mode.AUTO, Mode.AUTO, Mode.PROPOSE, Mode.OBSERVE))
         self.flaws = rng.choice((0.0, 0.2))
-        names = ["target", "draft"] if rng.random() < self.second_deployment else ["target"]
-        self.deployments = tuple(DeploymentId(name) for name in names)
-        num_ranks = rng.choice(self.sizes)
-        shapes = {deployment: random_shape(rng, num_ranks) for deployment in self.deployments}
+        shape = random_shape(rng, rng.choice((2, 3, 4)))
         poll_every = rng.choice((1, 2, 3, 4))
         resolve_after = rng.randint(1, poll_every)
         self.timing = random_timing(rng, 2 * poll_every + resolve_after)
         self.replicas = [Replica(self, name) for name in ("c0", "c1")]
         self.fleet = self.fleet_type(
-            self, shapes, poll_every=poll_every, resolve_after=resolve_after
+            self, shape, poll_every=poll_every, resolve_after=resolve_after
         )
         self.fleet.drop_after_s = rng.choice((0.7, 1.0, 3.0))
         self.fleet.misconfigured = rng.random() < 0.04
         self.second: Fleet | None = None
+        self.probes = rng.random() < PROBES
+        """True if engines probe what experts compute, which hides wrong bytes from the checks."""
 
     def hurry(self) -> None:
         """Run one plan after another, as fast as waves allow."""
         self.mode, self.eagerness, self.attempts = Mode.AUTO, 1.0, 8
         self.cycle_s, self.slow_planning = 0.2, 0.02
 
-    def controls(self, *args, **kwargs):
-        return self.kit.control(*args, **kwargs)
-
-    def make_plan(self, deployment, view, kind: PlanKind, target=None, sound: bool = False):
+    def make_plan(self, view, kind: PlanKind, target=None, sound: bool = False):
         self.plans_made += 1
-        flaw = None
+        shape, flaw = self.fleet.shape, None
         if not sound and kind is not PlanKind.ROLLBACK and self.rng.random() < self.flaws:
-            pooled = self.fleet.shapes[deployment].pooled
-            flaw = "pool" if pooled and self.rng.random() < 0.6 else self.rng.choice(FLAWS)
+            pool = shape.pooled and self.rng.random() < 0.6
+            flaw = "pool" if pool else self.rng.choice(FLAWS)
         return build_plan(
             self.rng,
-            deployment,
+            self.deployment,
             view,
-            self.fleet.shapes[deployment],
+            shape,
             self.now,
             kind=kind,
             plan_id=f"p{self.plans_made}",
@@ -117,10 +114,11 @@ class FleetWorld(World):
 
     def copy_delay(self, deadline: float) -> float:
         """Return the seconds of one copy; with faults some exceed a batch's deadline."""
-        delay = self.rng.uniform(*((0.01, 0.05) if self.calm else self.copy_s))
-        if not self.calm and self.rng.random() < self.slow_copies:
-            delay += 3.0 * deadline * self.rng.random()
-        return delay
+        random = self.rng.random
+        if not self.calm and random() < self.late_copies:
+            return deadline + LATE_S * random()
+        slow = not self.calm and random() < self.slow_copies
+        return self.rng.uniform(0.01, 0.05) + (3.0 * deadline * random() if slow else 0.0)
 
     def corrupts(self) -> bool:
         """Return True if the bytes of one copy arrive damaged."""
@@ -129,9 +127,11 @@ class FleetWorld(World):
     # --- phases -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
+        """Start the group before the controllers, whose moments need ranks."""
+        self.fleet.start()
+        self.run_until(1.0, lambda: bool(self.fleet.ranks))
         for replica in self.replicas:
             replica.start()
-        self.fleet.start()
 
     def heal(self) -> None:
         """End all faults and start what is down."""
@@ -150,8 +150,7 @@ class FleetWorld(World):
         for replica in self.replicas:
             replica.go_on(replica.life)
             replica.start()
-        sites = [site for rank in self.fleet.ranks for site in rank.sites.values()]
-        if self.fleet.misconfigured or any(site.trouble for site in sites):
+        if self.fleet.misconfigured or any(rank.agent.trouble for rank in self.fleet.ranks):
             self.fleet.misconfigured = False
             self.fleet.broken()
 
@@ -161,13 +160,12 @@ class FleetWorld(World):
             if fleet is not None:
                 fleet.close()
 
-    def leading_seat(self, deployment):
+    def leading_seat(self):
         """Return the seat that holds the lease in the store."""
-        shelf = self.store.shelf(deployment)
         for replica in self.replicas:
-            seat = replica.seats.get(deployment)
-            if seat is not None and seat.leader is not None and seat.leader.term == shelf.term:
-                return seat
+            leader = replica.seat.leader
+            if leader is not None and leader.term == self.store.shelf.term:
+                return replica.seat
         return None
 
 
@@ -178,10 +176,6 @@ def random_shape(rng, num_ranks: int) -> ModelShape:
         pool = layers * -(-4 // num_ranks) + rng.choice((1, 2, 3))
         return ModelShape(layers, 4, num_ranks, per_rank, 1, 10, pool_slots_per_rank=pool)
     return ModelShape(layers, 4, num_ranks, 3 if num_ranks == 2 else 2, 1, 10)
-
-
-NOT_GENTLE = 0.2
-"""Share of the seeds with a focus that have random faults too."""
 
 
 @dataclass
@@ -196,38 +190,41 @@ class Outcome:
     trace: list[str] = field(default_factory=list)
 
 
-def pick_focus(rng) -> Focus | None:
-    """Return the focus of a seed; None if the seed is left to chance."""
-    shares = [each.share for each in FOCI]
-    return rng.choices((*FOCI, None), (*shares, 1000 - sum(shares)))[0]
-
-
 def run_seed(
     seed: int,
     kit: Kit | None = None,
-    pairs: Counter | None = None,
     trace: bool = False,
-    about: Focus | None = None,
-    world_type: type[FleetWorld] = FleetWorld,
+    hazard: Hazard | None = None,
     watch: Callable[[FleetWorld], None] | None = None,
+    world_type: type[FleetWorld] = FleetWorld,
 ) -> Outcome:
     """Run one seed to its end or to the first broken invariant.
 
-    `about` sets its focus, `world_type` the kind of its ranks; `watch` is called with the world
-    before it begins.
+    Args:
+        hazard: in place of the seed's own.
+        watch: called with the world before it begins.
+        world_type: the kind of engine.
     """
-    world = world_type(seed, kit, pairs, trace)
+    with capture_logs() as logs:
+        outcome = _run(world_type(seed, kit, trace), seed, trace, hazard, watch)
+    errors = [line for line in logs if line["event"] in ERRORS]
+    if errors and outcome.violation is None:
+        outcome.violation, outcome.detail = AGENT_ERROR, f"{errors[0]}"
+    return outcome
+
+
+def _run(world: FleetWorld, seed: int, trace: bool, hazard: Hazard | None, watch) -> Outcome:
     if watch is not None:
         watch(world)
     world.print_trace = trace
     outcome = Outcome(seed, 0)
     try:
-        about = about or pick_focus(world.rng)
-        until = (8.0 if about is None else 12.0) + 12.0 * world.rng.random()
-        if about is None or world.rng.random() < NOT_GENTLE:
+        hazard = hazard or hazard_of(random.Random(f"hazard {seed}"))
+        until = (8.0 if hazard is None else 12.0) + 12.0 * world.rng.random()
+        if hazard is None or world.rng.random() < NOT_GENTLE:
             faults.plan_faults(world, until)
-        if about is not None:
-            about.arrange(world)
+        if hazard is not None:
+            hazard.arrange(world)
         world.begin()
         world.run_until(until)
         world.heal()
@@ -243,77 +240,68 @@ def run_seed(
 
 
 def prove_progress(world: FleetWorld) -> None:
-    """Check that every plan ends, and that a new one is committed on every deployment."""
+    """Check that every plan ends, and that a new one is committed."""
     deadline = world.now + CALM_TICKS * TICK_S
-    waiting = set(world.deployments)
-    fresh: dict = {}
-    while waiting:
+    submitted: tuple | None = None
+    while True:
         world.run_until(world.now + 5 * TICK_S)
-        for deployment in sorted(waiting):
-            if advance_proof(world, deployment, fresh):
-                waiting.discard(deployment)
-        if world.now >= deadline and waiting:
-            raise Violation(NO_PROGRESS, describe_standstill(world, sorted(waiting)))
+        seat = world.leading_seat()
+        if seat is not None:
+            submitted, done = advance_proof(world, seat, submitted)
+            if done:
+                return
+        if world.now >= deadline:
+            raise Violation(NO_PROGRESS, describe_standstill(world))
 
 
-def advance_proof(world: FleetWorld, deployment, fresh: dict) -> bool:
-    """Submit a new plan once the old ones have ended; return True once it is committed."""
-    seat = world.leading_seat(deployment)
-    if seat is None:
-        return False
-    if deployment in fresh:
-        plan_id, submitted_at = fresh[deployment]
+def advance_proof(world: FleetWorld, seat, submitted: tuple | None) -> tuple[tuple | None, bool]:
+    """Submit a new plan once the old ones have ended.
+
+    Returns:
+        (plan id, time) of the newest one, and True once it is committed.
+    """
+    if submitted is not None:
+        plan_id, submitted_at = submitted
         record = seat.control.records.by_id.get(plan_id)
         if record is not None and record.phase is PlanPhase.COMMITTED:
-            check_records(world, deployment, seat)
-            return True
+            check_records(world, seat)
+            return submitted, True
         # A new plan on the same stale base would be refused until a heartbeat shows the true one.
         early = world.now < submitted_at + RETRY_S
         if record is not None and (early or not record.phase.terminal):
-            return False
-        del fresh[deployment]
+            return submitted, False
     try:
-        seat.carry(
-            seat.operator.set_policy(
-                DeploymentPolicy(mode=Mode.PROPOSE, cycle_s=1.5), {}, seat.replica.now
-            )
-        )
+        policy = DeploymentPolicy(mode=Mode.PROPOSE, cycle_s=1.5)
+        seat.carry(seat.operator.set_policy(policy, {}, seat.replica.now))
         seat.carry(seat.operator.freeze(0, seat.replica.now))
         record = seat.submit(PlanKind.MANUAL, True, sound=True)
     except EvenkeelError:
-        return False
-    if record is not None:
-        fresh[deployment] = record.plan.plan_id, world.now
-    return False
+        return None, False
+    return (None if record is None else (record.plan.plan_id, world.now)), False
 
 
-def check_records(world: FleetWorld, deployment, seat) -> None:
+def check_records(world: FleetWorld, seat) -> None:
     """Check that store, controller and ranks agree in calm, after a commit."""
-    site = world.fleet.ranks[0].sites[deployment]
-    stored = world.store.shelf(deployment).epochs
-    if not stored or max(stored) != site.epoch or stored[site.epoch].digest != site.map.digest:
+    rank, stored = world.fleet.ranks[0], world.store.shelf.epochs
+    if not stored or max(stored) != rank.epoch or stored[rank.epoch].digest != rank.map.digest:
         raise Violation(
-            RECORDS_DISAGREE, f"store has epochs {sorted(stored)}, ranks are at {site.epoch}"
+            RECORDS_DISAGREE, f"store has epochs {sorted(stored)}, ranks are at {rank.epoch}"
         )
-    if seat.control.epoch != site.epoch:
+    if seat.control.epoch != rank.epoch:
         raise Violation(
-            RECORDS_DISAGREE, f"controller at {seat.control.epoch}, ranks at {site.epoch}"
+            RECORDS_DISAGREE, f"controller at {seat.control.epoch}, ranks at {rank.epoch}"
         )
 
 
-def describe_standstill(world: FleetWorld, deployments) -> str:
-    parts = []
-    for deployment in deployments:
-        seat = world.leading_seat(deployment)
-        if seat is None:
-            parts.append(f"{deployment} has no leader")
-            continue
-        control = seat.control
-        active = control.active_plan
-        plan = f"plan {active.plan.plan_id} {active.phase} {active.reason}" if active else "no plan"
-        wave = f"wave {control.coordinator.state}" if control.coordinator else "no wave"
-        reason = control.state_reason(seat.replica.now)
-        parts.append(f"{deployment}: {control.state} {reason}, {plan}, {wave}")
-        sites = [rank.sites[deployment] for rank in world.fleet.ranks]
-        parts += [f"rank {s.rank.rank} {s.participant.state} epoch {s.epoch}" for s in sites]
-    return "; ".join(parts)
+def describe_standstill(world: FleetWorld) -> str:
+    seat = world.leading_seat()
+    if seat is None:
+        return "there is no leader"
+    control = seat.control
+    active = control.active_plan
+    plan = f"plan {active.plan.plan_id} {active.phase} {active.reason}" if active else "no plan"
+    wave = f"wave {control.coordinator.state}" if control.coordinator else "no wave"
+    ranks = [f"rank {r.rank} {r.participant.state} epoch {r.epoch}" for r in world.fleet.ranks]
+    return "; ".join(
+        [f"{control.state} {control.state_reason(seat.replica.now)}, {plan}, {wave}", *ranks]
+    )

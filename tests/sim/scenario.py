@@ -8,7 +8,6 @@ Commands:
     run SECONDS                     let time pass
     submit PLAN WAVE...             begin a plan by hand; a wave is LAYER:SRC>DST, a copy into DST
     cancel PLAN
-    engine-moves LAYER:SRC>DST      the engine copies an expert into another slot by itself
     drop KIND [rank=N] [times=N]    lose the next messages of a kind, to or from a rank
     delay KIND SECONDS [rank=N]     let the next message of a kind take so long
     slow-copy SECONDS               let the next copy between ranks take so long
@@ -35,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, Reason
-from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
+from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, Transfer, Wave
 from evenkeel_moe.model.policy import Mode
@@ -43,12 +42,12 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from tests.sim.checks import Violation
 from tests.sim.fleet import Fleet
+from tests.sim.kit import Kit
 from tests.sim.network import SimNetwork
 from tests.sim.replica import Replica
 from tests.sim.run import FleetWorld
 
 SCRIPTS = Path(__file__).parent / "scenarios"
-TARGET = DeploymentId("target")
 SHAPE = ModelShape(2, 4, 2, 3, 1, 10)
 TIMING = ControlTiming(
     heartbeat_s=0.5,
@@ -103,8 +102,8 @@ class ScriptedNetwork(SimNetwork):
 class ScriptedWorld(FleetWorld):
     """Two ranks and two controllers, without chance."""
 
-    def __init__(self) -> None:
-        super().__init__(1, trace=True)
+    def __init__(self, kit: Kit | None = None) -> None:
+        super().__init__(1, kit, trace=True)
 
     def configure(self, rng) -> None:
         self.rng = Steady()
@@ -112,10 +111,10 @@ class ScriptedWorld(FleetWorld):
         self.mode = Mode.OBSERVE
         self.prompt_failures = 1.0
         self.flaws = 0.0
-        self.deployments = (TARGET,)
+        self.probes = False
         self.timing = TIMING
         self.replicas = [Replica(self, name) for name in ("c0", "c1")]
-        self.fleet = Fleet(self, {TARGET: SHAPE}, poll_every=4, resolve_after=2)
+        self.fleet = Fleet(self, SHAPE, poll_every=4, resolve_after=2)
         self.second = None
         self.slow: list[float] = []
         self.corrupt_next = False
@@ -129,7 +128,7 @@ class ScriptedWorld(FleetWorld):
 
     @property
     def seat(self):
-        seat = self.leading_seat(TARGET)
+        seat = self.leading_seat()
         if seat is None:
             raise ValueError("no controller leads")
         return seat
@@ -138,8 +137,8 @@ class ScriptedWorld(FleetWorld):
 class Script:
     """One script being run."""
 
-    def __init__(self) -> None:
-        self.world = ScriptedWorld()
+    def __init__(self, kit: Kit | None = None) -> None:
+        self.world = ScriptedWorld(kit)
         self.seen = 0
 
     def run(self, command: str) -> list[str]:
@@ -181,7 +180,7 @@ class Script:
             target = target.with_rows(layers, rows)
         plan = Plan(
             plan_id=PlanId(plan_id),
-            deployment=TARGET,
+            deployment=self.world.deployment,
             kind=PlanKind.MANUAL,
             policy="script",
             reason=Reason.MANUAL_REQUEST,
@@ -200,12 +199,6 @@ class Script:
         seat = self.world.seat
         seat.carry(seat.operator.cancel(PlanId(plan_id), "script", self.world.now)[1])
 
-    def engine_moves(self, text: str):
-        fleet = self.world.fleet
-        before = fleet.ranks[0].sites[TARGET].map
-        transfer, rows = copy_of(text, before)
-        fleet.move_experts(TARGET, before.with_rows((transfer.layer,), rows))
-
     def drop(self, kind: str, rank: str | None = None, times: str = "1"):
         self._rule(kind, rank, int(times), None)
 
@@ -220,7 +213,7 @@ class Script:
         self.world.slow.append(float(seconds))
 
     def fail_poll(self, rank: str):
-        self.world.fleet.fail_poll([int(rank)])
+        self.world.fleet.failing_polls.add(int(rank))
 
     def crash(self, name: str | None = None, rank: str | None = None):
         if rank is not None:
@@ -231,7 +224,7 @@ class Script:
 
     def second_fleet(self):
         world = self.world
-        world.second = Fleet(world, {TARGET: SHAPE}, poll_every=4, resolve_after=2, name="h")
+        world.second = Fleet(world, SHAPE, poll_every=4, resolve_after=2, name="h")
         world.second.start()
 
     def stop_second(self):
@@ -279,18 +272,18 @@ class Script:
         self.world.fleet.idle = False
 
     def reload(self):
-        self.world.fleet.begin_reload(TARGET, announced=True)
+        self.world.fleet.begin_reload(announced=True)
 
     def status(self) -> list[str]:
         world = self.world
         lines = []
         for rank in world.fleet.ranks:
-            part = rank.sites[TARGET].participant
+            part = rank.participant
             holds = f" holds {part.wave.plan_id}/{part.wave.wave_index}" if part.wave else ""
             layer = part.placement.phy2log[0].tolist()
             state = f"{part.state}{holds}, epoch {part.epoch}, layer 0 {layer}"
             lines.append(f"rank {rank.rank} {state}")
-        seat = world.leading_seat(TARGET)
+        seat = world.leading_seat()
         if seat is not None:
             control = seat.control
             plans = ", ".join(
@@ -298,7 +291,7 @@ class Script:
             )
             where = f"term {seat.leader.term} epoch {control.epoch}"
             lines.append(f"{seat.replica.name} {control.state} {where}: {plans or 'no plans'}")
-        lines.append(f"store: epochs {sorted(world.store.shelf(TARGET).epochs)}")
+        lines.append(f"store: epochs {sorted(world.store.shelf.epochs)}")
         return lines
 
 
@@ -334,9 +327,9 @@ def parse(text: str) -> list[Block]:
     return blocks
 
 
-def play(text: str) -> str:
+def play(text: str, kit: Kit | None = None) -> str:
     """Return the script with its present outputs."""
-    script, parts = Script(), []
+    script, parts = Script(kit), []
     for comments, command, _ in parse(text):
         name, *rest = command.split()
         output = script.run(" ".join(["go" if name == "run" else name, *rest]))

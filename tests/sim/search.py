@@ -1,10 +1,11 @@
 """The work of the simulation's worker processes: run many seeds, and catch mutants."""
 
 import traceback
-from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.sim.kinds import KINDS
+from tests.sim.hazards import HAZARDS
+from tests.sim.mutants import BY_NAME
+from tests.sim.run import run_seed
 
 
 @dataclass
@@ -14,7 +15,6 @@ class Tally:
     seeds: int = 0
     events: int = 0
     waves: int = 0
-    pairs: Counter = field(default_factory=Counter)
     failures: list = field(default_factory=list)
 
 
@@ -25,17 +25,15 @@ class Hunt:
     name: str
     seed: int | None = None
     invariant: str = ""
-    detail: str = ""
     tried: int = 0
 
 
-def run_seeds(first: int, count: int, kind: str = "machines") -> Tally:
-    """Run seeds with the production machines, and count the pairs they pass."""
-    run_seed = KINDS[kind]().run_seed
-    tally, passed = Tally(), Counter()
+def run_seeds(first: int, count: int) -> Tally:
+    """Run seeds with the production parts."""
+    tally = Tally(count)
     for seed in range(first, first + count):
         try:
-            outcome = run_seed(seed, pairs=passed)
+            outcome = run_seed(seed)
         except Exception:
             tally.failures.append((seed, "exception", traceback.format_exc(limit=-3)))
             continue
@@ -43,21 +41,17 @@ def run_seeds(first: int, count: int, kind: str = "machines") -> Tally:
         tally.waves += outcome.committed
         if outcome.violation is not None:
             tally.failures.append((seed, outcome.violation, outcome.detail))
-    tally.seeds = count
-    for (machine, state, event), times in passed.items():
-        tally.pairs[machine, str(state), event.__name__] += times
     return tally
 
 
-def hunt(name: str, limit: int, kind: str = "machines") -> Hunt:
+def hunt(name: str, limit: int) -> Hunt:
     """Run one mutant until an invariant catches it; an exception of the mutant is not a catch."""
-    found = KINDS[kind]()
-    run_seed, kit = found.run_seed, found.by_name[name].kit
+    mutant = BY_NAME[name]
     for seed in range(limit):
         try:
-            outcome = run_seed(seed, kit)
+            outcome = run_seed(seed, mutant.kit, hazard=HAZARDS.get(mutant.hazard))
         except Exception:
             continue
         if outcome.violation is not None:
-            return Hunt(name, seed, outcome.violation, outcome.detail, seed + 1)
+            return Hunt(name, seed, outcome.violation, seed + 1)
     return Hunt(name, tried=limit)

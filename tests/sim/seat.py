@@ -1,4 +1,4 @@
-"""One deployment on one controller replica: its machine, lease, store access and planner."""
+"""The deployment on one controller replica: its machine, lease, store access and planner."""
 
 from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.ids import PlanId
@@ -9,6 +9,7 @@ from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from tests.sim.checks import WAVE_REFUSED
+from tests.sim.planner import fits_pool
 from tests.sim.prepares import for_one_rank, problem_of, spoiled
 from tests.sim.store import StoreDown
 
@@ -48,15 +49,14 @@ PERSISTS = (
 
 
 class Seat:
-    """One deployment on one replica."""
+    """The deployment on one replica."""
 
-    def __init__(self, replica, deployment) -> None:
+    def __init__(self, replica) -> None:
         world = replica.world
         self.replica = replica
         self.world = world
-        self.deployment = deployment
-        self.control = world.controls(
-            deployment,
+        self.control = world.kit.control(
+            world.deployment,
             timing=world.timing,
             policy=DeploymentPolicy(mode=world.mode, cycle_s=world.cycle_s),
         )
@@ -87,7 +87,7 @@ class Seat:
         if now - self.renewed_at < LEASE_S / 3:
             return
         try:
-            if store.renew(self.deployment, self.leader, LEASE_S):
+            if store.renew(self.leader, LEASE_S):
                 self.renewed_at = now
             else:
                 self.lose_lease()
@@ -98,18 +98,18 @@ class Seat:
     def try_acquire(self) -> None:
         store = self.world.store
         try:
-            leader = store.acquire(self.deployment, self.replica.name, LEASE_S, self.at_least)
+            leader = store.acquire(self.replica.name, LEASE_S, self.at_least)
             if leader is None:
                 return
-            stored = store.load(self.deployment)
+            stored = store.load()
         except StoreDown:
             return
         self.leader, self.renewed_at = leader, self.replica.now
-        self.world.note(f"{self.replica.name} leads {self.deployment} in term {leader.term}")
+        self.world.note(f"{self.replica.name} leads {self.world.deployment} in term {leader.term}")
         self.feed(ctl.LeaseAcquired(leader, stored))
 
     def lose_lease(self) -> None:
-        self.world.note(f"{self.replica.name} lost the lease of {self.deployment}")
+        self.world.note(f"{self.replica.name} lost the lease of {self.world.deployment}")
         self.leader = None
         self.feed(ctl.LeaseLost())
         self.close_streams()
@@ -119,7 +119,7 @@ class Seat:
         if self.leader is None:
             return
         try:
-            self.world.store.release(self.deployment, self.leader)
+            self.world.store.release(self.leader)
         except StoreDown:
             self.world.note("the lease must run out")
 
@@ -144,7 +144,8 @@ class Seat:
         """Report the moments of the states entered since `before`."""
         after = self.standing()
         if after != before and self.replica.alive:
-            self.world.note(f"{self.replica.name} {self.deployment} is {after[0]}, wave {after[1]}")
+            who = f"{self.replica.name} {self.world.deployment}"
+            self.world.note(f"{who} is {after[0]}, wave {after[1]}")
             if after[0] != before[0]:
                 self.world.moment(f"controller is {after[0]}", replica=self.replica, seat=self)
             if after[1] is not None and after[1] != before[1]:
@@ -191,10 +192,10 @@ class Seat:
         Either it has the same flaw for all ranks, or one rank gets another right one.
         """
         world = self.world
-        before = world.checks.truth.get(
-            (self.deployment, prepare.wave.generation, prepare.base_epoch)
-        )
+        before = world.checks.truth.get((prepare.wave.generation, prepare.base_epoch))
         problem = problem_of(prepare, before) if before is not None else ""
+        if before is not None and not fits_pool(prepare.body, before.phy2log, world.fleet.shape):
+            problem = "it fills memory that it frees itself"
         if problem:
             world.checks.fail(WAVE_REFUSED, f"{prepare.wave} begins: {problem}")
         if not world.calm and world.rng.random() < world.wrong_prepares:
@@ -256,7 +257,7 @@ class Seat:
             failed.append(action)
             return
         try:
-            self.world.store.write(self.deployment, action, self.leader)
+            self.world.store.write(action, self.leader)
             self.world.note(f"{self.replica.name} stores {describe_persist(action)}")
         except StoreDown:
             failed.append(action)
@@ -315,7 +316,7 @@ class Seat:
         if world.rng.random() < world.eagerness:
             view = (cycle.generation, cycle.epoch, cycle.placement, cycle.weights_version)
             for _ in range(world.attempts):
-                plan = plan or world.make_plan(self.deployment, view, PlanKind.AUTOMATIC)
+                plan = plan or world.make_plan(view, PlanKind.AUTOMATIC)
         reason = Reason.BALANCE_ABOVE_THRESHOLD if plan is None else Reason.PLAN_STARTED
         self.feed_late(ctl.CycleDecided(cycle.cycle, reason, plan), life)
 
@@ -359,9 +360,9 @@ class Seat:
             return None
         fleet = control.group
         view = (control.generation, fleet.epoch, fleet.placement, fleet.weights_version)
-        plan = world.make_plan(self.deployment, view, kind, target, sound)
+        plan = world.make_plan(view, kind, target, sound)
         for _ in range(30 if sound else 0):
-            plan = plan or world.make_plan(self.deployment, view, kind, target, sound)
+            plan = plan or world.make_plan(view, kind, target, sound)
         if plan is None:
             return None
         record, actions = self.operator.submit(

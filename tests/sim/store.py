@@ -10,8 +10,8 @@ class StoreDown(Exception):
     """The store does not answer; the write may or may not have happened."""
 
 
-class _Shelf:
-    """The stored data of one deployment."""
+class Shelf:
+    """The stored data."""
 
     def __init__(self) -> None:
         self.holder = ""
@@ -21,8 +21,8 @@ class _Shelf:
         self.epochs: dict = {}
         self.control: dict = {}
 
-    def copy(self) -> "_Shelf":
-        twin = _Shelf()
+    def copy(self) -> "Shelf":
+        twin = Shelf()
         twin.__dict__.update(self.__dict__)
         twin.plans, twin.epochs, twin.control = (
             dict(self.plans),
@@ -38,57 +38,44 @@ class SimStore:
     def __init__(self, world) -> None:
         self.world = world
         self.down = False
-        self._shelves: dict = {}
-        self._before_last: tuple | None = None
+        self.shelf = Shelf()
+        self._before_last: Shelf | None = None
 
-    def shelf(self, deployment) -> _Shelf:
-        return self._shelves.setdefault(deployment, _Shelf())
-
-    def _writing(self, deployment) -> _Shelf:
-        if self.down:
-            if self.world.rng.random() < 0.7:
-                raise StoreDown
-        shelf = self.shelf(deployment)
-        self._before_last = (deployment, shelf.copy())
-        return shelf
-
-    def _reading(self, deployment) -> _Shelf:
-        if self.down:
+    def _writing(self) -> Shelf:
+        if self.down and self.world.rng.random() < 0.7:
             raise StoreDown
-        return self.shelf(deployment)
+        self._before_last = self.shelf.copy()
+        return self.shelf
 
     # --- faults -----------------------------------------------------------------------------------
 
     def lose_last_write(self) -> None:
         """The store crashed and came back without its last write."""
         if self._before_last is not None:
-            deployment, shelf = self._before_last
-            self._shelves[deployment] = shelf
-            self._before_last = None
-            self.world.checks.forgot(deployment)
+            self.shelf, self._before_last = self._before_last, None
+            self.world.checks.forgot()
 
     def flush(self) -> None:
         """Everything is gone."""
-        self._shelves.clear()
-        self._before_last = None
+        self.shelf, self._before_last = Shelf(), None
         self.world.checks.forgot()
 
     # --- leases -----------------------------------------------------------------------------------
 
-    def acquire(self, deployment, holder: str, ttl: float, at_least: int) -> Leader | None:
+    def acquire(self, holder: str, ttl: float, at_least: int) -> Leader | None:
         """Take the lease if it is free, expired or ours."""
-        shelf = self._writing(deployment)
+        shelf = self._writing()
         if shelf.holder not in ("", holder) and self.world.now < shelf.lease_until:
             return None
         if shelf.holder != holder or self.world.now >= shelf.lease_until or shelf.term <= at_least:
             shelf.term = max(shelf.term, at_least) + 1
         shelf.holder, shelf.lease_until = holder, self.world.now + ttl
         leader = Leader(holder, shelf.term)
-        self.world.checks.granted[deployment] = leader
+        self.world.checks.granted = leader
         return leader
 
-    def renew(self, deployment, leader: Leader, ttl: float) -> bool:
-        shelf = self._writing(deployment)
+    def renew(self, leader: Leader, ttl: float) -> bool:
+        shelf = self._writing()
         if (shelf.holder, shelf.term) != (
             leader.leader_id,
             leader.term,
@@ -97,36 +84,38 @@ class SimStore:
         shelf.lease_until = self.world.now + ttl
         return True
 
-    def release(self, deployment, leader: Leader) -> None:
-        shelf = self._writing(deployment)
+    def release(self, leader: Leader) -> None:
+        shelf = self._writing()
         if (shelf.holder, shelf.term) == (leader.leader_id, leader.term):
             shelf.lease_until = 0.0
 
     # --- records ----------------------------------------------------------------------------------
 
-    def write(self, deployment, action: ctl.PersistAction, leader: Leader | None) -> None:
+    def write(self, action: ctl.PersistAction, leader: Leader | None) -> None:
         """Store one persist action; raises StoreDown, also when the term is fenced off."""
-        shelf = self._writing(deployment)
+        shelf = self._writing()
         if leader is None or leader.term < shelf.term:
             raise StoreDown
         checks = self.world.checks
-        rightful = checks.is_rightful(deployment, leader)
+        rightful = checks.is_rightful(leader)
         match action:
             case ctl.PersistOutcome(wave=wave, committed=committed):
-                checks.outcome(deployment, wave, committed)
+                checks.outcome(wave, committed)
             case ctl.PersistEpoch(generation, epoch, placement, begins):
-                checks.epoch(deployment, generation, epoch, placement, shelf.epochs, rightful)
+                checks.epoch(generation, epoch, placement, shelf.epochs, rightful)
                 for known in [known for known in shelf.epochs if begins or known > epoch]:
                     del shelf.epochs[known]
                 shelf.epochs[epoch] = placement
             case ctl.PersistPlan(record=record):
-                checks.plan(deployment, record, shelf.plans.get(record.plan.plan_id), rightful)
+                checks.plan(record, shelf.plans.get(record.plan.plan_id), rightful)
                 shelf.plans[record.plan.plan_id] = record
             case ctl.PersistDocument(name="control", body=body):
                 shelf.control = dict(body)
 
-    def load(self, deployment) -> ctl.StoredRecords:
-        shelf = self._reading(deployment)
+    def load(self) -> ctl.StoredRecords:
+        if self.down:
+            raise StoreDown
+        shelf = self.shelf
         plans: tuple[PlanRecord, ...] = tuple(shelf.plans.values())
         hold = Hold.of_document(shelf.control)
         frozen = float(shelf.control.get("frozen_until", 0.0))

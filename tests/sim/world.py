@@ -6,7 +6,6 @@ import random
 
 from evenkeel_moe.model.ids import DeploymentId
 from tests.sim.checks import Checks
-from tests.sim.kit import Kit
 
 
 class Hold:
@@ -37,10 +36,9 @@ class Hold:
 class World:
     """One run. All its events are on one heap; the seed decides everything."""
 
-    def __init__(self, seed: int, kit: Kit | None = None, trace: bool = False) -> None:
+    def __init__(self, seed: int, trace: bool = False) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
-        self.kit = kit or Kit()
         self.now = 0.0
         self.events = 0
         self.checks = Checks(self)
@@ -48,7 +46,7 @@ class World:
         self.print_trace = False
         self.calm = False
         """True after the faults: the network delivers and nothing crashes."""
-        self.deployments: tuple[DeploymentId, ...] = ()
+        self.deployment = DeploymentId("target")
         self._heap: list = []
         self._order = itertools.count()
         self._moments: dict[str, list] = {}

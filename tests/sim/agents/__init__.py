@@ -1,1 +1,0 @@
-"""Ranks of the simulation that run the real agent, its staging and its transport."""

@@ -1,1 +1,0 @@
-"""Hostile peers beside an honest fleet, for a long time."""
