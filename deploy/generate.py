@@ -21,6 +21,7 @@ from deploy.dashboards import dashboards
 from deploy.json_text import json_text
 from deploy.runbook_pages import write_pages
 from deploy.settings_reference import settings_page
+from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.ports.status import HealthBounds
 from evenkeel_moe.settings import Settings
 
@@ -30,6 +31,7 @@ _TABLE = re.compile(r"(<!-- values -->\n).*?(<!-- end of values -->)", re.DOTALL
 
 CHARTS_OWN = {
     "data_dir": None,
+    "profile": None,
     "redis": {"url", "password", "sentinel_username", "sentinel_password", "prefix"},
     "grpc": {"host", "port", "advertise", "tls_cert_file", "tls_key_file", "tls_client_ca_file"},
     "rest": {"host", "port", "token_file", "tls_cert_file", "tls_key_file"},
@@ -221,12 +223,18 @@ _ENVIRONMENT: dict[str, Any] = {
     },
 }
 
+_OR_AUTO: dict[str, Any] = {"enum": ["auto", True, False]}
+
 _SPECIAL: dict[str, dict[str, Any]] = {
     "replicaCount": {"type": "integer", "minimum": 1},
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "image.digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
     "devValkey.image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "security": {"enum": ["default", "strict"]},
+    "profile": {"enum": [str(mode) for mode in Mode]},
+    "serviceMonitor.enabled": _OR_AUTO,
+    "prometheusRule.enabled": _OR_AUTO,
+    "dashboards.enabled": _OR_AUTO,
     "redis.prefix": {"type": "string", "pattern": "^[A-Za-z0-9_.-]*$"},
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "terminationGracePeriodSeconds": {"type": "integer", "minimum": 25},

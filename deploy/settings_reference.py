@@ -70,17 +70,18 @@ def _table(properties: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str
     lines = ["| Setting | Default | Value | Meaning |", "|---|---|---|---|"]
     for name, one in properties.items():
         default = _DEFAULTS[name] if name in _DEFAULTS else json.dumps(one["default"])
-        reference = one.get("$ref", "").rsplit("/", 1)[-1]
-        form = form_of(schema["$defs"].get(reference, one))
+        form = form_of(one, schema["$defs"])
         meaning = " ".join(one["description"].split()).replace("|", "\\|")
         lines.append(f"| `{name}` | `{default}` | {form} | {meaning} |")
     return [*lines, ""]
 
 
-def form_of(schema: Mapping[str, Any]) -> str:
+def form_of(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     """Return type and bounds of a value in words, by its JSON schema."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rsplit("/", 1)[-1]]
     if "anyOf" in schema:
-        return " or ".join(form_of(one) for one in schema["anyOf"])
+        return " or ".join(form_of(one, definitions) for one in schema["anyOf"])
     if "enum" in schema:
         return ", ".join(f"`{name}`" for name in schema["enum"])
     kind = "path" if schema.get("format") == "path" else _KINDS[schema["type"]]

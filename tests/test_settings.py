@@ -61,8 +61,35 @@ def test_variables_override_the_file_and_the_file_overrides_defaults(tmp_path, m
 
 
 @pytest.mark.parametrize(
+    ("content", "mode", "locked"),
+    [
+        ("profile: observe", Mode.OBSERVE, True),
+        ("profile: propose", Mode.PROPOSE, False),
+        ("profile: auto", Mode.AUTO, False),
+        ("{profile: observe, planner: {mode: auto}}", Mode.AUTO, False),
+        ("{profile: auto, planner: {mode: observe}}", Mode.OBSERVE, True),
+        ("{profile: observe, planner: {observe_lock: false}}", Mode.OBSERVE, False),
+        ("{}", Mode.OBSERVE, False),
+    ],
+)
+def test_the_profile_sets_mode_and_lock_where_nothing_else_does(tmp_path, content, mode, locked):
+    (tmp_path / "c.yaml").write_text(content)
+    planner = load_settings(tmp_path / "c.yaml").planner
+    assert (planner.mode, planner.observe_lock) == (mode, locked)
+
+
+def test_the_given_profile_overrides_those_of_variables_and_file(tmp_path, monkeypatch):
+    (tmp_path / "c.yaml").write_text("profile: observe")
+    monkeypatch.setenv("EVENKEEL_PROFILE", "propose")
+    assert load_settings(tmp_path / "c.yaml").planner.mode is Mode.PROPOSE
+    assert load_settings(tmp_path / "c.yaml", "auto").planner.mode is Mode.AUTO
+
+
+@pytest.mark.parametrize(
     ("name", "content", "words"),
     [
+        ("c.yaml", "profile: often", r"c\.yaml:1: profile: "),
+        ("c.yaml", "profile: auto\nplanner: 1", r"c\.yaml:2: planner: "),
         ("c.json", "{}", "must end in .toml, .yaml or .yml"),
         ("c.yaml", "[1]", "must hold sections, not list"),
         ("c.yaml", "a: [", "c.yaml"),

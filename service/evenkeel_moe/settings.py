@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from evenkeel_moe.errors import InvalidInput
@@ -300,6 +300,10 @@ class Settings(BaseModel):
     """Folder of the embedded store and the token file; created if missing."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level of the lines that are written."""
+    profile: Mode | None = None
+    """How far the controller goes; it sets planner.mode and planner.observe_lock where those are
+    not set. observe: nothing moves weights. propose: plans wait for approval. auto: plans start by
+    themselves."""
     grpc: GrpcSettings = GrpcSettings()
     rest: RestSettings = RestSettings()
     metrics: MetricsSettings = MetricsSettings()
@@ -311,6 +315,17 @@ class Settings(BaseModel):
     leader: LeaderSettings = Field(default_factory=LeaderSettings)
     health: HealthBounds = HealthBounds()
     advanced: AdvancedSettings = AdvancedSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_profile(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or given.get("profile") is None:
+            return given
+        planner = given.get("planner", {})
+        if not isinstance(planner, Mapping):
+            return given
+        mode = planner.get("mode", given["profile"])
+        return {**given, "planner": {"mode": mode, "observe_lock": mode == "observe", **planner}}
 
     @classmethod
     def sections(cls) -> dict[str, type[Any]]:

@@ -43,11 +43,12 @@ class _Variables(Settings, BaseSettings):
     )
 
 
-def load_settings(config: Path | None = None) -> Settings:
+def load_settings(config: Path | None = None, profile: str | None = None) -> Settings:
     """Read and check all settings.
 
     Args:
         config: YAML (.yaml, .yml) or TOML (.toml) file with sections as in `Settings`.
+        profile: overrides the setting `profile`.
 
     Raises:
         InvalidInput: all wrong names and values, one a line; or all contradictions between values.
@@ -59,7 +60,10 @@ def load_settings(config: Path | None = None) -> Settings:
     source.env_vars = variables
     faults = []
     try:
-        settings = Settings.model_validate(_merged(content, source()))
+        given = _merged(content, source())
+        settings = Settings.model_validate(
+            given if profile is None else given | {"profile": profile}
+        )
     except SettingsError as error:
         raise InvalidInput(f"settings: {error}, which must be a JSON object") from None
     except RecursionError:

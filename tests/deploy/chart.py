@@ -116,7 +116,7 @@ def refusal(*sets: str, name: str = "default") -> str:
     return answer.err
 
 
-def notes(folder: Path, name: str) -> str:
+def notes(folder: Path, name: str, *sets: str) -> str:
     """Return NOTES.txt as rendered with the values.
 
     `helm template` leaves it out, so a copy of the chart includes it in an object.
@@ -126,7 +126,7 @@ def notes(folder: Path, name: str) -> str:
         shutil.copytree(CHART, copy)
         probe = 'text: |\n{{ include (print $.Template.BasePath "/NOTES.txt") . | indent 2 }}\n'
         (copy / "templates" / "notes-probe.yaml").write_text("kind: Notes\n" + probe)
-    for one in yaml.safe_load_all(rendered_text(name, chart=copy)):
+    for one in yaml.safe_load_all(rendered_text(name, *sets, chart=copy)):
         if one and one["kind"] == "Notes":
             return str(one["text"])
     raise AssertionError("no notes")

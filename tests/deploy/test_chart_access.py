@@ -5,11 +5,16 @@ import re
 
 import kubernetes_validate
 import pytest
+import yaml
 
+from evenkeel_moe.settings import PlannerSettings
+from evenkeel_moe.settings_sources import load_settings
 from tests.deploy.chart import (
+    CHART,
     CUSTOM,
     container,
     every_values,
+    helm,
     kind,
     notes,
     only,
@@ -158,12 +163,58 @@ def test_misspelt_values_are_refused(value, named):
     assert named in refusal(value)
 
 
-def test_mode_observe_is_locked_unless_the_values_say_otherwise(tmp_path):
-    settings = only("default", "ConfigMap")["data"]["settings.yaml"]
-    assert "observe_lock: true" in settings
+def test_profile_observe_is_locked_unless_the_values_say_otherwise(tmp_path):
+    def planner(*sets: str) -> PlannerSettings:
+        file = tmp_path / "settings.yaml"
+        file.write_text(only("default", "ConfigMap", *sets)["data"]["settings.yaml"])
+        return load_settings(file).planner
+
+    assert planner().observe_lock
     assert "It is locked" in notes(tmp_path, "default")
-    kept = only("default", "ConfigMap", "config.planner.cycle_s=5")["data"]["settings.yaml"]
-    assert "observe_lock: true" in kept and "cycle_s: 5" in kept
+    kept = planner("config.planner.cycle_s=5")
+    assert kept.observe_lock and kept.cycle_s == 5
+    assert not planner("config.planner.observe_lock=false").observe_lock
+
+
+@pytest.mark.parametrize("profile", ["observe", "propose", "auto"])
+def test_a_profile_sets_the_mode_and_creates_what_watches_it(tmp_path, profile):
+    watching = {"ServiceMonitor", "PrometheusRule"}
+    apis = [f"monitoring.coreos.com/v1/{one}" for one in sorted(watching)]
+    words = [word for api in apis for word in ("--api-versions", api)]
+    for given in ([], words):
+        answer = helm("template", "r", CHART, "--set", f"profile={profile}", *given)
+        objects = [one for one in yaml.safe_load_all(answer.out) if one]
+        plans = profile != "observe"
+        assert watching & {one["kind"] for one in objects} == (
+            watching if given and plans else set()
+        )
+        boards = [one for one in objects if "grafana_dashboard" in one["metadata"]["labels"]]
+        assert bool(boards) == plans
+        (file,) = [one for one in objects if "settings.yaml" in one.get("data", {})]
+        (tmp_path / "settings.yaml").write_text(file["data"]["settings.yaml"])
+        assert load_settings(tmp_path / "settings.yaml").planner.mode == profile
+
+
+@pytest.mark.parametrize("profile", ["propose", "auto"])
+def test_what_a_profile_creates_can_be_switched_off(profile):
+    names = ("serviceMonitor", "prometheusRule", "dashboards")
+    sets = [word for name in names for word in ("--set", f"{name}.enabled=false")]
+    api = ("--api-versions", "monitoring.coreos.com/v1/ServiceMonitor")
+    answer = helm("template", "r", CHART, "--set", f"profile={profile}", *api, *sets)
+    bare = helm("template", "r", CHART)
+    kinds = [
+        [one["kind"] for one in yaml.safe_load_all(each.out) if one] for each in (answer, bare)
+    ]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize(
+    ("profile", "next_step"),
+    [("observe", "--set profile=propose"), ("propose", "--set profile=auto"), ("auto", "freeze")],
+)
+def test_notes_say_the_profile_and_how_to_go_on(tmp_path, profile, next_step):
+    text = notes(tmp_path, "default", f"profile={profile}")
+    assert f"Profile {profile}: " in text and next_step in text
 
 
 # --- labels, selectors and names of the chart's objects -------------------------------------------

@@ -121,6 +121,29 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 {{- end }}
 
+{{- define "evenkeel.mode" -}}
+{{- dig "planner" "mode" .Values.profile .Values.config }}
+{{- end }}
+
+{{/* Not empty if a part is created, by its `enabled`: auto is yes in the modes that plan, if the
+     cluster has the API that it needs. Arguments: the root, the part's values, that API or "". */}}
+{{- define "evenkeel.enabled" -}}
+{{- $root := index . 0 }}
+{{- $enabled := (index . 1).enabled }}
+{{- $api := index . 2 }}
+{{- if eq (toString $enabled) "auto" }}
+{{- if and (ne (include "evenkeel.mode" $root) "observe") (or (not $api) ($root.Capabilities.APIVersions.Has $api)) }}true{{ end }}
+{{- else if $enabled }}true{{ end }}
+{{- end }}
+
+{{- define "evenkeel.serviceMonitor" -}}
+{{- include "evenkeel.enabled" (list . .Values.serviceMonitor "monitoring.coreos.com/v1/ServiceMonitor") }}
+{{- end }}
+
+{{- define "evenkeel.prometheusRule" -}}
+{{- include "evenkeel.enabled" (list . .Values.prometheusRule "monitoring.coreos.com/v1/PrometheusRule") }}
+{{- end }}
+
 {{/* The controllers' settings. Health follows the thresholds of the alerts. */}}
 {{- define "evenkeel.settings" -}}
 {{- $alerts := .Values.prometheusRule.thresholds }}
@@ -132,7 +155,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
                     "plan_failed_s" $alerts.planFailedSeconds
                     "plans_lost_time" $alerts.plansLostTime
                     "no_decision_s" $alerts.noDecisionsSeconds }}
-{{ toYaml (mergeOverwrite (dict "health" $health) (deepCopy .Values.config)) }}
+{{ toYaml (mergeOverwrite (dict "profile" .Values.profile "health" $health) (deepCopy .Values.config)) }}
 {{- end }}
 
 {{- define "evenkeel.validate" -}}

@@ -26,11 +26,11 @@ ConfigOption = Annotated[
 ]
 
 
-def read_settings(config: Path | None) -> Any:
+def read_settings(config: Path | None, profile: str | None = None) -> Any:
     """Return the settings; name variables on stderr that are ignored for want of an underscore."""
     from evenkeel_moe.settings_sources import load_settings, misspelt_variables
 
-    settings = load_settings(config)
+    settings = load_settings(config, profile)
     for name, right in misspelt_variables().items():
         say(f"warning: {name} is ignored; the setting is {right}, with two underscores", err=True)
     return settings

@@ -11,9 +11,20 @@ from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.config import ConfigOption, read_settings
 from evenkeel_moe.cli.console import plain_console, say, status_line
 from evenkeel_moe.cli.options import with_option_groups
+from evenkeel_moe.model.policy import Mode
 
 
-def serve(config: ConfigOption = None) -> None:
+def serve(
+    config: ConfigOption = None,
+    profile: Annotated[
+        Mode | None,
+        typer.Option(
+            help="observe: nothing moves weights. propose: plans wait for approval. auto: plans"
+            " start by themselves.",
+            show_default="the settings",
+        ),
+    ] = None,
+) -> None:
     """Run a controller until Ctrl-C or SIGTERM, with ports for ranks, operators and metrics."""
     try:
         from evenkeel_moe.controller.process.serve import run as run_controller
@@ -23,13 +34,13 @@ def serve(config: ConfigOption = None) -> None:
         ) from error
     from evenkeel_moe.adapters.addresses import host_port
 
-    settings = read_settings(config)
+    settings = read_settings(config, profile)
     grpc, rest, metrics = (
         host_port(each.host, each.port) for each in (settings.grpc, settings.rest, settings.metrics)
     )
     say(
         f"starting a controller: gRPC on {grpc}, REST and console on {rest}, metrics on {metrics},"
-        f" data in {settings.data_dir}",
+        f" data in {settings.data_dir}, mode {settings.planner.mode}",
         err=True,
     )
     run_controller(settings)
