@@ -83,16 +83,6 @@ async def test_the_request_reaches_the_controller_whole(client, operations):
     assert request.requested_by == "alice"
 
 
-async def test_repeating_a_call_gives_the_same_plan_and_another_body_is_refused(client, operations):
-    first = await client.post(PLANS, json={"plan_id": "mine-1", "policy": "keel"})
-    again = await client.post(PLANS, json={"plan_id": "mine-1", "policy": "keel"})
-    assert again.json()["plan_id"] == first.json()["plan_id"]
-    assert len(operations.records["demo"]) == 1
-    assert_problem(
-        await client.post(PLANS, json={"plan_id": "mine-1", "policy": "gem"}), 409, "id_reused"
-    )
-
-
 async def test_a_key_that_is_no_plan_id_is_refused(client):
     assert_problem(await client.post(PLANS, json={}, headers={"Idempotency-Key": "/"}), 422)
 

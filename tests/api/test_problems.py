@@ -67,11 +67,6 @@ async def test_a_replica_that_does_not_lead_names_the_leader(
     assert int(response.headers["retry-after"]) > 0
 
 
-async def test_unavailable_says_when_to_retry(client, operations):
-    operations.error = Unavailable("store is away")
-    assert int((await client.get("/v1/deployments/demo")).headers["retry-after"]) > 0
-
-
 async def test_unknown_path_and_method(client):
     assert_problem(await client.get("/v1/nothing"), 404, "not_found")
     response = await client.put("/v1/deployments/demo/load")

@@ -3,10 +3,10 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel_moe.errors import Conflict, Reason, Unavailable
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.planning.decision.recommendation import PolicyScore, Recommendation
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
-from tests.api.conftest import READ, assert_problem, make_client
+from tests.api.conftest import assert_problem
 from tests.api.fakes import NOW, make_advice
 
 PATH = "/v1/deployments/demo/recommendation"
@@ -91,21 +91,6 @@ async def test_the_caller_chooses_the_largest_age_of_the_result(client, operatio
     assert operations.calls == [("recommendation", "demo", None), ("recommendation", "demo", 0.0)]
     for age in (-1, "old", 1e9, math.inf):
         assert_problem(await client.get(PATH, params={"max_age_s": age}), 422)
-
-
-async def test_refusals(client, operations):
-    assert_problem(await client.get("/v1/deployments/nobody/recommendation"), 404, "not_found")
-    operations.error = Conflict("plan p-1 is moving weights", Reason.PLAN_IN_PROGRESS)
-    assert_problem(await client.get(PATH), 409, "plan_in_progress")
-    operations.error = Unavailable("this replica does not lead", Reason.NOT_LEADER)
-    assert_problem(await client.get(PATH), 503, "not_leader")
-
-
-async def test_a_read_token_suffices_and_no_token_does_not(app):
-    async with make_client(app, READ) as client:
-        assert (await client.get(PATH)).status_code == 200
-    async with make_client(app, token=None) as client:
-        assert_problem(await client.get(PATH), 401)
 
 
 async def test_replicas_are_weighed_against_the_kv_cache(client):

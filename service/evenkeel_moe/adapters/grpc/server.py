@@ -209,11 +209,8 @@ class GrpcServer:
         full = of_host.exceeded(1)
         if full is not None:
             whose = f" of {stream.host}" if full is of_host else ""
-            _refuse(
-                stream,
-                "too_many_streams",
-                f"{full.held} streams{whose} are open, no more are taken",
-            )
+            why = f"{full.held} streams{whose} are open, no more are taken"
+            _refuse(stream, "too_many_streams", why)
             return False
         stream.place = of_host
         of_host.add(1)
@@ -223,12 +220,8 @@ class GrpcServer:
         self, hello: Hello, stream: RankStream, context: Any, attached: Attached
     ) -> None:
         """Pass on what follows the Hello, until the stream ends or breaks a limit."""
-        loop, most, limits = (
-            asyncio.get_running_loop(),
-            most_message_bytes(hello.shape),
-            self._limits,
-        )
-        per_s = limits.max_messages_per_s
+        loop, limits = asyncio.get_running_loop(), self._limits
+        most, per_s = most_message_bytes(hello.shape), limits.max_messages_per_s
         rate = Rate(per_s, per_s * limits.message_burst_s)
         while True:
             try:
