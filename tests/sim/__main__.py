@@ -6,7 +6,7 @@ thirty million events or more (some 16,000 seeds) every pair must also pass 1,00
 million.
 
     --seed X [--mutant R5] [--trace]   replay one seed exactly
-    --agents [rules]                   ranks run the real agent, and the mutants are of its glue, or
+    --agents [rules|guests]            ranks run the real agent, and the mutants are of its glue, or
                                        those of the rules; pairs need not pass
 """
 
@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="?",
         const="agents",
         default="machines",
-        choices=("agents", "rules"),
+        choices=("agents", "guests", "rules"),
         help="let ranks run the real agent; `rules`: with the mutants of the rules",
     )
     options = parser.parse_args(arguments)

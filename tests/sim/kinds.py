@@ -45,4 +45,13 @@ def rules() -> Kind:
     return replace(agents(), name="rules", command=command, mutants=RULE_MUTANTS)
 
 
-KINDS = {"machines": machines, "agents": agents, "rules": rules}
+def guests() -> Kind:
+    """Return the runs of real agents in an engine that moves its experts itself."""
+    from tests.sim.agents.guests import run_guest_seed
+    from tests.sim.agents.mutants import GUEST_MUTANTS
+
+    command = "python -m tests.sim --agents guests"
+    return Kind("guests", command, run_guest_seed, GUEST_MUTANTS, False)
+
+
+KINDS = {"machines": machines, "agents": agents, "rules": rules, "guests": guests}
