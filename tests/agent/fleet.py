@@ -8,9 +8,18 @@ from typing import Any
 
 from evenkeel_moe.agent import Agent, AgentConfig, GateFailed
 from evenkeel_moe.model.ids import DeploymentId, EpRank
-from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.protocol.messages import Ack, Commit, RankIdentity, Vote
 from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome
-from tests.agent.ranks import CPU, GENERATION, Group, ToyMaps, ToyWeights, run_ranks, shape_of
+from tests.agent.ranks import (
+    CPU,
+    GENERATION,
+    LEADER,
+    Group,
+    ToyMaps,
+    ToyWeights,
+    run_ranks,
+    shape_of,
+)
 from tests.waiting import deadline, wait_until
 
 
@@ -154,6 +163,23 @@ class Fleet:
     def say(self, message, ranks=None):
         for rank in range(self.size) if ranks is None else ranks:
             self.links[rank].say(message)
+
+    def prepare(self, prepare):
+        """Send a Prepare; every rank votes yes."""
+        self.say(prepare)
+        for link in self.links:
+            vote = link.expect(Vote)
+            assert vote.yes, vote
+
+    def arm(self, prepare):
+        """Send a Prepare, and after a yes of every rank the Commit."""
+        self.prepare(prepare)
+        self.say(Commit(LEADER, prepare.wave))
+
+    def commit(self, prepare):
+        """Carry a wave out on every rank; return the Acks."""
+        self.arm(prepare)
+        return [link.expect(Ack) for link in self.links]
 
     def wait_steps(self, count):
         """Wait until every rank has run at least this number of further steps."""

@@ -94,8 +94,9 @@ class ToyEngine:
 class Guests:
     """Two ranks on threads that run steps in lockstep."""
 
-    def __init__(self, old, **settings):
+    def __init__(self, old, hooks=(), **settings):
         self.old = old
+        self.hooks = dict(hooks)
         self.group = Group(2)
         self.engines = [ToyEngine(old, rank) for rank in range(2)]
         self.links = [PortLink() for _ in range(2)]
@@ -129,6 +130,7 @@ class Guests:
             connect=lambda name, device: self.group.connect(rank, name, device),
             device=CPU,
             link=self.links[rank],
+            **self.hooks,
         )
 
     def steps(self, count):

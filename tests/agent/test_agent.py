@@ -41,16 +41,6 @@ from tests.waiting import deadline, wait_until
 OLD, NEW = two_rank_placements()
 
 
-def commit(fleet, prepare):
-    """Send Prepare, expect only yes votes, send Commit, and return the Acks."""
-    fleet.say(prepare)
-    for link in fleet.links:
-        vote = link.expect(Vote)
-        assert vote.yes, vote
-    fleet.say(Commit(LEADER, prepare.wave))
-    return [link.expect(Ack) for link in fleet.links]
-
-
 def abort(fleet, prepare):
     fleet.say(Abort(LEADER, prepare.wave))
     return [link.expect(AbortAnswer, where=lambda answer: answer.drained) for link in fleet.links]
@@ -72,7 +62,7 @@ def test_a_committed_wave_changes_every_rank_on_the_same_step():
     """Gate (step 4) and R11; on exit the fleet checks that epochs were equal at every step."""
     prepare, began = prepare_for(OLD, NEW), time.monotonic()
     with Fleet(OLD) as fleet:
-        acks = commit(fleet, prepare)
+        acks = fleet.commit(prepare)
         assert {int(ack.epoch) for ack in acks} == {1}
         assert {ack.placement_digest for ack in acks} == {NEW.digest}
         for rank in range(2):
@@ -90,11 +80,9 @@ def test_a_committed_wave_changes_every_rank_on_the_same_step():
 def test_emptied_slots_are_given_back_after_the_swap_only():
     """R11: memory a wave frees cannot serve that wave."""
     with Fleet(OLD) as fleet:
-        commit(fleet, prepare_for(OLD, NEW))
+        fleet.commit(prepare_for(OLD, NEW))
         back = prepare_for(NEW, OLD, plan="back", epoch=1)
-        fleet.say(back)
-        for link in fleet.links:
-            assert link.expect(Vote).yes
+        fleet.prepare(back)
         assert fleet.weights[0].released == []
         fleet.say(Commit(LEADER, back.wave))
         for link in fleet.links:
@@ -107,9 +95,7 @@ def test_commit_only_arms_and_one_unarmed_rank_holds_all():
     """R5: nothing changes until the gate shows every rank armed."""
     prepare = prepare_for(OLD, NEW)
     with Fleet(OLD) as fleet:
-        fleet.say(prepare)
-        for link in fleet.links:
-            assert link.expect(Vote).yes
+        fleet.prepare(prepare)
         fleet.say(Commit(LEADER, prepare.wave), ranks=[0])
         fleet.wait_steps(15)
         assert fleet.links[0].nothing(Ack)
@@ -124,14 +110,12 @@ def test_abort_leaves_everything_as_it_was_and_the_next_wave_runs():
     """R7: the answer reports the drain, and staging serves the next wave."""
     prepare = prepare_for(OLD, NEW)
     with Fleet(OLD) as fleet:
-        fleet.say(prepare)
-        for link in fleet.links:
-            assert link.expect(Vote).yes
+        fleet.prepare(prepare)
         answers = abort(fleet, prepare)
         assert {answer.outcome for answer in answers} == {WaveOutcome.DROPPED}
         assert all(weights.holds(OLD) for weights in fleet.weights)
         assert fleet.weights[0].released == fleet.weights[0].reserved == [(0, 2), (1, 2)]
-        commit(fleet, prepare_for(OLD, NEW, plan="again"))
+        fleet.commit(prepare_for(OLD, NEW, plan="again"))
         assert all(weights.holds(NEW) for weights in fleet.weights)
 
 
@@ -163,7 +147,7 @@ def test_a_rank_that_cannot_reserve_votes_no_and_the_group_rebuilds_its_transfer
         assert not second.yes and second.reason in (Reason.TRANSFER_TIMEOUT, Reason.TRANSFER_FAILED)
         abort(fleet, prepare)
         fleet.weights[0].refuse = False
-        commit(fleet, prepare_for(OLD, NEW, plan="again"))
+        fleet.commit(prepare_for(OLD, NEW, plan="again"))
         assert all(weights.holds(NEW) for weights in fleet.weights)
 
 
@@ -186,7 +170,7 @@ def test_a_failed_rebuild_is_requested_again_after_any_error():
             assert not link.expect(Vote).yes
         abort(fleet, prepare)
         fleet.weights[0].refuse = False
-        commit(fleet, prepare_for(OLD, NEW, plan="again"))
+        fleet.commit(prepare_for(OLD, NEW, plan="again"))
         assert all(weights.holds(NEW) for weights in fleet.weights)
 
 
@@ -200,7 +184,7 @@ def test_engine_hooks_that_raise_cost_a_no_vote_and_nothing_else():
         fleet.links[0].expect(Vote)
         abort(fleet, prepare)
         fleet.maps[1].fail_build = False
-        commit(fleet, prepare_for(OLD, NEW, plan="again"))
+        fleet.commit(prepare_for(OLD, NEW, plan="again"))
 
 
 class TornMaps(ToyMaps):
@@ -216,10 +200,7 @@ def test_a_swap_that_fails_takes_the_rank_out_of_the_group():
     with fleet:
         for thread in fleet._threads:
             thread.start()
-        fleet.say(prepare)
-        for link in fleet.links:
-            assert link.expect(Vote).yes
-        fleet.say(Commit(LEADER, prepare.wave))
+        fleet.arm(prepare)
         fleet.wait_left()
         assert fleet.left[1] is not None and "RuntimeError('half way')" in str(fleet.left[1])
         assert fleet.left[0] is not None
@@ -233,9 +214,7 @@ def test_new_weights_need_a_permit_and_raise_the_version():
     prepare = prepare_for(OLD, NEW)
     with Fleet(OLD) as fleet:
         fleet.say(QueryState(LEADER))
-        fleet.say(prepare)
-        for link in fleet.links:
-            assert link.expect(Vote).yes
+        fleet.prepare(prepare)
         permits = [agent.request_reload() for agent in fleet.agents]
         assert all(permit.wait(deadline(20)) for permit in permits)
         fleet.wait_steps(6)

@@ -94,9 +94,7 @@ def test_each_reload_has_a_permit_of_its_own():
     with Fleet(OLD, steps=False) as fleet:
         assert all(agent.request_reload().is_set() for agent in fleet.agents)
         run_ranks(2, lambda rank: fleet.agents[rank].finish_reload(1))  # It was given up.
-        fleet.say(prepare)
-        assert all(link.expect(Vote).yes for link in fleet.links)
-        fleet.say(Commit(LEADER, prepare.wave))
+        fleet.arm(prepare)
         for _ in range(3):
             for agent in fleet.agents:
                 agent.step_boundary()
@@ -163,9 +161,7 @@ def test_a_boundary_that_one_rank_leaves_out_ends_every_rank(left_out):
     """R9: the ranks would compute one step under two maps."""
     prepare = prepare_for(OLD, NEW)
     with Fleet(OLD, steps=False) as fleet:
-        fleet.say(prepare)
-        assert all(link.expect(Vote).yes for link in fleet.links)
-        fleet.say(Commit(LEADER, prepare.wave))
+        fleet.arm(prepare)
         participants = [agent._participant for agent in fleet.agents]
         wait_until(lambda: all(one.state is ParticipantState.ARMED for one in participants))
 

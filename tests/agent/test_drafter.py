@@ -44,13 +44,6 @@ class WithDrafter(Fleet):
         self.drafter.epochs[rank].append(self.drafter.maps[rank].epoch)
 
 
-def arm(fleet, prepare):
-    fleet.say(prepare)
-    for link in fleet.links:
-        vote = link.expect(Vote)
-        assert vote.yes, vote
-
-
 def finish(fleet, prepare):
     fleet.say(Commit(LEADER, prepare.wave))
     return {int(link.expect(Ack).epoch) for link in fleet.links}
@@ -62,7 +55,7 @@ def test_target_and_drafter_move_apart_and_together_in_one_process_group():
     with Drafter(group) as drafter, WithDrafter(group, drafter) as target:
         # The drafter alone: the target's weights, map and epoch stay.
         wave = prepare_for(DRAFTER_OLD, DRAFTER_NEW)
-        arm(drafter, wave)
+        drafter.prepare(wave)
         assert finish(drafter, wave) == {1}
         assert all(weights.holds(DRAFTER_NEW) for weights in drafter.weights)
         assert all(weights.holds(TARGET_OLD) for weights in target.weights)
@@ -71,7 +64,7 @@ def test_target_and_drafter_move_apart_and_together_in_one_process_group():
         back = prepare_for(DRAFTER_NEW, DRAFTER_OLD, plan="back", epoch=1)
         move = prepare_for(TARGET_OLD, TARGET_NEW)
         drafter.say(back)
-        arm(target, move)
+        target.prepare(move)
         assert all(link.expect(Vote).yes for link in drafter.links)
         assert (finish(target, move), finish(drafter, back)) == ({1}, {2})
         assert all(weights.holds(DRAFTER_OLD) for weights in drafter.weights)
@@ -85,8 +78,8 @@ def test_a_drafter_that_leaves_its_plan_does_not_hold_up_the_target():
     """The target's gate does not wait for a vote of the drafter."""
     group = NamedGroup(2)
     with Drafter(group) as drafter, WithDrafter(group, drafter) as target:
-        arm(drafter, prepare_for(DRAFTER_OLD, DRAFTER_NEW))
+        drafter.prepare(prepare_for(DRAFTER_OLD, DRAFTER_NEW))
         move = prepare_for(TARGET_OLD, TARGET_NEW)
-        arm(target, move)
+        target.prepare(move)
         assert finish(target, move) == {1}
         assert all(agent.epoch == 0 for agent in drafter.agents)

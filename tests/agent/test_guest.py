@@ -3,7 +3,7 @@
 import pytest
 
 from evenkeel_moe.agent import GateFailed
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import (
     Abort,
@@ -347,6 +347,13 @@ def test_an_armed_rank_without_a_poll_result_leaves():
                 if agent._participant.must_wait_for_poll():
                     agent._polls._poll = (agent._polls._poll[0], _Failed())
                 agent.step_boundary()
+
+
+def test_hooks_that_nobody_would_call_are_refused():
+    """A probe that is not taken would vouch for experts that nobody has probed."""
+    for name in ("probe", "slots_written"):
+        with pytest.raises(InvalidInput, match="calls no hooks of a swap"):
+            Guests(OLD, hooks={name: lambda *_: None})
 
 
 class _Failed:

@@ -9,7 +9,6 @@ from evenkeel_moe.protocol.messages import (
     Commit,
     QueryState,
     RankState,
-    Vote,
 )
 from tests.agent.fleet import Fleet
 from tests.agent.ranks import LEADER, prepare_for, two_rank_placements
@@ -35,10 +34,7 @@ def test_no_answer_names_the_new_epoch_before_its_placement_is_saved():
     prepare = prepare_for(OLD, NEW)
     with SlowDisk(OLD) as fleet:
         try:
-            fleet.say(prepare)
-            for link in fleet.links:
-                assert link.expect(Vote).yes
-            fleet.say(Commit(LEADER, prepare.wave))
+            fleet.arm(prepare)
             wait_until(lambda: all(agent.epoch == 1 for agent in fleet.agents), what="the swap")
             fleet.say(Commit(LEADER, prepare.wave))
             fleet.say(QueryState(LEADER, want_placement=True, query=7))

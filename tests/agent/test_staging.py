@@ -148,27 +148,6 @@ class Heard:
         self.heard.append((wave, done, total))
 
 
-def test_a_swap_takes_only_what_its_own_wave_has_staged():
-    """R11: the bytes of another wave, though verified, are those of other slots."""
-    staged, other = prepare_for(ALONE, SWAPPED, plan="staged"), prepare_for(ALONE, SWAPPED)
-    weights = ToyWeights(ALONE, 0)
-    maps, events = ToyMaps(ALONE), Heard()
-    worker = StagingWorker(0, Noting(0, weights), weights, maps, events)  # type: ignore[arg-type]
-    worker.start()
-    try:
-        worker.stage(staged, ALONE, SWAPPED)
-        wait_until(lambda: events.events == [StagingFinished(staged.wave)])
-        with pytest.raises(RuntimeError, match="is not staged here"):
-            worker.swap(other.wave)
-        assert weights.holds(ALONE) and maps.epoch == 0
-        worker.swap(staged.wave)
-        assert weights.holds(SWAPPED) and maps.epoch == 1
-        with pytest.raises(RuntimeError, match="is not staged here"):
-            worker.swap(staged.wave)
-    finally:
-        worker.close()
-
-
 class Noting(TorchWeightTransport):
     """Notes fences and aborts, with what the slots hold."""
 
@@ -205,11 +184,11 @@ class Noting(TorchWeightTransport):
 
 
 @contextlib.contextmanager
-def alone(threads=SYSTEM_THREADS):
-    """Yield a worker of the only rank, its transport and its events."""
-    weights, events = ToyWeights(ALONE, 0), Heard()
-    transport = Noting(0, weights)
-    worker = StagingWorker(0, transport, weights, ToyMaps(ALONE), events, threads)  # type: ignore[arg-type]
+def working(made=Noting, old=ALONE, rank=0, threads=SYSTEM_THREADS):
+    """Yield a worker of a rank, its transport and its events."""
+    weights, events = ToyWeights(old, rank), Heard()
+    transport = made(rank, weights, old.num_ranks, old.slots_per_rank)
+    worker = StagingWorker(rank, transport, weights, ToyMaps(old), events, threads)  # type: ignore[arg-type]
     worker.start()
     try:
         yield worker, transport, events
@@ -224,7 +203,7 @@ SLOW = prepare_for(ALONE, SWAPPED, max_bytes_per_s=1e-3)
 
 def test_a_wave_that_is_cancelled_ends_without_its_throttle_and_leaves_nothing():
     """R7: its bytes can be swapped by no later order, and its memory serves the next wave."""
-    with alone() as (worker, transport, events):
+    with working() as (worker, transport, events):
         for wave in (SLOW, prepare_for(ALONE, SWAPPED, plan="next", max_bytes_per_s=1e-3)):
             worker.stage(wave, ALONE, SWAPPED)
             wait_until(lambda: events.heard)
@@ -236,8 +215,24 @@ def test_a_wave_that_is_cancelled_ends_without_its_throttle_and_leaves_nothing()
             events.heard.clear()
 
 
+def test_a_swap_takes_only_what_its_own_wave_has_staged():
+    """R11: the bytes of another wave, though verified, are those of other slots."""
+    staged, other = prepare_for(ALONE, SWAPPED, plan="staged"), prepare_for(ALONE, SWAPPED)
+    with working() as (worker, transport, events):
+        weights, maps = transport.weights, worker._maps
+        worker.stage(staged, ALONE, SWAPPED)
+        wait_until(lambda: events.events == [StagingFinished(staged.wave)])
+        with pytest.raises(RuntimeError, match="is not staged here"):
+            worker.swap(other.wave)
+        assert weights.holds(ALONE) and maps.epoch == 0
+        worker.swap(staged.wave)
+        assert weights.holds(SWAPPED) and maps.epoch == 1
+        with pytest.raises(RuntimeError, match="is not staged here"):
+            worker.swap(staged.wave)
+
+
 def test_the_next_wave_is_ordered_after_the_copies_of_a_swap():
-    with alone() as (worker, transport, events):
+    with working() as (worker, transport, events):
         wave = prepare_for(ALONE, SWAPPED)
         worker.stage(wave, ALONE, SWAPPED)
         wait_until(lambda: events.events)
@@ -263,7 +258,7 @@ class PatientThreads(SystemThreads):
 
 def test_a_worker_that_closes_lets_a_wave_end_before_it_aborts():
     """The peers wait for their halves; the throttle does not hold the wave up."""
-    with alone(PatientThreads()) as (worker, transport, events):
+    with working(threads=PatientThreads()) as (worker, transport, events):
         worker.stage(SLOW, ALONE, SWAPPED)
         wait_until(lambda: events.heard)
     assert transport.noted == [("staged", True), ("abort", True)]
@@ -280,13 +275,10 @@ class Deaf(Noting):
 
 
 def test_a_worker_that_closes_aborts_what_does_not_end_and_waits_for_it():
-    weights, events = ToyWeights(ALONE, 0), Heard()
-    transport = Deaf(0, weights)
-    worker = StagingWorker(0, transport, weights, ToyMaps(ALONE), events)  # type: ignore[arg-type]
-    worker.start()
-    worker.stage(SLOW, ALONE, SWAPPED)
-    worker.close(deadline(20))
+    with working(Deaf) as (worker, transport, events):
+        worker.stage(SLOW, ALONE, SWAPPED)
     assert transport.noted == [("abort", True), ("ended", True)]
+    weights = transport.weights
     unused = StagingWorker(0, transport, weights, ToyMaps(ALONE), events)  # type: ignore[arg-type]
     unused.close()  # Its thread was never started.
     assert transport.noted[-1] == ("abort", True)
@@ -296,32 +288,18 @@ def test_a_worker_that_closes_aborts_what_does_not_end_and_waits_for_it():
 def test_a_rank_reserves_its_own_slots_only(rank):
     empty = Placement(np.array([[0, 1, 2, -1]], np.int32), 2, 3)
     filled = Placement(np.array([[0, 1, 2, 2]], np.int32), 2, 3)
-    weights, events = ToyWeights(empty, rank), Heard()
-    worker = StagingWorker(
-        rank,
-        Noting(rank, weights, 2),
-        weights,
-        ToyMaps(empty),
-        events,  # type: ignore[arg-type]
-    )
-    worker.start()
-    try:
+    with working(old=empty, rank=rank) as (worker, transport, events):
         worker.stage(prepare_for(empty, filled), empty, filled)
         wait_until(lambda: events.events)
-        assert weights.reserved == ([(0, 1)] if rank == 1 else [])
-    finally:
-        worker.close(deadline(20))
+        assert transport.weights.reserved == ([(0, 1)] if rank == 1 else [])
 
 
 def test_what_a_failed_wave_reserved_is_released_at_once():
     """R7: nothing of it is left, whenever its Abort comes."""
     empty = Placement(np.array([[0, 1, -1]], np.int32), 1, 2)
     filled = Placement(np.array([[0, 1, 0]], np.int32), 1, 2)
-    weights, events = ToyWeights(empty, 0), Heard()
-    transport = Noting(0, weights, per_rank=3)
-    worker = StagingWorker(0, transport, weights, ToyMaps(empty), events)  # type: ignore[arg-type]
-    worker.start()
-    try:
+    with working(old=empty) as (worker, transport, events):
+        weights = transport.weights
         assert not transport.staged
         worker.stage(prepare_for(empty, filled, checksums=(1,)), empty, filled)
         assert worker.wait_until_idle(deadline(20))
@@ -329,17 +307,11 @@ def test_what_a_failed_wave_reserved_is_released_at_once():
         assert failed.reason is Reason.CHECKSUM_MISMATCH
         assert weights.released == weights.reserved and len(weights.released) == 1
         assert transport.staged == {}
-    finally:
-        worker.close(deadline(20))
 
 
 def test_a_new_communicator_ends_the_wave_on_the_old_one():
     """R10: the group agreed to give it up, so no operation on it can still succeed."""
-    weights, events = ToyWeights(ALONE, 0), Heard()
-    transport = Deaf(0, weights)
-    worker = StagingWorker(0, transport, weights, ToyMaps(ALONE), events)  # type: ignore[arg-type]
-    worker.start()
-    try:
+    with working(Deaf) as (worker, transport, events):
         worker.stage(SLOW, ALONE, SWAPPED)
         assert not worker.wait_until_idle(0.01)
         worker.rebuild(1)
@@ -347,12 +319,10 @@ def test_a_new_communicator_ends_the_wave_on_the_old_one():
         request, failed = events.events
         assert request == 0 and failed.wave == SLOW.wave
         assert transport.serial == 1 and not transport.broken
-    finally:
-        worker.close(deadline(20))
 
 
 def test_a_wave_on_a_broken_communicator_is_drained_once_there_is_a_new_one():
-    with alone() as (worker, transport, events):
+    with working() as (worker, transport, events):
         wave = prepare_for(ALONE, SWAPPED)
         worker.stage(wave, ALONE, SWAPPED)
         assert worker.wait_until_idle(deadline(20))
@@ -380,9 +350,6 @@ class Connecting(Noting):
 @pytest.mark.parametrize("case", ["ordered twice", "failed", "ordered as another one begins"])
 def test_a_communicator_is_connected_until_the_group_has_the_newest(case):
     """R10: a rank that takes an older one for the newest would wait for the others for ever."""
-    weights, events = ToyWeights(ALONE, 0), Heard()
-    transport = Connecting(0, weights)
-    worker = StagingWorker(0, transport, weights, ToyMaps(ALONE), events)  # type: ignore[arg-type]
     ready = threading.Event()
 
     def before(serial):
@@ -394,10 +361,9 @@ def test_a_communicator_is_connected_until_the_group_has_the_newest(case):
         if case == "ordered as another one begins":
             worker.rebuild(2)
 
-    transport.before = before  # type: ignore[method-assign]
-    worker.later(lambda: wait_until(ready.is_set))
-    worker.start()
-    try:
+    with working(Connecting) as (worker, transport, events):
+        transport.before = before
+        worker.later(lambda: wait_until(ready.is_set))
         worker.rebuild(1)
         if case == "ordered twice":
             worker.rebuild(1)
@@ -410,5 +376,3 @@ def test_a_communicator_is_connected_until_the_group_has_the_newest(case):
         connected = [serial for what, serial in transport.noted if what == "connect"]
         assert connected == {"ordered twice": [1], "failed": [1, 1]}.get(case, [1, 2])
         assert transport.serial == connected[-1] and not transport.broken
-    finally:
-        worker.close(deadline(20))

@@ -5,10 +5,9 @@ import structlog
 import torch
 
 from evenkeel_moe.errors import PeerViolation
-from evenkeel_moe.protocol.messages import Ack, Commit, Vote
+from evenkeel_moe.protocol.messages import Ack
 from tests.agent.fleet import Fleet
 from tests.agent.ranks import (
-    LEADER,
     ToyWeights,
     prepare_for,
     run_ranks,
@@ -16,13 +15,6 @@ from tests.agent.ranks import (
 )
 
 OLD, NEW = two_rank_placements()
-
-
-def start(fleet, prepare):
-    fleet.say(prepare)
-    for link in fleet.links:
-        assert link.expect(Vote).yes
-    fleet.say(Commit(LEADER, prepare.wave))
 
 
 def fused(tensors):
@@ -72,7 +64,7 @@ class Fusing(Fleet):
 def test_state_derived_from_weights_is_stale_unless_it_is_renewed_in_the_hook(renews):
     """vllm#48355: alphas fused at load stayed with their slots when the experts moved."""
     with Fusing(OLD, renews=renews) as fleet:
-        start(fleet, prepare_for(OLD, NEW))
+        fleet.arm(prepare_for(OLD, NEW))
         for link in fleet.links:
             link.expect(Ack)
     # Experts 2 and 3 come to slots 0 and 2 of rank 0, expert 0 to slot 0 of rank 1.
@@ -124,7 +116,7 @@ def test_a_scale_that_nobody_declared_ends_the_rank_before_it_computes_a_step():
     with structlog.testing.capture_logs() as said, Scaled(OLD, steps=False) as fleet:
         for thread in fleet._threads:
             thread.start()
-        start(fleet, prepare)
+        fleet.arm(prepare)
         fleet.wait_left()
         assert all(weights.holds(NEW) for weights in fleet.weights)
         assert "computes" in str(fleet.left[0]) and "ExpertWeights.tensors" in str(fleet.left[0])
@@ -139,7 +131,7 @@ def test_a_scale_that_nobody_declared_ends_the_rank_before_it_computes_a_step():
 
 def test_a_scale_that_moves_with_its_expert_passes_the_probe():
     with Scaled(OLD, moves=True) as fleet:
-        start(fleet, prepare_for(OLD, NEW))
+        fleet.arm(prepare_for(OLD, NEW))
         for link in fleet.links:
             assert int(link.expect(Ack).epoch) == 1
 

@@ -3,7 +3,7 @@
 The last line is `seeds N events M waves W failures F mutants K/K`. The exit code is 0 only if no
 invariant broke and every mutant was caught that can occur here.
 
-    --seed X [--mutant R5] [--trace]   replay one seed exactly
+    --seed X [--guest] [--mutant R5] [--trace]   replay one seed exactly
 """
 
 import argparse
@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from evenkeel_moe.adapters.processes.child_process import die_with_parent
+from tests.sim.guests import run_guest_seed
 from tests.sim.hazards import HAZARDS
 from tests.sim.mutants import BY_NAME, NOT_SIMULATED
 from tests.sim.run import run_seed
@@ -26,12 +27,13 @@ MAX_FAILURES = 10
 COMMAND = "python -m tests.sim"
 
 
-def replay(seed: int, mutant: str | None, trace: bool) -> int:
+def replay(seed: int, mutant: str | None, guest: bool, trace: bool) -> int:
+    run = run_guest_seed if guest or (mutant and BY_NAME[mutant].guest) else run_seed
     if mutant is None:
-        outcome = run_seed(seed, trace=trace)
+        outcome = run(seed, trace=trace)
     else:
         one = BY_NAME[mutant]
-        outcome = run_seed(seed, one.kit, trace=trace, hazard=HAZARDS.get(one.hazard))
+        outcome = run(seed, one.kit, trace=trace, hazard=HAZARDS.get(one.hazard))
     print(f"seed {seed} events {outcome.events} swapped waves {outcome.committed}")
     if outcome.violation is None:
         return 0
@@ -89,11 +91,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--mutant-seeds", type=int, default=MUTANT_SEEDS)
     parser.add_argument("--seed", type=int, help="replay this one seed")
+    parser.add_argument(
+        "--guest", action="store_true", help="with --seed: in an engine that moves its experts"
+    )
     parser.add_argument("--mutant", choices=BY_NAME, help="with --seed: replay it on a mutant")
     parser.add_argument("--trace", action="store_true", help="with --seed: print what happens")
     options = parser.parse_args(arguments)
     if options.seed is not None:
-        return replay(options.seed, options.mutant, options.trace)
+        return replay(options.seed, options.mutant, options.guest, options.trace)
     return simulate(options.seeds, options.first, options.workers, options.mutant_seeds)
 
 

@@ -47,6 +47,8 @@ class Mutant:
     kit: Kit
     hazard: str = ""
     """The hazard of the seeds that are searched for it; empty for that of each seed."""
+    guest: bool = False
+    """True for ranks in an engine that moves its experts itself."""
 
 
 class RefuseLowerEpochs(Membership):
@@ -450,14 +452,18 @@ class GoesOnArmed(Agent):
         self._without_gate = self._left is not None
 
 
-GUEST_MUTANTS = (
-    Mutant("map", "R8", "takes any map for the agreed one", Kit(moves=TakesAnyMap)),
-    Mutant("under way", "R4", "reloads during moves", Kit(moves=ReloadsDuringMoves), "reloads"),
-    Mutant("armed", "R8", "serves on after a lost poll", Kit(agent=GoesOnArmed), "failing polls"),
+GUESTS = (
+    Mutant("map", "R8", "takes any map for the agreed one", Kit(moves=TakesAnyMap), guest=True),
+    Mutant(
+        "under way", "R4", "reloads during moves", Kit(moves=ReloadsDuringMoves), "reloads", True
+    ),
+    Mutant(
+        "armed", "R8", "serves on after a lost poll", Kit(agent=GoesOnArmed), "failing polls", True
+    ),
 )
 """In an engine that moves its experts itself."""
 
-MUTANTS = (*RULES, *GLUE)
+MUTANTS = (*RULES, *GLUE, *GUESTS)
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 NOT_SIMULATED = {
     "R2b": "it takes two leaders at one moment: a scenario shows it",

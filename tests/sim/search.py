@@ -3,9 +3,13 @@
 import traceback
 from dataclasses import dataclass, field
 
+from tests.sim.guests import run_guest_seed
 from tests.sim.hazards import HAZARDS
 from tests.sim.mutants import BY_NAME
 from tests.sim.run import run_seed
+
+GUEST_EVERY = 10
+"""So many seeds apart, a seed is also run with an engine that moves its experts itself."""
 
 
 @dataclass
@@ -32,24 +36,27 @@ def run_seeds(first: int, count: int) -> Tally:
     """Run seeds with the production parts."""
     tally = Tally(count)
     for seed in range(first, first + count):
-        try:
-            outcome = run_seed(seed)
-        except Exception:
-            tally.failures.append((seed, "exception", traceback.format_exc(limit=-3)))
-            continue
-        tally.events += outcome.events
-        tally.waves += outcome.committed
-        if outcome.violation is not None:
-            tally.failures.append((seed, outcome.violation, outcome.detail))
+        for run in (run_seed,) if seed % GUEST_EVERY else (run_seed, run_guest_seed):
+            shown = f"{seed} --guest" if run is run_guest_seed else f"{seed}"
+            try:
+                outcome = run(seed)
+            except Exception:
+                tally.failures.append((shown, "exception", traceback.format_exc(limit=-3)))
+                continue
+            tally.events += outcome.events
+            tally.waves += outcome.committed
+            if outcome.violation is not None:
+                tally.failures.append((shown, outcome.violation, outcome.detail))
     return tally
 
 
 def hunt(name: str, limit: int) -> Hunt:
     """Run one mutant until an invariant catches it; an exception of the mutant is not a catch."""
     mutant = BY_NAME[name]
+    run = run_guest_seed if mutant.guest else run_seed
     for seed in range(limit):
         try:
-            outcome = run_seed(seed, mutant.kit, hazard=HAZARDS.get(mutant.hazard))
+            outcome = run(seed, mutant.kit, hazard=HAZARDS.get(mutant.hazard))
         except Exception:
             continue
         if outcome.violation is not None:

@@ -44,7 +44,7 @@ from evenkeel_moe.agent.staging import ReadyWave
 from evenkeel_moe.agent.staging_progress import StagingReports
 from evenkeel_moe.agent.swap_record import SwapRecord
 from evenkeel_moe.agent.trouble import FaultEnd, Trouble
-from evenkeel_moe.errors import EvenkeelError, Reason
+from evenkeel_moe.errors import EvenkeelError, InvalidInput, Reason
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
@@ -92,13 +92,14 @@ class Agent:
         on_progress: called with (wave, bytes staged, bytes to stage), on the transfer thread.
         slots_written: called after each swap, inside `step_boundary`; see `SlotsWritten`.
         probe: called for every expert at the start and after a reload, and for the written slots
-            inside `step_boundary`; see `Probe`. All ranks pass one, or none does. Neither is for
-            an engine that moves experts by itself.
+            inside `step_boundary`; see `Probe`. All ranks pass one, or none does. Neither is
+            accepted with `EngineMoves`.
 
     Raises:
         Unavailable: the other ranks did not connect.
         PeerViolation: the ranks disagree on generation, placement, epoch or weights version.
-        InvalidInput: the tensors of an expert are not as large as the shape says.
+        InvalidInput: the tensors of an expert are not as large as the shape says; or hooks of a
+            swap beside `EngineMoves`.
     """
 
     parts: AgentParts = SYSTEM_PARTS
@@ -135,6 +136,8 @@ class Agent:
         rank = config.identity.rank
         engine = maps if isinstance(maps, EngineMoves) else None
         if engine is not None:
+            if slots_written is not None or probe is not None:
+                raise InvalidInput("an engine that moves experts itself calls no hooks of a swap")
             engine.attach(self, config, weights, connect, device)
         self._moves: ExpertMoves = engine or OwnMoves(
             self._gate_group, rank, weights, slots_written, probe

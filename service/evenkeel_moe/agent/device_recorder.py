@@ -8,8 +8,7 @@ expert are computed at once, on the engine's stream, before the map can change.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import structlog
@@ -107,36 +106,6 @@ class StepCounts(Generic[NoteT]):
         return sums[:, :-1].contiguous()
 
 
-class Record(Protocol):
-    """`Agent.record`."""
-
-    def __call__(
-        self,
-        step: int,
-        counts: NDArray[np.int64],
-        *,
-        epoch: int,
-        tokens: int,
-        phase: Phase,
-        dummy: bool = False,
-        compute_s: float | None = None,
-    ) -> None:
-        """Record the load of one step."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """The facts that the host knows of a step when the step ends."""
-
-    step: int
-    epoch: int
-    tokens: int
-    phase: Phase
-    dummy: bool
-    compute_s: float | None
-
-
 class DeviceRecorder:
     """`Agent.record` for counts on the device: no step waits for them.
 
@@ -149,9 +118,11 @@ class DeviceRecorder:
         num_logical_experts: E.
     """
 
-    def __init__(self, record: Record, num_logical_experts: int) -> None:
+    def __init__(self, record: Callable[..., None], num_logical_experts: int) -> None:
         self._record = record
-        self._counts: StepCounts[_Facts] = StepCounts(num_logical_experts, self._deliver)
+        self._counts: StepCounts[Callable[[NDArray[np.int64]], None]] = StepCounts(
+            num_logical_experts, lambda deliver, arrived: deliver(arrived)
+        )
 
     def record(
         self,
@@ -177,23 +148,23 @@ class DeviceRecorder:
                 it, `counts` are by slot and become (L, E) counts by logical expert, the shape of
                 `CountingSide.SOURCE`. None records the counts as they are.
         """
-        facts = _Facts(step, epoch, tokens, phase, dummy, compute_s)
+
+        def deliver(arrived: NDArray[np.int64]) -> None:
+            self._record(
+                step,
+                arrived,
+                epoch=epoch,
+                tokens=tokens,
+                phase=phase,
+                dummy=dummy,
+                compute_s=compute_s,
+            )
+
         try:
-            self._counts.take(facts, counts, phy2log)
+            self._counts.take(deliver, counts, phy2log)
         except Exception:  # Statistics must not end a step.
             self._counts.failed(step)
 
     def finish(self) -> None:
         """Wait for the copies in flight and record them, for example before an engine pauses."""
         self._counts.drain()
-
-    def _deliver(self, facts: _Facts, counts: NDArray[np.int64]) -> None:
-        self._record(
-            facts.step,
-            counts,
-            epoch=facts.epoch,
-            tokens=facts.tokens,
-            phase=facts.phase,
-            dummy=facts.dummy,
-            compute_s=facts.compute_s,
-        )

@@ -40,8 +40,6 @@ class ReadyWave:
     """(layer, local slot) -> tensors to copy there."""
     tables: Any
     """The result of `MapInstaller.build`."""
-    filled: _Slots
-    """Slots of this rank that were empty before; their memory is reserved."""
     emptied: _Slots
     """Slots of this rank that hold nothing afterwards."""
     digest: str
@@ -211,7 +209,7 @@ class StagingWorker:
         if outcome.ok:
             staged = dict(self._transport.staged)
             received = sum(tensor.nbytes for tensors in staged.values() for tensor in tensors)
-            self._ready = ReadyWave(prepare.wave, staged, tables, filled, emptied, digest, received)
+            self._ready = ReadyWave(prepare.wave, staged, tables, emptied, digest, received)
         return outcome
 
     def _changes(

@@ -44,6 +44,7 @@ exit     code, reason (a Reason or `finished`), detail
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -231,60 +232,54 @@ class RankConfig:
     """Step of the fault; 0 waits for the first swap. Only the first attempt has a fault."""
 
     def __post_init__(self) -> None:
-        if not -1 <= self.rank < self.num_ranks:
-            raise InvalidInput(f"rank {self.rank} is outside 0..{self.num_ranks - 1}")
-        if self.nodes and len(self.nodes) != self.num_ranks:
-            raise InvalidInput(f"{len(self.nodes)} node indices for {self.num_ranks} ranks")
-        if self.poll_every < 1 or not 1 <= self.poll_latency:
-            raise InvalidInput(
-                f"poll_every {self.poll_every} and poll_latency {self.poll_latency} must be >= 1"
-            )
-        if self.tokens_per_step < 1:
-            raise InvalidInput(f"tokens_per_step is {self.tokens_per_step}, must be at least 1")
         if not self.pool_slots_per_layer:
             object.__setattr__(self, "pool_slots_per_layer", -(-self.experts // self.num_ranks) + 1)
         if not self.slots_per_rank:
             half_more = self.pool_slots_per_layer + -(-self.pool_slots_per_layer // 2)
             object.__setattr__(self, "slots_per_rank", half_more)
+        fault = next(self._faults(), "")
+        if fault:
+            raise InvalidInput(fault)
         if not self.trace:
             self.shape  # noqa: B018 - refuses sizes that cannot hold the experts
-        if self.transient_experts < 0:
-            raise InvalidInput(
-                f"transient_experts is {self.transient_experts}, must not be negative"
-            )
-        self._check_pace()
-        for address in self.controllers:
-            if not is_host_port(address):
-                raise InvalidInput(
-                    f"controller {address!r} is not host:port of its gRPC server, such as"
-                    " 127.0.0.1:50051"
-                )
-        if not 0 <= self.fault_rank < self.num_ranks:
-            raise InvalidInput(f"fault_rank {self.fault_rank} is outside 0..{self.num_ranks - 1}")
 
-    def _check_pace(self) -> None:
-        for name in ("pace_s_per_token", "pace_s_per_replica"):
+    def _faults(self) -> Iterator[str]:
+        """Yield what is wrong with the values, in words."""
+        for name, least in (("rank", -1), ("fault_rank", 0), ("slow_rank", 0)):
+            if not least <= getattr(self, name) < self.num_ranks:
+                yield f"{name} {getattr(self, name)} is outside 0..{self.num_ranks - 1}"
+        for name, lowest in (
+            ("poll_every", 1),
+            ("poll_latency", 1),
+            ("tokens_per_step", 1),
+            ("transient_experts", 0),
+            ("pace_s_per_token", 0),
+            ("pace_s_per_replica", 0),
+            ("slow_factor", 1),
+        ):
             value = getattr(self, name)
-            if not 0.0 <= value < math.inf:
-                raise InvalidInput(f"{name} is {value}, must be finite and not negative")
-        if not 1.0 <= self.slow_factor < math.inf:
-            raise InvalidInput(f"slow_factor is {self.slow_factor}, must be finite and at least 1")
-        if not 0 <= self.slow_rank < self.num_ranks:
-            raise InvalidInput(f"slow_rank {self.slow_rank} is outside 0..{self.num_ranks - 1}")
+            if not lowest <= value < math.inf:
+                yield f"{name} is {value}, must be finite and at least {lowest}"
+        if self.nodes and len(self.nodes) != self.num_ranks:
+            yield f"{len(self.nodes)} node indices for {self.num_ranks} ranks"
         if self.slow_from < 0 or (self.slow_until and self.slow_until <= self.slow_from):
-            raise InvalidInput(
-                f"slow_from {self.slow_from} and slow_until {self.slow_until} leave no slow step"
-            )
+            yield f"slow_from {self.slow_from} and slow_until {self.slow_until} leave no slow step"
         paced = self.pace_s_per_token or self.pace_s_per_replica or self.slow_factor > 1.0
         if paced and self.dispatch.fetches:
-            raise InvalidInput(f"dispatch {self.dispatch} has no pace and no slow rank")
+            yield f"dispatch {self.dispatch} has no pace and no slow rank"
         if (self.kv_bytes_per_token is None) != (self.kv_free_bytes is None):
-            raise InvalidInput(
+            yield (
                 f"kv_bytes_per_token is {self.kv_bytes_per_token} and kv_free_bytes is"
                 f" {self.kv_free_bytes}: give both or neither"
             )
         if self.tell_cost and not self.pace_s_per_token:
-            raise InvalidInput("tell_cost needs pace_s_per_token, the time that is told")
+            yield "tell_cost needs pace_s_per_token, the time that is told"
+        for address in self.controllers:
+            if not is_host_port(address):
+                yield (
+                    f"controller {address!r} is not host:port of its gRPC server, such as"
+                    " 127.0.0.1:50051"
+                )
 
     def slowdown(self, step: int) -> float:
         """Return how many times as long this rank's experts take at a step."""

@@ -24,9 +24,8 @@ from evenkeel_moe.dispatch import (
 from evenkeel_moe.dispatch.waterfill import count_by_rank
 from evenkeel_moe.engines.reference.config import DispatchRule
 from evenkeel_moe.engines.reference.exchange import Exchange
-from evenkeel_moe.engines.reference.layers import LayerDispatch, LayerOutcome, tables_of
 from evenkeel_moe.engines.reference.libra import TwoStageDispatch
-from evenkeel_moe.engines.reference.parts import RankParts
+from evenkeel_moe.engines.reference.parts import LayerDispatch, LayerOutcome, RankParts
 from evenkeel_moe.engines.reference.traffic import TextTraffic
 
 _CHOICES: dict[DispatchRule, Callable[[DispatchTables], ReplicaChoice]] = {
@@ -112,8 +111,7 @@ class SlotDispatch:
 
     def _current_rule(self) -> ReplicaChoice:
         if self._rule is None or self._rule_epoch != self._router.epoch:
-            tables = tables_of(self._config, self._router, self._parts.model.device)
-            self._rule = _CHOICES[self._config.dispatch](tables)
+            self._rule = _CHOICES[self._config.dispatch](self._parts.dispatch_tables())
             self._rule_epoch = self._router.epoch
         return self._rule
 

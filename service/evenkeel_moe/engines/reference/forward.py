@@ -7,9 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.engines.reference.layers import LayerDispatch
 from evenkeel_moe.engines.reference.model import combine_weights
-from evenkeel_moe.engines.reference.parts import RankParts
+from evenkeel_moe.engines.reference.parts import LayerDispatch, RankParts
 
 _HASH = 2654435761
 """Knuth's multiplier; spreads consecutive token indices over the replicas."""

@@ -27,9 +27,8 @@ from evenkeel_moe.dispatch import (
     count_choices,
 )
 from evenkeel_moe.engines.reference.exchange import check_epochs
-from evenkeel_moe.engines.reference.layers import LayerOutcome, tables_of
 from evenkeel_moe.engines.reference.model import expert_forward
-from evenkeel_moe.engines.reference.parts import RankParts
+from evenkeel_moe.engines.reference.parts import LayerOutcome, RankParts
 
 
 class TwoStageDispatch:
@@ -45,6 +44,7 @@ class TwoStageDispatch:
                 which changes little from layer to layer; otherwise with the demand of the layer in
                 the last step.
         """
+        self._parts = parts
         self._config = config = parts.config
         self._first_slot = config.rank * config.slots_per_rank
         self._model = model = parts.model
@@ -110,9 +110,8 @@ class TwoStageDispatch:
 
     def _current_choice(self) -> LibraChoice:
         if self._choice is None or self._choice_epoch != self._router.epoch:
-            tables = tables_of(self._config, self._router, self._model.device)
             self._choice = LibraChoice(
-                tables,
+                self._parts.dispatch_tables(),
                 self._config.transient_experts,
                 variant=LibraVariant(self._config.dispatch.value),
             )

@@ -1,16 +1,20 @@
 """The parts of one rank that its dispatch, its forward pass and its agent share."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from evenkeel_moe.adapters.torch.groups import Communicator
+from evenkeel_moe.dispatch import DispatchTables
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.model import Model
 from evenkeel_moe.engines.reference.pace import Pace
 from evenkeel_moe.engines.reference.slots import PooledWeights, Router
 from evenkeel_moe.engines.reference.traffic import RecordedTraffic, TextTraffic, Traffic, read_trace
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import Topology
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,6 +58,14 @@ class RankParts:
         traffic = _traffic(config, model)
         return cls(config, model, traffic, weights, router, communicator, Pace(config))
 
+    def dispatch_tables(self) -> DispatchTables:
+        """Return the router's current map in the form of the dispatch rules."""
+        config = self.config
+        placement = Placement(self.router.phy2log, self.router.num_ranks, config.experts)
+        nodes = config.nodes
+        topology = Topology(nodes) if nodes else Topology.single_node(config.num_ranks)
+        return DispatchTables.of(placement, topology, config.rank, self.model.device)
+
 
 def _traffic(config: RankConfig, model: Model) -> Traffic:
     ranks, tokens = config.num_ranks, config.tokens_per_step
@@ -61,3 +73,48 @@ def _traffic(config: RankConfig, model: Model) -> Traffic:
         return TextTraffic(model, ranks, tokens, config.shift_at, config.shift_back)
     ids, counts, top_k = read_trace(config.trace)
     return RecordedTraffic(ranks, tokens, top_k, config.seed, ids, counts)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LayerOutcome:
+    """The result of one layer on one rank."""
+
+    choices: Tensor
+    """(n, k, D) results of this rank's choices."""
+    shared: Tensor | None
+    """(n, D) results of a dispatched shared expert; None if each rank runs its own copy."""
+    counts: Tensor
+    """(slots_per_rank,) int64 on the CPU - tokens of each local slot, to be recorded. Tokens of a
+    fetched expert count for a slot of the placement that has the expert. So over all ranks the
+    sum counts every routed choice once."""
+    served: int
+    """Tokens computed on this rank, also by the shared expert."""
+    compute_s: float
+    """Seconds in the routed experts, without the collectives."""
+    stop: bool
+    """True if some rank asked to stop after this step."""
+
+
+class LayerDispatch(Protocol):
+    """Sends one layer's tokens to their experts and back; all ranks call it for the same layer."""
+
+    def layer(
+        self, layer: int, x: Tensor, chosen: Tensor, token_hash: Tensor, stop: bool
+    ) -> LayerOutcome:
+        """Run every choice of every row.
+
+        Args:
+            layer: the layer.
+            x: (n, D) activations of this rank.
+            chosen: (n, k) int64 experts.
+            token_hash: (n,) int64 >= 0.
+            stop: True if this rank wants to stop after the step.
+
+        Raises:
+            EpochMismatch: a rank's map has another epoch; nothing was computed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop the threads of the dispatch."""
+        ...

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+import socket
 import time
 import traceback
 import uuid
@@ -13,8 +14,10 @@ import torch
 import torch.distributed
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.adapters.torch.groups import Communicator
-from evenkeel_moe.agent import Agent, GateFailed, RankLink
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
+from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
+from evenkeel_moe.agent import Agent, AgentConfig, GateFailed, RankLink, SwapRecord
+from evenkeel_moe.engines.identity import device_name, gpu_uuid, rank_identity
 from evenkeel_moe.engines.reference.checks import break_something, final_check, inspect_rank
 from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
 from evenkeel_moe.engines.reference.dispatch import make_dispatch
@@ -22,9 +25,13 @@ from evenkeel_moe.engines.reference.exchange import EpochMismatch
 from evenkeel_moe.engines.reference.forward import Forward, StepResult, Witness
 from evenkeel_moe.engines.reference.lines import LineWriter
 from evenkeel_moe.engines.reference.parts import RankParts
-from evenkeel_moe.engines.reference.state import agree_on_placement, load_placement
+from evenkeel_moe.engines.reference.state import (
+    SavedPlacement,
+    agree_on_placement,
+    load_placement,
+    save_placement,
+)
 from evenkeel_moe.engines.reference.traffic import read_trace
-from evenkeel_moe.engines.reference.wiring import connect_group, make_agent
 from evenkeel_moe.errors import InvalidInput, Unavailable
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
@@ -145,9 +152,7 @@ class _Rank:
         self.fault_done = False
         self.agent: Agent | None = None
         if config.agent:
-            self.agent = make_agent(
-                self.parts, self.store, self.generation, placement, lines, link=link
-            )
+            self.agent = self._make_agent(placement, link)
             cost = self.parts.pace.cost(SystemClock().unix())
             if config.tell_cost and cost is not None:
                 self.agent.tell(cost)
@@ -272,8 +277,73 @@ class _Rank:
         )
         return check.ok
 
-    def _connect(self, name: str) -> Communicator:
-        return connect_group(self.config, self.store, name, self.device)
+    def _connect(self, name: str, device: torch.device | None = None) -> Communicator:
+        """Make a communicator over all ranks; collective, once for each name."""
+        config = self.config
+        return make_communicator(
+            self.store,
+            name,
+            config.rank,
+            config.num_ranks,
+            device=device or self.device,
+            timeout_s=config.group_timeout_s,
+            interface=config.interface,
+        )
+
+    def _make_agent(self, placement: Placement, link: RankLink | None) -> Agent:
+        """Make the agent of this rank; collective over the group."""
+        config, lines = self.config, self.lines
+        if link is None and config.controllers:
+            link = GrpcRankLink(
+                config.controllers,
+                seed=config.rank,
+                on_change=lambda why: lines.write("link", connected=not why, detail=why),
+            )
+        return Agent(
+            AgentConfig(
+                identity=rank_identity(config.deployment, config.rank, self.generation),
+                shape=config.shape,
+                node=config.node if config.nodes else socket.gethostname(),
+                gpu_uuid=gpu_uuid(self.device),
+                device_name=device_name(self.device),
+                weight_format="fp32",
+                dispatch=config.dispatch.told,
+                staging_bytes=config.staging_bytes,
+                poll_every=config.poll_every,
+                resolve_after=config.poll_latency,
+                gate_timeout_s=config.gate_timeout_s,
+            ),
+            placement,
+            self.router.epoch,
+            self.parts.weights,
+            self.router,
+            connect=self._connect,
+            device=self.device,
+            link=link,
+            on_swap=self._save,
+            on_progress=lambda wave, done, total: lines.write(
+                "staging",
+                plan_id=wave.plan_id,
+                wave_index=wave.wave_index,
+                bytes_done=done,
+                bytes_total=total,
+            ),
+        )
+
+    def _save(self, record: SwapRecord, placement: Placement) -> None:
+        """Save a placement before the Ack: a restarted group must have what is acknowledged."""
+        saved = SavedPlacement(placement, record.epoch, self.generation)
+        save_placement(self.config.state_file, saved)
+        self.lines.write(
+            "swap",
+            step=record.step,
+            epoch=record.epoch,
+            plan_id=record.wave.plan_id,
+            wave_index=record.wave.wave_index,
+            layers=list(record.layers),
+            seconds=round(record.seconds, 6),
+            received_bytes=record.received_bytes,
+        )
 
     def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
         self._stop_wanted = True

@@ -233,7 +233,7 @@ class SglangGuest(EngineGuest):
                 continue
             self._due = False
             yield from self.manager.rebalance()
-            if self.agent is not None and self.moves.move is not None:
+            if self.moves.move is not None:
                 self.agreement.end()
                 with protect_engine(self, "EPLBManager.rebalance"):
                     self.moves.move_finished(self._map())
@@ -266,12 +266,9 @@ class SglangGuest(EngineGuest):
 
     def switched(self, layer_ids: list[int], seconds: float) -> None:
         """SGLang's updater switched these hidden layers, on every rank at this pass."""
-        agent = self.agent
-        if agent is None:
+        if self.agent is None:
             return
         self._changed += layer_ids
-        if self.moves.move is None:
-            return
         for layer in layer_ids:
             if layer in self._rows.layer_ids:
                 self.moves.layer_switched(self._rows.layer_ids.index(layer), seconds)
@@ -294,16 +291,14 @@ class SglangGuest(EngineGuest):
         Raises:
             Unavailable, GateFailed: see `EngineMoves.begin_reload`; nothing was replaced.
         """
-        agent = self.agent
-        if agent is None or not self.places or self.moves.reloading:
+        if self.agent is None or not self.places or self.moves.reloading:
             return
         if not getattr(self.manager._main_generator, "gi_running", False):
             self.moves.begin_reload()
 
     def weights_loaded(self) -> None:
         """Register the new weights; collective. Without a call it happens at the next pass."""
-        if self.agent is not None and self.moves.reloading:
-            self.moves.end_reload()
+        self.moves.end_reload()
 
     # --- HostEngine -------------------------------------------------------------------------------
 
@@ -327,7 +322,7 @@ class SglangGuest(EngineGuest):
     def finish(self, move: Move) -> None:
         """Let the manager begin the move if it has not, and switch the layers that remain."""
         for _ in range(len(move.layers) + 2):  # SGLang switches at least one layer each time.
-            if self.agent is None or self.moves.move is None:
+            if self.moves.move is None:
                 return
             next(self.manager._main_generator)
 

@@ -285,8 +285,8 @@ class VllmGuest(EngineGuest):
         Raises:
             Unavailable, GateFailed: see `EngineMoves.begin_reload`; nothing was replaced.
         """
-        agent, reload = self.agent, self._reload
-        if agent is None or reload is None or self.moves.reloading:
+        reload = self._reload
+        if reload is None or self.moves.reloading:
             return
         self.moves.begin_reload()
         if not finish_rearrangement(self.state, self._engine, self._group, self._worker_ended):
@@ -298,7 +298,7 @@ class VllmGuest(EngineGuest):
         """End the move under way; at level 2 vLLM also discards the weights. Raises: as above."""
         if level > 1:
             self.before_weights(discard=True)
-        elif self.agent is not None and self._reload is not None and not self.moves.reloading:
+        elif self._reload is not None and not self.moves.reloading:
             self.moves.end_move()
 
     def woke(self) -> None:
@@ -311,8 +311,8 @@ class VllmGuest(EngineGuest):
 
         Without a call it happens at the next step, which routes by the map of the start.
         """
-        agent, reload = self.agent, self._reload
-        if agent is None or reload is None or not self.moves.reloading or reload.discarded:
+        reload = self._reload
+        if reload is None or not self.moves.reloading or reload.discarded:
             return
         reload.go_back()
         self.moves.end_reload()
@@ -339,12 +339,12 @@ class VllmGuest(EngineGuest):
                 "vLLM's asynchronous EPLB worker has ended (vLLM logs `async loop error`);"
                 " vLLM does not restart it"
             )
-        agent, model_state = self.agent, self._model_state
-        if agent is None or self.moves.move is None or model_state is None or self._due:
+        move, model_state = self.moves.move, self._model_state
+        if move is None or model_state is None or self._due:
             return None
         idle = not model_state.rebalanced and model_state.pending_result is None
         # The first step after the request is too early to judge.
-        if idle and self.moves.move.quiet_steps > 1:
+        if idle and move.quiet_steps > 1:
             return (
                 "vLLM's ranks stopped the rearrangement between two layers"
                 " (vLLM logs `coordinated stop`)"
