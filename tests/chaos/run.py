@@ -158,7 +158,7 @@ async def _check_living(
     healed_at = time.time()
     await until(lambda: not arena.operator.waiting, within_s=_HEALED_S, what="the last plan to end")
     end_operator.set()
-    await asyncio.wait((tasks[1],), timeout=10)
+    await asyncio.wait((tasks[1],), timeout=_HEALED_S)
     last = arena.operator.plans[-1] if arena.operator.plans else None
     if last is not None and not last.accepted_at:
         arena.operator.plans.pop()
