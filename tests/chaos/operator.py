@@ -112,7 +112,7 @@ class Operator:
         return self.under_way or again
 
     async def _see_through(self, life: PlanLife, body: dict[str, Any], stop: asyncio.Event) -> None:
-        # A request that is under way at the end may still be accepted: then the plan is seen through.
+        # A request under way at the end may still be accepted: then its plan is seen through.
         while not stop.is_set() or self.under_way:
             leader = await self._leader()
             if leader is None:
