@@ -9,8 +9,7 @@ from grafana_foundation_sdk.models import heatmap as heatmap_models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from deploy.chart_values import bound
-from deploy.dashboards.deployment_now import now_panels
-from deploy.dashboards.deployment_plans import plan_panels
+from deploy.dashboards.alerts import firing_alerts
 from deploy.dashboards.parts import (
     BLUE,
     GREEN,
@@ -21,13 +20,240 @@ from deploy.dashboards.parts import (
     better_above,
     line_panel,
     new_board,
+    number_panel,
     query_of,
     state_panel,
     thresholds,
     with_section,
+    words,
 )
 
-__all__ = ["deployment"]
+__all__ = ["deployment", "now_panels", "plan_panels"]
+
+_HELD = (
+    f"max(evenkeel_held{{{ONE}}})"
+    f" + 2 * (max(evenkeel_frozen_until_timestamp_seconds{{{ONE}}} > bool time()) or vector(0))"
+)
+_BALANCE = f"min(max by (phase) (evenkeel_balancedness_mean_ratio{{{ONE}}}))"
+
+
+def now_panels() -> list[Any]:
+    """Return the panels."""
+    return [
+        *_state(),
+        *_figures(),
+        firing_alerts(span=12),
+        state_panel(
+            "Decisions",
+            "The reason with which the newest cycle of the control loop ended, over time.",
+            [(f"max by (reason) (evenkeel_last_decision_reason{{{ONE}}})", "{{reason}}")],
+        ),
+    ]
+
+
+def _state() -> list[Any]:
+    held = number_panel(
+        "Automatic plans",
+        "Held: after a rollback, or after plans that did not deliver, automatic plans wait for"
+        " `evenkeel resume`. Frozen: an operator's freeze is in force until it ends or is lifted."
+        " In the modes observe and propose no plan starts by itself anyway.",
+        _HELD,
+        nothing="unknown",
+    )
+    held = held.mappings(
+        words(
+            {
+                0: ("not held", GREEN),
+                1: ("held", YELLOW),
+                2: ("frozen", YELLOW),
+                3: ("held and frozen", YELLOW),
+            }
+        )
+    )
+    return [
+        number_panel(
+            "Mode",
+            "observe: nothing is carried out. propose: plans wait for approval. auto: plans start"
+            " by themselves.",
+            f"max by (mode) (evenkeel_deployment_info{{{ONE}}})",
+            legend="{{mode}}",
+            names=True,
+            nothing="no leader",
+        ),
+        number_panel(
+            "State",
+            "The state of the controller for this deployment, and why.",
+            f"max by (state, reason) (evenkeel_deployment_state{{{ONE}}})",
+            legend="{{state}} {{reason}}",
+            names=True,
+            nothing="no leader",
+        ),
+        number_panel(
+            "Newest reason",
+            "The reason with which the newest cycle ended; docs/api.md lists all of them.",
+            f"max by (reason) (evenkeel_last_decision_reason{{{ONE}}})",
+            legend="{{reason}}",
+            names=True,
+            nothing="no decision yet",
+        ),
+        held,
+        number_panel(
+            "Age of the last plan",
+            "Since the newest plan was committed.",
+            f"time() - max(evenkeel_last_plan_committed_timestamp_seconds{{{ONE}}})",
+            unit="s",
+            nothing="no plan yet",
+        ),
+        number_panel(
+            "Age of the last decision",
+            "Since the newest cycle ended; red above the threshold of EvenkeelNoDecisions.",
+            f"time() - max(evenkeel_last_decision_timestamp_seconds{{{ONE}}})",
+            unit="s",
+            colors=thresholds((None, GREEN), (bound("noDecisionsSeconds"), RED)),
+            nothing="no decision yet",
+        ),
+    ]
+
+
+def _figures() -> list[Any]:
+    return [
+        number_panel(
+            "Lowest balancedness",
+            "Mean balancedness of the worst phase; red below the threshold of"
+            " EvenkeelBalancednessLow.",
+            _BALANCE,
+            unit="percentunit",
+            colors=better_above(bound("balancednessMin")),
+            nothing="unknown",
+        ),
+        number_panel(
+            "Time balance",
+            "Red below the threshold of EvenkeelTimeBalanceLow; unknown while only tokens are"
+            " known.",
+            f"max(evenkeel_time_balance_ratio{{{ONE}}})",
+            unit="percentunit",
+            colors=better_above(bound("timeBalanceMin")),
+            nothing="unknown",
+        ),
+        number_panel(
+            "Ranks missing",
+            "Ranks that are declared but not heard, without those that stopped as planned.",
+            f"max(evenkeel_ranks_expected{{{ONE}}})"
+            f" - max(sum without (rank) (evenkeel_rank_fresh{{{ONE}}}))"
+            f" - max(evenkeel_ranks_stopped{{{ONE}}})",
+            colors=thresholds((None, GREEN), (1, RED)),
+            nothing="unknown",
+        ),
+        number_panel(
+            "Phase of the active plan",
+            "Empty while no plan is active.",
+            f"max by (phase) (evenkeel_plan_phase{{{ONE}}})",
+            legend="{{phase}}",
+            names=True,
+            nothing="no active plan",
+        ),
+        number_panel(
+            "Gain of the last plan",
+            "Saving of modelled MoE time on the steps since the newest committed plan. If it stays"
+            " below zero, `evenkeel plan rollback` goes back to the placement before it; automatic"
+            " plans then wait for `evenkeel resume`.",
+            f'max(evenkeel_last_plan_gain_ratio{{{ONE},basis="realised"}})',
+            unit="percentunit",
+            colors=thresholds((None, RED), (0, GREEN)),
+            nothing="not measured",
+        ),
+        number_panel(
+            "Proposal waits for",
+            "Since the newest proposal that waits for approval was made; yellow above the threshold"
+            " of EvenkeelProposalWaiting.",
+            f"time() - max(evenkeel_proposal_created_timestamp_seconds{{{ONE}}})",
+            unit="s",
+            colors=thresholds((None, BLUE), (bound("proposalWaitingSeconds"), YELLOW)),
+            nothing="none waits",
+        ),
+    ]
+
+
+_ROLLBACK = (
+    " If the result stays below zero, `evenkeel plan rollback` goes back to the placement before"
+    " the newest plan. A rollback is a plan of its own: it copies the weights back wave by wave,"
+    " raises the epoch, and automatic plans wait for `evenkeel resume` after it."
+)
+
+
+def plan_panels() -> list[Any]:
+    """Return the panels."""
+    return [*_gains(), *_progress()]
+
+
+def _gains() -> list[Any]:
+    return [
+        line_panel(
+            "Predicted against realised gain",
+            "Saving of modelled MoE time by the newest committed plan: predicted on held-out steps,"
+            f" and realised on the steps since. Not latency.{_ROLLBACK}",
+            [(f"max by (basis) (evenkeel_last_plan_gain_ratio{{{ONE}}})", "{{basis}}")],
+            unit="percentunit",
+            least=None,
+        ),
+        line_panel(
+            "Promised against delivered gain",
+            "Saving of MoE time of the newest measured plan: promised by its verdict, and delivered"
+            f" by the seconds that ranks reported before and after it, with its 95 %"
+            f" interval.{_ROLLBACK}",
+            [
+                (f"max(evenkeel_plan_promised_gain_ratio{{{ONE}}})", "promised"),
+                (
+                    f"max by (bound) (evenkeel_plan_delivered_gain_ratio{{{ONE}}})",
+                    "delivered, {{bound}}",
+                ),
+            ],
+            unit="percentunit",
+            least=None,
+        ),
+        line_panel(
+            "Calibration of gains",
+            "The factor by which the next promise is multiplied, by what earlier plans delivered;"
+            " 1 without measured plans.",
+            [(f"max(evenkeel_gain_calibration_ratio{{{ONE}}})", "calibration")],
+        ),
+        line_panel(
+            "Predicted against realised balancedness",
+            "Under the newest committed plan: predicted on held-out steps, and realised on the"
+            " steps since.",
+            [(f"max by (basis) (evenkeel_last_plan_balancedness_ratio{{{ONE}}})", "{{basis}}")],
+            unit="percentunit",
+            most=1,
+        ),
+    ]
+
+
+def _progress() -> list[Any]:
+    return [
+        state_panel(
+            "State and phase of the plan",
+            "The state of the controller for this deployment, and the phase of its plan.",
+            [
+                (f"max by (state) (evenkeel_deployment_state{{{ONE}}})", "{{state}}"),
+                (f"max by (phase) (evenkeel_plan_phase{{{ONE}}})", "plan {{phase}}"),
+            ],
+        ),
+        line_panel(
+            "Waves of the active plan",
+            "The ranks switch to a new placement at the end of each wave.",
+            [
+                (f"max(evenkeel_plan_waves_committed{{{ONE}}})", "committed"),
+                (f"max(evenkeel_plan_waves{{{ONE}}})", "all"),
+            ],
+            span=6,
+        ),
+        line_panel(
+            "Epoch",
+            "It rises by one with each committed wave, also with those of a rollback.",
+            [(f"max(evenkeel_epoch{{{ONE}}})", "epoch")],
+            span=6,
+        ),
+    ]
 
 
 def deployment() -> dashboard.Dashboard:

@@ -112,7 +112,8 @@ class Operator:
         return self.under_way or again
 
     async def _see_through(self, life: PlanLife, body: dict[str, Any], stop: asyncio.Event) -> None:
-        while not stop.is_set():
+        # A request under way at the end may still be accepted: then its plan is seen through.
+        while not stop.is_set() or self.under_way:
             leader = await self._leader()
             if leader is None:
                 await asyncio.sleep(_PAUSE_S)

@@ -61,14 +61,6 @@ _ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 """What gRPC raises on a stream that the controller ends, before and after gRPC knows of it."""
 
 
-async def begin_grpc() -> None:
-    """Let gRPC open the descriptors that it keeps as long as the process lives."""
-    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
-        call = channel.stream_stream(_ATTACH)()
-        with contextlib.suppress(*_ENDED):
-            await call.write(b"")
-
-
 @dataclass(frozen=True)
 class Target:
     """What peers attack: the leader of the honest ranks.

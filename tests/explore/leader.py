@@ -14,9 +14,8 @@ from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.messages import Tick
 from evenkeel_moe.protocol.transitions import ControlState, CoordinatorState
-from tests.explore.freeze import Freezer, clone, normalise
+from tests.explore.freeze import AGES_AGO, Freezer, clone, normalise
 from tests.explore.invariants import UNEXPECTED, Violation
-from tests.explore.normal import AGES_AGO
 from tests.explore.rank_table import ERRORS, Broken, Messages, as_violation, with_rank
 from tests.explore.records import Stores
 from tests.explore.small import DEADLINE_S, DEPLOYMENT, POLICY, SOON_S, TIMING, numbered

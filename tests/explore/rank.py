@@ -15,8 +15,8 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.rank.gate import PollFailed, PollResolved
+from tests.explore.freeze import AGES_AGO
 from tests.explore.invariants import EPOCH_FALLS, TOLD_UNSAVED, WRONG_BYTES
-from tests.explore.normal import AGES_AGO
 from tests.explore.small import (
     DEPLOYMENT,
     NEVER_S,

@@ -9,9 +9,8 @@ from evenkeel_moe.errors import IllegalEvent
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.messages import ParticipantState
-from tests.explore.freeze import Freezer, clone, normalise
+from tests.explore.freeze import AGES_AGO, Freezer, clone, normalise
 from tests.explore.invariants import UNEXPECTED, Violation
-from tests.explore.normal import AGES_AGO
 from tests.explore.rank import DRAINING, FAILED, Outputs, RankProcess
 from tests.explore.small import SLOTS
 from tests.sim.kit import Kit

@@ -7,9 +7,8 @@ from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.protocol import control_messages as ctl
-from tests.explore.freeze import Freezer
+from tests.explore.freeze import Freezer, normal_record
 from tests.explore.invariants import History
-from tests.explore.normal import normal_record
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,10 +12,59 @@ from evenkeel_moe.agent.network_thread import NetworkThread
 from evenkeel_moe.agent.ports import GateFailed
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.messages import MigrationDisabled, MigrationEnabled
+from tests.sim.checks import NO_LOCK
 from tests.sim.engine import SlotMemory, Tables
 from tests.sim.network import Beat, NotLeading, Stream, describe
 from tests.sim.threads import SimThreads
-from tests.sim.watch import watched
+
+
+def watched(rank, participant_type: type, gate_type: type) -> tuple[type, type]:
+    """Return both machines, changed for one rank.
+
+    A thread that uses them without the agent's lock may see half of what another thread does. It
+    must hold the lock, except to set the flag that refuses waves.
+    """
+    world = rank.world
+
+    def check(what: str) -> None:
+        if rank.agent is not None and not rank.agent._lock.mine:
+            world.checks.fail(NO_LOCK, f"rank {rank.rank} calls {what} without the agent's lock")
+
+    class WatchedParticipant(participant_type):  # type: ignore[misc]
+        def handle(self, event, now):
+            if not isinstance(event, MigrationDisabled | MigrationEnabled):
+                check("Participant.handle")
+            before = self.state
+            actions = super().handle(event, now)
+            if self.state is not before:
+                rank.told(f"rank is {self.state}")
+            return actions
+
+        def snapshot(self, now):
+            check("Participant.snapshot")
+            return super().snapshot(now)
+
+    class WatchedGate(gate_type):  # type: ignore[misc]
+        def begin_poll(self, now):
+            check("Gate.begin_poll")
+            state = rank.agent._participant.state
+            rank.told("rank polls armed" if state == "armed" else "rank polls")
+            vector = super().begin_poll(now)
+            if vector[-1] == 1:
+                rank.told("rank polls to drop")
+            return vector
+
+        def handle(self, event, now):
+            check("Gate.handle")
+            return super().handle(event, now)
+
+        def request_rebuild(self, serial):
+            check("Gate.request_rebuild")
+            super().request_rebuild(serial)
+
+    return WatchedParticipant, WatchedGate
+
 
 GATE_TIMEOUT_S = 3.0
 """A poll that takes longer is an error; pauses of a rank can be longer."""

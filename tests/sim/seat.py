@@ -9,8 +9,7 @@ from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from tests.sim.checks import WAVE_REFUSED
-from tests.sim.planner import fits_pool
-from tests.sim.prepares import for_one_rank, problem_of, spoiled
+from tests.sim.planner import fits_pool, for_one_rank, problem_of, spoiled
 from tests.sim.store import StoreDown
 
 LEASE_S = 2.0

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.judge import rules_commits, rules_outcomes, rules_steps, rules_waves
+from tests.chaos.judge import rules_outcomes, rules_steps, rules_waves
 from tests.chaos.judge.case import Breach, Case, read_case
 
 __all__ = ["RULES", "Verdict", "judge", "judge_case"]
@@ -21,7 +21,7 @@ RULES: tuple[Callable[[Case], Iterator[Breach]], ...] = (
     rules_waves.swaps_are_acknowledged,
     rules_waves.terms_never_fall,
     rules_waves.wave_messages_reach_the_group_only,
-    rules_commits.commits_follow_votes_and_intent,
+    rules_waves.commits_follow_votes_and_intent,
     rules_outcomes.epochs_name_one_wave,
     rules_outcomes.no_rank_holds_a_wave_at_the_end,
     rules_outcomes.plans_end,

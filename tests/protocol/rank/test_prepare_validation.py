@@ -23,8 +23,7 @@ from tests.protocol.machines import (
     prepare_of,
     wave_of,
 )
-from tests.sim.planner import build_plan
-from tests.sim.prepares import problem_of, spoiled
+from tests.sim.planner import build_plan, problem_of, spoiled
 
 WAVE = wave_of()
 (RIGHT,) = WAVE.transfers
