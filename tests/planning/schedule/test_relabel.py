@@ -16,6 +16,7 @@ from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule.relabel import (
     align_slots,
+    copy_prices,
     count_moves,
     fewest_moves,
     moves_by_layer,
@@ -46,13 +47,24 @@ def test_a_copy_that_no_rank_of_the_node_can_send_has_a_price_of_its_own(case, d
     shape, current, target = case
     topology = data.draw(topologies(shape.num_ranks))
     price = np.zeros(shape.num_layers)
+    problem = PlacementProblem(
+        np.zeros((1, shape.num_layers, shape.num_logical_experts)),
+        shape,
+        topology,
+        current,
+        objective=Objective(cross_node_factor=factor),
+    )
     for layer in range(shape.num_layers):
         present = [set(row) for row in contents(current, layer)]
+        each = copy_prices(problem, layer)
         for rank, wanted in enumerate(contents(target, layer)):
             node = topology.node_of_rank[rank]
             senders = [held for r, held in enumerate(present) if topology.node_of_rank[r] == node]
-            for expert in set(wanted) - present[rank]:
-                price[layer] += 1.0 if any(expert in held for held in senders) else factor
+            for expert in range(shape.num_logical_experts):
+                near = any(expert in held for held in senders)
+                expected = 0.0 if expert in present[rank] else 1.0 if near else factor
+                assert each[expert, rank] == expected
+                price[layer] += expected * (expert in wanted)
     assert price_of_moves(current, target, topology, factor) == pytest.approx(price)
 
 

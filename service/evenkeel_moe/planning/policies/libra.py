@@ -89,10 +89,7 @@ def _homes(
     ordered = np.repeat(np.arange(ranks), counts)
     if current is None:
         return ordered
-    slots = np.arange(current.num_slots)
-    filled = current.phy2log[layer] >= 0
-    held = np.zeros((experts, ranks), np.bool_)
-    held[current.phy2log[layer][filled], slots[filled] // current.slots_per_rank] = True
+    held = current.held(layer)
     home = np.where(held[np.arange(experts), ordered], ordered, held.argmax(axis=1))
     full = np.bincount(home, minlength=ranks).max() > capacity
     return ordered if full or not held.any(axis=1).all() else np.asarray(home, np.int64)
