@@ -15,7 +15,6 @@ from evenkeel_moe.batch_split import choose_replicas, slots_by_expert
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.keel.layer import raised, root
-from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem.kernels import (
     TimeTerms,
     WorkTerms,
@@ -24,7 +23,7 @@ from evenkeel_moe.planning.problem.kernels import (
     work_of_tokens,
     work_terms,
 )
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, SlotBudget
 from evenkeel_moe.planning.problem.token_split import SplitModel, source_shares
 from evenkeel_moe.planning.schedule.relabel import copy_prices
 
