@@ -6,14 +6,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.gem_setups import gem_setup
 from bench.loads import lognormal_steps
 from bench.report import Row, best_of
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.planning.policies.gem.kernels import search_layers
-from evenkeel_moe.planning.policies.gem.policy import cost_table, gem_setup
-from evenkeel_moe.planning.problem import moe_time
-from evenkeel_moe.planning.problem.kernels import token_cost
+from evenkeel_moe.planning.policies.gem.policy import cost_table
+from evenkeel_moe.planning.problem.kernels import TimeTerms, rank_time, time_terms
 
 __all__ = ["gem_rows"]
 
@@ -21,29 +21,23 @@ RESTARTS, NOISE, LEAST_DROP = 30, 0.2, 0.001
 
 
 @kernel
-def _plain_score(
-    total: NDArray[np.float64],
-    tile: float,
-    tile_seconds: NDArray[np.float64],
-    slope: NDArray[np.float64],
-) -> float:
+def _plain_score(total: NDArray[np.float64], terms: TimeTerms) -> float:
     score = 0.0
     for t in range(total.shape[1]):
         peak = 0.0
         for rank in range(total.shape[0]):
-            peak = max(peak, token_cost(total[rank, t], rank, tile, tile_seconds, slope))
+            peak = max(peak, rank_time(total[rank, t], rank, terms))
         score += peak
     return score
 
 
 @kernel
 def _plain_initial(
-    load: NDArray[np.float64], order: NDArray[np.int64], capacity: int, tile: float,
-    tile_seconds: NDArray[np.float64], slope: NDArray[np.float64],
-) -> NDArray[np.int64]:  # fmt: skip
+    load: NDArray[np.float64], order: NDArray[np.int64], capacity: int, terms: TimeTerms
+) -> NDArray[np.int64]:
     """Run Algorithm 2 with every placement scored over all steps and ranks."""
     experts, steps = load.shape
-    ranks = slope.shape[0]
+    ranks = terms.slope.shape[0]
     rank_of = np.full(experts, -1, np.int64)
     used = np.zeros(ranks, np.int64)
     total = np.zeros((ranks, steps))
@@ -53,10 +47,10 @@ def _plain_initial(
             if used[rank] >= capacity:
                 continue
             total[rank] += load[expert]
-            score = _plain_score(total, tile, tile_seconds, slope)
+            score = _plain_score(total, terms)
             own = 0.0
             for t in range(steps):
-                own += token_cost(total[rank, t], rank, tile, tile_seconds, slope)
+                own += rank_time(total[rank, t], rank, terms)
             total[rank] -= load[expert]
             if score < best_score or (score == best_score and own < best_own):
                 best, best_score, best_own = rank, score, own
@@ -70,21 +64,19 @@ def _plain_initial(
 def _plain_refine(
     load: NDArray[np.float64],
     rank_of: NDArray[np.int64],
-    tile: float,
-    tile_seconds: NDArray[np.float64],
-    slope: NDArray[np.float64],
+    terms: TimeTerms,
     least_drop: float,
 ) -> float:
     """Run Algorithm 3 with every swap scored over all steps and ranks."""
     experts, steps = load.shape
-    ranks = slope.shape[0]
+    ranks = terms.slope.shape[0]
     total = np.zeros((ranks, steps))
     for expert in range(experts):
         total[rank_of[expert]] += load[expert]
     while True:
         now = np.empty(steps)
         for t in range(steps):
-            now[t] = _plain_score(total[:, t : t + 1], tile, tile_seconds, slope)
+            now[t] = _plain_score(total[:, t : t + 1], terms)
         score = 0.0
         for t in range(steps):
             score += now[t]
@@ -107,9 +99,7 @@ def _plain_refine(
                                     tokens += move
                                 elif rank == j:
                                     tokens -= move
-                                peak = max(
-                                    peak, token_cost(tokens, rank, tile, tile_seconds, slope)
-                                )
+                                peak = max(peak, rank_time(tokens, rank, terms))
                             drop += now[t] - peak
                         if drop > best:
                             best, best_a, best_b = drop, a, b
@@ -129,7 +119,7 @@ def _plain(
     load: NDArray[np.float64],
     noise: NDArray[np.float64],
     capacity: int,
-    curves: tuple[float, NDArray[np.float64], NDArray[np.float64]],
+    terms: TimeTerms,
 ) -> NDArray[np.int64]:
     layers, experts, _ = load.shape
     best = np.zeros((layers, experts), np.int64)
@@ -137,8 +127,8 @@ def _plain(
         least = np.inf
         for factors in noise[:, layer]:
             order = np.argsort(-(load[layer].sum(axis=1) * factors), kind="stable")
-            rank_of = _plain_initial(load[layer], order, capacity, *curves)
-            score = _plain_refine(load[layer], rank_of, *curves, LEAST_DROP)
+            rank_of = _plain_initial(load[layer], order, capacity, terms)
+            score = _plain_refine(load[layer], rank_of, terms, LEAST_DROP)
             if score < least:
                 least, best[layer] = score, rank_of
     return best
@@ -150,7 +140,7 @@ def _rows(
     steps = lognormal_steps(16, layers, experts)
     tokens = 32_768 / ranks
     costs = gem_setup("moderate", ranks, tile_tokens=max(1, int(tokens / 16)), tiles=32)
-    curves = moe_time.curve_arrays(costs, ranks)
+    terms = time_terms(CostModel(costs), ranks)
     load, table = cost_table(steps, ranks, CostModel(costs))
     plain_load = load.astype(np.float64)
     rng = np.random.default_rng(0)
@@ -163,7 +153,7 @@ def _rows(
     ours_few = partial(
         search_layers, load[few], noise[:, few], full[few], table, LEAST_DROP, 1 << 60
     )
-    plain = partial(_plain, plain_load[few], noise[:, few], capacity, curves)
+    plain = partial(_plain, plain_load[few], noise[:, few], capacity, terms)
     same = bool((ours_few()[0] == plain()).all())
     seconds = best_of({"plain": plain, "ours": ours_few}, repeats)
     return [

@@ -145,6 +145,13 @@ class Placement:
         """Return the rank of each slot, (S,) int32."""
         return (np.arange(self.num_slots, dtype=np.int32) // self.slots_per_rank).astype(np.int32)
 
+    def held(self, layer: int) -> NDArray[np.bool_]:
+        """Return (E, R), True where a rank holds a replica of an expert in a layer."""
+        held = np.zeros((self.num_logical_experts, self.num_ranks), np.bool_)
+        filled = np.flatnonzero(self.phy2log[layer] >= 0)
+        held[self.phy2log[layer, filled], filled // self.slots_per_rank] = True
+        return held
+
     def with_rows(self, layers: tuple[int, ...], rows: NDArray[np.int32]) -> "Placement":
         """Return this placement with some layers replaced; rows: (len(layers), S) int32."""
         phy2log = self.phy2log.copy()

@@ -19,9 +19,9 @@ from evenkeel_moe.model.finding import Finding, doubts
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.verdict import (
+    MIN_STEPS,
     Call,
     Verdict,
-    VerdictRules,
     held_out_steps,
     judge,
 )
@@ -147,7 +147,7 @@ def plan_offline(
         raise InvalidInput(f"{policy}: every plan is judged here, leave {VERDICT} out")
     check_fits("the placement to compare with", start, setup.shape)
     steps = len(setup.load)
-    kept = held_out_steps(steps, VerdictRules().min_steps) if held_out is None else held_out
+    kept = held_out_steps(steps, MIN_STEPS) if held_out is None else held_out
     planned_on = steps - kept
     if planned_on < 1:
         raise InvalidInput(f"{kept} of {steps} steps are held out: none is left to plan on")

@@ -13,12 +13,10 @@ from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision import gates
 from evenkeel_moe.planning.decision.gates import (
-    AfterInputs,
     GateInputs,
     GateMemory,
     GateSettings,
     MeasuredWindow,
-    decide_after,
 )
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
 from evenkeel_moe.planning.decision.window_balance import WindowBalance
@@ -59,6 +57,7 @@ def decide_before(case, settings):
 
 POOR = Case(
     shape=ModelShape(1, 8, 8, 1, 1, 100),
+    current=Placement(np.arange(8, dtype=np.int32)[None], 8, 8),
     now_unix=1000.0,
     mode=Mode.AUTO,
     ranks_fresh=8,
@@ -310,11 +309,26 @@ def test_hold_after_rollback_stops_only_automatic_plans():
         ).passed
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Planned(GateInputs):
+    """A plan that was made, and what the gates look at besides."""
+
+    target: Placement
+    verdict: Verdict | None
+
+
+def decide_after(plan, settings):
+    return gates.decide_after(plan, plan.target, plan.verdict, settings)
+
+
 SHAPE = ModelShape(2, 2, 2, 2, 1, 100)
-GOOD = AfterInputs(
+GOOD = Planned(
     mode=Mode.AUTO,
     shape=SHAPE,
-    base=Placement(np.array([[0, -1, 1, -1]] * 2), 2, 2),
+    now_unix=1000.0,
+    ranks_fresh=2,
+    newest_step_age_s=1.0,
+    current=Placement(np.array([[0, -1, 1, -1]] * 2), 2, 2),
     target=Placement(np.array([[0, 1, 1, 0], [0, -1, 1, -1]]), 2, 2),
     verdict=Verdict(
         call=Call.RECOMMEND,
@@ -362,7 +376,7 @@ def test_a_good_plan_goes_where_the_mode_sends_it(mode, manual, passed, reason):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"target": GOOD.base}, Reason.NO_CHANGE),
+        ({"target": GOOD.current}, Reason.NO_CHANGE),
         (
             {"target": Placement(np.array([[0, -1, 0, -1]] * 2), 2, 2)},
             Reason.EXPERT_WITHOUT_REPLICA,
@@ -395,7 +409,7 @@ def test_an_operator_may_pay_for_what_does_not_pay_but_never_break_an_invariant(
     manual = replace(GOOD, manual=True, verdict=None)
     assert decide_after(manual, SETTINGS).passed
     for change, reason in (
-        ({"target": GOOD.base}, Reason.NO_CHANGE),
+        ({"target": GOOD.current}, Reason.NO_CHANGE),
         (
             {"target": Placement(np.array([[0, -1, 0, -1]] * 2), 2, 2)},
             Reason.EXPERT_WITHOUT_REPLICA,

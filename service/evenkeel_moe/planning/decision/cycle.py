@@ -18,7 +18,6 @@ from evenkeel_moe.model.policy import OptionValue
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, Calibration
 from evenkeel_moe.planning.decision.gates import (
-    AfterInputs,
     Decision,
     GateInputs,
     GateMemory,
@@ -27,11 +26,10 @@ from evenkeel_moe.planning.decision.gates import (
     decide_after,
     decide_before,
 )
-from evenkeel_moe.planning.decision.verdict import Verdict, VerdictRules, held_out_steps, judge
+from evenkeel_moe.planning.decision.verdict import Verdict, held_out_steps, judge
 from evenkeel_moe.planning.decision.window_balance import time_balance, token_balance
 from evenkeel_moe.planning.policies.registry import resolve_policy
 from evenkeel_moe.planning.problem import metrics, moe_time
-from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import (
@@ -65,7 +63,7 @@ class WindowSplit:
     """The change of traffic by which `begin` was chosen."""
     least: int
     """Fewest steps that the verdict may judge on: where there cannot be more, those there are.
-    Their interval is then wider (`VerdictRules.few_steps`), so that only large gains are
+    Their interval is then wider (`few_steps` of `judge`), so that only large gains are
     certain."""
 
     def planned_on(self, load: NDArray[np.generic]) -> NDArray[np.float64]:
@@ -82,14 +80,12 @@ class CycleInputs(GateInputs):
     load: NDArray[np.generic]
     """(T, L, E) [tokens] complete steps, oldest first; T may be 0."""
     topology: Topology
-    current: Placement
     policy: str
     settings: GateSettings
     staging_bytes: tuple[int, ...]
     """(R,) receive buffer of each rank."""
     target: Placement | None = None
     """An explicit placement to use instead of the policy's; it is judged in the same way."""
-    objective: Objective = Objective()
     replica_budget: int | None = None
     source_load: NDArray[np.float64] | None = None
     """(R, L, E) [tokens] sums by source rank over about the whole window, later steps included.
@@ -312,9 +308,8 @@ def judge_target(
         step_s=inputs.step_s,
         cost_model=objective.cost.basis,
         calibration=inputs.calibration,
-        rules=VerdictRules(
-            min_steps=max(2, split.least), few_steps=int(inputs.settings.min_held_out_steps)
-        ),
+        min_steps=max(2, split.least),
+        few_steps=int(inputs.settings.min_held_out_steps),
         seed=inputs.seed,
     )
     expected = metrics.balancedness_mean(metrics.rank_load(scored_on, target, tokens))
@@ -325,15 +320,5 @@ def decide_target(
     inputs: CycleInputs, target: Placement, verdict: Verdict | None, split: WindowSplit
 ) -> Decision:
     """Apply the gates after planning."""
-    return decide_after(
-        AfterInputs(
-            mode=inputs.mode,
-            shape=inputs.shape,
-            base=inputs.current,
-            target=target,
-            verdict=verdict,
-            objective=inputs.objective,
-            manual=inputs.manual,
-        ),
-        replace(inputs.settings, min_held_out_steps=split.least),
-    )
+    settings = replace(inputs.settings, min_held_out_steps=split.least)
+    return decide_after(inputs, target, verdict, settings)

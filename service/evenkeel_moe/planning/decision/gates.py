@@ -70,8 +70,7 @@ class GateSettings:
     blocks do. A lower value takes noise for change. For one layer alone it is twice as much."""
     min_changed_steps: float = 4
     """Fewest complete steps since a change of traffic, at least 2; fewer are not told from the rest
-    of the window. The gain of a plan on few steps must be more certain
-    (`verdict.VerdictRules.few_steps`)."""
+    of the window. The gain of a plan on few steps must be more certain."""
     min_gain: float = 0.002
     """Least predicted saving of MoE time on later data, as a fraction. The verdict already counts
     the copies; this excludes savings too small to act on. If it is too high, many small savings are
@@ -135,9 +134,13 @@ class Decision:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class GateInputs:
-    """All that the gates before planning look at, besides the balance of the window."""
+    """All that the gates look at, besides the balance of the window and the plan itself."""
 
     shape: ModelShape
+    current: Placement
+    """The present placement."""
+    objective: Objective = Objective()
+    """The gates after planning look at its limits, and the slots it allows."""
     now_unix: float
     mode: Mode
     ranks_fresh: int
@@ -148,7 +151,8 @@ class GateInputs:
     """What is wrong with the counts of the newest steps."""
     memory: GateMemory = GateMemory()
     manual: bool = False
-    """True if an operator asks: cooldown, hold and balance do not matter; data and safety do."""
+    """True if an operator asks: cooldown, hold and balance do not matter; data and safety do. Gain
+    and payback are reported, but not required."""
     plan_in_progress: bool = False
     frozen_until_unix: float = 0.0
     held: Reason | None = None
@@ -338,24 +342,16 @@ def _starts_below(window: MeasuredWindow, settings: GateSettings) -> float:
     return settings.stop_above if by_time_alone else settings.plan_below
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class AfterInputs:
-    """All that the gates after planning look at; the target is relabelled."""
-
-    mode: Mode
-    shape: ModelShape
-    base: Placement
-    target: Placement
-    verdict: Verdict | None
-    """The verdict of the later steps; None if there were none."""
-    objective: Objective = Objective()
-    """Its limits, and the slots it allows."""
-    manual: bool = False
-    """True if an operator asks: gain and payback are reported, but not required."""
-
-
-def decide_after(inputs: AfterInputs, settings: GateSettings) -> Decision:
+def decide_after(
+    inputs: GateInputs, target: Placement, verdict: Verdict | None, settings: GateSettings
+) -> Decision:
     """Decide whether a plan may be started or proposed, as the mode says.
+
+    Args:
+        inputs: of the cycle.
+        target: the relabelled placement.
+        verdict: that of the later steps; None if there were none.
+        settings: the thresholds.
 
     Returns:
         Passed, with PLAN_STARTED (auto) or PLAN_PROPOSED (propose, and manual requests in observe
@@ -363,19 +359,19 @@ def decide_after(inputs: AfterInputs, settings: GateSettings) -> Decision:
         GAIN_TOO_SMALL, GAIN_UNCERTAIN or PAYBACK_TOO_LONG; with OBSERVE_MODE if all gates are open
         but nothing may move.
     """
-    moves = moves_by_layer(inputs.base, inputs.target)
+    moves = moves_by_layer(inputs.current, target)
     copies = float(moves.sum())
     objective = inputs.objective
     numbers = {"copies": copies, "bytes": copies * inputs.shape.bytes_per_expert}
     try:
-        inputs.target.check(
+        target.check(
             inputs.shape,
             allow_duplicates=objective.allow_duplicates,
             fill_slots=objective.fill_slots,
         )
     except EvenkeelError as broken:
         return Decision(False, broken.reason, numbers)
-    changed = int((inputs.base.phy2log != inputs.target.phy2log).any(axis=1).sum())
+    changed = int((inputs.current.phy2log != target.phy2log).any(axis=1).sum())
     numbers["layers"] = float(changed)
     if changed == 0:
         return Decision(False, Reason.NO_CHANGE, numbers)
@@ -386,7 +382,7 @@ def decide_after(inputs: AfterInputs, settings: GateSettings) -> Decision:
     ):
         if bound is not None and numbers[name] > bound:
             return Decision(False, Reason.LIMIT_EXCEEDED, numbers | {f"max_{name}": float(bound)})
-    reason = _closed_by_gain(inputs, settings, numbers)
+    reason = _closed_by_gain(verdict, settings, numbers)
     if reason is not None and not inputs.manual:
         return Decision(False, reason, numbers)
     if inputs.mode is Mode.OBSERVE and not inputs.manual:
@@ -397,13 +393,12 @@ def decide_after(inputs: AfterInputs, settings: GateSettings) -> Decision:
 
 
 def _closed_by_gain(
-    inputs: AfterInputs, settings: GateSettings, numbers: dict[str, float]
+    verdict: Verdict | None, settings: GateSettings, numbers: dict[str, float]
 ) -> Reason | None:
     """Apply the gates of gain and payback; None if all are open.
 
     Mutates: `numbers`, to which it adds the values compared.
     """
-    verdict = inputs.verdict
     if verdict is None or verdict.steps < settings.min_held_out_steps or math.isnan(verdict.gain):
         numbers["held_out_steps"] = float(verdict.steps if verdict else 0)
         return Reason.INSUFFICIENT_DATA

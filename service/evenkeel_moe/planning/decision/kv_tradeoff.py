@@ -27,7 +27,9 @@ from dataclasses import dataclass
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.planning.decision.replica_levels import (
     CraftFactors,
+    CraftLevel,
     Redundancy,
+    ReplicaLevel,
     extra_replicas,
 )
 
@@ -130,23 +132,14 @@ def kv_tradeoff(
             "uniform",
             level.replicas_per_layer,
             level.replicas_per_layer * redundancy.num_layers,
-            level.balancedness,
-            level.gain,
-            level.extra_bytes_per_rank,
+            level,
             present=level.replicas_per_layer == redundancy.present,
         )
         for level in redundancy.levels
     ]
     rows += [
-        weigh.row(
-            "craft",
-            level.replication_factor,
-            level.replicas,
-            level.balancedness,
-            level.gain,
-            level.extra_bytes_per_rank,
-        )
-        for level in redundancy.craft
+        weigh.row("craft", craft.replication_factor, craft.replicas, craft)
+        for craft in redundancy.craft
     ]
     words = _words(rows, redundancy, kv, tokens_per_sequence, share)
     craft_words = _craft_words(redundancy.craft_factors)
@@ -165,14 +158,13 @@ class _Weigher:
         rule: str,
         level: int,
         replicas: int,
-        balancedness: float | None,
-        gain: float,
-        extra: int | None,
+        scored: ReplicaLevel | CraftLevel,
         *,
         present: bool = False,
     ) -> TradeoffRow:
         """Return the row of one level."""
         tokens = lost = sequences = lower = upper = None
+        gain, extra = scored.gain, scored.extra_bytes_per_rank
         if self.kv is not None and extra is not None:
             now, tokens = self.kv.tokens(), self.kv.tokens(extra)
             lost = now - tokens
@@ -187,7 +179,7 @@ class _Weigher:
             level,
             replicas,
             present,
-            balancedness,
+            scored.balancedness,
             gain,
             extra,
             lost,

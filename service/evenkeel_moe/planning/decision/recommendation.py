@@ -27,7 +27,8 @@ from evenkeel_moe.planning.decision.replica_levels import (
     compare_levels,
     extra_replicas,
 )
-from evenkeel_moe.planning.decision.verdict import Call, Verdict, VerdictRules
+from evenkeel_moe.planning.decision.verdict import Call, Verdict
+from evenkeel_moe.planning.problem.objective import PRICE_MARGIN
 from evenkeel_moe.planning.schedule.relabel import count_moves
 
 
@@ -102,7 +103,7 @@ def _redundancy(inputs: CycleInputs, split: WindowSplit, free_bytes: int | None)
             topology=inputs.topology,
             cost=inputs.objective.cost,
             parts=(part,),
-            rules=VerdictRules(min_steps=max(2, int(inputs.settings.min_held_out_steps))),
+            min_steps=max(2, int(inputs.settings.min_held_out_steps)),
             lifetime_steps=inputs.objective.lifetime_steps,
             min_gain=inputs.settings.min_gain,
             free_bytes=free_bytes,
@@ -223,7 +224,7 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
         if verdict.saved_per_step > 0
         else "are never paid back"
     )
-    calibration, margin = verdict.calibration, VerdictRules().price_margin
+    calibration = verdict.calibration
     plans = "plan" if calibration.plans == 1 else f"{calibration.plans} plans"
     calibrated = (
         f"The cost model predicts {verdict.gain_modelled:.2%}; what the last measured {plans}"
@@ -246,7 +247,7 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
         ),
         f"{_net_words(verdict.gain, verdict.cost)}: {verdict.call}.",
         *(
-            [f"A lower bound above {margin:g} times the price of the copies would be needed."]
+            [f"A lower bound above {PRICE_MARGIN:g} times the price of the copies would be needed."]
             if verdict.call is not Call.RECOMMEND and verdict.cost < verdict.gain_lower
             else []
         ),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.decision.verdict import Call, Verdict, VerdictRules, judge
+from evenkeel_moe.planning.decision.verdict import MIN_STEPS, Call, Verdict, judge
 from evenkeel_moe.planning.policies.craft.policy import (
     Benefit,
     CraftOptions,
@@ -116,7 +116,8 @@ class LevelInputs:
     cost: CostModel
     parts: tuple[LevelPart, ...]
     """At least one, oldest first."""
-    rules: VerdictRules = VerdictRules()
+    min_steps: int = MIN_STEPS
+    """Fewest scored steps from which other numbers are advised."""
     lifetime_steps: int = 1000
     min_gain: float = 0.0
     """Share of predicted MoE time that other numbers of replicas must save to be advised."""
@@ -145,7 +146,7 @@ class _Scored:
 def compare_levels(inputs: LevelInputs) -> Redundancy:
     """Compare powers of two, up to two replicas per rank, the present number, and CRAFT."""
     shape = inputs.shape
-    present = _present(shape)
+    present = shape.num_redundant
     most = min(2 * shape.num_ranks, shape.num_logical_experts * (shape.num_ranks - 1))
     tried = sorted({0, *_powers(most), present})
     scored = {
@@ -168,10 +169,6 @@ def compare_levels(inputs: LevelInputs) -> Redundancy:
         _craft_factors(inputs, benefits[-1]),
         _moe_share(inputs, scored[present]),
     )
-
-
-def _present(shape: ModelShape) -> int:
-    return shape.num_redundant
 
 
 def _powers(most: int) -> list[int]:
@@ -213,7 +210,7 @@ def _against(inputs: LevelInputs, base: _Scored, other: _Scored) -> Verdict:
         other.times,
         lifetime_steps=inputs.lifetime_steps,
         cost_model=inputs.cost.basis,
-        rules=inputs.rules,
+        min_steps=inputs.min_steps,
     )
 
 
@@ -229,7 +226,7 @@ def _level(
     inputs: LevelInputs, scored: dict[int, _Scored], below: int | None, replicas: int
 ) -> ReplicaLevel:
     shape = inputs.shape
-    present = _present(shape)
+    present = shape.num_redundant
     verdict = _against(inputs, scored[present], scored[replicas])
     marginal = None
     if below is not None:
@@ -251,7 +248,7 @@ def _level(
 def _advised(
     inputs: LevelInputs, levels: Sequence[ReplicaLevel], scored: dict[int, _Scored]
 ) -> int:
-    present = advised = _present(inputs.shape)
+    present = advised = inputs.shape.num_redundant
     for level in levels:
         step = _against(inputs, scored[advised], scored[level.replicas_per_layer])
         if (
@@ -303,7 +300,7 @@ def _craft_levels(
         scored = _score(inputs, allocations)
         verdict = _against(inputs, present, scored)
         used = int(scored.largest.sum())
-        extra = _extra_bytes(shape, used - _present(shape) * shape.num_layers)
+        extra = _extra_bytes(shape, used - shape.num_redundant * shape.num_layers)
         levels.append(
             CraftLevel(
                 factor,
@@ -324,7 +321,7 @@ def _craft_factors(inputs: LevelInputs, benefit: Benefit) -> CraftFactors:
     shape = inputs.shape
     most, memory = shape.num_layers, None
     if shape.bytes_per_expert and inputs.free_bytes is not None:
-        held = _present(shape) * shape.num_layers // shape.num_ranks
+        held = shape.num_redundant * shape.num_layers // shape.num_ranks
         memory = min(most, held + inputs.free_bytes // shape.bytes_per_expert)
 
     def chosen(rule: ReplicaRule) -> int:

@@ -34,38 +34,16 @@ class Call(StrEnum):
 _UNCERTAIN = Call.INSUFFICIENT_EVIDENCE
 
 
-@dataclass(frozen=True, slots=True)
-class VerdictRules:
-    """The certainty a verdict needs."""
-
-    tail: float = 0.03
-    """Probability left outside each bound, in (0, 0.5)."""
-    min_steps: int = 16
-    """Fewest later steps to judge on, at least 2."""
-    resamples: int = 500
-    """Bootstrap draws, at least 100."""
-    parts: int = 4
-    """Parts the steps are cut into to measure the drift of the saving, at least 2."""
-    drift: float = 1.0
-    """Weight, >= 0, of the drift between parts in the variance of the next window; 0 assumes no
-    drift."""
-    price_margin: float = PRICE_MARGIN
-    """Multiple, >= 1, of the price of the copies that the lower bound must exceed. 1 trusts the
-    expected lifetime."""
-    few_steps: int = 0
-    """Below this number of later steps the interval is at least that of Student's t for the mean of
-    as many steps: a bootstrap of few steps underestimates their scatter."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.tail < 0.5:
-            raise InvalidInput(f"tail is {self.tail}, must be above 0 and below 0.5")
-        for name, least in (("min_steps", 2), ("resamples", 100), ("parts", 2)):
-            if getattr(self, name) < least:
-                raise InvalidInput(f"{name} is {getattr(self, name)}, must be at least {least}")
-        if not 0 <= self.drift < math.inf:
-            raise InvalidInput(f"drift is {self.drift}, must be finite and not negative")
-        if not 1 <= self.price_margin < math.inf:
-            raise InvalidInput(f"price_margin is {self.price_margin}, must be finite, at least 1")
+_TAIL = 0.03
+"""Probability left outside each bound."""
+_RESAMPLES = 500
+"""Bootstrap draws."""
+_PARTS = 4
+"""Parts the steps are cut into to measure the drift of the saving."""
+_DRIFT = 1.0
+"""Weight of the drift between parts in the variance of the next window; 0 assumes no drift."""
+MIN_STEPS = 16
+"""Fewest later steps to judge on, unless the caller says another number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +135,8 @@ def judge(
     step_s: float | None = None,
     cost_model: CostBasis = TOKENS.basis,
     calibration: Calibration = NOT_CALIBRATED,
-    rules: VerdictRules = VerdictRules(),
+    min_steps: int = MIN_STEPS,
+    few_steps: int = 0,
     seed: int = 0,
 ) -> Verdict:
     """Judge a plan on steps it was not planned on.
@@ -171,7 +150,9 @@ def judge(
         step_s: seconds from one step of the engine to the next, > 0; None if unknown.
         cost_model: what the times rest on; by default they are tokens.
         calibration: every step saves as many times what the times say as earlier plans delivered.
-        rules: the certainty needed.
+        min_steps: with fewer steps the call is that there is too little evidence.
+        few_steps: below this number of steps the interval is at least that of Student's t for the
+            mean of as many steps: a bootstrap of few steps underestimates their scatter.
         seed: of the bootstrap.
 
     Raises:
@@ -188,10 +169,10 @@ def judge(
             after = np.maximum(before - calibration.factor * (before - after), 0.0)
         saved = float((before - after).mean())
         gain, cost = saved / per_step, copy_cost / (lifetime_steps * per_step)
-        lower, upper = _bounds(before, after, gain, rules, seed)
+        lower, upper = _bounds(before, after, gain, few_steps, seed)
         payback = 0.0 if copy_cost == 0 else copy_cost / saved if saved > 0 else math.inf
     return Verdict(
-        call=_call(lower, upper, cost, rules) if steps >= rules.min_steps else _UNCERTAIN,
+        call=_call(lower, upper, cost) if steps >= min_steps else _UNCERTAIN,
         steps=steps,
         gain=gain,
         gain_lower=lower,
@@ -208,9 +189,9 @@ def judge(
     )
 
 
-def _call(lower: float, upper: float, cost: float, rules: VerdictRules) -> Call:
+def _call(lower: float, upper: float, cost: float) -> Call:
     """Compare the bounds of the gain with the price of the copies; NaN is unknown."""
-    if lower > rules.price_margin * cost:
+    if lower > PRICE_MARGIN * cost:
         return Call.RECOMMEND
     return Call.NOT_NOW if upper <= cost else _UNCERTAIN
 
@@ -245,7 +226,7 @@ def _bounds(
     before: NDArray[np.float64],
     after: NDArray[np.float64],
     gain: float,
-    rules: VerdictRules,
+    few_steps: int,
     seed: int,
 ) -> tuple[float, float]:
     """Return bounds on the gain of the next window; NaN with fewer than two steps.
@@ -260,48 +241,44 @@ def _bounds(
     if steps < 2:
         return math.nan, math.nan
     block = max(1, round(math.sqrt(steps)))
-    starts = np.random.default_rng(seed).integers(0, steps, (rules.resamples, -(-steps // block)))
+    starts = np.random.default_rng(seed).integers(0, steps, (_RESAMPLES, -(-steps // block)))
     blocks = (starts[:, :, None] + np.arange(block)) % steps
-    picked = blocks.reshape(rules.resamples, -1)[:, :steps]
+    picked = blocks.reshape(_RESAMPLES, -1)[:, :steps]
     gains = 1.0 - after[picked].sum(axis=1) / np.maximum(before[picked].sum(axis=1), 1e-300)
     spread = float(gains.var())
     if spread == 0:
         return gain, gain
     # The next window is a sample like this one, and its level has drifted.
-    ahead = 2.0 * spread + rules.drift * _drift(before, after, gain, rules.parts)
+    ahead = 2.0 * spread + _DRIFT * _drift(before, after, gain)
     widen = math.sqrt(ahead / spread)
-    lower, upper = np.quantile(gains, (rules.tail, 1.0 - rules.tail)) - gain
-    least = _student_reach(before, after, gain, rules.tail) if steps < rules.few_steps else 0.0
+    lower, upper = np.quantile(gains, (_TAIL, 1.0 - _TAIL)) - gain
+    least = _student_reach(before, after, gain) if steps < few_steps else 0.0
     return (
         gain + min(widen * min(0.0, float(lower)), -least),
         gain + max(widen * max(0.0, float(upper)), least),
     )
 
 
-def _student_reach(
-    before: NDArray[np.float64], after: NDArray[np.float64], gain: float, tail: float
-) -> float:
+def _student_reach(before: NDArray[np.float64], after: NDArray[np.float64], gain: float) -> float:
     """Return how far the gain of the next steps may be from that of as many past steps.
 
     It is half of Student's prediction interval for the mean of as many further draws.
     """
     steps = len(before)
     scatter = float(_excess(before, after, gain).std(ddof=1))
-    return float(stdtrit(steps - 1, 1.0 - tail)) * scatter * math.sqrt(2.0 / steps)
+    return float(stdtrit(steps - 1, 1.0 - _TAIL)) * scatter * math.sqrt(2.0 / steps)
 
 
-def _drift(
-    before: NDArray[np.float64], after: NDArray[np.float64], gain: float, parts: int
-) -> float:
+def _drift(before: NDArray[np.float64], after: NDArray[np.float64], gain: float) -> float:
     """Return the variance of the gain between parts of the window beyond that of single steps."""
     steps = len(before)
-    if steps < 2 * parts:
+    if steps < 2 * _PARTS:
         return 0.0
     excess = _excess(before, after, gain)
-    edges = np.linspace(0, steps, parts + 1).round().astype(int)
+    edges = np.linspace(0, steps, _PARTS + 1).round().astype(int)
     means = np.array([excess[a:b].mean() for a, b in zip(edges[:-1], edges[1:], strict=True)])
     scatter = 0.5 * float((np.diff(excess) ** 2).mean())
-    return max(0.0, float(means.var(ddof=1)) - scatter * parts / steps)
+    return max(0.0, float(means.var(ddof=1)) - scatter * _PARTS / steps)
 
 
 def _excess(

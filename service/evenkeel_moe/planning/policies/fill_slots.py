@@ -10,32 +10,31 @@ from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import PlanLimits
-from evenkeel_moe.planning.policies.copy_prices import copy_prices
 from evenkeel_moe.planning.problem.kernels import (
+    TimeTerms,
     WorkTerms,
-    token_cost,
+    rank_time,
+    time_terms,
     work_of_tokens,
     work_terms,
 )
-from evenkeel_moe.planning.problem.moe_time import CurveArrays, curve_arrays
 from evenkeel_moe.planning.problem.objective import PRICE_MARGIN
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.problem.token_split import SplitModel, source_shares
-from evenkeel_moe.planning.schedule.relabel import align_slots
+from evenkeel_moe.planning.schedule.relabel import align_slots, copy_prices
 
 _MOST_TRIALS = 100_000_000
 """Most slots x experts x steps tried, some seconds of a core. With more, only every second step is
 looked at, or every third, and so on."""
 
 
-class _Terms(NamedTuple):
+class FillTerms(NamedTuple):
     """A cost model in the form of the kernels, and the price of a copy."""
 
     work: WorkTerms
-    fixed: float
-    curves: CurveArrays
+    time: TimeTerms
     price: float
-    """Of a copy inside a node, over all steps of the window."""
+    """Of a copy inside a node, for as many steps as the gains are of."""
 
 
 def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placement:
@@ -66,25 +65,27 @@ def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placeme
     trials = empty * shape.num_logical_experts * len(problem.load)
     load = problem.load[:: -max(1, -(-trials // _MOST_TRIALS))]
     ranks, cost = shape.num_ranks, objective.cost
-    split = SplitModel(topology=problem.topology, source_load=problem.source_load)
-    shared = cost.shared_tokens * source_shares(split, ranks, shape.num_layers)
-    terms = _Terms(
+    shared = cost.shared_tokens * source_shares(SplitModel.of(problem), ranks, shape.num_layers)
+    terms = FillTerms(
         work_terms(cost.replica),
-        cost.fixed,
-        curve_arrays(cost.curves, ranks),
+        time_terms(cost, ranks),
         _price_of_copy(problem) * len(load),
     )
-    rows, nodes = placement.phy2log.copy(), np.array(problem.topology.node_of_rank, np.int64)
-    for layer in np.nonzero((rows == EMPTY).any(axis=1))[0]:
-        present = np.full_like(rows[layer], EMPTY)
+    rows = placement.phy2log.copy()
+    for layer in np.nonzero((rows == EMPTY).any(axis=1))[0].tolist():
+        held = _count_held(placement, layer)
+        present = np.zeros_like(held)
         if problem.current is not None:
-            present = problem.current.phy2log[layer].copy()
-        tokens = np.ascontiguousarray(load[:, layer].T)
-        prices = copy_prices(
-            present, shape.num_logical_experts, nodes, float(objective.cross_node_factor)
-        )
+            present = _count_held(problem.current, layer)
         _fill_layer(
-            tokens, rows[layer], present, prices, shared[layer], terms, objective.allow_duplicates
+            np.ascontiguousarray(load[:, layer].T),
+            rows[layer],
+            held,
+            present,
+            copy_prices(problem, layer),
+            shared[layer],
+            terms,
+            objective.allow_duplicates,
         )
     filled = Placement(rows, ranks, shape.num_logical_experts)
     return filled if problem.current is None else align_slots(problem.current, filled)
@@ -105,31 +106,30 @@ def _price_of_copy(problem: PlacementProblem) -> float:
 def _fill_layer(
     tokens: NDArray[np.float64],
     row: NDArray[np.int32],
-    present: NDArray[np.int32],
+    held: NDArray[np.int64],
+    present: NDArray[np.int64],
     prices: NDArray[np.float32],
     shared: NDArray[np.float64],
-    terms: _Terms,
+    terms: FillTerms,
     allow_duplicates: bool,
 ) -> None:
     """Fill the empty slots of one layer.
 
-    Mutates: `row` (S,).
+    Mutates: `row` (S,) and `held`.
 
-    tokens: (E, T). present: (S,) the current row. prices: (E, R) of `copy_prices`. shared: (R,) as
-    in `step_times_kernel`.
+    tokens: (E, T). held, present: (E, R) replicas in the row and at present. prices: (E, R) of
+    `copy_prices`. shared: (R,) as in `step_times_kernel`.
     """
     experts, steps = tokens.shape
     ranks = shared.shape[0]
     per_rank = row.shape[0] // ranks
-    held = _count_held(row, ranks, experts)
-    present_on = _count_held(present, ranks, experts)
     work = _work_of_ranks(tokens, held, shared, terms.work)
     times, order = np.empty((steps, ranks)), np.empty((steps, ranks), np.int64)
     open_slots = per_rank - held.sum(axis=0)
     while open_slots.any():
         for t in range(steps):
             for rank in range(ranks):
-                times[t, rank] = _time(work[t, rank], rank, terms)
+                times[t, rank] = rank_time(work[t, rank], rank, terms.time)
             order[t] = np.argsort(-times[t])
         totals = np.where(open_slots > 0, times.sum(axis=0), np.inf)
         rank = int(np.argmin(totals))
@@ -137,13 +137,13 @@ def _fill_layer(
         for expert in range(experts):
             if held[expert, rank] > 0 and not allow_duplicates:
                 continue
-            stays = present_on[expert, rank] > held[expert, rank]
+            stays = present[expert, rank] > held[expert, rank]
             cost = _time_with(tokens[expert], held[expert], rank, work, times, order, terms)
             # A second copy on the same rank is copied locally.
             if not stays and held[expert, rank] == 0:
                 cost += terms.price * prices[expert, rank]
             first = chosen < 0 or cost < least
-            if first or (cost == least and stays and present_on[chosen, rank] == 0):
+            if first or (cost == least and stays and present[chosen, rank] == 0):
                 chosen, least = expert, cost
         if chosen < 0:
             open_slots[rank] = 0
@@ -156,13 +156,11 @@ def _fill_layer(
         open_slots[rank] -= 1
 
 
-@kernel
-def _count_held(row: NDArray[np.int32], ranks: int, experts: int) -> NDArray[np.int64]:
+def _count_held(placement: Placement, layer: int) -> NDArray[np.int64]:
     """Return the (E, R) number of replicas of each expert on each rank."""
-    held = np.zeros((experts, ranks), np.int64)
-    for slot in range(row.shape[0]):
-        if row[slot] >= 0:
-            held[row[slot], slot // (row.shape[0] // ranks)] += 1
+    held = np.zeros((placement.num_logical_experts, placement.num_ranks), np.int64)
+    slots = np.flatnonzero(placement.phy2log[layer] >= 0)
+    np.add.at(held, (placement.phy2log[layer, slots], slots // placement.slots_per_rank), 1)
     return held
 
 
@@ -187,16 +185,6 @@ def _work_of_ranks(
 
 
 @kernel
-def _time(work: float, rank: int, terms: _Terms) -> float:
-    """Return the time of a rank with this work."""
-    if work <= 0.0:
-        return 0.0
-    curves = terms.curves
-    cost = token_cost(work, rank, curves.tile, curves.tile_seconds, curves.slope)
-    return float(cost + terms.fixed)
-
-
-@kernel
 def _time_with(
     tokens: NDArray[np.float64],
     held: NDArray[np.int64],
@@ -204,7 +192,7 @@ def _time_with(
     work: NDArray[np.float64],
     times: NDArray[np.float64],
     order: NDArray[np.int64],
-    terms: _Terms,
+    terms: FillTerms,
 ) -> float:
     """Return the time of all steps if a rank held one more replica of an expert.
 
@@ -221,11 +209,11 @@ def _time_with(
         before = work_of_tokens(tokens[t] / copies, terms.work) if copies > 0 else 0.0
         after = work_of_tokens(tokens[t] / (copies + 1), terms.work)
         added = work[t, rank] + (held[rank] + 1) * after - held[rank] * before
-        worst = _time(added, rank, terms)
+        worst = rank_time(added, rank, terms.time)
         for holder in touched:
             if holder != rank:
                 less = work[t, holder] + held[holder] * (after - before)
-                worst = max(worst, _time(less, int(holder), terms))
+                worst = max(worst, rank_time(less, int(holder), terms.time))
         for i in range(ranks):
             other = order[t, i]
             if other != rank and held[other] == 0:

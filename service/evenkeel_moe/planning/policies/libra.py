@@ -20,11 +20,11 @@ from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.libra_replication import plan_copies
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.proposal import build_proposal, place_on_ranks
-from evenkeel_moe.planning.policies.slot_budget import equal_slots_per_rank
 from evenkeel_moe.planning.problem.placement_problem import (
     PlacementProblem,
     Proposal,
     check_current,
+    equal_slots_per_rank,
 )
 
 
@@ -89,10 +89,7 @@ def _homes(
     ordered = np.repeat(np.arange(ranks), counts)
     if current is None:
         return ordered
-    slots = np.arange(current.num_slots)
-    filled = current.phy2log[layer] >= 0
-    held = np.zeros((experts, ranks), np.bool_)
-    held[current.phy2log[layer][filled], slots[filled] // current.slots_per_rank] = True
+    held = current.held(layer)
     home = np.where(held[np.arange(experts), ordered], ordered, held.argmax(axis=1))
     full = np.bincount(home, minlength=ranks).max() > capacity
     return ordered if full or not held.any(axis=1).all() else np.asarray(home, np.int64)

@@ -11,33 +11,63 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.batch_split import choose_replicas, list_layers, split_tokens
 from evenkeel_moe.jit import kernel
-from evenkeel_moe.model.cost import ReplicaWork
+from evenkeel_moe.model.cost import CostModel, ReplicaWork
 
 TILE_SLACK = 1e-9
 """Fraction of a tile by which a load may exceed a tile boundary at no cost: hides rounding errors
 of even splits."""
 
 
+class TimeTerms(NamedTuple):
+    """The time of ranks in a `CostModel`, in the form of the kernels."""
+
+    fixed: float
+    tile: float
+    """0 stands for a time that is the work."""
+    tile_seconds: NDArray[np.float64]
+    """(R, K)"""
+    slope: NDArray[np.float64]
+    """(R,)"""
+
+
+def time_terms(cost: CostModel, num_ranks: int) -> TimeTerms:
+    """Return the time of ranks in the form of the kernels."""
+    curves, fixed = cost.curves, float(cost.fixed)
+    if curves is None:
+        return TimeTerms(fixed, 0.0, np.zeros((num_ranks, 1)), np.ones(num_ranks))
+    return TimeTerms(
+        fixed,
+        float(curves.tile_tokens),
+        np.array(curves.tile_seconds, np.float64, order="C"),
+        np.array(curves.slope_s_per_token, np.float64, order="C"),
+    )
+
+
 @kernel
-def token_cost(
-    tokens: float,
-    rank: int,
-    tile: float,
-    tile_seconds: NDArray[np.float64],
-    slope: NDArray[np.float64],
-) -> float:
-    """Return C_r(n) of `CostCurves`; tile 0 means C_r(n) = n. See `moe_time.CurveArrays`."""
-    if tile == 0.0:
-        return tokens
-    if tokens <= 0.0:
+def rank_time(work: float, rank: int, terms: TimeTerms) -> float:
+    """Return T_r of `CostModel`; 0 without work."""
+    if work <= 0.0:
         return 0.0
-    tiles = tile_seconds.shape[1]
-    stair = int(np.ceil(tokens / tile - TILE_SLACK))
+    if terms.tile == 0.0:
+        return work + terms.fixed
+    tiles = terms.tile_seconds.shape[1]
+    stair = int(np.ceil(work / terms.tile - TILE_SLACK))
     if stair < 1:
         stair = 1
     if stair <= tiles:
-        return float(tile_seconds[rank, stair - 1])
-    return float(tile_seconds[rank, tiles - 1] + slope[rank] * (tokens - tiles * tile))
+        return float(terms.tile_seconds[rank, stair - 1] + terms.fixed)
+    beyond = terms.slope[rank] * (work - tiles * terms.tile)
+    return float(terms.tile_seconds[rank, tiles - 1] + beyond + terms.fixed)
+
+
+@kernel
+def rank_times_kernel(work: NDArray[np.float64], terms: TimeTerms) -> NDArray[np.float64]:
+    """(N, R) work -> (N, R) times."""
+    out = np.empty(work.shape)
+    for i in range(work.shape[0]):
+        for rank in range(work.shape[1]):
+            out[i, rank] = rank_time(work[i, rank], rank, terms)
+    return out
 
 
 class WorkTerms(NamedTuple):
@@ -145,10 +175,7 @@ def step_times_kernel(
     shares: NDArray[np.float64],
     shared: NDArray[np.float64],
     terms: WorkTerms,
-    fixed: float,
-    tile: float,
-    tile_seconds: NDArray[np.float64],
-    slope: NDArray[np.float64],
+    time: TimeTerms,
 ) -> NDArray[np.float64]:
     """Return the (T, L) time of the slowest rank of every step and layer.
 
@@ -177,10 +204,7 @@ def step_times_kernel(
                         part = routed[np.uint64(expert)] * share[slot]
                         work += part if proportional else work_of_tokens(part, terms)
                     slot += np.uint64(1)
-                if work > 0.0:
-                    cost = token_cost(work, rank, tile, tile_seconds, slope) + fixed
-                    if cost > worst:
-                        worst = cost
+                worst = max(worst, rank_time(work, rank, time))
             out[t, layer] = worst
     return out
 
@@ -195,7 +219,7 @@ def nearest_shares_kernel(
     """Return the (L, S) share of its expert's tokens that each slot gets under NEAREST.
 
     A rank uses its own replicas, else those on its node, else all. Ranks that use the same replicas
-    are counted, not visited: a layer takes O(S + E).
+    are counted, not visited: a layer takes O(S log S + E).
 
     origin: (R, L, E) share of each expert's tokens that starts on a rank; (R, 1, 1) if it is always
     the same.
@@ -208,14 +232,13 @@ def nearest_shares_kernel(
     for rank in range(ranks):
         on_node[node_of_rank[rank]] += origin[rank]
     shares = np.zeros((layers, slots))
-    first = np.empty(num_experts + 1, np.int64)
-    holders = np.empty(slots, np.int64)
     copies_on, copies_of = np.zeros(nodes, np.int64), np.zeros(ranks, np.int64)
     # What starts on ranks of a node that do not hold the expert.
     passing = np.zeros(nodes)
     for layer in range(layers):
         begin = layer % origin.shape[1]
-        _group_by_expert(phy2log[layer], first, holders)
+        holders = np.argsort(phy2log[layer], kind="mergesort")
+        first = np.searchsorted(phy2log[layer][holders], np.arange(num_experts + 1))
         for expert in range(num_experts):
             at = expert % origin.shape[2]
             held = holders[first[expert] : first[expert + 1]]
@@ -241,26 +264,3 @@ def nearest_shares_kernel(
                 rank = slot // per_rank
                 copies_of[rank] = copies_on[node_of_rank[rank]] = 0
     return shares
-
-
-@kernel
-def _group_by_expert(
-    experts: NDArray[np.int32], first: NDArray[np.int64], slots: NDArray[np.int64]
-) -> None:
-    """Write the slots of expert e, in rising order, to slots[first[e] : first[e + 1]].
-
-    experts: (S,) expert of each slot, negative if empty; first: (E + 1,); slots: (S,).
-    """
-    first[:] = 0
-    for expert in experts:
-        if expert >= 0:
-            first[expert + 1] += 1
-    for expert in range(1, len(first)):
-        first[expert] += first[expert - 1]
-    for slot in range(len(experts) - 1, -1, -1):
-        expert = experts[slot]
-        if expert >= 0:
-            first[expert + 1] -= 1
-            slots[first[expert + 1]] = slot
-    first[:-1] = first[1:]
-    first[-1] = (experts >= 0).sum()

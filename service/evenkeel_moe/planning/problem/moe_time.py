@@ -4,13 +4,11 @@ Times are those of a `CostModel`, in its unit. The time of a layer in a step is 
 rank.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import ShapeMismatch
-from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
+from evenkeel_moe.model.cost import TOKENS, CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import kernels
@@ -26,27 +24,6 @@ from evenkeel_moe.planning.problem.token_split import (
 
 _BLOCK_STEPS = 16
 """Steps of a window that are converted to float64 at a time."""
-
-
-class CurveArrays(NamedTuple):
-    """Cost curves in the form of `kernels.token_cost`. Tile 0 stands for C_r(n) = n."""
-
-    tile: float
-    tile_seconds: NDArray[np.float64]
-    """(R, K)"""
-    slope: NDArray[np.float64]
-    """(R,)"""
-
-
-def curve_arrays(curves: CostCurves | None, num_ranks: int) -> CurveArrays:
-    """Return cost curves in the form of the kernels."""
-    if curves is None:
-        return CurveArrays(0.0, np.zeros((num_ranks, 1)), np.ones(num_ranks))
-    return CurveArrays(
-        float(curves.tile_tokens),
-        np.array(curves.tile_seconds, np.float64, order="C"),
-        np.array(curves.slope_s_per_token, np.float64, order="C"),
-    )
 
 
 def replica_work(tokens: NDArray[np.float64], replica: ReplicaWork) -> NDArray[np.float64]:
@@ -131,14 +108,9 @@ def rank_times(work: NDArray[np.float64], cost: CostModel = TOKENS) -> NDArray[n
     The fixed part is counted where a rank has work.
     """
     cost.check_ranks(work.shape[-1])
-    tile, tile_seconds, slope = curve_arrays(cost.curves, work.shape[-1])
-    if tile == 0.0:
-        return np.where(work > 0, work + cost.fixed, 0.0)
-    tiles = tile_seconds.shape[1]
-    used = np.clip(np.ceil(work / tile - kernels.TILE_SLACK).astype(np.int64), 1, None)
-    within = tile_seconds[np.arange(len(slope)), np.minimum(used, tiles) - 1]
-    beyond = np.where(used > tiles, slope * (work - tiles * tile), 0.0)
-    return np.where(work > 0, within + beyond + cost.fixed, 0.0)
+    flat = np.ascontiguousarray(work, np.float64).reshape(-1, work.shape[-1])
+    terms = kernels.time_terms(cost, work.shape[-1])
+    return kernels.rank_times_kernel(flat, terms).reshape(work.shape)
 
 
 def step_times(
@@ -173,8 +145,7 @@ def step_times(
         slot_shares(placement, split),
         cost.shared_tokens * source_shares(split, ranks, placement.num_layers),
         kernels.work_terms(cost.replica),
-        cost.fixed,
-        *curve_arrays(cost.curves, ranks),
+        kernels.time_terms(cost, ranks),
     )
 
 
@@ -215,7 +186,7 @@ def fluid_times(
         raise ShapeMismatch(f"load must be (T, L, E), got {load.shape}")
     cost.check_ranks(num_ranks)
     totals = _layer_work(load, cost)
-    tile, tile_seconds, slope = curve_arrays(cost.curves, num_ranks)
+    _, tile, tile_seconds, slope = kernels.time_terms(cost, num_ranks)
     if tile == 0.0:
         return np.where(totals > 0, totals / num_ranks + cost.fixed, 0.0)
     levels = np.unique(np.concatenate([[0.0], tile_seconds.ravel()]))

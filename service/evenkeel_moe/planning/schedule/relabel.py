@@ -22,65 +22,18 @@ _MANY_RANKS = 128
 
 
 @kernel
-def _overlap(
-    target: NDArray[np.int32], current: NDArray[np.int32], num_ranks: int, num_experts: int
-) -> NDArray[np.float64]:
-    """Return the (R, R) number of experts that a target rank and a current rank both hold.
-
-    Args:
-        target: (S,) the slots of one layer, as `current`.
-    """
-    slots = target.shape[0]
-    per_rank = slots // num_ranks
-    out = np.zeros((num_ranks, num_ranks))
-    held = np.zeros((num_experts, num_ranks), np.bool_)
-    for slot in range(slots):
-        if current[slot] >= 0:
-            held[current[slot], slot // per_rank] = True
-    seen = np.full(num_experts, -1, np.int64)
-    for slot in range(slots):
-        expert = target[slot]
-        rank = slot // per_rank
-        if expert < 0 or seen[expert] == rank:
-            continue
-        seen[expert] = rank
-        for other in range(num_ranks):
-            out[rank, other] += held[expert, other]
-    return out
-
-
-@kernel
 def _moves_by_layer(
-    target: NDArray[np.int32], current: NDArray[np.int32], num_ranks: int, num_experts: int
-) -> NDArray[np.int64]:
-    """Return the (L,) number of experts that a target rank holds and the current one does not."""
-    layers, slots = target.shape
-    per_rank = slots // num_ranks
-    out = np.zeros(layers, np.int64)
-    for layer in range(layers):
-        present, counted = np.full(num_experts, -1, np.int64), np.full(num_experts, -1, np.int64)
-        for rank in range(num_ranks):
-            for slot in range(rank * per_rank, (rank + 1) * per_rank):
-                if current[layer, slot] >= 0:
-                    present[current[layer, slot]] = rank
-            for slot in range(rank * per_rank, (rank + 1) * per_rank):
-                expert = target[layer, slot]
-                if expert >= 0 and present[expert] != rank and counted[expert] != rank:
-                    counted[expert] = rank
-                    out[layer] += 1
-    return out
-
-
-@kernel
-def _far_moves_by_layer(
     target: NDArray[np.int32],
     current: NDArray[np.int32],
     nodes: NDArray[np.int64],
     num_experts: int,
 ) -> NDArray[np.int64]:
-    """Return the (L,) part of `_moves_by_layer` that no rank of the same node can send.
+    """Return the (L,) number of experts that ranks must receive from other nodes.
 
-    nodes: (R,) of each rank.
+    Args:
+        target: (L, S), as `current`.
+        nodes: (R,) of each rank; if every rank is a node of its own, all copies count.
+        num_experts: E.
     """
     layers, slots = target.shape
     per_rank = slots // nodes.shape[0]
@@ -208,9 +161,13 @@ def moves_by_layer(current: Placement, target: Placement) -> NDArray[np.int64]:
     Raises:
         ShapeMismatch: placements of different deployments.
     """
+    return _received(current, target, np.arange(target.num_ranks))
+
+
+def _received(current: Placement, target: Placement, nodes: NDArray[np.int64]) -> NDArray[np.int64]:
     _check_same(current, target)
     return _moves_by_layer(
-        target.phy2log.copy(), current.phy2log.copy(), target.num_ranks, target.num_logical_experts
+        target.phy2log.copy(), current.phy2log.copy(), nodes, target.num_logical_experts
     )
 
 
@@ -240,11 +197,26 @@ def price_of_moves(
     price = moves_by_layer(current, target).astype(np.float64)
     if cross_node_factor == 1.0 or topology.num_nodes == 1:
         return price
-    nodes = np.array(topology.node_of_rank, np.int64)
-    far = _far_moves_by_layer(
-        target.phy2log.copy(), current.phy2log.copy(), nodes, target.num_logical_experts
-    )
+    far = _received(current, target, np.array(topology.node_of_rank, np.int64))
     return price + (cross_node_factor - 1.0) * far
+
+
+def copy_prices(problem: PlacementProblem, layer: int) -> NDArray[np.float32]:
+    """Return the price of a copy of each expert of a layer on each rank, in copies inside a node.
+
+    Returns:
+        (E, R) - 0 where the rank has the expert at present, 1 where another rank of its node has
+        it, else the cross-node factor.
+    """
+    shape, nodes = problem.shape, np.array(problem.topology.node_of_rank)
+    far = problem.objective.cross_node_factor
+    if problem.current is None:
+        return np.full((shape.num_logical_experts, shape.num_ranks), far, np.float32)
+    held = problem.current.held(layer)
+    on_node = np.zeros((len(held), problem.topology.num_nodes), np.bool_)
+    expert, rank = np.nonzero(held)
+    on_node[expert, nodes[rank]] = True
+    return np.where(held, 0.0, np.where(on_node[:, nodes], 1.0, far)).astype(np.float32)
 
 
 def align_slots(current: Placement, target: Placement) -> Placement:
@@ -300,9 +272,10 @@ def fewest_moves(
             rows = np.empty(ranks, np.int32)
             rows[_rename_single(wanted[layer], present[layer], classes, experts)] = wanted[layer]
             return rows
-        kept = _overlap(wanted[layer], present[layer], ranks, experts)
+        # The experts that a target rank and a current rank both hold; whole numbers in float32.
+        kept = target.held(layer).T.astype(np.float32) @ current.held(layer).astype(np.float32)
         # A forbidden exchange must cost more than all others together can save.
-        gain = np.where(classes[:, None] == classes[None, :], kept, -1e9)
+        gain = np.where(classes[:, None] == classes[None, :], kept.astype(np.float64), -1e9)
         new_rank = _assign(gain) if topology is None else _assign_by_node(gain, topology)
         if gain[np.arange(ranks), new_rank].sum() <= np.trace(gain):
             new_rank = np.arange(ranks)

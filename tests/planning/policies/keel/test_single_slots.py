@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from evenkeel_moe.planning.policies.keel.single_slots import exchange_copies
+from evenkeel_moe.planning.policies.keel.single_slots import ExchangeRules, exchange_copies
 
 EXPERTS, RANKS, LEAST = 32, 64, 1e-6
 WEIGHT = np.array([0.1, 0.2, 0.3, 0.4])
@@ -30,7 +30,9 @@ def counted(row):
 def exchanged(seed, price, most=RANKS, filled=RANKS):
     row = np.full(RANKS, -1, np.int32)
     row[:filled] = np.arange(filled) % EXPERTS
-    return row, exchange_copies(tokens_of(seed), WEIGHT, row, row, (price, LEAST, 3, most))
+    return row, exchange_copies(
+        tokens_of(seed), WEIGHT, row, row, ExchangeRules(price, LEAST, 3, most)
+    )
 
 
 @pytest.mark.parametrize("price", [0.0, 0.02])

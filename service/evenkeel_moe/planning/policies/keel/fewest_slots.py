@@ -5,7 +5,7 @@ replica then adds no work: it lets the dispatcher move the expert off a rank tha
 batch. The search of keel takes the work as shared evenly by the copies and does not see this.
 """
 
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from evenkeel_moe.batch_split import choose_replicas, slots_by_expert
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.policies.copy_prices import copy_prices
-from evenkeel_moe.planning.policies.slot_budget import SlotBudget
+from evenkeel_moe.planning.policies.fill_slots import FillTerms
+from evenkeel_moe.planning.policies.keel.layer import raised, root
 from evenkeel_moe.planning.problem.kernels import (
-    WorkTerms,
-    token_cost,
+    rank_time,
+    time_terms,
     work_of_tokens,
     work_terms,
 )
-from evenkeel_moe.planning.problem.moe_time import CurveArrays, curve_arrays
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, SlotBudget
 from evenkeel_moe.planning.problem.token_split import SplitModel, source_shares
+from evenkeel_moe.planning.schedule.relabel import copy_prices
 
 _DOUBLINGS = 5
 """The time of a step is the norm over ranks with p = 2 ** 5: several ranks are often equally slow,
@@ -31,15 +31,6 @@ so that no single replica lowers the maximum."""
 _MOST_TRIALS = 4_000_000
 """Most steps x experts x ranks looked at for one replica of a layer. With more, only every second
 step is looked at, or every third, and so on."""
-
-
-class _FillTerms(NamedTuple):
-    """A cost model in the form of the kernels, and the price of a copy."""
-
-    work: WorkTerms
-    curves: CurveArrays
-    price: float
-    """Of a copy inside a node, per step, in the unit of the score."""
 
 
 def fill_for_fewest(problem: PlacementProblem, placement: Placement, price: float) -> Placement:
@@ -59,18 +50,12 @@ def fill_for_fewest(problem: PlacementProblem, placement: Placement, price: floa
     every = max(1, -(-len(problem.load) * experts * ranks // _MOST_TRIALS))
     load = problem.load[::-every][::-1]
     shared = cost.shared_tokens * source_shares(SplitModel.of(problem), ranks, shape.num_layers)
-    terms = _FillTerms(work_terms(cost.replica), curve_arrays(cost.curves, ranks), price)
+    terms = FillTerms(work_terms(cost.replica), time_terms(replace(cost, fixed=0.0), ranks), price)
     rows, most = placement.phy2log.copy(), SlotBudget.of(problem).per_layer
-    nodes = np.array(problem.topology.node_of_rank, np.int64)
-    far = float(problem.objective.cross_node_factor)
     for layer, row in enumerate(rows):
-        present = np.full(row.shape, -1, np.int32)
-        if problem.current is not None:
-            present[:] = problem.current.phy2log[layer]
-        prices = copy_prices(present, experts, nodes, far)
         spare = min(most, len(row)) - int((row >= 0).sum())
         tokens = np.ascontiguousarray(load[:, layer])
-        _fill_layer(tokens, row, prices, shared[layer], terms, spare)
+        _fill_layer(tokens, row, copy_prices(problem, layer), shared[layer], terms, spare)
     return Placement(rows, ranks, experts)
 
 
@@ -80,7 +65,7 @@ def _fill_layer(
     row: NDArray[np.int32],
     prices: NDArray[np.float32],
     shared: NDArray[np.float64],
-    terms: _FillTerms,
+    terms: FillTerms,
     spare: int,
 ) -> None:
     """Fill up to `spare` empty slots of one layer, the most helpful replica first.
@@ -116,7 +101,7 @@ def _gains(
     row: NDArray[np.int32],
     free: NDArray[np.int64],
     shared: NDArray[np.float64],
-    terms: _FillTerms,
+    terms: FillTerms,
 ) -> NDArray[np.float64]:
     """Return (E, R) the mean time saved in a step if a free slot of the rank held the expert.
 
@@ -144,46 +129,29 @@ def _gains(
                 work[chosen[expert] // per_rank] += own[expert]
         scale = 0.0
         for rank in range(ranks):
-            scale = max(scale, _time(work[rank], rank, terms.curves))
+            scale = max(scale, rank_time(work[rank], rank, terms.time))
         if scale <= 0.0:
             continue
         total = 0.0
         for rank in range(ranks):
-            power[rank] = _power(_time(work[rank], rank, terms.curves) / scale)
+            power[rank] = raised(rank_time(work[rank], rank, terms.time) / scale, _DOUBLINGS)
             total += power[rank]
-        norm = _root(total)
+        norm = root(total, _DOUBLINGS)
         for expert in range(experts):
             if chosen[expert] < 0:
                 continue
             source = chosen[expert] // per_rank
-            left = _power(_time(work[source] - own[expert], source, terms.curves) / scale)
+            left = raised(
+                rank_time(work[source] - own[expert], source, terms.time) / scale, _DOUBLINGS
+            )
             relief = power[source] - left
             if relief < 1e-3:
                 continue
             for rank in range(ranks):
                 if free[rank] < 0 or held[expert, rank] or work[rank] >= work[source]:
                     continue
-                grown = _time(work[rank] + own[expert], rank, terms.curves) / scale
-                after = total - relief + _power(grown) - power[rank]
+                grown = rank_time(work[rank] + own[expert], rank, terms.time) / scale
+                after = total - relief + raised(grown, _DOUBLINGS) - power[rank]
                 if after < total:
-                    gains[expert, rank] += scale * (norm - _root(after)) / steps
+                    gains[expert, rank] += scale * (norm - root(after, _DOUBLINGS)) / steps
     return gains
-
-
-@kernel
-def _time(work: float, rank: int, curves: CurveArrays) -> float:
-    return token_cost(max(work, 0.0), rank, curves.tile, curves.tile_seconds, curves.slope)
-
-
-@kernel
-def _power(value: float) -> float:
-    for _ in range(_DOUBLINGS):
-        value *= value
-    return value
-
-
-@kernel
-def _root(value: float) -> float:
-    for _ in range(_DOUBLINGS):
-        value = np.sqrt(value)
-    return value

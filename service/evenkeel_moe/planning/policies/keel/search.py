@@ -11,18 +11,20 @@ from evenkeel_moe.model.cost import ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import PlanLimits
-from evenkeel_moe.planning.policies.copy_prices import copy_prices
 from evenkeel_moe.planning.policies.keel.layer import CopyWork, Inputs, Terms, build_layer
 from evenkeel_moe.planning.policies.keel.moves import Rules, SearchRoom, descend
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
-from evenkeel_moe.planning.policies.keel.single_slots import exchange_copies
+from evenkeel_moe.planning.policies.keel.single_slots import ExchangeRules, exchange_copies
 from evenkeel_moe.planning.policies.keel.window import Window, reading_dominates
-from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.layer_threads import map_layers
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
+from evenkeel_moe.planning.problem.placement_problem import (
+    PlacementProblem,
+    SlotBudget,
+    origin_shares,
+)
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from evenkeel_moe.planning.schedule.relabel import count_moves
+from evenkeel_moe.planning.schedule.relabel import copy_prices, count_moves
 
 _UNLIMITED = 1 << 40
 """Stands for no limit on copies or slots."""
@@ -155,7 +157,7 @@ class Search:
         current, options, terms = self._problem.current, self._options, self.terms
         inputs = self.inputs_of(layer)
         if self._counts_suffice:
-            present = np.full_like(row, EMPTY) if current is None else current.phy2log[layer].copy()
+            present = np.full_like(row, EMPTY) if current is None else current.phy2log[layer]
             most = int((row >= 0).sum() + room.total[0])
             # Of many nodes hardly any has the expert already.
             far = self._problem.topology.num_nodes > 1
@@ -163,9 +165,9 @@ class Search:
             row = exchange_copies(
                 inputs.tokens * terms.rates[0],
                 inputs.weight,
-                row.copy(),
+                row,
                 present,
-                (price, options.least_gain, terms.doublings, most),
+                ExchangeRules(price, options.least_gain, terms.doublings, most),
             )
             return row, 0
         rules = Rules(
@@ -193,19 +195,13 @@ class Search:
 
     def inputs_of(self, layer: int) -> Inputs:
         """Return what no move changes of a layer."""
-        problem, window = self._problem, self._window
-        experts, ranks = problem.shape.num_logical_experts, problem.shape.num_ranks
-        prices = np.zeros((experts, ranks), np.float32)
-        if problem.current is not None:
-            factor = float(problem.objective.cross_node_factor)
-            row = problem.current.phy2log[layer].copy()
-            prices = copy_prices(row, experts, self.terms.nodes, factor)
+        window = self._window
         return Inputs(
             np.ascontiguousarray(window.blocks[:, layer].T) / window.unit_tokens,
             window.block_weights,
             np.ascontiguousarray(self._base[:, layer].T),
             np.ascontiguousarray(self._floor[:, layer]),
-            prices,
+            copy_prices(self._problem, layer),
             self._origin[layer % len(self._origin)],
         )
 

@@ -5,20 +5,35 @@ and n copies of each expert, the power sum of a step is the sum over experts of 
 copy of one expert is exchanged for one of another until no exchange gains more than its copy costs.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
+from evenkeel_moe.model.placement import EMPTY
 from evenkeel_moe.planning.policies.keel.layer import root
 
 
-@kernel
+class ExchangeRules(NamedTuple):
+    """The rules of the search; price and gain in layer times."""
+
+    price: float
+    """Of a copy."""
+    least: float
+    """Least gain of an exchange."""
+    doublings: int
+    """p of the norm is 2 to this power."""
+    most: int
+    """Copies that the layer may hold."""
+
+
 def exchange_copies(
     tokens: NDArray[np.float64],
     weight: NDArray[np.float64],
     row: NDArray[np.int32],
     present: NDArray[np.int32],
-    rules: tuple[float, float, int, int],
+    rules: ExchangeRules,
 ) -> NDArray[np.int32]:
     """Exchange copies of one layer.
 
@@ -27,18 +42,42 @@ def exchange_copies(
         weight: (T,) of the steps, summing to 1.
         row: (S,) the start, with a copy at least of every expert.
         present: (S,) the current placement; empty where there is none.
-        rules: price of a copy and least gain in layer times, doublings of the norm, most copies.
+        rules: of the search.
 
     Returns:
         (S,) slots with the new numbers of copies, with the fewest changes of `present`.
     """
-    price, least, doublings, most = rules
-    experts, exponent = tokens.shape[0], 1.0 - 2.0**doublings
+    copies, had = (np.bincount(held[held >= 0], minlength=len(tokens)) for held in (row, present))
+    _exchange(tokens, weight, copies, had, rules)
+    # Of the copies that are present, as many as there shall be stay, in the order of their slots.
+    order = np.argsort(present, kind="stable")
+    expert = present[order]
+    nth = np.arange(len(order)) - np.searchsorted(expert, expert)
+    stays = order[(expert >= 0) & (nth < copies[expert])]
+    new_row = np.full_like(present, EMPTY)
+    new_row[stays] = present[stays]
+    new = np.repeat(np.arange(len(copies)), copies - np.minimum(copies, had))
+    new_row[np.flatnonzero(new_row == EMPTY)[: len(new)]] = new
+    return new_row
+
+
+@kernel
+def _exchange(
+    tokens: NDArray[np.float64],
+    weight: NDArray[np.float64],
+    copies: NDArray[np.int64],
+    had: NDArray[np.int64],
+    rules: ExchangeRules,
+) -> None:
+    """Exchange copies until no exchange gains.
+
+    Mutates: `copies` (E,), the copies of each expert. had: (E,) at present.
+    """
+    experts, exponent = tokens.shape[0], 1.0 - 2.0**rules.doublings
     power = tokens.copy()
-    for _ in range(doublings):
+    for _ in range(rules.doublings):
         power *= power
-    copies, had = _copies(row, experts), _copies(present, experts)
-    value, slope = _value(power, weight, copies, doublings)
+    value, slope = _value(power, weight, copies, rules.doublings)
     gains, tried = np.empty((2, experts)), np.zeros(experts, np.bool_)
     while True:
         # To first order and without prices: of one copy more, and of one copy less.
@@ -50,31 +89,21 @@ def exchange_copies(
         add = int(np.argmax(np.where(tried, -np.inf, gains[0])))
         gains[1, add] = -np.inf
         drop = int(np.argmax(gains[1]))
-        is_exchange = copies.sum() >= most
+        is_exchange = copies.sum() >= rules.most
         if tried[add] or (is_exchange and gains[1, drop] == -np.inf):
-            return _filled(present, copies)
-        paid = price if copies[add] >= had[add] else 0.0
+            return
+        paid = rules.price if copies[add] >= had[add] else 0.0
         copies[add] += 1
         if is_exchange:
-            paid -= price if copies[drop] > had[drop] else 0.0
+            paid -= rules.price if copies[drop] > had[drop] else 0.0
             copies[drop] -= 1
-        after, new_slope = _value(power, weight, copies, doublings)
-        tried[add] = value - after - paid <= least
+        after, new_slope = _value(power, weight, copies, rules.doublings)
+        tried[add] = value - after - paid <= rules.least
         if tried[add]:
             copies[add] -= 1
             copies[drop] += is_exchange
         else:
             value, slope = after, new_slope
-
-
-@kernel
-def _copies(row: NDArray[np.int32], experts: int) -> NDArray[np.int64]:
-    """Return the (E,) copies in the slots of a layer."""
-    copies = np.zeros(experts, np.int64)
-    for expert in row:
-        if expert >= 0:
-            copies[expert] += 1
-    return copies
 
 
 @kernel
@@ -100,21 +129,3 @@ def _value(
         for t in range(steps):
             slope[expert] += total[t] * power[expert, t]
     return value, slope
-
-
-@kernel
-def _filled(present: NDArray[np.int32], copies: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return (S,) slots with so many copies; those that are present stay."""
-    left, row = copies.copy(), np.full_like(present, -1)
-    for slot in range(row.shape[0]):
-        if present[slot] >= 0 and left[present[slot]] > 0:
-            row[slot] = present[slot]
-            left[present[slot]] -= 1
-    expert = 0
-    for slot in range(row.shape[0]):
-        while expert < left.shape[0] and left[expert] == 0:
-            expert += 1
-        if row[slot] < 0 and expert < left.shape[0]:
-            row[slot] = expert
-            left[expert] -= 1
-    return row

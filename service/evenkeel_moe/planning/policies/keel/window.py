@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.problem import moe_time
@@ -113,17 +112,14 @@ def reading_dominates(problem: PlacementProblem) -> bool:
     return reading > 0.0 and reading > float(problem.load.mean())
 
 
-@kernel
 def _merged(
     load: NDArray[np.float64], weights: NDArray[np.float64], first: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Return the (B, L, E) weighted means of the steps `first[b]` to `first[b + 1]` - 1."""
     out = np.zeros((len(first) - 1, *load.shape[1:]))
-    for block in range(len(first) - 1):
-        total = weights[first[block] : first[block + 1]].sum()
-        for step in range(first[block], first[block + 1]):
-            part = weights[step] / total if total > 0.0 else 0.0
-            for layer in range(load.shape[1]):
-                for expert in range(load.shape[2]):
-                    out[block, layer, expert] += part * load[step, layer, expert]
+    for block, mean in enumerate(out):
+        steps = slice(first[block], first[block + 1])
+        total = weights[steps].sum()
+        for weight, step in zip(weights[steps], load[steps], strict=True):
+            mean += (weight / total if total > 0.0 else 0.0) * step
     return out
