@@ -170,6 +170,6 @@ def _short(value: Any) -> Any:
     if isinstance(value, Prepare):
         return ("prepare", value.leader, value.wave, value.base_epoch, value.body.layers)
     if isinstance(value, PlanRecord):
-        events = tuple(row["event"] for row in value.story)
-        return (_short(value.plan), value.phase, value.reason, value.waves_committed, events)
+        marks = (value.waves_committed, value.wave_sent, value.cancel_requested)
+        return (_short(value.plan), value.phase, value.reason, marks)
     return None

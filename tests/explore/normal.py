@@ -7,8 +7,7 @@ rank that is not heard, or does not hear its leader, is marked by the time `AGES
 Counts that only grow: the steps of the group, and the number of times a question was asked, of
 which the machines use only whether it is 0 or 1 more than before.
 
-Texts, durations and histories for people: no machine decides by them, except by the events
-"wave_started" and "cancel_requested" in the story of a plan.
+Texts, durations and histories for people: no machine decides by them.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from evenkeel_moe.protocol.messages import ParticipantState, RankState
 from tests.explore.small import SOON_S
 
 AGES_AGO = float("-inf")
-_DECISIVE = ("wave_started", "cancel_requested")
 
 
 def _since(moment: float | None) -> float | None:
@@ -29,12 +27,9 @@ def _since(moment: float | None) -> float | None:
 
 
 def normal_record(record: PlanRecord) -> PlanRecord:
-    """Return a record with the rows of its story that a machine reads, each event once."""
-    rows = {row["event"]: row for row in record.story[1:] if row["event"] in _DECISIVE}
-    first = {"at": 0.0, "event": "created"}
-    story = (first, *({"at": 0.0, "event": event} for event in _DECISIVE if event in rows))
+    """Return a record without the time and the texts for people."""
     error = None if record.error is None else ""
-    return replace(record, updated_at=0.0, error=error, story=story)
+    return replace(record, updated_at=0.0, error=error, story=())
 
 
 def _participant(machine: Any) -> None:

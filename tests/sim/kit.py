@@ -21,6 +21,7 @@ from evenkeel_moe.protocol.transitions import (
     COORDINATOR,
     COORDINATOR_MOVES,
     ILLEGAL,
+    NOT_READY,
     PARTICIPANT,
     PARTICIPANT_MOVES,
     VIOLATION,
@@ -28,15 +29,20 @@ from evenkeel_moe.protocol.transitions import (
 
 __all__ = ["Kit", "all_pairs"]
 
+TABLES: dict[str, Any] = {
+    "participant": PARTICIPANT,
+    "coordinator": COORDINATOR,
+    "control": CONTROL,
+}
+
 
 def all_pairs() -> set[tuple[str, str, str]]:
-    """Return every pair a run may pass: those that are neither illegal nor a violation."""
-    tables = {"participant": PARTICIPANT, "coordinator": COORDINATOR, "control": CONTROL}
+    """Return every pair a run may pass: those that a table does not forbid."""
     return {
         (machine, str(state), event.__name__)
-        for machine, table in tables.items()
+        for machine, table in TABLES.items()
         for (state, event), cell in table.items()
-        if cell not in (ILLEGAL, VIOLATION)
+        if cell not in (ILLEGAL, VIOLATION, NOT_READY)
     }
 
 
@@ -82,7 +88,8 @@ def recorded(machine: type, name: str, pairs: Counter) -> type:
 
     def note(self, kind, *arguments):
         before = self.state
-        pairs[name, before, kind] += 1
+        # Requests of operators that come too early are refused, and are no pairs to pass.
+        pairs[name, before, kind] += TABLES[name].get((before, kind)) is not NOT_READY
         actions = dispatch(self, *arguments)
         if self.state is not before and self.state not in moves[before].get(kind, ()):
             raise AssertionError(f"{name} went from {before} to {self.state} by {kind.__name__}")

@@ -78,7 +78,7 @@ def test_pairs_are_those_of_the_tables():
     passed: Counter = Counter()
     for seed in range(20):
         run_seed(seed, pairs=passed)
-    reached = {(machine, str(state), event.__name__) for machine, state, event in passed}
+    reached = {(machine, str(state), event.__name__) for machine, state, event in +passed}
     assert reached <= all_pairs()
     assert len(all_pairs()) < len(PARTICIPANT) + len(COORDINATOR) + len(CONTROL)
 

@@ -16,6 +16,7 @@ from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanLimits, PlanPhase
 from evenkeel_moe.ports.operations import PlanRequest, RollbackRequest
+from evenkeel_moe.protocol import control_messages as ctl
 from tests.controller.cycles.manual_rig import BACK, BAD, rollback
 from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, plan_of
 from tests.waiting import until
@@ -113,7 +114,7 @@ async def test_a_plan_beside_another_is_refused_with_advice(rig):
     await rig.load()
     rig.ranks.hung = True
     plan = plan_of(1, plan_id=BAD, created_at=rig.clock.unix())
-    await rig.member.driver.call(lambda now: rig.member.operator.submit(plan, now, approve=True))
+    await rig.member.inbox.request_plan(ctl.PlanSubmitted(plan, approve=True))
     with pytest.raises(Conflict) as caught:
         await rig.operations.create_plan(DEPLOYMENT, PlanRequest(approve=True, target=AFTER_ONE))
     assert caught.value.reason is Reason.PLAN_IN_PROGRESS

@@ -7,6 +7,7 @@ from structlog.testing import capture_logs
 
 from evenkeel_moe.errors import Conflict, InvalidInput, Reason
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.protocol import control_messages as ctl
 from tests.controller.replicas import DEMO, replicas
 from tests.waiting import until
 
@@ -83,5 +84,5 @@ async def test_a_gate_that_no_window_can_pass_is_refused(operations, thresholds,
 async def test_a_stored_gate_that_no_window_can_pass_stops_no_other_change(replica, operations):
     """A replica with longer windows stored it."""
     policy = DeploymentPolicy(mode=Mode.AUTO, thresholds={"min_held_out_steps": 200})
-    replica.member.operator.set_policy(policy, {}, 0.0)
+    replica.member.control.handle(ctl.PolicySet(policy, {}), 0.0)
     assert (await operations.set_policy(DEMO, {"mode": "observe"}, "me"))["mode"] == "observe"

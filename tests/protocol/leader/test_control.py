@@ -7,7 +7,6 @@ from evenkeel_moe.model.ids import Epoch, EpRank
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.messages import WaveOutcome
 from evenkeel_moe.protocol.terms import MAX_TERM, MAX_TERM_RISE
 from evenkeel_moe.protocol.timing import ControlTiming
@@ -17,6 +16,7 @@ from tests.protocol.machines import (
     AFTER_TWO,
     BASE,
     LEADER,
+    Operator,
     answer_queries,
     control_of,
     from_rank,
@@ -71,7 +71,7 @@ def test_flushed_store_leaves_no_rollback_history_and_says_so():
     """R15."""
     control = control_of()
     with pytest.raises(NotFound, match="no earlier placement"):
-        Operator(control).rollback_target(None)
+        control.rollback_target(None)
 
 
 def test_ranks_that_disagree_keep_the_leader_asking():

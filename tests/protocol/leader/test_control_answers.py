@@ -10,10 +10,10 @@ from evenkeel_moe.model.ids import Epoch, EpRank
 from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
     AFTER_ONE,
+    Operator,
     abort_answers,
     ack,
     both,
@@ -72,11 +72,10 @@ def test_an_answer_from_before_the_end_of_the_last_wave_is_no_difference():
 
 def test_staged_bytes_of_the_running_wave_are_shown():
     control = control_of(S.MIGRATING)
-    assert control.executor is not None
     control.handle(from_rank(0, msg.StagingProgress(key_of("other"), 1, 2)), 0.0)
-    assert control.executor.staged == {}
+    assert control.as_leader.executor.staged == {}
     control.handle(from_rank(0, msg.StagingProgress(key_of(), 3, 10)), 0.0)
-    assert control.executor.staged == {EpRank(0): (3, 10)}
+    assert control.as_leader.executor.staged == {EpRank(0): (3, 10)}
 
 
 def test_a_rank_that_dropped_a_committed_wave_raises_an_alert_after_its_end_too():

@@ -9,10 +9,10 @@ from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
     LEADER,
+    Operator,
     control_of,
     plan_of,
     planning_loop_of,

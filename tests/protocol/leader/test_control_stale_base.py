@@ -7,10 +7,10 @@ from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.protocol.machines import (
     BASE,
+    Operator,
     control_of,
     from_controller,
     from_rank,

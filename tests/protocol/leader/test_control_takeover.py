@@ -10,7 +10,6 @@ from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
 from evenkeel_moe.protocol.transitions import CoordinatorState as C
 from tests.protocol.machines import (
@@ -18,6 +17,7 @@ from tests.protocol.machines import (
     AFTER_TWO,
     BASE,
     CONTROL_TIMING,
+    Operator,
     ack,
     after_wave,
     answer_queries,
@@ -68,8 +68,8 @@ def test_a_late_answer_to_an_earlier_round_does_not_count():
     control.handle(msg.Tick(), CONTROL_TIMING.ask_again_s)
     control.handle(from_rank(1, state_of(1, query=query_of(control), **at_one)), 2.0)
     control.handle(old, 2.0)
-    assert control.recovery is not None and control.recovery.round is not None
-    assert (control.state, control.recovery.round.missing) == (S.RECOVERING, (0,))
+    assert control.as_leader.recovery is not None and control.as_leader.recovery.round is not None
+    assert (control.state, control.as_leader.recovery.round.missing) == (S.RECOVERING, (0,))
     control.handle(from_rank(0, state_of(0, query=query_of(control), **at_one)), 2.0)
     assert (control.state, control.epoch) == (S.READY, 1)
 

@@ -8,11 +8,11 @@ from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
     BASE,
     GENERATION,
+    Operator,
     control_of,
     from_rank,
     group_leaves,

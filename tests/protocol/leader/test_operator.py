@@ -10,13 +10,13 @@ from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
     AFTER_ONE,
     AFTER_TWO,
     BASE,
     DEPLOYMENT,
+    Operator,
     abort_answers,
     ack,
     both,
@@ -231,10 +231,10 @@ def test_rollback_undoes_the_whole_last_plan():
     ack(control, AFTER_ONE, 1)
     vote(control, 1)
     ack(control, AFTER_TWO, 2, 1)
-    assert operator.rollback_target(None) == (0, BASE)
-    assert operator.rollback_target(Epoch(1)) == (1, AFTER_ONE)
+    assert control.rollback_target(None) == (0, BASE)
+    assert control.rollback_target(Epoch(1)) == (1, AFTER_ONE)
     del control.history[Epoch(0)]
-    assert operator.rollback_target(None) == (1, AFTER_ONE)
+    assert control.rollback_target(None) == (1, AFTER_ONE)
 
 
 def test_rollback_leads_to_an_earlier_epochs_placement_and_holds_auto():
@@ -244,11 +244,11 @@ def test_rollback_leads_to_an_earlier_epochs_placement_and_holds_auto():
     operator.submit(plan_of(1), 0.0, approve=True)
     vote(control)
     ack(control, AFTER_ONE, 1)
-    assert operator.rollback_target(None) == (0, BASE)
+    assert control.rollback_target(None) == (0, BASE)
     with pytest.raises(Conflict):
-        operator.rollback_target(Epoch(1))
+        control.rollback_target(Epoch(1))
     with pytest.raises(NotFound):
-        operator.rollback_target(Epoch(9))
+        control.rollback_target(Epoch(9))
     back = plan_of(1, "back", 1, base=AFTER_ONE, kind=PlanKind.ROLLBACK)
     _, actions = operator.submit(back, 0.0)
     assert only(actions, ctl.PersistDocument).body["held"] is True

@@ -9,13 +9,13 @@ from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.model.schedule import Schedule
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
     AFTER_ONE,
     AFTER_TWO,
     BASE,
     DEPLOYMENT,
+    Operator,
     ack,
     answer_queries,
     control_of,
@@ -39,12 +39,13 @@ def refused(error, ask):
 
 
 def test_only_the_leader_takes_requests():
-    operator = Operator(control_of(S.FOLLOWER))
+    control = control_of(S.FOLLOWER)
+    operator = Operator(control)
     for ask in (
         lambda: operator.submit(plan_of(), 0.0),
         lambda: operator.approve(P, "me", 0.0),
         lambda: operator.cancel(P, "me", 0.0),
-        lambda: operator.rollback_target(None),
+        lambda: control.rollback_target(None),
         lambda: operator.resume(0.0),
         lambda: operator.freeze(1.0, 0.0),
         lambda: operator.set_policy(DeploymentPolicy(), {}, 0.0),
@@ -57,11 +58,12 @@ def test_only_the_leader_takes_requests():
     [(S.WAITING_FOR_RANKS, Reason.RANKS_MISSING), (S.RECOVERING, Reason.RECOVERING)],
 )
 def test_plans_wait_until_all_ranks_have_answered(state, reason):
-    operator = Operator(control_of(state))
+    control = control_of(state)
+    operator = Operator(control)
     for ask in (
         lambda: operator.submit(plan_of(), 0.0),
         lambda: operator.approve(P, "me", 0.0),
-        lambda: operator.rollback_target(None),
+        lambda: control.rollback_target(None),
     ):
         assert refused(Unavailable, ask)[0] is reason
 
@@ -84,7 +86,6 @@ def test_a_repeated_request_writes_what_the_first_could_not():
     operator = Operator(control)
     _, actions = operator.submit(plan_of(), 0.0, request_digest="body")
     control.handle(ctl.PersistFailed(tuple(of_kind(actions, ctl.PersistPlan))), 0.0)
-    assert operator.repeat(Q, "body") == (None, [])
     found, writes = operator.repeat(P, "body")
     assert (found, writes) == (record(control), [ctl.PersistPlan(record(control))])
     assert operator.repeat(P, "body") == (found, [])
@@ -133,11 +134,11 @@ def test_an_accepted_plan_that_waits_is_cancelled_at_once_but_not_before_the_ran
 
 
 def test_a_rollback_leads_to_a_recorded_earlier_epoch():
-    operator = Operator(control_of())
-    assert refused(Conflict, lambda: operator.rollback_target(Epoch(0)))[0] is Reason.NO_CHANGE
-    refused(NotFound, lambda: operator.rollback_target(Epoch(1)))
-    refused(NotFound, lambda: operator.rollback_target(None))
-    assert operator.rollback_epoch() is None
+    control = control_of()
+    assert refused(Conflict, lambda: control.rollback_target(Epoch(0)))[0] is Reason.NO_CHANGE
+    refused(NotFound, lambda: control.rollback_target(Epoch(1)))
+    refused(NotFound, lambda: control.rollback_target(None))
+    assert control.rollback_epoch() is None
 
 
 def test_a_rollback_leads_to_the_newest_earlier_epoch_if_no_plan_led_to_the_current_one():
@@ -146,14 +147,14 @@ def test_a_rollback_leads_to_the_newest_earlier_epoch_if_no_plan_led_to_the_curr
     for index, after in enumerate((AFTER_ONE, AFTER_TWO)):
         vote(control, index)
         ack(control, after, index + 1, index)
-    assert Operator(control).rollback_target(None) == (0, BASE)
+    assert control.rollback_target(None) == (0, BASE)
     control.handle(msg.Tick(), 1.0)
     moved = state_of(0, query=query_of(control), epoch=3, placement=AFTER_ONE)
     control.handle(from_rank(0, moved), 1.0)
     answer_queries(control, 1.0, epoch=3, placement=AFTER_ONE)
     assert (control.state, control.epoch) == (S.READY, 3)
-    assert Operator(control).rollback_target(None) == (2, AFTER_TWO)
-    assert Operator(control).rollback_epoch() == 2
+    assert control.rollback_target(None) == (2, AFTER_TWO)
+    assert control.rollback_epoch() == 2
 
 
 def test_a_freeze_lasts_for_its_seconds_and_zero_ends_it():

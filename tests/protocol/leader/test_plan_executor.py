@@ -6,13 +6,13 @@ from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
 from evenkeel_moe.protocol.transitions import CoordinatorState as C
 from tests.protocol.machines import (
     AFTER_ONE,
     AFTER_TWO,
     BASE,
+    Operator,
     abort_answers,
     ack,
     answer_queries,
@@ -118,6 +118,14 @@ def test_prepare_carries_the_checksums_registered_at_load():
     prepare = [m for m in sent(actions) if isinstance(m, msg.Prepare)][0]
     transfer = prepare.body.transfers[0]
     assert prepare.checksums == (100 + transfer.layer * 4 + transfer.logical_expert,)
+    assert only(actions, ctl.WaveBegins).prepare is prepare
+
+
+def test_a_wave_begins_once_however_often_its_prepare_is_sent():
+    control = control_of(S.MIGRATING)
+    again = control.handle(msg.Tick(), 1.0)
+    assert [m for m in sent(again) if isinstance(m, msg.Prepare)]
+    assert of_kind(again, ctl.WaveBegins) == []
 
 
 def test_wave_too_large_for_a_ranks_staging_ends_the_plan():
@@ -195,7 +203,7 @@ def test_failed_writes_are_kept_and_no_wave_begins_before_they_are_stored():
     operator = Operator(control)
     proposed, actions = operator.submit(plan_of(), 0.0)
     control.handle(ctl.PersistFailed(tuple(of_kind(actions, ctl.PersistPlan))), 0.0)
-    control.records.change(proposed, "cancel_requested", 0.0)
+    control.records.change(proposed, "cancel_requested", 0.0, cancel_requested=True)
     retried = control.handle(msg.Tick(), 0.1)
     again = [a for a in retried if isinstance(a, ctl.PersistPlan)]
     assert [a.record for a in again] == [proposed], "the version that failed"

@@ -11,12 +11,12 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase, Transfer, Wave
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
     AFTER_ONE,
     BASE,
     SHAPE,
+    Operator,
     ack,
     answer_queries,
     both,
@@ -95,10 +95,10 @@ def test_staged_bytes_are_those_of_the_running_wave():
     control.handle(WELL, 0.0)
     control.handle(msg.Tick(), 0.1)
     control.handle(early, 0.1)
-    assert control.executor is not None and control.executor.staged == {0: (1, 10)}
+    assert control.as_leader.executor.staged == {0: (1, 10)}
     vote(control)
     ack(control, AFTER_ONE, 1)
-    assert control.executor.staged == {}
+    assert control.as_leader.executor.staged == {}
 
 
 def test_a_wave_on_a_stale_base_or_without_free_buffers_is_not_sent():
@@ -121,7 +121,7 @@ def test_a_wave_on_a_stale_base_or_without_free_buffers_is_not_sent():
         for rank in (0, 1):
             control.handle(from_rank(rank, hello_of(rank, shape=pooled)), 0.0)
         answer_queries(control, placement=base, epoch=group_epoch)
-        executor = control.executor
+        executor = control.as_leader.executor
         assert executor is not None
         control.records.add(plan, PlanPhase.APPROVED, Reason.MANUAL_REQUEST, 0.0)
         actions = executor.begin_wave(record(control), 0.0, may_persist=True)

@@ -46,7 +46,9 @@ def test_a_new_record_says_who_made_it_and_why_it_was_refused():
 def test_a_change_says_what_has_changed_and_no_more():
     records = PlanRecords()
     record = add(records)
-    approved = records.change(record, "approved", 2.0, phase=P.APPROVED, by="me").record
+    approved = records.change(
+        record, "approved", 2.0, phase=P.APPROVED, by="me", approved_by="me"
+    ).record
     assert approved.story[1:] == (
         {
             "at": 2.0,
@@ -79,9 +81,9 @@ def test_an_unknown_plan_is_not_found():
 def test_a_plan_has_begun_once_a_wave_was_sent_or_counted():
     records = PlanRecords()
     record = add(records)
-    assert not records.has_begun(record)
-    assert records.has_begun(dataclasses.replace(record, waves_committed=1))
-    assert records.has_begun(records.change(record, "wave_started", 2.0).record)
+    assert not record.has_begun
+    assert dataclasses.replace(record, waves_committed=1).has_begun
+    assert dataclasses.replace(record, wave_sent=True).has_begun
 
 
 def test_only_the_oldest_proposals_by_hand_give_way():

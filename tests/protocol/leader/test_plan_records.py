@@ -9,10 +9,18 @@ from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from evenkeel_moe.protocol.transitions import ControlState as S
-from tests.protocol.machines import AFTER_ONE, AFTER_TWO, BASE, ack, control_of, plan_of, vote
+from tests.protocol.machines import (
+    AFTER_ONE,
+    AFTER_TWO,
+    BASE,
+    Operator,
+    ack,
+    control_of,
+    plan_of,
+    vote,
+)
 
 P = PlanPhase
 
@@ -136,4 +144,4 @@ def test_rollback_undoes_the_whole_last_plan_however_many_dry_runs_came_after():
         dry = plan_of(1, f"dry{number}", 2, base=AFTER_TWO, target=AFTER_TWO, created_at=now)
         operator.submit(dataclasses.replace(dry, expires_at=now + 0.05), now)
         control.handle(msg.Tick(), now + 0.09)
-    assert operator.rollback_target(None) == (0, BASE)
+    assert control.rollback_target(None) == (0, BASE)

@@ -33,8 +33,8 @@ def queries(actions):
 def recovering():
     """Return a machine in recovery and the questions of its round."""
     control = control_of(S.RECOVERING)
-    assert control.recovery is not None and control.recovery.round is not None
-    return control, queries(control.recovery.begin(0.0))
+    assert control.as_leader.recovery is not None and control.as_leader.recovery.round is not None
+    return control, queries(control.as_leader.recovery.begin(0.0))
 
 
 def test_only_one_rank_is_asked_for_its_placement_and_checksums():
@@ -100,7 +100,7 @@ def test_a_thousand_answers_keep_one_placement():
 def test_after_a_reload_all_ranks_tell_their_checksums():
     """R4: their Hellos told the checksums of the weights before."""
     control, _ = recovering()
-    recovery = control.recovery
+    recovery = control.as_leader.recovery
     told = short(1, query=recovery.query, weights_version=2, placement=None, checksums=None)
     again = queries(control.handle(from_rank(1, told), 0.0))
     assert [(q.want_placement, q.want_checksums) for _, q in sorted(again.items())] == [

@@ -24,7 +24,6 @@ from evenkeel_moe.ports.status import DeploymentStatus, RankStatus
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.membership import Member
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.transitions import ControlState
 
@@ -88,7 +87,7 @@ class LiveView:
         now = self.clock.monotonic()
         heard = self._any_rank_heard()
         mean, worst = loads.balance.summary() if heard else (None, None)
-        staged = control.executor.staged.values() if control.executor is not None else ()
+        staged = control.staged.values()
         winner, leading = leadership.keeper.winner, leadership.keeper.leading
         frozen_until, choice = control.frozen_until, loads.dispatch_choice()
         aborted, newest_at = control.records.newest(PlanPhase.ABORTED), loads.ingest.newest_at
@@ -105,7 +104,7 @@ class LiveView:
             term=control.leader.term if control.leader is not None else 0,
             generation=control.generation or "",
             epoch=control.epoch,
-            rollback_epoch=Operator(control).rollback_epoch(),
+            rollback_epoch=control.rollback_epoch(),
             shape=loads.shape,
             ranks=self._rank_rows(now),
             step=loads.ingest.newest_step,
