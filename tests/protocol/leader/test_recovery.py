@@ -265,7 +265,7 @@ def test_after_a_found_wave_has_ended_all_ranks_are_asked_again():
     held: dict[str, Any] = {"state": msg.ParticipantState.STAGING, "wave": key_of()}
     both(control, lambda rank: state_of(rank, query=1, **held))
     asked_for_wave = query_of(control)
-    assert control.as_leader.recovery is not None and control.as_leader.recovery.round is None
+    assert control.as_leader.recovery.round is None
     both(control, lambda rank: state_of(rank, query=1, **held))
     assert wave_state(control) is CoordinatorState.RECOVERING, "late answers to the first question"
     both(control, lambda rank: state_of(rank, query=asked_for_wave, **held))

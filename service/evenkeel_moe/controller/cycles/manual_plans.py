@@ -40,7 +40,7 @@ from evenkeel_moe.planning.policies.registry import resolve_policy
 from evenkeel_moe.ports.operations import PlanRequest, RecordedEpoch, RollbackRequest
 from evenkeel_moe.ports.stores import Clock, DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.leader.operator_requests import plan_in_progress
 from evenkeel_moe.protocol.leader.plan_records import require_same_request
 from evenkeel_moe.telemetry.swap_stalls import SwapStalls
@@ -65,7 +65,7 @@ _INFEASIBLE = frozenset(
 class ManualPlanner:
     """The operators' plans for one deployment."""
 
-    control: DeploymentControl
+    control: DeploymentState
     builder: InputBuilder
     budget: CycleBudget
     loads: GroupLoads

@@ -34,7 +34,7 @@ from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.calibration import Calibration
 from evenkeel_moe.ports.stores import Clock, DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.telemetry.swap_stalls import SwapStalls
 
 _log = structlog.get_logger(__name__)
@@ -44,7 +44,7 @@ _log = structlog.get_logger(__name__)
 class DeploymentPlanner:
     """The planner of one deployment."""
 
-    control: DeploymentControl
+    control: DeploymentState
     loads: GroupLoads
     ranks: RankSessions
     inbox: MachineInbox

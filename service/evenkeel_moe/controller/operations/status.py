@@ -22,7 +22,7 @@ from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.ports.status import DeploymentStatus, RankStatus
 from evenkeel_moe.ports.stores import Clock
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.leader.membership import Member
 from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.transitions import ControlState
@@ -36,7 +36,7 @@ class LiveView:
         decisions: rows of the decision log, newest last.
     """
 
-    control: DeploymentControl
+    control: DeploymentState
     loads: GroupLoads
     ranks: RankSessions
     leadership: Leadership

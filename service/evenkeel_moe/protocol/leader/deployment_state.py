@@ -1,9 +1,12 @@
-"""The state of one deployment on one controller replica, and what others may read of it."""
+"""The state of one deployment on one controller replica, as the parts around its machine read it.
+
+Parts that only read get a `DeploymentState`, which takes no events.
+"""
 
 from dataclasses import dataclass
 from itertools import count
 
-from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.errors import Conflict, NotFound, Reason, Unavailable
 from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.placement import Placement
@@ -15,6 +18,7 @@ from evenkeel_moe.protocol.leader.liveness import Liveness
 from evenkeel_moe.protocol.leader.membership import Membership
 from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
+from evenkeel_moe.protocol.leader.plan_validation import placement_at
 from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
 from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.leader.recovery import Recovery
@@ -141,6 +145,11 @@ class DeploymentState:
         body = {**self.hold.document(), "frozen_until": self.frozen_until}
         return PersistDocument("control", body)
 
+    @property
+    def recovered(self) -> bool:
+        """True if this replica leads and all ranks have told their state."""
+        return self.state in (ControlState.READY, ControlState.MIGRATING)
+
     def unavailable(self) -> Unavailable:
         """Return the error for a request that needs a leader whose ranks have all answered."""
         match self.state:
@@ -176,3 +185,57 @@ class DeploymentState:
             if quorum.reason is Reason.RANKS_MISSING:
                 return ControlState.WAITING_FOR_RANKS
         return self.state
+
+    # --- rollbacks --------------------------------------------------------------------------------
+
+    def rollback_target(self, to_epoch: Epoch | None) -> tuple[Epoch, Placement]:
+        """Return the epoch and placement a rollback leads to.
+
+        Without `to_epoch` it is the placement before the plan that led to the current epoch.
+
+        Raises:
+            NotFound: the epoch is not recorded, for instance after a flushed store (R15).
+            Conflict: it is the current epoch.
+            Unavailable: this replica does not lead, or not all ranks have answered.
+        """
+        if not self.recovered:
+            raise self.unavailable()
+        history, current = self.history, self.epoch
+        assert current is not None
+        earlier = self._earlier_epochs()
+        epoch = self.rollback_epoch() if to_epoch is None else to_epoch
+        if epoch is None:
+            raise NotFound("no earlier placement is recorded")
+        if epoch == current:
+            raise Conflict(f"epoch {epoch} is the current one", Reason.NO_CHANGE)
+        if epoch not in earlier:
+            raise NotFound(f"no placement of epoch {epoch} is recorded; there are {earlier}")
+        return epoch, history[epoch]
+
+    def rollback_epoch(self) -> Epoch | None:
+        """Return the epoch a rollback without a named epoch leads to; None if there is none."""
+        earlier = self._earlier_epochs()
+        return self._before_last_plan(earlier) if earlier else None
+
+    def _earlier_epochs(self) -> list[Epoch]:
+        current = self.epoch
+        return sorted(e for e in self.history if current is not None and e < current)
+
+    def _before_last_plan(self, earlier: list[Epoch]) -> Epoch:
+        """Return the recorded base of the plan that led to the current epoch, else the newest.
+
+        The maps are compared, because after a cold start epochs begin at 0 again. After a warm one
+        the group is still where a plan of an earlier generation led.
+        """
+        history, current = self.history, self.epoch
+        assert current is not None
+        for record in reversed(self.records.by_id.values()):
+            plan, waves = record.plan, record.waves_committed
+            leads_here = plan.base_epoch + waves == current and plan.base_epoch in earlier
+            if (
+                leads_here
+                and history[plan.base_epoch] == plan.base
+                and history.get(current) == placement_at(plan, waves)
+            ):
+                return plan.base_epoch
+        return earlier[-1]

@@ -6,19 +6,13 @@ returned may be repeated.
 
 from dataclasses import replace
 
-from evenkeel_moe.errors import Conflict, InfeasiblePlan, NotFound, Reason
+from evenkeel_moe.errors import Conflict, InfeasiblePlan, Reason
 from evenkeel_moe.model.hold import Hold
-from evenkeel_moe.model.ids import Epoch
-from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.model.quantities import duration_text
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import ControlAction
 from evenkeel_moe.protocol.leader.plan_steps import PlanSteps
-from evenkeel_moe.protocol.leader.plan_validation import placement_at
-from evenkeel_moe.protocol.transitions import ControlState
-
-_RECOVERED = (ControlState.READY, ControlState.MIGRATING)
 
 
 class OperatorRequests(PlanSteps):
@@ -119,64 +113,10 @@ class OperatorRequests(PlanSteps):
         record = change.record
         if self.as_leader.executor.runs(record):
             return [change, *self._to_wave(ctl.CancelWave(Reason.CANCELLED), now)]
-        if record.phase is PlanPhase.PROPOSED or self.state in _RECOVERED:
+        if record.phase is PlanPhase.PROPOSED or self.recovered:
             ended = records.end(record, Reason.CANCELLED, unix)
             return [change, ended, *self.advance_plan(now)]
         return [change]
-
-    # --- rollbacks --------------------------------------------------------------------------------
-
-    def rollback_target(self, to_epoch: Epoch | None) -> tuple[Epoch, Placement]:
-        """Return the epoch and placement a rollback leads to.
-
-        Without `to_epoch` it is the placement before the plan that led to the current epoch.
-
-        Raises:
-            NotFound: the epoch is not recorded, for instance after a flushed store (R15).
-            Conflict: it is the current epoch.
-            Unavailable: this replica does not lead, or not all ranks have answered.
-        """
-        if self.state not in _RECOVERED:
-            raise self.unavailable()
-        history, current = self.history, self.epoch
-        assert current is not None
-        earlier = self._earlier_epochs()
-        epoch = self.rollback_epoch() if to_epoch is None else to_epoch
-        if epoch is None:
-            raise NotFound("no earlier placement is recorded")
-        if epoch == current:
-            raise Conflict(f"epoch {epoch} is the current one", Reason.NO_CHANGE)
-        if epoch not in earlier:
-            raise NotFound(f"no placement of epoch {epoch} is recorded; there are {earlier}")
-        return epoch, history[epoch]
-
-    def rollback_epoch(self) -> Epoch | None:
-        """Return the epoch a rollback without a named epoch leads to; None if there is none."""
-        earlier = self._earlier_epochs()
-        return self._before_last_plan(earlier) if earlier else None
-
-    def _earlier_epochs(self) -> list[Epoch]:
-        current = self.epoch
-        return sorted(e for e in self.history if current is not None and e < current)
-
-    def _before_last_plan(self, earlier: list[Epoch]) -> Epoch:
-        """Return the recorded base of the plan that led to the current epoch, else the newest.
-
-        The maps are compared, because after a cold start epochs begin at 0 again. After a warm one
-        the group is still where a plan of an earlier generation led.
-        """
-        history, current = self.history, self.epoch
-        assert current is not None
-        for record in reversed(self.records.by_id.values()):
-            plan, waves = record.plan, record.waves_committed
-            leads_here = plan.base_epoch + waves == current and plan.base_epoch in earlier
-            if (
-                leads_here
-                and history[plan.base_epoch] == plan.base
-                and history.get(current) == placement_at(plan, waves)
-            ):
-                return plan.base_epoch
-        return earlier[-1]
 
     # --- settings ---------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class PlanSteps(DeploymentState):
 
     def advance_plan(self, now: float) -> list[ControlAction]:
         """Begin the active plan's next wave if none runs; READY if there is no active plan."""
-        if self.state not in (ControlState.READY, ControlState.MIGRATING):
+        if not self.recovered:
             return []
         executor, record = self.as_leader.executor, self.records.active
         if executor.running:
