@@ -147,9 +147,6 @@ def test_rollback_undoes_the_whole_last_plan_however_many_dry_runs_came_after():
     assert control.rollback_target(None) == (0, BASE)
 
 
-P = PlanPhase
-
-
 def add(records, name="p", phase=P.PROPOSED, reason=Reason.MANUAL_REQUEST, **changes):
     kind = changes.pop("kind", PlanKind.AUTOMATIC)
     return records.add(plan_of(plan_id=name, kind=kind), phase, reason, 1.0, **changes).record

@@ -12,10 +12,10 @@ from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.model.quantities import duration_text
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import ControlAction
-from evenkeel_moe.protocol.leader.plan_steps import PlanSteps
+from evenkeel_moe.protocol.leader.plan_moves import PlanMoves
 
 
-class OperatorRequests(PlanSteps):
+class OperatorRequests(PlanMoves):
     """The handlers of operators' requests.
 
     The table refuses requests with Unavailable (NOT_LEADER) unless this replica leads the

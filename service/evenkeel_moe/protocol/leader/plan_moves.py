@@ -8,7 +8,7 @@ from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.transitions import ControlState
 
 
-class PlanSteps(DeploymentState):
+class PlanMoves(DeploymentState):
     """The steps that events of ranks, of time and of operators lead to alike."""
 
     def _to_wave(self, event: object, now: float) -> list[ControlAction]:
