@@ -20,7 +20,7 @@ from tests.sim.foci_ranks import BUSY, CANCELLED, COMMIT, INTENT
 from tests.sim.focus import focus
 from tests.sim.network import GOODBYE
 
-ORDERS = ("policy", "thaw", "resume")
+ORDERS = ("policy", "thaw", "resume", "cancel")
 
 LEADER_FOCI = (
     # --- a wave: ranks that are lost and come back ------------------------------------------------
@@ -228,10 +228,10 @@ LEADER_FOCI = (
     ),
     focus(
         "control waiting_for_ranks PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped;"
-        " control waiting_for_ranks PlanMeasured;"
+        " control waiting_for_ranks PlanMeasured, PlanCancelled;"
         " control waiting_for_ranks RankHeard, RankTroubled;"
         " control recovering PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped;"
-        " control recovering PlanMeasured",
+        " control recovering PlanMeasured, PlanCancelled",
         14,
         late(frozenset({"Hello"}), "controller is waiting_for_ranks", None, 0.4, 0.9, one=True),
         late(frozenset({"RankState"}), "controller is recovering", None, 0.4, 0.9, one=True),
@@ -250,13 +250,13 @@ LEADER_FOCI = (
     focus(
         "control migrating PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped;"
         " control ready PolicySet, PlansFrozen, AutomaticPlansResumed, ClockStepped;"
-        " control migrating PlanMeasured; control ready PlanMeasured",
+        " control migrating PlanMeasured, PlanApproved; control ready PlanMeasured, PlanCancelled",
         15,
         *(
             order
             for state in ("migrating", "ready")
             for order in (
-                *(wish(what, f"controller is {state}") for what in ORDERS),
+                *(wish(what, f"controller is {state}") for what in (*ORDERS, "approve")),
                 set_clock(f"controller is {state}"),
                 measure(f"controller is {state}"),
             )
