@@ -23,7 +23,6 @@ from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from tests.explore.small import SOON_S, RankNumber
 
 AGES_AGO = float("-inf")
-_DECISIVE = ("wave_started", "cancel_requested")
 
 
 def _since(moment: float | None) -> float | None:
@@ -32,12 +31,9 @@ def _since(moment: float | None) -> float | None:
 
 
 def normal_record(record: PlanRecord) -> PlanRecord:
-    """Return a record with the rows of its story that a machine reads, each event once."""
-    rows = {row["event"]: row for row in record.story[1:] if row["event"] in _DECISIVE}
-    first = {"at": 0.0, "event": "created"}
-    story = (first, *({"at": 0.0, "event": event} for event in _DECISIVE if event in rows))
+    """Return a record without the time and the texts for people."""
     error = None if record.error is None else ""
-    return replace(record, updated_at=0.0, error=error, story=story)
+    return replace(record, updated_at=0.0, error=error, story=())
 
 
 def _participant(machine: Any) -> None:
@@ -282,6 +278,6 @@ def _short(value: Any) -> Any:
     if isinstance(value, Prepare):
         return ("prepare", value.leader, value.wave, value.base_epoch, value.body.layers)
     if isinstance(value, PlanRecord):
-        events = tuple(row["event"] for row in value.story)
-        return (_short(value.plan), value.phase, value.reason, value.waves_committed, events)
+        marks = (value.waves_committed, value.wave_sent, value.cancel_requested)
+        return (_short(value.plan), value.phase, value.reason, marks)
     return None

@@ -10,7 +10,6 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Generation
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.messages import Tick
 from evenkeel_moe.protocol.transitions import ControlState, CoordinatorState
@@ -193,7 +192,7 @@ class LeaderTable:
                 control.membership.members[numbered(rank)].last_seen = AGES_AGO
                 return control.handle(Tick(), SOON_S / 2)
             case ("submit", plan):
-                return Operator(control).submit(plan, 0.0, approve=True)[1]
+                return control.handle(ctl.PlanSubmitted(plan, approve=True), 0.0)
             case ("lose lease",):
                 return control.handle(ctl.LeaseLost(), 0.0)
             case ("lead", leader, stored):
@@ -210,7 +209,7 @@ class LeaderTable:
         if wave is not None:
             for rank, peer in wave.peers.by_rank.items():
                 newest[rank] = max(newest[rank], peer.stream, peer.asked_on)
-        running = control.executor is not None and control.executor.running
+        running = control.leading is not None and control.leading.executor.running
         return LeaderFacts(
             control.state,
             control.leader.term if control.leader is not None else 0,
@@ -243,19 +242,20 @@ def _rotated(facts: LeaderFacts, ranks: Rotation) -> LeaderFacts:
 
 def _reach_deadline(control: DeploymentControl) -> list[ctl.ControlAction]:
     """Let the deadline of the wave end at a moment at which no question is due."""
-    assert control.liveness is not None and control.coordinator is not None
-    control.liveness._asked_at = DEADLINE_S
+    leading = control.as_leader
+    assert control.coordinator is not None
+    leading.liveness._asked_at = DEADLINE_S
     for peer in control.coordinator.peers.by_rank.values():
         peer.resend_at = 2 * DEADLINE_S
-    if control.recovery is not None and control.recovery.round is not None:
-        control.recovery.round.resend_at = 2 * DEADLINE_S
+    if leading.recovery.round is not None:
+        leading.recovery.round.resend_at = 2 * DEADLINE_S
     return control.handle(Tick(), DEADLINE_S)
 
 
 def _compact_queries(control: DeploymentControl) -> None:
-    recovery, wave = control.recovery, control.coordinator
-    if recovery is None:
+    if control.leading is None:
         return
+    recovery, wave = control.leading.recovery, control.coordinator
     holders: list[tuple[Any, str]] = [(recovery, "query"), (recovery, "settled_query")]
     holders += [(recovery.round, "query")] if recovery.round is not None else []
     holders += [(wave, "query")] if wave is not None else []

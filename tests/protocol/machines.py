@@ -14,7 +14,6 @@ from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
 from evenkeel_moe.protocol.rank.participant import Participant
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
@@ -141,6 +140,38 @@ assert np.array_equal(BASE.phy2log[0], [0, 1, 2, 2, 3, 0])
 
 
 # --- the controller's side ------------------------------------------------------------------------
+
+
+class Operator:
+    """Makes requests of a machine, and returns the plan they are about with the actions."""
+
+    def __init__(self, control: DeploymentControl) -> None:
+        self.control = control
+
+    def submit(self, plan: Plan, now: float, **request):
+        return self._about(ctl.PlanSubmitted(plan, **request), plan.plan_id, now)
+
+    def repeat(self, plan_id: PlanId, digest: str, now: float = 0.0):
+        return self._about(ctl.RequestRepeated(plan_id, digest), plan_id, now)
+
+    def approve(self, plan_id: PlanId, by: str, now: float):
+        return self._about(ctl.PlanApproved(plan_id, by), plan_id, now)
+
+    def cancel(self, plan_id: PlanId, by: str, now: float):
+        return self._about(ctl.PlanCancelled(plan_id, by), plan_id, now)
+
+    def resume(self, now: float) -> list:
+        return self.control.handle(ctl.AutomaticPlansResumed(), now)
+
+    def freeze(self, seconds: float, now: float) -> list:
+        return self.control.handle(ctl.PlansFrozen(seconds), now)
+
+    def set_policy(self, policy: DeploymentPolicy, document, now: float) -> list:
+        return self.control.handle(ctl.PolicySet(policy, document), now)
+
+    def _about(self, request: ctl.OperatorRequest, plan_id: PlanId, now: float):
+        actions = self.control.handle(request, now)
+        return self.control.records.by_id.get(plan_id), actions
 
 
 def from_rank(rank: int, message, incarnation: int = 1, stream: int | None = None) -> ctl.FromRank:
@@ -277,8 +308,7 @@ def group_leaves(control: DeploymentControl) -> None:
 
 def query_of(control: DeploymentControl) -> int:
     """Return the number of the newest query to all ranks."""
-    assert control.recovery is not None
-    return control.recovery.query
+    return control.as_leader.recovery.query
 
 
 def state_in(control: DeploymentControl) -> ControlState:
@@ -294,15 +324,13 @@ def wave_state(control: DeploymentControl) -> CoordinatorState:
 
 def planning_loop_of(control: DeploymentControl) -> PlanningLoop:
     """Return the planning loop of a leader."""
-    assert control.planning_loop is not None
-    return control.planning_loop
+    return control.as_leader.planning_loop
 
 
 def answer_queries(control: DeploymentControl, now: float = 0.0, **changes) -> list:
     """Both ranks answer the newest query alike."""
     actions: list = []
-    recovery = control.recovery
-    assert recovery is not None
+    recovery = control.as_leader.recovery
     for rank in (0, 1):
         state = state_of(rank, query=recovery.query, **changes)
         actions += control.handle(from_rank(rank, state), now)

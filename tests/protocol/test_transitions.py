@@ -1,10 +1,11 @@
 """Every (state, event) pair of every machine, walked: what the table says is what happens."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
-from evenkeel_moe.errors import IllegalEvent, Reason
+from evenkeel_moe.errors import Conflict, IllegalEvent, NotFound, Reason, Unavailable
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
 from evenkeel_moe.model.policy import DeploymentPolicy
@@ -22,6 +23,7 @@ from evenkeel_moe.protocol.transitions import (
     COORDINATOR_MOVES,
     IGNORED,
     ILLEGAL,
+    NOT_READY,
     PARTICIPANT,
     PARTICIPANT_MOVES,
     PARTICIPANT_OTHER_WAVE,
@@ -39,6 +41,7 @@ from tests.protocol.machines import (
     hello_of,
     key_of,
     participant_in,
+    plan_of,
     prepare_of,
     state_of,
     wave_of,
@@ -172,7 +175,10 @@ TO_CONTROL = {
     ctl.CycleDecided: ctl.CycleDecided(1, Reason.NO_CHANGE),
     ctl.PlanMeasured: ctl.PlanMeasured(PlanId("none"), DeliveredGain(1.0, unknown_because="why")),
     ctl.PersistFailed: ctl.PersistFailed((ctl.PersistDecision({"reason": "x"}),)),
-    ctl.CancelWave: ctl.CancelWave(Reason.CANCELLED),
+    ctl.PlanSubmitted: ctl.PlanSubmitted(plan_of(plan_id="q")),
+    ctl.RequestRepeated: ctl.RequestRepeated(PlanId("q"), "digest"),
+    ctl.PlanApproved: ctl.PlanApproved(PlanId("p"), "me"),
+    ctl.PlanCancelled: ctl.PlanCancelled(PlanId("p"), "me"),
     ctl.PolicySet: ctl.PolicySet(DeploymentPolicy(), {}),
     ctl.PlansFrozen: ctl.PlansFrozen(60.0),
     ctl.AutomaticPlansResumed: ctl.AutomaticPlansResumed(),
@@ -191,7 +197,14 @@ def test_control(state, kind):
             control.handle(event, 0.5)
         assert control.state is state
         return
-    actions = control.handle(event, 0.5)
+    if cell is NOT_READY:
+        with pytest.raises(Unavailable):
+            control.handle(event, 0.5)
+        assert control.state is state
+        return
+    actions = []
+    with contextlib.suppress(NotFound, Conflict):  # There is no such plan, or it has been approved.
+        actions = control.handle(event, 0.5)
     assert control.state in (state, *CONTROL_MOVES[state].get(kind, ()))
     if cell is IGNORED:
         assert actions == []
@@ -207,7 +220,7 @@ def test_control(state, kind):
 def test_tables_have_every_pair_and_only_methods_that_exist(table, states, machine):
     events = {kind for _, kind in table}
     assert table.keys() == {(state, kind) for state in states for kind in events}
-    verdicts = {IGNORED, ILLEGAL, VIOLATION}
+    verdicts = {IGNORED, ILLEGAL, VIOLATION, NOT_READY}
     assert [
         cell for cell in table.values() if cell not in verdicts and not hasattr(machine, cell)
     ] == []
@@ -228,7 +241,7 @@ def test_walks_cover_the_tables(table, events):
 )
 def test_only_pairs_that_do_something_move(table, moves):
     """The simulation holds every move it sees against these as well."""
-    verdicts = {IGNORED, ILLEGAL, VIOLATION}
+    verdicts = {IGNORED, ILLEGAL, VIOLATION, NOT_READY}
     assert moves.keys() == {state for state, _ in table}
     for state, events in moves.items():
         for event, targets in events.items():

@@ -10,6 +10,7 @@ from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol import control_messages as ctl
 from tests.sim import faults
 from tests.sim.checks import NO_PROGRESS, RECORDS_DISAGREE, Violation
 from tests.sim.fleet import Fleet
@@ -271,9 +272,8 @@ def advance_proof(world: FleetWorld, seat, submitted: tuple | None) -> tuple[tup
         if record is not None and (early or not record.phase.terminal):
             return submitted, False
     try:
-        policy = DeploymentPolicy(mode=Mode.PROPOSE, cycle_s=1.5)
-        seat.carry(seat.operator.set_policy(policy, {}, seat.replica.now))
-        seat.carry(seat.operator.freeze(0, seat.replica.now))
+        seat.ask(ctl.PolicySet(DeploymentPolicy(mode=Mode.PROPOSE, cycle_s=1.5), {}))
+        seat.ask(ctl.PlansFrozen(0))
         record = seat.submit(PlanKind.MANUAL, True, sound=True)
     except EvenkeelError:
         return None, False

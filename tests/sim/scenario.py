@@ -39,6 +39,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, Transfer, Wave
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from tests.sim.checks import Violation
 from tests.sim.fleet import Fleet
@@ -193,11 +194,11 @@ class Script:
             created_at=self.world.now,
         )
         seat = self.world.seat
-        seat.carry(seat.operator.submit(plan, self.world.now, approve=True)[1])
+        seat.ask(ctl.PlanSubmitted(plan, approve=True))
 
     def cancel(self, plan_id: str):
         seat = self.world.seat
-        seat.carry(seat.operator.cancel(PlanId(plan_id), "script", self.world.now)[1])
+        seat.ask(ctl.PlanCancelled(PlanId(plan_id), "script"))
 
     def drop(self, kind: str, rank: str | None = None, times: str = "1"):
         self._rule(kind, rank, int(times), None)

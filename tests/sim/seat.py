@@ -5,7 +5,6 @@ from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from tests.sim.checks import WAVE_REFUSED
@@ -59,7 +58,6 @@ class Seat:
             timing=world.timing,
             policy=DeploymentPolicy(mode=world.mode, cycle_s=world.cycle_s),
         )
-        self.operator = Operator(self.control)
         self.leader = None
         self.at_least = 0
         self.renewed_at = 0.0
@@ -293,6 +291,8 @@ class Seat:
                 delay = 2.5 if world.rng.random() < world.slow_planning else 0.2
                 delay = 0.05 + delay * world.rng.random()
                 world.post(delay, "CycleDecided", self, self.plan, action, self.replica.life)
+            case ctl.WaveBegins():
+                pass
             case ctl.WaveHealth():
                 world.note(
                     f"{self.replica.name} wave health: {action.reason} stalled={action.stalled}"
@@ -319,35 +319,41 @@ class Seat:
         reason = Reason.BALANCE_ABOVE_THRESHOLD if plan is None else Reason.PLAN_STARTED
         self.feed_late(ctl.CycleDecided(cycle.cycle, reason, plan), life)
 
+    def ask(self, request) -> None:
+        """Make an operator's request; it may be refused."""
+        self.carry(self.control.handle(request, self.replica.now))
+
     def by_hand(self, wish: str) -> None:
         """Carry out an operator's request; it may be refused."""
-        world, control, now = self.world, self.control, self.replica.now
+        world, control = self.world, self.control
         open_plans = [record.plan.plan_id for record in control.records.open]
         plan_id = world.rng.choice(open_plans) if open_plans else PlanId("none")
         before = self.standing()
         try:
+            # Callers that chose the id of a plan ask for it before they ask for a plan.
+            self.ask(ctl.RequestRepeated(plan_id, None))
             match wish:
                 case "submit" | "propose":
                     self.submit(PlanKind.MANUAL, wish == "submit")
                 case "rollback":
-                    _, target = self.operator.rollback_target(None)
+                    _, target = control.rollback_target(None)
                     self.submit(PlanKind.ROLLBACK, True, target)
                 case "approve":
-                    self.carry(self.operator.approve(plan_id, "someone", now)[1])
+                    self.ask(ctl.PlanApproved(plan_id, "someone"))
                 case "cancel":
-                    self.carry(self.operator.cancel(plan_id, "someone", now)[1])
+                    self.ask(ctl.PlanCancelled(plan_id, "someone"))
                 case "resume":
-                    self.carry(self.operator.resume(now))
+                    self.ask(ctl.AutomaticPlansResumed())
                 case "freeze":
-                    self.carry(self.operator.freeze(world.rng.choice((0, 1)), now))
+                    self.ask(ctl.PlansFrozen(world.rng.choice((0, 1))))
                 case "thaw":
-                    self.carry(self.operator.freeze(0, now))
+                    self.ask(ctl.PlansFrozen(0))
                 case "policy":
-                    self.carry(self.operator.set_policy(control.policy, {}, now))
+                    self.ask(ctl.PolicySet(control.policy, {}))
                 case "mode":
                     mode = world.rng.choice((Mode.AUTO, Mode.PROPOSE, Mode.OBSERVE))
                     policy = DeploymentPolicy(mode=mode, cycle_s=world.cycle_s)
-                    self.carry(self.operator.set_policy(policy, {}, now))
+                    self.ask(ctl.PolicySet(policy, {}))
             world.note(f"operator: {wish} {plan_id}")
         except EvenkeelError as error:
             world.note(f"operator: {wish} refused, {error.reason}")
@@ -364,11 +370,8 @@ class Seat:
             plan = plan or world.make_plan(view, kind, target, sound)
         if plan is None:
             return None
-        record, actions = self.operator.submit(
-            plan, self.replica.now, approve=approve, by="someone"
-        )
-        self.carry(actions)
-        return record
+        self.ask(ctl.PlanSubmitted(plan, approve, "someone"))
+        return control.records.get(plan.plan_id)
 
 
 def describe_persist(action) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from evenkeel_moe.driver import Driver
+from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
@@ -39,6 +40,30 @@ class MachineInbox:
             Unavailable: the actions are not known to be stored; see `Driver.call`.
         """
         return await self._driver().call(ask)
+
+    async def request(self, request: ctl.OperatorRequest) -> None:
+        """Make an operator's request, and wait until its actions are carried out.
+
+        Raises:
+            EvenkeelError: the machine refuses the request, and nothing has changed.
+            Unavailable: the actions are not known to be stored; see `Driver.call`.
+        """
+        await self.call(lambda now: (None, self._control.handle(request, now)))
+
+    async def request_plan(
+        self, request: ctl.PlanSubmitted | ctl.PlanApproved | ctl.PlanCancelled
+    ) -> PlanRecord:
+        """Make a request about a plan; return its record as the request left it.
+
+        Raises:
+            EvenkeelError, Unavailable: as `request`.
+        """
+
+        def ask(now: float) -> tuple[PlanRecord, Sequence[ctl.ControlAction]]:
+            actions = self._control.handle(request, now)
+            return self._control.records.get(request.plan_id), actions
+
+        return await self.call(ask)
 
     def tell(
         self, event: ctl.RankHeard | ctl.RankTroubled | ctl.RankStopped | ctl.ClockStepped

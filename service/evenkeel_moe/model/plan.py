@@ -247,11 +247,17 @@ class PlanRecord:
     updated_at: float
     error: str | None = None
     """Message of the error that ended the plan, with its numbers."""
+    made_by: str | None = None
+    """The name of the token that made the plan; None if the planner did, or it is unknown."""
     approved_by: str | None = None
+    wave_sent: bool = False
+    """True once a wave was sent out."""
+    cancel_requested: bool = False
+    """True once an operator asked a leader to stop the plan."""
     request_digest: str | None = None
     """Digest of the request that created it: the same id with another request is a conflict."""
     story: tuple[dict[str, Any], ...] = ()
-    """Events of the plan in order, each a row {at, event, ...}."""
+    """Events of the plan in order, each a row {at, event, ...}, for people."""
     delivered: DeliveredGain | None = None
     """The measured gain; None before it was measured, and if the plan was not carried out."""
 
@@ -266,6 +272,6 @@ class PlanRecord:
             raise InvalidInput(f"{self.waves_committed} of {waves} waves at {self.updated_at}")
 
     @property
-    def made_by(self) -> str | None:
-        """The name of the token that made the plan; None if the planner did, or it is unknown."""
-        return next((row.get("by") for row in self.story if row["event"] == "created"), None)
+    def has_begun(self) -> bool:
+        """True if a wave of the plan was ever sent out."""
+        return self.wave_sent or self.waves_committed > 0

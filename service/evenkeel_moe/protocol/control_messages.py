@@ -18,7 +18,13 @@ from evenkeel_moe.model.ids import Epoch, EpRank, Generation, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanRecord, WaveKey
 from evenkeel_moe.model.policy import DeploymentPolicy
-from evenkeel_moe.protocol.messages import ControllerMessage, Leader, QueryState, RankMessage
+from evenkeel_moe.protocol.messages import (
+    ControllerMessage,
+    Leader,
+    Prepare,
+    QueryState,
+    RankMessage,
+)
 
 # --- events ---------------------------------------------------------------------------------------
 
@@ -73,6 +79,57 @@ class RankStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class ClockStepped:
+    """The Unix clock was set, or ran on while the monotonic clock stood still."""
+
+    unix_offset_s: float
+    """Unix seconds minus monotonic seconds."""
+
+
+# --- requests of operators ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSubmitted:
+    """A plan made by hand or for a rollback. The same id with the same digest changes nothing."""
+
+    plan: Plan
+    approve: bool = False
+    """Start it at once."""
+    by: str = ""
+    request_digest: str | None = None
+
+    @property
+    def plan_id(self) -> PlanId:
+        """The plan's."""
+        return self.plan.plan_id
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRepeated:
+    """A request that may have created a plan before: writes that failed then are tried again."""
+
+    plan_id: PlanId
+    request_digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanApproved:
+    """An operator starts a proposed plan."""
+
+    plan_id: PlanId
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCancelled:
+    """An operator stops a plan: at once until all votes are in, then before its next wave (R16)."""
+
+    plan_id: PlanId
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
 class PolicySet:
     """An operator replaced the policy."""
 
@@ -83,10 +140,10 @@ class PolicySet:
 
 @dataclass(frozen=True, slots=True)
 class PlansFrozen:
-    """An operator froze the deployment, or ended a freeze."""
+    """An operator lets no plan begin for a while; a plan that has begun goes on."""
 
-    until: float
-    """Unix seconds until which no plan begins; 0 ends the freeze."""
+    seconds: float
+    """0 ends the freeze."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +151,19 @@ class AutomaticPlansResumed:
     """An operator lets automatic plans begin again (R16)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClockStepped:
-    """The Unix clock was set, or ran on while the monotonic clock stood still."""
+OperatorRequest = (
+    PlanSubmitted
+    | RequestRepeated
+    | PlanApproved
+    | PlanCancelled
+    | PolicySet
+    | PlansFrozen
+    | AutomaticPlansResumed
+)
+"""A request that is refused raises its error and changes nothing. All may be repeated."""
 
-    unix_offset_s: float
-    """Unix seconds minus monotonic seconds."""
+
+# --- events of the lease, the planner and the store -----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +345,13 @@ PersistAction = (
 
 
 @dataclass(frozen=True, slots=True)
+class WaveBegins:
+    """A wave is about to be sent out, for the first time."""
+
+    prepare: Prepare
+
+
+@dataclass(frozen=True, slots=True)
 class WaveHealth:
     """A wave began to wait, or goes on: then the reason is None (R14).
 
@@ -323,4 +394,13 @@ class RunCycle:
 
 
 CoordinatorAction = SendToRank | PersistIntent | PersistOutcome | WaveHealth | Alert
-ControlAction = SendToRank | CloseStream | PersistAction | WaveHealth | Alert | RaiseTerm | RunCycle
+ControlAction = (
+    SendToRank
+    | CloseStream
+    | PersistAction
+    | WaveBegins
+    | WaveHealth
+    | Alert
+    | RaiseTerm
+    | RunCycle
+)

@@ -17,14 +17,18 @@ from evenkeel_moe.protocol.control_messages import (
     LeaseAcquired,
     LeaseLost,
     PersistFailed,
+    PlanApproved,
+    PlanCancelled,
     PlanMeasured,
     PlansFrozen,
+    PlanSubmitted,
     PolicySet,
     RankConnected,
     RankHeard,
     RankLost,
     RankStopped,
     RankTroubled,
+    RequestRepeated,
     StreamClosed,
 )
 from evenkeel_moe.protocol.messages import (
@@ -62,6 +66,9 @@ ILLEGAL = "illegal"
 """A local event that only a bug of ours can cause here: it raises IllegalEvent."""
 VIOLATION = "violation"
 """A message that no correct peer sends in this state: raises an Alert, changes nothing."""
+
+NOT_READY = "not ready"
+"""A request of an operator that waits for a leader or its ranks: it raises Unavailable."""
 
 
 class CoordinatorState(StrEnum):
@@ -170,10 +177,13 @@ CONTROL = _table((_C.FOLLOWER, _C.WAITING_FOR_RANKS, _C.RECOVERING, _C.READY, _C
     CycleDecided:          (IGNORED,         "_cycle_overtaken", "_cycle_overtaken", "_cycle_decided",  "_cycle_overtaken"),
     PlanMeasured:          (IGNORED,         "_plan_measured",   "_plan_measured",   "_plan_measured",  "_plan_measured"),
     PersistFailed:         (IGNORED,         "_persist_failed",  "_persist_failed",  "_persist_failed", "_persist_failed"),
-    CancelWave:            (ILLEGAL,         ILLEGAL,            ILLEGAL,            ILLEGAL,           "_to_wave"),
-    PolicySet:             (ILLEGAL,         "_set_policy",      "_set_policy",      "_set_policy",     "_set_policy"),
-    PlansFrozen:           (ILLEGAL,         "_freeze",          "_freeze",          "_freeze",         "_freeze"),
-    AutomaticPlansResumed: (ILLEGAL,         "_resume",          "_resume",          "_resume",         "_resume"),
+    PlanSubmitted:         (NOT_READY,       NOT_READY,           NOT_READY,           "_submit",         "_submit"),
+    RequestRepeated:       (NOT_READY,       "_repeat",          "_repeat",          "_repeat",         "_repeat"),
+    PlanApproved:          (NOT_READY,       NOT_READY,           NOT_READY,           "_approve",        "_approve"),
+    PlanCancelled:         (NOT_READY,      "_cancel",          "_cancel",          "_cancel",         "_cancel"),
+    PolicySet:             (NOT_READY,      "_set_policy",      "_set_policy",      "_set_policy",     "_set_policy"),
+    PlansFrozen:           (NOT_READY,      "_freeze",          "_freeze",          "_freeze",         "_freeze"),
+    AutomaticPlansResumed: (NOT_READY,      "_resume",          "_resume",          "_resume",         "_resume"),
     ClockStepped:          ("_step_clock",   "_step_clock",      "_step_clock",      "_step_clock",     "_step_clock"),
     Tick:                  (IGNORED,         "_tick_waiting",    "_tick_recovering", "_tick_recovered", "_tick_recovered"),
 })
@@ -247,6 +257,8 @@ CONTROL_MOVES: Mapping[_C, Mapping[type, tuple[_C, ...]]] = {
         Hello: (_C.RECOVERING, _C.FOLLOWER),
         RankState: (_C.RECOVERING,),
         CycleDecided: (_C.MIGRATING,),
+        PlanSubmitted: (_C.MIGRATING,),
+        PlanApproved: (_C.MIGRATING,),
     },
     _C.MIGRATING: {
         LeaseLost: (_C.FOLLOWER,),
@@ -255,7 +267,8 @@ CONTROL_MOVES: Mapping[_C, Mapping[type, tuple[_C, ...]]] = {
         RankState: (_C.RECOVERING,),
         Ack: (_C.READY,),
         AbortAnswer: (_C.READY, _C.RECOVERING),
+        PlanCancelled: (_C.READY,),
+        PolicySet: (_C.READY,),
         Tick: (_C.READY,),
     },
 }
-"""Requests of operators also lead from READY to MIGRATING and back."""

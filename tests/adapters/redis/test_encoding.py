@@ -96,7 +96,7 @@ def test_a_measured_gain_is_stored():
 
 def test_a_plan_of_another_version_is_unreadable():
     other = packed(as_json(SMALL) | {"version": 2})
-    with pytest.raises(Unreadable, match="version: Input should be 4"):
+    with pytest.raises(Unreadable, match="version: Input should be 5"):
         unpack_plan_record(other, MAPS, STORY)
 
 

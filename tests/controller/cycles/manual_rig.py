@@ -12,6 +12,7 @@ from evenkeel_moe.errors import (
 )
 from evenkeel_moe.model.ids import Epoch, Generation, PlanId
 from evenkeel_moe.ports.operations import RollbackRequest
+from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.contracts.memory_store import MemoryStore
@@ -168,9 +169,7 @@ class Rig:
     async def migrate(self):
         """Carry out a plan that an operator regrets."""
         plan = plan_of(1, plan_id=BAD, created_at=self.clock.unix())
-        await self.member.driver.call(
-            lambda now: self.member.operator.submit(plan, now, approve=True)
-        )
+        await self.member.inbox.request_plan(ctl.PlanSubmitted(plan, approve=True))
         await until(lambda: self.ranks.placement == AFTER_ONE)
         await self.at_rest()
 

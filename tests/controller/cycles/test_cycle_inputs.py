@@ -140,7 +140,7 @@ def test_a_proposal_that_was_rejected_counts_and_a_plan_that_was_stopped_does_no
     """The planner waits before it asks again; a plan that ran is no refusal."""
     rejected = ended("a", PlanPhase.CANCELLED, Reason.CANCELLED, 5.0)
     assert plan_failures([rejected]) == (1, 5.0)
-    began = replace(rejected, story=({"at": 1.0, "event": "wave_started"},))
+    began = replace(rejected, wave_sent=True)
     assert plan_failures([began]) == (0, None)
     assert plan_failures([replace(rejected, waves_committed=1)]) == (0, None)
 

@@ -3,19 +3,25 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from evenkeel_moe.controller.cycles.manual_plans import request_digest
 from evenkeel_moe.errors import (
     Conflict,
     InfeasiblePlan,
+    InvalidInput,
+    NotFound,
     Reason,
+    ShapeMismatch,
     Unavailable,
 )
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits, PlanPhase
 from evenkeel_moe.ports.operations import PlanRequest, RollbackRequest
+from evenkeel_moe.protocol import control_messages as ctl
 from tests.controller.cycles.manual_rig import BACK, BAD, rollback
 from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, plan_of
 from tests.waiting import until
@@ -113,7 +119,7 @@ async def test_a_plan_beside_another_is_refused_with_advice(rig):
     await rig.load()
     rig.ranks.hung = True
     plan = plan_of(1, plan_id=BAD, created_at=rig.clock.unix())
-    await rig.member.driver.call(lambda now: rig.member.operator.submit(plan, now, approve=True))
+    await rig.member.inbox.request_plan(ctl.PlanSubmitted(plan, approve=True))
     with pytest.raises(Conflict) as caught:
         await rig.operations.create_plan(DEPLOYMENT, PlanRequest(approve=True, target=AFTER_ONE))
     assert caught.value.reason is Reason.PLAN_IN_PROGRESS
@@ -248,3 +254,53 @@ def test_requests_of_different_callers_are_the_same():
     assert request_digest(one) != request_digest(PlanRequest(None, "eplb", PlanLimits(4)))
     target = PlanRequest(target=BASE)
     assert request_digest(target) != request_digest(PlanRequest())
+
+
+@pytest.mark.parametrize("limits", [{"max_moves": 0}, {"max_bytes": 0}, {"max_layers": 0}])
+async def test_a_rollback_keeps_the_limits_of_the_policy_unless_an_admin_asks(rig, limits):
+    await rig.migrate()
+    await rig.operations.set_policy(DEPLOYMENT, {"limits": limits}, "me")
+    with pytest.raises(
+        Conflict, match=f"needs 1.*{next(iter(limits))} of the policy is 0"
+    ) as error:
+        await rollback(rig)
+    assert error.value.reason is Reason.LIMIT_EXCEEDED
+    await rig.look_on()
+    assert rig.ranks.maps == [BASE, AFTER_ONE]
+    await rig.operations.rollback(DEPLOYMENT, RollbackRequest(BACK, bounded=False))
+    await until(lambda: rig.ranks.placement == BASE)
+
+
+async def test_a_group_that_began_again_returns_to_a_placement_of_its_former_history(rig):
+    """The group starts cold, and the operator wants the placement that plans had led to."""
+    await rig.migrate()
+    rig.ranks.start_cold()
+    await rig.restart()
+    assert rig.ranks.placement == BASE
+    rows = [
+        (row.epoch, row.placement, row.replaced) for row in await rig.operations.epochs(DEPLOYMENT)
+    ]
+    assert rows == [(0, BASE, False), (1, AFTER_ONE, True)]
+    with pytest.raises(NotFound, match="no placement of epoch 1 is recorded"):
+        await rollback(rig, Epoch(1))
+    back = RollbackRequest(BACK, to_placement=AFTER_ONE.digest)
+    await rig.operations.rollback(DEPLOYMENT, back)
+    await until(lambda: rig.ranks.placement == AFTER_ONE)
+    await rig.at_rest()
+    assert (await rig.operations.rollback(DEPLOYMENT, back)).phase is PlanPhase.COMMITTED
+    with pytest.raises(Conflict) as caught:
+        await rig.operations.rollback(DEPLOYMENT, replace(back, to_placement=BASE.digest))
+    assert caught.value.reason is Reason.ID_REUSED
+
+
+async def test_a_rollback_to_a_placement_that_does_not_fit_is_refused(rig):
+    other = Placement(np.zeros((1, 2), np.int32), 2, 1)
+    rig.store._replaced[DEPLOYMENT] = [(Epoch(4), other)]
+    for asked, error, words in (
+        (RollbackRequest(to_placement=other.digest), ShapeMismatch, "the group is"),
+        (RollbackRequest(to_placement="0" * 32), NotFound, "no placement 0000"),
+        (RollbackRequest(to_epoch=Epoch(0), to_placement=BASE.digest), InvalidInput, "name one"),
+        (RollbackRequest(to_placement=BASE.digest), Conflict, "the present one"),
+    ):
+        with pytest.raises(error, match=words):
+            await rig.operations.rollback(DEPLOYMENT, asked)

@@ -88,18 +88,17 @@ async def test_of_a_new_deployment_only_the_replica_that_leads_it_stores_whateve
     assert await store.deployments() == [DEMO]
 
 
-async def test_a_waves_map_is_learned_once_however_many_ranks_it_goes_to(monkeypatch):
+async def test_a_waves_map_is_learned_as_it_begins(monkeypatch):
     _, deployment, _ = await leading()
     learned = []
     monkeypatch.setattr(
         deployment.executor, "expect_wave", lambda prepare: learned.append(prepare.wave)
     )
-    for key in (key_of("first"), key_of("second")):
-        for rank in (0, 1, 0):
-            deployment.executor.perform(
-                ctl.SendToRank(EpRank(rank), 10 + rank, prepare_of(key=key))
-            )
-    assert learned == [key_of("first"), key_of("second")]
+    prepare = prepare_of()
+    deployment.executor.perform(ctl.WaveBegins(prepare))
+    for rank in (0, 1, 0):
+        deployment.executor.perform(ctl.SendToRank(EpRank(rank), 10 + rank, prepare))
+    assert learned == [prepare.wave]
 
 
 async def test_questions_go_out_while_the_store_is_away_and_what_decides_does_not():

@@ -11,9 +11,9 @@ async def test_records_go_by_the_clock_as_it_is_set(leading_two, step_s):
     registry, operations, clock = leading_two
     member = registry.deployments[ONE]
     # The machine leads from its next event on. Then its executor has an offset of its own.
-    await until(lambda: member.control.executor is not None)
+    await until(lambda: member.control.leading is not None)
     before = member.control.unix_offset_s
     clock.ahead_s = step_s
     await until(lambda: member.control.unix_offset_s != before)
-    for offset in (member.control.unix_offset_s, member.control.executor.unix_offset_s):
+    for offset in (member.control.unix_offset_s, member.control.as_leader.executor.unix_offset_s):
         assert offset == pytest.approx(clock.unix() - clock.monotonic(), abs=1.0)

@@ -181,11 +181,11 @@ async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():
     control = control_of(ControlState.RECOVERING)
     answer_queries(control, epoch=Epoch(3))
     committed = control.placement
-    assert committed is not None and control.executor is not None
+    assert committed is not None
     other = Placement(
         committed.phy2log.copy(), committed.num_ranks, committed.num_logical_experts + 1
     )
-    control.executor.history = {Epoch(1): other, Epoch(2): committed, Epoch(3): committed}
+    control.as_leader.executor.history = {Epoch(1): other, Epoch(2): committed, Epoch(3): committed}
     store = MemoryStore(SystemClock())
     ingest = _ingest_on(store)
     loads = GroupLoads(control, store, ingest, 8, DispatchModel.EVEN, make_health())

@@ -27,7 +27,7 @@ async def hold(replica):
     """Hold automatic plans, as a rollback does."""
 
     def change(_now):
-        replica.member.control.planning_loop.hold = Hold(Reason.HELD_AFTER_ROLLBACK)
+        replica.member.control.as_leader.planning_loop.hold = Hold(Reason.HELD_AFTER_ROLLBACK)
         return None, replica.member.control.write_retry.order([replica.member.control.document()])
 
     await replica.member.driver.call(change)

@@ -36,7 +36,7 @@ async def test_a_freeze_ends_when_it_should_after_a_takeover(ahead_s):
         assert control.frozen_until == pytest.approx(ends_at, abs=2.0)
         assert control.unix_offset_s == pytest.approx(now.unix() - now.monotonic(), abs=2.0)
         # The freeze is over when it should be, whatever the machine's own clock says.
-        loop = control.planning_loop
+        loop = control.as_leader.planning_loop
         assert loop is not None
         monotonic_end = ends_at - control.unix_offset_s
         assert loop.closed(monotonic_end - 5.0) is not None

@@ -1,20 +1,25 @@
 """The pace of reports, and the split of tokens, over generations of ranks."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import structlog
 
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
+from evenkeel_moe.controller.ranks.session import RankSession, SessionTargets
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from evenkeel_moe.wire.link import FlowControl, Registration
+from evenkeel_moe.protocol.transitions import ControlState
+from evenkeel_moe.wire.link import FlowControl, Heartbeat, Registration
 from tests.controller.replicas import ONE
-from tests.protocol.machines import BASE, hello_of
+from tests.protocol.machines import BASE, control_of, hello_of
 from tests.waiting import until
 
 
@@ -88,3 +93,31 @@ async def test_gauges_split_tokens_by_the_dispatcher_and_nodes_in_force(leading_
         member.loads.balance.update({Phase.DECODE: [window]}, BASE)
         expected = metrics.balancedness_mean(metrics.rank_load(counts, BASE, split))
         assert member.loads.balance.summary()[0] == pytest.approx(expected)
+
+
+NOW = 0.5
+
+
+async def test_a_heartbeat_with_trouble_takes_a_rank_out_of_migration_until_one_without_it():
+    """No plan is made while one rank would refuse it."""
+    control = control_of(ControlState.READY)
+    # The lambda looks the machine up at each call: the test replaces it below.
+    inbox = SimpleNamespace(tell=lambda event: control.handle(event, NOW))
+    targets = SessionTargets(inbox, ingest=None, swapped=None, troubled=lambda _: None, ended=None)  # type: ignore[arg-type]
+    session = RankSession(hello_of(1), RankStream(11, "peer", capacity=4), targets)
+    assert control.state_reason(NOW)[0] is Reason.RECOVERED
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(2):
+            session.received(Heartbeat(1, 2, 3, "its replicas differ"))
+        assert control.state_reason(NOW) == (
+            Reason.OBSERVE_ONLY,
+            "ranks [1] take no wave any more; rank 1: its replicas differ",
+        )
+        # The lease was lost and won again: the machine knows its ranks by their old Hellos.
+        control = control_of(ControlState.READY)
+        assert control.state_reason(NOW)[0] is Reason.RECOVERED
+        session.received(Heartbeat(1, 2, 3, "its replicas differ"))
+        assert control.state_reason(NOW)[0] is Reason.OBSERVE_ONLY
+        session.received(Heartbeat(1, 2, 3))
+        assert control.state_reason(NOW)[0] is Reason.RECOVERED
+    assert [log["detail"] for log in logs] == ["its replicas differ", "over"]

@@ -12,7 +12,6 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.control import DeploymentControl
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
 from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.transitions import ControlState
@@ -23,6 +22,7 @@ from tests.protocol.machines import (
     DEPLOYMENT,
     LEADER,
     SHAPE,
+    Operator,
     of_kind,
     plan_of,
     planning_loop_of,
@@ -50,8 +50,7 @@ class Group:
 
     @property
     def executor(self) -> PlanExecutor:
-        assert self.control.executor is not None
-        return self.control.executor
+        return self.control.as_leader.executor
 
     def hello(self, rank, generation="g1", shape=SHAPE, stream=None):
         identity = msg.RankIdentity(DEPLOYMENT, EpRank(rank), Generation(generation), 1)
@@ -242,7 +241,7 @@ def test_a_rollback_undoes_the_plan_that_led_here_also_of_an_earlier_life_of_the
     assert fleet is not None
     executor.group = GroupState(Epoch(3), AFTER_TWO, 1, fleet.checksums)
     executor.history = {Epoch(1): BASE, Epoch(2): AFTER_ONE, Epoch(3): AFTER_TWO}
-    assert group.operator.rollback_target(None)[0] == to_epoch
+    assert group.control.rollback_target(None)[0] == to_epoch
 
 
 # --- settings that change -------------------------------------------------------------------------

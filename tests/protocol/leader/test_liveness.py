@@ -11,8 +11,7 @@ ONE = EpRank(1)
 
 def liveness_of_group():
     control = control_of(ControlState.READY)
-    assert control.recovery is not None
-    liveness = Liveness(control.membership, control.recovery, CONTROL_TIMING)
+    liveness = Liveness(control.membership, control.as_leader.recovery, CONTROL_TIMING)
     return control.membership, liveness
 
 

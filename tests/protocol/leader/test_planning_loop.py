@@ -12,11 +12,11 @@ from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.schedule import Schedule
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
     BASE,
     CONTROL_TIMING,
+    Operator,
     answer_queries,
     both,
     control_of,

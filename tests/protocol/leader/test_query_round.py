@@ -1,6 +1,9 @@
 """One rank tells the whole placement and all checksums, the others their digests (R4, R15)."""
 
+import dataclasses
 from dataclasses import replace
+
+import pytest
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import EpRank
@@ -13,6 +16,7 @@ from tests.protocol.machines import (
     BASE,
     control_of,
     from_rank,
+    key_of,
     of_kind,
     only,
     state_of,
@@ -33,8 +37,8 @@ def queries(actions):
 def recovering():
     """Return a machine in recovery and the questions of its round."""
     control = control_of(S.RECOVERING)
-    assert control.recovery is not None and control.recovery.round is not None
-    return control, queries(control.recovery.begin(0.0))
+    assert control.as_leader.recovery.round is not None
+    return control, queries(control.as_leader.recovery.begin(0.0))
 
 
 def test_only_one_rank_is_asked_for_its_placement_and_checksums():
@@ -100,7 +104,7 @@ def test_a_thousand_answers_keep_one_placement():
 def test_after_a_reload_all_ranks_tell_their_checksums():
     """R4: their Hellos told the checksums of the weights before."""
     control, _ = recovering()
-    recovery = control.recovery
+    recovery = control.as_leader.recovery
     told = short(1, query=recovery.query, weights_version=2, placement=None, checksums=None)
     again = queries(control.handle(from_rank(1, told), 0.0))
     assert [(q.want_placement, q.want_checksums) for _, q in sorted(again.items())] == [
@@ -121,3 +125,55 @@ def test_a_member_keeps_no_placement_of_an_answer():
     for member in control.membership.members.values():
         assert member.state is not None
         assert (member.state.placement, member.state.checksums) == (None, None)
+
+
+PAIR = frozenset((EpRank(0), EpRank(1)))
+
+
+def answered(*states):
+    asked = QueryRound(5, PAIR, all_checksums=True)
+    for state in states:
+        asked.take(state)
+    return asked
+
+
+def test_an_answer_counts_if_it_is_complete_and_of_this_query_or_a_later_one():
+    without_map = dataclasses.replace(state_of(0, query=5), placement=None)
+    asked = answered(state_of(1, query=4), without_map)
+    assert asked.missing == (0, 1)
+    asked.take(state_of(1, query=5))
+    assert asked.missing == (0,)
+    asked.take(state_of(0, query=6))
+    assert asked.missing == ()
+
+
+@pytest.mark.parametrize(
+    ("difference", "reason"),
+    [
+        ({"weights_version": 2}, Reason.WEIGHTS_VERSION_CHANGED),
+        ({"epoch": 1}, Reason.EPOCH_DISAGREES),
+        ({"placement_digest": AFTER_ONE.digest}, Reason.EPOCH_DISAGREES),
+        ({"checksums": (6,) * 8}, Reason.CHECKSUM_MISMATCH),
+    ],
+)
+def test_all_answers_must_agree(difference, reason):
+    group = answered(state_of(0, query=5), state_of(1, query=5, **difference)).group_state()
+    assert isinstance(group, Disagreement)
+    assert group.reason is reason and "[0, 1]" in group.detail
+
+
+@pytest.mark.parametrize(("checksums", "known"), [((5,) * 8, (5,) * 8), (None, ())])
+def test_the_state_of_the_group_is_what_all_answered(checksums, known):
+    states = (state_of(rank, query=5, epoch=3, checksums=checksums) for rank in (1, 0))
+    group = answered(*states).group_state()
+    assert isinstance(group, GroupState)
+    found = (group.epoch, group.placement, group.weights_version, group.checksums)
+    assert found == (3, BASE, 1, known)
+
+
+def test_the_wave_of_the_lowest_rank_that_holds_one_is_found():
+    asked = answered(state_of(1, query=5, wave=key_of("b")), state_of(0, query=5))
+    assert asked.held_wave() == key_of("b")
+    asked.take(state_of(0, query=5, wave=key_of("a")))
+    assert asked.held_wave() == key_of("a")
+    assert answered(state_of(0, query=5)).held_wave() is None

@@ -10,13 +10,13 @@ from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.transitions import ControlState as S
 from evenkeel_moe.protocol.transitions import CoordinatorState
 from tests.protocol.machines import (
     AFTER_ONE,
     BASE,
     CONTROL_TIMING,
+    Operator,
     abort_answers,
     after_wave,
     answer_queries,
@@ -49,8 +49,7 @@ def tick(control, now, ranks=(0, 1)):
         control.handle(ctl.RankHeard(EpRank(rank), 1, 10 + rank), now)
     actions = control.handle(msg.Tick(), now)
     questions = of_kind(actions, ctl.SendToRank)
-    assert control.recovery is not None
-    current = control.recovery.round
+    current = control.as_leader.recovery.round
     query = None if current is None else current.query
     asked = [a.rank for a in questions if getattr(a.message, "query", 0) == query]
     return asked, [alert.reason for alert in of_kind(actions, ctl.Alert)]
@@ -266,7 +265,7 @@ def test_after_a_found_wave_has_ended_all_ranks_are_asked_again():
     held: dict[str, Any] = {"state": msg.ParticipantState.STAGING, "wave": key_of()}
     both(control, lambda rank: state_of(rank, query=1, **held))
     asked_for_wave = query_of(control)
-    assert control.recovery is not None and control.recovery.round is None
+    assert control.as_leader.recovery.round is None
     both(control, lambda rank: state_of(rank, query=1, **held))
     assert wave_state(control) is CoordinatorState.RECOVERING, "late answers to the first question"
     both(control, lambda rank: state_of(rank, query=asked_for_wave, **held))

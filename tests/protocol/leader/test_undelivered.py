@@ -12,10 +12,9 @@ from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from evenkeel_moe.protocol.leader.undelivered import has_delivered, undelivered_in_a_row
-from tests.protocol.machines import LEADER, control_of, plan_of, planning_loop_of
+from tests.protocol.machines import LEADER, Operator, control_of, plan_of, planning_loop_of
 
 LOWER = 0.1
 UNKNOWN = None

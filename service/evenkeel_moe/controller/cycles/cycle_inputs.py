@@ -17,7 +17,7 @@ from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Wave
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.waves import schedule_waves
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.leader.plan_records import is_failure
 from evenkeel_moe.telemetry.swap_stalls import SwapStalls
 
@@ -48,7 +48,7 @@ class PlanBase:
     placement: Placement
 
     @classmethod
-    def current(cls, control: DeploymentControl) -> "PlanBase":
+    def current(cls, control: DeploymentState) -> "PlanBase":
         """Return the present state.
 
         Raises:

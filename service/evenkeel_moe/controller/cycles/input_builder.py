@@ -33,7 +33,7 @@ from evenkeel_moe.planning.decision.gates import GateMemory, GateSettings
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.ports.operations import PlanRequest
 from evenkeel_moe.ports.stores import Clock
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.telemetry.slow_ranks import SlowRanks
 
 _log = structlog.get_logger(__name__)
@@ -69,7 +69,7 @@ class StepPace:
 class InputBuilder:
     """The planner's inputs of one deployment."""
 
-    control: DeploymentControl
+    control: DeploymentState
     loads: GroupLoads
     ranks: RankSessions
     clock: Clock

@@ -39,7 +39,9 @@ from evenkeel_moe.planning.decision.cycle import CycleResult
 from evenkeel_moe.planning.policies.registry import resolve_policy
 from evenkeel_moe.ports.operations import PlanRequest, RecordedEpoch, RollbackRequest
 from evenkeel_moe.ports.stores import Clock, DeploymentStore
-from evenkeel_moe.protocol.leader.operator import Operator, plan_in_progress
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
+from evenkeel_moe.protocol.leader.operator_requests import plan_in_progress
 from evenkeel_moe.protocol.leader.plan_records import require_same_request
 from evenkeel_moe.telemetry.swap_stalls import SwapStalls
 
@@ -63,7 +65,7 @@ _INFEASIBLE = frozenset(
 class ManualPlanner:
     """The operators' plans for one deployment."""
 
-    operator: Operator
+    control: DeploymentState
     builder: InputBuilder
     budget: CycleBudget
     loads: GroupLoads
@@ -91,21 +93,21 @@ class ManualPlanner:
             return known
         if request.dry_run and request.approve:
             raise InvalidInput("dry_run plans and does not start, approve starts at once: not both")
-        policy = self.operator.control.policy
+        policy = self.control.policy
         name = "explicit" if request.target is not None else request.policy or policy.policy
         if request.target is None:
             resolve_policy(name)
-        base = PlanBase.current(self.operator.control)
+        base = PlanBase.current(self.control)
         await self.pool.wait_until_warm()
         limits = _tighter(policy.limits, request.limits)
         phases = request.phases or tuple(Phase)
-        active = self.operator.control.active_plan
+        active = self.control.active_plan
         inputs = self.builder.build(base, name, limits, phases, request=request)
         result = await self.budget.run(self.pool, inputs)
         if result.reason is Reason.PLAN_IN_PROGRESS and active is not None:
             raise plan_in_progress(active)
         if not result.passed or result.target is None:
-            raise _refusal(result, self.operator.control.deployment)
+            raise _refusal(result, self.control.deployment)
         unix = self.clock.unix()
         plan = base.plan(
             result.target,
@@ -128,7 +130,7 @@ class ManualPlanner:
         Raises:
             Unavailable: the store, which holds the replaced ones, does not answer.
         """
-        control = self.operator.control
+        control = self.control
         replaced = await self.store.fetch_replaced_epochs(control.deployment)
         history = sorted(control.history.items(), key=lambda row: -row[0])
         return [
@@ -159,7 +161,7 @@ class ManualPlanner:
             return known
         plan = await self.rollback_plan(request)
         if request.bounded:
-            _check_limits(plan, self.operator.control.policy.limits)
+            _check_limits(plan, self.control.policy.limits)
         return await self._submit(plan, True, request.requested_by, digest)
 
     async def rollback_plan(self, request: RollbackRequest) -> Plan:
@@ -169,7 +171,7 @@ class ManualPlanner:
             InvalidInput, NotFound, Conflict, Unavailable: as `rollback`, without the limits.
         """
         epoch, target = await self._rollback_target(request)
-        base, membership = PlanBase.current(self.operator.control), self.operator.control.membership
+        base, membership = PlanBase.current(self.control), self.control.membership
         assert membership.shape is not None
         await self.pool.wait_until_warm()
         copies = WaveRequest(
@@ -197,10 +199,10 @@ class ManualPlanner:
     async def _rollback_target(self, request: RollbackRequest) -> tuple[Epoch, Placement]:
         digest = request.to_placement
         if digest is None:
-            return self.operator.rollback_target(request.to_epoch)
+            return self.control.rollback_target(request.to_epoch)
         if request.to_epoch is not None:
             raise InvalidInput("a rollback leads to an epoch or to a placement: name one of them")
-        present = PlanBase.current(self.operator.control).placement
+        present = PlanBase.current(self.control).placement
         for row in await self.epochs():
             if row.placement.digest != digest:
                 continue
@@ -221,20 +223,16 @@ class ManualPlanner:
         """
         if plan_id is None:
             return None
-
-        known = await self.inbox.call(lambda _now: self.operator.repeat(plan_id, digest))
+        await self.inbox.request(ctl.RequestRepeated(plan_id, digest))
+        known = self.control.records.by_id.get(plan_id)
         if known is not None:
             return known
-        stored = await self.store.fetch_plans(self.operator.control.deployment, [plan_id])
+        stored = await self.store.fetch_plans(self.control.deployment, [plan_id])
         return require_same_request(stored[0], digest) if stored else None
 
     async def _submit(self, plan: Plan, starts: bool, by: str, digest: str) -> PlanRecord:
         try:
-            return await self.inbox.call(
-                lambda now: self.operator.submit(
-                    plan, now, approve=starts, by=by, request_digest=digest
-                )
-            )
+            return await self.inbox.request_plan(ctl.PlanSubmitted(plan, starts, by, digest))
         except Unavailable as error:
             # The plan may still be carried out. With its id the caller can look it up, and can
             # repeat the request without making a second plan.

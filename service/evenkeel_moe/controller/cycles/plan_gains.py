@@ -20,7 +20,7 @@ from evenkeel_moe.planning.decision.calibration import Calibration, GainPair, ca
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.telemetry.delivered_gain import (
     ENOUGH_STEPS,
     PhaseSteps,
@@ -133,7 +133,7 @@ class PlanGains:
     measured: which steps ran before its first wave is not known then.
     """
 
-    control: DeploymentControl
+    control: DeploymentState
     loads: GroupLoads
     inbox: MachineInbox
     clock: Clock

@@ -34,7 +34,7 @@ from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.calibration import Calibration
 from evenkeel_moe.ports.stores import Clock, DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.telemetry.swap_stalls import SwapStalls
 
 _log = structlog.get_logger(__name__)
@@ -44,7 +44,7 @@ _log = structlog.get_logger(__name__)
 class DeploymentPlanner:
     """The planner of one deployment."""
 
-    operator: Operator
+    control: DeploymentState
     loads: GroupLoads
     ranks: RankSessions
     inbox: MachineInbox
@@ -57,17 +57,17 @@ class DeploymentPlanner:
     metrics: ControllerMetrics
 
     def __post_init__(self) -> None:
-        control, loads, clock, pool = self.operator.control, self.loads, self.clock, self.pool
+        control, loads, clock, pool = self.control, self.loads, self.clock, self.pool
         budget = self._budget = CycleBudget(
             self.settings.deadline_s, partial(self.metrics.planner_ran, control.deployment)
         )
         builder = InputBuilder(control, loads, self.ranks, clock, self.settings, budget)
-        self._control, self._builder = control, builder
+        self._builder = builder
         self.gains = PlanGains(control, loads, self.inbox, clock)
         self.stalls = SwapStalls()
         self._shadows = ShadowPolicies(control, pool, self.spawn)
         self.manual = ManualPlanner(
-            self.operator,
+            control,
             builder,
             budget,
             loads,
@@ -101,11 +101,11 @@ class DeploymentPlanner:
 
     def begin_cycle(self, action: ctl.RunCycle) -> None:
         """Run a cycle in the background; it always ends with `CycleDecided`."""
-        name = f"cycle-{self._control.deployment}-{action.cycle}"
+        name = f"cycle-{self.control.deployment}-{action.cycle}"
         self.spawn(self._run_cycle(action), name)
 
     async def _run_cycle(self, action: ctl.RunCycle) -> None:
-        deployment, began = self._control.deployment, self.clock.monotonic()
+        deployment, began = self.control.deployment, self.clock.monotonic()
         decided = ctl.CycleDecided(action.cycle, Reason.PLANNER_FAILED)
         try:
             decided = await self._decide(action)
@@ -119,7 +119,7 @@ class DeploymentPlanner:
             self.inbox.post(decided)
 
     async def _decide(self, action: ctl.RunCycle) -> ctl.CycleDecided:
-        deployment, policy = self._control.deployment, self._control.policy
+        deployment, policy = self.control.deployment, self.control.policy
         if self.health.fault:
             return ctl.CycleDecided(action.cycle, Reason.STORE_UNAVAILABLE)
         if not self.pool.begin():

@@ -14,7 +14,7 @@ from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.ports.stores import Clock
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.telemetry.cost_choice import ChosenCost, KnownCosts, RankNumbers, choose_cost
 
 _log = structlog.get_logger(__name__)
@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 class RankCosts:
     """The cost model of one deployment."""
 
-    control: DeploymentControl
+    control: DeploymentState
     loads: GroupLoads
     ranks: RankSessions
     clock: Clock

@@ -15,7 +15,7 @@ from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import RecommendationInputs, recommend
 from evenkeel_moe.ports.operations import Advice
 from evenkeel_moe.ports.stores import Clock
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 
 _REFERENCE = "eplb"
 """The policy that every engine ships: others are compared with it."""
@@ -28,7 +28,7 @@ class Recommender:
     It runs in the process of the shadow policies, so that it cannot delay a cycle.
     """
 
-    control: DeploymentControl
+    control: DeploymentState
     builder: InputBuilder
     ingest: Ingest
     ranks: RankSessions

@@ -16,7 +16,7 @@ from evenkeel_moe.planning.decision.recommendation import (
     ShadowRequest,
     score_shadows,
 )
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 
 _log = structlog.get_logger(__name__)
 
@@ -28,7 +28,7 @@ class ShadowPolicies:
     The policies run in a process of their own, so that a slow or broken one cannot stop a cycle.
     """
 
-    control: DeploymentControl
+    control: DeploymentState
     pool: PlannerPool
     spawn: Spawn
     _rows: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)

@@ -141,9 +141,6 @@ class ActionExecutor:
             case ctl.SendToRank() if self.leadership.machine_term <= self._fenced_term:
                 return  # R13: another replica leads, and the machine does not know it yet.
             case ctl.SendToRank(rank, stream, message):
-                # A Prepare goes to every rank, and again: its wave begins once.
-                if isinstance(message, Prepare) and self.log.wave_begins(message.wave):
-                    self.expect_wave(message)
                 self.ranks.send(rank, stream, message)
             case ctl.CloseStream(_, stream, reason, detail):
                 self.ranks.refuse(stream, reason, detail)
@@ -151,6 +148,9 @@ class ActionExecutor:
                 self.begin_cycle(action)
             case ctl.RaiseTerm(at_least):
                 self.leadership.raise_term(at_least)
+            case ctl.WaveBegins(prepare):
+                self.log.wave_begins(prepare.wave)
+                self.expect_wave(prepare)
             case ctl.WaveHealth():
                 self.log.wave_health(action)
             case ctl.Alert():

@@ -41,14 +41,12 @@ class ActionLog:
     _alerts: dict[Reason, tuple[float, int]] = field(default_factory=dict, init=False)
     """For each reason when it was last logged, and how many alerts were left out since."""
     _wave_began: dict[WaveKey, float] = field(default_factory=dict, init=False)
+    """Monotonic seconds at which the newest wave went out, until its end is logged."""
 
-    def wave_begins(self, wave: WaveKey) -> bool:
-        """Note that a wave goes out; return True the first time."""
-        if wave in self._wave_began:
-            return False
+    def wave_begins(self, wave: WaveKey) -> None:
+        """Note that a wave goes out."""
         # There is one wave at a time: if the former one is still here, its end will not be seen.
         self._wave_began = {wave: self.clock.monotonic()}
-        return True
 
     def has_logged(self, action: ctl.ControlAction) -> bool:
         """Return True if the action was logged before; it is then stored again."""
@@ -118,7 +116,8 @@ class ActionLog:
             epoch=record.plan.base_epoch + record.waves_committed,
             **row,
         )
-        if record.phase.terminal and row["happened"] in ("ended", "created"):
+        # The only change of an ended plan is the gain that was measured.
+        if record.phase.terminal and record.delivered is None:
             self.metrics.plan_ended(self.deployment, record.phase, record.reason)
 
     def _log_wave(self, wave: WaveKey, committed: bool, reason: Reason) -> None:

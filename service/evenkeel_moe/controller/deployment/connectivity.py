@@ -6,7 +6,7 @@ from evenkeel_moe.controller.leadership.leases import LeaseKeeper
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.controller.tasks import Spawn
 from evenkeel_moe.ports.stores import Clock
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.transitions import ControlState
 
 
@@ -18,7 +18,7 @@ class Connectivity:
         alone: there is no other replica that could reach the ranks.
     """
 
-    control: DeploymentControl
+    control: DeploymentState
     keeper: LeaseKeeper
     ranks: RankSessions
     clock: Clock

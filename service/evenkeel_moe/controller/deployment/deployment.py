@@ -38,7 +38,6 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.ports.stores import Clock, DeploymentStore, WindowStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.messages import Ack, Hello, Prepare, Tick
 from evenkeel_moe.protocol.terms import is_credible_term
 from evenkeel_moe.protocol.timing import ControlTiming
@@ -121,7 +120,6 @@ class Deployment:
         self.decisions: deque[dict[str, Any]] = deque(maxlen=_DECISIONS)
         """Rows of the decision log, newest last, for when the store cannot be asked."""
         self.control = _build_control(deployment, options, clock)
-        self.operator = Operator(self.control)
         self.inbox = MachineInbox(self.control, clock, lambda: self.driver)
         ingest = _build_ingest(deployment, options, shared)
         self.loads = _build_loads(self.control, options, shared, ingest)
@@ -141,7 +139,7 @@ class Deployment:
             lasting,
         )
         self.planner = DeploymentPlanner(
-            self.operator,
+            self.control,
             self.loads,
             self.ranks,
             self.inbox,

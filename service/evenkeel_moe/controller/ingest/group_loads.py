@@ -23,7 +23,7 @@ from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports.stores import DeploymentStore
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.telemetry.balance import Balance
@@ -50,7 +50,7 @@ class GroupLoads:
         admits: returns True if windows of a shape may be restored: the memory has room for them.
     """
 
-    control: DeploymentControl
+    control: DeploymentState
     store: DeploymentStore
     ingest: Ingest
     plan_steps: int

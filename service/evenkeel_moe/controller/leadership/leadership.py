@@ -20,7 +20,7 @@ from evenkeel_moe.controller.tasks import Spawn
 from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.ports.stores import DeploymentStore, Lease
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.messages import Leader
 from evenkeel_moe.protocol.terms import is_credible_term
 from evenkeel_moe.settings import LeaderSettings
@@ -41,7 +41,7 @@ class Leadership:
         lasting: the store has records of the deployment, as far as is known.
     """
 
-    control: DeploymentControl
+    control: DeploymentState
     store: DeploymentStore
     clock: StoreClock
     settings: LeaderSettings

@@ -28,7 +28,7 @@ from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports.stores import Clock
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.telemetry.windows import new_steps, steps_at_once
 
 
@@ -190,7 +190,7 @@ class ReplicaCoverage:
 class GaugeReader:
     """Reads the `DeploymentGauges` of one deployment."""
 
-    control: DeploymentControl
+    control: DeploymentState
     loads: GroupLoads
     clock: Clock
     limits: GaugeLimits

@@ -29,8 +29,7 @@ from evenkeel_moe.ports.operations import (
     RollbackRequest,
 )
 from evenkeel_moe.ports.stores import DeploymentStore
-from evenkeel_moe.protocol.control_messages import ControlAction
-from evenkeel_moe.protocol.leader.operator import Operator
+from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.settings import never_met
 
 _log = structlog.get_logger(__name__)
@@ -263,29 +262,22 @@ class OperatorService:
 
     async def approve(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
         """Start a proposed plan; Conflict(STALE_BASE) if the epoch moved (R16)."""
-        return await self._change_plan(
-            deployment, plan_id, lambda operator, now: operator.approve(plan_id, by, now)
-        )
+        return await self._change_plan(deployment, ctl.PlanApproved(plan_id, by))
 
     async def cancel(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
         """Stop a plan; after the votes it takes effect at the next wave (R16)."""
-        return await self._change_plan(
-            deployment, plan_id, lambda operator, now: operator.cancel(plan_id, by, now)
-        )
+        return await self._change_plan(deployment, ctl.PlanCancelled(plan_id, by))
 
     async def _change_plan(
-        self,
-        deployment: DeploymentId,
-        plan_id: PlanId,
-        change: Callable[[Operator, float], tuple[PlanRecord, list[ControlAction]]],
+        self, deployment: DeploymentId, request: ctl.PlanApproved | ctl.PlanCancelled
     ) -> PlanRecord:
         known = await self._changeable(deployment)
         try:
-            return await known.inbox.call(lambda now: change(known.operator, now))
+            return await known.inbox.request_plan(request)
         except NotFound:
             # The leader forgets the oldest of many ended plans; the store may still have the plan.
-            record = await self.plan(deployment, plan_id)
-            raise Conflict(f"plan {plan_id} is {record.phase}") from None
+            record = await self.plan(deployment, request.plan_id)
+            raise Conflict(f"plan {request.plan_id} is {record.phase}") from None
 
     async def rollback(self, deployment: DeploymentId, request: RollbackRequest) -> PlanRecord:
         """Return to a recorded placement and hold `auto`. The same id and target, the same plan."""
@@ -300,13 +292,13 @@ class OperatorService:
         """Let automatic plans run again that a rollback or undelivered gains stopped."""
         known = await self._changeable(deployment)
         _log.info("resumed", deployment=deployment, by=by)
-        await known.inbox.call(lambda now: (None, known.operator.resume(now)))
+        await known.inbox.request(ctl.AutomaticPlansResumed())
 
     async def freeze(self, deployment: DeploymentId, seconds: float, by: str) -> None:
         """Begin no plan for that many seconds; 0 ends a freeze."""
         known = await self._changeable(deployment)
         _log.info("frozen", deployment=deployment, seconds=seconds, by=by)
-        await known.inbox.call(lambda now: (None, known.operator.freeze(seconds, now)))
+        await known.inbox.request(ctl.PlansFrozen(seconds))
 
     async def set_policy(
         self,
@@ -318,7 +310,7 @@ class OperatorService:
         """Change the policy; return the whole policy document."""
         known = await self._changeable(deployment)
 
-        def change(now: float) -> tuple[Mapping[str, Any], list[ControlAction]]:
+        def change(now: float) -> tuple[Mapping[str, Any], list[ctl.ControlAction]]:
             if known.control.leader is None:
                 raise Unavailable("this replica does not lead the deployment", Reason.NOT_LEADER)
             # Compared here and not by the caller: another change may be applied first.
@@ -332,7 +324,7 @@ class OperatorService:
             if "thresholds" in changes and (words := [*never_met(gates, self._plan_steps)]):
                 raise InvalidInput("; ".join(words))
             document = policy_document(policy)
-            actions = known.operator.set_policy(policy, document, now)
+            actions = known.control.handle(ctl.PolicySet(policy, document), now)
             _log.info("policy_changed", deployment=deployment, changes=dict(changes), by=by)
             return document, actions
 

@@ -21,9 +21,8 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.ports.status import DeploymentStatus, RankStatus
 from evenkeel_moe.ports.stores import Clock
-from evenkeel_moe.protocol.leader.control import DeploymentControl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.leader.membership import Member
-from evenkeel_moe.protocol.leader.operator import Operator
 from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.transitions import ControlState
 
@@ -36,7 +35,7 @@ class LiveView:
         decisions: rows of the decision log, newest last.
     """
 
-    control: DeploymentControl
+    control: DeploymentState
     loads: GroupLoads
     ranks: RankSessions
     leadership: Leadership
@@ -83,7 +82,7 @@ class LiveView:
         now = self.clock.monotonic()
         heard = self._any_rank_heard()
         mean, worst = loads.balance.summary() if heard else (None, None)
-        staged = control.executor.staged.values() if control.executor is not None else ()
+        staged = control.staged.values()
         winner, leading = leadership.keeper.winner, leadership.keeper.leading
         frozen_until, choice = control.frozen_until, loads.dispatch_choice()
         aborted, newest_at = control.records.newest(PlanPhase.ABORTED), loads.ingest.newest_at
@@ -100,7 +99,7 @@ class LiveView:
             term=control.leader.term if control.leader is not None else 0,
             generation=control.generation or "",
             epoch=control.epoch,
-            rollback_epoch=Operator(control).rollback_epoch(),
+            rollback_epoch=control.rollback_epoch(),
             shape=loads.shape,
             ranks=self._rank_rows(now),
             step=loads.ingest.newest_step,

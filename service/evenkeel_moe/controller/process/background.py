@@ -5,7 +5,8 @@ reports.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
 import structlog
 
@@ -137,6 +138,20 @@ async def pace_reports(
             registry.pace(pacer.flow)
 
 
+@contextlib.contextmanager
+def _contained(registry: DeploymentRegistry, deployment: Deployment, event: str) -> Iterator[None]:
+    """Log an error of one deployment, and end only that one if the error is a bug of ours.
+
+    What the ranks of one group send must not end the controller of all groups.
+    """
+    try:
+        yield
+    except EvenkeelError as error:
+        _log.error(event, deployment=deployment.deployment, error=str(error))
+    except Exception as error:
+        registry.failed(deployment.deployment, deployment, error)
+
+
 async def refresh_metrics(
     registry: DeploymentRegistry,
     metrics: ControllerMetrics,
@@ -164,15 +179,13 @@ async def refresh_metrics(
             if not deployment.keeper.leading or deployment.loads.shape is None:
                 metrics.follow(name)
                 continue
-            try:
-                view = live_view(deployment)
-                metrics.refresh(view.status(), view.balance(), readers[deployment].read())
-            except EvenkeelError as error:
-                # What the ranks of one group send must not end the controller of all groups.
-                _log.error("figures_failed", deployment=name, error=str(error))
-                metrics.follow(name)
-            except Exception as error:
-                registry.failed(name, deployment, error)
+            with _contained(registry, deployment, "figures_failed"):
+                try:
+                    view = live_view(deployment)
+                    metrics.refresh(view.status(), view.balance(), readers[deployment].read())
+                except EvenkeelError:
+                    metrics.follow(name)
+                    raise
             took_s = loop.time() - began
 
 
@@ -181,13 +194,8 @@ async def measure_plans(registry: DeploymentRegistry) -> None:
     while True:
         await asyncio.sleep(_MEASURE_S)
         for deployment in list(registry.deployments.values()):
-            try:
+            with _contained(registry, deployment, "measuring_failed"):
                 await deployment.measure_plans()
-            except EvenkeelError as error:
-                # What the ranks of one group send must not end the controller of all groups.
-                _log.error("measuring_failed", deployment=deployment.deployment, error=str(error))
-            except Exception as error:
-                registry.failed(deployment.deployment, deployment, error)
 
 
 async def evict_idle(registry: DeploymentRegistry, after_s: float) -> None:

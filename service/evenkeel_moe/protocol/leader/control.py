@@ -2,30 +2,38 @@
 
 The table `transitions.CONTROL` decides which event may change which state. Rules R1 to R17 are in
 docs/protocol.md. The shell passes events to `handle` one at a time, carries the actions out in
-order (see `control_messages`) and reads the public attributes. Operators use `operator.Operator`.
+order (see `control_messages`) and reads the public attributes.
 """
 
 from dataclasses import replace
+from typing import get_args
 
 from evenkeel_moe.errors import IllegalEvent, Reason
-from evenkeel_moe.model.hold import Hold
-from evenkeel_moe.model.plan import PlanKind, PlanPhase, PlanRecord
+from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import ControlAction, FromRank, PersistAction
+from evenkeel_moe.protocol.leader.deployment_state import Leading
 from evenkeel_moe.protocol.leader.liveness import Liveness
+from evenkeel_moe.protocol.leader.operator_requests import OperatorRequests
 from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
-from evenkeel_moe.protocol.leader.rank_notes import RankNotes
 from evenkeel_moe.protocol.leader.undelivered import IN_A_ROW, undelivered_in_a_row
 from evenkeel_moe.protocol.messages import Hello, RankState, StagingProgress, TermRefused, Tick
 from evenkeel_moe.protocol.terms import is_credible_term
-from evenkeel_moe.protocol.transitions import CONTROL, IGNORED, ILLEGAL, VIOLATION, ControlState
+from evenkeel_moe.protocol.transitions import (
+    CONTROL,
+    IGNORED,
+    ILLEGAL,
+    NOT_READY,
+    VIOLATION,
+    ControlState,
+)
 
-_FLUSHING = (Tick, ctl.AutomaticPlansResumed)
+_FLUSHING = (Tick, *get_args(ctl.OperatorRequest))
 """Events after which failed writes are tried again, even if there is nothing new to write."""
 
 
-class DeploymentControl(RankNotes):
+class DeploymentControl(OperatorRequests):
     """The moves of one deployment on one controller replica."""
 
     # --- events -----------------------------------------------------------------------------------
@@ -39,6 +47,7 @@ class DeploymentControl(RankNotes):
 
         Raises:
             IllegalEvent: the table forbids a local event; never raised for a rank's message.
+            EvenkeelError: an operator's request is refused, and nothing has changed.
         """
         kind = type(event)
         if isinstance(event, FromRank):
@@ -55,6 +64,8 @@ class DeploymentControl(RankNotes):
             return []
         if cell is VIOLATION:
             return [ctl.Alert(Reason.MALFORMED, f"{self.state}, yet {event}")]
+        if cell is NOT_READY:
+            raise self.unavailable()
         if cell is ILLEGAL:
             raise IllegalEvent("control", self.state, event)
         return list(getattr(self, cell)(event, now))
@@ -63,10 +74,9 @@ class DeploymentControl(RankNotes):
 
     def _lead(self, event: ctl.LeaseAcquired, now: float) -> list[ControlAction]:
         stored, timing = event.stored, self.timing
-        self.leader = event.leader
         self.policy = stored.policy or self.policy
         self.records.load(stored.plans)
-        self.executor = self.executor_type(
+        executor = self.executor_type(
             event.leader,
             self.membership,
             self.records,
@@ -75,20 +85,21 @@ class DeploymentControl(RankNotes):
             max_bytes_per_s=timing.max_bytes_per_s,
             unix_offset_s=self.unix_offset_s,
         )
-        self.executor.history = dict(stored.epochs)
-        self.recovery = self.recovery_type(
-            self.executor, again_s=timing.ask_again_s, deadline_s=timing.recovery_deadline_s
+        executor.history = dict(stored.epochs)
+        recovery = self.recovery_type(
+            executor, again_s=timing.ask_again_s, deadline_s=timing.recovery_deadline_s
         )
-        self.liveness = Liveness(self.membership, self.recovery, timing)
-        self.planning_loop = PlanningLoop(
-            self.executor,
+        planning_loop = PlanningLoop(
+            executor,
             self.policy,
             since=now,
             deadline_s=timing.cycle_deadline_s,
             numbers=self._cycle_numbers,
         )
-        self.planning_loop.hold = stored.hold
-        self.planning_loop.frozen_until = stored.frozen_until
+        planning_loop.hold = stored.hold
+        planning_loop.frozen_until = stored.frozen_until
+        liveness = Liveness(self.membership, recovery, timing)
+        self.leading = Leading(executor, recovery, liveness, planning_loop)
         self.state = ControlState.WAITING_FOR_RANKS
         return [] if stored.loss is None else [ctl.PersistDecision(stored.loss)]
 
@@ -128,8 +139,12 @@ class DeploymentControl(RankNotes):
         return [ctl.CloseStream(event.rank, event.stream, *why)]
 
     def _hello(self, event: FromRank, now: float) -> list[ControlAction]:
-        hello, recovery, liveness = event.message, self.recovery, self.liveness
-        assert isinstance(hello, Hello) and recovery is not None and liveness is not None
+        hello, recovery, liveness = (
+            event.message,
+            self.as_leader.recovery,
+            self.as_leader.liveness,
+        )
+        assert isinstance(hello, Hello)
         if refused := self._refuse_term(event, hello.highest_term):
             return refused
         admission = self.membership.register(hello, event.stream, now, certified=event.certified)
@@ -162,16 +177,17 @@ class DeploymentControl(RankNotes):
 
     def _query_answer(self, event: FromRank, now: float) -> list[ControlAction]:
         state = event.message
-        assert isinstance(state, RankState) and self.recovery is not None
+        assert isinstance(state, RankState)
         actions = [*self._note_state(event, now), *self._to_wave(event, now)]
         if state.identity.generation == self.generation:
-            actions += self.recovery.answer(state, now)
+            actions += self.as_leader.recovery.answer(state, now)
         return actions + self._end_recovery(now)
 
     def _check_state(self, event: FromRank, now: float) -> list[ControlAction]:
         """Compare a rank's answer to a heartbeat with the recorded state of the group."""
-        state, executor, recovery, group = event.message, self.executor, self.recovery, self.group
-        assert isinstance(state, RankState) and executor and recovery and group
+        state, group = event.message, self.group
+        executor, recovery = self.as_leader.executor, self.as_leader.recovery
+        assert isinstance(state, RankState) and group is not None
         actions = [*self._note_state(event, now), *self._to_wave(event, now)]
         if state.identity.generation != self.generation:
             return actions
@@ -190,102 +206,34 @@ class DeploymentControl(RankNotes):
         return actions
 
     def _staged(self, event: FromRank, _now: float) -> list[ControlAction]:
-        assert isinstance(event.message, StagingProgress) and self.executor is not None
-        self.executor.progress(event.rank, event.message)
+        assert isinstance(event.message, StagingProgress)
+        self.as_leader.executor.progress(event.rank, event.message)
         return []
 
-    # --- waves ------------------------------------------------------------------------------------
+    # --- notes of ranks that lead to no action ----------------------------------------------------
 
-    def _to_wave(self, event: object, now: float) -> list[ControlAction]:
-        """Pass an event to the newest wave's machine, which may have ended."""
-        executor, recovery = self.executor, self.recovery
-        assert executor is not None and recovery is not None
-        was_running = executor.running
-        if isinstance(event, ctl.CancelWave) and not was_running:
-            return []
-        actions = executor.take(event, now)
-        if was_running and not executor.running:
-            recovery.settled_query = recovery.query + 1
-            actions += self._next_wave(now)
-        return actions
+    def _heard(self, event: ctl.RankHeard, now: float) -> list[ControlAction]:
+        self.membership.heard(event.rank, event.incarnation, event.stream, now)
+        return []
 
-    def _next_wave(self, now: float) -> list[ControlAction]:
-        """The wave has ended on all ranks: ask all ranks again, or go on with the plan.
+    def _troubled(self, event: ctl.RankTroubled, _now: float) -> list[ControlAction]:
+        self.membership.troubled(event.rank, event.stream, event.trouble)
+        return []
 
-        If a rank refused the wave as stale, or swapped to another map, plans on the recorded epoch
-        would all end in the same way.
-        """
-        assert self.executor is not None and self.recovery is not None
-        if self.state is not ControlState.RECOVERING and not self.executor.found_stale:
-            return self.advance_plan(now)
-        self.state = ControlState.RECOVERING
-        return self.recovery.begin(now)
+    def _stopped(self, event: ctl.RankStopped, _now: float) -> list[ControlAction]:
+        self.membership.stopped(event.rank, event.stream)
+        return []
 
-    def advance_plan(self, now: float) -> list[ControlAction]:
-        """Begin the active plan's next wave if none runs; READY if there is no active plan."""
-        executor, record = self.executor, self.records.active
-        if self.state not in (ControlState.READY, ControlState.MIGRATING):
-            return []
-        assert executor is not None
-        if executor.running:
-            return []
-        actions: list[ControlAction] = []
-        if record is not None and not executor.weights_changed:
-            closed = self._closed_for(record, now)
-            if closed is None:
-                actions = executor.begin_wave(record, now, may_persist=not self.write_retry)
-            else:
-                actions = executor.wait(record, closed, "accepted before, and not begun yet", now)
-        active = self.records.active is not None
-        self.state = ControlState.MIGRATING if active else ControlState.READY
-        return actions
-
-    def _closed_for(self, record: PlanRecord, now: float) -> Reason | None:
-        """Return the reason if a freeze or the schedule stops a plan.
-
-        They do not stop a rollback, nor a plan that has begun.
-        """
-        assert self.planning_loop is not None
-        if record.plan.kind is PlanKind.ROLLBACK or self.records.has_begun(record):
-            return None
-        return self.planning_loop.closed(now)
-
-    def _end_recovery(self, now: float) -> list[ControlAction]:
-        """Leave RECOVERING if the recovery is over."""
-        assert self.recovery is not None
-        if not self.recovery.over:
-            return []
-        self.state = ControlState.READY
-        return self.advance_plan(now)
-
-    # --- requests of operators --------------------------------------------------------------------
-
-    def _set_policy(self, event: ctl.PolicySet, _now: float) -> list[ControlAction]:
-        assert self.planning_loop is not None
-        self.policy = self.planning_loop.policy = event.policy
-        return [ctl.PersistDocument("policy", event.document)]
-
-    def _freeze(self, event: ctl.PlansFrozen, _now: float) -> list[ControlAction]:
-        assert self.planning_loop is not None
-        self.planning_loop.frozen_until = event.until
-        return [self.document()]
-
-    def _resume(self, _event: object, now: float) -> list[ControlAction]:
-        assert self.planning_loop is not None
-        hold = self.planning_loop.hold
-        if hold.because is None:
-            return []  # A repeated request: its caller may have missed the first answer.
-        stopped = hold.because is Reason.GAINS_NOT_DELIVERED
-        since = now + self.unix_offset_s if stopped else hold.judged_from
-        self.planning_loop.hold = Hold(None, since)
-        return [self.document()]
+    def _closed(self, event: ctl.StreamClosed, now: float) -> list[ControlAction]:
+        self.membership.closed(event.rank, event.stream, now)
+        return []
 
     # --- time -------------------------------------------------------------------------------------
 
     def _step_clock(self, event: ctl.ClockStepped, _now: float) -> list[ControlAction]:
         self.unix_offset_s = event.unix_offset_s
-        if self.executor is not None:
-            self.executor.unix_offset_s = event.unix_offset_s
+        if self.leading is not None:
+            self.leading.executor.unix_offset_s = event.unix_offset_s
         return []
 
     def _tick_waiting(self, _event: object, now: float) -> list[ControlAction]:
@@ -293,53 +241,48 @@ class DeploymentControl(RankNotes):
         return [*actions, *self._tick_planning(now, Reason.RANKS_MISSING)]
 
     def _tick_recovering(self, event: object, now: float) -> list[ControlAction]:
-        assert self.recovery is not None
-        actions = [*self._watch_ranks(now), *self._to_wave(event, now), *self.recovery.tick(now)]
+        actions = [*self._watch_ranks(now), *self._to_wave(event, now)]
+        actions += self.as_leader.recovery.tick(now)
         actions += self._wait_for_ranks(now)
         return [*actions, *self._tick_planning(now, Reason.RECOVERING)]
 
     def _tick_recovered(self, event: object, now: float) -> list[ControlAction]:
-        executor, unix = self.executor, now + self.unix_offset_s
-        assert executor is not None
+        executor, unix = self.as_leader.executor, now + self.unix_offset_s
         actions = [*self._watch_ranks(now), *self._to_wave(event, now)]
         actions += self.records.sweep(lambda record: executor.is_stale(record.plan, 0), unix)
         actions += self.advance_plan(now)
         return [*actions, *self._tick_planning(now, self._store_fault())]
 
     def _tick_planning(self, now: float, blocked_by: Reason | None) -> list[ControlAction]:
-        assert self.planning_loop is not None
-        return self.planning_loop.tick(now, blocked_by)
+        return self.as_leader.planning_loop.tick(now, blocked_by)
 
     def _wait_for_ranks(self, now: float) -> list[ControlAction]:
         """R14: let the active plan wait for the recovery; a found wave reports for itself."""
-        executor, recovery, record = self.executor, self.recovery, self.records.active
-        assert executor is not None and recovery is not None
-        if record is None or executor.running:
+        leading, record = self.as_leader, self.records.active
+        if record is None or leading.executor.running:
             return []
-        obstacle = recovery.obstacle(now)
-        return executor.wait(record, obstacle.reason, obstacle.detail, now)
+        obstacle = leading.recovery.obstacle(now)
+        return leading.executor.wait(record, obstacle.reason, obstacle.detail, now)
 
     def _watch_ranks(self, now: float) -> list[ControlAction]:
         """Tell the wave which ranks were lost or came back, and ask all ranks if it is time."""
-        assert self.liveness is not None
+        liveness = self.as_leader.liveness
         actions: list[ControlAction] = []
-        for event in self.liveness.changes(now):
+        for event in liveness.changes(now):
             actions += self._to_wave(event, now)
         at_rest = self.state is ControlState.READY
-        return [*actions, *self.liveness.questions(now, at_rest=at_rest)]
+        return [*actions, *liveness.questions(now, at_rest=at_rest)]
 
     # --- planning ---------------------------------------------------------------------------------
 
     def _cycle_decided(self, event: ctl.CycleDecided, now: float) -> list[ControlAction]:
-        assert self.planning_loop is not None
-        actions = self.planning_loop.take(event, now, self._store_fault())
+        actions = self.as_leader.planning_loop.take(event, now, self._store_fault())
         return [*actions, *self.advance_plan(now)]
 
     def _cycle_overtaken(self, event: ctl.CycleDecided, now: float) -> list[ControlAction]:
-        assert self.planning_loop is not None
         migrating = self.state is ControlState.MIGRATING
         blocked_by = Reason.PLAN_IN_PROGRESS if migrating else Reason.RECOVERING
-        return self.planning_loop.take(event, now, blocked_by)
+        return self.as_leader.planning_loop.take(event, now, blocked_by)
 
     def _plan_measured(self, event: ctl.PlanMeasured, now: float) -> list[ControlAction]:
         """Enter the measured gain of a plan, once."""
@@ -351,8 +294,7 @@ class DeploymentControl(RankNotes):
 
     def _stop_undelivered(self) -> list[ControlAction]:
         """Hold automatic plans after three in a row that delivered too little."""
-        loop = self.planning_loop
-        assert loop is not None
+        loop = self.as_leader.planning_loop
         if loop.policy.mode is not Mode.AUTO or loop.hold.because is not None:
             return []
         missed = undelivered_in_a_row(self.records.by_id.values(), loop.hold.judged_from)

@@ -1,10 +1,14 @@
-"""The state of one deployment on one controller replica, and what others may read of it."""
+"""The state of one deployment on one controller replica, as the parts around its machine read it.
 
+Parts that only read get a `DeploymentState`, which takes no events.
+"""
+
+from dataclasses import dataclass
 from itertools import count
 
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.errors import Conflict, NotFound, Reason, Unavailable
 from evenkeel_moe.model.hold import Hold
-from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.model.policy import DeploymentPolicy
@@ -14,6 +18,7 @@ from evenkeel_moe.protocol.leader.liveness import Liveness
 from evenkeel_moe.protocol.leader.membership import Membership
 from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
+from evenkeel_moe.protocol.leader.plan_validation import placement_at
 from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
 from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.leader.recovery import Recovery
@@ -21,6 +26,16 @@ from evenkeel_moe.protocol.leader.write_retry import WriteRetry
 from evenkeel_moe.protocol.messages import Leader
 from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.protocol.transitions import ControlState
+
+
+@dataclass(eq=False, repr=False)
+class Leading:
+    """The parts of a leader, for one term."""
+
+    executor: PlanExecutor
+    recovery: Recovery
+    liveness: Liveness
+    planning_loop: PlanningLoop
 
 
 class DeploymentState:
@@ -52,22 +67,28 @@ class DeploymentState:
 
     def _become_follower(self) -> None:
         self.state = ControlState.FOLLOWER
-        self.leader: Leader | None = None
-        """This replica with its term; None unless it leads."""
+        self.leading: Leading | None = None
+        """None exactly in FOLLOWER."""
         self.membership = self.membership_type(self.deployment, lease_s=self.timing.rank_lease_s)
         self.records = PlanRecords()
         """The plan records; empty unless this replica leads."""
         self.write_retry = WriteRetry()
-        self.executor: PlanExecutor | None = None
-        self.recovery: Recovery | None = None
-        self.planning_loop: PlanningLoop | None = None
-        self.liveness: Liveness | None = None
-        """These four are None exactly in FOLLOWER."""
+
+    @property
+    def as_leader(self) -> Leading:
+        """The parts of a leader. Only for use while it leads."""
+        assert self.leading is not None
+        return self.leading
+
+    @property
+    def leader(self) -> Leader | None:
+        """This replica with its term; None unless it leads."""
+        return self.leading.executor.leader if self.leading is not None else None
 
     @property
     def group(self) -> GroupState | None:
         """The state on which all ranks agree; None before they reported it."""
-        return self.executor.group if self.executor is not None else None
+        return self.leading.executor.group if self.leading is not None else None
 
     @property
     def epoch(self) -> Epoch | None:
@@ -87,12 +108,17 @@ class DeploymentState:
     @property
     def history(self) -> dict[Epoch, Placement]:
         """The recorded placements by epoch; short after the store was flushed (R15)."""
-        return self.executor.history if self.executor is not None else {}
+        return self.leading.executor.history if self.leading is not None else {}
 
     @property
     def coordinator(self) -> Coordinator | None:
         """The machine of the newest wave, which may have ended."""
-        return self.executor.coordinator if self.executor is not None else None
+        return self.leading.executor.coordinator if self.leading is not None else None
+
+    @property
+    def staged(self) -> dict[EpRank, tuple[int, int]]:
+        """(bytes done, bytes total) of the running wave, by rank."""
+        return self.leading.executor.staged if self.leading is not None else {}
 
     @property
     def active_plan(self) -> PlanRecord | None:
@@ -107,17 +133,32 @@ class DeploymentState:
     @property
     def hold(self) -> Hold:
         """The hold on automatic plans, with its reason."""
-        return self.planning_loop.hold if self.planning_loop is not None else Hold()
+        return self.leading.planning_loop.hold if self.leading is not None else Hold()
 
     @property
     def frozen_until(self) -> float:
         """Unix seconds until which no plan begins; 0 if not frozen."""
-        return self.planning_loop.frozen_until if self.planning_loop is not None else 0.0
+        return self.leading.planning_loop.frozen_until if self.leading is not None else 0.0
 
     def document(self) -> PersistDocument:
         """Return the write of the operators' hold and freeze."""
         body = {**self.hold.document(), "frozen_until": self.frozen_until}
         return PersistDocument("control", body)
+
+    @property
+    def recovered(self) -> bool:
+        """True if this replica leads and all ranks have told their state."""
+        return self.state in (ControlState.READY, ControlState.MIGRATING)
+
+    def unavailable(self) -> Unavailable:
+        """Return the error for a request that needs a leader whose ranks have all answered."""
+        match self.state:
+            case ControlState.FOLLOWER:
+                return Unavailable("this replica does not lead the deployment", Reason.NOT_LEADER)
+            case ControlState.WAITING_FOR_RANKS:
+                return Unavailable("the ranks have not all connected", Reason.RANKS_MISSING)
+            case _:
+                return Unavailable("the ranks are being asked where they stand", Reason.RECOVERING)
 
     def state_reason(self, now: float) -> tuple[Reason, str]:
         """Return the reason for the state, and a sentence for people."""
@@ -125,7 +166,7 @@ class DeploymentState:
             case ControlState.FOLLOWER:
                 return Reason.NOT_LEADER, "another replica leads, or none yet"
             case ControlState.RECOVERING:
-                disagreement = self.recovery.disagreement if self.recovery is not None else None
+                disagreement = self.as_leader.recovery.disagreement
                 if disagreement is not None:
                     return disagreement.reason, disagreement.detail
                 return Reason.RECOVERING, "asking all ranks where they stand"
@@ -144,3 +185,57 @@ class DeploymentState:
             if quorum.reason is Reason.RANKS_MISSING:
                 return ControlState.WAITING_FOR_RANKS
         return self.state
+
+    # --- rollbacks --------------------------------------------------------------------------------
+
+    def rollback_target(self, to_epoch: Epoch | None) -> tuple[Epoch, Placement]:
+        """Return the epoch and placement a rollback leads to.
+
+        Without `to_epoch` it is the placement before the plan that led to the current epoch.
+
+        Raises:
+            NotFound: the epoch is not recorded, for instance after a flushed store (R15).
+            Conflict: it is the current epoch.
+            Unavailable: this replica does not lead, or not all ranks have answered.
+        """
+        if not self.recovered:
+            raise self.unavailable()
+        history, current = self.history, self.epoch
+        assert current is not None
+        earlier = self._earlier_epochs()
+        epoch = self.rollback_epoch() if to_epoch is None else to_epoch
+        if epoch is None:
+            raise NotFound("no earlier placement is recorded")
+        if epoch == current:
+            raise Conflict(f"epoch {epoch} is the current one", Reason.NO_CHANGE)
+        if epoch not in earlier:
+            raise NotFound(f"no placement of epoch {epoch} is recorded; there are {earlier}")
+        return epoch, history[epoch]
+
+    def rollback_epoch(self) -> Epoch | None:
+        """Return the epoch a rollback without a named epoch leads to; None if there is none."""
+        earlier = self._earlier_epochs()
+        return self._before_last_plan(earlier) if earlier else None
+
+    def _earlier_epochs(self) -> list[Epoch]:
+        current = self.epoch
+        return sorted(e for e in self.history if current is not None and e < current)
+
+    def _before_last_plan(self, earlier: list[Epoch]) -> Epoch:
+        """Return the recorded base of the plan that led to the current epoch, else the newest.
+
+        The maps are compared, because after a cold start epochs begin at 0 again. After a warm one
+        the group is still where a plan of an earlier generation led.
+        """
+        history, current = self.history, self.epoch
+        assert current is not None
+        for record in reversed(self.records.by_id.values()):
+            plan, waves = record.plan, record.waves_committed
+            leads_here = plan.base_epoch + waves == current and plan.base_epoch in earlier
+            if (
+                leads_here
+                and history[plan.base_epoch] == plan.base
+                and history.get(current) == placement_at(plan, waves)
+            ):
+                return plan.base_epoch
+        return earlier[-1]

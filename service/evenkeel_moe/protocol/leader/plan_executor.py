@@ -16,6 +16,7 @@ from evenkeel_moe.protocol.control_messages import (
     FromRank,
     PersistEpoch,
     PersistPlan,
+    WaveBegins,
     WaveHealth,
 )
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
@@ -181,9 +182,11 @@ class PlanExecutor:
             phase=PlanPhase.MIGRATING,
             reason=Reason.PLAN_STARTED,
             detail=f"wave {index + 1} of {len(plan.waves)}: {len(body.transfers)} transfers",
+            wave_sent=True,
         )
         digest = self._next_placement.digest
-        return [change, *self._start(prepare.wave, now, digest, prepare=prepare)]
+        sends = self._start(prepare.wave, now, digest, prepare=prepare)
+        return [change, WaveBegins(prepare), *sends]
 
     def recover(self, wave: WaveKey, query: int, now: float) -> list[ControlAction]:
         """End a wave that some rank was found holding (R12)."""
@@ -317,7 +320,7 @@ class PlanExecutor:
         completed = self.records.complete(record, unix)
         if completed is not None:
             return [completed]
-        if self.records.cancel_requested(record):
+        if record.cancel_requested:
             return [self.records.end(record, Reason.CANCELLED, unix, "between two waves")]
         if self.weights_changed:
             return [self.records.end(record, Reason.WEIGHTS_VERSION_CHANGED, unix)]

@@ -58,7 +58,7 @@ def is_failure(record: PlanRecord) -> bool:
     failed = (
         record.phase in (PlanPhase.REFUSED, PlanPhase.ABORTED) and record.reason not in _OVERTAKEN
     )
-    rejected = record.phase is PlanPhase.CANCELLED and not PlanRecords.has_begun(record)
+    rejected = record.phase is PlanPhase.CANCELLED and not record.has_begun
     return (failed or rejected) and record.plan.kind is PlanKind.AUTOMATIC
 
 
@@ -157,7 +157,15 @@ class PlanRecords:
         row |= {"detail": detail} if detail else {}
         error = detail or reason.value if phase.terminal else None
         record = PlanRecord(
-            plan, phase, reason, 0, unix, error, request_digest=digest, story=(row,)
+            plan,
+            phase,
+            reason,
+            0,
+            unix,
+            error,
+            made_by=by or None,
+            request_digest=digest,
+            story=(row,),
         )
         self.by_id[plan.plan_id] = record
         self._forget_old()
@@ -174,8 +182,13 @@ class PlanRecords:
         detail: str = "",
         by: str = "",
         waves_committed: int | None = None,
+        **marks: Any,
     ) -> PersistPlan:
-        """Replace a record; `event` and the arguments also become a row of its story."""
+        """Replace a record; `event` and the arguments also become a row of its story.
+
+        Args:
+            marks: other fields of the record, which the story does not show.
+        """
         phase = record.phase if phase is None else phase
         reason = record.reason if reason is None else reason
         waves = record.waves_committed if waves_committed is None else waves_committed
@@ -191,8 +204,8 @@ class PlanRecords:
             waves_committed=waves,
             updated_at=unix,
             error=(detail or reason.value) if failed else record.error,
-            approved_by=by if event == "approved" else record.approved_by,
             story=(*record.story, row),
+            **marks,
         )
         self.by_id[record.plan.plan_id] = new
         return PersistPlan(new)
@@ -275,18 +288,6 @@ class PlanRecords:
         """
         record = self.by_id.get(plan_id)
         return None if record is None else require_same_request(record, digest)
-
-    @staticmethod
-    def cancel_requested(record: PlanRecord) -> bool:
-        """Return True if an operator asked this leader or an earlier one to stop the plan."""
-        return any(row["event"] == "cancel_requested" for row in record.story)
-
-    @staticmethod
-    def has_begun(record: PlanRecord) -> bool:
-        """Return True if a wave of the plan was ever sent out."""
-        return record.waves_committed > 0 or any(
-            row["event"] == "wave_started" for row in record.story
-        )
 
     def _forget_old(self) -> None:
         kept = select_remembered(self.by_id.values())

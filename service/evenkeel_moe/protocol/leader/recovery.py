@@ -186,7 +186,7 @@ class Recovery:
         found = {(hello.epoch, hello.placement_digest) for hello in hellos}
         epoch, _ = next(iter(found))
         waves = epoch - plan.base_epoch
-        uncounted = records.has_begun(record) and record.waves_committed < waves <= len(plan.waves)
+        uncounted = record.has_begun and record.waves_committed < waves <= len(plan.waves)
         if not uncounted or found != {(epoch, placement_at(plan, waves).digest)}:
             return []
         detail = f"the ranks came back at epoch {epoch}"

@@ -1,0 +1,206 @@
+"""The requests an operator may make of a deployment, and the reasons to refuse them.
+
+A request either raises and has changed nothing, or returns the actions for the shell. One that
+returned may be repeated.
+"""
+
+from dataclasses import replace
+
+from evenkeel_moe.errors import Conflict, InfeasiblePlan, Reason
+from evenkeel_moe.model.hold import Hold
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
+from evenkeel_moe.model.quantities import duration_text
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.control_messages import ControlAction
+from evenkeel_moe.protocol.leader.plan_moves import PlanMoves
+
+
+class OperatorRequests(PlanMoves):
+    """The handlers of operators' requests.
+
+    The table refuses requests with Unavailable (NOT_LEADER) unless this replica leads the
+    deployment, and those that make or start plans also (RECOVERING, RANKS_MISSING) until all ranks
+    have answered.
+    """
+
+    # --- plans ------------------------------------------------------------------------------------
+
+    def _submit(self, event: ctl.PlanSubmitted, now: float) -> list[ControlAction]:
+        """Enter a plan made by hand or for a rollback. A rollback holds `auto` mode.
+
+        Raises:
+            Conflict: ID_REUSED, STALE_BASE, and with `approve` OBSERVE_MODE, OBSERVE_ONLY,
+                SEPARATE_APPROVAL, PLAN_IN_PROGRESS, FROZEN or OUTSIDE_SCHEDULE.
+            InfeasiblePlan: the plan breaks an invariant (R17).
+        """
+        leading, records, plan, by = self.as_leader, self.records, event.plan, event.by
+        if records.same_request(plan.plan_id, event.request_digest) is not None:
+            return []
+        if leading.executor.is_of_other_generation(plan):
+            raise Conflict(f"planned for {plan.generation}", Reason.GENERATION_CHANGED)
+        if leading.executor.is_stale(plan, 0):
+            raise Conflict(f"planned on epoch {plan.base_epoch}", Reason.STALE_BASE)
+        refusal = leading.executor.plan_problem(plan)
+        if refusal is not None:
+            raise InfeasiblePlan(refusal[1], refusal[0])
+        if event.approve:
+            self._require_another_approver(plan, by, by)
+            self._require_free(plan, now)
+        phase = PlanPhase.APPROVED if event.approve else PlanPhase.PROPOSED
+        unix, digest = now + self.unix_offset_s, event.request_digest
+        actions: list[ControlAction] = [
+            records.add(plan, phase, plan.reason, unix, digest=digest, by=by)
+        ]
+        actions += records.drop_excess(unix)
+        loop = leading.planning_loop
+        if plan.kind is PlanKind.ROLLBACK and loop.hold.because is None:
+            loop.hold = replace(loop.hold, because=Reason.HELD_AFTER_ROLLBACK)
+            actions.append(self.document())
+        return [*actions, *self.advance_plan(now)]
+
+    def _repeat(self, event: ctl.RequestRepeated, _now: float) -> list[ControlAction]:
+        """Let failed writes be tried again.
+
+        Raises:
+            Conflict: another request created the plan of this id.
+        """
+        self.records.same_request(event.plan_id, event.request_digest)
+        return []
+
+    def _approve(self, event: ctl.PlanApproved, now: float) -> list[ControlAction]:
+        """Start a proposed plan.
+
+        Raises:
+            NotFound: no such plan.
+            Conflict: STALE_BASE if the epoch moved (R16), EXPIRED, WRONG_PHASE, OBSERVE_MODE,
+                OBSERVE_ONLY, SEPARATE_APPROVAL, PLAN_IN_PROGRESS, FROZEN, OUTSIDE_SCHEDULE.
+        """
+        plan_id, by = event.plan_id, event.by
+        record = self.records.get(plan_id)
+        plan, unix = record.plan, now + self.unix_offset_s
+        if record.reason in (Reason.STALE_BASE, Reason.EXPIRED):
+            raise Conflict(f"plan {plan_id} ended: {record.error}", record.reason)
+        if record.phase is not PlanPhase.PROPOSED:
+            raise Conflict(f"plan {plan_id} is {record.phase}")
+        if self.as_leader.executor.is_stale(plan, 0):
+            raise Conflict(f"plan {plan_id} was made on epoch {plan.base_epoch}", Reason.STALE_BASE)
+        if plan.expires_at is not None and unix >= plan.expires_at:
+            raise Conflict(f"plan {plan_id} ran out at {plan.expires_at:.0f}", Reason.EXPIRED)
+        self._require_another_approver(plan, record.made_by, by)
+        self._require_free(plan, now)
+        change = self.records.change(
+            record, "approved", unix, phase=PlanPhase.APPROVED, by=by, approved_by=by
+        )
+        return [change, *self.advance_plan(now)]
+
+    def _cancel(self, event: ctl.PlanCancelled, now: float) -> list[ControlAction]:
+        """Stop a plan: at once before all votes are in, else before its next wave (R16).
+
+        Raises:
+            NotFound: no such plan.
+            Conflict: WRONG_PHASE if it has ended.
+        """
+        records = self.records
+        record = records.get(event.plan_id)
+        if record.phase.terminal:
+            raise Conflict(f"plan {event.plan_id} is {record.phase}")
+        unix = now + self.unix_offset_s
+        if record.cancel_requested:
+            return []
+        change = records.change(
+            record, "cancel_requested", unix, by=event.by, cancel_requested=True
+        )
+        record = change.record
+        if self.as_leader.executor.runs(record):
+            return [change, *self._to_wave(ctl.CancelWave(Reason.CANCELLED), now)]
+        if record.phase is PlanPhase.PROPOSED or self.recovered:
+            ended = records.end(record, Reason.CANCELLED, unix)
+            return [change, ended, *self.advance_plan(now)]
+        return [change]
+
+    # --- settings ---------------------------------------------------------------------------------
+
+    def _set_policy(self, event: ctl.PolicySet, now: float) -> list[ControlAction]:
+        """Use this policy from the next cycle on.
+
+        A policy that is locked in mode observe cancels the plan that runs.
+        """
+        self.policy = self.as_leader.planning_loop.policy = event.policy
+        actions: list[ControlAction] = [ctl.PersistDocument("policy", event.document)]
+        active = self.records.active
+        if event.policy.locked and active is not None:
+            actions += self._cancel(ctl.PlanCancelled(active.plan.plan_id, "observe_lock"), now)
+        return actions
+
+    def _freeze(self, event: ctl.PlansFrozen, now: float) -> list[ControlAction]:
+        until = now + self.unix_offset_s + event.seconds
+        self.as_leader.planning_loop.frozen_until = until if event.seconds > 0 else 0.0
+        return [self.document()]
+
+    def _resume(self, _event: object, now: float) -> list[ControlAction]:
+        """Let automatic plans begin again that a rollback or undelivered gains stopped."""
+        loop = self.as_leader.planning_loop
+        if loop.hold.because is None:
+            return []  # A repeated request: its caller may have missed the first answer.
+        stopped = loop.hold.because is Reason.GAINS_NOT_DELIVERED
+        since = now + self.unix_offset_s if stopped else loop.hold.judged_from
+        loop.hold = Hold(None, since)
+        return [self.document()]
+
+    # --- preconditions ----------------------------------------------------------------------------
+
+    def _require_another_approver(self, plan: Plan, maker: str | None, approver: str) -> None:
+        """Refuse a plan by hand that its maker approves, or whose maker is not known."""
+        if not self.policy.separate_approval or plan.kind is not PlanKind.MANUAL:
+            return
+        if maker is None or maker == approver:
+            raise Conflict(
+                f"plan {plan.plan_id} was made by {maker or 'an unknown token'}, and with"
+                f" separate_approval another token than its maker's must approve it",
+                Reason.SEPARATE_APPROVAL,
+            )
+
+    def _require_free(self, plan: Plan, now: float) -> None:
+        """Refuse a plan under the lock of mode observe, on ranks that observe, or beside another.
+
+        A freeze and the schedule do not stop a rollback.
+        """
+        if self.policy.locked:
+            raise Conflict(
+                "the mode is observe and observe_lock is set, so nothing may move weights; an admin"
+                " can set another mode, or observe_lock to false",
+                Reason.OBSERVE_MODE,
+            )
+        observers = self.membership.observers
+        if observers:
+            raise Conflict(
+                f"ranks {observers} only observe and refuse every plan: start all ranks of a group"
+                " with EVENKEEL_RANK__MODE=place",
+                Reason.OBSERVE_ONLY,
+            )
+        active = self.records.active
+        if active is not None:
+            raise plan_in_progress(active)
+        if plan.kind is PlanKind.ROLLBACK:
+            return
+        unix = now + self.unix_offset_s
+        if unix < self.frozen_until:
+            wait = duration_text(self.frozen_until - unix)
+            raise Conflict(
+                f"frozen for another {wait}; `evenkeel freeze {self.deployment} 0` ends it",
+                Reason.FROZEN,
+            )
+        opens_at = self.policy.schedule.opens_at(unix)
+        if opens_at != unix:
+            assert opens_at is not None
+            wait = duration_text(opens_at - unix)
+            raise Conflict(f"the schedule opens in {wait}", Reason.OUTSIDE_SCHEDULE)
+
+
+def plan_in_progress(active: PlanRecord) -> Conflict:
+    """Return the refusal of a plan while another one runs."""
+    plan = active.plan
+    cancel = f"`evenkeel plan cancel {plan.deployment} {plan.plan_id}`"
+    return Conflict(
+        f"plan {plan.plan_id} is {active.phase}: wait for it, or {cancel}", Reason.PLAN_IN_PROGRESS
+    )

@@ -1,0 +1,362 @@
+"""Events of the leader's machine that come from telemetry, operators, clocks and the store."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.ids import Epoch, EpRank, Generation
+from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.transitions import ControlState
+from evenkeel_moe.protocol.transitions import ControlState as S
+from tests.protocol.machines import (
+    AFTER_ONE,
+    BASE,
+    GENERATION,
+    LEADER,
+    Operator,
+    abort_answers,
+    ack,
+    both,
+    control_of,
+    from_controller,
+    from_rank,
+    group_leaves,
+    hello_of,
+    identity_of,
+    key_of,
+    of_kind,
+    only,
+    participant_of,
+    plan_of,
+    planning_loop_of,
+    query_of,
+    record,
+    sent,
+    state_in,
+    state_of,
+    vote,
+    wave_of,
+)
+
+
+def test_telemetry_keeps_a_rank_fresh():
+    """Its answers to questions may be late while a step takes long."""
+    control = control_of()
+    for t in range(1, 9):
+        for rank in (EpRank(0), EpRank(1)):
+            control.handle(ctl.RankHeard(rank, 1, 10 + rank), float(t))
+        control.handle(msg.Tick(), float(t))
+    assert control.membership.quorum(8.0).ok
+    control.handle(ctl.RankHeard(EpRank(0), 1, 99), 12.0)
+    assert not control.membership.fresh(EpRank(0), 12.0), "not its newest stream"
+
+
+def test_no_wave_begins_while_a_rank_refuses_waves():
+    """R9."""
+    control = control_of()
+    control.handle(ctl.RankTroubled(EpRank(1), 11, "its replicas differ"), 0.0)
+    waiting, actions = Operator(control).submit(plan_of(), 0.0, approve=True)
+    assert waiting.phase is PlanPhase.APPROVED and sent(actions) == []
+    control.handle(ctl.RankTroubled(EpRank(1), 11, ""), 0.1)
+    actions = control.handle(msg.Tick(), 0.2)
+    assert len([m for m in sent(actions) if isinstance(m, msg.Prepare)]) == 2
+
+
+def test_a_group_that_stops_as_planned_is_not_ready_and_not_lost():
+    control = control_of()
+    assert control.shown_state(0.0) == "ready"
+    assert control.handle(ctl.RankStopped(EpRank(0), 10), 0.0) == []
+    reason, detail = control.state_reason(0.0)
+    assert (control.shown_state(0.0), reason) == ("waiting_for_ranks", Reason.RANKS_MISSING)
+    assert detail == "ranks [0] stopped as planned"
+    control.handle(ctl.RankStopped(EpRank(1), 11), 0.0)
+    assert control.state_reason(0.0)[0] is Reason.GROUP_STOPPED
+    control.handle(msg.Tick(), 0.1)
+    assert control.shown_state(0.1) == "waiting_for_ranks"
+
+
+def test_a_plan_is_measured_once_and_only_if_it_was_carried_out():
+    control, gained = control_of(), DeliveredGain(9.0, unknown_because="no rank reports seconds")
+    plan = plan_of()
+    control.records.add(plan, PlanPhase.ABORTED, Reason.RANK_LOST, 0.0)
+    event = ctl.PlanMeasured(plan.plan_id, gained)
+    assert control.handle(event, 1.0) == []
+    control.records.add(plan, PlanPhase.COMMITTED, Reason.COMMITTED, 0.0)
+    (write,) = control.handle(event, 1.0)
+    assert isinstance(write, ctl.PersistPlan)
+    assert write.record.delivered is gained
+    assert control.handle(event, 2.0) == []
+
+
+def test_policy_is_used_and_stored():
+    control, policy = control_of(), DeploymentPolicy(mode=Mode.OBSERVE)
+    (write,) = Operator(control).set_policy(policy, {"mode": "observe"}, 0.0)
+    assert write == ctl.PersistDocument("policy", {"mode": "observe"})
+    assert control.policy is planning_loop_of(control).policy is policy
+    with pytest.raises(Unavailable):
+        Operator(control_of(S.FOLLOWER)).set_policy(policy, {}, 0.0)
+
+
+def test_a_freeze_ends_by_the_unix_clock_as_it_was_set():
+    control = control_of()
+    Operator(control).freeze(100.0, 0.0)
+    assert planning_loop_of(control).closed(50.0) is Reason.FROZEN
+    control.handle(ctl.ClockStepped(60.0), 50.0)
+    assert planning_loop_of(control).closed(50.0) is None
+
+
+def test_a_new_leader_uses_the_stored_policy_and_records_what_the_store_lost():
+    control, policy = control_of(S.FOLLOWER), DeploymentPolicy(mode=Mode.OBSERVE)
+    stored = ctl.StoredRecords(policy=policy, loss={"reason": "recovered"})
+    (write,) = control.handle(ctl.LeaseAcquired(LEADER, stored), 0.0)
+    assert write == ctl.PersistDecision({"reason": "recovered"})
+    assert control.policy is planning_loop_of(control).policy is policy
+
+
+@pytest.mark.parametrize(
+    ("difference", "state"),
+    [
+        ({}, S.READY),
+        ({"epoch": 1}, S.RECOVERING),
+        ({"placement_digest": AFTER_ONE.digest}, S.RECOVERING),
+        ({"wave": key_of("q"), "state": msg.ParticipantState.PREPARED}, S.RECOVERING),
+        ({"weights_version": 2}, S.RECOVERING),
+    ],
+)
+def test_any_difference_from_the_records_makes_the_leader_query_all_ranks(difference, state):
+    control = control_of()
+    control.handle(msg.Tick(), 1.0)
+    answer = state_of(0, query=query_of(control))
+    control.handle(from_rank(0, dataclasses.replace(answer, **difference)), 1.0)
+    assert control.state is state
+
+
+def test_an_answer_from_before_the_end_of_the_last_wave_is_no_difference():
+    """It tells the map from before the wave."""
+    control = control_of(S.READY)
+    Operator(control).submit(plan_of(1), 0.0, approve=True)
+    control.handle(msg.Tick(), 1.0)
+    asked_before = query_of(control)
+    vote(control)
+    ack(control, AFTER_ONE, 1)
+    assert (control.state, control.epoch) == (S.READY, 1)
+    control.handle(from_rank(0, state_of(0, query=asked_before)), 1.0)
+    assert state_in(control) is S.READY
+    control.handle(msg.Tick(), 2.5)
+    assert query_of(control) == asked_before + 1
+    control.handle(from_rank(0, state_of(0, query=query_of(control))), 2.5)
+    assert state_in(control) is S.RECOVERING
+
+
+def test_staged_bytes_of_the_running_wave_are_shown():
+    control = control_of(S.MIGRATING)
+    control.handle(from_rank(0, msg.StagingProgress(key_of("other"), 1, 2)), 0.0)
+    assert control.as_leader.executor.staged == {}
+    control.handle(from_rank(0, msg.StagingProgress(key_of(), 3, 10)), 0.0)
+    assert control.as_leader.executor.staged == {EpRank(0): (3, 10)}
+
+
+def test_a_rank_that_dropped_a_committed_wave_raises_an_alert_after_its_end_too():
+    control = control_of()
+    Operator(control).submit(plan_of(1), 0.0, approve=True)
+    vote(control)
+    ack(control, AFTER_ONE, 1)
+    dropped = msg.AbortAnswer(key_of(), Epoch(0), msg.WaveOutcome.DROPPED, True)
+    alert = only(control.handle(from_rank(1, dropped), 0.0), ctl.Alert)
+    assert alert.reason is Reason.EPOCH_DISAGREES
+
+
+def test_no_plan_begins_between_a_reload_and_the_answers_of_all_ranks():
+    """R4: its wave would be for the old weights."""
+    control = control_of(S.MIGRATING)
+    reloaded: dict[str, Any] = {"weights_version": 2}
+    both(control, lambda rank: state_of(rank, **reloaded))
+    assert state_in(control) is S.MIGRATING
+    abort_answers(control)
+    assert record(control).reason is Reason.WEIGHTS_VERSION_CHANGED
+    _, actions = Operator(control).submit(plan_of(1, "next"), 0.0, approve=True)
+    assert not [m for m in sent(actions) if isinstance(m, msg.Prepare)]
+    both(control, lambda rank: state_of(rank, **reloaded))
+    assert state_in(control) is S.RECOVERING
+
+
+def test_a_freeze_stops_neither_a_rollback_nor_a_plan_that_has_begun():
+    control = control_of(S.MIGRATING)
+    Operator(control).freeze(1000.0, 0.0)
+    vote(control)
+    actions = ack(control, AFTER_ONE, 1)
+    assert {m.wave for m in sent(actions) if isinstance(m, msg.Prepare)} == {key_of(index=1)}
+    control = control_of()
+    Operator(control).freeze(1000.0, 0.0)
+    rollback = plan_of(1, kind=PlanKind.ROLLBACK)
+    _, actions = Operator(control).submit(rollback, 0.0, approve=True)
+    assert len([m for m in sent(actions) if isinstance(m, msg.Prepare)]) == 2
+    assert not of_kind(control.handle(msg.Tick(), 30.0), ctl.RunCycle)
+
+
+def test_an_answer_of_a_process_of_another_generation_starts_nothing():
+    """Its group has not gathered yet."""
+    control = control_of()
+    group_leaves(control)
+    control.handle(from_rank(1, hello_of(1, "g2", 5), 5, 31), 0.1)
+    answer = dataclasses.replace(state_of(1, query=9, epoch=4), identity=identity_of(1, "g2", 5))
+    assert control.handle(from_rank(1, answer, 5, 31), 0.1) == []
+    assert control.state is S.READY
+
+
+def aborts(actions):
+    return [a.rank for a in of_kind(actions, ctl.SendToRank) if isinstance(a.message, msg.Abort)]
+
+
+def test_a_lost_rank_that_says_hello_is_asked_once():
+    control = control_of(S.MIGRATING)
+    control.handle(ctl.RankHeard(EpRank(0), 1, 10), 3.0)
+    assert aborts(control.handle(msg.Tick(), 3.0)) == [0, 1]
+    assert aborts(control.handle(from_rank(1, hello_of(1), stream=21), 3.1)) == [1]
+    assert aborts(control.handle(msg.Tick(), 3.2)) == []
+
+
+def test_a_rank_of_a_new_generation_that_stops_at_once_is_lost_to_its_wave():
+    control = control_of()
+    control.handle(msg.Tick(), 10.0)
+    for rank in (0, 1):
+        control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 10.1)
+    held: dict[str, Any] = {
+        "state": msg.ParticipantState.ARMED,
+        "wave": key_of(generation="g2"),
+    }
+    for rank in (0, 1):
+        answer = state_of(rank, query=query_of(control))
+        answer = dataclasses.replace(answer, identity=identity_of(rank, "g2", 5), **held)
+        control.handle(from_rank(rank, answer, 5, 30 + rank), 10.1)
+    control.handle(ctl.RankStopped(EpRank(1), 31), 10.1)
+    health = only(control.handle(msg.Tick(), 10.2), ctl.WaveHealth)
+    assert (health.stalled, health.reason) == (True, Reason.RANK_LOST)
+
+
+@pytest.mark.parametrize(
+    ("generation", "epoch", "kept"),
+    [(GENERATION, 0, True), (GENERATION, 1, False), (Generation("g0"), 0, False)],
+)
+def test_a_failed_write_of_an_epoch_is_repeated_only_while_the_epoch_is_current(
+    generation, epoch, kept
+):
+    control, write = control_of(), ctl.PersistEpoch(generation, Epoch(epoch), BASE)
+    control.handle(ctl.PersistFailed((write,)), 0.0)
+    assert of_kind(control.handle(msg.Tick(), 0.1), ctl.PersistEpoch) == ([write] if kept else [])
+
+
+def test_a_failed_document_is_repeated_in_its_newest_version():
+    control = control_of()
+    policy, old = ctl.PersistDocument("policy", {"mode": "auto"}), control.document()
+    control.handle(ctl.PersistFailed((policy, old)), 0.0)
+    Operator(control).freeze(10.0, 0.0)
+    control.handle(ctl.PersistFailed((policy, old)), 0.0)
+    assert control.document() != old
+    repeated = of_kind(control.handle(msg.Tick(), 0.1), ctl.PersistDocument)
+    assert repeated == [policy, control.document()]
+
+
+def test_no_cycle_begins_while_writes_are_missing():
+    control = control_of()
+    control.handle(ctl.PersistFailed((control.document(),)), 29.9)
+    actions = control.handle(msg.Tick(), 30.0)
+    assert only(actions, ctl.PersistDecision).row["reason"] == "store_unavailable"
+    assert not of_kind(actions, ctl.RunCycle)
+
+
+@pytest.mark.parametrize("state", [S.RECOVERING, S.MIGRATING])
+def test_a_cycle_that_the_group_or_another_plan_has_overtaken_says_so(state):
+    control = control_of(policy=DeploymentPolicy(mode=Mode.AUTO, cycle_s=1.0))
+    cycle = only(control.handle(msg.Tick(), 1.0), ctl.RunCycle)
+    if state is S.RECOVERING:
+        group_leaves(control)
+        for rank in (0, 1):
+            control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 1.0)
+    else:
+        Operator(control).submit(plan_of(), 1.0, approve=True)
+    assert control.state is state
+    plan = plan_of(plan_id="late", kind=PlanKind.AUTOMATIC)
+    decided = ctl.CycleDecided(cycle.cycle, Reason.PLAN_STARTED, plan)
+    row = only(control.handle(decided, 1.1), ctl.PersistDecision).row
+    wanted = {S.RECOVERING: Reason.RECOVERING, S.MIGRATING: Reason.PLAN_IN_PROGRESS}
+    assert row["reason"] == wanted[state]
+    assert "late" not in control.records.by_id
+
+
+MOVED = BASE.with_rows((1,), wave_of(layer=1).rows)
+"""The map of the ranks after the move."""
+
+
+def deliver(control, ranks, actions):
+    """Carry every message to its machine, until none is left."""
+    queue = list(actions)
+    while queue:
+        action = queue.pop(0)
+        if not isinstance(action, ctl.SendToRank):
+            continue
+        for answer in sent(ranks[action.rank].handle(from_controller(action.message), 0.0)):
+            queue += control.handle(from_rank(action.rank, answer), 0.0)
+
+
+@pytest.fixture
+def group():
+    """A leader that recorded epoch 0, and two ranks that have moved to epoch 1 since."""
+    ranks = [participant_of(rank) for rank in (0, 1)]
+    for rank in ranks:
+        rank.handle(msg.EngineRebalanced(MOVED), 0.0)
+    return control_of(), ranks
+
+
+def submit(group, plan):
+    control, ranks = group
+    _, actions = Operator(control).submit(plan, 0.0, approve=True)
+    deliver(control, ranks, actions)
+
+
+def test_a_wave_refused_as_stale_makes_the_leader_query_the_ranks(group):
+    """R15: without it, plans that follow each other closely would all end as stale_base."""
+    control, ranks = group
+    submit(group, plan_of())
+    assert (record(control).phase, record(control).reason) == (
+        PlanPhase.ABORTED,
+        Reason.STALE_BASE,
+    )
+    assert (control.state, control.epoch, control.placement) == (
+        ControlState.READY,
+        Epoch(1),
+        MOVED,
+    )
+    target = MOVED.with_rows((0,), wave_of().rows)
+    submit(group, plan_of(1, "next", base_epoch=1, base=MOVED, target=target))
+    assert control.state is ControlState.MIGRATING
+    assert {rank.state for rank in ranks} == {msg.ParticipantState.STAGING}
+
+
+def test_a_wave_that_ends_for_another_reason_does_not(group):
+    control, ranks = group
+    for rank in ranks:
+        rank.observe_only = True
+    submit(group, plan_of())
+    assert record(control).reason is Reason.OBSERVE_ONLY
+    assert (control.state, control.epoch) == (ControlState.READY, Epoch(0))
+
+
+def test_while_the_ranks_are_queried_no_plan_begins(group):
+    control, ranks = group
+    _, actions = Operator(control).submit(plan_of(), 0.0, approve=True)
+    stale = [
+        m for rank in ranks for m in sent(rank.handle(from_controller(sent(actions)[-1]), 0.0))
+    ]
+    for rank, answer in enumerate(stale):
+        control.handle(from_rank(rank, answer), 0.0)
+    for number in (0, 1):
+        gone = msg.AbortAnswer(key_of(), Epoch(1), msg.WaveOutcome.REFUSED, True)
+        control.handle(from_rank(number, gone), 0.0)
+    assert (record(control).reason, control.state) == (Reason.STALE_BASE, ControlState.RECOVERING)
