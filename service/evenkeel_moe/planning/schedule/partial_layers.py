@@ -26,6 +26,17 @@ def room_needed(
     return np.asarray(np.stack([received, opened]).reshape(2, num_ranks, -1).sum(axis=2), np.int64)
 
 
+def whole_row(
+    old: NDArray[np.int32], new: NDArray[np.int32], left: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """Return `new` if it fits, else `old`; arguments and `left` as in `partial_row`."""
+    needed = room_needed(old, new, left.shape[1])
+    if not (needed <= left).all():
+        return old
+    left -= needed
+    return new
+
+
 def partial_row(
     old: NDArray[np.int32], new: NDArray[np.int32], left: NDArray[np.int64]
 ) -> NDArray[np.int32]:
@@ -49,11 +60,9 @@ def partial_row(
     for unit in _units(old, new, left.shape[1]):
         tried = row.copy()
         tried[unit] = new[unit]
-        needed = room_needed(row, tried, left.shape[1])
         # Two units may each rely on the replica that the other drops.
-        if (needed <= left).all() and np.isin(old[old >= 0], tried).all():
-            left -= needed
-            row = tried
+        if np.isin(old[old >= 0], tried).all():
+            row = whole_row(row, tried, left)
     if (row != old).any():
         return row
     return _parked(old, new, left)
@@ -163,9 +172,7 @@ def _parked(
                 continue
             tried = old.copy()
             tried[park], tried[slot] = old[slot], new[slot]
-            needed = room_needed(old, tried, left.shape[1])
-            if (needed <= left).all():
-                left -= needed
+            if whole_row(old, tried, left) is tried:
                 return tried
     return old
 

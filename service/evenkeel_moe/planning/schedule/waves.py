@@ -16,7 +16,12 @@ from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits, Transfer, Wave
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.schedule.partial_layers import partial_row, room_needed, vacated_rows
+from evenkeel_moe.planning.schedule.partial_layers import (
+    partial_row,
+    room_needed,
+    vacated_rows,
+    whole_row,
+)
 
 
 def schedule_waves(
@@ -61,9 +66,11 @@ def schedule_waves(
     waves: list[Wave] = []
     most_waves = 4 * int((rows != target.phy2log).sum()) + 1
     while (pending := _pending_layers(rows, target.phy2log, shape)).size:
-        chosen = _whole_layers(rows, target.phy2log, pending, room, max_layers_per_wave)
+        chosen = _layers_that_fit(rows, target.phy2log, pending, room, max_layers_per_wave)
         if not chosen:
-            chosen = _partial_layers(rows, target.phy2log, pending, room, max_layers_per_wave)
+            chosen = _layers_that_fit(
+                rows, target.phy2log, pending, room, max_layers_per_wave, in_steps=True
+            )
         if not chosen:
             chosen = vacated_rows(rows, target.phy2log, room.buffers, max_layers_per_wave)
         if not chosen or len(waves) == most_waves:
@@ -165,43 +172,29 @@ def _growth(old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int) -> N
     )
 
 
-def _whole_layers(
+def _layers_that_fit(
     rows: NDArray[np.int32],
     target: NDArray[np.int32],
     pending: NDArray[np.int64],
     room: _Room,
     max_layers: int | None,
+    *,
+    in_steps: bool = False,
 ) -> dict[int, NDArray[np.int32]]:
-    """Fit whole layers into one wave, first fit; returns layer -> new row."""
+    """Fit layers into one wave; returns layer -> new row.
+
+    Whole layers are taken where they fit; steps of layers in layer order, until the room is used
+    up.
+    """
     left = room.left()
     chosen: dict[int, NDArray[np.int32]] = {}
     for layer in pending.tolist():
         if max_layers is not None and len(chosen) == max_layers:
             break
-        needed = room_needed(rows[layer], target[layer], room.num_ranks)
-        if (needed <= left).all():
-            left = left - needed
-            chosen[layer] = target[layer]
-    return chosen
-
-
-def _partial_layers(
-    rows: NDArray[np.int32],
-    target: NDArray[np.int32],
-    pending: NDArray[np.int64],
-    room: _Room,
-    max_layers: int | None,
-) -> dict[int, NDArray[np.int32]]:
-    """Fit partial steps of layers into one wave, in layer order, until the room is used up."""
-    left = room.left()
-    chosen: dict[int, NDArray[np.int32]] = {}
-    for layer in pending.tolist():
-        if max_layers is not None and len(chosen) == max_layers:
-            break
-        row = partial_row(rows[layer], target[layer], left)
+        row = (partial_row if in_steps else whole_row)(rows[layer], target[layer], left)
         if (row != rows[layer]).any():
             chosen[layer] = row
-        elif chosen:
+        elif in_steps and chosen:
             break
     return chosen
 
