@@ -9,13 +9,12 @@ from bench.report import Row, best_of
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.policies.capacity_packing import pack_copies
+from evenkeel_moe.planning.policies.capacity_packing import interleaved_capacity, pack_copies
 from evenkeel_moe.planning.policies.craft.policy import (
     allocate_replicas,
     place_replicas,
     replica_benefit,
 )
-from evenkeel_moe.planning.policies.interleaved_capacity import interleaved_capacity
 from evenkeel_moe.planning.policies.replication import replicate_experts
 
 __all__ = ["craft_rows"]

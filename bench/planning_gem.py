@@ -6,12 +6,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.gem_setups import gem_setup
 from bench.loads import lognormal_steps
 from bench.report import Row, best_of
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.planning.policies.gem.kernels import search_layers
-from evenkeel_moe.planning.policies.gem.policy import cost_table, gem_setup
+from evenkeel_moe.planning.policies.gem.policy import cost_table
 from evenkeel_moe.planning.problem.kernels import TimeTerms, rank_time, time_terms
 
 __all__ = ["gem_rows"]

@@ -10,12 +10,13 @@ from functools import partial
 
 import numpy as np
 
+from bench.gem_setups import gem_setup
 from bench.planning_walk import FLEETS, RIVALS, recorded, setup_of, upper95
 from bench.report import Row, print_row, write_report
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.planning.policies.craft.policy import CraftOptions, GainWeighting, plan_craft
-from evenkeel_moe.planning.policies.gem.policy import gem_setup, plan_gem
+from evenkeel_moe.planning.policies.gem.policy import plan_gem
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.policies.registry import warm_kernels

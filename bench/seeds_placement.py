@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.dispatch_traces import RANKS, Recorded, setup_of
+from bench.gem_setups import gem_setup
 from bench.report import Row
 from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.dispatch_model import DispatchModel
@@ -19,7 +20,7 @@ from evenkeel_moe.planning.policies.craft.policy import (
     replica_benefit,
 )
 from evenkeel_moe.planning.policies.eplb import plan_eplb, rebalance_experts
-from evenkeel_moe.planning.policies.gem.policy import gem_setup, plan_gem
+from evenkeel_moe.planning.policies.gem.policy import plan_gem
 from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem.metrics import balancedness_mean, rank_load
 from evenkeel_moe.planning.problem.objective import Objective

@@ -5,13 +5,17 @@ from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.model.cost import CostModel
-from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.eplb import Variant, plan_eplb, rebalance_experts
+from evenkeel_moe.planning.policies.eplb import (
+    Variant,
+    balanced_packing,
+    plan_eplb,
+    rebalance_experts,
+)
 from evenkeel_moe.planning.problem import metrics, moe_time
-from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from tests.planning import twins
+from tests.planning.builders import a_problem
 from tests.strategies import LOAD_KINDS, cost_curves, loads, seeds, shapes, topologies
 
 # The example of the README of deepseek-ai/EPLB.
@@ -56,7 +60,7 @@ def test_proposals_are_sound_for_every_load(kind, data, shape):
     load = data.draw(loads(shape.num_layers, shape.num_logical_experts, kinds=(kind,)))
     topology = data.draw(topologies(shape.num_ranks))
     costs = data.draw(st.none() | cost_curves(shape.num_ranks))
-    problem = PlacementProblem(load, shape, topology, objective=Objective(cost=CostModel(costs)))
+    problem = a_problem(load, shape, topology, cost=CostModel(costs))
     proposal = plan_eplb(problem)
     proposal.placement.check(shape)
     assert proposal.score == pytest.approx(moe_time.score(problem, proposal.placement))
@@ -81,34 +85,21 @@ def test_zero_load_spreads_replicas_evenly():
     assert copies.max() == 2
 
 
-def test_one_hot_load_is_spread_over_all_ranks():
-    shape = ModelShape(1, 4, 4, 2, 1, 1)
-    load = np.array([[[0.0, 100.0, 0.0, 0.0]]])
-    placement = plan_eplb(PlacementProblem(load, shape, Topology.single_node(4))).placement
-    assert placement.logcnt[0, 1] == 4
-    assert metrics.balancedness_mean(metrics.rank_load(load, placement)) == 1.0
-
-
-def test_a_single_rank_holds_everything_once():
-    shape = ModelShape(2, 3, 1, 5, 1, 1)
-    placement = plan_eplb(
-        PlacementProblem(np.ones((1, 2, 3)), shape, Topology.single_node(1))
-    ).placement
-    assert np.sort(placement.phy2log, axis=1).tolist() == [[EMPTY, EMPTY, 0, 1, 2]] * 2
-
-
-def test_more_ranks_than_experts():
-    shape = ModelShape(1, 2, 5, 1, 1, 1)
-    load = np.array([[[30.0, 20.0]]])
-    placement = plan_eplb(PlacementProblem(load, shape, Topology.single_node(5))).placement
-    assert placement.logcnt.tolist() == [[3, 2]]
-
-
-def test_as_many_slots_as_experts_needs_no_replica():
-    shape = ModelShape(1, 6, 3, 2, 1, 1)
-    load = np.array([[[6.0, 5.0, 4.0, 3.0, 2.0, 1.0]]])
-    placement = plan_eplb(PlacementProblem(load, shape, Topology.single_node(3))).placement
-    assert metrics.rank_load(load, placement)[0, 0].tolist() == [7.0, 7.0, 7.0]
+@pytest.mark.parametrize(
+    ("load", "ranks", "slots", "copies", "rank_load"),
+    [
+        ([0.0, 100.0, 0.0, 0.0], 4, 2, None, [25.0] * 4),
+        ([1.0, 1.0, 1.0], 1, 5, [1, 1, 1], [3.0]),
+        ([30.0, 20.0], 5, 1, [3, 2], [10.0] * 5),
+        ([6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 3, 2, [1] * 6, [7.0] * 3),
+    ],
+    ids=["one hot expert", "one rank", "more ranks than experts", "no spare slot"],
+)
+def test_small_problems_have_the_plan_that_one_sees(load, ranks, slots, copies, rank_load):
+    shape = ModelShape(1, len(load), ranks, slots, 1, 1)
+    placement = plan_eplb(a_problem(np.array([[load]]), shape)).placement
+    assert copies is None or placement.logcnt[0].tolist() == copies
+    assert metrics.rank_load(np.array([[load]]), placement)[0, 0].tolist() == rank_load
 
 
 def test_duplicates_are_the_reference_rule_and_avoided_by_default():
@@ -124,12 +115,12 @@ def test_hierarchical_only_where_it_is_faster():
     nodes = Topology((0, 1, 0, 1))
     # All load is in one group: on one node, half of the ranks would be idle.
     skewed = np.array([[[9.0, 8.0, 7.0, 6.0, 0.0, 0.0, 0.0, 0.0]]])
-    proposal = plan_eplb(PlacementProblem(skewed, shape, nodes))
+    proposal = plan_eplb(a_problem(skewed, shape, nodes))
     assert proposal.numbers["keep_nodes"] == 0.0
     assert proposal.numbers["score_hierarchical"] > proposal.numbers["score_global"]
     # Both forms are equally fast, so groups stay whole, each on one node.
     even = np.ones((1, 1, 8))
-    proposal = plan_eplb(PlacementProblem(even, shape, nodes))
+    proposal = plan_eplb(a_problem(even, shape, nodes))
     assert proposal.numbers["keep_nodes"] == 1.0
     ranks = proposal.placement.phy2log.reshape(4, 3)
     assert set(ranks[[0, 2]].ravel() // 4) == {0}
@@ -138,15 +129,15 @@ def test_hierarchical_only_where_it_is_faster():
 
 def test_variant_is_binding():
     shape = ModelShape(1, 8, 4, 3, 1, 1, num_expert_groups=2)
-    problem = PlacementProblem(np.ones((1, 1, 8)), shape, Topology((0, 0, 1, 1)))
+    problem = a_problem(np.ones((1, 1, 8)), shape, Topology((0, 0, 1, 1)))
     assert plan_eplb(problem, Variant.GLOBAL).numbers["keep_nodes"] == 0.0
-    lonely = PlacementProblem(np.ones((1, 1, 8)), shape, Topology.single_node(4))
+    lonely = a_problem(np.ones((1, 1, 8)), shape)
     with pytest.raises(InvalidInput, match="one node"):
         plan_eplb(lonely, Variant.HIERARCHICAL)
-    uneven = PlacementProblem(np.ones((1, 1, 8)), shape, Topology((0, 1, 1, 1)))
+    uneven = a_problem(np.ones((1, 1, 8)), shape, Topology((0, 1, 1, 1)))
     with pytest.raises(InvalidInput, match=r"\[1, 3\] ranks"):
         plan_eplb(uneven, Variant.HIERARCHICAL)
-    odd = PlacementProblem(np.ones((1, 1, 8)), shape, Topology((0, 1, 2, 2)))
+    odd = a_problem(np.ones((1, 1, 8)), shape, Topology((0, 1, 2, 2)))
     with pytest.raises(InvalidInput, match="2 expert groups do not divide over 3 nodes"):
         plan_eplb(odd, Variant.HIERARCHICAL)
 
@@ -177,22 +168,20 @@ def test_replica_budget_is_kept():
     shape = ModelShape(2, 6, 3, 4, 1, 1)
     load = np.random.default_rng(0).integers(1, 9, (2, 2, 6)).astype(float)
     for budget, filled in ((0, 6), (3, 9), (6, 12)):
-        problem = PlacementProblem(load, shape, Topology.single_node(3), replica_budget=budget)
+        problem = a_problem(load, shape, replica_budget=budget)
         assert (plan_eplb(problem).placement.phy2log >= 0).sum(axis=1).tolist() == [filled, filled]
     with pytest.raises(
         InvalidInput, match="6 experts \\+ 1 redundant = 7 slots do not divide over 3 ranks"
     ):
-        plan_eplb(PlacementProblem(load, shape, Topology.single_node(3), replica_budget=1))
+        plan_eplb(a_problem(load, shape, replica_budget=1))
     with pytest.raises(InfeasiblePlan, match="needs 5 slots") as error:
-        plan_eplb(PlacementProblem(load, shape, Topology.single_node(3), replica_budget=9))
+        plan_eplb(a_problem(load, shape, replica_budget=9))
     assert error.value.reason is Reason.MEMORY_EXCEEDED
 
 
 def test_pooled_slots_give_every_layer_the_same_share():
     shape = ModelShape(3, 6, 3, 6, 1, 1, pool_slots_per_rank=10)
-    placement = plan_eplb(
-        PlacementProblem(np.ones((1, 3, 6)), shape, Topology.single_node(3))
-    ).placement
+    placement = plan_eplb(a_problem(np.ones((1, 3, 6)), shape)).placement
     placement.check(shape)
     assert (placement.phy2log >= 0).sum(axis=1).tolist() == [9, 9, 9]
 
@@ -202,4 +191,18 @@ def test_a_pool_that_cannot_hold_equal_layers_is_refused():
     with pytest.raises(
         InfeasiblePlan, match=r"2 slots per rank and layer x 2 ranks = 4 cannot hold 5"
     ):
-        plan_eplb(PlacementProblem(np.ones((1, 2, 5)), shape, Topology.single_node(2)))
+        plan_eplb(a_problem(np.ones((1, 2, 5)), shape))
+
+
+@given(st.integers(1, 6), st.integers(1, 5), seeds)
+def test_packing_matches_the_twin(packs, each, seed):
+    weight = np.random.default_rng(seed).integers(0, 20, (3, packs * each)).astype(np.float32)
+    index, place = balanced_packing(weight, packs)
+    for row in range(3):
+        want = twins.pack(weight[row], packs)
+        assert (index[row].tolist(), place[row].tolist()) == (want[0], want[1])
+
+
+def test_items_that_do_not_divide_over_the_packs_are_refused():
+    with pytest.raises(InvalidInput, match="5 items do not divide over 2 packs"):
+        balanced_packing(np.ones((1, 5), np.float32), 2)

@@ -28,13 +28,13 @@ _MOST_TRIALS = 100_000_000
 looked at, or every third, and so on."""
 
 
-class _Terms(NamedTuple):
+class FillTerms(NamedTuple):
     """A cost model in the form of the kernels, and the price of a copy."""
 
     work: WorkTerms
     time: TimeTerms
     price: float
-    """Of a copy inside a node, over all steps of the window."""
+    """Of a copy inside a node, for as many steps as the gains are of."""
 
 
 def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placement:
@@ -65,9 +65,8 @@ def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placeme
     trials = empty * shape.num_logical_experts * len(problem.load)
     load = problem.load[:: -max(1, -(-trials // _MOST_TRIALS))]
     ranks, cost = shape.num_ranks, objective.cost
-    split = SplitModel(topology=problem.topology, source_load=problem.source_load)
-    shared = cost.shared_tokens * source_shares(split, ranks, shape.num_layers)
-    terms = _Terms(
+    shared = cost.shared_tokens * source_shares(SplitModel.of(problem), ranks, shape.num_layers)
+    terms = FillTerms(
         work_terms(cost.replica),
         time_terms(cost, ranks),
         _price_of_copy(problem) * len(load),
@@ -111,7 +110,7 @@ def _fill_layer(
     present: NDArray[np.int64],
     prices: NDArray[np.float32],
     shared: NDArray[np.float64],
-    terms: _Terms,
+    terms: FillTerms,
     allow_duplicates: bool,
 ) -> None:
     """Fill the empty slots of one layer.
@@ -193,7 +192,7 @@ def _time_with(
     work: NDArray[np.float64],
     times: NDArray[np.float64],
     order: NDArray[np.int64],
-    terms: _Terms,
+    terms: FillTerms,
 ) -> float:
     """Return the time of all steps if a rank held one more replica of an expert.
 

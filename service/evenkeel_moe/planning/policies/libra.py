@@ -20,11 +20,11 @@ from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.libra_replication import plan_copies
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.proposal import build_proposal, place_on_ranks
-from evenkeel_moe.planning.policies.slot_budget import equal_slots_per_rank
 from evenkeel_moe.planning.problem.placement_problem import (
     PlacementProblem,
     Proposal,
     check_current,
+    equal_slots_per_rank,
 )
 
 

@@ -3,72 +3,50 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.gem_setups import GEM_SETUPS, gem_setup
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.gem.kernels import (
     search_layers,
 )
 from evenkeel_moe.planning.policies.gem.policy import (
-    GEM_SETUPS,
     GemOptions,
     cost_table,
-    gem_setup,
     plan_gem,
 )
 from evenkeel_moe.planning.problem import metrics, moe_time
-from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from tests.planning.builders import a_problem
 from tests.strategies import loads, shapes
 
 
 def problem_of(load, ranks, costs=None, **fields):
     _, layers, experts = load.shape
     shape = ModelShape(layers, experts, ranks, -(-experts // ranks), 1, 100)
-    return PlacementProblem(
-        load,
-        shape,
-        Topology.single_node(ranks),
-        objective=Objective(cost=CostModel(costs)),
-        **fields,
-    )
-
-
-def test_step_0_of_figure_13():
-    """Loads 3 and 6 cost 2 on GPU 0 and 5 on GPU 1; the rest of curves and placement is our own."""
-    costs = CostCurves(
-        1, np.array([[1.0, 1.5, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 2.5, 3.0, 4.0, 5.0]]), np.ones(2)
-    )
-    placement = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
-    load = np.array([[[1.0, 2.0, 3.0, 3.0]]])
-    tokens = metrics.rank_load(load, placement)
-    assert tokens.ravel().tolist() == [3.0, 6.0]
-    assert moe_time.rank_times(tokens, CostModel(costs)).ravel().tolist() == [2.0, 5.0]
-    assert moe_time.predicted_time(load, placement, CostModel(costs)) == 5.0
+    return a_problem(load, shape, cost=CostModel(costs), **fields)
 
 
 def test_a_score_adds_the_slowest_rank_of_every_step():
-    """5 + 4 + 4 = 13 as in Figure 13 (c); the loads of steps 1 and 2 are our own."""
+    """Loads 3 and 6 cost 2 on GPU 0 and 5 on GPU 1, and 5 + 4 + 4 = 13, as in Figure 13 (c).
+
+    The rest of the curves, the placement and the loads of steps 1 and 2 are our own.
+    """
     costs = CostCurves(
         1, np.array([[1.0, 1.5, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 2.5, 3.0, 4.0, 5.0]]), np.ones(2)
     )
-    placement = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
+    cost, placement = CostModel(costs), Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
     load = np.array([[[1.0, 2, 3, 3]], [[3.0, 2, 1, 2]], [[1.0, 4, 2, 1]]])
-    assert moe_time.step_times(load, placement, CostModel(costs)).ravel().tolist() == [
-        5.0,
-        4.0,
-        4.0,
-    ]
-    assert moe_time.predicted_time(load, placement, CostModel(costs)) == 13.0
+    tokens = metrics.rank_load(load, placement)
+    assert moe_time.rank_times(tokens, cost)[0].ravel().tolist() == [2.0, 5.0]
+    assert moe_time.step_times(load, placement, cost).ravel().tolist() == [5.0, 4.0, 4.0]
+    assert moe_time.predicted_time(load, placement, cost) == 13.0
 
 
 @given(shapes(), st.data())
 def test_every_expert_gets_one_slot_and_ranks_the_same_number(shape, data):
     load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
-    problem = PlacementProblem(
-        load, shape, Topology.single_node(shape.num_ranks), max_evaluations=500
-    )
+    problem = a_problem(load, shape, max_evaluations=500)
     proposal = plan_gem(problem)
     proposal.placement.check(shape)
     assert (proposal.placement.logcnt == 1).all()
@@ -85,25 +63,18 @@ def test_pools_that_just_hold_every_expert_are_not_overrun(ranks, experts, layer
     pool = -(-layers * experts // ranks) + spare
     shape = ModelShape(layers, experts, ranks, fewest + 1, 1, 100, pool_slots_per_rank=pool)
     load = data.draw(loads(layers, experts))
-    placement = plan_gem(
-        PlacementProblem(load, shape, Topology.single_node(ranks), max_evaluations=500)
-    ).placement
+    placement = plan_gem(a_problem(load, shape, max_evaluations=500)).placement
     placement.check(shape)
     assert (placement.logcnt == 1).all()
     if pool >= layers * fewest:
         owned = ModelShape(layers, experts, ranks, fewest + 1, 1, 100)
-        assert (
-            plan_gem(
-                PlacementProblem(load, owned, Topology.single_node(ranks), max_evaluations=500)
-            ).placement
-            == placement
-        )
+        assert plan_gem(a_problem(load, owned, max_evaluations=500)).placement == placement
 
 
 def test_a_pool_of_three_slots_holds_two_layers_of_four_experts_on_three_ranks():
     shape = ModelShape(2, 4, 3, 3, 1, 100, pool_slots_per_rank=3)
     load = np.array([[[9.0, 1.0, 1.0, 1.0]] * 2])
-    placement = plan_gem(PlacementProblem(load, shape, Topology.single_node(3))).placement
+    placement = plan_gem(a_problem(load, shape)).placement
     placement.check(shape)
     assert (placement.phy2log >= 0).reshape(2, 3, 3).sum(axis=2).tolist() == [[2, 1, 1], [1, 2, 1]]
 
@@ -121,7 +92,7 @@ def test_more_restarts_never_score_worse_and_the_budget_replays():
 def test_every_restart_runs_on_traffic_of_a_recorded_traces_size():
     load = np.random.default_rng(7).gamma(2.0, 20.0, (100, 6, 64)).round()
     shape = ModelShape(6, 64, 8, 9, 6, 100)
-    problem = PlacementProblem(load, shape, Topology.single_node(8))
+    problem = a_problem(load, shape)
     tokens, table = cost_table(problem.load, 8, problem.objective.cost)
     noise = np.ones((GemOptions().restarts, 6, 64))
     capacity = np.full((6, 8), 8)
@@ -163,6 +134,4 @@ def test_what_it_refuses():
     with pytest.raises(InvalidInput, match="restarts is 0"):
         GemOptions(restarts=0)
     shape = ModelShape(1, 3, 2, 2, 1, 100)
-    assert (
-        plan_gem(PlacementProblem(np.ones((1, 1, 3)), shape, Topology.single_node(2))).score == 2.0
-    )
+    assert plan_gem(a_problem(np.ones((1, 1, 3)), shape)).score == 2.0

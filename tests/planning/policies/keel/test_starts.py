@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InfeasiblePlan
 from evenkeel_moe.model.placement import EMPTY, Placement
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.keel.starts import fit_to_budget
-from evenkeel_moe.planning.policies.slot_budget import SlotBudget
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.problem.placement_problem import SlotBudget
+from tests.planning.builders import a_problem
 from tests.strategies import loads, placements, shapes
 
 
@@ -52,10 +52,9 @@ def fit_slowly(problem, current):
 @st.composite
 def fits(draw):
     shape = draw(shapes())
-    problem = PlacementProblem(
+    problem = a_problem(
         draw(loads(shape.num_layers, shape.num_logical_experts)),
         shape,
-        Topology.single_node(shape.num_ranks),
         replica_budget=draw(st.none() | st.integers(0, 2)),
     )
     return problem, draw(placements(shape))
@@ -85,12 +84,7 @@ def lines_to_fit(layers, pooled):
         1,
         pool_slots_per_rank=17 * layers if pooled else None,
     )
-    problem = PlacementProblem(
-        np.random.default_rng(0).random((2, layers, 64)),
-        shape,
-        Topology.single_node(4),
-        replica_budget=0,
-    )
+    problem = a_problem(np.random.default_rng(0).random((2, layers, 64)), shape, replica_budget=0)
     current, lines = Placement.initial(shape), 0
 
     def count(*_):

@@ -12,13 +12,11 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.policies.capacity_packing import pack_copies
+from evenkeel_moe.planning.policies.capacity_packing import interleaved_capacity, pack_copies
 from evenkeel_moe.planning.policies.craft.kernels import replay_layer
-from evenkeel_moe.planning.policies.interleaved_capacity import interleaved_capacity
 from evenkeel_moe.planning.policies.proposal import build_proposal
 from evenkeel_moe.planning.policies.replication import replicate_experts
-from evenkeel_moe.planning.policies.slot_budget import SlotBudget
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal, SlotBudget
 
 
 class GainWeighting(StrEnum):

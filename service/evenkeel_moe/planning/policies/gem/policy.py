@@ -9,14 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
-from evenkeel_moe.model.cost import CostCurves, CostModel
+from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies.capacity_packing import interleaved_capacity
 from evenkeel_moe.planning.policies.gem.kernels import search_layers
-from evenkeel_moe.planning.policies.interleaved_capacity import interleaved_capacity
 from evenkeel_moe.planning.policies.proposal import build_proposal, place_on_ranks
-from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem import moe_time
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal, SlotBudget
 
 _MOST_RESTARTS = 1000
 _MOST_UNITS = 65_536
@@ -26,18 +25,6 @@ _MOST_WORK = 10_000_000_000
 
 It allows all K restarts of any recorded trace, and of 58 layers of 256 experts on 16 steps; on 256
 steps of those, four restarts. Every layer's first search runs in any case.
-"""
-
-GEM_SETUPS = {
-    "low": (1.0,),
-    "moderate": (1.0, 0.921, 0.897, 0.88),
-    "high": (0.88,),
-}
-"""Throughput of ranks relative to the fastest, in the paper's set-ups.
-
-low: equal ranks. high: one rank 12 % slower than the rest. moderate: the power caps of the paper's
-Table 2 (600, 480, 444, 418 W), read off a straight line from 418 W (12 % slower, as in its high
-set-up) to 600 W. The paper draws its own curve but gives no figures.
 """
 
 
@@ -137,31 +124,3 @@ def cost_table(
     entries = np.arange(int(units.sum(axis=1).max()) + 1) * unit
     table = moe_time.rank_times(np.repeat(entries[:, None], num_ranks, axis=1), cost)
     return np.ascontiguousarray(units), np.ascontiguousarray(table.T)
-
-
-def gem_setup(
-    name: str, num_ranks: int, *, tile_tokens: int, tiles: int, tile_seconds: float = 1e-5
-) -> CostCurves:
-    """Return the cost curves of one of the paper's three set-ups.
-
-    Args:
-        name: a key of `GEM_SETUPS`.
-        num_ranks: the spread repeats over the ranks; high slows rank 0 only.
-        tile_tokens: width of a stair.
-        tiles: stairs before the curve goes on as a line.
-        tile_seconds: time of a tile on the fastest rank.
-
-    Raises:
-        InvalidInput: no such set-up.
-    """
-    if name not in GEM_SETUPS:
-        raise InvalidInput(f"unknown set-up {name!r}; known: {', '.join(GEM_SETUPS)}")
-    if tiles < 1:
-        raise InvalidInput(f"tiles is {tiles}, must be at least 1")
-    speed = np.ones(num_ranks)
-    if name == "high":
-        speed[0] = GEM_SETUPS[name][0]
-    else:
-        speed = np.resize(np.array(GEM_SETUPS[name]), num_ranks)
-    stairs = tile_seconds * np.arange(1, tiles + 1)[None, :] / speed[:, None]
-    return CostCurves(tile_tokens, stairs, tile_seconds / tile_tokens / speed)

@@ -6,7 +6,6 @@ batch. The search of keel takes the work as shared evenly by the copies and does
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,17 +13,15 @@ from numpy.typing import NDArray
 from evenkeel_moe.batch_split import choose_replicas, slots_by_expert
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.policies.fill_slots import FillTerms
 from evenkeel_moe.planning.policies.keel.layer import raised, root
-from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem.kernels import (
-    TimeTerms,
-    WorkTerms,
     rank_time,
     time_terms,
     work_of_tokens,
     work_terms,
 )
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, SlotBudget
 from evenkeel_moe.planning.problem.token_split import SplitModel, source_shares
 from evenkeel_moe.planning.schedule.relabel import copy_prices
 
@@ -34,15 +31,6 @@ so that no single replica lowers the maximum."""
 _MOST_TRIALS = 4_000_000
 """Most steps x experts x ranks looked at for one replica of a layer. With more, only every second
 step is looked at, or every third, and so on."""
-
-
-class _FillTerms(NamedTuple):
-    """A cost model in the form of the kernels, and the price of a copy."""
-
-    work: WorkTerms
-    time: TimeTerms
-    price: float
-    """Of a copy inside a node, per step, in the unit of the score."""
 
 
 def fill_for_fewest(problem: PlacementProblem, placement: Placement, price: float) -> Placement:
@@ -62,7 +50,7 @@ def fill_for_fewest(problem: PlacementProblem, placement: Placement, price: floa
     every = max(1, -(-len(problem.load) * experts * ranks // _MOST_TRIALS))
     load = problem.load[::-every][::-1]
     shared = cost.shared_tokens * source_shares(SplitModel.of(problem), ranks, shape.num_layers)
-    terms = _FillTerms(work_terms(cost.replica), time_terms(replace(cost, fixed=0.0), ranks), price)
+    terms = FillTerms(work_terms(cost.replica), time_terms(replace(cost, fixed=0.0), ranks), price)
     rows, most = placement.phy2log.copy(), SlotBudget.of(problem).per_layer
     for layer, row in enumerate(rows):
         spare = min(most, len(row)) - int((row >= 0).sum())
@@ -77,7 +65,7 @@ def _fill_layer(
     row: NDArray[np.int32],
     prices: NDArray[np.float32],
     shared: NDArray[np.float64],
-    terms: _FillTerms,
+    terms: FillTerms,
     spare: int,
 ) -> None:
     """Fill up to `spare` empty slots of one layer, the most helpful replica first.
@@ -113,7 +101,7 @@ def _gains(
     row: NDArray[np.int32],
     free: NDArray[np.int64],
     shared: NDArray[np.float64],
-    terms: _FillTerms,
+    terms: FillTerms,
 ) -> NDArray[np.float64]:
     """Return (E, R) the mean time saved in a step if a free slot of the rank held the expert.
 

@@ -16,10 +16,13 @@ from evenkeel_moe.planning.policies.keel.moves import Rules, SearchRoom, descend
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.policies.keel.single_slots import ExchangeRules, exchange_copies
 from evenkeel_moe.planning.policies.keel.window import Window, reading_dominates
-from evenkeel_moe.planning.policies.slot_budget import SlotBudget
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.layer_threads import map_layers
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
+from evenkeel_moe.planning.problem.placement_problem import (
+    PlacementProblem,
+    SlotBudget,
+    origin_shares,
+)
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import copy_prices, count_moves
 
@@ -192,13 +195,16 @@ class Search:
 
     def inputs_of(self, layer: int) -> Inputs:
         """Return what no move changes of a layer."""
-        window = self._window
+        problem, window = self._problem, self._window
+        prices = copy_prices(problem, layer)
+        if problem.current is None:  # Nothing is there to copy: a first plan has no copies.
+            prices[:] = 0.0
         return Inputs(
             np.ascontiguousarray(window.blocks[:, layer].T) / window.unit_tokens,
             window.block_weights,
             np.ascontiguousarray(self._base[:, layer].T),
             np.ascontiguousarray(self._floor[:, layer]),
-            copy_prices(self._problem, layer),
+            prices,
             self._origin[layer % len(self._origin)],
         )
 

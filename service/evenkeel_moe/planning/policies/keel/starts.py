@@ -14,8 +14,7 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.capacity_packing import pack_copies
 from evenkeel_moe.planning.policies.eplb import place_by_eplb
 from evenkeel_moe.planning.policies.replication import replicate_experts
-from evenkeel_moe.planning.policies.slot_budget import SlotBudget
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, SlotBudget
 from evenkeel_moe.planning.schedule.relabel import relabel
 
 
