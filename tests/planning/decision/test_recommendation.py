@@ -20,10 +20,9 @@ from evenkeel_moe.planning.decision.recommendation import (
 )
 from evenkeel_moe.planning.decision.verdict import Call
 from evenkeel_moe.planning.policies import registry as policies
-from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.signals.change_detection import Change
-from tests.planning.decision.test_cycle import SHAPE, inputs, skewed
+from tests.planning.decision.test_cycle import SHAPE, inputs, listening, skewed
 
 
 def ask(load, compare=("keel",), free_bytes=None, **changes):
@@ -155,13 +154,18 @@ def test_a_change_of_traffic_is_told():
     assert found.planned_on_steps == 16
 
 
+def split_of(load):
+    split = run_cycle(inputs(load)).split
+    assert split is not None
+    return split
+
+
 def test_a_policy_on_trial_that_fails_says_so_in_its_own_row(monkeypatch):
     def broken(problem):
         raise ZeroDivisionError("nobody thought of this")
 
     monkeypatch.setitem(policies.POLICIES, "broken", broken)
-    split = run_cycle(inputs(skewed(60))).split
-    assert split is not None
+    split = split_of(skewed(60))
     rows = score_shadows(ShadowRequest(inputs(skewed(60)), split, ("broken", "wishful", "keel")))
     assert [row.reason for row in rows] == [
         Reason.PLANNER_FAILED,
@@ -174,16 +178,9 @@ def test_a_policy_on_trial_that_fails_says_so_in_its_own_row(monkeypatch):
 
 
 def test_a_policy_on_trial_is_not_held_to_what_the_cycles_own_may_evaluate(monkeypatch):
-    told = []
-
-    def spy(problem):
-        told.append(problem)
-        return plan_eplb(problem)
-
-    monkeypatch.setitem(policies.POLICIES, "spy", spy)
-    split = run_cycle(inputs(skewed(60))).split
-    assert split is not None
-    score_shadows(ShadowRequest(inputs(skewed(60), max_evaluations=7), split, ("spy",)))
+    told = listening(monkeypatch)
+    split = split_of(skewed(60))
+    score_shadows(ShadowRequest(inputs(skewed(60), max_evaluations=7), split, ("listener",)))
     assert [problem.max_evaluations for problem in told] == [None]
 
 
@@ -198,11 +195,6 @@ def test_shadows_are_scored_on_the_very_split_of_the_cycle():
     assert elsewhere.copies is not None
 
 
-def two_hot(steps=60, seed=0):
-    """Two experts carry most tokens: a copy of each halves the slowest rank."""
-    return skewed(steps, seed=seed)
-
-
 BARE = ModelShape(2, 8, 4, 2, 2, 1000)
 """A shape without replicas."""
 
@@ -214,7 +206,7 @@ def redundancy(load, shape=BARE, free_bytes=None, **changes):
 
 
 def test_replicas_that_pay_are_advised_with_their_memory():
-    found, words = redundancy(two_hot(), free_bytes=10_000)
+    found, words = redundancy(skewed(60), free_bytes=10_000)
     assert found.present == 0
     assert found.advised > 0
     assert [level.replicas_per_layer for level in found.levels] == [0, 1, 2, 4, 8]
@@ -231,9 +223,9 @@ def test_replicas_that_pay_are_advised_with_their_memory():
 def test_replicas_that_cost_reading_are_advised_against():
     """Two hot experts pay for replicas by tokens, but not where every expert takes as long."""
     shape = replace(SHAPE, slots_per_rank=3)
-    by_tokens, _ = redundancy(two_hot(), shape)
+    by_tokens, _ = redundancy(skewed(60), shape)
     reading = CostModel(replica=ReplicaWork(read_tokens=500.0), source=CostSource.DERIVED)
-    found, words = redundancy(two_hot(), shape, objective=Objective(cost=reading))
+    found, words = redundancy(skewed(60), shape, objective=Objective(cost=reading))
     assert (by_tokens.present, by_tokens.advised) == (4, 8)
     assert (found.present, found.advised) == (4, 0)
     assert found.levels[0].gain == pytest.approx(1 / 3)
@@ -248,14 +240,14 @@ def test_replicas_that_cost_reading_are_advised_against():
 
 
 def test_memory_bounds_the_advice_and_unknown_memory_does_not_pretend():
-    tight, _ = redundancy(two_hot(), free_bytes=0)
+    tight, _ = redundancy(skewed(60), free_bytes=0)
     assert tight.advised == 0
     assert [level.fits for level in tight.levels] == [True, False, False, False, False]
-    unknown, words = redundancy(two_hot(), free_bytes=None)
+    unknown, words = redundancy(skewed(60), free_bytes=None)
     assert unknown.advised > 0
     assert [level.fits for level in unknown.levels] == [True, None, None, None, None]
     assert "free on the fullest: unknown" in words[-1]
-    sizeless, _ = redundancy(two_hot(), replace(BARE, bytes_per_expert=0), free_bytes=10_000)
+    sizeless, _ = redundancy(skewed(60), replace(BARE, bytes_per_expert=0), free_bytes=10_000)
     assert {level.extra_bytes_per_rank for level in sizeless.levels} == {None}
     assert {level.fits for level in sizeless.levels} == {None}
 
@@ -279,7 +271,7 @@ def test_replicas_that_bring_nothing_are_called_superfluous():
 
 def test_craft_levels_are_told_per_layer_beside_the_uniform_ones():
     """Only layer 0 is skewed, so CRAFT gives layer 1 nothing and takes less memory."""
-    load = two_hot()
+    load = skewed(60)
     load[:, 1] = 50
     found, _ = redundancy(load, free_bytes=10_000)
     assert [level.replication_factor for level in found.craft] == [1, 2]
@@ -297,10 +289,10 @@ def test_craft_levels_are_told_per_layer_beside_the_uniform_ones():
 
 def test_the_moe_share_is_known_only_where_times_are_in_seconds():
     cost = CostModel(CostCurves.linear(np.full(4, 1e-6)), source=CostSource.MEASURED)
-    found, _ = redundancy(two_hot(), objective=Objective(cost=cost), step_s=1.0)
+    found, _ = redundancy(skewed(60), objective=Objective(cost=cost), step_s=1.0)
     assert found.moe_share is not None
     assert 0 < found.moe_share < 1
     for known in ({"objective": Objective(cost=cost)}, {"step_s": 1.0}):
-        assert redundancy(two_hot(), **known)[0].moe_share is None
-    impossible, _ = redundancy(two_hot(), objective=Objective(cost=cost), step_s=1e-9)
+        assert redundancy(skewed(60), **known)[0].moe_share is None
+    impossible, _ = redundancy(skewed(60), objective=Objective(cost=cost), step_s=1e-9)
     assert impossible.moe_share is None

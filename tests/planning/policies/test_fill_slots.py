@@ -12,9 +12,9 @@ from evenkeel_moe.planning.policies import fill_slots
 from evenkeel_moe.planning.policies.fill_slots import fill_empty_slots
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import count_moves
+from tests.planning.builders import a_problem
 
 SHAPE = ModelShape(2, 6, 3, 4, 2, 100)
 TOPOLOGY = Topology.single_node(3)
@@ -31,9 +31,7 @@ COSTS = {
 def problem_of(seed, **changes):
     rng = np.random.default_rng(seed)
     load = rng.uniform(0, 40, (5, 2, 6)) * (rng.random((5, 2, 6)) < 0.8)
-    return PlacementProblem(
-        load, SHAPE, TOPOLOGY, objective=Objective(**{"fill_slots": True, **changes})
-    )
+    return a_problem(load, SHAPE, TOPOLOGY, objective=Objective(**{"fill_slots": True, **changes}))
 
 
 def sparse_placement(seed, shape=SHAPE):
@@ -143,9 +141,7 @@ def test_where_reading_dominates_slots_get_experts_that_are_rarely_chosen():
     load = np.tile([50.0, 40.0, 30.0, 20.0, 0.01, 30.0], (4, 1, 1))
     rows = np.array([[0, 4, EMPTY, 1, 5, EMPTY, 2, 3, EMPTY]], np.int32)
     cost = CostModel(replica=ReplicaWork(read_tokens=200.0))
-    problem = PlacementProblem(
-        load, shape, TOPOLOGY, objective=Objective(cost=cost, fill_slots=True)
-    )
+    problem = a_problem(load, shape, TOPOLOGY, cost=cost, fill_slots=True)
     filled = fill_empty_slots(problem, Placement(rows, 3, 6)).phy2log
     assert filled[0, [5, 8]].tolist() == [4, 4]
 
@@ -153,9 +149,7 @@ def test_where_reading_dominates_slots_get_experts_that_are_rarely_chosen():
 def test_duplicates_are_made_only_where_they_are_allowed():
     shape = ModelShape(1, 2, 2, 3, 1, 100)
     rows = np.array([[0, EMPTY, EMPTY, 1, EMPTY, EMPTY]], np.int32)
-    problem = PlacementProblem(
-        np.ones((3, 1, 2)), shape, Topology.single_node(2), objective=Objective(fill_slots=True)
-    )
+    problem = a_problem(np.ones((3, 1, 2)), shape, fill_slots=True)
     refused = fill_empty_slots(problem, Placement(rows, 2, 2))
     assert refused.first_duplicate() is None
     assert (refused.phy2log == EMPTY).sum() == 2

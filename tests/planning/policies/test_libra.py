@@ -5,14 +5,12 @@ from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
-from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.policies.libra import (
     LibraOptions,
     plan_libra,
     replicate_by_source,
 )
-from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from tests.planning.builders import a_problem
 from tests.strategies import loads, placements, seeds, shapes
 
 
@@ -114,15 +112,14 @@ def test_proposals_are_sound(shape, data):
     source = data.draw(st.none() | st.just(True))
     load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
     rng = np.random.default_rng(data.draw(seeds))
-    problem = PlacementProblem(
+    problem = a_problem(
         load,
         shape,
-        Topology.single_node(shape.num_ranks),
         current=data.draw(st.none() | placements(shape)),
         source_load=None
         if source is None
         else rng.integers(0, 9, (shape.num_ranks, *load.shape[1:])).astype(float),
-        objective=Objective(dispatch=DispatchModel.NEAREST),
+        dispatch=DispatchModel.NEAREST,
     )
     proposal = plan_libra(problem)
     proposal.placement.check(shape)

@@ -1,12 +1,11 @@
 import numpy as np
 
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.metro import plan_metro
 from evenkeel_moe.planning.problem import metrics, moe_time
-from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from tests.planning.builders import a_problem
 
 SHAPE = ModelShape(1, 8, 4, 2, 2, 100)
 
@@ -17,7 +16,7 @@ def test_active_experts_are_balanced_where_tokens_say_otherwise():
     load[:, :, :4] = 0.0
     load[::4, :, :4] = 40.0
     cost = CostModel(replica=ReplicaWork(read_tokens=1000.0))
-    problem = PlacementProblem(load, SHAPE, Topology.single_node(4), objective=Objective(cost=cost))
+    problem = a_problem(load, SHAPE, cost=cost)
     proposal = plan_metro(problem)
     active = metrics.rank_load(np.minimum(load, 1.0), proposal.placement)
     assert (active.sum(axis=0) == active.sum(axis=0)[0, 0]).all()
@@ -27,5 +26,5 @@ def test_active_experts_are_balanced_where_tokens_say_otherwise():
 def test_with_one_token_for_each_active_expert_it_is_eplb():
     load = (np.random.default_rng(1).random((6, 2, 8)) < 0.4).astype(float)
     shape = ModelShape(2, 8, 4, 3, 2, 100)
-    problem = PlacementProblem(load, shape, Topology.single_node(4))
+    problem = a_problem(load, shape)
     assert plan_metro(problem).placement == plan_eplb(problem).placement

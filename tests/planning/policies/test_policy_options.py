@@ -3,8 +3,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from evenkeel_moe.errors import InvalidInput, Reason
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.craft.policy import (
     CraftOptions,
     GainWeighting,
@@ -13,14 +13,14 @@ from evenkeel_moe.planning.policies.craft.policy import (
 )
 from evenkeel_moe.planning.policies.gem.policy import GemOptions, plan_gem
 from evenkeel_moe.planning.policies.registry import CONFIGURABLE, POLICIES, resolve_policy
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from tests.planning.builders import a_problem
 
 SHAPE = ModelShape(6, 8, 4, 4, 2, 100, pool_slots_per_rank=24)
 
 
 def problem_of(shape=SHAPE):
     load = np.random.default_rng(2).lognormal(4, 1, (6, 6, 8))
-    return PlacementProblem(load, shape, Topology.single_node(4), max_evaluations=20_000)
+    return a_problem(load, shape, max_evaluations=20_000)
 
 
 def test_options_reach_the_policy_in_the_types_of_its_class():
@@ -79,9 +79,3 @@ def test_options_that_cannot_be_right_are_refused_in_words(name, options, words)
     with pytest.raises(InvalidInput, match=words) as caught:
         resolve_policy(name, options)
     assert len(str(caught.value)) < 220
-
-
-def test_options_of_an_unknown_policy_name_the_known_policies():
-    with pytest.raises(InvalidInput, match="unknown policy 'magic'; known: craft") as caught:
-        resolve_policy("magic", {"a": 1})
-    assert caught.value.reason is Reason.UNKNOWN_POLICY

@@ -12,19 +12,14 @@ from evenkeel_moe.model.placement import EMPTY
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.eplb import Variant, plan_eplb
 from evenkeel_moe.planning.policies.registry import POLICIES, resolve_policy
-from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
-
-
-def test_policies_are_found_by_name():
-    assert resolve_policy("eplb") is POLICIES["eplb"]
+from tests.planning.builders import a_problem
 
 
 def test_one_form_of_eplb_can_be_chosen_by_name():
     shape = ModelShape(2, 8, 4, 3, 2, 100, num_expert_groups=2)
     load = np.random.default_rng(1).lognormal(4, 1, (6, 2, 8))
-    problem = PlacementProblem(load, shape, Topology((0, 0, 1, 1)))
+    problem = a_problem(load, shape, Topology((0, 0, 1, 1)))
     for variant in Variant:
         chosen = resolve_policy(f"eplb-{variant}")(problem)
         assert chosen.placement == plan_eplb(problem, variant).placement
@@ -37,17 +32,6 @@ def test_unknown_policy_names_the_known_ones():
     with pytest.raises(InvalidInput, match="unknown policy 'magic'; known: .*eplb") as error:
         resolve_policy("magic")
     assert error.value.reason is Reason.UNKNOWN_POLICY
-
-
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_every_policy_answers_with_a_sound_placement_and_the_same_bytes_twice(name):
-    shape = ModelShape(2, 6, 3, 3, 2, 100)
-    load = np.random.default_rng(3).integers(0, 100, (4, 2, 6)).astype(float)
-    problem = PlacementProblem(load, shape, Topology((0, 0, 1)), max_evaluations=2000)
-    first, second = resolve_policy(name)(problem), resolve_policy(name)(problem)
-    first.placement.check(shape)
-    assert first.placement.digest == second.placement.digest
-    assert first.score == second.score
 
 
 PLAN_AFTER_WARMING = """
@@ -110,15 +94,14 @@ def test_planning_again_on_the_same_load_moves_nothing(name):
     shape = ModelShape(3, 12, 4, 4, 2, 100)
     load = np.random.default_rng(4).lognormal(4, 1, (6, 3, 12))
     topology = Topology.single_node(4)
-    first = resolve_policy(name)(
-        PlacementProblem(load, shape, topology, max_evaluations=20_000)
-    ).placement
-    again = PlacementProblem(
+    first = resolve_policy(name)(a_problem(load, shape, topology, max_evaluations=20_000)).placement
+    again = a_problem(
         load,
         shape,
         topology,
         current=first,
-        objective=Objective(copy_cost=1.0, lifetime_steps=1),
+        copy_cost=1.0,
+        lifetime_steps=1,
         max_evaluations=20_000,
     )
     target = relabel(again, resolve_policy(name)(again).placement)
@@ -136,8 +119,8 @@ def test_other_names_of_the_experts_change_nothing_else(name, seed):
     load, new = rng.lognormal(4, 1, (4, 2, 8)), rng.permutation(8)
     shape = ModelShape(2, 8, 3, 4, 2, 100)
     plan, topology = resolve_policy(name), Topology.single_node(3)
-    first = plan(PlacementProblem(load, shape, topology))
-    renamed = plan(PlacementProblem(load[:, :, new], shape, topology))
+    first = plan(a_problem(load, shape, topology))
+    renamed = plan(a_problem(load[:, :, new], shape, topology))
     names = np.append(new, EMPTY)  # The last stands for an empty slot, -1.
     assert by_rank(names[renamed.placement.phy2log]) == by_rank(first.placement.phy2log)
     assert renamed.score == pytest.approx(first.score)

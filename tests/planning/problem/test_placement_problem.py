@@ -1,7 +1,5 @@
 """The inputs a problem accepts and refuses, for every policy and dispatch model."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,29 +8,20 @@ from hypothesis import strategies as st
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
 from evenkeel_moe.model.cost import CostCurves
 from evenkeel_moe.model.dispatch_model import DispatchModel
-from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.registry import POLICIES
-from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
+from evenkeel_moe.planning.problem.placement_problem import origin_shares
+from tests.planning.builders import a_problem
 from tests.strategies import loads, placements, seeds, shapes, topologies
 
 SHAPE = ModelShape(2, 8, 4, 3, 2, 100)
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
-DISPATCHES = pytest.mark.parametrize("dispatch", DispatchModel)
 
 
-def planned(name, **fields):
+def problem_of(**fields):
     load = np.random.default_rng(1).poisson(20, (5, 2, 8)).astype(np.float64)
-    known: dict[str, Any] = {
-        "load": load,
-        "current": Placement.initial(SHAPE),
-        "max_evaluations": 500,
-    }
-    return POLICIES[name](
-        PlacementProblem(shape=SHAPE, topology=Topology.single_node(4), **(known | fields))
-    ).placement
+    return a_problem(fields.pop("load", load), SHAPE, **fields)
 
 
 def sources(value):
@@ -42,8 +31,6 @@ def sources(value):
     return found
 
 
-@EVERY
-@DISPATCHES
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -53,83 +40,55 @@ def sources(value):
         (sources(1e16), r"source_load holds 1 values above 9.0072e\+15, largest 1e\+16"),
     ],
 )
-def test_source_loads_that_cannot_be_are_refused(name, dispatch, source, words):
+def test_source_loads_that_cannot_be_are_refused(source, words):
     with pytest.raises(InvalidInput, match=words):
-        planned(name, objective=Objective(dispatch=dispatch), source_load=source)
+        problem_of(source_load=source)
 
 
-@EVERY
-@DISPATCHES
 @pytest.mark.parametrize("size", [(4, 2, 7), (4, 1, 8), (2, 2, 8), (1, 2, 8), (2, 8), (5, 4, 2, 8)])
-def test_source_loads_of_another_deployment_are_refused(name, dispatch, size):
+def test_source_loads_of_another_deployment_are_refused(size):
     with pytest.raises(ShapeMismatch, match=r"source_load must be \(4, 2, 8\), got \("):
-        planned(name, objective=Objective(dispatch=dispatch), source_load=np.ones(size))
+        problem_of(source_load=np.ones(size))
 
 
-@EVERY
-@DISPATCHES
 @pytest.mark.parametrize("number", ["copy_cost", "cross_node_factor", "max_evaluations", "seed"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1])
-def test_numbers_that_cannot_be_are_refused(name, dispatch, number, value):
+def test_numbers_that_cannot_be_are_refused(number, value):
     with pytest.raises(InvalidInput, match=f"{number} is {value}, must be finite and not negative"):
-        if number in ("copy_cost", "cross_node_factor"):
-            planned(name, objective=Objective(dispatch=dispatch, **{number: value}))
-        else:
-            planned(name, objective=Objective(dispatch=dispatch), **{number: value})
+        problem_of(**{number: value})
 
 
 def test_a_copy_between_nodes_that_is_cheaper_than_one_within_is_refused():
     with pytest.raises(InvalidInput, match=r"cross_node_factor is 0\.5, must be at least 1"):
-        planned("keel", objective=Objective(cross_node_factor=0.5))
+        problem_of(cross_node_factor=0.5)
 
 
 @pytest.mark.parametrize("limit", ["max_moves", "max_bytes", "max_layers"])
 def test_limits_below_zero_are_refused(limit):
     with pytest.raises(InvalidInput, match=f"{limit} is -1, must be finite and not negative"):
-        planned("keel", objective=Objective(limits=PlanLimits(**{limit: -1})))
+        problem_of(limits=PlanLimits(**{limit: -1}))
 
 
 def test_loads_beyond_what_can_be_counted_are_refused():
     with pytest.raises(
         InvalidInput, match=r"load holds 16 values above 9.0072e\+15, largest 1e\+300"
     ):
-        planned("eplb", load=np.full((1, 2, 8), 1e300))
+        problem_of(load=np.full((1, 2, 8), 1e300))
+
+
+GOOD, EVEN = [[1.0, 2.0], [1.0, 2.0]], [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
     ("stairs", "slope", "words"),
     [
-        (
-            [[-1.0, 2.0], [1.0, 2.0]],
-            [1.0, 1.0],
-            "tile_seconds holds 1 negative values, smallest -1",
-        ),
-        (
-            [[1.0, np.nan], [1.0, 2.0]],
-            [1.0, 1.0],
-            "tile_seconds holds 1 values that are not finite",
-        ),
-        (
-            [[1.0, 2.0], [1.0, np.inf]],
-            [1.0, 1.0],
-            "tile_seconds holds 1 values that are not finite",
-        ),
-        (
-            [[1.0, 2.0], [3.0, 2.5]],
-            [1.0, 1.0],
-            "1 tiles cost less than the one before, the most by 0.5 s",
-        ),
-        (
-            [[1.0, 2.0], [1.0, 2.0]],
-            [1.0, -2.0],
-            "slope_s_per_token holds 1 negative values, smallest -2",
-        ),
-        (
-            [[1.0, 2.0], [1.0, 2.0]],
-            [np.nan, 1.0],
-            "slope_s_per_token holds 1 values that are not finite",
-        ),
-        ([[], []], [1.0, 1.0], r"with K at least 1 .*got \(2, 0\) and \(2,\)"),
+        ([[-1.0, 2.0], [1.0, 2.0]], EVEN, "tile_seconds holds 1 negative values, smallest -1"),
+        ([[1.0, np.nan], [1.0, 2.0]], EVEN, "tile_seconds holds 1 values that are not finite"),
+        ([[1.0, 2.0], [1.0, np.inf]], EVEN, "tile_seconds holds 1 values that are not finite"),
+        ([[1.0, 2.0], [3.0, 2.5]], EVEN, "1 tiles cost less than the one before, the most by 0.5"),
+        (GOOD, [1.0, -2.0], "slope_s_per_token holds 1 negative values, smallest -2"),
+        (GOOD, [np.nan, 1.0], "slope_s_per_token holds 1 values that are not finite"),
+        ([[], []], EVEN, r"with K at least 1 .*got \(2, 0\) and \(2,\)"),
         ([[1.0], [1.0]], [1.0], r"got \(2, 1\) and \(1,\)"),
     ],
 )
@@ -153,13 +112,13 @@ def test_sound_source_loads_get_a_sound_answer_or_a_refusal_of_something_else(na
     load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
     rng = np.random.default_rng(data.draw(seeds))
     size = (shape.num_ranks, *load.shape[1:])
-    problem = PlacementProblem(
+    problem = a_problem(
         load,
         shape,
         data.draw(topologies(shape.num_ranks)),
         current=data.draw(st.none() | placements(shape)),
         source_load=rng.integers(0, 9, size) * 10.0 ** rng.integers(-9, 12, size),
-        objective=Objective(dispatch=data.draw(st.sampled_from(DispatchModel))),
+        dispatch=data.draw(st.sampled_from(DispatchModel)),
         max_evaluations=500,
     )
     try:

@@ -13,7 +13,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule.relabel import (
     align_slots,
     copy_prices,
@@ -24,6 +23,7 @@ from evenkeel_moe.planning.schedule.relabel import (
     relabel,
 )
 from tests.planning import twins
+from tests.planning.builders import a_problem
 from tests.strategies import loads, placements, seeds, shapes, topologies
 
 
@@ -47,12 +47,12 @@ def test_a_copy_that_no_rank_of_the_node_can_send_has_a_price_of_its_own(case, d
     shape, current, target = case
     topology = data.draw(topologies(shape.num_ranks))
     price = np.zeros(shape.num_layers)
-    problem = PlacementProblem(
+    problem = a_problem(
         np.zeros((1, shape.num_layers, shape.num_logical_experts)),
         shape,
         topology,
-        current,
-        objective=Objective(cross_node_factor=factor),
+        current=current,
+        cross_node_factor=factor,
     )
     for layer in range(shape.num_layers):
         present = [set(row) for row in contents(current, layer)]
@@ -201,9 +201,7 @@ def test_relabel_respects_the_dispatcher():
 
     def moves(dispatch=DispatchModel.EVEN, keep_nodes=False, **kwargs):
         objective = Objective(dispatch=dispatch)
-        problem = PlacementProblem(
-            load, shape, nodes, current=current, objective=objective, **kwargs
-        )
+        problem = a_problem(load, shape, nodes, current=current, objective=objective, **kwargs)
         return count_moves(current, relabel(problem, crossed, keep_nodes=keep_nodes))
 
     assert moves() == 0
@@ -211,22 +209,20 @@ def test_relabel_respects_the_dispatcher():
     assert moves(dispatch=DispatchModel.NEAREST) == 2
     assert moves(dispatch=DispatchModel.NEAREST, source_load=np.ones((4, 1, 4))) == 2
     assert moves(dispatch=DispatchModel.OPTIMAL) == 0
-    assert relabel(PlacementProblem(load, shape, nodes), crossed) == crossed
+    assert relabel(a_problem(load, shape, nodes), crossed) == crossed
 
 
 @given(pairs(), st.data())
 def test_relabelling_keeps_the_score(case, data):
     shape, current, target = case
     rng = np.random.default_rng(data.draw(seeds))
-    problem = PlacementProblem(
+    problem = a_problem(
         data.draw(loads(shape.num_layers, shape.num_logical_experts)),
         shape,
         data.draw(topologies(shape.num_ranks)),
         current=current,
-        objective=Objective(
-            cost=CostModel(CostCurves.linear(rng.integers(1, 3, shape.num_ranks).astype(float))),
-            dispatch=data.draw(st.sampled_from(DispatchModel)),
-        ),
+        cost=CostModel(CostCurves.linear(rng.integers(1, 3, shape.num_ranks).astype(float))),
+        dispatch=data.draw(st.sampled_from(DispatchModel)),
         source_load=data.draw(
             st.sampled_from(
                 [None, np.ones((shape.num_ranks, shape.num_layers, shape.num_logical_experts))]

@@ -71,6 +71,11 @@ def replay(base, waves, shape, staging=None):
     return rows
 
 
+def on_one_node(base, target, shape, staging, *limits, **options):
+    topology = Topology.single_node(base.num_ranks)
+    return schedule_waves(base, target, shape, topology, staging, *limits, **options)
+
+
 @settings(max_examples=200)
 @given(migrations())
 def test_transfers_reproduce_the_target(case):
@@ -118,7 +123,7 @@ def test_whole_layers_move_no_more_than_needed(case):
 def test_nothing_to_do_is_no_wave():
     shape = ModelShape(1, 2, 2, 1, 1, 1)
     placement = Placement.initial(shape)
-    assert schedule_waves(placement, placement, shape, Topology.single_node(2), 0) == ()
+    assert on_one_node(placement, placement, shape, 0) == ()
 
 
 def test_nearer_sources_are_preferred():
@@ -135,7 +140,7 @@ def test_the_same_rank_is_the_nearest_source():
     shape = ModelShape(1, 2, 2, 2, 1, 7)
     base = Placement(np.array([[0, 1, 0, -1]]), 2, 2)
     target = Placement(np.array([[1, 0, 0, -1]]), 2, 2)
-    (wave,) = schedule_waves(base, target, shape, Topology.single_node(2), None)
+    (wave,) = on_one_node(base, target, shape, None)
     assert {t.dst_slot: t.src_slot for t in wave.transfers} == {0: 1, 1: 0}
     assert wave.nbytes(2) == 0
 
@@ -153,7 +158,7 @@ def test_batches_are_few():
     shape = ModelShape(6, 64, 16, 5, 1, 1)
     rows = np.stack([np.concatenate([rng.permutation(64), np.full(16, EMPTY)]) for _ in range(12)])
     base, target = Placement(rows[:6], 16, 64), Placement(rows[6:], 16, 64)
-    (wave,) = schedule_waves(base, target, shape, Topology.single_node(16), None)
+    (wave,) = on_one_node(base, target, shape, None)
     busy = np.zeros((16, 16), int)
     for t in wave.transfers:
         busy[t.src_slot // 5, t.dst_slot // 5] += t.src_slot // 5 != t.dst_slot // 5
@@ -170,7 +175,7 @@ def test_layers_that_fill_a_rank_for_good_come_last_when_slots_are_pooled():
     target = Placement(
         np.array([[0, 1, -1, 1, 2, -1, -1, -1, -1], [-1, -1, 2, 2, 0, -1, 1, -1, -1]]), 3, 3
     )
-    waves = schedule_waves(base, target, shape, Topology.single_node(3), None)
+    waves = on_one_node(base, target, shape, None)
     assert [wave.layers for wave in waves] == [(1,), (0,)]
     assert (replay(base, waves, shape) == target.phy2log).all()
 
@@ -178,7 +183,7 @@ def test_layers_that_fill_a_rank_for_good_come_last_when_slots_are_pooled():
 def test_a_slot_that_changes_its_expert_needs_no_free_buffer():
     shape = ModelShape(1, 2, 2, 1, 1, 1, pool_slots_per_rank=1)
     base, target = Placement(np.array([[0, 1]]), 2, 2), Placement(np.array([[1, 0]]), 2, 2)
-    assert len(schedule_waves(base, target, shape, Topology.single_node(2), None)) == 1
+    assert len(on_one_node(base, target, shape, None)) == 1
 
 
 def test_a_full_pool_gives_up_a_redundant_copy_first():
@@ -187,7 +192,7 @@ def test_a_full_pool_gives_up_a_redundant_copy_first():
     shape = ModelShape(3, 2, 2, 2, 1, 1, pool_slots_per_rank=4)
     base = Placement(np.array([[0, 1, -1, -1], [-1, -1, 0, 1], [0, 1, 0, 1]]), 2, 2)
     target = Placement(np.array([[0, -1, 1, -1], [-1, 1, 0, -1], [0, 1, 0, 1]]), 2, 2)
-    waves = schedule_waves(base, target, shape, Topology.single_node(2), None)
+    waves = on_one_node(base, target, shape, None)
     assert [wave.layers for wave in waves] == [(2,), (0, 1), (2,)]
     assert (replay(base, waves, shape) == target.phy2log).all()
 
@@ -199,7 +204,7 @@ def test_a_full_pool_without_a_redundant_copy_is_refused():
     with pytest.raises(
         InfeasiblePlan, match="layer 0 fills 1 empty slots on rank 1: 0 pool buffers"
     ) as error:
-        schedule_waves(base, target, shape, Topology.single_node(2), None)
+        on_one_node(base, target, shape, None)
     assert error.value.reason is Reason.POOL_EXCEEDED
 
 
@@ -210,14 +215,14 @@ def test_a_layer_larger_than_staging_goes_in_steps():
     target = Placement(np.array([[3, 0, 1, 2, 0]]), 5, 4)
     staging = [0, 10, 10, 10, 10]
     with pytest.raises(InfeasiblePlan, match="rank 0: staging holds 0") as error:
-        schedule_waves(base, target, shape, Topology.single_node(5), staging)
+        on_one_node(base, target, shape, staging)
     assert error.value.reason is Reason.STAGING_TOO_SMALL
-    waves = schedule_waves(base, target, shape, Topology.single_node(5), 10)
+    waves = on_one_node(base, target, shape, 10)
     assert len(waves) == 1
     two_each = ModelShape(1, 4, 2, 3, 1, 10)
     base = Placement(np.array([[0, 1, -1, 2, 3, -1]]), 2, 4)
     target = Placement(np.array([[2, 3, -1, 0, 1, -1]]), 2, 4)
-    waves = schedule_waves(base, target, two_each, Topology.single_node(2), 10)
+    waves = on_one_node(base, target, two_each, 10)
     assert len(waves) > 1
     assert (replay(base, waves, two_each, 10) == target.phy2log).all()
 
@@ -241,7 +246,7 @@ def test_a_cycle_longer_than_staging_is_opened_by_parking():
     shape = ModelShape(1, 10, 3, 4, 1, 10)
     base = Placement(np.array([[0, 1, 2, 6, 3, 4, 5, 6, 6, 7, 8, 9]]), 3, 10)
     target = Placement(np.array([[3, 4, 5, 6, 1, 2, 0, 6, 6, 7, 8, 9]]), 3, 10)
-    waves = schedule_waves(base, target, shape, Topology.single_node(3), 20)
+    waves = on_one_node(base, target, shape, 20)
     assert (replay(base, waves, shape, 20) == target.phy2log).all()
     lent = [wave.rows[0, 8] for wave in waves]
     assert lent[0] == 0
@@ -249,7 +254,7 @@ def test_a_cycle_longer_than_staging_is_opened_by_parking():
     full = Placement(np.array([[0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, 9]]), 3, 10)
     goal = Placement(np.array([[3, 4, 5, -1, 1, 2, 0, -1, 6, 7, 8, 9]]), 3, 10)
     with pytest.raises(InfeasiblePlan, match=r"3 experts on rank 0: staging holds 2 \(20 bytes\)"):
-        schedule_waves(full, goal, shape, Topology.single_node(3), 20)
+        on_one_node(full, goal, shape, 20)
 
 
 def test_limits_bound_the_whole_plan():
@@ -258,9 +263,7 @@ def test_limits_bound_the_whole_plan():
     target = Placement(np.array([[1, 0], [1, 0]]), 2, 2)
 
     def schedule(**limits):
-        return schedule_waves(
-            base, target, shape, Topology.single_node(2), None, PlanLimits(**limits)
-        )
+        return on_one_node(base, target, shape, None, PlanLimits(**limits))
 
     assert len(schedule(max_moves=4, max_bytes=40, max_layers=2)) == 1
     for limit, message in (
@@ -276,14 +279,12 @@ def test_limits_bound_the_whole_plan():
 def test_layers_per_wave_are_bounded():
     shape = ModelShape(5, 2, 2, 1, 1, 10)
     base, target = Placement(np.array([[0, 1]] * 5), 2, 2), Placement(np.array([[1, 0]] * 5), 2, 2)
-    waves = schedule_waves(
-        base, target, shape, Topology.single_node(2), None, max_layers_per_wave=2
-    )
+    waves = on_one_node(base, target, shape, None, max_layers_per_wave=2)
     assert [wave.layers for wave in waves] == [(0, 1), (2, 3), (4,)]
-    waves = schedule_waves(base, target, shape, Topology.single_node(2), 30)
+    waves = on_one_node(base, target, shape, 30)
     assert [wave.layers for wave in waves] == [(0, 1, 2), (3, 4)]
     with pytest.raises(InvalidInput, match="must be at least 1"):
-        schedule_waves(base, target, shape, Topology.single_node(2), 30, max_layers_per_wave=0)
+        on_one_node(base, target, shape, 30, max_layers_per_wave=0)
 
 
 def test_other_deployments_and_unsound_maps_are_refused():
@@ -291,11 +292,9 @@ def test_other_deployments_and_unsound_maps_are_refused():
     good, other = Placement(np.array([[0, 1]]), 2, 2), Placement(np.array([[0, 1, 0, 1]]), 2, 2)
     for base, target in ((good, other), (other, good)):
         with pytest.raises(ShapeMismatch):
-            schedule_waves(base, target, shape, Topology.single_node(2), None)
+            on_one_node(base, target, shape, None)
     with pytest.raises(ShapeMismatch, match="3 ranks"):
         schedule_waves(good, good, shape, Topology.single_node(3), None)
     with pytest.raises(EvenkeelError, match="target leaves") as error:
-        schedule_waves(
-            good, Placement(np.array([[0, 0]]), 2, 2), shape, Topology.single_node(2), None
-        )
+        on_one_node(good, Placement(np.array([[0, 0]]), 2, 2), shape, None)
     assert error.value.reason is Reason.EXPERT_WITHOUT_REPLICA

@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.signals.change_detection import (
     Change,
     ChangeRules,
@@ -17,6 +16,7 @@ from evenkeel_moe.planning.signals.change_detection import (
     forget_old_means,
     step_weights,
 )
+from tests.planning.builders import a_problem
 from tests.strategies import loads, seeds
 
 
@@ -155,7 +155,7 @@ def test_keel_gives_the_spare_slot_to_what_is_hot_since_the_change():
     rng = np.random.default_rng(4)
     load = np.concatenate([traffic(rng, 70, 0), traffic(rng, 30, 5)])
     shape = ModelShape(2, 8, 3, 3, 2, 100)
-    problem = PlacementProblem(load, shape, Topology.single_node(3))
+    problem = a_problem(load, shape)
     assert (plan_eplb(problem).placement.logcnt[:, 0] == 2).all(), (
         "over the whole window expert 0 is the hottest"
     )

@@ -14,15 +14,15 @@ from scipy.optimize import LinearConstraint, minimize
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.signals.change_detection import detect_change, step_weights
 from evenkeel_moe.planning.signals.forecast import Forecast, _add_products, forecast, recentred
 from tests.planning import twins
+from tests.planning.builders import a_problem
 from tests.strategies import loads, seeds
 
 HALF_LIVES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, np.inf)
@@ -132,7 +132,7 @@ def test_recentring_moves_the_means_and_leaves_what_steps_do_beside(seed, steps)
 
 def _problem(load, **changes):
     shape = ModelShape(load.shape[1], load.shape[2], 4, load.shape[2] // 4 + 1, 2, 100)
-    return PlacementProblem(load, shape, Topology.single_node(4), **changes)
+    return a_problem(load, shape, **changes)
 
 
 def test_keel_plans_for_where_loads_go():

@@ -19,7 +19,7 @@ from evenkeel_moe.planning.policies.craft.policy import (
     plan_craft,
     replica_benefit,
 )
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from tests.planning.builders import a_problem
 from tests.strategies import loads, seeds, shapes, topologies
 
 FIGURE_7 = Benefit(
@@ -81,7 +81,7 @@ def test_a_hot_expert_has_no_more_copies_than_ranks_to_hold_them():
     benefit = replica_benefit(load, Topology.single_node(4), 4)
     assert (benefit.base + benefit.gain).max() <= 1.0
     shape = ModelShape(2, 8, 4, 4, 2, 100, pool_slots_per_rank=6)
-    proposal = plan_craft(PlacementProblem(load, shape, Topology.single_node(4)))
+    proposal = plan_craft(a_problem(load, shape))
     assert proposal.placement.logcnt[0].tolist() == [4, 2, 1, 1, 1, 1, 1, 1]
     assert proposal.numbers["replicas"] == (proposal.placement.phy2log >= 0).sum() - 2 * 8
 
@@ -99,7 +99,7 @@ def test_proposals_are_sound_and_use_no_more_than_the_budget(shape, data):
     options = CraftOptions(
         data.draw(st.sampled_from(GainWeighting)), data.draw(st.sampled_from(ReplicaRule))
     )
-    problem = PlacementProblem(load, shape, data.draw(topologies(shape.num_ranks)))
+    problem = a_problem(load, shape, data.draw(topologies(shape.num_ranks)))
     proposal = plan_craft(problem, options)
     proposal.placement.check(shape)
 

@@ -8,22 +8,19 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.keel.fewest_slots import fill_for_fewest
 from evenkeel_moe.planning.problem import moe_time
-from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from tests.planning.builders import a_problem
 
 SHAPE = ModelShape(2, 8, 4, 3, 2, 100)
 SINGLE = np.array([[0, 1, -1, 2, 3, -1, 4, 5, -1, 6, 7, -1]] * 2, np.int32)
 
 
 def _problem(load, current=None, read=50.0):
-    return PlacementProblem(
+    return a_problem(
         load,
         SHAPE,
-        Topology.single_node(4),
         current=current,
-        objective=Objective(
-            cost=CostModel(replica=ReplicaWork(read_tokens=read)), dispatch=DispatchModel.FEWEST
-        ),
+        cost=CostModel(replica=ReplicaWork(read_tokens=read)),
+        dispatch=DispatchModel.FEWEST,
     )
 
 

@@ -5,11 +5,11 @@ from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule.relabel import moves_by_layer, relabel
+from tests.planning.builders import a_problem
 
 SHAPE = ModelShape(4, 16, 4, 6, 2, 1000)
 POOLED = ModelShape(4, 16, 4, 6, 2, 1000, pool_slots_per_rank=20)
@@ -23,10 +23,9 @@ def problem_of(seed, shape=SHAPE, read=0.0, **objective):
     rows = Placement.initial(shape).phy2log.copy()
     for row in rows:
         row[row >= 0] = rng.permutation(16)[row[row >= 0]]
-    return PlacementProblem(
+    return a_problem(
         load,
         shape,
-        Topology.single_node(4),
         current=Placement(rows, 4, 16),
         objective=Objective(cost=CostModel(replica=ReplicaWork(read_tokens=read)), **objective),
     )
@@ -75,8 +74,6 @@ def test_in_a_pool_slots_move_from_layers_that_need_no_replica_to_one_that_does(
         rows[layer, (layer + 1) % 4, 4] = 0
         rows[layer, 0, 4] = 15 if layer == 3 else -1
     shape = ModelShape(4, 16, 4, 6, 2, 1000, pool_slots_per_rank=17)
-    problem = PlacementProblem(
-        load, shape, Topology.single_node(4), current=Placement(rows.reshape(4, -1), 4, 16)
-    )
+    problem = a_problem(load, shape, current=Placement(rows.reshape(4, -1), 4, 16))
     held = (planned(problem).phy2log >= 0).sum(axis=1)
     assert held[3] > 17 and held.sum() <= 68

@@ -27,8 +27,8 @@ from evenkeel_moe.planning.policies.keel.search import Search
 from evenkeel_moe.planning.policies.keel.window import look_ahead
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.problem.token_split import SplitModel
+from tests.planning.builders import a_problem
 
 SHAPE = ModelShape(1, 8, 4, 4, 1, 100)
 ROW = np.array([0, 1, 2, 3, 0, 4, 5, -1, 0, 1, 6, 7, 0, 1, 2, -1], np.int32)
@@ -53,7 +53,7 @@ RULES = Rules(0.01, 0.0, True, 200, 100, 0.1, 1e-6)
 def window_of(objective, current=None):
     """Return a problem with loads that leave no rank idle, as it is planned for, and its window."""
     rng = np.random.default_rng(3)
-    problem = PlacementProblem(
+    problem = a_problem(
         rng.gamma(3.0, 10.0, (20, 1, 8)),
         SHAPE,
         Topology((0, 0, 1, 1)),

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
-from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from tests.planning.builders import a_problem
 
 SIZES = (
     (4, 2, 3), (5, 2, 3), (6, 2, 4), (8, 2, 4), (8, 2, 5),
@@ -55,7 +54,7 @@ def instances():
         for seed in range(SEEDS):
             load = noisy_load(experts, seed)
             shape = ModelShape(1, experts, ranks, per_rank, 1, 1)
-            problem = PlacementProblem(load, shape, Topology.single_node(ranks))
+            problem = a_problem(load, shape)
             found.append((problem, optimum(shares, load)))
     return found
 
@@ -79,9 +78,7 @@ def test_under_the_roofline_keel_comes_within_two_hundredths_of_the_optimum(read
             best = work.sum(axis=2).max(axis=1).sum(axis=1).min()
             shape = ModelShape(1, experts, ranks, per_rank, 1, 1)
             cost = CostModel(replica=ReplicaWork(read_tokens=read))
-            problem = PlacementProblem(
-                load, shape, Topology.single_node(ranks), objective=Objective(cost=cost)
-            )
+            problem = a_problem(load, shape, cost=cost)
             over.append(plan_keel(problem).score / best - 1)
     assert min(over) >= -1e-9
     assert np.mean(over) <= 0.02

@@ -18,6 +18,7 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule import relabel
+from tests.planning.builders import a_problem
 from tests.strategies import cost_models, loads, placements, shapes, topologies
 
 
@@ -26,15 +27,13 @@ def problems(draw, dispatches=tuple(DispatchModel), /, planned=None):
     """Small problems; `planned` says if there is a current placement, None for either."""
     shape = draw(shapes())
     current = {None: st.none() | placements(shape), True: placements(shape), False: st.none()}
-    return PlacementProblem(
-        load=draw(loads(shape.num_layers, shape.num_logical_experts)),
-        shape=shape,
-        topology=draw(topologies(shape.num_ranks)),
+    return a_problem(
+        draw(loads(shape.num_layers, shape.num_logical_experts)),
+        shape,
+        draw(topologies(shape.num_ranks)),
         current=draw(current[planned]),
-        objective=Objective(
-            cost=draw(cost_models(shape.num_ranks)),
-            dispatch=draw(st.sampled_from(dispatches)),
-        ),
+        cost=draw(cost_models(shape.num_ranks)),
+        dispatch=draw(st.sampled_from(dispatches)),
         max_evaluations=3000,
     )
 
@@ -72,13 +71,13 @@ def test_refining_for_nearest_dispatch_pays_where_tokens_start_unevenly():
     for seed in range(12):
         rng = np.random.default_rng(seed)
         load = np.round(rng.lognormal(5.0, 0.8, (1, 2, 12)) * rng.lognormal(0.0, 0.1, (8, 2, 12)))
-        problem = PlacementProblem(
+        problem = a_problem(
             load,
             shape,
             Topology((0, 0, 1, 1)),
             current=Placement.initial(shape),
             source_load=rng.lognormal(0.0, 1.5, (4, 2, 12)),
-            objective=Objective(dispatch=DispatchModel.NEAREST),
+            dispatch=DispatchModel.NEAREST,
         )
         for_even = plan_keel(with_objective(problem, dispatch=DispatchModel.EVEN)).placement
         ratios.append(plan_keel(problem).score / moe_time.score(problem, for_even))
@@ -94,13 +93,13 @@ def test_for_nearest_dispatch_a_plan_is_not_slower_than_the_present_placement():
         load = np.tile(rng.poisson(rng.gamma(0.6, 20, (1, 1, 6))).astype(float), (12, 1, 1))
         rows = rng.permutation(6)[Placement.initial(shape).phy2log].astype(np.int32)
         current = Placement(rows, 4, 6)
-        problem = PlacementProblem(
+        problem = a_problem(
             load,
             shape,
             Topology((0, 0, 1, 1)),
             current=current,
             source_load=rng.lognormal(0.0, 1.5, (4, 1, 6)),
-            objective=Objective(dispatch=DispatchModel.NEAREST),
+            dispatch=DispatchModel.NEAREST,
         )
         present = moe_time.score(problem, current)
         assert plan_keel(problem).score <= present * (1 + 1e-9)
@@ -116,12 +115,11 @@ def test_replicas_are_dropped_where_reading_dominates_and_kept_where_computing_d
     load = np.random.default_rng(3).poisson(np.linspace(2.0, 40.0, 16), (60, 3, 16)).astype(float)
     replicas = {}
     for read in (0.0, 10.0, 30.0, 1000.0):
-        problem = PlacementProblem(
+        problem = a_problem(
             load,
             shape,
-            Topology.single_node(4),
             current=Placement.initial(shape),
-            objective=Objective(cost=CostModel(replica=ReplicaWork(read_tokens=read))),
+            cost=CostModel(replica=ReplicaWork(read_tokens=read)),
         )
         proposal = plan_keel(problem)
         replicas[read] = int((proposal.placement.phy2log >= 0).sum()) - 3 * 16
@@ -135,12 +133,12 @@ def test_replicas_are_dropped_where_reading_dominates_and_kept_where_computing_d
 def test_under_waterfill_balance_below_the_waterline_is_not_paid_for():
     shape = ModelShape(2, 8, 4, 3, 2, 100)
     load = np.tile(np.array([60.0, 40, 30, 20, 20, 20, 10, 10]), (40, 2, 1))
-    problem = PlacementProblem(
+    problem = a_problem(
         load,
         shape,
-        Topology.single_node(4),
         current=Placement.initial(shape),
-        objective=Objective(dispatch=DispatchModel.WATERFILL, copy_cost=1.0),
+        dispatch=DispatchModel.WATERFILL,
+        copy_cost=1.0,
     )
     assert plan_keel(problem).numbers["copies"] > 0
     # The waterline of 4 x 210 / 4 tokens is above every routed peak.
@@ -155,12 +153,8 @@ def test_under_waterfill_a_slow_rank_below_the_waterline_is_not_paid_for():
     cost = CostModel(CostCurves.linear(np.array([1.0, 1.0, 1.4, 1.0])), shared_tokens=1.0)
     # Layers differ, so that copies have the price of a later plan.
     current = Placement(np.stack([first, 15 - first]), 4, 16)
-    problem = PlacementProblem(
-        load,
-        shape,
-        Topology.single_node(4),
-        current=current,
-        objective=Objective(cost, DispatchModel.WATERFILL, copy_cost=1.0),
+    problem = a_problem(
+        load, shape, current=current, cost=cost, dispatch=DispatchModel.WATERFILL, copy_cost=1.0
     )
     # Waterfill gives every rank the same work, whatever its speed.
     assert moe_time.score(problem, current) == pytest.approx(1.4 * load.sum() * 2.0 / 4)
@@ -172,12 +166,8 @@ def test_under_fewest_dispatch_the_plan_is_not_worse_than_one_without_replicas()
     load = np.random.default_rng(5).poisson(np.linspace(1.0, 30.0, 16), (60, 2, 16)).astype(float)
     for read in (0.0, 20.0):
         cost = CostModel(replica=ReplicaWork(read_tokens=read))
-        problem = PlacementProblem(
-            load,
-            shape,
-            Topology.single_node(4),
-            current=Placement.initial(shape),
-            objective=Objective(cost=cost, dispatch=DispatchModel.FEWEST),
+        problem = a_problem(
+            load, shape, current=Placement.initial(shape), cost=cost, dispatch=DispatchModel.FEWEST
         )
         single = plan_keel(replace(problem, replica_budget=0))
         assert plan_keel(problem).score <= single.score * 1.01
@@ -199,12 +189,11 @@ def skewed(shape, seed, steps=8):
 def test_a_plan_for_an_optimal_split_is_chosen_by_its_own_time():
     shape, ratios = ModelShape(2, 16, 4, 5, 2, 1), []
     for seed in range(14):
-        problem = PlacementProblem(
+        problem = a_problem(
             skewed(shape, seed),
             shape,
-            Topology.single_node(4),
             current=Placement.initial(shape),
-            objective=Objective(dispatch=DispatchModel.OPTIMAL),
+            dispatch=DispatchModel.OPTIMAL,
         )
         for_even = plan_keel(with_objective(problem, dispatch=DispatchModel.EVEN)).placement
         ratios.append(plan_keel(problem).score / moe_time.score(problem, for_even))
@@ -215,7 +204,7 @@ def test_the_first_plan_is_at_most_a_hundredth_above_one_from_nothing():
     shape = ModelShape(3, 48, 16, 4, 1, 1)
     afresh = 0
     for seed in range(8):
-        nothing = PlacementProblem(skewed(shape, seed), shape, Topology.single_node(16))
+        nothing = a_problem(skewed(shape, seed), shape)
         first = plan_keel(replace(nothing, current=Placement.initial(shape)))
         best = plan_keel(nothing).score
         assert first.score <= best / 0.99 * (1 + 1e-9)
@@ -233,13 +222,9 @@ def test_pooled_slots_have_the_prices_of_fixed_ones_whatever_a_layer_could_hold(
         wide[:, :, :5] = rows.reshape(4, 8, 5)
         pooled = replace(shape, slots_per_rank=slots, pool_slots_per_rank=20)
         current = Placement(wide.reshape(4, -1), 8, 32)
-        problem = PlacementProblem(
-            skewed(shape, 0), pooled, Topology.single_node(8), current=current
-        )
+        problem = a_problem(skewed(shape, 0), pooled, current=current)
         found.append(plan_keel(problem).numbers["price"])
-    fixed = PlacementProblem(
-        skewed(shape, 0), shape, Topology.single_node(8), current=Placement(rows, 8, 32)
-    )
+    fixed = a_problem(skewed(shape, 0), shape, current=Placement(rows, 8, 32))
     assert found == [plan_keel(fixed).numbers["price"]] * 3
 
 
@@ -249,9 +234,7 @@ def test_after_a_change_of_traffic_a_fleet_of_many_ranks_is_balanced_again():
     rng = np.random.default_rng(0)
 
     def steps(mean):
-        return PlacementProblem(
-            rng.poisson(mean, (32, 1, 128)).astype(float), shape, Topology.single_node(64)
-        )
+        return a_problem(rng.poisson(mean, (32, 1, 128)).astype(float), shape)
 
     mean = 300.0 * rng.lognormal(0.0, 0.5, 128)
     present = plan_keel(steps(mean)).placement
@@ -295,7 +278,7 @@ def test_the_caution_of_a_price_keeps_its_bound_whatever_it_is_multiplied_by(dis
 @pytest.mark.parametrize("start", [Placement.initial, Placement.linear])
 def test_copies_are_free_from_every_start_of_an_engine(start, shape):
     load = skewed(shape, 0)
-    problem = PlacementProblem(load, shape, Topology.single_node(8), current=start(shape))
+    problem = a_problem(load, shape, current=start(shape))
     assert plan_keel(problem).numbers["price"] == 0.0
     planned = plan_keel(problem).placement
     assert plan_keel(replace(problem, current=planned)).numbers["price"] > 0.0
@@ -307,7 +290,7 @@ def test_under_waterfill_the_first_plan_is_never_worse_than_one_from_nothing(see
     shape = ModelShape(3, 128, 16, 9, 4, 1)
     objective = Objective(CostModel(shared_tokens=1 / 8), DispatchModel.WATERFILL)
     load = lognormal_steps(16, 3, 128, tokens=4096, seed=seed)
-    nothing = PlacementProblem(load, shape, Topology.single_node(16), objective=objective)
+    nothing = a_problem(load, shape, objective=objective)
     first = plan_keel(replace(nothing, current=Placement.initial(shape)))
     assert first.score <= plan_keel(nothing).score * (1 + 1e-9)
 
@@ -322,13 +305,7 @@ def large_and_skewed():
     load = rng.poisson(popularity * rng.uniform(0.7, 1.3, (16, *popularity.shape[1:]))).astype(
         np.float64
     )
-    return PlacementProblem(
-        load,
-        LARGE,
-        Topology.single_node(32),
-        current=Placement.initial(LARGE),
-        objective=Objective(copy_cost=0.5, lifetime_steps=1),
-    )
+    return a_problem(load, LARGE, current=Placement.initial(LARGE), copy_cost=0.5, lifetime_steps=1)
 
 
 @pytest.mark.fault(
@@ -356,9 +333,7 @@ def test_the_first_plan_of_large_layers_is_about_as_good_as_eplbs_on_steps_it_ha
         seed=3,
     )
     seen, unseen = load[:steps], load[steps:]
-    problem = PlacementProblem(
-        seen, shape, Topology.single_node(shape.num_ranks), current=Placement.initial(shape)
-    )
+    problem = a_problem(seen, shape, current=Placement.initial(shape))
     keel, eplb = plan_keel(problem), plan_eplb(problem)
     assert keel.score < eplb.score
     ours, theirs = (moe_time.time_over_fluid(unseen, plan.placement) for plan in (keel, eplb))
@@ -394,11 +369,8 @@ def test_the_layers_of_a_large_model_that_may_change_are_searched_after_they_wer
 )
 def test_threads_change_no_byte_of_a_plan(changes):
     shape = replace(LARGE, num_layers=6)
-    problem = PlacementProblem(
-        large_and_skewed().load[:, :6].copy(),
-        shape,
-        Topology.single_node(32),
-        current=Placement.initial(shape),
+    problem = a_problem(
+        large_and_skewed().load[:, :6].copy(), shape, current=Placement.initial(shape)
     )
     one, three = (plan_keel(replace(problem, threads=n, **changes)) for n in (1, 3))
     assert (one.placement.phy2log == three.placement.phy2log).all()
@@ -410,9 +382,7 @@ def test_merged_steps_of_large_layers_still_give_a_good_first_plan_and_few_copie
     shape = ModelShape(3, 32, 8, 5, 2, 1)
     rng = np.random.default_rng(4)
     load = rng.poisson(np.exp(rng.normal(0, 0.8, (3, 32))) * 50, (64, 3, 32)).astype(np.float64)
-    problem = PlacementProblem(
-        load, shape, Topology.single_node(8), current=Placement.initial(shape)
-    )
+    problem = a_problem(load, shape, current=Placement.initial(shape))
     first = plan_keel(problem, options)
     assert first.score <= plan_eplb(problem).score
     moved = replace(

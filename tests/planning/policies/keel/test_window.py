@@ -5,11 +5,11 @@ import pytest
 
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.policies.keel.window import look_ahead
 from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from tests.planning.builders import a_problem
 
 SHAPE = ModelShape(1, 8, 4, 2, 2, 100)
 READING = Objective(cost=CostModel(replica=ReplicaWork(read_tokens=20.0)))
@@ -21,7 +21,7 @@ STEPS, LAYERS, EXPERTS, RANKS = 10, 2, 12, 4
 def _planned_tokens(volumes, objective=READING, **options):
     """Return (T,) tokens of the planned steps over those of the window."""
     load = np.outer(volumes, np.arange(1.0, 9.0)).reshape(-1, 1, 8)
-    problem = PlacementProblem(load, SHAPE, Topology.single_node(4), objective=objective)
+    problem = a_problem(load, SHAPE, objective=objective)
     expected, _ = look_ahead(problem, replace(STILL, **options))
     return expected.load.sum(axis=(1, 2)) / load.sum(axis=(1, 2))
 
@@ -47,7 +47,7 @@ def _problem():
     rng = np.random.default_rng(0)
     load = rng.integers(0, 50, (STEPS, LAYERS, EXPERTS)).astype(np.float64)
     shape = ModelShape(LAYERS, EXPERTS, RANKS, 4, 2, 1)
-    return PlacementProblem(load, shape, Topology.single_node(RANKS))
+    return a_problem(load, shape)
 
 
 def test_a_window_of_common_size_keeps_its_steps():
