@@ -296,7 +296,5 @@ def test_other_deployments_and_unsound_maps_are_refused():
     with pytest.raises(ShapeMismatch, match="3 ranks"):
         on_one_node(good, good, shape, None)
     with pytest.raises(EvenkeelError, match="target leaves") as error:
-        schedule_waves(
-            good, Placement(np.array([[0, 0]]), 2, 2), shape, Topology.single_node(2), None
-        )
+        on_one_node(good, Placement(np.array([[0, 0]]), 2, 2), shape, None)
     assert error.value.reason is Reason.EXPERT_WITHOUT_REPLICA

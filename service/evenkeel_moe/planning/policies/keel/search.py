@@ -195,13 +195,16 @@ class Search:
 
     def inputs_of(self, layer: int) -> Inputs:
         """Return what no move changes of a layer."""
-        window = self._window
+        problem, window = self._problem, self._window
+        prices = copy_prices(problem, layer)
+        if problem.current is None:  # Nothing is there to copy: a first plan has no copies.
+            prices[:] = 0.0
         return Inputs(
             np.ascontiguousarray(window.blocks[:, layer].T) / window.unit_tokens,
             window.block_weights,
             np.ascontiguousarray(self._base[:, layer].T),
             np.ascontiguousarray(self._floor[:, layer]),
-            copy_prices(self._problem, layer),
+            prices,
             self._origin[layer % len(self._origin)],
         )
 
