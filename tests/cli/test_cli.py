@@ -43,9 +43,9 @@ def test_a_usage_line_names_arguments_as_the_list_below_it(command):
     usage = result.output.splitlines()[0]
     named = re.fullmatch(rf"Usage: \w+ {' '.join(command)} \[OPTIONS\] ?(.*)", usage)
     assert named, usage
-    assert re.fullmatch(r"(\[?[A-Z]+(=VALUE)?\]?(\.\.\.)? ?)*", named[1]), usage
+    assert re.fullmatch(r"([\[{][A-Z]+(=VALUE)?[\]}](\.\.\.)?)?", named[1]), usage
     listed = result.output.partition("\nArguments:\n")[2]
-    assert not named[1] or listed.startswith(f"  {named[1]} <"), listed
+    assert not named[1] or listed.startswith(f"  {named[1].strip('[]{}.')} <"), listed
     assert named[1] or not listed
 
 
@@ -76,12 +76,14 @@ def test_a_help_cuts_no_name_and_no_sentence(path, width):
     for name in (name for name in names if name.startswith("--")):
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", out), name
     assert "…" not in out
-    assert not re.search(r"\w\.\.\.$", out, re.MULTILINE)
+    # Below 80 columns a list of commands shortens sentences; the page of each has it whole.
+    assert width < 80 or not re.search(r"\w\.\.\.$", out, re.MULTILINE)
     assert max(map(len, out.splitlines())) <= width
 
 
 VERBS = {
-    *("Allow", "Balance", "Check", "Compare", "Create", "Describe", "Draw", "List", "Measure"),
+    *("Add", "Balance", "Change", "Check", "Describe", "Draw", "Let", "List", "Look", "Measure"),
+    *("Name", "Propose", "Use"),
     *("Plan", "Print", "Record", "Remove", "Return", "Run", "Say", "Show", "Start", "Stop", "Try"),
     *("Watch", "Write"),
 }
@@ -102,7 +104,7 @@ def test_a_help_begins_with_one_imperative_sentence(text):
 
 
 def test_a_help_breaks_lines_only_where_the_terminal_ends():
-    for command in (["policy"], ["replay", "inspect"], ["demo"]):
+    for command in (["policy", "set"], ["replay", "inspect"], ["demo"]):
         for width in (60, 80):
             out = CliRunner().invoke(app, [*command, "--help"], terminal_width=width).output
             described = re.split(r"\n(?:Arguments|Options):\n", out)[0]

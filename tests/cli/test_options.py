@@ -5,7 +5,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from evenkeel_moe.cli.client import CliError
+from evenkeel_moe.cli.exits import CliError
 from evenkeel_moe.cli.options import nested_fields, parse_value, with_option_groups
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
-from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, explained, legend, number
+from evenkeel_moe.cli.console import Column, Listing, explained, legend
+from evenkeel_moe.cli.tables import interval, number
 from evenkeel_moe.cli.units import moment, moments
 from evenkeel_moe.model.quantities import bytes_text, duration_text, share
 
@@ -44,18 +44,15 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
         ]
     return Group(
         *parts,
-        legend(
-            "gain: saved share of MoE time on later steps, with its 94 % interval",
-            BALANCEDNESS_WORDS,
-        ),
+        legend("gain: saved share of MoE time on later steps, with its 94 % interval"),
     )
 
 
-def epochs_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+def placements_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each recorded placement."""
     if not rows:
         return Text("no placement is recorded yet", style="dim")
-    columns = (FittedColumn("EPOCH", right=True), FittedColumn("PLACEMENT"), FittedColumn("STATE"))
+    columns = (Column("EPOCH", right=True), Column("PLACEMENT"), Column("STATE"))
     states = ["replaced" if row["replaced"] else "earlier" for row in rows]
     if not rows[0]["replaced"]:
         states[0] = "present"
@@ -67,21 +64,21 @@ def epochs_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         words.append(
             "replaced: of another history, before a cold start or of other ranks with this name"
         )
-    return Group(FittedTable(columns, cells), legend(*words))
+    return Group(Listing(columns, cells), legend(*words))
 
 
-def _policies(rows: Sequence[Mapping[str, Any]]) -> FittedTable:
+def _policies(rows: Sequence[Mapping[str, Any]]) -> Listing:
     columns = (
-        FittedColumn("POLICY"),
-        FittedColumn("OUTCOME", fold=True, least=20, under="POLICY"),
-        FittedColumn("GAIN", right=True),
-        FittedColumn("INTERVAL", keep=2),
-        FittedColumn("COPIES", right=True, keep=1),
-        FittedColumn("BYTES", right=True, keep=3),
-        FittedColumn("BALANCEDNESS", right=True, keep=4),
-        FittedColumn("PAYS AFTER", right=True, keep=5),
+        Column("POLICY"),
+        Column("OUTCOME", fold=True),
+        Column("GAIN", right=True),
+        Column("INTERVAL"),
+        Column("COPIES", right=True),
+        Column("BYTES", right=True, wide=True),
+        Column("BALANCEDNESS", right=True, wide=True),
+        Column("PAYS AFTER", right=True, wide=True),
     )
-    return FittedTable(columns, [_policy(row) for row in rows])
+    return Listing(columns, [_policy(row) for row in rows])
 
 
 def _policy(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -94,7 +91,7 @@ def _policy(row: Mapping[str, Any]) -> tuple[str, ...]:
         row["policy"],
         row["reason_text"],
         share(verdict.get("gain")),
-        _interval(verdict),
+        interval(verdict),
         "-" if row["copies"] is None else f"{row['copies']:,}",
         bytes_text(row["nbytes"]),
         number(row["balancedness_expected"]),
@@ -102,20 +99,14 @@ def _policy(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _interval(row: Mapping[str, Any]) -> str:
-    if row.get("gain_lower") is None:
-        return "-"
-    return f"{share(row['gain_lower'])} to {share(row['gain_upper'])}"
-
-
-def _levels(redundancy: Mapping[str, Any]) -> FittedTable:
+def _levels(redundancy: Mapping[str, Any]) -> Listing:
     columns = (
-        FittedColumn("EXTRA REPLICAS", right=True),
-        FittedColumn("GAIN", right=True),
-        FittedColumn("INTERVAL", keep=2),
-        FittedColumn("MORE MEMORY PER RANK", right=True),
-        FittedColumn("FITS", keep=1),
-        FittedColumn("BALANCEDNESS", right=True, keep=3),
+        Column("EXTRA REPLICAS", right=True),
+        Column("GAIN", right=True),
+        Column("INTERVAL"),
+        Column("MORE MEMORY PER RANK", right=True),
+        Column("FITS"),
+        Column("BALANCEDNESS", right=True, wide=True),
     )
     fits = {None: "-", True: "yes", False: "no"}
     cells = [
@@ -123,14 +114,14 @@ def _levels(redundancy: Mapping[str, Any]) -> FittedTable:
             f"{row['replicas_per_layer']}"
             + (" (now)" if row["replicas_per_layer"] == redundancy["present"] else ""),
             share(row["gain"]),
-            _interval(row),
+            interval(row),
             bytes_text(row["extra_bytes_per_rank"]),
             fits[row["fits"]],
             number(row["balancedness"]),
         )
         for row in redundancy["levels"]
     ]
-    return FittedTable(columns, cells)
+    return Listing(columns, cells)
 
 
 def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -138,12 +129,12 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     if not rows:
         return Text("no request for a change is recorded", style="dim")
     columns = (
-        FittedColumn("AT (UTC)"),
-        FittedColumn("BY"),
-        FittedColumn("ROLE", keep=2),
-        FittedColumn("REQUEST", fold=True, least=32),
-        FittedColumn("OUTCOME"),
-        FittedColumn("TRACE", keep=3),
+        Column("AT (UTC)"),
+        Column("BY"),
+        Column("ROLE", wide=True),
+        Column("REQUEST", fold=True),
+        Column("OUTCOME"),
+        Column("TRACE", wide=True),
     )
     times, day = moments([row["at"] for row in rows])
     cells = [
@@ -157,7 +148,7 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         )
         for at, row in zip(times, rows, strict=True)
     ]
-    return Group(FittedTable(columns, cells), legend(*day)) if day else FittedTable(columns, cells)
+    return Group(Listing(columns, cells), legend(*day)) if day else Listing(columns, cells)
 
 
 def _outcome(status: int) -> Text:
@@ -186,12 +177,12 @@ def quarantine_view(answer: Mapping[str, Any]) -> RenderableType:
         for row in answer["items"]
     ]
     columns = (
-        FittedColumn("REASON"),
-        FittedColumn("RANK STEPS", right=True),
-        FittedColumn("NEWEST", fold=True),
+        Column("REASON"),
+        Column("RANK STEPS", right=True),
+        Column("NEWEST", fold=True),
     )
     return Group(
-        FittedTable(columns, cells),
+        Listing(columns, cells),
         legend(
             "rank steps: (rank, step) pairs whose counts are not in the window",
             *explained(answer["items"]),

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable, with_values
-from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, explained, legend, with_reason
+from evenkeel_moe.cli.console import Column, Listing, explained, facts, legend
+from evenkeel_moe.cli.tables import with_reason
 from evenkeel_moe.cli.units import moment, moments
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.quantities import (
@@ -32,26 +32,24 @@ _UNCERTAIN = (
 def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each plan. Columns without a value are left out."""
     columns = (
-        FittedColumn("PLAN"),
-        FittedColumn("PHASE"),
-        FittedColumn("WHY THIS PHASE", keep=5, under="PLAN", label="why: "),
-        FittedColumn("UNDOES", keep=2),
-        FittedColumn("WHY MADE", keep=6),
-        FittedColumn("POLICY", keep=7),
-        FittedColumn("BASE EPOCH", right=True, keep=8),
-        FittedColumn("WAVES", right=True, keep=4),
-        FittedColumn("COPIES", right=True, keep=3),
-        FittedColumn("BYTES", right=True, keep=4),
-        FittedColumn("PROMISED", right=True, keep=1),
-        FittedColumn("DELIVERED", right=True, keep=1),
-        FittedColumn("CREATED", keep=1),
+        Column("PLAN"),
+        Column("PHASE"),
+        Column("WHY THIS PHASE", wide=True),
+        Column("UNDOES", wide=True),
+        Column("WHY MADE", wide=True),
+        Column("POLICY", wide=True),
+        Column("BASE EPOCH", right=True, wide=True),
+        Column("WAVES", right=True, wide=True),
+        Column("COPIES", right=True, wide=True),
+        Column("BYTES", right=True, wide=True),
+        Column("PROMISED", right=True, optional=True),
+        Column("DELIVERED", right=True, optional=True),
+        Column("CREATED"),
     )
     if not rows:
         return Text("no plan yet", style="dim")
     created, day = _created(rows)
-    shown, cells = with_values(
-        columns, [_plan(rows, index, at) for index, at in enumerate(created)]
-    )
+    cells = [_plan(rows, index, at) for index, at in enumerate(created)]
     measured = [row["delivered"] for row in rows if row["delivered"] is not None]
     losses = any(is_loss(one["gain"]) and not _is_uncertain(one) for one in measured)
     words = [day, _COPIES, _GAIN + ("; slower: MoE time rose" if losses else "")]
@@ -65,7 +63,7 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         words.append("undoes: the plan, or all plans since an epoch, that a rollback takes back")
     if any(row["delivered"] is not None for row in rollbacks):
         words.append(_ROLLBACK)
-    return Group(FittedTable(shown, cells), legend(*words))
+    return Group(Listing(columns, cells), legend(*words))
 
 
 def _created(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
@@ -152,7 +150,7 @@ def plan_view(row: Mapping[str, Any], now: float) -> RenderableType:
         now: Unix seconds.
     """
     plan = f"{row['plan_id']} of {row['deployment']} ({row['kind']}, policy {row['policy']})"
-    facts = [
+    shown = [
         ("plan", plan),
         ("phase", f"{row['phase_text']}: {row['text']}"),
         *_figures(row["figures"]),
@@ -160,14 +158,13 @@ def plan_view(row: Mapping[str, Any], now: float) -> RenderableType:
         *_duration(row, now),
         *_origin(row, now),
     ]
-    parts: list[RenderableType] = [_facts(facts)]
+    parts: list[RenderableType] = [facts(shown)]
     if row["error"] and row["error"] != row["reason"]:
         parts.append(Text(row["error"], style="red"))
     if row["details"]:
         title = Text("\nFigures behind it", style="bold")
-        parts += [title, _facts(_figures(row["details"]))]
-    balanced = any(name.startswith("balancedness") for name in row["numbers"])
-    return Group(*parts, legend(_COPIES, *([BALANCEDNESS_WORDS] if balanced else [])))
+        parts += [title, facts(_figures(row["details"]))]
+    return Group(*parts, legend(_COPIES))
 
 
 def _figures(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
@@ -181,16 +178,16 @@ def _figures(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
 def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table of the events of a plan, in order. Rows of one day show only the time."""
     columns = (
-        FittedColumn("AT (UTC)"),
-        FittedColumn("PHASE", keep=1),
-        FittedColumn("EVENT", fold=True, least=32),
+        Column("AT (UTC)"),
+        Column("PHASE"),
+        Column("EVENT", fold=True),
     )
     times, day = moments([row["at"] for row in rows])
     cells = [
         (at, row["phase_text"] or "-", row["text"]) for at, row in zip(times, rows, strict=True)
     ]
     words = [_GAIN] if any(row["event"] == "measured" for row in rows) else []
-    return Group(FittedTable(columns, cells), legend(*day, *words))
+    return Group(Listing(columns, cells), legend(*day, *words))
 
 
 def _duration(row: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
@@ -219,8 +216,3 @@ def _origin(row: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
         expires = f"{moment(row['expires_at'])} UTC, {age(row['expires_at'], now)}"
         rows.append(("expires", expires))
     return rows
-
-
-def _facts(rows: Sequence[tuple[str, str]]) -> RenderableType:
-    cells = [(Text(name, style="dim"), Text(value)) for name, value in rows]
-    return FittedTable((FittedColumn(""), FittedColumn("", fold=True)), cells)

@@ -1,14 +1,13 @@
 """Renders deployments, policies and decisions as tables: pure functions of JSON."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from evenkeel_moe.cli.fitted_table import FittedCell, FittedColumn, FittedTable, with_values
+from evenkeel_moe.cli.console import Cell, Column, Listing, explained, facts, legend
 from evenkeel_moe.cli.units import moment, moments
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.documents import leaves, setting
@@ -33,7 +32,9 @@ _COMPARED: Mapping[str, tuple[str, ...]] = {
     "limit_exceeded": ("layers", "max_copies", "max_bytes", "max_layers"),
 }
 """Figures that a gate after planning compared. Of the many figures of a plan these tell why."""
-BALANCEDNESS_WORDS = "balancedness: mean / largest load of a rank; 1.000 is a perfect split"
+BALANCEDNESS_WORDS = (
+    "balance: balancedness, the mean / largest load of a rank; 1.000 is a perfect split"
+)
 
 
 _DISCONNECTED = "disconnected"
@@ -58,29 +59,20 @@ def with_reason(phase: str, reason: str) -> str:
     return phase if phase in reason.split("_") else f"{phase} ({reason})"
 
 
-def explained(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return one line for each reason of some rows, in order and without repeats."""
-    return list(dict.fromkeys(f"{row['reason']}: {row['reason_text']}" for row in rows))
-
-
-def legend(*lines: str) -> RenderableType:
-    """Return lines that explain the words of the table above them."""
-    return Text("\n".join(("", *lines)), style="dim")
-
-
 def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each deployment."""
     columns = (
-        FittedColumn("DEPLOYMENT"),
-        FittedColumn("STATE"),
-        FittedColumn("STATE REASON", keep=4, under="DEPLOYMENT", label="state reason: "),
-        FittedColumn("MODE"),
-        FittedColumn("POLICY", keep=7),
-        FittedColumn("EPOCH", right=True, keep=3, under="DEPLOYMENT", label="epoch "),
-        FittedColumn("BALANCEDNESS", right=True, keep=2, under="DEPLOYMENT", label="balancedness "),
-        FittedColumn("WORST", right=True, keep=6),
-        FittedColumn("RANKS", right=True, keep=1, under="DEPLOYMENT", label="ranks "),
-        FittedColumn("PLAN", keep=5, under="DEPLOYMENT", label="plan: "),
+        Column("DEPLOYMENT"),
+        Column("STATE"),
+        Column("REASON", wide=True),
+        Column("MODE", fold=True),
+        Column("POLICY", wide=True),
+        Column("EPOCH", right=True),
+        Column("BALANCE", right=True),
+        Column("WORST", right=True, wide=True),
+        Column("RANKS", right=True),
+        Column("PLAN"),
+        Column("PLAN ID", wide=True),
     )
     cells = [
         (
@@ -91,32 +83,29 @@ def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             number(row["balancedness_mean"]),
             number(row["balancedness_worst"]),
             _ranks(row),
-            _plans(row),
+            *_plans(row),
         )
         for row in rows
     ]
+    if not rows:
+        return Text("no deployment yet", style="dim")
     lines = explained(row for row in rows if not _at_rest(row))
-    notes = (
-        [legend(BALANCEDNESS_WORDS, *lines)] if rows else [Text("no deployment yet", style="dim")]
-    )
-    return Group(FittedTable(columns, cells), *notes)
+    return Group(Listing(columns, cells), legend(BALANCEDNESS_WORDS, *lines))
 
 
 def _mode(row: Mapping[str, Any]) -> str:
     """Return the mode, with what keeps plans from starting in it."""
-    frozen = ["frozen"] if row["frozen_until_unix"] is not None else []
+    paused = ["paused"] if row["frozen_until_unix"] is not None else []
     held = ["held"] if row["held"] else []
-    return ", ".join([known(row["mode"]), *frozen, *held])
+    return ", ".join([known(row["mode"]), *paused, *held])
 
 
-def _plans(row: Mapping[str, Any]) -> str:
-    """Return the plan that runs, else the plans that wait for approval."""
+def _plans(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the phase and the id of the plan that runs, else of those that wait for approval."""
     if row["active_plan"] is not None:
-        return f"{row['active_plan']['plan_id']} {row['active_plan']['phase']}"
-    waiting = row["proposals"] or []
-    if len(waiting) > 1:
-        return f"{len(waiting)} proposed"
-    return f"{waiting[0]['plan_id']} proposed" if waiting else "-"
+        return row["active_plan"]["phase"], row["active_plan"]["plan_id"]
+    waiting = [plan["plan_id"] for plan in row["proposals"] or []]
+    return (f"{len(waiting)} proposed", ", ".join(waiting)) if waiting else ("-", "-")
 
 
 def _ranks(row: Mapping[str, Any]) -> str:
@@ -131,14 +120,14 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
     decision, plan = row["last_decision"], row["active_plan"]
     mean, worst = number(row["balancedness_mean"]), number(row["balancedness_worst"])
     health = row["health"]
-    facts = {
+    shown = {
         "deployment": row["deployment"],
         "health": f"{health['level']}: {health['text']}",
         "state": _state(row),
         "mode, policy": f"{row['mode']}, {row['policy']}",
         "held": _held(row),
         "dispatch": row["dispatch"],
-        "frozen until": _frozen(row["frozen_until_unix"], now),
+        "paused until": _paused(row["frozen_until_unix"], now),
         "leader": f"{row['leader']}, term {row['term']}",
         "epoch": f"{known(row['epoch'])} of generation {row['generation']}",
         "shape": _shape_line(row["shape"]),
@@ -152,12 +141,7 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
     if decision is not None:
         at = decision.get("at")
         when = f"{moment(at)} UTC, {age(at, now)}"
-        facts["last decision"] = f"{decision['reason']} at {when}: {decision['reason_text']}"
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for name, value in facts.items():
-        table.add_row(Text(name, style="dim"), Text(str(value)))
+        shown["last decision"] = f"{decision['reason']} at {when}: {decision['reason_text']}"
     troubles = [
         Text(f"rank {rank['rank']} does not take part in waves: {rank['trouble']}", style="red")
         for rank in row["ranks"]
@@ -174,13 +158,13 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
         "generation: one life of the EP group; it changes when the engine restarts",
         *([_DISCONNECTED_WORDS] if any(map(_is_disconnected, row["ranks"])) else []),
     )
-    return Group(table, Text(), _ranks_table(row["ranks"], now), *troubles, words)
+    return Group(facts(shown.items()), Text(), _ranks_table(row["ranks"], now), *troubles, words)
 
 
 def _held(row: Mapping[str, Any]) -> str:
     if not row["held"]:
         return "no"
-    return f"{row['held_text']} End it: evenkeel resume {row['deployment']}"
+    return f"{row['held_text']} End it: evenkeel resume -d {row['deployment']}"
 
 
 def _state(row: Mapping[str, Any]) -> str:
@@ -194,7 +178,7 @@ def _at_rest(row: Mapping[str, Any]) -> bool:
     return bool(row["state"] == "ready" and row["reason"] == Reason.RECOVERED)
 
 
-def _frozen(until: float | None, now: float) -> str:
+def _paused(until: float | None, now: float) -> str:
     return "-" if until is None else f"{moment(until)} UTC, {age(until, now)}"
 
 
@@ -208,18 +192,18 @@ def _cost_line(row: Mapping[str, Any]) -> str:
     return f"{model['words']}{shown}"
 
 
-def _ranks_table(ranks: Sequence[Mapping[str, Any]], now: float) -> FittedTable:
+def _ranks_table(ranks: Sequence[Mapping[str, Any]], now: float) -> Listing:
     columns = (
-        FittedColumn("RANK", right=True),
-        FittedColumn("NODE", keep=3),
-        FittedColumn("ALIVE"),
-        FittedColumn("SEEN", right=True, keep=4),
-        FittedColumn("EPOCH", right=True, keep=1),
-        FittedColumn("WAVE", keep=5),
-        FittedColumn("LOAD SHARE", right=True),
-        FittedColumn("TIME/TOKEN", right=True, keep=2),
-        FittedColumn("FREE MEMORY", right=True, keep=1),
-        FittedColumn("STAGING", right=True, keep=6),
+        Column("RANK", right=True),
+        Column("NODE"),
+        Column("ALIVE"),
+        Column("SEEN", right=True, wide=True),
+        Column("EPOCH", right=True),
+        Column("WAVE", wide=True),
+        Column("LOAD SHARE", right=True),
+        Column("TIME/TOKEN", right=True),
+        Column("FREE MEMORY", right=True),
+        Column("STAGING", right=True, wide=True),
     )
     cells = [
         (
@@ -236,10 +220,10 @@ def _ranks_table(ranks: Sequence[Mapping[str, Any]], now: float) -> FittedTable:
         )
         for rank in ranks
     ]
-    return FittedTable(columns, cells)
+    return Listing(columns, cells)
 
 
-def _alive(rank: Mapping[str, Any]) -> FittedCell:
+def _alive(rank: Mapping[str, Any]) -> Cell:
     if rank["fresh"]:
         # Without a stream it may be dead; its lease has only not ended yet.
         return "yes" if not _is_disconnected(rank) else Text(_DISCONNECTED, style="yellow")
@@ -273,18 +257,16 @@ def _proposal_line(plan: Mapping[str, Any], now: float) -> str:
 
 
 def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return a table with one row for each decision of a cycle.
-
-    Rows of one day show only the time. Columns without a value are left out.
-    """
+    """Return a table with one row for each decision; rows of one day show only the time."""
     columns = (
-        FittedColumn("AT (UTC)"),
-        FittedColumn("DECISION"),
-        FittedColumn("BALANCE", right=True, keep=1),
-        FittedColumn("GAIN", keep=2),
-        FittedColumn("COPIES", keep=4),
-        FittedColumn("PLAN", keep=1),
-        FittedColumn("COMPARED", keep=3, fold=True, least=24, under="DECISION"),
+        Column("AT (UTC)"),
+        Column("DECISION"),
+        Column("BALANCE", right=True, optional=True),
+        Column("GAIN", right=True, optional=True),
+        Column("GAIN INTERVAL", wide=True),
+        Column("COPIES", optional=True),
+        Column("PLAN", optional=True),
+        Column("COMPARED", optional=True, fold=True),
     )
     times, words = moments([row["at"] for row in rows])
     cells = []
@@ -296,7 +278,8 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
                 at,
                 str(row["reason"]),
                 _balance(figures),
-                _gain(figures),
+                share(figures.get("gain")),
+                interval(figures),
                 _copies(figures),
                 str(row.get("plan_id") or "-"),
                 row.get("detail")
@@ -305,14 +288,12 @@ def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
                 ),
             )
         )
-    lines = explained(rows)
-    shown, values = with_values(columns, cells)
-    heads = {column.head for column in shown}
-    if "BALANCE" in heads:
-        words += [BALANCEDNESS_WORDS, "balance: balancedness or time balance; now -> with the plan"]
-    if "GAIN" in heads:
-        words.append("gain: saved share of MoE time on later steps, with its 94 % interval")
-    return Group(FittedTable(shown, values), legend(*words, "--json shows every figure", *lines))
+    if any(row[2] != "-" for row in cells):
+        words += [BALANCEDNESS_WORDS, "or of time; now -> with the plan"]
+    if any(row[3] != "-" for row in cells):
+        words.append("gain: saved share of MoE time on later steps")
+    words += ["-o wide shows all columns, -o json every figure", *explained(rows)]
+    return Group(Listing(columns, cells), legend(*words))
 
 
 def no_decision(row: Mapping[str, Any], policy: Mapping[str, Any]) -> RenderableType:
@@ -342,11 +323,11 @@ def _balance(figures: Mapping[str, float]) -> str:
     return now if expected is None else f"{now} -> {number(expected)}"
 
 
-def _gain(figures: Mapping[str, float]) -> str:
-    if "gain" not in figures:
+def interval(figures: Mapping[str, Any]) -> str:
+    """Return the 94 % interval of a predicted gain, or `-` if it is unknown."""
+    if figures.get("gain_lower") is None:
         return "-"
-    lower, upper = figures.get("gain_lower"), figures.get("gain_upper")
-    return f"{share(figures['gain'])} ({share(lower)} to {share(upper)})"
+    return f"{share(figures['gain_lower'])} to {share(figures['gain_upper'])}"
 
 
 def _copies(figures: Mapping[str, float]) -> str:
@@ -357,12 +338,8 @@ def _copies(figures: Mapping[str, float]) -> str:
 
 def document_table(document: Mapping[str, Any]) -> RenderableType:
     """Return a table with one row for each field of a document, and of the objects in it."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("FIELD", no_wrap=True)
-    table.add_column("VALUE", overflow="fold")
-    for name, value in leaves(document).items():
-        table.add_row(name, json.dumps(value))
-    return table
+    rows = [(name, json.dumps(value)) for name, value in leaves(document).items()]
+    return Listing((Column("FIELD"), Column("VALUE", fold=True)), rows)
 
 
 def changes_view(before: Mapping[str, Any], after: Mapping[str, Any]) -> RenderableType:

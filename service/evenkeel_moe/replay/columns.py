@@ -27,8 +27,6 @@ class Column:
     explanation: str
     sign: int = 0
     """1 where more is better, -1 where less is better, 0 where neither is."""
-    keep: int = 0
-    """On a narrow terminal, columns with a higher number are left out first; 0 is always kept."""
 
     def cells(self, results: Sequence[WalkMetrics]) -> list[tuple[str, bool]]:
         """Return the text of each result, and whether it is shown like the best value."""
@@ -58,7 +56,6 @@ COLUMNS = (
         3,
         "balancedness that 95 % of all steps and layers reach",
         sign=1,
-        keep=5,
     ),
     Column(
         "balancedness_worst",
@@ -80,7 +77,6 @@ COLUMNS = (
         3,
         "predicted MoE time that 90 % of the steps stay below / mean time of a perfect split",
         sign=-1,
-        keep=4,
     ),
     Column(
         "copies_per_layer",
@@ -89,10 +85,10 @@ COLUMNS = (
         "copies between ranks per layer and replan, after ranks were renamed so that the fewest"
         " experts move; without the first plan",
     ),
-    Column("copies_per_layer_raw", "raw", 1, "the same before the renaming", keep=3),
-    Column("first_copies_per_layer", "first", 1, "copies per layer of the first plan", keep=2),
+    Column("copies_per_layer_raw", "raw", 1, "the same before the renaming"),
+    Column("first_copies_per_layer", "first", 1, "copies per layer of the first plan"),
     Column("bytes", "bytes", None, "bytes between ranks in all replans except the first"),
-    Column("plan_ms", "plan ms", 1, "median time of one planning call", keep=1),
+    Column("plan_ms", "plan ms", 1, "median time of one planning call"),
 )
 
 TRADEOFF_TITLE = "Extra replicas against KV cache, on one rank"

@@ -18,14 +18,17 @@ from evenkeel_moe.wire.profile_text import parse_profile
 
 
 def replay_cost(
-    asked: CostOptions, shape: ModelShape, rank_speeds: str | None, dispatch: DispatchModel
+    asked: CostOptions,
+    shape: ModelShape,
+    rank_speeds: tuple[float, ...] | None,
+    dispatch: DispatchModel,
 ) -> CostModel:
     """Return the cost model that the options ask for.
 
     Args:
         asked: the options.
         shape: sizes of the deployment.
-        rank_speeds: relative speed of every rank, separated by commas; None for equal ranks.
+        rank_speeds: relative speed of every rank; None for equal ranks.
         dispatch: the engine's rule.
 
     Raises:
@@ -36,7 +39,7 @@ def replay_cost(
     _check_belongs(asked)
     if dispatch is DispatchModel.WATERFILL and shape.shared_experts is None:
         raise InvalidInput(
-            "--dispatch waterfill needs --shared-experts: it places their work, and without it the"
+            "dispatch: waterfill needs shared_experts: it places their work, and without it the"
             " split is even"
         )
     if asked.cost is CostKind.CURVE:
@@ -52,23 +55,23 @@ def replay_cost(
 def _check_belongs(asked: CostOptions) -> None:
     """Check that the other options belong to the cost model asked for."""
     belongs = {
-        "--curve": (asked.curve, CostKind.CURVE),
-        "--device": (asked.device, CostKind.ROOFLINE),
-        "--weight-format": (asked.weight_format, CostKind.ROOFLINE),
-        "--read-tokens": (asked.read_tokens, CostKind.ROOFLINE),
+        "curve": (asked.curve, CostKind.CURVE),
+        "device": (asked.device, CostKind.ROOFLINE),
+        "weight_format": (asked.weight_format, CostKind.ROOFLINE),
+        "read_tokens": (asked.read_tokens, CostKind.ROOFLINE),
     }
     for option, (value, of) in belongs.items():
         if value is not None and asked.cost is not of:
-            raise InvalidInput(f"{option} belongs to --cost {of}, not to --cost {asked.cost}")
+            raise InvalidInput(f"{option} belongs to cost: {of}, not to cost: {asked.cost}")
 
 
 def _of_roofline(asked: CostOptions, shape: ModelShape) -> CostModel:
     if (asked.device is None) == (asked.read_tokens is None):
-        raise InvalidInput("--cost roofline needs either --device or --read-tokens")
+        raise InvalidInput("cost: roofline needs either device or read_tokens")
     if asked.device is not None:
         return derived_cost(shape, asked.device, asked.weight_format or "fp8")
     if asked.weight_format is not None:
-        raise InvalidInput("--weight-format belongs to --device, not to --read-tokens")
+        raise InvalidInput("weight_format belongs to device, not to read_tokens")
     read = float(asked.read_tokens or 0.0)
     return CostModel(
         replica=ReplicaWork(read_tokens=read),
@@ -84,7 +87,7 @@ def _of_curve(path: Path | None, shape: ModelShape) -> CostModel:
     It is that of tokens and replicas if the file has one that fits, else that of the curve.
     """
     if path is None:
-        raise InvalidInput("--cost curve needs --curve with a file that `evenkeel profile` wrote")
+        raise InvalidInput("cost: curve needs curve with a file that `evenkeel profile` wrote")
     try:
         told = parse_profile(path.read_text("utf-8"))
         ranks = (RankNumbers(curve=told.curve, replica_cost=told.replica_cost),) * shape.num_ranks
@@ -101,15 +104,13 @@ def _of_curve(path: Path | None, shape: ModelShape) -> CostModel:
     )
 
 
-def _speeds(text: str, ranks: int) -> NDArray[np.float64]:
-    """Return the (R,) relative speeds in a text."""
-    try:
-        speeds = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InvalidInput(f"--rank-speeds {text}: {error}") from error
+def _speeds(speeds: tuple[float, ...], ranks: int) -> NDArray[np.float64]:
+    """Return the (R,) relative speeds."""
     finite = all(0 < speed < math.inf and 1 / speed < math.inf for speed in speeds)
     if len(speeds) != ranks or not finite:
-        raise ShapeMismatch(f"{ranks} positive rank speeds are needed, got {len(speeds)}: {speeds}")
+        raise ShapeMismatch(
+            f"rank_speeds: {ranks} positive ones are needed, got {len(speeds)}: {[*speeds]}"
+        )
     return np.array(speeds, np.float64)
 
 

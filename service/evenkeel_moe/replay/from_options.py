@@ -20,16 +20,14 @@ from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Policy
 from evenkeel_moe.replay.cost_options import replay_cost
-from evenkeel_moe.replay.options import CostOptions, FleetOptions, PlanningOptions
+from evenkeel_moe.replay.options import FleetOptions, PlanningOptions, ReplayOptions
 from evenkeel_moe.replay.planners import VERDICT
 from evenkeel_moe.replay.walk import Setup
 
 
 def replay_setup(
     trace: Trace,
-    fleet: FleetOptions,
-    planning: PlanningOptions,
-    cost: CostOptions,
+    options: ReplayOptions,
     *,
     window_steps: int,
     horizon_steps: int,
@@ -40,31 +38,33 @@ def replay_setup(
         InvalidInput, ShapeMismatch: an option has an unknown value or does not fit the others or
             the trace.
     """
-    shape = _shape(fleet, trace)
+    shape = _shape(options, trace)
     if window_steps > trace.num_steps:
-        raise InvalidInput(f"--window {window_steps}: the trace has {trace.num_steps} steps")
-    if words := undivided(fleet.ranks, "ranks", fleet.nodes, "nodes"):
+        raise InvalidInput(f"window {window_steps}: the trace has {trace.num_steps} steps")
+    if words := undivided(options.ranks, "ranks", options.nodes, "nodes"):
         raise ShapeMismatch(words)
     source = None
-    if trace.source is not None and trace.source.shape[1] == fleet.ranks:
+    if trace.source is not None and trace.source.shape[1] == options.ranks:
         source = trace.source.astype(np.float64)
     return Setup(
         load=trace.counts.astype(np.float64),
         shape=shape,
-        topology=Topology(tuple(rank * fleet.nodes // fleet.ranks for rank in range(fleet.ranks))),
+        topology=Topology(
+            tuple(rank * options.nodes // options.ranks for rank in range(options.ranks))
+        ),
         window_steps=window_steps,
         horizon_steps=horizon_steps,
         source=source,
         objective=Objective(
-            cost=replay_cost(cost, shape, fleet.rank_speeds, planning.dispatch),
-            dispatch=planning.dispatch,
-            cross_node_factor=planning.cross_node_factor,
-            allow_duplicates=planning.allow_duplicates,
-            fill_slots=planning.fill_slots,
+            cost=replay_cost(options, shape, options.rank_speeds, options.dispatch),
+            dispatch=options.dispatch,
+            cross_node_factor=options.cross_node_factor,
+            allow_duplicates=options.allow_duplicates,
+            fill_slots=options.fill_slots,
         ),
-        copy_price=planning.copy_price,
-        max_evaluations=planning.max_evaluations,
-        seed=planning.seed,
+        copy_price=options.copy_price,
+        max_evaluations=options.max_evaluations,
+        seed=options.seed,
     )
 
 
@@ -106,7 +106,7 @@ def replay_policies(
         return POLICIES
     if "craft" not in {name.removesuffix(VERDICT) for name in names}:
         raise InvalidInput(
-            "--craft-replicas and --free-bytes are for craft, which is not among the policies"
+            "craft_replicas and free_bytes are for craft, which is not among the policies"
         )
     if replicas in (None, "memory", "knee", "per_replica_gain"):
         options = CraftOptions(rule=ReplicaRule(replicas or "memory"))
@@ -117,8 +117,7 @@ def replay_policies(
             )
         except ValueError as error:
             raise InvalidInput(
-                f"--craft-replicas {replicas} is neither memory, knee,"
-                " per_replica_gain nor a number"
+                f"craft_replicas {replicas} is neither memory, knee, per_replica_gain nor a number"
             ) from error
     if free is not None:
         most = factor_by_memory(free, bytes_per_expert)

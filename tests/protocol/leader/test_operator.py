@@ -208,7 +208,7 @@ def test_one_plan_at_a_time():
         with pytest.raises(Conflict) as caught:
             call()
         assert caught.value.reason is Reason.PLAN_IN_PROGRESS
-        advice = f"plan p is migrating: wait for it, or `evenkeel plan cancel {DEPLOYMENT} p`"
+        advice = f"plan p is migrating: wait for it, or `evenkeel plan cancel p -d {DEPLOYMENT}`"
         assert str(caught.value) == advice
 
 

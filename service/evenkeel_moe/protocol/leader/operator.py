@@ -60,18 +60,12 @@ class Operator:
                 SEPARATE_APPROVAL, PLAN_IN_PROGRESS, FROZEN or OUTSIDE_SCHEDULE.
             InfeasiblePlan: the plan breaks an invariant (R17).
         """
-        executor, planning_loop = self._recovered()
+        _, planning_loop = self._recovered()
         records = self.control.records
         known = records.same_request(plan.plan_id, request_digest)
         if known is not None:
             return known, []
-        if executor.is_of_other_generation(plan):
-            raise Conflict(f"planned for {plan.generation}", Reason.GENERATION_CHANGED)
-        if executor.is_stale(plan, 0):
-            raise Conflict(f"planned on epoch {plan.base_epoch}", Reason.STALE_BASE)
-        refusal = executor.plan_problem(plan)
-        if refusal is not None:
-            raise InfeasiblePlan(refusal[1], refusal[0])
+        self.check(plan)
         if approve:
             self._require_another_approver(plan, by, by)
             self._require_free(plan, now)
@@ -87,6 +81,22 @@ class Operator:
             actions.append(self.control.document())
         actions += self.control.advance_plan(now)
         return records.get(plan.plan_id), self.control.write_retry.order(actions)
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that could not be entered now.
+
+        Raises:
+            Conflict: GENERATION_CHANGED, STALE_BASE.
+            InfeasiblePlan: the plan breaks an invariant (R17).
+        """
+        executor, _ = self._recovered()
+        if executor.is_of_other_generation(plan):
+            raise Conflict(f"planned for {plan.generation}", Reason.GENERATION_CHANGED)
+        if executor.is_stale(plan, 0):
+            raise Conflict(f"planned on epoch {plan.base_epoch}", Reason.STALE_BASE)
+        refusal = executor.plan_problem(plan)
+        if refusal is not None:
+            raise InfeasiblePlan(refusal[1], refusal[0])
 
     def repeat(
         self, plan_id: PlanId, request_digest: str
@@ -202,9 +212,10 @@ class Operator:
         return earlier[-1]
 
     def resume(self, now: float) -> list[ControlAction]:
-        """Let automatic plans begin again that a rollback or undelivered gains stopped."""
+        """Let plans begin again: end a freeze, and the hold on automatic plans."""
         self._leading()
-        return self.control.handle(AutomaticPlansResumed(), now)
+        ended = self.control.handle(PlansFrozen(0.0), now) if self.control.frozen_until else []
+        return [*ended, *self.control.handle(AutomaticPlansResumed(), now)]
 
     def freeze(self, seconds: float, now: float) -> list[ControlAction]:
         """Begin no plan for that many seconds; 0 ends the freeze. A plan that has begun goes on."""
@@ -282,7 +293,8 @@ class Operator:
         if unix < planning_loop.frozen_until:
             wait = duration_text(planning_loop.frozen_until - unix)
             raise Conflict(
-                f"frozen for another {wait}; `evenkeel freeze {self.control.deployment} 0` ends it",
+                f"paused for another {wait}; `evenkeel resume -d {self.control.deployment}` ends"
+                " that",
                 Reason.FROZEN,
             )
         opens_at = self.control.policy.schedule.opens_at(unix)
@@ -295,7 +307,7 @@ class Operator:
 def plan_in_progress(active: PlanRecord) -> Conflict:
     """Return the refusal of a plan while another one runs."""
     plan = active.plan
-    cancel = f"`evenkeel plan cancel {plan.deployment} {plan.plan_id}`"
+    cancel = f"`evenkeel plan cancel {plan.plan_id} -d {plan.deployment}`"
     return Conflict(
         f"plan {plan.plan_id} is {active.phase}: wait for it, or {cancel}", Reason.PLAN_IN_PROGRESS
     )
