@@ -25,7 +25,7 @@ async def test_every_request_for_a_change_is_recorded_with_its_outcome(app, oper
     ]
     assert rows == [
         ("bob", "read", "POST", "/v1/deployments/demo/resume", 403, "demo"),
-        ("alice", "operate", "POST", PLANS, 202, "demo"),
+        ("alice", "operate", "POST", PLANS, 201, "demo"),
         ("alice", "operate", "POST", PLANS, 422, "demo"),
         ("alice", "operate", "PATCH", "/v1/nothing", 404, None),
     ]

@@ -40,7 +40,7 @@ async def test_a_rollback_is_found_by_its_key_and_its_token(operations):
         first = await client.post(ROLLBACK, json={}, headers=KEY)
     async with make_client(create_app(operations, TOKENS), OPERATE) as client:
         again = await client.post(ROLLBACK, json={}, headers=KEY)
-        assert (again.status_code, again.json()) == (201, first.json())
+        assert (again.status_code, again.json()) == (202, first.json())
         other = await client.post(ROLLBACK, json={"to_epoch": 2}, headers=KEY)
         assert_problem(other, 409, "id_reused")
         assert len(operations.records["demo"]) == 1

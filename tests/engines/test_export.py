@@ -29,7 +29,7 @@ def test_engines_restart_where_a_live_deployment_stands(controller, tmp_path):
 
 
 def export(controller, path, form, *options):
-    """Run `evenkeel export` as an operator does."""
+    """Run `evenkeel placement export` as an operator does."""
     command = [
         sys.executable,
         "-m",

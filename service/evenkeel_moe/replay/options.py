@@ -16,6 +16,10 @@ from evenkeel_moe.yaml_text import parse_yaml
 
 _Count = Annotated[int, Field(ge=1)]
 _Bytes = Annotated[int, Field(ge=0)]
+_WINDOW = (
+    "Number of steps on which a policy plans. Default: 100; in `replay plan` the whole recording,"
+    " whose newest steps count."
+)
 
 
 class _Options(BaseModel):
@@ -173,7 +177,7 @@ class PlanningOptions(_Options):
     )
 
 
-class ReplayOptions(ReadingOptions, FleetOptions, CostOptions, PlanningOptions):
+class ReplayOptions(PlanningOptions, CostOptions, FleetOptions, ReadingOptions):
     """The options of every command that plans on a recording."""
 
 
@@ -188,13 +192,13 @@ class FileOptions(ReplayOptions):
     )
 
 
-class CompareOptions(ReplayOptions, KvOptions):
+class CompareOptions(KvOptions, ReplayOptions):
     """The options of `evenkeel replay compare`."""
 
     policies: str | None = Field(
         None, description="Names, separated by commas. Default: all policies."
     )
-    window: _Count = Field(100, description="Number of steps on which a policy plans.")
+    window: _Count = Field(100, description=_WINDOW)
     horizon: _Count = Field(
         50, description="Steps on which a plan is scored before the next replan."
     )
@@ -210,12 +214,10 @@ class CompareOptions(ReplayOptions, KvOptions):
     )
 
 
-class SinglePlanOptions(FileOptions, KvOptions):
+class SinglePlanOptions(KvOptions, FileOptions):
     """The options of `evenkeel replay plan`."""
 
-    window: _Count | None = Field(
-        None, description="Number of newest steps to plan on. Default: the whole trace."
-    )
+    window: _Count | None = Field(None, description=_WINDOW)
     current: Path | None = Field(
         None, description="File with the present placement, in any format, to keep copies few."
     )

@@ -9,6 +9,7 @@ from evenkeel_moe.controller.cycles.manual_plans import request_digest
 from evenkeel_moe.errors import (
     Conflict,
     InfeasiblePlan,
+    InvalidInput,
     Reason,
     Unavailable,
 )
@@ -223,8 +224,8 @@ async def test_freeze_resume_and_policy_hold_at_once_and_are_stored_when_the_sto
     await until(lambda: rig.ranks.placement == BASE)
     await rig.at_rest()
     changes = {
-        "frozen_until": lambda: operations.freeze(DEPLOYMENT, 600, "me"),
         "held": lambda: operations.resume(DEPLOYMENT, "me"),
+        "frozen_until": lambda: operations.freeze(DEPLOYMENT, 600, "me"),
         "cycle_s": lambda: operations.set_policy(DEPLOYMENT, {"cycle_s": 7.0}, "me"),
     }
     for change in changes.values():

@@ -273,11 +273,13 @@ class DeploymentControl(RankNotes):
     def _resume(self, _event: object, now: float) -> list[ControlAction]:
         assert self.planning_loop is not None
         hold = self.planning_loop.hold
-        if hold.because is None:
+        if hold.because is None and not self.frozen_until:
             return []  # A repeated request: its caller may have missed the first answer.
-        stopped = hold.because is Reason.GAINS_NOT_DELIVERED
-        since = now + self.unix_offset_s if stopped else hold.judged_from
-        self.planning_loop.hold = Hold(None, since)
+        self.planning_loop.frozen_until = 0.0
+        if hold.because is not None:
+            stopped = hold.because is Reason.GAINS_NOT_DELIVERED
+            since = now + self.unix_offset_s if stopped else hold.judged_from
+            self.planning_loop.hold = Hold(None, since)
         return [self.document()]
 
     # --- time -------------------------------------------------------------------------------------

@@ -214,8 +214,7 @@ class Operator:
     def resume(self, now: float) -> list[ControlAction]:
         """Let plans begin again: end a freeze, and the hold on automatic plans."""
         self._leading()
-        ended = self.control.handle(PlansFrozen(0.0), now) if self.control.frozen_until else []
-        return [*ended, *self.control.handle(AutomaticPlansResumed(), now)]
+        return self.control.handle(AutomaticPlansResumed(), now)
 
     def freeze(self, seconds: float, now: float) -> list[ControlAction]:
         """Begin no plan for that many seconds; 0 ends the freeze. A plan that has begun goes on."""
