@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from evenkeel_moe.cli.console import Column, Listing, SafeConsole, print_json, work_bars
+from evenkeel_moe.cli.console import Listing, SafeConsole, TableColumn, print_json, work_bars
 from tests.api.fakes import FakeView, make_plan, make_rank, make_status
 
 STEERING = "\x1b]0;owned\x1b\\ \x1b]52;c;cm0=\x07 \x1b[2J \x7f \x9b31m \u202e \u2066 \u200f"
@@ -71,7 +71,7 @@ def test_a_terminal_gets_the_styles_of_a_table_and_no_other_code(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     console = SafeConsole(width=200, force_terminal=True)
     with console.capture() as captured:
-        console.print(Listing([Column("NODE")], [[STEERING]]))
+        console.print(Listing([TableColumn("NODE")], [[STEERING]]))
     out = captured.get()
     assert "\x1b[1mNODE" in out and "\ufffd]0;owned\ufffd\\ \ufffd]52;" in out
     assert not steers(out.replace("\x1b[1m", "").replace("\x1b[0m", ""))

@@ -1,11 +1,14 @@
 """docs/offline.md lists the keys of the file of options. `python -m` this module prints them."""
 
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
 
 from evenkeel_moe.replay.options import CompareOptions, OfflineOptions, SinglePlanOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "offline.md"
-COMMANDS = {
+COMMANDS: dict[str, type[BaseModel]] = {
     "`offline`": OfflineOptions,
     "`replay compare`": CompareOptions,
     "`replay plan`": SinglePlanOptions,
@@ -13,7 +16,7 @@ COMMANDS = {
 
 
 def rows():
-    fields = {}
+    fields: dict[str, Any] = {}
     for model in COMMANDS.values():
         fields |= model.model_fields
     for name, field in fields.items():

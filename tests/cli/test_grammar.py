@@ -42,7 +42,7 @@ def options(command):
 
 
 def test_these_are_the_commands():
-    wanted = set()
+    wanted: set[tuple[str, ...]] = set()
     for line in COMMANDS.strip().splitlines():
         first, _, rest = line.partition(" ")
         if "|" in rest or first in ("engines",):

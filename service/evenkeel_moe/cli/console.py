@@ -49,7 +49,7 @@ class SafeConsole(Console):
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TableColumn:
     """One column of a listing."""
 
     head: str
@@ -75,7 +75,7 @@ class Listing:
     """
 
     def __init__(
-        self, columns: Sequence[Column], rows: Sequence[Sequence[Cell]], gap: int = 2
+        self, columns: Sequence[TableColumn], rows: Sequence[Sequence[Cell]], gap: int = 2
     ) -> None:
         self._columns, self._rows, self._gap = columns, rows, gap
 
@@ -128,7 +128,7 @@ class Listing:
 def facts(rows: Iterable[tuple[str, Any]]) -> Listing:
     """Return names and values, one pair in a line."""
     cells = [(Text(name, style="dim"), Text(str(value))) for name, value in rows]
-    return Listing((Column(""), Column("", fold=True)), cells)
+    return Listing((TableColumn(""), TableColumn("", fold=True)), cells)
 
 
 def legend(*lines: str) -> RenderableType:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from evenkeel_moe.cli.client import checked_id
-from evenkeel_moe.cli.console import Column, Listing, say
+from evenkeel_moe.cli.console import Listing, TableColumn, say
 from evenkeel_moe.cli.options import ContextsFile, with_option_groups
 from evenkeel_moe.cli.watch import OutputOptions
 
@@ -85,12 +85,12 @@ def list_contexts(where: ContextsFile, shown: OutputOptions) -> None:
 
     known = read_contexts(where.file)
     columns = (
-        Column("CURRENT"),
-        Column("NAME"),
-        Column("ADDRESS"),
-        Column("DEPLOYMENT"),
-        Column("TOKEN FILE", wide=True),
-        Column("CA FILE", wide=True),
+        TableColumn("CURRENT"),
+        TableColumn("NAME"),
+        TableColumn("ADDRESS"),
+        TableColumn("DEPLOYMENT"),
+        TableColumn("TOKEN FILE", wide=True),
+        TableColumn("CA FILE", wide=True),
     )
     cells = [
         (

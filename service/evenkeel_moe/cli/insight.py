@@ -8,7 +8,7 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli import insight_tables, tables
 from evenkeel_moe.cli.client import ApiClient
 from evenkeel_moe.cli.heat import heat_map
-from evenkeel_moe.cli.options import DeploymentOptions, LimitOption, with_option_groups
+from evenkeel_moe.cli.options import DeploymentClientOptions, LimitOption, with_option_groups
 from evenkeel_moe.cli.watch import ShowOptions
 
 _COMPUTED_WITHIN_S = 180.0
@@ -36,7 +36,7 @@ def recommend(
         ),
     ] = None,
     *,
-    connection: DeploymentOptions,
+    connection: DeploymentClientOptions,
     shown: ShowOptions,
 ) -> None:
     """Say whether a plan would pay now.
@@ -59,7 +59,7 @@ def recommend(
 
 @with_option_groups
 def decisions(
-    limit: LimitOption = 20, *, connection: DeploymentOptions, shown: ShowOptions
+    limit: LimitOption = 20, *, connection: DeploymentClientOptions, shown: ShowOptions
 ) -> None:
     """Show why the controller planned or did not, newest first.
 
@@ -81,7 +81,7 @@ def decisions(
 def audit(
     limit: LimitOption = 20,
     *,
-    connection: DeploymentOptions,
+    connection: DeploymentClientOptions,
     shown: ShowOptions,
 ) -> None:
     """Show who asked for which change, newest first."""
@@ -105,7 +105,7 @@ def heatmap(
         ),
     ] = None,
     *,
-    connection: DeploymentOptions,
+    connection: DeploymentClientOptions,
     shown: ShowOptions,
 ) -> None:
     """Draw the load of each rank in each layer.

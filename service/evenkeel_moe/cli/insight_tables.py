@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from evenkeel_moe.cli.console import Column, Listing, explained, legend
+from evenkeel_moe.cli.console import Listing, TableColumn, explained, legend
 from evenkeel_moe.cli.tables import interval, number
 from evenkeel_moe.cli.units import moment, moments
 from evenkeel_moe.model.quantities import bytes_text, duration_text, share
@@ -52,7 +52,7 @@ def placements_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each recorded placement."""
     if not rows:
         return Text("no placement is recorded yet", style="dim")
-    columns = (Column("EPOCH", right=True), Column("PLACEMENT"), Column("STATE"))
+    columns = (TableColumn("EPOCH", right=True), TableColumn("PLACEMENT"), TableColumn("STATE"))
     states = ["replaced" if row["replaced"] else "earlier" for row in rows]
     if not rows[0]["replaced"]:
         states[0] = "present"
@@ -69,14 +69,14 @@ def placements_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 def _policies(rows: Sequence[Mapping[str, Any]]) -> Listing:
     columns = (
-        Column("POLICY"),
-        Column("OUTCOME", fold=True),
-        Column("GAIN", right=True),
-        Column("INTERVAL"),
-        Column("COPIES", right=True),
-        Column("BYTES", right=True, wide=True),
-        Column("BALANCEDNESS", right=True, wide=True),
-        Column("PAYS AFTER", right=True, wide=True),
+        TableColumn("POLICY"),
+        TableColumn("OUTCOME", fold=True),
+        TableColumn("GAIN", right=True),
+        TableColumn("INTERVAL"),
+        TableColumn("COPIES", right=True),
+        TableColumn("BYTES", right=True, wide=True),
+        TableColumn("BALANCEDNESS", right=True, wide=True),
+        TableColumn("PAYS AFTER", right=True, wide=True),
     )
     return Listing(columns, [_policy(row) for row in rows])
 
@@ -101,12 +101,12 @@ def _policy(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _levels(redundancy: Mapping[str, Any]) -> Listing:
     columns = (
-        Column("EXTRA REPLICAS", right=True),
-        Column("GAIN", right=True),
-        Column("INTERVAL"),
-        Column("MORE MEMORY PER RANK", right=True),
-        Column("FITS"),
-        Column("BALANCEDNESS", right=True, wide=True),
+        TableColumn("EXTRA REPLICAS", right=True),
+        TableColumn("GAIN", right=True),
+        TableColumn("INTERVAL"),
+        TableColumn("MORE MEMORY PER RANK", right=True),
+        TableColumn("FITS"),
+        TableColumn("BALANCEDNESS", right=True, wide=True),
     )
     fits = {None: "-", True: "yes", False: "no"}
     cells = [
@@ -129,12 +129,12 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     if not rows:
         return Text("no request for a change is recorded", style="dim")
     columns = (
-        Column("AT (UTC)"),
-        Column("BY"),
-        Column("ROLE", wide=True),
-        Column("REQUEST", fold=True),
-        Column("OUTCOME"),
-        Column("TRACE", wide=True),
+        TableColumn("AT (UTC)"),
+        TableColumn("BY"),
+        TableColumn("ROLE", wide=True),
+        TableColumn("REQUEST", fold=True),
+        TableColumn("OUTCOME"),
+        TableColumn("TRACE", wide=True),
     )
     times, day = moments([row["at"] for row in rows])
     cells = [
@@ -177,9 +177,9 @@ def quarantine_view(answer: Mapping[str, Any]) -> RenderableType:
         for row in answer["items"]
     ]
     columns = (
-        Column("REASON"),
-        Column("RANK STEPS", right=True),
-        Column("NEWEST", fold=True),
+        TableColumn("REASON"),
+        TableColumn("RANK STEPS", right=True),
+        TableColumn("NEWEST", fold=True),
     )
     return Group(
         Listing(columns, cells),

@@ -86,13 +86,7 @@ def offline(
     _check(file, format_, options)
     trace = read_recorded(recording, options)
     check_rows(format_, trace)
-    one_row = format_ is PlacementFormat.VLLM_RANKS
-    changes: dict[str, Any] = {}
-    if one_row and options.slots is None:
-        changes["slots"] = trace.num_experts
-    if not format_.holds_empty_slots:
-        changes["fill_slots"] = True
-    options = options.model_copy(update=changes)
+    options = _of_format(options, format_, trace)
     name = options.policy
     setup = replay_setup(trace, options, window_steps=trace.num_steps, horizon_steps=1)
     start = _compared_with(options.compare_with, format_, trace, setup)
@@ -105,7 +99,7 @@ def offline(
             start,
             held_out=options.held_out,
             policies=replay_policies([name], options, options.bytes_per_expert),
-            one_row=one_row,
+            one_row=format_ is PlacementFormat.VLLM_RANKS,
             findings=trace.findings,
         )
     if written := plan.verdict.call == "recommend" or not only_if_it_pays:
@@ -118,6 +112,16 @@ def offline(
         _print(file, options, format_, plan, trace, setup, written)
     if not written:
         raise typer.Exit(1)
+
+
+def _of_format(options: Any, format_: Any, trace: Any) -> Any:
+    """Return the options with what the format of the file leaves no choice about."""
+    changes: dict[str, Any] = {}
+    if format_ == "vllm-ranks" and options.slots is None:
+        changes["slots"] = trace.num_experts
+    if not format_.holds_empty_slots:
+        changes["fill_slots"] = True
+    return options.model_copy(update=changes)
 
 
 def _compared_with(path: Path | None, format_: Any, trace: Any, setup: Any) -> Any:

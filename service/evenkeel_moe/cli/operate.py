@@ -11,7 +11,7 @@ from evenkeel_moe.cli.console import confirm, say
 from evenkeel_moe.cli.exits import CliError, Exit
 from evenkeel_moe.cli.options import (
     ClientOptions,
-    DeploymentOptions,
+    DeploymentClientOptions,
     YesOption,
     deployment_names,
     nested_fields,
@@ -63,7 +63,7 @@ def status(
 
 @policy_app.command("get")
 @with_option_groups
-def get_policy(connection: DeploymentOptions, shown: OutputOptions) -> None:
+def get_policy(connection: DeploymentClientOptions, shown: OutputOptions) -> None:
     """Show mode, policy, cost model, limits and gates, with their revision.
 
     A gate is a check that a plan must pass.
@@ -92,7 +92,7 @@ def set_policy(
     ] = None,
     yes: YesOption = False,
     *,
-    connection: DeploymentOptions,
+    connection: DeploymentClientOptions,
     shown: OutputOptions,
 ) -> None:
     """Change mode, policy, cost model, limits or gates.
@@ -126,7 +126,7 @@ def pause(
         ),
     ] = "7d",
     *,
-    connection: DeploymentOptions,
+    connection: DeploymentClientOptions,
 ) -> None:
     """Start no new plan for a while; a running one goes on.
 
@@ -162,7 +162,7 @@ def parse_seconds(text: str) -> float:
 
 
 @with_option_groups
-def resume(connection: DeploymentOptions) -> None:
+def resume(connection: DeploymentClientOptions) -> None:
     """Let plans start again, after a pause or while they are held.
 
     Automatic plans are held after a rollback, and when plans did not deliver their gain.
@@ -217,7 +217,7 @@ def quarantine(
     ] = False,
     yes: YesOption = False,
     *,
-    connection: DeploymentOptions,
+    connection: DeploymentClientOptions,
     shown: ShowOptions,
 ) -> None:
     """Show which parts of the ranks' reports were rejected, by reason."""

@@ -188,7 +188,7 @@ class ClientOptions(ContextsFile):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeploymentOptions(ClientOptions):
+class DeploymentClientOptions(ClientOptions):
     """The options that say which deployment of which controller a command is about."""
 
     deployment: Annotated[

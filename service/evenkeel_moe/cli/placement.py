@@ -9,7 +9,7 @@ import typer
 from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.exits import CliError, Exit
 from evenkeel_moe.cli.insight_tables import placements_table
-from evenkeel_moe.cli.options import DeploymentOptions, with_option_groups
+from evenkeel_moe.cli.options import DeploymentClientOptions, with_option_groups
 from evenkeel_moe.cli.watch import ShowOptions
 from evenkeel_moe.errors import EvenkeelError
 
@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="List placements, and write one for
 
 @app.command("list")
 @with_option_groups
-def list_placements(connection: DeploymentOptions, shown: ShowOptions) -> None:
+def list_placements(connection: DeploymentClientOptions, shown: ShowOptions) -> None:
     """List the recorded placements, to which a rollback can lead."""
     with connection.client() as client:
         path = connection.path(client, "/epochs")
@@ -64,7 +64,7 @@ class ExportedFile:
 
 @app.command()
 @with_option_groups
-def export(file: ExportedFile, connection: DeploymentOptions) -> None:
+def export(file: ExportedFile, connection: DeploymentClientOptions) -> None:
     """Write the present placement, to start balanced after a restart."""
     with connection.client() as client:
         name = connection.found(client)

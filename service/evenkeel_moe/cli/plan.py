@@ -16,7 +16,12 @@ from evenkeel_moe.cli import plan_tables, plan_words
 from evenkeel_moe.cli.client import ApiClient, checked_id
 from evenkeel_moe.cli.console import confirm, require_terminal, say
 from evenkeel_moe.cli.exits import CliError, Exit, NotSent
-from evenkeel_moe.cli.options import DeploymentOptions, YesOption, plan_ids, with_option_groups
+from evenkeel_moe.cli.options import (
+    DeploymentClientOptions,
+    YesOption,
+    plan_ids,
+    with_option_groups,
+)
 from evenkeel_moe.cli.watch import OutputOptions, ShowOptions
 
 app = typer.Typer(no_args_is_help=True, help="Propose, show, approve, cancel and undo plans.")
@@ -110,7 +115,7 @@ def create(
     request: PlanArguments,
     yes: YesOption = False,
     *,
-    connection: DeploymentOptions,
+    connection: DeploymentClientOptions,
     shown: OutputOptions,
 ) -> None:
     """Propose a plan: it waits for `evenkeel plan approve`."""
@@ -232,7 +237,7 @@ def list_plans(
         ),
     ] = None,
     *,
-    connection: DeploymentOptions,
+    connection: DeploymentClientOptions,
     shown: ShowOptions,
 ) -> None:
     """List plans, newest first."""
@@ -243,7 +248,7 @@ def list_plans(
 
 @app.command("show")
 @with_option_groups
-def show_plan(plan: PlanArgument, connection: DeploymentOptions, shown: ShowOptions) -> None:
+def show_plan(plan: PlanArgument, connection: DeploymentClientOptions, shown: ShowOptions) -> None:
     """Show one plan and the figures behind it."""
     checked_id(plan, "plan")
     with connection.client() as client:
@@ -253,7 +258,7 @@ def show_plan(plan: PlanArgument, connection: DeploymentOptions, shown: ShowOpti
 
 @app.command()
 @with_option_groups
-def story(plan: PlanArgument, connection: DeploymentOptions, shown: ShowOptions) -> None:
+def story(plan: PlanArgument, connection: DeploymentClientOptions, shown: ShowOptions) -> None:
     """Show what happened to a plan and why, in order."""
     checked_id(plan, "plan")
     with connection.client() as client:
@@ -267,7 +272,7 @@ def approve(
     plan: PlanArgument,
     yes: YesOption = False,
     *,
-    connection: DeploymentOptions,
+    connection: DeploymentClientOptions,
     shown: OutputOptions,
 ) -> None:
     """Start a plan that waits for approval.
@@ -287,7 +292,7 @@ def approve(
 
 @app.command()
 @with_option_groups
-def cancel(plan: PlanArgument, connection: DeploymentOptions, shown: OutputOptions) -> None:
+def cancel(plan: PlanArgument, connection: DeploymentClientOptions, shown: OutputOptions) -> None:
     """Stop a plan, or reject one that waits for approval.
 
     A wave for which all ranks have voted is still carried out. Later waves do not start.
@@ -319,7 +324,7 @@ def rollback(
     plan_id: IdOption = None,
     yes: YesOption = False,
     *,
-    connection: DeploymentOptions,
+    connection: DeploymentClientOptions,
     shown: OutputOptions,
 ) -> None:
     """Return to an earlier placement.

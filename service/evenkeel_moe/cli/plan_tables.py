@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from evenkeel_moe.cli.console import Column, Listing, explained, facts, legend
+from evenkeel_moe.cli.console import Listing, TableColumn, explained, facts, legend
 from evenkeel_moe.cli.tables import with_reason
 from evenkeel_moe.cli.units import moment, moments
 from evenkeel_moe.errors import Reason
@@ -32,19 +32,19 @@ _UNCERTAIN = (
 def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each plan. Columns without a value are left out."""
     columns = (
-        Column("PLAN"),
-        Column("PHASE"),
-        Column("WHY THIS PHASE", wide=True),
-        Column("UNDOES", wide=True),
-        Column("WHY MADE", wide=True),
-        Column("POLICY", wide=True),
-        Column("BASE EPOCH", right=True, wide=True),
-        Column("WAVES", right=True, wide=True),
-        Column("COPIES", right=True, wide=True),
-        Column("BYTES", right=True, wide=True),
-        Column("PROMISED", right=True, optional=True),
-        Column("DELIVERED", right=True, optional=True),
-        Column("CREATED"),
+        TableColumn("PLAN"),
+        TableColumn("PHASE"),
+        TableColumn("WHY THIS PHASE", wide=True),
+        TableColumn("UNDOES", wide=True),
+        TableColumn("WHY MADE", wide=True),
+        TableColumn("POLICY", wide=True),
+        TableColumn("BASE EPOCH", right=True, wide=True),
+        TableColumn("WAVES", right=True, wide=True),
+        TableColumn("COPIES", right=True, wide=True),
+        TableColumn("BYTES", right=True, wide=True),
+        TableColumn("PROMISED", right=True, optional=True),
+        TableColumn("DELIVERED", right=True, optional=True),
+        TableColumn("CREATED"),
     )
     if not rows:
         return Text("no plan yet", style="dim")
@@ -178,9 +178,9 @@ def _figures(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
 def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table of the events of a plan, in order. Rows of one day show only the time."""
     columns = (
-        Column("AT (UTC)"),
-        Column("PHASE"),
-        Column("EVENT", fold=True),
+        TableColumn("AT (UTC)"),
+        TableColumn("PHASE"),
+        TableColumn("EVENT", fold=True),
     )
     times, day = moments([row["at"] for row in rows])
     cells = [

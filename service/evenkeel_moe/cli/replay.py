@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,29 +35,29 @@ from evenkeel_moe.errors import InvalidInput
 app = typer.Typer(no_args_is_help=True, help="Try policies on recorded traffic.")
 
 
-@app.command("compare")
-@with_option_groups
-def compare_command(
-    recording: RecordingArgument,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedOptions:
+    """The options of a comparison."""
+
     policies: Annotated[
         str | None,
         typer.Option(
             "--policies", "-p", help="Names, separated by commas.", show_default="all policies"
         ),
-    ] = None,
-    ranks: RanksOption = None,
-    slots: SlotsOption = None,
+    ] = None
+    ranks: RanksOption = None
+    slots: SlotsOption = None
     window: Annotated[
         int | None,
         typer.Option(help="Number of steps on which a policy plans.", show_default="100"),
-    ] = None,
+    ] = None
     horizon: Annotated[
         int | None,
         typer.Option(
             help="Steps on which a plan is scored before the next replan.", show_default="50"
         ),
-    ] = None,
-    accept: AcceptOption = None,
+    ] = None
+    accept: AcceptOption = None
     out: Annotated[
         list[Path] | None,
         typer.Option(
@@ -65,10 +65,14 @@ def compare_command(
             " both.",
             show_default="none",
         ),
-    ] = None,
-    config: ConfigOption = None,
-    *,
-    shown: OutputOptions,
+    ] = None
+    config: ConfigOption = None
+
+
+@app.command("compare")
+@with_option_groups
+def compare_command(
+    recording: RecordingArgument, asked: ComparedOptions, shown: OutputOptions
 ) -> None:
     """Plan on past steps, score on later ones, and repeat.
 
@@ -81,16 +85,9 @@ def compare_command(
     from evenkeel_moe.replay.planners import choose_planners
     from evenkeel_moe.replay.replica_tradeoff import kv_memory, weigh_on_walk
 
-    options = read_options(
-        CompareOptions,
-        config,
-        policies=policies,
-        ranks=ranks,
-        slots=slots,
-        window=window,
-        horizon=horizon,
-        accept=accept,
-    )
+    flags = asdict(asked)
+    config, out = flags.pop("config"), flags.pop("out")
+    options = read_options(CompareOptions, config, **flags)
     files = _by_suffix(out or ())
     check_writable(*files.values())
     if ".html" in files:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from evenkeel_moe.cli.console import Column, Listing
+from evenkeel_moe.cli.console import Listing, TableColumn
 from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff
 from evenkeel_moe.replay.columns import COLUMNS, TRADEOFF_TITLE, plain, tradeoff_columns
 from evenkeel_moe.replay.compare import Comparison
@@ -26,10 +26,10 @@ def comparison_parts(comparison: Comparison) -> list[RenderableType]:
         if name in BASELINES:
             for cell in row:
                 cell.stylize("dim")
-    columns = [Column(one.head.replace(" ", "\n"), right=True) for one in COLUMNS]
+    columns = [TableColumn(one.head.replace(" ", "\n"), right=True) for one in COLUMNS]
     heads = [one.head for one in COLUMNS]
     return [
-        Listing([Column("policy"), *columns], rows, gap=1),
+        Listing([TableColumn("policy"), *columns], rows, gap=1),
         *map(Text, sentences(comparison)),
         *tradeoff_parts(comparison.tradeoff),
         Text("\n".join(("", *legend_lines(comparison, heads))), style="dim"),
@@ -99,7 +99,7 @@ def _titled(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> list[RenderableType]:
     """Return a title and a table whose columns, but the first, are aligned to the right."""
-    columns = [Column(head, right=index > 0) for index, head in enumerate(heads)]
+    columns = [TableColumn(head, right=index > 0) for index, head in enumerate(heads)]
     return [Text(f"\n{title}", style="bold"), Listing(columns, rows)]
 
 

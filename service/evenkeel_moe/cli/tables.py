@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from evenkeel_moe.cli.console import Cell, Column, Listing, explained, facts, legend
+from evenkeel_moe.cli.console import Cell, Listing, TableColumn, explained, facts, legend
 from evenkeel_moe.cli.units import moment, moments
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.documents import leaves, setting
@@ -62,17 +62,17 @@ def with_reason(phase: str, reason: str) -> str:
 def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each deployment."""
     columns = (
-        Column("DEPLOYMENT"),
-        Column("STATE"),
-        Column("REASON", wide=True),
-        Column("MODE", fold=True),
-        Column("POLICY", wide=True),
-        Column("EPOCH", right=True),
-        Column("BALANCE", right=True),
-        Column("WORST", right=True, wide=True),
-        Column("RANKS", right=True),
-        Column("PLAN"),
-        Column("PLAN ID", wide=True),
+        TableColumn("DEPLOYMENT"),
+        TableColumn("STATE"),
+        TableColumn("REASON", wide=True),
+        TableColumn("MODE", fold=True),
+        TableColumn("POLICY", wide=True),
+        TableColumn("EPOCH", right=True),
+        TableColumn("BALANCE", right=True),
+        TableColumn("WORST", right=True, wide=True),
+        TableColumn("RANKS", right=True),
+        TableColumn("PLAN"),
+        TableColumn("PLAN ID", wide=True),
     )
     cells = [
         (
@@ -194,16 +194,16 @@ def _cost_line(row: Mapping[str, Any]) -> str:
 
 def _ranks_table(ranks: Sequence[Mapping[str, Any]], now: float) -> Listing:
     columns = (
-        Column("RANK", right=True),
-        Column("NODE"),
-        Column("ALIVE"),
-        Column("SEEN", right=True, wide=True),
-        Column("EPOCH", right=True),
-        Column("WAVE", wide=True),
-        Column("LOAD SHARE", right=True),
-        Column("TIME/TOKEN", right=True),
-        Column("FREE MEMORY", right=True),
-        Column("STAGING", right=True, wide=True),
+        TableColumn("RANK", right=True),
+        TableColumn("NODE"),
+        TableColumn("ALIVE"),
+        TableColumn("SEEN", right=True, wide=True),
+        TableColumn("EPOCH", right=True),
+        TableColumn("WAVE", wide=True),
+        TableColumn("LOAD SHARE", right=True),
+        TableColumn("TIME/TOKEN", right=True),
+        TableColumn("FREE MEMORY", right=True),
+        TableColumn("STAGING", right=True, wide=True),
     )
     cells = [
         (
@@ -259,14 +259,14 @@ def _proposal_line(plan: Mapping[str, Any], now: float) -> str:
 def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each decision; rows of one day show only the time."""
     columns = (
-        Column("AT (UTC)"),
-        Column("DECISION"),
-        Column("BALANCE", right=True, optional=True),
-        Column("GAIN", right=True, optional=True),
-        Column("GAIN INTERVAL", wide=True),
-        Column("COPIES", optional=True),
-        Column("PLAN", optional=True),
-        Column("COMPARED", optional=True, fold=True),
+        TableColumn("AT (UTC)"),
+        TableColumn("DECISION"),
+        TableColumn("BALANCE", right=True, optional=True),
+        TableColumn("GAIN", right=True, optional=True),
+        TableColumn("GAIN INTERVAL", wide=True),
+        TableColumn("COPIES", optional=True),
+        TableColumn("PLAN", optional=True),
+        TableColumn("COMPARED", optional=True, fold=True),
     )
     times, words = moments([row["at"] for row in rows])
     cells = []
@@ -339,7 +339,7 @@ def _copies(figures: Mapping[str, float]) -> str:
 def document_table(document: Mapping[str, Any]) -> RenderableType:
     """Return a table with one row for each field of a document, and of the objects in it."""
     rows = [(name, json.dumps(value)) for name, value in leaves(document).items()]
-    return Listing((Column("FIELD"), Column("VALUE", fold=True)), rows)
+    return Listing((TableColumn("FIELD"), TableColumn("VALUE", fold=True)), rows)
 
 
 def changes_view(before: Mapping[str, Any], after: Mapping[str, Any]) -> RenderableType:

@@ -30,17 +30,17 @@ class ReadingOptions(_Options):
     """How a recording is read."""
 
     first_moe_layer: int | None = Field(
-        None,
+        default=None,
         description="Number of hidden layers before the first MoE layer. Default: as in the file;"
         " SGLang: the first row that ever counted a token.",
     )
     start: str | None = Field(
-        None,
+        default=None,
         description="Of a folder with several starts of an engine, the one to read: the first 8"
         " digits of its files. Default: the newest.",
     )
     accept: tuple[str, ...] = Field(
-        (),
+        default=(),
         description="Findings about the recording that you have looked at: they become notes.",
     )
 
@@ -48,29 +48,30 @@ class ReadingOptions(_Options):
 class FleetOptions(_Options):
     """The fleet."""
 
-    ranks: _Count = Field(8, description="Number of EP ranks.")
+    ranks: _Count = Field(default=8, description="Number of EP ranks.")
     slots: int | None = Field(
-        None,
+        default=None,
         description="Slots of one layer over all ranks. Default: one redundant slot per rank.",
     )
-    nodes: _Count = Field(1, description="Number of nodes, each with consecutive ranks.")
-    expert_groups: _Count = Field(1, description="Routing groups of the model (DeepSeek).")
+    nodes: _Count = Field(default=1, description="Number of nodes, each with consecutive ranks.")
+    expert_groups: _Count = Field(default=1, description="Routing groups of the model (DeepSeek).")
     bytes_per_expert: _Bytes = Field(
-        3 * 7168 * 2048, description="Bytes of one expert; default: DeepSeek-V3 in FP8."
+        default=3 * 7168 * 2048, description="Bytes of one expert; default: DeepSeek-V3 in FP8."
     )
     rank_speeds: tuple[float, ...] | None = Field(
-        None,
+        default=None,
         description="Relative speed of every rank, for example [1, 1, 1, 0.88]. Default: all"
         " equal.",
     )
     shared_experts: Annotated[float, Field(ge=0)] | None = Field(
-        None,
+        default=None,
         description="Weights of the shared experts of a layer over those of one routed expert;"
         " their time counts in the cost models curve and roofline, and under waterfill dispatch in"
         " tokens too. Default: not counted.",
     )
     pooled: bool = Field(
-        False, description="Slots are pooled over layers; slots is then the average of a layer."
+        default=False,
+        description="Slots are pooled over layers; slots is then the average of a layer.",
     )
 
 
@@ -78,19 +79,19 @@ class KvOptions(_Options):
     """The KV cache, against which replicas are weighed."""
 
     kv_bytes_per_token: _Count | None = Field(
-        None,
+        default=None,
         description="Bytes of one token in the KV cache of a rank, over all layers. Shows what each"
         " number of replicas leaves of the cache.",
     )
     kv_free_bytes: _Bytes | None = Field(
-        None,
+        default=None,
         description="Bytes of the KV cache of a rank beside the fleet's slots, without sequences.",
     )
     tokens_per_sequence: _Count | None = Field(
-        None, description="Tokens that a sequence holds in the KV cache."
+        default=None, description="Tokens that a sequence holds in the KV cache."
     )
     moe_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None,
+        default=None,
         description="MoE time / step time, for the estimate of goodput. Default: unknown, and the"
         " estimate is an interval.",
     )
@@ -108,26 +109,27 @@ class CostOptions(_Options):
     """How the time of a rank follows from its tokens."""
 
     cost: CostKind = Field(
-        CostKind.TOKENS,
+        default=CostKind.TOKENS,
         description="Cost model by which plans are made and scored. tokens: time is proportional to"
         " tokens. curve: a profile of seconds by tokens and replicas; see curve. roofline: a"
         " replica takes the longer of reading its weights and computing its tokens; see device and"
         " read_tokens.",
     )
     device: str | None = Field(
-        None, description="Device of the ranks, for example h100, h200, b200, a100 or mi300x."
+        default=None,
+        description="Device of the ranks, for example h100, h200, b200, a100 or mi300x.",
     )
     weight_format: str | None = Field(
-        None,
+        default=None,
         description="Number type of the weights: bf16, fp16, fp8, int8, fp4 or int4. Default: fp8.",
     )
     read_tokens: Annotated[float, Field(ge=0)] | None = Field(
-        None,
+        default=None,
         description="Tokens that take as long to compute as the weights of one expert take to read,"
         " in place of a device.",
     )
     curve: Path | None = Field(
-        None, description="File with a device's profile, as `evenkeel profile` writes it."
+        default=None, description="File with a device's profile, as `evenkeel profile` writes it."
     )
 
 
@@ -135,43 +137,43 @@ class PlanningOptions(_Options):
     """How policies plan."""
 
     dispatch: DispatchModel = Field(
-        DispatchModel.EVEN,
+        default=DispatchModel.EVEN,
         description="How the engine splits tokens over replicas: even, nearest, optimal, waterfill"
         " or fewest.",
     )
     copy_price: Annotated[float, Field(ge=0)] = Field(
-        0.0,
+        default=0.0,
         description="Time that one copy must save per step, as a share of the time of a perfectly"
         " split layer. It applies to keel and to verdicts. keel computes its own price, which falls"
         " with the slots of a rank and their tokens, and uses the higher of the two. 0.01 makes"
         " copies rare; 0 leaves the price to keel.",
     )
     cross_node_factor: Annotated[float, Field(ge=1)] = Field(
-        1.0, description="Price of a copy from another node, relative to one inside a node."
+        default=1.0, description="Price of a copy from another node, relative to one inside a node."
     )
     max_evaluations: _Count | None = Field(
-        None,
+        default=None,
         description="Most candidates that the search for one plan may evaluate. Default: the"
         " policy's own limit.",
     )
-    seed: _Bytes = Field(0, description="Seed of policies that use random numbers.")
+    seed: _Bytes = Field(default=0, description="Seed of policies that use random numbers.")
     allow_duplicates: bool = Field(
-        False, description="Let a rank hold an expert twice, as the engines' planners do."
+        default=False, description="Let a rank hold an expert twice, as the engines' planners do."
     )
     fill_slots: bool = Field(
-        False,
+        default=False,
         description="Fill the slots that a policy leaves empty, for engines that need an expert in"
         " every slot, as SGLang does.",
     )
     craft_replicas: str | float | None = Field(
-        None,
+        default=None,
         description="How many replicas craft uses. memory (the default): as many as fit. knee: up"
         " to the bend in the curve of gain over replicas. per_replica_gain: the number with the"
         " highest gain per replica, which the paper calls automatic. A number, for example 0.001:"
         " as long as one more replica gains this much balancedness, summed over layers.",
     )
     free_bytes: _Bytes | None = Field(
-        None,
+        default=None,
         description="Bytes of one rank that craft's replicas may use, all layers together. Default:"
         " what the slots hold.",
     )
@@ -184,9 +186,9 @@ class ReplayOptions(PlanningOptions, CostOptions, FleetOptions, ReadingOptions):
 class FileOptions(ReplayOptions):
     """The options of the commands that plan one placement and write it to a file."""
 
-    policy: str = Field("keel", description="Name of a policy.")
+    policy: str = Field(default="keel", description="Name of a policy.")
     num_hidden_layers: _Count | None = Field(
-        None,
+        default=None,
         description="Number of rows of an sglang file. Default: as in the recording, else up to the"
         " last MoE layer.",
     )
@@ -196,19 +198,19 @@ class CompareOptions(KvOptions, ReplayOptions):
     """The options of `evenkeel replay compare`."""
 
     policies: str | None = Field(
-        None, description="Names, separated by commas. Default: all policies."
+        default=None, description="Names, separated by commas. Default: all policies."
     )
-    window: _Count = Field(100, description=_WINDOW)
+    window: _Count = Field(default=100, description=_WINDOW)
     horizon: _Count = Field(
-        50, description="Steps on which a plan is scored before the next replan."
+        default=50, description="Steps on which a plan is scored before the next replan."
     )
     verdict: bool = Field(
-        False,
+        default=False,
         description="Also compare every policy as POLICY+verdict: its plans are adopted only if"
         " held-out steps show that they pay.",
     )
     baselines: bool = Field(
-        True,
+        default=True,
         description="Also compare initial (never plans), once (plans once) and ewma (EPLB on a"
         " weighted mean of the past).",
     )
@@ -217,9 +219,10 @@ class CompareOptions(KvOptions, ReplayOptions):
 class SinglePlanOptions(KvOptions, FileOptions):
     """The options of `evenkeel replay plan`."""
 
-    window: _Count | None = Field(None, description=_WINDOW)
+    window: _Count | None = Field(default=None, description=_WINDOW)
     current: Path | None = Field(
-        None, description="File with the present placement, in any format, to keep copies few."
+        default=None,
+        description="File with the present placement, in any format, to keep copies few.",
     )
 
 
@@ -227,17 +230,17 @@ class OfflineOptions(FileOptions):
     """The options of `evenkeel offline`."""
 
     held_out: _Bytes | None = Field(
-        None,
+        default=None,
         description="Number of newest steps to judge on. Default: a sixth of the steps, at least"
         " 16.",
     )
     compare_with: Path | None = Field(
-        None,
+        default=None,
         description="File with the placement to compare with, in any format. Default: the one with"
         " which the engine starts.",
     )
     replica_probabilities: Path | None = Field(
-        None,
+        default=None,
         description="Also write the share of tokens of each slot to this *.pt file, for builds of"
         " SGLang that draw replicas by it. Only with sglang; needs torch.",
     )

@@ -82,8 +82,8 @@ class Operator:
         actions += self.control.advance_plan(now)
         return records.get(plan.plan_id), self.control.write_retry.order(actions)
 
-    def check(self, plan: Plan) -> None:
-        """Refuse a plan that could not be entered now.
+    def check(self, plan: Plan) -> Plan:
+        """Return a plan that could be entered now.
 
         Raises:
             Conflict: GENERATION_CHANGED, STALE_BASE.
@@ -97,6 +97,7 @@ class Operator:
         refusal = executor.plan_problem(plan)
         if refusal is not None:
             raise InfeasiblePlan(refusal[1], refusal[0])
+        return plan
 
     def repeat(
         self, plan_id: PlanId, request_digest: str
