@@ -71,7 +71,7 @@ def test_a_terminal_gets_the_styles_of_a_table_and_no_other_code(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     console = SafeConsole(width=200, force_terminal=True)
     with console.capture() as captured:
-        console.print(Listing([TableColumn("NODE")], [[STEERING]]))
+        console.print(Listing([TableColumn("NODE", 0)], [[STEERING]]))
     out = captured.get()
     assert "\x1b[1mNODE" in out and "\ufffd]0;owned\ufffd\\ \ufffd]52;" in out
     assert not steers(out.replace("\x1b[1m", "").replace("\x1b[0m", ""))

@@ -145,7 +145,7 @@ def test_waterfill_without_shared_experts_is_refused():
         ),
         (
             {"cost": "roofline", "read_tokens": 3.0, "weight_format": "fp8"},
-            "weight_format belongs to --device",
+            "weight_format belongs to device",
         ),
         ({"cost": "roofline", "read_tokens": float("nan")}, "read_tokens is nan"),
         ({"cost": "roofline", "device": "abacus"}, "'abacus' is not in the table of devices"),

@@ -42,5 +42,5 @@ def test_the_page_begins_with_the_sentence_and_names_its_command(setup):
     comparison = _compare(setup, "eplb")
     page = render_report(comparison, made_by="evenkeel replay compare '<b>'")
     assert page.index(sentences(comparison)[0]) < page.index("<table>")
-    assert "--trace &#x27;&lt;b&gt;&#x27;</code>" in page
+    assert "compare &#x27;&lt;b&gt;&#x27;</code>" in page
     assert "Made by" not in render_report(comparison)

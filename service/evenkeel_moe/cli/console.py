@@ -53,6 +53,8 @@ class TableColumn:
     """One column of a listing."""
 
     head: str
+    cell: str | int | Callable[[Any], Any]
+    """A key of each row, or what makes a value of a row; a value that is None is shown as `-`."""
     right: bool = False
     """True for numbers, which are aligned to the right."""
     wide: bool = False
@@ -62,6 +64,11 @@ class TableColumn:
     fold: bool = False
     """True for long text, which may take several lines; other cells stay in one line."""
 
+    def of(self, row: Any) -> Cell:
+        """Return the cell of a row."""
+        value = self.cell(row) if callable(self.cell) else row[self.cell]
+        return value if isinstance(value, Text) else "-" if value is None else str(value)
+
 
 class Listing:
     """Rows of cells under columns, without borders.
@@ -70,14 +77,13 @@ class Listing:
 
     Args:
         columns: in order.
-        rows: one cell for each column.
+        rows: what the columns make cells of.
         gap: blanks between columns.
     """
 
-    def __init__(
-        self, columns: Sequence[TableColumn], rows: Sequence[Sequence[Cell]], gap: int = 2
-    ) -> None:
-        self._columns, self._rows, self._gap = columns, rows, gap
+    def __init__(self, columns: Sequence[TableColumn], rows: Iterable[Any], gap: int = 2) -> None:
+        self._columns, self._gap = columns, gap
+        self._rows = [[column.of(row) for column in columns] for row in rows]
 
     def kept(self, wide: bool) -> list[int]:
         """Return the indices of the columns that are shown."""
@@ -127,8 +133,8 @@ class Listing:
 
 def facts(rows: Iterable[tuple[str, Any]]) -> Listing:
     """Return names and values, one pair in a line."""
-    cells = [(Text(name, style="dim"), Text(str(value))) for name, value in rows]
-    return Listing((TableColumn(""), TableColumn("", fold=True)), cells)
+    name = TableColumn("", lambda row: Text(row[0], style="dim"))
+    return Listing((name, TableColumn("", 1, fold=True)), rows)
 
 
 def legend(*lines: str) -> RenderableType:

@@ -85,23 +85,15 @@ def list_contexts(where: ContextsFile, shown: OutputOptions) -> None:
 
     known = read_contexts(where.file)
     columns = (
-        TableColumn("CURRENT"),
-        TableColumn("NAME"),
-        TableColumn("ADDRESS"),
-        TableColumn("DEPLOYMENT"),
-        TableColumn("TOKEN FILE", wide=True),
-        TableColumn("CA FILE", wide=True),
+        TableColumn("CURRENT", lambda row: "*" if row[0] == known.current else ""),
+        TableColumn("NAME", 0),
+        TableColumn("ADDRESS", lambda row: row[1].address),
+        TableColumn("DEPLOYMENT", lambda row: row[1].deployment),
+        TableColumn("TOKEN FILE", lambda row: row[1].token_file, wide=True),
+        TableColumn("CA FILE", lambda row: row[1].ca_file, wide=True),
     )
-    cells = [
-        (
-            "*" if name == known.current else "",
-            name,
-            *(str(value or "-") for value in (one.address, one.deployment)),
-            *(str(value or "-") for value in (one.token_file, one.ca_file)),
-        )
-        for name, one in known.contexts.items()
-    ]
+    rows = known.contexts.items()
     shown.show(
         known.model_dump(mode="json"),
-        lambda: Listing(columns, cells) if cells else "no context yet: evenkeel context set NAME",
+        lambda: Listing(columns, rows) if rows else "no context yet: evenkeel context set NAME",
     )

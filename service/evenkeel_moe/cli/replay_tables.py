@@ -26,10 +26,13 @@ def comparison_parts(comparison: Comparison) -> list[RenderableType]:
         if name in BASELINES:
             for cell in row:
                 cell.stylize("dim")
-    columns = [TableColumn(one.head.replace(" ", "\n"), right=True) for one in COLUMNS]
+    columns = [
+        TableColumn(one.head.replace(" ", "\n"), index, right=True)
+        for index, one in enumerate(COLUMNS, start=1)
+    ]
     heads = [one.head for one in COLUMNS]
     return [
-        Listing([TableColumn("policy"), *columns], rows, gap=1),
+        Listing([TableColumn("policy", 0), *columns], rows, gap=1),
         *map(Text, sentences(comparison)),
         *tradeoff_parts(comparison.tradeoff),
         Text("\n".join(("", *legend_lines(comparison, heads))), style="dim"),
@@ -99,7 +102,7 @@ def _titled(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> list[RenderableType]:
     """Return a title and a table whose columns, but the first, are aligned to the right."""
-    columns = [TableColumn(head, right=index > 0) for index, head in enumerate(heads)]
+    columns = [TableColumn(head, index, right=index > 0) for index, head in enumerate(heads)]
     return [Text(f"\n{title}", style="bold"), Listing(columns, rows)]
 
 

@@ -62,35 +62,22 @@ def with_reason(phase: str, reason: str) -> str:
 def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each deployment."""
     columns = (
-        TableColumn("DEPLOYMENT"),
-        TableColumn("STATE"),
-        TableColumn("REASON", wide=True),
-        TableColumn("MODE", fold=True),
-        TableColumn("POLICY", wide=True),
-        TableColumn("EPOCH", right=True),
-        TableColumn("BALANCE", right=True),
-        TableColumn("WORST", right=True, wide=True),
-        TableColumn("RANKS", right=True),
-        TableColumn("PLAN"),
-        TableColumn("PLAN ID", wide=True),
+        TableColumn("DEPLOYMENT", "deployment"),
+        TableColumn("STATE", "state"),
+        TableColumn("REASON", lambda row: "-" if _at_rest(row) else row["reason"], wide=True),
+        TableColumn("MODE", _mode, fold=True),
+        TableColumn("POLICY", "policy", wide=True),
+        TableColumn("EPOCH", "epoch", right=True),
+        TableColumn("BALANCE", lambda row: number(row["balancedness_mean"]), right=True),
+        TableColumn("WORST", lambda row: number(row["balancedness_worst"]), right=True, wide=True),
+        TableColumn("RANKS", _ranks, right=True),
+        TableColumn("PLAN", lambda row: _plans(row)[0]),
+        TableColumn("PLAN ID", lambda row: _plans(row)[1], wide=True),
     )
-    cells = [
-        (
-            *(row[name] for name in ("deployment", "state")),
-            "-" if _at_rest(row) else row["reason"],
-            _mode(row),
-            *(known(row[name]) for name in ("policy", "epoch")),
-            number(row["balancedness_mean"]),
-            number(row["balancedness_worst"]),
-            _ranks(row),
-            *_plans(row),
-        )
-        for row in rows
-    ]
     if not rows:
         return Text("no deployment yet", style="dim")
     lines = explained(row for row in rows if not _at_rest(row))
-    return Group(Listing(columns, cells), legend(BALANCEDNESS_WORDS, *lines))
+    return Group(Listing(columns, rows), legend(BALANCEDNESS_WORDS, *lines))
 
 
 def _mode(row: Mapping[str, Any]) -> str:
@@ -194,33 +181,22 @@ def _cost_line(row: Mapping[str, Any]) -> str:
 
 def _ranks_table(ranks: Sequence[Mapping[str, Any]], now: float) -> Listing:
     columns = (
-        TableColumn("RANK", right=True),
-        TableColumn("NODE"),
-        TableColumn("ALIVE"),
-        TableColumn("SEEN", right=True, wide=True),
-        TableColumn("EPOCH", right=True),
-        TableColumn("WAVE", wide=True),
-        TableColumn("LOAD SHARE", right=True),
-        TableColumn("TIME/TOKEN", right=True),
-        TableColumn("FREE MEMORY", right=True),
-        TableColumn("STAGING", right=True, wide=True),
+        TableColumn("RANK", "rank", right=True),
+        TableColumn("NODE", "node"),
+        TableColumn("ALIVE", _alive),
+        TableColumn("SEEN", lambda rank: age(rank["last_seen_unix"], now), right=True, wide=True),
+        TableColumn("EPOCH", "epoch", right=True),
+        TableColumn("WAVE", "state", wide=True),
+        TableColumn("LOAD SHARE", lambda rank: share(rank["load_share"]), right=True),
+        TableColumn(
+            "TIME/TOKEN", lambda rank: duration_text(rank["seconds_per_token"]), right=True
+        ),
+        TableColumn("FREE MEMORY", lambda rank: bytes_text(rank["free_bytes"]), right=True),
+        TableColumn(
+            "STAGING", lambda rank: bytes_text(rank["staging_bytes"]), right=True, wide=True
+        ),
     )
-    cells = [
-        (
-            str(rank["rank"]),
-            str(rank["node"]),
-            _alive(rank),
-            age(rank["last_seen_unix"], now),
-            known(rank["epoch"]),
-            str(rank["state"]),
-            share(rank["load_share"]),
-            duration_text(rank["seconds_per_token"]),
-            bytes_text(rank["free_bytes"]),
-            bytes_text(rank["staging_bytes"]),
-        )
-        for rank in ranks
-    ]
-    return Listing(columns, cells)
+    return Listing(columns, ranks)
 
 
 def _alive(rank: Mapping[str, Any]) -> Cell:
@@ -258,42 +234,27 @@ def _proposal_line(plan: Mapping[str, Any], now: float) -> str:
 
 def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each decision; rows of one day show only the time."""
-    columns = (
-        TableColumn("AT (UTC)"),
-        TableColumn("DECISION"),
-        TableColumn("BALANCE", right=True, optional=True),
-        TableColumn("GAIN", right=True, optional=True),
-        TableColumn("GAIN INTERVAL", wide=True),
-        TableColumn("COPIES", optional=True),
-        TableColumn("PLAN", optional=True),
-        TableColumn("COMPARED", optional=True, fold=True),
-    )
     times, words = moments([row["at"] for row in rows])
-    cells = []
-    for at, row in zip(times, rows, strict=True):
-        figures = dict(row.get("numbers") or {})
-        compared = _compared(str(row["reason"]), figures)
-        cells.append(
-            (
-                at,
-                str(row["reason"]),
-                _balance(figures),
-                share(figures.get("gain")),
-                interval(figures),
-                _copies(figures),
-                str(row.get("plan_id") or "-"),
-                row.get("detail")
-                or ", ".join(
-                    f"{figure_name(name)} {figure(name, value)}" for name, value in compared.items()
-                ),
-            )
-        )
-    if any(row[2] != "-" for row in cells):
+    shown = [
+        {**row, "at": at, "figures": dict(row.get("numbers") or {})}
+        for at, row in zip(times, rows, strict=True)
+    ]
+    columns = (
+        TableColumn("AT (UTC)", "at"),
+        TableColumn("DECISION", "reason"),
+        TableColumn("BALANCE", lambda row: _balance(row["figures"]), right=True, optional=True),
+        TableColumn("GAIN", lambda row: share(row["figures"].get("gain")), optional=True),
+        TableColumn("GAIN INTERVAL", lambda row: interval(row["figures"]), wide=True),
+        TableColumn("COPIES", lambda row: _copies(row["figures"]), optional=True),
+        TableColumn("PLAN", lambda row: row.get("plan_id"), optional=True),
+        TableColumn("COMPARED", _compared, optional=True, fold=True),
+    )
+    if any(_balance(row["figures"]) != "-" for row in shown):
         words += [BALANCEDNESS_WORDS, "or of time; now -> with the plan"]
-    if any(row[3] != "-" for row in cells):
+    if any("gain" in row["figures"] for row in shown):
         words.append("gain: saved share of MoE time on later steps")
     words += ["-o wide shows all columns, -o json every figure", *explained(rows)]
-    return Group(Listing(columns, cells), legend(*words))
+    return Group(Listing(columns, shown), legend(*words))
 
 
 def no_decision(row: Mapping[str, Any], policy: Mapping[str, Any]) -> RenderableType:
@@ -305,16 +266,17 @@ def no_decision(row: Mapping[str, Any], policy: Mapping[str, Any]) -> Renderable
     return Text(f"{row['deployment']}: no cycle has run yet; the first {comes}")
 
 
-def _compared(reason: str, figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures that the gate compared, without those in columns of their own."""
-    chosen = _COMPARED.get(reason)
+def _compared(row: Mapping[str, Any]) -> str:
+    """Return the detail, else the figures that the gate compared without those of other columns."""
+    figures, chosen = row["figures"], _COMPARED.get(row["reason"])
     if chosen is None and "planned_on_steps" in figures:
         chosen = ()
-    return {
-        name: value
+    told = [
+        f"{figure_name(name)} {figure(name, value)}"
         for name, value in figures.items()
         if (name not in _IN_COLUMNS if chosen is None else name in chosen)
-    }
+    ]
+    return row.get("detail") or ", ".join(told)
 
 
 def _balance(figures: Mapping[str, float]) -> str:
@@ -338,8 +300,8 @@ def _copies(figures: Mapping[str, float]) -> str:
 
 def document_table(document: Mapping[str, Any]) -> RenderableType:
     """Return a table with one row for each field of a document, and of the objects in it."""
-    rows = [(name, json.dumps(value)) for name, value in leaves(document).items()]
-    return Listing((TableColumn("FIELD"), TableColumn("VALUE", fold=True)), rows)
+    value = TableColumn("VALUE", lambda row: json.dumps(row[1]), fold=True)
+    return Listing((TableColumn("FIELD", 0), value), leaves(document).items())
 
 
 def changes_view(before: Mapping[str, Any], after: Mapping[str, Any]) -> RenderableType:

@@ -23,7 +23,7 @@ _WINDOW = (
 
 
 class _Options(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ReadingOptions(_Options):
