@@ -125,7 +125,7 @@ def test_the_audit_tells_what_each_request_asked_for(run, operations, tmp_path):
     ]
     assert [cells[3] for cells in reversed(lines)] == [
         "Pause for 5 min",
-        "Resume automatic plans",
+        "Resume",
         "Change the policy: mode=propose, thresholds.plan_below=0.8",
         'A plan with the id dry: limits.max_moves=8, phases=["decode"], policy=keel',
         f"A plan with the id exact: target={target.digest}",

@@ -11,7 +11,7 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.derived_cost import derived_cost
 from evenkeel_moe.replay.cost_options import replay_cost
-from evenkeel_moe.replay.options import CostKind, CostOptions
+from evenkeel_moe.replay.options import CostKind, CostOptions, read_options
 
 SHAPE = ModelShape(2, 8, 2, 5, 2, 44_040_192)
 CURVE = {"tile_tokens": 4, "tile_seconds": [1e-4, 3e-4], "slope_s_per_token": 2e-5}
@@ -147,7 +147,6 @@ def test_waterfill_without_shared_experts_is_refused():
             {"cost": "roofline", "read_tokens": 3.0, "weight_format": "fp8"},
             "weight_format belongs to device",
         ),
-        ({"cost": "roofline", "read_tokens": float("nan")}, "read_tokens is nan"),
         ({"cost": "roofline", "device": "abacus"}, "'abacus' is not in the table of devices"),
         (
             {"cost": "roofline", "device": "h100", "weight_format": "fp7"},
@@ -188,3 +187,9 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
 def test_one_positive_speed_for_each_rank_is_needed():
     with pytest.raises(ShapeMismatch, match="rank_speeds: 2 positive ones are needed, got 1"):
         cost((1.0,))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_number_that_no_time_can_have_is_refused_with_its_name(value):
+    with pytest.raises(InvalidInput, match=f"--read-tokens: {value}: Input should be"):
+        read_options(CostOptions, None, read_tokens=value)

@@ -136,7 +136,8 @@ def create(
             shown.show(answer, lambda: plan_words.approved(answer))
             return
         answer = _post_plan(client, f"{path}/plans", body)
-        shown.show(answer, lambda: _view(answer))
+    words = {"phase_text": "dry run", "text": "Nothing was kept."} if request.dry_run else {}
+    shown.show(answer, lambda: _view(answer | words))
     if not shown.as_json:
         say(f"\n{plan_words.created(answer, request.dry_run)}")
 

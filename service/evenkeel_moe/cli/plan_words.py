@@ -77,7 +77,7 @@ def rolled_back(plan: Mapping[str, Any]) -> str:
 def created(plan: Mapping[str, Any], dry_run: bool) -> str:
     """Return what to do after a plan was made."""
     if dry_run:
-        return "Nothing was kept. Without --dry-run the plan waits for approval."
+        return "Without --dry-run the plan would be kept, and wait for approval."
     if plan["phase"] == "proposed":
         start = f"evenkeel plan approve {plan['plan_id']} -d {plan['deployment']}"
         return f"Nothing has moved. Start it: {start}"

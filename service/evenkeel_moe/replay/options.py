@@ -23,7 +23,7 @@ _WINDOW = (
 
 
 class _Options(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ReadingOptions(_Options):
@@ -65,9 +65,8 @@ class FleetOptions(_Options):
     )
     shared_experts: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
-        description="Weights of the shared experts of a layer over those of one routed expert;"
-        " their time counts in the cost models curve and roofline, and under waterfill dispatch in"
-        " tokens too. Default: not counted.",
+        description="Weights of the shared experts of a layer over those of one routed expert."
+        " Their time counts where time is known, and under waterfill dispatch.",
     )
     pooled: bool = Field(
         default=False,
@@ -80,8 +79,8 @@ class KvOptions(_Options):
 
     kv_bytes_per_token: _Count | None = Field(
         default=None,
-        description="Bytes of one token in the KV cache of a rank, over all layers. Shows what each"
-        " number of replicas leaves of the cache.",
+        description="Bytes of one token in the KV cache of a rank, over all layers: shows what"
+        " replicas leave of the cache.",
     )
     kv_free_bytes: _Bytes | None = Field(
         default=None,
@@ -110,10 +109,8 @@ class CostOptions(_Options):
 
     cost: CostKind = Field(
         default=CostKind.TOKENS,
-        description="Cost model by which plans are made and scored. tokens: time is proportional to"
-        " tokens. curve: a profile of seconds by tokens and replicas; see curve. roofline: a"
-        " replica takes the longer of reading its weights and computing its tokens; see device and"
-        " read_tokens.",
+        description="Cost model by which plans are made and scored: tokens; curve, a profile of"
+        " seconds; or roofline, the longer of reading weights and computing tokens.",
     )
     device: str | None = Field(
         default=None,
@@ -144,9 +141,8 @@ class PlanningOptions(_Options):
     copy_price: Annotated[float, Field(ge=0)] = Field(
         default=0.0,
         description="Time that one copy must save per step, as a share of the time of a perfectly"
-        " split layer. It applies to keel and to verdicts. keel computes its own price, which falls"
-        " with the slots of a rank and their tokens, and uses the higher of the two. 0.01 makes"
-        " copies rare; 0 leaves the price to keel.",
+        " split layer, for keel and verdicts; keel uses the higher of it and its own price. 0.01"
+        " makes copies rare.",
     )
     cross_node_factor: Annotated[float, Field(ge=1)] = Field(
         default=1.0, description="Price of a copy from another node, relative to one inside a node."
@@ -167,10 +163,8 @@ class PlanningOptions(_Options):
     )
     craft_replicas: str | float | None = Field(
         default=None,
-        description="How many replicas craft uses. memory (the default): as many as fit. knee: up"
-        " to the bend in the curve of gain over replicas. per_replica_gain: the number with the"
-        " highest gain per replica, which the paper calls automatic. A number, for example 0.001:"
-        " as long as one more replica gains this much balancedness, summed over layers.",
+        description="How many replicas craft uses: memory (the default), knee, per_replica_gain, or"
+        " a number (docs/policies.md).",
     )
     free_bytes: _Bytes | None = Field(
         default=None,

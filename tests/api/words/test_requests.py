@@ -19,7 +19,7 @@ def asked(method, path, change=None):
         ("POST", "/freeze", {"seconds": 3600}, "Pause for 60 min"),
         ("POST", "/freeze", {"seconds": 0}, "End of the pause"),
         ("POST", "/freeze", None, "Pause"),
-        ("POST", "/resume", None, "Resume automatic plans"),
+        ("POST", "/resume", None, "Resume"),
         ("POST", "/rollback", {"to_epoch": 0}, "Roll back to epoch 0"),
         ("POST", "/rollback", {"plan_id": "back"}, "Roll back the last plan as plan back"),
         (

@@ -8,7 +8,7 @@ from evenkeel_moe.model.documents import leaves, setting
 from evenkeel_moe.model.quantities import duration_text
 
 _PLAIN = {
-    "POST /resume": "Resume automatic plans",
+    "POST /resume": "Resume",
     "DELETE /quarantine": "Reset the counts of reports that were not used",
     "DELETE ": "Forget the deployment",
 }
