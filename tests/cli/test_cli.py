@@ -2,7 +2,6 @@ import os
 import re
 import subprocess
 import sys
-from itertools import pairwise
 
 import pytest
 from typer.main import get_command
@@ -79,39 +78,6 @@ def test_a_help_cuts_no_name_and_no_sentence(path, width):
     # Below 80 columns a list of commands shortens sentences; the page of each has it whole.
     assert width < 80 or not re.search(r"\w\.\.\.$", out, re.MULTILINE)
     assert max(map(len, out.splitlines())) <= width
-
-
-VERBS = {
-    *("Add", "Balance", "Change", "Check", "Describe", "Draw", "Let", "List", "Look", "Measure"),
-    *("Name", "Propose", "Use"),
-    *("Plan", "Print", "Record", "Remove", "Return", "Run", "Say", "Show", "Start", "Stop", "Try"),
-    *("Watch", "Write"),
-}
-
-
-def helps(command):
-    yield command.help
-    for child in getattr(command, "commands", {}).values():
-        yield from helps(child)
-
-
-@pytest.mark.parametrize("text", list(helps(get_command(app))))
-def test_a_help_begins_with_one_imperative_sentence(text):
-    sentence = " ".join(text.split("\n\n")[0].split())
-    assert sentence.split()[0].rstrip(",") in VERBS
-    assert re.fullmatch(r"[^.]+\.", sentence), sentence
-    assert len(sentence) <= 100
-
-
-def test_a_help_breaks_lines_only_where_the_terminal_ends():
-    for command in (["policy", "set"], ["replay", "inspect"], ["demo"]):
-        for width in (60, 80):
-            out = CliRunner().invoke(app, [*command, "--help"], terminal_width=width).output
-            described = re.split(r"\n(?:Arguments|Options):\n", out)[0]
-            text = [line.strip() for line in described.splitlines()[2:]]
-            for line, after in pairwise(text):
-                broken_early = line and after and len(f"{line} {after.split()[0]}") < width - 2
-                assert not broken_early, (line, after)
 
 
 def test_help_names_the_exit_codes():

@@ -19,7 +19,6 @@ from evenkeel_moe.replay.planners import BASELINES
 from evenkeel_moe.replay.words import POLICY_WORDS
 from tests.cli.conftest import SMALL, replay_words, run_replay
 from tests.replay.conftest import SHIPPED
-from tests.waiting import deadline
 
 
 def test_compare_works_on_the_shipped_trace_and_prints_what_it_promises():
@@ -279,22 +278,6 @@ def test_notes_of_the_reader_go_to_stderr(tmp_path):
     assert json.loads(result.stdout)["num_steps"] == 9
     assert "note: steps that routed nothing are left out: 3 of 12 steps" in result.stderr
     assert "layer 0 of 3. If they are MoE layers" in result.stderr
-
-
-def test_the_module_imports_nothing_heavy():
-    import subprocess
-    import sys
-
-    heavy = "{'numpy', 'torch', 'scipy', 'numba'}"
-    code = f"import sys, evenkeel_moe.cli.replay; print(sorted({heavy} & set(sys.modules)))"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=deadline(60),
-        check=True,
-    )
-    assert run.stdout.strip() == "[]"
 
 
 def test_a_page_about_a_trace_without_load_says_so(tmp_path):

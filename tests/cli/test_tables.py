@@ -5,6 +5,7 @@ import pytest
 
 from evenkeel_moe.cli.console import SafeConsole
 from evenkeel_moe.cli.tables import decisions_table, deployments_table
+from evenkeel_moe.cli.units import moments
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.plan import PlanKind
@@ -171,3 +172,10 @@ def test_a_rollback_that_saves_less_is_told_to_be_intended(run, operations):
     interval = "95 % interval 19.0% slower to 22.0% slower, on 64 steps"
     assert f"20.4% slower ({interval}. A rollback returns to an earlier placement" in shown
     assert words in run("plan", "list", "-d", "demo")[1]
+
+
+def test_moments_of_one_day_show_only_the_time():
+    assert moments([0.0, 61.0]) == (["00:00:00", "00:01:01"], ["all on 1970-01-01"])
+    assert moments([0.0, 86_400.0]) == (["1970-01-01 00:00:00", "1970-01-02 00:00:00"], [])
+    assert moments([0.0, None]) == (["1970-01-01 00:00:00", "-"], [])
+    assert moments([]) == ([], [])
