@@ -37,6 +37,8 @@ def test_a_context_names_address_token_and_deployment(command, url, file, token)
     kept = json.loads(file.read_text())["contexts"]["eu"]
     assert kept == {"address": url, "token_file": str(token), "deployment": "demo"}
     assert OPERATE not in file.read_text()
+    assert command("context", "set", "eu", "-d", "")[0] == 0
+    assert command("decisions")[0] == Exit.USAGE
 
 
 def test_options_and_variables_win_over_the_context(command, url, file, token, monkeypatch):

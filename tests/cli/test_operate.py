@@ -115,7 +115,7 @@ def test_resume_says_what_follows_in_each_mode(run, operations, mode, words):
 def test_a_text_that_is_no_duration_is_refused(run, operations):
     code, _, err = run("pause", "-d", "demo", "--for", "abc")
     assert (code, operations.calls) == (2, [])
-    assert err == "evenkeel: abc is not a duration: give seconds, or for example 15m or 2h\n"
+    assert err == "evenkeel: 'abc' is not a duration: give seconds, or for example 15m or 2h\n"
 
 
 def test_operating_commands(run, operations):

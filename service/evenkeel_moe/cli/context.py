@@ -44,7 +44,7 @@ def set_context(
     token file, the path of a CA file, and a deployment.
 
     The file is ~/.config/evenkeel/contexts.json, or what EVENKEEL_CONTEXTS names. Options and
-    environment variables of a command win over it.
+    environment variables of a command win over it. An empty text removes a value.
     """
     from evenkeel_moe.cli.contexts import Context, read_contexts, write_contexts
 
@@ -57,7 +57,7 @@ def set_context(
     }
     known = read_contexts(where.file)
     before = known.contexts.get(name, Context())
-    changes = {key: value for key, value in given.items() if value is not None}
+    changes = {key: value or None for key, value in given.items() if value is not None}
     changed = {**known.contexts, name: before.model_copy(update=changes)}
     write_contexts(
         where.file, known.model_copy(update={"contexts": changed, "current": known.current or name})

@@ -154,7 +154,7 @@ def parse_seconds(text: str) -> float:
     seconds = 0.0 if found is None else float(found[1]) * _SECONDS[found[2] or ""]
     if not seconds:
         raise CliError(
-            f"{text} is not a duration: give seconds, or for example 15m or 2h", Exit.USAGE
+            f"{text!r} is not a duration: give seconds, or for example 15m or 2h", Exit.USAGE
         )
     if seconds > _LONGEST_PAUSE_S:
         raise CliError(f"{text} is more than 7d", Exit.USAGE)
