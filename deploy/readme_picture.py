@@ -17,7 +17,7 @@ from evenkeel_moe.formats.placement_file import PlacementFormat
 from evenkeel_moe.planning.problem.metrics import rank_load
 from evenkeel_moe.replay.from_options import replay_setup
 from evenkeel_moe.replay.offline import engine_start, plan_offline
-from evenkeel_moe.replay.options import CostOptions, FleetOptions, PlanningOptions
+from evenkeel_moe.replay.options import ReplayOptions
 
 __all__ = ["draw", "rank_tokens"]
 
@@ -32,9 +32,7 @@ def rank_tokens() -> tuple[int, NDArray[np.float64]]:
     trace = read_trace(TRACE)
     setup = replay_setup(
         trace,
-        FleetOptions(ranks=_RANKS, slots=_SLOTS),
-        PlanningOptions(fill_slots=True),  # as for -f sglang
-        CostOptions(),
+        ReplayOptions(ranks=_RANKS, slots=_SLOTS, fill_slots=True),  # as for -f sglang
         window_steps=1,
         horizon_steps=1,
     )

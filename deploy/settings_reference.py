@@ -39,7 +39,7 @@ for `port`: Kubernetes sets such variables for Services.
 A settings file has at most 256 KiB and 10,000 values, with those that its aliases stand for. In
 YAML, whole numbers are decimal digits: `0x10`, `010` and `1:30` are text. No key occurs twice.
 
-A planner's setting may be overridden for one deployment by its policy document (`evenkeel policy`):
+A planner's setting may be overridden for one deployment by its policy (`evenkeel policy set`):
 `mode`, `policy`, `cycle_s`, `proposal_ttl_s`, `cost`, `dispatch` and `thresholds`.
 """
 

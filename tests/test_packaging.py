@@ -217,7 +217,7 @@ def test_a_rank_needs_nothing_of_the_controller():
 
 def test_replay_runs_from_the_base(tmp_path):
     trace = ROOT / "examples" / "traces" / "decode_abrupt.npz"
-    arguments = ["evenkeel", "replay", "inspect", "--trace", str(trace)]
+    arguments = ["evenkeel", "replay", "inspect", str(trace)]
     done = without_controller(f"sys.argv = {arguments}\nfrom evenkeel_moe.cli import main; main()")
     assert done.returncode == 0, done.stderr
 

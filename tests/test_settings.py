@@ -262,7 +262,7 @@ def test_right_variables_are_not_misspelt(monkeypatch):
 
 
 def test_variables_of_the_command_line_are_ignored(monkeypatch):
-    for name in ("EVENKEEL_URL", "EVENKEEL_TOKEN", "EVENKEEL_CONFIG", "EVENKEEL_DEPLOYMENT"):
+    for name in ("EVENKEEL_ADDRESS", "EVENKEEL_TOKEN", "EVENKEEL_CONFIG", "EVENKEEL_DEPLOYMENT"):
         monkeypatch.setenv(name, "x")
     assert isinstance(load_settings(), Settings)
 

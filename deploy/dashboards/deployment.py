@@ -55,7 +55,8 @@ def _state() -> list[Any]:
     held = number_panel(
         "Automatic plans",
         "Held: after a rollback, or after plans that did not deliver, automatic plans wait for"
-        " `evenkeel resume`. Frozen: an operator's freeze is in force until it ends or is lifted."
+        " `evenkeel resume`. Paused: an operator paused the deployment, until the pause ends or"
+        " `evenkeel resume`."
         " In the modes observe and propose no plan starts by itself anyway.",
         _HELD,
         nothing="unknown",
@@ -65,8 +66,8 @@ def _state() -> list[Any]:
             {
                 0: ("not held", GREEN),
                 1: ("held", YELLOW),
-                2: ("frozen", YELLOW),
-                3: ("held and frozen", YELLOW),
+                2: ("paused", YELLOW),
+                3: ("held and paused", YELLOW),
             }
         )
     )

@@ -242,7 +242,9 @@ class FakeOperations:
                     raise Conflict(f"plan {plan_id} was made from another body", Reason.ID_REUSED)
                 return record
         record = make_plan(plan_id, deployment, request_digest=repr(request.policy))
-        if not request.dry_run:
+        if request.dry_run:
+            return record
+        if request.approve:
             record = replace(record, phase=PlanPhase.APPROVED, reason=Reason.MANUAL_REQUEST)
         self.records[deployment].insert(0, record)
         return record

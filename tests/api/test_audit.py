@@ -25,7 +25,7 @@ async def test_every_request_for_a_change_is_recorded_with_its_outcome(app, oper
     ]
     assert rows == [
         ("bob", "read", "POST", "/v1/deployments/demo/resume", 403, "demo"),
-        ("alice", "operate", "POST", PLANS, 202, "demo"),
+        ("alice", "operate", "POST", PLANS, 201, "demo"),
         ("alice", "operate", "POST", PLANS, 422, "demo"),
         ("alice", "operate", "PATCH", "/v1/nothing", 404, None),
     ]
@@ -52,7 +52,7 @@ async def test_requests_about_plans_are_recorded_with_what_they_asked_for(app, o
     target = Placement.initial(SHAPE)
     async with make_client(app, OPERATE) as client:
         limits = {"max_moves": 8}
-        await client.post(PLANS, json={"plan_id": "a", "dry_run": True, "limits": limits})
+        await client.post(PLANS, json={"plan_id": "a", "limits": limits})
         rows = target.phy2log.tolist()
         await client.post(PLANS, json={"plan_id": "b", "target": {"physical_to_logical": rows}})
         await client.post(f"{PLANS}/a/approve")
@@ -61,7 +61,7 @@ async def test_requests_about_plans_are_recorded_with_what_they_asked_for(app, o
         page = (await client.get("/v1/deployments/demo/audit")).json()["items"]
         undone = (await client.get(PLANS)).json()["items"][1]["plan_id"]
     assert [row["change"] and json.loads(row["change"]) for row in reversed(page)] == [
-        {"plan_id": "a", "dry_run": True, "limits": limits},
+        {"plan_id": "a", "limits": limits},
         {"plan_id": "b", "target": target.digest},
         None,
         {"plan_id": undone},

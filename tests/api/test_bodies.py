@@ -27,13 +27,13 @@ async def test_a_body_over_the_limit_is_413_with_and_without_content_length(oper
         assert_problem(await client.post(PLANS, content=drip()), 413)
         json_type = {"Content-Type": "application/json"}
         fits = json.dumps({"plan_id": "p"}).encode().ljust(1000)
-        assert (await client.post(PLANS, content=fits, headers=json_type)).status_code == 202
+        assert (await client.post(PLANS, content=fits, headers=json_type)).status_code == 201
         for length in ("1001", "9" * 4301):
             assert_problem(
                 await client.post(PLANS, content=b"{}", headers={"Content-Length": length}), 413
             )
         padded = {**json_type, "Content-Length": "2".rjust(4301, "0")}
-        assert (await client.post(PLANS, content=b"{}", headers=padded)).status_code == 202
+        assert (await client.post(PLANS, content=b"{}", headers=padded)).status_code == 201
     async with make_client(app, None) as client:
         assert_problem(await client.post(PLANS, content=b" " * 1001), 401)
     assert len(operations.calls) == 2
@@ -144,14 +144,14 @@ async def test_bodies_beyond_what_may_be_held_at_a_time_are_refused(operations):
         assert "100000 bytes of bodies are held" in problem["detail"]
         assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
         small = {"plan_id": "small"}
-        assert (await client.post(PLANS, json=small)).status_code == 202
+        assert (await client.post(PLANS, json=small)).status_code == 201
         assert (await client.get("/v1/deployments")).status_code == 200
-        assert await slow.end() == [202, 202]
+        assert await slow.end() == [201, 201]
         # What was answered is not held any more, whatever the answer was.
         for number in range(4):
             assert_problem(await client.post(PLANS, content=b" " * 50_001), 413)
             body = json.dumps({"plan_id": f"later-{number}"}).encode().ljust(50_000)
-            assert (await client.post(PLANS, content=body, headers=JSON)).status_code == 202
+            assert (await client.post(PLANS, content=body, headers=JSON)).status_code == 201
 
 
 async def test_a_token_that_sends_slowly_keeps_no_other_token_out(operations):
@@ -166,8 +166,8 @@ async def test_a_token_that_sends_slowly_keeps_no_other_token_out(operations):
         assert "25000 bytes of bodies of token client-0 are held" in problem["detail"]
     async with make_client(app, KEYS[1]) as client:
         body = json.dumps({"plan_id": "large"}).encode().ljust(20_000)
-        assert (await client.post(PLANS, content=body, headers=JSON)).status_code == 202
-    assert await slow.end() == [202, 202]
+        assert (await client.post(PLANS, content=body, headers=JSON)).status_code == 201
+    assert await slow.end() == [201, 201]
 
 
 async def test_tokens_that_hold_everything_keep_no_small_request_of_another_out(operations):
@@ -180,9 +180,9 @@ async def test_tokens_that_hold_everything_keep_no_small_request_of_another_out(
     async with make_client(app, KEYS[3]) as client:
         small = json.dumps({"plan_id": "small"}).encode()
         answer = await client.post(PLANS, content=small.ljust(97), headers=JSON)
-        assert answer.status_code == 202
+        assert answer.status_code == 201
         assert_problem(await client.post(PLANS, content=small.ljust(98)), 503, "busy")
-    assert await slow.end() == [202, 202, 202]
+    assert await slow.end() == [201, 201, 201]
 
 
 def test_the_largest_target_fits():

@@ -14,7 +14,7 @@ async def test_a_plan_is_found_by_its_key_after_a_restart(operations):
         first = await client.post(PLANS, json={"policy": "gem"}, headers=KEY)
     async with make_client(create_app(operations, TOKENS)) as client:
         again = await client.post(PLANS, json={"policy": "gem"}, headers=KEY)
-        assert (again.status_code, again.json()) == (202, first.json())
+        assert (again.status_code, again.json()) == (201, first.json())
         assert again.headers["location"] == first.headers["location"]
         assert_problem(
             await client.post(PLANS, json={"policy": "x"}, headers=KEY), 409, "id_reused"
@@ -23,7 +23,7 @@ async def test_a_plan_is_found_by_its_key_after_a_restart(operations):
 
 
 async def test_a_plan_id_in_the_body_comes_before_the_key(client, operations):
-    body = {"plan_id": "mine", "dry_run": True}
+    body = {"plan_id": "mine"}
     first = await client.post(PLANS, json=body, headers=KEY)
     assert (first.status_code, first.json()["plan_id"]) == (201, "mine")
     other = await client.post(PLANS, json=body, headers={"Idempotency-Key": "k-2"})

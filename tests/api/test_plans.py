@@ -12,8 +12,15 @@ from tests.api.fakes import NOW, SHAPE, make_plan
 PLANS = "/v1/deployments/demo/plans"
 
 
-async def test_a_dry_run_is_the_plan_that_approve_takes(client):
-    made = await client.post(PLANS, json={"dry_run": True})
+async def test_of_a_dry_run_nothing_is_kept(client):
+    shown = await client.post(PLANS, json={"dry_run": True})
+    assert (shown.status_code, shown.json()["phase"]) == (200, "proposed")
+    assert "location" not in shown.headers
+    assert (await client.get(PLANS)).json()["items"] == []
+
+
+async def test_a_proposal_is_the_plan_that_approve_takes(client):
+    made = await client.post(PLANS, json={})
     assert made.status_code == 201
     where = made.headers["location"]
     assert where == f"{PLANS}/{made.json()['plan_id']}"
@@ -70,7 +77,7 @@ async def test_the_request_reaches_the_controller_whole(client, operations):
         "policy": "keel",
         "limits": {"max_moves": 4, "max_bytes": 4000, "max_layers": 2},
         "phases": ["decode", "decode", "prefill"],
-        "dry_run": True,
+        "dry_run": False,
         "approve": False,
         "target": {"physical_to_logical": target},
     }

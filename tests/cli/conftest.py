@@ -1,5 +1,7 @@
+import json
 import socket
 import sys
+import tempfile
 import threading
 
 import numpy as np
@@ -20,17 +22,29 @@ SMALL = (*FLEET, "--window", 8, "--horizon", 8)
 """Options of `evenkeel replay` that fit the trace `small`."""
 
 
-def run_replay(*args):
+def replay_words(*args, **config):
+    """Return arguments as text, with those of a file of `--config` that holds the others."""
+    words = [str(arg) for arg in args]
+    if config:
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
+            json.dump(config, file, default=str)
+        words += ["--config", file.name]
+    return words
+
+
+def run_replay(*args, **config):
     """Run `evenkeel replay` in this process, and return its stdout."""
-    result = CliRunner().invoke(replay, [str(arg) for arg in args], catch_exceptions=False)
+    words = replay_words(*args, **config)
+    result = CliRunner().invoke(replay, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 @pytest.fixture(autouse=True)
-def _wide_pipe(monkeypatch):
-    """Let tables be as wide as in a pipe, whatever width the runner of the tests has set."""
+def _wide_pipe(monkeypatch, tmp_path):
+    """Let tables be as wide as in a pipe, and no context of whoever runs the tests be read."""
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("EVENKEEL_CONTEXTS", str(tmp_path / "contexts.json"))
 
 
 @pytest.fixture
@@ -88,7 +102,7 @@ def run(url, command, monkeypatch):
     """The same, with the URL and a token of the server."""
 
     def call(*arguments, token=OPERATE):
-        monkeypatch.setenv("EVENKEEL_URL", url)
+        monkeypatch.setenv("EVENKEEL_ADDRESS", url)
         monkeypatch.setenv("EVENKEEL_TOKEN", token)
         return command(*arguments)
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from evenkeel_moe.cli import client
-from evenkeel_moe.cli.client import ApiClient, CliError, Exit, read_token
+from evenkeel_moe.cli.client import ApiClient, read_token
+from evenkeel_moe.cli.exits import CliError, Exit
 from tests.cli.conftest import OPERATE, READ
 
 
@@ -20,16 +21,16 @@ from tests.cli.conftest import OPERATE, READ
         (READ, ("resume", "-d", "demo"), Exit.UNAUTHORIZED),
         (OPERATE, ("status", "nope"), Exit.REFUSED),
         (OPERATE, ("status", "--nope"), Exit.USAGE),
-        (OPERATE, ("policy", "mode", "-d", "demo"), Exit.USAGE),
-        (OPERATE, ("status", "--url", "http://127.0.0.1:9"), Exit.UNAVAILABLE),
-        (OPERATE, ("status", "--url", "nonsense"), Exit.USAGE),
-        (OPERATE, ("status", "--url", "http://controller:rest"), Exit.USAGE),
-        (OPERATE, ("status", "--url", f"http://{'a' * 64}"), Exit.USAGE),
+        (OPERATE, ("policy", "set", "mode", "-d", "demo"), Exit.USAGE),
+        (OPERATE, ("status", "--address", "http://127.0.0.1:9"), Exit.UNAVAILABLE),
+        (OPERATE, ("status", "--address", "nonsense"), Exit.USAGE),
+        (OPERATE, ("status", "--address", "http://controller:rest"), Exit.USAGE),
+        (OPERATE, ("status", "--address", f"http://{'a' * 64}"), Exit.USAGE),
         ("geheim-\u00e4\u00f6\u00fc-0123456789", ("status",), Exit.USAGE),
         ("two words-0123456789", ("status",), Exit.USAGE),
         (OPERATE, ("status", "\udcff"), Exit.USAGE),
-        (OPERATE, ("policy", "cycle_s=NaN", "-d", "demo"), Exit.USAGE),
-        (OPERATE, ("export", "-d", "demo", "-o", "."), Exit.USAGE),
+        (OPERATE, ("policy", "set", "cycle_s=NaN", "-d", "demo"), Exit.USAGE),
+        (OPERATE, ("placement", "export", "-d", "demo", "--out", "."), Exit.USAGE),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(run, token, arguments, code):
@@ -43,8 +44,8 @@ def test_errors_are_one_line_and_an_exit_code(run, token, arguments, code):
 
 def test_without_a_controller_the_error_asks_for_one_in_words(run):
     words = "no controller answers at http://127.0.0.1:9 (connection refused); is `evenkeel serve`"
-    more = "running? --url names the REST address of a controller"
-    err = run("status", "--url", "http://127.0.0.1:9")[2]
+    more = "running? --address names the REST address of a controller"
+    err = run("status", "--address", "http://127.0.0.1:9")[2]
     assert err == f"evenkeel: {words} {more}\n"
 
 
@@ -53,7 +54,7 @@ def test_an_argument_that_is_no_id_is_refused_before_it_is_sent(run, kind):
     """In a path, `..` would name another resource, and nothing would name all of them."""
     commands = {
         "plan": ("plan story", "plan show", "plan approve --yes", "plan cancel"),
-        "deployment": ("status", "forget --yes", "decisions", "plan list"),
+        "deployment": ("status", "deployment forget --yes", "decisions -d", "plan list -d"),
     }[kind]
     on = ("-d", "demo") if kind == "plan" else ()
     for words, text in itertools.product(commands, ("", " ", "..", "../policy", "a/b", "a?b")):
@@ -80,18 +81,18 @@ def test_an_error_about_the_token_names_the_options(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").write_text("# none\n")
     (tmp_path / "old").write_text("ann operate old-token-0123456789\n")
-    code, _, err = command("status", "--url", url, *options)
+    code, _, err = command("status", "--address", url, *options)
     assert (code, words in err) == (Exit.UNAUTHORIZED, True), err
     assert "Authorization" not in err
 
 
 def test_no_answer_names_the_option_of_the_address(command):
-    code, _, err = command("status", "--url", "http://127.0.0.1:9")
-    assert (code, "--url names" in err) == (Exit.UNAVAILABLE, True)
+    code, _, err = command("status", "--address", "http://127.0.0.1:9")
+    assert (code, "--address names" in err) == (Exit.UNAVAILABLE, True)
 
 
 def test_https_to_a_port_that_speaks_http_is_told(command, url):
-    code, _, err = command("status", "--url", url.replace("http:", "https:"))
+    code, _, err = command("status", "--address", url.replace("http:", "https:"))
     assert code == Exit.USAGE
     assert "the port speaks http, not https" in err and "SSL" not in err
 
@@ -155,7 +156,7 @@ def server_of(answer):
 def test_a_server_that_is_not_a_controller_is_reported(run, status, body):
     """For example, the address is that of the metrics port."""
     with server_of(lambda _: (status, body)) as address:
-        code, out, err = run("status", "--url", address)
+        code, out, err = run("status", "--address", address)
     assert (code, out) == (Exit.REFUSED, "")
     assert "is it an Evenkeel controller?" in err
     assert len(err.splitlines()) == 1
@@ -181,7 +182,7 @@ def test_an_address_of_several_replicas_is_asked_until_the_leader_answers(
         return (200 if leads else 503), json.dumps({"mode": "auto"} if leads else led).encode()
 
     with server_of(answer) as address:
-        code, out, err = run("policy", "-d", "demo", "--url", address)
+        code, out, err = run("policy", "get", "-d", "demo", "--address", address)
     assert len(set(callers)) == len(callers), "the same connection leads to the same replica"
     if elsewhere == 3:
         assert (code, len(callers)) == (Exit.DONE, 4)
@@ -204,7 +205,7 @@ def test_a_planner_that_starts_is_waited_for_and_the_command_says_so(run, monkey
         return (200 if ready else 503), json.dumps({"mode": "auto"} if ready else starting).encode()
 
     with server_of(answer) as address:
-        code, out, err = run("policy", "-d", "demo", "--url", address)
+        code, out, err = run("policy", "get", "-d", "demo", "--address", address)
     assert err.startswith("evenkeel: the planner is starting; waiting up to 500 ms, Ctrl-C ends\n")
     if refused == 2:
         assert (code, len(callers), len(err.splitlines())) == (Exit.DONE, 3, 1)

@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from evenkeel_moe.cli.console import plain_console, print_json, work_bars
-from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
+from evenkeel_moe.cli.console import Listing, SafeConsole, TableColumn, print_json, work_bars
 from tests.api.fakes import FakeView, make_plan, make_rank, make_status
 
 STEERING = "\x1b]0;owned\x1b\\ \x1b]52;c;cm0=\x07 \x1b[2J \x7f \x9b31m \u202e \u2066 \u200f"
@@ -21,12 +20,12 @@ def test_lines_in_a_pipe_end_without_blanks_and_fit_columns(run, monkeypatch):
     for command in (
         ("status",),
         ("status", "demo"),
-        ("decisions", "demo"),
-        ("policy", "-d", "demo"),
+        ("decisions", "-d", "demo"),
+        ("policy", "get", "-d", "demo"),
     ):
         lines = run(*command)[1].splitlines()
         assert lines == [line.rstrip() for line in lines]
-    assert "POLICY" in run("status")[1]
+    assert "POLICY" in run("status", "-o", "wide")[1]
     monkeypatch.setenv("COLUMNS", "80")
     out = run("status")[1]
     assert "POLICY" not in out.splitlines()[0]
@@ -44,12 +43,12 @@ def test_no_text_of_a_rank_or_of_the_store_steers_the_terminal(run, operations):
     for command in (
         ("status",),
         ("status", "demo"),
-        ("status", "demo", "--json"),
+        ("status", "demo", "-o", "json"),
         ("plan", "list"),
         ("plan", "show", "p-1", "-d", "demo"),
         ("plan", "story", "p-1", "-d", "demo"),
-        ("policy", f"policy={STEERING}"),
-        ("plan", "show", "p-1", "--url", f"http://127.0.0.1:1/{STEERING}"),
+        ("policy", "set", f"policy={STEERING}"),
+        ("plan", "show", "p-1", "--address", f"http://127.0.0.1:1/{STEERING}"),
     ):
         _, out, err = run(*command)
         assert out + err
@@ -70,9 +69,9 @@ def test_no_text_of_a_rank_makes_a_line_of_its_own_in_a_pipe(run, operations, en
 
 def test_a_terminal_gets_the_styles_of_a_table_and_no_other_code(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    console = plain_console(width=200, force_terminal=True)
+    console = SafeConsole(width=200, force_terminal=True)
     with console.capture() as captured:
-        console.print(FittedTable([FittedColumn("NODE")], [[STEERING]]))
+        console.print(Listing([TableColumn("NODE", 0)], [[STEERING]]))
     out = captured.get()
     assert "\x1b[1mNODE" in out and "\ufffd]0;owned\ufffd\\ \ufffd]52;" in out
     assert not steers(out.replace("\x1b[1m", "").replace("\x1b[0m", ""))

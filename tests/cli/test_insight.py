@@ -34,28 +34,29 @@ def drawn(renderable, width):
 
 
 def test_the_recommendation_answers_in_words_first(run):
-    code, out, _ = run("recommend", "demo")
+    code, out, _ = run("recommend", "-d", "demo")
     assert code == 0
     assert out.splitlines()[0] == (
         "demo: A plan is recommended. A cycle would start a plan, if the gates before planning are"
         " open."
     )
     assert "eplb would make 2 copies." in out
-    row = next(line for line in out.splitlines() if line.startswith("eplb  "))
+    wide = run("recommend", "-d", "demo", "-o", "wide")[1]
+    row = next(line for line in wide.splitlines() if line.startswith("eplb  "))
     assert "20.0%" in row and "15.0% to 25.0%" in row and "10 steps" in row
     assert "2 (now)" in out
     assert "the row (now) is not the present placement" in " ".join(out.split())
 
 
 def test_a_plan_that_a_recommendation_imagines_has_not_started(run):
-    out = run("recommend", "demo")[1]
+    out = run("recommend", "-d", "demo")[1]
     row = next(line for line in out.splitlines() if line.startswith("eplb  "))
     assert "Would start a plan." in row
     assert "plan_started" not in out
 
 
 def test_one_number_of_replicas_is_advised_and_the_others_are_told_apart(run, operations):
-    words = " ".join(run("recommend", "demo")[1].split())
+    words = " ".join(run("recommend", "-d", "demo")[1].split())
     advised, others = words.split("Other rules for the number of extra replicas")
     assert "Extra replicas per layer: 2 now, 2 advised" in advised and "CRAFT" not in advised
     assert others.index("advised above is by predicted MoE time alone") < others.index("R = 2")
@@ -63,17 +64,17 @@ def test_one_number_of_replicas_is_advised_and_the_others_are_told_apart(run, op
 
 
 def test_the_heat_map_names_its_largest_cells(run):
-    code, out, _ = run("heatmap", "demo", "--experts")
+    code, out, _ = run("heatmap", "-d", "demo", "--experts")
     assert code == 0
     assert "largest: 2.00 (expert 0 in layer 0)" in out
-    assert "rank" in run("heatmap", "demo")[1]
+    assert "rank" in run("heatmap", "-d", "demo")[1]
 
 
 def test_an_unknown_load_is_told_and_not_drawn(run, operations):
-    assert "no complete step is known yet" in run("heatmap", "fresh")[1]
+    assert "no complete step is known yet" in run("heatmap", "-d", "fresh")[1]
     window = {Phase.DECODE: make_window()}
     operations.views["demo"] = FakeView(make_status(), window, None)
-    assert "the placement is unknown" in run("heatmap", "demo")[1]
+    assert "the placement is unknown" in run("heatmap", "-d", "demo")[1]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -90,14 +91,14 @@ def test_a_large_heat_map_fits_the_terminal_and_keeps_its_worst_cell(width):
 
 
 def test_the_audit_tells_who_did_what(run):
-    assert "no request for a change" in run("audit", "demo")[1]
-    run("freeze", "demo", "60")
-    run("policy", "demo", "mode=observe")
-    run("plan", "cancel", "demo", "nope")
-    lines = run("audit", "demo")[1].splitlines()
+    assert "no request for a change" in run("audit", "-d", "demo")[1]
+    run("pause", "-d", "demo", "--for", "60")
+    run("policy", "set", "-d", "demo", "mode=observe")
+    run("plan", "cancel", "nope", "-d", "demo")
+    lines = run("audit", "-d", "demo", "-o", "wide")[1].splitlines()
     assert re.search(r"alice +operate +Reject or cancel plan nope +404", lines[1])
     assert re.search(r"Change the policy: mode=observe +200 done", lines[2])
-    assert re.search(r"Freeze for 60 s +204 done", lines[3])
+    assert re.search(r"Pause for 60 s +204 done", lines[3])
 
 
 def test_the_audit_tells_what_each_request_asked_for(run, operations, tmp_path):
@@ -106,24 +107,27 @@ def test_the_audit_tells_what_each_request_asked_for(run, operations, tmp_path):
     path.write_text(json.dumps({"physical_to_logical": target.phy2log.tolist()}))
     operations.records["demo"] = [make_plan("mine")]
     for words in (
-        "freeze demo 0",
-        "resume demo",
-        "policy demo thresholds.plan_below=0.8 mode=propose",
-        "plan create demo --id dry --dry-run --policy keel --max-moves 8 --phase decode",
-        f"plan create demo --id exact --target {path} --yes",
-        "plan create demo --id now --start --yes",
-        "plan approve demo mine --yes",
-        "plan rollback demo --id back --yes --to-epoch 2",
-        "plan rollback demo --id again --yes",
-        f"plan rollback demo --id third --yes --to-placement {target.digest}",
+        "pause -d demo --for 5m",
+        "resume -d demo",
+        "policy set -d demo thresholds.plan_below=0.8 mode=propose",
+        "plan create -d demo --id dry --policy keel --max-moves 8 --phase decode",
+        f"plan create -d demo --id exact --target {path} --yes",
+        "plan create -d demo --id now --start --yes",
+        "plan approve mine -d demo --yes",
+        "plan rollback -d demo --id back --yes --to-epoch 2",
+        "plan rollback -d demo --id again --yes",
+        f"plan rollback -d demo --id third --yes --to-placement {target.digest}",
     ):
         run(*words.split())
-    lines = [re.split(" {2,}", line) for line in run("audit", "demo")[1].splitlines()[1:11]]
+    lines = [
+        re.split(" {2,}", line)
+        for line in run("audit", "-d", "demo", "-o", "wide")[1].splitlines()[1:11]
+    ]
     assert [cells[3] for cells in reversed(lines)] == [
-        "End of the freeze",
-        "Resume automatic plans",
+        "Pause for 5 min",
+        "Resume",
         "Change the policy: mode=propose, thresholds.plan_below=0.8",
-        'Dry run of a plan with the id dry: limits.max_moves=8, phases=["decode"], policy=keel',
+        'A plan with the id dry: limits.max_moves=8, phases=["decode"], policy=keel',
         f"A plan with the id exact: target={target.digest}",
         "A plan that starts at once with the id now",
         "Approve plan mine",
@@ -134,23 +138,25 @@ def test_the_audit_tells_what_each_request_asked_for(run, operations, tmp_path):
 
 
 def test_recorded_placements_are_listed_with_their_state(run):
-    out = run("epochs", "demo")[1]
+    out = run("placement", "list", "-d", "demo")[1]
     states = [line.split()[2] for line in out.splitlines()[1:3]]
     assert states == ["present", "replaced"]
     assert "--to-placement" in out and "another history" in out
-    assert [row["epoch"] for row in json.loads(run("epochs", "demo", "--json")[1])] == [3, 8]
+    assert [
+        row["epoch"] for row in json.loads(run("placement", "list", "-d", "demo", "-o", "json")[1])
+    ] == [3, 8]
 
 
 def test_rejected_reports_are_shown_with_samples(run, operations):
-    out = run("quarantine", "demo")[1]
+    out = run("deployment", "quarantine", "-d", "demo")[1]
     assert re.search(r"sum_mismatch +12 +rank 1: rank 1: 7 tokens, counts sum to 9", out)
     operations.rejected = []
-    assert "no report was rejected" in run("quarantine", "demo")[1]
+    assert "no report was rejected" in run("deployment", "quarantine", "-d", "demo")[1]
 
 
 def test_placement_of_the_fake_is_drawn_by_rank(run, operations):
     assert Placement.initial(SHAPE).num_ranks == 2
-    out = run("heatmap", "demo")[1]
+    out = run("heatmap", "-d", "demo")[1]
     assert re.search(r"^ +rank\nlayer +0 1$", out, re.MULTILINE)
 
 

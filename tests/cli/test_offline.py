@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from evenkeel_moe.cli import app
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import PlacementFormat, Trace, read_placement, read_trace, write_trace
-from tests.cli.conftest import FLEET
+from tests.cli.conftest import FLEET, replay_words
 
 
 @pytest.fixture
@@ -22,8 +22,9 @@ def steady(tmp_path):
     return tmp_path / "steady.npz"
 
 
-def run(*args, code=0):
-    result = CliRunner().invoke(app, ["offline", *map(str, args)], catch_exceptions=False)
+def run(*args, code=0, **config):
+    words = ["offline", *replay_words(*args, **config)]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert result.exit_code == code, result.output
     return result.stdout
 
@@ -31,7 +32,7 @@ def run(*args, code=0):
 @pytest.mark.parametrize("format_", [f for f in PlacementFormat if f != "vllm-ranks"])
 def test_one_command_leads_from_a_recording_to_the_file_of_every_engine(steady, tmp_path, format_):
     out = tmp_path / "map"
-    said = " ".join(run(steady, *FLEET, "-f", format_, "-o", out).split())
+    said = " ".join(run(steady, *FLEET, "-f", format_, "--out", out).split())
     assert "steady: 120 steps, 3 MoE layers, 8 experts in 10 slots on 2 ranks" in said
     assert "It pays: on 20 steps that the plan had not seen, the plan saves" in said
     assert "% of MoE time (by tokens); in the next 20 steps" in said
@@ -44,15 +45,15 @@ def test_one_command_leads_from_a_recording_to_the_file_of_every_engine(steady, 
 
 
 def test_experts_by_rank_need_neither_replicas_nor_a_number_of_slots(steady, tmp_path):
-    run(steady, "--ranks", 2, "-f", "vllm-ranks", "-o", tmp_path / "map")
+    run(steady, "--ranks", 2, "-f", "vllm-ranks", "--out", tmp_path / "map")
     ranks = json.loads((tmp_path / "map").read_text())["expert_to_ep_rank"]
     assert sorted(ranks) == [0] * 4 + [1] * 4
     assert ranks[2] != ranks[3], "the two hot experts are apart"
 
 
 def test_json_has_the_verdict_and_its_cost_model(steady, tmp_path):
-    cost = ("--cost", "roofline", "--device", "h100")
-    said = json.loads(run(steady, *FLEET, *cost, "-o", tmp_path / "map", "--json"))
+    cost = {"cost": "roofline", "device": "h100"}
+    said = json.loads(run(steady, *FLEET, "--out", tmp_path / "map", "-o", "json", **cost))
     assert said["verdict"]["call"] == "recommend"
     assert said["verdict"]["steps"] == 20
     assert said["verdict"]["cost_model"]["source"] == "derived"
@@ -62,24 +63,23 @@ def test_json_has_the_verdict_and_its_cost_model(steady, tmp_path):
 
 def test_nothing_is_written_on_request_if_it_does_not_surely_pay(steady, tmp_path):
     out = tmp_path / "map"
-    short = ("--held-out", 4, "--only-if-it-pays", "-o", out)
-    said = run(steady, *FLEET, *short, code=1)
+    said = run(steady, *FLEET, "--only-if-it-pays", "--out", out, code=1, held_out=4)
     assert "It cannot be told whether it pays" in said and "Nothing was written." in said
     assert not out.exists()
-    run(steady, *FLEET, "--only-if-it-pays", "-o", out)
+    run(steady, *FLEET, "--only-if-it-pays", "--out", out)
     assert out.exists()
 
 
 def test_the_placement_to_compare_with_is_the_one_named(steady, tmp_path):
-    run(steady, *FLEET, "-o", tmp_path / "map")
-    again = run(steady, *FLEET, "-o", tmp_path / "b", "--compare-with", tmp_path / "map")
+    run(steady, *FLEET, "--out", tmp_path / "map")
+    again = run(steady, *FLEET, "--out", tmp_path / "b", compare_with=tmp_path / "map")
     assert "saves 0.0% of MoE time" in again
 
 
 def test_probabilities_belong_to_the_map_that_sglang_starts_with(steady, tmp_path):
     out, probabilities = tmp_path / "map.json", tmp_path / "mass.pt"
-    more = ("-f", "sglang", "--num-hidden-layers", 6, "--replica-probabilities", probabilities)
-    run(steady, *FLEET, "-o", out, *more)
+    more = {"num_hidden_layers": 6, "replica_probabilities": probabilities}
+    run(steady, *FLEET, "-f", "sglang", "--out", out, **more)
     written = torch.load(probabilities, weights_only=True)
     rows = json.loads(out.read_text())["physical_to_logical_map"]
     assert written["physical_to_logical_map"].tolist() == rows
@@ -93,8 +93,8 @@ def test_probabilities_belong_to_the_map_that_sglang_starts_with(steady, tmp_pat
 @pytest.mark.parametrize(
     ("more", "error", "words"),
     [
-        (("-f", "trtllm", "--replica-probabilities", "x"), InvalidInput, "belongs to -f sglang"),
-        (("--pooled",), InvalidInput, "leave --pooled out"),
+        (("-f", "trtllm", {"replica_probabilities": "x"}), InvalidInput, "belongs to -f sglang"),
+        (({"pooled": True},), InvalidInput, "leave pooled out"),
         (("--slots", 9), ShapeMismatch, "9 slots do not divide over 2 ranks"),
         (("-f", "vllm-ranks", "--slots", 10), InfeasiblePlan, "10 slots for 8 experts are 2 too"),
         (("-f", "other"), InvalidInput, "known: neutral, sglang"),
@@ -102,7 +102,9 @@ def test_probabilities_belong_to_the_map_that_sglang_starts_with(steady, tmp_pat
 )
 def test_options_that_do_not_fit_are_refused(steady, tmp_path, more, error, words):
     with pytest.raises(error, match=words):
-        run(steady, "--ranks", 2, *more, "-o", tmp_path / "map")
+        words = [one for one in more if not isinstance(one, dict)]
+        config = more[-1] if more[-1] not in words else {}
+        run(steady, "--ranks", 2, *words, "--out", tmp_path / "map", **config)
     assert not (tmp_path / "map").exists()
 
 
@@ -117,16 +119,18 @@ def test_no_verdict_stands_on_a_doubt_that_nobody_accepted(steady, tmp_path):
     trace.counts[:, 1] //= 2
     write_trace(steady, trace)
     out = tmp_path / "map"
-    said = run(steady, *FLEET, "-o", out)
+    said = run(steady, *FLEET, "--out", out)
     assert said.index("Doubt: layers of one step") < said.index("It cannot be told whether it pays")
     assert "layer 3 in 120 of 120 steps" in " ".join(said.split())
     assert "It pays" not in said
     out.unlink()
-    answer = json.loads(run(steady, *FLEET, "-o", out, "--json", "--only-if-it-pays", code=1))
+    answer = json.loads(
+        run(steady, *FLEET, "--out", out, "-o", "json", "--only-if-it-pays", code=1)
+    )
     assert answer["verdict"]["call"] == "insufficient_evidence"
     assert [each["code"] for each in answer["findings"]] == ["uneven_layers"]
     assert not out.exists()
-    said = run(steady, *FLEET, "-o", out, "--only-if-it-pays", "--accept", "uneven_layers")
+    said = run(steady, *FLEET, "--out", out, "--only-if-it-pays", "--accept", "uneven_layers")
     assert "It pays" in said and "Doubt" not in said
 
 
@@ -139,7 +143,7 @@ def test_a_file_that_counts_moe_layers_needs_all_of_them(tmp_path):
     out = tmp_path / "map"
     for format_ in ("ascend", "vllm", "vllm-mapping"):
         with pytest.raises(InvalidInput, match=r"layers 3, 6\.\.7 of 8.*--accept idle_layers"):
-            run(tmp_path / "d.pt", *FLEET, "-f", format_, "-o", out)
-    run(tmp_path / "d.pt", *FLEET, "-f", "sglang", "-o", out)
+            run(tmp_path / "d.pt", *FLEET, "-f", format_, "--out", out)
+    run(tmp_path / "d.pt", *FLEET, "-f", "sglang", "--out", out)
     assert len(json.loads(out.read_text())["physical_to_logical_map"]) == 8
-    run(tmp_path / "d.pt", *FLEET, "-f", "vllm", "--accept", "idle_layers", "-o", out)
+    run(tmp_path / "d.pt", *FLEET, "-f", "vllm", "--accept", "idle_layers", "--out", out)

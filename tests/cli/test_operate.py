@@ -18,7 +18,7 @@ def test_status_lists_deployments(run):
     code, out, _ = run("status")
     assert code == 0
     lines = out.splitlines()
-    assert lines[0].split()[:4] == ["DEPLOYMENT", "STATE", "STATE", "REASON"]
+    assert lines[0].split()[:4] == ["DEPLOYMENT", "STATE", "MODE", "EPOCH"]
     assert lines[1].split()[0] == "demo"
     assert "0.800" in lines[1]
     assert lines[2].split()[0] == "fresh"
@@ -29,7 +29,9 @@ def test_status_of_one_shows_its_ranks(run):
     code, out, _ = run("status", "demo")
     assert code == 0
     assert "2 layers x 4 experts" in out
-    row = next(line for line in out.splitlines() if "node-0" in line)
+    assert "4 kB" not in out
+    wide = run("status", "demo", "-o", "wide")[1]
+    row = next(line for line in wide.splitlines() if "node-0" in line)
     assert row.split() == "0 node-0 yes".split() + row.split()[3:]
     for shown in ("50.0%", "1 µs", "10 kB", "4 kB"):
         assert shown in row
@@ -39,7 +41,9 @@ def test_a_rank_outside_of_waves_is_named_with_its_reason(run, operations):
     ranks = (make_rank(0), make_rank(1, trouble="the worker has ended"))
     operations.views["demo"] = FakeView(make_status(ranks=ranks), {}, None)
     assert "rank 1 does not take part in waves: the worker has ended" in run("status", "demo")[1]
-    troubles = [rank["trouble"] for rank in json.loads(run("status", "demo", "--json")[1])["ranks"]]
+    troubles = [
+        rank["trouble"] for rank in json.loads(run("status", "demo", "-o", "json")[1])["ranks"]
+    ]
     assert troubles == ["", "the worker has ended"]
 
 
@@ -49,7 +53,8 @@ def test_a_rank_without_a_stream_has_no_epoch_and_does_not_count_as_alive(run, o
     out = run("status", "demo")[1]
     rows = [line for line in out.splitlines() if "node-0" in line]
     assert [re.split(" {2,}", row.strip())[2] for row in rows] == ["yes", "disconnected"]
-    assert re.search(r"disconnected +.* ago +- +idle", rows[1])
+    wide = run("status", "demo", "-o", "wide")[1]
+    assert re.search(r"disconnected +.* ago +- +idle", wide)
     words = "disconnected: the rank has lost its connection to the controller"
     assert words in out
     operations.views["demo"] = FakeView(make_status(ranks=(make_rank(0),)), {}, None)
@@ -80,61 +85,56 @@ def test_what_is_wrong_with_the_counts_is_shown(run, operations):
 
 
 def test_json_is_the_controllers_answer(run):
-    code, out, _ = run("status", "demo", "--json")
+    code, out, _ = run("status", "demo", "-o", "json")
     assert code == 0
     assert json.loads(out)["shape"]["top_k"] == 2
 
 
-def test_resume_says_that_a_freeze_goes_on_and_how_it_ends(run, operations):
+def test_resume_says_what_it_ended(run, operations):
     view = operations.views["demo"]
-    for until, words in ((4e9, "; frozen until "), (1.0, "")):
+    for until, words in ((4e9, "; they were paused\n"), (1.0, "neither paused nor held")):
         view._status = replace(view.status(), frozen_until_unix=until)
-        out = run("resume", "demo")[1]
-        assert ("evenkeel freeze demo 0" in out, words in out) == (bool(words), True)
+        assert words in run("resume", "-d", "demo")[1]
 
 
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
         ("auto", "automatic plans may start again"),
-        ("propose", "plans are no longer held; in mode propose each plan waits for approval"),
-        ("observe", "no longer held; in mode observe the controller starts and proposes none"),
+        ("propose", "in mode propose each plan waits for approval"),
+        ("observe", "in mode observe the controller starts and proposes none"),
     ],
 )
 def test_resume_says_what_follows_in_each_mode(run, operations, mode, words):
     because = Reason.HELD_AFTER_ROLLBACK
     status = make_status(mode=mode, held=True, held_because=because)
     operations.views["demo"] = FakeView(status, {}, None)
-    assert f"{words}; they were held (held_after_rollback)" in run("resume", "demo")[1]
+    assert f"{words}; they were held (held_after_rollback)" in run("resume", "-d", "demo")[1]
 
 
 def test_a_text_that_is_no_duration_is_refused(run, operations):
-    code, _, err = run("freeze", "demo", "abc")
+    code, _, err = run("pause", "-d", "demo", "--for", "abc")
     assert (code, operations.calls) == (2, [])
-    assert err == "evenkeel: abc is not a duration: give seconds, or for example 15m or 2h\n"
-
-
-def test_the_end_of_a_freeze_is_told(run, operations):
-    operations.views["demo"] = FakeView(make_status(frozen_until_unix=NOW), {}, None)
-    assert run("freeze", "demo", "0")[1] == "demo: the freeze has ended; plans may start again\n"
-    assert operations.calls == [("freeze", "demo", 0.0, "alice")]
+    assert err == "evenkeel: 'abc' is not a duration: give seconds, or for example 15m or 2h\n"
 
 
 def test_operating_commands(run, operations):
-    assert run("plan", "rollback", "demo", "--yes", "--to-epoch", "2")[0] == 0
-    code, out, _ = run("freeze", "demo", "1m")
+    assert run("plan", "rollback", "-d", "demo", "--yes", "--to-epoch", "2")[0] == 0
+    code, out, _ = run("pause", "-d", "demo", "--for", "1m")
     assert (code, "no new plan starts for 60 s" in out) == (0, True)
-    assert run("freeze", "0", "-d", "demo")[1] == "demo: there was no freeze\n"
-    assert "were not held; the mode is auto" in run("resume", "demo")[1]
+    assert "`evenkeel resume -d demo` ends it earlier" in out
+    assert "no new plan starts for 7 d" in run("pause", "-d", "demo")[1]
+    said = "demo: plans were neither paused nor held; the mode is auto\n"
+    assert run("resume", "-d", "demo")[1] == said
     assert operations.calls == [
         ("rollback", "demo", 2, "alice"),
         ("freeze", "demo", 60.0, "alice"),
-        ("freeze", "demo", 0.0, "alice"),
+        ("freeze", "demo", 7 * 86400.0, "alice"),
         ("resume", "demo", "alice"),
     ]
-    assert run("policy", "demo", "mode=observe", "cycle_s=30")[0] == 0
+    assert run("policy", "set", "-d", "demo", "mode=observe", "cycle_s=30")[0] == 0
     assert operations.document["cycle_s"] == 30
-    run("policy", "policy_options.gem.restarts=8", "-d", "demo")
+    run("policy", "set", "policy_options.gem.restarts=8", "-d", "demo")
     assert operations.document["policy_options"] == {"gem": {"restarts": 8}}
     assert "no_change" in run("decisions", "-n", "3", "-d", "demo")[1]
 
@@ -147,16 +147,31 @@ def test_a_change_of_the_policy_prints_only_what_changed(run, operations):
         "thresholds": {"a": 1.5},
     }
     words = ("mode=observe", "thresholds.a=2.5", "cycle_s=30", "policy_options.gem.restarts=8")
-    code, out, err = run("policy", "demo", *words)
+    code, out, err = run("policy", "set", "-d", "demo", *words)
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         "mode: auto -> observe",
         'policy_options.gem: null -> {"restarts": 8}',
         "thresholds.a: 1.5 -> 2.5",
     ]
-    assert run("policy", "demo", "mode=observe") == (0, "nothing changed\n", "")
-    assert json.loads(run("policy", "demo", "mode=observe", "--json")[1]) == operations.document
-    assert "thresholds.a" in run("policy", "demo")[1]
+    assert run("policy", "set", "-d", "demo", "mode=observe") == (0, "nothing changed\n", "")
+    assert (
+        json.loads(run("policy", "set", "-d", "demo", "mode=observe", "-o", "json")[1])
+        == operations.document
+    )
+    assert "thresholds.a" in run("policy", "get", "-d", "demo")[1]
+
+
+def test_a_revision_that_was_read_is_changed_or_none(run, operations):
+    shown = json.loads(run("policy", "get", "-d", "demo", "-o", "json")[1])
+    revision = shown.pop("revision")
+    assert shown == operations.document
+    assert re.search(rf"^revision +\"{revision}\"$", run("policy", "get", "-d", "demo")[1], re.M)
+    change = ("policy", "set", "-d", "demo", "--revision", revision)
+    assert run(*change, "cycle_s=40")[0] == 0
+    code, out, err = run(*change, "cycle_s=50")
+    assert (code, out, operations.document["cycle_s"]) == (1, "", 40)
+    assert "The document has changed since it was read" in err
 
 
 def test_before_the_first_cycle_decisions_say_when_it_comes(run, operations):
@@ -166,18 +181,18 @@ def test_before_the_first_cycle_decisions_say_when_it_comes(run, operations):
     operations.decisions = none
     operations.document["cycle_s"] = 2.0
     begins = "demo: no cycle has run yet; the first "
-    assert run("decisions", "demo")[1] == f"{begins}is due within 2 s\n"
+    assert run("decisions", "-d", "demo")[1] == f"{begins}is due within 2 s\n"
     status = make_status(state="waiting_for_ranks", reason="ranks_missing")
     operations.views["demo"] = FakeView(status, {}, None)
-    out = run("decisions", "demo")[1]
+    out = run("decisions", "-d", "demo")[1]
     state = "waiting_for_ranks (ranks_missing): Not all ranks are connected, so the present"
     assert out.startswith(f"{begins}comes when its state is ready; now it is {state}")
-    assert json.loads(run("decisions", "demo", "--json")[1]) == []
+    assert json.loads(run("decisions", "-d", "demo", "-o", "json")[1]) == []
 
 
 def test_a_running_plan_is_shown(run, operations):
     operations.views["demo"] = FakeView(make_status(active_plan=make_plan("busy")), {}, None)
-    assert "busy" in run("status")[1]
+    assert "busy" in run("status", "-o", "wide")[1]
     assert "busy" in run("status", "demo")[1]
 
 
@@ -191,7 +206,7 @@ def test_what_waits_for_an_operator_is_shown(run, operations):
 
     show(proposals=(proposed("first"),), mode="propose", held=True, frozen_until_unix=NOW)
     row = run("status")[1].splitlines()[1]
-    assert "propose, frozen, held" in row and "first proposed" in row
+    assert "propose, paused, held" in row and "1 proposed" in row
     show(proposals=(proposed("first"), proposed("second")))
     assert "2 proposed" in run("status")[1]
     words = run("status", "demo")[1]
@@ -207,15 +222,15 @@ def test_a_waiting_proposal_is_visible_at_80_columns(run, operations, monkeypatc
     record = make_plan("automatic-0-0bc37c751748", phase=PlanPhase.PROPOSED)
     status = make_status("reference", proposals=(record,), mode="propose", reason="recovered")
     operations.views = {"reference": FakeView(status, {}, None)}
-    head, row, below = run("status")[1].splitlines()[:3]
-    assert {"REASON", "MODE", "EPOCH", "BALANCEDNESS", "RANKS"} <= set(head.split())
-    assert row.startswith("reference   ready")
-    assert below == "  plan: automatic-0-0bc37c751748 proposed"
+    head, row = run("status")[1].splitlines()[:2]
+    assert {"MODE", "EPOCH", "BALANCE", "RANKS", "PLAN"} <= set(head.split())
+    assert row.startswith("reference   ready") and row.endswith("1 proposed")
+    assert "automatic-0-0bc37c751748" in run("status", "-o", "wide")[1]
 
 
 def test_a_deployment_that_another_replica_leads_is_listed_without_numbers(run, operations):
     operations.elsewhere = [LedElsewhere(DeploymentId("chat"), "b", "b:1")]
-    row = run("status")[1].splitlines()[1].split()
+    row = run("status", "-o", "wide")[1].splitlines()[1].split()
     assert row == ["chat", "follower", "not_leader", *"-------"]
     operations.views["demo"] = FakeView(make_status(epoch=None), {}, None)
     assert re.search(r"epoch +- of generation", run("status", "demo")[1])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from evenkeel_moe.cli.client import Exit
+from evenkeel_moe.cli.exits import Exit
 from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.placement import Placement
@@ -14,14 +14,15 @@ from evenkeel_moe.ports.operations import RecordedEpoch
 from tests.api.fakes import SHAPE, FakeView, make_plan, make_status
 
 
-def test_a_plan_from_dry_run_to_its_end(run, operations):
+def test_a_plan_from_proposal_to_its_end(run, operations):
     options = ("-d", "demo")
-    create = "plan create --dry-run --id mine --policy keel --max-moves 8"
+    create = "plan create --id mine --policy keel --max-moves 8"
     code, out, _ = run(*create.split(), *options, "--phase", "decode", "--phase", "prefill")
     assert code == 0
     assert "proposed" in out
     _, _, request = operations.calls[0]
-    assert (request.dry_run, request.policy, request.limits.max_moves) == (True, "keel", 8)
+    assert (request.dry_run, request.approve, request.policy) == (False, False, "keel")
+    assert request.limits.max_moves == 8
     assert [str(phase) for phase in request.phases] == ["decode", "prefill"]
     assert "approved" in run("plan", "approve", "mine", "--yes", *options)[1]
     assert "mine" in run("plan", "list", *options)[1]
@@ -32,6 +33,16 @@ def test_a_plan_from_dry_run_to_its_end(run, operations):
     assert (code, out) == (Exit.REFUSED, "")
     problem = "The request does not fit the current state: plan mine is cancelled (wrong_phase)"
     assert err == f"evenkeel: {problem}\n"
+
+
+def test_a_dry_run_shows_a_plan_and_keeps_nothing(run, operations):
+    code, out, _ = run("plan", "create", "--dry-run", "-d", "demo")
+    assert (code, "0.600 -> 0.900" in out) == (0, True)
+    assert re.search(r"^phase +dry run: Nothing was kept\.$", out, re.MULTILINE)
+    assert "waits for approval" not in out.replace("wait for approval", "")
+    assert operations.records["demo"] == []
+    code, _, err = run("plan", "create", "--dry-run", "--start", "-d", "demo")
+    assert (code, "give one of them" in err) == (Exit.USAGE, True)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +67,7 @@ def test_a_plan_that_may_have_been_accepted_can_be_repeated_by_its_id(
 
 @pytest.mark.parametrize("arguments", ["create", "rollback", "rollback --to-epoch 2"])
 def test_a_plan_that_no_controller_took_was_not_sent(run, arguments):
-    away = ("--url", "http://127.0.0.1:9")
+    away = ("--address", "http://127.0.0.1:9")
     code, out, err = run("plan", *arguments.split(), "--yes", "-d", "demo", *away)
     assert (code, out) == (Exit.UNAVAILABLE, "")
     assert err.endswith("; nothing was sent\n")
@@ -65,16 +76,16 @@ def test_a_plan_that_no_controller_took_was_not_sent(run, arguments):
 
 def test_a_rollback_to_an_epoch_is_repeated_to_the_same_epoch(run, operations):
     operations.error = Unavailable("the store did not take it")
-    err = run("plan", "rollback", "demo", "--yes", "--to-epoch", "2")[2]
+    err = run("plan", "rollback", "-d", "demo", "--yes", "--to-epoch", "2")[2]
     assert re.search(r"--id rollback-[0-9a-f]{12} --to-epoch 2$", err.strip())
     digest = "0" * 32
-    err = run("plan", "rollback", "demo", "--yes", "--to-placement", digest)[2]
+    err = run("plan", "rollback", "-d", "demo", "--yes", "--to-placement", digest)[2]
     assert err.strip().endswith(f" --to-placement {digest}")
 
 
 def test_a_rollback_takes_the_first_digits_of_a_placement(run, operations):
     def back(digits):
-        return run("plan", "rollback", "demo", "--yes", "--to-placement", digits)
+        return run("plan", "rollback", "-d", "demo", "--yes", "--to-placement", digits)
 
     digest = make_plan().plan.base.digest
     for digits in (digest[:6], digest[:31], digest, digest[:8].upper()):
@@ -88,7 +99,9 @@ def test_a_rollback_takes_the_first_digits_of_a_placement(run, operations):
     assert back(digest + "0")[0] == back("ghijkl")[0] == Exit.USAGE
     other = "f" * 6 if digest[0] != "f" else "e" * 6
     code, _, err = back(other)
-    none = f"no recorded placement begins with {other}; `evenkeel epochs demo` lists them"
+    none = (
+        f"no recorded placement begins with {other}; `evenkeel placement list -d demo` lists them"
+    )
     assert (code, err) == (Exit.REFUSED, f"evenkeel: {none}\n")
     assert not operations.calls
 
@@ -103,7 +116,7 @@ def test_digits_of_several_placements_are_refused_and_those_of_one_in_two_epochs
         return [RecordedEpoch(Epoch(n), at, False) for n, at in enumerate(placements)]
 
     operations.epochs = epochs
-    back = ("plan", "rollback", "demo", "--yes", "--to-placement")
+    back = ("plan", "rollback", "-d", "demo", "--yes", "--to-placement")
     assert run(*back, "abcdef2")[0] == Exit.DONE
     assert operations.calls.pop()[2] == two
     code, _, err = run(*back, "abcdef")
@@ -114,13 +127,13 @@ def test_digits_of_several_placements_are_refused_and_those_of_one_in_two_epochs
 
 def test_a_refused_plan_is_not_to_be_repeated(run, operations):
     operations.error = Conflict("plan p is migrating")
-    code, _, err = run("plan", "rollback", "demo", "--yes")
+    code, _, err = run("plan", "rollback", "-d", "demo", "--yes")
     assert (code, "--id" in err) == (Exit.REFUSED, False)
 
 
 def test_each_rollback_has_an_id_of_its_own(run, operations):
     for _ in range(2):
-        assert run("plan", "rollback", "demo", "--yes")[0] == 0
+        assert run("plan", "rollback", "-d", "demo", "--yes")[0] == 0
     first, second = (record.plan.plan_id for record in operations.records["demo"])
     assert first != second
 
@@ -140,10 +153,10 @@ def test_the_only_deployment_needs_no_name(run, operations):
 
 def test_long_lists_are_fetched_whole(run, operations):
     operations.records["demo"] = [make_plan(f"p{number}") for number in range(230)]
-    every = json.loads(run("plan", "list", "-d", "demo", "--json")[1])
+    every = json.loads(run("plan", "list", "-d", "demo", "-o", "json")[1])
     assert len(every) == 230
     for limit in (3, 150):
-        newest = json.loads(run("plan", "list", "-d", "demo", "--json", "-n", str(limit))[1])
+        newest = json.loads(run("plan", "list", "-d", "demo", "-o", "json", "-n", str(limit))[1])
         assert newest == every[:limit]
 
 
@@ -171,7 +184,7 @@ def test_a_target_file_of_other_ranks_is_refused(run, operations, tmp_path):
     path = tmp_path / "target.json"
     want = Placement.initial(SHAPE)
     document = {"physical_to_logical": want.phy2log.tolist(), "num_ranks": SHAPE.num_ranks}
-    create = ("plan", "create", "demo", "--yes", "--target", str(path))
+    create = ("plan", "create", "-d", "demo", "--yes", "--target", str(path))
     for ranks in (2 * SHAPE.num_ranks, 1, str(SHAPE.num_ranks), True):
         path.write_text(json.dumps({**document, "num_ranks": ranks}))
         has = f"demo has {SHAPE.num_ranks} ranks x {SHAPE.slots_per_rank} slots"

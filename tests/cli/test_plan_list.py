@@ -44,7 +44,7 @@ def rollback(to_epoch, plan_id="rollback-0bc37c751748", **changes):
 
 def undone(*rows):
     """Return the cell UNDOES of the first row."""
-    lines = drawn(plans_table(rows), 200)
+    lines = drawn(plans_table(rows), 200, True)
     begin = lines[0].index("UNDOES")
     return lines[1][begin:].split("  ")[0]
 
@@ -72,7 +72,6 @@ def test_the_list_shows_when_plans_were_made_at_usual_widths(width, created_at):
     lines = drawn(plans_table([rollback(0.0, created_at=created_at), PLAN]), width)
     heads = lines[0].split()
     assert {"PLAN", "PHASE", "PROMISED", "DELIVERED", "CREATED"} <= set(heads)
-    assert ("UNDOES" in heads) == (width == 100)
     same_day = created_at < 86_400
     assert lines[2].endswith("00:01:00" if same_day else "01-01 00:01")
     assert max(map(len, lines)) <= width
@@ -82,7 +81,7 @@ def test_the_list_shows_when_plans_were_made_at_usual_widths(width, created_at):
 def test_a_measured_gain_whose_interval_contains_0_is_uncertain():
     def listed(gain, lower, upper):
         delivered = {"gain": gain, "lower": lower, "upper": upper}
-        lines = drawn(plans_table([plan("p", delivered=delivered)]), 200)
+        lines = drawn(plans_table([plan("p", delivered=delivered)]), 200, True)
         end = lines[0].index("DELIVERED") + len("DELIVERED")
         cell, text = lines[1][:end].split("  ")[-1].strip(), " ".join(lines)
         return cell, "uncertain: the 95 % interval of the measured" in text, "slower: " in text
@@ -94,18 +93,19 @@ def test_a_measured_gain_whose_interval_contains_0_is_uncertain():
 
 
 def test_a_reason_that_repeats_the_phase_is_not_shown():
-    assert "WHY THIS PHASE" not in drawn(plans_table([PLAN]), 200)[0]
+    assert "WHY THIS PHASE" not in drawn(plans_table([PLAN]), 200, True)[0]
     runs = plan("runs", phase="migrating", reason="plan_started")
-    assert "WHY THIS PHASE" not in drawn(plans_table([runs, PLAN]), 200)[0]
+    assert "WHY THIS PHASE" not in drawn(plans_table([runs, PLAN]), 200, True)[0]
     lost = plan("lost", phase="aborted", reason="rank_lost")
-    assert drawn(plans_table([lost, PLAN]), 200)[1].split()[2] == "rank_lost"
+    assert drawn(plans_table([lost, PLAN]), 200, True)[1].split()[2] == "rank_lost"
 
 
 def test_a_proposal_does_not_say_twice_why_it_was_made(run, operations):
     reason = Reason.MANUAL_REQUEST
     operations.records["demo"] = [make_plan("mine", reason=reason)]
-    assert run("plan", "list", "demo")[1].splitlines()[0].count("WHY") == 1
-    lines = run("plan", "show", "demo", "mine")[1].splitlines()
+    wide = run("plan", "list", "-d", "demo", "-o", "wide")[1]
+    assert wide.splitlines()[0].count("WHY") == 1
+    lines = run("plan", "show", "mine", "-d", "demo")[1].splitlines()
     assert [line.split(None, 1)[1] for line in lines if line.startswith("phase")] == [
         "proposed: It waits for approval. Nothing has moved."
     ]
@@ -117,9 +117,7 @@ def test_the_reason_of_a_phase_is_shown_at_usual_widths(width):
     lost["reason_text"] = "The weights of the model changed."
     lines = drawn(plans_table([lost, rollback(0.0), PLAN]), width)
     assert lines[1].split()[:2] == ["automatic-7-0bc37c751748", "aborted"]
-    assert lines[2] == "  why: weights_version_changed"
-    assert lines[3].startswith("rollback-0bc37c751748")
-    assert "PHASE, " not in "".join(lines), "what is shown is not named as left out"
+    assert lines[2].startswith("rollback-0bc37c751748")
     assert "weights_version_changed: The weights of the model changed." in lines
     assert max(map(len, lines)) <= width
 
@@ -129,18 +127,20 @@ def test_a_proposal_that_another_plan_replaced_is_superseded_and_not_refused(run
     records.add(make_plan("mine").plan, PlanPhase.PROPOSED, Reason.MANUAL_REQUEST, NOW)
     records.sweep(lambda record: True, NOW)  # As the first wave of another plan does.
     operations.records["demo"] = list(records.by_id.values())
-    row = run("plan", "list", "demo")[1].splitlines()[1]
+    row = run("plan", "list", "-d", "demo", "-o", "wide")[1].splitlines()[1]
     assert row.split()[:3] == ["mine", "superseded", "stale_base"]
     for command in ("list", "show", "story"):
         name = [] if command == "list" else ["mine"]
         out = run("plan", command, "-d", "demo", *name)[1]
         assert "superseded" in out and "refused" not in out
-    assert json.loads(run("plan", "show", "demo", "mine", "--json")[1])["phase"] == "refused"
+    assert (
+        json.loads(run("plan", "show", "mine", "-d", "demo", "-o", "json")[1])["phase"] == "refused"
+    )
 
 
 def test_a_plan_that_breaks_a_rule_is_refused():
     wrong = plan("wrong", phase="refused", reason="empty_slots", waves_committed=0)
-    lines = drawn(plans_table([wrong]), 200)
+    lines = drawn(plans_table([wrong]), 200, True)
     assert lines[1].split()[1:3] == ["refused", "empty_slots"]
     assert "superseded" not in "\n".join(lines)
 

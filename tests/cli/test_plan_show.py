@@ -120,5 +120,5 @@ def test_a_phase_and_its_reason_never_say_the_same(phase, reason, words):
 def test_a_cancelled_plan_says_so_once(shown, run):
     ended = {"phase": PlanPhase.CANCELLED, "reason": Reason.CANCELLED, "error": "cancelled"}
     assert cells(shown(**ended)[1]) == ["phase", "cancelled: An operator cancelled it."]
-    record = json.loads(run("plan", "show", "mine", "-d", "demo", "--json")[1])
+    record = json.loads(run("plan", "show", "mine", "-d", "demo", "-o", "json")[1])
     assert (record["phase"], record["reason"], record["error"]) == ("cancelled",) * 3

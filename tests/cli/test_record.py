@@ -56,7 +56,7 @@ def server(tmp_path):
 def sglang(server, tmp_path, command):
     def call(*more):
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        where = ("--url", url, "--dumps", str(tmp_path), "-o", str(tmp_path / "t.npz"))
+        where = ("--address", url, "--dumps", str(tmp_path), "--out", str(tmp_path / "t.npz"))
         return command("record", "sglang", "-s", "0.1", *where, *more)
 
     return call
@@ -159,7 +159,7 @@ def test_a_server_that_does_not_say_how_it_was_started_is_not_asked_to_record(
     server.info = info if isinstance(info, str) else json.dumps(info)
     code, _, err = sglang()
     said = " ".join(err.split())
-    assert code == 1 and words in said and "--url must be the address of SGLang itself" in said
+    assert code == 1 and words in said and "--address must be the address of SGLang itself" in said
     assert {path for path, _ in server.asked} <= {"/server_info", "/get_server_info"}
 
 
@@ -187,14 +187,14 @@ def test_two_dumps_at_once_are_not_read_as_one(sglang, server, tmp_path):
 
 
 def test_no_server_and_no_folder_are_refused(command, tmp_path):
-    out = ("-o", str(tmp_path / "t.npz"))
-    code, _, err = command("record", "sglang", "--url", "http://127.0.0.1:9", *out)
+    out = ("--out", str(tmp_path / "t.npz"))
+    code, _, err = command("record", "sglang", "--address", "http://127.0.0.1:9", *out)
     assert code == 3 and "no SGLang server at http://127.0.0.1:9" in err
-    code, _, err = command("record", "sglang", "--url", "http://[::1", *out)
+    code, _, err = command("record", "sglang", "--address", "http://[::1", *out)
     assert code == 2 and "http://[::1 is not a valid URL" in err
     code, _, err = command("record", "sglang", "--dumps", str(tmp_path / "absent"), *out)
     assert code == 2 and "there is no such folder" in err
-    code, _, err = command("record", "vllm", str(tmp_path), "-o", str(tmp_path / "t.json"))
+    code, _, err = command("record", "vllm", str(tmp_path), "--out", str(tmp_path / "t.json"))
     assert code == 2 and "a trace is written as *.npz" in err
     code, _, err = command("record", "vllm", str(tmp_path), "-s", "0.1", *out)
     assert code == 2 and "holds no file of a recording" in err
@@ -214,7 +214,7 @@ def test_what_vllms_ranks_record_from_now_on_becomes_a_trace(command, tmp_path):
     later = threading.Timer(0.3, record, (folder, 4))
     later.start()
     out = str(tmp_path / "t.npz")
-    code, said, err = command("record", "vllm", str(folder), "-s", "0.1", "-o", out)
+    code, said, err = command("record", "vllm", str(folder), "-s", "0.1", "--out", out)
     later.join()
     assert code == 0, err
     assert "4 steps, 2 MoE layers, 3 experts" in said

@@ -10,7 +10,7 @@ from tests.cli.conftest import FLEET, SMALL, run_replay
 from tests.replay.conftest import SHIPPED
 
 EXPERT = 44_040_192
-KV = ("--kv-bytes-per-token", 70_000, "--kv-free-bytes", 10**10)
+KV = {"kv_bytes_per_token": 70_000, "kv_free_bytes": 10**10}
 
 
 def rows_of(answer):
@@ -18,11 +18,11 @@ def rows_of(answer):
 
 
 def test_compare_weighs_every_number_of_replicas_on_the_shipped_trace(tmp_path):
-    args = ("compare", "-t", SHIPPED, "--slots", 72, "-p", "eplb", "--bytes-per-expert", EXPERT)
-    plain = json.loads(run_replay(*args, "--json"))
+    args = ("compare", SHIPPED, "--slots", 72, "-p", "eplb")
+    plain = json.loads(run_replay(*args, "-o", "json", bytes_per_expert=EXPERT))
     assert "replica_tradeoff" not in plain
-    asked = (*args, *KV, "--tokens-per-sequence", 4096, "--moe-share", 0.4)
-    answer = json.loads(run_replay(*asked, "--json"))
+    asked = {**KV, "bytes_per_expert": EXPERT, "tokens_per_sequence": 4096, "moe_share": 0.4}
+    answer = json.loads(run_replay(*args, "-o", "json", **asked))
     layers, rows = answer["layers"], rows_of(answer)
     assert rows["uniform", 8]["present"] is True
     none = rows["uniform", 0]
@@ -37,7 +37,7 @@ def test_compare_weighs_every_number_of_replicas_on_the_shipped_trace(tmp_path):
     assert rows["craft", layers]["replicas"] <= rows["uniform", 8]["replicas"]
     assert rows["craft", 1]["kv_tokens_lost"] < 0 < rows["uniform", 16]["kv_tokens_lost"]
     page = tmp_path / "page.html"
-    text = " ".join(run_replay(*asked, "--html", page).split())
+    text = " ".join(run_replay(*args, "--out", page, **asked).split())
     assert "Extra replicas against KV cache" in text
     assert answer["replica_tradeoff"]["words"] in text
     written = page.read_text()
@@ -46,31 +46,31 @@ def test_compare_weighs_every_number_of_replicas_on_the_shipped_trace(tmp_path):
 
 
 def test_plan_weighs_them_on_the_newest_steps(small, tmp_path):
-    plan = ("plan", "-t", small, *FLEET, "-p", "eplb", "-o", tmp_path / "out")
-    kv = ("--kv-bytes-per-token", 10, "--kv-free-bytes", 10_000, "--bytes-per-expert", 100)
-    answer = json.loads(run_replay(*plan, *kv, "--json"))
+    plan = ("plan", small, *FLEET, "-p", "eplb", "--out", tmp_path / "out")
+    kv = {"kv_bytes_per_token": 10, "kv_free_bytes": 10_000, "bytes_per_expert": 100}
+    answer = json.loads(run_replay(*plan, "-o", "json", **kv))
     rows = rows_of(answer)
     assert [row["sequences"] for row in rows.values()] == [None] * len(rows)
     present = next(row for row in rows.values() if row["present"])
     assert (present["kv_tokens"], present["kv_tokens_lost"]) == (1000, 0)
-    assert answer["replica_tradeoff"]["words"] in " ".join(run_replay(*plan, *kv).split())
+    assert answer["replica_tradeoff"]["words"] in " ".join(run_replay(*plan, **kv).split())
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--kv-bytes-per-token", 10), "need each other"),
-        (("--kv-free-bytes", 10), "need each other"),
-        (("--tokens-per-sequence", 10), "--tokens-per-sequence needs --kv-bytes-per-token"),
-        (("--moe-share", 0.5), "--moe-share needs --kv-bytes-per-token"),
+        ({"kv_bytes_per_token": 10}, "need each other"),
+        ({"kv_free_bytes": 10}, "need each other"),
+        ({"tokens_per_sequence": 10}, "tokens_per_sequence needs kv_bytes_per_token"),
+        ({"moe_share": 0.5}, "moe_share needs kv_bytes_per_token"),
     ],
 )
 def test_options_of_the_kv_cache_belong_together(small, tmp_path, options, words):
-    for command in (("compare", *SMALL), ("plan", *FLEET, "-o", tmp_path / "out")):
+    for command in (("compare", *SMALL), ("plan", *FLEET, "--out", tmp_path / "out")):
         with pytest.raises(InvalidInput, match=words):
-            run_replay(*command, "-t", small, *options)
+            run_replay(command[0], small, *command[1:], **options)
 
 
 def test_a_window_of_one_step_cannot_be_scored(small, tmp_path):
     with pytest.raises(InvalidInput, match="a window of 1 steps is too short"):
-        run_replay("plan", "-t", small, *FLEET, "--window", 1, "-o", tmp_path / "out", *KV)
+        run_replay("plan", small, *FLEET, "--out", tmp_path / "out", window=1, **KV)

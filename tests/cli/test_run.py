@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from evenkeel_moe.cli.client import Exit
+from evenkeel_moe.cli.exits import Exit
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.supervisor import FleetReport
 from tests.waiting import deadline
@@ -66,7 +66,7 @@ def test_a_fleet_says_what_it_starts_and_what_its_checks_found(tmp_path):
     options = ["--ranks", "2", "--steps", "3", "--step-s", "0", "--controller", "127.0.0.1:9"]
     options += ["--kv-free-bytes", "5000000"]
     done = subprocess.run(
-        [sys.executable, "-m", "evenkeel_moe", "fleet", *options, "--run-folder", tmp_path],
+        [sys.executable, "-m", "evenkeel_moe", "fleet", *options, "--out", tmp_path],
         timeout=deadline(60),
         capture_output=True,
         text=True,
@@ -94,7 +94,7 @@ def test_a_fleet_says_what_it_starts_and_what_its_checks_found(tmp_path):
 def test_a_fleet_on_a_terminal_shows_the_step(tmp_path, monkeypatch):
     main, terminal = pty.openpty()
     command = [sys.executable, "-m", "evenkeel_moe", "fleet", "--ranks", "2", "--steps", "60"]
-    options = ["--step-s", "0.05", "--controller", "127.0.0.1:9", "--run-folder", tmp_path]
+    options = ["--step-s", "0.05", "--controller", "127.0.0.1:9", "--out", tmp_path]
     monkeypatch.setenv("TERM", "xterm")
     with subprocess.Popen([*command, *options], stderr=terminal) as fleet:
         os.close(terminal)
@@ -111,7 +111,7 @@ def test_a_fleet_on_a_terminal_shows_the_step(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:50071", "localhost", "[::1]", "a:b", ""])
 def test_a_fleet_with_a_controller_that_is_no_host_and_port_is_refused(command, tmp_path, address):
-    code, out, err = command("fleet", "--controller", address, "--run-folder", str(tmp_path / "f"))
+    code, out, err = command("fleet", "--controller", address, "--out", str(tmp_path / "f"))
     assert (code, out) == (Exit.USAGE, "")
     assert err == (
         f"evenkeel: controller {address!r} is not host:port of its gRPC server, such as"

@@ -45,7 +45,7 @@ def test_a_view_is_shown_again_until_interrupted(run, rounds):
 
 def test_json_has_one_answer_a_line(run, rounds):
     rounds += [lambda: None]
-    out = run("decisions", "demo", "-w", "--json", "-n", "2")[1]
+    out = run("decisions", "-d", "demo", "-w", "-o", "json", "-n", "2")[1]
     assert [len(json.loads(line)) for line in out.splitlines()] == [2, 2]
 
 
@@ -58,7 +58,7 @@ def test_a_controller_that_is_away_is_waited_for(run, rounds, operations):
 
     operations.records["demo"] = [make_plan()]
     rounds += [leave, return_]
-    code, out, err = run("plan", "list", "demo", "--watch")
+    code, out, err = run("plan", "list", "-d", "demo", "--watch")
     assert (code, out.count("PLAN ")) == (130, 2)
     assert "the store does not answer" in err
 
@@ -79,7 +79,7 @@ class TerminalSession:
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**kept, "EVENKEEL_URL": url, "EVENKEEL_TOKEN": OPERATE, "TERM": "xterm"},
+            env={**kept, "EVENKEEL_ADDRESS": url, "EVENKEEL_TOKEN": OPERATE, "TERM": "xterm"},
         )
         os.close(slave)
         self.written = ""
@@ -116,7 +116,7 @@ class TerminalSession:
 
 def test_a_terminal_is_redrawn_in_place_until_ctrl_c(url, operations):
     operations.records["demo"] = [make_plan(f"plan-{number}") for number in range(30)]
-    session = TerminalSession(url, "plan", "list", "demo", "--watch")
+    session = TerminalSession(url, "plan", "list", "-d", "demo", "--watch")
     try:
         session.until(" more lines: make the terminal taller")
         operations.error = Unavailable("the store does not answer")

@@ -32,7 +32,7 @@ def test_a_proposal_is_rejected(visitor: Visitor):
     visitor.open_plan(plan["plan_id"])
     assert visitor.browser.find("#cancel") is None
     visitor.browser.click("#reject")
-    visitor.browser.wait_text("Freeze, or mode observe, stops that.")
+    visitor.browser.wait_text("Pause, or mode observe, stops that.")
     visitor.browser.click("#reject-confirm")
     visitor.browser.wait_gone("dialog[open]")
     wait_phase(visitor, plan["plan_id"], "cancelled")
@@ -91,17 +91,17 @@ def test_a_plan_is_approved_carried_out_and_rolled_back(visitor: Visitor):
     visitor.browser.wait_gone("#resume")
 
 
-def test_a_deployment_is_frozen_and_thawed(visitor: Visitor):
+def test_a_deployment_is_paused_and_resumed(visitor: Visitor):
     visitor.go("why")
-    visitor.browser.click("#freeze")
-    visitor.browser.choose("#freeze-seconds", "600")
-    visitor.browser.click("#freeze-confirm")
-    visitor.browser.wait_text("frozen, ends in")
+    visitor.browser.click("#pause")
+    visitor.browser.choose("#pause-seconds", "600")
+    visitor.browser.click("#pause-confirm")
+    visitor.browser.wait_text("paused, ends in")
     assert visitor.fleet.get()["frozen_until_unix"]
-    visitor.browser.wait_text("An operator froze this deployment")
-    visitor.confirm("unfreeze")
+    visitor.browser.wait_text("An operator paused this deployment")
+    visitor.confirm("resume")
     wait_until(lambda: visitor.fleet.get()["frozen_until_unix"] is None)
-    visitor.browser.wait("#freeze")
+    visitor.browser.wait("#pause")
 
 
 LATE = """const real = window.fetch, [name, wait] = arguments;
@@ -114,21 +114,21 @@ LATE = """const real = window.fetch, [name, wait] = arguments;
       window.late = "came";
       return answer;
     };
-    setInterval(() => (window.lost ||= window.seen && !document.querySelector("#unfreeze")), 20);"""
+    setInterval(() => (window.lost ||= window.seen && !document.querySelector("#resume")), 20);"""
 
 
 def test_an_older_answer_takes_back_nothing_that_an_action_showed(visitor: Visitor):
     visitor.go("why")
-    visitor.browser.wait("#freeze")
+    visitor.browser.wait("#pause")
     visitor.browser.script(LATE, NAME, 8000)
     wait_until(lambda: visitor.browser.script("return window.late") == "waits")
-    visitor.confirm("freeze")
-    assert visitor.browser.find("#unfreeze") is not None
+    visitor.confirm("pause")
+    assert visitor.browser.find("#resume") is not None
     assert visitor.browser.script("window.seen = true; return window.late") == "waits"
     wait_until(lambda: visitor.browser.script("return window.late") == "came", within_s=30)
     visitor.browser.wait_script("setTimeout(arguments[0], 1000)")
     assert not visitor.browser.script("return window.lost")
-    visitor.confirm("unfreeze")
+    visitor.confirm("resume")
 
 
 def test_the_policy_is_changed_and_recorded(visitor: Visitor):
@@ -165,8 +165,8 @@ def test_a_value_that_the_controller_refuses_is_told_in_the_dialog(visitor: Visi
 def test_a_proposal_is_asked_for(visitor: Visitor):
     settle(visitor)
     visitor.go("plans")
-    visitor.browser.click("#dry-run")
-    visitor.browser.click("#dry-run-confirm")
+    visitor.browser.click("#propose")
+    visitor.browser.click("#propose-confirm")
     visitor.browser.wait_text("It waits for approval. Nothing has moved.", within_s=60)
     visitor.browser.wait_text("An operator asked for this plan.")
     visitor.confirm("reject")
@@ -177,7 +177,7 @@ def test_the_role_decides_which_buttons_there_are(visitor: Visitor):
     visitor.sign_in(READ)
     visitor.browser.wait_text("role read")
     visitor.open_plan(plan["plan_id"])
-    for button in ("approve", "reject", "cancel", "freeze", "rollback"):
+    for button in ("approve", "reject", "cancel", "pause", "rollback"):
         assert visitor.browser.find(f"#{button}") is None
     visitor.sign_in(OPERATE)
     visitor.browser.wait_text("role operate")
@@ -185,7 +185,7 @@ def test_the_role_decides_which_buttons_there_are(visitor: Visitor):
     visitor.browser.click("#policy")
     assert visitor.browser.find("input[name=plan_below]") is not None
     assert visitor.browser.find("input[name=max_moves]") is None
-    visitor.browser.wait("#freeze")
+    visitor.browser.wait("#pause")
 
 
 def test_a_wrong_token_is_refused_and_asked_for_again(visitor: Visitor):

@@ -124,7 +124,7 @@ def test_the_tab_key_reaches_every_button_and_link_in_order(visitor: Visitor):
         "Evenkeel",
         "Sign out",
         "Fleet",
-        "Freeze",
+        "Pause",
         "Plans",
         "Policy and record",
     ):
@@ -165,8 +165,8 @@ def test_the_keyboard_reaches_all_of_a_view_and_the_focus_can_be_seen(visitor: V
 
 def test_escape_closes_a_dialog_and_the_focus_returns_to_its_button(visitor: Visitor):
     visitor.go("why")
-    visitor.browser.wait("#freeze")
-    for button in ("freeze", "rollback"):
+    visitor.browser.wait("#pause")
+    for button in ("pause", "rollback"):
         if visitor.browser.find(f"#{button}:disabled") is not None:
             continue
         visitor.browser.script("document.getElementById(arguments[0]).focus()", button)

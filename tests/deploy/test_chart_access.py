@@ -64,7 +64,7 @@ def test_with_a_certificate_the_api_its_probes_and_its_users_speak_https(tmp_pat
             assert container(name)[probe]["httpGet"]["scheme"] == scheme
         (asker,) = only(name, "Pod")["spec"]["containers"]
         assert f'"{scheme.lower()}://r-evenkeel:8080/readyz"' in asker["args"][0]
-        assert f"--url {scheme.lower()}://" in notes(tmp_path, name)
+        assert f"--address {scheme.lower()}://" in notes(tmp_path, name)
 
 
 def test_strict_wants_certificates_identities_tokens_and_a_network_policy():

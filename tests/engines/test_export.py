@@ -29,22 +29,23 @@ def test_engines_restart_where_a_live_deployment_stands(controller, tmp_path):
 
 
 def export(controller, path, form, *options):
-    """Run `evenkeel export` as an operator does."""
+    """Run `evenkeel placement export` as an operator does."""
     command = [
         sys.executable,
         "-m",
         "evenkeel_moe",
+        "placement",
         "export",
         "-d",
         "toy",
-        "-o",
+        "--out",
         str(path),
         "-f",
         form,
         *options,
     ]
     where = [
-        "--url",
+        "--address",
         str(controller.http.base_url),
         "--token-file",
         str(controller.folder / "tokens"),

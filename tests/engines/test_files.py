@@ -27,7 +27,7 @@ def recording(tmp_path):
 
 def offline(recording, out, form, *options):
     """Run `evenkeel offline` as a user does; return what it prints."""
-    command = [sys.executable, "-m", "evenkeel_moe", "offline", recording, "-o", out, "-f", form]
+    command = [sys.executable, "-m", "evenkeel_moe", "offline", recording, "--out", out, "-f", form]
     fleet = ["--ranks", 2, "--slots", SLOTS]
     done = subprocess.run(
         [str(part) for part in (*command, *fleet, *options)],

@@ -85,8 +85,8 @@ async def test_proposals_wait_for_approval_and_operators_decide(tmp_path):
         assert group.epoch == 0
         base = "/v1/deployments/demo"
 
-        # A dry run by hand plans and starts nothing; its id names it for good.
-        body = {"plan_id": "by-hand", "dry_run": True, "limits": {"max_moves": 100}}
+        # A plan by hand waits for approval; its id names it for good.
+        body = {"plan_id": "by-hand", "limits": {"max_moves": 100}}
         made = await http.post(f"{base}/plans", json=body)
         assert (made.status_code, made.json()["phase"]) == (201, "proposed")
         again = await http.post(f"{base}/plans", json=body)
@@ -116,13 +116,13 @@ async def test_proposals_wait_for_approval_and_operators_decide(tmp_path):
         wrong = await http.patch(f"{base}/policy", json={"thresholds": {"min_gian": 1}})
         assert wrong.status_code == 422
         assert "min_gian" in wrong.json()["detail"]
-        assert (await http.post(f"{base}/freeze", json={"seconds": 600})).status_code == 204
         assert (await http.post(f"{base}/resume")).status_code == 204
+        assert (await http.post(f"{base}/freeze", json={"seconds": 600})).status_code == 204
         await until(lambda: _decided(controller, Reason.FROZEN))
         assert group.epoch == 2
         refused = await http.post(f"{base}/plans", json={"approve": True})
         assert (refused.status_code, refused.json()["reason"]) == (409, Reason.FROZEN)
-        assert (await http.post(f"{base}/freeze", json={"seconds": 0})).status_code == 204
+        assert (await http.post(f"{base}/resume")).status_code == 204
         await until(lambda: group.epoch == 3, within_s=30)
         story = (await http.get(f"{base}/plans/{proposed['plan_id']}/story")).json()
         assert [row["event"] for row in story["rows"]][:2] == ["created", "approved"]

@@ -61,9 +61,7 @@ async def test_no_role_can_make_a_real_controller_fail(tmp_path):
         await group.connect(controller.address)
         await until(lambda: controller.state("ready"))
         group.serve_on()
-        made = await controller.http.post(
-            "/v1/deployments/demo/plans", json={"plan_id": "p-1", "dry_run": True}
-        )
+        made = await controller.http.post("/v1/deployments/demo/plans", json={"plan_id": "p-1"})
         assert made.status_code in (201, 409), made.text
         url = f"http://127.0.0.1:{controller.ports['rest']}"
         unavailable: list[str] = []

@@ -89,7 +89,7 @@ async def test_a_key_holds_over_a_restart(tmp_path):
         await group.serve(128)
         await until(lambda: _steps(controller, 100))
         keyed: dict[str, Any] = {"headers": {"Idempotency-Key": "k-1"}}
-        plan = {"policy": "eplb", "dry_run": True}
+        plan = {"policy": "eplb"}
         first = await controller.http.post(f"{BASE}/plans", json=plan, **keyed)
         assert (first.status_code, first.json()["plan_id"]) == (201, "k-1")
         await controller.stop()
@@ -121,7 +121,7 @@ async def test_a_request_is_followed_through_the_log_by_its_trace(tmp_path):
         await until(lambda: controller.state("ready"))
         await group.serve(128)
         await until(lambda: _steps(controller, 100))
-        plan = {"plan_id": "mine", "policy": "eplb", "dry_run": True}
+        plan = {"plan_id": "mine", "policy": "eplb"}
         made = await controller.http.post(f"{BASE}/plans", json=plan, headers=headers)
         assert (made.status_code, made.headers["trace-id"]) == (201, trace)
         await controller.http.post(f"{BASE}/plans/mine/cancel")

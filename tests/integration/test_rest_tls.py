@@ -141,7 +141,7 @@ async def test_the_command_line_reaches_a_controller_over_tls(authority, tmp_pat
         (row,) = controller.events("serving")
         assert row["console"].startswith("https://")
         url = row["console"].rstrip("/")
-        words = ("status", "--url", url, "--data-dir", data)
+        words = ("status", "--address", url, "--data-dir", data)
         code, out = await evenkeel(*words, "--ca-file", authority.folder / "ca.pem")
         assert code == 0, out
         code, out = await evenkeel(*words)

@@ -70,7 +70,7 @@ async def test_plans_keep_their_id_over_a_restart_and_their_history_is_paged(tmp
 
         await until(committed)
         for number in range(4):
-            wanted = swapped_body(group, f"later-{number}", dry_run=True)
+            wanted = swapped_body(group, f"later-{number}")
             answer = await until(lambda body=wanted: _answered(controller, body))
             assert answer.status_code == 201, answer.text
         before = await controller.plans()

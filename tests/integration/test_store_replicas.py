@@ -100,7 +100,7 @@ async def test_no_wave_begins_before_its_plan_is_on_a_replica(pair, tmp_path):
 
         async def is_planned():
             # Again while the controller rests from a store that it has found to lack its replica.
-            body = {"plan_id": "p", "policy": "eplb"}
+            body = {"plan_id": "p", "policy": "eplb", "approve": True}
             answer = await controller.http.post("/v1/deployments/demo/plans", json=body)
             assert answer.status_code == 503, answer.text
             return await controller.state("migrating")

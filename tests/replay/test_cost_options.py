@@ -4,14 +4,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.cost import CostModel, CostSource
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.derived_cost import derived_cost
 from evenkeel_moe.replay.from_options import replay_cost
-from evenkeel_moe.replay.options import CostKind, CostOptions
+from evenkeel_moe.replay.options import CostKind, CostOptions, read_options
 
 SHAPE = ModelShape(2, 8, 2, 5, 2, 44_040_192)
 CURVE = {"tile_tokens": 4, "tile_seconds": [1e-4, 3e-4], "slope_s_per_token": 2e-5}
@@ -26,7 +26,9 @@ BY_REPLICAS = {
 }
 
 
-def cost(rank_speeds: str | None = None, cost: str = "tokens", **options) -> CostModel:
+def cost(
+    rank_speeds: tuple[float, ...] | None = None, cost: str = "tokens", **options
+) -> CostModel:
     asked = CostOptions(cost=CostKind(cost), **options)
     return replay_cost(asked, SHAPE, rank_speeds, DispatchModel.EVEN)
 
@@ -98,7 +100,7 @@ def test_speeds_of_ranks_scale_every_model(profile):
         {"cost": "roofline", "device": "b200"},
         {"cost": "roofline", "read_tokens": 2.0},
     ):
-        even, slow = cost(**options), cost("1,0.5", **options)
+        even, slow = cost(**options), cost((1.0, 0.5), **options)
         np.testing.assert_allclose(
             moe_time.rank_times(work, slow), moe_time.rank_times(work, even) * [[1.0, 2.0]]
         )
@@ -117,7 +119,7 @@ def test_work_of_shared_experts_counts_where_time_is_known():
 def test_tokens_include_the_shared_experts_that_waterfill_pours():
     shape = ModelShape(2, 8, 2, 5, 2, 44_040_192, shared_experts=1.0)
     tokens = CostOptions()
-    for speeds in (None, "1,0.5"):
+    for speeds in (None, (1.0, 0.5)):
         poured = replay_cost(tokens, shape, speeds, DispatchModel.WATERFILL)
         assert (poured.shared_tokens, poured.source) == (0.5, CostSource.TOKENS)
     assert replay_cost(tokens, shape, None, DispatchModel.EVEN).by_tokens
@@ -128,25 +130,24 @@ def test_tokens_include_the_shared_experts_that_waterfill_pours():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "h100"}, "--device belongs to --cost roofline, not to --cost tokens"),
-        ({"read_tokens": 3.0}, "--read-tokens belongs to --cost roofline"),
-        ({"cost": "curve", "weight_format": "fp8"}, "--weight-format belongs to --cost roofline"),
-        ({"cost": "roofline"}, "needs either --device or --read-tokens"),
+        ({"device": "h100"}, "device belongs to cost: roofline, not to cost: tokens"),
+        ({"read_tokens": 3.0}, "read_tokens belongs to cost: roofline"),
+        ({"cost": "curve", "weight_format": "fp8"}, "weight_format belongs to cost: roofline"),
+        ({"cost": "roofline"}, "needs either device or read_tokens"),
         (
             {"cost": "roofline", "device": "h100", "read_tokens": 3.0},
-            "needs either --device or --read-tokens",
+            "needs either device or read_tokens",
         ),
         (
             {"cost": "roofline", "read_tokens": 3.0, "weight_format": "fp8"},
-            "--weight-format belongs to --device",
+            "weight_format belongs to device",
         ),
-        ({"cost": "roofline", "read_tokens": float("nan")}, "read_tokens is nan"),
         ({"cost": "roofline", "device": "abacus"}, "'abacus' is not in the table of devices"),
         (
             {"cost": "roofline", "device": "h100", "weight_format": "fp7"},
             "number type 'fp7' is not one of",
         ),
-        ({"cost": "curve"}, "--cost curve needs --curve"),
+        ({"cost": "curve"}, "cost: curve needs curve"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):
@@ -176,3 +177,14 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(InvalidInput, match="is no curve"):
             cost(cost="curve", curve=path)
+
+
+def test_one_positive_speed_for_each_rank_is_needed():
+    with pytest.raises(ShapeMismatch, match="rank_speeds: 2 positive ones are needed, got 1"):
+        cost((1.0,))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_number_that_no_time_can_have_is_refused_with_its_name(value):
+    with pytest.raises(InvalidInput, match=f"--read-tokens: {value}: Input should be"):
+        read_options(CostOptions, None, read_tokens=value)

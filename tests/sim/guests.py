@@ -133,6 +133,7 @@ class GuestFleet(Fleet):
     """The engine of `GuestRank`s."""
 
     rank_type = GuestRank
+    ranks: list[GuestRank]  # type: ignore[assignment]
 
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)

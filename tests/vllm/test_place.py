@@ -153,9 +153,24 @@ def check_around_update(rig, traffic, times, name):
 
 
 def export(rig, path):
-    """Run `evenkeel export` as an operator does."""
-    where = ["--url", str(rig.served.http.base_url), "--token-file", rig.served.folder / "tokens"]
-    command = [sys.executable, "-m", "evenkeel_moe", "export", "-d", DEPLOYMENT, "-o", path]
+    """Run `evenkeel placement export` as an operator does."""
+    where = [
+        "--address",
+        str(rig.served.http.base_url),
+        "--token-file",
+        rig.served.folder / "tokens",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "evenkeel_moe",
+        "placement",
+        "export",
+        "-d",
+        DEPLOYMENT,
+        "--out",
+        path,
+    ]
     done = subprocess.run(
         [*command, "-f", "neutral", *where],
         capture_output=True,

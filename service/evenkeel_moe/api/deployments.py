@@ -278,7 +278,7 @@ async def freeze(
     deployment: DeploymentPath,
     body: FreezeIn,
 ) -> None:
-    """Start no new plan for some seconds; 0 ends the freeze. A running plan continues."""
+    """Pause: start no new plan for some seconds; 0 ends it. A running plan continues."""
     keep_for_audit(request, body.model_dump())
     await operations.freeze(deployment, body.seconds, caller)
 
@@ -289,7 +289,7 @@ async def resume(
     caller: Caller,
     deployment: DeploymentPath,
 ) -> None:
-    """Allow automatic plans again that a rollback or undelivered gains stopped."""
+    """End a pause, and the hold on automatic plans after a rollback or undelivered gains."""
     await operations.resume(deployment, caller)
 
 

@@ -67,6 +67,7 @@ async def _plan_of(operations: Operations, record: PlanRecord) -> PlanOut:
     "/deployments/{deployment}/plans",
     status_code=202,
     responses={
+        200: {"model": PlanOut, "description": "A dry run: nothing is kept"},
         201: {"model": PlanOut, "description": "Proposed: it starts when approved"},
         **CONFLICT,
     },
@@ -86,7 +87,7 @@ async def create_plan(
         ),
     ] = None,
 ) -> PlanOut:
-    """Create a manual plan: 202 if it runs, 201 if it waits for approval. Location is the plan.
+    """Create a manual plan: 201 if it waits for approval, 202 if it runs. Location is the plan.
 
     The same plan_id with the same body gives the same plan; with another body it gives 409
     `id_reused`.
@@ -98,6 +99,9 @@ async def create_plan(
     keep_for_audit(request, _named(plan_id=wanted.plan_id, **asked, target=target))
     record = await operations.create_plan(deployment, wanted)
     keep_for_audit(request, _named(plan_id=record.plan.plan_id, **asked, target=target))
+    if body.dry_run:
+        response.status_code = 200
+        return await _plan_of(operations, record)
     if record.phase is PlanPhase.PROPOSED:
         response.status_code = 201
     return await _accepted(operations, record, response)

@@ -444,9 +444,9 @@ class PlanIn(RequestBody):
     phases: Annotated[list[Annotated[Phase, WORD]], FailFast()] = []
     """Windows to plan on; empty uses all, weighted by their tokens."""
     dry_run: bool = False
-    """A dry run: the plan is made and waits as a proposal. Approving it starts this very plan."""
+    """Make the plan and keep nothing."""
     approve: bool = False
-    """Start at once, even in propose mode."""
+    """Start at once. Else the plan waits as a proposal; approving it starts this very plan."""
     target: TargetIn | None = None
     """A placement to reach, instead of a policy."""
 
@@ -483,4 +483,4 @@ class FreezeIn(RequestBody):
     """The time during which no new plan may start."""
 
     seconds: float = Field(ge=0, le=7 * 86400, allow_inf_nan=False)
-    """0 ends the freeze."""
+    """From now on; 0 ends the pause."""

@@ -5,11 +5,20 @@ import sys
 import typer
 
 from evenkeel_moe import __version__
-from evenkeel_moe.cli import config, engines, insight, operate, plan, record, replay, run
-from evenkeel_moe.cli.client import CliError
+from evenkeel_moe.cli import (
+    config,
+    context,
+    engines,
+    insight,
+    operate,
+    placement,
+    plan,
+    record,
+    replay,
+    run,
+)
 from evenkeel_moe.cli.console import say
-from evenkeel_moe.cli.export import export
-from evenkeel_moe.cli.help import CommandApp
+from evenkeel_moe.cli.exits import CliError
 from evenkeel_moe.cli.offline import offline
 from evenkeel_moe.cli.profile import profile
 from evenkeel_moe.errors import EvenkeelError, Reason
@@ -25,13 +34,20 @@ _EPILOG = (
     " Balancedness is the mean load of the ranks / the largest; 1 is a perfect split.\n\n"
     "Exit codes: 0 success; 1 refused by the controller, or a check of the demo failed;"
     " 2 wrong usage or settings; 3 no controller at the address, or temporarily unavailable;"
-    " 4 no valid token; 130 interrupted."
+    " 4 no valid token; 130 interrupted.\n\n"
+    "Commands that call a controller also take --token, --data-dir (of a controller on this"
+    " machine, which has a token) and --ca-file (of its certificate). Instead of these options they"
+    " read EVENKEEL_ADDRESS, EVENKEEL_DEPLOYMENT, EVENKEEL_TOKEN_FILE, EVENKEEL_TOKEN,"
+    " EVENKEEL_DATA_DIR, EVENKEEL_CA_FILE and EVENKEEL_CONTEXT, and then the context: see `evenkeel"
+    " context set --help`."
 )
 
-app = CommandApp(
+# Plain text: any terminal shows it, and 80 columns cut no name of an option.
+app = typer.Typer(
     name="evenkeel",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Balance the experts of an MoE model across the GPUs that serve it.",
     epilog=_EPILOG,
 )
@@ -56,17 +72,28 @@ def _root(
     del version
 
 
-run.add_commands(app)
-operate.add_commands(app)
-insight.add_commands(app)
-app.command()(export)
-app.command()(offline)
-app.command()(profile)
+app.command()(operate.status)
+app.command()(insight.recommend)
 app.add_typer(plan.app, name="plan")
+app.add_typer(operate.policy_app, name="policy")
+app.command()(operate.pause)
+app.command()(operate.resume)
+app.command()(insight.decisions)
+app.command()(insight.heatmap)
+app.command()(insight.audit)
+app.add_typer(placement.app, name="placement")
+app.add_typer(operate.deployment_app, name="deployment")
+app.add_typer(context.app, name="context")
+app.command()(offline)
+app.add_typer(replay.app, name="replay")
+app.add_typer(record.app, name="record")
+app.command()(profile)
+app.command()(run.demo)
+app.command()(run.fleet)
+app.command(hidden=True)(run.rank)
+app.command()(run.serve)
 app.add_typer(config.app, name="config")
 app.add_typer(engines.app, name="engines")
-app.add_typer(record.app, name="record")
-app.add_typer(replay.app, name="replay")
 
 
 def main() -> None:

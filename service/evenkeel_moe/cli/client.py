@@ -4,13 +4,13 @@ import re
 import ssl
 import time
 from collections.abc import Callable
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from evenkeel_moe.cli.console import say
+from evenkeel_moe.cli.exits import CliError, Exit, NotSent
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.quantities import duration_text
 
@@ -23,32 +23,6 @@ command in ten thousand misses it."""
 _PLANNER_STARTS_WITHIN_S = 600.0
 _PLANNER_PAUSE_S = 5.0
 """Pause between tries while the planner starts, if the answer does not say `Retry-After`."""
-
-
-class Exit(IntEnum):
-    """The exit code of a command; Ctrl-C gives 130."""
-
-    DONE = 0
-    REFUSED = 1
-    """The controller refused, or a check failed; the reason is printed."""
-    USAGE = 2
-    """Wrong options or settings."""
-    UNAVAILABLE = 3
-    """There is no controller at that address, or it is temporarily unavailable: try again."""
-    UNAUTHORIZED = 4
-    """The token is missing, wrong, or allows only reading."""
-
-
-class CliError(Exception):
-    """A failed command: one line for the operator and the exit code of the process."""
-
-    def __init__(self, message: str, code: Exit) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class NotSent(CliError):
-    """A command whose last request could not be sent: no controller took the connection."""
 
 
 class ApiClient:
@@ -112,33 +86,27 @@ class ApiClient:
             params: the query.
         """
         given = {name: value for name, value in params.items() if value is not None}
-        if timeout_s is None:
-            return self._call("GET", path, params=given)
-        return self._call("GET", path, params=given, timeout=timeout_s)
+        timeout = {} if timeout_s is None else {"timeout": timeout_s}
+        return self._object(self._send("GET", path, params=given, **timeout))
 
     def get_tagged(self, path: str) -> tuple[Any, str]:
         """Call GET /v1/path; return the answer and its ETag for `if_match`."""
         response = self._send("GET", path)
         return self._object(response), response.headers.get("ETag", "")
 
-    def post(self, path: str, body: Any = None, *, if_match: str = "") -> Any:
-        """Call POST /v1/path; return None if the answer has no body.
+    def change(self, method: str, path: str, body: Any = None, *, if_match: str = "") -> Any:
+        """Call a method that changes /v1/path; return None if the answer has no body.
 
         Args:
+            method: POST, PATCH or DELETE.
             path: below /v1/.
             body: JSON.
             if_match: ETag of what was looked at; the controller refuses if it is another now.
                 Empty changes whatever there is.
         """
-        return self._call("POST", path, json=body, headers=_only_if(if_match))
-
-    def delete(self, path: str) -> None:
-        """Call DELETE /v1/path."""
-        self._call("DELETE", path)
-
-    def patch(self, path: str, body: Any, *, if_match: str = "") -> Any:
-        """Call PATCH /v1/path; `if_match` as in `post`."""
-        return self._call("PATCH", path, json=body, headers=_only_if(if_match))
+        headers = {"If-Match": if_match} if if_match else {}
+        response = self._send(method, path, json=body, headers=headers)
+        return None if response.status_code == httpx.codes.NO_CONTENT else self._object(response)
 
     def every(self, path: str, limit: int | None = None) -> list[Any]:
         """Return all items of a paged list, or its first ones."""
@@ -194,11 +162,6 @@ class ApiClient:
         self._told_to_wait = self._told_to_wait and _planner_starts(response)
         return response
 
-    def _call(self, method: str, path: str, **kwargs: Any) -> Any:
-        """Return the object that is answered; None if the answer has no body."""
-        response = self._send(method, path, **kwargs)
-        return None if response.status_code == httpx.codes.NO_CONTENT else self._object(response)
-
     def _send(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         """Return the answer to a request.
 
@@ -210,29 +173,7 @@ class ApiClient:
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise CliError(f"{self._url} is not a valid URL: {error}", Exit.USAGE) from error
         except httpx.RequestError as error:
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                raise CliError(
-                    f"the certificate of {self._url} is not trusted: {error};"
-                    " --ca-file names the file of its CA",
-                    Exit.USAGE,
-                ) from error
-            if "WRONG_VERSION_NUMBER" in str(error):
-                raise CliError(
-                    f"{self._url}: the port speaks http, not https; --url names the REST address"
-                    " of a controller",
-                    Exit.USAGE,
-                ) from error
-            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                raise NotSent(
-                    f"no controller answers at {self._url} ({_connection_words(error)}); is"
-                    " `evenkeel serve` running? --url names the REST address of a controller",
-                    Exit.UNAVAILABLE,
-                ) from error
-            raise CliError(
-                f"no answer from {self._url}: {error}; --url names the REST address of a"
-                " controller",
-                Exit.UNAVAILABLE,
-            ) from error
+            raise self._unanswered(error) from error
         except ValueError as error:
             # An argument that is not valid text, or a number that JSON does not have.
             raise CliError(f"cannot send the request: {error}", Exit.USAGE) from error
@@ -241,6 +182,25 @@ class ApiClient:
         if not response.is_success:
             raise _refusal(self._url, response)
         return response
+
+    def _unanswered(self, error: httpx.RequestError) -> CliError:
+        """Return the error of a request without an answer."""
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return CliError(
+                f"the certificate of {self._url} is not trusted: {error}; --ca-file names the file"
+                " of its CA",
+                Exit.USAGE,
+            )
+        names = "--address names the REST address of a controller"
+        if "WRONG_VERSION_NUMBER" in str(error):
+            return CliError(f"{self._url}: the port speaks http, not https; {names}", Exit.USAGE)
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return NotSent(
+                f"no controller answers at {self._url} ({_connection_words(error)}); is"
+                f" `evenkeel serve` running? {names}",
+                Exit.UNAVAILABLE,
+            )
+        return CliError(f"no answer from {self._url}: {error}; {names}", Exit.UNAVAILABLE)
 
     def _object(self, response: httpx.Response) -> dict[str, Any]:
         try:
@@ -253,10 +213,6 @@ class ApiClient:
                 Exit.REFUSED,
             )
         return answer
-
-
-def _only_if(tag: str) -> dict[str, str]:
-    return {"If-Match": tag} if tag else {}
 
 
 def checked_id(text: str, kind: str) -> str:

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from evenkeel_moe.cli.console import say
-from evenkeel_moe.cli.help import CommandApp
 
-app = CommandApp(no_args_is_help=True, help="Check and print the controller's settings.")
+app = typer.Typer(no_args_is_help=True, help="Check and print the controller's settings.")
 
 ConfigOption = Annotated[
     Path | None,

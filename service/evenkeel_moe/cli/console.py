@@ -1,25 +1,41 @@
-"""Prints the results of commands: tables and JSON on stdout, progress bars on stderr."""
+"""Prints what commands found: tables, sentences and JSON on stdout, questions on stderr."""
 
 import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
+from evenkeel_moe.cli.exits import CliError, Exit
 from evenkeel_moe.model.texts import printable_lines
 
+Cell = str | Text
+_LONGEST_WORD = 24
+"""Characters of a word in folded text that is still kept in one piece."""
+_PIPE = (200, 50)
+"""Columns and lines where there is no terminal: tables may be wider there."""
 
-class _SafeConsole(Console):
+
+class SafeConsole(Console):
     """A console that prints no control character of a text, only those of its own styles.
 
-    Names and error texts come from ranks, from the store and from files.
+    Names and error texts come from ranks, from the store and from files. Text is printed as it is:
+    an error of a rank, such as `[/lib/pair.cc:553]`, may look like markup.
     """
+
+    def __init__(self, *, wide: bool = False, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+        self.wide = wide
+        """True for `-o wide`: listings show all their columns."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -32,28 +48,112 @@ class _SafeConsole(Console):
                 yield segment._replace(text=printable_lines(segment.text))
 
 
-def plain_console(*, width: int | None = None, force_terminal: bool | None = None) -> Console:
-    """Return a console that prints text as it is, without control characters.
+@dataclass(frozen=True, slots=True)
+class TableColumn:
+    """One column of a listing."""
 
-    An error text of a rank, such as `[/lib/pair.cc:553]`, may look like markup.
+    head: str
+    cell: str | int | Callable[[Any], Any]
+    """A key of each row, or what makes a value of a row; a value that is None is shown as `-`."""
+    right: bool = False
+    """True for numbers, which are aligned to the right."""
+    wide: bool = False
+    """True for a column that only `-o wide` shows."""
+    optional: bool = False
+    """True for a column that is left out if no row has a value."""
+    fold: bool = False
+    """True for long text, which may take several lines; other cells stay in one line."""
+
+    def of(self, row: Any) -> Cell:
+        """Return the cell of a row."""
+        value = self.cell(row) if callable(self.cell) else row[self.cell]
+        return value if isinstance(value, Text) else "-" if value is None else str(value)
+
+
+class Listing:
+    """Rows of cells under columns, without borders.
+
+    No cell is cut: where one line of each row does not fit the terminal, the terminal wraps it.
+
+    Args:
+        columns: in order.
+        rows: what the columns make cells of.
+        gap: blanks between columns.
     """
-    return _SafeConsole(width=width, force_terminal=force_terminal, markup=False, emoji=False)
+
+    def __init__(self, columns: Sequence[TableColumn], rows: Iterable[Any], gap: int = 2) -> None:
+        self._columns, self._gap = columns, gap
+        self._rows = [[column.of(row) for column in columns] for row in rows]
+
+    def kept(self, wide: bool) -> list[int]:
+        """Return the indices of the columns that are shown."""
+        return [
+            index
+            for index, column in enumerate(self._columns)
+            if (wide or not column.wide)
+            and (
+                not (column.optional or column.wide)
+                or any(str(row[index]) not in ("", "-") for row in self._rows)
+            )
+        ]
+
+    @staticmethod
+    def _whole(text: str, fold: bool) -> list[str]:
+        """Return the parts of a cell that stay in one line."""
+        if not fold:
+            return text.splitlines()
+        return [word for word in text.split() if len(word) <= _LONGEST_WORD]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines of the table."""
+        kept = self.kept(getattr(console, "wide", False))
+        columns = [self._columns[index] for index in kept]
+        table = Table(
+            box=None,
+            pad_edge=False,
+            padding=(0, self._gap, 0, 0),
+            header_style="bold",
+            show_header=any(column.head for column in columns),
+        )
+        for index, column in zip(kept, columns, strict=True):
+            texts = [column.head, *(str(row[index]) for row in self._rows)]
+            whole = [part for text in texts for part in self._whole(text, column.fold)]
+            table.add_column(
+                column.head,
+                justify="right" if column.right else "left",
+                no_wrap=not column.fold,
+                overflow="fold",
+                min_width=max(map(len, whole), default=0),
+            )
+        for row in self._rows:
+            table.add_row(*(row[index] for index in kept))
+        least = console.measure(table, options=options.update(max_width=10_000)).minimum
+        yield from console.render(table, options.update(width=max(options.max_width, least)))
 
 
-def stdout_console() -> Console:
-    """Return the console of stdout; in a pipe or a file, tables may be wider than a terminal.
+def facts(rows: Iterable[tuple[str, Any]]) -> Listing:
+    """Return names and values, one pair in a line."""
+    name = TableColumn("", lambda row: Text(row[0], style="dim"))
+    return Listing((name, TableColumn("", 1, fold=True)), rows)
 
-    `COLUMNS` sets the width everywhere.
-    """
-    console = plain_console()
-    if console.is_terminal:
+
+def legend(*lines: str) -> RenderableType:
+    """Return lines that explain the words of the table above them."""
+    return Text("\n".join(("", *lines)), style="dim") if lines else Group()
+
+
+def explained(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return one line for each reason of some rows, in order and without repeats."""
+    return list(dict.fromkeys(f"{row['reason']}: {row['reason_text']}" for row in rows))
+
+
+def stdout_console(wide: bool = False) -> SafeConsole:
+    """Return the console of stdout. `COLUMNS` sets its width everywhere."""
+    console = SafeConsole(wide=wide)
+    if console.is_terminal and not wide:
         return console
-    return plain_console(width=shutil.get_terminal_size((200, 50)).columns)
-
-
-def stderr_console() -> Console:
-    """Return the console of stderr, for what is not the answer of a command."""
-    return _SafeConsole(stderr=True, markup=False, emoji=False)
+    width = shutil.get_terminal_size(_PIPE).columns
+    return SafeConsole(wide=wide, width=max(width, _PIPE[0]) if wide else width)
 
 
 def say(words: str, *, err: bool = False, nl: bool = True) -> None:
@@ -61,9 +161,9 @@ def say(words: str, *, err: bool = False, nl: bool = True) -> None:
     typer.echo(printable_lines(words), err=err, nl=nl)
 
 
-def print_json(answer: Any) -> None:
+def print_json(answer: Any, indent: int | None = 2) -> None:
     """Print a value as JSON; NaN and infinity, which JSON does not have, become null."""
-    say(json.dumps(_finite(answer), indent=2, allow_nan=False))
+    say(json.dumps(_finite(answer), indent=indent, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
@@ -76,38 +176,49 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def print_parts(*parts: RenderableType) -> None:
-    """Print texts and tables."""
-    console = stdout_console()
-    for part in parts:
-        print_part(console, part)
-
-
-def print_part(console: Console, part: RenderableType) -> None:
-    """Print a text or a table; in a pipe or a file without the blanks at the ends of lines."""
+def print_parts(*parts: RenderableType, console: SafeConsole | None = None) -> None:
+    """Print texts and tables; in a pipe or a file without the blanks at the ends of lines."""
+    console = console or stdout_console()
     if console.is_terminal:
-        console.print(part)
+        console.print(*parts, sep="\n", crop=False)
         return
     with console.capture() as captured:
-        console.print(part)
-    lines = captured.get().splitlines()
-    say("\n".join(line.rstrip() for line in lines))
+        console.print(*parts, sep="\n", crop=False)
+    say("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def show(answer: Any, as_json: bool, render: Callable[[], RenderableType]) -> None:
-    """Print an answer of the controller, either unchanged as JSON or as `render` draws it."""
-    if as_json:
-        say(json.dumps(answer, indent=2))
-    else:
-        print_parts(render())
+def confirm(question: str, yes: bool, shown: RenderableType | None = None) -> None:
+    """Return if the operator agrees; `yes` agrees without a question.
 
+    Args:
+        question: what will happen, as a statement.
+        yes: True with --yes.
+        shown: what the operator should see first.
 
-def tell(answer: Any, as_json: bool, words: str) -> None:
-    """Print an answer of the controller, either unchanged as JSON or in a sentence.
-
-    The sentence is not broken into lines, so that a command in it can be copied.
+    Raises:
+        CliError: nobody can be asked, because standard input is no terminal. It names what would
+            have been asked, and --yes.
+        typer.Abort: the operator did not agree.
     """
-    say(json.dumps(answer, indent=2) if as_json else words)
+    if yes:
+        return
+    require_terminal(question)
+    if shown is not None:
+        # On stderr, so that standard output holds only the answer.
+        SafeConsole(stderr=True).print(shown)
+    say(f"{question} Go on? [y/N]: ", nl=False, err=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise typer.Abort
+
+
+def require_terminal(question: str) -> None:
+    """Return if somebody can be asked.
+
+    Raises:
+        CliError: standard input is no terminal.
+    """
+    if not sys.stdin.isatty():
+        raise CliError(f"{question} Repeat the command with --yes to do it.", Exit.USAGE)
 
 
 @contextmanager
@@ -118,9 +229,8 @@ def status_line() -> Iterator[Callable[[str], None] | None]:
         return
     # Imported here because other commands should not wait for it.
     from rich.status import Status
-    from rich.text import Text
 
-    with Status("", console=stderr_console()) as status:
+    with Status("", console=SafeConsole(stderr=True)) as status:
         yield lambda words: status.update(Text(words))
 
 
@@ -145,7 +255,7 @@ def work_bars() -> Iterator[tuple[Any, Any]]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=stderr_console(),
+        console=SafeConsole(stderr=True),
         transient=True,
         disable=not sys.stderr.isatty(),
     )

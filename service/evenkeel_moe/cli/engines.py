@@ -5,11 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.console import say
-from evenkeel_moe.cli.help import CommandApp
+from evenkeel_moe.cli.exits import CliError, Exit
 
-app = CommandApp(
+app = typer.Typer(
     no_args_is_help=True, help="Check that the plugins fit the engines installed here."
 )
 _ENGINES = ("vllm", "sglang")
@@ -20,13 +19,15 @@ def check(
     engine: Annotated[
         str | None,
         typer.Argument(
-            metavar="[ENGINE]",
+            metavar="ENGINE",
             help="vllm or sglang.",
             show_default="every engine that is installed here",
         ),
     ] = None,
 ) -> None:
-    """Check each part of an installed engine that its plugin uses, and change nothing.
+    """Check the parts of an engine that its plugin uses.
+
+    It changes nothing.
 
     Exits with 0 if the plugin would start, and with 1 if a part differs or the version was not
     tested.

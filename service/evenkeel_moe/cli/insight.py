@@ -1,26 +1,21 @@
-"""Commands that explain a deployment: recommendation, load, rejected reports, requests."""
+"""Commands that explain a deployment: recommendation, load, requests."""
 
 from typing import Annotated, Any
 
 import typer
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.cli import insight_tables
+from evenkeel_moe.cli import insight_tables, tables
 from evenkeel_moe.cli.client import ApiClient
-from evenkeel_moe.cli.confirm import confirm
 from evenkeel_moe.cli.heat import heat_map
-from evenkeel_moe.cli.options import (
-    LimitOption,
-    NamedDeployment,
-    YesOption,
-    with_option_groups,
-)
+from evenkeel_moe.cli.options import DeploymentClientOptions, LimitOption, with_option_groups
 from evenkeel_moe.cli.watch import ShowOptions
 
 _COMPUTED_WITHIN_S = 180.0
 """The first recommendation waits until a process of its own has loaded the planner's kernels."""
 
 
+@with_option_groups
 def recommend(
     max_age: Annotated[
         float | None,
@@ -41,12 +36,13 @@ def recommend(
         ),
     ] = None,
     *,
-    connection: NamedDeployment,
+    connection: DeploymentClientOptions,
     shown: ShowOptions,
 ) -> None:
-    """Say whether a plan would pay now, and what other policies and more replicas would gain.
+    """Say whether a plan would pay now.
 
-    Nothing is moved, started or stored.
+    It also tells what other policies and more replicas would gain. Nothing is moved, started or
+    stored.
     """
     with connection.client() as client:
         path = connection.path(client, "/recommendation")
@@ -61,13 +57,34 @@ def recommend(
         )
 
 
+@with_option_groups
+def decisions(
+    limit: LimitOption = 20, *, connection: DeploymentClientOptions, shown: ShowOptions
+) -> None:
+    """Show why the controller planned or did not, newest first.
+
+    A decision to change nothing is shown too.
+    """
+    with connection.client() as client:
+        path = connection.path(client)
+        shown.run(
+            lambda: client.get(f"{path}/decisions", page_size=limit)["items"],
+            lambda rows: (
+                tables.decisions_table(rows)
+                if rows
+                else tables.no_decision(client.get(path), client.get(f"{path}/policy"))
+            ),
+        )
+
+
+@with_option_groups
 def audit(
     limit: LimitOption = 20,
     *,
-    connection: NamedDeployment,
+    connection: DeploymentClientOptions,
     shown: ShowOptions,
 ) -> None:
-    """Show who asked for which change, with the outcome, newest first."""
+    """Show who asked for which change, newest first."""
     with connection.client() as client:
         path = connection.path(client, "/audit")
         shown.run(
@@ -76,31 +93,7 @@ def audit(
         )
 
 
-def epochs(*, connection: NamedDeployment, shown: ShowOptions) -> None:
-    """List the recorded placements, to which a rollback can lead."""
-    with connection.client() as client:
-        path = connection.path(client, "/epochs")
-        shown.run(lambda: client.get(path)["items"], insight_tables.epochs_table)
-
-
-def quarantine(
-    clear: Annotated[
-        bool, typer.Option("--clear", help="Reset the counts first. Needs role admin.")
-    ] = False,
-    *,
-    connection: NamedDeployment,
-    yes: YesOption = False,
-    shown: ShowOptions,
-) -> None:
-    """Show which parts of the ranks' reports were rejected, by reason, with the newest few."""
-    with connection.client() as client:
-        path = connection.path(client, "/quarantine")
-        if clear:
-            confirm("The counts and samples of rejected reports are deleted.", yes)
-            client.delete(path)
-        shown.run(lambda: client.get(path), insight_tables.quarantine_view)
-
-
+@with_option_groups
 def heatmap(
     experts: Annotated[
         bool, typer.Option("--experts", help="Layers x experts instead of layers x ranks.")
@@ -112,10 +105,13 @@ def heatmap(
         ),
     ] = None,
     *,
-    connection: NamedDeployment,
+    connection: DeploymentClientOptions,
     shown: ShowOptions,
 ) -> None:
-    """Draw the load of each rank in each layer as a multiple of the layer's mean."""
+    """Draw the load of each rank in each layer.
+
+    It is a multiple of the layer's mean.
+    """
     with connection.client() as client:
         path = connection.path(client, "/heatmap")
         shown.run(
@@ -136,9 +132,3 @@ def _all_layers(client: ApiClient, path: str, phase: str | None) -> dict[str, An
         after = more["next_layer"]
         whole["next_layer"] = after if after is None or after > whole["next_layer"] else None
     return whole
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Register the commands of this module."""
-    for command in (recommend, heatmap, epochs, quarantine, audit):
-        app.command()(with_option_groups(command))

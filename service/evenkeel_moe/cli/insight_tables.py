@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
-from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, explained, legend, number
+from evenkeel_moe.cli.console import Listing, TableColumn, explained, legend
+from evenkeel_moe.cli.tables import interval, number
 from evenkeel_moe.cli.units import moment, moments
 from evenkeel_moe.model.quantities import bytes_text, duration_text, share
 
@@ -44,120 +44,98 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
         ]
     return Group(
         *parts,
-        legend(
-            "gain: saved share of MoE time on later steps, with its 94 % interval",
-            BALANCEDNESS_WORDS,
-        ),
+        legend("gain: saved share of MoE time on later steps, with its 94 % interval"),
     )
 
 
-def epochs_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+def placements_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each recorded placement."""
     if not rows:
         return Text("no placement is recorded yet", style="dim")
-    columns = (FittedColumn("EPOCH", right=True), FittedColumn("PLACEMENT"), FittedColumn("STATE"))
     states = ["replaced" if row["replaced"] else "earlier" for row in rows]
     if not rows[0]["replaced"]:
         states[0] = "present"
-    cells = [
-        (str(row["epoch"]), row["digest"], state) for row, state in zip(rows, states, strict=True)
-    ]
+    shown = [{**row, "state": state} for row, state in zip(rows, states, strict=True)]
+    columns = (
+        TableColumn("EPOCH", "epoch", right=True),
+        TableColumn("PLACEMENT", "digest"),
+        TableColumn("STATE", "state"),
+    )
     words = ["return to one: evenkeel plan rollback --to-placement PLACEMENT"]
     if "replaced" in states:
         words.append(
             "replaced: of another history, before a cold start or of other ranks with this name"
         )
-    return Group(FittedTable(columns, cells), legend(*words))
+    return Group(Listing(columns, shown), legend(*words))
 
 
-def _policies(rows: Sequence[Mapping[str, Any]]) -> FittedTable:
+def _policies(rows: Sequence[Mapping[str, Any]]) -> Listing:
     columns = (
-        FittedColumn("POLICY"),
-        FittedColumn("OUTCOME", fold=True, least=20, under="POLICY"),
-        FittedColumn("GAIN", right=True),
-        FittedColumn("INTERVAL", keep=2),
-        FittedColumn("COPIES", right=True, keep=1),
-        FittedColumn("BYTES", right=True, keep=3),
-        FittedColumn("BALANCEDNESS", right=True, keep=4),
-        FittedColumn("PAYS AFTER", right=True, keep=5),
+        TableColumn("POLICY", "policy"),
+        TableColumn("OUTCOME", "reason_text", fold=True),
+        TableColumn("GAIN", lambda row: share(_verdict(row).get("gain")), right=True),
+        TableColumn("INTERVAL", lambda row: interval(_verdict(row))),
+        TableColumn("COPIES", lambda row: _grouped(row["copies"]), right=True),
+        TableColumn("BYTES", lambda row: bytes_text(row["nbytes"]), right=True, wide=True),
+        TableColumn(
+            "BALANCEDNESS", lambda row: number(row["balancedness_expected"]), right=True, wide=True
+        ),
+        TableColumn("PAYS AFTER", _pays_after, right=True, wide=True),
     )
-    return FittedTable(columns, [_policy(row) for row in rows])
+    return Listing(columns, rows)
 
 
-def _policy(row: Mapping[str, Any]) -> tuple[str, ...]:
-    verdict = row["verdict"] or {}
-    steps = verdict.get("payback_steps")
-    after = "-" if steps is None else "under 1 step" if steps < 1 else f"{steps:,.0f} steps"
+def _verdict(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return row["verdict"] or {}
+
+
+def _grouped(count: int | None) -> str | None:
+    return None if count is None else f"{count:,}"
+
+
+def _pays_after(row: Mapping[str, Any]) -> str | None:
+    verdict = _verdict(row)
     if verdict.get("payback_s") is not None:
-        after = duration_text(verdict["payback_s"])
-    return (
-        row["policy"],
-        row["reason_text"],
-        share(verdict.get("gain")),
-        _interval(verdict),
-        "-" if row["copies"] is None else f"{row['copies']:,}",
-        bytes_text(row["nbytes"]),
-        number(row["balancedness_expected"]),
-        after,
-    )
+        return duration_text(verdict["payback_s"])
+    steps = verdict.get("payback_steps")
+    return None if steps is None else "under 1 step" if steps < 1 else f"{steps:,.0f} steps"
 
 
-def _interval(row: Mapping[str, Any]) -> str:
-    if row.get("gain_lower") is None:
-        return "-"
-    return f"{share(row['gain_lower'])} to {share(row['gain_upper'])}"
-
-
-def _levels(redundancy: Mapping[str, Any]) -> FittedTable:
-    columns = (
-        FittedColumn("EXTRA REPLICAS", right=True),
-        FittedColumn("GAIN", right=True),
-        FittedColumn("INTERVAL", keep=2),
-        FittedColumn("MORE MEMORY PER RANK", right=True),
-        FittedColumn("FITS", keep=1),
-        FittedColumn("BALANCEDNESS", right=True, keep=3),
-    )
+def _levels(redundancy: Mapping[str, Any]) -> Listing:
     fits = {None: "-", True: "yes", False: "no"}
-    cells = [
-        (
-            f"{row['replicas_per_layer']}"
-            + (" (now)" if row["replicas_per_layer"] == redundancy["present"] else ""),
-            share(row["gain"]),
-            _interval(row),
-            bytes_text(row["extra_bytes_per_rank"]),
-            fits[row["fits"]],
-            number(row["balancedness"]),
-        )
-        for row in redundancy["levels"]
-    ]
-    return FittedTable(columns, cells)
+
+    def replicas(row: Mapping[str, Any]) -> str:
+        now = " (now)" if row["replicas_per_layer"] == redundancy["present"] else ""
+        return f"{row['replicas_per_layer']}{now}"
+
+    columns = (
+        TableColumn("EXTRA REPLICAS", replicas, right=True),
+        TableColumn("GAIN", lambda row: share(row["gain"]), right=True),
+        TableColumn("INTERVAL", interval),
+        TableColumn(
+            "MORE MEMORY PER RANK", lambda row: bytes_text(row["extra_bytes_per_rank"]), right=True
+        ),
+        TableColumn("FITS", lambda row: fits[row["fits"]]),
+        TableColumn("BALANCEDNESS", lambda row: number(row["balancedness"]), right=True, wide=True),
+    )
+    return Listing(columns, redundancy["levels"])
 
 
 def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each request for a change."""
     if not rows:
         return Text("no request for a change is recorded", style="dim")
-    columns = (
-        FittedColumn("AT (UTC)"),
-        FittedColumn("BY"),
-        FittedColumn("ROLE", keep=2),
-        FittedColumn("REQUEST", fold=True, least=32),
-        FittedColumn("OUTCOME"),
-        FittedColumn("TRACE", keep=3),
-    )
     times, day = moments([row["at"] for row in rows])
-    cells = [
-        (
-            at,
-            row["by"],
-            row["role"],
-            row["text"],
-            _outcome(row["status"]),
-            row["trace_id"] or "-",
-        )
-        for at, row in zip(times, rows, strict=True)
-    ]
-    return Group(FittedTable(columns, cells), legend(*day)) if day else FittedTable(columns, cells)
+    shown = [{**row, "at": at} for at, row in zip(times, rows, strict=True)]
+    columns = (
+        TableColumn("AT (UTC)", "at"),
+        TableColumn("BY", "by"),
+        TableColumn("ROLE", "role", wide=True),
+        TableColumn("REQUEST", "text", fold=True),
+        TableColumn("OUTCOME", lambda row: _outcome(row["status"])),
+        TableColumn("TRACE", lambda row: row["trace_id"] or None, wide=True),
+    )
+    return Group(Listing(columns, shown), legend(*day))
 
 
 def _outcome(status: int) -> Text:
@@ -177,23 +155,19 @@ def quarantine_view(answer: Mapping[str, Any]) -> RenderableType:
     """Return the rejected parts of reports by reason, each with its newest samples."""
     if not answer["items"]:
         return Text(f"{answer['deployment']}: no report was rejected")
-    cells = [
-        (
-            row["reason"],
-            f"{row['rank_steps']:,}",
-            "\n".join(f"rank {one['rank']}: {one['detail']}" for one in row["samples"]),
-        )
-        for row in answer["items"]
-    ]
     columns = (
-        FittedColumn("REASON"),
-        FittedColumn("RANK STEPS", right=True),
-        FittedColumn("NEWEST", fold=True),
+        TableColumn("REASON", "reason"),
+        TableColumn("RANK STEPS", lambda row: f"{row['rank_steps']:,}", right=True),
+        TableColumn("NEWEST", _samples, fold=True),
     )
     return Group(
-        FittedTable(columns, cells),
+        Listing(columns, answer["items"]),
         legend(
             "rank steps: (rank, step) pairs whose counts are not in the window",
             *explained(answer["items"]),
         ),
     )
+
+
+def _samples(row: Mapping[str, Any]) -> str:
+    return "\n".join(f"rank {one['rank']}: {one['detail']}" for one in row["samples"])

@@ -1,4 +1,4 @@
-"""Commands that show a deployment and change how it is operated."""
+"""Commands that show deployments and change how they are operated."""
 
 import re
 from typing import Annotated, Any
@@ -6,41 +6,40 @@ from typing import Annotated, Any
 import typer
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.cli import tables
-from evenkeel_moe.cli.client import CliError, Exit
-from evenkeel_moe.cli.completion import deployment_names
-from evenkeel_moe.cli.confirm import confirm
-from evenkeel_moe.cli.console import say, show
+from evenkeel_moe.cli import insight_tables, tables
+from evenkeel_moe.cli.console import confirm, say
+from evenkeel_moe.cli.exits import CliError, Exit
 from evenkeel_moe.cli.options import (
     ClientOptions,
     DeploymentClientOptions,
-    JsonOption,
-    LimitOption,
-    NamedDeployment,
     YesOption,
+    deployment_names,
     nested_fields,
     parse_value,
     with_option_groups,
 )
 from evenkeel_moe.cli.units import moment
-from evenkeel_moe.cli.watch import ShowOptions
+from evenkeel_moe.cli.watch import OutputOptions, ShowOptions
 from evenkeel_moe.model.quantities import duration_text
 
+deployment_app = typer.Typer(no_args_is_help=True, help="Look after one deployment.")
+policy_app = typer.Typer(no_args_is_help=True, help="Show or change how experts are balanced.")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_MOST_FROZEN_S = 7 * 86400
+_LONGEST_PAUSE_S = 7 * 86400
 _RESUMED = {
     "auto": "automatic plans may start again",
-    "propose": "plans are no longer held; in mode propose each plan waits for approval",
-    "observe": "plans are no longer held; in mode observe the controller starts and proposes none",
+    "propose": "in mode propose each plan waits for approval",
+    "observe": "in mode observe the controller starts and proposes none",
 }
-"""Mode -> what follows when plans are no longer held."""
+"""Mode -> what follows when plans may start again."""
 
 
+@with_option_groups
 def status(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]",
+            metavar="DEPLOYMENT",
             help="Deployment id.",
             show_default="list all deployments",
             autocompletion=deployment_names,
@@ -50,7 +49,7 @@ def status(
     connection: ClientOptions,
     shown: ShowOptions,
 ) -> None:
-    """Show all deployments, or one deployment with its ranks."""
+    """Show all deployments, or one with its ranks."""
     with connection.client() as client:
         if name is None:
             shown.run(lambda: client.every("deployments"), tables.deployments_table)
@@ -62,48 +61,43 @@ def status(
         )
 
 
-def decisions(
-    limit: LimitOption = 20,
-    *,
-    connection: NamedDeployment,
-    shown: ShowOptions,
-) -> None:
-    """Show the decisions of the controller with their reasons, the newest first.
+@policy_app.command("get")
+@with_option_groups
+def get_policy(connection: DeploymentClientOptions, shown: OutputOptions) -> None:
+    """Show mode, policy, cost model, limits and gates, with their revision.
 
-    A decision to change nothing is shown too."""
+    A gate is a check that a plan must pass.
+    """
     with connection.client() as client:
-        path = connection.path(client)
-        shown.run(
-            lambda: client.get(f"{path}/decisions", page_size=limit)["items"],
-            lambda rows: (
-                tables.decisions_table(rows)
-                if rows
-                else tables.no_decision(client.get(path), client.get(f"{path}/policy"))
-            ),
-        )
+        document, tag = client.get_tagged(connection.path(client, "/policy"))
+    answer = {"revision": tag.strip('"'), **document}
+    shown.show(answer, lambda: tables.document_table(answer))
 
 
-def policy(
-    words: Annotated[
-        list[str] | None,
+@policy_app.command("set")
+@with_option_groups
+def set_policy(
+    fields: Annotated[
+        list[str],
         typer.Argument(
-            metavar="[NAME] [KEY=VALUE]...",
-            help="Deployment id, and fields to change; VALUE is JSON or text. A.B=VALUE changes"
-            " field B of A.",
-            show_default="show the document of the only deployment there is",
-            autocompletion=deployment_names,
+            metavar="KEY=VALUE",
+            help="Fields to change; VALUE is JSON or text. A.B=VALUE changes field B of A.",
+        ),
+    ],
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            help="Change this revision of the document or none.", show_default="the present one"
         ),
     ] = None,
+    yes: YesOption = False,
     *,
     connection: DeploymentClientOptions,
-    yes: YesOption = False,
-    as_json: JsonOption = False,
+    shown: OutputOptions,
 ) -> None:
-    """Show or change how a deployment is balanced: its mode, policy, cost model, limits and gates.
+    """Change mode, policy, cost model, limits or gates.
 
-    A gate is a check that a plan must pass. After a change it prints the fields that have changed.
-
-    The mode says who starts plans.
+    It prints the fields that have changed. The mode says who starts plans.
 
     observe: operators alone; with observe_lock, nobody.
 
@@ -111,57 +105,42 @@ def policy(
 
     auto: the controller.
     """
-    changes = list(words or [])
-    named = changes.pop(0) if changes and "=" not in changes[0] else None
-    chosen = connection.of(named)
-    fields = nested_fields(parse_value(text) for text in changes)
+    changes = nested_fields(parse_value(text) for text in fields)
     with connection.client() as client:
-        path = chosen.path(client, "/policy")
+        path = connection.path(client, "/policy")
         before, tag = client.get_tagged(path)
-        if fields.get("mode") == "auto":
-            name = chosen.found(client)
+        if changes.get("mode") == "auto":
+            name = connection.found(client)
             confirm(f"In mode auto the controller moves experts of {name} without asking.", yes)
-        document = client.patch(path, fields, if_match=tag) if fields else before
-    show(
-        document,
-        as_json,
-        lambda: (
-            tables.changes_view(before, document) if fields else tables.document_table(document)
-        ),
-    )
+        wanted = tag if revision is None else f'"{revision}"'
+        document = client.change("PATCH", path, changes, if_match=wanted)
+    shown.show(document, lambda: tables.changes_view(before, document))
 
 
-def freeze(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[NAME] TIME",
-            help="Deployment id, and the time during which no new plan may start: seconds, or a"
-            " number with s, m, h or d, at most 7d. 0 ends a freeze.",
-            autocompletion=deployment_names,
+@with_option_groups
+def pause(
+    time: Annotated[
+        str,
+        typer.Option(
+            "--for", help="Seconds, or a number with s, m, h or d, at most 7d.", metavar="TIME"
         ),
-    ],
+    ] = "7d",
     *,
     connection: DeploymentClientOptions,
 ) -> None:
-    """Stop new plans for a given time, for example before a reload of weights.
+    """Start no new plan for a while; a running one goes on.
 
-    The freeze ends by itself.
+    For example before a reload of weights. A pause ends by itself, or by `evenkeel resume`. To
+    return to an earlier placement is possible meanwhile.
     """
-    chosen, text = connection.named_in(words, "TIME")
-    seconds = parse_seconds(text)
+    seconds = parse_seconds(time)
     with connection.client() as client:
-        name = chosen.found(client)
-        before = client.get(f"deployments/{name}")["frozen_until_unix"] if seconds == 0 else None
-        client.post(f"deployments/{name}/freeze", {"seconds": seconds})
-    if seconds == 0:
-        ended = "the freeze has ended; plans may start again"
-        say(f"{name}: {'there was no freeze' if before is None else ended}")
-        return
+        name = connection.found(client)
+        client.change("POST", f"deployments/{name}/freeze", {"seconds": seconds})
     until = moment(SystemClock().unix() + seconds)
     say(
         f"{name}: no new plan starts for {duration_text(seconds)}, until {until} UTC; a plan that"
-        f" runs goes on. `evenkeel freeze {name} 0` ends it earlier."
+        f" runs goes on. `evenkeel resume -d {name}` ends it earlier."
     )
 
 
@@ -169,64 +148,82 @@ def parse_seconds(text: str) -> float:
     """Return the seconds in a text such as `90`, `15m` or `2h`.
 
     Raises:
-        CliError: it is no time, or more than 7 days.
+        CliError: it is no time, zero, or more than 7 days.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h|d)?", text)
-    if found is None:
+    seconds = 0.0 if found is None else float(found[1]) * _SECONDS[found[2] or ""]
+    if not seconds:
         raise CliError(
-            f"{text} is not a duration: give seconds, or for example 15m or 2h", Exit.USAGE
+            f"{text!r} is not a duration: give seconds, or for example 15m or 2h", Exit.USAGE
         )
-    seconds = float(found[1]) * _SECONDS[found[2] or ""]
-    if seconds > _MOST_FROZEN_S:
+    if seconds > _LONGEST_PAUSE_S:
         raise CliError(f"{text} is more than 7d", Exit.USAGE)
     return seconds
 
 
-def resume(connection: NamedDeployment) -> None:
-    """Allow automatic plans again, after a rollback or gains that were not delivered."""
+@with_option_groups
+def resume(connection: DeploymentClientOptions) -> None:
+    """Let plans start again, after a pause or while they are held.
+
+    Automatic plans are held after a rollback, and when plans did not deliver their gain.
+    """
     with connection.client() as client:
         name = connection.found(client)
         before = client.get(f"deployments/{name}")
-        client.post(f"deployments/{name}/resume")
-    say(f"{name}: {_resumed(before)}{_still_frozen(name, before['frozen_until_unix'])}")
+        client.change("POST", f"deployments/{name}/resume")
+    say(f"{name}: {_resumed(before)}")
 
 
 def _resumed(before: dict[str, Any]) -> str:
     """Return what a resume changed, by the state before it."""
-    mode = before["mode"]
-    if not before["held"]:
-        return f"automatic plans were not held; the mode is {mode}"
-    return f"{_RESUMED[mode]}; they were held ({before['held_because']})"
+    until = before["frozen_until_unix"]
+    paused = until is not None and until > SystemClock().unix()
+    ended = ["they were paused"] * paused
+    ended += [f"they were held ({before['held_because']})"] * before["held"]
+    if not ended:
+        return f"plans were neither paused nor held; the mode is {before['mode']}"
+    return f"{_RESUMED[before['mode']]}; {' and '.join(ended)}"
 
 
-def _still_frozen(name: str, until: float | None) -> str:
-    """Return a warning that a freeze goes on, which `resume` does not end; empty without one."""
-    if until is None or until <= SystemClock().unix():
-        return ""
-    return f"; frozen until {moment(until)} UTC: end that with evenkeel freeze {name} 0"
-
-
+@deployment_app.command()
+@with_option_groups
 def forget(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="Deployment id.", autocompletion=deployment_names),
+        typer.Argument(
+            metavar="DEPLOYMENT", help="Deployment id.", autocompletion=deployment_names
+        ),
     ],
+    yes: YesOption = False,
     *,
     connection: ClientOptions,
-    yes: YesOption = False,
 ) -> None:
-    """Remove a deployment whose ranks are gone, with its metrics and the recent loads.
+    """Remove a deployment whose ranks are gone, with its metrics.
 
-    Its plans and epochs stay stored, and ranks that come back are accepted. Needs role admin.
+    Its plans and placements stay stored, and ranks that come back are accepted. Needs role admin.
     """
     with connection.client() as client:
         client.deployment(name)
         confirm(f"{name} leaves the list and the metrics, and its windows are deleted.", yes)
-        client.delete(f"deployments/{name}")
-    say(f"{name}: removed; its plans and epochs stay stored")
+        client.change("DELETE", f"deployments/{name}")
+    say(f"{name}: removed; its plans and placements stay stored")
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Register the commands of this module."""
-    for command in (status, decisions, policy, freeze, resume, forget):
-        app.command()(with_option_groups(command))
+@deployment_app.command()
+@with_option_groups
+def quarantine(
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Reset the counts first. Needs role admin.")
+    ] = False,
+    yes: YesOption = False,
+    *,
+    connection: DeploymentClientOptions,
+    shown: ShowOptions,
+) -> None:
+    """Show which parts of the ranks' reports were rejected, by reason."""
+    with connection.client() as client:
+        path = connection.path(client, "/quarantine")
+        if clear:
+            confirm("The counts and samples of rejected reports are deleted.", yes)
+            client.change("DELETE", path)
+        shown.run(lambda: client.get(path), insight_tables.quarantine_view)

@@ -1,27 +1,24 @@
 """Options that several commands share.
 
 A command takes such options as one argument, a dataclass whose fields are options.
-`with_option_groups` turns the fields into options of the command; an option without words of its
-own has the docstring of its field.
+`with_option_groups` turns the fields into options of the command.
 """
 
-import ast
 import inspect
 import json
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from functools import cache, wraps
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from evenkeel_moe.cli.client import ApiClient, CliError, Exit, checked_id, read_token
-from evenkeel_moe.cli.completion import deployment_names
+from evenkeel_moe.cli.client import ApiClient, read_token
+from evenkeel_moe.cli.exits import CliError, Exit
+from evenkeel_moe.errors import EvenkeelError
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 YesOption = Annotated[
     bool, typer.Option("--yes", "-y", help="Do not ask for confirmation; for scripts.")
 ]
@@ -30,28 +27,30 @@ LimitOption = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlacementFileOptions:
-    """The options that describe a placement file to write."""
+_COMPLETED_WITHIN_S = 1.0
+"""A shell waits for the answer at every press of the tab key."""
 
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")]
-    format_name: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            "-f",
-            help="neutral (vLLM with the plugin), sglang, trtllm, ascend, vllm, vllm-mapping or"
-            " vllm-ranks.",
-        ),
-    ] = "neutral"
-    num_hidden_layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of rows of an sglang file.",
-            min=1,
-            show_default="as in the recording, else up to the last MoE layer",
-        ),
-    ] = None
+
+def deployment_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the ids of deployments that begin with what was typed."""
+    return _matching(ctx, "deployments", "deployment", incomplete)
+
+
+def plan_ids(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the ids of plans that begin with what was typed, the newest first."""
+    names = deployment_names(ctx, "")
+    chosen = ctx.params.get("deployment") or (names[0] if len(names) == 1 else None)
+    return _matching(ctx, f"deployments/{chosen}/plans", "plan_id", incomplete) if chosen else []
+
+
+def _matching(ctx: typer.Context, path: str, key: str, incomplete: str) -> list[str]:
+    """Return names that the controller lists; in doubt there is nothing to complete."""
+    given = {field.name: ctx.params.get(field.name) for field in fields(ClientOptions)}
+    found: list[str] = []
+    with suppress(EvenkeelError, CliError, KeyError, TypeError, OSError):
+        with ClientOptions(**given).client(_COMPLETED_WITHIN_S) as client:
+            found = [str(row[key]) for row in client.get(path)["items"]]
+    return [name for name in found if name.startswith(incomplete)]
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -68,17 +67,13 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
         group = groups[parameter.name]
         field_hints = get_type_hints(group, include_extras=True)
         for field in fields(group):
-            hint, default = field_hints[field.name], field.default
-            if get_origin(hint) is not Annotated:
-                hint = Annotated[hint, typer.Option()]
-            option = hint.__metadata__[0]
-            option.help = option.help or _field_words(group).get(field.name)
+            default = parameter.empty if field.default is MISSING else field.default
             parameters.append(
                 inspect.Parameter(
                     field.name,
                     parameter.KEYWORD_ONLY,
-                    default=parameter.empty if default is MISSING else default,
-                    annotation=hint,
+                    default=default,
+                    annotation=field_hints[field.name],
                 )
             )
 
@@ -93,63 +88,85 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-@cache
-def _field_words(group: type) -> dict[str, str]:
-    """Return the docstrings of the fields of a dataclass, each as one line."""
-    words: dict[str, str] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[group.__module__])).body:
-        if isinstance(node, ast.ClassDef) and node.name == group.__name__:
-            for field, after in pairwise(node.body):
-                match field, after:
-                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                        words[name] = " ".join(text.split())
-    return words
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextsFile:
+    """The option that says where the file of contexts is."""
+
+    contexts: Annotated[
+        Path | None, typer.Option(envvar="EVENKEEL_CONTEXTS", help="File of contexts.", hidden=True)
+    ] = None
+
+    @property
+    def file(self) -> Path:
+        """The path of the file; by default one in the user's folder of settings."""
+        return self.contexts or Path(typer.get_app_dir("evenkeel")) / "contexts.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClientOptions:
+class ClientOptions(ContextsFile):
     """The options that say which controller to call."""
 
-    url: Annotated[
-        str, typer.Option(envvar="EVENKEEL_URL", help="REST address of a controller.")
-    ] = "http://127.0.0.1:8080"
-    token: Annotated[
+    context: Annotated[
         str | None,
         typer.Option(
-            envvar="EVENKEEL_TOKEN",
-            help="Bearer token. Prefer --token-file: other users can read command lines.",
-            show_default="none",
+            envvar="EVENKEEL_CONTEXT",
+            show_envvar=False,
+            help="Context with the values of the options below.",
+            show_default="the one in use",
+        ),
+    ] = None
+    address: Annotated[
+        str | None,
+        typer.Option(
+            envvar="EVENKEEL_ADDRESS",
+            show_envvar=False,
+            help="REST address of a controller.",
+            show_default="the context's, else http://127.0.0.1:8080",
         ),
     ] = None
     token_file: Annotated[
         Path | None,
         typer.Option(
             envvar="EVENKEEL_TOKEN_FILE",
+            show_envvar=False,
             help="File with a token, in the controller's format.",
-            show_default="`tokens` in the data folder",
+            show_default="the context's, else `tokens` in the data folder",
+        ),
+    ] = None
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="EVENKEEL_TOKEN",
+            help="The token itself; other users can read command lines.",
+            hidden=True,
         ),
     ] = None
     data_dir: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             envvar="EVENKEEL_DATA_DIR",
-            help="Data folder of a controller on this machine, from which to read its token.",
+            help="Data folder of a controller on this machine, which has a token.",
+            hidden=True,
         ),
-    ] = Path("evenkeel-data")
+    ] = None
     ca_file: Annotated[
         Path | None,
         typer.Option(
             envvar="EVENKEEL_CA_FILE",
-            help="File of the CA (PEM) that signed the controller's certificate.",
-            show_default="the public CAs",
+            help="File of the CA (PEM) of the controller's certificate.",
+            hidden=True,
         ),
     ] = None
 
-    def client(self) -> ApiClient:
-        """Return a client with the given token, or with that of a controller on this machine."""
-        local_file = self.data_dir / "tokens"
-        token = read_token(self.token, self.token_file, local_file)
-        path = self.token_file or local_file
+    def client(self, timeout_s: float = 30.0) -> ApiClient:
+        """Return a client; options and variables win over the context, one value at a time."""
+        context = self.chosen()
+        token_file = self.token_file
+        if token_file is None and self.data_dir is None:
+            token_file = context.token_file
+        local_file = (self.data_dir or Path("evenkeel-data")) / "tokens"
+        token = read_token(self.token, token_file, local_file)
+        path = token_file or local_file
         if self.token is not None:
             words = "the token is unknown there, or has expired"
         elif token is not None:
@@ -159,36 +176,33 @@ class ClientOptions:
         else:
             lacks = "holds no token" if path.exists() else "does not exist"
             words = f"it needs a token, and {path} {lacks}; use --token-file or --data-dir"
-        return ApiClient(self.url, token, ca_file=self.ca_file, token_words=words)
+        address = self.address or context.address or "http://127.0.0.1:8080"
+        return ApiClient(address, token, timeout_s, self.ca_file or context.ca_file, words)
+
+    def chosen(self) -> Any:
+        """Return the context."""
+        # Imported here because other commands should not wait for it.
+        from evenkeel_moe.cli.contexts import chosen_context
+
+        return chosen_context(self.file, self.context)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentClientOptions(ClientOptions):
-    """The options that say which deployment of which controller a command is about.
-
-    Commands whose other arguments leave no place for a NAME of its own find it with `named_in`.
-    """
+    """The options that say which deployment of which controller a command is about."""
 
     deployment: Annotated[
         str | None,
         typer.Option(
             "--deployment",
             "-d",
-            help="The same as NAME.",
-            show_default="the only one there is",
+            envvar="EVENKEEL_DEPLOYMENT",
+            show_envvar=False,
+            help="Deployment id.",
+            show_default="the context's, else the only one there is",
             autocompletion=deployment_names,
         ),
     ] = None
-    default_deployment: Annotated[
-        str | None,
-        typer.Option(
-            envvar="EVENKEEL_DEPLOYMENT", help="Deployment if none is named.", hidden=True
-        ),
-    ] = None
-
-    def path(self, client: ApiClient, rest: str = "") -> str:
-        """Return the REST path of the deployment, followed by `rest`."""
-        return f"deployments/{self.found(client)}{rest}"
 
     def found(self, client: ApiClient) -> str:
         """Return the id of the deployment.
@@ -196,52 +210,12 @@ class DeploymentClientOptions(ClientOptions):
         Raises:
             CliError: no deployment is named, and there is not exactly one.
         """
-        chosen = self.deployment
-        return client.deployment(self.default_deployment or None if chosen is None else chosen)
+        named = self.deployment
+        return client.deployment(self.chosen().deployment if named is None else named)
 
-    def of(self, name: str | None) -> "DeploymentClientOptions":
-        """Return the options for the deployment of this name; None keeps them.
-
-        Raises:
-            CliError: another deployment is named with -d.
-        """
-        if name is not None and self.deployment not in (None, name):
-            raise CliError(
-                f"two deployments are named: {name} and, with -d, {self.deployment}", Exit.USAGE
-            )
-        return self if name is None else replace(self, deployment=name)
-
-    def named_in(self, words: Sequence[str], last: str) -> tuple["DeploymentClientOptions", str]:
-        """Split the arguments `[NAME] LAST`; return the options for NAME, and LAST.
-
-        Raises:
-            CliError: there are no arguments or more than two, or a plan id is none.
-        """
-        if not 1 <= len(words) <= 2:
-            raise CliError(
-                f"expected [NAME] {last}, got {len(words)} arguments; see --help", Exit.USAGE
-            )
-        found = checked_id(words[-1], "plan") if last == "PLAN" else words[-1]
-        return self.of(words[0] if len(words) == 2 else None), found
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NamedDeployment(DeploymentClientOptions):
-    """The same, for commands whose only argument is the deployment."""
-
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME]",
-            help="Deployment id.",
-            show_default="EVENKEEL_DEPLOYMENT, or the only one there is",
-            autocompletion=deployment_names,
-        ),
-    ] = None
-
-    def found(self, client: ApiClient) -> str:
-        """Return the id of the deployment."""
-        return DeploymentClientOptions.found(self.of(self.name), client)
+    def path(self, client: ApiClient, rest: str = "") -> str:
+        """Return the REST path of the deployment, followed by `rest`."""
+        return f"deployments/{self.found(client)}{rest}"
 
 
 def nested_fields(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""`evenkeel plan`: create, show, approve, cancel and roll back plans."""
+"""`evenkeel plan`: propose, show, approve, cancel and roll back plans."""
 
 import json
+import re
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,29 +12,22 @@ import typer
 from rich.console import RenderableType
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.cli import plan_answers, plan_questions, plan_tables
-from evenkeel_moe.cli.client import ApiClient, CliError, Exit, NotSent
-from evenkeel_moe.cli.completion import plan_ids
-from evenkeel_moe.cli.confirm import confirm, require_terminal
-from evenkeel_moe.cli.console import say, show, tell
-from evenkeel_moe.cli.help import CommandApp
+from evenkeel_moe.cli import plan_tables, plan_words
+from evenkeel_moe.cli.client import ApiClient, checked_id
+from evenkeel_moe.cli.console import confirm, require_terminal, say
+from evenkeel_moe.cli.exits import CliError, Exit, NotSent
 from evenkeel_moe.cli.options import (
     DeploymentClientOptions,
-    JsonOption,
-    NamedDeployment,
     YesOption,
+    plan_ids,
     with_option_groups,
 )
-from evenkeel_moe.cli.rollback_target import confirm_placement, confirmed_epoch, whole_digest
-from evenkeel_moe.cli.watch import ShowOptions
+from evenkeel_moe.cli.watch import OutputOptions, ShowOptions
 
-app = CommandApp(no_args_is_help=True, help="Create, show, approve, cancel and roll back plans.")
+app = typer.Typer(no_args_is_help=True, help="Propose, show, approve, cancel and undo plans.")
 
 PlanArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="[NAME] PLAN", help="Deployment id and plan id.", autocompletion=plan_ids
-    ),
+    str, typer.Argument(metavar="PLAN", help="Plan id.", autocompletion=plan_ids)
 ]
 IdOption = Annotated[
     str | None,
@@ -43,23 +37,19 @@ IdOption = Annotated[
         show_default="a new one",
     ),
 ]
+_DIGEST_DIGITS = 32
+_LEAST_DIGITS = 6
+"""Digits of a digest that must be given; fewer could name another placement by mistake."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanArguments:
     """The options that say what to plan."""
 
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Plan and move nothing. The plan waits as a proposal, and `plan approve`"
-            " starts that very plan.",
-        ),
-    ] = False
-    start: Annotated[bool, typer.Option("--start", help="Start at once, also in propose mode.")] = (
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, and keep nothing.")] = (
         False
     )
+    start: Annotated[bool, typer.Option("--start", help="Start the plan at once.")] = False
     plan_id: IdOption = None
     policy: Annotated[
         str | None,
@@ -70,19 +60,15 @@ class PlanArguments:
     ] = None
     max_moves: Annotated[
         int | None,
-        typer.Option(
-            min=0, help="Maximum number of copies between ranks.", show_default="no limit"
-        ),
+        typer.Option(min=0, help="Most copies between ranks.", show_default="no limit"),
     ] = None
     max_bytes: Annotated[
         int | None,
-        typer.Option(min=0, help="Maximum number of bytes between ranks.", show_default="no limit"),
+        typer.Option(min=0, help="Most bytes between ranks.", show_default="no limit"),
     ] = None
     max_layers: Annotated[
         int | None,
-        typer.Option(
-            min=0, help="Maximum number of layers that may change.", show_default="no limit"
-        ),
+        typer.Option(min=0, help="Most layers that may change.", show_default="no limit"),
     ] = None
     phase: Annotated[
         list[str] | None,
@@ -126,15 +112,15 @@ def _given(**fields: Any) -> dict[str, Any]:
 @app.command()
 @with_option_groups
 def create(
-    connection: NamedDeployment,
     request: PlanArguments,
     yes: YesOption = False,
-    as_json: JsonOption = False,
+    *,
+    connection: DeploymentClientOptions,
+    shown: OutputOptions,
 ) -> None:
-    """Create a plan by hand.
-
-    It starts at once with --start, and in mode auto. Else it waits for `evenkeel plan approve`.
-    """
+    """Propose a plan: it waits for `evenkeel plan approve`."""
+    if request.dry_run and request.start:
+        raise CliError("--dry-run keeps nothing, --start starts it: give one of them", Exit.USAGE)
     target = None if request.target is None else _read_target(request.target)
     body = request.body(target)
     with connection.client() as client:
@@ -142,25 +128,18 @@ def create(
         path = f"deployments/{name}"
         if target is not None and "num_ranks" in target:
             _check_ranks(client.get(path), target["num_ranks"], str(request.target))
-        if not (yes or request.dry_run) and _starts_at_once(client, path, request):
+        if request.start and not yes:
             require_terminal(f"The plan starts at once: ranks of {name} copy experts.")
-            shown_first = _given(**body | {"dry_run": True, "approve": None})
-            answer = _post_plan(client, f"{path}/plans", shown_first)
+            answer = _post_plan(client, f"{path}/plans", _given(**body | {"approve": None}))
             if answer["phase"] == "proposed":
                 answer = _start_or_cancel(client, answer)
-            tell(answer, as_json, plan_answers.approved(answer))
+            shown.show(answer, lambda: plan_words.approved(answer))
             return
         answer = _post_plan(client, f"{path}/plans", body)
-        show(answer, as_json, lambda: _view(answer))
-    if not as_json:
-        say(f"\n{plan_answers.created(answer)}")
-
-
-def _starts_at_once(client: ApiClient, path: str, request: PlanArguments) -> bool:
-    """Return True if the controller would start the plan without another request."""
-    if request.start or client.get(path)["mode"] != "auto":
-        return request.start
-    return not client.get(f"{path}/policy").get("separate_approval", False)
+    words = {"phase_text": "dry run", "text": "Nothing was kept."} if request.dry_run else {}
+    shown.show(answer, lambda: _view(answer | words))
+    if not shown.as_json:
+        say(f"\n{plan_words.created(answer, request.dry_run)}")
 
 
 def _start_or_cancel(client: ApiClient, plan: dict[str, Any]) -> Any:
@@ -174,15 +153,16 @@ def _start_or_cancel(client: ApiClient, plan: dict[str, Any]) -> Any:
         # Without an answer it may have been started.
         if not (isinstance(error, CliError) and error.code is Exit.UNAVAILABLE):
             with suppress(CliError):  # It has ended already, or the error says what is wrong.
-                client.post(f"{_path(plan)}/cancel")
+                client.change("POST", f"{_path(plan)}/cancel")
                 say(f"plan {plan['plan_id']} is cancelled; it has moved nothing", err=True)
         raise
 
 
 def _start(client: ApiClient, plan: dict[str, Any]) -> Any:
     """Show a plan, and start this very plan if the operator agrees."""
-    confirm(plan_questions.start(plan), False, _view(plan))
-    return client.post(f"{_path(plan)}/approve", if_match=f'"{plan["target"]["digest"]}"')
+    confirm(plan_words.start_question(plan), False, _view(plan))
+    tag = f'"{plan["target"]["digest"]}"'
+    return client.change("POST", f"{_path(plan)}/approve", if_match=tag)
 
 
 def _path(plan: dict[str, Any]) -> str:
@@ -203,9 +183,9 @@ def _post_plan(client: ApiClient, path: str, body: dict[str, Any]) -> Any:
     A second plan with a new id might undo the first one.
     """
     try:
-        return client.post(path, body)
+        return client.change("POST", path, body)
     except CliError as error:
-        if error.code is not Exit.UNAVAILABLE:
+        if error.code is not Exit.UNAVAILABLE or body.get("dry_run"):
             raise
         if isinstance(error, NotSent):
             raise CliError(f"{error}; nothing was sent", error.code) from error
@@ -258,7 +238,7 @@ def list_plans(
         ),
     ] = None,
     *,
-    connection: NamedDeployment,
+    connection: DeploymentClientOptions,
     shown: ShowOptions,
 ) -> None:
     """List plans, newest first."""
@@ -269,64 +249,59 @@ def list_plans(
 
 @app.command("show")
 @with_option_groups
-def show_plan(words: PlanArgument, connection: DeploymentClientOptions, shown: ShowOptions) -> None:
+def show_plan(plan: PlanArgument, connection: DeploymentClientOptions, shown: ShowOptions) -> None:
     """Show one plan and the figures behind it."""
-    chosen, plan = connection.named_in(words, "PLAN")
+    checked_id(plan, "plan")
     with connection.client() as client:
-        name = chosen.found(client)
-        shown.run(
-            lambda: client.get(f"deployments/{name}/plans/{plan}"),
-            _view,
-        )
+        path = connection.path(client, f"/plans/{plan}")
+        shown.run(lambda: client.get(path), _view)
 
 
 @app.command()
 @with_option_groups
-def story(words: PlanArgument, connection: DeploymentClientOptions, shown: ShowOptions) -> None:
+def story(plan: PlanArgument, connection: DeploymentClientOptions, shown: ShowOptions) -> None:
     """Show what happened to a plan and why, in order."""
-    chosen, plan = connection.named_in(words, "PLAN")
+    checked_id(plan, "plan")
     with connection.client() as client:
-        path = chosen.path(client, f"/plans/{plan}/story")
+        path = connection.path(client, f"/plans/{plan}/story")
         shown.run(lambda: client.get(path), lambda answer: plan_tables.story_table(answer["rows"]))
 
 
 @app.command()
 @with_option_groups
 def approve(
-    words: PlanArgument,
-    connection: DeploymentClientOptions,
+    plan: PlanArgument,
     yes: YesOption = False,
-    as_json: JsonOption = False,
+    *,
+    connection: DeploymentClientOptions,
+    shown: OutputOptions,
 ) -> None:
     """Start a plan that waits for approval.
 
     The answer is stale_base if the placement has changed since the plan was made.
     """
-    chosen, plan = connection.named_in(words, "PLAN")
+    checked_id(plan, "plan")
     with connection.client() as client:
-        name = chosen.found(client)
-        path = f"deployments/{name}/plans/{plan}"
+        path = connection.path(client, f"/plans/{plan}")
         found = None if yes else client.get(path)
         if found is None or found["phase"] != "proposed":  # The controller says what is wrong.
-            answer = client.post(f"{path}/approve")
+            answer = client.change("POST", f"{path}/approve")
         else:
             answer = _start(client, found)
-    tell(answer, as_json, plan_answers.approved(answer))
+    shown.show(answer, lambda: plan_words.approved(answer))
 
 
 @app.command()
 @with_option_groups
-def cancel(
-    words: PlanArgument, connection: DeploymentClientOptions, as_json: JsonOption = False
-) -> None:
+def cancel(plan: PlanArgument, connection: DeploymentClientOptions, shown: OutputOptions) -> None:
     """Stop a plan, or reject one that waits for approval.
 
     A wave for which all ranks have voted is still carried out. Later waves do not start.
     """
-    chosen, plan = connection.named_in(words, "PLAN")
+    checked_id(plan, "plan")
     with connection.client() as client:
-        answer = client.post(chosen.path(client, f"/plans/{plan}/cancel"))
-    tell(answer, as_json, plan_answers.cancelled(answer))
+        answer = client.change("POST", connection.path(client, f"/plans/{plan}/cancel"))
+    shown.show(answer, lambda: plan_words.cancelled(answer))
 
 
 @app.command()
@@ -343,15 +318,15 @@ def rollback(
     to_placement: Annotated[
         str | None,
         typer.Option(
-            help="Placement to return to, as `evenkeel epochs` names it, or its first 6 digits or"
-            " more."
+            help="Placement to return to, as `evenkeel placement list` names it, or its first 6"
+            " digits or more."
         ),
     ] = None,
     plan_id: IdOption = None,
-    *,
-    connection: NamedDeployment,
     yes: YesOption = False,
-    as_json: JsonOption = False,
+    *,
+    connection: DeploymentClientOptions,
+    shown: OutputOptions,
 ) -> None:
     """Return to an earlier placement.
 
@@ -359,15 +334,48 @@ def rollback(
     """
     if to_epoch is not None and to_placement is not None:
         raise CliError("name an epoch or a placement to return to, not both", Exit.USAGE)
-    new_id = plan_id or _new_id("rollback")
-    body = _given(plan_id=new_id, to_epoch=to_epoch, to_placement=to_placement)
     with connection.client() as client:
         name = connection.found(client)
+        path = f"deployments/{name}/rollback"
         if to_placement is not None:
-            to_placement = body["to_placement"] = whole_digest(client, name, to_placement)
-        if not yes and to_placement is not None:
-            confirm_placement(client, name, to_placement)
-        elif not yes:
-            body["to_epoch"] = confirmed_epoch(client, name, to_epoch)
-        answer = _post_plan(client, f"deployments/{name}/rollback", body)
-    tell(answer, as_json, plan_answers.rolled_back(answer))
+            to_placement = _whole_digest(client, name, to_placement)
+        if not yes:
+            preview = client.get(path, to_epoch=to_epoch, to_placement=to_placement)
+            confirm(plan_words.rollback_question(preview, name, to_placement), False)
+            # The epoch that was shown is requested, also if another plan ends meanwhile.
+            to_epoch = None if to_placement else int(preview["to_epoch"])
+        new_id = plan_id or _new_id("rollback")
+        body = _given(plan_id=new_id, to_epoch=to_epoch, to_placement=to_placement)
+        answer = _post_plan(client, path, body)
+    shown.show(answer, lambda: plan_words.rolled_back(answer))
+
+
+def _whole_digest(client: ApiClient, name: str, text: str) -> str:
+    """Return the digest of the recorded placement that begins with a text.
+
+    A whole digest is returned unchanged, recorded or not.
+
+    Raises:
+        CliError: the text is no beginning of a digest, or of none or several recorded placements.
+    """
+    given, digits = text.lower(), _DIGEST_DIGITS
+    listed = f"`evenkeel placement list -d {name}` lists them"
+    if re.fullmatch(rf"[0-9a-f]{{{_LEAST_DIGITS},{digits}}}", given) is None:
+        raise CliError(
+            f"{text} is not a placement: give its {digits} digits of 0-9 and a-f, or its first"
+            f" {_LEAST_DIGITS} or more; {listed}",
+            Exit.USAGE,
+        )
+    if len(given) == digits:
+        return given
+    rows = client.get(f"deployments/{name}/epochs")["items"]
+    found = list(dict.fromkeys(row["digest"] for row in rows if row["digest"].startswith(given)))
+    if not found:
+        raise CliError(f"no recorded placement begins with {given}; {listed}", Exit.REFUSED)
+    if len(found) > 1:
+        raise CliError(
+            f"{len(found)} recorded placements begin with {given}, give more digits:"
+            f" {', '.join(found)}",
+            Exit.USAGE,
+        )
+    return str(found[0])

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable, with_values
-from evenkeel_moe.cli.tables import BALANCEDNESS_WORDS, explained, legend, with_reason
+from evenkeel_moe.cli.console import Listing, TableColumn, explained, facts, legend
+from evenkeel_moe.cli.tables import with_reason
 from evenkeel_moe.cli.units import moment, moments
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.quantities import (
@@ -31,33 +31,40 @@ _UNCERTAIN = (
 
 def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each plan. Columns without a value are left out."""
-    columns = (
-        FittedColumn("PLAN"),
-        FittedColumn("PHASE"),
-        FittedColumn("WHY THIS PHASE", keep=5, under="PLAN", label="why: "),
-        FittedColumn("UNDOES", keep=2),
-        FittedColumn("WHY MADE", keep=6),
-        FittedColumn("POLICY", keep=7),
-        FittedColumn("BASE EPOCH", right=True, keep=8),
-        FittedColumn("WAVES", right=True, keep=4),
-        FittedColumn("COPIES", right=True, keep=3),
-        FittedColumn("BYTES", right=True, keep=4),
-        FittedColumn("PROMISED", right=True, keep=1),
-        FittedColumn("DELIVERED", right=True, keep=1),
-        FittedColumn("CREATED", keep=1),
-    )
     if not rows:
         return Text("no plan yet", style="dim")
     created, day = _created(rows)
-    shown, cells = with_values(
-        columns, [_plan(rows, index, at) for index, at in enumerate(created)]
+    shown = [
+        {**row, "created": at, "older": rows[index:]}
+        for index, (row, at) in enumerate(zip(rows, created, strict=True), start=1)
+    ]
+    columns = (
+        TableColumn("PLAN", "plan_id"),
+        TableColumn("PHASE", "phase_text"),
+        TableColumn(
+            "WHY THIS PHASE", lambda row: "-" if _is_plain(row) else row["reason"], wide=True
+        ),
+        TableColumn("UNDOES", lambda row: _undoes(row, row["older"]), wide=True),
+        TableColumn("WHY MADE", "planned_because", wide=True),
+        TableColumn("POLICY", "policy", wide=True),
+        TableColumn("BASE EPOCH", "base_epoch", right=True, wide=True),
+        TableColumn(
+            "WAVES", lambda row: f"{row['waves_committed']}/{row['waves']}", right=True, wide=True
+        ),
+        TableColumn("COPIES", lambda row: f"{row['moves']:,}", right=True, wide=True),
+        TableColumn("BYTES", lambda row: bytes_text(row["nbytes"]), right=True, wide=True),
+        TableColumn(
+            "PROMISED", lambda row: share(row["numbers"].get("gain")), right=True, optional=True
+        ),
+        TableColumn("DELIVERED", _delivered, right=True, optional=True),
+        TableColumn("CREATED", "created"),
     )
     measured = [row["delivered"] for row in rows if row["delivered"] is not None]
     losses = any(is_loss(one["gain"]) and not _is_uncertain(one) for one in measured)
     words = [day, _COPIES, _GAIN + ("; slower: MoE time rose" if losses else "")]
     if any(_is_uncertain(one) for one in measured):
         words.append(_UNCERTAIN)
-    words += explained(row for row in rows if not _says_nothing_new(row))
+    words += explained(row for row in rows if not _is_plain(row))
     if any(row["phase_text"] == "superseded" for row in rows):
         words.append(_SUPERSEDED)
     rollbacks = [row for row in rows if row["kind"] == "rollback"]
@@ -65,7 +72,7 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         words.append("undoes: the plan, or all plans since an epoch, that a rollback takes back")
     if any(row["delivered"] is not None for row in rollbacks):
         words.append(_ROLLBACK)
-    return Group(FittedTable(shown, cells), legend(*words))
+    return Group(Listing(columns, shown), legend(*words))
 
 
 def _created(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
@@ -76,28 +83,10 @@ def _created(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
     return [text[5:16] for text in times], "created: month, day, hour and minute in UTC"
 
 
-def _plan(rows: Sequence[Mapping[str, Any]], index: int, created: str) -> list[str]:
-    """Return the cells of one row; `rows` are all plans, newest first."""
-    row = rows[index]
-    delivered = row["delivered"]
-    return [
-        row["plan_id"],
-        row["phase_text"],
-        "-" if _says_nothing_new(row) else row["reason"],
-        _undoes(row, rows[index + 1 :]),
-        row["planned_because"],
-        row["policy"],
-        str(row["base_epoch"]),
-        f"{row['waves_committed']}/{row['waves']}",
-        f"{row['moves']:,}",
-        bytes_text(row["nbytes"]),
-        share(row["numbers"].get("gain")),
-        "-" if delivered is None else _delivered(delivered),
-        created,
-    ]
-
-
-def _delivered(measured: Mapping[str, Any]) -> str:
+def _delivered(row: Mapping[str, Any]) -> str | None:
+    measured = row["delivered"]
+    if measured is None:
+        return None
     return "uncertain" if _is_uncertain(measured) else saving(measured["gain"])
 
 
@@ -107,7 +96,7 @@ def _is_uncertain(measured: Mapping[str, Any]) -> bool:
     return lower is not None and upper is not None and bool(lower <= 0 <= upper)
 
 
-def _says_nothing_new(row: Mapping[str, Any]) -> bool:
+def _is_plain(row: Mapping[str, Any]) -> bool:
     """Return True if the reason of a phase repeats it, or says why the plan was made."""
     known = (row["planned_because"], Reason.PLAN_STARTED)
     phase = row["phase_text"]
@@ -152,7 +141,7 @@ def plan_view(row: Mapping[str, Any], now: float) -> RenderableType:
         now: Unix seconds.
     """
     plan = f"{row['plan_id']} of {row['deployment']} ({row['kind']}, policy {row['policy']})"
-    facts = [
+    shown = [
         ("plan", plan),
         ("phase", f"{row['phase_text']}: {row['text']}"),
         *_figures(row["figures"]),
@@ -160,14 +149,13 @@ def plan_view(row: Mapping[str, Any], now: float) -> RenderableType:
         *_duration(row, now),
         *_origin(row, now),
     ]
-    parts: list[RenderableType] = [_facts(facts)]
+    parts: list[RenderableType] = [facts(shown)]
     if row["error"] and row["error"] != row["reason"]:
         parts.append(Text(row["error"], style="red"))
     if row["details"]:
         title = Text("\nFigures behind it", style="bold")
-        parts += [title, _facts(_figures(row["details"]))]
-    balanced = any(name.startswith("balancedness") for name in row["numbers"])
-    return Group(*parts, legend(_COPIES, *([BALANCEDNESS_WORDS] if balanced else [])))
+        parts += [title, facts(_figures(row["details"]))]
+    return Group(*parts, legend(_COPIES))
 
 
 def _figures(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
@@ -180,17 +168,15 @@ def _figures(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
 
 def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table of the events of a plan, in order. Rows of one day show only the time."""
-    columns = (
-        FittedColumn("AT (UTC)"),
-        FittedColumn("PHASE", keep=1),
-        FittedColumn("EVENT", fold=True, least=32),
-    )
     times, day = moments([row["at"] for row in rows])
-    cells = [
-        (at, row["phase_text"] or "-", row["text"]) for at, row in zip(times, rows, strict=True)
-    ]
+    shown = [{**row, "at": at} for at, row in zip(times, rows, strict=True)]
+    columns = (
+        TableColumn("AT (UTC)", "at"),
+        TableColumn("PHASE", lambda row: row["phase_text"] or "-"),
+        TableColumn("EVENT", "text", fold=True),
+    )
     words = [_GAIN] if any(row["event"] == "measured" for row in rows) else []
-    return Group(FittedTable(columns, cells), legend(*day, *words))
+    return Group(Listing(columns, shown), legend(*day, *words))
 
 
 def _duration(row: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
@@ -219,8 +205,3 @@ def _origin(row: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
         expires = f"{moment(row['expires_at'])} UTC, {age(row['expires_at'], now)}"
         rows.append(("expires", expires))
     return rows
-
-
-def _facts(rows: Sequence[tuple[str, str]]) -> RenderableType:
-    cells = [(Text(name, style="dim"), Text(value)) for name, value in rows]
-    return FittedTable((FittedColumn(""), FittedColumn("", fold=True)), cells)

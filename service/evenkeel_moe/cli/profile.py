@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.console import say
+from evenkeel_moe.cli.exits import CliError, Exit
 from evenkeel_moe.cli.options import with_option_groups
 from evenkeel_moe.errors import InvalidInput
 
@@ -36,7 +36,9 @@ def profile(
     measured: MeasuredRange,
     folder: Annotated[
         Path,
-        typer.Option(help="Folder for the curves; give it to the engine as EVENKEEL_RANK__CURVES."),
+        typer.Option(
+            "--out", help="Folder for the curves; give it to the engine as EVENKEEL_RANK__CURVES."
+        ),
     ] = Path("curves"),
     dtype: Annotated[str, typer.Option(help="Number type, by its name in torch.")] = "bfloat16",
     device: Annotated[
@@ -46,7 +48,10 @@ def profile(
         ),
     ] = None,
 ) -> None:
-    """Measure the time of one MoE layer by its tokens and replicas on each device, and save it."""
+    """Measure the time of an MoE layer on this machine.
+
+    It measures by tokens and by replicas, and writes a file for each device.
+    """
     try:
         from evenkeel_moe.cli.device_profile import device_names, profile_device
     except ModuleNotFoundError as error:

@@ -11,18 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.console import say
-from evenkeel_moe.cli.help import CommandApp
+from evenkeel_moe.cli.exits import CliError, Exit
 from evenkeel_moe.cli.options import with_option_groups
 from evenkeel_moe.cli.replay import check_writable, doubt_lines, print_notes
+from evenkeel_moe.cli.replay_options import AcceptOption, FirstLayerOption, StartOption
 from evenkeel_moe.errors import EvenkeelError, InvalidInput
-from evenkeel_moe.replay.options import ReadingOptions
 
-app = CommandApp(
-    no_args_is_help=True,
-    help="Record the expert loads of an engine in a trace file, without a controller.",
-)
+app = typer.Typer(no_args_is_help=True, help="Record the expert loads of an engine in a file.")
 _POLL_S = 0.5
 _DUMP_S = 120.0
 """Seconds in which SGLang must have written its dump."""
@@ -45,19 +41,19 @@ _OTHER_USERS = {
 class RecordOptions:
     """The options that both engines share."""
 
+    accept: AcceptOption = None
+    first_moe_layer: FirstLayerOption = None
     seconds: Annotated[
         float, typer.Option("--seconds", "-s", help="Seconds to record.", min=0.1)
     ] = 60.0
-    out: Annotated[Path, typer.Option("--out", "-o", help="Trace to write, *.npz.")] = Path(
-        "trace.npz"
-    )
+    out: Annotated[Path, typer.Option(help="Trace to write, *.npz.")] = Path("trace.npz")
 
 
 @app.command()
 @with_option_groups
 def sglang(
     recording: RecordOptions,
-    url: Annotated[
+    address: Annotated[
         str, typer.Option(help="Address of the SGLang server.")
     ] = "http://127.0.0.1:30000",
     dumps: Annotated[
@@ -75,8 +71,6 @@ def sglang(
             show_default="none",
         ),
     ] = None,
-    *,
-    reading: ReadingOptions,
 ) -> None:
     """Record the expert loads of an SGLang server with its own recorder.
 
@@ -90,9 +84,9 @@ def sglang(
         raise InvalidInput(f"{dumps}: there is no such folder")
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
-        client = httpx.Client(base_url=url, headers=headers, timeout=_DUMP_S)
+        client = httpx.Client(base_url=address, headers=headers, timeout=_DUMP_S)
     except httpx.InvalidURL as error:
-        raise CliError(f"{url} is not a valid URL: {error}", Exit.USAGE) from error
+        raise CliError(f"{address} is not a valid URL: {error}", Exit.USAGE) from error
     with client:
         _check_started(_started(client), client.base_url)
         _ask(client, "start_expert_distribution_record")
@@ -109,7 +103,7 @@ def sglang(
             " SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR",
             Exit.UNAVAILABLE,
         )
-    _write(path, reading, recording.out)
+    _write(path, recording)
 
 
 @app.command()
@@ -123,7 +117,7 @@ def vllm(
             help="Folder into which the ranks record: EVENKEEL_RANK__RECORD of the server.",
         ),
     ],
-    reading: ReadingOptions,
+    start: StartOption = None,
 ) -> None:
     """Record the expert loads of a vLLM server that runs with the plugin."""
     from evenkeel_moe.formats.recording import is_recording, newest_step
@@ -131,12 +125,12 @@ def vllm(
     _check_out(recording.out)
     if not is_recording(folder):
         raise InvalidInput(f"{folder}: holds no file of a recording; is the server running?")
-    first = newest_step(folder, reading.start) + 1
+    first = newest_step(folder, start) + 1
     _wait(recording.seconds)
-    after = newest_step(folder, reading.start)
+    after = newest_step(folder, start)
     # The plugin writes a file every few seconds: the last steps of the time arrive a little later.
-    _poll(_FLUSH_S, lambda: newest_step(folder, reading.start) > after or None)
-    _write(folder, reading, recording.out, from_step=first)
+    _poll(_FLUSH_S, lambda: newest_step(folder, start) > after or None)
+    _write(folder, recording, start, from_step=first)
 
 
 def _check_out(out: Path) -> None:
@@ -187,7 +181,7 @@ def _check_started(info: dict[str, Any], url: Any) -> None:
     if not all(known.values()):
         unknown = ", ".join(key for key, is_known in known.items() if not is_known)
         faults.append(
-            f"it does not say {unknown} at /{' or /'.join(_INFO_ROUTES)}: --url must be the"
+            f"it does not say {unknown} at /{' or /'.join(_INFO_ROUTES)}: --address must be the"
             " address of SGLang itself, of a version with this recorder"
         )
     elif mode is None:
@@ -298,14 +292,16 @@ def _await_dump(dumps: Path, before: set[Path]) -> Path | None:
     return found
 
 
-def _write(path: Path, reading: ReadingOptions, out: Path, *, from_step: int = 0) -> None:
+def _write(
+    path: Path, recording: RecordOptions, start: str | None = None, *, from_step: int = 0
+) -> None:
     """Read a dump or the folder of a recording, and write the trace."""
     from evenkeel_moe.formats import check_trace, read_trace, write_trace
     from evenkeel_moe.formats.recording import read_recording
 
-    first, accept = reading.first_moe_layer, reading.accept or ()
+    first, accept, out = recording.first_moe_layer, recording.accept or (), recording.out
     if path.is_dir():
-        recorded = read_recording(path, first, from_step=from_step, start=reading.start)
+        recorded = read_recording(path, first, from_step=from_step, start=start)
         trace = check_trace(recorded, accept)
     else:
         trace = read_trace(path, first_moe_layer=first, accept=accept)
@@ -315,5 +311,5 @@ def _write(path: Path, reading: ReadingOptions, out: Path, *, from_step: int = 0
     write_trace(out, trace)
     say(
         f"{out}: {trace.num_steps} steps, {trace.num_layers} MoE layers, {trace.num_experts}"
-        f" experts. Next: evenkeel offline {out} --ranks R --slots S -f FORMAT -o FILE"
+        f" experts. Next: evenkeel offline {out} --ranks R --slots S -f FORMAT --out FILE"
     )

@@ -6,7 +6,7 @@ Heavy imports wait until a command runs, because `--help` must not load numpy.
 import os
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,28 +15,29 @@ import typer
 from rich.text import Text
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.cli.console import print_json, print_parts, say, stdout_console, work_bars
-from evenkeel_moe.cli.help import CommandApp
-from evenkeel_moe.cli.options import JsonOption, PlacementFileOptions, with_option_groups
+from evenkeel_moe.cli.console import print_json, print_parts, say, work_bars
+from evenkeel_moe.cli.options import with_option_groups
+from evenkeel_moe.cli.replay_options import (
+    AcceptOption,
+    ConfigOption,
+    FirstLayerOption,
+    PlacementFileOptions,
+    PolicyOption,
+    RanksOption,
+    RecordingArgument,
+    SlotsOption,
+    StartOption,
+)
 from evenkeel_moe.cli.units import moment
+from evenkeel_moe.cli.watch import OutputOptions
 from evenkeel_moe.errors import InvalidInput
-from evenkeel_moe.replay.options import (
-    CostOptions,
-    FleetOptions,
-    KvOptions,
-    PlanningOptions,
-    ReadingOptions,
-    TraceOption,
-)
 
-app = CommandApp(
-    no_args_is_help=True, help="Try policies on recorded traffic, without a running fleet."
-)
+app = typer.Typer(no_args_is_help=True, help="Try policies on recorded traffic.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedOptions:
-    """The options that say which policies to compare, and on which steps."""
+    """The options of a comparison."""
 
     policies: Annotated[
         str | None,
@@ -44,100 +45,94 @@ class ComparedOptions:
             "--policies", "-p", help="Names, separated by commas.", show_default="all policies"
         ),
     ] = None
-    window: Annotated[int, typer.Option(help="Number of steps on which a policy plans.", min=1)] = (
-        100
-    )
+    ranks: RanksOption = None
+    slots: SlotsOption = None
+    window: Annotated[
+        int | None,
+        typer.Option(help="Number of steps on which a policy plans.", show_default="100"),
+    ] = None
     horizon: Annotated[
-        int, typer.Option(help="Steps on which a plan is scored before the next replan.", min=1)
-    ] = 50
-    verdict: Annotated[
-        bool,
+        int | None,
         typer.Option(
-            "--verdict",
-            help="Also compare every policy as POLICY+verdict: its plans are adopted only if"
-            " held-out steps show that they pay.",
+            help="Steps on which a plan is scored before the next replan.", show_default="50"
         ),
-    ] = False
-    baselines: Annotated[
-        bool,
+    ] = None
+    accept: AcceptOption = None
+    out: Annotated[
+        list[Path] | None,
         typer.Option(
-            "--baselines/--no-baselines",
-            help="Also compare initial (never plans), once (plans once) and ewma (EPLB on a"
-            " weighted mean of the past).",
+            help="File to write: *.html is a page with charts, *.npz holds every plan. Repeat for"
+            " both.",
+            show_default="none",
         ),
-    ] = True
-
-    def names(self) -> list[str]:
-        """Return the names of the policies, without the baselines."""
-        from evenkeel_moe.planning.policies.registry import POLICIES
-        from evenkeel_moe.replay.planners import VERDICT
-
-        names = list(POLICIES)
-        if self.policies is not None:
-            names = [name.strip() for name in self.policies.split(",") if name.strip()]
-        if self.verdict:
-            names += [f"{name}{VERDICT}" for name in names if not name.endswith(VERDICT)]
-        return names
+    ] = None
+    config: ConfigOption = None
 
 
 @app.command("compare")
 @with_option_groups
 def compare_command(
-    trace: TraceOption,
-    compared: ComparedOptions,
-    fleet: FleetOptions,
-    planning: PlanningOptions,
-    cost: CostOptions,
-    kv: KvOptions,
-    reading: ReadingOptions,
-    save_plans: Annotated[
-        Path | None,
-        typer.Option(help="Write every plan to this npz file, for scoring with other tools."),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Write a self-contained HTML page with charts to this file.")
-    ] = None,
-    as_json: JsonOption = False,
+    recording: RecordingArgument, asked: ComparedOptions, shown: OutputOptions
 ) -> None:
-    """Compare policies on a trace: plan on past steps, score the plan on later ones, and repeat.
+    """Plan on past steps, score on later ones, and repeat.
 
     Copies and bytes are those of all replans except the first, which starts from the initial
-    placement. The trace must be long enough for at least 4 replans.
+    placement. The recording must be long enough for at least 4 replans.
     """
     from evenkeel_moe.replay.compare import compare, write_plans
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
+    from evenkeel_moe.replay.options import CompareOptions, read_options
     from evenkeel_moe.replay.planners import choose_planners
     from evenkeel_moe.replay.replica_tradeoff import kv_memory, weigh_on_walk
 
-    check_writable(save_plans, html)
-    weigh_replicas = kv_memory(kv) is not None or html is not None
-    if html is not None:
+    flags = asdict(asked)
+    config, out = flags.pop("config"), flags.pop("out")
+    options = read_options(CompareOptions, config, **flags)
+    files = _by_suffix(out or ())
+    check_writable(*files.values())
+    if ".html" in files:
         _check_matplotlib()
-    recorded = read_recorded(trace, reading)
-    setup = replay_setup(
-        recorded,
-        fleet,
-        planning,
-        cost,
-        window_steps=compared.window,
-        horizon_steps=compared.horizon,
-    )
-    names = compared.names()
-    policies = replay_policies(names, planning, fleet.bytes_per_expert)
-    planners = choose_planners(names, baselines=compared.baselines, policies=policies)
-    _tell_start(planners, recorded)
-    recorded = with_origin(recorded, setup, planners, reading)
+    weigh_replicas = kv_memory(options) is not None or ".html" in files
+    trace = read_recorded(recording, options)
+    setup = replay_setup(trace, options, window_steps=options.window, horizon_steps=options.horizon)
+    names = _policy_names(options)
+    known = replay_policies(names, options, options.bytes_per_expert)
+    planners = choose_planners(names, baselines=options.baselines, policies=known)
+    _tell_start(planners, trace)
+    trace = with_origin(trace, setup, planners, options)
     with work_bars() as (on_work, on_replan):
-        tradeoff = weigh_on_walk(setup, kv) if weigh_replicas else None
-        comparison = compare(
-            recorded, setup, planners, tradeoff, on_work=on_work, on_replan=on_replan
-        )
+        tradeoff = weigh_on_walk(setup, options) if weigh_replicas else None
+        comparison = compare(trace, setup, planners, tradeoff, on_work=on_work, on_replan=on_replan)
     # Printed before any file is written: a full disk must not lose the results.
-    _print_comparison(comparison, as_json)
-    if save_plans is not None:
-        write_plans(save_plans, comparison)
-    if html is not None:
-        _write_page(html, comparison)
+    _print_comparison(comparison, shown.as_json)
+    if plans := files.get(".npz"):
+        write_plans(plans, comparison)
+    if page := files.get(".html"):
+        _write_page(page, comparison)
+
+
+def _by_suffix(out: Sequence[Path]) -> dict[str, Path]:
+    """Return the files to write by what they hold."""
+    files = {path.suffix: path for path in out}
+    for path in out:
+        if path.suffix not in (".html", ".npz"):
+            raise InvalidInput(f"--out {path}: a comparison is written as *.html or *.npz")
+        if files[path.suffix] != path:
+            raise InvalidInput(f"--out {path}: there is another {path.suffix} file")
+    return files
+
+
+def _policy_names(options: Any) -> list[str]:
+    """Return the names of the policies to compare, without the baselines."""
+    from evenkeel_moe.planning.policies.registry import POLICIES
+    from evenkeel_moe.replay.planners import VERDICT
+
+    names = list(POLICIES)
+    if options.policies is not None:
+        names = [name.strip() for name in options.policies.split(",") if name.strip()]
+    if options.verdict:
+        names += [f"{name}{VERDICT}" for name in names if not name.endswith(VERDICT)]
+    return names
 
 
 def _tell_start(planners: Iterable[str], recorded: Any) -> None:
@@ -165,71 +160,72 @@ def _print_comparison(comparison: Any, as_json: bool) -> None:
         print_json(comparison.as_dict())
         return
     facts = ", ".join(f"{value} {name}" for name, value in comparison.facts().items())
-    parts = comparison_parts(comparison, stdout_console().width)
+    parts = comparison_parts(comparison)
     _print_answer(comparison.trace.findings, comparison.trace.name, f": {facts}", parts)
 
 
 @app.command("plan")
 @with_option_groups
 def plan_command(
-    trace: TraceOption,
-    policy: Annotated[str, typer.Option("--policy", "-p", help="Name of a policy.")] = "keel",
-    window: Annotated[
-        int | None,
-        typer.Option(
-            "--window",
-            help="Number of newest steps to plan on.",
-            min=1,
-            show_default="the whole trace",
-        ),
-    ] = None,
+    recording: RecordingArgument,
+    file: PlacementFileOptions,
+    policy: PolicyOption = None,
+    ranks: RanksOption = None,
+    slots: SlotsOption = None,
     current: Annotated[
         Path | None,
-        typer.Option(help="File with the current placement, in any format, to keep copies few."),
+        typer.Option(help="File with the present placement, in any format, to keep copies few."),
     ] = None,
+    accept: AcceptOption = None,
+    config: ConfigOption = None,
     *,
-    output: PlacementFileOptions,
-    fleet: FleetOptions,
-    planning: PlanningOptions,
-    cost: CostOptions,
-    kv: KvOptions,
-    reading: ReadingOptions,
-    as_json: JsonOption = False,
+    shown: OutputOptions,
 ) -> None:
-    """Plan one placement on a trace and write it to a file for an engine."""
+    """Plan one placement, and write it for an engine."""
     from evenkeel_moe.cli.replay_tables import tradeoff_parts
     from evenkeel_moe.formats import PlacementFormat
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
     from evenkeel_moe.replay.offline import plan_newest
+    from evenkeel_moe.replay.options import SinglePlanOptions, read_options
     from evenkeel_moe.replay.replica_tradeoff import tradeoff_fields, weigh_on_window
 
-    check_writable(output.out)
-    format_ = PlacementFormat.parse(output.format_name)
-    check_rows(format_, recorded := read_recorded(trace, reading))
-    steps = window or recorded.num_steps
-    setup = replay_setup(recorded, fleet, planning, cost, window_steps=steps, horizon_steps=1)
-    start = None if current is None else read_current(current, fleet.ranks, recorded)
-    recorded = with_origin(recorded, setup, [policy], reading)
-    tradeoff = weigh_on_window(setup, kv)
+    options = read_options(
+        SinglePlanOptions,
+        config,
+        policy=policy,
+        ranks=ranks,
+        slots=slots,
+        current=current,
+        accept=accept,
+    )
+    check_writable(file.out)
+    name, format_ = options.policy, PlacementFormat.parse(file.format_name)
+    check_rows(format_, trace := read_recorded(recording, options))
+    steps = options.window or trace.num_steps
+    setup = replay_setup(trace, options, window_steps=steps, horizon_steps=1)
+    present = options.current
+    start = None if present is None else read_current(present, options.ranks, trace)
+    trace = with_origin(trace, setup, [name], options)
+    tradeoff = weigh_on_window(setup, options)
     with work_bars() as (on_work, _):
-        on_work(f"{policy}: planning", 0)
-        policies = replay_policies([policy], planning, fleet.bytes_per_expert)
-        placement, numbers = plan_newest(policy, setup, start, policies)
+        on_work(f"{name}: planning", 0)
+        known = replay_policies([name], options, options.bytes_per_expert)
+        placement, numbers = plan_newest(name, setup, start, known)
     info = {
-        "policy": policy,
-        "trace": recorded.name,
+        "policy": name,
+        "trace": trace.name,
         "planned_on_steps": steps,
         "cost_model": setup.objective.cost.basis.words,
         **numbers,
     }
-    write_rows(output, recorded, placement, info)
-    if as_json:
-        findings = [asdict(each) for each in recorded.findings]
-        where = {"file": str(output.out), "format": str(format_), "findings": findings}
+    write_rows(file, options, trace, placement, info)
+    if shown.as_json:
+        findings = [asdict(each) for each in trace.findings]
+        where = {"file": str(file.out), "format": str(format_), "findings": findings}
         print_json(where | info | tradeoff_fields(tradeoff))
         return
-    about = f" ({format_}): {_plan_line(info, numbers)}.{first_row(format_, recorded)}"
-    _print_answer(recorded.findings, str(output.out), about, tradeoff_parts(tradeoff))
+    about = f" ({format_}): {_plan_line(info, numbers)}.{first_row(format_, trace)}"
+    _print_answer(trace.findings, str(file.out), about, tradeoff_parts(tradeoff))
 
 
 _NAMES = {
@@ -251,7 +247,7 @@ def _plan_line(info: dict[str, Any], numbers: dict[str, float]) -> str:
 @app.command("inspect")
 @with_option_groups
 def inspect_command(
-    trace: TraceOption,
+    recording: RecordingArgument,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -259,11 +255,13 @@ def inspect_command(
         ),
     ] = None,
     window: Annotated[int, typer.Option(help="Number of steps per window for drift.", min=1)] = 100,
+    accept: AcceptOption = None,
+    first_moe_layer: FirstLayerOption = None,
+    start: StartOption = None,
     *,
-    reading: ReadingOptions,
-    as_json: JsonOption = False,
+    shown: OutputOptions,
 ) -> None:
-    """Describe a trace: how uneven its expert loads are, and how they change.
+    """Describe how uneven expert loads are, and how they change.
 
     Skew is the largest / the mean load of the experts of a layer. Consistent experts have a high
     load in nearly all steps, temporal ones in few. The loads of a correlated pair rise in the same
@@ -271,9 +269,13 @@ def inspect_command(
     """
     from evenkeel_moe.cli.replay_tables import description_parts
     from evenkeel_moe.replay.describe import describe
+    from evenkeel_moe.replay.options import ReadingOptions, read_options
 
-    description = describe(read_recorded(trace, reading), num_ranks=ranks, window_steps=window)
-    if as_json:
+    reading = read_options(
+        ReadingOptions, None, accept=accept, first_moe_layer=first_moe_layer, start=start
+    )
+    description = describe(read_recorded(recording, reading), num_ranks=ranks, window_steps=window)
+    if shown.as_json:
         print_json(asdict(description))
         return
     high = sum(layer.skew_class == "high" for layer in description.layers)
@@ -293,14 +295,14 @@ def _print_answer(findings: Iterable[Any], name: str, about: str, parts: Iterabl
     print_parts(*doubts, Text.assemble((name, "bold"), about), *parts)
 
 
-def read_recorded(path: Path, reading: ReadingOptions) -> Any:
+def read_recorded(path: Path, reading: Any) -> Any:
     """Return the trace in a file or folder, after printing its notes."""
     from evenkeel_moe.formats import read_trace
 
     trace = read_trace(
         path,
         first_moe_layer=reading.first_moe_layer,
-        accept=reading.accept or (),
+        accept=reading.accept,
         start=reading.start,
     )
     print_notes(trace.findings)
@@ -316,11 +318,11 @@ def read_current(path: Path, ranks: int, trace: Any) -> Any:
     ).placement
 
 
-def with_origin(trace: Any, setup: Any, policies: Iterable[str], reading: ReadingOptions) -> Any:
+def with_origin(trace: Any, setup: Any, policies: Iterable[str], reading: Any) -> Any:
     """Return the trace with what is assumed about the ranks that recorded it, and print that."""
     from evenkeel_moe.replay.compare import check_origin
 
-    checked = check_origin(trace, setup, policies, reading.accept or ())
+    checked = check_origin(trace, setup, policies, reading.accept)
     print_notes(checked.findings[len(trace.findings) :])
     return checked
 
@@ -339,16 +341,17 @@ def check_rows(format_: Any, trace: Any) -> None:
 
 
 def write_rows(
-    output: PlacementFileOptions, trace: Any, placement: Any, info: dict[str, Any]
+    file: PlacementFileOptions, options: Any, trace: Any, placement: Any, info: dict[str, Any]
 ) -> tuple[Any, int | None]:
     """Write a placement of a trace's layers; return it with the number of hidden layers."""
     from evenkeel_moe.formats import PlacementFile, PlacementFormat, write_placement
 
-    told = output.num_hidden_layers
+    told = options.num_hidden_layers
     hidden = trace.num_hidden_layers if told is None else told
-    file, format_ = PlacementFile(placement, trace.layer_ids, info), output.format_name
-    write_placement(output.out, file, PlacementFormat.parse(format_), num_hidden_layers=hidden)
-    return file, hidden
+    content = PlacementFile(placement, trace.layer_ids, info)
+    format_ = PlacementFormat.parse(file.format_name)
+    write_placement(file.out, content, format_, num_hidden_layers=hidden)
+    return content, hidden
 
 
 def first_row(format_: Any, trace: Any) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from evenkeel_moe.cli.fitted_table import FittedColumn, FittedTable
+from evenkeel_moe.cli.console import Listing, TableColumn
 from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff
 from evenkeel_moe.replay.compare import Comparison
 from evenkeel_moe.replay.describe import TraceDescription
@@ -20,7 +20,7 @@ from evenkeel_moe.replay.words import (
 )
 
 
-def comparison_parts(comparison: Comparison, width: int) -> list[RenderableType]:
+def comparison_parts(comparison: Comparison) -> list[RenderableType]:
     """Return the table of the policies, the sentences about it and the lines that explain it."""
     names = [result.policy for result in comparison.results]
     cells = [[Text(name) for name in names]]
@@ -33,12 +33,12 @@ def comparison_parts(comparison: Comparison, width: int) -> list[RenderableType]
             for cell in row:
                 cell.stylize("dim")
     columns = [
-        FittedColumn(one.head.replace(" ", "\n"), right=True, keep=one.keep) for one in COLUMNS
+        TableColumn(one.head.replace(" ", "\n"), index, right=True)
+        for index, one in enumerate(COLUMNS, start=1)
     ]
-    table = FittedTable([FittedColumn("policy"), *columns], rows, gap=1)
-    heads = [COLUMNS[index - 1].head for index in table.kept(width) if index]
+    heads = [one.head for one in COLUMNS]
     return [
-        table,
+        Listing([TableColumn("policy", 0), *columns], rows, gap=1),
         *map(Text, sentences(comparison)),
         *tradeoff_parts(comparison.tradeoff),
         Text("\n".join(("", *legend_lines(comparison, heads))), style="dim"),
@@ -107,12 +107,9 @@ def description_parts(description: TraceDescription) -> list[RenderableType]:
 def _titled(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> list[RenderableType]:
-    """Return a title and a table whose columns, but the first, are aligned to the right.
-
-    On a narrow terminal the last columns are left out first.
-    """
-    columns = [FittedColumn(head, right=index > 0, keep=index) for index, head in enumerate(heads)]
-    return [Text(f"\n{title}", style="bold"), FittedTable(columns, rows)]
+    """Return a title and a table whose columns, but the first, are aligned to the right."""
+    columns = [TableColumn(head, index, right=index > 0) for index, head in enumerate(heads)]
+    return [Text(f"\n{title}", style="bold"), Listing(columns, rows)]
 
 
 def _first_eight(experts: Sequence[int]) -> str:

@@ -7,13 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.config import ConfigOption, read_settings
-from evenkeel_moe.cli.console import plain_console, say, status_line
+from evenkeel_moe.cli.console import SafeConsole, say, status_line
+from evenkeel_moe.cli.exits import CliError, Exit
 from evenkeel_moe.cli.options import with_option_groups
 from evenkeel_moe.model.policy import Mode
 
 
+@with_option_groups
 def serve(
     config: ConfigOption = None,
     profile: Annotated[
@@ -25,7 +26,10 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Run a controller until Ctrl-C or SIGTERM, with ports for ranks, operators and metrics."""
+    """Run a controller, with ports for ranks, operators and metrics.
+
+    It runs until Ctrl-C or SIGTERM.
+    """
     try:
         from evenkeel_moe.controller.process.serve import run as run_controller
     except ModuleNotFoundError as error:
@@ -46,6 +50,7 @@ def serve(
     run_controller(settings)
 
 
+@with_option_groups
 def rank(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="JSON file with the settings of a rank.")
@@ -105,15 +110,8 @@ class SimulatedKvCache:
     ] = None
 
 
+@with_option_groups
 def fleet(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME]",
-            help="Deployment id under which the ranks register.",
-            show_default="reference",
-        ),
-    ] = None,
     controller: Annotated[
         list[str] | None,
         typer.Option(
@@ -122,21 +120,21 @@ def fleet(
         ),
     ] = None,
     deployment: Annotated[
-        str, typer.Option("--deployment", "-d", help="The same as NAME.")
+        str, typer.Option("--deployment", "-d", help="Deployment id of the ranks.")
     ] = "reference",
     ranks: Annotated[int, typer.Option(min=2, max=64, help="EP ranks, one process each.")] = 4,
     steps: Annotated[int, typer.Option(min=0, help="Steps to serve; 0 serves until Ctrl-C.")] = 0,
     step_s: Annotated[
         float, typer.Option(min=0, max=5, help="Minimum duration of a step in seconds.")
     ] = 0.05,
-    run_folder: Annotated[
+    out: Annotated[
         Path,
         typer.Option(help="Folder for logs, records and saved placements; created if missing."),
     ] = Path("evenkeel-ranks"),
     *,
     kv: SimulatedKvCache,
 ) -> None:
-    """Run all ranks of a small MoE engine, to try out a controller.
+    """Run the ranks of a small MoE engine, to try a controller.
 
     The engine is real, and is called the reference engine. If a rank dies, all ranks start again.
     Exits with 0 if no rank found an error.
@@ -145,9 +143,9 @@ def fleet(
     from evenkeel_moe.engines.reference.supervisor import run_fleet
 
     config = RankConfig(
-        run_folder=str(run_folder),
+        run_folder=str(out),
         num_ranks=ranks,
-        deployment=name or deployment,
+        deployment=deployment,
         controllers=tuple(controller or ["127.0.0.1:50051"]),
         steps=steps,
         min_step_s=step_s,
@@ -155,7 +153,7 @@ def fleet(
     until = f"for {steps} steps" if steps else "until Ctrl-C"
     say(
         f"starting {ranks} ranks of {config.deployment} {until}; controller"
-        f" {', '.join(config.controllers)}; logs are {run_folder}/rank-*.log",
+        f" {', '.join(config.controllers)}; logs are {out}/rank-*.log",
         err=True,
     )
     with status_line() as show:
@@ -249,12 +247,14 @@ class DemoArguments:
     folder: Annotated[
         Path | None,
         typer.Option(
+            "--out",
             help="Empty folder for the logs and records of the run.",
             show_default="a temporary folder",
         ),
     ] = None
 
 
+@with_option_groups
 def demo(
     arguments: DemoArguments,
     plain: Annotated[
@@ -264,9 +264,10 @@ def demo(
         ),
     ] = False,
 ) -> None:
-    """Watch a real engine lose and regain its balance, and check its weights and outputs.
+    """Watch a real engine lose and regain its balance.
 
-    The demo starts a controller and the ranks of a small MoE engine on this machine. The text that
+    The demo starts a controller and the ranks of a small MoE engine on this machine, and checks
+    their weights and outputs. The text that
     the engine serves changes from prose to code half way. Exits with 0 only if all checks pass:
     balancedness rose after the first plan and after the first plan on the new text, and fell after
     no other plan; the controller reacted to the change without help; every slot holds the original
@@ -289,11 +290,5 @@ def demo(
         raise CliError(f"dispatch {dispatch} is not one of {', '.join(DispatchRule)}", Exit.USAGE)
     values: dict[str, Any] = asdict(arguments)
     values |= {"dispatch": DispatchRule(dispatch), "fault": None if fault is None else Fault(fault)}
-    console = plain_console(force_terminal=False if plain else None)
+    console = SafeConsole(force_terminal=False if plain else None)
     raise typer.Exit(run_demo(DemoOptions(**values), console))
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Register the commands of this module."""
-    for command in (serve, demo, fleet, rank):
-        app.command()(with_option_groups(command))

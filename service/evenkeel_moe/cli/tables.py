@@ -1,14 +1,13 @@
 """Renders deployments, policies and decisions as tables: pure functions of JSON."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from evenkeel_moe.cli.fitted_table import FittedCell, FittedColumn, FittedTable, with_values
+from evenkeel_moe.cli.console import Cell, Listing, TableColumn, explained, facts, legend
 from evenkeel_moe.cli.units import moment, moments
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.documents import leaves, setting
@@ -33,7 +32,9 @@ _COMPARED: Mapping[str, tuple[str, ...]] = {
     "limit_exceeded": ("layers", "max_copies", "max_bytes", "max_layers"),
 }
 """Figures that a gate after planning compared. Of the many figures of a plan these tell why."""
-BALANCEDNESS_WORDS = "balancedness: mean / largest load of a rank; 1.000 is a perfect split"
+BALANCEDNESS_WORDS = (
+    "balance: balancedness, the mean / largest load of a rank; 1.000 is a perfect split"
+)
 
 
 _DISCONNECTED = "disconnected"
@@ -58,65 +59,40 @@ def with_reason(phase: str, reason: str) -> str:
     return phase if phase in reason.split("_") else f"{phase} ({reason})"
 
 
-def explained(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return one line for each reason of some rows, in order and without repeats."""
-    return list(dict.fromkeys(f"{row['reason']}: {row['reason_text']}" for row in rows))
-
-
-def legend(*lines: str) -> RenderableType:
-    """Return lines that explain the words of the table above them."""
-    return Text("\n".join(("", *lines)), style="dim")
-
-
 def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each deployment."""
     columns = (
-        FittedColumn("DEPLOYMENT"),
-        FittedColumn("STATE"),
-        FittedColumn("STATE REASON", keep=4, under="DEPLOYMENT", label="state reason: "),
-        FittedColumn("MODE"),
-        FittedColumn("POLICY", keep=7),
-        FittedColumn("EPOCH", right=True, keep=3, under="DEPLOYMENT", label="epoch "),
-        FittedColumn("BALANCEDNESS", right=True, keep=2, under="DEPLOYMENT", label="balancedness "),
-        FittedColumn("WORST", right=True, keep=6),
-        FittedColumn("RANKS", right=True, keep=1, under="DEPLOYMENT", label="ranks "),
-        FittedColumn("PLAN", keep=5, under="DEPLOYMENT", label="plan: "),
+        TableColumn("DEPLOYMENT", "deployment"),
+        TableColumn("STATE", "state"),
+        TableColumn("REASON", lambda row: "-" if _at_rest(row) else row["reason"], wide=True),
+        TableColumn("MODE", _mode, fold=True),
+        TableColumn("POLICY", "policy", wide=True),
+        TableColumn("EPOCH", "epoch", right=True),
+        TableColumn("BALANCE", lambda row: number(row["balancedness_mean"]), right=True),
+        TableColumn("WORST", lambda row: number(row["balancedness_worst"]), right=True, wide=True),
+        TableColumn("RANKS", _ranks, right=True),
+        TableColumn("PLAN", lambda row: _plans(row)[0]),
+        TableColumn("PLAN ID", lambda row: _plans(row)[1], wide=True),
     )
-    cells = [
-        (
-            *(row[name] for name in ("deployment", "state")),
-            "-" if _at_rest(row) else row["reason"],
-            _mode(row),
-            *(known(row[name]) for name in ("policy", "epoch")),
-            number(row["balancedness_mean"]),
-            number(row["balancedness_worst"]),
-            _ranks(row),
-            _plans(row),
-        )
-        for row in rows
-    ]
+    if not rows:
+        return Text("no deployment yet", style="dim")
     lines = explained(row for row in rows if not _at_rest(row))
-    notes = (
-        [legend(BALANCEDNESS_WORDS, *lines)] if rows else [Text("no deployment yet", style="dim")]
-    )
-    return Group(FittedTable(columns, cells), *notes)
+    return Group(Listing(columns, rows), legend(BALANCEDNESS_WORDS, *lines))
 
 
 def _mode(row: Mapping[str, Any]) -> str:
     """Return the mode, with what keeps plans from starting in it."""
-    frozen = ["frozen"] if row["frozen_until_unix"] is not None else []
+    paused = ["paused"] if row["frozen_until_unix"] is not None else []
     held = ["held"] if row["held"] else []
-    return ", ".join([known(row["mode"]), *frozen, *held])
+    return ", ".join([known(row["mode"]), *paused, *held])
 
 
-def _plans(row: Mapping[str, Any]) -> str:
-    """Return the plan that runs, else the plans that wait for approval."""
+def _plans(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the phase and the id of the plan that runs, else of those that wait for approval."""
     if row["active_plan"] is not None:
-        return f"{row['active_plan']['plan_id']} {row['active_plan']['phase']}"
-    waiting = row["proposals"] or []
-    if len(waiting) > 1:
-        return f"{len(waiting)} proposed"
-    return f"{waiting[0]['plan_id']} proposed" if waiting else "-"
+        return row["active_plan"]["phase"], row["active_plan"]["plan_id"]
+    waiting = [plan["plan_id"] for plan in row["proposals"] or []]
+    return (f"{len(waiting)} proposed", ", ".join(waiting)) if waiting else ("-", "-")
 
 
 def _ranks(row: Mapping[str, Any]) -> str:
@@ -131,14 +107,14 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
     decision, plan = row["last_decision"], row["active_plan"]
     mean, worst = number(row["balancedness_mean"]), number(row["balancedness_worst"])
     health = row["health"]
-    facts = {
+    shown = {
         "deployment": row["deployment"],
         "health": f"{health['level']}: {health['text']}",
         "state": _state(row),
         "mode, policy": f"{row['mode']}, {row['policy']}",
         "held": _held(row),
         "dispatch": row["dispatch"],
-        "frozen until": _frozen(row["frozen_until_unix"], now),
+        "paused until": _paused(row["frozen_until_unix"], now),
         "leader": f"{row['leader']}, term {row['term']}",
         "epoch": f"{known(row['epoch'])} of generation {row['generation']}",
         "shape": _shape_line(row["shape"]),
@@ -152,12 +128,7 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
     if decision is not None:
         at = decision.get("at")
         when = f"{moment(at)} UTC, {age(at, now)}"
-        facts["last decision"] = f"{decision['reason']} at {when}: {decision['reason_text']}"
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for name, value in facts.items():
-        table.add_row(Text(name, style="dim"), Text(str(value)))
+        shown["last decision"] = f"{decision['reason']} at {when}: {decision['reason_text']}"
     troubles = [
         Text(f"rank {rank['rank']} does not take part in waves: {rank['trouble']}", style="red")
         for rank in row["ranks"]
@@ -174,13 +145,13 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
         "generation: one life of the EP group; it changes when the engine restarts",
         *([_DISCONNECTED_WORDS] if any(map(_is_disconnected, row["ranks"])) else []),
     )
-    return Group(table, Text(), _ranks_table(row["ranks"], now), *troubles, words)
+    return Group(facts(shown.items()), Text(), _ranks_table(row["ranks"], now), *troubles, words)
 
 
 def _held(row: Mapping[str, Any]) -> str:
     if not row["held"]:
         return "no"
-    return f"{row['held_text']} End it: evenkeel resume {row['deployment']}"
+    return f"{row['held_text']} End it: evenkeel resume -d {row['deployment']}"
 
 
 def _state(row: Mapping[str, Any]) -> str:
@@ -194,7 +165,7 @@ def _at_rest(row: Mapping[str, Any]) -> bool:
     return bool(row["state"] == "ready" and row["reason"] == Reason.RECOVERED)
 
 
-def _frozen(until: float | None, now: float) -> str:
+def _paused(until: float | None, now: float) -> str:
     return "-" if until is None else f"{moment(until)} UTC, {age(until, now)}"
 
 
@@ -208,38 +179,27 @@ def _cost_line(row: Mapping[str, Any]) -> str:
     return f"{model['words']}{shown}"
 
 
-def _ranks_table(ranks: Sequence[Mapping[str, Any]], now: float) -> FittedTable:
+def _ranks_table(ranks: Sequence[Mapping[str, Any]], now: float) -> Listing:
     columns = (
-        FittedColumn("RANK", right=True),
-        FittedColumn("NODE", keep=3),
-        FittedColumn("ALIVE"),
-        FittedColumn("SEEN", right=True, keep=4),
-        FittedColumn("EPOCH", right=True, keep=1),
-        FittedColumn("WAVE", keep=5),
-        FittedColumn("LOAD SHARE", right=True),
-        FittedColumn("TIME/TOKEN", right=True, keep=2),
-        FittedColumn("FREE MEMORY", right=True, keep=1),
-        FittedColumn("STAGING", right=True, keep=6),
+        TableColumn("RANK", "rank", right=True),
+        TableColumn("NODE", "node"),
+        TableColumn("ALIVE", _alive),
+        TableColumn("SEEN", lambda rank: age(rank["last_seen_unix"], now), right=True, wide=True),
+        TableColumn("EPOCH", "epoch", right=True),
+        TableColumn("WAVE", "state", wide=True),
+        TableColumn("LOAD SHARE", lambda rank: share(rank["load_share"]), right=True),
+        TableColumn(
+            "TIME/TOKEN", lambda rank: duration_text(rank["seconds_per_token"]), right=True
+        ),
+        TableColumn("FREE MEMORY", lambda rank: bytes_text(rank["free_bytes"]), right=True),
+        TableColumn(
+            "STAGING", lambda rank: bytes_text(rank["staging_bytes"]), right=True, wide=True
+        ),
     )
-    cells = [
-        (
-            str(rank["rank"]),
-            str(rank["node"]),
-            _alive(rank),
-            age(rank["last_seen_unix"], now),
-            known(rank["epoch"]),
-            str(rank["state"]),
-            share(rank["load_share"]),
-            duration_text(rank["seconds_per_token"]),
-            bytes_text(rank["free_bytes"]),
-            bytes_text(rank["staging_bytes"]),
-        )
-        for rank in ranks
-    ]
-    return FittedTable(columns, cells)
+    return Listing(columns, ranks)
 
 
-def _alive(rank: Mapping[str, Any]) -> FittedCell:
+def _alive(rank: Mapping[str, Any]) -> Cell:
     if rank["fresh"]:
         # Without a stream it may be dead; its lease has only not ended yet.
         return "yes" if not _is_disconnected(rank) else Text(_DISCONNECTED, style="yellow")
@@ -273,46 +233,28 @@ def _proposal_line(plan: Mapping[str, Any], now: float) -> str:
 
 
 def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return a table with one row for each decision of a cycle.
-
-    Rows of one day show only the time. Columns without a value are left out.
-    """
-    columns = (
-        FittedColumn("AT (UTC)"),
-        FittedColumn("DECISION"),
-        FittedColumn("BALANCE", right=True, keep=1),
-        FittedColumn("GAIN", keep=2),
-        FittedColumn("COPIES", keep=4),
-        FittedColumn("PLAN", keep=1),
-        FittedColumn("COMPARED", keep=3, fold=True, least=24, under="DECISION"),
-    )
+    """Return a table with one row for each decision; rows of one day show only the time."""
     times, words = moments([row["at"] for row in rows])
-    cells = []
-    for at, row in zip(times, rows, strict=True):
-        figures = dict(row.get("numbers") or {})
-        compared = _compared(str(row["reason"]), figures)
-        cells.append(
-            (
-                at,
-                str(row["reason"]),
-                _balance(figures),
-                _gain(figures),
-                _copies(figures),
-                str(row.get("plan_id") or "-"),
-                row.get("detail")
-                or ", ".join(
-                    f"{figure_name(name)} {figure(name, value)}" for name, value in compared.items()
-                ),
-            )
-        )
-    lines = explained(rows)
-    shown, values = with_values(columns, cells)
-    heads = {column.head for column in shown}
-    if "BALANCE" in heads:
-        words += [BALANCEDNESS_WORDS, "balance: balancedness or time balance; now -> with the plan"]
-    if "GAIN" in heads:
-        words.append("gain: saved share of MoE time on later steps, with its 94 % interval")
-    return Group(FittedTable(shown, values), legend(*words, "--json shows every figure", *lines))
+    shown = [
+        {**row, "at": at, "figures": dict(row.get("numbers") or {})}
+        for at, row in zip(times, rows, strict=True)
+    ]
+    columns = (
+        TableColumn("AT (UTC)", "at"),
+        TableColumn("DECISION", "reason"),
+        TableColumn("BALANCE", lambda row: _balance(row["figures"]), right=True, optional=True),
+        TableColumn("GAIN", lambda row: share(row["figures"].get("gain")), optional=True),
+        TableColumn("GAIN INTERVAL", lambda row: interval(row["figures"]), wide=True),
+        TableColumn("COPIES", lambda row: _copies(row["figures"]), optional=True),
+        TableColumn("PLAN", lambda row: row.get("plan_id"), optional=True),
+        TableColumn("COMPARED", _compared, optional=True, fold=True),
+    )
+    if any(_balance(row["figures"]) != "-" for row in shown):
+        words += [BALANCEDNESS_WORDS, "or of time; now -> with the plan"]
+    if any("gain" in row["figures"] for row in shown):
+        words.append("gain: saved share of MoE time on later steps")
+    words += ["-o wide shows all columns, -o json every figure", *explained(rows)]
+    return Group(Listing(columns, shown), legend(*words))
 
 
 def no_decision(row: Mapping[str, Any], policy: Mapping[str, Any]) -> RenderableType:
@@ -324,16 +266,17 @@ def no_decision(row: Mapping[str, Any], policy: Mapping[str, Any]) -> Renderable
     return Text(f"{row['deployment']}: no cycle has run yet; the first {comes}")
 
 
-def _compared(reason: str, figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures that the gate compared, without those in columns of their own."""
-    chosen = _COMPARED.get(reason)
+def _compared(row: Mapping[str, Any]) -> str:
+    """Return the detail, else the figures that the gate compared without those of other columns."""
+    figures, chosen = row["figures"], _COMPARED.get(row["reason"])
     if chosen is None and "planned_on_steps" in figures:
         chosen = ()
-    return {
-        name: value
+    told = [
+        f"{figure_name(name)} {figure(name, value)}"
         for name, value in figures.items()
         if (name not in _IN_COLUMNS if chosen is None else name in chosen)
-    }
+    ]
+    return row.get("detail") or ", ".join(told)
 
 
 def _balance(figures: Mapping[str, float]) -> str:
@@ -342,11 +285,11 @@ def _balance(figures: Mapping[str, float]) -> str:
     return now if expected is None else f"{now} -> {number(expected)}"
 
 
-def _gain(figures: Mapping[str, float]) -> str:
-    if "gain" not in figures:
+def interval(figures: Mapping[str, Any]) -> str:
+    """Return the 94 % interval of a predicted gain, or `-` if it is unknown."""
+    if figures.get("gain_lower") is None:
         return "-"
-    lower, upper = figures.get("gain_lower"), figures.get("gain_upper")
-    return f"{share(figures['gain'])} ({share(lower)} to {share(upper)})"
+    return f"{share(figures['gain_lower'])} to {share(figures['gain_upper'])}"
 
 
 def _copies(figures: Mapping[str, float]) -> str:
@@ -357,12 +300,8 @@ def _copies(figures: Mapping[str, float]) -> str:
 
 def document_table(document: Mapping[str, Any]) -> RenderableType:
     """Return a table with one row for each field of a document, and of the objects in it."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("FIELD", no_wrap=True)
-    table.add_column("VALUE", overflow="fold")
-    for name, value in leaves(document).items():
-        table.add_row(name, json.dumps(value))
-    return table
+    value = TableColumn("VALUE", lambda row: json.dumps(row[1]), fold=True)
+    return Listing((TableColumn("FIELD", 0), value), leaves(document).items())
 
 
 def changes_view(before: Mapping[str, Any], after: Mapping[str, Any]) -> RenderableType:

@@ -1,4 +1,4 @@
-"""Moments as people read them on a terminal, where `--json` prints the controller's numbers."""
+"""Moments as people read them on a terminal, where `-o json` prints the controller's numbers."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime

@@ -1,9 +1,9 @@
-"""Shows an answer of the controller once, or again and again until Ctrl-C."""
+"""How an answer is printed: as a table, a sentence or JSON, once or again until Ctrl-C."""
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -12,19 +12,53 @@ from rich.segment import Segment
 from rich.text import Text
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.cli.client import CliError, Exit
-from evenkeel_moe.cli.console import print_part, say, show, stdout_console
+from evenkeel_moe.cli.console import print_json, print_parts, say, stdout_console
+from evenkeel_moe.cli.exits import CliError, Exit
 from evenkeel_moe.cli.units import moment
 
 
+class OutputForm(StrEnum):
+    """The forms of an answer beside the usual one."""
+
+    JSON = "json"
+    WIDE = "wide"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShowOptions:
+class OutputOptions:
+    """The option that says in which form an answer is printed."""
+
+    output: Annotated[
+        OutputForm | None,
+        typer.Option(
+            "--output", "-o", help="json: every figure. wide: all columns.", show_default="a table"
+        ),
+    ] = None
+
+    @property
+    def as_json(self) -> bool:
+        """True if the answer is printed as JSON."""
+        return self.output is OutputForm.JSON
+
+    def show(self, answer: Any, render: Callable[[], RenderableType]) -> None:
+        """Print an answer, either unchanged as JSON or as `render` tells it.
+
+        A sentence, which is a str, is not broken into lines, so that a command in it can be copied.
+        """
+        if self.as_json:
+            print_json(answer)
+            return
+        told = render()
+        if isinstance(told, str):
+            say(told)
+        else:
+            print_parts(told, console=stdout_console(self.output is OutputForm.WIDE))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShowOptions(OutputOptions):
     """The options that say how an answer is shown, and how often."""
 
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the answer as JSON; with --watch one answer a line."),
-    ] = False
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Show the answer again until Ctrl-C.")
     ] = False
@@ -38,16 +72,17 @@ class ShowOptions:
     def run(self, fetch: Callable[[], Any], render: Callable[[Any], RenderableType]) -> None:
         """Show what `fetch` returns, once or until Ctrl-C.
 
-        While watching, a controller that is temporarily unavailable is waited for.
+        While watching, a controller that is temporarily unavailable is waited for. JSON then has
+        one answer a line.
 
         Raises:
             CliError: the controller refused; without --watch also that it is unavailable.
         """
         if not self.watch:
             answer = fetch()
-            show(answer, self.as_json, lambda: render(answer))
+            self.show(answer, lambda: render(answer))
         elif self.as_json:
-            self._repeat(lambda: say(json.dumps(fetch())), _tell)
+            self._repeat(lambda: print_json(fetch(), None), _tell)
         else:
             self._follow(lambda: render(fetch()))
 
@@ -55,9 +90,9 @@ class ShowOptions:
         # Imported here because other commands should not wait for it.
         from rich.live import Live
 
-        console = stdout_console()
+        console = stdout_console(self.output is OutputForm.WIDE)
         if not console.is_terminal:
-            self._repeat(lambda: print_part(console, self._page(draw())), _tell)
+            self._repeat(lambda: print_parts(self._page(draw()), console=console), _tell)
             return
         with Live(console=console, auto_refresh=False, screen=True) as live:
 

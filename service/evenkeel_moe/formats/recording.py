@@ -174,7 +174,7 @@ def _newest(by_start: Mapping[str, Sequence[Path]]) -> str:
     named = ", ".join(f"{start} ({len(steps[start])} steps)" for start in sorted(steps))
     raise InvalidInput(
         f"holds {len(by_start)} starts, and the files do not say which began last: {named:.400}."
-        " Name one with --start"
+        " Name one as start"
     )
 
 

@@ -1,4 +1,4 @@
-"""JSON documents field by field, as `evenkeel policy FIELD=VALUE` names them."""
+"""JSON documents field by field, as `evenkeel policy set FIELD=VALUE` names them."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def setting(value: Any) -> str:
-    """Return the value of a field as `evenkeel policy FIELD=VALUE` takes it."""
+    """Return the value of a field as `evenkeel policy set FIELD=VALUE` takes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

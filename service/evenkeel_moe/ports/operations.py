@@ -32,11 +32,11 @@ class PlanRequest:
     phases: tuple[Phase, ...] = ()
     """Windows to plan on; empty uses all, weighted by their tokens."""
     dry_run: bool = False
-    """Store the plan as PROPOSED. It starts only if it is approved."""
+    """Plan, and keep nothing."""
     target: Placement | None = None
     """A placement to reach, instead of a policy."""
     approve: bool = False
-    """Start at once, even in propose mode."""
+    """Start at once. Else the plan is stored as PROPOSED, and starts when it is approved."""
     requested_by: str = ""
 
 

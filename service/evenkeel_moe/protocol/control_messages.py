@@ -148,7 +148,7 @@ class PlansFrozen:
 
 @dataclass(frozen=True, slots=True)
 class AutomaticPlansResumed:
-    """An operator lets automatic plans begin again (R16)."""
+    """An operator lets plans begin again: ends a freeze, and the hold on automatic ones (R16)."""
 
 
 OperatorRequest = (

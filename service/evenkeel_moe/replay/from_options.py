@@ -25,7 +25,13 @@ from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Policy
-from evenkeel_moe.replay.options import CostKind, CostOptions, FleetOptions, PlanningOptions
+from evenkeel_moe.replay.options import (
+    CostKind,
+    CostOptions,
+    FleetOptions,
+    PlanningOptions,
+    ReplayOptions,
+)
 from evenkeel_moe.replay.planners import VERDICT
 from evenkeel_moe.replay.walk import Setup
 from evenkeel_moe.telemetry.cost_choice import RankNumbers, profiled_cost
@@ -34,9 +40,7 @@ from evenkeel_moe.wire.profile_text import parse_profile
 
 def replay_setup(
     trace: Trace,
-    fleet: FleetOptions,
-    planning: PlanningOptions,
-    cost: CostOptions,
+    options: ReplayOptions,
     *,
     window_steps: int,
     horizon_steps: int,
@@ -47,31 +51,33 @@ def replay_setup(
         InvalidInput, ShapeMismatch: an option has an unknown value or does not fit the others or
             the trace.
     """
-    shape = _shape(fleet, trace)
+    shape = _shape(options, trace)
     if window_steps > trace.num_steps:
-        raise InvalidInput(f"--window {window_steps}: the trace has {trace.num_steps} steps")
-    if words := undivided(fleet.ranks, "ranks", fleet.nodes, "nodes"):
+        raise InvalidInput(f"window {window_steps}: the trace has {trace.num_steps} steps")
+    if words := undivided(options.ranks, "ranks", options.nodes, "nodes"):
         raise ShapeMismatch(words)
     source = None
-    if trace.source is not None and trace.source.shape[1] == fleet.ranks:
+    if trace.source is not None and trace.source.shape[1] == options.ranks:
         source = trace.source.astype(np.float64)
     return Setup(
         load=trace.counts.astype(np.float64),
         shape=shape,
-        topology=Topology(tuple(rank * fleet.nodes // fleet.ranks for rank in range(fleet.ranks))),
+        topology=Topology(
+            tuple(rank * options.nodes // options.ranks for rank in range(options.ranks))
+        ),
         window_steps=window_steps,
         horizon_steps=horizon_steps,
         source=source,
         objective=Objective(
-            cost=replay_cost(cost, shape, fleet.rank_speeds, planning.dispatch),
-            dispatch=planning.dispatch,
-            cross_node_factor=planning.cross_node_factor,
-            allow_duplicates=planning.allow_duplicates,
-            fill_slots=planning.fill_slots,
+            cost=replay_cost(options, shape, options.rank_speeds, options.dispatch),
+            dispatch=options.dispatch,
+            cross_node_factor=options.cross_node_factor,
+            allow_duplicates=options.allow_duplicates,
+            fill_slots=options.fill_slots,
         ),
-        copy_price=planning.copy_price,
-        max_evaluations=planning.max_evaluations,
-        seed=planning.seed,
+        copy_price=options.copy_price,
+        max_evaluations=options.max_evaluations,
+        seed=options.seed,
     )
 
 
@@ -113,7 +119,7 @@ def replay_policies(
         return POLICIES
     if "craft" not in {name.removesuffix(VERDICT) for name in names}:
         raise InvalidInput(
-            "--craft-replicas and --free-bytes are for craft, which is not among the policies"
+            "craft_replicas and free_bytes are for craft, which is not among the policies"
         )
     if replicas in (None, "memory", "knee", "per_replica_gain"):
         options = CraftOptions(rule=ReplicaRule(replicas or "memory"))
@@ -124,8 +130,7 @@ def replay_policies(
             )
         except ValueError as error:
             raise InvalidInput(
-                f"--craft-replicas {replicas} is neither memory, knee,"
-                " per_replica_gain nor a number"
+                f"craft_replicas {replicas} is neither memory, knee, per_replica_gain nor a number"
             ) from error
     if free is not None:
         most = factor_by_memory(free, bytes_per_expert)
@@ -137,14 +142,17 @@ def replay_policies(
 
 
 def replay_cost(
-    asked: CostOptions, shape: ModelShape, rank_speeds: str | None, dispatch: DispatchModel
+    asked: CostOptions,
+    shape: ModelShape,
+    rank_speeds: tuple[float, ...] | None,
+    dispatch: DispatchModel,
 ) -> CostModel:
     """Return the cost model that the options ask for.
 
     Args:
         asked: the options.
         shape: sizes of the deployment.
-        rank_speeds: relative speed of every rank, separated by commas; None for equal ranks.
+        rank_speeds: relative speed of every rank; None for equal ranks.
         dispatch: the engine's rule.
 
     Raises:
@@ -155,7 +163,7 @@ def replay_cost(
     _check_belongs(asked)
     if dispatch is DispatchModel.WATERFILL and shape.shared_experts is None:
         raise InvalidInput(
-            "--dispatch waterfill needs --shared-experts: it places their work, and without it the"
+            "dispatch: waterfill needs shared_experts: it places their work, and without it the"
             " split is even"
         )
     if asked.cost is CostKind.CURVE:
@@ -171,23 +179,23 @@ def replay_cost(
 def _check_belongs(asked: CostOptions) -> None:
     """Check that the other options belong to the cost model asked for."""
     belongs = {
-        "--curve": (asked.curve, CostKind.CURVE),
-        "--device": (asked.device, CostKind.ROOFLINE),
-        "--weight-format": (asked.weight_format, CostKind.ROOFLINE),
-        "--read-tokens": (asked.read_tokens, CostKind.ROOFLINE),
+        "curve": (asked.curve, CostKind.CURVE),
+        "device": (asked.device, CostKind.ROOFLINE),
+        "weight_format": (asked.weight_format, CostKind.ROOFLINE),
+        "read_tokens": (asked.read_tokens, CostKind.ROOFLINE),
     }
     for option, (value, of) in belongs.items():
         if value is not None and asked.cost is not of:
-            raise InvalidInput(f"{option} belongs to --cost {of}, not to --cost {asked.cost}")
+            raise InvalidInput(f"{option} belongs to cost: {of}, not to cost: {asked.cost}")
 
 
 def _of_roofline(asked: CostOptions, shape: ModelShape) -> CostModel:
     if (asked.device is None) == (asked.read_tokens is None):
-        raise InvalidInput("--cost roofline needs either --device or --read-tokens")
+        raise InvalidInput("cost: roofline needs either device or read_tokens")
     if asked.device is not None:
         return derived_cost(shape, asked.device, asked.weight_format or "fp8")
     if asked.weight_format is not None:
-        raise InvalidInput("--weight-format belongs to --device, not to --read-tokens")
+        raise InvalidInput("weight_format belongs to device, not to read_tokens")
     read = float(asked.read_tokens or 0.0)
     return CostModel(
         replica=ReplicaWork(read_tokens=read),
@@ -203,7 +211,7 @@ def _of_curve(path: Path | None, shape: ModelShape) -> CostModel:
     It is that of tokens and replicas if the file has one that fits, else that of the curve.
     """
     if path is None:
-        raise InvalidInput("--cost curve needs --curve with a file that `evenkeel profile` wrote")
+        raise InvalidInput("cost: curve needs curve with a file that `evenkeel profile` wrote")
     try:
         told = parse_profile(path.read_text("utf-8"))
         ranks = (RankNumbers(curve=told.curve, replica_cost=told.replica_cost),) * shape.num_ranks
@@ -220,15 +228,13 @@ def _of_curve(path: Path | None, shape: ModelShape) -> CostModel:
     )
 
 
-def _speeds(text: str, ranks: int) -> NDArray[np.float64]:
-    """Return the (R,) relative speeds in a text."""
-    try:
-        speeds = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InvalidInput(f"--rank-speeds {text}: {error}") from error
+def _speeds(speeds: tuple[float, ...], ranks: int) -> NDArray[np.float64]:
+    """Return the (R,) relative speeds."""
     finite = all(0 < speed < math.inf and 1 / speed < math.inf for speed in speeds)
     if len(speeds) != ranks or not finite:
-        raise ShapeMismatch(f"{ranks} positive rank speeds are needed, got {len(speeds)}: {speeds}")
+        raise ShapeMismatch(
+            f"rank_speeds: {ranks} positive ones are needed, got {len(speeds)}: {[*speeds]}"
+        )
     return np.array(speeds, np.float64)
 
 

@@ -1,90 +1,99 @@
-"""Options of `evenkeel replay` that several of its commands share; a docstring is an option's help.
+"""The options of `evenkeel offline` and `evenkeel replay`, as flags and a file give them.
 
-This module imports nothing heavy, because `--help` must not load numpy.
+A key of the file of `--config` is the name of a field. The command line has the same names, with
+hyphens, for the options that are given most often.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
-import typer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.yaml_text import parse_yaml
 
-TraceOption = Annotated[
-    Path,
-    typer.Option(
-        "--trace",
-        "-t",
-        help="Recorded loads: *.npz (ours, or experts of tokens), *.pt or a folder (SGLang"
-        " recorder), *.jsonl (vLLM statistics), or a folder (TensorRT-LLM statistics).",
-    ),
-]
+_Count = Annotated[int, Field(ge=1)]
+_Bytes = Annotated[int, Field(ge=0)]
+_WINDOW = (
+    "Number of steps on which a policy plans. Default: 100; in `replay plan` the whole recording,"
+    " whose newest steps count."
+)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadingOptions:
-    """The options that say how a recording is read."""
-
-    first_moe_layer: Annotated[
-        int | None,
-        typer.Option(
-            show_default="as in the file; SGLang: the first row that ever counted a token"
-        ),
-    ] = None
-    """Number of hidden layers before the first MoE layer."""
-    start: Annotated[str | None, typer.Option(show_default="the newest")] = None
-    """Of a folder with several starts of an engine, the one to read: the first 8 digits of its
-    files."""
-    accept: Annotated[list[str] | None, typer.Option(show_default="none")] = None
-    """Finding about the recording that you have looked at: it becomes a note. Repeat the option for
-    more."""
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FleetOptions:
-    """The options that describe the fleet."""
+class ReadingOptions(_Options):
+    """How a recording is read."""
 
-    ranks: Annotated[int, typer.Option(min=1)] = 8
-    """Number of EP ranks."""
-    slots: Annotated[
-        int | None, typer.Option("--slots", show_default="one redundant slot per rank")
-    ] = None
-    """Slots of one layer over all ranks."""
-    nodes: Annotated[int, typer.Option(min=1)] = 1
-    """Number of nodes, each with consecutive ranks."""
-    expert_groups: Annotated[int, typer.Option(min=1)] = 1
-    """Routing groups of the model (DeepSeek)."""
-    bytes_per_expert: Annotated[int, typer.Option(min=0)] = 3 * 7168 * 2048
-    """Bytes of one expert; default: DeepSeek-V3 in FP8."""
-    rank_speeds: Annotated[str | None, typer.Option(show_default="all equal")] = None
-    """Relative speed of every rank, for example 1,1,1,0.88."""
-    shared_experts: Annotated[float | None, typer.Option(min=0.0, show_default="not counted")] = (
-        None
+    first_moe_layer: int | None = Field(
+        default=None,
+        description="Number of hidden layers before the first MoE layer. Default: as in the file;"
+        " SGLang: the first row that ever counted a token.",
     )
-    """Weights of the shared experts of a layer over those of one routed expert; their time counts
-    in the cost models curve and roofline, and under waterfill dispatch in tokens too."""
-    pooled: Annotated[bool, typer.Option("--pooled")] = False
-    """Slots are pooled over layers; --slots is then the average of a layer."""
+    start: str | None = Field(
+        default=None,
+        description="Of a folder with several starts of an engine, the one to read: the first 8"
+        " digits of its files. Default: the newest.",
+    )
+    accept: tuple[str, ...] = Field(
+        default=(),
+        description="Findings about the recording that you have looked at: they become notes.",
+    )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KvOptions:
-    """The options that describe the KV cache, against which replicas are weighed."""
+class FleetOptions(_Options):
+    """The fleet."""
 
-    kv_bytes_per_token: Annotated[int | None, typer.Option(min=1)] = None
-    """Bytes of one token in the KV cache of a rank, over all layers. Shows what each number of
-    replicas leaves of the cache."""
-    kv_free_bytes: Annotated[int | None, typer.Option(min=0)] = None
-    """Bytes of the KV cache of a rank beside the fleet's slots, without sequences."""
-    tokens_per_sequence: Annotated[int | None, typer.Option(min=1)] = None
-    """Tokens that a sequence holds in the KV cache."""
-    moe_share: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=1.0, show_default="unknown: the estimate is an interval"),
-    ] = None
-    """MoE time / step time, for the estimate of goodput."""
+    ranks: _Count = Field(default=8, description="Number of EP ranks.")
+    slots: int | None = Field(
+        default=None,
+        description="Slots of one layer over all ranks. Default: one redundant slot per rank.",
+    )
+    nodes: _Count = Field(default=1, description="Number of nodes, each with consecutive ranks.")
+    expert_groups: _Count = Field(default=1, description="Routing groups of the model (DeepSeek).")
+    bytes_per_expert: _Bytes = Field(
+        default=3 * 7168 * 2048, description="Bytes of one expert; default: DeepSeek-V3 in FP8."
+    )
+    rank_speeds: tuple[float, ...] | None = Field(
+        default=None,
+        description="Relative speed of every rank, for example [1, 1, 1, 0.88]. Default: all"
+        " equal.",
+    )
+    shared_experts: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="Weights of the shared experts of a layer over those of one routed expert."
+        " Their time counts where time is known, and under waterfill dispatch.",
+    )
+    pooled: bool = Field(
+        default=False,
+        description="Slots are pooled over layers; slots is then the average of a layer.",
+    )
+
+
+class KvOptions(_Options):
+    """The KV cache, against which replicas are weighed."""
+
+    kv_bytes_per_token: _Count | None = Field(
+        default=None,
+        description="Bytes of one token in the KV cache of a rank, over all layers: shows what"
+        " replicas leave of the cache.",
+    )
+    kv_free_bytes: _Bytes | None = Field(
+        default=None,
+        description="Bytes of the KV cache of a rank beside the fleet's slots, without sequences.",
+    )
+    tokens_per_sequence: _Count | None = Field(
+        default=None, description="Tokens that a sequence holds in the KV cache."
+    )
+    moe_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="MoE time / step time, for the estimate of goodput. Default: unknown, and the"
+        " estimate is an interval.",
+    )
 
 
 class CostKind(StrEnum):
@@ -95,56 +104,177 @@ class CostKind(StrEnum):
     ROOFLINE = "roofline"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CostOptions:
-    """The options that say how the time of a rank follows from its tokens."""
+class CostOptions(_Options):
+    """How the time of a rank follows from its tokens."""
 
-    cost: CostKind = CostKind.TOKENS
-    """Cost model by which plans are made and scored. tokens: time is proportional to tokens. curve:
-    a profile of seconds by tokens and replicas; see the option curve. roofline: a replica takes the
-    longer of reading its weights and computing its tokens; see the options device and
-    read-tokens."""
-    device: str | None = None
-    """Device of the ranks, for example h100, h200, b200, a100 or mi300x."""
-    weight_format: Annotated[str | None, typer.Option(show_default="fp8")] = None
-    """Number type of the weights: bf16, fp16, fp8, int8, fp4 or int4."""
-    read_tokens: Annotated[float | None, typer.Option(min=0.0)] = None
-    """Tokens that take as long to compute as the weights of one expert take to read, in place of a
-    device."""
-    curve: Path | None = None
-    """File with a device's profile, as `evenkeel profile` writes it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanningOptions:
-    """The options that describe how policies plan."""
-
-    dispatch: DispatchModel = DispatchModel.EVEN
-    """How the engine splits tokens over replicas."""
-    copy_price: Annotated[float, typer.Option(min=0.0)] = 0.0
-    """Time that one copy must save per step, as a share of the time of a perfectly split layer. It
-    applies to keel and to verdicts. keel computes its own price, which falls with the slots of a
-    rank and their tokens, and uses the higher of the two. 0.01 makes copies rare; 0 leaves the
-    price to keel."""
-    cross_node_factor: Annotated[float, typer.Option(min=1.0)] = 1.0
-    """Price of a copy from another node, relative to one inside a node."""
-    max_evaluations: Annotated[
-        int | None, typer.Option(min=1, show_default="the policy's own limit")
-    ] = None
-    """Maximum number of candidates that the search for one plan may evaluate."""
-    seed: Annotated[int, typer.Option(min=0)] = 0
-    """Seed of policies that use random numbers."""
-    allow_duplicates: Annotated[bool, typer.Option("--allow-duplicates")] = False
-    """Let a rank hold an expert twice, as the engines' planners do."""
-    fill_slots: Annotated[bool, typer.Option("--fill-slots")] = False
-    """Fill the slots that a policy leaves empty, for engines that need an expert in every slot, as
-    SGLang does."""
-    craft_replicas: Annotated[str | None, typer.Option(show_default="memory")] = None
-    """How many replicas craft uses. memory: as many as fit. knee: up to the bend in the curve of
-    gain over replicas. per_replica_gain: the number with the highest gain per replica, which the
-    paper calls automatic. A number, for example 0.001: as long as one more replica gains this much
-    balancedness, summed over layers."""
-    free_bytes: Annotated[int | None, typer.Option(min=0, show_default="what the slots hold")] = (
-        None
+    cost: CostKind = Field(
+        default=CostKind.TOKENS,
+        description="Cost model by which plans are made and scored: tokens; curve, a profile of"
+        " seconds; or roofline, the longer of reading weights and computing tokens.",
     )
-    """Bytes of one rank that craft's replicas may use, all layers together."""
+    device: str | None = Field(
+        default=None,
+        description="Device of the ranks, for example h100, h200, b200, a100 or mi300x.",
+    )
+    weight_format: str | None = Field(
+        default=None,
+        description="Number type of the weights: bf16, fp16, fp8, int8, fp4 or int4. Default: fp8.",
+    )
+    read_tokens: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="Tokens that take as long to compute as the weights of one expert take to read,"
+        " in place of a device.",
+    )
+    curve: Path | None = Field(
+        default=None, description="File with a device's profile, as `evenkeel profile` writes it."
+    )
+
+
+class PlanningOptions(_Options):
+    """How policies plan."""
+
+    dispatch: DispatchModel = Field(
+        default=DispatchModel.EVEN,
+        description="How the engine splits tokens over replicas: even, nearest, optimal, waterfill"
+        " or fewest.",
+    )
+    copy_price: Annotated[float, Field(ge=0)] = Field(
+        default=0.0,
+        description="Time that one copy must save per step, as a share of the time of a perfectly"
+        " split layer, for keel and verdicts; keel uses the higher of it and its own price. 0.01"
+        " makes copies rare.",
+    )
+    cross_node_factor: Annotated[float, Field(ge=1)] = Field(
+        default=1.0, description="Price of a copy from another node, relative to one inside a node."
+    )
+    max_evaluations: _Count | None = Field(
+        default=None,
+        description="Most candidates that the search for one plan may evaluate. Default: the"
+        " policy's own limit.",
+    )
+    seed: _Bytes = Field(default=0, description="Seed of policies that use random numbers.")
+    allow_duplicates: bool = Field(
+        default=False, description="Let a rank hold an expert twice, as the engines' planners do."
+    )
+    fill_slots: bool = Field(
+        default=False,
+        description="Fill the slots that a policy leaves empty, for engines that need an expert in"
+        " every slot, as SGLang does.",
+    )
+    craft_replicas: str | float | None = Field(
+        default=None,
+        description="How many replicas craft uses: memory (the default), knee, per_replica_gain, or"
+        " a number (docs/policies.md).",
+    )
+    free_bytes: _Bytes | None = Field(
+        default=None,
+        description="Bytes of one rank that craft's replicas may use, all layers together. Default:"
+        " what the slots hold.",
+    )
+
+
+class ReplayOptions(PlanningOptions, CostOptions, FleetOptions, ReadingOptions):
+    """The options of every command that plans on a recording."""
+
+
+class FileOptions(ReplayOptions):
+    """The options of the commands that plan one placement and write it to a file."""
+
+    policy: str = Field(default="keel", description="Name of a policy.")
+    num_hidden_layers: _Count | None = Field(
+        default=None,
+        description="Number of rows of an sglang file. Default: as in the recording, else up to the"
+        " last MoE layer.",
+    )
+
+
+class CompareOptions(KvOptions, ReplayOptions):
+    """The options of `evenkeel replay compare`."""
+
+    policies: str | None = Field(
+        default=None, description="Names, separated by commas. Default: all policies."
+    )
+    window: _Count = Field(default=100, description=_WINDOW)
+    horizon: _Count = Field(
+        default=50, description="Steps on which a plan is scored before the next replan."
+    )
+    verdict: bool = Field(
+        default=False,
+        description="Also compare every policy as POLICY+verdict: its plans are adopted only if"
+        " held-out steps show that they pay.",
+    )
+    baselines: bool = Field(
+        default=True,
+        description="Also compare initial (never plans), once (plans once) and ewma (EPLB on a"
+        " weighted mean of the past).",
+    )
+
+
+class SinglePlanOptions(KvOptions, FileOptions):
+    """The options of `evenkeel replay plan`."""
+
+    window: _Count | None = Field(default=None, description=_WINDOW)
+    current: Path | None = Field(
+        default=None,
+        description="File with the present placement, in any format, to keep copies few.",
+    )
+
+
+class OfflineOptions(FileOptions):
+    """The options of `evenkeel offline`."""
+
+    held_out: _Bytes | None = Field(
+        default=None,
+        description="Number of newest steps to judge on. Default: a sixth of the steps, at least"
+        " 16.",
+    )
+    compare_with: Path | None = Field(
+        default=None,
+        description="File with the placement to compare with, in any format. Default: the one with"
+        " which the engine starts.",
+    )
+    replica_probabilities: Path | None = Field(
+        default=None,
+        description="Also write the share of tokens of each slot to this *.pt file, for builds of"
+        " SGLang that draw replicas by it. Only with sglang; needs torch.",
+    )
+
+
+_Model = TypeVar("_Model", bound=_Options)
+
+
+def read_options(model: type[_Model], file: Path | None, **flags: Any) -> _Model:
+    """Return the options that a file and the command line give; the command line wins.
+
+    Args:
+        model: the options of the command.
+        file: YAML with values by field; None has none.
+        flags: values by field; None was not given.
+
+    Raises:
+        InvalidInput: the file cannot be read, or a key or a value is not valid. It is named.
+    """
+    told = {} if file is None else _read(file)
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    try:
+        return model.model_validate({**told, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        at = f"--{key.replace('_', '-')}" if key in given else f"{file}: {key}"
+        if first["type"] == "extra_forbidden":
+            raise InvalidInput(f"{at}: there is no such option") from None
+        value = first["input"]
+        raise InvalidInput(f"{at}: {value!r:.80}: {first['msg']}") from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        told = parse_yaml(file.read_text(encoding="utf-8"), f"{file}:")
+    except OSError as error:
+        raise InvalidInput(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeError as error:
+        raise InvalidInput(f"{file} is not UTF-8 text: {error}") from error
+    if not isinstance(told, dict | None):
+        raise InvalidInput(f"{file} does not hold keys with values")
+    return {str(key): value for key, value in (told or {}).items()}

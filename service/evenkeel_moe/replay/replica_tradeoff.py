@@ -21,14 +21,14 @@ def kv_memory(asked: KvOptions) -> KvMemory | None:
     """
     each, free = asked.kv_bytes_per_token, asked.kv_free_bytes
     if (each is None) != (free is None):
-        raise InvalidInput("--kv-bytes-per-token and --kv-free-bytes need each other")
+        raise InvalidInput("kv_bytes_per_token and kv_free_bytes need each other")
     if each is None or free is None:
         for option, value in (
-            ("--tokens-per-sequence", asked.tokens_per_sequence),
-            ("--moe-share", asked.moe_share),
+            ("tokens_per_sequence", asked.tokens_per_sequence),
+            ("moe_share", asked.moe_share),
         ):
             if value is not None:
-                raise InvalidInput(f"{option} needs --kv-bytes-per-token and --kv-free-bytes")
+                raise InvalidInput(f"{option} needs kv_bytes_per_token and kv_free_bytes")
         return None
     return KvMemory(each, free)
 

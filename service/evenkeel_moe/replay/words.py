@@ -31,8 +31,6 @@ class Column:
     """None for bytes."""
     sign: int = 0
     """1 where more is better, -1 where less is better, 0 where neither is."""
-    keep: int = 0
-    """On a narrow terminal, columns with a higher number are left out first; 0 is always kept."""
 
     def cells(self, results: Sequence[WalkMetrics]) -> list[tuple[str, bool]]:
         """Return the text of each result, and whether it is shown like the best value."""
@@ -50,15 +48,15 @@ class Column:
 
 COLUMNS = (
     Column("balancedness_mean", "bal. mean", 4, sign=1),
-    Column("balancedness_p5", "bal. p5", 3, sign=1, keep=5),
+    Column("balancedness_p5", "bal. p5", 3, sign=1),
     Column("balancedness_worst", "bal. worst", 3, sign=1),
     Column("time_over_fluid", "time /fluid", 4, sign=-1),
-    Column("step_time_p90", "p90 step", 3, sign=-1, keep=4),
+    Column("step_time_p90", "p90 step", 3, sign=-1),
     Column("copies_per_layer", "copies /layer", 1),
-    Column("copies_per_layer_raw", "raw", 1, keep=3),
-    Column("first_copies_per_layer", "first", 1, keep=2),
+    Column("copies_per_layer_raw", "raw", 1),
+    Column("first_copies_per_layer", "first", 1),
     Column("bytes", "bytes", None),
-    Column("plan_ms", "plan ms", 1, keep=1),
+    Column("plan_ms", "plan ms", 1),
 )
 _COLUMN_WORDS = {
     "bal. mean": "balancedness (mean / largest load of a rank), mean over steps and layers",

@@ -97,8 +97,8 @@ def test_too_few_later_steps_close_the_gate_of_the_gain_not_the_one_of_the_windo
                 "needs 0.2%, and a lower bound above 1.5 times the price of the copies."
             ),
         ),
-        ("frozen", {"frozen_s": 600.0}, "Frozen for another 10 min; plans may start at any time."),
-        ("frozen", {}, "Frozen for another 5 min; plans may start at any time."),
+        ("frozen", {"frozen_s": 600.0}, "Paused for another 10 min; plans may start at any time."),
+        ("frozen", {}, "Paused for another 5 min; plans may start at any time."),
         ("ranks_missing", {"ranks_fresh": 1.0}, "1 of 2 ranks."),
         ("cooldown", {"since_plan_s": 3.0, "cooldown_s": 8.0}, "3 s since the plan, needs 8 s."),
         ("insufficient_data", {"window_steps": 3.0}, "3 steps, needs 64."),

@@ -16,10 +16,10 @@ def asked(method, path, change=None):
 @pytest.mark.parametrize(
     ("method", "path", "change", "words"),
     [
-        ("POST", "/freeze", {"seconds": 3600}, "Freeze for 60 min"),
-        ("POST", "/freeze", {"seconds": 0}, "End of the freeze"),
-        ("POST", "/freeze", None, "Freeze"),
-        ("POST", "/resume", None, "Resume automatic plans"),
+        ("POST", "/freeze", {"seconds": 3600}, "Pause for 60 min"),
+        ("POST", "/freeze", {"seconds": 0}, "End of the pause"),
+        ("POST", "/freeze", None, "Pause"),
+        ("POST", "/resume", None, "Resume"),
         ("POST", "/rollback", {"to_epoch": 0}, "Roll back to epoch 0"),
         ("POST", "/rollback", {"plan_id": "back"}, "Roll back the last plan as plan back"),
         (

@@ -86,6 +86,26 @@ async def test_a_plan_names_the_stall_that_its_swaps_are_expected_to_cause(rig):
     assert shown == {"to_epoch": 0, "expected_stall_s": 0.02} == (await rollback(rig)).plan.numbers
 
 
+async def test_a_dry_run_is_the_plan_that_would_be_made_and_nothing_is_kept(rig):
+    await rig.load()
+    request = PlanRequest(plan_id=PlanId("mine"), dry_run=True, target=AFTER_ONE)
+    shown = await rig.operations.create_plan(DEPLOYMENT, request)
+    assert (shown.phase, shown.plan.target) == (PlanPhase.PROPOSED, AFTER_ONE)
+    assert (await rig.operations.plans(DEPLOYMENT, 10))[0] == []
+    with pytest.raises(InvalidInput, match="not both"):
+        await rig.operations.create_plan(DEPLOYMENT, replace(request, approve=True))
+    kept = await rig.operations.create_plan(DEPLOYMENT, replace(request, dry_run=False))
+    assert (kept.plan.target, kept.plan.moves) == (shown.plan.target, shown.plan.moves)
+    assert [one.plan.plan_id for one in (await rig.operations.plans(DEPLOYMENT, 10))[0]] == ["mine"]
+
+
+async def test_in_mode_auto_a_plan_by_hand_waits_for_approval_too(rig):
+    await rig.load()
+    await rig.operations.set_policy(DEPLOYMENT, {"mode": "auto"}, "me")
+    made = await rig.operations.create_plan(DEPLOYMENT, PlanRequest(target=AFTER_ONE))
+    assert made.phase is PlanPhase.PROPOSED
+
+
 async def test_a_refused_plan_says_why_in_words_with_units(rig):
     async def refused(words, reason, **request):
         with pytest.raises((Conflict, InfeasiblePlan)) as caught:
@@ -111,7 +131,7 @@ async def test_a_refused_plan_says_why_in_words_with_units(rig):
     old = r"the newest complete step is too old to plan on: of age \S+ m?s, at most 1 ms is allowed"
     await refused(old, Reason.STALE_DATA)
     await rig.operations.freeze(DEPLOYMENT, 1800.0, "me")
-    ends = f"frozen for another 30 min; `evenkeel freeze {DEPLOYMENT} 0` ends it"
+    ends = f"paused for another 30 min; `evenkeel resume -d {DEPLOYMENT}` ends that"
     await refused(ends, Reason.FROZEN)
 
 
@@ -123,7 +143,7 @@ async def test_a_plan_beside_another_is_refused_with_advice(rig):
     with pytest.raises(Conflict) as caught:
         await rig.operations.create_plan(DEPLOYMENT, PlanRequest(approve=True, target=AFTER_ONE))
     assert caught.value.reason is Reason.PLAN_IN_PROGRESS
-    cancel = f"`evenkeel plan cancel {DEPLOYMENT} {BAD}`"
+    cancel = f"`evenkeel plan cancel {BAD} -d {DEPLOYMENT}`"
     assert str(caught.value) == f"plan {BAD} is migrating: wait for it, or {cancel}"
 
 
@@ -178,7 +198,7 @@ async def test_a_plan_by_hand_that_the_store_did_not_confirm_is_one_plan(rig):
 
 async def test_approve_and_cancel_repeated_after_a_failure_do_nothing_twice(rig):
     await rig.load()
-    request = PlanRequest(plan_id=PlanId("mine"), requested_by="me", dry_run=True, target=AFTER_ONE)
+    request = PlanRequest(plan_id=PlanId("mine"), requested_by="me", target=AFTER_ONE)
     await rig.operations.create_plan(DEPLOYMENT, request)
     rig.store.failing = 1
     with pytest.raises(Unavailable, match="tried again"):
@@ -209,8 +229,8 @@ async def test_freeze_resume_and_policy_hold_at_once_and_are_stored_when_the_sto
     await until(lambda: rig.ranks.placement == BASE)
     await rig.at_rest()
     changes = {
-        "frozen_until": lambda: operations.freeze(DEPLOYMENT, 600, "me"),
         "held": lambda: operations.resume(DEPLOYMENT, "me"),
+        "frozen_until": lambda: operations.freeze(DEPLOYMENT, 600, "me"),
         "cycle_s": lambda: operations.set_policy(DEPLOYMENT, {"cycle_s": 7.0}, "me"),
     }
     for change in changes.values():

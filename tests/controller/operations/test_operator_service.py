@@ -38,7 +38,7 @@ from tests.waiting import until
 async def test_an_id_is_taken_also_by_a_plan_that_is_only_in_the_store(leading_two):
     registry, operations, _ = leading_two
     member = registry.deployments[ONE]
-    request = PlanRequest(plan_id=PlanId("old"), requested_by="eve", dry_run=True)
+    request = PlanRequest(plan_id=PlanId("old"), requested_by="eve")
     record = make_record("old", request_digest=request_digest(request))
     record = replace(record, plan=replace(record.plan, deployment=ONE))
     await registry.shared.store.store_plan(record, member.leadership.term)

@@ -28,7 +28,14 @@ def test_a_trace_is_recorded_over_sglangs_routes(tmp_path):
         wait_until(lambda: is_open(port), within_s=60)
         out = tmp_path / "trace.npz"
         command = [sys.executable, "-m", "evenkeel_moe", "record", "sglang", "-s", "0.3"]
-        where = ["--url", f"http://127.0.0.1:{port}", "--dumps", str(tmp_path), "-o", str(out)]
+        where = [
+            "--address",
+            f"http://127.0.0.1:{port}",
+            "--dumps",
+            str(tmp_path),
+            "--out",
+            str(out),
+        ]
         done = subprocess.run(
             [*command, *where], capture_output=True, text=True, timeout=deadline(120), check=False
         )

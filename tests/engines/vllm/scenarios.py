@@ -300,7 +300,7 @@ def controlled(rank, size, *, controllers, mode):
 
 
 def warm(rank, size, *, path):
-    """vLLM starts from a file of `evenkeel export`; then a plan follows."""
+    """vLLM starts from a file of `evenkeel placement export`; then a plan follows."""
     one = Rank(rank, size, use_async=True, placement=path)
     one.steps(6)
     new = one.target()

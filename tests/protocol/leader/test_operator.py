@@ -211,7 +211,7 @@ def test_one_plan_at_a_time():
         with pytest.raises(Conflict) as caught:
             call()
         assert caught.value.reason is Reason.PLAN_IN_PROGRESS
-        advice = f"plan p is migrating: wait for it, or `evenkeel plan cancel {DEPLOYMENT} p`"
+        advice = f"plan p is migrating: wait for it, or `evenkeel plan cancel p -d {DEPLOYMENT}`"
         assert str(caught.value) == advice
 
 
@@ -406,7 +406,7 @@ def test_a_freeze_lasts_for_its_seconds_and_zero_ends_it():
     asked = refused(Conflict, lambda: operator.submit(plan_of(), 15.0, approve=True))
     assert asked == (
         Reason.FROZEN,
-        f"frozen for another 40 s; `evenkeel freeze {DEPLOYMENT} 0` ends it",
+        f"paused for another 40 s; `evenkeel resume -d {DEPLOYMENT}` ends that",
     )
     assert operator.submit(plan_of(), 55.0, approve=True)[0].phase is PlanPhase.APPROVED
 

@@ -161,3 +161,12 @@ def test_after_the_clock_was_set_all_parts_use_the_new_time():
     assert follower.handle(ctl.ClockStepped(2000.0), 1.0) == []
     follower.handle(ctl.LeaseAcquired(msg.Leader("a", 1), ctl.StoredRecords()), 1.0)
     assert of_kind(follower.handle(msg.Tick(), 31.0), ctl.PersistDecision)[0].row["at"] == 2031.0
+
+
+def test_a_resume_ends_a_freeze_and_a_repeated_one_writes_nothing():
+    control = control_of(unix_offset_s=OFFSET)
+    Operator(control).freeze(50.0, 1.0)
+    document = only(Operator(control).resume(2.0), ctl.PersistDocument)
+    assert (document.body["frozen_until"], document.body["held"]) == (0.0, False)
+    assert planning_loop_of(control).closed(3.0) is None
+    assert Operator(control).resume(4.0) == []

@@ -139,8 +139,8 @@ def _says_state(facts: _Compared) -> str:
 
 
 @_gate(
-    "Freeze and schedule let plans begin",
-    "End the freeze, change the schedule, or wait.",
+    "Pause and schedule let plans begin",
+    "Resume, change the schedule, or wait.",
     Reason.FROZEN,
     Reason.OUTSIDE_SCHEDULE,
 )
@@ -148,13 +148,13 @@ def _says_times(facts: _Compared) -> str:
     left, until = facts.number("frozen_s"), facts.status.frozen_until_unix
     if left is None and until is not None and until > facts.status.at_unix:
         left = until - facts.status.at_unix
-    frozen = "Not frozen" if left is None else f"Frozen for another {duration_text(left)}"
+    paused = "Not paused" if left is None else f"Paused for another {duration_text(left)}"
     schedule = facts.status.rules.schedule
     spans = len(schedule.windows) + len(schedule.blackouts)
     times = "plans may start at any time"
     if spans:
         times = f"the schedule has {counted(spans, 'weekly span')}"
-    return f"{frozen}; {times}."
+    return f"{paused}; {times}."
 
 
 @_gate(

@@ -13,7 +13,7 @@ _SENTENCES: dict[str, str] = {
     Reason.OBSERVE_MODE: "Every gate but the mode was open: in observe mode the controller starts"
     " nothing.",
     Reason.PLAN_IN_PROGRESS: "A plan is being carried out.",
-    Reason.FROZEN: "An operator froze this deployment: no new plan may start.",
+    Reason.FROZEN: "An operator paused this deployment: no new plan may start.",
     Reason.OUTSIDE_SCHEDULE: "The schedule lets no plan start now.",
     Reason.HELD_AFTER_ROLLBACK: "Automatic plans are held after a rollback, until an operator"
     " resumes them.",

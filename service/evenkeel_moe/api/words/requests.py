@@ -8,7 +8,7 @@ from evenkeel_moe.model.documents import leaves, setting
 from evenkeel_moe.model.quantities import duration_text
 
 _PLAIN = {
-    "POST /resume": "Resume automatic plans",
+    "POST /resume": "Resume",
     "DELETE /quarantine": "Reset the counts of reports that were not used",
     "DELETE ": "Forget the deployment",
 }
@@ -27,7 +27,7 @@ def request_text(row: Mapping[str, Any]) -> str:
         return f"{sent} {change}"
     match sent.split("/"):
         case ["POST ", "freeze"]:
-            return _freeze(asked)
+            return _pause(asked)
         case ["PATCH ", "policy"]:
             return f"Change the policy: {_named(asked)}"
         case ["POST ", "plans"]:
@@ -54,11 +54,11 @@ def _named(asked: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={setting(value)}" for name, value in leaves(asked).items())
 
 
-def _freeze(asked: Mapping[str, Any]) -> str:
+def _pause(asked: Mapping[str, Any]) -> str:
     seconds = asked.get("seconds")
     if seconds is None:
-        return "Freeze"
-    return f"Freeze for {duration_text(seconds)}" if seconds else "End of the freeze"
+        return "Pause"
+    return f"Pause for {duration_text(seconds)}" if seconds else "End of the pause"
 
 
 def _plan(asked: Mapping[str, Any]) -> str:

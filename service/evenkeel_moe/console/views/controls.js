@@ -1,4 +1,4 @@
-/** The buttons that change a deployment: freeze, resume, roll back. The token's role decides. */
+/** The buttons that change a deployment: pause, resume, roll back. The token's role decides. */
 
 import { useState } from "../vendor/hooks.js";
 import { ago, moment } from "../lib/format.js";
@@ -7,7 +7,7 @@ import { linkTo } from "../lib/route.js";
 import { deploymentPath } from "../net/api.js";
 import { ActionButton, Badge, Figures, html, Problem } from "../ui.js";
 
-const FREEZES = [
+const PAUSES = [
   [600, "10 minutes"],
   [3600, "1 hour"],
   [8 * 3600, "8 hours"],
@@ -23,55 +23,45 @@ export function Controls({ api, role, deployment, reload, now }) {
     await api.change("POST", `${path}/${action}`, body);
     await reload();
   };
-  const state = html`${until ? html`<${Badge} kind="warn">frozen, ends ${ago(until, now)}<//>` : ""}
+  const state = html`${until ? html`<${Badge} kind="warn">paused, ends ${ago(until, now)}<//>` : ""}
   ${held ? html`<${Badge} kind="warn">automatic plans held<//>` : ""}`;
   if (!allows(role, "operate") || deployment.state === "follower")
     return html`<div class="controls">${state}</div>`;
   return html`<div class="controls">
     ${state}
     ${
-      held
+      held || until
         ? html`<${ActionButton}
             id="resume"
-            label="Resume automatic plans"
-            title="Resume automatic plans"
+            label="Resume"
+            title="Let plans start again"
             kind="primary"
             act=${() => post("resume")}
           >
-            <p>
-              ${heldWords} After this the controller may start plans by itself in mode auto.
-            </p><//
+            ${until ? html`<p>The pause ends by itself at ${moment(until)}.</p>` : ""}
+            ${held ? html`<p>${heldWords}</p>` : ""}
+            <p>After this the controller may start plans by itself in mode auto.</p><//
           >`
         : ""
     }
     ${
       until
-        ? html`<${ActionButton}
-            id="unfreeze"
-            label="End the freeze"
-            title="End the freeze"
-            act=${() => post("freeze", { seconds: 0 })}
-          >
-            <p>
-              The freeze ends by itself at ${moment(until)}. After this, new plans may start at
-              once.
-            </p><//
-          >`
+        ? ""
         : html`<${ActionButton}
-            id="freeze"
-            label="Freeze"
-            title="Freeze this deployment"
-            confirm="Freeze"
+            id="pause"
+            label="Pause"
+            title="Pause this deployment"
+            confirm="Pause"
             act=${() => post("freeze", { seconds })}
           >
-            <p>No new plan starts while it is frozen. A plan under way continues.</p>
-            <label for="freeze-seconds">For how long</label>
+            <p>No new plan starts while it is paused. A plan under way continues.</p>
+            <label for="pause-seconds">For how long</label>
             <select
-              id="freeze-seconds"
+              id="pause-seconds"
               value=${seconds}
               onChange=${(event) => setSeconds(Number(event.target.value))}
             >
-              ${FREEZES.map(([value, label]) => html`<option value=${value}>${label}</option>`)}
+              ${PAUSES.map(([value, label]) => html`<option value=${value}>${label}</option>`)}
             </select><//
           >`
     }

@@ -142,7 +142,7 @@ function Buttons({ plan, act }) {
       act=${() => act("cancel")}
     >
       <p>
-        The plan is refused, and nothing moves. The planner may propose again later; Freeze, or mode
+        The plan is refused, and nothing moves. The planner may propose again later; Pause, or mode
         observe, stops that.
       </p>
       <p class="hint">

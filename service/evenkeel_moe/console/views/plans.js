@@ -39,18 +39,18 @@ export function Phase({ plan }) {
 export function Plans({ api, role, name, deployment, now, reload }) {
   const path = `${deploymentPath(name)}/plans`;
   const poll = usePoll(api, `${path}?page_size=100`, PERIOD_MS);
-  const dryRun = async () => {
-    const plan = await api.change("POST", path, { dry_run: true });
+  const propose = async () => {
+    const plan = await api.change("POST", path, {});
     await reload();
     location.hash = linkTo(name, "plans", plan.plan_id);
   };
   const actions = allows(role, "operate")
     ? html`<${ActionButton}
-        id="dry-run"
-        label="Dry run"
-        title="Make a plan as a dry run"
+        id="propose"
+        label="Propose"
+        title="Propose a plan"
         confirm="Plan now"
-        act=${dryRun}
+        act=${propose}
       >
         <p>
           The controller plans on the present window and shows the plan as a proposal. Nothing moves

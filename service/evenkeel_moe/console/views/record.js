@@ -179,7 +179,7 @@ function EditPolicy({ api, path, role, document, changed }) {
     <p class="hint">
       ${allows(role, "admin") ? "" : "The limits need a token of role admin. "}
       The algorithm, its shadows, the cost model, the dispatch and the schedule are set on the
-      command line, with <code>evenkeel policy</code>.
+      command line, with <code>evenkeel policy set</code>.
     </p>
     ${
       isChanged

@@ -125,7 +125,7 @@ class InputBuilder:
         found = ingest.windows(settings.plan_steps)
         windows = [window for phase, window in found.items() if phase in phases]
         load, source = merge_phases(windows, shape, settings.plan_steps)
-        starts = request is None or not request.dry_run
+        starts = request is None or request.approve
         failed_plans, ended_at = self._plan_history()
         objective = self._objective(shape, base, limits, load)
         self.calibration = calibration_of(control.records.by_id.values(), objective.cost.source)

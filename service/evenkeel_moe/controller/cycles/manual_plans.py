@@ -32,8 +32,7 @@ from evenkeel_moe.model.finding import LIVE_CODES
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import Plan, PlanKind, PlanLimits, PlanRecord
-from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanLimits, PlanPhase, PlanRecord
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 from evenkeel_moe.planning.decision.cycle import CycleResult
 from evenkeel_moe.planning.policies.registry import resolve_policy
@@ -76,9 +75,9 @@ class ManualPlanner:
     stalls: SwapStalls
 
     async def create(self, request: PlanRequest) -> PlanRecord:
-        """Make a plan, and start it if the request or the mode says so.
+        """Make a plan: a proposal, or one that starts at once if the request says so.
 
-        The same id and body give the same plan.
+        The same id and body give the same plan. Of a dry run nothing is kept.
 
         Raises:
             InvalidInput: the request contradicts itself, or names an unknown policy.
@@ -87,12 +86,12 @@ class ManualPlanner:
             Unavailable: the planner is starting or failed, the store failed, or this replica does
                 not lead.
         """
+        if request.dry_run and request.approve:
+            raise InvalidInput("dry_run keeps nothing, approve starts at once: not both")
         digest = request_digest(request)
-        known = await self._repeated(request.plan_id, digest)
+        known = None if request.dry_run else await self._repeated(request.plan_id, digest)
         if known is not None:
             return known
-        if request.dry_run and request.approve:
-            raise InvalidInput("dry_run plans and does not start, approve starts at once: not both")
         policy = self.control.policy
         name = "explicit" if request.target is not None else request.policy or policy.policy
         if request.target is None:
@@ -120,9 +119,10 @@ class ManualPlanner:
             expires_at=unix + policy.proposal_ttl_s,
             numbers=result.numbers | expected_stall(self.stalls, result.waves, base),
         )
-        by_itself = policy.mode is Mode.AUTO and not policy.separate_approval
-        starts = request.approve or (by_itself and not request.dry_run)
-        return await self._submit(plan, starts, request.requested_by, digest)
+        if request.dry_run:
+            self.control.check_plan(plan)
+            return PlanRecord(plan, PlanPhase.PROPOSED, plan.reason, 0, unix)
+        return await self._submit(plan, request.approve, request.requested_by, digest)
 
     async def epochs(self) -> list[RecordedEpoch]:
         """Return the recorded placements: the group's history, newest first, then replaced ones.
@@ -245,7 +245,6 @@ def request_digest(request: PlanRequest) -> str:
         "policy": request.policy,
         "limits": asdict(request.limits),
         "phases": sorted(request.phases),
-        "dry_run": request.dry_run,
         "approve": request.approve,
         "target": None if request.target is None else request.target.digest,
     }
@@ -285,7 +284,7 @@ def _refusal(result: CycleResult, deployment: str) -> EvenkeelError:
         numbers = ", ".join(f"{name} {known[name]:.6g}" for name in sorted(known))
         words = f"{result.reason}: {result.detail or numbers or 'no numbers'}"
     if result.reason is Reason.FROZEN:
-        words += f"; `evenkeel freeze {deployment} 0` ends it"
+        words += f"; `evenkeel resume -d {deployment}` ends that"
     if result.reason is Reason.IMPLAUSIBLE_COUNTS:
         words += f"; `evenkeel status {deployment}` says where"
     if result.reason in _INFEASIBLE:
@@ -294,7 +293,7 @@ def _refusal(result: CycleResult, deployment: str) -> EvenkeelError:
 
 
 def _frozen(numbers: Mapping[str, float]) -> str:
-    return f"frozen for another {duration_text(numbers['frozen_s'])}"
+    return f"paused for another {duration_text(numbers['frozen_s'])}"
 
 
 def _no_change(numbers: Mapping[str, float]) -> str:

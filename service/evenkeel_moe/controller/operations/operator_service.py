@@ -289,7 +289,7 @@ class OperatorService:
         return await known.planner.manual.rollback_plan(request)
 
     async def resume(self, deployment: DeploymentId, by: str) -> None:
-        """Let automatic plans run again that a rollback or undelivered gains stopped."""
+        """End a freeze, and the hold after a rollback or undelivered gains."""
         known = await self._changeable(deployment)
         _log.info("resumed", deployment=deployment, by=by)
         await known.inbox.request(ctl.AutomaticPlansResumed())

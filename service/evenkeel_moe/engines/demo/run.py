@@ -117,7 +117,7 @@ def status_command(rest_url: str, token_file: Path) -> str:
     installed = Path(sys.prefix, "bin", "evenkeel")
     program = "evenkeel" if shutil.which("evenkeel") else shlex.quote(str(installed))
     file = shlex.quote(str(token_file.absolute()))
-    return f"{program} status {_DEPLOYMENT} --url {rest_url} --token-file {file}"
+    return f"{program} status {_DEPLOYMENT} --address {rest_url} --token-file {file}"
 
 
 def _serve_console(

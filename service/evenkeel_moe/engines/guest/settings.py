@@ -80,7 +80,7 @@ class GuestSettings(BaseSettings):
     stall_after_s: _Seconds = 30.0
     """Seconds without a switched layer after which a move counts as stalled."""
     placement: str = ""
-    """A file of `evenkeel export` with the placement that vLLM starts from; empty starts as vLLM
+    """A file of `evenkeel placement export` with which vLLM starts; empty starts as vLLM
     does. SGLang has its own option, `--init-expert-location`. A file that does not fit, or that
     some rank does not have, is ignored."""
     record: str = ""

@@ -317,7 +317,7 @@ def _locked(folder: Path) -> IO[str]:
     except OSError:
         lock.close()
         raise InvalidInput(
-            f"another fleet runs in the folder {folder}; --run-folder names another folder"
+            f"another fleet runs in the folder {folder}; --out names another folder"
         ) from None
     return lock
 

@@ -104,7 +104,7 @@ def check_hidden_layers(busy: NDArray[np.bool_]) -> tuple[Finding, ...]:
                 "the first hidden layers never counted a token and are assumed to be dense",
                 f"{spans('layer', range(first))} of {hidden}",
                 advice="If they are MoE layers, for example routed by a table, give"
-                " --first-moe-layer 0",
+                " first_moe_layer 0",
             )
         )
     gaps = [int(layer) for layer in idle if layer > first]

@@ -6,11 +6,11 @@ Parts that only read get a `DeploymentState`, which takes no events.
 from dataclasses import dataclass
 from itertools import count
 
-from evenkeel_moe.errors import Conflict, NotFound, Reason, Unavailable
+from evenkeel_moe.errors import Conflict, InfeasiblePlan, NotFound, Reason, Unavailable
 from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import PlanRecord
+from evenkeel_moe.model.plan import Plan, PlanRecord
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.protocol.control_messages import PersistDocument
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
@@ -186,7 +186,26 @@ class DeploymentState:
                 return ControlState.WAITING_FOR_RANKS
         return self.state
 
-    # --- rollbacks --------------------------------------------------------------------------------
+    # --- plans and rollbacks --------------------------------------------------------------------
+
+    def check_plan(self, plan: Plan) -> None:
+        """Check that a plan could be entered now.
+
+        Raises:
+            Conflict: GENERATION_CHANGED, STALE_BASE.
+            InfeasiblePlan: the plan breaks an invariant (R17).
+            Unavailable: this replica does not lead, or not all ranks have answered.
+        """
+        if not self.recovered:
+            raise self.unavailable()
+        executor = self.as_leader.executor
+        if executor.is_of_other_generation(plan):
+            raise Conflict(f"planned for {plan.generation}", Reason.GENERATION_CHANGED)
+        if executor.is_stale(plan, 0):
+            raise Conflict(f"planned on epoch {plan.base_epoch}", Reason.STALE_BASE)
+        refusal = executor.plan_problem(plan)
+        if refusal is not None:
+            raise InfeasiblePlan(refusal[1], refusal[0])
 
     def rollback_target(self, to_epoch: Epoch | None) -> tuple[Epoch, Placement]:
         """Return the epoch and placement a rollback leads to.

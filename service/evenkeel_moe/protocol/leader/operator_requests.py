@@ -6,7 +6,7 @@ returned may be repeated.
 
 from dataclasses import replace
 
-from evenkeel_moe.errors import Conflict, InfeasiblePlan, Reason
+from evenkeel_moe.errors import Conflict, Reason
 from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.model.quantities import duration_text
@@ -36,13 +36,7 @@ class OperatorRequests(PlanMoves):
         leading, records, plan, by = self.as_leader, self.records, event.plan, event.by
         if records.same_request(plan.plan_id, event.request_digest) is not None:
             return []
-        if leading.executor.is_of_other_generation(plan):
-            raise Conflict(f"planned for {plan.generation}", Reason.GENERATION_CHANGED)
-        if leading.executor.is_stale(plan, 0):
-            raise Conflict(f"planned on epoch {plan.base_epoch}", Reason.STALE_BASE)
-        refusal = leading.executor.plan_problem(plan)
-        if refusal is not None:
-            raise InfeasiblePlan(refusal[1], refusal[0])
+        self.check_plan(plan)
         if event.approve:
             self._require_another_approver(plan, by, by)
             self._require_free(plan, now)
@@ -138,13 +132,16 @@ class OperatorRequests(PlanMoves):
         return [self.document()]
 
     def _resume(self, _event: object, now: float) -> list[ControlAction]:
-        """Let automatic plans begin again that a rollback or undelivered gains stopped."""
+        """Let plans begin again: end a freeze, and the hold on automatic plans."""
         loop = self.as_leader.planning_loop
-        if loop.hold.because is None:
+        because = loop.hold.because
+        if because is None and not loop.frozen_until:
             return []  # A repeated request: its caller may have missed the first answer.
-        stopped = loop.hold.because is Reason.GAINS_NOT_DELIVERED
-        since = now + self.unix_offset_s if stopped else loop.hold.judged_from
-        loop.hold = Hold(None, since)
+        loop.frozen_until = 0.0
+        if because is not None:
+            stopped = because is Reason.GAINS_NOT_DELIVERED
+            since = now + self.unix_offset_s if stopped else loop.hold.judged_from
+            loop.hold = Hold(None, since)
         return [self.document()]
 
     # --- preconditions ----------------------------------------------------------------------------
@@ -187,7 +184,7 @@ class OperatorRequests(PlanMoves):
         if unix < self.frozen_until:
             wait = duration_text(self.frozen_until - unix)
             raise Conflict(
-                f"frozen for another {wait}; `evenkeel freeze {self.deployment} 0` ends it",
+                f"paused for another {wait}; `evenkeel resume -d {self.deployment}` ends that",
                 Reason.FROZEN,
             )
         opens_at = self.policy.schedule.opens_at(unix)
@@ -200,7 +197,7 @@ class OperatorRequests(PlanMoves):
 def plan_in_progress(active: PlanRecord) -> Conflict:
     """Return the refusal of a plan while another one runs."""
     plan = active.plan
-    cancel = f"`evenkeel plan cancel {plan.deployment} {plan.plan_id}`"
+    cancel = f"`evenkeel plan cancel {plan.plan_id} -d {plan.deployment}`"
     return Conflict(
         f"plan {plan.plan_id} is {active.phase}: wait for it, or {cancel}", Reason.PLAN_IN_PROGRESS
     )

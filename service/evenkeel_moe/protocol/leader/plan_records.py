@@ -265,7 +265,7 @@ class PlanRecords:
     def drop_excess(self, unix: float) -> list[PersistPlan]:
         """End the oldest proposals made by hand if there are too many of them.
 
-        Dry runs are frequent, and each is kept until it expires.
+        Proposals by hand are frequent, and each is kept until it expires.
         """
         waiting = [
             record

@@ -1,4 +1,4 @@
-"""`evenkeel export`: write the placement of a deployment to a file, for engines to start from."""
+"""`evenkeel placement`: list recorded placements, and write the present one for engines."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,19 +6,31 @@ from typing import Annotated, Any
 
 import typer
 
-from evenkeel_moe.cli.client import CliError, Exit
 from evenkeel_moe.cli.console import say
-from evenkeel_moe.cli.options import NamedDeployment, with_option_groups
+from evenkeel_moe.cli.exits import CliError, Exit
+from evenkeel_moe.cli.insight_tables import placements_table
+from evenkeel_moe.cli.options import DeploymentClientOptions, with_option_groups
+from evenkeel_moe.cli.watch import ShowOptions
 from evenkeel_moe.errors import EvenkeelError
+
+app = typer.Typer(no_args_is_help=True, help="List placements, and write one for an engine.")
+
+
+@app.command("list")
+@with_option_groups
+def list_placements(connection: DeploymentClientOptions, shown: ShowOptions) -> None:
+    """List the recorded placements, to which a rollback can lead."""
+    with connection.client() as client:
+        path = connection.path(client, "/epochs")
+        shown.run(lambda: client.get(path)["items"], placements_table)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedFile:
     """The options that describe the file to write."""
 
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="File to write.", show_default="standard output"),
+    out: Annotated[
+        Path | None, typer.Option(help="File to write.", show_default="standard output")
     ] = None
     format_name: Annotated[
         str,
@@ -50,29 +62,30 @@ class ExportedFile:
     ] = None
 
 
+@app.command()
 @with_option_groups
-def export(file: ExportedFile, connection: NamedDeployment) -> None:
-    """Write the current placement of a deployment, so that it starts balanced after a restart."""
+def export(file: ExportedFile, connection: DeploymentClientOptions) -> None:
+    """Write the present placement, to start balanced after a restart."""
     with connection.client() as client:
         name = connection.found(client)
         answer = client.get(f"deployments/{name}/placement")
         experts = client.get(f"deployments/{name}")["shape"]["num_logical_experts"]
     text = _render(answer, int(experts), name, file)
-    output = file.output
-    if output is None:
+    out = file.out
+    if out is None:
         say(text, nl=False)
         return
     try:
         # Replaced in one step: an engine that starts now reads either the old file or the new one.
-        draft = output.with_name(output.name + ".tmp")
+        draft = out.with_name(out.name + ".tmp")
         draft.write_text(text, encoding="utf-8")
-        draft.replace(output)
+        draft.replace(out)
     except (OSError, ValueError) as error:
         # A ValueError means that the path does not end in a file name.
         raise CliError(
-            f"cannot write {output}: {getattr(error, 'strerror', None) or error}", Exit.USAGE
+            f"cannot write {out}: {getattr(error, 'strerror', None) or error}", Exit.USAGE
         ) from error
-    say(f"{output}: epoch {answer['epoch']} of {name}, {file.format_name}")
+    say(f"{out}: epoch {answer['epoch']} of {name}, {file.format_name}")
 
 
 def _parse_ids(text: str) -> tuple[int, ...]:

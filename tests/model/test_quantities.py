@@ -2,7 +2,6 @@ import math
 
 import pytest
 
-from evenkeel_moe.cli.units import moments
 from evenkeel_moe.model.quantities import (
     age,
     bytes_text,
@@ -87,13 +86,6 @@ def test_a_figure_has_the_unit_that_its_name_implies(name, value, text):
 
 def test_names_of_figures_are_words():
     assert figure_name("since_plan_s") == "since plan"
-
-
-def test_moments_of_one_day_show_only_the_time():
-    assert moments([0.0, 61.0]) == (["00:00:00", "00:01:01"], ["all on 1970-01-01"])
-    assert moments([0.0, 86_400.0]) == (["1970-01-01 00:00:00", "1970-01-02 00:00:00"], [])
-    assert moments([0.0, None]) == (["1970-01-01 00:00:00", "-"], [])
-    assert moments([]) == ([], [])
 
 
 def test_shares_of_a_story_are_in_percent():

@@ -3,20 +3,20 @@ import json
 import numpy as np
 import pytest
 
-from evenkeel_moe.cli.client import Exit
+from evenkeel_moe.cli.exits import Exit
 from evenkeel_moe.formats import PlacementFormat, parse_placement
 from tests.api.fakes import SHAPE
 
 
 def test_every_format_reads_back_as_the_live_placement(run, operations, tmp_path):
-    _, out, _ = run("export", "-d", "demo")
+    _, out, _ = run("placement", "export", "-d", "demo")
     live = parse_placement(out)
     assert live.info["deployment"] == "demo"
     assert live.placement.num_ranks == SHAPE.num_ranks
     for format_ in PlacementFormat:
         path = tmp_path / format_.value
         options = f"-d demo --format {format_} --first-moe-layer 1".split()
-        code, said, told = run("export", "-o", str(path), *options)
+        code, said, told = run("placement", "export", "--out", str(path), *options)
         if format_ is PlacementFormat.VLLM_RANKS:
             # It has one row for all layers and no replicas, so it cannot hold this placement.
             assert code == Exit.REFUSED and "hold no replicas" in told and not path.exists()
@@ -37,7 +37,7 @@ def test_every_format_reads_back_as_the_live_placement(run, operations, tmp_path
 def test_an_sglang_file_has_a_row_for_every_hidden_layer(run, tmp_path):
     path = tmp_path / "map.json"
     options = "-d demo -f sglang --first-moe-layer 1 --num-hidden-layers 9".split()
-    run("export", "-o", str(path), *options)
+    run("placement", "export", "--out", str(path), *options)
     content = json.loads(path.read_text())
     assert list(content) == ["physical_to_logical_map"]
     assert len(content["physical_to_logical_map"]) == 9
@@ -54,10 +54,10 @@ def test_an_sglang_file_has_a_row_for_every_hidden_layer(run, tmp_path):
             1,
             "hidden layers",
         ),
-        (["-o", "/nowhere/at/all"], 2, "cannot write"),
+        (["--out", "/nowhere/at/all"], 2, "cannot write"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_reported(run, options, code, words):
-    found, _, err = run("export", "-d", "demo", *options)
+    found, _, err = run("placement", "export", "-d", "demo", *options)
     assert found == code
     assert words in err
