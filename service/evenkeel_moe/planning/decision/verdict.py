@@ -143,16 +143,15 @@ def judge(
 
     Args:
         before, after: (T,) float64 [score units] - predicted MoE time of each later step under the
-            present and under the proposed placement, finite and not negative, oldest first; T may
-            be 0.
+            present and the proposed placement, finite, not negative, oldest first; T may be 0.
         copy_cost: price of all copies of the plan [score units], finite and >= 0.
         lifetime_steps: steps the placement is expected to last, >= 1.
         step_s: seconds from one step of the engine to the next, > 0; None if unknown.
         cost_model: what the times rest on; by default they are tokens.
         calibration: every step saves as many times what the times say as earlier plans delivered.
-        min_steps: with fewer steps the call is that there is too little evidence.
-        few_steps: below this number of steps the interval is at least that of Student's t for the
-            mean of as many steps: a bootstrap of few steps underestimates their scatter.
+        min_steps: with fewer steps there is too little evidence.
+        few_steps: with fewer the interval is at least that of Student's t for the mean of as many
+            steps: a bootstrap of few steps underestimates their scatter.
         seed: of the bootstrap.
 
     Raises:

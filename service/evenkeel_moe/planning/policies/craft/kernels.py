@@ -1,4 +1,4 @@
-"""The numba kernel of CRAFT: the replay of a layer under many placements."""
+"""Numba kernels of CRAFT: the replay under many placements, and the knapsack over layers."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,3 +65,34 @@ def replay_layer(
     if counted == 0:
         return np.ones(plans)
     return sums / counted
+
+
+@kernel
+def knapsack(
+    value: NDArray[np.float64], counts: NDArray[np.int64], capacity: int
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Run Algorithm 2 for every capacity at once.
+
+    Args:
+        value: (K, L) value of giving layer l `counts[k]` replicas.
+        counts: (K,) replicas, positive.
+        capacity: C.
+
+    Returns:
+        best: (C + 1,) highest value with at most c replicas. Zero replicas have the value 0, so it
+            never falls below 0 and never falls with c.
+        choice: (L, C + 1) index into `counts` taken for a layer, -1 for none.
+
+    Complexity: O(L C K) time, O(L C) space.
+    """
+    options, layers = value.shape
+    best = np.zeros(capacity + 1)
+    choice = np.full((layers, capacity + 1), -1)
+    for layer in range(layers):
+        before = best.copy()
+        for c in range(capacity + 1):
+            for k in range(options):
+                if counts[k] <= c and before[c - counts[k]] + value[k, layer] > best[c]:
+                    best[c] = before[c - counts[k]] + value[k, layer]
+                    choice[layer, c] = k
+    return best, choice

@@ -13,7 +13,7 @@ from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMisma
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.policies.capacity_packing import interleaved_capacity, pack_copies
-from evenkeel_moe.planning.policies.craft.kernels import replay_layer
+from evenkeel_moe.planning.policies.craft.kernels import knapsack, replay_layer
 from evenkeel_moe.planning.policies.proposal import build_proposal
 from evenkeel_moe.planning.policies.replication import replicate_experts
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal, SlotBudget
@@ -203,37 +203,6 @@ def allocate_replicas(
             allocation[layer] = benefit.counts[taken]
             left -= int(benefit.counts[taken])
     return allocation
-
-
-def knapsack(
-    value: NDArray[np.float64], counts: NDArray[np.int64], capacity: int
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Run Algorithm 2 for every capacity at once.
-
-    Args:
-        value: (K, L) value of giving layer l `counts[k]` replicas.
-        counts: (K,) replicas, positive.
-        capacity: C.
-
-    Returns:
-        best: (C + 1,) highest value with at most c replicas. Zero replicas have the value 0, so it
-            never falls below 0 and never falls with c.
-        choice: (L, C + 1) index into `counts` taken for a layer, -1 for none.
-
-    Complexity: O(L C K) time, O(L C) space.
-    """
-    layers = value.shape[1]
-    best = np.zeros(capacity + 1)
-    choice = np.full((layers, capacity + 1), -1)
-    for layer in range(layers):
-        before = best.copy()
-        for k, count in enumerate(counts.tolist()):
-            if count <= capacity:
-                tried = before[: capacity + 1 - count] + value[k, layer]
-                better = tried > best[count:]
-                best[count:][better] = tried[better]
-                choice[layer, count:][better] = k
-    return best, choice
 
 
 def gain_of(benefit: Benefit, allocation: NDArray[np.int64]) -> float:
