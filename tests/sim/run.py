@@ -306,7 +306,7 @@ def describe_standstill(world: FleetWorld, deployments) -> str:
             parts.append(f"{deployment} has no leader")
             continue
         control = seat.control
-        active = control.active_plan
+        active = control.records.active
         plan = f"plan {active.plan.plan_id} {active.phase} {active.reason}" if active else "no plan"
         wave = f"wave {control.coordinator.state}" if control.coordinator else "no wave"
         reason = control.state_reason(seat.replica.now)
