@@ -298,7 +298,7 @@ def describe_standstill(world: FleetWorld) -> str:
     if seat is None:
         return "there is no leader"
     control = seat.control
-    active = control.active_plan
+    active = control.records.active
     plan = f"plan {active.plan.plan_id} {active.phase} {active.reason}" if active else "no plan"
     wave = f"wave {control.coordinator.state}" if control.coordinator else "no wave"
     ranks = [f"rank {r.rank} {r.participant.state} epoch {r.epoch}" for r in world.fleet.ranks]

@@ -115,7 +115,11 @@ def test_lost_lease_drops_the_machine_in_any_state():
     for state in (S.WAITING_FOR_RANKS, S.RECOVERING, S.READY, S.MIGRATING):
         control = control_of(state)
         assert control.handle(ctl.LeaseLost(), 0.0) == []
-        assert (control.state, control.coordinator, control.active_plan) == (S.FOLLOWER, None, None)
+        assert (control.state, control.coordinator, control.records.active) == (
+            S.FOLLOWER,
+            None,
+            None,
+        )
         assert control.handle(msg.Tick(), 99.0) == []
         assert (
             only(control.handle(from_rank(0, hello_of(0)), 99.0), ctl.CloseStream).reason

@@ -17,7 +17,7 @@ def test_every_state_has_a_reason():
         (migrating, Reason.PLAN_STARTED, "plan p is migrating"),
     ):
         assert control.state_reason(0.0) == (reason, detail)
-    assert migrating.active_plan is record(migrating)
+    assert migrating.records.active is record(migrating)
 
 
 def test_without_a_policy_it_uses_the_default():
@@ -26,4 +26,4 @@ def test_without_a_policy_it_uses_the_default():
 
 def test_a_follower_knows_of_no_plan_hold_or_freeze():
     follower = control_of(S.FOLLOWER)
-    assert (follower.active_plan, follower.held, follower.frozen_until) == (None, False, 0.0)
+    assert (follower.records.active, follower.held, follower.frozen_until) == (None, False, 0.0)

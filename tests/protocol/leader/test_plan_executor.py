@@ -330,7 +330,7 @@ def waits_until(control, now):
     """Tick at a time; return the plan's phase."""
     hear_all(control, now)
     control.handle(msg.Tick(), now)
-    active = control.active_plan
+    active = control.records.active
     assert active is not None
     return active.phase
 

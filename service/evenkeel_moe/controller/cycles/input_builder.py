@@ -145,7 +145,7 @@ class InputBuilder:
             memory=self.gate_memory,
             manual=request is not None,
             target=None if request is None else request.target,
-            plan_in_progress=starts and control.active_plan is not None,
+            plan_in_progress=starts and control.records.active is not None,
             frozen_until_unix=control.frozen_until if starts else 0.0,
             held=control.hold.because,
             last_plan_ended_unix=ended_at,

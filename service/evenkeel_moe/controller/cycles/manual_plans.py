@@ -100,7 +100,7 @@ class ManualPlanner:
         await self.pool.wait_until_warm()
         limits = _tighter(policy.limits, request.limits)
         phases = request.phases or tuple(Phase)
-        active = self.control.active_plan
+        active = self.control.records.active
         inputs = self.builder.build(base, name, limits, phases, request=request)
         result = await self.budget.run(self.pool, inputs)
         if result.reason is Reason.PLAN_IN_PROGRESS and active is not None:

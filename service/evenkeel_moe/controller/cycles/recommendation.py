@@ -64,7 +64,7 @@ class Recommender:
             quorum = self.control.membership.quorum(self.clock.monotonic())
             if quorum.missing:
                 raise Unavailable(quorum.detail, quorum.reason)
-            active = self.control.active_plan
+            active = self.control.records.active
             if self._kept is not None and self._kept[0] == policy:
                 advice = self._kept[1]
                 fits = (advice.generation, advice.epoch) == (base.generation, base.epoch)

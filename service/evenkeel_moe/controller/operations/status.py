@@ -109,7 +109,7 @@ class LiveView:
             time_balance=self._of_last_cycle("time_balance") if heard else None,
             time_balance_worst=self._of_last_cycle("time_balance_worst") if heard else None,
             cost_model=None if self.cost is None else self.cost.basis,
-            active_plan=control.active_plan,
+            active_plan=control.records.active,
             proposals=control.records.proposals,
             staging_bytes_done=sum(done for done, _ in staged),
             staging_bytes_total=sum(total for _, total in staged),

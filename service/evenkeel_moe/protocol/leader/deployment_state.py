@@ -10,7 +10,7 @@ from evenkeel_moe.errors import Conflict, InfeasiblePlan, NotFound, Reason, Unav
 from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import Plan, PlanRecord
+from evenkeel_moe.model.plan import Plan
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.protocol.control_messages import PersistDocument
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
@@ -119,11 +119,6 @@ class DeploymentState:
     def staged(self) -> dict[EpRank, tuple[int, int]]:
         """(bytes done, bytes total) of the running wave, by rank."""
         return self.leading.executor.staged if self.leading is not None else {}
-
-    @property
-    def active_plan(self) -> PlanRecord | None:
-        """The accepted plan that has not ended."""
-        return self.records.active
 
     @property
     def held(self) -> bool:
