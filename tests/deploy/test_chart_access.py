@@ -210,7 +210,11 @@ def test_what_a_profile_creates_can_be_switched_off(profile):
 
 @pytest.mark.parametrize(
     ("profile", "next_step"),
-    [("observe", "--set profile=propose"), ("propose", "--set profile=auto"), ("auto", "freeze")],
+    [
+        ("observe", "--set profile=propose"),
+        ("propose", "--set profile=auto"),
+        ("auto", "evenkeel pause"),
+    ],
 )
 def test_notes_say_the_profile_and_how_to_go_on(tmp_path, profile, next_step):
     text = notes(tmp_path, "default", f"profile={profile}")

@@ -269,7 +269,7 @@ def test_starts_that_do_not_say_when_they_began_are_asked_for(tmp_path, began):
     for start, at in zip(("00000001", "ffffffff"), began, strict=True):
         for rank in (0, 1):
             record(tmp_path, rank, 0, start=start, began=at)
-    asked = r"holds 2 starts.*: 00000001 \(2 steps\), ffffffff \(2 steps\). Name one with --start"
+    asked = r"holds 2 starts.*: 00000001 \(2 steps\), ffffffff \(2 steps\). Name one as start"
     for ask in (read_trace, newest_step):
         with pytest.raises(InvalidInput, match=asked):
             ask(tmp_path)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -11,14 +11,13 @@ from evenkeel_moe.cli.config import ConfigOption, read_settings
 from evenkeel_moe.cli.console import SafeConsole, say, status_line
 from evenkeel_moe.cli.exits import CliError, Exit
 from evenkeel_moe.cli.options import with_option_groups
-from evenkeel_moe.model.policy import Mode
 
 
 @with_option_groups
 def serve(
     config: ConfigOption = None,
     profile: Annotated[
-        Mode | None,
+        Literal["observe", "propose", "auto"] | None,
         typer.Option(
             help="observe: nothing moves weights. propose: plans wait for approval. auto: plans"
             " start by themselves.",
