@@ -294,7 +294,7 @@ def test_other_deployments_and_unsound_maps_are_refused():
         with pytest.raises(ShapeMismatch):
             on_one_node(base, target, shape, None)
     with pytest.raises(ShapeMismatch, match="3 ranks"):
-        on_one_node(good, good, shape, None)
+        schedule_waves(good, good, shape, Topology.single_node(3), None)
     with pytest.raises(EvenkeelError, match="target leaves") as error:
         on_one_node(good, Placement(np.array([[0, 0]]), 2, 2), shape, None)
     assert error.value.reason is Reason.EXPERT_WITHOUT_REPLICA
