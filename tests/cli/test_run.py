@@ -5,11 +5,13 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
+from typing import get_args
 
 import pytest
 
 from evenkeel_moe.cli.exits import Exit
-from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.cli.run import DispatchOption
+from evenkeel_moe.engines.reference.config import DispatchRule, RankConfig
 from evenkeel_moe.engines.reference.supervisor import FleetReport
 from tests.waiting import deadline
 
@@ -64,7 +66,7 @@ def test_a_single_rank_runs_to_its_final_check(tmp_path):
 @pytest.mark.integration
 def test_a_fleet_says_what_it_starts_and_what_its_checks_found(tmp_path):
     options = ["--ranks", "2", "--steps", "3", "--step-s", "0", "--controller", "127.0.0.1:9"]
-    options += ["--kv-free-bytes", "5000000"]
+    options += ["--kv-free-bytes", "5000000", "--dispatch", "waterfill"]
     done = subprocess.run(
         [sys.executable, "-m", "evenkeel_moe", "fleet", *options, "--out", tmp_path],
         timeout=deadline(60),
@@ -88,6 +90,12 @@ def test_a_fleet_says_what_it_starts_and_what_its_checks_found(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     # Keys and values of 4 layers of 64 numbers, 4 bytes each.
     assert (config["kv_bytes_per_token"], config["kv_free_bytes"]) == (2048, 5_000_000)
+    assert config["dispatch"] == "waterfill"
+
+
+def test_every_rule_of_the_engine_can_be_chosen():
+    (rules, _option) = get_args(DispatchOption)
+    assert get_args(rules) == tuple(DispatchRule)
 
 
 @pytest.mark.integration

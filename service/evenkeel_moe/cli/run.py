@@ -86,6 +86,12 @@ def rank(
     raise typer.Exit(run_rank(rank_config))
 
 
+DispatchOption = Annotated[
+    Literal["even", "nearest", "lplb", "fewest", "waterfill", "libra", "libra-refined"],
+    typer.Option(help="How ranks choose replicas; see docs/dispatch.md."),
+]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedKvCache:
     """The options of the KV cache that the ranks of `evenkeel fleet` tell of."""
@@ -126,6 +132,7 @@ def fleet(
     step_s: Annotated[
         float, typer.Option(min=0, max=5, help="Minimum duration of a step in seconds.")
     ] = 0.05,
+    dispatch: DispatchOption = "even",
     out: Annotated[
         Path,
         typer.Option(help="Folder for logs, records and saved placements; created if missing."),
@@ -138,7 +145,7 @@ def fleet(
     The engine is real, and is called the reference engine. If a rank dies, all ranks start again.
     Exits with 0 if no rank found an error.
     """
-    from evenkeel_moe.engines.reference.config import RankConfig
+    from evenkeel_moe.engines.reference.config import DispatchRule, RankConfig
     from evenkeel_moe.engines.reference.supervisor import run_fleet
 
     config = RankConfig(
@@ -148,6 +155,7 @@ def fleet(
         controllers=tuple(controller or ["127.0.0.1:50051"]),
         steps=steps,
         min_step_s=step_s,
+        dispatch=DispatchRule(dispatch),
     ).with_simulated_kv_cache(kv.kv_bytes_per_token, kv.kv_free_bytes)
     until = f"for {steps} steps" if steps else "until Ctrl-C"
     say(
@@ -197,13 +205,7 @@ class DemoArguments:
         ),
     ] = ""
     policy: Annotated[str, typer.Option(help="keel, eplb, craft, gem, libra or metro.")] = "keel"
-    dispatch: Annotated[
-        str,
-        typer.Option(
-            help="How ranks choose replicas: even, nearest, lplb, fewest, waterfill, libra or"
-            " libra-refined."
-        ),
-    ] = "even"
+    dispatch: DispatchOption = "even"
     mode: Annotated[
         str,
         typer.Option(
@@ -282,12 +284,13 @@ def demo(
     from evenkeel_moe.engines.demo.run import run_demo
     from evenkeel_moe.engines.reference.config import DispatchRule, Fault
 
-    fault, dispatch = arguments.fault, arguments.dispatch
+    fault = arguments.fault
     if fault is not None and fault not in set(Fault):
         raise CliError(f"fault {fault} is not byte, map or epoch", Exit.USAGE)
-    if dispatch not in set(DispatchRule):
-        raise CliError(f"dispatch {dispatch} is not one of {', '.join(DispatchRule)}", Exit.USAGE)
     values: dict[str, Any] = asdict(arguments)
-    values |= {"dispatch": DispatchRule(dispatch), "fault": None if fault is None else Fault(fault)}
+    values |= {
+        "dispatch": DispatchRule(arguments.dispatch),
+        "fault": None if fault is None else Fault(fault),
+    }
     console = SafeConsole(force_terminal=False if plain else None)
     raise typer.Exit(run_demo(DemoOptions(**values), console))
