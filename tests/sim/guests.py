@@ -141,11 +141,11 @@ class GuestFleet(Fleet):
         self._goals: dict = {}
 
     def is_stalled(self, wave) -> bool:
-        """Return True if the engines of all ranks go no further with a wave."""
+        """Return True if the engines of all ranks go no further with a wave, until the calm."""
         key = self.generation, wave
         if key not in self._stalled:
-            self._stalled[key] = not self.world.calm and self.world.rng.random() < STALLS
-        return self._stalled[key]
+            self._stalled[key] = self.world.rng.random() < STALLS
+        return self._stalled[key] and not self.world.calm
 
     def goal_of(self, move, present):
         """Return the map at the end of a move; it is the same on all ranks.
