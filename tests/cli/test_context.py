@@ -39,6 +39,9 @@ def test_a_context_names_address_token_and_deployment(command, url, file, token)
     assert OPERATE not in file.read_text()
     assert command("context", "set", "eu", "-d", "")[0] == 0
     assert command("decisions")[0] == Exit.USAGE
+    removed = ("--address", "", "--token-file", "", "--ca-file", "")
+    assert command("context", "set", "eu", *removed)[0] == 0
+    assert json.loads(file.read_text())["contexts"]["eu"] == {}
 
 
 def test_options_and_variables_win_over_the_context(command, url, file, token, monkeypatch):

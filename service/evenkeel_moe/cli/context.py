@@ -23,11 +23,14 @@ def set_context(
         str | None, typer.Option(help="REST address of a controller.", show_default="as it was")
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="File with its token.", show_default="as it was")
+        str | None,
+        typer.Option(metavar="<path>", help="File with its token.", show_default="as it was"),
     ] = None,
     ca_file: Annotated[
-        Path | None,
-        typer.Option(help="File of the CA of its certificate.", show_default="as it was"),
+        str | None,
+        typer.Option(
+            metavar="<path>", help="File of the CA of its certificate.", show_default="as it was"
+        ),
     ] = None,
     deployment: Annotated[
         str | None,
@@ -51,8 +54,8 @@ def set_context(
     checked_id(name, "context")
     given = {
         "address": address,
-        "token_file": token_file and token_file.absolute(),
-        "ca_file": ca_file and ca_file.absolute(),
+        "token_file": token_file and Path(token_file).absolute(),
+        "ca_file": ca_file and Path(ca_file).absolute(),
         "deployment": deployment,
     }
     known = read_contexts(where.file)
