@@ -104,9 +104,16 @@ class Served:
         return (self.folder / "log").read_text(encoding="utf-8", errors="replace")
 
     def get(self, path: str = "") -> dict:
-        answer = self.http.get(f"/v1/deployments/{DEPLOYMENT}{path}")
-        answer.raise_for_status()
-        return answer.json()
+        """Read from the API; while it is temporarily unavailable, as when a busy disk stops the
+        store for longer than the lease, ask again, as clients do.
+        """
+        until = time.monotonic() + deadline(15)
+        while True:
+            answer = self.http.get(f"/v1/deployments/{DEPLOYMENT}{path}")
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > until:
+                answer.raise_for_status()
+                return answer.json()
+            signal.sigtimedwait([], 0.2)
 
     def status(self) -> dict | None:
         try:

@@ -171,6 +171,7 @@ def export(rig, path):
         "--out",
         path,
     ]
+    rig.served.get("/placement")
     done = subprocess.run(
         [*command, "-f", "neutral", *where],
         capture_output=True,
