@@ -21,6 +21,10 @@ COLLECTIVE_S = 0.004
 """The longest time of a collective, from the last rank on."""
 
 
+class OperationFailed(RuntimeError):
+    """An operation of several ranks failed, as backends report it."""
+
+
 class SimWork:
     """An operation in flight on one rank."""
 
@@ -55,7 +59,7 @@ class SimWork:
         if not self.over:
             raise RuntimeError("timed out")
         if self.error:
-            raise RuntimeError(self.error)
+            raise OperationFailed(self.error)
         return True
 
 

@@ -197,7 +197,7 @@ class Fleet:
 
     def begin_reload(self, announced: bool) -> None:
         """The engine wants to load other weights on all ranks."""
-        if self.reload is not None or self.loading or self.restarting:
+        if self.reload is not None or self.unasked or self.loading or self.restarting:
             return
         self.world.note(f"reload, announced={announced}")
         if not announced:

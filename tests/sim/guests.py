@@ -7,6 +7,7 @@ import torch
 
 from evenkeel_moe.errors import Reason, Unavailable
 from tests.sim.engine import HEAD_BYTES, TAIL, SlotMemory
+from tests.sim.fabric import OperationFailed
 from tests.sim.fleet import Fleet
 from tests.sim.rank import SimRank
 from tests.sim.run import FleetWorld, run_seed
@@ -120,12 +121,12 @@ class GuestRank(SimRank):
         """Load other weights; collective, on a thread of the rank between two steps."""
         try:
             self.moves.begin_reload()
-        except Unavailable as error:  # GateFailed is one of them.
+            self.version = version
+            self.memory.fill()
+            self.moves.end_reload()
+        except (Unavailable, OperationFailed) as error:  # GateFailed is one of the first.
             self.leave(f"no reload: {error}")
             return
-        self.version = version
-        self.memory.fill()
-        self.moves.end_reload()
         self.fleet.loading -= 1
 
 

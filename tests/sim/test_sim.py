@@ -49,7 +49,7 @@ CATCHING_SEEDS = {
     "reload": 2,
     "swap": 3,
     "map": 0,
-    "under way": 22,
+    "under way": 510,
     "armed": 0,
 }
 """A seed that catches each mutant. If the simulation has changed, the test searches for another."""
