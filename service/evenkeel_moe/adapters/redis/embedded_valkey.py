@@ -33,15 +33,18 @@ class EmbeddedValkey:
 
     Args:
         data_dir: created if missing; only one controller at a time may use it.
-        start_timeout_s: time for the folder to become free, and for the first answer.
+        free_within_s: time for the folder to become free.
+        answer_within_s: time for the first answer; on a busy disk a server starts slowly.
     """
 
-    def __init__(self, data_dir: Path, *, start_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, data_dir: Path, *, free_within_s: float = 10.0, answer_within_s: float = 60.0
+    ) -> None:
         # Absolute, because the server changes its working directory to the folder.
         self.data_dir = data_dir.absolute()
         self.starts = 0
         """Number of times the server was started."""
-        self._start_timeout_s = start_timeout_s
+        self._free_within_s, self._answer_within_s = free_within_s, answer_within_s
         self._process: asyncio.subprocess.Process | None = None
         self._socket_dir: str | None = None
         self._lock_fd: int | None = None
@@ -120,7 +123,7 @@ class EmbeddedValkey:
         """Lock the folder. The server inherits the lock, and holds it if it is left behind."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self.data_dir / "lock", flags, 0o600)
-        deadline = asyncio.get_running_loop().time() + self._start_timeout_s
+        deadline = asyncio.get_running_loop().time() + self._free_within_s
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,7 +181,7 @@ class EmbeddedValkey:
 
     async def _wait_for_answer(self) -> None:
         assert self._process is not None
-        deadline = asyncio.get_running_loop().time() + self._start_timeout_s
+        deadline = asyncio.get_running_loop().time() + self._answer_within_s
         client = Redis.from_url(self.url, socket_timeout=1.0)
         try:
             while True:
