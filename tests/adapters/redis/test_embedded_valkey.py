@@ -96,7 +96,7 @@ async def test_a_killed_controllers_socket_folder_is_cleared_away(tmp_path):
 
 
 async def test_a_folder_serves_one_controller_at_a_time(valkey):
-    second = EmbeddedValkey(valkey.data_dir, start_timeout_s=0.2)
+    second = EmbeddedValkey(valkey.data_dir, free_within_s=0.2)
     with pytest.raises(InvalidInput, match="in use by another controller"):
         await second.start()
     with pytest.raises(Unavailable, match="not started"):
