@@ -88,7 +88,11 @@ def rank(
 
 DispatchOption = Annotated[
     Literal["even", "nearest", "lplb", "fewest", "waterfill", "libra", "libra-refined"],
-    typer.Option(help="How ranks choose replicas; see docs/dispatch.md."),
+    typer.Option(
+        metavar="RULE",
+        help="How ranks choose replicas: even, nearest, lplb, fewest, waterfill, libra or"
+        " libra-refined.",
+    ),
 ]
 
 
