@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import random
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 import httpx
@@ -25,20 +25,28 @@ __all__ = ["flood", "main"]
 _METHOD = "/evenkeel.v1.RankLink/Attach"
 
 
+@contextlib.asynccontextmanager
+async def _connection(port: int) -> AsyncIterator[asyncio.StreamWriter]:
+    """Open a connection, and reset it at the end."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield writer
+    finally:
+        writer.transport.abort()
+
+
 async def noise(port: int, rng: random.Random) -> None:
     """Bytes that are no HTTP/2."""
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(rng.randbytes(rng.randrange(1, 100_000)))
-    with contextlib.suppress(OSError):
-        await writer.drain()
-    writer.transport.abort()
+    async with _connection(port) as writer:
+        writer.write(rng.randbytes(rng.randrange(1, 100_000)))
+        with contextlib.suppress(OSError):
+            await writer.drain()
 
 
 async def half_open(port: int, rng: random.Random) -> None:
     """A connection that says nothing."""
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
-    await asyncio.sleep(rng.uniform(0.5, 2.0))
-    writer.transport.abort()
+    async with _connection(port):
+        await asyncio.sleep(rng.uniform(0.5, 2.0))
 
 
 async def no_message(port: int, rng: random.Random) -> None:
