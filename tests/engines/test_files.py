@@ -45,7 +45,9 @@ def offline(recording, out, form, *options):
 
 def test_sglang_starts_with_the_file(recording, tmp_path):
     out = tmp_path / "map.json"
-    placement = offline(recording, out, "sglang", "--num-hidden-layers", LAYERS)
+    more = tmp_path / "options.yaml"
+    more.write_text(f"num_hidden_layers: {LAYERS}")
+    placement = offline(recording, out, "sglang", "--config", more)
     for seen in ranks.run("tests.engines.sglang.scenarios", "starts_with", text=out.read_text()):
         assert np.array_equal(seen["moe"], placement.phy2log)
     assert placement.num_layers == LAYERS - DENSE
