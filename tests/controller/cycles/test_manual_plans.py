@@ -99,6 +99,22 @@ async def test_a_dry_run_is_the_plan_that_would_be_made_and_nothing_is_kept(rig)
     assert [one.plan.plan_id for one in (await rig.operations.plans(DEPLOYMENT, 10))[0]] == ["mine"]
 
 
+async def test_a_dry_run_is_refused_if_the_placement_changed_while_it_was_planned(rig, monkeypatch):
+    await rig.load()
+    budget = rig.member.planner.manual.budget
+    run = budget.run
+
+    async def overtaken(pool, inputs):
+        result = await run(pool, inputs)
+        await rig.migrate()
+        return result
+
+    monkeypatch.setattr(budget, "run", overtaken)
+    with pytest.raises(Conflict, match="planned on epoch 0") as caught:
+        await rig.operations.create_plan(DEPLOYMENT, PlanRequest(dry_run=True, target=AFTER_ONE))
+    assert caught.value.reason is Reason.STALE_BASE
+
+
 async def test_in_mode_auto_a_plan_by_hand_waits_for_approval_too(rig):
     await rig.load()
     await rig.operations.set_policy(DEPLOYMENT, {"mode": "auto"}, "me")
