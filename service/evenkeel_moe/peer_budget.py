@@ -1,4 +1,4 @@
-"""What peers may hold, and the one place that says when one is refused more.
+"""Limits what peers may hold, and counts and logs each refusal.
 
 A peer is known by an identity: its address, its token, or the deployment that it belongs to. gRPC,
 HTTP and the bodies of requests are limited by the same parts: `Share` bounds amounts, such as
@@ -21,7 +21,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PeerLimits:
-    """What the peers of a controller replica may hold at a time, and how long they may take.
+    """The limits of a replica's peers: what they hold at a time, and how long they may take.
 
     The names that begin with `max_` are those of settings.
     """
@@ -74,7 +74,7 @@ DELIVERED_LIMITS = PeerLimits()
 
 
 class Share:
-    """What one peer holds of something, such as streams or bytes, as a part of what all hold.
+    """The amount that one peer holds, of streams or of bytes, as a part of what all hold.
 
     Args:
         most: the peer may hold as much.
@@ -175,7 +175,7 @@ P = TypeVar("P", bound=Place)
 
 
 class Places(Generic[P]):
-    """What peers have opened.
+    """The open streams or connections of all peers.
 
     If one more than `most` comes, the oldest one that waits gives way, of the address that has the
     most of them. So a peer that opens connections and does not use them takes places from itself
@@ -214,7 +214,7 @@ class Places(Generic[P]):
 
 
 refusals: Counter[str] = Counter()
-"""How often peers were refused something, by the name of the log line."""
+"""The number of refusals, by the name of the log line."""
 
 
 def refused(event: str, peer: str, **details: Any) -> None:

@@ -1,4 +1,4 @@
-"""How the experts of a rank move and its map switches: by the agent's copies, or by the engine."""
+"""Moves the experts of a rank once the ranks agreed: the agent copies them, or the engine does."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol

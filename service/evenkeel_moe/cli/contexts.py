@@ -11,7 +11,7 @@ _FORBID = ConfigDict(extra="forbid", frozen=True)
 
 
 class Context(BaseModel):
-    """Where commands go if neither options nor environment variables say so."""
+    """The controller that commands call if no option and no environment variable names one."""
 
     model_config = _FORBID
 

@@ -1,4 +1,4 @@
-"""How a command fails: one line for the operator, and an exit code."""
+"""A command that fails ends with one line for the operator, and an exit code."""
 
 from enum import IntEnum
 

@@ -1,4 +1,4 @@
-"""How an answer is printed: as a table, a sentence or JSON, once or again until Ctrl-C."""
+"""Prints an answer as a table, a sentence or JSON, once or again until Ctrl-C."""
 
 import time
 from collections.abc import Callable

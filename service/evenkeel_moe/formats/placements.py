@@ -100,7 +100,7 @@ def parse_placement(
 
 
 class _Expected:
-    """What the caller knows of the file, and what follows from it for rows that the file holds."""
+    """The facts that the caller knows of a file; rows of the file are checked against them."""
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ _MESSAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the agent of a rank must know of its engine, once the model is loaded."""
+    """The facts of an engine that the agent of its rank needs, once the model is loaded."""
 
     placement: Placement
     """The placement the engine starts with."""

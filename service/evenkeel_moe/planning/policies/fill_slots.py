@@ -34,7 +34,7 @@ class FillTerms(NamedTuple):
     work: WorkTerms
     time: TimeTerms
     price: float
-    """Of a copy inside a node, for as many steps as the gains are of."""
+    """The price of a copy inside a node, over the steps whose gains are summed."""
 
 
 def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placement:
