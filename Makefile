@@ -79,7 +79,7 @@ test-deploy: .venv/ready ## Tests the chart, dashboards and alerts.
 	$(BIN)/pytest tests/deploy -m "$(or $(MARKS),deploy or promtool)"
 
 # Writes the generated files again, after a change of settings, values, rules or dashboards.
-deploy-files: .venv/ready ## Generates docs/settings.md and the files of the chart again.
+deploy-files: .venv/ready ## Generates the tables of the docs and the files of the chart again.
 	$(BIN)/python -m deploy.generate
 
 # Downloads the console's JavaScript libraries again, in the versions of its list.

@@ -20,14 +20,12 @@ from deploy.chart_values import CHART, ROOT, Bound, values
 from deploy.dashboards import dashboards
 from deploy.json_text import json_text
 from deploy.runbook_pages import write_pages
-from deploy.settings_reference import settings_page
+from deploy.settings_reference import options_table, settings_page
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.ports.status import HealthBounds
 from evenkeel_moe.settings import Settings
 
 __all__ = ["CHART", "ROOT", "generated", "rules", "values_table"]
-
-_TABLE = re.compile(r"(<!-- values -->\n).*?(<!-- end of values -->)", re.DOTALL)
 
 CHARTS_OWN = {
     "data_dir": None,
@@ -54,11 +52,17 @@ def generated() -> dict[Path, str]:
     files[ROOT / "deploy" / "prometheus" / "alertmanager.yaml"] = alertmanager()
     files[CHART / "values.schema.json"] = json_text(_schema())
     files[ROOT / "docs" / "settings.md"] = settings_page()
-    readme = (CHART / "README.md").read_text(encoding="utf-8")
-    files[CHART / "README.md"] = _TABLE.sub(
-        lambda found: found[1] + values_table() + found[2], readme
-    )
+    files[CHART / "README.md"] = _with_table(CHART / "README.md", "values", values_table())
+    offline = ROOT / "docs" / "offline.md"
+    files[offline] = _with_table(offline, "options", options_table())
     return files
+
+
+def _with_table(path: Path, name: str, table: str) -> str:
+    """Return the text of a page, with a table between its two comments of that name."""
+    between = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+    text = path.read_text(encoding="utf-8")
+    return between.sub(lambda found: found[1] + table + found[2], text)
 
 
 _BOUNDS = """\

@@ -1,12 +1,16 @@
-"""Generates docs/settings.md from the JSON schema of the settings, which has their docstrings."""
+"""Generates docs/settings.md, and the table of replay's options in docs/offline.md.
+
+Both are made from models whose fields have descriptions.
+"""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import create_model
+from pydantic import BaseModel, create_model
 
 from evenkeel_moe.planning.decision.gates import GateSettings
+from evenkeel_moe.replay.options import CompareOptions, OfflineOptions, SinglePlanOptions
 from evenkeel_moe.settings import Settings
 
 _BOUNDS = (
@@ -42,6 +46,25 @@ YAML, whole numbers are decimal digits: `0x10`, `010` and `1:30` are text. No ke
 A planner's setting may be overridden for one deployment by its policy (`evenkeel policy set`):
 `mode`, `policy`, `cycle_s`, `proposal_ttl_s`, `cost`, `dispatch` and `thresholds`.
 """
+
+
+_COMMANDS: dict[str, type[BaseModel]] = {
+    "`offline`": OfflineOptions,
+    "`replay compare`": CompareOptions,
+    "`replay plan`": SinglePlanOptions,
+}
+"""The options in the file of each command."""
+
+
+def options_table() -> str:
+    """Return the keys of the file of options as a Markdown table."""
+    lines = ["| key | meaning |", "|---|---|"]
+    fields = {name: one for model in _COMMANDS.values() for name, one in model.model_fields.items()}
+    for name, field in fields.items():
+        of = [words for words, model in _COMMANDS.items() if name in model.model_fields]
+        only = "" if len(of) == len(_COMMANDS) else f" ({' and '.join(of)})"
+        lines.append(f"| `{name}` | {field.description}{only} |")
+    return "\n".join(lines) + "\n"
 
 
 def settings_page() -> str:
