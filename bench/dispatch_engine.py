@@ -13,7 +13,7 @@ from evenkeel_moe.engines.reference.config import DispatchRule, RankConfig
 from evenkeel_moe.engines.reference.supervisor import Supervisor
 from evenkeel_moe.planning.problem.metrics import balancedness_mean
 
-__all__ = ["engine_rows"]
+__all__ = ["engine_rows", "run_ranks"]
 
 RANKS, STEPS = 4, 60
 LONGEST_S = 150.0
@@ -39,7 +39,7 @@ def engine_rows() -> list[Row]:
                 dispatch=rule,
                 experts=16,
             )
-            if not _run(Supervisor(config)):
+            if not run_ranks(Supervisor(config)):
                 print(f"{rule.value:12} did not finish in {LONGEST_S:.0f} s")
                 continue
             served, wrong, seconds = _read(Path(folder))
@@ -56,7 +56,8 @@ def engine_rows() -> list[Row]:
     return rows
 
 
-def _run(supervisor: Supervisor) -> bool:
+def run_ranks(supervisor: Supervisor) -> bool:
+    """Run a group to its end; return True if every rank ended well, within the time for it."""
     deadline = time.monotonic() + LONGEST_S
     supervisor.start()
     try:

@@ -1,13 +1,16 @@
 """Token-level parts of the bench: Waterfill on recorded choices, and accuracy of predictions."""
 
+from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from bench.dispatch_baselines import PathTable
-from bench.dispatch_traces import RANKS, SLOTS_PER_RANK, Recorded
+from bench.dispatch_traces import RANKS, SLOTS_PER_RANK, Recorded, shared_cost
 from bench.report import Row
 from evenkeel_moe.dispatch import (
     DispatchTables,
@@ -19,13 +22,18 @@ from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.model import Model, original_expert
 from evenkeel_moe.engines.reference.traffic import TextTraffic
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.eplb import rebalance_experts
 
-__all__ = ["accuracy_rows", "recorded_ids", "waterfill_rows"]
+__all__ = ["accuracy_rows", "recorded_ids", "waterfill_rows", "waterfill_rule_rows"]
 
 TOKENS_PER_RANK = 256
 BATCHES = 12
+_RULE_FORMS = {
+    "rule_static": "visited static",
+    "rule": "visited",
+    "rule_all_ranks": "all ranks",
+}
 
 
 def recorded_ids(folder: Path) -> dict[str, NDArray[np.int64]]:
@@ -49,39 +57,13 @@ def waterfill_rows(ids: dict[str, NDArray[np.int64]]) -> list[Row]:
         " time over fluid, share of tokens sent away"
     )
     for name, tokens in ids.items():
-        half = len(tokens) // 2
-        layers, experts = tokens.shape[1], int(tokens.max()) + 1
-        seen = np.stack(
-            [
-                np.bincount(tokens[:half, layer].ravel(), minlength=experts)
-                for layer in range(layers)
-            ]
-        )
-        rows_of = rebalance_experts(
-            seen, RANKS * SLOTS_PER_RANK, 1, 1, RANKS, allow_duplicates=False
-        )
-        placement = Placement(rows_of, RANKS, experts)
-        tables = [
-            DispatchTables.of(placement, Topology.single_node(RANKS), rank) for rank in range(RANKS)
-        ]
-        rules = [EvenChoice(table) for table in tables]
-        size = RANKS * TOKENS_PER_RANK
-        batches = [
-            tokens[start : start + size] for start in range(half, len(tokens) - size + 1, size)
-        ][:BATCHES]
+        batches = _dispatched(tokens, _placements(tokens)["eplb_8_redundant"])
         for mode in ("home", "visited static", "visited", "all ranks"):
             peak = fluid = moved = fresh = total = 0.0
-            for batch, layer in (
-                (b, layer) for b in batches for layer in range(0, layers, max(1, layers // 6))
-            ):
-                slots = [
-                    rules[rank].choose(layer, torch.from_numpy(part[:, layer].copy()))
-                    for rank, part in enumerate(batch.reshape(RANKS, TOKENS_PER_RANK, layers, -1))
-                ]
-                landed = torch.stack([count_by_rank(s, RANKS, SLOTS_PER_RANK) for s in slots])
-                load = landed.sum(dim=0)
-                for rank, own in enumerate(slots):
-                    chosen = _shared(mode, rank, own, landed, size, layer)
+            for batch in batches:
+                load = batch.landed.sum(dim=0)
+                for rank, own in enumerate(batch.slots):
+                    chosen = _shared(mode, rank, batch)
                     load = load + torch.bincount(chosen, minlength=RANKS)
                     away = chosen != rank
                     moved += int(away.sum())
@@ -105,16 +87,122 @@ def waterfill_rows(ids: dict[str, NDArray[np.int64]]) -> list[Row]:
     return rows
 
 
-def _shared(
-    mode: str, rank: int, slots: torch.Tensor, landed: torch.Tensor, size: int, layer: int
-) -> torch.Tensor:
+def waterfill_rule_rows(ids: dict[str, NDArray[np.int64]]) -> Iterator[list[Row]]:
+    """MoE time that Waterfill saves on real tokens over shared experts computed at home.
+
+    `rule_static` draws by the load of the own rank's tokens, `rule` by that of all ranks, and
+    `rule_all_ranks` may also draw ranks that a token does not visit. `ideal` fills every rank of
+    the same batches up to the waterline, which no rule that decides by token can promise. Shares
+    of shared work and placements are those of `seeds_dispatch.waterfill_rows`.
+    """
+    for name, tokens in ids.items():
+        rows = []
+        top_k = tokens.shape[2]
+        placements = _placements(tokens)
+        batches_of = {key: _dispatched(tokens, placed) for key, placed in placements.items()}
+        for label, shared in (
+            ("own", Fraction(shared_cost(name))),
+            ("one_to_8", Fraction(top_k, 8)),
+        ):
+            for placement, batches in batches_of.items():
+                time = {
+                    form: sum(_rule_peak(mode, batch, shared) for batch in batches)
+                    for form, mode in _RULE_FORMS.items()
+                }
+                time["ideal"] = sum(_ideal_peak(batch, shared) for batch in batches)
+                home = sum(_rule_peak("home", batch, shared) for batch in batches)
+                rows += [
+                    Row(f"waterfill_{label}_{placement}_{name}_{form}_saved", 1 - peak / home, "1")
+                    for form, peak in time.items()
+                ]
+        yield rows
+
+
+def _rule_peak(mode: str, batch: "_Batch", shared: Fraction) -> float:
+    """Return the load of the fullest rank, in routed choices; a shared expert costs `shared`."""
+    load = batch.landed.sum(dim=0).double()
+    for rank in range(RANKS):
+        chosen = _shared(mode, rank, batch, shared)
+        load = load + float(shared) * torch.bincount(chosen, minlength=RANKS)
+    return float(load.max())
+
+
+def _ideal_peak(batch: "_Batch", shared: Fraction) -> float:
+    """Return the load of the fullest rank if shared work could be divided and sent at will."""
+    routed = batch.landed.sum(dim=0).double()
+    tokens = sum(len(own) for own in batch.slots)
+    return max(float(routed.max()), float(routed.mean()) + float(shared) * tokens / RANKS)
+
+
+class _Batch(NamedTuple):
+    """One batch in one layer after an even choice of replicas."""
+
+    layer: int
+    slots: list[torch.Tensor]
+    """(n, k) int64 slots of each rank's tokens."""
+    landed: torch.Tensor
+    """(R, R) int64 [tokens] from each rank to each rank."""
+    slots_per_rank: int
+
+
+def _placements(tokens: NDArray[np.int64]) -> dict[str, Placement]:
+    """Return placements by name: in order, and EPLB's of the first half of the tokens."""
+    half = len(tokens) // 2
+    _, layers, top_k = tokens.shape
+    experts = int(tokens.max()) + 1
+    seen = np.stack(
+        [np.bincount(tokens[:half, layer].ravel(), minlength=experts) for layer in range(layers)]
+    )
+    initial = Placement.initial(
+        ModelShape(layers, experts, RANKS, -(-experts // RANKS), top_k, 1),
+    )
+    return {"no_eplb": initial} | {
+        f"eplb_{redundant}_redundant": Placement(
+            rebalance_experts(seen, experts + redundant, 1, 1, RANKS, allow_duplicates=False),
+            RANKS,
+            experts,
+        )
+        for redundant in (0, 8, 16)
+    }
+
+
+def _dispatched(tokens: NDArray[np.int64], placement: Placement) -> list[_Batch]:
+    """Return batches of the second half of the tokens, in up to 6 layers or so."""
+    layers, half, size = tokens.shape[1], len(tokens) // 2, RANKS * TOKENS_PER_RANK
+    topology = Topology.single_node(RANKS)
+    rules = [EvenChoice(DispatchTables.of(placement, topology, rank)) for rank in range(RANKS)]
+    found = []
+    for start in range(half, len(tokens) - size + 1, size)[:BATCHES]:
+        parts = tokens[start : start + size].reshape(RANKS, TOKENS_PER_RANK, layers, -1)
+        for layer in range(0, layers, max(1, layers // 6)):
+            slots = [
+                rule.choose(layer, torch.from_numpy(part[:, layer].copy()))
+                for rule, part in zip(rules, parts, strict=True)
+            ]
+            per_rank = placement.slots_per_rank
+            landed = torch.stack([count_by_rank(own, RANKS, per_rank) for own in slots])
+            found.append(_Batch(layer, slots, landed, per_rank))
+    return found
+
+
+def _shared(mode: str, rank: int, batch: _Batch, shared: Fraction = Fraction(1)) -> torch.Tensor:
+    """Return the (n,) rank of the shared expert of each token of a rank."""
+    slots = batch.slots[rank]
     if mode == "home":
         return torch.full((len(slots),), rank)
-    rule = Waterfill(RANKS, SLOTS_PER_RANK, rank, all_ranks=mode == "all ranks")
+    rule = Waterfill(
+        RANKS,
+        batch.slots_per_rank,
+        rank,
+        all_ranks=mode == "all ranks",
+        # In units of which a routed choice and a shared expert are whole numbers.
+        shared_cost=shared.numerator,
+    )
     if mode == "visited static":
         score, number = rule.static_score(slots)
-        return rule.choose(slots, score, number, salt=layer)
-    return rule.choose(slots, rule.dynamic_score(landed), size, salt=layer)
+    else:
+        score, number = rule.dynamic_score(batch.landed), sum(map(len, batch.slots))
+    return rule.choose(slots, score * shared.denominator, number, salt=batch.layer)
 
 
 def accuracy_rows(traces: list[Recorded], ids: dict[str, NDArray[np.int64]]) -> list[Row]:
@@ -149,15 +237,7 @@ def accuracy_rows(traces: list[Recorded], ids: dict[str, NDArray[np.int64]]) -> 
 def _reference_accuracy() -> NDArray[np.float64]:
     """Return (L - 1,) accuracy on the reference engine's layers: text through its own gates."""
     config = RankConfig(run_folder="")
-    model = Model.build(
-        seed=config.seed,
-        layers=config.layers,
-        experts=config.experts,
-        top_k=config.top_k,
-        d_model=config.d_model,
-        d_ffn=config.d_ffn,
-        device=torch.device("cpu"),
-    )
+    model = Model.build(**config.model_sizes, device=torch.device("cpu"))
     traffic = TextTraffic(model, config.num_ranks, config.tokens_per_step, 0)
     experts = [
         [

@@ -11,7 +11,7 @@ from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.replay.walk import Setup
 
-__all__ = ["RANKS", "TWO_NODES", "Recorded", "read_all", "setup_of"]
+__all__ = ["RANKS", "TWO_NODES", "Recorded", "read_all", "setup_of", "shared_cost"]
 
 RANKS = 8
 TWO_NODES = Topology((0, 0, 0, 0, 1, 1, 1, 1))
@@ -66,10 +66,17 @@ def read_all(folder: Path) -> list[Recorded]:
             recall = (
                 archive["lookahead_recall"].astype(np.float64) if "P" in archive.files else None
             )
-        # DeepSeek-V2-Lite has two shared experts as wide as routed ones; model A is given one.
-        cost = 2 if path.stem.startswith("dsv2lite") else 1
+        cost = shared_cost(path.stem)
         found.append(Recorded(path.stem, load, source, recorded, lookahead, recall, top_k, cost))
     return found
+
+
+def shared_cost(name: str) -> int:
+    """Return the routed choices that the shared experts of one token of a trace cost.
+
+    DeepSeek-V2-Lite has two shared experts as wide as routed ones; model A is given one.
+    """
+    return 2 if name.startswith("dsv2lite") else 1
 
 
 def setup_of(trace: Recorded, dispatch: DispatchModel, max_evaluations: int) -> Setup:

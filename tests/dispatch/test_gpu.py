@@ -14,6 +14,7 @@ from evenkeel_moe.dispatch import (
     NearestChoice,
     Waterfill,
     count_choices,
+    device_split,
 )
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
@@ -128,6 +129,27 @@ def test_interior_point_is_captured_and_exact(production):
     want = ExactSplit(placement).solve(counts).peak
     assert torch.allclose(answer.peak.cpu(), want, rtol=1e-6)
     print(f"LPLB: {microseconds(graph) / LAYERS:.1f} us per layer, {LAYERS} layers a batch")
+
+
+def test_the_kernel_of_lplb_is_captured_and_exact(production):
+    lplb_kernel = pytest.importorskip(
+        "evenkeel_moe.dispatch.lplb_kernel", reason="Triton is not installed"
+    )
+    placement, counts, _ = production
+    solver = device_split(placement, torch.device("cuda"))
+    assert isinstance(solver, lplb_kernel.KernelSplit)
+    on_device = counts.cuda()
+    graph, answer = captured(lambda: solver.solve(on_device))
+    want = ExactSplit(placement).solve(counts).peak
+    assert torch.allclose(answer.peak.cpu(), want, rtol=1e-6)
+    shares = answer.probabilities.sum(dim=2).cpu()
+    assert torch.allclose(shares, torch.ones_like(shares))
+    print(f"LPLB in one kernel: {microseconds(graph):.1f} us for {LAYERS} layers")
+    one = Placement(placement.phy2log[:1], RANKS, EXPERTS)
+    alone = device_split(one, torch.device("cuda"))
+    graph, answer = captured(lambda: alone.solve(on_device[:1]))
+    assert torch.allclose(answer.peak.cpu(), want[:1], rtol=1e-6)
+    print(f"LPLB in one kernel: {microseconds(graph):.1f} us for one layer")
 
 
 def test_lplb_as_a_choice_is_captured_and_lands_where_the_experts_are(production):

@@ -22,13 +22,20 @@ from evenkeel_moe.dispatch.libra_replicas import (
     resident_mask,
 )
 from evenkeel_moe.dispatch.libra_sharding import Sharding, shard_tokens
-from evenkeel_moe.dispatch.lplb import DeviceLplbChoice, ExactSplit, LplbChoice
+from evenkeel_moe.dispatch.lplb import (
+    DeviceLplbChoice,
+    DeviceSplit,
+    ExactSplit,
+    LplbChoice,
+    device_split,
+)
 from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.dispatch.waterfill import Waterfill, expand_topk
 
 __all__ = [
     "BatchedSplit",
     "DeviceLplbChoice",
+    "DeviceSplit",
     "DispatchTables",
     "EvenChoice",
     "ExactSplit",
@@ -47,6 +54,7 @@ __all__ = [
     "Waterfill",
     "assign_quotas",
     "count_choices",
+    "device_split",
     "expand_topk",
     "plan_replicas",
     "resident_mask",

@@ -4,13 +4,16 @@ This is one linear program per layer and batch: minimise M such that for every r
 shared copies + its fixed load + a slack = M, and for every expert on several ranks the loads of its
 copies sum to the tokens routed to it. The matrix depends on the placement alone; a batch changes
 only the right-hand side. `ExactSplit` solves it exactly on a CPU thread, by the flow of
-`batch_split`; `interior.BatchedSplit` is the interior-point form for GPUs.
+`batch_split`; `lplb_kernel.KernelSplit` is the interior-point form for GPUs in one kernel, and
+`interior.BatchedSplit` the same in torch alone.
 
 The peak is the best that a dispatcher can reach on this placement: all tokens of an expert with one
 replica go to that replica, however hot it is.
 """
 
 from abc import ABC, abstractmethod
+from importlib.util import find_spec
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -197,8 +200,33 @@ class LplbChoice(_QuotaChoice):
         return found[0].to(counts.device)
 
 
+class DeviceSplit(Protocol):
+    """A solver that stays on the device of the counts."""
+
+    def solve(self, counts: Tensor) -> TokenSplit:
+        """Split one batch of every layer, by (L, E) [tokens]."""
+        ...
+
+
+def device_split(placement: Placement, device: torch.device) -> DeviceSplit:
+    """Return the solver of a placement for a device: one kernel where Triton has a GPU.
+
+    Without Triton, on a CPU and for placements too large for one block of a GPU it is
+    `BatchedSplit`, which takes many launches.
+
+    Raises:
+        InfeasiblePlan: an expert has no replica.
+    """
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from evenkeel_moe.dispatch.lplb_kernel import KernelSplit, kernel_fits
+
+        if kernel_fits(placement):
+            return KernelSplit(placement, device)
+    return BatchedSplit(placement, device)
+
+
 class DeviceLplbChoice(_QuotaChoice):
-    """LPLB by `BatchedSplit`: it can be captured in a CUDA graph, unlike `LplbChoice`.
+    """LPLB by `device_split`: it can be captured in a CUDA graph, unlike `LplbChoice`.
 
     The peak is that of the program plus at most one token for each replica of a shared expert on
     the rank. All ranks compute the same quotas from the same demand on devices of one kind; on
@@ -210,7 +238,7 @@ class DeviceLplbChoice(_QuotaChoice):
         super().__init__(tables)
         _, _, ranks, experts = tables.placement.sizes
         self._solvers = [
-            BatchedSplit(Placement(row[None], ranks, experts), tables.log2phy.device)
+            device_split(Placement(row[None], ranks, experts), tables.log2phy.device)
             for row in tables.placement.phy2log
         ]
 
