@@ -156,10 +156,12 @@ def lplb_rows(traces: list[Recorded]) -> Iterator[list[Row]]:
 
 
 def waterfill_rows(traces: list[Recorded]) -> Iterator[list[Row]]:
-    """MoE time that Waterfill saves over shared experts computed at home, by placement.
+    """MoE time that Waterfill could save over shared experts computed at home, by placement.
 
-    Shared experts may go to any rank. `own` has the shared work of the model; `one_to_8` an eighth
-    of the routed work, as DeepSeek-V3 has it. EPLB plans once, on the first half of the trace.
+    `ideal`: shared work is divided and sent at will, so that every rank below the waterline reaches
+    it; `dispatch_tokens.waterfill_rule_rows` has what the rule saves. `own` has the shared work of
+    the model, `one_to_8` an eighth of the routed work, as DeepSeek-V3 has it. EPLB plans once, on
+    the first half of the trace.
     """
     found: dict[str, list[float]] = {}
     for trace in traces:
@@ -177,7 +179,7 @@ def waterfill_rows(traces: list[Recorded]) -> Iterator[list[Row]]:
                 home = (routed + share * source).max(axis=2).sum()
                 level = routed.mean(axis=2) * (1.0 + share)
                 poured = np.maximum(routed.max(axis=2), level).sum()
-                found.setdefault(f"waterfill_{label}_{name}_saved", []).append(
+                found.setdefault(f"waterfill_{label}_{name}_ideal_saved", []).append(
                     1.0 - float(poured / home)
                 )
     yield [row for name, values in found.items() for row in _spread(name, values)]

@@ -27,7 +27,15 @@ from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 from evenkeel_moe.replay.walk import Replan, Setup, Walk, walk_forward
 
-__all__ = ["craft_rows", "eplb_placement", "gem_rows", "gem_window_rows", "libra_policy_rows"]
+__all__ = [
+    "craft_gains",
+    "craft_rows",
+    "eplb_placement",
+    "gem_rows",
+    "gem_savings",
+    "gem_window_rows",
+    "libra_policy_rows",
+]
 
 EPLB_OVER_CRAFT = 7.25
 """Replicas of EPLB over those of CRAFT at R = 8 for DeepSeek-R1: 58 a GPU over 8."""
@@ -68,7 +76,7 @@ def craft_rows(traces: list[Recorded]) -> Iterator[list[Row]]:
                 ("seen", trace.load, trace.load),
                 ("unseen", trace.load[:half], trace.load[half:]),
             ):
-                gains = _craft_gains(ranks, window, later)
+                gains = craft_gains(ranks, window, later)
                 start = f"craft_{ranks}_ranks_{trace.name}_{name}"
                 rows += [Row(f"{start}_{label}_gain", gain, "1") for label, gain in gains.items()]
                 model = trace.name.partition("_")[0]
@@ -89,7 +97,7 @@ def craft_rows(traces: list[Recorded]) -> Iterator[list[Row]]:
         ]
 
 
-def _craft_gains(
+def craft_gains(
     ranks: int, window: NDArray[np.int64], later: NDArray[np.int64]
 ) -> dict[str, float]:
     """Return the balancedness that EPLB and CRAFT gain over EPLB's placement without replicas."""
@@ -162,28 +170,33 @@ def _saved(ours: NDArray[np.float64], base: NDArray[np.float64]) -> tuple[float,
     return float(1.0 - ours.mean() / base.mean()), float(p90)
 
 
-def gem_rows(traces: list[Recorded]) -> Iterator[list[Row]]:
-    """MoE time that GEM saves over linear placement and EPLB, one copy of each expert, 4 ranks.
+def gem_savings(trace: Recorded, spread: str) -> dict[str, tuple[float, float]]:
+    """Return what GEM and EPLB save in one of GEM's set-ups: of the mean and the 90th percentile.
 
     Each plan sees 16 steps and is scored on the next 50, or fewer if the trace is too short for
     four plans.
     """
+    horizon = min(50, (len(trace.load) - GEM_WINDOW) // 4)
+    setup = _gem_setup_of(trace, spread, GEM_WINDOW, horizon)
+    linear, eplb, gem = (
+        _step_seconds(_walk(name, plan, setup))
+        for name, plan in (("linear", None), ("eplb", plan_eplb), ("gem", plan_gem))
+    )
+    return {
+        "gem_over_linear": _saved(gem, linear),
+        "eplb_over_linear": _saved(eplb, linear),
+        "gem_over_eplb": _saved(gem, eplb),
+    }
+
+
+def gem_rows(traces: list[Recorded]) -> Iterator[list[Row]]:
+    """MoE time that GEM saves over linear placement and EPLB, one copy of each expert, 4 ranks."""
     for spread in SETUPS:
         found: dict[str, list[float]] = {}
         for trace in traces:
-            horizon = min(50, (len(trace.load) - GEM_WINDOW) // 4)
-            setup = _gem_setup_of(trace, spread, GEM_WINDOW, horizon)
-            linear, eplb, gem = (
-                _step_seconds(_walk(name, plan, setup))
-                for name, plan in (("linear", None), ("eplb", plan_eplb), ("gem", plan_gem))
-            )
             rows = []
-            for name, ours, base in (
-                ("gem_over_linear", gem, linear),
-                ("eplb_over_linear", eplb, linear),
-                ("gem_over_eplb", gem, eplb),
-            ):
-                for statistic, value in zip(("mean", "p90"), _saved(ours, base), strict=True):
+            for name, saved in gem_savings(trace, spread).items():
+                for statistic, value in zip(("mean", "p90"), saved, strict=True):
                     row = f"{name}_{statistic}_saved"
                     rows.append(Row(f"gem_{spread}_{trace.name}_{row}", value, "1"))
                     found.setdefault(row, []).append(value)
