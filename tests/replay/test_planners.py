@@ -5,7 +5,7 @@ import pytest
 
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.craft.policy import plan_craft
+from evenkeel_moe.planning.policies.craft.policy import CraftOptions, ReplicaRule, plan_craft
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
@@ -103,7 +103,8 @@ def test_craft_never_fills_more_memory_of_a_rank_than_is_free(setup, pooled):
         used.append(int(held.sum(axis=(0, 2)).max()) - 8)
         assert used[-1] <= free_bytes // 10
     assert used[:3] == [0, 0, 1]
-    assert craft(problem).placement == plan_craft(problem).placement
+    every = CraftOptions(rule=ReplicaRule.MEMORY)
+    assert craft(problem).placement == plan_craft(problem, every).placement
 
 
 def test_replicas_of_craft_need_bytes_to_be_counted():

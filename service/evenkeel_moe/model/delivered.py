@@ -7,6 +7,21 @@ from evenkeel_moe.errors import InvalidInput
 
 
 @dataclass(frozen=True, slots=True)
+class ServingSpeed:
+    """The speed at which the engine served. It also changes with the traffic."""
+
+    step_s: float
+    """Seconds from one step to the next."""
+    tokens_per_s: float
+    """Real tokens of all ranks."""
+
+    def __post_init__(self) -> None:
+        speed = (self.step_s, self.tokens_per_s)
+        if not all(math.isfinite(part) and part >= 0 for part in speed):
+            raise InvalidInput(f"{self.step_s} s a step and {self.tokens_per_s} tokens a second")
+
+
+@dataclass(frozen=True, slots=True)
 class DeliveredGain:
     """The measured gain of one plan: the share of MoE time that it saved; None if unknown."""
 
@@ -28,6 +43,10 @@ class DeliveredGain:
     """Source of the cost model (`CostSource`) that the plan was scored by; empty if unknown."""
     unknown_because: str = ""
     """The reason that the gain is unknown; empty if it is known."""
+    before: ServingSpeed | None = None
+    """The speed in the newest steps before the plan; None if unknown."""
+    after: ServingSpeed | None = None
+    """The speed in the first steps after it; None if unknown."""
 
     def __post_init__(self) -> None:
         parts = (self.gain, self.error, self.lower, self.upper)

@@ -69,7 +69,7 @@ class StepMeta(NamedTuple):
     """True for a warm-up, profiling or idle step, which is never counted."""
     compute_s: float | None = None
     """Seconds of this rank's routed experts, summed over layers, without collectives and without
-    shared experts; None if the engine does not measure it."""
+    shared experts; None in a step that the engine did not measure."""
 
 
 def measured_seconds(compute_s: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -134,7 +134,7 @@ class LoadWindow:
     epochs: NDArray[np.int64]
     """(T,) epoch of each step."""
     tokens: NDArray[np.int64]
-    """(T, R) real tokens that each rank routed."""
+    """(T, R) real tokens that each rank routed; -1 if not known."""
     compute_s: NDArray[np.float64]
     """(T, R) seconds of routed experts before the collective; NaN if not measured."""
     source: NDArray[np.uint32] | None = field(default=None)
@@ -167,4 +167,15 @@ class LoadWindow:
             self.tokens[cut],
             self.compute_s[cut],
             self.source,
+        )
+
+    def at_width(self, num_ranks: int) -> "LoadWindow":
+        """Return the window as a group of another size sees it: nothing is known of its ranks."""
+        size = len(self), num_ranks
+        return LoadWindow(
+            self.counts,
+            self.steps,
+            self.epochs,
+            np.full(size, -1, np.int64),
+            np.full(size, np.nan),
         )

@@ -85,6 +85,12 @@ class Placement:
         counts.flags.writeable = False
         return counts
 
+    @property
+    def replicas_by_layer(self) -> NDArray[np.int64]:
+        """(L,) replicas beyond one of each expert; of a layer that lacks experts, less."""
+        filled: NDArray[np.int64] = self.logcnt.sum(axis=1, dtype=np.int64)
+        return filled - self.num_logical_experts
+
     @cached_property
     def only_rank(self) -> NDArray[np.int32]:
         """(L, E) int32 - the only rank with replicas of an expert; -1 if several or none have."""

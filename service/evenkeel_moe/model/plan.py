@@ -117,6 +117,13 @@ class PlanKind(StrEnum):
     AUTOMATIC = "automatic"
     MANUAL = "manual"
     ROLLBACK = "rollback"
+    EVACUATION = "evacuation"
+    """Leaves no expert on retiring ranks alone."""
+
+    @property
+    def seeks_gain(self) -> bool:
+        """True if plans of this kind are made to save MoE time. Others may cost some."""
+        return self in (PlanKind.AUTOMATIC, PlanKind.MANUAL)
 
 
 class PlanPhase(StrEnum):
@@ -252,6 +259,9 @@ class PlanRecord:
     approved_by: str | None = None
     wave_sent: bool = False
     """True once a wave was sent out."""
+    wave_agreed: bool = False
+    """True once all ranks agreed on the wave after the committed ones. Commit waits until this is
+    stored, so without it no rank has swapped that wave (R12)."""
     cancel_requested: bool = False
     """True once an operator asked a leader to stop the plan."""
     request_digest: str | None = None
@@ -267,9 +277,11 @@ class PlanRecord:
         Raises:
             InvalidInput: it cannot be right.
         """
-        waves = len(self.plan.waves)
-        if not 0 <= self.waves_committed <= waves or not math.isfinite(self.updated_at):
-            raise InvalidInput(f"{self.waves_committed} of {waves} waves at {self.updated_at}")
+        waves, done = len(self.plan.waves), self.waves_committed
+        if not 0 <= done <= waves - self.wave_agreed or not math.isfinite(self.updated_at):
+            raise InvalidInput(
+                f"{done} of {waves} waves at {self.updated_at}, next agreed: {self.wave_agreed}"
+            )
 
     @property
     def has_begun(self) -> bool:

@@ -64,6 +64,8 @@ class DeploymentPolicy:
     """True if in mode observe no request may move weights either."""
     separate_approval: bool = False
     """True if a plan made by hand starts only when another token than its maker's approves it."""
+    replica_budget: int | None = None
+    """Redundant slots per layer that plans may fill, on average over the layers; None: all."""
 
     @property
     def locked(self) -> bool:
@@ -73,5 +75,7 @@ class DeploymentPolicy:
     def __post_init__(self) -> None:
         if not self.cycle_s > 0:
             raise InvalidInput(f"cycle_s is {self.cycle_s}, must be above 0")
+        if self.replica_budget is not None and self.replica_budget < 0:
+            raise InvalidInput(f"replica_budget is {self.replica_budget}, must not be negative")
         if not self.proposal_ttl_s > 0:
             raise InvalidInput(f"proposal_ttl_s is {self.proposal_ttl_s}, must be above 0")

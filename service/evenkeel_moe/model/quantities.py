@@ -4,6 +4,7 @@ The controller and the command line write them in the same way.
 """
 
 import math
+from collections.abc import Sequence
 
 from evenkeel_moe.model.finding import LIVE_CODES
 
@@ -12,7 +13,7 @@ _TIME_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
 _SHARES = frozenset(
     {
         *("gain", "gain_lower", "gain_upper", "gain_modelled", "min_gain", "net_gain"),
-        *("copy_cost_share", "promised_gain", "promised_lower"),
+        *("copy_cost_share", "promised_gain", "promised_lower", "survive_price"),
         *("delivered_gain", "delivered_lower", "delivered_upper"),
         *(*LIVE_CODES, "max_layer_deviation", "max_idle_experts"),
     }
@@ -125,3 +126,14 @@ def figure(name: str, value: float | None) -> str:
 def figure_name(name: str) -> str:
     """Return the name of a figure as words; the unit is in its value."""
     return name.removesuffix("_s").replace("_", " ")
+
+
+def numbered(numbers: Sequence[int]) -> str:
+    """Return rising numbers as text, runs of them as `4-7`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,9 +1,10 @@
 """The shape of a deployment, which its ranks declare and must agree on, and its nodes."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.errors import EvenkeelError, InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.model.checks import undivided
 
 
@@ -59,6 +60,19 @@ class ModelShape:
                 Reason.POOL_EXCEEDED,
             )
 
+    @classmethod
+    def of_document(cls, sizes: object) -> "ModelShape | None":
+        """Return the shape that `asdict` gave; None if the sizes are no shape."""
+        if not isinstance(sizes, Mapping):
+            return None
+        whole = {name: value for name, value in sizes.items() if name != "shared_experts"}
+        if not all(type(value) is int for value in whole.values() if value is not None):
+            return None
+        try:
+            return cls(**sizes)
+        except (EvenkeelError, TypeError, OverflowError):
+            return None
+
     @property
     def num_slots(self) -> int:
         """S, slots of one layer on all ranks."""
@@ -80,6 +94,13 @@ class ModelShape:
         if self.pool_slots_per_rank is None:
             return float(self.slots_per_rank)
         return min(float(self.slots_per_rank), self.pool_slots_per_rank / self.num_layers)
+
+    @property
+    def expert_bytes_per_rank(self) -> int | None:
+        """Bytes of all slots of a rank over all layers; None if an expert's size is not known."""
+        pool = self.pool_slots_per_rank
+        slots = self.slots_per_rank * self.num_layers if pool is None else pool
+        return slots * self.bytes_per_expert or None
 
     @property
     def num_redundant(self) -> int:

@@ -14,6 +14,7 @@ from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.finding import Finding, Severity, judge_findings
 from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff
+from evenkeel_moe.planning.policies.registry import known_policies
 from evenkeel_moe.replay.planners import VERDICT, warm_up
 from evenkeel_moe.replay.replica_effect import ReplicaEffect, replica_effect
 from evenkeel_moe.replay.replica_tradeoff import tradeoff_fields
@@ -38,7 +39,10 @@ def check_origin(
         advice = "Copy the files of all machines into the folder, unless fewer ranks served"
         found.append(missing_parts(Severity.DOUBT, what, amount=amount, advice=advice))
     users = ["nearest dispatch"] if setup.objective.dispatch is DispatchModel.NEAREST else []
-    users += [name for name in policies if name.removesuffix(VERDICT) == "libra"]
+    known = known_policies()
+    for name in policies:
+        entry = known.get(name.removesuffix(VERDICT))
+        users += [name] if entry is not None and entry.inputs.source_ranks else []
     if setup.source is None and users:
         have = "has no source counts"
         if trace.source is not None:

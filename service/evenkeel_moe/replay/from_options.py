@@ -21,10 +21,11 @@ from evenkeel_moe.planning.policies.craft.policy import (
     factor_by_memory,
     plan_craft,
 )
-from evenkeel_moe.planning.policies.registry import POLICIES
+from evenkeel_moe.planning.policies.registry import find_policy, known_policies
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Policy
+from evenkeel_moe.planning.problem.survival import Survive
 from evenkeel_moe.replay.options import (
     CostKind,
     CostOptions,
@@ -109,20 +110,30 @@ def _shape(fleet: FleetOptions, trace: Trace) -> ModelShape:
 def replay_policies(
     names: Sequence[str], planning: PlanningOptions, bytes_per_expert: int
 ) -> Mapping[str, Policy]:
-    """Return all policies by name, craft with the replicas that the options ask for.
+    """Return all policies by name, with the options of craft and keel that were asked for.
 
     Raises:
-        InvalidInput: the options for craft are malformed, or craft is not among `names`.
+        InvalidInput: options are malformed, or for a policy that is not among `names`.
     """
+    asked = {name.removesuffix(VERDICT) for name in names}
+    known: dict[str, Policy] = dict(known_policies())
+    if planning.survive is not Survive.NONE:
+        if "keel" not in asked:
+            raise InvalidInput("survive is for keel, which is not among the policies")
+        known["keel"] = find_policy("keel").with_options({"survive": planning.survive})
+    if planning.craft_replicas is not None or planning.free_bytes is not None:
+        if "craft" not in asked:
+            raise InvalidInput(
+                "craft_replicas and free_bytes are for craft, which is not among the policies"
+            )
+        known["craft"] = partial(plan_craft, options=_craft_options(planning, bytes_per_expert))
+    return known
+
+
+def _craft_options(planning: PlanningOptions, bytes_per_expert: int) -> CraftOptions:
     replicas, free = planning.craft_replicas, planning.free_bytes
-    if replicas is None and free is None:
-        return POLICIES
-    if "craft" not in {name.removesuffix(VERDICT) for name in names}:
-        raise InvalidInput(
-            "craft_replicas and free_bytes are for craft, which is not among the policies"
-        )
     if replicas in (None, "memory", "knee", "per_replica_gain"):
-        options = CraftOptions(rule=ReplicaRule(replicas or "memory"))
+        options = CraftOptions(rule=ReplicaRule(replicas) if replicas else None)
     else:
         try:
             options = CraftOptions(
@@ -135,7 +146,7 @@ def replay_policies(
     if free is not None:
         most = factor_by_memory(free, bytes_per_expert)
         options = replace(options, max_replicas_per_rank=most)
-    return {**POLICIES, "craft": partial(plan_craft, options=options)}
+    return options
 
 
 # --- the cost model ----------------------------------------------------------------------------
@@ -208,7 +219,8 @@ def _of_roofline(asked: CostOptions, shape: ModelShape) -> CostModel:
 def _of_curve(path: Path | None, shape: ModelShape) -> CostModel:
     """Return the model of a device's file of `evenkeel profile`, for all ranks.
 
-    It is that of tokens and replicas if the file has one that fits, else that of the curve.
+    It is that of the curve if it explains the profile better, or if the file has no line by tokens
+    and replicas that fits.
     """
     if path is None:
         raise InvalidInput("cost: curve needs curve with a file that `evenkeel profile` wrote")

@@ -6,7 +6,7 @@ need not stay near the placement that it is compared with.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,9 @@ from evenkeel_moe.planning.decision.verdict import (
     held_out_steps,
     judge,
 )
-from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.placement_problem import Policy
+from evenkeel_moe.planning.problem.survival import survival_numbers
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
 from evenkeel_moe.planning.schedule.relabel import count_moves
 from evenkeel_moe.replay.planners import VERDICT, choose_planners
@@ -48,6 +48,8 @@ class OfflinePlan:
     balancedness_after: float
     findings: tuple[Finding, ...] = ()
     """Of the recording; with a doubt among them the verdict is uncertain."""
+    survival: Mapping[str, float] = field(default_factory=dict)
+    """`survival_numbers` of the plan; empty if nothing had to survive."""
 
     @property
     def words(self) -> str:
@@ -90,6 +92,7 @@ class OfflinePlan:
             "balancedness_after": self.balancedness_after,
             "replicas": int((self.placement.logcnt - 1).sum()),
             "words": self.words,
+            **self.survival,
             "findings": [asdict(finding) for finding in self.findings],
             "verdict": figures,
         }
@@ -123,7 +126,7 @@ def plan_offline(
     start: Placement,
     *,
     held_out: int | None = None,
-    policies: Mapping[str, Policy] = POLICIES,
+    policies: Mapping[str, Policy] | None = None,
     one_row: bool = False,
     findings: tuple[Finding, ...] = (),
 ) -> OfflinePlan:
@@ -134,7 +137,7 @@ def plan_offline(
         setup: trace and fleet; its window is not read.
         start: the placement to compare with.
         held_out: newest steps to judge on; None takes as many as a controller would.
-        policies: policies by name.
+        policies: to choose from; None for all that are known.
         one_row: True to plan one row for all layers, on the sum of their loads.
         findings: of the recording; with a doubt among them nothing is recommended.
 
@@ -152,7 +155,7 @@ def plan_offline(
     if planned_on < 1:
         raise InvalidInput(f"{kept} of {steps} steps are held out: none is left to plan on")
     on = _summed(setup) if one_row else setup
-    placement = plan_steps(policy, on, 0, planned_on, None, policies)
+    placement, survival = plan_steps(policy, on, 0, planned_on, None, policies)
     if placement is None:
         placement = start
     elif one_row:
@@ -172,7 +175,7 @@ def plan_offline(
     if doubts(findings):
         verdict = replace(verdict, call=Call.INSUFFICIENT_EVIDENCE)
     before, after = balance
-    return OfflinePlan(placement, planned_on, verdict, before, after, findings)
+    return OfflinePlan(placement, planned_on, verdict, before, after, findings, survival)
 
 
 def _summed(setup: Setup) -> Setup:
@@ -213,12 +216,12 @@ def plan_newest(
         policy: a policy or a baseline.
         setup: trace and fleet.
         current: current placement; None at a cold start.
-        policies: policies by name.
+        policies: to choose from; None for all that are known.
 
     Returns:
         The placement, and its metrics on the window: `balancedness_mean`, `time_over_fluid`,
-        `replicas` over all layers, and `copies` from `current` if given. Metrics without a value
-        are left out.
+        `replicas` over all layers, `copies` from `current` if given, and `survival_numbers`.
+        Metrics without a value are left out.
 
     Raises:
         InvalidInput: the policy is unknown, or a verdict has no current placement to compare with.
@@ -233,12 +236,14 @@ def plan_newest(
         check_fits("the current placement", current, setup.shape)
     first, last = len(setup.load) - setup.window_steps, len(setup.load)
     kept = current or Placement.initial(setup.shape)
-    target = plan_steps(policy, setup, first, last, current, policies) or kept
+    planned, survival = plan_steps(policy, setup, first, last, current, policies)
+    target = planned or kept
     load, split = setup.load[first:], setup.split(first, last)
     numbers = {
         "balancedness_mean": metrics.balancedness_mean(metrics.rank_load(load, target, split)),
         "time_over_fluid": moe_time.time_over_fluid(load, target, setup.objective.cost, split),
         "replicas": float((target.logcnt - 1).sum()),
+        **survival,
     }
     if current is not None:
         numbers["copies"] = float(count_moves(current, target))
@@ -251,13 +256,18 @@ def plan_steps(
     first: int,
     last: int,
     current: Placement | None,
-    policies: Mapping[str, Policy],
-) -> Placement | None:
-    """Return the plan on the steps first..last-1; None if the policy keeps the placement."""
+    policies: Mapping[str, Policy] | None,
+) -> tuple[Placement | None, dict[str, float]]:
+    """Return the plan on the steps first..last-1, and its `survival_numbers`.
+
+    The plan is None if the policy keeps the placement.
+    """
     planner = choose_planners([policy], baselines=False, policies=policies)[policy]
     problem = setup.problem(first, last, current)
     proposal = planner(Replan(0, last, problem, setup))
-    return None if proposal is None else checked_target(problem, proposal)
+    if proposal is None:
+        return None, {}
+    return checked_target(problem, proposal), survival_numbers(proposal.numbers)
 
 
 def check_fits(what: str, placement: Placement, shape: ModelShape) -> None:

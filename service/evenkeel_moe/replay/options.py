@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.planning.problem.survival import Survive
 from evenkeel_moe.yaml_text import parse_yaml
 
 _Count = Annotated[int, Field(ge=1)]
@@ -161,10 +162,15 @@ class PlanningOptions(_Options):
         description="Fill the slots that a policy leaves empty, for engines that need an expert in"
         " every slot, as SGLang does.",
     )
+    survive: Survive = Field(
+        default=Survive.NONE,
+        description="Failure that keel's plans survive: rank or node keeps replicas of as many"
+        " experts as slots allow in two of them; none asks for nothing.",
+    )
     craft_replicas: str | float | None = Field(
         default=None,
-        description="How many replicas craft uses: memory (the default), knee, per_replica_gain, or"
-        " a number (docs/policies.md).",
+        description="How many replicas craft uses: memory, knee, per_replica_gain, or a number"
+        " (docs/policies.md, which tells the default).",
     )
     free_bytes: _Bytes | None = Field(
         default=None,
@@ -185,6 +191,21 @@ class FileOptions(ReplayOptions):
         default=None,
         description="Number of rows of an sglang file. Default: as in the recording, else up to the"
         " last MoE layer.",
+    )
+
+
+class _HeldOutOptions(_Options):
+    held_out: _Bytes | None = Field(
+        default=None,
+        description="Number of newest steps to judge on. Default: a sixth of the steps, at least"
+        " 16.",
+    )
+
+
+class _CurrentOptions(_Options):
+    current: Path | None = Field(
+        default=None,
+        description="File with the present placement, in any format, to keep copies few.",
     )
 
 
@@ -210,24 +231,15 @@ class CompareOptions(KvOptions, ReplayOptions):
     )
 
 
-class SinglePlanOptions(KvOptions, FileOptions):
+class SinglePlanOptions(_CurrentOptions, KvOptions, FileOptions):
     """The options of `evenkeel replay plan`."""
 
     window: _Count | None = Field(default=None, description=_WINDOW)
-    current: Path | None = Field(
-        default=None,
-        description="File with the present placement, in any format, to keep copies few.",
-    )
 
 
-class OfflineOptions(FileOptions):
+class OfflineOptions(_HeldOutOptions, FileOptions):
     """The options of `evenkeel offline`."""
 
-    held_out: _Bytes | None = Field(
-        default=None,
-        description="Number of newest steps to judge on. Default: a sixth of the steps, at least"
-        " 16.",
-    )
     compare_with: Path | None = Field(
         default=None,
         description="File with the placement to compare with, in any format. Default: the one with"
@@ -237,6 +249,31 @@ class OfflineOptions(FileOptions):
         default=None,
         description="Also write the share of tokens of each slot to this *.pt file, for builds of"
         " SGLang that draw replicas by it. Only with sglang; needs torch.",
+    )
+
+
+class CapacityOptions(_HeldOutOptions, _CurrentOptions, KvOptions, ReplayOptions):
+    """The options of `evenkeel capacity` on a recording."""
+
+    policy: str = Field(default="keel", description="Name of a policy.")
+    to_ranks: tuple[_Count, ...] = Field(
+        default=(),
+        description="Numbers of ranks to compare. Default: up to eight, in whole nodes if there are"
+        " several.",
+    )
+    to_slots: _Count | None = Field(
+        default=None,
+        description="Slots of a layer over all ranks at these widths. Default: at least as many"
+        " replicas as now.",
+    )
+    retire: tuple[_Bytes, ...] = Field(
+        default=(), description="Ranks to retire, instead of `to_ranks`."
+    )
+    whole_nodes: bool = Field(default=False, description="Only all ranks of a node retire or join.")
+    multi_node_bytes: _Bytes = Field(
+        default=0,
+        description="Memory of a rank that only a group on several nodes needs, such as buffers of"
+        " its transport.",
     )
 
 

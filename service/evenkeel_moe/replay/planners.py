@@ -29,7 +29,7 @@ from evenkeel_moe.planning.decision.cycle import (
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.decision.verdict import held_out_steps
 from evenkeel_moe.planning.policies.eplb import plan_eplb
-from evenkeel_moe.planning.policies.registry import FORMS, POLICIES
+from evenkeel_moe.planning.policies.registry import known_policies
 from evenkeel_moe.planning.problem.placement_problem import Policy, Proposal
 from evenkeel_moe.planning.schedule.relabel import relabel_proposal
 from evenkeel_moe.planning.signals.change_detection import Change
@@ -72,15 +72,22 @@ VERDICT = "+verdict"
 
 
 def choose_planners(
-    names: Sequence[str], *, baselines: bool = True, policies: Mapping[str, Policy] = POLICIES
+    names: Sequence[str],
+    *,
+    baselines: bool = True,
+    policies: Mapping[str, Policy] | None = None,
 ) -> dict[str, Planner]:
     """Return planners by name: first the baselines, then `names` in their order.
 
     A name that ends in `+verdict` is the same policy wrapped by `with_verdict`.
 
+    Args:
+        policies: to choose from; None for all that are known.
+
     Raises:
         InvalidInput: a name is unknown or given twice, or there is nothing to compare.
     """
+    policies = known_policies() if policies is None else policies
     wanted = [*(name for name in BASELINES if baselines and name not in names), *names]
     if not wanted:
         raise InvalidInput("no policies to compare: name at least one, or keep the baselines")
@@ -90,7 +97,7 @@ def choose_planners(
     if twice:
         raise InvalidInput(f"policies named twice: {', '.join(twice)}")
     if unknown:
-        known = ", ".join([*BASELINES, *sorted({*policies, *FORMS})])
+        known = ", ".join([*BASELINES, *sorted(policies)])
         raise InvalidInput(
             f"unknown policies {', '.join(unknown)}; known: {known}; each also with {VERDICT}",
             Reason.UNKNOWN_POLICY,
@@ -104,7 +111,7 @@ def _planner(name: str, policies: Mapping[str, Policy]) -> Planner | None:
         return None if inner is None or name.count(VERDICT) > 1 else with_verdict(inner)
     if name in BASELINES:
         return BASELINES[name]
-    policy = policies.get(name) or FORMS.get(name)
+    policy = policies.get(name)
     return None if policy is None else _of_policy(policy)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from evenkeel_moe.model.finding import doubts
 from evenkeel_moe.model.quantities import bytes_text
 from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff, goodput_words
+from evenkeel_moe.planning.policies.registry import known_policies
 from evenkeel_moe.replay.compare import Comparison
 from evenkeel_moe.replay.planners import BASELINES, VERDICT
 from evenkeel_moe.replay.walk_metrics import COPY_BYTES_PER_S, WalkMetrics
@@ -102,20 +103,10 @@ def tradeoff_columns(tradeoff: ReplicaTradeoff) -> dict[str, list[str]]:
 
 # --- sentences ------------------------------------------------------------------------------------
 
-POLICY_WORDS = {
+_BASELINE_WORDS = {
     "initial": "experts in order with spare slots filled in turn, and never a copy",
     "once": "eplb on the first window, and never again",
     "ewma": "eplb at every replan, on a mean of the past in which old steps weigh less",
-    "eplb": "DeepSeek's algorithm: replicas for the experts with most tokens, then an even split"
-    " of the tokens over the ranks",
-    "eplb-global": "eplb over all ranks at once, for decode",
-    "eplb-hierarchical": "eplb over nodes first and then inside each node, for prefill",
-    "craft": "for each layer its own number of replicas, so that they use little memory",
-    "gem": "no replicas; the slowest rank of each step gets less, also if ranks differ in speed",
-    "libra": "replicas near the ranks whose tokens choose the expert, as the paper prints it",
-    "metro": "eplb, with the steps in which an expert has tokens at all as its load",
-    "keel": "the least predicted MoE time of the slowest ranks, plus a price for each copy;"
-    " Evenkeel's default",
 }
 """Name -> what it does."""
 
@@ -125,7 +116,8 @@ def legend_lines(comparison: Comparison, heads: Collection[str]) -> list[str]:
     lines = [f"{head}: {words}" for head, words in _COLUMN_WORDS.items() if head in heads]
     names = [result.policy for result in comparison.results]
     plain = dict.fromkeys(name.removesuffix(VERDICT) for name in names)
-    lines += [f"{name}: {POLICY_WORDS[name]}" for name in plain if name in POLICY_WORDS]
+    words = _BASELINE_WORDS | {name: one.summary for name, one in known_policies().items()}
+    lines += [f"{name}: {words[name]}" for name in plain if name in words]
     if any(name.endswith(VERDICT) for name in names):
         lines.append(
             f"{VERDICT}: the policy's plans are adopted only if later steps show that they pay"

@@ -16,6 +16,7 @@ from evenkeel_moe.planning.decision.cycle import (
     run_cycle,
 )
 from evenkeel_moe.planning.decision.gates import GateMemory, GateSettings
+from evenkeel_moe.planning.policies.policy_entry import PolicyEntry, PolicyInputs
 from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
@@ -58,15 +59,20 @@ def faster(one, other, load):
     return moe_time.predicted_time(load, one) < 0.9 * moe_time.predicted_time(load, other)
 
 
-def listening(monkeypatch):
-    """Register the policy "listener"; return the list of the problems that it will be asked."""
+def listening(monkeypatch, name="listener", inputs=None):
+    """Register a policy; return the list of the problems that it will be asked.
+
+    It plans on the inputs of the policy that it replaces, unless others are given.
+    """
     asked = []
 
     def plan(problem):
         asked.append(problem)
         return Proposal(Placement.initial(SHAPE), 1.0)
 
-    monkeypatch.setitem(POLICIES, "listener", plan)
+    if inputs is None:
+        inputs = POLICIES[name].inputs if name in POLICIES else PolicyInputs()
+    monkeypatch.setitem(POLICIES, name, PolicyEntry(name, "", plan, inputs=inputs))
     return asked
 
 
@@ -100,8 +106,8 @@ def test_a_skewed_window_ends_in_waves_that_reach_a_better_target():
 
 def test_after_a_change_only_the_steps_since_are_planned_on():
     load = np.concatenate([skewed(64, (0, 1)), skewed(24, (6, 7))])
-    settled = run_cycle(inputs(skewed(64, (0, 1)))).target
-    result = run_cycle(inputs(load, current=settled))
+    settled = run_cycle(inputs(skewed(64, (0, 1)), policy="keel")).target
+    result = run_cycle(inputs(load, current=settled, policy="keel"))
     assert (result.passed, result.reason) == (True, Reason.LOAD_CHANGED)
     assert result.numbers["planned_on_steps"] == 16
     assert result.numbers["held_out_steps"] == 8
@@ -135,9 +141,9 @@ def test_balance_is_compared_with_the_steps_just_before_the_change():
 
 
 def test_a_few_steps_since_a_change_are_enough_for_a_gain_that_is_certain():
-    settled = run_cycle(inputs(skewed(64, (0, 1)))).target
+    settled = run_cycle(inputs(skewed(64, (0, 1)), policy="keel")).target
     load = np.concatenate([skewed(64, (0, 1)), skewed(8, (6, 7))])
-    result = run_cycle(inputs(load, current=settled, steps_since_move=40))
+    result = run_cycle(inputs(load, current=settled, steps_since_move=40, policy="keel"))
     assert (result.passed, result.reason) == (True, Reason.LOAD_CHANGED)
     assert (result.numbers["planned_on_steps"], result.numbers["held_out_steps"]) == (4, 4)
     assert result.memory.change_steps == 8
@@ -175,7 +181,7 @@ def test_a_plan_on_few_steps_is_refined_before_the_cooldown_ends():
 
 
 def test_layers_that_did_not_change_are_planned_on_all_their_steps(monkeypatch):
-    asked = listening(monkeypatch)
+    asked = listening(monkeypatch, inputs=POLICIES["keel"].inputs)
     load = skewed(80, (0, 1))
     load[64:, 1] = skewed(16, (6, 7))[:, 1]
     run_cycle(inputs(load, policy="listener"))
@@ -184,6 +190,36 @@ def test_layers_that_did_not_change_are_planned_on_all_their_steps(monkeypatch):
     np.testing.assert_array_equal(problem.load[:, 0], load[:72, 0])
     before, after = problem.load[:64, 1].mean(axis=0), load[64:72, 1].mean(axis=0)
     np.testing.assert_allclose(before / before.sum(), after / after.sum())
+
+
+@pytest.mark.parametrize("name", sorted({*POLICIES} - {"keel"}))
+def test_published_policies_plan_on_the_steps_as_they_were_whatever_changed(monkeypatch, name):
+    asked = listening(monkeypatch, name)
+    load = np.concatenate([skewed(64, (0, 1)), skewed(24, (6, 7))])
+    result = run_cycle(inputs(load, policy=name))
+    assert result.split is not None
+    assert (result.split.begin, result.split.cut) == (64, 80)
+    planned = load[64:80] if name == "gem" else load[:80]
+    (problem,) = asked
+    np.testing.assert_array_equal(problem.load, planned)
+    assert result.numbers["planned_on_steps"] == len(planned)
+
+
+def test_gem_plans_on_the_papers_window_and_every_policy_on_as_many_steps_as_are_set(monkeypatch):
+    load = skewed(60)
+    options = {"eplb": {"plan_steps": 7}, "gem": {"plan_steps": 4, "restarts": 2}}
+    for name, steps in (("eplb", 7), ("metro", 50)):
+        asked = listening(monkeypatch, name)
+        result = run_cycle(inputs(load, policy=name, policy_options=options))
+        np.testing.assert_array_equal(asked[0].load, load[50 - steps : 50])
+        assert result.numbers["planned_on_steps"] == steps
+    assert run_cycle(inputs(load, policy="gem")).numbers["planned_on_steps"] == 16
+    gem = run_cycle(inputs(load, policy="gem", policy_options=options))
+    assert gem.numbers["planned_on_steps"] == 4
+    # More than there are is all there are.
+    many = {"keel": {"plan_steps": 1000}}
+    keel = run_cycle(inputs(load, policy="keel", policy_options=many))
+    assert keel.numbers["planned_on_steps"] == 50
 
 
 def test_a_change_that_a_plan_has_answered_is_no_reason_to_plan_again():
@@ -378,3 +414,22 @@ def test_an_explicit_target_with_empty_slots_is_refused_for_such_an_engine():
     refused = run_cycle(inputs(skewed(60), target=target, manual=True, objective=FULL))
     assert (refused.passed, refused.reason) == (False, Reason.EMPTY_SLOTS)
     assert "1 slots are empty, first: layer 1 slot 11" in refused.detail
+
+
+def test_a_plan_that_survives_a_failure_says_so_in_its_numbers():
+    options = {"keel": {"survive": "rank", "plan_steps": 40}}
+    shape = replace(SHAPE, slots_per_rank=4)
+    asked = inputs(
+        skewed(60),
+        policy="keel",
+        policy_options=options,
+        shape=shape,
+        current=Placement.initial(shape),
+    )
+    result = run_cycle(asked)
+    assert result.target is not None
+    assert (result.target.logcnt == 2).all()
+    assert (result.numbers["survive_lost"], result.numbers["survive_experts"]) == (0, 16)
+    assert 0 <= result.numbers["survive_price"] < 1
+    plain = run_cycle(inputs(skewed(60), policy="keel")).numbers
+    assert not [name for name in plain if name.startswith("survive")]

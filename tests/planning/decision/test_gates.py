@@ -75,9 +75,7 @@ def test_poor_balance_for_long_enough_passes():
 UNEVEN = Finding(FindingCode.UNEVEN_LAYERS, Severity.DOUBT, "layers disagree", share=0.25)
 # Each row closes one gate and every gate after it; the first in the table must win.
 CLOSED: list[tuple[Reason, dict[str, Any]]] = [
-    (Reason.PLAN_IN_PROGRESS, {"plan_in_progress": True}),
-    (Reason.FROZEN, {"frozen_until_unix": 1000.1}),
-    (Reason.HELD_AFTER_ROLLBACK, {"held": Reason.HELD_AFTER_ROLLBACK}),
+    (Reason.PLAN_IN_PROGRESS, {"closed_by": Reason.PLAN_IN_PROGRESS}),
     (Reason.COOLDOWN, {"last_plan_ended_unix": 900.0}),
     (Reason.RANKS_MISSING, {"ranks_fresh": 7}),
     (Reason.IMPLAUSIBLE_COUNTS, {"findings": (UNEVEN,)}),
@@ -99,7 +97,6 @@ def test_the_first_closed_gate_gives_the_reason(index):
 def test_gates_open_exactly_at_their_bounds():
     at_bounds = replace(
         POOR,
-        frozen_until_unix=1000.0,
         last_plan_ended_unix=880.0,
         window_steps=64,
         newest_step_age_s=30.0,
@@ -161,7 +158,7 @@ def test_a_gap_in_the_data_breaks_the_run_of_windows():
     memory = GateMemory(windows_below=2)
     gap = decide_before(replace(POOR, ranks_fresh=7, memory=memory), SETTINGS)
     assert gap.memory.windows_below == 0
-    busy = decide_before(replace(POOR, plan_in_progress=True, memory=memory), SETTINGS)
+    busy = decide_before(replace(POOR, closed_by=Reason.FROZEN, memory=memory), SETTINGS)
     assert busy.memory == memory
 
 
@@ -284,29 +281,18 @@ def test_a_long_cooldown_is_never_shortened_by_a_failure():
     assert decide_before(failing, settings).numbers["cooldown_s"] == 600
 
 
-def test_a_manual_request_needs_data_and_no_freeze_but_nothing_else():
+def test_a_manual_request_needs_data_and_nothing_else():
     asked = replace(
         POOR,
         manual=True,
-        held=Reason.HELD_AFTER_ROLLBACK,
         last_plan_ended_unix=999.0,
         balancedness_mean=0.99,
     )
     assert decide_before(asked, SETTINGS).reason is Reason.MANUAL_REQUEST
-    assert decide_before(replace(asked, frozen_until_unix=2000.0), SETTINGS).reason is Reason.FROZEN
     assert (
         decide_before(replace(asked, window_steps=0), SETTINGS).reason is Reason.INSUFFICIENT_DATA
     )
     assert decide_before(replace(asked, ranks_fresh=0), SETTINGS).reason is Reason.RANKS_MISSING
-
-
-def test_hold_after_rollback_stops_only_automatic_plans():
-    for why in (Reason.HELD_AFTER_ROLLBACK, Reason.GAINS_NOT_DELIVERED):
-        assert decide_before(replace(POOR, held=why), SETTINGS).reason is why
-    for mode in (Mode.OBSERVE, Mode.PROPOSE):
-        assert decide_before(
-            replace(POOR, held=Reason.GAINS_NOT_DELIVERED, mode=mode), SETTINGS
-        ).passed
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -20,7 +20,7 @@ def level(replicas, gain, extra):
 
 
 def comparison(*levels, craft=(), moe_share=None):
-    return Redundancy(2, 2, levels, 3, tuple(craft), None, moe_share)
+    return Redundancy(2, 2, levels, 3, tuple(craft), None, None, moe_share)
 
 
 NOW = level(2, 0.0, 0)

@@ -20,6 +20,7 @@ from evenkeel_moe.planning.decision.recommendation import (
 )
 from evenkeel_moe.planning.decision.verdict import Call
 from evenkeel_moe.planning.policies import registry as policies
+from evenkeel_moe.planning.policies.policy_entry import PolicyEntry
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.signals.change_detection import Change
 from tests.planning.decision.test_cycle import SHAPE, inputs, listening, skewed
@@ -149,9 +150,12 @@ def test_too_short_a_window_is_insufficient_evidence_and_not_a_figure():
 
 
 def test_a_change_of_traffic_is_told():
-    found = ask(np.concatenate([skewed(64), skewed(24, (6, 7))]))
-    assert found.steps_since_change == 24
-    assert found.planned_on_steps == 16
+    load = np.concatenate([skewed(64), skewed(24, (6, 7))])
+    for policy, steps in (("keel", 16), ("gem", 16), ("eplb", 80)):
+        found = ask(load, policy=policy)
+        assert found.steps_since_change == 24
+        assert found.planned_on_steps == steps
+        assert f"Planned on {steps} steps" in found.words[0]
 
 
 def split_of(load):
@@ -164,7 +168,7 @@ def test_a_policy_on_trial_that_fails_says_so_in_its_own_row(monkeypatch):
     def broken(problem):
         raise ZeroDivisionError("nobody thought of this")
 
-    monkeypatch.setitem(policies.POLICIES, "broken", broken)
+    monkeypatch.setitem(policies.POLICIES, "broken", PolicyEntry("broken", "", broken))
     split = split_of(skewed(60))
     rows = score_shadows(ShadowRequest(inputs(skewed(60)), split, ("broken", "wishful", "keel")))
     assert [row.reason for row in rows] == [
@@ -282,6 +286,15 @@ def test_craft_levels_are_told_per_layer_beside_the_uniform_ones():
         assert level.gain > 0
     assert found.craft_factors is not None
     assert found.craft_factors.memory == 2
+    chosen = found.craft_allocation
+    assert chosen is not None
+    assert (chosen.replication_factor, chosen.counts) == (1, (1, 2, 4))
+    assert chosen.replicas == (2, 0)
+    assert chosen.base[0] < chosen.base[1] and chosen.gain[0][1] > 0.1 > chosen.gain[1][1]
+    options = {"craft": {"max_replicas_per_rank": 0}}
+    none, _ = redundancy(load, policy_options=options)
+    assert none.craft_allocation is not None
+    assert none.craft_allocation.replicas == (0, 0)
     unknown, _ = redundancy(load, free_bytes=None)
     assert unknown.craft_factors is not None
     assert unknown.craft_factors.memory is None

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
@@ -10,9 +11,18 @@ from hypothesis import strategies as st
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.placement import EMPTY
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.eplb import Variant, plan_eplb
-from evenkeel_moe.planning.policies.registry import POLICIES, resolve_policy
+from evenkeel_moe.planning.policies import registry
+from evenkeel_moe.planning.policies.eplb import EPLB, Variant, plan_eplb
+from evenkeel_moe.planning.policies.policy_entry import PolicyEntry, PolicyInputs
+from evenkeel_moe.planning.policies.registry import (
+    FORMS,
+    GROUP,
+    POLICIES,
+    find_policy,
+    known_policies,
+)
 from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
+from evenkeel_moe.replay.planners import choose_planners
 from tests.planning.builders import a_problem
 
 
@@ -21,16 +31,16 @@ def test_one_form_of_eplb_can_be_chosen_by_name():
     load = np.random.default_rng(1).lognormal(4, 1, (6, 2, 8))
     problem = a_problem(load, shape, Topology((0, 0, 1, 1)))
     for variant in Variant:
-        chosen = resolve_policy(f"eplb-{variant}")(problem)
+        chosen = find_policy(f"eplb-{variant}")(problem)
         assert chosen.placement == plan_eplb(problem, variant).placement
         assert chosen.numbers["keep_nodes"] == (variant is Variant.HIERARCHICAL)
     with pytest.raises(InvalidInput, match="hierarchical EPLB is not possible: there is one node"):
-        resolve_policy("eplb-hierarchical")(replace(problem, topology=Topology.single_node(4)))
+        find_policy("eplb-hierarchical")(replace(problem, topology=Topology.single_node(4)))
 
 
 def test_unknown_policy_names_the_known_ones():
     with pytest.raises(InvalidInput, match="unknown policy 'magic'; known: .*eplb") as error:
-        resolve_policy("magic")
+        find_policy("magic")
     assert error.value.reason is Reason.UNKNOWN_POLICY
 
 
@@ -94,7 +104,7 @@ def test_planning_again_on_the_same_load_moves_nothing(name):
     shape = ModelShape(3, 12, 4, 4, 2, 100)
     load = np.random.default_rng(4).lognormal(4, 1, (6, 3, 12))
     topology = Topology.single_node(4)
-    first = resolve_policy(name)(a_problem(load, shape, topology, max_evaluations=20_000)).placement
+    first = find_policy(name)(a_problem(load, shape, topology, max_evaluations=20_000)).placement
     again = a_problem(
         load,
         shape,
@@ -104,7 +114,7 @@ def test_planning_again_on_the_same_load_moves_nothing(name):
         lifetime_steps=1,
         max_evaluations=20_000,
     )
-    target = relabel(again, resolve_policy(name)(again).placement)
+    target = relabel(again, find_policy(name)(again).placement)
     assert count_moves(first, target) == 0
 
 
@@ -118,7 +128,7 @@ def test_other_names_of_the_experts_change_nothing_else(name, seed):
     rng = np.random.default_rng(seed)
     load, new = rng.lognormal(4, 1, (4, 2, 8)), rng.permutation(8)
     shape = ModelShape(2, 8, 3, 4, 2, 100)
-    plan, topology = resolve_policy(name), Topology.single_node(3)
+    plan, topology = find_policy(name), Topology.single_node(3)
     first = plan(a_problem(load, shape, topology))
     renamed = plan(a_problem(load[:, :, new], shape, topology))
     names = np.append(new, EMPTY)  # The last stands for an empty slot, -1.
@@ -129,3 +139,47 @@ def test_other_names_of_the_experts_change_nothing_else(name, seed):
 def by_rank(phy2log):
     """Return the sets of experts that ranks hold in each layer, in an order without rank ids."""
     return [sorted(sorted(rank) for rank in row.reshape(3, -1).tolist()) for row in phy2log]
+
+
+@pytest.fixture
+def added_by(monkeypatch):
+    """Returns a function that lets another package add an entry point."""
+
+    def add(name, value):
+        point = EntryPoint(name, f"{__name__}:{value}", GROUP)
+        monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+        registry.added_policies.cache_clear()
+
+    yield add
+    registry.added_policies.cache_clear()
+
+
+OURS = PolicyEntry("ours", "as eplb", EPLB.plan, inputs=PolicyInputs(source_ranks=True))
+TAKEN = replace(OURS, name="gem")
+
+
+def test_a_policy_of_another_package_is_one_like_the_others(added_by):
+    added_by("ours", "OURS")
+    assert find_policy("ours") is OURS
+    assert find_policy("ours").with_options({"plan_steps": 4}) is OURS
+    assert set(known_policies()) == {*POLICIES, *FORMS, "ours"}
+    planners = choose_planners(["ours"], baselines=False)
+    assert list(planners) == ["ours"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("ours", "absent", "which the entry point '.*:absent' adds, cannot be imported"),
+        ("ours", "a_problem", "is no PolicyEntry of that name"),
+        ("other", "OURS", "is no PolicyEntry of that name"),
+        ("gem", "TAKEN", "has the name of another policy"),
+    ],
+)
+def test_a_broken_policy_of_another_package_is_named_and_stops_no_other(
+    added_by, name, value, words
+):
+    added_by(name, value)
+    with pytest.raises(InvalidInput, match=words):
+        find_policy("magic")
+    assert find_policy("keel") is POLICIES["keel"]

@@ -36,14 +36,14 @@ class GainPair:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The factor by which modelled gains are multiplied."""
+    """The factor by which modelled gains are multiplied, by what earlier plans delivered."""
 
-    factor: float = 1.0
-    plans: int = 0
+    factor: float
+    plans: int
     """Measured plans that it rests on; 0 if nothing is calibrated."""
 
 
-NOT_CALIBRATED = Calibration()
+NOT_CALIBRATED = Calibration(1.0, 0)
 
 
 def calibrate(pairs: Sequence[GainPair]) -> Calibration:

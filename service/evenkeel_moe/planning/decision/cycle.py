@@ -28,9 +28,11 @@ from evenkeel_moe.planning.decision.gates import (
 )
 from evenkeel_moe.planning.decision.verdict import Verdict, held_out_steps, judge
 from evenkeel_moe.planning.decision.window_balance import time_balance, token_balance
-from evenkeel_moe.planning.policies.registry import resolve_policy
+from evenkeel_moe.planning.policies.policy_entry import PolicyInputs
+from evenkeel_moe.planning.policies.registry import find_policy
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
+from evenkeel_moe.planning.problem.survival import survival_numbers
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import (
     align_slots,
@@ -46,6 +48,8 @@ from evenkeel_moe.planning.signals.change_detection import (
     forget_old_means,
 )
 
+_SHOWN = ("replicas", "replication_factor", "filled_slots")
+"""Figures of a policy that its plan tells."""
 _ONE_LAYER = 2.0
 """A layer counts as changed, if the others did not, at this multiple of the change ratio. On steady
 recorded traffic the largest of up to 26 layers is 1.7 times the difference of all of them."""
@@ -56,8 +60,7 @@ class WindowSplit:
     """The two parts of a window: load[:cut] is planned on, load[cut:] is scored on."""
 
     begin: int
-    """First step of the traffic that is planned for; 0 if it did not change. `forget_old_means`
-    moves earlier steps to it."""
+    """First step of the traffic that is planned for; 0 if it did not change."""
     cut: int
     change: Change
     """The change of traffic by which `begin` was chosen."""
@@ -66,11 +69,21 @@ class WindowSplit:
     Their interval is then wider (`few_steps` of `judge`), so that only large gains are
     certain."""
 
-    def planned_on(self, load: NDArray[np.generic]) -> NDArray[np.float64]:
-        """Return the (cut, L, E) [tokens] to plan on, of the (T, L, E) window."""
-        if self.begin == 0:
-            return load[: self.cut].astype(np.float64)
-        return forget_old_means(load[: self.cut], self.change)
+    def planned_on(self, load: NDArray[np.generic], policy: PolicyInputs) -> NDArray[np.float64]:
+        """Return the (T, L, E) [tokens] that a policy plans on, at most `cut` steps of the window.
+
+        Where the policy asks for it, `forget_old_means` moves the steps before `begin` to it.
+        """
+        if self.begin and policy.moves_old_steps:
+            planned = forget_old_means(load[: self.cut], self.change)
+        else:
+            planned = load[: self.cut].astype(np.float64)
+        return planned if policy.plan_steps is None else planned[-policy.plan_steps :]
+
+    def steps_planned_on(self, policy: PolicyInputs) -> int:
+        """Return the steps of the present traffic, as they were, among those planned on."""
+        first = self.begin if policy.moves_old_steps else 0
+        return min(self.cut - first, policy.plan_steps or self.cut)
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -257,7 +270,9 @@ def plan_target(inputs: CycleInputs, split: WindowSplit) -> tuple[Placement, dic
             fill_slots=objective.fill_slots,
         )
         return align_slots(inputs.current, inputs.target), {}
-    load = split.planned_on(inputs.load)
+    policy, options = find_policy(inputs.policy), inputs.policy_options.get(inputs.policy, {})
+    uses = policy.inputs_with(options)
+    load = split.planned_on(inputs.load, uses)
     source = None
     if inputs.source_load is not None:
         shares = origin_shares(inputs.source_load, inputs.shape)
@@ -274,13 +289,14 @@ def plan_target(inputs: CycleInputs, split: WindowSplit) -> tuple[Placement, dic
         threads=inputs.threads,
         seed=inputs.seed,
     )
-    proposal = resolve_policy(inputs.policy, inputs.policy_options.get(inputs.policy))(problem)
+    proposal = policy.with_options(options)(problem)
     target = relabel_proposal(problem, proposal)
-    numbers = {
+    numbers = {name: proposal.numbers[name] for name in _SHOWN if name in proposal.numbers} | {
         "copies_raw": float(count_moves(inputs.current, proposal.placement)),
         "evaluations": float(proposal.evaluations),
-        "planned_on_steps": float(split.cut - split.begin),
+        "planned_on_steps": float(split.steps_planned_on(uses)),
     }
+    numbers |= survival_numbers(proposal.numbers)
     return target, numbers
 
 

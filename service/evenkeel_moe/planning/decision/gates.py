@@ -151,12 +151,11 @@ class GateInputs:
     """What is wrong with the counts of the newest steps."""
     memory: GateMemory = GateMemory()
     manual: bool = False
-    """True if an operator asks: cooldown, hold and balance do not matter; data and safety do. Gain
-    and payback are reported, but not required."""
-    plan_in_progress: bool = False
-    frozen_until_unix: float = 0.0
-    held: Reason | None = None
-    """The reason for which automatic plans wait for `resume`; None if they do not wait."""
+    """True if an operator asks: cooldown and balance do not matter; data and safety do. Gain and
+    payback are reported, but not required."""
+    closed_by: Reason | None = None
+    """Why no plan may be made now, as the deployment's machine decided: another one runs, plans are
+    frozen or held, ... The cycle then only measures the balance of the window."""
     last_plan_ended_unix: float | None = None
     """None if there was none."""
     failed_plans: int = 0
@@ -211,9 +210,8 @@ def decide_before(inputs: GateInputs, window: MeasuredWindow, settings: GateSett
 
     Returns:
         Passed, with the cause to plan: MANUAL_REQUEST, LOAD_CHANGED or BALANCE_BELOW_THRESHOLD.
-        Closed, with one of PLAN_IN_PROGRESS, FROZEN, the reason of a hold, COOLDOWN, RANKS_MISSING,
-        IMPLAUSIBLE_COUNTS, INSUFFICIENT_DATA, STALE_DATA, WAITING_CONSECUTIVE_WINDOWS,
-        BALANCE_ABOVE_THRESHOLD.
+        Closed, with `closed_by` or one of COOLDOWN, RANKS_MISSING, IMPLAUSIBLE_COUNTS,
+        INSUFFICIENT_DATA, STALE_DATA, WAITING_CONSECUTIVE_WINDOWS, BALANCE_ABOVE_THRESHOLD.
     """
     closed = _closed_by_time(inputs, window, settings) or _closed_by_data(inputs, window, settings)
     if closed is not None:
@@ -227,15 +225,10 @@ def _closed_by_time(
     inputs: GateInputs, window: MeasuredWindow, settings: GateSettings
 ) -> Decision | None:
     """Apply the gates of time and permission; None if all are open."""
-    if inputs.plan_in_progress:
-        return Decision(False, Reason.PLAN_IN_PROGRESS, {}, inputs.memory)
-    frozen_s = inputs.frozen_until_unix - inputs.now_unix
-    if frozen_s > 0:
-        return Decision(False, Reason.FROZEN, {"frozen_s": frozen_s}, inputs.memory)
+    if inputs.closed_by is not None:
+        return Decision(False, inputs.closed_by, {}, inputs.memory)
     if inputs.manual:
         return None
-    if inputs.held is not None and inputs.mode is Mode.AUTO:
-        return Decision(False, inputs.held, {}, inputs.memory)
     urgent = inputs.failed_plans == 0 and _change(inputs, window).is_urgent(
         settings.stop_above, settings.stop_above - settings.plan_below
     )

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.unknown import NanIfUnknown
 from evenkeel_moe.planning.decision.replica_levels import (
     CraftFactors,
     CraftLevel,
@@ -56,7 +57,7 @@ class KvMemory:
 
 @dataclass(frozen=True, slots=True)
 class TradeoffRow:
-    """One number of replicas. None is unknown, never zero."""
+    """One number of extra replicas, with its KV cache. Null is unknown, never zero."""
 
     rule: str
     """`uniform`: the same number in every layer. `craft`: each layer its own, in pooled slots."""
@@ -67,8 +68,8 @@ class TradeoffRow:
     present: bool
     """True for the present number, to which gain and goodput are relative."""
     balancedness: float | None
-    gain: float
-    """Share of predicted MoE time saved; NaN if unknown."""
+    gain: NanIfUnknown
+    """Share of predicted MoE time saved."""
     extra_bytes_per_rank: int | None
     kv_tokens_lost: int | None
     """Tokens of a rank's KV cache that the replicas take; negative if they give some back."""
@@ -77,7 +78,7 @@ class TradeoffRow:
     sequences: int | None
     """Sequences of the length told that fit then."""
     goodput_lower: float | None
-    """Estimated change of goodput as a share, by the formula of this module."""
+    """Estimated change of goodput as a share; the formula is in docs/policies.md."""
     goodput_upper: float | None
     """The same as the lower one if the MoE share is known."""
 
@@ -91,7 +92,7 @@ class TradeoffRow:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTradeoff:
-    """All numbers of replicas, and the sentences that sum them up."""
+    """Replicas against KV cache: all numbers, and the sentences that sum them up."""
 
     rows: tuple[TradeoffRow, ...]
     """Uniform levels first, then CRAFT's; each in rising order."""
@@ -100,6 +101,7 @@ class ReplicaTradeoff:
     craft_words: str
     """Sentences that explain CRAFT's R and say which R balance and free memory allow."""
     kv: KvMemory | None
+    """Null unless every rank told its KV cache."""
     tokens_per_sequence: int | None
     moe_share: float | None
 

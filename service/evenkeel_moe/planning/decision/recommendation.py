@@ -28,6 +28,7 @@ from evenkeel_moe.planning.decision.replica_levels import (
     extra_replicas,
 )
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
+from evenkeel_moe.planning.policies.registry import find_policy
 from evenkeel_moe.planning.problem.objective import PRICE_MARGIN
 from evenkeel_moe.planning.schedule.relabel import count_moves
 
@@ -108,6 +109,7 @@ def _redundancy(inputs: CycleInputs, split: WindowSplit, free_bytes: int | None)
             min_gain=inputs.settings.min_gain,
             free_bytes=free_bytes,
             step_s=inputs.step_s,
+            craft=find_policy("craft").read(inputs.policy_options.get("craft", {})),
         )
     )
 
@@ -151,6 +153,21 @@ class Recommendation:
     """What all predicted times rest on."""
 
 
+def unfit_window(cycle: CycleInputs) -> tuple[Reason, tuple[str, ...]] | None:
+    """Return why nothing may be planned on a window, with its sentences; None if it may."""
+    steps, least = len(cycle.load), cycle.settings.min_window_steps
+    if wrong := doubts(cycle.findings):
+        return Reason.IMPLAUSIBLE_COUNTS, (*(each.words for each in wrong), "Nothing was planned.")
+    if steps < max(least, 2) or not cycle.load.any():
+        routed = "" if cycle.load.any() else ", and no token was routed"
+        words = (
+            f"The window holds {steps} complete steps, {least:g} are needed{routed}:"
+            " nothing was planned."
+        )
+        return Reason.INSUFFICIENT_DATA, (words,)
+    return None
+
+
 def recommend(inputs: RecommendationInputs) -> Recommendation:
     """Score policies and numbers of replicas on the window, without starting a plan."""
     cycle = inputs.cycle
@@ -158,16 +175,7 @@ def recommend(inputs: RecommendationInputs) -> Recommendation:
     basis = cycle.objective.cost.basis
     change = change_of(cycle)
     since = steps - change.first_step if change.first_step else None
-    unfit: tuple[Reason, tuple[str, ...]] | None = None
-    if wrong := doubts(cycle.findings):
-        unfit = Reason.IMPLAUSIBLE_COUNTS, (*(each.words for each in wrong), "Nothing was planned.")
-    elif steps < max(least, 2) or not cycle.load.any():
-        routed = "" if cycle.load.any() else ", and no token was routed"
-        words = (
-            f"The window holds {steps} complete steps, {least:g} are needed{routed}:"
-            " nothing was planned."
-        )
-        unfit = Reason.INSUFFICIENT_DATA, (words,)
+    unfit = unfit_window(cycle)
     if unfit is not None:
         return Recommendation(
             Call.INSUFFICIENT_EVIDENCE, *unfit, steps, 0, 0, since, cost_model=basis
@@ -177,21 +185,20 @@ def recommend(inputs: RecommendationInputs) -> Recommendation:
     scores = score_shadows(ShadowRequest(cycle, split, tuple(names)))
     redundancy = _redundancy(cycle, split, inputs.free_bytes)
     own = scores[0]
+    options = cycle.policy_options.get(cycle.policy, {})
+    planned_on = split.steps_planned_on(find_policy(cycle.policy).inputs_with(options))
     return Recommendation(
         call=own.verdict.call if own.verdict is not None else Call.INSUFFICIENT_EVIDENCE,
         reason=own.reason,
         words=(
-            (
-                f"Planned on {split.cut - split.begin} steps,"
-                f" scored on the {steps - split.cut} after them."
-            ),
+            (f"Planned on {planned_on} steps, scored on the {steps - split.cut} after them."),
             *_few_steps_words(split.cut - split.begin, least),
             f"Cost model: {basis.words}.",
             *_plan_words(cycle, own),
             *_replica_words(cycle, redundancy, inputs.free_bytes),
         ),
         window_steps=steps,
-        planned_on_steps=split.cut - split.begin,
+        planned_on_steps=planned_on,
         scored_on_steps=steps - split.cut,
         steps_since_change=since,
         policies=scores,

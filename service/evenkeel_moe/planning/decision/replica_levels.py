@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.unknown import NanIfUnknown
 from evenkeel_moe.planning.decision.verdict import MIN_STEPS, Call, Verdict, judge
 from evenkeel_moe.planning.policies.craft.policy import (
     Benefit,
@@ -30,37 +31,39 @@ from evenkeel_moe.planning.problem.token_split import SplitModel
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLevel:
-    """The effect of one number of replicas per layer, the same in every layer."""
+    """One number of extra replicas, the same in every layer."""
 
     replicas_per_layer: int
-    gain: float
-    """Share of predicted MoE time saved against the present number; negative if it takes more."""
-    gain_lower: float
-    gain_upper: float
+    gain: NanIfUnknown
+    """Share of predicted MoE time saved compared with the present number; negative if it takes
+    more."""
+    gain_lower: NanIfUnknown
+    gain_upper: NanIfUnknown
     marginal_gain: float | None
-    """Share saved against the level below, per replica and layer; None for the first level."""
+    """Share saved compared with the level below, per replica and layer; null for the first."""
     extra_bytes_per_rank: int | None
-    """Memory of the fullest rank beyond the present one, negative if some is freed; None if the
+    """Memory that the fullest rank would need in addition, negative if some is freed. Null if the
     size of an expert is unknown."""
     fits: bool | None
-    """True if the rank with the least free memory could hold it; None if unknown."""
-    balancedness: float | None = None
-    """Mean over layers on the scored steps; None without load."""
+    """True if the rank with the least free memory could hold it. Null if free memory or the size of
+    an expert is unknown."""
+    balancedness: float | None
+    """Mean over layers on the scored steps; null without load."""
 
 
 @dataclass(frozen=True, slots=True)
 class CraftLevel:
-    """The effect of CRAFT's allocation under one replication factor. It needs pooled slots."""
+    """CRAFT's allocation for one replication factor; it needs slots pooled over layers."""
 
     replication_factor: int
     """R: replicas of one rank over all layers, at most."""
     replicas: int
     """Replicas used, over all layers and ranks; fewer than R x ranks where more would not help."""
     layers_with_replicas: int
-    gain: float
-    """As in `ReplicaLevel`."""
-    gain_lower: float
-    gain_upper: float
+    gain: NanIfUnknown
+    """Share of predicted MoE time saved compared with the present number."""
+    gain_lower: NanIfUnknown
+    gain_upper: NanIfUnknown
     extra_bytes_per_rank: int | None
     fits: bool | None
     balancedness: float | None
@@ -75,7 +78,24 @@ class CraftFactors:
     knee: int
     """The bend of the curve of gain over log2 R."""
     memory: int | None
-    """As many as fit beside the present replicas, at most one per layer; None if unknown."""
+    """As many as fit beside the present replicas, at most one per layer. Null if free memory or the
+    size of an expert is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class CraftAllocation:
+    """CRAFT's choice of R, the replicas that it then gives each layer, and what it is based on."""
+
+    replication_factor: int
+    """R: replicas of one rank over all layers."""
+    counts: tuple[int, ...]
+    """(K,) numbers of replicas tried in every layer, beside none."""
+    base: tuple[float, ...]
+    """(L,) balancedness without replicas, on the steps planned on."""
+    gain: tuple[tuple[float, ...], ...]
+    """(L, K) balancedness that a layer gains with that many replicas; may be negative."""
+    replicas: tuple[int, ...]
+    """(L,) replicas of each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +109,11 @@ class Redundancy:
     sure."""
     levels: tuple[ReplicaLevel, ...]
     num_layers: int
-    craft: tuple[CraftLevel, ...] = ()
-    craft_factors: CraftFactors | None = None
-    moe_share: float | None = None
-    """Predicted MoE time with the present number / time of a step; None if not both are known in
+    craft: tuple[CraftLevel, ...]
+    craft_factors: CraftFactors | None
+    craft_allocation: CraftAllocation | None
+    moe_share: float | None
+    """Predicted MoE time with the present number / time of a step; null unless both are known in
     seconds."""
 
 
@@ -125,6 +146,8 @@ class LevelInputs:
     """Free memory of the rank with least; None if unknown."""
     step_s: float | None = None
     """Seconds of a step; None if unknown."""
+    craft: CraftOptions = CraftOptions()
+    """By which CRAFT chooses R."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -167,6 +190,7 @@ def compare_levels(inputs: LevelInputs) -> Redundancy:
         shape.num_layers,
         _craft_levels(inputs, benefits, scored[present]),
         _craft_factors(inputs, benefits[-1]),
+        _craft_allocation(inputs, benefits[-1]),
         _moe_share(inputs, scored[present]),
     )
 
@@ -328,6 +352,19 @@ def _craft_factors(inputs: LevelInputs, benefit: Benefit) -> CraftFactors:
         return choose_factor(benefit, shape.num_ranks, most, CraftOptions(rule=rule))
 
     return CraftFactors(chosen(ReplicaRule.PER_REPLICA_GAIN), chosen(ReplicaRule.KNEE), memory)
+
+
+def _craft_allocation(inputs: LevelInputs, benefit: Benefit) -> CraftAllocation:
+    shape, options = inputs.shape, inputs.craft
+    factor = choose_factor(benefit, shape.num_ranks, shape.num_layers, options)
+    replicas = allocate_replicas(benefit, factor * shape.num_ranks, options.weighting)
+    return CraftAllocation(
+        factor,
+        tuple(benefit.counts.tolist()),
+        tuple(benefit.base.tolist()),
+        tuple(map(tuple, benefit.gain.T.tolist())),
+        tuple(replicas.tolist()),
+    )
 
 
 def _moe_share(inputs: LevelInputs, present: _Scored) -> float | None:

@@ -10,6 +10,7 @@ Source: deepseek-ai/EPLB eplb.py@d52c72d.
 """
 
 from enum import StrEnum
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning.policies.policy_entry import PolicyEntry
 from evenkeel_moe.planning.policies.proposal import build_proposal
 from evenkeel_moe.planning.policies.replication import replicate_experts
 from evenkeel_moe.planning.problem import moe_time
@@ -396,3 +398,25 @@ def _hottest_missing(weight: NDArray[np.float64], held: NDArray[np.int64]) -> in
         if held[expert] == 0 and (hottest < 0 or weight[expert] > weight[hottest]):
             hottest = expert
     return hottest
+
+
+EPLB = PolicyEntry(
+    "eplb",
+    "DeepSeek's algorithm: replicas for the experts with most tokens, then an even split of the"
+    " tokens over the ranks",
+    plan_eplb,
+)
+EPLB_FORMS = (
+    PolicyEntry(
+        "eplb-global",
+        "eplb over all ranks at once, for decode",
+        partial(plan_eplb, variant=Variant.GLOBAL),
+    ),
+    PolicyEntry(
+        "eplb-hierarchical",
+        "eplb over nodes first and then inside each node, for prefill",
+        partial(plan_eplb, variant=Variant.HIERARCHICAL),
+    ),
+)
+"""Single forms, for deployments where it is known which form is better. Not every topology allows
+the hierarchical one."""

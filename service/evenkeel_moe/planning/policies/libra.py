@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.libra_replication import plan_copies
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.policies.policy_entry import PolicyEntry, PolicyInputs
 from evenkeel_moe.planning.policies.proposal import build_proposal, place_on_ranks
 from evenkeel_moe.planning.problem.placement_problem import (
     PlacementProblem,
@@ -116,3 +117,13 @@ def replicate_by_source(
     room = capacity - np.bincount(home, minlength=ranks)
     hosts, _ = plan_copies(demand, home[:, None] == np.arange(ranks), room, locality, False)
     return hosts
+
+
+LIBRA = PolicyEntry(
+    "libra",
+    "replicas near the ranks whose tokens choose the expert, as the paper prints it",
+    plan_libra,
+    LibraOptions,
+    ("locality",),
+    PolicyInputs(source_ranks=True),
+)

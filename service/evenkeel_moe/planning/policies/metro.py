@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from evenkeel_moe.planning.policies.eplb import plan_eplb
+from evenkeel_moe.planning.policies.policy_entry import PolicyEntry
 from evenkeel_moe.planning.policies.proposal import build_proposal
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
@@ -29,3 +30,8 @@ def plan_metro(problem: PlacementProblem) -> Proposal:
     active = np.minimum(problem.load, 1.0)
     proposal = plan_eplb(replace(problem, load=active))
     return build_proposal(problem, proposal.placement, proposal.evaluations, proposal.numbers)
+
+
+METRO = PolicyEntry(
+    "metro", "eplb, with the steps in which an expert has tokens at all as its load", plan_metro
+)

@@ -1,14 +1,14 @@
 """The policies by name.
 
-To add a policy, write `plan(problem) -> Proposal` in a module of its own and add it to `POLICIES`;
-docs/policies.md lists what else to edit and the tests that check every policy.
+To add a policy, write a module that ends with a `PolicyEntry`, and add the entry to `POLICIES`. A
+package of your own names the entry in an entry point of the group `evenkeel.policies` instead.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache
+from importlib.metadata import entry_points
 from itertools import cycle, product
-from typing import Any
 
 import numpy as np
 
@@ -16,16 +16,14 @@ from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.policy import OptionValue
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.craft.policy import CraftOptions, plan_craft
-from evenkeel_moe.planning.policies.eplb import Variant, plan_eplb
-from evenkeel_moe.planning.policies.gem.policy import GemOptions, plan_gem
-from evenkeel_moe.planning.policies.keel.options import KeelOptions
-from evenkeel_moe.planning.policies.keel.policy import plan_keel
-from evenkeel_moe.planning.policies.libra import LibraOptions, plan_libra
-from evenkeel_moe.planning.policies.metro import plan_metro
-from evenkeel_moe.planning.policies.policy_options import ConfigurablePolicy
+from evenkeel_moe.planning.policies.craft.policy import CRAFT
+from evenkeel_moe.planning.policies.eplb import EPLB, EPLB_FORMS
+from evenkeel_moe.planning.policies.gem.policy import GEM
+from evenkeel_moe.planning.policies.keel.policy import KEEL
+from evenkeel_moe.planning.policies.libra import LIBRA
+from evenkeel_moe.planning.policies.metro import METRO
+from evenkeel_moe.planning.policies.policy_entry import PolicyEntry
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Policy
@@ -34,61 +32,61 @@ from evenkeel_moe.planning.schedule.relabel import price_of_moves, relabel
 from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.planning.signals.change_detection import detect_change
 
-POLICIES: dict[str, Policy] = {
-    "craft": plan_craft,
-    "eplb": plan_eplb,
-    "gem": plan_gem,
-    "keel": plan_keel,
-    "libra": plan_libra,
-    "metro": plan_metro,
+POLICIES: dict[str, PolicyEntry] = {
+    entry.name: entry for entry in (CRAFT, EPLB, GEM, KEEL, LIBRA, METRO)
 }
-FORMS: dict[str, Policy] = {
-    "eplb-global": partial(plan_eplb, variant=Variant.GLOBAL),
-    "eplb-hierarchical": partial(plan_eplb, variant=Variant.HIERARCHICAL),
-}
-"""Single forms of a policy, for deployments where it is known which form is better: for example
-hierarchical for prefill and global for decode. Not every topology allows the hierarchical form."""
-
-CONFIGURABLE: dict[str, ConfigurablePolicy[Any]] = {
-    "craft": ConfigurablePolicy(
-        plan_craft,
-        CraftOptions,
-        ("rule", "max_replicas_per_rank", "min_marginal_gain", "weighting"),
-    ),
-    "gem": ConfigurablePolicy(plan_gem, GemOptions, ("restarts", "noise", "least_drop")),
-    "keel": ConfigurablePolicy(plan_keel, KeelOptions, ("stickiness", "caution")),
-    "libra": ConfigurablePolicy(plan_libra, LibraOptions, ("locality",)),
-}
-"""The policies that take options from operators, with the options."""
+FORMS: dict[str, PolicyEntry] = {entry.name: entry for entry in EPLB_FORMS}
+"""Single forms of a policy."""
+GROUP = "evenkeel.policies"
+"""Entry points of this group add policies of other packages. Each names a `PolicyEntry`."""
 
 
-def resolve_policy(name: str, options: Mapping[str, OptionValue] | None = None) -> Policy:
-    """Return the policy of a name, with the options that an operator has set for it.
+@cache
+def added_policies() -> Mapping[str, PolicyEntry]:
+    """Return the policies that other installed packages add, by name.
 
     Raises:
-        InvalidInput: no policy has that name, or an option is unknown or out of range; the
-            message lists those that are known.
+        InvalidInput: one cannot be imported, is no `PolicyEntry`, or has a name that is taken.
     """
-    known = POLICIES | FORMS
-    if name not in known:
+    added: dict[str, PolicyEntry] = {}
+    for point in entry_points(group=GROUP):
+        where = f"the policy {point.name!r}, which the entry point {point.value!r} adds,"
+        try:
+            entry = point.load()
+        except Exception as error:  # Whatever another package raises while it is imported.
+            raise InvalidInput(f"{where} cannot be imported: {error}") from error
+        if not isinstance(entry, PolicyEntry) or entry.name != point.name:
+            raise InvalidInput(f"{where} is no PolicyEntry of that name")
+        if entry.name in POLICIES | FORMS | added:
+            raise InvalidInput(f"{where} has the name of another policy")
+        added[entry.name] = entry
+    return added
+
+
+def known_policies() -> dict[str, PolicyEntry]:
+    """Return all policies by name: ours, their single forms, and those of other packages.
+
+    Raises:
+        InvalidInput: see `added_policies`.
+    """
+    return {**POLICIES, **FORMS, **added_policies()}
+
+
+def find_policy(name: str) -> PolicyEntry:
+    """Return the policy of a name.
+
+    Raises:
+        InvalidInput: no policy has that name; the message lists those that are known. Or see
+            `added_policies`.
+    """
+    # Ours first: they also work where the package of another policy is broken.
+    found = (POLICIES | FORMS).get(name) or added_policies().get(name)
+    if found is None:
+        known = known_policies()
         raise InvalidInput(
             f"unknown policy {name!r}; known: {', '.join(sorted(known))}", Reason.UNKNOWN_POLICY
         )
-    return configurable_policy(name).with_options(name, options) if options else known[name]
-
-
-def configurable_policy(name: str) -> ConfigurablePolicy[Any]:
-    """Return a policy that takes options.
-
-    Raises:
-        InvalidInput: no policy has that name, or it takes no options.
-    """
-    if name not in CONFIGURABLE:
-        resolve_policy(name)
-        raise InvalidInput(
-            f"{name} takes no options; policies with options: {', '.join(sorted(CONFIGURABLE))}"
-        )
-    return CONFIGURABLE[name]
+    return found
 
 
 def warm_kernels() -> None:
@@ -124,6 +122,8 @@ def warm_kernels() -> None:
     start = Placement.initial(single)
     problem = PlacementProblem(load, single, Topology((0,) * 12), current=start)
     _plan_to_waves(problem, POLICIES["keel"])
+    # Only a plan that must survive a failure repairs its starts.
+    _plan_to_waves(problem, POLICIES["keel"].with_options({"survive": "rank"}))
     detect_change(np.repeat(load, 4, axis=0))
 
 

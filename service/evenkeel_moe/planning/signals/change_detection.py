@@ -24,7 +24,7 @@ idle expert are no measure of those of a busy one."""
 class ChangeRules:
     """The rules for detecting changes and weighting steps."""
 
-    half_life_windows: float = 0.5
+    half_life_windows: float = 1.0
     """A step loses half its weight each time this share of the window has passed; inf for equal
     weights."""
     steady_half_life_windows: float = 3.0

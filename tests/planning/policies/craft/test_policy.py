@@ -22,6 +22,11 @@ from evenkeel_moe.planning.policies.craft.policy import (
 from tests.planning.builders import a_problem
 from tests.strategies import loads, seeds, shapes, topologies
 
+
+def rule_of(name):
+    return CraftOptions(rule=ReplicaRule(name))
+
+
 FIGURE_7 = Benefit(
     counts=np.array([1, 2, 4]),
     gain=np.array([[0.03, 0.03, 0.05, 0.0], [0.10, 0.09, 0.15, 0.0], [0.09, 0.08, 0.40, 0.0]]),
@@ -81,7 +86,7 @@ def test_a_hot_expert_has_no_more_copies_than_ranks_to_hold_them():
     benefit = replica_benefit(load, Topology.single_node(4), 4)
     assert (benefit.base + benefit.gain).max() <= 1.0
     shape = ModelShape(2, 8, 4, 4, 2, 100, pool_slots_per_rank=6)
-    proposal = plan_craft(a_problem(load, shape))
+    proposal = plan_craft(a_problem(load, shape), rule_of("memory"))
     assert proposal.placement.logcnt[0].tolist() == [4, 2, 1, 1, 1, 1, 1, 1]
     assert proposal.numbers["replicas"] == (proposal.placement.phy2log >= 0).sum() - 2 * 8
 
@@ -107,7 +112,7 @@ def test_proposals_are_sound_and_use_no_more_than_the_budget(shape, data):
 def test_factor_rules():
     gains = np.array([[0.10, 0.10], [0.18, 0.18], [0.20, 0.20], [0.205, 0.205]])
     benefit = Benefit(np.array([1, 2, 4, 8]), gains, np.full(2, 0.6))
-    assert choose_factor(benefit, 2, 8) == 8
+    assert choose_factor(benefit, 2, 8, rule_of("memory")) == 8
     assert choose_factor(benefit, 2, 8, CraftOptions(rule=ReplicaRule.KNEE)) == 2
     paper = CraftOptions(rule=ReplicaRule.PER_REPLICA_GAIN)
     assert choose_factor(benefit, 2, 8, paper) == 1
@@ -119,6 +124,22 @@ def test_factor_rules():
     assert choose_factor(benefit, 2, 8, steep) == 2
     assert choose_factor(benefit, 2, 0) == 0
     assert gain_of(benefit, np.array([2, 0])) == pytest.approx(0.18)
+
+
+def test_r_is_the_papers_unless_an_operator_sets_the_replicas_or_slots_share_no_memory():
+    load = np.random.default_rng(2).lognormal(0, 1, (6, 6, 8))
+    pooled = ModelShape(6, 8, 4, 4, 2, 100, pool_slots_per_rank=18)
+
+    def factor(options=None, shape=pooled, **problem):
+        options = options or CraftOptions()
+        return plan_craft(a_problem(load, shape, **problem), options).numbers["replication_factor"]
+
+    assert factor() == factor(rule_of("per_replica_gain")) == 1
+    assert factor(rule_of("memory")) == 6
+    assert factor(CraftOptions(max_replicas_per_rank=3)) == 3
+    assert factor(replica_budget=2) == 3  # 2 x 6 layers / 4 ranks
+    assert factor(rule_of("per_replica_gain"), replica_budget=2) == 1
+    assert factor(shape=ModelShape(6, 8, 4, 3, 2, 100)) == 6
 
 
 def test_factor_by_memory_is_free_bytes_over_expert_bytes():

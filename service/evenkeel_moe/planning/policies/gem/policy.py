@@ -13,6 +13,7 @@ from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.capacity_packing import interleaved_capacity
 from evenkeel_moe.planning.policies.gem.kernels import search_layers
+from evenkeel_moe.planning.policies.policy_entry import PolicyEntry, PolicyInputs
 from evenkeel_moe.planning.policies.proposal import build_proposal, place_on_ranks
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal, SlotBudget
@@ -124,3 +125,14 @@ def cost_table(
     entries = np.arange(int(units.sum(axis=1).max()) + 1) * unit
     table = moe_time.rank_times(np.repeat(entries[:, None], num_ranks, axis=1), cost)
     return np.ascontiguousarray(units), np.ascontiguousarray(table.T)
+
+
+GEM = PolicyEntry(
+    "gem",
+    "no replicas; the slowest rank of each step gets less, also if ranks differ in speed",
+    plan_gem,
+    GemOptions,
+    ("restarts", "noise", "least_drop"),
+    # The paper's window (its section 3.3.1) and profile (3.3.2).
+    PolicyInputs(plan_steps=16, curves=True),
+)

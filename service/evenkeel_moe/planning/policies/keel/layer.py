@@ -66,6 +66,10 @@ class Inputs(NamedTuple):
     factor."""
     origin: NDArray[np.float64]
     """(E, R) share of each expert's tokens that start on a rank."""
+    least: NDArray[np.int64]
+    """(E,) fault domains in which an expert must keep a replica: 1 or 2."""
+    domains: NDArray[np.int64]
+    """(R,) fault domain of each rank."""
 
 
 class Layer(NamedTuple):

@@ -27,6 +27,7 @@ from evenkeel_moe.planning.policies.keel.layer import (
     set_work,
     work_of_copy,
 )
+from evenkeel_moe.planning.policies.keel.survival import count_domains
 
 SWAP, PUT = 0, 1
 """Kinds of a move. (SWAP, a, b) exchanges what slots a and b of different ranks hold; one of them
@@ -194,7 +195,7 @@ def find_puts(layer: Layer, rules: Rules, found: Found, skipped: NDArray[np.bool
         own = _CURVATURE * layer.bend[rank]
         for slot in range(rank * per_rank, (rank + 1) * per_rank):
             old = index(layer.row[slot])
-            if skipped[slot] or (old >= 0 and layer.copies[old] < 2):
+            if skipped[slot] or (old >= 0 and layer.copies[old] <= layer.given.least[old]):
                 continue
             gain = -rules.slot_price
             if old >= 0:
@@ -326,8 +327,15 @@ def fits(layer: Layer, room: SearchRoom, move: NDArray[np.int64]) -> bool:
         fits &= room.slots[move[1] // per_rank] > 0
         if move[0] == PUT:
             fits &= room.total[0] > 0
-    if move[0] == SWAP and leaves >= 0 and comes < 0:
-        fits &= room.slots[move[2] // per_rank] > 0
+    other, domains = index(-1), layer.given.domains
+    if move[0] == SWAP:
+        other = move[2] // per_rank
+        if leaves >= 0 and comes < 0:
+            fits &= room.slots[other] > 0
+        if comes >= 0 and layer.given.least[comes] > 1:
+            fits &= count_domains(layer.held[comes], domains, other, move[1] // per_rank) == 2
+    if leaves >= 0 and layer.given.least[leaves] > 1:
+        fits &= count_domains(layer.held[leaves], domains, move[1] // per_rank, other) == 2
     return fits and (leaves >= 0 or comes >= 0)
 
 

@@ -7,6 +7,7 @@ gains are shares of a time, so one set of defaults serves models and fleets of a
 from dataclasses import dataclass, field
 
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.planning.problem.survival import Survive
 from evenkeel_moe.planning.signals.change_detection import ChangeRules
 
 _SHARES = ("stickiness", "caution", "max_caution", "foresight", "origin_trust", "move_share")
@@ -15,7 +16,7 @@ _SHARES = ("stickiness", "caution", "max_caution", "foresight", "origin_trust", 
 
 @dataclass(frozen=True, slots=True)
 class KeelOptions:
-    """The constants of keel. Operators may set `stickiness` and `caution`.
+    """The constants of keel. Operators may set `stickiness`, `caution` and `survive`.
 
     Units: a "layer time" is the time of one layer if load were spread perfectly over the ranks,
     and the "time of the mean slot" is that divided by the slots of a rank.
@@ -46,6 +47,11 @@ class KeelOptions:
     """Exponent that turns the noise of loads into the noise of a move's gain. The base is how much
     more the blocks of a window differ than if tokens came one by one. 1 would mean that gains are
     as noisy as loads, 0 that they have no extra noise. Too high: too much caution."""
+
+    # The failures to survive.
+    survive: Survive = Survive.NONE
+    """Keeps replicas in two ranks, or two nodes, of as many experts as slots allow, the hottest
+    first."""
 
     # The steps to plan for.
     foresight: float = 0.125

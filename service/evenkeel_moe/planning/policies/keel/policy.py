@@ -10,6 +10,9 @@ copy. Replicas, rank speeds and copies are weighed together:
    of the objective (`layer`).
 4. Here: choose for each layer among what was found, by the dispatcher's own time.
 
+Where experts must survive a failure, all starts are repaired first (`survival`), and no move undoes
+it.
+
 All constants are in `options`.
 """
 
@@ -25,7 +28,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.planning.policies.keel.fewest_slots import fill_for_fewest
 from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
-from evenkeel_moe.planning.policies.keel.search import Search
+from evenkeel_moe.planning.policies.keel.search import Search, copy_limit
 from evenkeel_moe.planning.policies.keel.starts import (
     cold_start,
     eplb_start,
@@ -33,7 +36,9 @@ from evenkeel_moe.planning.policies.keel.starts import (
     is_engine_start,
     metro_start,
 )
+from evenkeel_moe.planning.policies.keel.survival import spread_experts
 from evenkeel_moe.planning.policies.keel.window import Window, look_ahead, reading_dominates
+from evenkeel_moe.planning.policies.policy_entry import PolicyEntry, PolicyInputs
 from evenkeel_moe.planning.policies.proposal import build_proposal
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import (
@@ -41,6 +46,7 @@ from evenkeel_moe.planning.problem.placement_problem import (
     Proposal,
     check_current,
 )
+from evenkeel_moe.planning.problem.survival import Survive, coverage
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import count_moves, price_of_moves, relabel
 
@@ -56,7 +62,9 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS)
     Returns:
         numbers: `change_at` (first step after the newest change), `change_strength`,
             `forecast_error` (as `Forecast.error`; NaN where the window is too short for a
-            forecast), `copies`, `price` (of a copy, in layer times).
+            forecast), `copies`, `price` (of a copy, in layer times). With the option `survive` also
+            `survive_lost` and `survive_experts`, of `Coverage`, and `survive_price`, the share of
+            MoE time, copies included, that a second plan saves to which nothing has to survive.
 
     Raises:
         InfeasiblePlan: the slots cannot hold one copy of every expert.
@@ -65,24 +73,41 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS)
     check_current(problem)
     expected, window = look_ahead(problem, options)
     price = _price(expected, window, options)
-    search = Search(expected, window, options, price)
     costs = _Costs(expected, window, price)
-    if problem.objective.limits.max_layers is not None:
-        best = _plan_few_layers(expected, search, costs)
-    else:
-        best = costs.best_by_layer(_candidates(expected, search, costs, options))
+    search = Search(expected, window, options, price)
+    best = _best(expected, search, costs, options)
     numbers = {
         "change_at": float(window.change.first_step),
         "change_strength": window.change.strength,
         "forecast_error": window.forecast_error,
         "price": price,
     }
+    if options.survive is not Survive.NONE:
+        anyhow = replace(options, survive=Survive.NONE)
+        free = _best(expected, Search(expected, window, anyhow, price), costs, anyhow)
+        cost = costs.total(best)
+        numbers["survive_price"] = max(0.0, 1.0 - costs.total(free) / cost) if cost > 0 else 0.0
+        # Ranks must not change their node when they are renamed.
+        numbers["keep_nodes"] = float(options.survive is Survive.NODE)
     proposal = build_proposal(problem, best, search.evaluations, numbers)
     copies = 0
     if problem.current is not None:
         copies = count_moves(problem.current, proposal.placement)
     proposal.numbers["copies"] = float(copies)
+    if options.survive is not Survive.NONE:
+        found = coverage(proposal.placement, problem.topology, options.survive)
+        proposal.numbers["survive_lost"] = float(found.most_lost)
+        proposal.numbers["survive_experts"] = float(found.experts)
     return proposal
+
+
+def _best(
+    problem: PlacementProblem, search: Search, costs: "_Costs", options: KeelOptions
+) -> Placement:
+    """Return the best placement that is found with these options."""
+    if problem.objective.limits.max_layers is not None:
+        return _plan_few_layers(problem, search, costs, options.survive)
+    return costs.best_by_layer(_candidates(problem, search, costs, options))
 
 
 class _Costs:
@@ -134,7 +159,9 @@ def _candidates(
     so replicas help more or less than the search sees. A plan without any competes there, and in a
     first plan METRO's, which is made for this dispatch; and empty slots are filled by its own rule.
     """
-    starts = _starts(problem)
+    starts = {
+        name: _spread(problem, start, options.survive) for name, start in _starts(problem).items()
+    }
     present = starts.get("present")
     total = {name: costs.total(start) for name, start in starts.items()}
     if costs.per_copy > 0.0 and present is not None:
@@ -158,8 +185,16 @@ def _candidates(
             ]
         metro = metro_start(problem) if _is_first(problem) else None
         if metro is not None:
-            found.append(metro)
+            found.append(_spread(problem, metro, options.survive))
     return [*starts.values(), *found]
+
+
+def _spread(problem: PlacementProblem, placement: Placement, survive: Survive) -> Placement:
+    """Return the placement with as many experts in two fault domains as slots and limits allow."""
+    left = copy_limit(problem)
+    if problem.current is not None:
+        left -= count_moves(problem.current, placement)
+    return spread_experts(problem, placement, survive, left)
 
 
 def _starts(problem: PlacementProblem) -> dict[str, Placement]:
@@ -204,16 +239,25 @@ def _is_first(problem: PlacementProblem) -> bool:
     return is_engine_start(problem.shape, current) and limits == PlanLimits()
 
 
-def _plan_few_layers(problem: PlacementProblem, search: Search, costs: _Costs) -> Placement:
-    """Plan where few layers may change: improve all, and then only those that gain most."""
+def _plan_few_layers(
+    problem: PlacementProblem, search: Search, costs: _Costs, survive: Survive
+) -> Placement:
+    """Plan where few layers may change: improve all, and then only those that gain most.
+
+    Layers in which more experts must get a second fault domain come first.
+    """
     most = problem.objective.limits.max_layers
     start = _present(problem) or cold_start(problem)
-    found = search.improve(start)
+    spread = _spread(problem, start, survive)
+    found = search.improve(spread)
     gains = costs.by_layer(start) - costs.by_layer(found)
+    repaired = (spread.phy2log != start.phy2log).any(axis=1)
     changed = np.nonzero((found.phy2log != start.phy2log).any(axis=1))[0]
     if most is None or len(changed) <= most:
         return found
-    return search.improve(start, sorted(changed[np.argsort(-gains[changed])][:most].tolist()))
+    order = np.lexsort((-gains[changed], ~repaired[changed]))
+    chosen = sorted(changed[order][:most].tolist())
+    return search.improve(start.with_rows(tuple(chosen), spread.phy2log[chosen]), chosen)
 
 
 def _price(problem: PlacementProblem, window: Window, options: KeelOptions) -> float:
@@ -231,3 +275,14 @@ def _price(problem: PlacementProblem, window: Window, options: KeelOptions) -> f
         ranks = max(problem.shape.num_ranks / options.full_price_ranks, 1.0)
         price = (options.stickiness + min(caution, options.max_caution)) / per_rank / ranks
     return max(price, objective.cost_per_move / window.unit_cost)
+
+
+KEEL = PolicyEntry(
+    "keel",
+    "the least predicted MoE time of the slowest ranks, plus a price for each copy; Evenkeel's"
+    " default",
+    plan_keel,
+    KeelOptions,
+    ("stickiness", "caution", "survive"),
+    PolicyInputs(moves_old_steps=True),
+)

@@ -15,6 +15,7 @@ from evenkeel_moe.planning.policies.keel.layer import CopyWork, Inputs, Terms, b
 from evenkeel_moe.planning.policies.keel.moves import Rules, SearchRoom, descend
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.policies.keel.single_slots import ExchangeRules, exchange_copies
+from evenkeel_moe.planning.policies.keel.survival import least_copies
 from evenkeel_moe.planning.policies.keel.window import Window, reading_dominates
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.layer_threads import map_layers
@@ -23,6 +24,7 @@ from evenkeel_moe.planning.problem.placement_problem import (
     SlotBudget,
     origin_shares,
 )
+from evenkeel_moe.planning.problem.survival import Survive, domain_of_rank
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import copy_prices, count_moves
 
@@ -84,6 +86,7 @@ class Search:
             self._base += shared / window.unit_tokens
         self._budget = SlotBudget.of(problem)
         self._counts_suffice = _counts_suffice(problem, options)
+        self._domains = domain_of_rank(options.survive, problem.topology)
         self._origin = np.zeros((1, problem.shape.num_logical_experts, ranks))
         if nearest:
             self._origin += 1.0 / ranks
@@ -115,10 +118,11 @@ class Search:
         problem, window, budget = self._problem, self._window, self._budget
         _, _, ranks, experts = start.sizes
         rows, pool = start.phy2log.copy(), budget.pool_per_rank
+        least = least_copies(start, problem, self._options.survive)
         filled = (rows.reshape(len(rows), ranks, -1) >= 0).sum(axis=2)
         most = budget.per_layer if per_layer is None else per_layer
         total = budget.total if per_layer is None else per_layer * len(rows)
-        limit = _copy_limit(problem)
+        limit = copy_limit(problem)
         made = 0 if problem.current is None else count_moves(problem.current, start)
         copies = np.array([limit - made])
         pooled = SearchRoom(
@@ -134,7 +138,9 @@ class Search:
                 own = np.array([most - (rows[layer] >= 0).sum()])
                 room = SearchRoom(pooled.slots.copy(), own, copies if limited else copies.copy())
             for price in prices:
-                rows[layer], used = self._descend(layer, rows[layer], price, room, spent[layer])
+                rows[layer], used = self._descend(
+                    layer, rows[layer], price, room, spent[layer], least[layer]
+                )
                 spent[layer] += used
 
         chosen = range(len(rows)) if which is None else which
@@ -151,11 +157,17 @@ class Search:
         return Placement(rows, ranks, experts)
 
     def _descend(
-        self, layer: int, row: NDArray[np.int32], prices: Prices, room: SearchRoom, spent: int
+        self,
+        layer: int,
+        row: NDArray[np.int32],
+        prices: Prices,
+        room: SearchRoom,
+        spent: int,
+        least: NDArray[np.int64],
     ) -> tuple[NDArray[np.int32], int]:
         """Return the slots of a layer after a descent, and the exact gains that it computed."""
         current, options, terms = self._problem.current, self._options, self.terms
-        inputs = self.inputs_of(layer)
+        inputs = self.inputs_of(layer)._replace(least=least)
         if self._counts_suffice:
             present = np.full_like(row, EMPTY) if current is None else current.phy2log[layer]
             most = int((row >= 0).sum() + room.total[0])
@@ -206,6 +218,8 @@ class Search:
             np.ascontiguousarray(self._floor[:, layer]),
             prices,
             self._origin[layer % len(self._origin)],
+            np.ones(problem.shape.num_logical_experts, np.int64),
+            self._domains,
         )
 
 
@@ -222,6 +236,7 @@ def _counts_suffice(problem: PlacementProblem, options: KeelOptions) -> bool:
     return (
         (one_price or large)
         and shape.slots_per_rank == 1
+        and options.survive is Survive.NONE
         and not shape.pooled
         and objective.cost.by_tokens
         and objective.dispatch is DispatchModel.EVEN
@@ -264,7 +279,7 @@ def _rates(
     return slopes * unit, fixed / window.unit_tokens
 
 
-def _copy_limit(problem: PlacementProblem) -> int:
+def copy_limit(problem: PlacementProblem) -> int:
     """Return the copies between ranks that the limits of a problem allow."""
     limits, shape = problem.objective.limits, problem.shape
     allowed = _UNLIMITED

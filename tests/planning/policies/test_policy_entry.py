@@ -12,7 +12,7 @@ from evenkeel_moe.planning.policies.craft.policy import (
     plan_craft,
 )
 from evenkeel_moe.planning.policies.gem.policy import GemOptions, plan_gem
-from evenkeel_moe.planning.policies.registry import CONFIGURABLE, POLICIES, resolve_policy
+from evenkeel_moe.planning.policies.registry import POLICIES, find_policy
 from tests.planning.builders import a_problem
 
 SHAPE = ModelShape(6, 8, 4, 4, 2, 100, pool_slots_per_rank=24)
@@ -24,42 +24,57 @@ def problem_of(shape=SHAPE):
 
 
 def test_options_reach_the_policy_in_the_types_of_its_class():
-    craft = resolve_policy("craft", {"max_replicas_per_rank": 1, "weighting": "by_replicas"})
+    craft = find_policy("craft").with_options(
+        {"max_replicas_per_rank": 1, "weighting": "by_replicas"}
+    )
     wanted = CraftOptions(GainWeighting.BY_REPLICAS, max_replicas_per_rank=1)
     assert craft(problem_of()).placement == plan_craft(problem_of(), wanted).placement
-    gem = resolve_policy("gem", {"restarts": 2, "noise": 0})
+    gem = find_policy("gem").with_options({"restarts": 2, "noise": 0})
     by_hand = plan_gem(problem_of(), GemOptions(restarts=2, noise=0.0))
     assert gem(problem_of()).placement == by_hand.placement
 
 
 def test_craft_places_no_more_replicas_than_the_bound():
-    assert resolve_policy("craft")(problem_of()).numbers["replicas"] > 4
+    craft = find_policy("craft").with_options({"rule": "memory"})
+    assert craft(problem_of()).numbers["replicas"] > 4
     for most in (0, 1):
         for rule in ReplicaRule:
             options = {"max_replicas_per_rank": most, "rule": rule.value}
-            proposal = resolve_policy("craft", options)(problem_of())
+            proposal = find_policy("craft").with_options(options)(problem_of())
             assert proposal.numbers["replicas"] <= 4 * most
             assert proposal.numbers["replication_factor"] <= most
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGURABLE))
+@pytest.mark.parametrize("name", sorted(POLICIES))
 def test_every_option_that_is_offered_is_a_field_and_takes_its_default(name):
-    one = CONFIGURABLE[name]
+    one = POLICIES[name]
     defaults = one.options()
-    assert set(one.names) <= {field.name for field in fields(defaults)}
-    given = {key: getattr(defaults, key) for key in one.names}
+    assert set(one.option_names) <= {field.name for field in fields(defaults)}
+    given = {key: getattr(defaults, key) for key in one.option_names}
     set_ones = {key: value for key, value in given.items() if value is not None}
     problem = problem_of(ModelShape(6, 8, 4, 3, 2, 100))
-    answer = resolve_policy(name, set_ones)(problem)
+    answer = one.with_options(set_ones)(problem)
     assert answer.placement == POLICIES[name](problem).placement
 
 
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("gem", {"restart": 3}, "unknown options of gem: restart; known: least_drop, noise, rest"),
-        ("keel", {"change": 3}, "unknown options of keel: change; known: caution, stickiness"),
-        ("eplb", {"a": 1}, "eplb takes no options; policies with options: craft, gem, keel, libra"),
+        (
+            "gem",
+            {"restart": 3},
+            "unknown options of gem: restart; known: least_drop, noise, p",
+        ),
+        (
+            "keel",
+            {"change": 3},
+            "of keel: change; known: caution, plan_steps, stick",
+        ),
+        ("eplb", {"a": 1}, "unknown options of eplb: a; known: plan_steps$"),
+        ("eplb-global", {"a": 1}, "unknown options of eplb-global: a; known: plan_steps$"),
+        ("magic", {"plan_steps": 16}, "unknown policy 'magic'"),
+        ("metro", {"plan_steps": 0}, "options of metro: plan_steps is 0, must be at least 1"),
+        ("gem", {"plan_steps": 1.5}, "gem.plan_steps is 1.5, must be a whole number"),
         ("gem", {"restarts": 2.5}, "gem.restarts is 2.5, must be a whole number"),
         ("gem", {"restarts": True}, "gem.restarts is True, must be a whole number"),
         ("gem", {"restarts": 10**400}, "gem.restarts is 1000000"),
@@ -77,5 +92,5 @@ def test_every_option_that_is_offered_is_a_field_and_takes_its_default(name):
 )
 def test_options_that_cannot_be_right_are_refused_in_words(name, options, words):
     with pytest.raises(InvalidInput, match=words) as caught:
-        resolve_policy(name, options)
+        find_policy(name).with_options(options)
     assert len(str(caught.value)) < 220

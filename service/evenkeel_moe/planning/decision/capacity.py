@@ -1,0 +1,475 @@
+"""Compares numbers of ranks by balance, MoE time, memory, and the bytes that have to move.
+
+Today's placement is carried over to each width with the fewest copies, and the deployment's policy
+plans from there on the older steps of a window. The plan is scored on the newer ones. Taken as
+given:
+
+- Each step routes as many tokens at every width.
+- A rank that joins is as fast as the mean of today's, and tokens start evenly on all ranks.
+- All memory of a rank but its experts stays as it is, apart from what the caller says that a group
+  on several nodes needs. The KV cache gets what experts leave.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.checks import undivided
+from evenkeel_moe.model.cost import CostBasis, CostCurves, CostModel
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.model.policy import OptionValue
+from evenkeel_moe.model.quantities import bytes_text, counted, duration_text, numbered, saving
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.unknown import NanIfUnknown
+from evenkeel_moe.planning.decision.cycle import CycleInputs, change_of, split_window
+from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
+from evenkeel_moe.planning.decision.recommendation import unfit_window
+from evenkeel_moe.planning.decision.verdict import judge
+from evenkeel_moe.planning.policies.registry import find_policy
+from evenkeel_moe.planning.problem import metrics, moe_time
+from evenkeel_moe.planning.problem.objective import Objective
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
+from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.planning.schedule.relabel import relabel_proposal
+from evenkeel_moe.planning.schedule.width_change import (
+    carry_over,
+    check_retired,
+    choose_retired,
+    copies_to,
+    held_at_width,
+    holders,
+    node_size,
+    stranded,
+    widened,
+)
+
+_MOST_WIDTHS = 8
+"""Widths that are weighed if none is named: a large fleet takes seconds for each."""
+MOST_RANKS = 4608
+"""Largest width that may be asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityRequest:
+    """The widths to weigh."""
+
+    to_ranks: tuple[int, ...] = ()
+    """Numbers of ranks. Empty: up to eight from few ranks to twice today's, in whole nodes if there
+    are several."""
+    to_slots: int | None = None
+    """Slots of a layer over all ranks at these widths. None: at least as many replicas in a layer
+    as today, in as few slots as divide over the ranks."""
+    retire: tuple[int, ...] = ()
+    """Ranks to retire, instead of `to_ranks`. Empty: those on which the fewest experts live
+    alone."""
+    whole_nodes: bool = False
+    """True if only all ranks of a node may retire or join."""
+    multi_node_bytes: int = 0
+    """Memory of a rank that only a group on several nodes needs, such as buffers of its
+    transport."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CapacityInputs:
+    """The inputs of a comparison of widths. Shape, topology, cost and memory are those of today."""
+
+    planned_on: NDArray[np.generic]
+    """(T, L, E) [tokens] steps to plan on; T is 0 where no step may be used."""
+    scored_on: NDArray[np.generic]
+    """(T', L, E) [tokens] later steps."""
+    shape: ModelShape
+    topology: Topology
+    current: Placement
+    objective: Objective
+    policy: str
+    asked: CapacityRequest
+    policy_options: Mapping[str, OptionValue] = field(default_factory=dict)
+    kv: KvMemory | None = None
+    """The KV cache of the rank that holds the fewest tokens; None if unknown."""
+    free_bytes: int | None = None
+    """Free memory of the rank with least, beside the KV cache; None if unknown."""
+    unfit: tuple[str, ...] = ()
+    """Why no step may be used, in sentences; empty if they may."""
+    max_evaluations: int | None = None
+    threads: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Width:
+    """A width to weigh."""
+
+    shape: ModelShape
+    topology: Topology
+    retired: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class WidthRequest:
+    """One width of the inputs; None for today's placement as it is."""
+
+    inputs: CapacityInputs
+    width: Width | None
+
+
+@dataclass(frozen=True, slots=True)
+class WidthRow:
+    """One number of ranks. Null is unknown, never zero."""
+
+    present: bool
+    """True for today's placement as it is. All other rows are plans, also the one of today's
+    width."""
+    ranks: int
+    slots: int
+    """Slots of a layer over all ranks; the average if they are pooled."""
+    nodes: int
+    moe_time: NanIfUnknown
+    """Mean predicted MoE time of a step, in the unit of the cost model."""
+    gain: NanIfUnknown
+    """Share of today's predicted MoE time that is saved; negative if it takes longer."""
+    gain_lower: NanIfUnknown
+    gain_upper: NanIfUnknown
+    balancedness: NanIfUnknown
+    """Mean over layers on the later steps."""
+    expert_bytes: int | None
+    """Bytes of the experts of a rank, over all layers."""
+    kv_tokens: int | None
+    """Tokens that the KV cache of a rank holds."""
+    fits: bool | None
+    """True if the memory of a rank holds its experts."""
+    copies: int
+    """Experts that ranks receive to reach the plan."""
+    bytes_to_move: int | None
+    least_copies: int
+    """The fewest that any placement of this width needs, by an optimal assignment of experts to
+    slots."""
+    least_bytes: int | None
+    retire: tuple[int, ...]
+    """Present ranks to retire."""
+    stranded: int
+    """Experts over all layers that live on those ranks alone."""
+    stranded_bytes: int | None
+    words: str
+    """The row as a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Widths compared."""
+
+    words: tuple[str, ...]
+    """The assumptions of all rows, in sentences."""
+    rows: tuple[WidthRow, ...]
+    """Today's placement first, then the widths in rising order."""
+    cost_model: CostBasis
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CapacityQuestion:
+    """The inputs of a cycle, and what only a comparison of widths needs."""
+
+    cycle: CycleInputs
+    asked: CapacityRequest
+    kv: KvMemory | None
+    free_bytes: int | None
+
+
+def prepare_capacity(question: CapacityQuestion) -> tuple[CapacityInputs, tuple[Width, ...]]:
+    """Return the inputs on the steps that a cycle would plan and score on, and `widths_of` them."""
+    cycle = question.cycle
+    options = cycle.policy_options.get(cycle.policy, {})
+    unfit, split = unfit_window(cycle), split_window(cycle, change_of(cycle))
+    inputs = CapacityInputs(
+        planned_on=split.planned_on(cycle.load, find_policy(cycle.policy).inputs_with(options)),
+        scored_on=cycle.load[split.cut :],
+        shape=cycle.shape,
+        topology=cycle.topology,
+        current=cycle.current,
+        objective=cycle.objective,
+        policy=cycle.policy,
+        asked=question.asked,
+        policy_options=options,
+        kv=question.kv,
+        free_bytes=question.free_bytes,
+        unfit=() if unfit is None else unfit[1],
+        max_evaluations=cycle.max_evaluations,
+        threads=cycle.threads,
+    )
+    return inputs, widths_of(inputs)
+
+
+def weigh_capacity(inputs: CapacityInputs) -> Capacity:
+    """Weigh all widths that were asked for; `widths_of` has the errors."""
+    requests = [WidthRequest(inputs, width) for width in (None, *widths_of(inputs))]
+    return capacity_of(inputs, [weigh_width(request) for request in requests])
+
+
+# --- the widths -----------------------------------------------------------------------------------
+
+
+def widths_of(inputs: CapacityInputs) -> tuple[Width, ...]:
+    """Return the widths to weigh, in rising order.
+
+    Raises:
+        InvalidInput: a rank to retire does not exist, or ranks are named in two ways.
+        ShapeMismatch: slots that do not divide over the ranks or cannot hold the experts, or a
+            width that is not of whole nodes.
+    """
+    asked, shape, topology = inputs.asked, inputs.shape, inputs.topology
+    if asked.multi_node_bytes < 0:
+        raise InvalidInput(f"multi_node_bytes is {asked.multi_node_bytes}, must not be negative")
+    if asked.retire:
+        if asked.to_ranks:
+            raise InvalidInput("to_ranks and retire name the width in two ways: give one")
+        check_retired(asked.retire, shape.num_ranks)
+        numbers = [shape.num_ranks - len(asked.retire)]
+    else:
+        numbers = sorted(set(asked.to_ranks)) or _numbers(shape, topology, asked)
+    held = holders(inputs.current)
+    return tuple(_width(inputs, held, number) for number in numbers)
+
+
+def _numbers(shape: ModelShape, topology: Topology, asked: CapacityRequest) -> list[int]:
+    """Return the numbers of ranks to weigh if none is named, those that fit the request."""
+    ranks, experts = shape.num_ranks, shape.num_logical_experts
+    several = topology.num_nodes > 1 or asked.whole_nodes
+    unit = node_size(topology) if several else 1
+    step = unit * -(-2 * ranks // (unit * _MOST_WIDTHS))
+    slots = asked.to_slots
+    return [
+        number
+        for number in sorted({*range(step, 2 * ranks + 1, step), ranks})
+        if slots is None or (slots % number == 0 and slots <= number * experts)
+    ]
+
+
+def _width(inputs: CapacityInputs, held: NDArray[np.bool_], number: int) -> Width:
+    asked, shape, topology = inputs.asked, inputs.shape, inputs.topology
+    if not 1 <= number <= MOST_RANKS:
+        raise InvalidInput(f"{number} ranks: a width has 1 to {MOST_RANKS}")
+    if asked.whole_nodes and number % (size := node_size(topology)):
+        raise ShapeMismatch(
+            f"{number} ranks are not whole nodes of {size}: {number - number % size or size} or"
+            f" {number - number % size + size} would be"
+        )
+    fewer = max(0, shape.num_ranks - number)
+    retired = choose_retired(held, topology, fewer, asked.retire, whole_nodes=asked.whole_nodes)
+    kept = [rank for rank in range(shape.num_ranks) if rank not in retired]
+    return Width(_shape_at(shape, number, asked.to_slots), widened(topology, kept, number), retired)
+
+
+def _shape_at(shape: ModelShape, ranks: int, slots: int | None) -> ModelShape:
+    """Return the shape of another width; without slots, with at least as many replicas."""
+    experts = shape.num_logical_experts
+    wanted = experts + shape.num_redundant if slots is None else slots
+    if slots is None:
+        if ranks == shape.num_ranks:
+            return shape
+        wanted = min(-(-wanted // ranks), experts) * ranks
+    if words := undivided(wanted, "slots", ranks, "ranks", least=experts):
+        raise ShapeMismatch(words)
+    per_rank = wanted // ranks
+    if per_rank > experts:
+        raise ShapeMismatch(
+            f"{wanted} slots on {ranks} ranks are {per_rank} per rank, the model has {experts}"
+            f" experts; at most {experts * ranks} slots can be used"
+        )
+    if not shape.pooled:
+        return replace(shape, num_ranks=ranks, slots_per_rank=per_rank)
+    return replace(
+        shape,
+        num_ranks=ranks,
+        slots_per_rank=min(experts, max(per_rank, shape.slots_per_rank)),
+        pool_slots_per_rank=per_rank * shape.num_layers,
+    )
+
+
+def cost_at_width(cost: CostModel, kept: Sequence[int], num_ranks: int) -> CostModel:
+    """Return the cost model of the kept ranks and of others that are as fast as today's mean."""
+    if cost.curves is None:
+        return cost
+    joins = num_ranks - len(kept)
+    seconds, slope = cost.curves.tile_seconds, cost.curves.slope_s_per_token
+    curves = CostCurves(
+        cost.curves.tile_tokens,
+        np.concatenate([seconds[list(kept)], np.tile(seconds.mean(axis=0), (joins, 1))]),
+        np.concatenate([slope[list(kept)], np.full(joins, slope.mean())]),
+    )
+    return replace(cost, curves=curves)
+
+
+# --- one width ------------------------------------------------------------------------------------
+
+
+def weigh_width(request: WidthRequest) -> WidthRow:
+    """Plan and score one width, or score today's placement.
+
+    Raises:
+        InvalidInput, InfeasiblePlan: the policy cannot plan at this width.
+    """
+    inputs, width = request.inputs, request.width
+    shape, objective = inputs.shape, inputs.objective
+    split = SplitModel(objective.dispatch, inputs.topology)
+    before, balance = _scored(inputs, inputs.current, objective.cost, split)
+    copies = least = alone = 0
+    after, at = before, Width(shape, inputs.topology)
+    if width is not None:
+        at, retired, held = width, width.retired, holders(inputs.current)
+        ranks = at.shape.num_ranks
+        kept = [rank for rank in range(shape.num_ranks) if rank not in retired]
+        held_there = held_at_width(held, kept, ranks)
+        alone = stranded(held, retired)
+        cost = cost_at_width(objective.cost, kept, ranks)
+        load = inputs.planned_on.sum(axis=0, dtype=np.float64)
+        start = inputs.current
+        if at.shape != shape:
+            start = carry_over(held_there, at.shape, load)
+        least = copies_to(held_there, start)
+        target = _planned(inputs, at, start, cost)
+        copies = copies_to(held_there, target)
+        after, balance = _scored(inputs, target, cost, SplitModel(objective.dispatch, at.topology))
+    verdict = judge(before, after, seed=inputs.seed)
+    row = WidthRow(
+        present=width is None,
+        ranks=at.shape.num_ranks,
+        slots=at.shape.num_logical_experts + at.shape.num_redundant,
+        nodes=at.topology.num_nodes,
+        moe_time=float(after.mean()) if len(after) else math.nan,
+        gain=verdict.gain,
+        gain_lower=verdict.gain_lower,
+        gain_upper=verdict.gain_upper,
+        balancedness=balance,
+        expert_bytes=at.shape.expert_bytes_per_rank,
+        kv_tokens=None,
+        fits=None,
+        copies=copies,
+        bytes_to_move=_sized(shape, copies),
+        least_copies=least,
+        least_bytes=_sized(shape, least),
+        retire=at.retired,
+        stranded=alone,
+        stranded_bytes=_sized(shape, alone),
+        words="",
+    )
+    row = _with_memory(inputs, at, row)
+    return replace(row, words=_row_words(inputs, row))
+
+
+def _planned(inputs: CapacityInputs, at: Width, start: Placement, cost: CostModel) -> Placement:
+    """Return the policy's plan at a width; the start itself where no step may be used."""
+    if inputs.unfit or not len(inputs.planned_on):
+        return start
+    problem = PlacementProblem(
+        load=inputs.planned_on.astype(np.float64),
+        shape=at.shape,
+        topology=at.topology,
+        current=start,
+        # A resize moves what it must, whatever a plan of the deployment may move.
+        objective=replace(inputs.objective, cost=cost, limits=PlanLimits()),
+        max_evaluations=inputs.max_evaluations,
+        threads=inputs.threads,
+        seed=inputs.seed,
+    )
+    return relabel_proposal(
+        problem, find_policy(inputs.policy).with_options(inputs.policy_options)(problem)
+    )
+
+
+def _scored(
+    inputs: CapacityInputs, placement: Placement, cost: CostModel, split: SplitModel
+) -> tuple[NDArray[np.float64], float]:
+    """Return the (T',) predicted MoE times of a placement on the later steps, and its balance."""
+    load = inputs.scored_on[:0] if inputs.unfit else inputs.scored_on
+    if not len(load):
+        return np.zeros(0), math.nan
+    times = moe_time.step_times(load, placement, cost, split).sum(axis=1)
+    return times, metrics.balancedness_mean(metrics.rank_load(load, placement, split))
+
+
+def _sized(shape: ModelShape, experts: int) -> int | None:
+    return experts * shape.bytes_per_expert if shape.bytes_per_expert else None
+
+
+def _with_memory(inputs: CapacityInputs, at: Width, row: WidthRow) -> WidthRow:
+    """Return a row with what its experts leave of the memory of a rank."""
+    now = inputs.shape.expert_bytes_per_rank
+    if row.expert_bytes is None or now is None:
+        return row
+    several = (at.topology.num_nodes > 1) - (inputs.topology.num_nodes > 1)
+    more = row.expert_bytes - now + several * inputs.asked.multi_node_bytes
+    kv, free = inputs.kv, inputs.free_bytes
+    known = kv is not None or free is not None
+    room = (0 if kv is None else kv.free_bytes) + (free or 0)
+    return replace(
+        row,
+        kv_tokens=None if kv is None else kv.tokens(more),
+        fits=True if more <= 0 else more <= room if known else None,
+    )
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def capacity_of(inputs: CapacityInputs, rows: Sequence[WidthRow]) -> Capacity:
+    """Return the rows with the sentences about all of them."""
+    basis = inputs.objective.cost.basis
+    planned_on, scored_on = len(inputs.planned_on), len(inputs.scored_on)
+    words = [
+        f"Planned by {inputs.policy} on {planned_on} steps, scored on the {scored_on} after them.",
+        f"Cost model: {basis.words}.",
+    ]
+    if inputs.unfit:
+        without = "Balance and MoE time are unknown, and experts only move where they must."
+        words = [*inputs.unfit, without]
+    reserve = inputs.asked.multi_node_bytes
+    apart = f" and {bytes_text(reserve)} on several nodes" if reserve else ""
+    words.append(
+        "Assumed: as many tokens a step at every width, joining ranks as fast as today's mean, and"
+        f" the memory of a rank unchanged but for experts{apart}."
+    )
+    if inputs.kv is None:
+        words.append("KV tokens are unknown: the KV cache of a rank is not known.")
+    return Capacity(tuple(words), tuple(rows), basis)
+
+
+def _row_words(inputs: CapacityInputs, row: WidthRow) -> str:
+    basis = inputs.objective.cost.basis
+    nodes = f", {row.nodes} nodes" if row.nodes > 1 else ""
+    name = f"{counted(row.ranks, 'rank')} ({row.slots} slots a layer{nodes})"
+    time = "MoE time unknown"
+    if math.isfinite(row.moe_time):
+        shown = duration_text(row.moe_time)
+        if basis.unit != "s":
+            shown = f"{row.moe_time:.4g} {basis.unit}"
+        against = "" if row.present else f" ({saving(row.gain)})"
+        time = f"{basis.moe_time} {shown} a step{against}, balancedness {row.balancedness:.3f}"
+    parts = [time]
+    if row.expert_bytes is not None:
+        parts.append(f"{bytes_text(row.expert_bytes)} of experts a rank")
+    if row.kv_tokens is not None:
+        parts.append(f"{row.kv_tokens:,} KV tokens a rank")
+    if row.fits is False:
+        parts.append("more than the memory of a rank holds")
+    if row.present:
+        return f"Today, {name}: {'; '.join(parts)}."
+    parts.append(
+        f"{_moved(row.copies, row.bytes_to_move)} to move,"
+        f" at least {_moved(row.least_copies, row.least_bytes)} at this width"
+    )
+    words = f"{name}: {'; '.join(parts)}."
+    if row.retire:
+        on = "no expert lives on them alone"
+        if row.stranded:
+            on = f"{_moved(row.stranded, row.stranded_bytes)} live on them alone"
+        words += f" Retire rank{'' if len(row.retire) == 1 else 's'} {numbered(row.retire)}: {on}."
+    return words
+
+
+def _moved(copies: int, nbytes: int | None) -> str:
+    size = "" if nbytes is None or not copies else f" ({bytes_text(nbytes)})"
+    return f"{counted(copies, 'expert')}{size}"

@@ -1,0 +1,65 @@
+"""Compares numbers of ranks on a recording, for `evenkeel capacity`."""
+
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.finding import Finding, doubts
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.decision.capacity import (
+    Capacity,
+    CapacityInputs,
+    CapacityRequest,
+    weigh_capacity,
+)
+from evenkeel_moe.planning.decision.verdict import MIN_STEPS, held_out_steps
+from evenkeel_moe.replay.offline import check_fits
+from evenkeel_moe.replay.options import CapacityOptions
+from evenkeel_moe.replay.replica_tradeoff import kv_memory
+from evenkeel_moe.replay.walk import Setup
+
+
+def weigh_recording(
+    setup: Setup,
+    asked: CapacityOptions,
+    current: Placement | None,
+    findings: tuple[Finding, ...] = (),
+) -> Capacity:
+    """Plan every width on the older steps of a trace, and score it on the newest.
+
+    Args:
+        setup: trace and fleet; its window is not read.
+        asked: the widths, and the KV cache of today's fleet.
+        current: today's placement; None for the one with which engines start.
+        findings: of the recording; with a doubt among them its loads are not used.
+
+    Raises:
+        InvalidInput, ShapeMismatch: the options name widths or ranks that cannot be, no step is
+            left to plan on, or `current` is of another fleet.
+        EvenkeelError: the policy failed.
+    """
+    if current is not None:
+        check_fits("the current placement", current, setup.shape)
+    steps = len(setup.load)
+    kept = held_out_steps(steps, MIN_STEPS) if asked.held_out is None else asked.held_out
+    if kept >= steps:
+        raise InvalidInput(f"{kept} of {steps} steps are held out: none is left to plan on")
+    return weigh_capacity(
+        CapacityInputs(
+            planned_on=setup.load[: steps - kept],
+            scored_on=setup.load[steps - kept :],
+            shape=setup.shape,
+            topology=setup.topology,
+            current=current or Placement.initial(setup.shape),
+            objective=setup.objective,
+            policy=asked.policy,
+            asked=CapacityRequest(
+                asked.to_ranks,
+                asked.to_slots,
+                asked.retire,
+                asked.whole_nodes,
+                asked.multi_node_bytes,
+            ),
+            kv=kv_memory(asked),
+            unfit=tuple(each.words for each in doubts(findings)),
+            max_evaluations=setup.max_evaluations,
+            seed=setup.seed,
+        )
+    )
