@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from evenkeel_moe.agent import Agent, AgentConfig, EngineMoves
 from evenkeel_moe.model.ids import DeploymentId, EpRank
 from evenkeel_moe.protocol.messages import Commit, RankIdentity, Vote
@@ -40,6 +42,10 @@ class ToyEngine:
         self.no = None
         self.stop_after = None
         self.corrupt = False
+        self.forgets = False
+        per_rank = placement.slots_per_rank
+        # A scale for each slot that the engine does not declare.
+        self.scale = 1.0 + placement.phy2log[:, rank * per_rank : (rank + 1) * per_rank]
         self.wrong_map = False
         self.target_map = None
 
@@ -83,6 +89,13 @@ class ToyEngine:
                 source = expert_tensors(layer, wrong, self.version)
                 for have, want in zip(self.weights.slots[layer, local], source, strict=True):
                     have.copy_(want)
+                if not self.forgets:
+                    self.scale[layer, local] = 1.0 + expert
+
+    def answer(self, layer, local):
+        """Return what the expert in a slot computes for one token."""
+        matrix = self.weights.slots[layer, local][0]
+        return torch.ones(len(matrix)) @ matrix * float(self.scale[layer, local])
 
     def load(self, version):
         """Replace the weights in all slots."""
@@ -94,9 +107,10 @@ class ToyEngine:
 class Guests:
     """Two ranks on threads that run steps in lockstep."""
 
-    def __init__(self, old, hooks=(), **settings):
+    def __init__(self, old, hooks=(), answers=False, **settings):
         self.old = old
         self.hooks = dict(hooks)
+        self.answers = answers
         self.group = Group(2)
         self.engines = [ToyEngine(old, rank) for rank in range(2)]
         self.links = [PortLink() for _ in range(2)]
@@ -120,6 +134,7 @@ class Guests:
             poll_every=3,
             resolve_after=2,
             gate_timeout_s=2.0,
+            canary_step_s=1.0,
         )
         return Agent(
             config,
@@ -130,6 +145,7 @@ class Guests:
             connect=lambda name, device: self.group.connect(rank, name, device),
             device=CPU,
             link=self.links[rank],
+            probe=self.engines[rank].answer if self.answers else None,
             **self.hooks,
         )
 

@@ -10,6 +10,7 @@ from evenkeel_moe.protocol.messages import (
     AbortAnswer,
     Ack,
     Commit,
+    MovedAnswers,
     ParticipantState,
     QueryState,
     RankState,
@@ -350,10 +351,25 @@ def test_an_armed_rank_without_a_poll_result_leaves():
 
 
 def test_hooks_that_nobody_would_call_are_refused():
-    """A probe that is not taken would vouch for experts that nobody has probed."""
-    for name in ("probe", "slots_written"):
-        with pytest.raises(InvalidInput, match="calls no hooks of a swap"):
-            Guests(OLD, hooks={name: lambda *_: None})
+    with pytest.raises(InvalidInput, match="calls no hooks of a swap"):
+        Guests(OLD, hooks={"slots_written": lambda *_: None})
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_moved_experts_are_asked_once_the_engine_has_moved_them(forgets):
+    """The checksums agree: the engine forgets what it has not declared."""
+    with Guests(OLD, answers=True) as guests:
+        for engine in guests.engines:
+            engine.forgets = forgets
+        prepare, _ = guests.order(NEW)
+        guests.steps(20)
+        for link, moved in zip(guests.links, (4, 2), strict=True):
+            same = 0 if forgets else moved
+            assert link.expect(MovedAnswers) == MovedAnswers(
+                prepare.wave, moved, same, moved - same, 0
+            )
+        for agent in guests.agents:
+            assert ("does not answer as when it was registered" in agent.trouble) == forgets
 
 
 class _Failed:

@@ -22,6 +22,7 @@ NAMES = {
     "GrpcRankLink",
     "HostEngine",
     "KvCache",
+    "Lineage",
     "LinkListener",
     "LoraOnExperts",
     "MapInstaller",
@@ -36,6 +37,7 @@ NAMES = {
     "SlotsWritten",
     "SwapRecord",
     "WeightTransport",
+    "canary_token",
     "make_communicator",
 }
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.adapters.threads import SYSTEM_THREADS, SystemThreads
+from evenkeel_moe.adapters.torch.checksum import checksum
 from evenkeel_moe.adapters.torch.transport import StageOutcome, TorchWeightTransport
 from evenkeel_moe.agent.staging import StagingWorker
 from evenkeel_moe.errors import Reason
@@ -307,6 +308,20 @@ def test_what_a_failed_wave_reserved_is_released_at_once():
         assert failed.reason is Reason.CHECKSUM_MISMATCH
         assert weights.released == weights.reserved and len(weights.released) == 1
         assert transport.staged == {}
+
+
+def test_what_a_staged_wave_reserved_is_released_when_the_worker_closes():
+    """The slots may go to an agent of another group."""
+    empty = Placement(np.array([[0, 1, -1]], np.int32), 1, 2)
+    filled = Placement(np.array([[0, 1, 0]], np.int32), 1, 2)
+    with working(old=empty) as (worker, transport, _):
+        weights = transport.weights
+        right = tuple(checksum(weights.tensors(0, slot)) for slot in (0,))
+        worker.stage(prepare_for(empty, filled, checksums=right), empty, filled)
+        assert worker.wait_until_idle(deadline(20))
+        assert len(weights.reserved) == 1 and not weights.released
+        assert worker.close(deadline(20))
+        assert weights.released == weights.reserved
 
 
 def test_a_new_communicator_ends_the_wave_on_the_old_one():

@@ -1,11 +1,11 @@
-"""An engine renews derived state and probes experts after a swap, before its next step."""
+"""An engine renews derived state after a swap, and experts are asked between its next steps."""
 
 import pytest
 import structlog
 import torch
 
 from evenkeel_moe.errors import PeerViolation
-from evenkeel_moe.protocol.messages import Ack
+from evenkeel_moe.protocol.messages import Ack, MovedAnswers
 from tests.agent.fleet import Fleet
 from tests.agent.ranks import (
     ToyWeights,
@@ -110,30 +110,28 @@ class Scaled(Fleet):
         return {**hooks, "slots_written": move} if self.moves else hooks
 
 
-def test_a_scale_that_nobody_declared_ends_the_rank_before_it_computes_a_step():
+def test_a_scale_that_nobody_declared_is_named_and_ends_migration_on_that_rank():
     """All declared bytes arrived, so the checksums agree; only the outputs show it."""
-    prepare = prepare_for(OLD, NEW)
-    with structlog.testing.capture_logs() as said, Scaled(OLD, steps=False) as fleet:
-        for thread in fleet._threads:
-            thread.start()
-        fleet.arm(prepare)
-        fleet.wait_left()
-        assert all(weights.holds(NEW) for weights in fleet.weights)
-        assert "computes" in str(fleet.left[0]) and "ExpertWeights.tensors" in str(fleet.left[0])
-        assert "layer 0 expert 2" in str(fleet.left[0])
-        assert all(left is not None for left in fleet.left)
-        # The text says what is wrong; a traceback would hide it.
-        swaps = [line for line in said if line["event"] == "swap_failed"]
-        assert len(swaps) == 2 and not any(line["exc_info"] for line in swaps)
-        # No rank came to a step at the new epoch.
-        assert all(set(epochs) <= {0} for epochs in fleet.epochs)
-
-
-def test_a_scale_that_moves_with_its_expert_passes_the_probe():
-    with Scaled(OLD, moves=True) as fleet:
+    with Scaled(OLD) as fleet:
         fleet.arm(prepare_for(OLD, NEW))
-        for link in fleet.links:
-            assert int(link.expect(Ack).epoch) == 1
+        for rank, link in enumerate(fleet.links):
+            # Experts 2 and 3 come to rank 0 and expert 0 to rank 1, in both layers.
+            told = link.expect(MovedAnswers)
+            assert (told.moved, told.same) == ((4, 0), (2, 0))[rank]
+        assert all(weights.holds(NEW) for weights in fleet.weights)
+        for agent, expert in zip(fleet.agents, (2, 0), strict=True):
+            assert f"layer 0 expert {expert} in slot" in agent.heartbeat().trouble
+            assert agent.observe_only
+        assert fleet.left == [None, None], "the engine serves on"
+
+
+def test_a_scale_that_moves_with_its_expert_answers_as_before():
+    with Scaled(OLD, moves=True) as fleet:
+        prepare = prepare_for(OLD, NEW)
+        fleet.arm(prepare)
+        found = [link.expect(MovedAnswers) for link in fleet.links]
+        assert found == [MovedAnswers(prepare.wave, moved, moved, 0, 0) for moved in (4, 2)]
+        assert {agent.trouble for agent in fleet.agents} == {""}
 
 
 def test_replicas_that_compute_different_outputs_are_not_copied():
@@ -141,7 +139,7 @@ def test_replicas_that_compute_different_outputs_are_not_copied():
     with structlog.testing.capture_logs() as said:
         with Scaled(NEW, wrong_replica=True) as fleet:
             assert all(agent.observe_only for agent in fleet.agents)
-    assert {line["compared"] for line in said if line["event"] == "replicas_differ"} == {"probe"}
+    assert {line["compared"] for line in said if line["event"] == "replicas_differ"} == {"answer"}
 
 
 def test_a_reload_registers_the_probes_again():
@@ -151,9 +149,6 @@ def test_a_reload_registers_the_probes_again():
             fleet.scale[rank] = dict.fromkeys(fleet.scale[rank], 7.0)
         run_ranks(2, lambda rank: fleet.agents[rank].finish_reload(2))
         assert not any(agent.trouble for agent in fleet.agents)
-        for agent in fleet.agents:
-            for layer, local in ((0, 0), (1, 1)):
-                agent._moves._compare(layer, local, NEW)
         fleet.scale[0][0, 2] = 1.0
         run_ranks(2, lambda rank: fleet.agents[rank].finish_reload(3))
         assert all("replicas of an expert differ" in agent.trouble for agent in fleet.agents)

@@ -20,4 +20,5 @@ def test_outputs_stay_equal_across_a_migration():
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "moved" in ended.stdout
+    assert ended.stdout.count("served {'requests': 48") == 2
     assert "equal, bit for bit" in ended.stdout

@@ -20,6 +20,11 @@ THRESHOLDS = {
     "plan_below": 0.98,
     "stop_above": 0.99,
 }
+UNEVEN = [
+    [2 + (number * 31 + place * 7) % 510 for place in range(length)]
+    for number, length in enumerate((8, 450, 16, 240, 60, 30, 120) * 4)
+]
+"""Prompts of very different lengths: only tokens that vary tell what a token costs."""
 FRESH = "fresh"
 """The weights that the server started with; else the name of the checkpoint loaded last."""
 
@@ -128,6 +133,20 @@ class Rig:
 
         return self.served.wait(over, 120, "the plan to end")
 
+    def check_answers_of_moved(self, plan_ids: Sequence[str]) -> None:
+        """Wait for what the moved experts of each plan answer, by its story; all as before."""
+        for plan_id in plan_ids:
+
+            def told(plan_id=plan_id):
+                # An idle engine has no steps, between which experts are asked.
+                self.server.greedy(self.reference.prompts[:1])
+                rows = self.plan(plan_id)["story"]
+                return next((row for row in rows if row["event"] == "answered"), None)
+
+            row = self.served.wait(told, 60, "the moved experts to be asked")
+            # Those that a later plan moved before they were asked are neither.
+        assert row["same"] > 0 == row["different"] == row["blind"], row
+
     def wait_until_committed(self, plan_id: str) -> dict:
         plan = self.wait_until_ended(plan_id)
         assert plan["phase"] == "committed", plan
@@ -150,6 +169,25 @@ class Rig:
         with Traffic(self.server, self.reference.prompts) as traffic:
             self.served.wait(carried_out, 60, "a plan to be carried out")
         self.reference.check_answers(traffic.answers, self.weights)
+
+    def wait_until_measured(self) -> dict:
+        """Wait until the cost model in force is that of the ranks' own seconds."""
+
+        def measured():
+            status = self.served.status()
+            cost = status and status["cost_model"]
+            return status if cost and cost["source"] == "measured" else None
+
+        return self.served.wait(measured, 60, "a cost model of the ranks' seconds")
+
+    def wait_for_slowness(self, rank: int, least: float, most: float) -> float:
+        """Wait until the time of a rank relative to the median rank is in a range."""
+
+        def found():
+            slowness = self.served.get()["ranks"][rank]["slowness"]
+            return slowness is not None and least <= slowness <= most and slowness
+
+        return self.served.wait(found, 60, f"rank {rank} to be {least} to {most} times as slow")
 
     def wait_until_moving(self, since: list[int]) -> None:
         """Wait until some layers have moved, but not all."""

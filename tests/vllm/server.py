@@ -201,11 +201,15 @@ class VllmServer:
 
     def trace(self) -> list[list[list[int]]]:
         """Return for each rank a fingerprint of each layer's map, after each step."""
+        return [[line["maps"] for line in lines] for lines in self.steps()]
+
+    def steps(self) -> list[list[dict[str, Any]]]:
+        """Return for each rank what the probe wrote after each step."""
         found = []
         for rank in range(RANKS):
             (path,) = self.folder.glob(f"trace.{rank}.*")
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            found.append([json.loads(line)["maps"] for line in lines if line.endswith("\n")])
+            found.append([json.loads(line) for line in lines if line.endswith("\n")])
         return found
 
     def layers_changed(self, since: list[int]) -> int:
@@ -245,6 +249,8 @@ def _environment(folder: Path, temporary: str, rank: dict[str, str]) -> list[str
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
         probe.FOLDER: str(folder),
+        # A CPU needs milliseconds for each expert; with the default a plan's take a thousand steps.
+        "EVENKEEL_RANK__CANARY_STEP_S": "0.01",
         **{f"EVENKEEL_RANK__{name}": value for name, value in rank.items()},
     }
     return ["/usr/bin/env", *[f"{name}={value}" for name, value in values.items()]]

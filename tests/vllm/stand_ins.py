@@ -87,22 +87,30 @@ def route_by_the_map() -> None:
 def leave_out_other_ranks_experts() -> None:
     """`.../experts/cpu_moe.py:303`: the CPU kernel takes slots of all ranks, and no `expert_map`.
 
-    Gives it rows of this rank, and weight 0 for the experts of other ranks.
+    Gives it the pairs of token and expert whose expert is on this rank, as a dispatch would, so
+    that the time of a rank is that of its own experts.
     """
     import torch
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply_all = CPUUnquantizedExperts.apply
 
-    def apply(self: Any, *args: Any, **kwargs: Any) -> None:
+    def apply(self: Any, output: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> None:
         expert_map = kwargs["expert_map"]
-        if expert_map is not None:
-            slots = kwargs["topk_ids"]
-            row = expert_map[slots.long().clamp(min=0)].where(slots >= 0, -1).to(torch.int32)
-            weights = kwargs["topk_weights"]
-            kwargs["topk_weights"] = weights.where(row >= 0, weights.new_zeros(())).contiguous()
-            kwargs["topk_ids"] = row.clamp(min=0).contiguous()
-        apply_all(self, *args, **kwargs)
+        if expert_map is None:
+            apply_all(self, output, hidden_states, *args, **kwargs)
+            return
+        slots = kwargs["topk_ids"]
+        row = expert_map[slots.long().clamp(min=0)].where(slots >= 0, -1).to(torch.int32)
+        token, choice = (row >= 0).nonzero(as_tuple=True)
+        output.zero_()
+        if not len(token):
+            return
+        kwargs["topk_ids"] = row[token, choice][:, None]
+        kwargs["topk_weights"] = kwargs["topk_weights"][token, choice][:, None]
+        computed = output.new_empty((len(token), output.shape[1]))
+        apply_all(self, computed, hidden_states[token], *args, **kwargs)
+        output.index_add_(0, token, computed)
 
     CPUUnquantizedExperts.apply = apply
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.vllm.rig import FRESH, THRESHOLDS, started
+from tests.vllm.rig import FRESH, THRESHOLDS, UNEVEN, started
 from tests.vllm.server import DATA_PARALLEL, Traffic
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -20,10 +20,19 @@ def test_plans_move_experts_of_data_parallel_ranks(rig):
         rig.served.wait(lambda: has_load(rig.served.status()), 60, "a window to plan from")
         rig.served.patch_policy(mode="propose", cycle_s=3600)
         rig.wait_until_settled()
-        for seed in range(3):
-            rig.wait_until_committed(rig.move(seed))
+        found = [rig.wait_until_committed(rig.move(seed)) for seed in range(3)]
     rig.reference.check_answers(traffic.answers, FRESH)
     rig.check()
+    rig.check_answers_of_moved([plan["plan_id"] for plan in found])
+
+
+def test_the_seconds_of_data_parallel_ranks_are_the_cost_model(rig):
+    rig.served.patch_policy(mode="observe", cycle_s=1)
+    with Traffic(rig.server, UNEVEN):
+        status = rig.wait_until_measured()
+    rig.served.patch_policy(mode="propose", cycle_s=3600)
+    assert status["cost_model"]["unit"] == "s"
+    assert all(rank["seconds_per_token"] > 0 for rank in status["ranks"])
 
 
 def test_a_plan_waits_while_no_request_comes(rig):

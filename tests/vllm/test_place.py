@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.integration.whole import DEPLOYMENT, plans
-from tests.vllm.rig import FRESH, rank_settings, started
+from tests.vllm.rig import FRESH, UNEVEN, rank_settings, started
 from tests.vllm.server import TENSOR_PARALLEL, Traffic, VllmServer
 from tests.waiting import deadline, wait_until
 
@@ -38,6 +38,25 @@ def test_the_controller_moves_experts_by_itself(rig):
     rig.check()
 
 
+def test_a_rank_that_computes_twice_is_found_by_its_own_seconds(rig, capsys):
+    """The plan before has spread the tokens: a rank with few of them would look slow."""
+    rig.served.patch_policy(mode="observe", cycle_s=1)
+    with Traffic(rig.server, UNEVEN):
+        cost = rig.wait_until_measured()["cost_model"]
+        rig.server.call("repeat_experts", rank=1, share=0.8)
+        # Of two ranks, the median is in the middle: the root of 1.8 times the time.
+        slow = rig.wait_for_slowness(1, 1.2, 2.0)
+        rig.served.wait(lambda: '"rank_slow"' in rig.served.log(), 60, "the rank to be named")
+        rig.server.call("repeat_experts", rank=1, share=0.0)
+        again = rig.wait_for_slowness(1, 0.8, 1.12)
+    rig.served.patch_policy(mode="propose", cycle_s=3600)
+    with capsys.disabled():
+        print(
+            f"\nseconds of {cost['detail']}, mean error {cost['fit_error']:.0%}; rank 1 computes"
+            f" 1.8 times: {slow:.2f} times as slow as the median rank, then {again:.2f}"
+        )
+
+
 def test_serving_goes_on_during_plans(rig, capsys):
     with Traffic(rig.server, rig.reference.prompts) as traffic:
         began = time.time()
@@ -46,6 +65,7 @@ def test_serving_goes_on_during_plans(rig, capsys):
         found = [rig.wait_until_committed(rig.move(seed)) for seed in range(4)]
     rig.reference.check_answers(traffic.answers, rig.weights)
     rig.check()
+    rig.check_answers_of_moved([plan["plan_id"] for plan in found])
     during = [(plan["created_at"], plan["updated_at"]) for plan in found]
     report("asynchronous EPLB", traffic, before, during, rig.check_trace(), capsys)
 
@@ -128,8 +148,30 @@ def test_synchronous_eplb_carries_plans_out(rig, capsys):
         found = [rig.wait_until_committed(rig.move(seed)) for seed in range(40, 44)]
     rig.reference.check_answers(traffic.answers, rig.weights)
     rig.check()
+    rig.check_answers_of_moved([plan["plan_id"] for plan in found])
     during = [(plan["created_at"], plan["updated_at"]) for plan in found]
     report("synchronous EPLB", traffic, before, during, rig.check_trace(), capsys)
+
+
+def test_a_scale_that_vllm_does_not_move_is_found_and_ends_migration(rig):
+    """The kernel of rank 1 reads it in one layer; all bytes that vLLM knows arrive."""
+    rig.server.call("scale_layer", rank=1, layer=2, factor=1.01)
+    plan = rig.wait_until_committed(rig.move(50))
+
+    def trouble():
+        rig.server.greedy(rig.reference.prompts[:1])
+        return rig.served.get()["ranks"][1]["trouble"]
+
+    said = rig.served.wait(trouble, 60, "the rank to report an expert")
+    assert said.startswith("layer 2 expert ") and "of rank 1 does not answer" in said
+
+    def told():
+        rig.server.greedy(rig.reference.prompts[:1])
+        rows = rig.plan(plan["plan_id"])["story"]
+        return next((row for row in rows if row["event"] == "answered"), None)
+
+    row = rig.served.wait(told, 60, "the moved experts to be asked")
+    assert row["moved"] - row["same"] == row["different"] > 0
 
 
 def update_under_traffic(rig, checkpoints, name):

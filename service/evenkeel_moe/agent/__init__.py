@@ -10,10 +10,11 @@ from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
 from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
 from evenkeel_moe.adapters.torch.nvml_clock import NvmlClock
 from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.canary_runs import Probe, canary_token
 from evenkeel_moe.agent.config import AgentConfig, LoraOnExperts
 from evenkeel_moe.agent.device_recorder import DeviceRecorder
 from evenkeel_moe.agent.engine_moves import EngineMoves, HostEngine, Move
-from evenkeel_moe.agent.moves import Probe, SlotsWritten
+from evenkeel_moe.agent.moves import SlotsWritten
 from evenkeel_moe.agent.ports import (
     ClockReader,
     ExpertWeights,
@@ -28,7 +29,7 @@ from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.protocol.messages import Lineage, RankIdentity
 from evenkeel_moe.wire.link import DeviceClock, KvCache
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "GrpcRankLink",
     "HostEngine",
     "KvCache",
+    "Lineage",
     "LinkListener",
     "LoraOnExperts",
     "MapInstaller",
@@ -63,6 +65,7 @@ __all__ = [
     "SlotsWritten",
     "SwapRecord",
     "WeightTransport",
+    "canary_token",
     "make_communicator",
 ]
 

@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.agent import build
 from evenkeel_moe.agent.build import SYSTEM_PARTS, AgentParts, Connect
+from evenkeel_moe.agent.canary_runs import CanaryRuns, Probe
 from evenkeel_moe.agent.checksums import agree_on_start
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.engine_moves import EngineMoves
 from evenkeel_moe.agent.gate_polls import GatePolls
 from evenkeel_moe.agent.memory import FreeMemory
-from evenkeel_moe.agent.moves import ExpertMoves, OwnMoves, Probe, SlotsWritten
+from evenkeel_moe.agent.moves import ExpertMoves, OwnMoves, SlotsWritten
 from evenkeel_moe.agent.network_thread import NetworkThread
 from evenkeel_moe.agent.ports import (
     ClockReader,
@@ -90,16 +91,16 @@ class Agent:
         on_swap: called after each swap, on the transfer thread, before the controller is told. Save
             the placement here, so that a restarted group finds the map it acknowledged.
         on_progress: called with (wave, bytes staged, bytes to stage), on the transfer thread.
-        slots_written: called after each swap, inside `step_boundary`; see `SlotsWritten`.
-        probe: called for every expert at the start and after a reload, and for the written slots
-            inside `step_boundary`; see `Probe`. All ranks pass one, or none does. Neither is
+        slots_written: called after each swap, inside `step_boundary`; see `SlotsWritten`. Not
             accepted with `EngineMoves`.
+        probe: called for every expert at the start and after a reload, and for moved experts inside
+            `step_boundary`; see `Probe`. All ranks pass one, or none does.
 
     Raises:
         Unavailable: the other ranks did not connect.
         PeerViolation: the ranks disagree on generation, placement, epoch or weights version.
-        InvalidInput: the tensors of an expert are not as large as the shape says; or hooks of a
-            swap beside `EngineMoves`.
+        InvalidInput: the tensors of an expert are not as large as the shape says; or
+            `slots_written` beside `EngineMoves`.
     """
 
     parts: AgentParts = SYSTEM_PARTS
@@ -136,14 +137,14 @@ class Agent:
         rank = config.identity.rank
         engine = maps if isinstance(maps, EngineMoves) else None
         if engine is not None:
-            if slots_written is not None or probe is not None:
+            if slots_written is not None:
                 raise InvalidInput("an engine that moves experts itself calls no hooks of a swap")
             engine.attach(self, config, weights, connect, device)
-        self._moves: ExpertMoves = engine or OwnMoves(
-            self._gate_group, rank, weights, slots_written, probe
-        )
-        agree_on_start(self._gate_group, config, placement, epoch, probe is not None)
-        checksums = self._moves.register(placement)
+        own = OwnMoves(self._gate_group, rank, weights, slots_written)
+        self._moves: ExpertMoves = engine or own
+        self._canary = self._make_canary(probe, device)
+        agree_on_start(self._gate_group, config, placement, epoch, self._canary is not None)
+        checksums = self._register(placement)
         self._participant = build.make_participant(parts, config, placement, epoch, checksums)
         self._trouble = Trouble(self._participant, self.now)
         self._gate = build.make_gate(parts, config, self._participant)
@@ -164,6 +165,22 @@ class Agent:
         if link is not None:
             self._network = parts.network(link, self._recorder, config.identity, config.side, clock)
             self._network.start(self)
+
+    def _make_canary(self, probe: Probe | None, device: torch.device) -> CanaryRuns | None:
+        """Return the canary of this rank; None if there is nothing to ask."""
+        config = self._config
+        if probe is None or config.canary_step_s == 0:
+            return None
+        return CanaryRuns(
+            probe,
+            config.identity.rank,
+            device,
+            config.canary_step_s,
+            now=self.now,
+            later=self.later,
+            tell=self.tell,
+            alarm=lambda why: self.disable_migration(why, FaultEnd.RELOAD),
+        )
 
     # --- the engine's thread ----------------------------------------------------------------------
 
@@ -207,7 +224,8 @@ class Agent:
 
         Args:
             counts: (L, slots_per_rank) or (L, E) [tokens] by `config.side`; do not reuse the array.
-            compute_s: seconds of this rank's routed experts, without shared experts.
+            compute_s: seconds of this rank's routed experts, without shared experts; None in a step
+                that was not measured. All ranks measure the same steps.
         """
         self._recorder.record(step, counts, epoch, tokens, phase, dummy, compute_s)
 
@@ -226,6 +244,8 @@ class Agent:
         if self._moves.is_moving() or self._without_gate:
             self._gate.rest()
             return
+        if self._canary is not None:
+            self._canary.ask(self.placement)
         may_pass = not self._moves.outlives_gate or self._participant.must_wait_for_poll()
         try:
             if self._gate.advance(step):
@@ -264,7 +284,7 @@ class Agent:
         Collective; every rank calls it between the same two boundaries. An unchanged version means
         that the reload was cancelled.
         """
-        checksums = self._moves.register(self.placement)
+        checksums = self._register(self.placement)
         if checksums is None:
             self.disable_migration(
                 f"after loading weights {weights_version}, replicas of an expert differ or an"
@@ -275,8 +295,14 @@ class Agent:
             self._trouble.end(FaultEnd.RELOAD)
         self.feed(WeightsReloaded(weights_version, checksums or ()))
 
+    def _register(self, placement: Placement) -> tuple[int, ...] | None:
+        """Register the weights in all slots; collective. None: replicas of an expert differ."""
+        checksums = self._moves.register(placement)
+        alike = self._canary is None or self._canary.register(self._moves.meeting, placement)
+        return checksums if alike else None
+
     def tell(self, fact: RankFact) -> None:
-        """Tell the controller the result of a profile or the KV cache, now and on new streams."""
+        """Tell the controller a fact, such as the KV cache, now and on new streams."""
         if self._network is not None:
             self._network.tell(fact)
 
@@ -284,11 +310,16 @@ class Agent:
         """Refuse every further wave, and send the cause with every heartbeat, until it ends."""
         self._trouble.begin(why, until)
 
-    def close(self, *, planned: bool = True) -> None:
-        """Tell the controller if the end is planned, then end the threads and the transfers."""
+    def close(self, *, planned: bool = True) -> bool:
+        """Tell the controller if the end is planned, then end the threads and the transfers.
+
+        Returns:
+            True if the slots may go to an agent of another group: no transfer uses them any more.
+        """
         if self._network is not None:
             self._network.close(planned=planned and self._left is None)
-        self._worker.close()  # the gate's communicator ends with the process
+        # The gate's communicator belongs to the group and ends with it.
+        return self._worker.close()
 
     def _at_gate(self) -> None:
         gate = self._gate
@@ -339,8 +370,11 @@ class Agent:
 
     def _finish_swap(self, ready: ReadyWave, layers: tuple[int, ...], seconds: float) -> None:
         """Move to the new epoch, and queue what follows a swap on the transfer thread."""
-        self._saving.begin(self._participant.epoch, self.placement.digest)
+        before = self.placement
+        self._saving.begin(self._participant.epoch, before.digest)
         self._carry_out_answers(SwapFinished(ready.wave, ready.digest, seconds))
+        if self._canary is not None:
+            self._canary.moved(ready.wave, before, self.placement)
         step, received = self._recorder.last_step, ready.received_bytes
         record = SwapRecord(ready.wave, self.epoch, step, layers, seconds, received)
         self.later(partial(self._after_swap, record, self.placement))
@@ -387,6 +421,8 @@ class Agent:
             case RebuildTransport(serial=serial):
                 self._worker.rebuild(serial)
             case PermitReload():
+                if self._canary is not None:
+                    self._canary.pause()
                 self._permit.set()
             case LeaveGroup():
                 self._left = action
@@ -438,7 +474,10 @@ class Agent:
             if participant.state is not state:
                 return False
             if state is not ParticipantState.IDLE or placement != participant.placement:
+                before = participant.placement
                 self._carry_out_answers(EngineRebalanced(placement))
+                if self._canary is not None:
+                    self._canary.moved(None, before, placement)
             return True
 
     # --- StagingEvents, on the transfer thread ----------------------------------------------------

@@ -95,7 +95,11 @@ def make_transport(
     rank, per_rank = config.identity.rank, placement.slots_per_rank
     held = np.argwhere(placement.phy2log[:, rank * per_rank : (rank + 1) * per_rank] >= 0)
     layer, local = held[0].tolist() if len(held) else (0, 0)
+    if not len(held):  # A rank that has joined a group is empty: no slot may have memory yet.
+        weights.reserve(((layer, local),))
     sample = weights.tensors(layer, local)
+    if not len(held):
+        weights.release(((layer, local),))
     _check_size(sum(tensor.nbytes for tensor in sample), config.shape.bytes_per_expert)
     return parts.transport(
         rank=rank,
@@ -158,4 +162,5 @@ def make_hello(
         weight_format=config.weight_format,
         dispatch=config.dispatch,
         slots_stay_filled=config.slots_stay_filled,
+        lineage=config.lineage,
     )

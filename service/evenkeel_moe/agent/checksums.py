@@ -1,7 +1,7 @@
 """Compares the configuration and the expert weights of all ranks before the first step (R1, R4)."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import structlog
@@ -70,33 +70,7 @@ def agree_on_checksums(
         or no rank holds it: such a group may serve but must not copy.
     """
 
-    def number_of(layer: int, local_slot: int) -> int:
-        return checksum(weights.tensors(layer, local_slot))
-
-    return agree_on_numbers(group, rank, placement, number_of, "checksum")
-
-
-def agree_on_numbers(
-    group: Communicator,
-    rank: int,
-    placement: Placement,
-    number_of: Callable[[int, int], int],
-    what: str,
-) -> tuple[int, ...] | None:
-    """Compute a number for every expert this rank holds and gather those of all ranks; collective.
-
-    Args:
-        group: a communicator on which nothing else is in flight.
-        rank: this rank.
-        placement: the map in use.
-        number_of: (layer, local slot) -> 64 bits that are equal for all replicas of an expert.
-        what: what the number is, for the log.
-
-    Returns:
-        Unsigned 64-bit numbers, layer-major (L * E). None when two replicas of an expert differ or
-        no rank holds it.
-    """
-    table, held = _numbers_held(rank, placement, number_of)
+    table, held = _checksums_held(rank, placement, weights)
     tables = group.all_gather(torch.from_numpy(table.view(np.int64))).numpy().view(np.uint64)
     holders = group.all_gather(torch.from_numpy(held)).numpy()
     first = holders.argmax(axis=0)
@@ -107,7 +81,7 @@ def agree_on_numbers(
         _log.error(
             "replicas_differ",
             reason=Reason.CHECKSUM_MISMATCH,
-            compared=what,
+            compared="checksum",
             first=dict(zip(("rank", "layer", "expert"), where[0].tolist(), strict=True))
             if len(where)
             else None,
@@ -121,10 +95,10 @@ def checksums_digest(checksums: Sequence[int]) -> str:
     return hashlib.blake2b(np.array(checksums, np.uint64).tobytes(), digest_size=16).hexdigest()
 
 
-def _numbers_held(
-    rank: int, placement: Placement, number_of: Callable[[int, int], int]
+def _checksums_held(
+    rank: int, placement: Placement, weights: ExpertWeights
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
-    """Return two (L, E) tables: the number of each expert that this rank holds, and the kind.
+    """Return two (L, E) tables: the checksum of each expert that this rank holds, and the kind.
 
     The kind is 0 where the rank does not hold the expert, 1 where it does, and _TWO_KINDS where its
     copies differ.
@@ -134,7 +108,7 @@ def _numbers_held(
     mine = placement.phy2log.reshape(layers, placement.num_ranks, placement.slots_per_rank)[:, rank]
     for layer, local in np.argwhere(mine != EMPTY).tolist():
         expert = int(mine[layer, local])
-        value = number_of(layer, local)
+        value = checksum(weights.tensors(layer, local))
         differs = held[layer, expert] and table[layer, expert] != value
         table[layer, expert] = value
         held[layer, expert] = _TWO_KINDS if differs else max(1, held[layer, expert])

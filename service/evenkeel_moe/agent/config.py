@@ -6,7 +6,7 @@ from enum import StrEnum
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.protocol.messages import Lineage, RankIdentity
 
 
 class LoraOnExperts(StrEnum):
@@ -55,6 +55,9 @@ class AgentConfig:
     observe_only: bool = False
     """True if this rank refuses every wave because its configuration asks so, which is no fault.
     It tells the controller in the first message of each stream."""
+    lineage: Lineage | None = None
+    """The group of another size that this one came from, if it did. Epochs and the numbers of steps
+    go on from there."""
     weights_version: int = 1
     """Version of the weights loaded at the start; every reload raises it."""
     side: CountingSide = CountingSide.DESTINATION
@@ -71,6 +74,9 @@ class AgentConfig:
     """A poll that takes longer is an error, and an error in the gate restarts the group (R8)."""
     drop_after_s: float = 30.0
     """Time without any message from a leader after which the group drops a wave it holds (R6)."""
+    canary_step_s: float = 1e-4
+    """Seconds that a step may wait for the canary, which asks moved experts the probe's token; 0
+    asks none."""
     ring_steps: int = 1024
     """Steps kept while the controller is out of reach; older ones are dropped and counted."""
 

@@ -267,7 +267,7 @@ class EngineMoves:
 
     def _differences(self, facts: dict[str, str]) -> list[str]:
         """Return in which facts the ranks differ; collective. Raises: see `find_differences`."""
-        return find_differences(self._meeting, {"steps": f"{self._agent.steps}", **facts})
+        return find_differences(self.meeting, {"steps": f"{self._agent.steps}", **facts})
 
     def engine_rebalanced(self, phy2log: NDArray[np.int64]) -> None:
         """Follow a change of the map that the engine made itself, on every rank at this step.
@@ -364,7 +364,7 @@ class EngineMoves:
         self._stream = OwnStream(device)
         # Not the gate's communicator: after a failure of the gate it is gone, and the engine must
         # still be able to load weights.
-        self._meeting = connect(own_name("meeting", config), torch.device("cpu"))
+        self.meeting = connect(own_name("meeting", config), torch.device("cpu"))
 
     def make_transport(self, participant: Participant, faults: Trouble) -> WeightTransport:
         """Return a transport that asks the engine whether it can move, and copies nothing.
@@ -390,7 +390,7 @@ class EngineMoves:
     def register(self, placement: Placement) -> tuple[int, ...] | None:
         """Hash every expert of this rank; see `ExpertMoves`."""
         rank = self._config.identity.rank
-        return agree_on_checksums(self._meeting, rank, placement, self._weights)
+        return agree_on_checksums(self.meeting, rank, placement, self._weights)
 
     def is_moving(self) -> bool:
         """Watch the move under way; without one, follow what the engine changed by itself."""

@@ -91,15 +91,18 @@ class StagingWorker:
         self._ready: ReadyWave | None = None
         self._undrained: WaveKey | None = None
         self._thread: Thread | None = None
+        self._ended = threads.event()
 
     def start(self) -> None:
         """Start the thread; the transport must be connected."""
         self._thread = self._threads.start(self._run, "evenkeel-transfer")
 
-    def close(self, timeout_s: float = 1.0) -> None:
-        """Abort what is in flight and end the thread.
+    def close(self, timeout_s: float = 1.0) -> bool:
+        """Abort what is in flight, end the thread, and release what a wave has reserved.
 
-        A thread that still waits for a deadline ends with the process.
+        Returns:
+            False if the thread still waits for a deadline. It ends with the process, and until then
+            may release slots.
         """
         for cancel in list(self._cancels.values()):
             cancel.set()
@@ -109,6 +112,10 @@ class StagingWorker:
         self._transport.abort()
         if self._thread is not None:
             self._thread.join(timeout_s)
+            if not self._ended.is_set():
+                return False
+        self._release_reserved()
+        return True
 
     # --- jobs, queued from any thread -------------------------------------------------------------
 
@@ -176,6 +183,7 @@ class StagingWorker:
                 job()
             except Exception:  # without this thread no wave would ever end
                 _log.exception("transfer_job_failed")
+        self._ended.set()
 
     def _stage(self, prepare: Prepare, old: Placement, new: Placement, cancel: Event) -> None:
         wave = prepare.wave
@@ -229,10 +237,13 @@ class StagingWorker:
         return filled, emptied
 
     def _forget(self) -> None:
+        self._release_reserved()
+        self._transport.clear()
+
+    def _release_reserved(self) -> None:
         self._ready = None
         reserved, self._reserved = self._reserved, ()
         self._weights.release(reserved)
-        self._transport.clear()
 
     def _drain(self, wave: WaveKey) -> None:
         self._cancels.pop(wave, None)

@@ -6,14 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel_moe.agent.profile.expert_layer import ExpertShape, GroupedLayer, Point
+from evenkeel_moe.agent.profile.expert_layer import (
+    ExpertShape,
+    GroupedLayer,
+    Point,
+    even_point,
+)
 from evenkeel_moe.agent.profile.replica_cost import (
     ReplicaProfile,
+    compared_curve,
     fit_replica_cost,
     grid,
     remeasure,
 )
 from evenkeel_moe.agent.profile.timing import Timing, time_points
+from evenkeel_moe.agent.profile.token_curve import TokenProfile, curve_of, token_counts
 from evenkeel_moe.errors import InvalidInput
 
 POINTS = grid(16, 4096)
@@ -53,6 +60,32 @@ def test_both_slopes_of_an_additive_layer_are_found():
     assert cost.read_s == 0.0
     assert cost.fit_error == pytest.approx(0.015, abs=0.01)
     assert cost.measured_unix_s == 1.8e9
+
+
+def staircase(tokens):
+    """Seconds of a kernel that computes whole tiles of 512 tokens of a rank."""
+    return 1e-4 * np.ceil(np.asarray(tokens) / 512)
+
+
+@pytest.mark.parametrize("stairs", [True, False])
+def test_the_curve_and_the_line_are_compared_on_all_points_of_the_profile(stairs):
+    counts = token_counts(64, 2048, 4096)
+    spread = [even_point(count, 16) for count in counts]
+    law = staircase if stairs else lambda tokens: 2e-5 + 6e-8 * np.asarray(tokens)
+    per_replica = 0.0 if stairs else 3e-6
+    by_tokens = [float(law(n * k) + per_replica * k) for n, k in spread]
+    by_replicas = profile(float(law(n * k) + per_replica * k) for n, k in POINTS)
+    cost = fit_replica_cost(by_replicas, 0.0)
+    told = TokenProfile(64, tuple(counts), Timing(tuple(by_tokens), 5, 1.0))
+    curve = compared_curve(told, cost, by_replicas)
+    assert curve.fit_error is not None and curve.line_error is not None
+    assert replace(curve, fit_error=None, line_error=None) == curve_of(told)
+    if stairs:
+        assert curve.fit_error == pytest.approx(0.0, abs=1e-9)
+        assert curve.line_error > 0.05
+    else:
+        assert curve.line_error == pytest.approx(0.0, abs=1e-6)
+        assert curve.fit_error > 0.05, "a curve does not know how many replicas are active"
 
 
 def test_the_limit_by_reading_of_a_roofline_is_found():

@@ -56,8 +56,8 @@ def test_half_a_line_waits_for_its_end(tmp_path):
     offsets: dict[Path, int] = {}
     whole = json.dumps({"kind": "exit", "n": 1})
     path.write_text(whole + "\n" + whole[:7])
-    assert len(list(read_new_lines(tmp_path, 2, offsets))) == 1
+    assert len(list(read_new_lines(tmp_path, offsets))) == 1
     with path.open("a") as file:
         file.write(whole[7:] + "\n")
-    assert [line["n"] for line in read_new_lines(tmp_path, 2, offsets)] == [1]
-    assert list(read_new_lines(tmp_path, 2, offsets)) == []
+    assert [line["n"] for line in read_new_lines(tmp_path, offsets)] == [1]
+    assert list(read_new_lines(tmp_path, offsets)) == []

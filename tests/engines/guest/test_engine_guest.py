@@ -46,6 +46,7 @@ class Guest(EngineGuest):
     fault: Any = None
     finish: Any = None
     _plan_group: Any = None
+    _expert_calls: Any = None
 
     def _deliver(self, note, counts):
         del note, counts

@@ -5,6 +5,8 @@ The script is read from `script.json` in the run folder::
 
     {"seed": 7, "plans": 2, "uneven": true, "abort": [0], "stop_after": 1}
 
+`fill` is the number of experts on a rank in a layer, and `homes`, by number of ranks, how many of
+the first ranks hold every expert together. It is followed anew in each group of another size.
 Every rank derives the same targets and waves from the seed. Each sends itself Prepare, and Commit
 after its own yes; only the gate makes the ranks swap at the same step.
 """
@@ -20,7 +22,7 @@ import numpy as np
 from evenkeel_moe.adapters.torch.checksum import checksum
 from evenkeel_moe.engines.reference.__main__ import leave, log_json, read_config
 from evenkeel_moe.engines.reference.model import original_expert
-from evenkeel_moe.engines.reference.rank import run_rank, with_trace_sizes
+from evenkeel_moe.engines.reference.rank import run_rank
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import WaveKey
@@ -44,18 +46,18 @@ from tests.waiting import deadline
 LEADER = Leader("script", 1)
 
 
-def random_placement(shape, rng, uneven):
+def random_placement(shape, rng, uneven, fill=None, homes=None):
     """Return a valid placement; with `uneven`, the layers have different replica counts."""
     ranks, experts, layers = shape.num_ranks, shape.num_logical_experts, shape.num_layers
-    average = shape.pool_slots_per_rank // layers
+    average = fill or min(shape.pool_slots_per_rank // layers, shape.slots_per_rank)
     phy2log = np.full((layers, ranks, shape.slots_per_rank), EMPTY, np.int32)
     for layer in range(layers):
         # Layer 0 gives layer 1 one slot per rank, so that the sum fits the pool.
         filled = average + ((-1 if layer == 0 else 1) if uneven and layer < 2 else 0)
         order = rng.permutation(experts)
-        per_rank = experts // ranks
+        owned = np.array_split(order, homes or ranks)
         for rank in range(ranks):
-            own = order[rank * per_rank : (rank + 1) * per_rank]
+            own = owned[rank] if rank < len(owned) else order[:0]
             others = rng.permutation(np.setdiff1d(order, own))
             held = np.concatenate([own, others])[:filled]
             phy2log[layer, rank, :filled] = rng.permutation(held)
@@ -94,11 +96,18 @@ class ScriptedLink:
         listener.received(1, Registration(RegistrationOutcome.ACCEPTED, 1.0, 5.0, flow))
         listener.received(1, QueryState(LEADER, want_placement=True, want_checksums=True))
         state = await self.wait_for(RankState)
-        self.write("registered", epoch=hello.epoch, steps=len(state.checksums))
+        lineage = hello.lineage and [hello.lineage.generation, hello.lineage.rank]
+        self.write("registered", steps=len(state.checksums), epoch=hello.epoch, lineage=lineage)
         placement, epoch = state.placement, int(state.epoch)
         for number in range(self.script["plans"]):
             rng = np.random.default_rng((self.script["seed"], epoch, number))
-            target = random_placement(self.config.shape, rng, self.script.get("uneven", False))
+            target = random_placement(
+                self.config.shape,
+                rng,
+                self.script.get("uneven", False),
+                self.script.get("fill"),
+                self.script.get("homes", {}).get(str(self.config.num_ranks)),
+            )
             target.check(self.config.shape)
             for wave in self.waves_between(placement, target):
                 key = WaveKey(hello.identity.generation, PlanId(f"plan-{number}"), wave.index, 1)
@@ -157,14 +166,15 @@ class ScriptedLink:
 
     def write(self, kind, **keys):
         with (self.config.folder / f"script-{self.config.rank}.jsonl").open("a") as file:
-            file.write(json.dumps({"kind": kind, "attempt": self.config.attempt, **keys}) + "\n")
+            line = {"kind": kind, "attempt": self.config.attempt, "ranks": self.config.num_ranks}
+            file.write(json.dumps(line | keys) + "\n")
 
 
 def main(path, rank):
     log_json()
     config = read_config(path, rank)
     script = json.loads((config.folder / "script.json").read_text())
-    leave(run_rank(config, ScriptedLink(with_trace_sizes(config), script)))
+    leave(run_rank(config, lambda config: ScriptedLink(config, script)))
 
 
 if __name__ == "__main__":

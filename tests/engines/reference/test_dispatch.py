@@ -1,5 +1,9 @@
 """Every dispatch rule between ranks: exact outputs, every token once, also after a swap."""
 
+import threading
+from collections import Counter
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +13,7 @@ from evenkeel_moe.engines.reference.dispatch import make_dispatch
 from evenkeel_moe.engines.reference.exchange import EpochMismatch
 from evenkeel_moe.engines.reference.forward import Forward, Witness
 from evenkeel_moe.engines.reference.libra import TwoStageDispatch
-from evenkeel_moe.engines.reference.parts import RankParts
+from evenkeel_moe.engines.reference.parts import ProcessParts, RankParts
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
@@ -64,7 +68,9 @@ class OneRank:
 
     def __init__(self, group, config, placement):
         engine = group.connect(config.rank, "engine")
-        parts = RankParts.build(config, placement, 1, engine, torch.device("cpu"))
+        process = ProcessParts.build(config, torch.device("cpu"))
+        process.begin(config, placement)
+        parts = RankParts.build(config, process, placement, 1, engine)
         self.config, self.model, self.traffic = config, parts.model, parts.traffic
         self.weights, self.router = parts.weights, parts.router
         self.dispatch = make_dispatch(parts, lambda name: group.connect(config.rank, name))
@@ -109,7 +115,10 @@ CASES = [
     (DispatchRule.LPLB, {}),
     (DispatchRule.FEWEST, {}),
     (DispatchRule.WATERFILL, {}),
+    (DispatchRule.WATERFILL_STATIC, {}),
+    (DispatchRule.WATERFILL_ALL_RANKS, {}),
     (DispatchRule.LIBRA, {}),
+    (DispatchRule.LIBRA, {"overlap": False}),
     (DispatchRule.LIBRA, {"transient_experts": 0}),
     (DispatchRule.LIBRA, {"transient_experts": 5}),
     (DispatchRule.LIBRA_REFINED, {}),
@@ -174,6 +183,24 @@ def test_fewest_activates_one_replica_of_each_expert_and_the_fewest_on_the_worst
             assert worst == twins.fewest_active(load, row, RANKS)
 
 
+def test_every_form_of_waterfill_lowers_the_peak_and_most_with_any_rank_to_choose():
+    peaks = {}
+    for rule in (
+        DispatchRule.EVEN,
+        DispatchRule.WATERFILL_STATIC,
+        DispatchRule.WATERFILL,
+        DispatchRule.WATERFILL_ALL_RANKS,
+    ):
+        ranks, _ = run_rule(rule)
+        peaks[rule] = sum(
+            np.max([results[step][0].served for results, _ in ranks], axis=0).sum()
+            for step in range(2 * STEPS)
+        )
+    assert max(peaks, key=peaks.__getitem__) is DispatchRule.EVEN
+    assert min(peaks, key=peaks.__getitem__) is DispatchRule.WATERFILL_ALL_RANKS
+    assert len(set(peaks.values())) == len(peaks)
+
+
 @pytest.mark.parametrize("rule", [DispatchRule.LIBRA, DispatchRule.LIBRA_REFINED])
 def test_fetched_experts_even_out_the_load_and_are_dropped_afterwards(rule):
     peaks = {}
@@ -191,6 +218,45 @@ def test_fetched_experts_even_out_the_load_and_are_dropped_afterwards(rule):
                 (one.router.phy2log.reshape(LAYERS, RANKS, -1)[:, one.config.rank] >= 0).sum()
             )
     assert peaks[5] < peaks[0]
+
+
+def test_a_rank_computes_its_local_tokens_before_it_knows_what_the_others_have():
+    group = Group(RANKS, timeout_s=deadline(20))
+    first, _ = placements()
+    computed = threading.Event()
+
+    def work(rank):
+        one = OneRank(group, config_of(rank, DispatchRule.LIBRA, timeline=True), first)
+        assert isinstance(one.dispatch, TwoStageDispatch)
+        note, counts = one.dispatch._note, one.dispatch._counts_of_gates
+
+        def noted(layer, stage, began):
+            if rank == 0 and stage == "local":
+                computed.set()
+            return note(layer, stage, began)
+
+        def counted(*given):
+            if rank == 1:  # The last of the four to say what its tokens want.
+                assert computed.wait(deadline(10))
+            return counts(*given)
+
+        vars(one.dispatch).update(_note=noted, _counts_of_gates=counted)
+        try:
+            result = one.forward.step(0, False)
+            return result.spans, one.witness.mismatches(0, result)
+        finally:
+            one.dispatch.close()
+
+    ranks = run_ranks(RANKS, work)
+    assert [wrong for _, wrong in ranks] == [0] * RANKS
+    for spans, _ in ranks:
+        stages = Counter((span.layer, span.stage) for span in spans)
+        each = ("demand", "shard", "local", "remote", "combine")
+        fetched = {(layer, stage) for layer in range(1, LAYERS) for stage in ("plan", "fetch")}
+        assert stages == Counter({*product(range(LAYERS), each), *fetched})
+        at = {(span.layer, span.stage): span for span in spans}
+        for layer in range(1, LAYERS):
+            assert at[layer, "fetch"].ended <= at[layer, "local"].began
 
 
 @pytest.mark.parametrize("rule", DispatchRule)
@@ -217,6 +283,8 @@ def test_the_rule_survives_the_configuration_file_and_names_its_model():
     assert DispatchRule.LPLB.model is DispatchModel.OPTIMAL
     assert DispatchRule.NEAREST.model is DispatchModel.NEAREST
     assert DispatchRule.WATERFILL.model is DispatchModel.WATERFILL
+    assert DispatchRule.WATERFILL_STATIC.model is DispatchModel.WATERFILL
+    assert DispatchRule.WATERFILL_ALL_RANKS.model is DispatchModel.WATERFILL
     assert DispatchRule.FEWEST.model is DispatchModel.FEWEST
     with pytest.raises(InvalidInput):
         config_of(0, DispatchRule.LIBRA, transient_experts=-1)
@@ -230,6 +298,8 @@ def test_ranks_tell_the_name_of_a_model_or_of_the_rule_that_needs_one():
         "lplb": "optimal",
         "fewest": "fewest",
         "waterfill": "waterfill",
+        "waterfill-static": "waterfill",
+        "waterfill-all-ranks": "waterfill",
         "libra": "optimal",
         "libra-refined": "optimal",
     }

@@ -13,7 +13,9 @@ import pytest
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.reference.config import ExitCode, Fault, RankConfig
-from evenkeel_moe.engines.reference.supervisor import Supervisor, died_words, run_fleet
+from evenkeel_moe.engines.reference.fleet import run_fleet
+from evenkeel_moe.engines.reference.fleet_report import died_words
+from evenkeel_moe.engines.reference.supervisor import Supervisor
 from evenkeel_moe.errors import InvalidInput
 from tests.forked.rank import fork_rank
 from tests.waiting import deadline, wait_until
@@ -107,7 +109,8 @@ def test_waves_move_real_weights_and_every_output_stays_exact(tmp_path):
         assert [row["epoch"] for row in logged if row["event"] == "swap"] == [
             swap["epoch"] for swap in swaps
         ]
-        assert (logged[0]["event"], logged[-1]["event"]) == ("start", "exit")
+        events = [row["event"] for row in logged]
+        assert (events[:2], events[-1]) == (["canary_registered", "start"], "exit")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +202,7 @@ def test_a_group_that_keeps_dying_is_given_up(tmp_path):
 FLEET = """
 import sys
 from evenkeel_moe.engines.reference.config import RankConfig
-from evenkeel_moe.engines.reference.supervisor import run_fleet
+from evenkeel_moe.engines.reference.fleet import run_fleet
 report = run_fleet(RankConfig.from_json(open(sys.argv[1]).read()))
 print("ok" if report.ok else report.problems, report.steps, flush=True)
 """

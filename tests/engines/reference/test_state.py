@@ -3,12 +3,8 @@
 import numpy as np
 import pytest
 
-from evenkeel_moe.engines.reference.state import (
-    SavedPlacement,
-    agree_on_placement,
-    load_placement,
-    save_placement,
-)
+from evenkeel_moe.engines.reference.joining import agree_on_placement
+from evenkeel_moe.engines.reference.state import SavedPlacement, load_placement, save_placement
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from tests.agent.ranks import Group, run_ranks

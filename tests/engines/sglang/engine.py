@@ -10,6 +10,7 @@ import importlib
 import logging
 import sys
 import types
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +21,15 @@ import torch.distributed as dist
 
 from evenkeel_moe.engines.sglang import hooks as known
 from tests.engines.driving import expert_rows
+from tests.engines.sglang import experts
+from tests.engines.spent import Spent
 from tests.engines.wheels import engine_root, stand_in, version_of
 
 VERSION = version_of("sglang", "0.5.23")
 LOADERS = (
     "sglang/srt/model_executor/model_runner_components/weight_updater.py",
     "sglang/srt/managers/scheduler_components/weight_updater.py",
-    "sglang/srt/layers/moe/fused_moe_triton/layer.py",
+    experts.SOURCE,
     "sglang/srt/model_executor/model_runner.py",
     "sglang/srt/model_executor/forward_batch_info.py",
 )
@@ -127,6 +130,7 @@ def root_folder() -> Path:
             "sglang/srt/plugins/",
             "sglang/srt/elastic_ep/",
             "sglang/srt/runtime_context",
+            "sglang/srt/layers/moe/fused_moe_native.py",
             *LOADERS,
         ),
     )
@@ -225,10 +229,26 @@ def _stand_ins(srt: str) -> None:
     world = SimpleNamespace(cpu_group=dist.group.WORLD)
     stand_in("sglang.srt.distributed.parallel_state", get_world_group=lambda: world)
     _package("sglang.srt.layers")
-    stand_in(
+    _package(
         "sglang.srt.layers.moe",
+        f"{srt}/layers/moe",
         get_moe_a2a_backend=lambda: SimpleNamespace(is_megamoe=lambda: False),
     )
+    stand_in("sglang.srt.layers.activation", GeluAndMul=None, SiluAndMul=None, SituAndMul=None)
+    moe = "sglang.srt.layers.moe"
+    StandardDispatchOutput = namedtuple("StandardDispatchOutput", "hidden_states scale topk_output")
+    StandardCombineInput = namedtuple("StandardCombineInput", "hidden_states")
+    _package(
+        f"{moe}.token_dispatcher",
+        StandardDispatchOutput=StandardDispatchOutput,
+        StandardCombineInput=StandardCombineInput,
+    )
+    stand_in(f"{moe}.token_dispatcher.standard", StandardDispatchOutput=StandardDispatchOutput)
+    StandardTopKOutput = namedtuple("StandardTopKOutput", "topk_weights topk_ids router_logits")
+    stand_in(f"{moe}.topk", StandardTopKOutput=StandardTopKOutput)
+    _package(f"{moe}.moe_runner", MoeRunnerConfig=object)
+    _package(f"{moe}.moe_runner.triton_utils")
+    stand_in(f"{moe}.moe_runner.triton_utils.fused_moe", swiglu_gpt_oss_sigmoid_alpha=None)
     logging.getLogger("sglang").setLevel(logging.WARNING)
 
 
@@ -316,6 +336,9 @@ class Model:
         self.per_rank = metadata.num_local_physical_experts
         self.rank = rank
         self.version = 0
+        self.spent = Spent()
+        kind = experts.fused_moe(root_folder())
+        self.layers = [experts.make_layer(kind, layer, self.spent) for layer in MOE_LAYERS]
         self.routed_experts_weights_of_layer = {}
         for layer in MOE_LAYERS:
             here = metadata.physical_to_logical_map_cpu[
@@ -325,6 +348,12 @@ class Model:
             self.routed_experts_weights_of_layer[layer] = [
                 torch.stack(part) for part in zip(*rows, strict=True)
             ]
+        for layer in self.layers:
+            experts.set_weights(layer, self.routed_experts_weights_of_layer[layer.layer_id][0])
+
+    def modules(self) -> list[Any]:
+        """Return the modules of the model, as `torch.nn.Module` does."""
+        return [self, *self.layers]
 
     def checkpoint(self, version: int) -> Any:
         """Yield all experts of a version; from now on the slots must hold this version."""

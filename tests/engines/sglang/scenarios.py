@@ -14,7 +14,7 @@ from evenkeel_moe.engines.sglang.plugin import SglangPlugin, register
 from evenkeel_moe.formats import PlacementFile, PlacementFormat, render_placement
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.protocol.messages import Ack, StagingProgress
+from evenkeel_moe.protocol.messages import Ack, MovedAnswers, StagingProgress
 from evenkeel_moe.wire.link import KvCache
 from tests.agent.fleet import PortLink
 from tests.engines.driving import DrivenRank, is_told, steps_of, toy_settings
@@ -105,6 +105,9 @@ class Rank(DrivenRank):
                 with self.recorder.with_current_layer(layer):
                     self.recorder.on_select_experts(padded)
                     self.recorder.on_deepep_dispatch_low_latency(self.received(slots))
+        rows = self.chosen[:, :1].float()
+        for module in self.model.layers:
+            assert torch.equal(module.forward_impl(rows, None), 2 * rows)
         dist.barrier(group=self.lockstep)
         self.manager.on_forward_pass_end()
         self.taken += 1
@@ -152,6 +155,27 @@ def place(rank, size, *, chunk):
     }
 
 
+def asked(rank, size, *, forgets):
+    """A plan whose experts are asked; with `forgets`, a scale stays with its slot."""
+    one = Rank(rank, size, canary_step_s=1.0)
+    layer = one.model.layers[1]
+    one.steps(4)
+    new = one.target()
+    one.order(new)
+    if forgets and rank == 1:
+        moved = np.flatnonzero(new.phy2log[1, 4:] != one.agent.placement.phy2log[1, 4:])
+        # No checksum has it, and the expert that was here when it was registered had no such scale.
+        layer.alpha[moved[0]] = 1.01
+    one.steps(40)
+    (told,) = one.sent(MovedAnswers, bool)
+    return {
+        **one.seen(),
+        "told": told,
+        "slot": 4 + int(layer.alpha.argmax()),
+        "target": new.phy2log,
+    }
+
+
 def observe(rank, size):
     """Observe mode: only counts."""
     one = Rank(rank, size, mode="observe")
@@ -172,6 +196,23 @@ def observe(rank, size):
         "capabilities": sorted(one.agent.hello().capabilities),
         "dispatch": one.agent.hello().dispatch,
         "slots_stay_filled": one.agent.hello().slots_stay_filled,
+    }
+
+
+def seconds(rank, size, *, a2a):
+    """Passes of which one in three is measured; the first one starts the agent."""
+    one = Rank(rank, size, mode="observe", seconds_every=3, a2a=a2a)
+    spent, told = one.model.spent, []
+    for _ in range(7):
+        before = np.array(spent.bounds)
+        one.step()
+        told.append((spent.bounds - before).tolist())
+    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 7)
+    metas = np.concatenate([report.steps for report in reports])
+    return {
+        "steps": metas["step"].tolist(),
+        "seconds": metas["compute_s"].tolist(),
+        "told": told,
     }
 
 

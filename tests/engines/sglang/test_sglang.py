@@ -1,5 +1,7 @@
 """The plugin in SGLang's own EPLB: real manager, recorder, location, updater, hook registry."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -28,6 +30,22 @@ def test_the_manager_commits_exactly_the_controllers_placement(chunk):
         assert seen["progress"][-1] > 0
 
 
+@pytest.mark.parametrize("forgets", [False, True])
+def test_moved_experts_answer_as_before_unless_sglang_forgets_something(forgets):
+    first, second = ranks.once(SCENARIOS, "asked", forgets=forgets)
+    for seen in (first, second):
+        assert (seen["wrong"], seen["epoch"]) == ([], 1), "all declared bytes arrived"
+        told = seen["told"]
+        wrong = forgets and seen is second
+        assert told.moved > 1 and told.blind == 0
+        assert (told.same, told.different) == (told.moved - wrong, int(wrong))
+    assert first["trouble"] == ""
+    expert = second["target"][1, second["slot"]]
+    named = f"layer 1 expert {expert} in slot {second['slot']} of rank 1 does not answer"
+    assert second["trouble"].startswith(named if forgets else "")
+    assert bool(second["trouble"]) == forgets
+
+
 def test_every_pass_is_reported_with_its_real_tokens():
     for seen in ranks.once(SCENARIOS, "observe"):
         assert seen["steps"] == [1, 2, 3, 4, 5], (
@@ -46,6 +64,20 @@ def test_every_pass_is_reported_with_its_real_tokens():
         assert seen["capabilities"] == []
         assert seen["slots_stay_filled"]
         assert seen["dispatch"] == "nearest"
+
+
+def test_one_pass_in_three_has_the_seconds_of_its_experts_without_dispatch_and_combine():
+    for seen in ranks.run(SCENARIOS, "seconds", a2a="deepep"):
+        assert seen["steps"] == list(range(1, 8))
+        measured = [not math.isnan(one) for one in seen["seconds"]]
+        assert measured == [step % 3 == 0 for step in seen["steps"]]
+        for found, (inside, around) in zip(seen["seconds"], seen["told"], strict=True):
+            assert math.isnan(found) or 0 < inside <= found <= around
+
+
+def test_kernels_that_communicate_report_no_seconds():
+    for seen in ranks.run(SCENARIOS, "seconds", a2a="flashinfer_megamoe"):
+        assert all(math.isnan(one) for one in seen["seconds"])
 
 
 @pytest.mark.fault(

@@ -19,6 +19,8 @@ import torch
 
 from evenkeel_moe.engines.vllm import hooks
 from tests.engines.driving import expert_rows
+from tests.engines.spent import Spent
+from tests.engines.vllm import kernels
 from tests.engines.wheels import engine_root, stand_in, version_of
 
 VERSION = version_of("vllm", "0.33.0")
@@ -167,7 +169,7 @@ def group_of(device_group: Any, cpu_group: Any) -> SimpleNamespace:
 
 
 def root_folder() -> Path:
-    return engine_root("vllm", VERSION, ("vllm/distributed/eplb/", *LOADERS))
+    return engine_root("vllm", VERSION, ("vllm/distributed/eplb/", *LOADERS, *kernels.SOURCES))
 
 
 def load() -> SimpleNamespace:
@@ -196,6 +198,7 @@ def _loaded() -> SimpleNamespace:
         worker=importlib.import_module(f"{EPLB}.async_worker"),
         execute=importlib.import_module(f"{EPLB}.rebalance_execute"),
         policies=importlib.import_module(f"{EPLB}.policy"),
+        kernels=kernels.load(root_folder()),
         groups=GROUPS,
     )
 
@@ -300,12 +303,15 @@ class Model:
         )
         self.expert_weights = []
         self.moe_layers = []
+        self.spent = Spent()
         for layer in range(layers):
             rows = [expert_rows(layer, expert) for expert in initial[local]]
             self.expert_weights.append([torch.stack(column) for column in zip(*rows, strict=True)])
-            self.moe_layers.append(
-                SimpleNamespace(top_k=top_k, eplb_state=modules.state.EplbLayerState())
+            runner = kernels.make_layer(
+                modules.kernels, self.spent, is_monolithic=layer == layers - 1
             )
+            runner.top_k, runner.eplb_state = top_k, modules.state.EplbLayerState()
+            self.moe_layers.append(runner)
 
         self._initial, self._first = initial, local.start
         self.version = 0
@@ -332,7 +338,7 @@ class Model:
             )
 
     def forward(self, chosen: torch.Tensor) -> None:
-        """Route (tokens, k) experts to slots, and count them as vLLM's kernel does."""
+        """Route (tokens, k) experts to slots, count them as vLLM's kernel does, and compute."""
         for layer in self.moe_layers:
             state = layer.eplb_state
             unpadded = int(state.num_unpadded_tokens_tensors[0])
@@ -344,6 +350,8 @@ class Model:
                 state.expert_load_view.scatter_add_(
                     0, real, torch.ones_like(real, dtype=torch.int32)
                 )
+            rows = chosen[:, :1].float().expand(-1, 8).contiguous()
+            assert torch.equal(kernels.compute(layer, rows), 2 * rows)
 
     def wrong_slots(self, rank: int, phy2log: torch.Tensor) -> list[tuple[int, int]]:
         """Return each (layer, local slot) whose bytes are not those of the map's expert."""
@@ -374,3 +382,9 @@ def start_worker(modules: Any, state: Any, fail: threading.Event | None = None) 
 
     state.async_worker = threading.Thread(target=run, daemon=True)
     state.async_worker.start()
+
+
+def be_rocm(state: Any) -> None:
+    """Let vLLM's EPLB state believe that it runs on ROCm; its kernels do not."""
+    platform = state.current_platform
+    state.current_platform = SimpleNamespace(**{**vars(platform), "is_rocm": lambda: True})

@@ -150,7 +150,7 @@ def hash_fails(rank, size):
 def last_copies_fail(rank, size):
     """On ROCm vLLM leaves the plan out, and the plugin's own copies fail."""
     one = Rank(rank, size, use_async=False)
-    one.modules.state.current_platform.is_rocm = lambda: True
+    engine.be_rocm(one.modules.state)
     one.state._allreduce_list = lambda tensors: [torch.zeros_like(one) for one in tensors]
 
     def fails(*_args):

@@ -11,7 +11,7 @@ from tests.waiting import wait_until
 
 def records(rank, size, *, folder, steps):
     """Run steps while the plugin records; return the experts that this rank routed to."""
-    options = {"controllers": "", "record": folder, "record_steps": 512}
+    options = {"controllers": "", "record": folder, "record_steps": 2048}
     one = Rank(rank, size, use_async=True, mode="observe", make_link=None, **options)
     routed = []
     for step in range(steps):

@@ -167,7 +167,7 @@ def place(rank, size, *, use_async, no_gain=False):
     """
     one = Rank(rank, size, use_async=use_async)
     if no_gain:
-        one.modules.state.current_platform.is_rocm = lambda: True
+        engine.be_rocm(one.modules.state)
         one.state._allreduce_list = lambda tensors: [torch.zeros_like(one) for one in tensors]
     one.steps(6)
     before = one.map()
@@ -245,6 +245,19 @@ def observe(rank, size):
         "placement": one.agent.placement.digest,
         "policy": one.modules.policies.EPLB_POLICIES["default"].__name__,
     }
+
+
+def seconds(rank, size):
+    """Steps of which one in three is measured; layers of two kinds of kernels."""
+    one = Rank(rank, size, use_async=True, mode="observe", seconds_every=3)
+    spent, told = one.model.spent, []
+    for _ in range(8):
+        before = np.array(spent.bounds)
+        one.step()
+        told.append((spent.bounds - before).tolist())
+    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 8)
+    metas = np.concatenate([report.steps for report in reports])
+    return {"seconds": metas["compute_s"].tolist(), "told": told}
 
 
 def own_balancer(rank, size, *, mode):

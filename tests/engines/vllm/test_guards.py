@@ -13,7 +13,7 @@ def test_an_unknown_vllm_is_refused_with_the_reason_and_left_as_it_was():
     ((found, checked),) = ranks.once(FAULTS, "refusals", size=1)
     assert found["version"].startswith("vllm is 9.9.9; this plugin supports 0.31.0, 0.32.0, 0.33.0")
     assert "pull request 49700" in found["context"]
-    assert "vllm-ascend is installed" in found["ascend"]
+    assert "vllm-ascend runs its older model runner" in found["ascend"]
     assert (
         found["signature"]
         == "EplbState.step takes (self, dummy), not (self, is_dummy, is_profile, log_stats)"

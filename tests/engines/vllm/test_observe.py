@@ -1,5 +1,7 @@
 """Reports of the plugin in observe mode."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -22,6 +24,14 @@ def test_every_step_is_reported_with_its_real_tokens_and_its_epoch():
         for layer in range(3):
             assert np.array_equal(seen["counts"][3][layer], seen["want_3"])
         assert not seen["counts"][4].any()
+
+
+def test_one_step_in_three_has_the_seconds_of_its_experts_without_dispatch_and_combine():
+    for seen in ranks.run(SCENARIOS, "seconds"):
+        measured = [not math.isnan(one) for one in seen["seconds"]]
+        assert measured == [False, False, False, True, False, False, True, False]
+        for found, (inside, around) in zip(seen["seconds"], seen["told"], strict=True):
+            assert math.isnan(found) or 0 < inside <= found <= around
 
 
 @pytest.mark.fault(

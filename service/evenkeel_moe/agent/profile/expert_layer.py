@@ -46,6 +46,15 @@ class Point(NamedTuple):
     active: int
 
 
+def even_point(tokens: int, experts: int) -> Point:
+    """Return the point at which that many tokens are spread evenly over all replicas of a rank.
+
+    With fewer tokens than replicas, each active one has a token.
+    """
+    active = min(tokens, experts)
+    return Point(-(-tokens // active), active)
+
+
 class Graphs(Generic[KeyT]):
     """Runs computations; on a GPU the first call with an argument captures a graph.
 

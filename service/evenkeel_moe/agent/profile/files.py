@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from evenkeel_moe.agent.profile.expert_layer import ExpertShape
+from evenkeel_moe.agent.profile.replica_cost import ReplicaProfile, compared_curve
 from evenkeel_moe.agent.profile.token_curve import TokenProfile, curve_of
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.wire.link import CostCurve, ReplicaCost
@@ -18,6 +19,7 @@ def save_curve(
     profile: TokenProfile,
     about: dict[str, Any],
     replica_cost: ReplicaCost | None = None,
+    by_replicas: ReplicaProfile | None = None,
 ) -> Path:
     """Write the numbers of one device to a file named after the device, and return its path.
 
@@ -27,9 +29,13 @@ def save_curve(
         profile: by tokens.
         about: the layer that was measured.
         replica_cost: by tokens and active replicas; None if that was not measured.
+        by_replicas: what `replica_cost` was fitted to; with it the file says whether the curve or
+            the line explains the profile better.
     """
     folder.mkdir(parents=True, exist_ok=True)
     curve = curve_of(profile)
+    if replica_cost is not None and by_replicas is not None:
+        curve = compared_curve(profile, replica_cost, by_replicas)
     path = _path(folder, gpu_uuid)
     content = {
         "gpu_uuid": gpu_uuid,

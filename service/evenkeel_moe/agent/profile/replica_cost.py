@@ -11,10 +11,17 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from evenkeel_moe.agent.profile.expert_layer import ExpertShape, GroupedLayer, Point, waiter
+from evenkeel_moe.agent.profile.expert_layer import (
+    ExpertShape,
+    GroupedLayer,
+    Point,
+    even_point,
+    waiter,
+)
 from evenkeel_moe.agent.profile.timing import Timing, time_points
+from evenkeel_moe.agent.profile.token_curve import TokenProfile, curve_of
 from evenkeel_moe.errors import InvalidInput
-from evenkeel_moe.wire.link import ReplicaCost
+from evenkeel_moe.wire.link import CostCurve, ReplicaCost
 
 _LIMIT_STEPS = 64
 """Candidates for the tokens whose computation takes as long as reading the weights."""
@@ -46,6 +53,38 @@ def grid(experts: int, max_tokens: int) -> list[Point]:
         )
     each, active = _powers(max_tokens), _powers(experts)
     return [Point(n, k) for k in active for n in each if n * k <= max(max_tokens, k)]
+
+
+def compared_curve(
+    by_tokens: TokenProfile, cost: ReplicaCost, by_replicas: ReplicaProfile
+) -> CostCurve:
+    """Return the curve of a profile, with the mean errors of the curve and of the line.
+
+    Both are compared with every point that was measured: by tokens, spread evenly over the
+    replicas, and by tokens and replicas. A line misses the stairs of a kernel, a curve the replicas
+    that are not active.
+
+    Args:
+        by_tokens: measured with all replicas of `by_replicas`.
+        cost: the line, fitted to `by_replicas`.
+        by_replicas: of the same device.
+    """
+    curve = curve_of(by_tokens)
+    experts = max(point.active for point in by_replicas.points)
+    spread = [even_point(tokens, experts) for tokens in by_tokens.tokens]
+    each, active = np.array([*spread, *by_replicas.points], np.float64).T
+    seconds = np.array([*by_tokens.timing.seconds, *by_replicas.timing.seconds])
+    reading = np.maximum(cost.read_s, cost.s_per_token * each)
+    line = cost.fixed_s + active * (cost.s_per_replica + reading)
+    tiles = np.ceil(each * active / curve.tile_tokens).astype(np.int64)
+    last = len(curve.tile_seconds)
+    beyond = np.maximum(tiles - last, 0) * curve.tile_tokens * curve.slope_s_per_token
+    stairs = np.array(curve.tile_seconds)[np.minimum(tiles, last) - 1] + beyond
+    return replace(
+        curve,
+        fit_error=float(np.abs(stairs / seconds - 1).mean()),
+        line_error=float(np.abs(line / seconds - 1).mean()),
+    )
 
 
 def _powers(most: int) -> list[int]:

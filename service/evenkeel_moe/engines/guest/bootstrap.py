@@ -19,6 +19,7 @@ from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
 from evenkeel_moe.adapters.torch.nvml_clock import NvmlClock
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.build import Connect
+from evenkeel_moe.agent.canary_runs import Probe
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.engine_moves import EngineMoves
 from evenkeel_moe.agent.ports import ExpertWeights, RankLink
@@ -54,6 +55,8 @@ class EngineFacts:
     """As in `AgentConfig`."""
     side: CountingSide = CountingSide.SOURCE
     """The shape of the counts that will be recorded."""
+    probe: Probe | None = None
+    """Asks the expert in a slot; None without a canary."""
     slots_stay_filled: bool = False
     """True if the engine cannot leave a slot empty."""
 
@@ -96,6 +99,8 @@ def make_guest(
         device=facts.device,
         link=link or _make_link(settings, rank, facts.side),
         clock=_clock_reader(config.gpu_uuid),
+        # In observe mode the plugin does not see that weights are replaced.
+        probe=facts.probe if settings.mode is GuestMode.PLACE else None,
     )
     if (saved := _load_profile(settings, config.gpu_uuid)) is not None:
         tell_profile(agent, saved, facts.device, settings.profile_s)
@@ -119,7 +124,7 @@ def _make_link(settings: GuestSettings, rank: int, side: CountingSide) -> RankLi
 
 
 def _clock_reader(gpu_uuid: str) -> NvmlClock | None:
-    """Return a reader of the GPU's clock: neither engine measures the time of its MoE layers."""
+    """Return a reader of the GPU's clock, which counts where ranks report no seconds."""
     return NvmlClock(gpu_uuid) if gpu_uuid else None
 
 
@@ -165,6 +170,7 @@ def _agent_config(
         poll_every=settings.poll_every,
         resolve_after=settings.resolve_after,
         gate_timeout_s=settings.gate_timeout_s,
+        canary_step_s=settings.canary_step_s,
     )
 
 

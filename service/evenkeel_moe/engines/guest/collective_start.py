@@ -73,7 +73,7 @@ def require_plugin_on_all(store: Any, name: str, rank: int, size: int, timeout_s
 
 
 def all_or_none(
-    what: str, work: Callable[[], _T], gather: Gather, undo: Callable[[_T], None] | None = None
+    what: str, work: Callable[[], _T], gather: Gather, undo: Callable[[_T], object] | None = None
 ) -> _T:
     """Run one part of the start on every rank; collective, also if it fails.
 

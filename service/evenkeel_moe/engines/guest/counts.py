@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.device_recorder import StepCounts
+from evenkeel_moe.engines.guest.expert_times import Seconds, unknown
 from evenkeel_moe.model.load import Phase
 
 
@@ -19,6 +20,9 @@ class StepNote:
     dummy: bool
     prepared_tokens: int | None
     """Real tokens that the engine prepared; None if the engine does not report them."""
+    seconds: Seconds = unknown
+    """Returns the seconds of this rank's routed experts, which compute tokens of others in a dummy
+    step."""
 
 
 GuestCounts = StepCounts[StepNote]
@@ -64,4 +68,12 @@ def record_step(
     """
     if note.dummy:
         counts, tokens = np.zeros_like(counts), 0
-    agent.record(note.step, counts, epoch=note.epoch, tokens=tokens, phase=phase, dummy=note.dummy)
+    agent.record(
+        note.step,
+        counts,
+        epoch=note.epoch,
+        tokens=tokens,
+        phase=phase,
+        dummy=note.dummy,
+        compute_s=note.seconds(),
+    )

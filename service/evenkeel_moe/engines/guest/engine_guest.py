@@ -5,12 +5,13 @@ A guest counts the tokens of each step, and gives the engine's own balancer the 
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
 import structlog
+import torch
 from numpy.typing import NDArray
 
 from evenkeel_moe.agent.agent import Agent
@@ -19,6 +20,13 @@ from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, make_guest
 from evenkeel_moe.engines.guest.collective_start import all_or_none
 from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote
+from evenkeel_moe.engines.guest.expert_times import (
+    ExpertCall,
+    ExpertTimes,
+    Seconds,
+    make_clock,
+    unknown,
+)
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.plan_agreement import PlanAgreement, gather_rows
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
@@ -57,6 +65,8 @@ class EngineGuest(ABC):
         self._kv_cache: KvCache | None = None
         self._link = link
         self._counts: GuestCounts | None = None
+        self._times: ExpertTimes | None = None
+        """None if the seconds of the experts are not measured."""
         self._top_k = 1
         self._step = 0
         self._due = False
@@ -114,6 +124,14 @@ class EngineGuest(ABC):
     def _deliver(self, note: StepNote, counts: NDArray[np.int64]) -> None:
         """Record the counts of one step."""
 
+    @abstractmethod
+    def _expert_calls(self) -> Sequence[ExpertCall]:
+        """Return the function that computes the experts of each layer.
+
+        Raises:
+            Unsupported: it also communicates, or waits for other ranks; or it was not found.
+        """
+
     def _gather(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         return gather_rows(row, self._plan_group())
 
@@ -130,11 +148,13 @@ class EngineGuest(ABC):
         """Start the agent on all ranks or on none; collective."""
 
         def make() -> Agent:
+            facts = read()
+            self._measure_experts(facts.device)
             return make_guest(
                 self.settings,
                 rank,
                 shape,
-                read(),
+                facts,
                 self.moves,
                 gather=self._gather,
                 link=self._link,
@@ -149,6 +169,25 @@ class EngineGuest(ABC):
         deployment = self.settings.deployment
         _log.info("guest_started", deployment=deployment, rank=rank, shape=str(shape))
         return self.agent
+
+    def _measure_experts(self, device: torch.device) -> None:
+        """Begin to measure the seconds of the experts, unless that was done or is not possible."""
+        if self._times is not None or not self.settings.seconds_every:
+            return
+        try:
+            clock = make_clock(device)
+            self._times = ExpertTimes(self.settings.seconds_every, clock, self._expert_calls)
+        except Exception as error:  # It costs the seconds; the rank goes on.
+            _log.warning("seconds_not_measured", engine=self.engine_name, detail=str(error)[:300])
+
+    def _begin_step(self) -> None:
+        """Measure the next step if its turn has come; called at the very end of a boundary."""
+        if self._times is not None:
+            self._times.begin_step(self._step)
+
+    def _end_step(self) -> Seconds:
+        """Return the seconds of the step that ended; called once for each step."""
+        return unknown if self._times is None else self._times.end_step()
 
     def _count(self, step: int, take: Callable[[GuestCounts], None]) -> None:
         """Count one step; an error costs telemetry, never the step or a poll of the gate (R9)."""

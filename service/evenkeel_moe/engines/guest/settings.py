@@ -77,8 +77,14 @@ class GuestSettings(BaseSettings):
     load time between the slowest and the fastest rank. It must be shorter than NCCL's ten minutes,
     after which ranks without the plugin would give up waiting for the others."""
     gate_timeout_s: _Seconds = 20.0
+    canary_step_s: Annotated[float, Field(ge=0, le=1)] = 1e-4
+    """Seconds that a step may wait for the canary, which asks each moved expert one token and
+    compares its answer with the registered one; 0 switches it off. Only in mode `place`."""
     stall_after_s: _Seconds = 30.0
     """Seconds without a switched layer after which a move counts as stalled."""
+    seconds_every: Annotated[int, Field(ge=0, le=1_000_000)] = 8
+    """The seconds of a rank's own routed experts are measured in one step of so many, and in all
+    steps that are replayed from CUDA graphs; 0 measures none."""
     placement: str = ""
     """A file of `evenkeel placement export` with which vLLM starts; empty starts as vLLM
     does. SGLang has its own option, `--init-expert-location`. A file that does not fit, or that

@@ -22,9 +22,12 @@ from evenkeel_moe.engines.guest.collective_start import (
 )
 from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
+from evenkeel_moe.engines.guest.expert_times import ExpertCall, Seconds
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.guest.slot_weights import SlotWeights
+from evenkeel_moe.engines.sglang.canary import SglangProbe
+from evenkeel_moe.engines.sglang.experts import expert_calls
 from evenkeel_moe.engines.sglang.state import (
     MoeRows,
     WarmUp,
@@ -118,12 +121,14 @@ class SglangGuest(EngineGuest):
         def read() -> EngineFacts:
             by_layer = self.manager._get_model().routed_experts_weights_of_layer
             layers = self._rows.layer_ids
+            device = torch.device(metadata.physical_to_logical_map.device)
             return EngineFacts(
                 initial_placement(metadata, self._rows),
                 SlotWeights([by_layer[layer] for layer in layers].__getitem__),
-                torch.device(metadata.physical_to_logical_map.device),
+                device,
                 dispatch=dispatcher(self._access.moe_config()),
                 side=self._side,
+                probe=SglangProbe(self._expert_calls, rank, shape.slots_per_rank, device),
                 slots_stay_filled=True,  # SGLang's maps hold an expert in every slot.
             )
 
@@ -161,6 +166,10 @@ class SglangGuest(EngineGuest):
         self._warm_up = WarmUp(expected=not self._access.serving().skip_server_warmup)
         return shape
 
+    def pool_allocated(self) -> None:
+        """Measure the experts from here on: SGLang records its CUDA graphs next."""
+        self._measure_experts(torch.device(self._access.metadata().physical_to_logical_map.device))
+
     # --- called by SGLang's recorder and manager
     # ---------------------------------------------------
 
@@ -174,8 +183,12 @@ class SglangGuest(EngineGuest):
         self._tokens = None if tokens is None else int(tokens)
 
     def counted(self, by_slot: Tensor) -> None:
-        """Note the recorder's counts of a pass: (hidden layers, S), without padding."""
-        self._counted = by_slot
+        """Note the recorder's counts of a pass: (hidden layers, S), without padding.
+
+        Those of the pass that starts the agent are left out.
+        """
+        if self.agent is not None:
+            self._counted = by_slot
 
     def boundary(self) -> None:
         """Count the pass and run the step boundary: after a forward pass, before the manager.
@@ -189,11 +202,20 @@ class SglangGuest(EngineGuest):
         step, self._step = self._step, self._step + 1
         if agent is None:
             return
-        self._count(step, lambda counts: self._take(agent, counts, step, by_slot))
+        seconds = self._end_step()
+        self._count(step, lambda counts: self._take(agent, counts, step, by_slot, seconds))
         self.weights_loaded()
         agent.step_boundary()
+        self._begin_step()
 
-    def _take(self, agent: Agent, counts: GuestCounts, step: int, by_slot: Tensor | None) -> None:
+    def _take(
+        self,
+        agent: Agent,
+        counts: GuestCounts,
+        step: int,
+        by_slot: Tensor | None,
+        seconds: Seconds,
+    ) -> None:
         """Take the counts of a pass, if the recorder counted it."""
         own = self._warm_up.has(self._rids)
         if by_slot is None:
@@ -203,13 +225,13 @@ class SglangGuest(EngineGuest):
             held = self._access.metadata().physical_to_logical_map
             phy2log = held[self._layers_on(held.device)].to(by_slot.device)
             own = own or is_health_check(self._rids)
-            counts.take(StepNote(step, agent.epoch, own, self._tokens), by_slot, phy2log)
+            counts.take(StepNote(step, agent.epoch, own, self._tokens, seconds), by_slot, phy2log)
             return
         # While layers are switched one by one, the slots follow no single epoch's map. The step
         # is then reported as a dummy. A health check of one rank is not: the slots of this rank
         # got tokens of the other ranks too.
         mixed = self.moves.move is not None
-        note = StepNote(step, agent.epoch, own or mixed, self._tokens)
+        note = StepNote(step, agent.epoch, own or mixed, self._tokens, seconds)
         counts.take(note, by_slot[:, self._local], None)
 
     def _layers_on(self, device: torch.device) -> Tensor:
@@ -349,6 +371,11 @@ class SglangGuest(EngineGuest):
             tokens = 0  # The first rank of its attention group reports their batch.
         if tokens is not None:
             record_step(agent, note, counts, tokens, self.settings.phase)
+
+    def _expert_calls(self) -> Sequence[ExpertCall]:
+        model, moe = self.manager._get_model(), self._access.moe_config()
+        layers = sorted(model.routed_experts_weights_of_layer)
+        return expert_calls(model, layers, str(moe.moe_a2a_backend))
 
     def _plan_group(self) -> Any:
         return self._access.cpu_group()

@@ -7,7 +7,6 @@ and nothing is hooked unless the version and every signature are known.
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.collective_start import protect_engine
@@ -45,10 +44,8 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         self, settings: GuestSettings, version: str, make_link: Callable[[], RankLink] | None = None
     ) -> None:
         super().__init__(settings, version, make_link)
-        self._runners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        """The `ModelRunner` of each manager, once it has a KV cache."""
         self._batch: Any = None
-        """The batch of the first forward pass, until its end makes the guest."""
+        """The batch of the first forward pass, until its end makes the guest if none is there."""
 
     def install(self) -> None:
         """Check SGLang, then register the hooks; SGLang applies them once all plugins are loaded.
@@ -92,9 +89,6 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
             self.guests[manager] = guest
             guest.pass_began(self._batch)
             self._batch = None
-            runner = self._runners.get(manager)
-            if runner is not None:
-                guest.kv_cache_allocated(lambda: read_kv_cache(runner))
         return guest
 
     # --- hooks; SGLang passes the original as the first argument of an AROUND hook
@@ -120,10 +114,10 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         manager = getattr(runner, "eplb_manager", None)
         if manager is None:
             return
-        self._runners[manager] = runner
-        guest = self.guests.get(manager)
-        if guest is not None:  # Otherwise the first forward pass makes the guest.
-            guest.kv_cache_allocated(lambda: read_kv_cache(runner))
+        guest = self.guest_of(manager)
+        guest.kv_cache_allocated(lambda: read_kv_cache(runner))
+        with protect_engine(guest, "alloc_memory_pool"):
+            guest.pool_allocated()
 
     def _around_pass_end(self, original: Callable[[Any], None], manager: Any) -> None:
         guest = self.guest_of(manager)

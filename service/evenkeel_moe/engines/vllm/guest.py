@@ -1,6 +1,7 @@
 """One rank's guest in vLLM: reports counts, delivers plans, and watches the rearrangements."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,21 +14,26 @@ from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts
 from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plugin_in_group
-from evenkeel_moe.engines.guest.counts import StepNote, count_once, record_step
+from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
+from evenkeel_moe.engines.guest.expert_times import ExpertCall
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.guest.slot_weights import SlotWeights
+from evenkeel_moe.engines.vllm.canary import VllmProbe
+from evenkeel_moe.engines.vllm.experts import expert_call
 from evenkeel_moe.engines.vllm.parallelism import refuse_elastic, stage_settings
 from evenkeel_moe.engines.vllm.reload import ReloadMap, finish_rearrangement
 from evenkeel_moe.engines.vllm.state import (
     VllmModelState,
     VllmState,
+    counting_side,
     read_map,
     read_shape,
 )
 from evenkeel_moe.engines.vllm.warm import move_experts, start_from_file
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Prepare
 
@@ -71,6 +77,9 @@ class VllmGuest(EngineGuest):
         self._answer: NDArray[np.int64] | None = None
         """The map that the planner gave vLLM for the plan under way."""
         self._warned_of_counts = False
+        self._side = counting_side(state)
+        self._slots = slice(0)
+        """Of this rank."""
         self._place_in_batch, self._ranks_of_batch = 0, 1
         """Position and number of the ranks that get the same batch: the tensor-parallel group."""
 
@@ -103,6 +112,8 @@ class VllmGuest(EngineGuest):
         size, rank = int(group.world_size), int(group.rank_in_group)
         require_plugin_in_group(group.cpu_group, self.settings.group_timeout_s)
         shape = all_or_none("read the model", lambda: read_shape(model_state, size), self._gather)
+        first = rank * shape.slots_per_rank
+        self._slots = slice(first, first + shape.slots_per_rank)
         tensor_group = self._groups.get_tp_group()
         self._place_in_batch = int(tensor_group.rank_in_group)
         self._ranks_of_batch = int(tensor_group.world_size)
@@ -120,11 +131,15 @@ class VllmGuest(EngineGuest):
             placement = Placement(
                 read_map(model_state).astype(np.int32), size, shape.num_logical_experts
             )
+            device = torch.device(model_state.physical_to_logical_map.device)
+            model = model_state.model
             return EngineFacts(
                 placement,
-                SlotWeights(lambda layer: model_state.model.expert_weights[layer]),
-                torch.device(model_state.physical_to_logical_map.device),
+                SlotWeights(lambda layer: model.expert_weights[layer]),
+                device,
                 dispatch=DispatchModel.EVEN.value,  # vLLM uses all replicas of an expert alike.
+                side=self._side,
+                probe=VllmProbe(list(model.moe_layers), rank, shape.slots_per_rank, device),
             )
 
         agent = self._start_agent(rank, shape, read)
@@ -149,6 +164,8 @@ class VllmGuest(EngineGuest):
         next step to find. They are cleared, as vLLM does at a dummy step.
         """
         self._warming_up, self._prepared = False, None
+        self._end_step()
+        self._begin_step()
         if self.agent is not None and self._model_state is not None:
             self._model_state.expert_load_pass.zero_()
 
@@ -177,13 +194,9 @@ class VllmGuest(EngineGuest):
                 detail="vLLM started no worker through WorkerWrapperBase: its KV cache is unknown,"
                 " its warm-up counts as served, and sleep at level 2 is not noticed",
             )
-        note = StepNote(self._step, agent.epoch, dummy or self._warming_up, self._prepared)
-        self._count(
-            note.step,
-            lambda counts: counts.take(
-                note, model_state.expert_load_pass, model_state.physical_to_logical_map
-            ),
-        )
+        is_dummy, seconds = dummy or self._warming_up, self._end_step()
+        note = StepNote(self._step, agent.epoch, is_dummy, self._prepared, seconds)
+        self._count(note.step, lambda counts: self._take_counts(counts, note, model_state))
         self._prepared = None
         self._step += 1
         self.weights_loaded()
@@ -192,6 +205,16 @@ class VllmGuest(EngineGuest):
         finally:  # A rank that skipped the trigger would rearrange without the others.
             if self.places:
                 self._set_trigger()
+        self._begin_step()
+
+    def _take_counts(
+        self, counts: GuestCounts, note: StepNote, model_state: VllmModelState
+    ) -> None:
+        counted = model_state.expert_load_pass
+        if self._side is CountingSide.SOURCE:
+            counts.take(note, counted, model_state.physical_to_logical_map)
+        else:
+            counts.take(note, counted[:, self._slots], None)
 
     def _set_trigger(self) -> None:
         """Make vLLM's counter reach its interval at the agreed step, and only then."""
@@ -374,7 +397,12 @@ class VllmGuest(EngineGuest):
         if agent is None:
             return
         tokens, batch = int(counts[0].sum()) // self._top_k, note.prepared_tokens
-        if batch is not None and not note.dummy:
+        if self._side is CountingSide.DESTINATION:
+            if batch is None and not note.dummy:
+                return  # It is not known how many of the tokens were this rank's own.
+            # The first rank of its tensor-parallel group reports their batch.
+            tokens = 0 if self._place_in_batch or batch is None else batch
+        elif batch is not None and not note.dummy:
             self._check_counts(note.step, tokens, batch)
             counts, tokens = count_once(counts, tokens, batch, self._place_in_batch)
         record_step(agent, note, counts, tokens, self.settings.phase)
@@ -396,6 +424,11 @@ class VllmGuest(EngineGuest):
             if counted > batch
             else "the ranks of the batch counted fewer tokens than it has: the totals are too low",
         )
+
+    def _expert_calls(self) -> Sequence[ExpertCall]:
+        model_state = self._model_state
+        layers = () if model_state is None else model_state.model.moe_layers
+        return [expert_call(layer) for layer in layers]
 
     @property
     def _group(self) -> Any:

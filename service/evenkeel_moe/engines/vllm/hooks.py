@@ -23,6 +23,12 @@ POLICIES = "vllm.distributed.eplb.policy"
 GROUPS = "vllm.distributed.parallel_state"
 WORKERS = "vllm.v1.worker.worker_base"
 _WORKER = "vllm.v1.worker.gpu_worker"
+ASCEND = "vllm_ascend"
+_OLDER_ASCEND = (
+    "vllm-ascend runs its older model runner (version 1), which balances by an EPLB of its own that"
+    " this plugin does not know: set VLLM_USE_V2_MODEL_RUNNER=1, or write its expert_map_path with"
+    " `evenkeel offline -f ascend`"
+)
 
 _PARTS: Parts = {
     STATE: {
@@ -85,24 +91,32 @@ def check_engine(version: str) -> None:
     refuse_differences(compare(version))
 
 
-def worker_functions(version: str) -> Mapping[str, str]:
-    """Return the functions of a worker that the plugin wraps, with their parameters."""
-    later = {"reset_weights"} if version.startswith("0.31.") else set()
-    return {name: taken for name, taken in _OF_A_WORKER.items() if name not in later}
+def worker_functions(version: str, worker: type | None = None) -> Mapping[str, str]:
+    """Return the functions of a worker that the plugin wraps, with their parameters.
+
+    Args:
+        version: of vLLM.
+        worker: its class; None for vLLM's own. That of vllm-ascend has not all of them.
+    """
+    missing = {"reset_weights"} if version.startswith("0.31.") else set()
+    if worker is not None and worker.__module__.partition(".")[0] == ASCEND:
+        missing = {name for name in ("reset_weights", "discard") if not hasattr(worker, name)}
+    return {name: taken for name, taken in _OF_A_WORKER.items() if name not in missing}
 
 
 def compare(version: str) -> Iterator[Hook]:
     """Return every part with its difference, if it has one; changes nothing."""
-    if importlib.util.find_spec("vllm_ascend") is not None:
-        yield Hook(
-            "vllm-ascend",
-            "vllm-ascend is installed: its model runner balances by an EPLB of its own, which this"
-            " plugin does not know; write its expert_map_path with `evenkeel offline -f ascend`",
-        )
     try:
+        if importlib.util.find_spec(ASCEND) is not None:
+            yield Hook("vllm-ascend", "" if _ascend_balances_by_vllm() else _OLDER_ASCEND)
         yield from _compare_modules(version)
     except (ImportError, AttributeError) as error:
         yield Hook("import", f"a part of vLLM cannot be read: {error!s:.300}")
+
+
+def _ascend_balances_by_vllm() -> bool:
+    """Return True if vllm-ascend runs its newer model runner, which uses vLLM's `EplbState`."""
+    return bool(importlib.import_module("vllm.envs").VLLM_USE_V2_MODEL_RUNNER)
 
 
 def _compare_modules(version: str) -> Iterator[Hook]:

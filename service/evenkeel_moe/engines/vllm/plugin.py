@@ -143,7 +143,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
 
     def _wrap_workers(self, owner: Any) -> None:
         """Learn of each worker and the size of its KV cache; a process may have no worker."""
-        allocate, functions = owner.initialize_from_config, worker_functions(self._version)
+        allocate = owner.initialize_from_config
 
         @functools.wraps(allocate)
         def allocate_and_tell(wrapper: Any, kv_cache_configs: Any) -> Any:
@@ -154,6 +154,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
                         guest.kv_cache_allocated(
                             lambda: read_kv_cache(kv_cache_configs[wrapper.global_rank])
                         )
+                        functions = worker_functions(self._version, type(wrapper.worker))
                         watch_worker(wrapper.worker, guest, functions)
             return answer
 

@@ -7,8 +7,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenkeel_moe.engines.guest.model_facts import shared_experts, top_k, widest_expert
+from evenkeel_moe.engines.vllm.hooks import ASCEND
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.checks import undivided
+from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.topology import ModelShape
 
 
@@ -41,6 +43,15 @@ class VllmState(Protocol):
         ...
 
     def _update_layer_should_record(self) -> None: ...
+
+
+def counting_side(state: VllmState) -> CountingSide:
+    """Return SOURCE if `expert_load_pass` has what this rank routed, DESTINATION if its slots got.
+
+    vllm-ascend's `AscendEplbState` has what the slots of this rank computed, and 0 for all others.
+    """
+    bases = {base.__module__.partition(".")[0] for base in type(state).__mro__}
+    return CountingSide.DESTINATION if ASCEND in bases else CountingSide.SOURCE
 
 
 def read_map(state: VllmModelState) -> NDArray[np.int64]:

@@ -1,0 +1,178 @@
+"""Flags of a server with which its engine, or the plugin, does not balance experts.
+
+Neither engine is imported: its own check needs its devices and the model. What is listed was read
+in the sources of the version that each row names. An engine of another version may differ.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.yaml_text import parse_yaml
+
+_MOST_BYTES = 1 << 20
+_OFF = ("", "0", "false", "no", "none", "null")
+"""Values with which an option is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """An option with which experts are not balanced."""
+
+    option: str
+    values: tuple[str, ...]
+    """Beginnings of the values that matter; none: every value that turns the option on."""
+    words: str
+    source: str
+    """The version and file in which this was read."""
+
+    def meets(self, flags: Mapping[str, Any]) -> bool:
+        """Return True if a server with these flags is concerned."""
+        value = flags.get(self.option)
+        if self.values:
+            return isinstance(value, str) and value.startswith(self.values)
+        alone = self.option.endswith("-size") and str(value) == "1"
+        return _is_on(value) and not alone
+
+
+def _is_on(value: Any) -> bool:
+    return value is not None and str(value).lower() not in _OFF
+
+
+_PLUGIN = "the plugin"
+LIMITS: Mapping[str, tuple[Limit, ...]] = {
+    "vllm": (
+        Limit(
+            "all2all-backend",
+            ("moonep",),
+            "MoonEP's replicated weights do not follow moves of experts",
+            "vLLM 0.32.0, config/vllm.py",
+        ),
+        Limit(
+            "moe-backend",
+            ("flashinfer_moe_ep_mega_deep_gemm",),
+            "FlashInfer's MoE-EP kernel takes no map of experts",
+            "vLLM 0.32.0, layers/fused_moe/flashinfer_moe_ep.py",
+        ),
+        Limit(
+            "quantization",
+            (
+                *("awq", "auto_awq", "gptq", "auto_gptq", "moe_wna16", "humming", "inc"),
+                *("modelopt_mxfp8", "gpt_oss_mxfp4"),
+            ),
+            "the method of this quantization does not support EPLB",
+            "vLLM 0.32.0, layers/quantization: no supports_eplb",
+        ),
+        Limit(
+            "enable-elastic-ep",
+            (),
+            "the number of ranks may change while the plugin's group stays as it is",
+            _PLUGIN,
+        ),
+        Limit(
+            "speculative-config.method",
+            ("medusa",),
+            "a Medusa drafter with experts is refused",
+            "vLLM 0.32.0, v1/spec_decode/medusa.py",
+        ),
+    ),
+    "sglang": (
+        Limit(
+            "dwdp-size",
+            (),
+            "DWDP divides the experts once and for all",
+            "SGLang 0.5.23, arg_groups/parallel_hook.py",
+        ),
+        Limit(
+            "enable-paged-experts",
+            (),
+            "paged experts live on one GPU and are not balanced",
+            "SGLang 0.5.23, layers/moe/paged_experts/method.py",
+        ),
+        Limit(
+            "moe-runner-backend",
+            ("lora", "experimental_sgl_marlin"),
+            "the MoE runner for LoRA needs every expert at its own place",
+            "SGLang 0.5.23, arg_groups/lora_hook.py, lora/marlin_lora_temp/policy.py",
+        ),
+        Limit(
+            "elastic-ep-backend",
+            (),
+            "the number of ranks may change while the plugin's group stays as it is",
+            _PLUGIN,
+        ),
+    ),
+}
+REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("enable-expert-parallel", "enable-eplb"),
+    "sglang": ("enable-eplb",),
+}
+"""Options without which the engine has no balancer for the plugin to use."""
+
+
+def find_limits(engine: str, flags: Mapping[str, Any]) -> Iterator[str]:
+    """Yield in words why a server with these flags does not balance experts with the plugin.
+
+    Args:
+        engine: vllm or sglang.
+        flags: as `read_flags` returns them.
+    """
+    for option in REQUIRED[engine]:
+        if not _is_on(flags.get(option)):
+            yield f"--{option} is missing: without it the engine has no balancer ({_PLUGIN})"
+    for limit in LIMITS[engine]:
+        if limit.meets(flags):
+            value = flags[limit.option]
+            shown = "" if value is True else f" {value}"
+            yield f"--{limit.option}{shown}: {limit.words} ({limit.source})"
+
+
+def read_flags(words: Sequence[str]) -> dict[str, Any]:
+    """Return the options of a server's command line by name, without the leading dashes.
+
+    An option without a value is True. `--config FILE` adds the options of a YAML file, which those
+    of the command line override. Words that belong to no option, such as the model, are left out.
+
+    Raises:
+        InvalidInput: the file cannot be read.
+    """
+    flags: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("_", "-")
+            flags |= _parts(name, value) if equals else {name: True}
+            name = "" if equals else name
+        elif name:
+            flags |= _parts(name, word)
+            name = ""
+    if isinstance(file := flags.pop("config", None), str):
+        flags = _of_file(Path(file)) | flags
+    return flags
+
+
+def _parts(name: str, value: Any) -> dict[str, Any]:
+    """Return an option; one that holds a mapping gives an option `name.key` for each key."""
+    if isinstance(value, str) and value.startswith("{"):
+        value = parse_yaml(value, f"--{name} ")
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {f"{name}.{key}": one for key, one in value.items()}
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise InvalidInput(f"{path} has more than {_MOST_BYTES} bytes")
+        found = parse_yaml(path.read_text("utf-8"), f"{path}:")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, Mapping):
+        raise InvalidInput(f"{path} holds no options: {found!r:.60}")
+    flags: dict[str, Any] = {}
+    for key, value in found.items():
+        flags |= _parts(str(key).replace("_", "-"), value)
+    return flags
