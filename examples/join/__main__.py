@@ -46,6 +46,9 @@ def judge(ends: list[dict], size: int, limit_s: float) -> str:
         return f"{len(left)} ranks left the group: {cause}"
     if len(ends) < size:
         return f"{size - len(ends)} ranks did not finish"
+    troubles = [detail["trouble"] for detail in ends if detail["trouble"]]
+    if troubles:
+        return f"{len(troubles)} ranks take no more plans: {troubles[0]}"
     if any(detail["wrong"] for detail in ends):
         return "an output changed"
     if len({detail["digest"] for detail in ends}) > 1:

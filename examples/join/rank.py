@@ -110,7 +110,8 @@ def run(
         detail["left"] = str(error)
     except RuntimeError as error:  # a collective of the engine fails once a peer has left
         detail["left"] = f"lost a peer: {error}"
-    events.put((rank, "end", {**detail, "epoch": agent.epoch, "digest": agent.placement.digest}))
+    end = {"epoch": agent.epoch, "digest": agent.placement.digest, "trouble": agent.trouble}
+    events.put((rank, "end", {**detail, **end}))
     agent.close()
 
 

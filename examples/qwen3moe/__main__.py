@@ -37,8 +37,10 @@ def judge(seen: list[tuple[int, str, dict]], size: int) -> str:
         return f"{size - len(ends)} ranks did not finish"
     if any(kind == "differs" for _, kind, _ in seen):
         return "an output changed"
-    if not all(detail["as_untouched_model"] for _, kind, detail in seen if kind == "start"):
+    if not all(detail.get("as_untouched_model", True) for _, _, detail in seen):
         return "the split model's outputs differ from the library's model"
+    if sum(kind == "served" for _, kind, _ in seen) < size:
+        return "not all requests were served in time"
     if len({detail["digest"] for detail in ends}) > 1:
         return "the ranks ended with different maps"
     if not all(detail["epoch"] > 0 for detail in ends):

@@ -6,6 +6,7 @@ state of each token to the slots in the table, and adds up the results. `Slots` 
 implement the interfaces that Evenkeel's agent needs from an engine.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,19 +63,45 @@ class Tables:
 
 
 class Slots:
-    """ExpertWeights: this rank's slots of all layers; each slot owns its memory."""
+    """ExpertWeights: a pool of buffers for the slots of all layers, each as large as one expert.
 
-    def __init__(self) -> None:
-        self.layers: list[tuple[Tensor, Tensor]] = []
+    Buffers without an expert are blocks of the KV cache (`serving.py`).
+    """
+
+    def __init__(self, buffers: int, hidden: int, inner: int) -> None:
+        self.hidden, self.inner = hidden, inner
+        self.memory = torch.zeros(buffers, 3 * inner * hidden)
+        self.buffer_of: dict[tuple[int, int], int] = {}
+        self.free = list(range(buffers))
+        self.taking = threading.Lock()  # The agent reserves slots on a thread of its own.
 
     def tensors(self, layer: int, local_slot: int) -> Sequence[Tensor]:
-        return [tensor[local_slot] for tensor in self.layers[layer]]
+        buffer = self.memory[self.buffer_of[layer, local_slot]]
+        gate_up, down = buffer.split([2 * self.inner * self.hidden, self.inner * self.hidden])
+        return gate_up.view(2 * self.inner, self.hidden), down.view(self.hidden, self.inner)
 
     def reserve(self, slots: Sequence[tuple[int, int]]) -> bool:
-        return True
+        buffers = self.take(len(slots))
+        self.buffer_of.update(zip(slots, buffers or (), strict=buffers is not None))
+        return buffers is not None
 
     def release(self, slots: Sequence[tuple[int, int]]) -> None:
-        pass
+        self.give_back([self.buffer_of.pop(slot) for slot in slots])
+
+    @property
+    def free_buffers(self) -> int:
+        return len(self.free)
+
+    def take(self, count: int) -> list[int] | None:
+        with self.taking:
+            if count > len(self.free):
+                return None
+            taken, self.free = self.free[:count], self.free[count:]
+            return taken
+
+    def give_back(self, buffers: Sequence[int]) -> None:
+        with self.taking:
+            self.free += buffers
 
 
 class EpExperts(nn.Module):
@@ -88,11 +115,14 @@ class EpExperts(nn.Module):
         self.per_rank = placement.slots_per_rank
         self.layer, self.tables, self.group = layer, tables, group
         self.num_experts, self.act = whole.num_experts, whole.act_fn
+        self.slots = slots
         held = placement.phy2log[layer, rank * self.per_rank : (rank + 1) * self.per_rank]
-        here = torch.from_numpy(np.maximum(held, 0).astype(np.int64))
-        self.gate_up = whole.gate_up_proj.detach()[here].clone()
-        self.down = whole.down_proj.detach()[here].clone()
-        slots.layers.append((self.gate_up, self.down))
+        filled = np.flatnonzero(held >= 0).tolist()
+        assert slots.reserve([(layer, local) for local in filled])
+        for local in filled:
+            gate_up, down = slots.tensors(layer, local)
+            gate_up.copy_(whole.gate_up_proj.detach()[held[local]])
+            down.copy_(whole.down_proj.detach()[held[local]])
         self.counts = np.zeros(self.num_experts, np.int64)
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -135,21 +165,21 @@ class EpExperts(nn.Module):
         answer = torch.empty_like(rows)
         for slot in local.unique().tolist():
             where = torch.nonzero(local == slot)[:, 0]
+            gate_up, down = self.slots.tensors(self.layer, slot)
             for part in where.split(ROWS):
                 block = torch.zeros(ROWS, rows.shape[1], dtype=rows.dtype)
                 block[: len(part)] = rows[part]
-                gate, up = nn.functional.linear(block, self.gate_up[slot]).chunk(2, dim=-1)
-                answer[part] = nn.functional.linear(self.act(gate) * up, self.down[slot])[
-                    : len(part)
-                ]
+                gate, up = nn.functional.linear(block, gate_up).chunk(2, dim=-1)
+                answer[part] = nn.functional.linear(self.act(gate) * up, down)[: len(part)]
         return answer
 
 
 def spread_experts(
-    model: Any, rank: int, placement: Placement, group: Communicator
+    model: Any, rank: int, placement: Placement, buffers: int, group: Communicator
 ) -> tuple[list[EpExperts], Slots, Tables]:
     """Replace the experts of every MoE layer; return the layers and the agent's interfaces."""
-    tables, slots = Tables(placement), Slots()
+    sizes = model.config.hidden_size, model.config.moe_intermediate_size
+    tables, slots = Tables(placement), Slots(buffers, *sizes)
     blocks = []
     for layer, block in enumerate(model.model.layers):
         block.mlp.experts = EpExperts(block.mlp.experts, layer, rank, tables, slots, group)

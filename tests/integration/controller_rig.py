@@ -169,6 +169,7 @@ class Rank:
         self.votes = True
         self.ended: Exception | None = None
         self._writing = asyncio.Lock()
+        self.came_from: m.Lineage | None = None
         self.epoch, self.placement = group.epoch, group.placement
 
     def hello(self, **changes) -> m.Hello:
@@ -185,6 +186,7 @@ class Rank:
             "staging_bytes": 1 << 20,
             "gate_digest": "gate",
             "highest_term": self.term,
+            "lineage": self.came_from,
         }
         return m.Hello(**{**values, **changes})
 

@@ -1,6 +1,7 @@
 """One controller process with ranks that register, report, vote and swap: planning end to end."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -244,6 +245,14 @@ async def test_a_recommendation_moves_nothing(tmp_path):
         for row in rows:
             assert row["kv_tokens"] == (64_000 - row["extra_bytes_per_rank"]) // 16
 
+        wider = {"to_ranks": 8, "multi_node_bytes": 160}
+        now, eight = (await http.get(f"{BASE}/capacity", params=wider)).json()["rows"]
+        assert (now["ranks"], now["kv_tokens"], eight["ranks"]) == (4, 4000, 8)
+        assert eight["kv_tokens"] > now["kv_tokens"]
+        assert eight["gain"] > 0 and eight["bytes_to_move"] == 1024 * eight["copies"] > 0
+        wrong = await http.get(f"{BASE}/capacity", params={"retire": 4})
+        assert (wrong.status_code, wrong.json()["reason"]) == (422, Reason.INVALID_INPUT)
+
         kept = (await http.get(f"{BASE}/recommendation", params={"max_age_s": 600})).json()
         assert kept["at"] == found["at"]
         newer = (await http.get(f"{BASE}/recommendation", params={"max_age_s": 0})).json()
@@ -261,6 +270,23 @@ async def test_a_recommendation_moves_nothing(tmp_path):
         assert (status["reason"], status["balancedness_mean"]) == (Reason.GROUP_STOPPED, None)
         gone = await http.get(f"{BASE}/recommendation", params={"max_age_s": 600})
         assert (gone.status_code, gone.json()["reason"]) == (503, Reason.RANKS_MISSING)
+
+        # They start again with a fourth slot in each of 3 layers, and tell the same KV cache.
+        larger = replace(group.shape, slots_per_rank=4)
+        async with Group(shape=larger, generation="g-2") as again:
+            await again.connect(controller.address)
+
+            async def compared():
+                answer = (await http.get(f"{BASE}/recommendation")).json()
+                promise = answer.get("kv_promise")
+                return promise and promise["reported_tokens"] and answer
+
+            answer = await until(compared)
+            promised = (64_000 - 3 * 1024) // 16
+            promise = answer["kv_promise"]
+            assert (promise["promised_tokens"], promise["reported_tokens"]) == (promised, 4000)
+            assert promise["ratio"] == 4000 / promised
+            assert answer["words"][-1] == promise["words"]
 
 
 async def test_a_fleet_that_cannot_carry_plans_out_is_not_asked_every_cycle(tmp_path):

@@ -112,6 +112,20 @@ def started(demo, seen):
 
 
 @pytest.mark.slow
+def test_a_group_grows_and_shrinks_and_not_a_bit_is_wrong(tmp_path):
+    code, output = finish(start_demo(tmp_path, "--resize"))
+    assert code == 0, output
+    assert re.search(r"^resized from 4 to 6 ranks: serving paused for ", output, re.MULTILINE)
+    filled = re.search(r": (\d+) copies, the best assignment (\d+)$", output, re.MULTILINE)
+    assert filled, output
+    copied, least = map(int, filled.groups())
+    assert 0 < copied <= 1.05 * least
+    assert re.search(r"are ready to retire: .* (\d+) copies, least \1$", output, re.MULTILINE)
+    assert re.search(r"^resized from 6 to 3 ranks: ", output, re.MULTILINE)
+    assert "outputs compared with those of a model that never moved: 0 differ" in output
+
+
+@pytest.mark.slow
 def test_a_killed_demo_leaves_no_process(tmp_path):
     demo = start_demo(tmp_path, "--steps", "2000")
     processes = started(demo, "step -")

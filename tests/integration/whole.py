@@ -158,20 +158,20 @@ class Fleet:
         self.config = RankConfig(**(known | config))
         self.supervisor = Supervisor(self.config, max_restarts=3)
         self._offsets: dict[Path, int] = {}
-        self.steps = [-1] * self.config.num_ranks
+        self.steps: dict[int, int] = {}
         self.mismatches = 0
 
     def poll(self) -> None:
         assert self.supervisor.poll() is None, "the ranks ended"
-        for line in read_new_lines(self.supervisor.folder, self.config.num_ranks, self._offsets):
+        for line in read_new_lines(self.supervisor.folder, self._offsets):
             if line["kind"] == "step":
                 self.steps[line["rank"]] = line["step"]
                 self.mismatches = max(self.mismatches, line["mismatches"])
 
     def newest_step(self) -> int:
-        """Newest step that every rank has written."""
+        """Newest step that every rank of the present group has written."""
         self.poll()
-        return min(self.steps)
+        return min(self.steps.get(rank, -1) for rank in range(self.supervisor.num_ranks))
 
     def finish(self):
         """Ask the ranks to end, and return their report with the final checks."""

@@ -5,6 +5,7 @@ import json
 import secrets
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,15 @@ class DemoController:
     def post(self, path: str) -> None:
         """POST /v1/path; a refusal is ignored, because the plan's story shows it."""
         self._http.post(f"/v1/{path}")
+
+    def change(self, method: str, path: str, body: Mapping[str, Any]) -> Any:
+        """Send a body to /v1/path; return None if the controller refuses it for now.
+
+        Raises:
+            httpx.HTTPError: no answer, or an error that lasts.
+        """
+        response = self._http.request(method, f"/v1/{path}", json=body, timeout=30.0)
+        return None if response.status_code == 409 else response.raise_for_status().json()
 
     def log_tail(self) -> str:
         """Return the last lines of its log."""

@@ -45,6 +45,8 @@ class DemoOptions:
     console: bool = False
     """Serve until stopped, for people who look at the console: the text changes back and forth, and
     nothing is checked or approved."""
+    resize: bool = False
+    """Serve requests with a KV cache, and take the group to six ranks and then to three."""
     folder: Path | None = None
     """Folder for logs and lines; None removes them at the end."""
     timeout_s: float = 600.0
@@ -62,6 +64,8 @@ class DemoOptions:
             raise InvalidInput(f"{self.steps} steps are too few for two plans, use at least 200")
         if self.console and (self.fault or self.slow):
             raise InvalidInput("console runs until it is stopped, without a fault or a slow rank")
+        if self.resize and (self.console or self.fault or self.slow or self.mode != "auto"):
+            raise InvalidInput("a resize runs in mode auto, without console, fault or slow rank")
         if self.told and not self.slow:
             raise InvalidInput("a compute time is told of a slow rank only")
         if self.slow and (self.mode == "observe" or self.fault or self.dispatch.fetches):

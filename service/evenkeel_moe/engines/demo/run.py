@@ -24,13 +24,15 @@ from evenkeel_moe.engines.demo.options import (
     DemoOptions,
 )
 from evenkeel_moe.engines.demo.processes import StopFlag, stop_flag
+from evenkeel_moe.engines.demo.resize import REQUESTS, ResizeDemo
 from evenkeel_moe.engines.demo.summary import Summary, decision_lines, summarise, summary_lines
 from evenkeel_moe.engines.demo.view import plain_line, render
 from evenkeel_moe.engines.demo.watch import Watch
 from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.fleet_report import FleetReport
 from evenkeel_moe.engines.reference.lines import read_new_lines
-from evenkeel_moe.engines.reference.supervisor import FleetReport, Supervisor
-from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.engines.reference.supervisor import Supervisor
+from evenkeel_moe.errors import InvalidInput, Unavailable
 
 _POLL_S = 0.25
 _PLAIN_S = 2.0
@@ -61,6 +63,16 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         supervisor.start()
         if options.console:
             return _serve_console(console, controller, supervisor, stop)
+        if options.resize:
+            try:
+                passed = ResizeDemo(console, controller, supervisor, stop).run()
+            except Unavailable as error:
+                if stop:
+                    return _interrupted(stop, console)
+                console.print(Text(str(error), "red"), soft_wrap=True)
+                passed = False
+            console.print(Text(_verdict(passed), style="bold"))
+            return 0 if passed else 1
         watch, report = _watch(options, console, controller, supervisor, stop)
         if stop:
             return _interrupted(stop, console)
@@ -103,12 +115,13 @@ def _rank_config(options: DemoOptions, folder: Path, controller: DemoController)
         dispatch=options.dispatch,
         deployment=_DEPLOYMENT,
         controllers=(controller.grpc_address,),
-        steps=0 if options.console else options.steps,
+        steps=0 if options.console or options.resize else options.steps,
         shift_at=options.shift_at,
         shift_back=options.console,
         min_step_s=options.step_s,
         fault=options.fault,
         **slow,
+        **(REQUESTS if options.resize else {}),
     ).with_simulated_kv_cache()
 
 
@@ -164,7 +177,7 @@ def _watch(
         while not stop:
             report = supervisor.poll()
             elapsed_s = time.monotonic() - start
-            watch.feed_lines(read_new_lines(supervisor.folder, options.ranks, offsets), elapsed_s)
+            watch.feed_lines(read_new_lines(supervisor.folder, offsets), elapsed_s)
             lost = not controller.running
             if lost:
                 watch.feed_status(None, elapsed_s)
@@ -231,10 +244,14 @@ def _conclude(
         code = 1
     else:
         passed = summary.passed and report is not None and report.ok
-        verdict = "every check passed" if passed else "NOT every check passed"
+        verdict = _verdict(passed)
         code = 0 if passed else 1
     console.print(Text(verdict, style="bold"))
     return code
+
+
+def _verdict(passed: bool) -> str:
+    return "every check passed" if passed else "NOT every check passed"
 
 
 def _interrupted(stop: StopFlag, console: Console) -> int:

@@ -1,4 +1,4 @@
-"""The final check of a run, and the faults that prove that the check can fail."""
+"""The final check of a rank, and the faults that prove that the check can fail."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,9 +39,9 @@ def final_check(
     weights: PooledWeights,
     originals: Sequence[Sequence[Sequence[Tensor]]],
     mismatches: int,
-    communicator: Communicator,
-) -> FinalCheck:
-    """Compare the group's epochs and maps, and this rank's slots with the checkpoint; collective.
+    check: FinalCheck,
+) -> None:
+    """Compare this rank's slots with the checkpoint.
 
     Args:
         rank: this rank.
@@ -49,15 +49,15 @@ def final_check(
         weights: its slots.
         originals: (L, E) tensors of every expert as loaded.
         mismatches: rows that were computed wrongly so far.
-        communicator: over all ranks.
+        check: the result of `compare_maps`.
+
+    Mutates: `check`, which becomes complete.
     """
-    check = _compare_maps(router, communicator)
     check.slots_checked = int((_own_rows(rank, router, len(originals)) != EMPTY).sum())
     check.wrong_slots, found = inspect_rank(rank, router, weights, originals)
     check.problems += found
     if mismatches:
         check.problems.append(f"rank {rank}: {mismatches} rows differ from the undistributed model")
-    return check
 
 
 def inspect_rank(
@@ -95,7 +95,8 @@ def _own_rows(rank: int, router: Router, layers: int) -> NDArray[np.int32]:
     return router.phy2log.reshape(layers, router.num_ranks, -1)[:, rank]
 
 
-def _compare_maps(router: Router, communicator: Communicator) -> FinalCheck:
+def compare_maps(router: Router, communicator: Communicator) -> FinalCheck:
+    """Compare the group's epochs and maps; collective over the communicator."""
     width = max(table.slots.shape[1] for table in router.tables)
     header = communicator.all_gather(_on(communicator, np.array([router.epoch, width], np.int64)))
     epochs = header[:, 0].tolist()

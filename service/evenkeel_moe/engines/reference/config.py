@@ -4,30 +4,50 @@ This module imports neither torch nor the agent, so that the command line and th
 
 Files under `run_folder`::
 
-    config.json       the RankConfig that every rank reads (rank -1 in the file)
-    rank-R.jsonl      lines of rank R over all attempts, see below
-    rank-R.log        stdout and stderr of rank R, with its lines `start`, `swap`, `fault`,
-                      `problem` and `exit`
-    supervisor.jsonl  lines of the supervisor: `started`, `rank_died`, `restarted`, `finished`
+    config.json       the RankConfig that every rank reads (rank -1 in the file), of the group that
+                      serves; during a resize of the next one. Replaced atomically
+    rank-R.jsonl      lines of rank R over all groups, see below
+    rank-R.log        stdout and stderr of the processes that started as rank R, with their lines
+                      `start`, `resized`, `swap`, `fault`, `problem` and `exit`
+    supervisor.jsonl  lines of the supervisor: `started`, `rank_died`, `restarted`, `resizing`,
+                      `resized`, `resize_failed`, `finished`
     state/rank-R.npz  last committed placement of rank R, replaced atomically
-    rendezvous-A      file store of attempt A
+    rendezvous-G      file store of group G
     lock              locked while a fleet runs in the folder
+    resize-*.json     requests of `evenkeel fleet resize`, and the answers
 
-Lines of a rank are JSON objects. All have `kind`, `rank` and `unix`:
+A group is formed at the start, at each restart and at each resize. A process that stays through a
+resize may get another rank. From then on it writes to the file of that rank: a file has what one
+rank of each group wrote, so each (group, rank) stands in one file, and each step once.
+
+Lines of a rank are JSON objects. All have `kind`, `rank`, `group` and `unix`:
 
 =======  ===========================================================================================
 kind     further keys
 =======  ===========================================================================================
+ready    pid: a process that joins a group of another size has loaded, and waits for the group
 start    attempt, pid, generation, epoch, warm (placement came from a state file), step (the first),
-         device, placement_digest
+         device, placement_digest, ranks (of the group), former_rank (of this process in the group
+         before; null if it was not there), loaded_bytes (of experts, read from the checkpoint since
+         the process started)
 step     step, seconds (one step without pacing and checks), tokens (routed by this rank), epoch,
-         domain (`prose`, `code` or `trace`),
+         domain (`prose`, `code`, `trace` or `requests`),
          rank_load (L integers: tokens this rank's slots received),
          served (L integers: tokens it computed, also with fetched and shared experts),
          compute_s (L numbers: seconds in the routed experts of each layer),
          paced_s (L numbers: the least of these seconds that the pace allows; none where a rank
          fetches experts),
-         mismatches (rows that differed from the undistributed model since the start)
+         mismatches (rows that differed from the undistributed model since the start); with
+         requests also running (requests) and free_blocks (of the KV cache)
+request  arrived_s, admitted_s, first_s (its first token), ended_s: seconds after the rank's first
+         step; first_step, ended_step; prompt, output (tokens), digest (of its activations after the
+         last layer)
+drained  next_group: this rank retires then, and has no request left
+gave_up  arrived_s, prompt, output, done (tokens computed): a request that a retiring rank left
+resized  pause_s: from the end of the last step of the old group to the first of this one; of it
+         agreed_s (who goes), closed_s (the old agent), joined_s (rendezvous and placement),
+         started_s (the agent)
+refused  next_group, detail: the placement changed meanwhile; the group serves on as it is
 staging  plan_id, wave_index, bytes_done, bytes_total
 swap     step, epoch (the new one), plan_id, wave_index, layers, seconds (delay of the step),
          received_bytes
@@ -89,7 +109,12 @@ class DispatchRule(StrEnum):
     FEWEST = "fewest"
     """One replica for each expert and batch, so that few experts are active on the fullest rank."""
     WATERFILL = "waterfill"
-    """`even`, and shared experts run on the ranks with the least load."""
+    """`even`, and the shared expert of a token runs on the rank with the most room of those that
+    the token visits, by the load of all ranks."""
+    WATERFILL_STATIC = "waterfill-static"
+    """`waterfill` by the load of the own rank's tokens alone, without a collective."""
+    WATERFILL_ALL_RANKS = "waterfill-all-ranks"
+    """`waterfill` that may choose any rank, at the price of new transfers."""
     LIBRA = "libra"
     """First own tokens on own experts, then the rest; fetches the next layer's experts ahead. Both
     by the algorithms of the paper."""
@@ -102,10 +127,14 @@ class DispatchRule(StrEnum):
         return self in (DispatchRule.LIBRA, DispatchRule.LIBRA_REFINED)
 
     @property
+    def moves_shared(self) -> bool:
+        """True if shared experts run where there is room, not at home."""
+        return self.value.startswith(DispatchRule.WATERFILL.value)
+
+    @property
     def told(self) -> str:
         """The name that ranks tell the controller: that of a model, if one is meant for it."""
-        own = self in (DispatchRule.FEWEST, DispatchRule.WATERFILL)
-        return self.value if own else self.model.value
+        return self.model.value
 
     @property
     def model(self) -> DispatchModel:
@@ -115,6 +144,8 @@ class DispatchRule(StrEnum):
         """
         if self is DispatchRule.LPLB or self.fetches:
             return DispatchModel.OPTIMAL
+        if self.moves_shared:
+            return DispatchModel.WATERFILL
         return DispatchModel(self.value)
 
 
@@ -157,29 +188,41 @@ class RankConfig:
     `pool_slots_per_layer`: 8 for 16 experts on 4 ranks."""
     pool_slots_per_layer: int = 0
     """Mean number of weight buffers per layer: a rank's pool has `layers` times this many. 0
-    takes an even share of the experts plus one: 5 for 16 experts on 4 ranks."""
+    takes an even share of the experts plus one: 5 for 16 experts on 4 ranks; with requests plus
+    five."""
     d_model: int = 64
     d_ffn: int = 128
 
     dispatch: DispatchRule = DispatchRule.EVEN
     transient_experts: int = 2
     """N of Libra: the experts that a rank fetches for one layer of one batch."""
+    overlap: bool = True
+    """False ends every stage of Libra before the next one begins, for comparison."""
+    timeline: bool = False
+    """Write when each stage of Libra began and ended, with every step."""
 
     # The traffic.
     tokens_per_step: int = 256
-    """Tokens that one rank routes in one step."""
+    """Tokens that one rank routes in one step; with requests at most."""
     steps: int = 400
     """Stop after this many steps; 0 runs until stopped."""
     shift_at: int = 0
     """First step whose text is code instead of prose; 0 stays with prose."""
     shift_back: bool = False
     """The text changes back and forth, every `shift_at` steps."""
+    requests_per_s: float = 0.0
+    """Requests that arrive at one rank in a second, on average; they replace the endless text.
+    Their KV cache is in the buffers of the pool that experts leave. 0 has neither."""
+    prompt_tokens: int = 48
+    """Mean length of a prompt."""
+    output_tokens: int = 16
+    """Mean number of tokens that a request puts out."""
     trace: str = ""
     """An .npz with recorded routing (`ids` or `T`); it replaces `layers`, `experts` and `top_k`."""
     min_step_s: float = 0.0
     """A step takes at least this long; sets the duration of a demo."""
     first_step: int = 0
-    """First step of a restarted group; set by the supervisor."""
+    """First step of a group that starts from nothing; set by the supervisor."""
     verify_every: int = 1
     """Steps between comparisons of the outputs with the undistributed model; 0 never compares."""
 
@@ -215,11 +258,20 @@ class RankConfig:
     """D: calls from the start of a poll to the use of its result."""
     gate_timeout_s: float = 20.0
 
-    # The process.
+    # The group; set by the supervisor.
+    group: int = 0
+    """Number of the group, which grows from group to group of a run."""
     attempt: int = 0
-    """Restarts of the group so far; set by the supervisor."""
+    """Restarts of the group so far."""
+    former: tuple[int | None, ...] = ()
+    """(R,) the rank of each process in the group before, None for one that joins; empty for a group
+    that starts from nothing."""
+    forming: bool = True
+    """False while the processes that join and leave a group of another size get ready."""
     rendezvous: str = ""
-    """torch.distributed init method; set by the supervisor."""
+    """torch.distributed init method."""
+
+    # The process.
     group_timeout_s: float = 60.0
     """Deadline of each collective of the engine."""
     device: str = "auto"
@@ -233,7 +285,9 @@ class RankConfig:
 
     def __post_init__(self) -> None:
         if not self.pool_slots_per_layer:
-            object.__setattr__(self, "pool_slots_per_layer", -(-self.experts // self.num_ranks) + 1)
+            spare = 5 if self.requests_per_s else 1
+            pool = -(-self.experts // self.num_ranks) + spare
+            object.__setattr__(self, "pool_slots_per_layer", pool)
         if not self.slots_per_rank:
             half_more = self.pool_slots_per_layer + -(-self.pool_slots_per_layer // 2)
             object.__setattr__(self, "slots_per_rank", half_more)
@@ -253,6 +307,9 @@ class RankConfig:
             ("poll_latency", 1),
             ("tokens_per_step", 1),
             ("transient_experts", 0),
+            ("requests_per_s", 0),
+            ("prompt_tokens", 1),
+            ("output_tokens", 1),
             ("pace_s_per_token", 0),
             ("pace_s_per_replica", 0),
             ("slow_factor", 1),
@@ -262,6 +319,8 @@ class RankConfig:
                 yield f"{name} is {value}, must be finite and at least {lowest}"
         if self.nodes and len(self.nodes) != self.num_ranks:
             yield f"{len(self.nodes)} node indices for {self.num_ranks} ranks"
+        if self.former and len(self.former) != self.num_ranks:
+            yield f"{len(self.former)} former ranks for {self.num_ranks} ranks"
         if self.slow_from < 0 or (self.slow_until and self.slow_until <= self.slow_from):
             yield f"slow_from {self.slow_from} and slow_until {self.slow_until} leave no slow step"
         paced = self.pace_s_per_token or self.pace_s_per_replica or self.slow_factor > 1.0
@@ -271,6 +330,13 @@ class RankConfig:
             yield (
                 f"kv_bytes_per_token is {self.kv_bytes_per_token} and kv_free_bytes is"
                 f" {self.kv_free_bytes}: give both or neither"
+            )
+        if self.requests_per_s and self.trace:
+            yield "requests have text, so they cannot be routed as a trace tells"
+        if self.requests_per_s and self.d_ffn < self.layers:
+            yield (
+                f"d_ffn {self.d_ffn} below layers {self.layers}: no KV token fits the memory of an"
+                " expert"
             )
         if self.tell_cost and not self.pace_s_per_token:
             yield "tell_cost needs pace_s_per_token, the time that is told"
@@ -293,6 +359,18 @@ class RankConfig:
         return _FLOAT32_BYTES * (2 * self.d_model * self.d_ffn + self.d_ffn)
 
     @property
+    def model_sizes(self) -> dict[str, int]:
+        """The arguments of `Model.build` but the device."""
+        return {
+            "seed": self.seed,
+            "layers": self.layers,
+            "experts": self.experts,
+            "top_k": self.top_k,
+            "d_model": self.d_model,
+            "d_ffn": self.d_ffn,
+        }
+
+    @property
     def shape(self) -> ModelShape:
         """The deployment's shape. With a trace, call `rank.with_trace_sizes` first."""
         return ModelShape(
@@ -309,6 +387,16 @@ class RankConfig:
     def folder(self) -> Path:
         """`run_folder` as a path."""
         return Path(self.run_folder)
+
+    @property
+    def file(self) -> Path:
+        """The file from which the ranks of a run read their configuration."""
+        return self.folder / "config.json"
+
+    @property
+    def former_rank(self) -> int | None:
+        """The rank of this process in the group before; None if it was not there."""
+        return self.former[self.rank] if self.former else None
 
     @property
     def state_file(self) -> Path:
@@ -350,7 +438,7 @@ class RankConfig:
             InvalidInput: unknown fields, values out of range, or too few slots for the experts.
         """
         values = json.loads(text)
-        for name in ("nodes", "controllers"):
+        for name in ("nodes", "controllers", "former"):
             values[name] = tuple(values.get(name, ()))
         if "dispatch" in values:
             values["dispatch"] = DispatchRule(values["dispatch"])

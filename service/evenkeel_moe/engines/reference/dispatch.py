@@ -59,8 +59,13 @@ class SlotDispatch:
         self._router = parts.router
         self._communicator = parts.communicator
         self._waterfill: Waterfill | None = None
-        if config.dispatch is DispatchRule.WATERFILL:
-            self._waterfill = Waterfill(config.num_ranks, config.slots_per_rank, config.rank)
+        if config.dispatch.moves_shared:
+            self._waterfill = Waterfill(
+                config.num_ranks,
+                config.slots_per_rank,
+                config.rank,
+                all_ranks=config.dispatch is DispatchRule.WATERFILL_ALL_RANKS,
+            )
         # With Waterfill, each rank has one more slot, for the shared expert.
         shared = int(self._waterfill is not None)
         width = config.slots_per_rank + shared
@@ -101,7 +106,7 @@ class SlotDispatch:
         """Do nothing: this dispatch has no threads."""
 
     def _slots(self, layer: int, chosen: Tensor, token_hash: Tensor) -> Tensor:
-        if self._config.dispatch in (DispatchRule.EVEN, DispatchRule.WATERFILL):
+        if self._config.dispatch is DispatchRule.EVEN or self._config.dispatch.moves_shared:
             return self._router.destinations(layer, chosen, token_hash)
         rule = self._current_rule()
         demand = None
@@ -117,6 +122,8 @@ class SlotDispatch:
 
     def _shared_rank(self, rule: Waterfill, layer: int, slots: Tensor) -> Tensor:
         """Return (n,): the rank of each token's shared expert, chosen by the ranks' routed load."""
+        if self._config.dispatch is DispatchRule.WATERFILL_STATIC:
+            return rule.choose(slots, *rule.static_score(slots), salt=layer)
         own = count_by_rank(slots, self._config.num_ranks, self._config.slots_per_rank)
         mine = torch.cat([own, torch.tensor([len(slots)], device=own.device)])
         gathered = self._communicator.all_gather(mine)

@@ -27,7 +27,7 @@ class FleetWatch:
         for line in lines:
             if line["kind"] == "step":
                 self.step = max(line["step"], -1 if self.step is None else self.step)
-            elif line["kind"] == "link" and line["connected"]:
+            elif line["kind"] == "exit" or (line["kind"] == "link" and line["connected"]):
                 self._unconnected.pop(line["rank"], None)
             elif line["kind"] == "link":
                 since, _ = self._unconnected.get(line["rank"], (now, ""))

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenkeel_moe.engines.reference.model import combine_weights
-from evenkeel_moe.engines.reference.parts import LayerDispatch, RankParts
+from evenkeel_moe.engines.reference.parts import LayerDispatch, RankParts, Span
 
 _HASH = 2654435761
 """Knuth's multiplier; spreads consecutive token indices over the replicas."""
@@ -30,6 +30,8 @@ class StepResult:
     """(L,) seconds in the routed experts."""
     stop: bool
     """True if the group stops after this step."""
+    spans: list[Span]
+    """The stages of all layers, if they are recorded."""
 
 
 class Forward:
@@ -53,10 +55,12 @@ class Forward:
         n = len(tokens)
         index = torch.arange(n, device=tokens.device) + (step * self._num_ranks + self._rank) * n
         token_hash = (index * _HASH >> 16) & 0xFFFF
-        x = self._model.embed(tokens)
+        x = self._model.embed(tokens, self._traffic.before(step, self._rank))
         routed, counts, served, compute_s = [], [], [], []
+        spans: list[Span] = []
         self._pace.enter(step)
         for layer in range(self._model.num_layers):
+            x = self._traffic.attend(layer, x)
             chosen = self._traffic.route(step, self._rank, layer, x).to(x.device)
             result = self._dispatch.layer(layer, x, chosen, token_hash, stop)
             total = (result.choices * self._share[None, :, None]).sum(dim=1)
@@ -64,6 +68,7 @@ class Forward:
             counts.append(result.counts.numpy())
             served.append(result.served)
             compute_s.append(result.compute_s)
+            spans += result.spans
             stop = result.stop
             x = self._model.next_layer(layer, x, total, result.shared)
         return StepResult(
@@ -73,6 +78,7 @@ class Forward:
             np.array(served),
             np.array(compute_s),
             stop,
+            spans,
         )
 
 
@@ -81,20 +87,16 @@ class Witness:
 
     def __init__(self, parts: RankParts) -> None:
         self._model, self._traffic, self._rank = parts.model, parts.traffic, parts.config.rank
-        self.experts = [
-            [
-                tuple(t.to(self._model.device) for t in self._model.original(layer, expert))
-                for expert in range(self._model.num_experts)
-            ]
-            for layer in range(self._model.num_layers)
-        ]
+        self.experts = parts.model.experts
         """(L, E) tensors of every logical expert."""
 
     def mismatches(self, step: int, result: StepResult) -> int:
         """Return the number of rows of a step with a bit that differs from this model."""
-        x = self._model.embed(self._traffic.tokens(step, self._rank).to(self._model.device))
+        tokens = self._traffic.tokens(step, self._rank).to(self._model.device)
+        x = self._model.embed(tokens, self._traffic.before(step, self._rank))
         wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)
         for layer in range(self._model.num_layers):
+            x = self._traffic.attend(layer, x)
             chosen = self._traffic.route(step, self._rank, layer, x).to(x.device)
             total = self._model.undistributed(layer, x, chosen, self.experts[layer])
             wrong |= (total != result.routed[layer]).any(dim=1)

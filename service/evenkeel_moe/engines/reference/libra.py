@@ -1,9 +1,10 @@
 """Libra: computes local tokens while it shards the rest, and fetches the next experts ahead.
 
 The stages are those of Libra's section 3.1. One all-gather carries the gate's counts and those of
-the lookahead. A thread shards the remote tokens while this one computes the local ones. The
-tokens are all-gathered, so dispatch waits for no decision. The next layer's experts travel while
-the remote tokens are computed.
+the lookahead. Two more carry the tokens and their choices, which wait for no decision. While this
+thread computes the tokens that stay, another one waits for the counts, shards the remote tokens,
+plans the experts of the next layer and starts to fetch them. They travel until the next layer
+begins.
 
 Fetched experts are in two sets of buffers, for even and odd layers. They are in no placement and no
 map, and every copy is sent from a slot of the placement.
@@ -11,24 +12,23 @@ map, and every copy is sent from a slot of the placement.
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from evenkeel_moe.adapters.torch.groups import Communicator, Operation, Work
+from evenkeel_moe.adapters.torch.groups import Communicator, Gathering, Operation
 from evenkeel_moe.dispatch import (
     LayerQuotas,
     LibraChoice,
     LibraVariant,
     PrefetchBuffers,
-    TransientReplicas,
     count_choices,
 )
 from evenkeel_moe.engines.reference.exchange import check_epochs
 from evenkeel_moe.engines.reference.model import expert_forward
-from evenkeel_moe.engines.reference.parts import LayerOutcome, RankParts
+from evenkeel_moe.engines.reference.parts import LayerOutcome, RankParts, Span
 
 
 class TwoStageDispatch:
@@ -60,16 +60,18 @@ class TwoStageDispatch:
             for _ in range(2)
         ]
         self._held = PrefetchBuffers(places)
-        self._fetch: tuple[int, list[Work]] | None = None
-        """(layer, copies) of experts that are on their way."""
+        self._fetch: Future[None] | None = None
+        """The experts of the next layer that are on their way."""
+        self._spans: list[Span] = []
+        """The stages that ended in this layer, of both threads."""
         self._batches = 0
         self._choice: LibraChoice | None = None
         self._choice_epoch = -1
-        self._sharder = ThreadPoolExecutor(1, thread_name_prefix="shard")
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="libra")
 
     def close(self) -> None:
-        """End the sharding thread and the communicator of the weights."""
-        self._sharder.shutdown(wait=True)
+        """End the helper thread and the communicator of the weights."""
+        self._helper.shutdown(wait=True, cancel_futures=True)
         self._prefetch.abort()
 
     def layer(
@@ -77,28 +79,35 @@ class TwoStageDispatch:
     ) -> LayerOutcome:
         """See `LayerDispatch.layer`; the hash is not used."""
         choice = self._current_choice()
-        demand, predicted, any_stop = self._exchange_demand(layer, x, chosen, stop)
-        hosts = choice.hosts(layer)
-        sharding = self._sharder.submit(choice.shard, layer, demand)
-        everyone = self._communicator.all_gather(x)
-        all_chosen = self._communicator.all_gather(chosen)
-
-        self._await_fetch(layer)
+        self._await_fetch()
         experts_here = self._experts_here(layer)
+        hosts = choice.hosts(layer)  # Sharding uses the plan up.
+        gather = self._communicator.start_all_gather
+        counts = gather(self._counts_of_gates(layer, x, chosen, stop))
+        tokens, choices, gathered = gather(x), gather(chosen), None
+        decision = self._helper.submit(self._decide, choice, layer, counts)
+        if not self._config.overlap:
+            decision.result()
+            self._await_fetch()
+            gathered = tokens.wait(), choices.wait()
+
         began = time.perf_counter()
         outputs = torch.empty(*chosen.shape, x.shape[1], device=x.device)
         stays = torch.from_numpy(hosts[:, self._config.rank].copy()).to(chosen.device)[chosen]
         _compute(x, chosen, stays, experts_here, outputs)
-        local_s = time.perf_counter() - began
-        quotas = sharding.result()
-        if predicted is not None:
-            self._start_fetch(layer + 1, choice.plan(layer + 1, predicted))
-
+        local_s = self._note(layer, "local", began)
+        quotas, any_stop = decision.result()
+        everyone, all_chosen = gathered or (tokens.wait(), choices.wait())
         began = time.perf_counter()
         results, sent_rows = self._compute_remote(quotas, everyone, all_chosen, experts_here)
-        remote_s = time.perf_counter() - began
+        remote_s = self._note(layer, "remote", began)
+        began = time.perf_counter()
         self._combine(quotas, chosen, results, sent_rows, outputs)
+        self._note(layer, "combine", began)
         self._held.end(layer)
+        # The helper may note the end of a fetch meanwhile.
+        spans = self._spans[:]
+        del self._spans[: len(spans)]
         return LayerOutcome(
             choices=outputs,
             shared=None,
@@ -106,7 +115,14 @@ class TwoStageDispatch:
             served=int(quotas.quotas[:, self._config.rank].sum()) + len(x),
             compute_s=local_s + remote_s,
             stop=any_stop,
+            spans=spans if self._config.timeline else (),
         )
+
+    def _note(self, layer: int, stage: str, began: float) -> float:
+        """Note that a stage ends now; return its seconds."""
+        span = Span(layer, stage, began, time.perf_counter())
+        self._spans.append(span)
+        return span.ended - began
 
     def _current_choice(self) -> LibraChoice:
         if self._choice is None or self._choice_epoch != self._router.epoch:
@@ -118,13 +134,10 @@ class TwoStageDispatch:
             self._choice_epoch = self._router.epoch
         return self._choice
 
-    def _exchange_demand(
-        self, layer: int, x: Tensor, chosen: Tensor, stop: bool
-    ) -> tuple[Tensor, Tensor | None, bool]:
-        """Return (demand (R, E), predicted demand of the next layer, any stop).
+    def _counts_of_gates(self, layer: int, x: Tensor, chosen: Tensor, stop: bool) -> Tensor:
+        """Return (2 + 2 E,): epoch, stop, tokens by expert here, and the same for the next layer.
 
-        Refuses ranks with different epochs (R8). There is no prediction for the last layer, or
-        without fetched experts.
+        The last part is zero where it is not predicted from the hidden state.
         """
         experts, epoch = self._config.experts, self._router.epoch
         counts = count_choices(chosen, experts)
@@ -132,16 +145,34 @@ class TwoStageDispatch:
         if self._lookahead and layer + 1 < self._config.layers:
             guess = count_choices(self._model.route(layer + 1, x), experts)
         header = torch.tensor([epoch, int(stop)], dtype=torch.int64, device=counts.device)
-        gathered = self._communicator.all_gather(torch.cat([header, counts, guess]))
+        return torch.cat([header, counts, guess])
+
+    def _decide(
+        self, choice: LibraChoice, layer: int, counts: Gathering
+    ) -> tuple[LayerQuotas, bool]:
+        """Shard the tokens of a layer, and let the experts of the next one be fetched.
+
+        Refuses ranks with different epochs (R8). There is no prediction for the last layer, or
+        without fetched experts. Runs in the helper thread.
+
+        Returns:
+            (quotas of the layer, True if some rank asked to stop).
+        """
+        began, experts = time.perf_counter(), self._config.experts
+        gathered = counts.wait()
+        self._note(layer, "demand", began)
         check_epochs(gathered[:, 0].tolist())
-        demand = gathered[:, 2 : 2 + experts]
+        began, demand = time.perf_counter(), gathered[:, 2 : 2 + experts]
+        quotas = choice.shard(layer, demand)
+        self._note(layer, "shard", began)
         predicted: Tensor | None = gathered[:, 2 + experts :]
         if not self._lookahead:
             predicted = self._last_demand.get(layer + 1)
             self._last_demand[layer] = demand
-        if layer + 1 >= self._config.layers or self._config.transient_experts == 0:
-            predicted = None
-        return demand, predicted, bool(gathered[:, 1].any())
+        more = layer + 1 < self._config.layers and self._config.transient_experts > 0
+        if predicted is not None and more:
+            self._fetch = self._helper.submit(self._fetch_experts, choice, layer + 1, predicted)
+        return quotas, bool(gathered[:, 1].any())
 
     def _experts_here(self, layer: int) -> dict[int, Sequence[Tensor]]:
         """Return the tensors of every expert that this rank can compute in a layer."""
@@ -230,8 +261,15 @@ class TwoStageDispatch:
                 counts[local] += int(of_expert.sum() - of_expert[resident].sum())
         return counts
 
-    def _start_fetch(self, layer: int, plan: TransientReplicas) -> None:
-        """Post the copies of a plan; all ranks list them in the same order."""
+    def _fetch_experts(self, choice: LibraChoice, layer: int, predicted: Tensor) -> None:
+        """Plan the experts that each rank fetches for a layer, and wait for those of this rank.
+
+        All ranks list the copies in the same order. Runs in the helper thread.
+        """
+        began = time.perf_counter()
+        plan = choice.plan(layer, predicted)
+        self._note(layer, "plan", began)
+        began = time.perf_counter()
         config = self._config
         mine = tuple(int(expert) for expert in plan.extra[config.rank] if expert >= 0)
         parity = self._held.prefetch(layer, mine)
@@ -251,16 +289,15 @@ class TwoStageDispatch:
                     buffers = self._buffers[parity][place]
                     operations += [Operation(t, source, False) for t in buffers]
         self._batches += 1
-        self._fetch = layer, self._prefetch.start_exchange(operations, self._batches)
-
-    def _await_fetch(self, layer: int) -> None:
-        fetch, self._fetch = self._fetch, None
-        if fetch is None:
-            return
-        fetched, works = fetch
-        assert fetched == layer, f"experts of layer {fetched} arrive in layer {layer}"
-        for work in works:
+        for work in self._prefetch.start_exchange(operations, self._batches):
             work.wait()
+        self._note(layer, "fetch", began)
+
+    def _await_fetch(self) -> None:
+        """Wait for the experts that are on their way."""
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            fetch.result()
 
 
 def _compute(

@@ -46,22 +46,29 @@ class LineWriter:
             self._file.close()
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file atomically: a reader sees the old text or the new one."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file, if it exists, without a line that a crash cut off."""
     return _parsed(path.read_bytes()) if path.is_file() else []
 
 
-def read_new_lines(
-    folder: Path, num_ranks: int, offsets: dict[Path, int]
-) -> Iterator[Mapping[str, Any]]:
-    """Yield the complete lines that the ranks wrote since the last call.
+def ends_of_lines(folder: Path) -> dict[Path, int]:
+    """Return where the lines of the ranks end now, in bytes: what `read_new_lines` starts from."""
+    return {path: path.stat().st_size for path in folder.glob("rank-*.jsonl")}
+
+
+def read_new_lines(folder: Path, offsets: dict[Path, int]) -> Iterator[Mapping[str, Any]]:
+    """Yield the complete lines that the ranks wrote since the last call, of all groups.
 
     Mutates: `offsets`, the bytes read of each file.
     """
-    for rank in range(num_ranks):
-        path = folder / f"rank-{rank}.jsonl"
-        if not path.exists():
-            continue
+    for path in sorted(folder.glob("rank-*.jsonl")):
         with path.open("rb") as file:
             file.seek(offsets.get(path, 0))
             text = file.read()

@@ -9,6 +9,7 @@ in different orders, on different ranks or devices, give equal bits, and one wro
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -122,9 +123,23 @@ class Model:
         """Return one of this model's experts as in the checkpoint."""
         return original_expert(self.seed, layer, expert, self.d_model, self.d_ffn)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return the activations of (n,) int64 token ids: (n, D) integers in -8..8."""
-        before = torch.roll(tokens, 1)
+    @cached_property
+    def experts(self) -> list[list[tuple[Tensor, ...]]]:
+        """(L, E) tensors of every expert as in the checkpoint."""
+        return [
+            [
+                tuple(t.to(self.device) for t in self.original(layer, expert))
+                for expert in range(self.num_experts)
+            ]
+            for layer in range(self.num_layers)
+        ]
+
+    def embed(self, tokens: Tensor, before: Tensor | None = None) -> Tensor:
+        """Return the activations of (n,) int64 token ids: (n, D) integers in -8..8.
+
+        `before` are the (n,) tokens before them; None takes the row before each.
+        """
+        before = torch.roll(tokens, 1) if before is None else before
         return (
             (self.embedding[tokens] + self.embedding[before] / 4).round_().clamp_(-_LIMIT, _LIMIT)
         )

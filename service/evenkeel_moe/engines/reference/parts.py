@@ -1,7 +1,8 @@
 """The parts of one rank that its dispatch, its forward pass and its agent share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,10 +12,63 @@ from evenkeel_moe.dispatch import DispatchTables
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.model import Model
 from evenkeel_moe.engines.reference.pace import Pace
+from evenkeel_moe.engines.reference.requests import Lengths, RequestTraffic, draw_requests
 from evenkeel_moe.engines.reference.slots import PooledWeights, Router
-from evenkeel_moe.engines.reference.traffic import RecordedTraffic, TextTraffic, Traffic, read_trace
+from evenkeel_moe.engines.reference.traffic import (
+    RecordedTraffic,
+    TextTraffic,
+    Traffic,
+    code_tokens,
+    prose_tokens,
+    read_trace,
+)
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
+
+
+@dataclass(eq=False, slots=True)
+class ProcessParts:
+    """What a rank process has as long as it lives, through all groups that it is in."""
+
+    model: Model
+    weights: PooledWeights
+    requests: RequestTraffic | None = None
+    """With their KV cache; None if the ranks serve endless text or a recording."""
+
+    @classmethod
+    def build(cls, config: RankConfig, device: torch.device) -> "ProcessParts":
+        """Make the parts of a process that begins, with empty slots."""
+        model = Model.build(**config.model_sizes, device=device)
+        buffers = config.layers * config.pool_slots_per_layer
+        weights = PooledWeights(
+            config.layers, config.slots_per_rank, buffers, config.d_model, config.d_ffn, device
+        )
+        return cls(model, weights)
+
+    def read_ahead(self, config: RankConfig) -> None:
+        """Read what is read at its first use: a group that serves would wait for it."""
+        _ = self.model.experts
+        prose_tokens()
+        if config.shift_at:
+            code_tokens()
+
+    def begin(self, config: RankConfig, placement: Placement) -> None:
+        """Fill the slots of a process in its first group from the checkpoint; then take requests.
+
+        Raises:
+            InfeasiblePlan: the placement needs more buffers than the pool has.
+            InvalidInput: the experts leave too few buffers for the longest request.
+        """
+        self.weights.load(placement, config.rank, config.seed)
+        if not config.requests_per_s:
+            return
+        lengths = Lengths(config.prompt_tokens, config.output_tokens)
+        # With the group in the seed, no two processes of a run are asked the same.
+        seed = config.seed, config.rank, config.group
+        asked = draw_requests(seed, config.requests_per_s, lengths)
+        self.requests = RequestTraffic(
+            self.model, self.weights, asked, lengths.most, config.tokens_per_step
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -34,28 +88,15 @@ class RankParts:
     def build(
         cls,
         config: RankConfig,
+        process: ProcessParts,
         placement: Placement,
         epoch: int,
         communicator: Communicator,
-        device: torch.device,
     ) -> "RankParts":
-        """Make the parts of a rank that starts with a placement, with slots from the checkpoint."""
-        model = Model.build(
-            seed=config.seed,
-            layers=config.layers,
-            experts=config.experts,
-            top_k=config.top_k,
-            d_model=config.d_model,
-            d_ffn=config.d_ffn,
-            device=device,
-        )
-        buffers = config.layers * config.pool_slots_per_layer
-        weights = PooledWeights(
-            config.layers, config.slots_per_rank, buffers, config.d_model, config.d_ffn, device
-        )
-        weights.load(placement, config.rank, config.seed)
-        router = Router(placement, epoch, device)
-        traffic = _traffic(config, model)
+        """Make the parts of a rank of a group, whose slots hold the experts of the placement."""
+        model, weights = process.model, process.weights
+        router = Router(placement, epoch, model.device)
+        traffic = process.requests or _endless(config, model)
         return cls(config, model, traffic, weights, router, communicator, Pace(config))
 
     def dispatch_tables(self) -> DispatchTables:
@@ -67,7 +108,7 @@ class RankParts:
         return DispatchTables.of(placement, topology, config.rank, self.model.device)
 
 
-def _traffic(config: RankConfig, model: Model) -> Traffic:
+def _endless(config: RankConfig, model: Model) -> Traffic:
     ranks, tokens = config.num_ranks, config.tokens_per_step
     if not config.trace:
         return TextTraffic(model, ranks, tokens, config.shift_at, config.shift_back)
@@ -93,6 +134,18 @@ class LayerOutcome:
     """Seconds in the routed experts, without the collectives."""
     stop: bool
     """True if some rank asked to stop after this step."""
+    spans: Sequence["Span"] = ()
+    """The stages that ended in this layer, if `RankConfig.timeline` asks for them."""
+
+
+class Span(NamedTuple):
+    """The time of one stage of a layer."""
+
+    layer: int
+    stage: str
+    began: float
+    """[s] of `time.perf_counter`."""
+    ended: float
 
 
 class LayerDispatch(Protocol):
@@ -111,7 +164,7 @@ class LayerDispatch(Protocol):
             stop: True if this rank wants to stop after the step.
 
         Raises:
-            EpochMismatch: a rank's map has another epoch; nothing was computed.
+            EpochMismatch: a rank's map has another epoch; no result leaves the layer.
         """
         ...
 

@@ -1,44 +1,37 @@
-"""One rank of the reference engine: joins the group, serves steps, and checks itself."""
+"""One rank process of the reference engine: serves steps in one group after another."""
 
 import dataclasses
 import os
 import signal
-import socket
 import time
 import traceback
-import uuid
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed
 
-from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
-from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
-from evenkeel_moe.agent import Agent, AgentConfig, GateFailed, RankLink, SwapRecord
-from evenkeel_moe.engines.identity import device_name, gpu_uuid, rank_identity
-from evenkeel_moe.engines.reference.checks import break_something, final_check, inspect_rank
-from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
-from evenkeel_moe.engines.reference.dispatch import make_dispatch
-from evenkeel_moe.engines.reference.exchange import EpochMismatch
-from evenkeel_moe.engines.reference.forward import Forward, StepResult, Witness
-from evenkeel_moe.engines.reference.lines import LineWriter
-from evenkeel_moe.engines.reference.parts import RankParts
-from evenkeel_moe.engines.reference.state import (
-    SavedPlacement,
-    agree_on_placement,
-    load_placement,
-    save_placement,
+from evenkeel_moe.agent import GateFailed
+from evenkeel_moe.engines.reference.checks import (
+    FinalCheck,
+    break_something,
+    compare_maps,
+    final_check,
+    inspect_rank,
 )
+from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
+from evenkeel_moe.engines.reference.exchange import EpochMismatch
+from evenkeel_moe.engines.reference.forward import StepResult
+from evenkeel_moe.engines.reference.group import Group, MakeLink
+from evenkeel_moe.engines.reference.joining import Upcoming
+from evenkeel_moe.engines.reference.lines import LineWriter
+from evenkeel_moe.engines.reference.parts import ProcessParts, RankParts
+from evenkeel_moe.engines.reference.resize import resized_placement
+from evenkeel_moe.engines.reference.state import SavedPlacement, save_placement
 from evenkeel_moe.engines.reference.traffic import read_trace
-from evenkeel_moe.errors import InvalidInput, Unavailable
-from evenkeel_moe.model.load import Phase
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Unavailable
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.wire.link import KvCache
 
-_distributed: Any = torch.distributed
-_LOGGED = ("start", "swap", "fault", "problem", "exit")
+_LOGGED = ("start", "resized", "swap", "fault", "problem", "exit")
 """The lines for which an operator searches the log; the others come with every step."""
 
 
@@ -55,7 +48,7 @@ class StepObserver(Protocol):
 
 
 def run_rank(
-    config: RankConfig, link: RankLink | None = None, observer: StepObserver | None = None
+    config: RankConfig, make_link: MakeLink | None = None, observer: StepObserver | None = None
 ) -> int:
     """Run one rank to its end; the main function of a rank process.
 
@@ -63,19 +56,18 @@ def run_rank(
 
     Args:
         config: of this rank.
-        link: the agent's link, instead of gRPC to `config.controllers`.
+        make_link: makes the agent's link, instead of gRPC to `config.controllers`.
         observer: called around each step.
 
     Returns:
         An ExitCode.
     """
     torch.set_num_threads(1)
-    path = config.folder / f"rank-{config.rank}.jsonl"
-    lines = LineWriter(path, logged=_LOGGED, rank=config.rank)
+    lines = _lines_of(config)
     code, reason, detail = ExitCode.FINISHED, "finished", ""
     rank, planned = None, False
     try:
-        rank = _Rank(with_trace_sizes(config), lines, link, observer)
+        rank = _Rank(with_trace_sizes(config), lines, make_link, observer)
         if not rank.serve():
             code, reason = ExitCode.CHECK_FAILED, "check_failed"
         planned = True
@@ -91,7 +83,8 @@ def run_rank(
         traceback.print_exc()
     finally:
         if rank is not None:
-            rank.close(planned=planned)
+            rank.group.close(planned=planned)
+            lines = rank.lines
     lines.write("exit", code=int(code), reason=str(reason), detail=detail[:500])
     lines.close()
     return int(code)
@@ -115,238 +108,249 @@ def with_trace_sizes(config: RankConfig) -> RankConfig:
 
 
 class _Rank:
-    """The state of one rank process."""
+    """The state of one rank process. `config`, `lines` and `group` change with each group."""
 
     def __init__(
         self,
         config: RankConfig,
         lines: LineWriter,
-        link: RankLink | None,
+        make_link: MakeLink | None,
         observer: StepObserver | None,
     ) -> None:
         if config.rank < 0 or not config.rendezvous:
             raise InvalidInput("a rank needs its number and a rendezvous")
-        self.config = config
         self.lines = lines
-        self.observer = observer
-        self.device = _device(config)
+        self._make_link = make_link
+        self._observer = observer
         self._stop_wanted = False
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self.store, self.generation = _join(config)
-        self.communicator = self._connect("engine")
-        placement, self.first_epoch, warm = agree_on_placement(
-            load_placement(config.state_file, config.shape),
-            Placement.initial(config.shape),
-            self.communicator,
-        )
-        self.parts = RankParts.build(
-            config, placement, self.first_epoch, self.communicator, self.device
-        )
-        self.router = self.parts.router
-        self.dispatch = make_dispatch(self.parts, self._connect)
-        self.forward = Forward(self.parts, self.dispatch)
-        self.witness = Witness(self.parts)
-        self.mismatches = self.rows_checked = 0
-        self.problems: list[str] = []
-        self.fault_done = False
-        self.agent: Agent | None = None
-        if config.agent:
-            self.agent = self._make_agent(placement, link)
-            cost = self.parts.pace.cost(SystemClock().unix())
-            if config.tell_cost and cost is not None:
-                self.agent.tell(cost)
-            if config.kv_bytes_per_token is not None and config.kv_free_bytes is not None:
-                self.agent.tell(KvCache(config.kv_bytes_per_token, config.kv_free_bytes))
-        lines.write(
+        self._process = ProcessParts.build(config, _device(config))
+        self._mismatches = self._rows_checked = 0
+        self._problems: list[str] = []
+        self._fault_done = False
+        if config.former:
+            self._process.read_ahead(config)
+            lines.write("ready", pid=os.getpid())
+        self.group = Group(config, self._process, lines, make_link, config.first_step)
+        self._begin_group()
+
+    @property
+    def config(self) -> RankConfig:
+        """Of this rank in its present group."""
+        return self.group.config
+
+    def _begin_group(self) -> None:
+        group, config = self.group, self.config
+        self._retiring = False
+        self._drained_for = config.group  # the next group that was told
+        self._upcoming = Upcoming(config)
+        self.lines.write(
             "start",
             attempt=config.attempt,
             pid=os.getpid(),
-            generation=self.generation,
-            epoch=self.first_epoch,
-            warm=warm,
-            step=config.first_step,
-            device=str(self.device),
-            placement_digest=placement.digest,
+            generation=group.generation,
+            epoch=group.first_epoch,
+            warm=group.warm,
+            step=group.first_step,
+            device=str(self._process.model.device),
+            placement_digest=group.placement.digest,
+            ranks=config.num_ranks,
+            former_rank=config.former_rank,
+            loaded_bytes=self._process.weights.loaded_bytes,
         )
 
     def serve(self) -> bool:
-        """Run steps until the end or a stop, then the final check; return True if it passed."""
-        step = self.config.first_step
+        """Serve until the end, a stop or retirement, then check; return True if it passed."""
+        step = self.group.first_step
+        while True:
+            step = self._serve_steps(step)
+            ended = time.perf_counter()
+            group = self.group
+            compared = compare_maps(group.router, group.communicator)
+            following = self._next_group(step)
+            if following is None:
+                return self._check(compared)
+            try:
+                placement = resized_placement(group.placement, following.former)
+            except InfeasiblePlan as error:  # the same on all ranks, who have the same map
+                self._upcoming.refuse()
+                group_number, why = following.group, str(error)
+                self.lines.write("refused", next_group=group_number, detail=why)
+                continue
+            if self.config.rank not in following.former:
+                for left in group.parts.traffic.give_up():
+                    self.lines.write("gave_up", **left)
+                return self._check(compared)
+            self._problems += compared.problems
+            self._follow(following, placement, step, ended)
+
+    def _serve_steps(self, step: int) -> int:
+        """Run steps until one after which the whole group stops; return the number of the next."""
         stop = False
         while not stop and (self.config.steps == 0 or step < self.config.steps):
             began = time.perf_counter()
-            epoch = self.router.epoch
-            if self.observer is not None:
-                self.observer.before_step(step, self.parts)
-            result = self.forward.step(step, self._stop_wanted)
-            if self.observer is not None:
-                self.observer.after_step(step, self.parts)
-            if self.agent is not None:
-                self._tell_agent(self.agent, step, epoch, result)
+            group, parts = self.group, self.group.parts
+            epoch = group.router.epoch
+            wants_stop = self._group_ends() or self._stop_wanted
+            if self._observer is not None:
+                self._observer.before_step(step, parts)
+            result = group.step(step, wants_stop)
+            if self._observer is not None:
+                self._observer.after_step(step, parts)
+            group.end_step(step, epoch, result)
             seconds = time.perf_counter() - began
             stop = result.stop
             self._verify(step, result)
             self._write_step(step, epoch, result, seconds)
+            for ended in parts.traffic.end_step(result.final):
+                self.lines.write("request", **ended)
             self._break(step, result)
             left = self.config.min_step_s - (time.perf_counter() - began)
             if left > 0:
                 time.sleep(left)
             step += 1
-        return self._check()
+        return step
 
-    def close(self, *, planned: bool) -> None:
-        """Stop the agent and the dispatch; the engine's communicator ends with the process."""
-        self.dispatch.close()
-        if self.agent is not None:
-            self.agent.close(planned=planned)
+    def _group_ends(self) -> bool:
+        """Return True if another group is to follow now; a rank that will retire drains before."""
+        following, traffic = self._upcoming.look(), self.group.parts.traffic
+        retires = following is not None and self.config.rank not in following.former
+        if retires and not self._retiring:
+            traffic.stop_arrivals()
+        elif self._retiring and not retires:
+            traffic.resume_arrivals()
+        self._retiring = retires
+        if following is None:
+            return False
+        if retires and self._drained_for != following.group and traffic.drained():
+            self._drained_for = following.group
+            self.lines.write("drained", next_group=following.group)
+        return following.forming
 
-    def _tell_agent(self, agent: Agent, step: int, epoch: int, result: StepResult) -> None:
-        """Record the loads and run the step boundary: all that an engine adds to its step."""
-        agent.record(
-            step,
-            result.counts,
-            epoch=epoch,
-            tokens=self.config.tokens_per_step,
-            phase=Phase.PREFILL,
-            compute_s=float(result.compute_s.sum()) if self.config.report_seconds else None,
+    def _next_group(self, step: int) -> RankConfig | None:
+        """Return the group that follows, or None at the end of the run; the same on all ranks."""
+        if self.config.steps and step >= self.config.steps:
+            return None
+        if self.group.any_rank(self._stop_wanted):
+            return None
+        following = self._upcoming.look()
+        if following is None or not following.forming:
+            raise Unavailable(
+                f"another rank left group {self.config.group} for one that {self.config.file} does"
+                " not describe"
+            )
+        return following
+
+    def _follow(self, following: RankConfig, placement: Placement, step: int, ended: float) -> None:
+        """Leave the group for the next one, with the experts and requests of this process.
+
+        Args:
+            following: configuration of the next group.
+            placement: with which it begins.
+            step: its first.
+            ended: `time.perf_counter` at the end of the step before.
+        """
+        agreed, old = time.perf_counter(), self.group
+        config = following.replace(rank=following.former.index(old.config.rank))
+        if not old.close(planned=True):
+            raise Unavailable(f"a copy of group {old.config.group} still uses slots")
+        closed = time.perf_counter()
+        # Also for a restart, should a process end before the next group has formed.
+        epoch = old.router.epoch + 1
+        save_placement(config.state_file, SavedPlacement(placement, epoch, old.generation))
+        self.lines.close()
+        self.lines = _lines_of(config)
+        self.group = Group(config, self._process, self.lines, self._make_link, step, old.generation)
+        old.disconnect()
+        self._begin_group()
+        now = time.perf_counter()
+        self.lines.write(
+            "resized",
+            pause_s=round(now - ended, 6),
+            agreed_s=round(agreed - ended, 6),
+            closed_s=round(closed - agreed, 6),
+            joined_s=round(self.group.joined - closed, 6),
+            started_s=round(now - self.group.joined, 6),
         )
-        agent.step_boundary(step)
 
     def _verify(self, step: int, result: StepResult) -> None:
         """Compare the outputs with the undistributed model, if it is time to."""
         config = self.config
         if not config.verify_every or step % config.verify_every:
             return
-        mismatches = self.witness.mismatches(step, result)
-        if mismatches and not self.mismatches:
+        group = self.group
+        mismatches = group.witness.mismatches(step, result)
+        if mismatches and not self._mismatches:
             # Look for the cause now: a later swap may remove it.
-            experts = self.witness.experts
-            _, self.problems = inspect_rank(config.rank, self.router, self.parts.weights, experts)
-            self.lines.write("problem", step=step, problems=self.problems)
-        self.mismatches += mismatches
-        self.rows_checked += config.tokens_per_step
+            experts, weights = group.witness.experts, self._process.weights
+            _, found = inspect_rank(config.rank, group.router, weights, experts)
+            self.lines.write("problem", step=step, problems=found)
+            self._problems += found
+        self._mismatches += mismatches
+        self._rows_checked += len(result.final)
 
     def _write_step(self, step: int, epoch: int, result: StepResult, seconds: float) -> None:
+        parts = self.group.parts
         self.lines.write(
             "step",
             step=step,
             seconds=round(seconds, 6),
-            tokens=self.config.tokens_per_step,
+            tokens=len(result.final),
             epoch=epoch,
-            domain=self.parts.traffic.domain(step),
+            domain=parts.traffic.domain(step),
             rank_load=result.counts.sum(axis=1).tolist(),
             served=result.served.tolist(),
+            **({"spans": result.spans} if result.spans else {}),
             compute_s=result.compute_s.round(6).tolist(),
-            paced_s=[round(seconds, 6) for seconds in self.parts.pace.paced_s],
-            mismatches=self.mismatches,
+            paced_s=[round(seconds, 6) for seconds in parts.pace.paced_s],
+            mismatches=self._mismatches,
+            **parts.traffic.state(),
         )
 
     def _break(self, step: int, result: StepResult) -> None:
         """Damage this rank, if the configuration has a fault for it and it is time."""
-        config = self.config
-        if config.fault is None or self.fault_done or config.attempt:
+        config, router = self.config, self.group.router
+        if config.fault is None or self._fault_done or config.attempt:
             return
-        swapped = self.router.epoch > self.first_epoch
+        swapped = router.epoch > self.group.first_epoch
         due = step >= config.fault_at if config.fault_at else swapped
         if due and config.rank == config.fault_rank:
-            self.fault_done = True
-            detail = break_something(
-                config.fault, config.rank, self.router, self.parts.weights, result.counts
-            )
+            self._fault_done = True
+            weights = self._process.weights
+            detail = break_something(config.fault, config.rank, router, weights, result.counts)
             self.lines.write("fault", fault=config.fault.value, step=step, detail=detail)
 
-    def _check(self) -> bool:
-        check = final_check(
+    def _check(self, check: FinalCheck) -> bool:
+        """Complete the comparison of the maps with a check of this rank; write what was found."""
+        group = self.group
+        final_check(
             self.config.rank,
-            self.router,
-            self.parts.weights,
-            self.witness.experts,
-            self.mismatches,
-            self.communicator,
+            group.router,
+            self._process.weights,
+            group.witness.experts,
+            self._mismatches,
+            check,
         )
-        check.problems = list(dict.fromkeys([*self.problems, *check.problems]))
+        check.problems = list(dict.fromkeys([*self._problems, *check.problems]))
         self.lines.write(
             "check",
             ok=check.ok,
             **dataclasses.asdict(check),
-            rows_checked=self.rows_checked,
-            mismatches=self.mismatches,
-            swaps=self.router.epoch - self.first_epoch,
-            dropped_records=0 if self.agent is None else self.agent.dropped_steps,
+            rows_checked=self._rows_checked,
+            mismatches=self._mismatches,
+            swaps=group.router.epoch - group.first_epoch,
+            dropped_records=0 if group.agent is None else group.agent.dropped_steps,
         )
         return check.ok
 
-    def _connect(self, name: str, device: torch.device | None = None) -> Communicator:
-        """Make a communicator over all ranks; collective, once for each name."""
-        config = self.config
-        return make_communicator(
-            self.store,
-            name,
-            config.rank,
-            config.num_ranks,
-            device=device or self.device,
-            timeout_s=config.group_timeout_s,
-            interface=config.interface,
-        )
-
-    def _make_agent(self, placement: Placement, link: RankLink | None) -> Agent:
-        """Make the agent of this rank; collective over the group."""
-        config, lines = self.config, self.lines
-        if link is None and config.controllers:
-            link = GrpcRankLink(
-                config.controllers,
-                seed=config.rank,
-                on_change=lambda why: lines.write("link", connected=not why, detail=why),
-            )
-        return Agent(
-            AgentConfig(
-                identity=rank_identity(config.deployment, config.rank, self.generation),
-                shape=config.shape,
-                node=config.node if config.nodes else socket.gethostname(),
-                gpu_uuid=gpu_uuid(self.device),
-                device_name=device_name(self.device),
-                weight_format="fp32",
-                dispatch=config.dispatch.told,
-                staging_bytes=config.staging_bytes,
-                poll_every=config.poll_every,
-                resolve_after=config.poll_latency,
-                gate_timeout_s=config.gate_timeout_s,
-            ),
-            placement,
-            self.router.epoch,
-            self.parts.weights,
-            self.router,
-            connect=self._connect,
-            device=self.device,
-            link=link,
-            on_swap=self._save,
-            on_progress=lambda wave, done, total: lines.write(
-                "staging",
-                plan_id=wave.plan_id,
-                wave_index=wave.wave_index,
-                bytes_done=done,
-                bytes_total=total,
-            ),
-        )
-
-    def _save(self, record: SwapRecord, placement: Placement) -> None:
-        """Save a placement before the Ack: a restarted group must have what is acknowledged."""
-        saved = SavedPlacement(placement, record.epoch, self.generation)
-        save_placement(self.config.state_file, saved)
-        self.lines.write(
-            "swap",
-            step=record.step,
-            epoch=record.epoch,
-            plan_id=record.wave.plan_id,
-            wave_index=record.wave.wave_index,
-            layers=list(record.layers),
-            seconds=round(record.seconds, 6),
-            received_bytes=record.received_bytes,
-        )
-
     def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
         self._stop_wanted = True
+
+
+def _lines_of(config: RankConfig) -> LineWriter:
+    path = config.folder / f"rank-{config.rank}.jsonl"
+    return LineWriter(path, logged=_LOGGED, rank=config.rank, group=config.group)
 
 
 def _device(config: RankConfig) -> torch.device:
@@ -356,14 +360,3 @@ def _device(config: RankConfig) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
-
-
-def _join(config: RankConfig) -> tuple[Any, str]:
-    """Return the store of this attempt, and the generation that the group agreed on through it."""
-    iterator = _distributed.rendezvous(
-        config.rendezvous, rank=config.rank, world_size=config.num_ranks
-    )
-    store, _, _ = next(iterator)
-    if config.rank == 0:
-        store.set("evenkeel/generation", str(uuid.uuid4()))
-    return store, store.get("evenkeel/generation").decode()

@@ -1,5 +1,6 @@
 """A rank's experts in pooled buffers, and the routing tables that lead to all experts."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,9 @@ from evenkeel_moe.model.placement import EMPTY, Placement
 
 
 class PooledWeights:
-    """One pool of expert buffers for all layers of a rank; each filled slot owns one buffer.
+    """One pool of buffers for all layers of a rank; each filled slot owns one buffer.
+
+    A buffer that no slot owns may hold a block of the KV cache.
 
     The engine's thread reads `tensors` while the agent's transfer thread reserves buffers for empty
     slots, so the two never use the same slot.
@@ -34,11 +37,21 @@ class PooledWeights:
         self._scale = torch.zeros(buffers, d_ffn, device=device)
         self._buffer_of = np.full((layers, slots_per_rank), EMPTY, np.int64)
         self._free = list(range(buffers))
+        self.expected = 0
+        """Slots that experts are to fill."""
+        self.loaded_bytes = 0
+        """Bytes of experts that `load` has copied from the checkpoint."""
+        self._taking = threading.Lock()
 
     @property
     def free_buffers(self) -> int:
         """The number of buffers that no slot owns."""
         return len(self._free)
+
+    @property
+    def missing(self) -> int:
+        """The number of experts that are still to come."""
+        return max(self.expected - int((self._buffer_of != EMPTY).sum()), 0)
 
     def tensors(self, layer: int, local_slot: int) -> tuple[Tensor, ...]:
         """Return (w_in, w_out, scale) of a filled or reserved slot, as views of its buffer.
@@ -53,20 +66,50 @@ class PooledWeights:
 
     def reserve(self, slots: Sequence[tuple[int, int]]) -> bool:
         """Give each (layer, local slot) a free buffer; return False if too few are free."""
-        if len(slots) > len(self._free):
+        buffers = self.take(len(slots))
+        if buffers is None:
             return False
-        for layer, local_slot in slots:
+        for (layer, local_slot), buffer in zip(slots, buffers, strict=True):
             assert self._buffer_of[layer, local_slot] == EMPTY, (
                 f"slot {layer}, {local_slot} has a buffer"
             )
-            self._buffer_of[layer, local_slot] = self._free.pop(0)
+            self._buffer_of[layer, local_slot] = buffer
         return True
 
     def release(self, slots: Sequence[tuple[int, int]]) -> None:
         """Take back the buffers of slots that no map uses any more."""
-        for layer, local_slot in slots:
-            self._free.append(int(self._buffer_of[layer, local_slot]))
-            self._buffer_of[layer, local_slot] = EMPTY
+        self.give_back([int(self._buffer_of[slot]) for slot in slots])
+        for slot in slots:
+            self._buffer_of[slot] = EMPTY
+
+    def take(self, count: int) -> list[int] | None:
+        """Return so many free buffers, which are then taken; None if fewer are free."""
+        with self._taking:
+            if count > len(self._free):
+                return None
+            taken, self._free = self._free[:count], self._free[count:]
+            return taken
+
+    def give_back(self, buffers: Sequence[int]) -> None:
+        """Make buffers free again."""
+        with self._taking:
+            self._free += buffers
+
+    def kv_blocks(self) -> tuple[Tensor, Tensor]:
+        """Return the memory of all buffers as blocks of a KV cache.
+
+        Returns:
+            keys and values, (buffers, L, tokens, D) each, with F // L tokens in a block.
+        """
+        buffers, d_model, d_ffn = self._w_in.shape
+        layers = len(self._buffer_of)
+        tokens = d_ffn // layers
+        used = layers * tokens * d_model
+        keys, values = (
+            tensor.view(buffers, -1)[:, :used].view(buffers, layers, tokens, d_model)
+            for tensor in (self._w_in, self._w_out)
+        )
+        return keys, values
 
     def load(self, placement: Placement, rank: int, seed: int) -> None:
         """Fill this rank's slots of a placement with the checkpoint's experts.
@@ -85,6 +128,31 @@ class PooledWeights:
             expert = original_expert(seed, layer, int(mine[layer, local]), d_model, d_ffn)
             for tensor, value in zip(self.tensors(layer, local), expert, strict=True):
                 tensor.copy_(value)
+                self.loaded_bytes += value.nbytes
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class KvBlocks:
+    """The buffers that experts leave, as blocks of a KV cache; a `requests.BlockPool`.
+
+    A rank that has joined a group is empty. Blocks leave room for the experts that are to come, or
+    it might never get any.
+    """
+
+    weights: PooledWeights
+
+    @property
+    def free_buffers(self) -> int:
+        """The number of blocks that nobody has."""
+        return max(self.weights.free_buffers - self.weights.missing, 0)
+
+    def take(self, count: int) -> list[int] | None:
+        """Return so many free blocks, which are then taken; None if fewer are free."""
+        return self.weights.take(count) if count <= self.free_buffers else None
+
+    def give_back(self, buffers: Sequence[int]) -> None:
+        """Make blocks free again."""
+        self.weights.give_back(buffers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The last committed placement of a rank, saved for a restart, and the group's choice."""
+"""The last committed placement of a rank, saved for a restart."""
 
 import os
 import zipfile
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from evenkeel_moe.adapters.torch.groups import Communicator
+from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
@@ -23,6 +22,13 @@ class SavedPlacement:
     epoch: int
     generation: str
     """Generation of the group that committed it."""
+
+
+def first_placement(config: RankConfig) -> Placement:
+    """Return the placement of a group without a saved one."""
+    # What replicas do not take at the start is the KV cache of requests.
+    begin = Placement.linear if config.requests_per_s else Placement.initial
+    return begin(config.shape)
 
 
 def save_placement(path: Path, saved: SavedPlacement) -> None:
@@ -61,29 +67,3 @@ def load_placement(path: Path, shape: ModelShape) -> SavedPlacement | None:
     ):
         return None
     return SavedPlacement(placement, epoch, generation)
-
-
-def agree_on_placement(
-    saved: SavedPlacement | None, initial: Placement, communicator: Communicator
-) -> tuple[Placement, int, bool]:
-    """Return the newest placement that any rank saved, the same on every rank; collective.
-
-    A wave is committed once its gate passed, and the gate passes on all ranks or on none. So an
-    epoch that one rank saved was committed by all, also by ranks that died before they could save
-    it.
-
-    Returns:
-        (placement, epoch, warm); (`initial`, 0, False) if no rank saved one.
-    """
-    epoch = saved.epoch if saved is not None else 0
-    mine = torch.tensor([epoch], device=communicator.device)
-    epochs = communicator.all_gather(mine).reshape(-1).tolist()
-    newest = max(epochs)
-    if newest == 0:
-        return initial, 0, False
-    source = epochs.index(newest)
-    rows = saved.placement.phy2log if saved is not None and epoch == newest else initial.phy2log
-    table = torch.from_numpy(rows.astype(np.int64)).to(communicator.device)
-    communicator.broadcast(table, source)
-    placement = Placement(table.cpu().numpy(), initial.num_ranks, initial.num_logical_experts)
-    return placement, newest, True

@@ -1,129 +1,52 @@
-"""Starts the ranks of a run, restarts the group when a rank dies, and leaves no process behind.
+"""Starts, restarts and resizes the ranks of a run, and leaves no process behind.
 
 Use::
 
     supervisor = Supervisor(config)
     supervisor.start()
     while (report := supervisor.poll()) is None:   # restarts the group when a rank died
-        ...
+        ...                                        # e.g. supervisor.resize(6)
     supervisor.stop()                              # always safe, also after the end
 
-or `run_fleet(config)`, which does this and stops the ranks on SIGINT and SIGTERM. The kernel
+or `fleet.run_fleet(config)`, which does this and stops the ranks on SIGINT and SIGTERM. The kernel
 kills the ranks when the thread that called `start` ends, however it ends. So that thread must
 live as long as the run.
 """
 
 import fcntl
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
-from evenkeel_moe.adapters.processes.child_process import dying_with_parent
-from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
-from evenkeel_moe.engines.reference.fleet_watch import FleetWatch
-from evenkeel_moe.engines.reference.lines import LineWriter, read_lines, read_new_lines
-from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.fleet_report import (
+    FINAL,
+    FleetRecord,
+    FleetReport,
+    died_words,
+)
+from evenkeel_moe.engines.reference.lines import LineWriter, replace_text
+from evenkeel_moe.engines.reference.rank_process import RankProcess, StartRank, start_rank_process
+from evenkeel_moe.engines.reference.resize import resized_config
+from evenkeel_moe.engines.reference.resizing import ResizeOutcome, Resizing
+from evenkeel_moe.engines.reference.state import first_placement, load_placement
+from evenkeel_moe.errors import Conflict, InvalidInput
+from evenkeel_moe.model.placement import Placement
 
 _POLL_S = 0.05
-_POLLS_PER_PROGRESS = 20
-_FINAL = frozenset({ExitCode.FINISHED, ExitCode.CHECK_FAILED})
-"""Exit codes after which the group is not restarted."""
-_FINDINGS = ("epoch_mismatch", "check_failed")
-"""Exit reasons that count as problems. A lost peer or a failed gate only causes a restart."""
-
-
-@dataclass(frozen=True, slots=True)
-class FleetReport:
-    """The result of a run."""
-
-    ok: bool
-    """Every rank finished, and no rank reported a problem in any attempt."""
-    codes: tuple[int, ...]
-    """Exit code of each rank in the last attempt; minus the signal number if a signal ended it."""
-    restarts: int
-    steps: int
-    """Newest step that any rank wrote, plus one."""
-    problems: tuple[str, ...] = ()
-    """Problems the ranks found, in words."""
-    checks: tuple[dict[str, Any], ...] = ()
-    """The `check` line of each rank that wrote one in the last attempt."""
-    unconnected: str = ""
-    """The reason that no rank was ever connected to a controller; empty if one was, or if none is
-    configured."""
-
-    @property
-    def words(self) -> str:
-        """The result in one sentence."""
-        restarts = "1 restart" if self.restarts == 1 else f"{self.restarts} restarts"
-        ended = f"the ranks ended after {self.steps} steps and {restarts}"
-        alone = (
-            f"; they were never connected to a controller: {self.unconnected}"
-            if self.unconnected
-            else ""
-        )
-        if self.ok:
-            return f"{ended}: all {len(self.checks)} checks of weights and outputs passed{alone}"
-        found = f"{len(self.problems)} problems" if self.problems else "not every check was made"
-        return f"{ended}, with exit codes {', '.join(map(str, self.codes))}: {found}{alone}"
-
-
-class RankProcess(Protocol):
-    """A rank process, as `subprocess.Popen` describes it."""
-
-    pid: int
-    returncode: Any
-    """None until `poll` or `wait` has seen the end."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
-        """
-
-
-StartRank = Callable[[str, Path, int, Path], RankProcess]
-"""Starts a rank from its module, the file of its configuration, its number and its log."""
-
-
-def start_rank_process(module: str, config: Path, rank: int, log: Path) -> RankProcess:
-    """Start a rank as a new process that dies with this one."""
-    with log.open("ab") as out:
-        return subprocess.Popen(
-            dying_with_parent([sys.executable, "-m", module, str(config), str(rank)]),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            process_group=0,  # A Ctrl-C in the terminal must reach only the supervisor.
-        )
 
 
 class Supervisor:
     """The parent of one run's ranks.
 
     Args:
-        config: the run; the supervisor sets `rank`, `attempt`, `first_step` and `rendezvous`.
+        config: the run; the supervisor sets `rank`, `first_step`, and all fields of the group.
         max_restarts: how often the group may be restarted.
         grace_s: seconds that ranks get to stop before they are killed.
         module: the module of a rank process, run as `python -m MODULE CONFIG RANK`.
         start_rank: starts a rank process; `start_rank_process` by default.
-        tell: takes a sentence for the operator whenever a rank died.
+        tell: takes a sentence for the operator whenever a rank died or a resize ended.
     """
 
     def __init__(
@@ -136,30 +59,39 @@ class Supervisor:
         start_rank: StartRank = start_rank_process,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        self._config = config
+        self._config = config.replace(rank=-1)
         self._module = module
         self._start_rank = start_rank
-        self._tell = tell
+        self._tell = tell or (lambda words: None)
         self._max_restarts = max_restarts
         self._grace_s = grace_s
-        self._attempt = 0
         self._ranks: list[RankProcess] = []
-        self._broken_at: float | None = None
+        self._retired: list[tuple[int, int, RankProcess]] = []  # (group, rank, process)
+        self._resizing: Resizing | None = None
+        self._newest_group = config.group
+        self._over_at: float | None = None
         self._stopping = False
         self._report: FleetReport | None = None
         self._lock: IO[str] | None = None
         self._lines: LineWriter | None = None
-        self._earlier: dict[int, int] = {}  # rank -> lines of earlier runs in the same folder
+        self._record = FleetRecord(self.folder)
+        self.resized: ResizeOutcome | None = None
+        """How the last resize ended; None before, and while one is under way."""
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process id of each rank of the current attempt."""
+        """The process id of each rank of the current group."""
         return tuple(process.pid for process in self._ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the current group."""
+        return self._config.num_ranks
 
     @property
     def restarts(self) -> int:
         """The number of restarts so far."""
-        return self._attempt
+        return self._config.attempt
 
     @property
     def folder(self) -> Path:
@@ -175,35 +107,85 @@ class Supervisor:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.folder)
         self._lines = LineWriter(self.folder / "supervisor.jsonl")
-        self._earlier = {rank: len(self._lines_of(rank)) for rank in range(self._config.num_ranks)}
-        self._spawn(self._config.first_step)
+        self._record = FleetRecord(self.folder)
+        self._start_group(self._config)
         self._write("started", pids=self.pids)
 
     def poll(self) -> FleetReport | None:
         """Check the ranks once, without waiting; return None while the run goes on."""
         if self._report is not None:
             return self._report
+        if self._resizing is not None:
+            self._carry_on(self._resizing)
         codes = [process.poll() for process in self._ranks]
-        broken = any(code is not None and code not in _FINAL for code in codes)
+        broken = any(code is not None and code not in FINAL for code in codes)
         now = time.monotonic()
-        if broken and self._broken_at is None:
-            self._broken_at = now
-            self._write("rank_died", codes=codes)
-            if self._tell is not None:
+        if (broken or None not in codes) and self._over_at is None:
+            self._over_at = now
+            if broken:
+                self._write("rank_died", codes=codes)
                 self._tell(f"{died_words(codes)}; {self._next_words()}")
-        if None in codes:
-            if self._broken_at is None or now - self._broken_at <= self._grace_s:
+                self._end_resize_by_death()
+                codes = [process.poll() for process in self._ranks]
+        if None in codes or None in self._retired_codes():
+            if self._over_at is None or now - self._over_at <= self._grace_s:
                 return None
             self._kill()
-        if broken and not self._stopping and self._attempt < self._max_restarts:
+        if broken and not self._stopping and self.restarts < self._max_restarts:
             self._restart()
             return None
         return self._finish()
 
+    def resize(
+        self, num_ranks: int, retire: Collection[int] = (), *, drain_s: float = 30.0
+    ) -> None:
+        """Begin to change the number of ranks while they serve; `poll` carries on.
+
+        The processes that stay keep their experts, their requests and their order, and become
+        ranks 0, 1, ...; new processes with empty slots come after them.
+
+        Args:
+            num_ranks: M, of the new group.
+            retire: ranks that leave; by default the highest ones, as many as are too many.
+            drain_s: seconds that retiring ranks may go on serving the requests they have. What has
+                not ended then is given up, with a line for each request.
+
+        Raises:
+            Conflict: the ranks start, stop, restart or are resized just now.
+            InvalidInput: nothing would change, or this group cannot have this size.
+            InfeasiblePlan: an expert lives on retiring ranks alone.
+        """
+        if self._resizing is not None:
+            sizes = self._resizing.before.num_ranks, self._resizing.after.num_ranks
+            raise Conflict(f"a resize from {sizes[0]} to {sizes[1]} ranks is under way")
+        if self._report is not None or self._stopping or self._over_at is not None:
+            raise Conflict(f"the {self.num_ranks} ranks are stopping or being restarted")
+        self._record.read()
+        started = len(self._record.group(self._config.group).starts)
+        if started < self.num_ranks:
+            raise Conflict(f"{started} of {self.num_ranks} ranks have started so far")
+        before = self._config
+        after = resized_config(before, self._placement(), num_ranks, retire)
+        group = self._next_group()
+        after = after.replace(group=group, forming=False, rendezvous=self._rendezvous(group))
+        self._write_config(after)
+        joining = {
+            rank: self._start_process(rank)
+            for rank, former in enumerate(after.former)
+            if former is None
+        }
+        now = time.monotonic()
+        self._resizing = Resizing(before, after, self._ranks, joining, now, drain_s)
+        self.resized = None
+        leaving = self._resizing.leaving
+        self._write("resizing", ranks=num_ranks, retire=leaving, joining=list(joining))
+
     def request_stop(self) -> None:
         """Ask the ranks to stop after their current step and run the final check."""
         self._stopping = True
-        for process in self._ranks:
+        if self._resizing is not None and not self._resizing.forming:
+            self._give_up(self._resizing, "the run is stopping")
+        for process in self._processes():
             if process.poll() is None:
                 process.terminate()
 
@@ -222,62 +204,151 @@ class Supervisor:
         """Kill one rank without warning, as a crash would."""
         self._ranks[rank].kill()
 
+    # --- groups -----------------------------------------------------------------------------------
+
+    def _start_group(self, config: RankConfig) -> None:
+        """Start every rank of a group that takes over nothing."""
+        self._config = config.replace(
+            former=(), forming=True, rendezvous=self._rendezvous(config.group)
+        )
+        self._write_config(self._config)
+        self._ranks = [self._start_process(rank) for rank in range(config.num_ranks)]
+
+    def _restart(self) -> None:
+        self._record.read()
+        first_step = self._newest_step() + 1
+        self._over_at = None
+        attempt, group = self.restarts + 1, self._next_group()
+        self._start_group(self._config.replace(attempt=attempt, group=group, first_step=first_step))
+        self._write("restarted", attempt=attempt, first_step=first_step, pids=self.pids)
+
+    def _carry_on(self, resizing: Resizing) -> None:
+        """Take the next step of a resize, if it is due."""
+        self._record.read()
+        now = time.monotonic()
+        if resizing.is_formed(self._record):
+            self._end_resize("")
+        elif why := resizing.trouble(self._record, now):
+            self._give_up(resizing, why)
+        elif not resizing.forming and resizing.is_prepared(self._record, now):
+            resizing.forming = True
+            self._config = resizing.after.replace(forming=True)
+            self._ranks = resizing.members
+            group = resizing.before.group
+            self._retired += [(group, rank, resizing.old[rank]) for rank in resizing.leaving]
+            self._write_config(self._config)
+
+    def _give_up(self, resizing: Resizing, why: str) -> None:
+        """Go back to the group that was to be resized, which serves or has ended."""
+        for process in resizing.joining.values():
+            process.kill()
+            process.wait()
+        self._config, self._ranks = resizing.before, list(resizing.old)
+        self._retired = [one for one in self._retired if one[0] != resizing.before.group]
+        self._write_config(self._config)
+        self._end_resize(why)
+
+    def _end_resize_by_death(self) -> None:
+        """Give a resize up; once the ranks were told to go over, the new group is restarted."""
+        resizing = self._resizing
+        if resizing is not None and not resizing.forming:
+            self._give_up(resizing, "a rank died")
+        elif resizing is not None:
+            for process in resizing.joining.values():
+                process.kill()
+            leaving = [one for one in self._retired if one[0] == resizing.before.group]
+            self._retired = [one for one in self._retired if one not in leaving]
+            self._ranks += [process for _, _, process in leaving]
+            self._end_resize(f"a rank died meanwhile, {self.num_ranks} ranks are started again")
+
+    def _end_resize(self, failed: str) -> None:
+        resizing, self._resizing = self._resizing, None
+        if resizing is None:
+            return
+        if failed:
+            outcome = resizing.failed(failed)
+            self._write("resize_failed", detail=failed)
+        else:
+            outcome = resizing.outcome(self._record)
+            self._write(
+                "resized",
+                ranks=outcome.ranks_wanted,
+                former=resizing.after.former,
+                pids=self.pids,
+                first_step=outcome.first_step,
+                pause_s=outcome.pause_s,
+                given_up=outcome.given_up,
+            )
+        self.resized = outcome
+        self._tell(outcome.words)
+
+    def _next_group(self) -> int:
+        self._newest_group += 1
+        return self._newest_group
+
+    def _placement(self) -> Placement:
+        """Return the placement in force, as far as the ranks have saved it."""
+        config = self._config
+        files = [config.replace(rank=rank).state_file for rank in range(config.num_ranks)]
+        found = [saved for file in files if (saved := load_placement(file, config.shape))]
+        if not found:
+            return first_placement(config)
+        return max(found, key=lambda saved: saved.epoch).placement
+
+    # --- processes and files ----------------------------------------------------------------------
+
+    def _processes(self) -> list[RankProcess]:
+        joining = self._resizing.joining.values() if self._resizing is not None else ()
+        return [*self._ranks, *(process for _, _, process in self._retired), *joining]
+
+    def _retired_codes(self) -> list[int | None]:
+        return [process.poll() for _, _, process in self._retired]
+
+    def _start_process(self, rank: int) -> RankProcess:
+        log = self.folder / f"rank-{rank}.log"
+        return self._start_rank(self._module, self._config.file, rank, log)
+
+    def _kill(self) -> None:
+        processes = self._processes()
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        for process in processes:
+            process.wait()
+
+    def _rendezvous(self, group: int) -> str:
+        """Return the address at which a group meets: a file without what an earlier run left."""
+        path = self.folder.resolve() / f"rendezvous-{group}"
+        path.unlink(missing_ok=True)
+        return f"file://{path}"
+
+    def _write_config(self, config: RankConfig) -> None:
+        replace_text(config.file, config.to_json())
+
+    # --- the report -------------------------------------------------------------------------------
+
     def _next_words(self) -> str:
         if self._stopping:
             return "the group is stopping"
-        if self._attempt < self._max_restarts:
+        if self.restarts < self._max_restarts:
             return "restarting the group"
         return "the group is not restarted again"
 
-    def _restart(self) -> None:
-        first_step = self._newest_step() + 1
-        self._attempt += 1
-        self._broken_at = None
-        self._spawn(first_step)
-        self._write("restarted", attempt=self._attempt, first_step=first_step, pids=self.pids)
-
-    def _spawn(self, first_step: int) -> None:
-        rendezvous = self.folder.resolve() / f"rendezvous-{self._attempt}"
-        rendezvous.unlink(missing_ok=True)
-        config = self._config.replace(
-            rank=-1, attempt=self._attempt, first_step=first_step, rendezvous=f"file://{rendezvous}"
-        )
-        path = self.folder / "config.json"
-        path.write_text(config.to_json(), encoding="utf-8")
-        self._ranks = [
-            self._start_rank(self._module, path, rank, self.folder / f"rank-{rank}.log")
-            for rank in range(config.num_ranks)
-        ]
-
-    def _kill(self) -> None:
-        for process in self._ranks:
-            if process.poll() is None:
-                process.kill()
-        for process in self._ranks:
-            process.wait()
-
     def _finish(self) -> FleetReport:
+        self._end_resize("the run ended first")
+        self._record.read()
         codes = tuple(process.returncode for process in self._ranks)
-        problems: list[str] = []
-        checks = []
-        for rank in range(self._config.num_ranks):
-            attempt = 0
-            for line in self._lines_of(rank):
-                if line["kind"] == "start":
-                    attempt = line["attempt"]
-                elif line["kind"] == "check":
-                    problems += line["problems"]
-                    if attempt == self._attempt:
-                        checks.append(line)
-                elif line["kind"] == "exit" and line["reason"] in _FINDINGS and line["detail"]:
-                    problems.append(f"rank {rank} left: {line['reason']}: {line['detail']}")
-        unique = tuple(dict.fromkeys(problems))
-        ok = not unique and not any(codes) and len(checks) == len(codes)
+        retired = tuple(process.returncode for _, _, process in self._retired)
+        problems = tuple(dict.fromkeys(self._record.problems))
+        ended = [(group, rank) for group, rank, _ in self._retired]
+        checks = self._record.checks(self._config.group, ended)
+        all_checked = len(checks) == len(codes) + len(retired)
+        ok = not problems and not any(codes) and not any(retired) and all_checked
         steps = self._newest_step() + 1
         self._report = FleetReport(
-            ok, codes, self._attempt, steps, unique, tuple(checks), self._unconnected()
+            ok, codes, self.restarts, steps, problems, checks, self._unconnected(), retired
         )
-        self._write("finished", ok=ok, codes=codes, restarts=self._attempt, problems=unique)
+        self._write("finished", ok=ok, codes=codes, restarts=self.restarts, problems=problems)
         if self._lines is not None:
             self._lines.close()
         if self._lock is not None:
@@ -286,23 +357,13 @@ class Supervisor:
 
     def _unconnected(self) -> str:
         """Return why no rank was ever connected to a controller; empty if one was."""
-        if not self._config.agent or not self._config.controllers:
+        if not self._config.agent or not self._config.controllers or self._record.connected:
             return ""
-        ranks = range(self._config.num_ranks)
-        links = [line for rank in ranks for line in self._lines_of(rank) if line["kind"] == "link"]
-        if any(line["connected"] for line in links):
-            return ""
-        return links[-1]["detail"] if links else "none had answered by the end"
+        return self._record.unconnected
 
     def _newest_step(self) -> int:
-        ranks = range(self._config.num_ranks)
-        lines = (line for rank in ranks for line in self._lines_of(rank))
-        steps = (line["step"] for line in lines if line["kind"] == "step")
-        return int(max([self._config.first_step - 1, *steps]))
-
-    def _lines_of(self, rank: int) -> list[dict[str, Any]]:
-        """Return what a rank wrote in this run."""
-        return read_lines(self.folder / f"rank-{rank}.jsonl")[self._earlier.get(rank, 0) :]
+        newest = self._record.newest_step
+        return self._config.first_step - 1 if newest is None else newest
 
     def _write(self, kind: str, **keys: Any) -> None:
         if self._lines is not None:
@@ -320,55 +381,3 @@ def _locked(folder: Path) -> IO[str]:
             f"another fleet runs in the folder {folder}; --out names another folder"
         ) from None
     return lock
-
-
-def died_words(codes: Sequence[int | None]) -> str:
-    """Return which ranks died of what, such as `rank 1 died (signal 9)`.
-
-    Args:
-        codes: exit code of each rank, or minus the number of its signal; None while it runs.
-    """
-    return ", ".join(
-        f"rank {rank} died ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
-        for rank, code in enumerate(codes)
-        if code is not None and code not in _FINAL
-    )
-
-
-def run_fleet(
-    config: RankConfig,
-    tell: Callable[[str], None] | None = None,
-    progress: Callable[[int | None], None] | None = None,
-) -> FleetReport:
-    """Run the ranks to their end; on the main thread, SIGINT and SIGTERM stop them cleanly.
-
-    Args:
-        config: as in `Supervisor`.
-        tell: as in `Supervisor`.
-        progress: takes about once a second the newest step; None before the first.
-    """
-    supervisor = Supervisor(config, tell=tell)
-    watch = FleetWatch(tell or (lambda words: None))
-
-    def on_signal(_signal: int, _frame: FrameType | None) -> None:
-        supervisor.request_stop()
-
-    in_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if in_main else ()
-    previous = {number: signal.signal(number, on_signal) for number in numbers}
-    try:
-        read = {path: path.stat().st_size for path in config.folder.glob("rank-*.jsonl")}
-        supervisor.start()
-        polls = 0
-        while (report := supervisor.poll()) is None:
-            if polls % _POLLS_PER_PROGRESS == 0:
-                watch.feed(read_new_lines(config.folder, config.num_ranks, read), time.monotonic())
-                if progress is not None:
-                    progress(watch.step)
-            polls += 1
-            time.sleep(_POLL_S)
-        return report
-    finally:
-        supervisor.stop()
-        for number, handler in previous.items():
-            signal.signal(number, handler)

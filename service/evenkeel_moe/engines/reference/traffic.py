@@ -5,10 +5,11 @@ import keyword
 import re
 import sysconfig
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ _CODE_WORDS = frozenset([*keyword.kwlist, *dir(builtins), "self", "args", "kwarg
 
 
 class Traffic(Protocol):
-    """The source of tokens and their routing."""
+    """The source of tokens and their routing. Without requests, no token knows others."""
 
     def domain(self, step: int) -> str:
         """Return the name of the kind of text at a step."""
@@ -45,6 +46,38 @@ class Traffic(Protocol):
     def route(self, step: int, rank: int, layer: int, x: Tensor) -> Tensor:
         """Return (n, k) int64: the experts of each row of x, best first."""
         ...
+
+    def before(self, step: int, rank: int) -> Tensor | None:
+        """Return (n,) int64: the token before each one; None if that is the row before it."""
+        return None
+
+    def attend(self, layer: int, x: Tensor) -> Tensor:
+        """Return the (n, D) input of a layer's experts, with what rows take from earlier tokens."""
+        return x
+
+    def end_step(self, final: Tensor) -> list[Mapping[str, Any]]:
+        """Take the (n, D) result of a step; return the lines of the requests that have ended."""
+        return []
+
+    def state(self) -> Mapping[str, int]:
+        """Return what the line of a step tells of requests."""
+        return {}
+
+    def stop_arrivals(self) -> None:
+        """Take no request that arrives from now on: other ranks get it."""
+        return
+
+    def resume_arrivals(self) -> None:
+        """Take requests again, also those that came since `stop_arrivals`."""
+        return
+
+    def drained(self) -> bool:
+        """Return True if every request that has arrived has ended."""
+        return True
+
+    def give_up(self) -> list[Mapping[str, Any]]:
+        """Drop the requests that have arrived and not ended; return their lines."""
+        return []
 
 
 def _hashed(text: str) -> NDArray[np.int64]:
@@ -95,7 +128,7 @@ def code_tokens() -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True)
-class TextTraffic:
+class TextTraffic(Traffic):
     """Prose up to a step, then code, and back if wanted; the model's own gates route it."""
 
     model: Model
@@ -127,7 +160,7 @@ class TextTraffic:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class RecordedTraffic:
+class RecordedTraffic(Traffic):
     """Routing of a recorded trace; the activations come from arbitrary token ids."""
 
     num_ranks: int
