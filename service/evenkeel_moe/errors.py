@@ -32,6 +32,7 @@ class Reason(StrEnum):
     PLAN_IN_PROGRESS = "plan_in_progress"
     FROZEN = "frozen"
     OUTSIDE_SCHEDULE = "outside_schedule"
+    RESIZING = "resizing"
     HELD_AFTER_ROLLBACK = "held_after_rollback"
     HELD_AFTER_DATA_LOSS = "held_after_data_loss"
     GAINS_NOT_DELIVERED = "gains_not_delivered"

@@ -19,7 +19,7 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.policy import CostChoice, Mode
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.decision.verdict import held_out_steps
-from evenkeel_moe.planning.policies.registry import resolve_policy
+from evenkeel_moe.planning.policies.registry import find_policy
 from evenkeel_moe.ports.status import HealthBounds
 
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -110,9 +110,10 @@ class MetricsSettings:
     """Time between updates of the gauges. Longer than the scrape interval repeats old values."""
     worst_layers: Annotated[int, Field(ge=0, le=64)] = 5
     """Number of layers of a deployment with their own series: those of the worst balancedness."""
-    layer_rank_series: Annotated[int, Field(ge=0, le=20_000)] = 0
+    layer_rank_series: Annotated[int, Field(ge=0, le=20_000)] = 1024
     """Largest number of series by layer and rank of a deployment, for heat maps: as many whole
-    layers as fit, the worst first. 0 is none; 61 layers on 72 ranks need 4392."""
+    layers as fit, the worst first: by default 16 layers of 64 ranks. 0 is none; 61 layers on 72
+    ranks need 4392."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -378,7 +379,7 @@ class Settings(BaseModel):
         except InvalidInput as error:
             yield f"planner.thresholds: {error}"
         try:
-            resolve_policy(self.planner.policy)
+            find_policy(self.planner.policy)
         except InvalidInput as error:
             yield f"planner.policy: {error}"
 

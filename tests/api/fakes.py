@@ -13,23 +13,33 @@ from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Transfer, Wave
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
-from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.decision.capacity import (
+    CapacityInputs,
+    CapacityRequest,
+    weigh_capacity,
+)
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import PolicyScore, Recommendation
 from evenkeel_moe.planning.decision.replica_levels import (
+    CraftAllocation,
     CraftFactors,
     CraftLevel,
     Redundancy,
     ReplicaLevel,
 )
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
+from evenkeel_moe.planning.problem.objective import Objective
+from evenkeel_moe.planning.problem.survival import Coverage, Survive
 from evenkeel_moe.ports.operations import (
     Advice,
+    CapacityAdvice,
     LedElsewhere,
     QuarantineRow,
+    QuarantineSample,
     RecordedEpoch,
 )
-from evenkeel_moe.ports.status import DeploymentStatus, RankStatus
+from evenkeel_moe.ports.status import DeploymentStatus, RankStatus, ResizeStatus
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -89,6 +99,7 @@ def make_status(deployment: str = "demo", **changes) -> DeploymentStatus:
         "time_balance_worst": 0.5,
         "cost_model": CostBasis(CostSource.MEASURED, "1200 steps", "s", 0.034),
         "active_plan": None,
+        "coverage": (Coverage(Survive.RANK, 2, 4, 8),),
         "last_decision": {"at": NOW, "reason": "no_change", "plan_id": None, "numbers": {}},
     }
     return DeploymentStatus(**{**values, **changes})
@@ -144,8 +155,8 @@ def make_advice(deployment: str = "demo", **changes) -> Advice:
     own = PolicyScore("eplb", Reason.PLAN_STARTED, 2, 2000, 0.97, VERDICT)
     broken = PolicyScore("gem", Reason.PLANNER_FAILED, detail="ZeroDivisionError: 1 / 0")
     levels = (
-        ReplicaLevel(0, -0.1, -0.12, -0.08, None, -1000, True),
-        ReplicaLevel(2, 0.0, 0.0, 0.0, 0.05, 0, True),
+        ReplicaLevel(0, -0.1, -0.12, -0.08, None, -1000, True, None),
+        ReplicaLevel(2, 0.0, 0.0, 0.0, 0.05, 0, True, None),
         ReplicaLevel(4, 0.01, -0.01, 0.03, 0.005, 2000, None, 0.9),
     )
     craft = (CraftLevel(1, 2, 1, 0.02, 0.01, 0.03, -1000, True, 0.95),)
@@ -158,7 +169,11 @@ def make_advice(deployment: str = "demo", **changes) -> Advice:
         20,
         None,
         (own, broken),
-        Redundancy(2, 2, levels, 2, craft, CraftFactors(1, 2, None)),
+        Redundancy(
+            *(2, 2, levels, 2, craft, CraftFactors(1, 2, None)),
+            CraftAllocation(1, (1, 2), (0.5, 0.9), ((0.2, 0.4), (-0.1, 0.05)), (2, 0)),
+            None,
+        ),
     )
     values = {
         "deployment": deployment,
@@ -169,10 +184,38 @@ def make_advice(deployment: str = "demo", **changes) -> Advice:
         "newest_step": 119,
         "free_bytes": None,
         "kv": KvMemory(10, 50_000),
+        "kv_promise": None,
         "recommendation": found,
         "shadow": {"keel": {"at": NOW, "gain": 0.1, "call": Call.RECOMMEND}},
     }
     return Advice(**{**values, **changes})
+
+
+def make_capacity(request: CapacityRequest, **changes) -> CapacityAdvice:
+    """Return the comparison of the widths of a request on the window of `make_window`."""
+    counts = make_window().counts
+    values: dict[str, Any] = {
+        "planned_on": counts[:3],
+        "scored_on": counts[3:],
+        "shape": SHAPE,
+        "topology": Topology.single_node(2),
+        "current": Placement.initial(SHAPE),
+        "objective": Objective(),
+        "policy": "eplb",
+        "asked": request,
+        "kv": KvMemory(10, 50_000),
+    }
+    inputs = CapacityInputs(**{**values, **changes})
+    return CapacityAdvice(
+        deployment=DeploymentId("demo"),
+        at_unix=NOW,
+        generation="11111111-1111-1111-1111-111111111111",
+        epoch=3,
+        policy="eplb",
+        free_bytes=inputs.free_bytes,
+        kv=inputs.kv,
+        capacity=weigh_capacity(inputs),
+    )
 
 
 class FakeView:
@@ -205,13 +248,16 @@ class FakeOperations:
         self.document = {"mode": "auto", "policy": "eplb"}
         self.health = {"store": "ok"}
         self.advice = make_advice()
+        self.capacity_inputs: dict[str, Any] = {}
         self.calls: list[tuple[Any, ...]] = []
         self.elsewhere: list[LedElsewhere] = []
         self.error: Exception | None = None
         self.refusal: Exception | None = None
         """Raised by changes of the policy."""
         self.rejected = [
-            QuarantineRow("sum_mismatch", 12, ((1, "rank 1: 7 tokens, counts sum to 9"),))
+            QuarantineRow(
+                "sum_mismatch", 12, (QuarantineSample(1, "rank 1: 7 tokens, counts sum to 9"),)
+            )
         ]
         self.rows: list[dict[str, Any]] = []
         self.level = "info"
@@ -314,6 +360,17 @@ class FakeOperations:
             raise NotFound(f"no placement {request.to_placement or ''} is recorded")
         return replace(plan, numbers={"to_epoch": float(epoch), "expected_stall_s": 0.004})
 
+    async def resize(self, deployment, request):
+        self._check(deployment)
+        if (request.to_ranks is None) == (not request.retire):
+            raise InvalidInput("name the number of ranks that stay, or the ranks that retire")
+        self.calls.append(("resize", deployment, request))
+        retire = request.retire or tuple(range(request.to_ranks, 2))
+        resize = ResizeStatus(retire, 2, 2 - len(retire), 3, False, request.plan_id)
+        view = self.views[deployment]
+        view._status = replace(view.status(), resize=resize)
+        return resize
+
     async def resume(self, deployment, by):
         self._check(deployment)
         self.calls.append(("resume", deployment, by))
@@ -350,6 +407,11 @@ class FakeOperations:
         self._check(deployment)
         self.calls.append(("recommendation", deployment, max_age_s))
         return self.advice
+
+    async def capacity(self, deployment, request):
+        self._check(deployment)
+        self.calls.append(("capacity", deployment, request))
+        return make_capacity(request, **self.capacity_inputs)
 
     async def quarantine(self, deployment):
         self._check(deployment)

@@ -197,6 +197,21 @@ async def test_a_change_by_another_replica_than_the_leader_is_no_stale_document(
     assert_problem(late, 409, "plan_in_progress")
 
 
+async def test_ranks_that_retire_are_told_and_kept_for_the_audit(client, operations):
+    path = "/v1/deployments/demo/resize"
+    assert (await client.get(path)).status_code == 404
+    asked = {"retire": [1], "from_ranks": 2, "plan_id": "evacuate"}
+    answer = await client.post(path, json=asked)
+    assert answer.status_code == 202
+    assert answer.json() == (await client.get(path)).json()
+    assert (answer.json()["plan_id"], answer.json()["stranded"]) == ("evacuate", 3)
+    request = operations.calls[-1][2]
+    assert (request.retire, request.from_ranks, request.requested_by) == ((1,), 2, "alice")
+    status = (await client.get("/v1/deployments/demo")).json()
+    assert status["resize"] == answer.json() and "Ranks 1 of 2 retire" in status["health"]["text"]
+    assert (await client.post(path, json={"retire": [-1]})).status_code == 422
+
+
 async def test_freeze_resume_and_who_asked(client, operations):
     assert (
         await client.post("/v1/deployments/demo/freeze", json={"seconds": 60})

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.delivered import DeliveredGain, ServingSpeed
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits, PlanPhase
@@ -17,6 +17,15 @@ async def test_of_a_dry_run_nothing_is_kept(client):
     assert (shown.status_code, shown.json()["phase"]) == (200, "proposed")
     assert "location" not in shown.headers
     assert (await client.get(PLANS)).json()["items"] == []
+
+
+async def test_a_plan_may_have_options_and_a_budget_of_its_own(client, operations):
+    asked = {"policy_options": {"craft": {"rule": "knee"}}, "replica_budget": 2}
+    for body, changes in (({}, {}), (asked, asked), ({"replica_budget": None}, {})):
+        assert (await client.post(PLANS, json={"dry_run": True, **body})).status_code == 200
+        assert operations.calls[-1][2].changes == changes
+    for wrong in ({"replica_budget": 1.5}, {"policy_options": {"craft": 3}}):
+        assert_problem(await client.post(PLANS, json=wrong), 422)
 
 
 async def test_a_proposal_is_the_plan_that_approve_takes(client):
@@ -35,6 +44,7 @@ async def test_a_proposal_is_the_plan_that_approve_takes(client):
 
 async def test_a_plan_shows_what_it_promised_and_delivered(client, operations):
     gained = DeliveredGain(NOW, 0.18, 0.01, 0.15, 0.21, 0.19, 64, "measured")
+    gained = replace(gained, after=ServingSpeed(0.02, 450.0))
     record = make_plan("done", phase=PlanPhase.COMMITTED, delivered=gained)
     record.plan.numbers.update(gain=0.2, gain_lower=0.17)
     operations.records["demo"] = [record]
@@ -52,6 +62,8 @@ async def test_a_plan_shows_what_it_promised_and_delivered(client, operations):
         "cost_source": "measured",
         "unknown_because": None,
         "at": NOW,
+        "before": None,
+        "after": {"step_s": 0.02, "tokens_per_s": 450.0},
     }
     listed = (await client.get(PLANS)).json()["items"][0]
     assert listed["delivered"] == shown
@@ -179,6 +191,7 @@ async def test_the_preview_of_a_rollback_tells_its_cost_and_starts_nothing(clien
         "figures": [
             {"name": "Copies between ranks", "value": "1", "note": "1 kB"},
             {"name": "Waves", "value": "1", "note": "1 layer changes"},
+            {"name": "Extra replicas", "value": "4", "note": "2 in every layer"},
             {
                 "name": "Expected stall",
                 "value": "4 ms",

@@ -1,9 +1,10 @@
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.planning.decision.kv_promise import KvPromise
 from evenkeel_moe.planning.decision.recommendation import PolicyScore, Recommendation
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
 from tests.api.conftest import assert_problem
@@ -76,13 +77,20 @@ async def test_figures_that_are_not_finite_are_null(client, operations):
     )
     advice = make_advice()
     score = PolicyScore("eplb", Reason.GAIN_TOO_SMALL, 1, 1, math.nan, verdict)
-    operations.advice = replace(
-        advice, recommendation=replace(advice.recommendation, policies=(score,))
+    known = advice.recommendation.redundancy
+    assert known is not None
+    level = replace(known.levels[0], gain=math.nan, gain_upper=math.inf)
+    found = replace(
+        advice.recommendation, policies=(score,), redundancy=replace(known, levels=(level,))
     )
+    operations.advice = replace(advice, recommendation=found)
     body = (await client.get(PATH)).json()
     assert body["verdict"]["gain"] == -0.1
     assert (body["verdict"]["gain_lower"], body["verdict"]["payback_steps"]) == (None, None)
     assert body["policies"][0]["balancedness_expected"] is None
+    shown = body["redundancy"]["levels"][0]
+    assert (shown["gain"], shown["gain_lower"], shown["gain_upper"]) == (None, -0.12, None)
+    assert body["replica_tradeoff"]["rows"][0]["gain"] is None
 
 
 async def test_the_caller_chooses_the_largest_age_of_the_result(client, operations):
@@ -125,3 +133,12 @@ async def test_without_a_told_kv_cache_its_loss_is_unknown_and_not_zero(client, 
 @pytest.mark.parametrize("tokens", [0, -1, "many", 2**31 + 1])
 async def test_a_length_that_no_sequence_has_is_refused(client, tokens):
     assert_problem(await client.get(PATH, params={"tokens_per_sequence": tokens}), 422)
+
+
+async def test_promised_kv_tokens_are_compared_with_those_reported(client, operations):
+    assert (await client.get(PATH)).json()["kv_promise"] is None
+    promise = KvPromise(4, 5, 80, 76, 0.95, "5 slots promised 80 KV tokens, 76 are there.")
+    operations.advice = make_advice(kv_promise=promise)
+    body = (await client.get(PATH)).json()
+    assert body["kv_promise"] == asdict(promise)
+    assert body["words"] == ["eplb would make 2 copies.", promise.words]

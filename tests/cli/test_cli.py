@@ -42,10 +42,12 @@ def test_a_usage_line_names_arguments_as_the_list_below_it(command):
     usage = result.output.splitlines()[0]
     named = re.fullmatch(rf"Usage: \w+ {' '.join(command)} \[OPTIONS\] ?(.*)", usage)
     assert named, usage
-    assert re.fullmatch(r"([\[{][A-Z]+(=VALUE)?[\]}](\.\.\.)?)?", named[1]), usage
+    assert re.fullmatch(r"( ?[\[{][A-Z]+(=VALUE)?[\]}](\.\.\.)?)*", named[1]), usage
     listed = result.output.partition("\nArguments:\n")[2]
-    assert not named[1] or listed.startswith(f"  {named[1].strip('[]{}.')} <"), listed
-    assert named[1] or not listed
+    names = re.findall(r"[A-Z]+(?:=VALUE)?", named[1])
+    assert [
+        line.split()[0] for line in listed.splitlines() if re.match(r"  +[A-Z=]+ +<", line)
+    ] == (names), listed
 
 
 @brackets

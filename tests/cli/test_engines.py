@@ -50,3 +50,48 @@ def test_an_engine_that_is_not_installed_is_named(installed, command):
     assert code == 2 and "sglang is not installed here" in err
     code, _, err = command("engines", "check", "other")
     assert code == 2 and "unknown engine 'other'; known: vllm, sglang" in err
+
+
+VLLM = ("--enable-expert-parallel", "--enable-eplb")
+
+
+@pytest.mark.parametrize(
+    ("engine", "flags", "words"),
+    [
+        ("vllm", ("serve", "MODEL", *VLLM, "--tensor-parallel-size", "8"), None),
+        ("vllm", (*VLLM, "--eplb-config", '{"use_async": false}', "--quantization=fp8"), None),
+        ("vllm", ("--enable-expert-parallel",), "--enable-eplb is missing"),
+        ("vllm", (*VLLM, "--all2all-backend", "moonep"), "--all2all-backend moonep: MoonEP"),
+        ("vllm", (*VLLM, "--all2all_backend=moonep"), "--all2all-backend moonep: MoonEP"),
+        ("vllm", (*VLLM, "--quantization", "gpt_oss_mxfp4"), "--quantization gpt_oss_mxfp4: "),
+        ("vllm", (*VLLM, "--enable-elastic-ep"), "--enable-elastic-ep: the number of ranks"),
+        ("vllm", (*VLLM, "--speculative-config", '{"method": "medusa"}'), ".method medusa: a Med"),
+        ("sglang", ("--enable-eplb", "--dwdp-size", "1"), None),
+        ("sglang", ("--enable-eplb", "--dwdp-size", "4"), "--dwdp-size 4: DWDP"),
+        ("sglang", ("--enable-eplb", "--enable-paged-experts"), "--enable-paged-experts: paged"),
+        ("sglang", ("--enable-eplb", "--moe-runner-backend", "lora_marlin"), "lora_marlin: the"),
+    ],
+)
+def test_flags_that_exclude_the_balance_of_experts_are_named(
+    installed, command, engine, flags, words
+):
+    installed(None)
+    code, out, _ = command("engines", "check", engine, "--", *flags)
+    if words is None:
+        known = f"{engine}: no flag is known to exclude the balance of experts"
+        assert (code, out.splitlines()) == (0, [known])
+    else:
+        (line,) = out.splitlines()
+        assert code == 1 and line.startswith("excluded --") and words in line
+
+
+def test_flags_come_from_the_engines_own_file_too(installed, command, tmp_path):
+    installed(None)
+    file = tmp_path / "vllm.yaml"
+    file.write_text("enable-expert-parallel: true\nenable_eplb: true\nall2all-backend: moonep\n")
+    check = ("engines", "check", "vllm", "--", "--config", file)
+    assert "moonep" in command(*check)[1]
+    assert command(*check, "--all2all-backend", "deepep_low_latency")[0] == 0
+    file.write_text("- moonep\n")
+    code, _, err = command(*check)
+    assert code == 2 and "holds no options" in err

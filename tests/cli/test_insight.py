@@ -63,6 +63,13 @@ def test_one_number_of_replicas_is_advised_and_the_others_are_told_apart(run, op
     assert "R: the extra replicas that a rank holds, counted over all layers" in others
 
 
+def test_the_replicas_of_craft_are_told_by_layer_with_their_gains(run):
+    out = run("recommend", "-d", "demo")[1]
+    shown = [line.split() for line in out.splitlines() if re.match(r" *[01] +[02] +0\.", line)]
+    assert shown == [["0", "2", "0.500", "0.900", "▄", "█"], ["1", "0", "0.900", "0.900", "▁"]]
+    assert "CRAFT with R = 1, layer by layer" in out
+
+
 def test_the_heat_map_names_its_largest_cells(run):
     code, out, _ = run("heatmap", "-d", "demo", "--experts")
     assert code == 0
@@ -111,6 +118,7 @@ def test_the_audit_tells_what_each_request_asked_for(run, operations, tmp_path):
         "resume -d demo",
         "policy set -d demo thresholds.plan_below=0.8 mode=propose",
         "plan create -d demo --id dry --policy keel --max-moves 8 --phase decode",
+        "plan create -d demo --id few --replica-budget 4 --option craft.rule=knee",
         f"plan create -d demo --id exact --target {path} --yes",
         "plan create -d demo --id now --start --yes",
         "plan approve mine -d demo --yes",
@@ -121,13 +129,14 @@ def test_the_audit_tells_what_each_request_asked_for(run, operations, tmp_path):
         run(*words.split())
     lines = [
         re.split(" {2,}", line)
-        for line in run("audit", "-d", "demo", "-o", "wide")[1].splitlines()[1:11]
+        for line in run("audit", "-d", "demo", "-o", "wide")[1].splitlines()[1:12]
     ]
     assert [cells[3] for cells in reversed(lines)] == [
         "Pause for 5 min",
         "Resume",
         "Change the policy: mode=propose, thresholds.plan_below=0.8",
         'A plan with the id dry: limits.max_moves=8, phases=["decode"], policy=keel',
+        'A plan with the id few: policy_options.craft={"rule": "knee"}, replica_budget=4',
         f"A plan with the id exact: target={target.digest}",
         "A plan that starts at once with the id now",
         "Approve plan mine",

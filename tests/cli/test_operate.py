@@ -10,6 +10,7 @@ from evenkeel_moe.model.finding import Finding, FindingCode, Severity
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.ports.operations import LedElsewhere
+from evenkeel_moe.ports.status import ResizeStatus
 from tests.api.fakes import NOW, FakeView, make_plan, make_rank, make_status
 from tests.planning.signals.test_live_findings import LOST
 
@@ -116,6 +117,23 @@ def test_a_text_that_is_no_duration_is_refused(run, operations):
     code, _, err = run("pause", "-d", "demo", "--for", "abc")
     assert (code, operations.calls) == (2, [])
     assert err == "evenkeel: 'abc' is not a duration: give seconds, or for example 15m or 2h\n"
+
+
+def test_ranks_retire_and_a_caller_may_wait_until_they_may_leave(run, operations):
+    assert run("resize", "-d", "demo")[:2] == (0, "demo: No rank retires.\n")
+    assert run("resize", "-d", "demo", "--wait", "5m")[0] == 0, "nothing to wait for"
+    code, out, _ = run("resize", "-d", "demo", "--to-ranks", "1", "--yes")
+    words = "Ranks 1 of 2 retire; 3 experts live on them alone."
+    assert (code, out) == (0, f"demo: {words}\n")
+    assert operations.calls[-1][2].to_ranks == 1
+    assert words in run("status", "demo")[1] and "resizing" in run("status")[1]
+    code, _, err = run("resize", "-d", "demo", "--wait", "1s")
+    assert (code, words in err) == (1, True)
+    view = operations.views["demo"]
+    view._status = replace(view.status(), resize=ResizeStatus((1,), 2, 1, 0, True, "evacuate"))
+    code, out, _ = run("resize", "-d", "demo", "--wait", "1s")
+    assert (code, "Ranks 1 of 2 are ready to retire" in out) == (0, True)
+    assert "ranks retired" in run("resume", "-d", "demo")[1]
 
 
 def test_operating_commands(run, operations):

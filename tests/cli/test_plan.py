@@ -9,7 +9,6 @@ from evenkeel_moe.cli.exits import Exit
 from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.policies.registry import FORMS, POLICIES
 from evenkeel_moe.ports.operations import RecordedEpoch
 from tests.api.fakes import SHAPE, FakeView, make_plan, make_status
 
@@ -198,10 +197,3 @@ def test_a_target_file_of_other_ranks_is_refused(run, operations, tmp_path):
     for unproven in ({"generation": ""}, {"state": "follower"}):
         operations.views["demo"] = FakeView(make_status(**unproven), {}, None)
         assert run(*create)[0] == Exit.UNAVAILABLE
-
-
-def test_help_names_every_policy_a_plan_may_ask_for(command):
-    code, out, _ = command("plan", "create", "--help")
-    assert code == 0
-    words = set(re.findall(r"[a-z]+(?:-[a-z]+)*", out))
-    assert {*POLICIES, *FORMS} <= words

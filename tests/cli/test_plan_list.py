@@ -31,7 +31,7 @@ def plan(plan_id, **changes):
         "delivered": {"gain": 0.331, "lower": 0.3, "upper": 0.36},
     }
     found |= changes
-    return {"phase_text": found["phase"]} | found
+    return {"phase_text": found["phase"], "may_cost_text": None} | found
 
 
 PLAN = plan("automatic-0-0bc37c751748")

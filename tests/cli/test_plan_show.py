@@ -9,7 +9,7 @@ import pytest
 from evenkeel_moe.cli.tables import with_reason
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import CostBasis, CostSource
-from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.delivered import DeliveredGain, ServingSpeed
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from tests.api.fakes import NOW, FakeView, make_plan, make_status
 
@@ -49,20 +49,22 @@ def cells(line):
 
 def test_a_plan_begins_with_what_it_gains_and_then_tells_what_it_moves(shown):
     lines = shown()
-    assert [cells(line)[0] for line in lines[:9]] == [
+    assert [cells(line)[0] for line in lines[:10]] == [
         *("plan", "phase", "Balancedness", "Predicted saving of MoE time"),
-        *("Copies between ranks", "Waves", "Pays for itself after", "Expected stall", "KV cache"),
+        *("Copies between ranks", "Waves", "Extra replicas"),
+        *("Pays for itself after", "Expected stall", "KV cache"),
     ]
     shown = [cells(line)[1] for line in lines[1:13]]
-    assert shown[:6] == [
+    assert shown[:7] == [
         "proposed: It waits for approval. Nothing has moved.",
         "0.647 -> 0.962 promised (mean of layers)",
         "33.9% (94 % interval 33.5% to 34.2%)",
         "1 (1 kB)",
         "0 of 1 committed (1 layer changes)",
+        "4 (2 in every layer)",
         "less than 1 step (77 ms)",
     ]
-    assert shown[6].startswith("294 µs (of one step for each wave")
+    assert shown[7].startswith("294 µs (of one step for each wave")
 
 
 def test_a_gain_by_tokens_does_not_claim_time(shown):
@@ -84,9 +86,13 @@ def test_a_plan_that_ended_tells_what_it_delivered_and_how_long_it_took(shown):
     ended = {"phase": PlanPhase.COMMITTED, "reason": Reason.COMMITTED, "waves_committed": 1}
     ended["story"] = story
     gained = DeliveredGain(1.0, 0.331, 0.01, 0.32, 0.34, None, 64)
+    before, after = ServingSpeed(0.0123, 1612.0), ServingSpeed(0.0101, 1748.0)
+    gained = replace(gained, before=before, after=after)
     lines = [cells(line) for line in shown(delivered=gained, **ended)]
     words = "33.1% saved (95 % interval 32.0% to 34.0%, on 64 steps)"
     assert ["Delivered, by the ranks' seconds", words] in lines
+    step = "12.3 ms -> 10.1 ms (1,612 -> 1,748 tokens/s; traffic may have changed too)"
+    assert ["Step of the engine", step] in lines
     assert ["duration", "21.1 s for 1 wave"] in lines
     assert "not measured yet" in "".join(shown(**ended))
     running = shown(phase=PlanPhase.MIGRATING, reason=Reason.PLAN_STARTED, story=(begun,))

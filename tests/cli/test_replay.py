@@ -13,9 +13,7 @@ from typer.testing import CliRunner
 from evenkeel_moe.cli.replay import app
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
-from evenkeel_moe.planning.policies.registry import FORMS, POLICIES
-from evenkeel_moe.replay.planners import BASELINES
-from evenkeel_moe.replay.words import COLUMNS, POLICY_WORDS
+from evenkeel_moe.replay.words import COLUMNS
 from tests.cli.conftest import SMALL, replay_words, run_replay
 from tests.replay.conftest import SHIPPED
 
@@ -126,10 +124,6 @@ def test_the_legend_explains_what_is_shown_and_nothing_else(small, monkeypatch):
     narrow = explained(run_replay("compare", small, *SMALL, "-p", "eplb").splitlines())
     assert narrow[-4:] == ["initial", "once", "ewma", "eplb"]
     assert narrow[:-4] == [column.head for column in COLUMNS]
-
-
-def test_every_policy_and_baseline_has_a_line_of_its_own():
-    assert {*POLICIES, *FORMS, *BASELINES} == set(POLICY_WORDS)
 
 
 def test_the_page_stands_alone_and_its_drawings_are_well_formed(small, tmp_path):

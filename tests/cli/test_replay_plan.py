@@ -18,6 +18,20 @@ def test_the_figures_of_a_plan_are_named_in_words(small, tmp_path):
     assert ", extra replicas 6; " in shown
 
 
+def test_a_plan_of_keel_survives_the_loss_of_a_rank_if_asked(small, tmp_path):
+    def planned(slots, **options):
+        fleet = ("--ranks", 2, "--slots", slots, "--out", tmp_path / "b", "-o", "json")
+        return json.loads(run_replay("plan", small, *fleet, **options))
+
+    twice = planned(16, survive="rank")
+    assert (twice["survive_lost"], twice["survive_experts"]) == (0, 24)
+    assert twice["replicas"] == 24
+    # One spare slot on each rank: 2 of 8 experts in each of 3 layers are on both.
+    some = planned(10, survive="rank")
+    assert some["survive_lost"] == 9 and some["survive_price"] >= 0
+    assert "survive_lost" not in planned(10)
+
+
 @pytest.mark.parametrize("format_", ["neutral", "sglang", "trtllm", "ascend"])
 def test_plan_writes_for_every_engine(small, tmp_path, format_):
     out = tmp_path / "placement"

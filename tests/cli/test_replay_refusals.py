@@ -73,6 +73,11 @@ from tests.cli.conftest import FLEET, SMALL, run_replay
             "are for craft, which is not among the policies",
         ),
         (
+            ("compare", *SMALL, "-p", "eplb", {"survive": "rank"}),
+            InvalidInput,
+            "survive is for keel, which is not among the policies",
+        ),
+        (
             ("plan", "--out", "x", *FLEET, "-p", "craft", {"craft_replicas": "most"}),
             InvalidInput,
             "craft_replicas most is neither memory, knee, per_replica_gain nor a number",

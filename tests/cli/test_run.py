@@ -12,7 +12,7 @@ import pytest
 from evenkeel_moe.cli.exits import Exit
 from evenkeel_moe.cli.run import DispatchOption
 from evenkeel_moe.engines.reference.config import DispatchRule, RankConfig
-from evenkeel_moe.engines.reference.supervisor import FleetReport
+from evenkeel_moe.engines.reference.fleet_report import FleetReport
 from tests.waiting import deadline
 
 
@@ -128,6 +128,15 @@ def test_a_fleet_with_a_controller_that_is_no_host_and_port_is_refused(command, 
     assert not (tmp_path / "f").exists()
 
 
+def test_a_resize_without_a_fleet_is_refused(command, tmp_path):
+    code, out, err = command("fleet", "resize", "--ranks", "6", "--out", str(tmp_path))
+    assert (code, out) == (Exit.USAGE, "")
+    assert err == (
+        f"evenkeel: no fleet runs in the folder {tmp_path}; --out names the folder of one\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_fleet_that_failed_says_how():
     alone = FleetReport(True, (0, 0), 0, 7, unconnected="in use").words
     assert alone.endswith("passed; they were never connected to a controller: in use")
@@ -137,3 +146,12 @@ def test_a_fleet_that_failed_says_how():
     )
     assert "after 7 steps and 1 restart, with" in FleetReport(False, (1, 0), 1, 7).words
     assert FleetReport(False, (1, 0), 0, 7, ("a", "b")).words.endswith("1, 0: 2 problems")
+
+
+def test_an_option_before_the_command_is_not_ignored(run, tmp_path):
+    code, _, err = run("fleet", "--out", str(tmp_path), "resize", "--ranks", "3")
+    assert (code, err) == (2, "evenkeel: --out is given before resize, not after it\n")
+    assert (
+        "no fleet runs in the folder"
+        in run("fleet", "resize", "--ranks", "3", "--out", str(tmp_path))[2]
+    )

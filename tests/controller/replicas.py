@@ -18,6 +18,7 @@ from evenkeel_moe.controller.store_clock import StoreClock
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import QueryState
 from evenkeel_moe.settings import Settings
 from tests.contracts.memory_store import MemoryStore
@@ -198,8 +199,14 @@ class Replica:
 async def _answer(rank, stream, session):
     while (message := await stream.next()) is not None:
         if isinstance(message, QueryState):
-            identity = session.hello.identity
-            session.received(state_of(rank, query=message.query, identity=identity))
+            hello = session.hello
+            state = state_of(
+                rank,
+                query=message.query,
+                placement=Placement.initial(hello.shape),
+                identity=hello.identity,
+            )
+            session.received(state)
 
 
 @asynccontextmanager

@@ -76,7 +76,7 @@ def test_options_change_one_by_one_and_null_removes_them():
         ({"policy_options": {"gem": {"restarts": True}}}, r"policy_options\.gem\.restarts"),
         ({"policy_options": {"gem": {"restart": None}}}, "unknown options of gem: restart; known"),
         ({"policy_options": {"gone": None}}, "unknown policy 'gone'; known: craft"),
-        ({"policy_options": {"eplb": {"a": 1}}}, "eplb takes no options"),
+        ({"policy_options": {"eplb": {"a": 1}}}, "unknown options of eplb"),
         ({"dispatch": "best"}, "dispatch: .* 'even', 'nearest', .* or 'fewest'"),
         ({"dispatch": 3}, "dispatch: "),
         ({"dispatch": ""}, "dispatch: "),

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from evenkeel_moe.errors import Reason
+from evenkeel_moe.model.hold import Retirement
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, Transfer, Wave, WaveKey
@@ -165,6 +166,10 @@ class Operator:
 
     def freeze(self, seconds: float, now: float) -> list:
         return self.control.handle(ctl.PlansFrozen(seconds), now)
+
+    def retire(self, retiring: Retirement, now: float, evacuation: Plan | None = None) -> list:
+        submitted = None if evacuation is None else ctl.PlanSubmitted(evacuation, True)
+        return self.control.handle(ctl.RanksRetired(retiring, submitted), now)
 
     def set_policy(self, policy: DeploymentPolicy, document, now: float) -> list:
         return self.control.handle(ctl.PolicySet(policy, document), now)

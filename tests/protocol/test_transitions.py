@@ -1,16 +1,16 @@
 """Every (state, event) pair of every machine, walked: what the table says is what happens."""
 
 import contextlib
-from pathlib import Path
 
 import pytest
 
+from deploy.machines_page import CONTROL_MOVES, COORDINATOR_MOVES, PARTICIPANT_MOVES
 from evenkeel_moe.errors import Conflict, IllegalEvent, NotFound, Reason, Unavailable
 from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.hold import Retirement
 from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol import diagram
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
@@ -18,14 +18,11 @@ from evenkeel_moe.protocol.messages import ParticipantState as P
 from evenkeel_moe.protocol.rank.participant import Participant
 from evenkeel_moe.protocol.transitions import (
     CONTROL,
-    CONTROL_MOVES,
     COORDINATOR,
-    COORDINATOR_MOVES,
     IGNORED,
     ILLEGAL,
     NOT_READY,
     PARTICIPANT,
-    PARTICIPANT_MOVES,
     PARTICIPANT_OTHER_WAVE,
     VIOLATION,
     ControlState,
@@ -168,6 +165,7 @@ TO_CONTROL = {
     msg.RankState: from_rank(0, state_of(0)),
     msg.TermRefused: from_rank(0, msg.TermRefused(hello_of(0).identity, msg.Leader("b", 4))),
     msg.StagingProgress: from_rank(0, msg.StagingProgress(KEY, 1, 2)),
+    msg.MovedAnswers: from_rank(0, msg.MovedAnswers(KEY, 1, 1, 0, 0)),
     ctl.RankHeard: ctl.RankHeard(EpRank(0), 1, 10),
     ctl.RankTroubled: ctl.RankTroubled(EpRank(0), 10, "no more waves"),
     ctl.RankStopped: ctl.RankStopped(EpRank(0), 10),
@@ -179,6 +177,7 @@ TO_CONTROL = {
     ctl.RequestRepeated: ctl.RequestRepeated(PlanId("q"), "digest"),
     ctl.PlanApproved: ctl.PlanApproved(PlanId("p"), "me"),
     ctl.PlanCancelled: ctl.PlanCancelled(PlanId("p"), "me"),
+    ctl.RanksRetired: ctl.RanksRetired(Retirement((EpRank(1),), 2), None),
     ctl.PolicySet: ctl.PolicySet(DeploymentPolicy(), {}),
     ctl.PlansFrozen: ctl.PlansFrozen(60.0),
     ctl.AutomaticPlansResumed: ctl.AutomaticPlansResumed(),
@@ -240,15 +239,8 @@ def test_walks_cover_the_tables(table, events):
     [(PARTICIPANT, PARTICIPANT_MOVES), (COORDINATOR, COORDINATOR_MOVES), (CONTROL, CONTROL_MOVES)],
 )
 def test_only_pairs_that_do_something_move(table, moves):
-    """The simulation holds every move it sees against these as well."""
     verdicts = {IGNORED, ILLEGAL, VIOLATION, NOT_READY}
     assert moves.keys() == {state for state, _ in table}
     for state, events in moves.items():
         for event, targets in events.items():
             assert table[state, event] not in verdicts and state not in targets
-
-
-def test_page_of_the_machines_is_drawn_from_the_tables():
-    """`python -m evenkeel_moe.protocol.diagram > docs/machines.md` rewrites it."""
-    page = Path(__file__).parents[2] / "docs" / "machines.md"
-    assert page.read_text() == diagram.page()

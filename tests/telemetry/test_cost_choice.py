@@ -162,6 +162,36 @@ def test_a_profile_with_a_large_error_yields_to_curves_or_is_named():
     assert "rank 1 has a mean error of 40%" in reason_of(CostSource.PROFILED, ranks)
 
 
+def test_a_curve_that_explains_the_profile_better_than_the_line_is_used():
+    better, worse = replace(CURVE, fit_error=0.01, line_error=0.06), replace(CURVE, fit_error=0.06)
+    model = chosen([replace(H100, curve=better, replica_cost=PROFILE)] * 4)
+    assert seconds(model, 64) == pytest.approx([1e-3] * 4)
+    assert seconds(model, 65) == pytest.approx([2e-3] * 4)
+    assert "curves of 4 ranks" in model.detail and model.fit_error == 0.01
+    line = chosen([replace(H100, replica_cost=PROFILE)] * 4)
+    # The line explains it better, or it is not known which does.
+    for curve in (replace(worse, line_error=0.02), CURVE):
+        both = chosen([replace(H100, curve=curve, replica_cost=PROFILE)] * 4)
+        assert seconds(both, 65) == pytest.approx(seconds(line, 65))
+    # One rank's curve cannot be compared with the others' lines.
+    mixed = [replace(H100, curve=better if r else None, replica_cost=PROFILE) for r in range(4)]
+    assert seconds(chosen(mixed), 65) == pytest.approx(seconds(line, 65))
+
+
+def test_gem_plans_on_the_curves_whatever_else_is_known():
+    ranks = [replace(H100, curve=CURVE, replica_cost=PROFILE)] * 4
+    profiled = choose_cost(known(ranks), curves=True).model
+    assert seconds(profiled, 65) == pytest.approx([2e-3] * 4)
+    # Seconds of serving ranks give the speeds, not the stairs.
+    measured = choose_cost(known(ranks, FIT), curves=True).model
+    assert measured.source is CostSource.PROFILED
+    assert seconds(measured, 65) == pytest.approx(2e-3 * FIT.factors)
+    # Without curves of all ranks it is the model of the other policies.
+    without = [replace(H100, replica_cost=PROFILE)] * 4
+    assert choose_cost(known(without, FIT), curves=True).model.source is CostSource.MEASURED
+    assert choose_cost(known(ranks), CostChoice.TOKENS, curves=True).model.by_tokens
+
+
 def test_a_rank_without_a_profile_by_replicas_is_named():
     ranks = [replace(H100, replica_cost=PROFILE if rank else None) for rank in range(4)]
     assert "missing: 0" in reason_of(CostSource.PROFILED, ranks)

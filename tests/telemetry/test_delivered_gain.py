@@ -174,6 +174,32 @@ def test_the_interval_covers_the_true_gain_and_the_error_is_of_the_right_size():
     assert 0.7 < np.mean(errors) / np.std(gains) < 1.5
 
 
+def wandering(rng, steps, spread, alone=0.05):
+    """Return (T, R) factors: all ranks become slower and faster together for 16 steps at a time."""
+    together = np.repeat(rng.normal(0, spread, -(-steps // 16)), 16)[:steps, None]
+    return np.exp(together + rng.normal(0, alone, (steps, RANKS)))
+
+
+def test_what_all_ranks_do_together_without_a_plan_is_no_gain():
+    rng, away, inside = np.random.default_rng(3), [], 0
+    for run in range(60):
+        before, after = traffic(run, 64), traffic(1000 + run, 64)
+        noise = wandering(rng, 64, 0.1), wandering(rng, 64, 0.1)
+        found, wanted = gain_of(around(before, after, noise=noise)), true_gain(after)
+        away.append(abs(found.gain - wanted))
+        inside += found.lower <= wanted <= found.upper
+    assert np.mean(away) < 0.025, "0.06 if all of it counts"
+    assert inside >= 0.9 * 60
+
+
+def test_all_ranks_slower_since_the_plan_by_more_than_they_wander_count():
+    rng = np.random.default_rng(4)
+    before, after = traffic(1, 64), traffic(2, 64)
+    noise = wandering(rng, 64, 0.03), 1.3 * wandering(rng, 64, 0.03)
+    found = gain_of(around(before, after, noise=noise))
+    assert found.gain == pytest.approx(1 - 1.3 * (1 - true_gain(after)), abs=0.06)
+
+
 @pytest.mark.parametrize("slow_steps", [20, 24, 40])
 def test_a_rank_that_became_slow_before_the_plan_counts_as_slow(slow_steps):
     """The plan was made for the slow rank; with its earlier speed, the gain would be too small."""
@@ -199,6 +225,23 @@ def test_more_steps_are_wanted_only_while_they_would_add_pairs():
     assert measure_gain([around(traffic(1, 64), traffic(2, 64))], 5.0)[1]
     assert not measure_gain([around(traffic(1, 64), traffic(2, 40))], 5.0)[1]
     assert measure_gain([around(traffic(1, 30), traffic(2, 64))], 5.0)[1]
+
+
+def test_more_steps_are_wanted_while_the_error_is_large_for_what_was_promised():
+    def measured(steps, promised):
+        """Compare steps of which 256 before the plan are kept."""
+        rng = np.random.default_rng(3)
+        noise = [rng.lognormal(0, 0.2, (n, RANKS)) for n in (256, steps)]
+        phase = around(traffic(1, 256), traffic(2, steps), noise=(noise[0], noise[1]))
+        found, enough = measure_gain([phase], 5.0, promised)
+        assert found.error is not None
+        return found.error, enough
+
+    error, enough = measured(64, 1.0)
+    assert error < 0.1 and enough
+    error, enough = measured(64, 0.1)
+    assert error > 0.01 and not enough
+    assert measured(256, 0.1)[1], "as many as there are"
 
 
 def test_single_slow_steps_do_not_decide():

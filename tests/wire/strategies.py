@@ -135,6 +135,12 @@ hellos = st.builds(
     weight_format=st.sampled_from(["", "bf16", "fp8", "a type of later versions"]),
     dispatch=st.sampled_from(["", "even", "a rule of later versions"]),
     slots_stay_filled=st.booleans(),
+    lineage=st.none()
+    | st.builds(
+        m.Lineage,
+        generation=short_text.filter(bool).map(Generation),
+        rank=st.none() | st.integers(0, 9).map(EpRank),
+    ),
 )
 
 
@@ -168,7 +174,14 @@ stairs = st.lists(step_seconds, min_size=1, max_size=20).map(lambda values: tupl
 rank_messages = st.one_of(
     reports(),
     st.builds(link.Heartbeat, counts, counts, counts, short_text),
-    st.builds(link.CostCurve, st.integers(1, 4096), stairs, step_seconds),
+    st.builds(
+        link.CostCurve,
+        st.integers(1, 4096),
+        stairs,
+        step_seconds,
+        st.none() | step_seconds,
+        st.none() | step_seconds,
+    ),
     st.builds(
         link.ReplicaCost,
         step_seconds,
@@ -189,6 +202,7 @@ rank_messages = st.one_of(
     rank_states(),
     st.builds(m.TermRefused, st.just(IDENTITY), leaders),
     st.builds(m.StagingProgress, keys, counts, counts),
+    st.builds(m.MovedAnswers, keys, st.just(2), *[st.integers(0, 1)] * 2, st.integers(0, 2)),
 )
 
 

@@ -307,6 +307,11 @@ HOSTILE: list[tuple[Any, str, float]] = [
     for name in ("fixed_s", "s_per_replica", "read_s", "fit_error")
     for value in (-1e-9, NAN, INF, 1e308)
 ]
+HOSTILE += [
+    (link.CostCurve(64, (1.0,), 0.0, 0.1, 0.1), name, value)
+    for name in ("fit_error", "line_error")
+    for value in (-1e-9, NAN, INF, 1e308)
+]
 HOSTILE += [(COST, "s_per_token", value) for value in (0.0, 5e-324, 1e6)]
 HOSTILE += [
     (link.KvCache(1, 0), "bytes_per_token", value) for value in (0, (1 << 40) + 1, (1 << 64) - 1)
@@ -320,6 +325,19 @@ def test_a_number_that_planners_cannot_use_is_refused(told, field, value):
     message = encode_rank_message(told)
     setattr(getattr(message, str(message.WhichOneof("body"))), field, value)
     assert f"{field} is {value}" in str(refusal(over_the_wire(message)))
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ((10**6, 0, 0, 0), "1000000 slots moved, a rank has"),
+        ((2, 2, 1, 0), "3 answers and 0 blind ones of 2 moved slots"),
+        ((2, 0, 0, 3), "0 answers and 3 blind ones of 2 moved slots"),
+    ],
+)
+def test_answers_that_no_rank_can_have_are_refused(told, words):
+    answers = m.MovedAnswers(WaveKey(Generation("g-1"), PlanId("p"), 0, 1), *told)
+    assert words in str(refusal(over_the_wire(encode_rank_message(answers))))
 
 
 def test_a_rank_of_an_earlier_version_tells_no_device_and_no_shared_experts():

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from evenkeel_moe.api.insight_schemas import RecommendationOut
+from evenkeel_moe.api.insight_schemas import CapacityOut, RecommendationOut
 from evenkeel_moe.api.schemas import (
     DeliveredOut,
     DeploymentOut,
@@ -25,9 +25,10 @@ from evenkeel_moe.api.words.advice import CALLS, advice_text, outcome_text
 from evenkeel_moe.api.words.gates import hold_words
 from evenkeel_moe.api.words.health import health_elsewhere, health_of
 from evenkeel_moe.api.words.plan_figures import details, figures
-from evenkeel_moe.api.words.plans import phase_text, plan_text, story_rows
+from evenkeel_moe.api.words.plans import MAY_COST, phase_text, plan_text, story_rows
 from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch, Unavailable
+from evenkeel_moe.model.delivered import ServingSpeed
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
@@ -35,7 +36,7 @@ from evenkeel_moe.model.plan import Plan, PlanLimits, PlanRecord
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.kv_tradeoff import kv_tradeoff
 from evenkeel_moe.planning.problem import metrics
-from evenkeel_moe.ports.operations import Advice, LedElsewhere, PlanRequest
+from evenkeel_moe.ports.operations import Advice, CapacityAdvice, LedElsewhere, PlanRequest
 from evenkeel_moe.ports.status import DELIVERED_BOUNDS, DeploymentStatus, HealthBounds
 from evenkeel_moe.protocol.transitions import ControlState
 
@@ -54,6 +55,7 @@ def _plan_fields(record: PlanRecord) -> dict[str, Any]:
         "ended": record.phase.terminal,
         "text": plan_text(record),
         "planned_because": plan.reason,
+        "may_cost_text": MAY_COST.get(plan.kind),
         "waves": len(plan.waves),
         "moves": plan.moves,
         "nbytes": plan.nbytes,
@@ -68,11 +70,17 @@ def _delivered_out(record: PlanRecord) -> DeliveredOut | None:
     return DeliveredOut.model_validate(
         {
             **_attributes(delivered),
+            "before": _speed_out(delivered.before),
+            "after": _speed_out(delivered.after),
             "promised": promised,
             "promised_lower": record.plan.numbers.get("gain_lower"),
             "over_promised": delivered.over(promised),
         }
     )
+
+
+def _speed_out(speed: ServingSpeed | None) -> dict[str, Any] | None:
+    return None if speed is None else _attributes(speed)
 
 
 def plan_summary(record: PlanRecord) -> PlanSummary:
@@ -216,12 +224,14 @@ def recommendation_out(
     if found.redundancy is not None:
         tradeoff = kv_tradeoff(found.redundancy, advice.kv, tokens_per_sequence)
     own = found.policies[0].verdict if found.policies else None
+    promised = [] if advice.kv_promise is None else [advice.kv_promise.words]
     return RecommendationOut.model_validate(
         {
             **_attributes(found),
             **_attributes(advice),
             "at": advice.at_unix,
             "call_text": CALLS[found.call],
+            "words": [*found.words, *promised],
             "reason_text": advice_text(found.reason, mode),
             "policies": [
                 {**_attributes(row), "reason_text": outcome_text(row.reason, mode)}
@@ -231,6 +241,11 @@ def recommendation_out(
             "replica_tradeoff": tradeoff,
         }
     )
+
+
+def capacity_out(advice: CapacityAdvice) -> CapacityOut:
+    """Return a comparison of widths; what is unknown is null."""
+    return CapacityOut.model_validate({**_attributes(advice.capacity), **_attributes(advice)})
 
 
 def plan_request(
@@ -262,6 +277,9 @@ def plan_request(
         plan_id=None if plan_id is None else PlanId(plan_id),
         policy=body.policy,
         limits=PlanLimits(**body.limits.model_dump()),
+        changes=body.model_dump(
+            include={"policy_options", "replica_budget"}, exclude_defaults=True
+        ),
         phases=tuple(dict.fromkeys(body.phases)),
         dry_run=body.dry_run,
         target=target,

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
+from pydantic import Field
 
 from evenkeel_moe.api.auth import Role
 from evenkeel_moe.api.context import (
@@ -22,6 +23,7 @@ from evenkeel_moe.api.context import (
     page,
 )
 from evenkeel_moe.api.convert import (
+    capacity_out,
     decision_out,
     deployment_out,
     elsewhere_out,
@@ -29,7 +31,7 @@ from evenkeel_moe.api.convert import (
     placement_json,
     recommendation_out,
 )
-from evenkeel_moe.api.insight_schemas import RecommendationOut
+from evenkeel_moe.api.insight_schemas import CapacityOut, RecommendationOut
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
 from evenkeel_moe.api.schema_base import plain
 from evenkeel_moe.api.schemas import (
@@ -43,14 +45,17 @@ from evenkeel_moe.api.schemas import (
     PhaseLoad,
     PlacementOut,
     PolicyDocument,
+    ResizeIn,
+    ResizeOut,
     problem_answers,
 )
 from evenkeel_moe.api.words.gates import gates_of
-from evenkeel_moe.errors import Conflict, Reason, Unavailable
+from evenkeel_moe.errors import Conflict, NotFound, Reason, Unavailable
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import Mode
-from evenkeel_moe.ports.operations import Operations
+from evenkeel_moe.planning.decision.capacity import MOST_RANKS, CapacityRequest
+from evenkeel_moe.ports.operations import Operations, ResizeRequest
 from evenkeel_moe.ports.status import DeploymentStatus
 
 router = APIRouter(tags=["deployments"], route_class=LargeBodyRoute)
@@ -58,6 +63,10 @@ router = APIRouter(tags=["deployments"], route_class=LargeBodyRoute)
 _POLICY: dict[int | str, dict[str, Any]] = {
     200: {"model": PolicyDocument, "description": "The policy document"}
 }
+_Rank = Annotated[int, Field(ge=0, le=2**31)]
+_Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+_MOST_WIDTHS = 32
+"""Widths of one request: each takes the planner some time."""
 _DECISIONS_SHOWN = 1000
 """Number of newest rows that the pages cover."""
 
@@ -198,6 +207,59 @@ async def get_recommendation(
     return recommendation_out(advice, tokens_per_sequence, mode)
 
 
+@router.get(
+    "/deployments/{deployment}/capacity",
+    responses=problem_answers({409: "A plan is running"}),
+)
+async def get_capacity(
+    operations: OperationsOf,
+    deployment: DeploymentPath,
+    to_ranks: Annotated[
+        list[_Ranks],
+        Query(
+            max_length=_MOST_WIDTHS,
+            description="Numbers of ranks. Default: up to eight, in whole nodes if there are"
+            " several.",
+        ),
+    ] = [],  # noqa: B006
+    to_slots: Annotated[
+        int | None,
+        Query(
+            ge=1,
+            le=2**31,
+            description="Slots of a layer over all ranks at these widths. Default: at least as many"
+            " replicas as today.",
+        ),
+    ] = None,
+    retire: Annotated[
+        list[_Rank],
+        Query(max_length=MOST_RANKS, description="Ranks to retire, instead of `to_ranks`."),
+    ] = [],  # noqa: B006
+    whole_nodes: Annotated[
+        bool, Query(description="Only all ranks of a node retire or join.")
+    ] = False,
+    multi_node_bytes: Annotated[
+        int,
+        Query(
+            ge=0,
+            le=2**50,
+            description="Memory of a rank that only a group on several nodes needs, such as buffers"
+            " of its transport.",
+        ),
+    ] = 0,
+) -> CapacityOut:
+    """Compare what other numbers of ranks would bring, and what would have to move.
+
+    Each width is planned by the deployment's policy on the older steps of the window, from today's
+    placement, and scored on the newer ones; large fleets take seconds for each. Nothing is moved,
+    started or stored.
+    """
+    request = CapacityRequest(
+        tuple(to_ranks), to_slots, tuple(retire), whole_nodes, multi_node_bytes
+    )
+    return capacity_out(await operations.capacity(deployment, request))
+
+
 @router.get("/deployments/{deployment}/policy", responses=_POLICY, response_model=None)
 async def get_policy(
     operations: OperationsOf, deployment: DeploymentPath, response: Response
@@ -270,6 +332,33 @@ def _needs_admin(changes: Mapping[str, Any], base: Mapping[str, Any] | None) -> 
     return " and ".join(needs)
 
 
+@router.post("/deployments/{deployment}/resize", status_code=202, responses=CONFLICT)
+async def resize(
+    request: Request,
+    operations: OperationsOf,
+    caller: Caller,
+    deployment: DeploymentPath,
+    body: ResizeIn,
+) -> ResizeOut:
+    """Let ranks retire: a plan leaves no expert on them alone, and no other plan starts meanwhile.
+
+    Once `ready`, the group may form again without them. `resume` ends it before. The same request
+    may be repeated: it moves what has come to live on those ranks alone since.
+    """
+    keep_for_audit(request, body.model_dump(exclude_defaults=True))
+    asked = body.model_dump() | {"retire": tuple(body.retire), "requested_by": caller}
+    return ResizeOut.model_validate(await operations.resize(deployment, ResizeRequest(**asked)))
+
+
+@router.get("/deployments/{deployment}/resize")
+async def get_resize(operations: OperationsOf, deployment: DeploymentPath) -> ResizeOut:
+    """Return which ranks retire, and if they may leave; 404 if none retire."""
+    status = (await operations.deployment(deployment)).status()
+    if status.resize is None:
+        raise NotFound(f"no rank of {deployment} retires")
+    return ResizeOut.model_validate(status.resize)
+
+
 @router.post("/deployments/{deployment}/freeze", status_code=204, responses=CONFLICT)
 async def freeze(
     request: Request,
@@ -289,7 +378,8 @@ async def resume(
     caller: Caller,
     deployment: DeploymentPath,
 ) -> None:
-    """End a pause, and the hold on automatic plans after a rollback or undelivered gains."""
+    """End a pause, the retirement of ranks, and the hold on automatic plans after a rollback or
+    undelivered gains."""
     await operations.resume(deployment, caller)
 
 

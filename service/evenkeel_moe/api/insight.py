@@ -26,8 +26,6 @@ from evenkeel_moe.api.insight_schemas import (
     HeatMapOut,
     LogLevelBody,
     QuarantineOut,
-    QuarantineRowOut,
-    QuarantineSampleOut,
     TokenOut,
 )
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
@@ -146,15 +144,8 @@ def _shares(load: NDArray[np.float64]) -> Cells:
 @router.get("/deployments/{deployment}/quarantine")
 async def get_quarantine(operations: OperationsOf, deployment: DeploymentPath) -> QuarantineOut:
     """Return the rejected parts of reports: their number by reason, and the newest few in words."""
-    items = [
-        QuarantineRowOut(
-            reason=row.reason,
-            rank_steps=row.rank_steps,
-            samples=[QuarantineSampleOut(rank=rank, detail=words) for rank, words in row.samples],
-        )
-        for row in await operations.quarantine(deployment)
-    ]
-    return QuarantineOut(deployment=deployment, items=items)
+    rows = await operations.quarantine(deployment)
+    return QuarantineOut.model_validate({"deployment": deployment, "items": rows})
 
 
 @router.delete("/deployments/{deployment}/quarantine", status_code=204)

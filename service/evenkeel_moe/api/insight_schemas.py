@@ -1,4 +1,4 @@
-"""Response bodies of the routes for analysis: recommendations, heat maps, quarantine, audit."""
+"""Response bodies of the routes for analysis: advice, heat maps, quarantine, audit."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,18 +13,16 @@ from evenkeel_moe.api.schema_base import (
     ResponseBody,
     TextOrNull,
 )
+from evenkeel_moe.planning.decision.calibration import Calibration
+from evenkeel_moe.planning.decision.capacity import WidthRow
+from evenkeel_moe.planning.decision.kv_promise import KvPromise
+from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory, ReplicaTradeoff
+from evenkeel_moe.planning.decision.replica_levels import Redundancy
+from evenkeel_moe.ports.operations import QuarantineSample
 
 Cells = list[list[float | None]]
 
 # --- recommendations ------------------------------------------------------------------------
-
-
-class CalibrationOut(ResponseBody):
-    """The factor by which modelled gains are multiplied, by what earlier plans delivered."""
-
-    factor: float
-    plans: int
-    """Measured plans that it rests on; 0 if nothing is calibrated."""
 
 
 class VerdictOut(ResponseBody):
@@ -38,7 +36,7 @@ class VerdictOut(ResponseBody):
     """Share saved, without the cost of the copies; calibrated, like all that follows from it."""
     gain_modelled: Number
     """The same before calibration, as the cost model has it."""
-    calibration: CalibrationOut
+    calibration: Calibration
     gain_lower: Number
     """Lower bound of the gain in the next window."""
     gain_upper: Number
@@ -76,107 +74,6 @@ class PolicyScoreOut(ResponseBody):
     detail: TextOrNull
 
 
-class ReplicaLevelOut(ResponseBody):
-    """One number of extra replicas, the same in every layer."""
-
-    replicas_per_layer: int
-    gain: Number
-    """Share of predicted MoE time saved compared with the present number."""
-    gain_lower: Number
-    gain_upper: Number
-    marginal_gain: Number
-    """Share saved compared with the level below, per replica and layer."""
-    extra_bytes_per_rank: int | None
-    """Memory that the fullest rank would need in addition."""
-    fits: bool | None
-    """Null if free memory or the size of an expert is unknown."""
-    balancedness: Number
-    """Mean over layers on the scored steps."""
-
-
-class CraftLevelOut(ResponseBody):
-    """CRAFT's allocation for one replication factor; it needs slots pooled over layers."""
-
-    replication_factor: int
-    """R: most replicas of one rank over all layers."""
-    replicas: int
-    """Replicas used over all layers and ranks."""
-    layers_with_replicas: int
-    gain: Number
-    """Share of predicted MoE time saved compared with the present number."""
-    gain_lower: Number
-    gain_upper: Number
-    extra_bytes_per_rank: int | None
-    fits: bool | None
-    balancedness: Number
-
-
-class CraftFactorsOut(ResponseBody):
-    """The replication factor R that each automatic rule of CRAFT would choose."""
-
-    per_replica_gain: int
-    """The rule of the paper's text: the highest gain per replica."""
-    knee: int
-    memory: int | None
-    """As many as fit; null if free memory or the size of an expert is unknown."""
-
-
-class RedundancyOut(ResponseBody):
-    """Comparison of more and fewer extra replicas per layer."""
-
-    present: int
-    advised: int
-    levels: list[ReplicaLevelOut]
-    craft: list[CraftLevelOut]
-    craft_factors: CraftFactorsOut | None
-    moe_share: Number
-    """Predicted MoE time / step time now; null unless both are known in seconds."""
-
-
-class KvMemoryOut(ResponseBody):
-    """The KV cache of the rank that holds the fewest tokens, with the present replicas."""
-
-    bytes_per_token: int
-    free_bytes: int
-
-
-class TradeoffRowOut(ResponseBody):
-    """One number of extra replicas, with its KV cache. Null is unknown."""
-
-    rule: str
-    """uniform: the same number in every layer; craft: each layer its own, in pooled slots."""
-    level: int
-    """Extra replicas per layer if uniform; R if craft."""
-    replicas: int
-    """Over all layers and ranks."""
-    present: bool
-    balancedness: Number
-    gain: Number
-    extra_bytes_per_rank: int | None
-    kv_tokens_lost: int | None
-    """Negative if the KV cache grows."""
-    kv_tokens: int | None
-    """KV tokens that a rank holds then."""
-    sequences: int | None
-    """Sequences of `tokens_per_sequence` that a rank holds then."""
-    goodput_lower: Number
-    """Estimated change of goodput as a share; the formula is in docs/policies.md."""
-    goodput_upper: Number
-    """Equal to the lower one if the MoE share of a step is known."""
-
-
-class ReplicaTradeoffOut(ResponseBody):
-    """Replicas against KV cache."""
-
-    rows: list[TradeoffRowOut]
-    words: str
-    craft_words: str
-    kv: KvMemoryOut | None
-    """Null unless every rank told its KV cache."""
-    tokens_per_sequence: int | None
-    moe_share: Number
-
-
 class RecommendationOut(ResponseBody):
     """The recommended action and its figures. Nothing is moved or started to find it."""
 
@@ -208,13 +105,37 @@ class RecommendationOut(ResponseBody):
     verdict: VerdictOut | None
     policies: list[PolicyScoreOut]
     """The deployment's own policy first."""
-    redundancy: RedundancyOut | None
-    replica_tradeoff: ReplicaTradeoffOut | None
+    redundancy: Redundancy | None
+    replica_tradeoff: ReplicaTradeoff | None
     """Null if there were too few steps."""
+    kv_promise: KvPromise | None
+    """Null unless the group started with other slots than before, and told its KV cache then."""
     free_bytes: int | None
     """Free memory of the rank that has the least."""
     shadow: Annotated[dict[str, dict[str, Any]], PLAIN]
     """Newest score of each shadow policy."""
+
+
+class CapacityOut(ResponseBody):
+    """Numbers of ranks compared. Nothing is moved or started to find it."""
+
+    deployment: str
+    at: float = Field(validation_alias=AliasChoices("at", "at_unix"))
+    """Unix seconds when they were compared."""
+    generation: str
+    epoch: int
+    policy: str
+    """The policy that planned at every width."""
+    free_bytes: int | None
+    """Free memory of the rank that has the least."""
+    kv: KvMemory | None
+    """KV cache of the rank that holds the fewest tokens."""
+    words: list[str]
+    """The assumptions of all rows, in sentences."""
+    cost_model: CostModelOut
+    """The cost model of the predicted MoE times."""
+    rows: list[WidthRow]
+    """Today's placement first, then the widths in rising order."""
 
 
 # --- load -----------------------------------------------------------------------------------
@@ -254,20 +175,13 @@ class HeatMapOut(ResponseBody):
 # --- quarantine, audit, log -----------------------------------------------------------------
 
 
-class QuarantineSampleOut(ResponseBody):
-    """One rejection."""
-
-    rank: int
-    detail: str
-
-
 class QuarantineRowOut(ReasonedBody):
     """The rejections for one reason."""
 
     reason: str
     rank_steps: int
     """Number of (rank, step) pairs since this controller replica led the deployment or a reset."""
-    samples: list[QuarantineSampleOut]
+    samples: list[QuarantineSample]
     """The newest few, newest last."""
 
 

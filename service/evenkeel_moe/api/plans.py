@@ -25,7 +25,6 @@ from evenkeel_moe.api.convert import plan_out, plan_request, plan_summary
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
 from evenkeel_moe.api.schemas import (
     CONFLICT,
-    EpochOut,
     EpochsOut,
     PlanIn,
     PlanOut,
@@ -189,13 +188,7 @@ async def cancel_plan(
 @router.get("/deployments/{deployment}/epochs")
 async def get_epochs(operations: OperationsOf, deployment: DeploymentPath) -> EpochsOut:
     """Return the recorded placements: the group's history, newest first, then replaced ones."""
-    rows = await operations.epochs(deployment)
-    return EpochsOut(
-        items=[
-            EpochOut(epoch=row.epoch, digest=row.placement.digest, replaced=row.replaced)
-            for row in rows
-        ]
-    )
+    return EpochsOut.model_validate({"items": await operations.epochs(deployment)})
 
 
 @router.get("/deployments/{deployment}/rollback", responses=CONFLICT)

@@ -1,8 +1,9 @@
-"""Bodies of requests and responses. With `ports.status.RankStatus`, the only place of REST fields.
+"""Bodies of requests and responses.
 
-A response body reads its fields from the attributes of the value it shows (`model_validate`), so
-that `convert` states only what differs. The docstrings here are the descriptions in
-docs/openapi.json.
+A value that is shown as it is has no body here: a response contains its dataclass, such as
+`RankStatus`. Other bodies read their fields from the attributes of the value they show
+(`model_validate`), so that `convert` states only what differs. The docstrings of both are the
+descriptions in docs/openapi.json.
 """
 
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.policy import CostChoice, DeploymentPolicy, Mode
+from evenkeel_moe.planning.decision.capacity import MOST_RANKS
 from evenkeel_moe.ports.status import RankStatus
 
 Matrix = list[list[float]]
@@ -39,6 +41,7 @@ FiniteSeconds = Annotated[Finite, Field(gt=0)]
 Spans = Annotated[list[str], FailFast()]
 Name = Annotated[str, Field(max_length=64)]
 PolicyOptions = Annotated[dict[Name, StrictInt | Finite | StrictStr | None], Field(max_length=32)]
+OptionsByPolicy = Annotated[dict[Name, PolicyOptions | None], Field(max_length=32)]
 _DEFAULT = DeploymentPolicy()
 SlotRow = Annotated[list[Annotated[int, Field(ge=-1, le=2**31 - 1)]], FailFast()]
 
@@ -87,6 +90,15 @@ class ShapeOut(ResponseBody):
     """Work of the shared experts for one token, in routed experts; null if unknown."""
 
 
+class ServingSpeedOut(ResponseBody):
+    """The speed at which the engine served. It also changes with the traffic."""
+
+    step_s: float
+    """Seconds from one step to the next."""
+    tokens_per_s: float
+    """Real tokens of all ranks."""
+
+
 class DeliveredOut(ResponseBody):
     """The gain that a plan promised, and the one it delivered by the seconds that ranks reported.
 
@@ -115,6 +127,10 @@ class DeliveredOut(ResponseBody):
     """The reason that the gain is unknown."""
     at: float
     """Unix seconds at which it was measured."""
+    before: ServingSpeedOut | None
+    """The speed in up to 512 steps before the plan; null if unknown."""
+    after: ServingSpeedOut | None
+    """The speed in up to 512 steps after it; null if unknown."""
 
 
 class PlanSummary(ReasonedBody):
@@ -123,6 +139,9 @@ class PlanSummary(ReasonedBody):
     plan_id: str
     deployment: str
     kind: str
+    """automatic, manual, rollback or evacuation."""
+    may_cost_text: str | None
+    """Why the plan may cost MoE time; null if it is made to save some."""
     policy: str
     phase: str
     phase_text: str
@@ -179,6 +198,54 @@ class GatesOut(ResponseBody):
 
     items: list[PlanningGate]
     """In the order in which a cycle meets them; the first that is closed ends it."""
+
+
+class CoverageOut(ResponseBody):
+    """The experts that a placement loses with one fault domain."""
+
+    domain: str
+    """rank or node."""
+    most_lost: int
+    """Experts, over all layers, that are lost with the domain that holds the most alone."""
+    covered: int
+    """Experts, over all layers, that the loss of no domain takes."""
+    experts: int
+    words: str
+    """The same as a phrase."""
+
+
+class ResizeIn(RequestBody):
+    """A request to take ranks out of a group: `to_ranks` or `retire`."""
+
+    to_ranks: int | None = Field(None, ge=1, le=2**31)
+    """Ranks that stay; those retire on which the fewest experts live alone."""
+    retire: list[Annotated[int, Field(ge=0, le=2**31)]] = Field([], max_length=MOST_RANKS)
+    """The ranks that retire."""
+    whole_nodes: bool = False
+    """Only all ranks of a node retire."""
+    from_ranks: int | None = Field(None, ge=1, le=2**31)
+    """Ranks that the group has to have; with another number of ranks 409 `stale_base`."""
+    plan_id: str | None = Field(None, pattern=PLAN_ID_PATTERN)
+    """Id of the plan that moves experts away; the controller chooses one otherwise."""
+
+
+class ResizeOut(ResponseBody):
+    """Ranks that retire from a group."""
+
+    retire: list[int]
+    num_ranks: int
+    """Ranks of the group with those that retire."""
+    to_ranks: int
+    """Ranks that stay."""
+    stranded: int | None
+    """Experts, over all layers, that live on retiring ranks alone; null while the placement is not
+    known."""
+    ready: bool
+    """True if every expert lives on a rank that stays, and no plan runs: the ranks may leave."""
+    plan_id: str | None
+    """The newest plan that moves experts away; null if there was none."""
+    words: str
+    """The same as a sentence."""
 
 
 class DeploymentOut(ReasonedBody):
@@ -248,6 +315,11 @@ class DeploymentOut(ReasonedBody):
     """Newest measured plans in a row that cost time; null before a plan was measured."""
     findings: list[FindingOut] | None
     """What is wrong with the counts of the newest steps; null if there are no counts to check."""
+    resize: ResizeOut | None
+    """The ranks that retire; null if none do."""
+    coverage: list[CoverageOut] | None
+    """The experts that are lost with one rank and, if there are several nodes, with one node; null
+    before the ranks reported their placement."""
 
 
 class DeploymentPage(ResponseBody):
@@ -414,9 +486,11 @@ class PolicyDocument(ChangeBody):
     schedule: ScheduleIn = ScheduleIn()
     thresholds: Annotated[dict[Name, Finite], Field(max_length=32)] = {}
     """Gate settings by name."""
-    policy_options: Annotated[dict[Name, PolicyOptions | None], Field(max_length=32)] = {}
+    policy_options: OptionsByPolicy = {}
     """Options of planning algorithms, by algorithm and option. In a change null removes one option,
     or all of an algorithm."""
+    replica_budget: Bound = None
+    """Redundant slots per layer that plans may fill, on average over the layers; null is all."""
     dispatch: Annotated[DispatchModel, WORD] | None = None
     """The engines' rule to split tokens over replicas; null takes what the ranks told."""
     cost: Annotated[CostChoice, WORD] = _DEFAULT.cost
@@ -441,6 +515,10 @@ class PlanIn(RequestBody):
     policy: str | None = Field(default=None, max_length=64)
     """Null uses the deployment's policy."""
     limits: LimitsIn = LimitsIn()
+    policy_options: OptionsByPolicy = {}
+    """Changes to the deployment's options of planning algorithms, for this plan alone."""
+    replica_budget: Bound = None
+    """Redundant slots per layer that this plan may fill, on average; null is the deployment's."""
     phases: Annotated[list[Annotated[Phase, WORD]], FailFast()] = []
     """Windows to plan on; empty uses all, weighted by their tokens."""
     dry_run: bool = False

@@ -17,10 +17,12 @@ from evenkeel_moe.cli import (
     replay,
     run,
 )
+from evenkeel_moe.cli.capacity import capacity
 from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.exits import CliError
 from evenkeel_moe.cli.offline import offline
 from evenkeel_moe.cli.profile import profile
+from evenkeel_moe.cli.resize import resize
 from evenkeel_moe.errors import EvenkeelError, Reason
 
 __all__ = ["app", "main"]
@@ -74,6 +76,8 @@ def _root(
 
 app.command()(operate.status)
 app.command()(insight.recommend)
+app.command()(capacity)
+app.command()(resize)
 app.add_typer(plan.app, name="plan")
 app.add_typer(operate.policy_app, name="policy")
 app.command()(operate.pause)
@@ -89,7 +93,7 @@ app.add_typer(replay.app, name="replay")
 app.add_typer(record.app, name="record")
 app.command()(profile)
 app.command()(run.demo)
-app.command()(run.fleet)
+app.add_typer(run.fleet_app, name="fleet")
 app.command(hidden=True)(run.rank)
 app.command()(run.serve)
 app.add_typer(config.app, name="config")

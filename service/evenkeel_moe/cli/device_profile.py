@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.agent.profile.expert_layer import ExpertShape, GroupedLayer, Point, waiter
+from evenkeel_moe.agent.profile.expert_layer import ExpertShape, GroupedLayer, even_point, waiter
 from evenkeel_moe.agent.profile.files import save_curve
 from evenkeel_moe.agent.profile.replica_cost import ReplicaProfile, fit_replica_cost, grid
 from evenkeel_moe.agent.profile.timing import Timing, time_points
@@ -54,21 +54,22 @@ def profile_device(
         raise InvalidInput(f"{name}: {str(error)[:200]}") from error
 
     def run_tokens(tokens: int) -> None:
-        active = min(tokens, shape.experts)
-        run(Point(-(-tokens // active), active))
+        run(even_point(tokens, shape.experts))
 
     timing = time_points(run_tokens, counts, budget_s=budget_s / 2, settle=waiter(device))
     by_tokens = TokenProfile(tile_tokens, tuple(counts), timing)
     cost: ReplicaCost | None = None
+    by_replicas: ReplicaProfile | None = None
     try:
         points = grid(shape.experts, max_tokens)
-        by_replicas = time_points(run, points, budget_s=budget_s / 2, settle=waiter(device))
-        cost = fit_replica_cost(ReplicaProfile(tuple(points), by_replicas), SystemClock().unix())
-        words = _describe(cost, by_replicas)
+        timed = time_points(run, points, budget_s=budget_s / 2, settle=waiter(device))
+        by_replicas = ReplicaProfile(tuple(points), timed)
+        cost = fit_replica_cost(by_replicas, SystemClock().unix())
+        words = _describe(cost, timed)
     except InvalidInput as error:
         words = f"no time by replicas: {error}"
     about = dict(zip(("d_model", "d_ffn", "experts", "dtype"), layer, strict=True))
-    path = save_curve(folder, uuid, by_tokens, {**about, "device": name}, cost)
+    path = save_curve(folder, uuid, by_tokens, {**about, "device": name}, cost, by_replicas)
     by_counts = (
         f"{len(counts)} counts up to {counts[-1]} tokens, {timing.rounds} rounds in"
         f" {timing.took_s:.0f} s; {timing.seconds[0] * 1e3:.3f} ms at {counts[0]} tokens,"

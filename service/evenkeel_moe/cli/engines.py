@@ -24,13 +24,23 @@ def check(
             show_default="every engine that is installed here",
         ),
     ] = None,
+    flags: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FLAGS",
+            help="The flags of the server, after two dashes: also checks whether experts are"
+            " balanced with them.",
+            show_default="none",
+        ),
+    ] = None,
 ) -> None:
     """Check the parts of an engine that its plugin uses.
 
-    It changes nothing.
+    Also checks the flags of a server, for which the engine need not be installed. It changes
+    nothing.
 
-    Exits with 0 if the plugin would start, and with 1 if a part differs or the version was not
-    tested.
+    Exits with 0 if the plugin would start, and with 1 if a part differs, the version was not
+    tested, or a flag excludes it.
     """
     if engine is not None and engine not in _ENGINES:
         raise CliError(f"unknown engine {engine!r}; known: {', '.join(_ENGINES)}", Exit.USAGE)
@@ -40,14 +50,27 @@ def check(
         if engine in (None, name)
         and (report := importlib.import_module(f"evenkeel_moe.engines.{name}.hooks").report())
     ]
-    if not reports:
+    if not reports and not flags:
         wanted = (engine,) if engine else _ENGINES
         verb = "is" if engine else "are"
         raise CliError(f"{' and '.join(wanted)} {verb} not installed here", Exit.USAGE)
     for report in reports:
         _print(report)
-    if any(report.differences or not report.is_known for report in reports):
+    excluded = _print_flags(engine, flags) if engine and flags else False
+    if excluded or any(report.differences or not report.is_known for report in reports):
         raise typer.Exit(1)
+
+
+def _print_flags(engine: str, flags: list[str]) -> bool:
+    """Print what flags mean for the balance of experts; return True if one excludes it."""
+    from evenkeel_moe.engines.launch_flags import find_limits, read_flags
+
+    found = list(find_limits(engine, read_flags(flags)))
+    for words in found:
+        say(f"excluded {words}")
+    if not found:
+        say(f"{engine}: no flag is known to exclude the balance of experts")
+    return bool(found)
 
 
 def _print(report: Any) -> None:

@@ -11,7 +11,7 @@ from evenkeel_moe.cli.heat import heat_map
 from evenkeel_moe.cli.options import DeploymentClientOptions, LimitOption, with_option_groups
 from evenkeel_moe.cli.watch import ShowOptions
 
-_COMPUTED_WITHIN_S = 180.0
+COMPUTED_WITHIN_S = 180.0
 """The first recommendation waits until a process of its own has loaded the planner's kernels."""
 
 
@@ -49,7 +49,7 @@ def recommend(
         shown.run(
             lambda: client.get(
                 path,
-                timeout_s=_COMPUTED_WITHIN_S,
+                timeout_s=COMPUTED_WITHIN_S,
                 max_age_s=max_age,
                 tokens_per_sequence=tokens_per_sequence,
             ),

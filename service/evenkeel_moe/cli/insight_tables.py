@@ -17,6 +17,7 @@ _LEVELS_BASE = (
 )
 
 
+_BARS = " ▁▂▃▄▅▆▇█"
 _OTHER_RULES = "The number advised above is by predicted MoE time alone."
 
 
@@ -42,6 +43,7 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
             Text("\nOther rules for the number of extra replicas", style="bold"),
             *(Text(text) for text in words if text),
         ]
+        parts += _craft(answer["redundancy"]["craft_allocation"])
     return Group(
         *parts,
         legend("gain: saved share of MoE time on later steps, with its 94 % interval"),
@@ -119,6 +121,41 @@ def _levels(redundancy: Mapping[str, Any]) -> Listing:
         TableColumn("BALANCEDNESS", lambda row: number(row["balancedness"]), right=True, wide=True),
     )
     return Listing(columns, redundancy["levels"])
+
+
+def _craft(found: Mapping[str, Any] | None) -> list[RenderableType]:
+    """Return what CRAFT would give each layer, with the layer's gain by its extra replicas."""
+    if found is None or not found["counts"]:
+        return []
+    most = max(max(gains) for gains in found["gain"])
+
+    def curve(gains: Sequence[float]) -> str:
+        levels = (round(gain / most * 8) if gain > 0 else 0 for gain in gains)
+        return "".join(f"{_BARS[level]} " for level in levels)
+
+    def with_its_own(row: Mapping[str, Any]) -> float:
+        gain = row["gain"][found["counts"].index(row["replicas"])] if row["replicas"] else 0.0
+        return float(row["base"] + gain)
+
+    rows = [
+        {"layer": layer, "replicas": replicas, "base": base, "gain": gain}
+        for layer, (replicas, base, gain) in enumerate(
+            zip(found["replicas"], found["base"], found["gain"], strict=True)
+        )
+    ]
+    columns = (
+        TableColumn("LAYER", "layer", right=True),
+        TableColumn("EXTRA REPLICAS", "replicas", right=True),
+        TableColumn("BALANCEDNESS WITH NONE", lambda row: number(row["base"]), right=True),
+        TableColumn("WITH THESE", lambda row: number(with_its_own(row)), right=True),
+        TableColumn("GAIN BY NUMBER", lambda row: curve(row["gain"])),
+    )
+    title = f"\nCRAFT with R = {found['replication_factor']}, layer by layer"
+    tried = ", ".join(map(str, found["counts"]))
+    words = (
+        f"gain by number: of balancedness, with {tried} extra replicas; the highest is {most:.3f}"
+    )
+    return [Text(title, style="bold"), Listing(columns, rows), legend(words)]
 
 
 def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

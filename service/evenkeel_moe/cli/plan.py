@@ -19,6 +19,8 @@ from evenkeel_moe.cli.exits import CliError, Exit, NotSent
 from evenkeel_moe.cli.options import (
     DeploymentClientOptions,
     YesOption,
+    nested_fields,
+    parse_value,
     plan_ids,
     with_option_groups,
 )
@@ -54,7 +56,7 @@ class PlanArguments:
     policy: Annotated[
         str | None,
         typer.Option(
-            help="eplb, eplb-global, eplb-hierarchical, craft, gem, libra, metro or keel.",
+            help="For example keel, eplb or craft; an unknown name lists all.",
             show_default="the deployment's",
         ),
     ] = None
@@ -69,6 +71,23 @@ class PlanArguments:
     max_layers: Annotated[
         int | None,
         typer.Option(min=0, help="Most layers that may change.", show_default="no limit"),
+    ] = None
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="POLICY.NAME=VALUE",
+            help="Option of a policy for this plan alone, for example craft.rule=knee. Repeat for"
+            " several.",
+            show_default="the deployment's",
+        ),
+    ] = None
+    replica_budget: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Redundant slots per layer to fill, on average over the layers.",
+            show_default="the deployment's",
+        ),
     ] = None
     phase: Annotated[
         list[str] | None,
@@ -97,6 +116,8 @@ class PlanArguments:
             plan_id=self.plan_id or _new_id("manual"),
             policy=self.policy,
             limits=_given(**limits) or None,
+            policy_options=nested_fields(map(parse_value, self.option or [])) or None,
+            replica_budget=self.replica_budget,
             phases=self.phase or None,
             dry_run=self.dry_run or None,
             approve=self.start or None,

@@ -23,7 +23,6 @@ from evenkeel_moe.model.quantities import (
 _COPIES = "copies: experts copied between ranks; wave: whole layers that change on the same step"
 _GAIN = "promised, delivered: saved share of MoE time, predicted and then measured"
 _SUPERSEDED = "superseded: it never began, and nothing is wrong with it"
-_ROLLBACK = "rollback: it returns to an earlier placement, so MoE time may rise"
 _UNCERTAIN = (
     "uncertain: the 95 % interval of the measured share contains 0; `evenkeel plan show` tells it"
 )
@@ -70,8 +69,8 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     rollbacks = [row for row in rows if row["kind"] == "rollback"]
     if rollbacks:
         words.append("undoes: the plan, or all plans since an epoch, that a rollback takes back")
-    if any(row["delivered"] is not None for row in rollbacks):
-        words.append(_ROLLBACK)
+    may_cost = [row["may_cost_text"] for row in rows if row["delivered"] is not None]
+    words += dict.fromkeys(text for text in may_cost if text is not None)
     return Group(Listing(columns, shown), legend(*words))
 
 

@@ -230,6 +230,9 @@ def plan_command(
 
 _NAMES = {
     "replicas": "extra replicas",
+    "survive_lost": "experts lost with one failure",
+    "survive_experts": "of",
+    "survive_price": "for a share of MoE time of",
     "time_over_fluid": "predicted MoE time / that of a perfect split of the tokens",
 }
 """Words for the figures of one plan whose names do not say what they are."""

@@ -11,6 +11,7 @@ from evenkeel_moe.cli.config import ConfigOption, read_settings
 from evenkeel_moe.cli.console import SafeConsole, say, status_line
 from evenkeel_moe.cli.exits import CliError, Exit
 from evenkeel_moe.cli.options import with_option_groups
+from evenkeel_moe.errors import Unavailable
 
 
 @with_option_groups
@@ -87,25 +88,43 @@ def rank(
 
 
 DispatchOption = Annotated[
-    Literal["even", "nearest", "lplb", "fewest", "waterfill", "libra", "libra-refined"],
+    Literal[
+        "even",
+        "nearest",
+        "lplb",
+        "fewest",
+        "waterfill",
+        "waterfill-static",
+        "waterfill-all-ranks",
+        "libra",
+        "libra-refined",
+    ],
     typer.Option(
         metavar="RULE",
-        help="How ranks choose replicas: even, nearest, lplb, fewest, waterfill, libra or"
-        " libra-refined.",
+        help="How ranks choose replicas: even, nearest, lplb, fewest, waterfill, waterfill-static,"
+        " waterfill-all-ranks, libra or libra-refined.",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimulatedKvCache:
-    """The options of the KV cache that the ranks of `evenkeel fleet` tell of."""
+class FleetKvCache:
+    """The options of the KV cache that the ranks of `evenkeel fleet` have or tell of."""
 
+    requests_per_s: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Requests that arrive at each rank in a second, instead of endless text. Their KV"
+            " cache is real: it has the memory that experts leave, and bounds the batch.",
+        ),
+    ] = 0.0
     kv_bytes_per_token: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Simulated bytes of one token in the KV cache. The engine has no KV cache: its"
-            " ranks tell the controller of one, so that replicas can be weighed against it.",
+            help="Simulated bytes of one token in the KV cache. Without requests the engine has"
+            " none: its ranks tell of one, so that replicas can be weighed against it.",
             show_default="float32 keys and values of every layer",
         ),
     ] = None
@@ -119,8 +138,13 @@ class SimulatedKvCache:
     ] = None
 
 
+fleet_app = typer.Typer(invoke_without_command=True)
+
+
+@fleet_app.callback()
 @with_option_groups
 def fleet(
+    ctx: typer.Context,
     controller: Annotated[
         list[str] | None,
         typer.Option(
@@ -142,15 +166,19 @@ def fleet(
         typer.Option(help="Folder for logs, records and saved placements; created if missing."),
     ] = Path("evenkeel-ranks"),
     *,
-    kv: SimulatedKvCache,
+    kv: FleetKvCache,
 ) -> None:
     """Run the ranks of a small MoE engine, to try a controller.
 
     The engine is real, and is called the reference engine. If a rank dies, all ranks start again.
-    Exits with 0 if no rank found an error.
+    Exits with 0 if no rank found an error. While it runs, `evenkeel fleet resize` changes the
+    number of ranks.
     """
+    if ctx.invoked_subcommand is not None:
+        _refuse_options(ctx)
+        return
     from evenkeel_moe.engines.reference.config import DispatchRule, RankConfig
-    from evenkeel_moe.engines.reference.supervisor import run_fleet
+    from evenkeel_moe.engines.reference.fleet import run_fleet
 
     config = RankConfig(
         run_folder=str(out),
@@ -160,6 +188,7 @@ def fleet(
         steps=steps,
         min_step_s=step_s,
         dispatch=DispatchRule(dispatch),
+        requests_per_s=kv.requests_per_s,
     ).with_simulated_kv_cache(kv.kv_bytes_per_token, kv.kv_free_bytes)
     until = f"for {steps} steps" if steps else "until Ctrl-C"
     say(
@@ -174,6 +203,57 @@ def fleet(
         say(f"found {problem}", err=True)
     say(report.words, err=True)
     raise typer.Exit(0 if report.ok else 1)
+
+
+def _refuse_options(ctx: typer.Context) -> None:
+    """Refuse options that are given before a command, which would be ignored."""
+    sources = ((name, ctx.get_parameter_source(name)) for name in ctx.params)
+    given = [name for name, source in sources if source and source.name == "COMMANDLINE"]
+    if given:
+        option, command = f"--{given[0].replace('_', '-')}", ctx.invoked_subcommand
+        raise CliError(f"{option} is given before {command}, not after it", Exit.USAGE)
+
+
+@fleet_app.command("resize")
+def fleet_resize(
+    ranks: Annotated[int, typer.Option(min=1, max=64, help="EP ranks of the new group.")],
+    retire: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0,
+            help="Rank that leaves; the others keep their order. Repeat for more.",
+            show_default="the highest ones",
+        ),
+    ] = None,
+    drain_s: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=200,
+            help="Seconds that ranks which leave may go on serving the requests they have.",
+        ),
+    ] = 30.0,
+    timeout_s: Annotated[
+        float, typer.Option(min=1, help="Longest wait for the fleet in seconds.")
+    ] = 300.0,
+    out: Annotated[Path, typer.Option(help="Folder of the running fleet.")] = Path(
+        "evenkeel-ranks"
+    ),
+) -> None:
+    """Change the number of ranks of a running fleet.
+
+    It goes on serving. The processes that stay keep their experts and requests; new ranks have
+    empty slots, which the controller's next plan fills. Refused if an expert would lose its last
+    replica. Exits with 0 once the new group serves.
+    """
+    from evenkeel_moe.engines.reference.resize_request import ask_to_resize
+
+    try:
+        ok, words = ask_to_resize(out, ranks, retire or (), drain_s, timeout_s)
+    except Unavailable as error:
+        raise CliError(str(error), Exit.UNAVAILABLE) from error
+    say(words, err=not ok)
+    raise typer.Exit(0 if ok else 1)
 
 
 def _progress(show: Callable[[str], None], of: str) -> Callable[[int | None], None]:
@@ -208,7 +288,9 @@ class DemoArguments:
             help="Redis URL of the controller's store.", show_default="an embedded Valkey server"
         ),
     ] = ""
-    policy: Annotated[str, typer.Option(help="keel, eplb, craft, gem, libra or metro.")] = "keel"
+    policy: Annotated[
+        str, typer.Option(help="For example keel or eplb; an unknown name lists all.")
+    ] = "keel"
     dispatch: DispatchOption = "even"
     mode: Annotated[
         str,
@@ -244,6 +326,12 @@ class DemoArguments:
             "--console",
             help="Serve until Ctrl-C and print the link of the web console; with --mode propose you"
             " approve.",
+        ),
+    ] = False
+    resize: Annotated[
+        bool,
+        typer.Option(
+            "--resize", help="Serve requests while the group grows to 6 ranks and shrinks to 3."
         ),
     ] = False
     timeout_s: Annotated[

@@ -84,7 +84,8 @@ def _mode(row: Mapping[str, Any]) -> str:
     """Return the mode, with what keeps plans from starting in it."""
     paused = ["paused"] if row["frozen_until_unix"] is not None else []
     held = ["held"] if row["held"] else []
-    return ", ".join([known(row["mode"]), *paused, *held])
+    resized = ["resizing"] if row["resize"] else []
+    return ", ".join([known(row["mode"]), *paused, *held, *resized])
 
 
 def _plans(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -113,6 +114,7 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
         "state": _state(row),
         "mode, policy": f"{row['mode']}, {row['policy']}",
         "held": _held(row),
+        "resize": "no" if row["resize"] is None else row["resize"]["words"],
         "dispatch": row["dispatch"],
         "paused until": _paused(row["frozen_until_unix"], now),
         "leader": f"{row['leader']}, term {row['term']}",
@@ -120,6 +122,7 @@ def deployment_view(row: Mapping[str, Any], now: float) -> RenderableType:
         "shape": _shape_line(row["shape"]),
         "window": f"{row['window_steps']} steps, newest {known(row['step'])}",
         "balancedness": f"{mean} mean, {worst} worst layer (1.000 is a perfect split)",
+        "failures": "; ".join(one["words"] for one in row.get("coverage") or []) or "-",
         "cost model": _cost_line(row),
         "last decision": "-",
         "plan": "none" if plan is None else _plan_line(row, plan),

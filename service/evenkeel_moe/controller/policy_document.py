@@ -12,7 +12,7 @@ from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.model.schedule import Schedule
 from evenkeel_moe.planning.decision.gates import GateSettings
-from evenkeel_moe.planning.policies.registry import configurable_policy, resolve_policy
+from evenkeel_moe.planning.policies.registry import find_policy
 
 _MOST_WORDS = 200
 """Characters of what is said about a document."""
@@ -43,14 +43,14 @@ def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> Deplo
         raise InvalidInput(f"{where}: {first['msg']}"[:_MOST_WORDS]) from None
     # Also of options that are removed: their names may be misspelt.
     for name, changed in changes.get("policy_options", {}).items():
-        configurable_policy(name).check_names(name, changed or {})
+        find_policy(name).check_options(changed or {})
     if len(set(wanted.shadow_policies)) < len(wanted.shadow_policies):
         raise InvalidInput("shadow_policies must name each policy once")
     options = {name: _without_none(given) for name, given in wanted.policy_options.items()}
     for name in (wanted.policy, *wanted.shadow_policies):
-        resolve_policy(name)
+        find_policy(name)
     for name, given in options.items():
-        resolve_policy(name, given)
+        find_policy(name).with_options(given)
     GateSettings.from_thresholds(wanted.thresholds)
     return DeploymentPolicy(
         **dict(wanted)

@@ -1,7 +1,7 @@
 """The operations that the controller offers to the REST API, and the values they return."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from evenkeel_moe.errors import Reason, Unavailable
@@ -9,9 +9,11 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanLimits, PlanRecord
+from evenkeel_moe.planning.decision.capacity import Capacity, CapacityRequest
+from evenkeel_moe.planning.decision.kv_promise import KvPromise
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import Recommendation
-from evenkeel_moe.ports.status import DeploymentStatus
+from evenkeel_moe.ports.status import DeploymentStatus, ResizeStatus
 
 LEASE_FREE = (
     "neither this controller nor another replica holds its lease, which is asked for about once a"
@@ -38,6 +40,9 @@ class PlanRequest:
     approve: bool = False
     """Start at once. Else the plan is stored as PROPOSED, and starts when it is approved."""
     requested_by: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the policy document that differ for this plan: `policy_options` and
+    `replica_budget`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,23 @@ class RollbackRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ResizeRequest:
+    """A request to take ranks out of a group."""
+
+    to_ranks: int | None = None
+    """Ranks that stay; those retire on which the fewest experts live alone."""
+    retire: tuple[int, ...] = ()
+    """The ranks that retire, instead of `to_ranks`."""
+    whole_nodes: bool = False
+    """Only all ranks of a node retire."""
+    from_ranks: int | None = None
+    """Ranks that the caller takes the group to have; None accepts any number."""
+    plan_id: PlanId | None = None
+    """Id of the evacuation, chosen by the client; None lets the controller choose one."""
+    requested_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedEpoch:
     """A recorded placement to which a group can return."""
 
@@ -64,6 +86,11 @@ class RecordedEpoch:
     replaced: bool
     """True if it belongs to another history than the group's: one before a cold start, or that of
     other ranks of the same name."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the placement."""
+        return self.placement.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +109,36 @@ class Advice:
     """Free memory of the rank that has the least; None unless all ranks reported it."""
     kv: KvMemory | None
     """KV cache of the rank that holds the fewest tokens; None unless all ranks told theirs."""
+    kv_promise: KvPromise | None
+    """KV tokens that the present number of slots was to leave; None if none were promised."""
     recommendation: Recommendation
     shadow: Mapping[str, Mapping[str, Any]]
     """Newest score of each shadow policy, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityAdvice:
+    """Widths compared, with the time and the state they were compared for."""
+
+    deployment: DeploymentId
+    at_unix: float
+    generation: str
+    epoch: int
+    """Epoch of the present placement."""
+    policy: str
+    free_bytes: int | None
+    """Free memory of the rank that has the least; None unless all ranks reported it."""
+    kv: KvMemory | None
+    """KV cache of the rank that holds the fewest tokens; None unless all ranks told theirs."""
+    capacity: Capacity
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineSample:
+    """One rejection."""
+
+    rank: int
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +148,8 @@ class QuarantineRow:
     reason: str
     rank_steps: int
     """Number of (rank, step) pairs since this replica led the deployment or a reset."""
-    samples: tuple[tuple[int, str], ...]
-    """(rank, detail) of the newest few, newest last."""
+    samples: tuple[QuarantineSample, ...]
+    """The newest few, newest last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +286,16 @@ class Operations(Protocol):
         """Return the plan that such a rollback would carry out. Nothing is started or stored."""
         ...
 
+    async def resize(self, deployment: DeploymentId, request: ResizeRequest) -> ResizeStatus:
+        """Let ranks retire, and move the experts away that live on them alone.
+
+        Conflict(STALE_BASE) if the group has not `from_ranks` ranks, Conflict(RESIZING) if other
+        ranks retire already.
+        """
+        ...
+
     async def resume(self, deployment: DeploymentId, by: str) -> None:
-        """Allow automatic plans again that a rollback or undelivered gains stopped."""
+        """Allow plans again that a rollback, undelivered gains or retiring ranks stopped."""
         ...
 
     async def set_policy(
@@ -263,6 +325,13 @@ class Operations(Protocol):
 
     async def recommendation(self, deployment: DeploymentId, max_age_s: float | None) -> Advice:
         """Return a recommendation that is at most `max_age_s` old; None is one cycle.
+
+        Conflict(PLAN_IN_PROGRESS) while a plan runs.
+        """
+        ...
+
+    async def capacity(self, deployment: DeploymentId, request: CapacityRequest) -> CapacityAdvice:
+        """Compare numbers of ranks. Nothing is moved.
 
         Conflict(PLAN_IN_PROGRESS) while a plan runs.
         """

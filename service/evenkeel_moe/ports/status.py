@@ -10,7 +10,9 @@ from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.model.quantities import counted, numbered
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.problem.survival import Coverage
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,37 @@ class RankStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ResizeStatus:
+    """Ranks that retire from a group. The REST API shows it as it is."""
+
+    retire: tuple[int, ...]
+    num_ranks: int
+    """Ranks of the group with those that retire."""
+    to_ranks: int
+    """Ranks that stay."""
+    stranded: int | None
+    """Experts, over all layers, that live on retiring ranks alone. Null while the placement is not
+    known."""
+    ready: bool
+    """True if every expert lives on a rank that stays, and no plan runs: the ranks may leave."""
+    plan_id: str | None
+    """The newest evacuation; null if there was none."""
+
+    @property
+    def words(self) -> str:
+        """The same as a sentence."""
+        who = f"Ranks {numbered(self.retire)} of {self.num_ranks}"
+        if self.ready:
+            return f"{who} are ready to retire: every expert lives on a rank that stays."
+        if self.stranded is None:
+            return f"{who} retire; the ranks have not told their placement."
+        if self.stranded == 0:
+            return f"{who} retire; a plan is running."
+        lives = counted(self.stranded, "expert lives", "experts live")
+        return f"{who} retire; {lives} on them alone."
+
+
+@dataclass(frozen=True, slots=True)
 class DeploymentStatus:
     """The state of one deployment. None means unknown, never zero."""
 
@@ -122,6 +155,8 @@ class DeploymentStatus:
     frozen_until_unix: float | None = None
     held: bool = False
     """True while automatic plans wait for `resume`."""
+    resize: ResizeStatus | None = None
+    """None unless ranks retire."""
     held_because: str | None = None
     """The Reason for the hold; None if not held."""
     leader_address: str | None = None
@@ -139,3 +174,6 @@ class DeploymentStatus:
     """Newest measured plans in a row that cost time; None before a plan was measured."""
     findings: tuple[Finding, ...] | None = None
     """What is wrong with the counts of the newest steps; None if there are no counts to check."""
+    coverage: tuple[Coverage, ...] | None = None
+    """The experts that are lost with one rank and, if there are several nodes, with one node; None
+    before the ranks reported their placement."""

@@ -175,7 +175,7 @@ class DeploymentStore(Protocol):
         term: int,
         lasting: bool = True,
     ) -> None:
-        """Store a small named JSON document: policy, shape, freeze, intent.
+        """Store a small named JSON document: policy, shape, freeze.
 
         Args:
             deployment: its owner.

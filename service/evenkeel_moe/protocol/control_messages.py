@@ -13,7 +13,7 @@ from typing import Any
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.delivered import DeliveredGain
-from evenkeel_moe.model.hold import Hold
+from evenkeel_moe.model.hold import Hold, Retirement
 from evenkeel_moe.model.ids import Epoch, EpRank, Generation, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanRecord, WaveKey
@@ -147,8 +147,18 @@ class PlansFrozen:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksRetired:
+    """An operator takes ranks out of the group: no other plan begins until it has another size."""
+
+    retiring: Retirement
+    evacuation: PlanSubmitted | None
+    """The plan after which no expert lives on them alone; None if none does now."""
+
+
+@dataclass(frozen=True, slots=True)
 class AutomaticPlansResumed:
-    """An operator lets plans begin again: ends a freeze, and the hold on automatic ones (R16)."""
+    """An operator lets plans begin again: ends a freeze, a retirement of ranks, and the hold on
+    automatic plans (R16)."""
 
 
 OperatorRequest = (
@@ -158,6 +168,7 @@ OperatorRequest = (
     | PlanCancelled
     | PolicySet
     | PlansFrozen
+    | RanksRetired
     | AutomaticPlansResumed
 )
 """A request that is refused raises its error and changes nothing. All may be repeated."""
@@ -287,23 +298,6 @@ class CloseStream:
 
 
 @dataclass(frozen=True, slots=True)
-class PersistIntent:
-    """All ranks voted yes. Only for the audit trail: a recovery asks the ranks instead (R12)."""
-
-    wave: WaveKey
-    base_epoch: Epoch
-
-
-@dataclass(frozen=True, slots=True)
-class PersistOutcome:
-    """The way a wave ended, for the audit trail; a wave never has both outcomes."""
-
-    wave: WaveKey
-    committed: bool
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
 class PersistEpoch:
     """The group is at this epoch with this placement.
 
@@ -339,9 +333,7 @@ class PersistDecision:
     row: Mapping[str, Any]
 
 
-PersistAction = (
-    PersistIntent | PersistOutcome | PersistEpoch | PersistPlan | PersistDocument | PersistDecision
-)
+PersistAction = PersistEpoch | PersistPlan | PersistDocument | PersistDecision
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +341,15 @@ class WaveBegins:
     """A wave is about to be sent out, for the first time."""
 
     prepare: Prepare
+
+
+@dataclass(frozen=True, slots=True)
+class WaveEnded:
+    """It is known how a wave ended, for the first time; a wave never ends in both ways."""
+
+    wave: WaveKey
+    committed: bool
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,14 +392,17 @@ class RunCycle:
     placement: Placement
     generation: Generation
     weights_version: int
+    closed_by: Reason | None = None
+    """Why no plan may begin now: the cycle only measures the balance, and ends with this reason."""
 
 
-CoordinatorAction = SendToRank | PersistIntent | PersistOutcome | WaveHealth | Alert
+CoordinatorAction = SendToRank | WaveHealth | Alert
 ControlAction = (
     SendToRank
     | CloseStream
     | PersistAction
     | WaveBegins
+    | WaveEnded
     | WaveHealth
     | Alert
     | RaiseTerm

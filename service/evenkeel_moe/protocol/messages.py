@@ -59,6 +59,18 @@ class WaveOutcome(StrEnum):
 # --- rank -> controller ---------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The group of another size that a rank's group came from: steps and epochs go on from there.
+
+    All ranks name the same generation, and no two of them the same rank.
+    """
+
+    generation: Generation
+    rank: EpRank | None
+    """The number of this process there; None if it was none of its ranks."""
+
+
 MIGRATE = "migrate"
 """The capability of a rank that takes waves."""
 
@@ -93,6 +105,8 @@ class Hello:
     """How the engine splits tokens over replicas, if known; a `DispatchModel` or another name."""
     slots_stay_filled: bool = False
     """True if the engine cannot leave a slot empty. If any rank says so, it holds for the group."""
+    lineage: Lineage | None = None
+    """Where the group came from; None if it did not come from one of another size."""
 
     @property
     def migrates(self) -> bool:
@@ -181,7 +195,28 @@ class StagingProgress:
     bytes_total: int
 
 
-RankMessage = Hello | Vote | Ack | AbortAnswer | RankState | TermRefused | StagingProgress
+@dataclass(frozen=True, slots=True)
+class MovedAnswers:
+    """How the experts that a wave brought to a rank answer the canary's token there.
+
+    Sent once all of them were asked, also by a rank that got none. Only for display: a difference
+    is told as the rank's trouble.
+    """
+
+    wave: WaveKey
+    moved: int
+    """Slots of this rank that got another expert."""
+    same: int
+    """Those that answer as the expert did when its weights were registered."""
+    different: int
+    """Those that do not; the others got another expert before they were asked."""
+    blind: int
+    """Those whose answer another expert of the layer gives too."""
+
+
+RankMessage = (
+    Hello | Vote | Ack | AbortAnswer | RankState | TermRefused | StagingProgress | MovedAnswers
+)
 
 # --- controller -> rank ---------------------------------------------------------------------------
 

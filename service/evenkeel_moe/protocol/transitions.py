@@ -1,8 +1,7 @@
 """Transition tables of the three machines: (state, event type) -> method name or verdict.
 
 Only this file decides which event may change which state of a machine. A cell names the method that
-handles the event. The diagrams in the documentation are drawn from these tables, and a test walks
-every pair.
+handles the event. A test walks every pair. `deploy/machines_page.py` has the moves that they lead to.
 """
 
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from evenkeel_moe.protocol.control_messages import (
     RankConnected,
     RankHeard,
     RankLost,
+    RanksRetired,
     RankStopped,
     RankTroubled,
     RequestRepeated,
@@ -40,6 +40,7 @@ from evenkeel_moe.protocol.messages import (
     Hello,
     MigrationDisabled,
     MigrationEnabled,
+    MovedAnswers,
     ParticipantState,
     PollDropped,
     PollNotPassed,
@@ -170,6 +171,7 @@ CONTROL = _table((_C.FOLLOWER, _C.WAITING_FOR_RANKS, _C.RECOVERING, _C.READY, _C
     RankState:             (IGNORED,         "_note_state",      "_query_answer",    "_check_state",    "_check_state"),
     TermRefused:           (IGNORED,         "_term_refused",    "_term_refused",    "_term_refused",   "_term_refused"),
     StagingProgress:       (IGNORED,         IGNORED,            IGNORED,            IGNORED,           "_staged"),
+    MovedAnswers:          (IGNORED,         "_answered",        "_answered",        "_answered",       "_answered"),
     RankHeard:             (IGNORED,         "_heard",           "_heard",           "_heard",          "_heard"),
     RankTroubled:          (IGNORED,         "_troubled",        "_troubled",        "_troubled",       "_troubled"),
     RankStopped:           (IGNORED,         "_stopped",         "_stopped",         "_stopped",        "_stopped"),
@@ -181,6 +183,7 @@ CONTROL = _table((_C.FOLLOWER, _C.WAITING_FOR_RANKS, _C.RECOVERING, _C.READY, _C
     RequestRepeated:       (NOT_READY,       "_repeat",          "_repeat",          "_repeat",         "_repeat"),
     PlanApproved:          (NOT_READY,       NOT_READY,           NOT_READY,           "_approve",        "_approve"),
     PlanCancelled:         (NOT_READY,      "_cancel",          "_cancel",          "_cancel",         "_cancel"),
+    RanksRetired:          (NOT_READY,       NOT_READY,           NOT_READY,           "_retire",         "_retire"),
     PolicySet:             (NOT_READY,      "_set_policy",      "_set_policy",      "_set_policy",     "_set_policy"),
     PlansFrozen:           (NOT_READY,      "_freeze",          "_freeze",          "_freeze",         "_freeze"),
     AutomaticPlansResumed: (NOT_READY,      "_resume",          "_resume",          "_resume",         "_resume"),
@@ -188,87 +191,3 @@ CONTROL = _table((_C.FOLLOWER, _C.WAITING_FOR_RANKS, _C.RECOVERING, _C.READY, _C
     Tick:                  (IGNORED,         "_tick_waiting",    "_tick_recovering", "_tick_recovered", "_tick_recovered"),
 })
 # fmt: on
-
-PARTICIPANT_MOVES: Mapping[_P, Mapping[type, tuple[_P, ...]]] = {
-    _P.IDLE: {Prepare: (_P.STAGING,)},
-    _P.STAGING: {
-        StagingFinished: (_P.PREPARED,),
-        StagingFailed: (_P.ABORTED,),
-        Abort: (_P.ABORTED,),
-        PollDropped: (_P.ABORTED,),
-        ReloadRequested: (_P.ABORTED,),
-        WeightsReloaded: (_P.ABORTED,),
-    },
-    _P.PREPARED: {
-        Commit: (_P.ARMED,),
-        Abort: (_P.ABORTED,),
-        PollDropped: (_P.ABORTED,),
-        ReloadRequested: (_P.ABORTED,),
-        WeightsReloaded: (_P.ABORTED,),
-    },
-    _P.ARMED: {
-        PollPassed: (_P.SWAPPING,),
-        PollNotPassed: (_P.ABORTED,),
-        PollDropped: (_P.ABORTED,),
-        Abort: (_P.ABORTED,),
-        ReloadRequested: (_P.ABORTED,),
-        WeightsReloaded: (_P.ABORTED,),
-    },
-    _P.SWAPPING: {SwapFinished: (_P.IDLE,), EngineRebalanced: (_P.IDLE,)},
-    _P.ABORTED: {TransportDrained: (_P.IDLE,)},
-}
-"""The states each event may lead to, besides the present one. The diagrams show these."""
-
-COORDINATOR_MOVES: Mapping[_Q, Mapping[type, tuple[_Q, ...]]] = {
-    _Q.PREPARING: {
-        Vote: (_Q.COMMITTING, _Q.ABORTING),
-        RankConnected: (_Q.ABORTING,),
-        RankLost: (_Q.ABORTING,),
-        CancelWave: (_Q.ABORTING,),
-        Tick: (_Q.ABORTING,),
-    },
-    _Q.COMMITTING: {
-        Ack: (_Q.COMMITTED,),
-        AbortAnswer: (_Q.ABORTING, _Q.COMMITTED),
-        Tick: (_Q.ABORTING,),
-    },
-    _Q.ABORTING: {Ack: (_Q.COMMITTED,), AbortAnswer: (_Q.ABORTED, _Q.COMMITTED)},
-    _Q.RECOVERING: {RankState: (_Q.COMMITTED, _Q.COMMITTING, _Q.ABORTING)},
-    _Q.COMMITTED: {},
-    _Q.ABORTED: {},
-}
-
-CONTROL_MOVES: Mapping[_C, Mapping[type, tuple[_C, ...]]] = {
-    _C.FOLLOWER: {LeaseAcquired: (_C.WAITING_FOR_RANKS,)},
-    _C.WAITING_FOR_RANKS: {
-        LeaseLost: (_C.FOLLOWER,),
-        TermRefused: (_C.FOLLOWER,),
-        Hello: (_C.RECOVERING, _C.FOLLOWER),
-    },
-    _C.RECOVERING: {
-        LeaseLost: (_C.FOLLOWER,),
-        TermRefused: (_C.FOLLOWER,),
-        Hello: (_C.FOLLOWER,),
-        RankState: (_C.READY, _C.MIGRATING),
-    },
-    _C.READY: {
-        LeaseLost: (_C.FOLLOWER,),
-        TermRefused: (_C.FOLLOWER,),
-        Hello: (_C.RECOVERING, _C.FOLLOWER),
-        RankState: (_C.RECOVERING,),
-        CycleDecided: (_C.MIGRATING,),
-        PlanSubmitted: (_C.MIGRATING,),
-        PlanApproved: (_C.MIGRATING,),
-    },
-    _C.MIGRATING: {
-        LeaseLost: (_C.FOLLOWER,),
-        TermRefused: (_C.FOLLOWER,),
-        Hello: (_C.RECOVERING, _C.FOLLOWER),
-        RankState: (_C.RECOVERING,),
-        Ack: (_C.READY,),
-        AbortAnswer: (_C.READY, _C.RECOVERING),
-        PlanCancelled: (_C.READY,),
-        PolicySet: (_C.READY,),
-        Tick: (_C.READY,),
-    },
-}

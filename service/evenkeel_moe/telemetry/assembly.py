@@ -93,15 +93,19 @@ class StepAssembler:
     Args:
         shape: as the generation declared it.
         max_pending: largest number of incomplete steps held; beyond it the oldest is dropped.
+        closed_to: steps up to this one are late: they belong to an earlier generation.
     """
 
-    def __init__(self, shape: ModelShape, *, max_pending: int = 256) -> None:
+    def __init__(
+        self, shape: ModelShape, *, max_pending: int = 256, closed_to: int = NO_STEP
+    ) -> None:
         if max_pending < 1:
             raise InvalidInput(f"max_pending is {max_pending}, must be at least 1")
         self.shape = shape
         self.max_pending = max_pending
         self.summed_to: Mapping[Phase, int] = {}
         """The step of each phase up to which source-side sums are known, from a restored window."""
+        self._closed_to = closed_to
         self._buffers: dict[CountingSide, StepBuffer] = {}
         self._epochs: dict[int, EpochMap] = {}
         self._rules = StepRules(1, 0, np.zeros(0, np.int64))
@@ -152,6 +156,7 @@ class StepAssembler:
             buffer = self._buffers[report.side] = StepBuffer(
                 report.side, self.shape, self.max_pending
             )
+            buffer.closed_to = self._closed_to
         if (mismatch := buffer.mismatch(report)) is not None:
             rejection = Rejection(Reason.BAD_LENGTH, len(report.steps), mismatch)
             return Intake(report.last_step, rejected=(rejection,))

@@ -80,13 +80,23 @@ class ChosenCost:
     different units or there is no load."""
 
 
-def choose_cost(known: KnownCosts, asked: CostChoice = CostChoice.AUTO) -> ChosenCost:
-    """Return the cost model in force, with the work of shared experts of the shape."""
+def choose_cost(
+    known: KnownCosts, asked: CostChoice = CostChoice.AUTO, *, curves: bool = False
+) -> ChosenCost:
+    """Return the cost model in force, with the work of shared experts of the shape.
+
+    Args:
+        known: what the ranks told.
+        asked: the operator's choice.
+        curves: True for the measured curves wherever all ranks told theirs, as GEM plans on them.
+            Seconds that ranks reported then give the speeds of the ranks alone.
+    """
+    curves = curves and all(rank.curve is not None for rank in known.ranks)
     models: list[CostModel] = []
     reasons: dict[CostSource, str] = {}
     sources: Mapping[CostSource, Callable[[], CostModel]] = {
         CostSource.MEASURED: lambda: measured_cost(known.fit),
-        CostSource.PROFILED: lambda: profiled_cost(known.ranks, known.now_unix),
+        CostSource.PROFILED: lambda: profiled_cost(known.ranks, known.now_unix, curves=curves),
         CostSource.DERIVED: lambda: _derived(known),
     }
     for source, build in sources.items():
@@ -99,7 +109,7 @@ def choose_cost(known: KnownCosts, asked: CostChoice = CostChoice.AUTO) -> Chose
         why = policy_asks if asked is CostChoice.TOKENS else reasons.values()
         chosen = replace(tokens_cost(known.shape, known.dispatch), detail=_joined(*why))
     else:
-        chosen = _with_clocks(_with_measured_speeds(models, known.fit), known)
+        chosen = _with_clocks(_with_measured_speeds(models, known.fit, curves=curves), known)
         chosen = replace(chosen, shared_tokens=shared_tokens(known.shape))
     ratios = {
         one.source: _time_ratio(one, chosen, known)
@@ -172,40 +182,67 @@ def _uneven_ranks(factors: NDArray[np.float64]) -> str:
     return ", ".join(named)
 
 
-def profiled_cost(ranks: Sequence[RankNumbers], now_unix: float) -> CostModel:
-    """Return the model of the ranks' profiles: by tokens and replicas if all told it, else curves.
+def profiled_cost(
+    ranks: Sequence[RankNumbers], now_unix: float, *, curves: bool = False
+) -> CostModel:
+    """Return the model of the ranks' profiles: the curves, or the lines by tokens and replicas.
+
+    The curves are used if they explain the profiles better than the lines do, on the mean over the
+    ranks. Where it is not known, the lines are used if all ranks told theirs.
+
+    Args:
+        ranks: (R,)
+        now_unix: Unix seconds, for the age of the profiles.
+        curves: True to use the curves in any case, if all ranks told theirs.
 
     Raises:
         InvalidInput: some rank told no profile, or the profiles do not fit together.
     """
     costs = [rank.replica_cost for rank in ranks]
     told = [cost for cost in costs if cost is not None]
-    curves = [rank.curve for rank in ranks if rank.curve is not None]
-    if len(told) == len(ranks) and told:
+    stairs = [rank.curve for rank in ranks if rank.curve is not None]
+    curves = len(stairs) == len(ranks) and (curves or _explain_better(stairs))
+    if len(told) == len(ranks) and told and not curves:
         worst = max(told, key=lambda cost: cost.fit_error)
         if worst.fit_error <= MAX_FIT_ERROR:
             return _by_replicas(told, now_unix)
-        if len(curves) < len(ranks):
+        if len(stairs) < len(ranks):
             raise InvalidInput(
                 f"not profiled: the profile of rank {costs.index(worst)} has a mean error of"
                 f" {worst.fit_error:.0%}, at most {MAX_FIT_ERROR:.0%} is used"
             )
-    if not told and not curves:
+    if not told and not stairs:
         raise InvalidInput("not profiled: no rank sent a profile")
-    if len(curves) < len(ranks):
+    if len(stairs) < len(ranks):
         # Of the kind that more ranks told.
-        kind = costs if len(told) > len(curves) else [rank.curve for rank in ranks]
+        kind = costs if len(told) > len(stairs) else [rank.curve for rank in ranks]
         missing = [str(rank) for rank, one in enumerate(kind) if one is None]
         named = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         raise InvalidInput(f"not profiled: not every rank (missing: {named}) sent a profile")
-    tiles = sorted({curve.tile_tokens for curve in curves})
+    tiles = sorted({curve.tile_tokens for curve in stairs})
     if len(tiles) > 1:
         raise InvalidInput(f"not profiled: the ranks sent curves with tiles of {tiles} tokens")
-    joined = _equally_long(curves)
+    joined = _equally_long(stairs)
     idle = np.flatnonzero(joined.tile_seconds[:, -1] == 0.0)
     if len(idle):
         raise InvalidInput(f"not profiled: the curve of rank {idle[0]} is 0 seconds at any tokens")
-    return CostModel(joined, source=CostSource.PROFILED, detail=f"curves of {len(curves)} ranks")
+    errors = [curve.fit_error for curve in stairs if curve.fit_error is not None]
+    return CostModel(
+        joined,
+        source=CostSource.PROFILED,
+        detail=f"curves of {len(stairs)} ranks",
+        fit_error=max(errors) if len(errors) == len(stairs) else None,
+    )
+
+
+def _explain_better(curves: Sequence[CostCurve]) -> bool:
+    """Return whether curves are nearer to their profiles than the lines of the same profiles."""
+    gains = [
+        curve.line_error - curve.fit_error
+        for curve in curves
+        if curve.line_error is not None and curve.fit_error is not None
+    ]
+    return len(gains) == len(curves) and sum(gains) > 0
 
 
 def _equally_long(curves: Sequence[CostCurve]) -> CostCurves:
@@ -297,25 +334,36 @@ def _with_clocks(model: CostModel, known: KnownCosts) -> CostModel:
 # --- comparison -----------------------------------------------------------------------------------
 
 
-def _with_measured_speeds(models: Sequence[CostModel], fit: TimeFit | NoFit) -> CostModel:
+def _with_measured_speeds(
+    models: Sequence[CostModel], fit: TimeFit | NoFit, *, curves: bool
+) -> CostModel:
     """Return the most trusted model.
 
-    A fit that cannot tell replicas from tokens gives only the speeds of the ranks, if the next
-    model knows the work of a replica.
+    A fit gives only the speeds of the ranks if the profile's curves are wanted; or if it cannot
+    tell replicas from tokens, and the next model can or is a profile's curves.
     """
     chosen = models[0]
-    if chosen.source is not CostSource.MEASURED or isinstance(fit, NoFit) or not fit.note:
+    if chosen.source is not CostSource.MEASURED or isinstance(fit, NoFit):
         return chosen
-    by_replicas = next((one for one in models[1:] if not one.replica.proportional), None)
-    if by_replicas is None or by_replicas.curves is None:
+    if not (fit.note or curves):
         return chosen
-    curves = by_replicas.curves
+    shaped = next(
+        (
+            one
+            for one in models[1:]
+            if one.source is CostSource.PROFILED or (fit.note and not one.replica.proportional)
+        ),
+        None,
+    )
+    if shaped is None or shaped.curves is None:
+        return chosen
+    stairs = shaped.curves
     # Of the median rank on each.
-    seconds = np.broadcast_to(np.median(curves.tile_seconds, axis=0), curves.tile_seconds.shape)
-    slope = np.full(len(fit.factors), np.median(curves.slope_s_per_token))
-    scaled = CostCurves(curves.tile_tokens, seconds, slope).scaled(fit.factors)
+    seconds = np.broadcast_to(np.median(stairs.tile_seconds, axis=0), stairs.tile_seconds.shape)
+    slope = np.full(len(fit.factors), np.median(stairs.slope_s_per_token))
+    scaled = CostCurves(stairs.tile_tokens, seconds, slope).scaled(fit.factors)
     return replace(
-        by_replicas, curves=scaled, detail=f"{by_replicas.detail}; speeds of the ranks are measured"
+        shaped, curves=scaled, detail=f"{shaped.detail}; speeds of the ranks are measured"
     )
 
 

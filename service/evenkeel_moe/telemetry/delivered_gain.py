@@ -24,10 +24,12 @@ clearly changed its speed before the plan, only the steps since then are compare
 
 The standard error is that of batch means, because neighbouring steps are alike: the steps of each
 side are divided into eight consecutive batches, and the variance of their means counts. What
-changes at the same moment as the placement, such as the clock of all devices, counts as the plan's.
+changes at the same moment as the placement, such as the clock of all devices, counts as the plan's,
+unless the ranks change together by no more than they do without a plan.
 
 Sources: Rosenbaum and Rubin, Constructing a Control Group Using Multivariate Matched Sampling
-Methods (1985), for pairs within a caliper; Law, Simulation Modeling and Analysis, 9.5.3, for batch
+Methods (1985), for pairs within a caliper; James and Stein, Estimation with Quadratic Loss (1961),
+for the part that ranks have in common; Law, Simulation Modeling and Analysis, 9.5.3, for batch
 means; Welch (1947) for the degrees of freedom.
 """
 
@@ -51,7 +53,11 @@ from evenkeel_moe.telemetry.speed_changes import find_changes
 
 _FEWEST_PAIRS = 16
 ENOUGH_STEPS = 64
-"""Compared steps that are enough; more are not waited for."""
+"""Compared steps that are enough if their error is small."""
+MOST_PAIRS = 256
+"""Compared steps that are enough in any case."""
+_PRECISE = 0.1
+"""A standard error that is small, as a share of the promise."""
 _CALIPER = 0.1
 """Largest difference of the tokens of two paired steps, as a share of the larger number."""
 _BATCHES = 8
@@ -115,6 +121,8 @@ class _Side:
     """The paired steps after the plan, with their modelled times under this placement."""
     before: NDArray[np.float64]
     """(R,) logarithm of the seconds in which a rank did the unit of modelled time before it."""
+    left_out: float = 0.0
+    """See `_steadied`."""
 
 
 def timed_steps(
@@ -133,30 +141,35 @@ def timed_steps(
     return TimedSteps(tokens, steps.compute_s, times, routed)
 
 
-def measure_gain(phases: Sequence[PhaseSteps], at: float) -> tuple[DeliveredGain, bool]:
+def measure_gain(
+    phases: Sequence[PhaseSteps], at: float, promised: float | None = None
+) -> tuple[DeliveredGain, bool]:
     """Return the gain that a plan delivered; see the head of the module.
 
     Args:
         phases: the steps around the plan.
         at: Unix seconds now.
+        promised: gain of the verdict; None if there was none.
 
     Returns:
         The gain, whose source of the cost model is left empty, and whether more steps after the
-        plan would add few pairs.
+        plan would add few pairs, or are not needed.
     """
     if not any(_measured(one.after).any() for one in phases):
         return DeliveredGain(at, unknown_because="no rank reports seconds"), False
     known = [_known(one) for one in phases]
     matched = [(one, *match_tokens(one.before.tokens, one.after.tokens)) for one in known]
-    pairs = [_pair(*one) for one in matched if len(one[1]) >= _BATCHES]
+    pairs = [_steadied(*_pair(*one)) for one in matched if len(one[1]) >= _BATCHES]
     steps = sum(len(new.ratios) for _, new in pairs)
     if steps < _FEWEST_PAIRS:
         why = f"{steps} pairs of steps alike in tokens, {_FEWEST_PAIRS} are needed"
         return DeliveredGain(at, steps=steps, unknown_because=why), False
     old, new = _total([one for one, _ in pairs]), _total([one for _, one in pairs])
-    possible = min(ENOUGH_STEPS, sum(len(one.before.tokens) for one in known))
+    possible = min(MOST_PAIRS, sum(len(one.before.tokens) for one in known))
     remaining = new.time / old.time
     reach, error = _reach(old.variance, new.variance)
+    precise = promised is None or remaining * error <= _PRECISE * promised
+    wanted = min(ENOUGH_STEPS, possible) if precise else possible
     gain = DeliveredGain(
         at,
         gain=1.0 - remaining,
@@ -166,7 +179,7 @@ def measure_gain(phases: Sequence[PhaseSteps], at: float) -> tuple[DeliveredGain
         modelled=1.0 - new.modelled / old.modelled,
         steps=steps,
     )
-    return gain, steps >= _MOSTLY * possible
+    return gain, steps >= _MOSTLY * wanted
 
 
 def _known(phase: PhaseSteps) -> PhaseSteps:
@@ -182,7 +195,9 @@ def newest_state(steps: TimedSteps) -> TimedSteps:
     A plan often follows such a change: only the steps since say what it was made for.
     """
     worked = np.isfinite(steps.ratios).all(axis=0)  # The ranks with work in every step.
-    begin = find_changes(steps.ratios[:, worked]).first.max(initial=0)
+    ratios = steps.ratios[:, worked]
+    alone = ratios - column_medians(ratios.T)[:, None]  # Without what all have in common.
+    begin = find_changes(alone).first.max(initial=0)
     return steps.take(slice(begin, None))
 
 
@@ -203,6 +218,25 @@ def _pair(
         _Side(old.ratios, phase.stayed.take(np.sort(later)), before),
         _Side(new.ratios, new, before),
     )
+
+
+def _steadied(old: _Side, new: _Side) -> tuple[_Side, _Side]:
+    """Leave out the change of all ranks together, as far as such changes come without a plan.
+
+    Where other work shares the hosts or a clock wanders, all ranks become slower or faster together
+    for seconds, and longer batches do not average that out. By how much shows in the batches of
+    each side. Of the change between the sides, the share counts that exceeds it: the estimator of
+    James and Stein (1961), positive part. What is left out counts as an error.
+    """
+    change = float(np.nanmean(_level(new.ratios) - _level(old.ratios)))
+    together = [np.nanmean(side.ratios - _level(side.ratios), axis=1) for side in (old, new)]
+    wander = sum(float(_batch_means(values).var(ddof=1)) for values in together)
+    share = min(1.0, wander / change**2) if change else 0.0
+    old, new = (
+        replace(side, ratios=side.ratios - share * values[:, None])
+        for side, values in zip((old, new), together, strict=True)
+    )
+    return old, replace(new, ratios=new.ratios - share * change, left_out=share * change)
 
 
 def match_tokens(
@@ -258,16 +292,22 @@ def _total(sides: Sequence[_Side]) -> _Total:
         modelled += float(steps.times.max(axis=2).sum())
         weighted.append((weight, np.nan_to_num(side.ratios - level)))
     variance = sum(_variance(off @ (weight / time)) for weight, off in weighted)
-    return _Total(time, modelled, variance)
+    shares = [float(weight.sum()) / time for weight, _ in weighted]
+    left_out = sum(one.left_out * share for one, share in zip(sides, shares, strict=True))
+    return _Total(time, modelled, variance + left_out**2)
 
 
 def _variance(values: NDArray[np.float64]) -> float:
     """Return the variance of the median of values in order, by batch means."""
+    return _MEDIAN_VARIANCE * float(_batch_means(values).var(ddof=1)) / _BATCHES
+
+
+def _batch_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the means of eight batches of values in order."""
     middle = float(np.median(values))
     reach = _WINSOR * spread_of(values - middle)
     kept = np.clip(values, middle - reach, middle + reach)
-    means = np.array([part.mean() for part in np.array_split(kept, _BATCHES)])
-    return _MEDIAN_VARIANCE * float(means.var(ddof=1)) / _BATCHES
+    return np.array([part.mean() for part in np.array_split(kept, _BATCHES)])
 
 
 def _reach(old: float, new: float) -> tuple[float, float]:

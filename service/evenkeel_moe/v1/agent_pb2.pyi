@@ -38,7 +38,7 @@ PARTICIPANT_STATE_SWAPPING: ParticipantState
 PARTICIPANT_STATE_ABORTED: ParticipantState
 
 class RankMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "load_report", "vote", "ack", "abort_answer", "rank_state", "term_refused", "staging_progress", "cost_curve", "replica_cost", "kv_cache", "device_clock")
+    __slots__ = ("hello", "heartbeat", "load_report", "vote", "ack", "abort_answer", "rank_state", "term_refused", "staging_progress", "cost_curve", "replica_cost", "kv_cache", "device_clock", "moved_answers")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LOAD_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class RankMessage(_message.Message):
     REPLICA_COST_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    MOVED_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     load_report: _telemetry_pb2.LoadReport
@@ -65,7 +66,8 @@ class RankMessage(_message.Message):
     replica_cost: ReplicaCost
     kv_cache: KvCache
     device_clock: DeviceClock
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., load_report: _Optional[_Union[_telemetry_pb2.LoadReport, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., abort_answer: _Optional[_Union[AbortAnswer, _Mapping]] = ..., rank_state: _Optional[_Union[RankState, _Mapping]] = ..., term_refused: _Optional[_Union[TermRefused, _Mapping]] = ..., staging_progress: _Optional[_Union[StagingProgress, _Mapping]] = ..., cost_curve: _Optional[_Union[CostCurve, _Mapping]] = ..., replica_cost: _Optional[_Union[ReplicaCost, _Mapping]] = ..., kv_cache: _Optional[_Union[KvCache, _Mapping]] = ..., device_clock: _Optional[_Union[DeviceClock, _Mapping]] = ...) -> None: ...
+    moved_answers: MovedAnswers
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., load_report: _Optional[_Union[_telemetry_pb2.LoadReport, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., abort_answer: _Optional[_Union[AbortAnswer, _Mapping]] = ..., rank_state: _Optional[_Union[RankState, _Mapping]] = ..., term_refused: _Optional[_Union[TermRefused, _Mapping]] = ..., staging_progress: _Optional[_Union[StagingProgress, _Mapping]] = ..., cost_curve: _Optional[_Union[CostCurve, _Mapping]] = ..., replica_cost: _Optional[_Union[ReplicaCost, _Mapping]] = ..., kv_cache: _Optional[_Union[KvCache, _Mapping]] = ..., device_clock: _Optional[_Union[DeviceClock, _Mapping]] = ..., moved_answers: _Optional[_Union[MovedAnswers, _Mapping]] = ...) -> None: ...
 
 class ControllerMessage(_message.Message):
     __slots__ = ("registration", "report_ack", "flow_control", "not_leader", "prepare", "commit", "abort", "query_state")
@@ -88,7 +90,7 @@ class ControllerMessage(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., report_ack: _Optional[_Union[_telemetry_pb2.ReportAck, _Mapping]] = ..., flow_control: _Optional[_Union[_telemetry_pb2.FlowControl, _Mapping]] = ..., not_leader: _Optional[_Union[NotLeader, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., query_state: _Optional[_Union[QueryState, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("identity", "shape", "node", "gpu_uuid", "epoch", "placement_digest", "weights_version", "checksums_digest", "free_bytes", "staging_bytes", "gate_digest", "capabilities", "highest_term", "device", "weight_format", "dispatch", "slots_stay_filled")
+    __slots__ = ("identity", "shape", "node", "gpu_uuid", "epoch", "placement_digest", "weights_version", "checksums_digest", "free_bytes", "staging_bytes", "gate_digest", "capabilities", "highest_term", "device", "weight_format", "dispatch", "slots_stay_filled", "lineage")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +108,7 @@ class Hello(_message.Message):
     WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     DISPATCH_FIELD_NUMBER: _ClassVar[int]
     SLOTS_STAY_FILLED_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     identity: _common_pb2.RankIdentity
     shape: _common_pb2.ModelShape
     node: str
@@ -123,7 +126,8 @@ class Hello(_message.Message):
     weight_format: str
     dispatch: str
     slots_stay_filled: bool
-    def __init__(self, identity: _Optional[_Union[_common_pb2.RankIdentity, _Mapping]] = ..., shape: _Optional[_Union[_common_pb2.ModelShape, _Mapping]] = ..., node: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., weights_version: _Optional[int] = ..., checksums_digest: _Optional[str] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., gate_digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., highest_term: _Optional[int] = ..., device: _Optional[str] = ..., weight_format: _Optional[str] = ..., dispatch: _Optional[str] = ..., slots_stay_filled: _Optional[bool] = ...) -> None: ...
+    lineage: _common_pb2.Lineage
+    def __init__(self, identity: _Optional[_Union[_common_pb2.RankIdentity, _Mapping]] = ..., shape: _Optional[_Union[_common_pb2.ModelShape, _Mapping]] = ..., node: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., weights_version: _Optional[int] = ..., checksums_digest: _Optional[str] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., gate_digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., highest_term: _Optional[int] = ..., device: _Optional[str] = ..., weight_format: _Optional[str] = ..., dispatch: _Optional[str] = ..., slots_stay_filled: _Optional[bool] = ..., lineage: _Optional[_Union[_common_pb2.Lineage, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("step", "free_bytes", "staging_bytes", "trouble", "stopping")
@@ -140,14 +144,18 @@ class Heartbeat(_message.Message):
     def __init__(self, step: _Optional[int] = ..., free_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., stopping: _Optional[bool] = ...) -> None: ...
 
 class CostCurve(_message.Message):
-    __slots__ = ("tile_tokens", "tile_seconds", "slope_s_per_token")
+    __slots__ = ("tile_tokens", "tile_seconds", "slope_s_per_token", "fit_error", "line_error")
     TILE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TILE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SLOPE_S_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FIT_ERROR_FIELD_NUMBER: _ClassVar[int]
+    LINE_ERROR_FIELD_NUMBER: _ClassVar[int]
     tile_tokens: int
     tile_seconds: _containers.RepeatedScalarFieldContainer[float]
     slope_s_per_token: float
-    def __init__(self, tile_tokens: _Optional[int] = ..., tile_seconds: _Optional[_Iterable[float]] = ..., slope_s_per_token: _Optional[float] = ...) -> None: ...
+    fit_error: float
+    line_error: float
+    def __init__(self, tile_tokens: _Optional[int] = ..., tile_seconds: _Optional[_Iterable[float]] = ..., slope_s_per_token: _Optional[float] = ..., fit_error: _Optional[float] = ..., line_error: _Optional[float] = ...) -> None: ...
 
 class ReplicaCost(_message.Message):
     __slots__ = ("fixed_s", "s_per_token", "s_per_replica", "read_s", "fit_error", "measured_unix_s")
@@ -266,6 +274,20 @@ class StagingProgress(_message.Message):
     bytes_done: int
     bytes_total: int
     def __init__(self, wave: _Optional[_Union[_common_pb2.WaveKey, _Mapping]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ...) -> None: ...
+
+class MovedAnswers(_message.Message):
+    __slots__ = ("wave", "moved", "same", "different", "blind")
+    WAVE_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    SAME_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENT_FIELD_NUMBER: _ClassVar[int]
+    BLIND_FIELD_NUMBER: _ClassVar[int]
+    wave: _common_pb2.WaveKey
+    moved: int
+    same: int
+    different: int
+    blind: int
+    def __init__(self, wave: _Optional[_Union[_common_pb2.WaveKey, _Mapping]] = ..., moved: _Optional[int] = ..., same: _Optional[int] = ..., different: _Optional[int] = ..., blind: _Optional[int] = ...) -> None: ...
 
 class Registration(_message.Message):
     __slots__ = ("outcome", "reason", "detail", "leader", "heartbeat_interval_s", "lease_s", "flow", "highest_step")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65venkeel/v1/common.proto\x12\x0b\x65venkeel.v1\")\n\x06Leader\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\"Y\n\x0cRankIdentity\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\"\x96\x02\n\nModelShape\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x1b\n\x13num_logical_experts\x18\x02 \x01(\r\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x16\n\x0eslots_per_rank\x18\x04 \x01(\r\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\x18\n\x10\x62ytes_per_expert\x18\x06 \x01(\x04\x12\x19\n\x11num_expert_groups\x18\x07 \x01(\r\x12 \n\x13pool_slots_per_rank\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x0eshared_experts\x18\t \x01(\x01H\x01\x88\x01\x01\x42\x16\n\x14_pool_slots_per_rankB\x11\n\x0f_shared_experts\"\x82\x01\n\x0cPlacementMap\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x1b\n\x13num_logical_experts\x18\x04 \x01(\r\x12\x1b\n\x13physical_to_logical\x18\x05 \x01(\x0c\"o\n\x07WaveKey\x12\x12\n\ngeneration\x18\x01 \x01(\t\x12\x0f\n\x07plan_id\x18\x02 \x01(\t\x12\x12\n\nwave_index\x18\x03 \x01(\r\x12\x17\n\x0fweights_version\x18\x04 \x01(\x04\x12\x12\n\nbase_epoch\x18\x05 \x01(\x04\"e\n\x08Transfer\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x16\n\x0elogical_expert\x18\x02 \x01(\r\x12\x10\n\x08src_slot\x18\x03 \x01(\r\x12\x10\n\x08\x64st_slot\x18\x04 \x01(\r\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\"1\n\x05\x42\x61tch\x12(\n\ttransfers\x18\x01 \x03(\x0b\x32\x15.evenkeel.v1.Transfer\"k\n\x04Wave\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\x0c\x12#\n\x07\x62\x61tches\x18\x05 \x03(\x0b\x32\x12.evenkeel.v1.Batch\"\x80\x01\n\x08PlanMaps\x12\'\n\x04\x62\x61se\x18\x01 \x01(\x0b\x32\x19.evenkeel.v1.PlacementMap\x12)\n\x06target\x18\x02 \x01(\x0b\x32\x19.evenkeel.v1.PlacementMap\x12 \n\x05waves\x18\x03 \x03(\x0b\x32\x11.evenkeel.v1.Waveb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65venkeel/v1/common.proto\x12\x0b\x65venkeel.v1\")\n\x06Leader\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\"Y\n\x0cRankIdentity\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\"9\n\x07Lineage\x12\x12\n\ngeneration\x18\x01 \x01(\t\x12\x11\n\x04rank\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rank\"\x96\x02\n\nModelShape\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x1b\n\x13num_logical_experts\x18\x02 \x01(\r\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x16\n\x0eslots_per_rank\x18\x04 \x01(\r\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\x18\n\x10\x62ytes_per_expert\x18\x06 \x01(\x04\x12\x19\n\x11num_expert_groups\x18\x07 \x01(\r\x12 \n\x13pool_slots_per_rank\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x0eshared_experts\x18\t \x01(\x01H\x01\x88\x01\x01\x42\x16\n\x14_pool_slots_per_rankB\x11\n\x0f_shared_experts\"\x82\x01\n\x0cPlacementMap\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x1b\n\x13num_logical_experts\x18\x04 \x01(\r\x12\x1b\n\x13physical_to_logical\x18\x05 \x01(\x0c\"o\n\x07WaveKey\x12\x12\n\ngeneration\x18\x01 \x01(\t\x12\x0f\n\x07plan_id\x18\x02 \x01(\t\x12\x12\n\nwave_index\x18\x03 \x01(\r\x12\x17\n\x0fweights_version\x18\x04 \x01(\x04\x12\x12\n\nbase_epoch\x18\x05 \x01(\x04\"e\n\x08Transfer\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x16\n\x0elogical_expert\x18\x02 \x01(\r\x12\x10\n\x08src_slot\x18\x03 \x01(\r\x12\x10\n\x08\x64st_slot\x18\x04 \x01(\r\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\"1\n\x05\x42\x61tch\x12(\n\ttransfers\x18\x01 \x03(\x0b\x32\x15.evenkeel.v1.Transfer\"k\n\x04Wave\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\x0c\x12#\n\x07\x62\x61tches\x18\x05 \x03(\x0b\x32\x12.evenkeel.v1.Batch\"\x80\x01\n\x08PlanMaps\x12\'\n\x04\x62\x61se\x18\x01 \x01(\x0b\x32\x19.evenkeel.v1.PlacementMap\x12)\n\x06target\x18\x02 \x01(\x0b\x32\x19.evenkeel.v1.PlacementMap\x12 \n\x05waves\x18\x03 \x03(\x0b\x32\x11.evenkeel.v1.Waveb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,18 +35,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEADER']._serialized_end=82
   _globals['_RANKIDENTITY']._serialized_start=84
   _globals['_RANKIDENTITY']._serialized_end=173
-  _globals['_MODELSHAPE']._serialized_start=176
-  _globals['_MODELSHAPE']._serialized_end=454
-  _globals['_PLACEMENTMAP']._serialized_start=457
-  _globals['_PLACEMENTMAP']._serialized_end=587
-  _globals['_WAVEKEY']._serialized_start=589
-  _globals['_WAVEKEY']._serialized_end=700
-  _globals['_TRANSFER']._serialized_start=702
-  _globals['_TRANSFER']._serialized_end=803
-  _globals['_BATCH']._serialized_start=805
-  _globals['_BATCH']._serialized_end=854
-  _globals['_WAVE']._serialized_start=856
-  _globals['_WAVE']._serialized_end=963
-  _globals['_PLANMAPS']._serialized_start=966
-  _globals['_PLANMAPS']._serialized_end=1094
+  _globals['_LINEAGE']._serialized_start=175
+  _globals['_LINEAGE']._serialized_end=232
+  _globals['_MODELSHAPE']._serialized_start=235
+  _globals['_MODELSHAPE']._serialized_end=513
+  _globals['_PLACEMENTMAP']._serialized_start=516
+  _globals['_PLACEMENTMAP']._serialized_end=646
+  _globals['_WAVEKEY']._serialized_start=648
+  _globals['_WAVEKEY']._serialized_end=759
+  _globals['_TRANSFER']._serialized_start=761
+  _globals['_TRANSFER']._serialized_end=862
+  _globals['_BATCH']._serialized_start=864
+  _globals['_BATCH']._serialized_end=913
+  _globals['_WAVE']._serialized_start=915
+  _globals['_WAVE']._serialized_end=1022
+  _globals['_PLANMAPS']._serialized_start=1025
+  _globals['_PLANMAPS']._serialized_end=1153
 # @@protoc_insertion_point(module_scope)

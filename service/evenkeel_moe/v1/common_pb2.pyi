@@ -26,6 +26,14 @@ class RankIdentity(_message.Message):
     incarnation: int
     def __init__(self, deployment: _Optional[str] = ..., rank: _Optional[int] = ..., generation: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
+class Lineage(_message.Message):
+    __slots__ = ("generation", "rank")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    generation: str
+    rank: int
+    def __init__(self, generation: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
 class ModelShape(_message.Message):
     __slots__ = ("num_layers", "num_logical_experts", "num_ranks", "slots_per_rank", "top_k", "bytes_per_expert", "num_expert_groups", "pool_slots_per_rank", "shared_experts")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]

@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from types import UnionType
 from typing import Any, Generic, NewType, TypeVar, get_args, get_type_hints
 
 from google.protobuf.message import Message
@@ -180,9 +179,8 @@ negative."""
 def _codec_of_type(hint: Any, codecs: Mapping[Any, FieldCodec]) -> FieldCodec:
     while isinstance(hint, NewType):
         hint = hint.__supertype__
-    if hint not in codecs and isinstance(hint, UnionType):
-        of, none = get_args(hint)
-        assert none is type(None), hint
+    if hint not in codecs and type(None) in get_args(hint):
+        (of,) = (one for one in get_args(hint) if one is not type(None))
         return _optional(_codec_of_type(of, codecs))
     return codecs[hint]
 

@@ -112,7 +112,12 @@ def _check_curve(curve: CostCurve) -> None:
         )
     if any(later < earlier for earlier, later in pairwise(tiles)):
         raise PeerViolation("tile_seconds fall with the number of tokens")
-    _check_cost(tile_seconds=tiles[-1], slope_s_per_token=curve.slope_s_per_token)
+    _check_cost(
+        tile_seconds=tiles[-1],
+        slope_s_per_token=curve.slope_s_per_token,
+        fit_error=curve.fit_error or 0.0,
+        line_error=curve.line_error or 0.0,
+    )
 
 
 def _check_replica_cost(cost: ReplicaCost) -> None:
@@ -200,6 +205,7 @@ _CODECS: dict[str, MessageCodec[Any, Any]] = {
     ),
     "term_refused": message_codec(m.TermRefused, pb.TermRefused),
     "staging_progress": message_codec(m.StagingProgress, pb.StagingProgress),
+    "moved_answers": message_codec(m.MovedAnswers, pb.MovedAnswers),
 }
 _BODIES = {codec.model: body for body, codec in _CODECS.items()}
 
@@ -245,6 +251,19 @@ def _check_against_hello(message: FromRankLink, hello: m.Hello) -> None:
         raise PeerViolation(f"message of {message.identity} on the stream of {hello.identity}")
     if isinstance(message, m.RankState):
         _check_rank_state(message, hello.shape)
+    if isinstance(message, m.MovedAnswers):
+        _check_answers(message, hello.shape)
+
+
+def _check_answers(answers: m.MovedAnswers, shape: ModelShape) -> None:
+    most = shape.num_layers * shape.slots_per_rank
+    if answers.moved > most:
+        raise PeerViolation(f"{answers.moved} slots moved, a rank has {most}")
+    asked = answers.same + answers.different
+    if max(asked, answers.blind) > answers.moved:
+        raise PeerViolation(
+            f"{asked} answers and {answers.blind} blind ones of {answers.moved} moved slots"
+        )
 
 
 def _check_rank_state(state: m.RankState, shape: ModelShape) -> None:

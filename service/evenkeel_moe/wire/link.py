@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.load import LoadReport
-from evenkeel_moe.protocol.messages import ControllerMessage, Leader, RankMessage
+from evenkeel_moe.protocol.messages import ControllerMessage, Leader, MovedAnswers, RankMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class CostCurve:
     """(K,) seconds at 1..K tiles, never falling."""
     slope_s_per_token: float
     """Seconds per token beyond K tiles."""
+    fit_error: float | None = None
+    """Mean error of the curve at every point of its profile, by tokens and by replicas, as a share
+    of the time; None if the profile has no points by replicas."""
+    line_error: float | None = None
+    """The same of the `ReplicaCost` of that profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class DeviceClock:
     """What keeps the clock down, for example "power"; empty if nothing does."""
 
 
-RankFact = CostCurve | ReplicaCost | KvCache | DeviceClock
+RankFact = CostCurve | ReplicaCost | KvCache | DeviceClock | MovedAnswers
 """Facts that a rank tells when it knows them, and again on each new stream."""
 
 

@@ -9,7 +9,7 @@ from evenkeel_moe.errors import EvenkeelError, PeerViolation, Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.protocol.messages import Leader, RankIdentity
+from evenkeel_moe.protocol.messages import Leader, Lineage, RankIdentity
 from evenkeel_moe.protocol.terms import MAX_TERM
 from evenkeel_moe.v1 import common_pb2 as pb
 from evenkeel_moe.wire.fields import MessageCodec, count, nested, text
@@ -54,6 +54,7 @@ _LEADER = MessageCodec(
     Leader, pb.Leader, check=_check_leader, leader_id=text(256, empty=False), term=count(MAX_TERM)
 )
 _IDENTITY = MessageCodec(RankIdentity, pb.RankIdentity, check=_check_identity, generation=_NAME)
+_LINEAGE = MessageCodec(Lineage, pb.Lineage, generation=_NAME)
 _WAVE_KEY = MessageCodec(WaveKey, pb.WaveKey, generation=_NAME, plan_id=_NAME)
 
 # --- shapes and placements ------------------------------------------------------------------
@@ -158,6 +159,7 @@ message_codec = partial(
     types={
         Leader: nested(_LEADER.decode, _LEADER.encode),
         RankIdentity: nested(_IDENTITY.decode, _IDENTITY.encode),
+        Lineage: nested(_LINEAGE.decode, _LINEAGE.encode),
         WaveKey: nested(_WAVE_KEY.decode, _WAVE_KEY.encode),
         ModelShape: nested(_decode_shape, _SHAPE.encode),
         Placement: nested(decode_placement, encode_placement),

@@ -54,12 +54,14 @@ def test_a_figure_of_a_later_controller_is_shown_all_the_same():
     assert details({"new_figure_s": 3.0, "unknown": None}) == [Figure("new figure", "3 s")]
 
 
-def test_nothing_is_predicted_for_a_rollback():
+def test_nothing_is_predicted_for_a_rollback_or_an_evacuation():
     told = shown({"to_epoch": 8.0, "gain": 0.3}, kind=PlanKind.ROLLBACK)
     assert told["Returns to"].value == "epoch 8"
     assert not {"Predicted saving of MoE time", "Expected stall"} & set(told)
     stall = shown({"to_epoch": 8.0, "expected_stall_s": 0.004}, kind=PlanKind.ROLLBACK)
     assert stall["Expected stall"].value == "4 ms"
+    evacuation = shown({}, kind=PlanKind.EVACUATION)
+    assert not {"Predicted saving of MoE time", "Returns to"} & set(evacuation)
 
 
 def test_pooled_slots_leave_the_kv_cache_unknown():
@@ -67,3 +69,14 @@ def test_pooled_slots_leave_the_kv_cache_unknown():
     pooled = make_status(shape=replace(SHAPE, pool_slots_per_rank=9))
     assert shown({}, status=pooled)["KV cache"].value == "unknown"
     assert shown({})["Expected stall"].value == "unknown"
+
+
+def test_what_a_plan_loses_with_one_failure_is_told_with_its_price():
+    numbers = {"survive_lost": 0.0, "survive_experts": 256.0, "survive_price": 0.012}
+    assert shown(numbers)["Lost with one failure"] == Figure(
+        "Lost with one failure", "0 of 256 experts", "costs 1.2% of MoE time"
+    )
+    some = shown(numbers | {"survive_lost": 28.0})["Lost with one failure"]
+    assert some.value == "at most 28 of 256 experts"
+    assert "Lost with one failure" not in shown({"gain": 0.1})
+    assert details(numbers) == []

@@ -7,7 +7,7 @@ import pytest
 from evenkeel_moe.api.words.plans import phase_text, plan_text, story_rows
 from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.delivered import DeliveredGain, ServingSpeed
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from tests.api.fakes import NOW, make_plan
@@ -39,6 +39,7 @@ def test_a_story_tells_events_reasons_and_waves():
     for event, row in (
         ("approved", {"phase": PlanPhase.APPROVED, "by": "bob"}),
         ("wave_started", {**begun, "detail": "wave 1 of 3: 1 transfer"}),
+        ("wave_agreed", {"wave_agreed": True}),
         ("wave_committed", {"waves_committed": 1, "detail": "epoch 4"}),
         ("stalled", stalled),
         ("resumed", begun),
@@ -53,6 +54,7 @@ def test_a_story_tells_events_reasons_and_waves():
         "Created by alice: An operator asked for this plan.",
         "Approved by bob",
         "Wave 1 of 3 began: 1 copy, 1 kB",
+        "All ranks agreed on wave 1 of 3",
         "Wave 1 of 3 was committed: the ranks are at epoch 4",
         f"Stalled: {sentence(Reason.RANKS_MISSING)} (rank 3)",
         "Continued",
@@ -85,6 +87,27 @@ def test_a_story_tells_events_reasons_and_waves():
             DeliveredGain(1.0, unknown_because="no rank reports seconds"),
             f": {PROMISED}delivered unknown, because no rank reports seconds",
         ),
+        (
+            DeliveredGain(
+                1.0,
+                unknown_because="no rank reports seconds",
+                before=ServingSpeed(0.0123, 1612.4),
+                after=ServingSpeed(0.0101, 1748.0),
+            ),
+            (
+                f": {PROMISED}delivered unknown, because no rank reports seconds;"
+                " a step took 12.3 ms and 10.1 ms before and after, at 1,612 and 1,748 tokens/s"
+            ),
+        ),
+        (
+            DeliveredGain(
+                1.0, 0.217, 0.01, 0.2, 0.23, None, 56, after=ServingSpeed(0.0101, 1748.0)
+            ),
+            (
+                f" on 56 steps: {PROMISED}delivered 21.7% saved (95 % interval 20.0% to 23.0%);"
+                " a step took - and 10.1 ms before and after, at - and 1,748 tokens/s"
+            ),
+        ),
     ],
 )
 def test_a_measured_gain_is_told_beside_its_promise(gain, words):
@@ -95,11 +118,32 @@ def test_a_measured_gain_is_told_beside_its_promise(gain, words):
     assert story_rows(records.get(plan.plan_id))[-1]["text"] == f"MoE time measured{words}"
 
 
-def test_a_rollback_that_cost_time_says_why():
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ((112, 112, 0, 0), "112 of 112 moved experts answer as before"),
+        ((1, 1, 0, 0), "1 of 1 moved expert answers as before"),
+        ((9, 6, 1, 0), "6 of 9 moved experts answer as before; 1 does not; 2 were moved again"),
+        ((9, 9, 0, 2), "9 of 9 moved experts answer as before; 2 answer as another expert does"),
+    ],
+)
+def test_what_moved_experts_answer_is_told_with_its_doubts(figures, words):
+    names = ("moved", "same", "different", "blind")
+    (found,) = told({"event": "answered", **dict(zip(names, figures, strict=True))})
+    assert found.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (PlanKind.ROLLBACK, "A rollback returns to an earlier placement, so MoE time may rise."),
+        (PlanKind.EVACUATION, "experts off ranks that retire, so MoE time may rise."),
+    ],
+)
+def test_a_plan_for_another_reason_that_cost_time_says_why(kind, why):
     row = {"event": "measured", "delivered_gain": -0.204}
-    (words,) = told(row, kind=PlanKind.ROLLBACK)
-    assert words.startswith("MoE time measured: delivered 20.4% slower")
-    assert words.endswith(". A rollback returns to an earlier placement, so MoE time may rise.")
+    (words,) = told(row, kind=kind)
+    assert words.startswith("MoE time measured: delivered 20.4% slower") and words.endswith(why)
 
 
 def test_a_plan_that_starts_by_itself_was_not_made_by_a_person_and_news_are_shown_as_they_are():

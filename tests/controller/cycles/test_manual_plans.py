@@ -115,6 +115,33 @@ async def test_a_dry_run_is_refused_if_the_placement_changed_while_it_was_planne
     assert caught.value.reason is Reason.STALE_BASE
 
 
+async def test_a_plan_has_options_and_a_budget_of_its_own(rig):
+    await rig.load()
+    before = await rig.operations.policy(DEPLOYMENT)
+
+    async def planned(**changes):
+        request = PlanRequest(policy="craft", changes=changes, dry_run=True)
+        return (await rig.operations.create_plan(DEPLOYMENT, request)).plan
+
+    assert (await planned()).target.replicas_by_layer.sum() > 0
+    none = await planned(policy_options={"craft": {"max_replicas_per_rank": 0}})
+    assert (none.target.replicas_by_layer == 0).all()
+    assert none.numbers["replication_factor"] == none.numbers["replicas"] == 0
+    assert (await planned(replica_budget=0)).target == none.target
+    assert await rig.operations.policy(DEPLOYMENT) == before
+    for words, changes in (
+        ("unknown options of craft: speed", {"policy_options": {"craft": {"speed": 1}}}),
+        ("replica_budget: ", {"replica_budget": -1}),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            await planned(**changes)
+    with pytest.raises(InvalidInput, match="replica_budget tell how to plan, target is a plan"):
+        request = PlanRequest(target=AFTER_ONE, changes={"replica_budget": 1})
+        await rig.operations.create_plan(DEPLOYMENT, request)
+    await rig.operations.set_policy(DEPLOYMENT, {"replica_budget": 0}, "me")
+    assert (await planned()).target == none.target
+
+
 async def test_in_mode_auto_a_plan_by_hand_waits_for_approval_too(rig):
     await rig.load()
     await rig.operations.set_policy(DEPLOYMENT, {"mode": "auto"}, "me")
@@ -290,6 +317,9 @@ def test_requests_of_different_callers_are_the_same():
     assert request_digest(one) != request_digest(PlanRequest(None, "eplb", PlanLimits(4)))
     target = PlanRequest(target=BASE)
     assert request_digest(target) != request_digest(PlanRequest())
+    assert request_digest(PlanRequest(changes={"replica_budget": 1})) != request_digest(
+        PlanRequest()
+    )
 
 
 @pytest.mark.parametrize("limits", [{"max_moves": 0}, {"max_bytes": 0}, {"max_layers": 0}])

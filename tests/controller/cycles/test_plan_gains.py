@@ -7,10 +7,11 @@ import pytest
 
 from evenkeel_moe.controller.cycles.cycle_inputs import PlanBase
 from evenkeel_moe.controller.cycles.plan_gains import (
-    PlanSteps,
+    StepsAfter,
     calibration_of,
     measure_plan,
-    steps_around,
+    steps_after,
+    steps_before,
 )
 from evenkeel_moe.controller.operations.status import live_view
 from evenkeel_moe.errors import Reason
@@ -47,31 +48,57 @@ def window(first, steps, epoch, placement=PLAN.base, *, factor=1.0, experts=4, s
     )
 
 
-def around(*parts, began=99, until=None) -> PlanSteps:
-    return steps_around({Phase.DECODE: list(parts)}, PLAN, began, until)
+def around(*parts, began=99, until=None) -> tuple[dict[Phase, LoadWindow], StepsAfter]:
+    windows = {Phase.DECODE: list(parts)}
+    return steps_before(windows, PLAN, began), steps_after(windows, PLAN, until)
+
+
+def measure(*parts, began=99, cost=TOKENS):
+    earlier, later = around(*parts, began=began)
+    return measure_plan(earlier, later.timed, PLAN, cost, EVEN_SPLIT, 5.0)
 
 
 def test_steps_while_weights_move_count_on_no_side():
     before = window(0, 120, PLAN.base_epoch)  # The copies begin after step 99.
     between, after = window(120, 10, PLAN.base_epoch + 9), window(130, 90, FINAL)
-    found = around(before, between, after)
-    assert found.before[Phase.DECODE].steps.tolist() == list(range(36, 100))
-    assert found.after[Phase.DECODE].steps.tolist() == list(range(130, 220))
-    cut = around(before, between, after, until=150)
-    assert cut.after[Phase.DECODE].steps.tolist() == list(range(130, 151))
+    earlier, later = around(before, between, after)
+    assert earlier[Phase.DECODE].steps.tolist() == list(range(100))
+    assert later.timed[Phase.DECODE].steps.tolist() == list(range(130, 220))
+    _, cut = around(before, between, after, until=150)
+    assert cut.timed[Phase.DECODE].steps.tolist() == list(range(130, 151))
 
 
-def test_a_phase_without_steps_on_one_side_does_not_count():
-    assert around(window(0, 100, PLAN.base_epoch)).most_after == 0
-    assert around(window(130, 90, FINAL)).most_after == 0
-    assert steps_around({}, PLAN, 99, None).most_after == 0
+def test_a_plan_without_steps_on_one_side_is_not_measured():
+    before, after = window(0, 100, PLAN.base_epoch), window(130, 90, FINAL)
+    assert around() == ({}, StepsAfter({}, 0))
+    assert around(before)[1].passed == 0
+    for parts, why in (((before,), "no rank reports seconds"), ((after,), "no step before")):
+        found, enough = measure(*parts)
+        assert (found.gain, enough) == (None, False)
+        assert found.unknown_because.startswith(why)
+
+
+def sampled(part: LoadWindow, every: int) -> LoadWindow:
+    """Return steps of which one in so many was measured."""
+    measured = part.steps % every == 0
+    return replace(part, compute_s=np.where(measured[:, None], part.compute_s, np.nan))
+
+
+def test_steps_that_were_not_measured_are_waited_for_but_never_compared():
+    before = sampled(window(0, 256, PLAN.base_epoch), 8)
+    after = sampled(window(256, 256, FINAL, PLAN.target), 8)
+    _, later = around(before, after, began=255)
+    assert (later.most_timed, later.passed) == (32, 256)
+    found, _ = measure(before, after, began=255)
+    assert found.gain == pytest.approx(found.modelled, abs=0.03)
+    assert 16 <= found.steps <= 32
 
 
 def test_a_plan_is_measured_by_the_seconds_of_its_own_steps():
-    steps = around(window(0, 100, PLAN.base_epoch), window(130, 90, FINAL, PLAN.target, factor=1.1))
-    found, enough = measure_plan(steps, PLAN, TOKENS, EVEN_SPLIT, 5.0)
+    after = window(130, 90, FINAL, PLAN.target, factor=1.1)
+    found, enough = measure(window(0, 100, PLAN.base_epoch), after)
     assert enough
-    counts = steps.after[Phase.DECODE].counts
+    counts = after.counts
     old, new = (moe_time.predicted_time(counts, one) for one in (PLAN.base, PLAN.target))
     assert found.modelled == pytest.approx(1 - new / old, abs=0.02)
     assert found.gain == pytest.approx(1 - 1.1 * new / old, abs=0.02)
@@ -81,11 +108,12 @@ def test_a_plan_is_measured_by_the_seconds_of_its_own_steps():
 
 def test_without_seconds_or_with_foreign_curves_it_is_unknown():
     silent = window(130, 90, FINAL, PLAN.target, factor=WITHOUT)
-    steps = around(window(0, 100, PLAN.base_epoch), silent)
-    found, _ = measure_plan(steps, PLAN, TOKENS, EVEN_SPLIT, 5.0)
+    before = window(0, 100, PLAN.base_epoch)
+    found, _ = measure(before, silent)
     assert (found.gain, found.unknown_because) == (None, "no rank reports seconds")
     foreign = CostModel(CostCurves.linear(np.ones(3)))
-    assert "3 ranks" in measure_plan(steps, PLAN, foreign, EVEN_SPLIT, 5.0)[0].unknown_because
+    found, _ = measure(before, window(130, 90, FINAL, PLAN.target), cost=foreign)
+    assert "3 ranks" in found.unknown_because
 
 
 def measured(at, gain, *, modelled=None, source="tokens", promised=0.1):
@@ -117,6 +145,38 @@ def append(rig, part):
     ingest.newest_step = int(part.steps[-1])
 
 
+def full(rig):
+    """Return the steps of a full window."""
+    return max(ring.capacity for ring in rig.member.loads.ingest.rings.values())
+
+
+def note_times(rig, first, last, step_s):
+    """Let steps be complete at a pace, twice a second."""
+    times = rig.member.loads.ingest.step_times
+    began = times._moments[-1][0] if times._moments else 0.0
+    for step in range(first, last + 1, round(0.5 / step_s)):
+        times.note(began + 1.0 + (step - first) * step_s, step)
+
+
+async def test_the_time_of_a_step_around_a_plan_is_told_also_without_seconds(rig):
+    append(rig, window(0, 200, 0, BASE, factor=WITHOUT))
+    note_times(rig, 0, 199, 0.02)
+    await rig.migrate()
+    append(rig, window(200, full(rig), 1, AFTER_ONE, factor=WITHOUT))
+    note_times(rig, 200, 199 + full(rig), 0.01)
+    await rig.member.measure_plans()
+    await until(lambda: rig.member.control.records.get(BAD).delivered)
+    record = rig.member.control.records.get(BAD)
+    found = record.delivered
+    assert found.gain is None
+    assert (found.before.step_s, found.after.step_s) == (pytest.approx(0.02), pytest.approx(0.01))
+    assert found.before.tokens_per_s == pytest.approx(2 / 0.02), "one token a rank and step"
+    assert record.story[-1]["step_s_after"] == found.after.step_s
+    await rig.at_rest()
+    await rig.restart()
+    assert rig.member.control.records.get(BAD).delivered == found
+
+
 async def test_a_measured_gain_is_stored_with_the_plan_and_outlives_a_restart(rig):
     append(rig, window(0, 100, 0, BASE))
     await rig.migrate()
@@ -140,14 +200,30 @@ async def test_a_measured_gain_is_stored_with_the_plan_and_outlives_a_restart(ri
     assert rig.member.control.records.get(BAD).delivered == record.delivered
 
 
+async def test_a_plan_with_one_measured_step_in_eight_is_measured_when_the_window_is_full(rig):
+    """The steps before it have left the window by then."""
+    steps = full(rig)
+    append(rig, sampled(window(0, steps, 0, BASE), 8))
+    await rig.migrate()
+    append(rig, sampled(window(steps, steps - 8, 1, AFTER_ONE), 8))
+    await rig.member.measure_plans()
+    assert rig.member.control.records.get(BAD).delivered is None, "too few steps"
+    append(rig, sampled(window(2 * steps - 8, 8, 1, AFTER_ONE), 8))
+    await rig.member.measure_plans()
+    await until(lambda: rig.member.control.records.get(BAD).delivered)
+    delivered = rig.member.control.records.get(BAD).delivered
+    assert delivered.gain == pytest.approx(delivered.modelled, abs=0.05)
+    assert delivered.steps >= min(64, steps // 8) - 8
+
+
 async def test_traffic_of_other_sizes_is_waited_for_and_then_unknown(rig):
     append(rig, window(0, 100, 0, BASE))
     await rig.migrate()
-    part = window(100, 200, 1, AFTER_ONE)
+    part = window(100, full(rig) - 80, 1, AFTER_ONE)
     append(rig, replace(part, counts=part.counts * 3))
     await rig.member.measure_plans()
     assert rig.member.control.records.get(BAD).delivered is None
-    part = window(300, 80, 1, AFTER_ONE)
+    part = window(20 + full(rig), 80, 1, AFTER_ONE)
     append(rig, replace(part, counts=part.counts * 3))
     await rig.member.measure_plans()
     await until(lambda: rig.member.control.records.get(BAD).delivered)

@@ -14,7 +14,7 @@ from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from evenkeel_moe.protocol.messages import Commit, Leader, QueryState
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.contracts.memory_store import MemoryStore
-from tests.controller.replicas import DEMO, feed, make_registry, replicas
+from tests.controller.replicas import DEMO, make_registry
 from tests.protocol.machines import key_of, plan_of, prepare_of
 
 HOLD = ctl.PersistDocument("control", {"held": True, "frozen_until": 0.0})
@@ -164,36 +164,9 @@ async def test_a_plan_that_is_measured_has_not_ended_again():
     assert len(ended) == 1
 
 
-async def test_each_decision_and_each_waves_end_is_logged_once():
+async def test_each_decision_is_logged_once():
     _, deployment, _ = await leading()
     rows = [ctl.PersistDecision({"at": at, "reason": "no_change"}) for at in (1.0, 2.0)]
-    waves = []
-    deployment.executor.log._log_wave = lambda wave, *_: waves.append(wave)  # type: ignore[method-assign]
-    ends = [ctl.PersistOutcome(key_of(index=index), True, Reason.COMMITTED) for index in (0, 1)]
     for _ in range(2):
-        await deployment.executor.persist([*rows, *ends])
+        await deployment.executor.persist(rows)
     assert [row["at"] for row in deployment.decisions] == [1.0, 2.0]
-    assert waves == [key_of(), key_of(index=1)]
-
-
-async def test_a_cycle_that_ended_before_planning_is_recorded_with_the_balance_of_its_time():
-    waits = {"at": 1.0, "reason": "plan_proposed", "numbers": {"expires_in_s": 60.0}}
-    judged = {"at": 2.0, "reason": "cooldown", "numbers": {"balancedness_mean": 0.5}}
-    early = {"at": 0.5, "reason": "frozen", "numbers": {}}
-    async with replicas("a") as (one, store):
-        await one.lead()
-        executor = one.member.executor
-        await executor.persist([ctl.PersistDecision(early)])
-        feed(one, 0, 8)
-        # Stored again, a row stays as it was logged.
-        await executor.persist([ctl.PersistDecision(row) for row in (early, waits, judged)])
-        expected = [
-            {},
-            {"expires_in_s": 60.0, "balancedness_mean": 1.0},
-            {"balancedness_mean": 0.5},
-        ]
-        known = [row for row in one.member.decisions if row["at"] <= 2.0]
-        assert [row["numbers"] for row in known] == expected
-        stored = await store.fetch_decisions(DEMO, 100)
-        found = [row["numbers"] for row in stored if row["at"] in (1.0, 2.0)]
-        assert found == expected[:0:-1], "newest first"

@@ -13,6 +13,7 @@ from evenkeel_moe.controller.ingest.waiting_reports import IncompleteGroups
 from evenkeel_moe.errors import PeerViolation, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, Phase
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.telemetry.load_check import LoadCheck
 from tests.contracts.memory_store import MemoryStore
@@ -323,6 +324,48 @@ def test_a_new_generation_begins_with_an_empty_window(rig):
     rig.begin(Generation("g-2"))
     assert rig.steps() == []
     assert rig.ingest.newest_step is None
+
+
+LARGER = dataclasses.replace(SHAPE, num_ranks=4)
+LARGER_MAP = Placement(np.pad(PLACEMENT.phy2log, ((0, 0), (0, 2)), constant_values=-1), 4, 4)
+
+
+async def test_a_group_that_came_from_this_one_keeps_the_loads_of_experts_and_not_those_of_ranks(
+    rig,
+):
+    fleet = Fleet()
+    rig.begin()
+    before = fleet.run(range(9))
+    rig.report(before)
+    await rig.ingest.store()
+    rig.ingest.begin_generation(Generation("g-2"), LARGER, carries=True)
+    rig.ingest.settle(EPOCH + 1, LARGER_MAP)
+    assert rig.ingest.newest_step == 8
+
+    after = Fleet(1, LARGER_MAP, LARGER).run(range(7, 12), epoch=EPOCH + 1)
+    for rank in range(4):
+        report = dataclasses.replace(after.report(rank), generation=Generation("g-2"))
+        rig.ingest.take(report, rig.answers.append)
+    assert rig.steps() == list(range(12))
+    assert rig.rejected == {Reason.LATE_STEP: 8}, "steps 7 and 8 were those of the earlier group"
+    window = rig.ingest.windows(50)[Phase.DECODE]
+    assert (window.counts[:9] == before.load).all() and (window.counts[9:] == after.load[2:]).all()
+    assert (window.tokens[:9] == -1).all() and np.isnan(window.compute_s[:9]).all()
+    assert (window.tokens[9:] == after.tokens[2:]).all()
+
+    await rig.ingest.store()
+    stored = await rig.store.fetch(DEMO, Phase.DECODE, LARGER, 50)
+    assert stored.steps.tolist() == list(range(12)) and stored.tokens.shape == (12, 4)
+
+
+@pytest.mark.parametrize("changes", [{"num_logical_experts": 3}, {"num_layers": 1}, {"top_k": 1}])
+def test_a_group_that_serves_another_model_begins_with_an_empty_window(rig, changes):
+    rig.begin()
+    rig.report(Fleet().run(range(9)))
+    rig.ingest.begin_generation(
+        Generation("g-2"), dataclasses.replace(LARGER, **changes), carries=True
+    )
+    assert rig.steps() == [] and rig.ingest.newest_step is None
 
 
 def test_a_map_a_wave_leads_to_is_expected(rig):

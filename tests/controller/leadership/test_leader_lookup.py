@@ -10,6 +10,7 @@ from evenkeel_moe.api.convert import deployment_out
 from evenkeel_moe.errors import Conflict, NotFound, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.planning.decision.capacity import CapacityRequest
 from evenkeel_moe.ports.operations import LedElsewhere, NotLeading, RollbackRequest
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_record
@@ -77,6 +78,7 @@ ASKED = {
     "deployment": lambda operations: operations.deployment(DEMO),
     "policy": lambda operations: operations.policy(DEMO),
     "recommendation": lambda operations: operations.recommendation(DEMO, None),
+    "capacity": lambda operations: operations.capacity(DEMO, CapacityRequest()),
     "quarantine": lambda operations: operations.quarantine(DEMO),
     "clear_quarantine": lambda operations: operations.clear_quarantine(DEMO, "eve"),
     "set_policy": lambda operations: operations.set_policy(DEMO, {"mode": "observe"}, "eve"),

@@ -5,6 +5,7 @@ import pytest
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.controller.store_clock import StoreClock
 from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.model.plan import PlanKind
 from tests.contracts.memory_store import MemoryStore
 from tests.controller.replicas import DEMO, Replica, SetClock
 from tests.waiting import until
@@ -39,8 +40,8 @@ async def test_a_freeze_ends_when_it_should_after_a_takeover(ahead_s):
         loop = control.as_leader.planning_loop
         assert loop is not None
         monotonic_end = ends_at - control.unix_offset_s
-        assert loop.closed(monotonic_end - 5.0) is not None
-        assert loop.closed(monotonic_end + 5.0) is None
+        assert loop.closed(monotonic_end - 5.0, PlanKind.AUTOMATIC) is not None
+        assert loop.closed(monotonic_end + 5.0, PlanKind.AUTOMATIC) is None
     finally:
         for replica in made:
             await replica.tasks.end()

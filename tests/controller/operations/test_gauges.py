@@ -190,9 +190,10 @@ def test_the_newest_measured_plan_is_shown_and_losses_are_counted_back_to_the_la
     assert only is not None and only.losses_in_a_row == 1
 
 
-def test_a_rollback_and_a_loss_within_its_interval_are_not_counted_as_losses():
+@pytest.mark.parametrize("kind", [PlanKind.ROLLBACK, PlanKind.EVACUATION])
+def test_a_plan_that_seeks_no_gain_and_a_loss_within_its_interval_are_not_counted_as_losses(kind):
     lost, rolled_back = measured_plan("lost", 1.0, -0.1), measured_plan("back", 3.0, -2.5)
-    rolled_back = replace(rolled_back, plan=replace(rolled_back.plan, kind=PlanKind.ROLLBACK))
+    rolled_back = replace(rolled_back, plan=replace(rolled_back.plan, kind=kind))
     rough = replace(lost, delivered=DeliveredGain(2.0, -1.1, 4.0, -9.5, 0.6))
     found = measured_gauges([rolled_back, rough, lost])
     assert found is not None and found.losses_in_a_row == 1

@@ -67,6 +67,19 @@ async def test_what_a_rank_without_a_stream_told_at_its_start_is_unknown():
         assert lost.free_bytes is None
 
 
+async def test_the_loss_of_one_rank_and_one_node_is_told_of_the_placement():
+    async with replicas("a") as (one, _):
+        await one.lead()
+        view = live_view(one.member)
+        placement = view.placement()
+        assert placement is not None
+        (by_rank,) = deployment_out(view.status()).coverage or []
+        alone = np.bincount(placement.only_rank[placement.only_rank >= 0], minlength=2)
+        assert (by_rank.domain, by_rank.most_lost) == ("rank", alone.max())
+        assert by_rank.experts == placement.only_rank.size == by_rank.covered + alone.sum()
+        assert by_rank.words.startswith("losing any one rank loses")
+
+
 async def test_a_state_that_a_rank_told_within_a_wave_is_not_shown_when_the_wave_is_over():
     async with replicas("a") as (one, _):
         await one.lead()

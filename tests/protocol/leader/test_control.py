@@ -8,10 +8,12 @@ import pytest
 from evenkeel_moe.errors import NotFound, Reason, Unavailable
 from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
+from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.messages import WaveOutcome
-from evenkeel_moe.protocol.terms import MAX_TERM, MAX_TERM_RISE
+from evenkeel_moe.protocol.terms import MAX_TERM, MAX_TERM_RISE, is_credible_term
 from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.protocol.transitions import ControlState as S
 from evenkeel_moe.protocol.transitions import CoordinatorState as C
@@ -20,6 +22,7 @@ from tests.protocol.machines import (
     AFTER_TWO,
     BASE,
     CONTROL_TIMING,
+    DEPLOYMENT,
     LEADER,
     Operator,
     ack,
@@ -180,7 +183,7 @@ def test_wave_swapped_everywhere_is_counted_though_the_group_restarts_before_any
     control = control_of(S.MIGRATING)
     vote(control)
     actions = restarts(control, (1, AFTER_ONE), (1, AFTER_ONE))
-    assert only(actions, ctl.PersistOutcome) == ctl.PersistOutcome(key_of(), True, Reason.COMMITTED)
+    assert only(actions, ctl.WaveEnded) == ctl.WaveEnded(key_of(), True, Reason.COMMITTED)
     ended = record(control)
     assert (ended.phase, ended.reason, ended.waves_committed) == (
         PlanPhase.ABORTED,
@@ -211,11 +214,19 @@ def test_wave_is_not_counted_unless_the_whole_group_comes_back_where_it_leads(re
     assert (record(control).phase, record(control).waves_committed) == (PlanPhase.ABORTED, 0)
 
 
+def test_wave_without_the_agreement_of_all_is_not_counted_though_a_group_is_where_it_leads():
+    """Another group of the same name may have come there by a plan of its own."""
+    control = control_of(S.MIGRATING)
+    control.handle(from_rank(0, msg.Vote(key_of(), True)), 0.5)
+    restarts(control, (1, AFTER_ONE), (1, AFTER_ONE))
+    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.ABORTED, 0)
+
+
 @pytest.mark.parametrize("dropped_by", [(0,), (0, 1)])
 def test_wave_that_a_rank_dropped_is_not_counted_though_another_group_is_where_it_leads(dropped_by):
     """A second group of the same name may have come there by a plan of its own."""
     control = control_of(S.MIGRATING)
-    control.handle(from_rank(0, msg.Vote(key_of(), False, Reason.CHECKSUM_MISMATCH, "")), 0.5)
+    vote(control)
     for rank in dropped_by:
         answer = msg.AbortAnswer(key_of(), Epoch(0), WaveOutcome.DROPPED, True)
         control.handle(from_rank(rank, answer), 0.6)
@@ -334,8 +345,9 @@ def stored_plan(**changes):
 def test_new_leader_keeps_a_freeze():
     control = control_of(S.READY, ctl.StoredRecords(frozen_until=100.0))
     assert control.frozen_until == 100.0
-    assert only(control.handle(msg.Tick(), 30.0), ctl.PersistDecision).row["reason"] == "frozen"
-    assert of_kind(control.handle(msg.Tick(), 100.0), ctl.RunCycle)
+    assert only(control.handle(msg.Tick(), 30.0), ctl.RunCycle).closed_by is Reason.FROZEN
+    control = control_of(S.READY, ctl.StoredRecords(frozen_until=100.0))
+    assert only(control.handle(msg.Tick(), 100.0), ctl.RunCycle).closed_by is not Reason.FROZEN
 
 
 def test_new_leader_goes_on_with_a_plan_that_the_ranks_are_in_the_middle_of():
@@ -360,10 +372,7 @@ def found_and_acked(stored):
 
 def test_wave_found_and_committed_is_counted_though_the_group_restarts_before_it_is_asked_again():
     control, actions = found_and_acked(stored_plan())
-    kinds = [type(action) for action in actions]
-    assert kinds.index(ctl.PersistPlan) < kinds.index(ctl.PersistOutcome), (
-        "or a crash between them loses the wave"
-    )
+    assert only(actions, ctl.PersistPlan).record.waves_committed == 1
     group_leaves(control)
     for rank in (0, 1):
         control.handle(from_rank(rank, hello_of(rank, "g2", 5, epoch=1), 5, 30 + rank), 1.0)
@@ -475,3 +484,38 @@ def test_of_two_plans_that_run_by_the_records_the_newest_goes_on():
         Reason.STALE_BASE,
     )
     assert (record(control).phase, control.state) == (PlanPhase.MIGRATING, S.MIGRATING)
+
+
+def test_every_state_has_a_reason():
+    migrating = control_of(S.MIGRATING)
+    for control, reason, detail in (
+        (control_of(S.FOLLOWER), Reason.NOT_LEADER, "another replica leads, or none yet"),
+        (control_of(S.RECOVERING), Reason.RECOVERING, "asking all ranks where they stand"),
+        (control_of(S.WAITING_FOR_RANKS), Reason.RANKS_MISSING, "0 ranks said hello so far"),
+        (control_of(S.READY), Reason.RECOVERED, "all 2 ranks"),
+        (migrating, Reason.PLAN_STARTED, "plan p is migrating"),
+    ):
+        assert control.state_reason(0.0) == (reason, detail)
+    assert migrating.records.active is record(migrating)
+
+
+def test_without_a_policy_it_uses_the_default():
+    assert DeploymentControl(DEPLOYMENT).policy == DeploymentPolicy()
+
+
+def test_a_follower_knows_of_no_plan_hold_or_freeze():
+    follower = control_of(S.FOLLOWER)
+    assert (follower.records.active, follower.held, follower.frozen_until) == (None, False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("term", "known", "credible"),
+    [
+        (5 + MAX_TERM_RISE, 5, True),
+        (6 + MAX_TERM_RISE, 5, False),
+        (MAX_TERM - 1, MAX_TERM - 2, True),
+        (MAX_TERM, MAX_TERM - 1, False),
+    ],
+)
+def test_a_term_may_rise_by_so_much_and_only_so_far(term, known, credible):
+    assert is_credible_term(term, known) is credible

@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 
-from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.errors import InvalidInput, Reason, Unavailable
 from evenkeel_moe.model.delivered import DeliveredGain
-from evenkeel_moe.model.ids import Epoch, EpRank, Generation
+from evenkeel_moe.model.hold import Hold, Retirement
+from evenkeel_moe.model.ids import Epoch, EpRank, Generation, PlanId
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.leader.plan_records import PlanRecords
+from evenkeel_moe.protocol.leader.undelivered import has_delivered, undelivered_in_a_row
+from evenkeel_moe.protocol.leader.write_retry import WriteRetry
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
@@ -106,9 +110,9 @@ def test_policy_is_used_and_stored():
 def test_a_freeze_ends_by_the_unix_clock_as_it_was_set():
     control = control_of()
     Operator(control).freeze(100.0, 0.0)
-    assert planning_loop_of(control).closed(50.0) is Reason.FROZEN
+    assert planning_loop_of(control).closed(50.0, PlanKind.AUTOMATIC) is Reason.FROZEN
     control.handle(ctl.ClockStepped(60.0), 50.0)
-    assert planning_loop_of(control).closed(50.0) is None
+    assert planning_loop_of(control).closed(50.0, PlanKind.AUTOMATIC) is None
 
 
 def test_a_new_leader_uses_the_stored_policy_and_records_what_the_store_lost():
@@ -197,7 +201,7 @@ def test_a_freeze_stops_neither_a_rollback_nor_a_plan_that_has_begun():
     rollback = plan_of(1, kind=PlanKind.ROLLBACK)
     _, actions = Operator(control).submit(rollback, 0.0, approve=True)
     assert len([m for m in sent(actions) if isinstance(m, msg.Prepare)]) == 2
-    assert not of_kind(control.handle(msg.Tick(), 30.0), ctl.RunCycle)
+    assert only(control.handle(msg.Tick(), 30.0), ctl.RunCycle).closed_by is Reason.FROZEN
 
 
 def test_an_answer_of_a_process_of_another_generation_starts_nothing():
@@ -263,12 +267,11 @@ def test_a_failed_document_is_repeated_in_its_newest_version():
     assert repeated == [policy, control.document()]
 
 
-def test_no_cycle_begins_while_writes_are_missing():
+def test_no_cycle_plans_while_writes_are_missing():
     control = control_of()
     control.handle(ctl.PersistFailed((control.document(),)), 29.9)
     actions = control.handle(msg.Tick(), 30.0)
-    assert only(actions, ctl.PersistDecision).row["reason"] == "store_unavailable"
-    assert not of_kind(actions, ctl.RunCycle)
+    assert only(actions, ctl.RunCycle).closed_by is Reason.STORE_UNAVAILABLE
 
 
 @pytest.mark.parametrize("state", [S.RECOVERING, S.MIGRATING])
@@ -360,3 +363,210 @@ def test_while_the_ranks_are_queried_no_plan_begins(group):
         gone = msg.AbortAnswer(key_of(), Epoch(1), msg.WaveOutcome.REFUSED, True)
         control.handle(from_rank(number, gone), 0.0)
     assert (record(control).reason, control.state) == (Reason.STALE_BASE, ControlState.RECOVERING)
+
+
+COMMIT = ctl.SendToRank(EpRank(0), 10, msg.Commit(LEADER, key_of()))
+QUERY = ctl.SendToRank(EpRank(0), 10, msg.QueryState(LEADER))
+POLICY = ctl.PersistDocument("policy", {})
+
+
+def decision(number):
+    return ctl.PersistDecision({"cycle": number})
+
+
+def same(action):
+    return action
+
+
+def test_the_newest_decisions_and_all_other_writes_are_kept():
+    retry = WriteRetry()
+    retry.failed([POLICY, *(decision(number) for number in range(150))], same)
+    assert retry.order([], flush=True) == [POLICY, *(decision(number) for number in range(50, 150))]
+
+
+def test_only_sends_that_need_the_store_were_skipped_with_the_writes():
+    assert COMMIT.needs_store and not QUERY.needs_store
+    retry = WriteRetry()
+    assert retry.order([COMMIT, POLICY, QUERY]) == [POLICY, COMMIT, QUERY]
+    assert retry.failed([POLICY], same) == (COMMIT,)
+    assert retry.failed([POLICY], same) == ()
+
+
+def test_a_batch_without_writes_keeps_its_order_and_the_sends_of_the_batch_before():
+    retry = WriteRetry()
+    retry.order([POLICY, COMMIT])
+    assert retry.order([QUERY], flush=True) == [QUERY]
+    assert retry.failed([POLICY], same) == (COMMIT,)
+
+
+LOWER = 0.1
+UNKNOWN = None
+
+
+def record_of(gain, at=1.0, *, name="p", upper=0.01, lower=LOWER, kind=PlanKind.AUTOMATIC):
+    plan = plan_of(plan_id=name, kind=kind, numbers={"gain": 0.12, "gain_lower": lower})
+    record = PlanRecords().add(plan, PlanPhase.COMMITTED, Reason.COMMITTED, 0.0).record
+    if gain is UNKNOWN:
+        delivered = DeliveredGain(at, unknown_because="no rank reports seconds")
+    else:
+        delivered = DeliveredGain(at, gain, 0.01, gain - 0.01, gain + upper, None, 64)
+    return dataclasses.replace(record, delivered=delivered)
+
+
+@pytest.mark.parametrize(
+    ("gain", "upper", "answer"),
+    [
+        (0.05, 0.01, True),
+        (0.049, 0.01, False),
+        (-0.2, 0.01, False),
+        (0.04, 0.06, None),  # The bound of the promise is the end of the interval.
+        (0.049, 0.06, None),  # The promise lies inside the interval: measured too roughly.
+        (0.12, 0.01, True),
+    ],
+)
+def test_less_than_half_of_the_lower_bound_is_too_little(gain, upper, answer):
+    assert has_delivered(record_of(gain, upper=upper)) is answer
+
+
+def test_what_is_not_promised_measured_or_automatic_says_nothing():
+    assert has_delivered(record_of(UNKNOWN)) is None
+    assert has_delivered(dataclasses.replace(record_of(0.0), delivered=None)) is None
+    assert has_delivered(record_of(0.0, lower=0.0)) is None
+    assert has_delivered(record_of(0.0, kind=PlanKind.MANUAL)) is None
+    missed = record_of(0.0)
+    unmeasured = dataclasses.replace(missed, delivered=None)
+    assert undelivered_in_a_row([unmeasured, missed], 0.0) == [missed]
+    unpromised = record_of(0.0)
+    unpromised.plan.numbers.clear()
+    assert has_delivered(unpromised) is None
+
+
+def test_plans_count_in_the_order_of_their_measurements_back_to_one_that_delivered():
+    missed = [record_of(0.0, at) for at in (2.0, 3.0, 5.0)]
+    unknown = record_of(UNKNOWN, 4.0)
+    assert undelivered_in_a_row([*missed, unknown], 0.0) == missed[::-1]
+    assert undelivered_in_a_row([*missed, record_of(0.1, 4.5)], 0.0) == [missed[2]]
+    assert undelivered_in_a_row(missed, 2.0) == missed[:0:-1], "since the last resume"
+
+
+# --- in the leader's machine ----------------------------------------------------------------------
+
+
+def leading(mode=Mode.AUTO):
+    control = control_of()
+    Operator(control).set_policy(DeploymentPolicy(mode=mode, cycle_s=30.0), {}, 0.0)
+    return control
+
+
+def measure(control, name, gain, now):
+    """Enter a committed plan that promised 10 % at least, and measure it."""
+    plan = plan_of(plan_id=name, kind=PlanKind.AUTOMATIC, numbers={"gain_lower": LOWER})
+    control.records.add(plan, PlanPhase.COMMITTED, Reason.COMMITTED, now)
+    delivered = record_of(gain, now).delivered
+    return control.handle(ctl.PlanMeasured(PlanId(name), delivered), now)
+
+
+def test_the_third_plan_in_a_row_stops_auto_with_a_reason_of_its_own():
+    control = leading()
+    for at, name in ((1.0, "a"), (2.0, "b")):
+        assert [type(action) for action in measure(control, name, 0.0, at)] == [ctl.PersistPlan]
+    _, document, alert = measure(control, "c", 0.0, 3.0)
+    stored = {"held": True, "held_because": "gains_not_delivered", "frozen_until": 0.0}
+    assert document == ctl.PersistDocument("control", stored)
+    assert isinstance(alert, ctl.Alert)
+    assert alert.reason is Reason.GAINS_NOT_DELIVERED
+    assert alert.detail.endswith("plans a, b, c")
+    (cycle,) = [
+        action for action in control.handle(msg.Tick(), 40.0) if isinstance(action, ctl.RunCycle)
+    ]
+    assert cycle.closed_by is Reason.GAINS_NOT_DELIVERED
+    assert [type(action) for action in measure(control, "d", 0.0, 41.0)] == [ctl.PersistPlan]
+
+
+def test_a_plan_that_delivers_begins_the_count_again():
+    control = leading()
+    for at, (name, gain) in enumerate([("a", 0.0), ("b", 0.0), ("c", 0.11), ("d", 0.0)], 1):
+        measure(control, name, gain, float(at))
+    assert not control.held
+
+
+@pytest.mark.parametrize("mode", [Mode.PROPOSE, Mode.OBSERVE])
+def test_only_auto_is_stopped(mode):
+    control = leading(mode)
+    for at, name in enumerate("abcd", 1):
+        measure(control, name, 0.0, float(at))
+    assert not control.held
+
+
+def test_resume_starts_auto_and_three_further_plans_must_fail():
+    control = leading()
+    for at, name in enumerate("abc", 1):
+        measure(control, name, 0.0, float(at))
+    assert control.held
+    (document,) = Operator(control).resume(10.0)
+    assert isinstance(document, ctl.PersistDocument)
+    assert document.body == {"held": False, "judged_from": 10.0, "frozen_until": 0.0}
+    assert Operator(control).resume(11.0) == []
+    for at, name in enumerate("de", 12):
+        measure(control, name, 0.0, float(at))
+    assert not control.held
+    measure(control, "f", 0.0, 14.0)
+    assert control.hold == Hold(Reason.GAINS_NOT_DELIVERED, 10.0)
+
+
+def test_the_stop_outlives_a_change_of_the_leader():
+    control = leading()
+    for at, name in enumerate("abc", 1):
+        measure(control, name, 0.0, float(at))
+    stored = ctl.StoredRecords(hold=Hold.of_document(control.document().body))
+    control.handle(ctl.LeaseLost(), 5.0)
+    assert not control.held
+    control.handle(ctl.LeaseAcquired(LEADER, stored), 6.0)
+    assert planning_loop_of(control).hold.because is Reason.GAINS_NOT_DELIVERED
+
+
+def test_a_rollback_keeps_the_reason_of_the_stop():
+    control = leading()
+    for at, name in enumerate("abc", 1):
+        measure(control, name, 0.0, float(at))
+    Operator(control).submit(plan_of(plan_id="back", kind=PlanKind.ROLLBACK), 5.0)
+    assert control.hold.because is Reason.GAINS_NOT_DELIVERED
+
+
+@pytest.mark.parametrize(
+    ("body", "hold"),
+    [
+        ({}, Hold()),
+        ({"held": False, "held_because": "gains_not_delivered"}, Hold()),
+        ({"held": True}, Hold(Reason.HELD_AFTER_ROLLBACK)),
+        ({"held": True, "held_because": ["?"]}, Hold(Reason.HELD_AFTER_ROLLBACK)),
+        ({"held": True, "held_because": "committed"}, Hold(Reason.HELD_AFTER_ROLLBACK)),
+        ({"held": True, "held_because": "held_after_data_loss"}, Hold(Reason.HELD_AFTER_DATA_LOSS)),
+        ({"judged_from": "soon"}, Hold()),
+        ({"judged_from": float("nan")}, Hold()),
+        ({"judged_from": 5}, Hold(None, 5.0)),
+        (
+            {"held": True, "retiring": {"ranks": [3, 1], "num_ranks": 4}},
+            Hold(Reason.HELD_AFTER_ROLLBACK, 0.0, Retirement((EpRank(1), EpRank(3)), 4)),
+        ),
+    ],
+)
+def test_a_stored_hold_that_cannot_be_read_still_holds(body, hold):
+    assert Hold.of_document(body) == hold
+    assert Hold.of_document(hold.document()) == hold
+
+
+@pytest.mark.parametrize(
+    "retiring",
+    [
+        "rank 1",
+        {"ranks": [1]},
+        {"ranks": [], "num_ranks": 2},
+        {"ranks": [0, 1], "num_ranks": 2},
+        {"ranks": [2], "num_ranks": 2},
+        {"ranks": [True], "num_ranks": 2},
+    ],
+)
+def test_a_stored_retirement_that_cannot_be_read_is_refused(retiring):
+    with pytest.raises(InvalidInput, match="the stored retirement of ranks is"):
+        Hold.of_document({"held": False, "retiring": retiring})

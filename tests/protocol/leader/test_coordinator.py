@@ -34,12 +34,10 @@ SWAPPED = msg.AbortAnswer(KEY, Epoch(1), WaveOutcome.SWAPPED, True)
 ACK = msg.Ack(KEY, Epoch(1), "digest")
 
 
-def test_commit_follows_the_last_yes_and_the_stored_intent():
-    """One wave, 2: all R yes: the controller writes its intent, then sends Commit."""
+def test_commit_follows_the_last_yes():
     wave = coordinator_in(C.PREPARING)
     assert wave.handle(from_rank(0, YES), 0.0) == []
     actions = wave.handle(from_rank(1, YES), 0.0)
-    assert isinstance(actions[0], ctl.PersistIntent)
     assert [type(message) for message in sent(actions)] == [msg.Commit, msg.Commit]
     assert wave.state is C.COMMITTING
 
@@ -79,10 +77,9 @@ def test_reconnected_rank_gets_the_question_again_and_answers_on_the_new_stream(
 def test_wave_is_recorded_when_one_rank_is_at_the_new_epoch_and_done_when_all_are():
     """One wave, 5: recorded as committed when it learns of one rank, retired when all acked."""
     wave = coordinator_in(C.COMMITTING)
-    actions = wave.handle(from_rank(1, ACK), 0.0)
-    assert only(actions, ctl.PersistOutcome).committed
+    wave.handle(from_rank(1, ACK), 0.0)
     assert (wave.state, wave.done, wave.peers.pending) == (C.COMMITTED, False, (0,))
-    assert of_kind(wave.handle(from_rank(0, ACK), 0.0), ctl.PersistOutcome) == []
+    assert wave.handle(from_rank(0, ACK), 0.0) == []
     assert wave.done
 
 
@@ -92,10 +89,8 @@ def test_abort_ends_only_when_all_ranks_are_drained():
     wave.handle(from_rank(0, GONE), 0.0)
     wave.handle(from_rank(1, msg.AbortAnswer(KEY, Epoch(0), WaveOutcome.DROPPED, False)), 0.0)
     assert (wave.state, wave.done) == (C.ABORTING, False)
-    actions = wave.handle(from_rank(1, GONE), 0.0)
-    outcome = only(actions, ctl.PersistOutcome)
-    assert (outcome.committed, outcome.reason) == (False, Reason.TRANSFER_TIMEOUT)
-    assert wave.done
+    assert wave.handle(from_rank(1, GONE), 0.0) == []
+    assert (wave.state, wave.reason, wave.done) == (C.ABORTED, Reason.TRANSFER_TIMEOUT, True)
 
 
 def test_abort_is_resent_until_answered_with_backoff():
@@ -115,7 +110,7 @@ def test_abort_that_lost_to_the_gate_becomes_a_commit(evidence):
     """R7: if that poll passed, the answer is "at the new epoch"."""
     wave = coordinator_in(C.ABORTING)
     actions = wave.handle(from_rank(0, evidence), 0.0)
-    assert only(actions, ctl.PersistOutcome).committed
+    assert wave.state is C.COMMITTED
     assert [type(m) for m in sent(actions)] == [msg.Commit, msg.Commit]
     assert wave.peers.pending == (1,)
 
@@ -270,7 +265,7 @@ def test_a_stalled_wave_that_ends_aborted_is_no_longer_reported_as_stalled():
     assert only(wave.handle(ctl.RankLost(EpRank(1)), 1.0), ctl.WaveHealth).stalled
     wave.handle(ctl.RankConnected(EpRank(1), 1, 60), 2.0)
     actions = wave.handle(from_rank(1, GONE, stream=60), 2.0)
-    assert only(actions, ctl.PersistOutcome).committed is False
+    assert wave.state is C.ABORTED
     assert only(actions, ctl.WaveHealth) == ctl.WaveHealth(KEY, False, None)
 
 
@@ -374,7 +369,7 @@ def test_a_rank_that_swapped_answers_a_commit_like_an_ack():
     """R12: its Ack was lost, and the wave is committed all the same."""
     wave = coordinator_in(C.COMMITTING)
     swapped = msg.AbortAnswer(KEY, Epoch(1), WaveOutcome.SWAPPED, True)
-    assert only(wave.handle(from_rank(0, swapped), 0.0), ctl.PersistOutcome).committed
+    wave.handle(from_rank(0, swapped), 0.0)
     assert (wave.state, wave.done) == (C.COMMITTED, False)
 
 

@@ -5,9 +5,21 @@ import dataclasses
 import pytest
 
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.ids import DeploymentId, EpRank
+from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
+from evenkeel_moe.protocol.control_messages import RankConnected, RankLost
+from evenkeel_moe.protocol.leader.liveness import Liveness
 from evenkeel_moe.protocol.leader.membership import Membership
-from tests.protocol.machines import DEPLOYMENT, SHAPE, hello_of, identity_of, state_of
+from evenkeel_moe.protocol.messages import Lineage
+from evenkeel_moe.protocol.transitions import ControlState
+from tests.protocol.machines import (
+    CONTROL_TIMING,
+    DEPLOYMENT,
+    SHAPE,
+    control_of,
+    hello_of,
+    identity_of,
+    state_of,
+)
 
 LEASE_S = 5.0
 
@@ -94,6 +106,32 @@ def test_new_generation_may_have_fewer_ranks():
     shape = dataclasses.replace(SHAPE, num_ranks=1, slots_per_rank=6)
     assert members.register(hello_of(0, "g2", 5, shape=shape), 30, 1.0).new_generation
     assert list(members.members) == [0] and members.shape == shape
+
+
+def came_from(rank, generation="g0"):
+    return {"lineage": Lineage(Generation(generation), rank)}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (came_from(0), {}),
+        (came_from(0), came_from(1, "another")),
+        (came_from(3), came_from(3)),
+    ],
+    ids=["one rank came from none", "two groups", "one rank became two"],
+)
+def test_ranks_that_cannot_come_from_one_group_are_refused(one, other):
+    members, (_, second) = group(hello_of(0, **one), hello_of(1, **other))
+    assert (second.accepted, second.reason) == (False, Reason.SHAPE_DISAGREES)
+    assert str(one["lineage"]) in second.detail and members.generation is None
+
+
+@pytest.mark.parametrize("joined", [None, 2])
+def test_a_group_knows_the_one_it_came_from(joined):
+    members, _ = group(hello_of(0, **came_from(5)), hello_of(1, **came_from(joined)))
+    assert (members.generation, members.came_from) == ("g1", "g0")
+    assert group(hello_of(0), hello_of(1))[0].came_from is None
 
 
 def test_messages_count_only_from_the_newest_stream():
@@ -399,3 +437,56 @@ def test_a_process_is_outdated_by_a_newer_one_or_by_its_own_newer_stream():
     assert members.register(hello_of(0), 10, 0.0).reason is Reason.STALE_INCARNATION
     assert members.register(hello_of(0), 9, 0.0).reason is Reason.STALE_INCARNATION
     assert members.register(hello_of(0, incarnation=2), 9, 0.0).accepted
+
+
+ONE = EpRank(1)
+
+
+def liveness_of_group():
+    control = control_of(ControlState.READY)
+    liveness = Liveness(control.membership, control.as_leader.recovery, CONTROL_TIMING)
+    return control.membership, liveness
+
+
+def hear(membership, ranks, now):
+    for rank in ranks:
+        assert membership.heard(EpRank(rank), 1, 10 + rank, now)
+
+
+def test_a_lost_rank_and_its_return_are_each_told_once():
+    membership, liveness = liveness_of_group()
+    assert liveness.changes(0.0) == []
+    hear(membership, [0], 3.0)
+    assert liveness.changes(3.0) == [RankLost(ONE)]
+    assert liveness.changes(3.1) == []
+    hear(membership, [1], 3.2)
+    assert liveness.changes(3.3) == [RankConnected(ONE, 1, 11)]
+    assert liveness.changes(3.4) == []
+
+
+def test_a_return_that_a_hello_has_told_is_not_told_again():
+    membership, liveness = liveness_of_group()
+    hear(membership, [0], 3.0)
+    assert liveness.changes(3.0) == [RankLost(ONE)]
+    membership.register(hello_of(1), 21, 3.1)
+    liveness.connected(ONE)
+    assert liveness.changes(3.2) == []
+
+
+def test_a_rank_of_a_new_generation_that_is_lost_at_once_is_told():
+    membership, liveness = liveness_of_group()
+    assert liveness.changes(3.0) == [RankLost(EpRank(0)), RankLost(ONE)]
+    for rank in (0, 1):
+        membership.register(hello_of(rank, "g2", 5), 20 + rank, 3.1)
+    assert membership.generation == "g2"
+    liveness.begin_generation()
+    membership.stopped(ONE, 21)
+    assert liveness.changes(3.2) == [RankLost(ONE)]
+
+
+def test_a_member_of_another_generation_is_lost():
+    """R1: its process cannot answer for the wave."""
+    membership, liveness = liveness_of_group()
+    membership.closed(ONE, 11, -CONTROL_TIMING.rank_lease_s)
+    assert membership.register(hello_of(1, "g2", 5), 21, 0.1).accepted
+    assert liveness.changes(0.2) == [RankLost(ONE)]

@@ -257,7 +257,9 @@ def test_rollback_leads_to_an_earlier_epochs_placement_and_holds_auto():
     assert only(actions, ctl.PersistDocument).body["held"] is True
     operator.cancel(PlanId("back"), "me", 0.0)
     actions = control.handle(msg.Tick(), 10.0)
-    assert only(actions, ctl.PersistDecision).row["reason"] == Reason.HELD_AFTER_ROLLBACK
+    cycle = only(actions, ctl.RunCycle)
+    assert cycle.closed_by is Reason.HELD_AFTER_ROLLBACK
+    control.handle(ctl.CycleDecided(cycle.cycle, Reason.HELD_AFTER_ROLLBACK), 10.5)
     assert only(operator.resume(11.0), ctl.PersistDocument).body["held"] is False
     assert operator.resume(11.0) == []
     control.handle(ctl.PersistFailed((control.document(),)), 11.0)

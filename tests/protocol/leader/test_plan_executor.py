@@ -12,6 +12,7 @@ from evenkeel_moe.model.plan import PlanPhase, Transfer, Wave
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.leader.wave_durations import MOST_RANKS, WaveDurations
 from evenkeel_moe.protocol.transitions import ControlState as S
 from evenkeel_moe.protocol.transitions import CoordinatorState as C
 from tests.protocol.machines import (
@@ -76,7 +77,7 @@ def test_every_change_of_a_record_appends_a_row_to_its_story():
     vote(control)
     ack(control, AFTER_ONE, 1)
     story = [row["event"] for row in record(control).story]
-    assert story == ["created", "wave_started", "wave_committed", "wave_started"]
+    assert story == ["created", "wave_started", "wave_agreed", "wave_committed", "wave_started"]
 
 
 def test_the_story_keeps_what_each_rank_took_for_a_wave():
@@ -100,6 +101,24 @@ def test_the_story_keeps_what_each_rank_took_for_a_wave():
     stored = of_kind(actions, ctl.PersistPlan)[-1].record
     waves = [row for row in stored.story if row["event"] == "wave_started"]
     assert [len(row["ranks"]) for row in waves] == [2, 2]
+
+
+def test_the_story_sums_what_moved_experts_answer_once_every_rank_has_told_it():
+    control = control_of(S.MIGRATING)
+    vote(control)
+    ack(control, AFTER_ONE, 1)
+    first, second = msg.MovedAnswers(key_of(), 5, 3, 1, 2), msg.MovedAnswers(key_of(), 1, 1, 0, 0)
+    of_no_plan = msg.MovedAnswers(key_of("other"), 1, 1, 0, 0)
+    for rank, told in ((0, first), (0, first), (0, of_no_plan), (1, of_no_plan)):
+        assert control.handle(from_rank(rank, told), 5.0) == []
+    change = only(control.handle(from_rank(1, second), 6.0), ctl.PersistPlan)
+    row = change.record.story[-1]
+    assert (row["event"], row["wave"]) == ("answered", 0)
+    assert (row["moved"], row["same"], row["different"], row["blind"]) == (6, 4, 1, 2)
+    # Ranks tell it again on each new stream.
+    for rank, told in ((0, first), (1, second)):
+        assert control.handle(from_rank(rank, told), 7.0) == []
+    assert record(control).story[-1] == row
 
 
 def test_the_story_of_an_aborted_wave_says_which_rank_did_not_vote():
@@ -225,10 +244,10 @@ def test_failed_writes_are_kept_and_no_wave_begins_before_they_are_stored():
 
 
 def test_plan_names_the_store_if_commit_waits_for_it():
-    """The leader still asks, so it learns of the group's steps; Commit waits for its intent."""
+    """The leader still asks, so it learns of the group's steps; Commit waits for its record."""
     control = control_of(S.MIGRATING)
     unstored = of_kind(vote(control), ctl.PersistAction)
-    assert only(unstored, ctl.PersistIntent)
+    assert only(unstored, ctl.PersistPlan).record.wave_agreed
     for t in range(1, 40):
         control.handle(ctl.PersistFailed(tuple(unstored)), float(t))
         actions = control.handle(msg.Tick(), float(t))
@@ -262,8 +281,8 @@ def test_plan_names_the_store_if_its_next_wave_waits_for_it():
     control = control_of(S.MIGRATING)
     vote(control)
     unstored = of_kind(ack(control, AFTER_ONE, 1), ctl.PersistAction)
-    # The plan was written and the later writes were not: its Prepare is held back all the same.
-    control.handle(ctl.PersistFailed(tuple(unstored[2:])), 0.0)
+    # The epoch was written and the plan was not: its Prepare is held back.
+    control.handle(ctl.PersistFailed(tuple(unstored[1:])), 0.0)
     now = store_away(control, 0.0, 60.0)
     assert (record(control).phase, record(control).reason) == (
         PlanPhase.STALLED,
@@ -297,23 +316,6 @@ def test_plan_names_the_store_if_its_cancellation_waits_for_it():
     control.handle(msg.Tick(), now + 0.25)
     abort_answers(control, now=now + 0.5)
     assert record(control).phase is PlanPhase.CANCELLED
-
-
-def test_a_plan_that_counts_a_wave_is_stored_before_the_waves_outcome():
-    """Also if the plan went on before the store came back, for it may fail after any write."""
-    control = control_of()
-    submitted, _ = Operator(control).submit(plan_of(), 0.0)
-    counted = control.records.change(submitted, "wave_committed", 0.0, waves_committed=1)
-    outcome = ctl.PersistOutcome(submitted.plan.key(0), True, Reason.COMMITTED)
-    control.handle(ctl.PersistFailed((counted, outcome)), 0.0)
-    control.handle(
-        ctl.PersistFailed((control.records.change(counted.record, "resumed", 0.1),)), 0.1
-    )
-    retried = control.handle(msg.Tick(), 0.2)
-    kept = [
-        action for action in retried if isinstance(action, ctl.PersistPlan | ctl.PersistOutcome)
-    ]
-    assert kept == [ctl.PersistPlan(record(control)), outcome]
 
 
 TROUBLED = ctl.RankTroubled(EpRank(1), 11, "its replicas differ")
@@ -470,3 +472,55 @@ def test_a_plan_whose_weights_changed_ends_after_a_wave_that_still_committed():
         1,
     )
     assert not of_kind(actions, ctl.Alert)
+
+
+def voted(rank):
+    return from_rank(rank, msg.Vote(key_of(), True))
+
+
+def swapped(rank, stall_s=0.0):
+    return from_rank(rank, msg.Ack(key_of(), Epoch(1), AFTER_ONE.digest, stall_s))
+
+
+def durations_of(count, began):
+    return WaveDurations([EpRank(rank) for rank in range(count)], began)
+
+
+def test_the_first_message_of_a_kind_is_measured_from_the_start_of_the_wave():
+    durations = durations_of(1, 10.0)
+    for at in (11.1234567, 19.0):
+        durations.note(voted(0), at)
+    durations.note(swapped(0, 0.25), 12.5)
+    durations.note(swapped(0, 7.0), 20.0)
+    row = {"rank": 0, "voted_s": 1.123457, "swapped_s": 2.5, "stall_s": 0.25}
+    assert durations.row() == {"num_ranks": 1, "ranks": [row]}
+
+
+def test_a_repeated_acknowledgement_tells_no_stall():
+    durations = durations_of(1, 0.0)
+    durations.note(swapped(0), 1.0)
+    assert durations.row()["ranks"][0]["stall_s"] is None
+
+
+def kept(durations):
+    return [row["rank"] for row in durations.row()["ranks"]]
+
+
+def test_the_slowest_ranks_of_a_large_group_are_kept_in_their_order():
+    durations = durations_of(MOST_RANKS + 8, 0.0)
+    assert kept(durations) == list(range(MOST_RANKS)), "nobody voted"
+    for rank in range(1, MOST_RANKS + 8):
+        durations.note(voted(rank), float(rank))
+    assert durations.row()["num_ranks"] == MOST_RANKS + 8
+    assert kept(durations) == [0, *range(9, MOST_RANKS + 8)], "rank 0 did not vote"
+    durations.note(voted(0), 0.0)
+    assert kept(durations) == list(range(8, MOST_RANKS + 8)), "rank 0 voted at once"
+
+
+def test_of_ranks_that_voted_together_those_that_swapped_last_are_kept():
+    durations = durations_of(MOST_RANKS + 3, 0.0)
+    for rank in range(MOST_RANKS + 3):
+        durations.note(voted(rank), 1.0)
+        if rank:
+            durations.note(swapped(rank), 9.0 - 0.1 * rank)
+    assert kept(durations) == list(range(MOST_RANKS)), "rank 0 did not swap"

@@ -22,6 +22,7 @@ from tests.protocol.machines import (
     control_of,
     from_rank,
     hello_of,
+    key_of,
     of_kind,
     only,
     plan_of,
@@ -35,15 +36,26 @@ AUTO = DeploymentPolicy(mode=Mode.AUTO, cycle_s=10.0)
 
 def decide(control, plan, now=10.0, reason=Reason.PLAN_STARTED):
     cycle = only(control.handle(msg.Tick(), now), ctl.RunCycle)
+    hear(control, now)
+    return control.handle(ctl.CycleDecided(cycle.cycle, reason, plan, {"gain": 0.2}), now)
+
+
+def hear(control, now):
     for rank in (0, 1):
         control.handle(from_rank(rank, state_of(rank)), now)
-    return control.handle(ctl.CycleDecided(cycle.cycle, reason, plan, {"gain": 0.2}), now)
+
+
+def closed_row(control, now=10.0):
+    """Return the decision of a cycle in which no plan may begin, and which measures the balance."""
+    cycle = only(control.handle(msg.Tick(), now), ctl.RunCycle)
+    assert cycle.closed_by is not None
+    decided = ctl.CycleDecided(cycle.cycle, cycle.closed_by, numbers={"time_balance": 0.7})
+    return only(control.handle(decided, now + 0.5), ctl.PersistDecision).row
 
 
 def fresh(policy, now=9.9, **changes):
     control = control_of(policy=policy, **changes)
-    for rank in (0, 1):
-        control.handle(from_rank(rank, state_of(rank)), now)
+    hear(control, now)
     return control
 
 
@@ -64,16 +76,29 @@ def test_propose_mode_waits_for_a_person_and_makes_one_proposal_at_a_time():
     actions = decide(control, plan_of(kind=PlanKind.AUTOMATIC))
     assert only(actions, ctl.PersistDecision).row["reason"] == Reason.PLAN_PROPOSED
     assert (record(control).phase, control.state) == (PlanPhase.PROPOSED, S.READY)
-    again = control.handle(msg.Tick(), 20.0)
-    row = only(again, ctl.PersistDecision).row
-    assert (row["reason"], row["plan_id"], row["numbers"]) == (Reason.PLAN_PROPOSED, "p", {})
+    row = closed_row(control, 20.0)
+    assert (row["reason"], row["plan_id"], row["numbers"]) == (
+        Reason.PLAN_PROPOSED,
+        "p",
+        {"time_balance": 0.7},
+    )
 
 
 def test_a_cycle_that_waits_for_approval_says_until_when():
     control = fresh(dataclasses.replace(AUTO, mode=Mode.PROPOSE))
     decide(control, plan_of(kind=PlanKind.AUTOMATIC, expires_at=620.0 + control.unix_offset_s))
-    row = only(control.handle(msg.Tick(), 20.0), ctl.PersistDecision).row
-    assert row["numbers"] == {"expires_in_s": 600.0}
+    row = closed_row(control, 20.0)
+    assert row["numbers"] == {"time_balance": 0.7, "expires_in_s": 599.5}
+
+
+def test_a_proposal_that_was_approved_during_a_cycle_is_not_waited_for():
+    control = fresh(dataclasses.replace(AUTO, mode=Mode.PROPOSE))
+    decide(control, plan_of(kind=PlanKind.AUTOMATIC))
+    cycle = only(control.handle(msg.Tick(), 20.0), ctl.RunCycle)
+    hear(control, 20.0)
+    Operator(control).approve(record(control).plan.plan_id, "me", 20.0)
+    late = control.handle(ctl.CycleDecided(cycle.cycle, Reason.PLAN_PROPOSED), 20.5)
+    assert only(late, ctl.PersistDecision).row["plan_id"] is None
 
 
 def test_observe_mode_moves_nothing():
@@ -134,8 +159,7 @@ def only_from(unix: float, minutes: int = 60) -> Schedule:
 def test_outside_its_schedule_no_plan_begins_and_none_by_hand():
     unix = control_of(S.READY).unix_offset_s + 10.0
     control = fresh(dataclasses.replace(AUTO, schedule=only_from(unix + 7200)))
-    row = only(control.handle(msg.Tick(), 10.0), ctl.PersistDecision).row
-    assert row["reason"] == Reason.OUTSIDE_SCHEDULE
+    assert closed_row(control)["reason"] == Reason.OUTSIDE_SCHEDULE
     with pytest.raises(Conflict, match="the schedule opens in 120 min") as caught:
         Operator(control).submit(plan_of(), 10.0, approve=True)
     assert caught.value.reason is Reason.OUTSIDE_SCHEDULE
@@ -168,16 +192,23 @@ def test_a_rollback_may_begin_at_any_time():
     assert not back.phase.terminal and back.phase is not PlanPhase.PROPOSED
 
 
+@pytest.mark.parametrize("waits", ["", "stalled", "paused"])
+def test_while_a_plan_runs_or_waits_every_cycle_measures_the_balance(waits):
+    control = control_of(S.MIGRATING, policy=AUTO)
+    if waits:
+        health = ctl.WaveHealth(key_of(), waits == "stalled", Reason.NO_STEPS)
+        control.as_leader.executor._note_health(health, 9.0)
+        assert record(control).phase == waits
+    row = closed_row(control)
+    assert (row["reason"], row["numbers"]) == (Reason.PLAN_IN_PROGRESS, {"time_balance": 0.7})
+    assert of_kind(control.handle(msg.Tick(), 10.6), ctl.RunCycle) == []
+
+
 @pytest.mark.parametrize(
     ("state", "reason"),
-    [
-        (S.WAITING_FOR_RANKS, Reason.RANKS_MISSING),
-        (S.RECOVERING, Reason.RECOVERING),
-        (S.MIGRATING, Reason.PLAN_IN_PROGRESS),
-    ],
+    [(S.WAITING_FOR_RANKS, Reason.RANKS_MISSING), (S.RECOVERING, Reason.RECOVERING)],
 )
-def test_every_cycle_ends_in_a_recorded_decision(state, reason):
-    """A cycle that does nothing records the reason."""
+def test_a_cycle_ends_at_once_while_the_placement_is_not_known(state, reason):
     control = control_of(state, policy=AUTO)
     rows = of_kind(control.handle(msg.Tick(), 10.0), ctl.PersistDecision)
     assert [row.row["reason"] for row in rows] == [reason]
@@ -201,11 +232,11 @@ def test_follower_answers_that_it_does_not_lead():
 
 
 def cycle_or_reason(control, now=10.0):
-    """Return the reason of the decision at a tick; None if a cycle begins."""
+    """Return the reason of the decision at a tick; None if a cycle begins that may plan."""
     actions = control.handle(msg.Tick(), now)
-    if of_kind(actions, ctl.RunCycle):
+    if cycles := of_kind(actions, ctl.RunCycle):
         assert not of_kind(actions, ctl.PersistDecision)
-        return None
+        return cycles[0].closed_by
     return only(actions, ctl.PersistDecision).row["reason"]
 
 

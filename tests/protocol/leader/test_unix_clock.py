@@ -58,8 +58,10 @@ def test_every_row_of_a_plan_has_its_unix_time():
         ("created", 1001.0),
         ("approved", 1002.0),
         ("wave_started", 1002.0),
+        ("wave_agreed", 1003.0),
         ("wave_committed", 1004.0),
         ("wave_started", 1004.0),
+        ("wave_agreed", 1005.0),
         ("wave_committed", 1006.0),
         ("ended", 1006.0),
     ]
@@ -142,8 +144,8 @@ def test_a_freeze_and_a_resume_count_by_the_unix_clock():
     control = control_of(unix_offset_s=OFFSET)
     Operator(control).freeze(50.0, 1.0)
     assert control.frozen_until == 1051.0
-    assert planning_loop_of(control).closed(50.0) is Reason.FROZEN
-    assert planning_loop_of(control).closed(51.0) is None
+    assert planning_loop_of(control).closed(50.0, PlanKind.AUTOMATIC) is Reason.FROZEN
+    assert planning_loop_of(control).closed(51.0, PlanKind.AUTOMATIC) is None
     loop = planning_loop_of(control)
     loop.hold = dataclasses.replace(loop.hold, because=Reason.GAINS_NOT_DELIVERED)
     document = only(Operator(control).resume(2.0), ctl.PersistDocument)
@@ -155,8 +157,8 @@ def test_after_the_clock_was_set_all_parts_use_the_new_time():
     control.handle(ctl.ClockStepped(2000.0), 1.0)
     Operator(control).freeze(50.0, 2.0)
     assert control.frozen_until == 2052.0
-    assert planning_loop_of(control).closed(51.9) is Reason.FROZEN
-    assert planning_loop_of(control).closed(52.0) is None
+    assert planning_loop_of(control).closed(51.9, PlanKind.AUTOMATIC) is Reason.FROZEN
+    assert planning_loop_of(control).closed(52.0, PlanKind.AUTOMATIC) is None
     follower = control_of(S.FOLLOWER, unix_offset_s=OFFSET)
     assert follower.handle(ctl.ClockStepped(2000.0), 1.0) == []
     follower.handle(ctl.LeaseAcquired(msg.Leader("a", 1), ctl.StoredRecords()), 1.0)
@@ -168,5 +170,5 @@ def test_a_resume_ends_a_freeze_and_a_repeated_one_writes_nothing():
     Operator(control).freeze(50.0, 1.0)
     document = only(Operator(control).resume(2.0), ctl.PersistDocument)
     assert (document.body["frozen_until"], document.body["held"]) == (0.0, False)
-    assert planning_loop_of(control).closed(3.0) is None
+    assert planning_loop_of(control).closed(3.0, PlanKind.AUTOMATIC) is None
     assert Operator(control).resume(4.0) == []

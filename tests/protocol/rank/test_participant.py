@@ -8,8 +8,10 @@ from evenkeel_moe.errors import IllegalEvent, Reason
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.plan import Wave
 from evenkeel_moe.protocol import messages as msg
+from evenkeel_moe.protocol.messages import Ack, SendToController, WaveOutcome
 from evenkeel_moe.protocol.messages import ParticipantState as State
-from evenkeel_moe.protocol.messages import WaveOutcome
+from evenkeel_moe.protocol.rank.save_barrier import SaveBarrier
+from evenkeel_moe.protocol.rank.wave_memory import EndedWaves
 from tests.protocol.machines import (
     BASE,
     LEADER,
@@ -469,3 +471,59 @@ def test_a_refusal_during_a_reload_says_so():
     rank.handle(msg.ReloadRequested(), 0.0)
     refused = only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote)
     assert refused.detail.endswith("a reload is under way")
+
+
+KEYS = [key_of(str(number)) for number in range(1025)]
+
+
+@pytest.fixture
+def full():
+    """Return as many ended waves as are remembered."""
+    ended = EndedWaves()
+    for key in KEYS[:-1]:
+        assert ended.add(key, WaveOutcome.DROPPED) is WaveOutcome.DROPPED
+    return ended
+
+
+def test_the_oldest_of_too_many_ended_waves_is_forgotten(full):
+    assert full.outcome(KEYS[0]) is WaveOutcome.DROPPED
+    full.add(KEYS[-1], WaveOutcome.DROPPED)
+    assert full.outcome(KEYS[0]) is None
+    assert all(full.outcome(key) is WaveOutcome.DROPPED for key in KEYS[1:])
+
+
+def test_a_wave_that_ends_again_keeps_its_first_outcome_and_no_wave_is_forgotten(full):
+    assert full.add(KEYS[1], WaveOutcome.REFUSED) is WaveOutcome.DROPPED
+    assert full.outcome(KEYS[0]) is WaveOutcome.DROPPED
+
+
+ACKS = [SendToController(Ack(key_of(), Epoch(1), "new"), stream) for stream in range(300)]
+
+
+def test_answers_wait_for_the_save_and_keep_their_order():
+    barrier = SaveBarrier()
+    assert barrier.outgoing(ACKS[0]) == [ACKS[0]]
+    barrier.begin(Epoch(0), "old")
+    assert [barrier.outgoing(ack) for ack in ACKS[:3]] == [[], [], []]
+    assert barrier.told(Epoch(1), "new") == (0, "old")
+    assert barrier.end() == ACKS[:3]
+    assert barrier.end() == []
+    assert barrier.told(Epoch(1), "new") == (1, "new")
+    assert barrier.outgoing(ACKS[0]) == [ACKS[0]]
+
+
+def test_a_bounded_number_of_answers_waits():
+    barrier = SaveBarrier()
+    barrier.begin(Epoch(0), "old")
+    for ack in ACKS:
+        barrier.outgoing(ack)
+    assert barrier.end() == ACKS[-256:]
+
+
+def test_while_two_saves_are_under_way_the_first_saved_placement_is_told():
+    barrier = SaveBarrier()
+    barrier.begin(Epoch(0), "zero")
+    barrier.begin(Epoch(1), "one")
+    assert barrier.told(Epoch(2), "two") == (0, "zero")
+    barrier.end()
+    assert barrier.told(Epoch(2), "two") == (2, "two")

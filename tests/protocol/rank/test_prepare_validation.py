@@ -3,6 +3,7 @@
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 
 from evenkeel_moe.errors import Reason
@@ -13,6 +14,7 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.protocol.rank.prepare_validation import prepare_refusal
+from evenkeel_moe.protocol.wave_checks import transfers_refusal
 from tests.protocol.machines import (
     BASE,
     LEADER,
@@ -132,3 +134,29 @@ def test_a_ranks_share_must_fit_its_staging(room, taken):
     assert [type(action) for action in actions] == [
         msg.StartStaging if taken else msg.SendToController
     ]
+
+
+LAST = BASE.num_slots - 1
+EMPTIED = BASE.phy2log.copy()
+EMPTIED[0, 2] = -1
+
+
+def refusal(rows, *transfers, before=BASE):
+    wave = dataclasses.replace(wave_of(), rows=rows, batches=(transfers,))
+    return transfers_refusal(wave, before, before.with_rows((0,), rows), Reason.MALFORMED)
+
+
+def test_an_empty_slot_is_no_source_of_no_expert():
+    before = Placement(EMPTIED, 2, 4)
+    rows = EMPTIED[[0]].copy()
+    found = refusal(rows, Transfer(0, -1, 2, 2, 10), before=before)
+    assert found is not None and found[0] is Reason.NO_SOURCE
+
+
+def test_the_first_slot_that_changes_without_a_transfer_is_named():
+    rows = np.array([[0, 1, 3, 2, 3, 1]], np.int32)
+    found = refusal(rows)
+    assert found == (
+        Reason.NO_SOURCE,
+        "2 slots change without a transfer, first: layer 0 slot 2",
+    )

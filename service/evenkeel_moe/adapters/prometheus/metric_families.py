@@ -135,6 +135,10 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
     ("mode", "policy", "leader"): {
         "evenkeel_deployment_info": "Mode, policy and leader of a deployment; always 1.",
     },
+    ("domain",): {
+        "evenkeel_experts_lost_with_one_domain": "Experts of all layers that the loss of one rank"
+        " or node takes at most.",
+    },
     ("source",): {
         "evenkeel_cost_model_info": "Origin of the cost model that plans are scored by: tokens,"
         " derived, profiled or measured; always 1, one series at a time.",
@@ -189,7 +193,7 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
     },
     ("layer", "rank"): {
         "evenkeel_layer_rank_load_ratio": "Load of a rank in a layer over the mean of the ranks;"
-        " only with metrics.layer_rank_series.",
+        " as many of the worst layers as metrics.layer_rank_series allows.",
     },
     ("reason",): {
         "evenkeel_last_decision_reason": "Reason with which the last cycle ended; always 1, one"
@@ -299,6 +303,8 @@ def _of_layers(view: View) -> _Series:
         for label, count in zip(("none", "one", "more"), gauges.live_replicas, strict=True):
             yield "evenkeel_experts", (label,), count
     yield "evenkeel_experts_down_to_one_replica", (), gauges.down_to_one
+    for one in view.status.coverage or ():
+        yield "evenkeel_experts_lost_with_one_domain", (one.domain,), one.most_lost
     if gauges.redundant is not None:
         for label, value in zip(("min", "mean", "max"), gauges.redundant, strict=True):
             yield "evenkeel_redundant_replicas_per_layer", (label,), value

@@ -167,7 +167,7 @@ def _window_of(data: bytes, sizes: tuple[int, int, int], most_steps: int) -> Loa
         planes[..., byte] = take("u1", length, layers, experts)
     if length == 0 or (np.diff(steps) <= 0).any() or min(steps[0], epochs.min()) < 0:
         raise ValueError("the steps do not rise from one to the next, or a number is below 0")
-    if tokens.size and tokens.min() < 0:
+    if tokens.size and tokens.min() < -1:
         raise ValueError(f"a rank has {tokens.min()} tokens")
     return LoadWindow(
         counts.astype(np.uint32, copy=False),
@@ -301,7 +301,7 @@ def _stored_model(values: type, *omitted: str, **added: Any) -> type[BaseModel]:
 
 _CONFIG = ConfigDict(from_attributes=True, ser_json_inf_nan="constants")
 _PLAN = _stored_model(Plan, "base", "target", "waves")
-_RECORD = _stored_model(PlanRecord, "story", plan=(_PLAN, ...), version=(Literal[5], 5))
+_RECORD = _stored_model(PlanRecord, "story", plan=(_PLAN, ...), version=(Literal[6], 6))
 _STORY_ROW = create_model("StoredStoryRow", __config__=_CONFIG, event=(str, ...))
 DECISION = create_model(
     "StoredDecision",

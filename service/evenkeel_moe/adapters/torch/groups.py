@@ -38,6 +38,20 @@ class Work(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Gathering:
+    """An all-gather in flight."""
+
+    work: Work
+    parts: list[Tensor]
+    """The tensors of all ranks, once it is done."""
+
+    def wait(self) -> Tensor:
+        """Return (R, ...), the tensors of all ranks; blocks."""
+        self.work.wait()
+        return torch.stack(self.parts)
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One half of a copy between two ranks."""
@@ -73,9 +87,12 @@ class Communicator:
 
     def all_gather(self, value: Tensor) -> Tensor:
         """Return (R, *value.shape), the tensors of all ranks; blocks."""
-        gathered = [torch.empty_like(value) for _ in range(self.size)]
-        self._live().allgather([gathered], [value]).wait()
-        return torch.stack(gathered)
+        return self.start_all_gather(value).wait()
+
+    def start_all_gather(self, value: Tensor) -> Gathering:
+        """Start to gather a tensor of the same shape from every rank."""
+        parts = [torch.empty_like(value) for _ in range(self.size)]
+        return Gathering(self._live().allgather([parts], [value]), parts)
 
     def start_all_reduce_min(self, value: Tensor) -> Work:
         """Start to replace `value` by its minimum over the ranks."""

@@ -139,10 +139,11 @@ def _says_state(facts: _Compared) -> str:
 
 
 @_gate(
-    "Pause and schedule let plans begin",
+    "Pause, schedule and retiring ranks let plans begin",
     "Resume, change the schedule, or wait.",
     Reason.FROZEN,
     Reason.OUTSIDE_SCHEDULE,
+    Reason.RESIZING,
 )
 def _says_times(facts: _Compared) -> str:
     left, until = facts.number("frozen_s"), facts.status.frozen_until_unix
@@ -154,7 +155,9 @@ def _says_times(facts: _Compared) -> str:
     times = "plans may start at any time"
     if spans:
         times = f"the schedule has {counted(spans, 'weekly span')}"
-    return f"{paused}; {times}."
+    resize = facts.status.resize
+    retiring = "" if resize is None else f"; ranks {list(resize.retire)} retire"
+    return f"{paused}; {times}{retiring}."
 
 
 @_gate(

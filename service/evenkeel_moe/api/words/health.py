@@ -117,6 +117,8 @@ def _of_plans(status: DeploymentStatus, bounds: HealthBounds) -> Iterator[Health
         yield Health(Level.ATTENTION, sentence(status.held_because))
     if status.frozen_until_unix is not None:
         yield Health(Level.ATTENTION, sentence(Reason.FROZEN))
+    if status.resize is not None:
+        yield Health(Level.ATTENTION, status.resize.words)
     if wrong := doubts(status.findings or ()):
         yield Health(Level.ATTENTION, f"The counts are in doubt: {wrong[0].words}")
     if status.dispatch_warning:

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping
 from pydantic.dataclasses import dataclass
 
 from evenkeel_moe.api.words.bodies import AS_DOCUMENTED
-from evenkeel_moe.api.words.plans import ROLLBACK_MAY_COST
+from evenkeel_moe.api.words.plans import MAY_COST, speed_texts
 from evenkeel_moe.model.cost import CostSource
-from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
+from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord
 from evenkeel_moe.model.quantities import (
     bytes_text,
     counted,
@@ -25,6 +26,7 @@ _PREDICTED = frozenset(
         *("balancedness_mean", "balancedness_expected", "gain", "gain_lower", "gain_upper"),
         *("gain_modelled", "calibration", "copy_cost_share", "payback_steps", "payback_s"),
         *("expected_stall_s", "held_out_steps", "to_epoch"),
+        *("survive_lost", "survive_experts", "survive_price"),
     }
 )
 """Figures that `figures` shows."""
@@ -48,6 +50,8 @@ _DETAILS: Mapping[str, tuple[str, str]] = {
     "changed_steps": ("steps since the change", "{} steps"),
     "balancedness_changed": ("balancedness since then", "{} mean of layers"),
     "time_balance_changed": ("time balance since then", "{} mean of layers"),
+    "replication_factor": ("R chosen by craft", "{} extra replicas on a rank, over all layers"),
+    "replicas": ("extra replicas placed", "{} over all ranks and layers"),
     "copies_raw": ("copies before matching", "{}, before ranks took over the nearest new slots"),
     "evaluations": ("placements compared", "{}"),
 }
@@ -75,12 +79,13 @@ def figures(record: PlanRecord, status: DeploymentStatus | None) -> list[Figure]
     cost = None if status is None else status.cost_model
     # A figure must not claim time where none is known.
     by = " (by tokens)" if cost is not None and cost.source is CostSource.TOKENS else ""
-    # A rollback returns to a known placement: nothing is predicted for it.
-    predicted = record.plan.kind is not PlanKind.ROLLBACK
+    # Nothing is predicted for a plan that is made for another reason than time.
+    predicted = record.plan.kind.seeks_gain
     return [
         *(_predicted(record.plan.numbers, by) if predicted else _returns(record.plan.numbers)),
         *_delivered(record),
         *_effort(record.plan, record.waves_committed),
+        *_survival(record.plan.numbers),
         *(_price(record.plan.numbers, by) if predicted else ()),
         *_stall(record.plan.numbers, predicted),
         _kv_cache(status),
@@ -99,6 +104,10 @@ def _effort(plan: Plan, committed: int | None) -> Iterator[Figure]:
     waves, layers = f"{len(plan.waves)}", sum(len(wave.layers) for wave in plan.waves)
     done = waves if committed is None else f"{committed} of {waves} committed"
     yield Figure("Waves", done, counted(layers, "layer changes", "layers change"))
+    replicas = plan.target.replicas_by_layer.tolist()
+    most = max(replicas)
+    spread = f"{most} in every layer" if min(replicas) == most else f"by layer: {replicas}"
+    yield Figure("Extra replicas", f"{sum(replicas):,}", spread)
 
 
 def _predicted(numbers: Mapping[str, float], by: str) -> Iterator[Figure]:
@@ -135,9 +144,21 @@ def _delivered(record: PlanRecord) -> Iterator[Figure]:
     else:
         interval = f"95 % interval {saving_range(found.lower, found.upper)}"
         note = f"{interval}, on {counted(found.steps, 'step')}"
-        if record.plan.kind is PlanKind.ROLLBACK and found.gain < 0:
-            note += f". {ROLLBACK_MAY_COST}"
+        if not record.plan.kind.seeks_gain and found.gain < 0:
+            note += f". {MAY_COST[record.plan.kind]}"
         yield Figure(name, saving(found.gain), note)
+    if found is not None and (found.before is not None or found.after is not None):
+        yield _served(found)
+
+
+def _served(found: DeliveredGain) -> Figure:
+    """Return how fast the engine served before and after a plan."""
+    before, after = (
+        speed_texts(None, None) if side is None else speed_texts(side.step_s, side.tokens_per_s)
+        for side in (found.before, found.after)
+    )
+    note = f"{before[1]} -> {after[1]} tokens/s; traffic may have changed too"
+    return Figure("Step of the engine", f"{before[0]} -> {after[0]}", note)
 
 
 def _price(numbers: Mapping[str, float], by: str) -> Iterator[Figure]:
@@ -149,6 +170,17 @@ def _price(numbers: Mapping[str, float], by: str) -> Iterator[Figure]:
         after = "less than 1 step" if steps < 1 else f"{steps:,.0f} steps"
         note = "" if seconds is None else duration_text(seconds)
         yield Figure(f"Pays for itself after{by}", after, note)
+
+
+def _survival(numbers: Mapping[str, float]) -> Iterator[Figure]:
+    """Yield what a plan loses with one rank or node, if it was to keep experts through that."""
+    lost, experts = numbers.get("survive_lost"), numbers.get("survive_experts")
+    if lost is None or experts is None:
+        return
+    price = numbers.get("survive_price")
+    note = f"costs {share(price)} of MoE time" if price is not None else ""
+    most = "at most " if lost else ""
+    yield Figure("Lost with one failure", f"{most}{lost:,.0f} of {experts:,.0f} experts", note)
 
 
 def _stall(numbers: Mapping[str, float], predicted: bool) -> Iterator[Figure]:

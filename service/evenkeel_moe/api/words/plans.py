@@ -7,7 +7,14 @@ from typing import Any
 from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
-from evenkeel_moe.model.quantities import bytes_text, counted, saving, saving_range, share
+from evenkeel_moe.model.quantities import (
+    bytes_text,
+    counted,
+    duration_text,
+    saving,
+    saving_range,
+    share,
+)
 
 _EVENTS = {
     "created": "Created",
@@ -27,7 +34,13 @@ _SUPERSEDED = (
     Reason.WEIGHTS_VERSION_CHANGED,
 )
 """Reasons for which a plan that has not begun is useless, although nothing is wrong with it."""
-ROLLBACK_MAY_COST = "A rollback returns to an earlier placement, so MoE time may rise."
+_SIDES = ("before", "after")
+"""Ends of the names of figures of a story row."""
+MAY_COST = {
+    PlanKind.ROLLBACK: "A rollback returns to an earlier placement, so MoE time may rise.",
+    PlanKind.EVACUATION: "An evacuation moves experts off ranks that retire, so MoE time may rise.",
+}
+"""Why a plan that seeks no gain may cost time."""
 
 
 def phase_text(phase: str, reason: str) -> str:
@@ -90,10 +103,14 @@ def _event(row: Mapping[str, Any], plan: Plan, committed: int) -> str:
     """
     event, detail = row["event"], row.get("detail") or ""
     match event:
+        case "answered":
+            return _answered(row)
         case "measured":
             return f"MoE time measured{_measured(row, plan.kind)}"
         case "wave_started":
             return _wave_began(plan, committed)
+        case "wave_agreed":
+            words = f"All ranks agreed on wave {committed + 1} of {len(plan.waves)}"
         case "wave_committed":
             words = _waves_committed(plan, committed + 1, row.get("waves_committed"))
         case _:
@@ -101,6 +118,23 @@ def _event(row: Mapping[str, Any], plan: Plan, committed: int) -> str:
     # The words about a wave say which epoch it led to.
     said = event == "wave_committed" and re.fullmatch(r"epoch \d+", detail)
     return words if said or not detail else f"{words} ({detail})"
+
+
+def _answered(row: Mapping[str, Any]) -> str:
+    """Return how the moved experts answered the canary's token."""
+    moved, same, different, blind = (row[name] for name in ("moved", "same", "different", "blind"))
+    experts = counted(moved, "moved expert answers", "moved experts answer")
+    parts = [f"{same} of {experts} as before"]
+    if different:
+        parts.append(f"{counted(different, 'does', 'do')} not")
+    if gone := moved - same - different:
+        parts.append(f"{counted(gone, 'was', 'were')} moved again before being asked")
+    if blind:
+        parts.append(
+            f"{counted(blind, 'answers', 'answer')} as another expert does, so that an exchange of"
+            " the two would not show"
+        )
+    return "; ".join(parts)
 
 
 def _plain_event(row: Mapping[str, Any]) -> str:
@@ -135,9 +169,27 @@ def _measured(row: Mapping[str, Any], kind: PlanKind) -> str:
     promised, least = row.get("promised_gain"), row.get("promised_lower")
     floor = "" if least is None else f" (at least {share(least)})"
     promise = "" if promised is None else f"promised {share(promised)}{floor}, "
+    steps_took = _served(row)
     if gain is None:
         because = row.get("detail")
-        return f"{on}: {promise}delivered unknown" + (f", because {because}" if because else "")
+        unknown = f"{on}: {promise}delivered unknown" + (f", because {because}" if because else "")
+        return unknown + steps_took
     interval = saving_range(row.get("delivered_lower"), row.get("delivered_upper"))
-    words = f"{on}: {promise}delivered {saving(gain)} (95 % interval {interval})"
-    return f"{words}. {ROLLBACK_MAY_COST}" if kind is PlanKind.ROLLBACK and gain < 0 else words
+    words = f"{on}: {promise}delivered {saving(gain)} (95 % interval {interval}){steps_took}"
+    return f"{words}. {MAY_COST[kind]}" if not kind.seeks_gain and gain < 0 else words
+
+
+def _served(row: Mapping[str, Any]) -> str:
+    """Return how fast the engine served before and after a plan; empty if neither is known."""
+    sides = [(row.get(f"step_s_{side}"), row.get(f"tokens_per_s_{side}")) for side in _SIDES]
+    if all(step_s is None for step_s, _ in sides):
+        return ""
+    texts = [speed_texts(*side) for side in sides]
+    took, served = (" and ".join(pair) for pair in zip(*texts, strict=True))
+    return f"; a step took {took} before and after, at {served} tokens/s"
+
+
+def speed_texts(step_s: float | None, tokens_per_s: float | None) -> tuple[str, str]:
+    """Return the time of a step, and tokens a second without their unit; `-` if unknown."""
+    tokens = "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
+    return duration_text(step_s), tokens

@@ -14,6 +14,7 @@ _SENTENCES: dict[str, str] = {
     " nothing.",
     Reason.PLAN_IN_PROGRESS: "A plan is being carried out.",
     Reason.FROZEN: "An operator paused this deployment: no new plan may start.",
+    Reason.RESIZING: "Ranks retire: no other plan starts until the group has its new size.",
     Reason.OUTSIDE_SCHEDULE: "The schedule lets no plan start now.",
     Reason.HELD_AFTER_ROLLBACK: "Automatic plans are held after a rollback, until an operator"
     " resumes them.",

@@ -62,7 +62,9 @@ export function Capacity({ api, name, now }) {
     <//>
     ${
       data
-        ? html`<${Replicas} advice=${data} /><${Policies} rows=${data.policies} />`
+        ? html`<${Replicas} advice=${data} />
+            <${CraftLayers} found=${data.redundancy?.craft_allocation} />
+            <${Policies} rows=${data.policies} />`
         : ""
     }`;
 }
@@ -124,6 +126,35 @@ function Replicas({ advice }) {
           tradeoff.kv ? "" : "Not every rank told its KV cache.",
         ],
         ["MoE share of a step", percent(tradeoff.moe_share)],
+      ]}
+    />
+  <//>`;
+}
+
+/** What CRAFT would give each layer, and the layer's gain by its number of replicas. */
+function CraftLayers({ found }) {
+  if (!found || !found.counts.length) return "";
+  const rows = found.replicas.map((replicas, layer) => ({
+    layer,
+    replicas,
+    base: found.base[layer],
+    gain: found.gain[layer],
+  }));
+  const note =
+    `R = ${found.replication_factor} extra replicas on a rank, over all layers.` +
+    " Balancedness is that of the steps planned on.";
+  return html`<${Section} title="CRAFT, layer by layer" note=${note}>
+    <${Table}
+      caption="Extra replicas of each layer"
+      rows=${rows}
+      keyOf=${(row) => row.layer}
+      columns=${[
+        numeric("Layer", (row) => count(row.layer)),
+        numeric("Extra replicas", (row) => count(row.replicas)),
+        numeric("Balancedness with none", (row) => number(row.base)),
+        ...found.counts.map((replicas, k) =>
+          numeric(`with ${replicas}`, (row) => number(row.base + row.gain[k])),
+        ),
       ]}
     />
   <//>`;

@@ -82,5 +82,6 @@ function facts(row) {
     `${name} ${number(value)}${isLoadPast(row) && isKnown(value) ? " (last known)" : ""}`;
   if (isKnown(row.time_balance)) parts.push(balance("time balance", row.time_balance));
   parts.push(balance("balancedness", row.balancedness_mean));
+  for (const one of row.coverage ?? []) parts.push(one.words);
   return `${parts.join("; ")}.`;
 }

@@ -164,8 +164,8 @@ function Gain({ plan, deployment }) {
   const isKnown = numbers.gain !== undefined && numbers.gain !== null;
   // A figure must not claim time where none is known.
   const byTokens = deployment?.cost_model?.source === "tokens" ? " (by tokens)" : "";
-  // A rollback returns to a known placement: nothing is predicted for it.
-  const predicted = plan.kind !== "rollback";
+  // Nothing is predicted for a rollback or an evacuation.
+  const predicted = plan.may_cost_text === null;
   const title = plan.delivered ? "Promised and delivered" : "Before and after";
   return html`<${Section} title=${predicted ? title : "Effect"}>
     ${

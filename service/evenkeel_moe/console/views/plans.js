@@ -28,8 +28,8 @@ const KINDS = {
   committed: "good",
 };
 
-/** Nothing is predicted for a rollback. */
-const promised = (plan) => (plan.kind === "rollback" ? "" : percent(plan.numbers.gain));
+/** Nothing is predicted for a rollback or an evacuation. */
+const promised = (plan) => (plan.may_cost_text === null ? percent(plan.numbers.gain) : "");
 
 /** The phase of a plan, as a word in a frame. */
 export function Phase({ plan }) {

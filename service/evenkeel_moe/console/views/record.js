@@ -78,6 +78,7 @@ function Policy({ document }) {
       rows=${[
         ["Mode", document.mode],
         ["Algorithm", document.policy],
+        ["Redundant slots per layer", document.replica_budget ?? "all"],
         ["Shadow policies", document.shadow_policies.join(", ") || "none"],
         ["Cost model", document.cost],
         ["Dispatch", document.dispatch ?? "as the ranks tell"],

@@ -17,6 +17,7 @@ from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Wave
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.waves import schedule_waves
+from evenkeel_moe.planning.schedule.width_change import choose_retired, evacuate, holders
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.leader.plan_records import is_failure
 from evenkeel_moe.telemetry.swap_stalls import SwapStalls
@@ -131,6 +132,48 @@ def build_waves(request: WaveRequest) -> tuple[Wave, ...]:
     return schedule_waves(
         request.base, request.target, request.shape, request.topology, request.staging_bytes
     )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EvacuationRequest:
+    """A request to take ranks out of a group."""
+
+    base: Placement
+    shape: ModelShape
+    topology: Topology
+    staging_bytes: tuple[int, ...]
+    load: NDArray[np.generic]
+    """(T, L, E) [tokens] steps of the window; T may be 0."""
+    retire: tuple[int, ...]
+    """The ranks that retire; empty to choose them."""
+    to_ranks: int
+    """Ranks that stay, if `retire` is empty."""
+    whole_nodes: bool
+    """Only all ranks of a node may retire."""
+
+
+def build_evacuation(
+    request: EvacuationRequest,
+) -> tuple[tuple[int, ...], Placement, tuple[Wave, ...]]:
+    """Return the ranks that retire, and target and waves of their evacuation.
+
+    Runs in another process.
+
+    Raises:
+        InfeasiblePlan: too few slots stay, or no order of waves fits.
+        ShapeMismatch: the ranks are not whole nodes.
+    """
+    base, shape, topology = request.base, request.shape, request.topology
+    retired = choose_retired(
+        holders(base),
+        topology,
+        shape.num_ranks - request.to_ranks,
+        request.retire,
+        whole_nodes=request.whole_nodes,
+    )
+    load = request.load.sum(axis=0, dtype=np.float64)
+    target = evacuate(base, shape, retired, load)
+    return retired, target, schedule_waves(base, target, shape, topology, request.staging_bytes)
 
 
 def new_plan_id(kind: PlanKind, epoch: int) -> PlanId:

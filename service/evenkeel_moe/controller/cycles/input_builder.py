@@ -30,6 +30,7 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, Calibration
 from evenkeel_moe.planning.decision.cycle import CycleInputs
 from evenkeel_moe.planning.decision.gates import GateMemory, GateSettings
+from evenkeel_moe.planning.policies.registry import find_policy
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.ports.operations import PlanRequest
 from evenkeel_moe.ports.stores import Clock
@@ -38,31 +39,7 @@ from evenkeel_moe.telemetry.slow_ranks import SlowRanks
 
 _log = structlog.get_logger(__name__)
 _PACE_S = 5.0
-
-
-class StepPace:
-    """The seconds from one step to the next.
-
-    Measured over stretches long enough that it does not matter that reports arrive in batches.
-    """
-
-    def __init__(self) -> None:
-        self.step_s: float | None = None
-        """None before it is known."""
-        self._since: tuple[float, int] | None = None
-        """Monotonic seconds and number of the step that the stretch began with."""
-
-    def measure(self, newest_at: float | None, newest_step: int | None) -> None:
-        """Take the newest step into account; both values are None before the first step."""
-        if newest_at is None or newest_step is None:
-            return
-        if self._since is not None:
-            seconds, steps = newest_at - self._since[0], newest_step - self._since[1]
-            if steps > 0 and seconds < _PACE_S:
-                return
-            if steps > 0:
-                self.step_s = seconds / steps
-        self._since = (newest_at, newest_step)
+"""Seconds in which the time between steps is measured."""
 
 
 @dataclass(eq=False, repr=False)
@@ -81,7 +58,6 @@ class InputBuilder:
     """The cost model of the newest inputs; None before the first."""
     calibration: Calibration = field(default=NOT_CALIBRATED, init=False)
     """By what plans delivered, in the newest inputs."""
-    _pace: StepPace = field(default_factory=StepPace, init=False)
     _slow: SlowRanks = field(default_factory=SlowRanks, init=False)
     _costs: RankCosts = field(init=False)
     _dispatch_warning: str = field(default="", init=False)
@@ -94,11 +70,6 @@ class InputBuilder:
         """Start again: the windows begin again for another generation."""
         self.gate_memory = GateMemory()
         self.cost = None
-        self._pace = StepPace()
-
-    def measure_pace(self) -> None:
-        """Measure the time between steps; call once a cycle."""
-        self._pace.measure(self.loads.ingest.newest_at, self.loads.ingest.newest_step)
 
     def build(
         self,
@@ -108,11 +79,11 @@ class InputBuilder:
         phases: tuple[Phase, ...] = tuple(Phase),
         *,
         request: PlanRequest | None = None,
+        closed_by: Reason | None = None,
     ) -> CycleInputs:
-        """Return the inputs for a policy.
+        """Return the inputs for a policy; `request` is an operator's, or None.
 
-        Args:
-            request: what an operator asked for; None for an automatic plan.
+        `closed_by` says why no plan may begin; the cycle then only measures.
 
         Raises:
             Unavailable: the ranks have not all connected.
@@ -125,9 +96,10 @@ class InputBuilder:
         found = ingest.windows(settings.plan_steps)
         windows = [window for phase, window in found.items() if phase in phases]
         load, source = merge_phases(windows, shape, settings.plan_steps)
-        starts = request is None or request.approve
         failed_plans, ended_at = self._plan_history()
-        objective = self._objective(shape, base, limits, load)
+        target = None if request is None else request.target
+        curves = target is None and find_policy(policy).inputs.curves
+        objective = self._objective(shape, base, limits, load, curves)
         self.calibration = calibration_of(control.records.by_id.values(), objective.cost.source)
         return CycleInputs(
             load=load,
@@ -144,27 +116,33 @@ class InputBuilder:
             findings=self.loads.findings() or (),
             memory=self.gate_memory,
             manual=request is not None,
-            target=None if request is None else request.target,
-            plan_in_progress=starts and control.records.active is not None,
-            frozen_until_unix=control.frozen_until if starts else 0.0,
-            held=control.hold.because,
+            closed_by=closed_by,
+            target=target,
             last_plan_ended_unix=ended_at,
             failed_plans=failed_plans,
             steps_since_move=steps_since_move(windows, base.epoch, settings.plan_steps),
-            step_s=self._pace.step_s,
+            step_s=ingest.step_times.newest_s(_PACE_S),
             source_load=source,
             objective=objective,
             calibration=self.calibration,
             max_evaluations=self.budget.limit(policy),
             threads=settings.threads,
             policy_options=control.policy.policy_options,
+            replica_budget=control.policy.replica_budget,
             recent_steps=settings.recent_steps,
         )
 
     def _objective(
-        self, shape: ModelShape, base: PlanBase, limits: PlanLimits, load: NDArray[np.uint32]
+        self,
+        shape: ModelShape,
+        base: PlanBase,
+        limits: PlanLimits,
+        load: NDArray[np.uint32],
+        curves: bool,
     ) -> Objective:
-        cost = self.cost = self._costs.choose(base, shape, load, self.control.policy.cost)
+        cost = self.cost = self._costs.choose(
+            base, shape, load, self.control.policy.cost, curves=curves
+        )
         self._log_slow_ranks()
         return replace(
             self.settings.objective,

@@ -3,14 +3,17 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
 from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import (
+    EvacuationRequest,
     PlanBase,
     WaveRequest,
+    build_evacuation,
     build_waves,
     expected_stall,
     finite,
@@ -18,6 +21,7 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
 from evenkeel_moe.controller.cycles.input_builder import InputBuilder
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.machine_inbox import MachineInbox
+from evenkeel_moe.controller.policy_document import change_policy
 from evenkeel_moe.errors import (
     Conflict,
     EvenkeelError,
@@ -29,18 +33,24 @@ from evenkeel_moe.errors import (
     Unavailable,
 )
 from evenkeel_moe.model.finding import LIVE_CODES
-from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.hold import Retirement
+from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import Plan, PlanKind, PlanLimits, PlanPhase, PlanRecord
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanLimits, PlanPhase, PlanRecord, Wave
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 from evenkeel_moe.planning.decision.cycle import CycleResult
-from evenkeel_moe.planning.policies.registry import resolve_policy
-from evenkeel_moe.ports.operations import PlanRequest, RecordedEpoch, RollbackRequest
+from evenkeel_moe.planning.policies.registry import find_policy
+from evenkeel_moe.planning.schedule.width_change import check_retired
+from evenkeel_moe.ports.operations import (
+    PlanRequest,
+    RecordedEpoch,
+    ResizeRequest,
+    RollbackRequest,
+)
 from evenkeel_moe.ports.stores import Clock, DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
-from evenkeel_moe.protocol.leader.operator_requests import plan_in_progress
 from evenkeel_moe.protocol.leader.plan_records import require_same_request
 from evenkeel_moe.telemetry.swap_stalls import SwapStalls
 
@@ -92,19 +102,24 @@ class ManualPlanner:
         known = None if request.dry_run else await self._repeated(request.plan_id, digest)
         if known is not None:
             return known
-        policy = self.control.policy
+        policy = change_policy(self.control.policy, request.changes)
         name = "explicit" if request.target is not None else request.policy or policy.policy
         if request.target is None:
-            resolve_policy(name)
+            find_policy(name)
+        elif request.changes:
+            raise InvalidInput(f"{', '.join(request.changes)} tell how to plan, target is a plan")
         base = PlanBase.current(self.control)
+        if request.approve:  # Before planning, which takes long.
+            self.control.require_free(PlanKind.MANUAL, self.clock.monotonic())
         await self.pool.wait_until_warm()
         limits = _tighter(policy.limits, request.limits)
         phases = request.phases or tuple(Phase)
-        active = self.control.records.active
-        inputs = self.builder.build(base, name, limits, phases, request=request)
+        inputs = replace(
+            self.builder.build(base, name, limits, phases, request=request),
+            policy_options=policy.policy_options,
+            replica_budget=policy.replica_budget,
+        )
         result = await self.budget.run(self.pool, inputs)
-        if result.reason is Reason.PLAN_IN_PROGRESS and active is not None:
-            raise plan_in_progress(active)
         if not result.passed or result.target is None:
             raise _refusal(result, self.control.deployment)
         unix = self.clock.unix()
@@ -123,6 +138,50 @@ class ManualPlanner:
             self.control.check_plan(plan)
             return PlanRecord(plan, PlanPhase.PROPOSED, plan.reason, 0, unix)
         return await self._submit(plan, request.approve, request.requested_by, digest)
+
+    async def resize(self, request: ResizeRequest) -> None:
+        """Let ranks retire, and start the plan that leaves no expert on them alone (R16).
+
+        While ranks retire, as many as are asked for are those. A repeated request changes nothing
+        while their evacuation runs, and later moves what has come to live on them alone.
+
+        Raises:
+            InvalidInput: the request names no ranks, or ranks that cannot retire.
+            Conflict: STALE_BASE if the group has another number of ranks than the caller takes it
+                to have, RESIZING if other ranks retire, or a gate is closed.
+            InfeasiblePlan: the other ranks have fewer slots than there are experts.
+            Unavailable: the planner is starting or failed, the store failed, or this replica does
+                not lead.
+        """
+        base, shape = PlanBase.current(self.control), self.control.membership.shape
+        assert shape is not None
+        _check_resize(request, shape.num_ranks)
+        before, active = self.control.hold.retiring, self.control.records.active
+        named: tuple[int, ...] = request.retire
+        if before is not None and request.to_ranks == before.num_ranks - len(before.ranks):
+            named = before.ranks
+        if active is not None and active.plan.kind is PlanKind.EVACUATION and before is not None:
+            if tuple(sorted(named)) == before.ranks:
+                return
+        self.control.require_free(PlanKind.EVACUATION, self.clock.monotonic())
+        await self.pool.wait_until_warm()
+        inputs = self.builder.build(base, self.control.policy.policy, PlanLimits())
+        asked = EvacuationRequest(
+            base.placement,
+            shape,
+            self.loads.topology(),
+            self.control.membership.staging_bytes(),
+            inputs.load,
+            named,
+            request.to_ranks or shape.num_ranks,
+            request.whole_nodes,
+        )
+        retire, target, waves = await self.pool.run(build_evacuation, asked)
+        plan = self._at_once(base, PlanKind.EVACUATION, request.plan_id, target, waves)
+        digest = _digest({"kind": PlanKind.EVACUATION.value, "retire": retire})
+        submitted = ctl.PlanSubmitted(plan, True, request.requested_by, digest) if waves else None
+        ranks = tuple(EpRank(rank) for rank in retire)
+        await self.inbox.request(ctl.RanksRetired(Retirement(ranks, shape.num_ranks), submitted))
 
     async def epochs(self) -> list[RecordedEpoch]:
         """Return the recorded placements: the group's history, newest first, then replaced ones.
@@ -184,16 +243,29 @@ class ManualPlanner:
         waves = await self.pool.run(build_waves, copies)
         if not waves:
             raise Conflict(f"the placement of epoch {epoch} is the present one", Reason.NO_CHANGE)
+        kind, numbers = PlanKind.ROLLBACK, {"to_epoch": float(epoch)}
+        return self._at_once(base, kind, request.plan_id, target, waves, numbers)
+
+    def _at_once(
+        self,
+        base: PlanBase,
+        kind: PlanKind,
+        plan_id: PlanId | None,
+        target: Placement,
+        waves: tuple[Wave, ...],
+        numbers: Mapping[str, float] = MappingProxyType({}),
+    ) -> Plan:
+        """Return a plan that an operator starts at once, made by no policy."""
         return base.plan(
             target,
             waves,
-            plan_id=request.plan_id,
-            kind=PlanKind.ROLLBACK,
-            policy="rollback",
+            plan_id=plan_id,
+            kind=kind,
+            policy=kind.value,
             reason=Reason.MANUAL_REQUEST,
             created_at=self.clock.unix(),
             expires_at=None,
-            numbers={"to_epoch": float(epoch)} | expected_stall(self.stalls, waves, base),
+            numbers={**numbers, **expected_stall(self.stalls, waves, base)},
         )
 
     async def _rollback_target(self, request: RollbackRequest) -> tuple[Epoch, Placement]:
@@ -239,11 +311,32 @@ class ManualPlanner:
             raise Unavailable(f"plan {plan.plan_id}: {error}", error.reason) from error
 
 
+def _check_resize(request: ResizeRequest, num_ranks: int) -> None:
+    """Check that ranks of a group can retire as asked.
+
+    Raises:
+        InvalidInput, Conflict: as `ManualPlanner.resize`.
+    """
+    if request.from_ranks not in (None, num_ranks):
+        raise Conflict(
+            f"the group has {num_ranks} ranks, not {request.from_ranks}", Reason.STALE_BASE
+        )
+    if (request.to_ranks is None) == (not request.retire):
+        raise InvalidInput("name the number of ranks that stay, or the ranks that retire")
+    check_retired(request.retire, num_ranks)
+    if request.to_ranks is not None and not 0 < request.to_ranks < num_ranks:
+        raise InvalidInput(
+            f"{request.to_ranks} of {num_ranks} ranks cannot stay: at least 1 stays and 1 retires."
+            " A group grows without an evacuation, by ranks that join it"
+        )
+
+
 def request_digest(request: PlanRequest) -> str:
     """Return a digest of everything in a request but its id and its author."""
     form = {
         "policy": request.policy,
         "limits": asdict(request.limits),
+        **request.changes,
         "phases": sorted(request.phases),
         "approve": request.approve,
         "target": None if request.target is None else request.target.digest,
@@ -283,17 +376,11 @@ def _refusal(result: CycleResult, deployment: str) -> EvenkeelError:
     if words is None:
         numbers = ", ".join(f"{name} {known[name]:.6g}" for name in sorted(known))
         words = f"{result.reason}: {result.detail or numbers or 'no numbers'}"
-    if result.reason is Reason.FROZEN:
-        words += f"; `evenkeel resume -d {deployment}` ends that"
     if result.reason is Reason.IMPLAUSIBLE_COUNTS:
         words += f"; `evenkeel status {deployment}` says where"
     if result.reason in _INFEASIBLE:
         return InfeasiblePlan(words, result.reason)
     return Conflict(words, result.reason)
-
-
-def _frozen(numbers: Mapping[str, float]) -> str:
-    return f"paused for another {duration_text(numbers['frozen_s'])}"
 
 
 def _no_change(numbers: Mapping[str, float]) -> str:
@@ -339,7 +426,6 @@ def _limit_exceeded(numbers: Mapping[str, float]) -> str | None:
 
 
 _REFUSED: Mapping[Reason, Callable[[Mapping[str, float]], str | None]] = {
-    Reason.FROZEN: _frozen,
     Reason.NO_CHANGE: _no_change,
     Reason.RANKS_MISSING: _ranks_missing,
     Reason.IMPLAUSIBLE_COUNTS: _implausible_counts,

@@ -12,7 +12,7 @@ from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.cost import CostModel, CostSource
-from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.delivered import DeliveredGain, ServingSpeed
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.load import MAX_STEP, LoadWindow, Phase
 from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord
@@ -23,17 +23,21 @@ from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.telemetry.delivered_gain import (
     ENOUGH_STEPS,
+    MOST_PAIRS,
     PhaseSteps,
     measure_gain,
     timed_steps,
 )
+from evenkeel_moe.telemetry.step_times import serving_speed
 from evenkeel_moe.telemetry.windows import in_chunks, join_windows, newest_parts
 
 _log = structlog.get_logger(__name__)
-_MOST_STEPS = 4 * ENOUGH_STEPS
-"""Steps of a phase after a plan that are waited for, where few have a partner before it."""
-_AGAIN_AFTER = 16
-"""New steps after which a plan is measured again that had too few steps alike."""
+_MOST_STEPS = 8 * ENOUGH_STEPS
+"""Steps of a phase after a plan that are waited for, where few have seconds, or a partner before
+it: 64 are measured where one in eight is. A smaller window ends the wait when it is full."""
+_AGAIN_AFTER = 64
+"""New steps after which a plan is measured again that had too few steps alike, or that were too
+unsteady."""
 _REMEMBERED = 32
 """Plans whose beginning is kept."""
 
@@ -41,69 +45,122 @@ Windows = Mapping[Phase, Sequence[LoadWindow]]
 
 
 @dataclass(frozen=True, slots=True)
-class PlanSteps:
-    """The steps of the windows that belong to a plan."""
+class _Beginning:
+    """The state of a deployment when the first wave of a plan went out."""
 
+    newest: int
+    """The newest complete step."""
+    source: CostSource
+    """The source of the cost model in force."""
     before: Mapping[Phase, LoadWindow]
-    """The newest steps under its base before its first wave went out: copies may slow steps."""
-    after: Mapping[Phase, LoadWindow]
-    """The first steps under its target, up to the first wave of the next plan."""
+    """See `steps_before`. Later steps push them out of the window."""
+    speed: ServingSpeed | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepsAfter:
+    """The first steps under the target of a plan, up to the first wave of the next plan."""
+
+    timed: Mapping[Phase, LoadWindow]
+    """Those with seconds."""
+    passed: int
+    """With and without seconds, in the phase that has most."""
 
     @property
-    def most_after(self) -> int:
-        """The number of steps after the plan in the phase that has most."""
-        return max(map(len, self.after.values()), default=0)
+    def most_timed(self) -> int:
+        """The number of steps with seconds, in the phase that has most."""
+        return max(map(len, self.timed.values()), default=0)
 
 
-def steps_around(windows: Windows, plan: Plan, began: int, until: int | None) -> PlanSteps:
-    """Return the steps around a plan.
+def steps_before(windows: Windows, plan: Plan, began: int) -> dict[Phase, LoadWindow]:
+    """Return the newest steps with seconds under the base of a plan.
+
+    Args:
+        windows: each in parts, oldest first.
+        plan: whose first wave goes out: copies may slow later steps.
+        began: newest complete step.
+    """
+    found = {}
+    for phase, parts in windows.items():
+        fitting = _fitting(parts, plan)
+        old = [(part.epochs == plan.base_epoch) & (part.steps <= began) for part in fitting]
+        if earlier := newest_parts(_chosen_timed(fitting, old), most=MOST_PAIRS):
+            found[phase] = join_windows(earlier)
+    return found
+
+
+def steps_after(windows: Windows, plan: Plan, until: int | None) -> StepsAfter:
+    """Return the steps after a plan.
 
     Args:
         windows: each in parts, oldest first.
         plan: all its waves are committed.
-        began: newest complete step when the first wave went out.
-        until: the same of the next plan; None if there is none.
+        until: newest complete step when the first wave of the next plan went out; None if there is
+            none.
     """
-    sizes = (plan.target.num_layers, plan.target.num_logical_experts)
     final, last = plan.base_epoch + len(plan.waves), MAX_STEP if until is None else until
-    before: dict[Phase, LoadWindow] = {}
-    after: dict[Phase, LoadWindow] = {}
+    timed, passed = {}, 0
     for phase, parts in windows.items():
-        fitting = [part for part in parts if part.counts.shape[1:] == sizes]
-        old = [(part.epochs == plan.base_epoch) & (part.steps <= began) for part in fitting]
+        fitting = _fitting(parts, plan)
         new = [(part.epochs == final) & (part.steps <= last) for part in fitting]
-        earlier = newest_parts(_chosen(fitting, old), most=ENOUGH_STEPS)
-        later = next(in_chunks(_chosen(fitting, new), _MOST_STEPS), [])
-        if earlier and later:
-            before[phase], after[phase] = join_windows(earlier), join_windows(later)
-    return PlanSteps(before, after)
+        passed = max(passed, sum(int(mask.sum()) for mask in new))
+        if later := next(in_chunks(_chosen_timed(fitting, new), _MOST_STEPS), []):
+            timed[phase] = join_windows(later)
+    return StepsAfter(timed, passed)
 
 
-def _chosen(parts: Sequence[LoadWindow], masks: Sequence[NDArray[np.bool_]]) -> list[LoadWindow]:
-    """Return the steps of each part that its mask chooses."""
-    pairs = zip(parts, masks, strict=True)
-    return [part if mask.all() else part.slice(mask) for part, mask in pairs if mask.any()]
+def _fitting(parts: Sequence[LoadWindow], plan: Plan) -> list[LoadWindow]:
+    sizes = (plan.target.num_layers, plan.target.num_logical_experts)
+    return [part for part in parts if part.counts.shape[1:] == sizes]
+
+
+def _chosen_timed(
+    parts: Sequence[LoadWindow], masks: Sequence[NDArray[np.bool_]]
+) -> list[LoadWindow]:
+    """Return the steps of each part that its mask chooses, and that some rank measured."""
+    found = []
+    for part, mask in zip(parts, masks, strict=True):
+        use = mask & np.isfinite(part.compute_s).any(axis=1)  # Engines may measure one in some.
+        if use.any():
+            found.append(part if use.all() else part.slice(use))
+    return found
 
 
 def measure_plan(
-    steps: PlanSteps, plan: Plan, cost: CostModel, split: SplitModel, at: float
+    before: Mapping[Phase, LoadWindow],
+    after: Mapping[Phase, LoadWindow],
+    plan: Plan,
+    cost: CostModel,
+    split: SplitModel,
+    at: float,
 ) -> tuple[DeliveredGain, bool]:
     """Return what a plan delivered, or why that is unknown; and whether more steps add little.
 
-    `cost_source` is left empty.
+    Args:
+        before, after: steps with seconds.
+        plan: the plan between them.
+        cost: divides the seconds over the layers.
+        split: of tokens over replicas.
+        at: Unix seconds now.
+
+    Returns:
+        The gain without `cost_source` and speeds.
     """
     try:
         phases = [
             PhaseSteps(
-                timed_steps(steps.before[phase], plan.base, cost, split),
-                timed_steps(after, plan.target, cost, split),
-                timed_steps(after, plan.base, cost, split),
+                timed_steps(before[phase], plan.base, cost, split),
+                timed_steps(steps, plan.target, cost, split),
+                timed_steps(steps, plan.base, cost, split),
             )
-            for phase, after in steps.after.items()
+            for phase, steps in after.items()
+            if phase in before
         ]
     except EvenkeelError as error:  # The cost model is of a group of another size.
         return DeliveredGain(at, unknown_because=str(error)), False
-    return measure_gain(phases, at)
+    if after and not phases:
+        return DeliveredGain(at, unknown_because="no step before the plan has seconds"), False
+    return measure_gain(phases, at, plan.numbers.get("gain"))
 
 
 def calibration_of(records: Iterable[PlanRecord], source: CostSource) -> Calibration:
@@ -137,9 +194,8 @@ class PlanGains:
     loads: GroupLoads
     inbox: MachineInbox
     clock: Clock
-    _began: dict[PlanId, tuple[int, CostSource]] = field(default_factory=dict, init=False)
-    """Newest complete step, and source of the cost model, when the first wave of a plan went out;
-    oldest plan first."""
+    _began: dict[PlanId, _Beginning] = field(default_factory=dict, init=False)
+    """Oldest plan first."""
     _tried: dict[PlanId, int] = field(default_factory=dict, init=False)
     """Steps after a plan with which it could not be measured yet."""
 
@@ -154,9 +210,11 @@ class PlanGains:
         Args:
             source: of the cost model of the newest cycle.
         """
-        newest = self.loads.ingest.newest_step
-        if newest is not None:
-            self._began.setdefault(plan_id, (newest, source))
+        newest, record = self.loads.ingest.newest_step, self.control.records.by_id.get(plan_id)
+        if newest is not None and record is not None and plan_id not in self._began:
+            speed = self._speed(record.plan.base_epoch, newest, newest=True)
+            before = steps_before(self.loads.ingest.parts(), record.plan, newest)
+            self._began[plan_id] = _Beginning(newest, source, before, speed)
         for old in list(self._began)[:-_REMEMBERED]:
             del self._began[old]
             self._tried.pop(old, None)
@@ -169,18 +227,36 @@ class PlanGains:
         """
         for record, until in self._unmeasured():
             plan, split = record.plan, self.loads.split()
-            began, source = self._began[plan.plan_id]
-            steps = steps_around(self.loads.ingest.parts(), plan, began, until)
-            over = until is not None or steps.most_after >= _MOST_STEPS
+            began = self._began[plan.plan_id]
+            steps = steps_after(self.loads.ingest.parts(), plan, until)
+            over = until is not None or steps.passed >= self._most_steps()
             wanted = max(ENOUGH_STEPS, self._tried.get(plan.plan_id, 0) + _AGAIN_AFTER)
-            if not over and steps.most_after < wanted:
+            if not over and steps.most_timed < wanted:
                 continue
-            self._tried[plan.plan_id] = steps.most_after
+            self._tried[plan.plan_id] = steps.most_timed
             # In a thread: for a large model it takes a tenth of a second.
             at = self.clock.unix()
-            found, enough = await asyncio.to_thread(measure_plan, steps, plan, cost, split, at)
+            found, enough = await asyncio.to_thread(
+                measure_plan, began.before, steps.timed, plan, cost, split, at
+            )
             if over or enough:
-                self._tell(record, replace(found, cost_source=source.value))
+                final = plan.base_epoch + len(plan.waves)
+                after = self._speed(final, MAX_STEP if until is None else until, newest=False)
+                source = began.source.value
+                told = replace(found, cost_source=source, before=began.speed, after=after)
+                self._began[plan.plan_id] = replace(began, before={})
+                self._tell(record, told)
+
+    def _most_steps(self) -> int:
+        """Return the steps after a plan that are waited for."""
+        rings = self.loads.ingest.rings.values()
+        return min(_MOST_STEPS, max((ring.capacity for ring in rings), default=_MOST_STEPS))
+
+    def _speed(self, epoch: int, until: int, *, newest: bool) -> ServingSpeed | None:
+        """Return how fast steps under a placement were served; see `serving_speed`."""
+        ingest = self.loads.ingest
+        parts = [part for phase in ingest.parts().values() for part in phase]
+        return serving_speed(ingest.step_times, parts, epoch, until, _MOST_STEPS, newest=newest)
 
     def _unmeasured(self) -> list[tuple[PlanRecord, int | None]]:
         """Return the plans to measure, each with the step at which the next plan began."""
@@ -192,7 +268,7 @@ class PlanGains:
             if record is None or record.phase is not PlanPhase.COMMITTED or record.delivered:
                 continue
             following = nexts.get(plan_id)
-            found.append((record, None if following is None else self._began[following][0]))
+            found.append((record, None if following is None else self._began[following].newest))
         return found
 
     def _tell(self, record: PlanRecord, found: DeliveredGain) -> None:

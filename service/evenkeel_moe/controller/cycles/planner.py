@@ -24,6 +24,7 @@ from evenkeel_moe.controller.cycles.recommendation import Recommender
 from evenkeel_moe.controller.cycles.shadow_policies import ShadowPolicies
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.machine_inbox import MachineInbox
+from evenkeel_moe.controller.ranks.kv_caches import KvCaches
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.controller.tasks import Spawn
@@ -47,6 +48,7 @@ class DeploymentPlanner:
     control: DeploymentState
     loads: GroupLoads
     ranks: RankSessions
+    kv: KvCaches
     inbox: MachineInbox
     store: DeploymentStore
     health: StoreHealth
@@ -78,7 +80,7 @@ class DeploymentPlanner:
             self.stalls,
         )
         self.recommender = Recommender(
-            control, builder, loads.ingest, self.ranks, self._shadows, pool, clock
+            control, builder, loads.ingest, self.ranks, self.kv, self._shadows, pool, clock
         )
 
     @property
@@ -106,12 +108,12 @@ class DeploymentPlanner:
 
     async def _run_cycle(self, action: ctl.RunCycle) -> None:
         deployment, began = self.control.deployment, self.clock.monotonic()
-        decided = ctl.CycleDecided(action.cycle, Reason.PLANNER_FAILED)
+        decided = ctl.CycleDecided(action.cycle, action.closed_by or Reason.PLANNER_FAILED)
         try:
             decided = await self._decide(action)
         except EvenkeelError as error:
             _log.error("cycle_failed", deployment=deployment, error=str(error))
-            decided = ctl.CycleDecided(action.cycle, error.reason)
+            decided = ctl.CycleDecided(action.cycle, action.closed_by or error.reason)
         except Exception:  # The machine waits for the end of the cycle, however it ends.
             _log.exception("cycle_failed", deployment=deployment)
         finally:
@@ -120,16 +122,14 @@ class DeploymentPlanner:
 
     async def _decide(self, action: ctl.RunCycle) -> ctl.CycleDecided:
         deployment, policy = self.control.deployment, self.control.policy
-        if self.health.fault:
-            return ctl.CycleDecided(action.cycle, Reason.STORE_UNAVAILABLE)
+        closed_by = action.closed_by or (Reason.STORE_UNAVAILABLE if self.health.fault else None)
         if not self.pool.begin():
             # The machine's deadline for a cycle must not count the compiling of kernels.
-            return ctl.CycleDecided(action.cycle, Reason.PLANNER_STARTING)
-        self._builder.measure_pace()
+            return ctl.CycleDecided(action.cycle, closed_by or Reason.PLANNER_STARTING)
         base = PlanBase(
             deployment, action.generation, action.weights_version, action.epoch, action.placement
         )
-        inputs = self._builder.build(base, policy.policy, policy.limits)
+        inputs = self._builder.build(base, policy.policy, policy.limits, closed_by=closed_by)
         result = await self._budget.run(self.pool, inputs)
         self._builder.gate_memory = result.memory
         shadow = self._shadows.rows()
@@ -141,7 +141,8 @@ class DeploymentPlanner:
             )
         numbers = finite(result.numbers)
         if not result.passed or result.target is None:
-            return ctl.CycleDecided(action.cycle, result.reason, numbers=numbers, shadow=shadow)
+            reason = closed_by or result.reason
+            return ctl.CycleDecided(action.cycle, reason, numbers=numbers, shadow=shadow)
         unix = self.clock.unix()
         plan = base.plan(
             result.target,

@@ -32,7 +32,13 @@ class RankCosts:
     """The source that was logged last."""
 
     def choose(
-        self, base: PlanBase, shape: ModelShape, load: NDArray[np.uint32], asked: CostChoice
+        self,
+        base: PlanBase,
+        shape: ModelShape,
+        load: NDArray[np.uint32],
+        asked: CostChoice,
+        *,
+        curves: bool = False,
     ) -> CostModel:
         """Return the cost model in force, and log a change of its source.
 
@@ -41,6 +47,7 @@ class RankCosts:
             shape: of the deployment.
             load: (T, L, E) tokens, at whose mean the models are compared.
             asked: the operator's choice.
+            curves: True for a policy that plans on the ranks' curves.
         """
         times = self.loads.times
         times.update(
@@ -62,6 +69,7 @@ class RankCosts:
                 dispatch=self.loads.split().dispatch,
             ),
             asked,
+            curves=curves,
         )
         self._log_source(choice)
         return choice.model

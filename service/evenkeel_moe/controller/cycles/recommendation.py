@@ -1,19 +1,27 @@
-"""Works out the recommendation an operator asks for. Nothing is moved."""
+"""Works out the advice that an operator asks for. Nothing is moved."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
 from evenkeel_moe.controller.cycles.cycle_inputs import PlanBase
 from evenkeel_moe.controller.cycles.input_builder import InputBuilder
 from evenkeel_moe.controller.cycles.shadow_policies import ShadowPolicies
 from evenkeel_moe.controller.ingest.ingest import Ingest
+from evenkeel_moe.controller.ranks.kv_caches import KvCaches
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.policy import DeploymentPolicy
-from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
+from evenkeel_moe.planning.decision.capacity import (
+    CapacityQuestion,
+    CapacityRequest,
+    WidthRequest,
+    capacity_of,
+    prepare_capacity,
+    weigh_width,
+)
 from evenkeel_moe.planning.decision.recommendation import RecommendationInputs, recommend
-from evenkeel_moe.ports.operations import Advice
+from evenkeel_moe.ports.operations import Advice, CapacityAdvice
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 
@@ -32,6 +40,7 @@ class Recommender:
     builder: InputBuilder
     ingest: Ingest
     ranks: RankSessions
+    kv: KvCaches
     shadows: ShadowPolicies
     pool: PlannerPool
     clock: Clock
@@ -56,29 +65,62 @@ class Recommender:
             Conflict: PLAN_IN_PROGRESS while weights move, if there is no advice yet.
         """
         async with self._asking:
-            base, policy, now = (
-                PlanBase.current(self.control),
-                self.control.policy,
-                self.clock.unix(),
-            )
-            quorum = self.control.membership.quorum(self.clock.monotonic())
-            if quorum.missing:
-                raise Unavailable(quorum.detail, quorum.reason)
+            base, policy, now = self._base()
             active = self.control.records.active
             if self._kept is not None and self._kept[0] == policy:
                 advice = self._kept[1]
                 fits = (advice.generation, advice.epoch) == (base.generation, base.epoch)
                 young = now - advice.at_unix <= (policy.cycle_s if max_age_s is None else max_age_s)
                 if fits and (young or active is not None):
-                    return advice
-            if active is not None:
-                raise Conflict(
-                    f"plan {active.plan.plan_id} is moving weights: ask again when it has ended",
-                    Reason.PLAN_IN_PROGRESS,
-                )
+                    return replace(advice, kv_promise=self.kv.promise())
+            self._refuse_while_moving()
             advice = await self._work_out(base, policy, now)
             self._kept = (policy, advice)
             return advice
+
+    async def capacity(self, request: CapacityRequest) -> CapacityAdvice:
+        """Compare numbers of ranks for the present placement, policy and window.
+
+        Raises:
+            InvalidInput, ShapeMismatch: the request names widths or ranks that cannot be.
+            InfeasiblePlan: the policy cannot plan at a width.
+            Unavailable, Conflict: as `recommendation`.
+        """
+        async with self._asking:
+            base, policy, now = self._base()
+            self._refuse_while_moving()
+            cycle = self.builder.build(base, policy.policy, policy.limits)
+            asked = CapacityQuestion(cycle, request, self.kv.smallest(), self._free_bytes())
+            run = self.pool.background.run
+            inputs, widths = await run(prepare_capacity, asked)
+            # Each width has the planner's deadline to itself.
+            rows = [await run(weigh_width, WidthRequest(inputs, one)) for one in (None, *widths)]
+            return CapacityAdvice(
+                deployment=base.deployment,
+                at_unix=now,
+                generation=base.generation,
+                epoch=base.epoch,
+                policy=policy.policy,
+                free_bytes=inputs.free_bytes,
+                kv=inputs.kv,
+                capacity=capacity_of(inputs, rows),
+            )
+
+    def _base(self) -> tuple[PlanBase, DeploymentPolicy, float]:
+        """Return the present state, policy and time; Unavailable if ranks are missing."""
+        base = PlanBase.current(self.control)
+        quorum = self.control.membership.quorum(self.clock.monotonic())
+        if quorum.missing:
+            raise Unavailable(quorum.detail, quorum.reason)
+        return base, self.control.policy, self.clock.unix()
+
+    def _refuse_while_moving(self) -> None:
+        active = self.control.records.active
+        if active is not None:
+            raise Conflict(
+                f"plan {active.plan.plan_id} is moving weights: ask again when it has ended",
+                Reason.PLAN_IN_PROGRESS,
+            )
 
     async def _work_out(self, base: PlanBase, policy: DeploymentPolicy, now: float) -> Advice:
         inputs = self.builder.build(base, policy.policy, policy.limits)
@@ -94,7 +136,8 @@ class Recommender:
             policy=policy.policy,
             newest_step=max((step for step in newest if step is not None), default=None),
             free_bytes=free_bytes,
-            kv=self._kv(),
+            kv=self.kv.smallest(),
+            kv_promise=self.kv.promise(),
             recommendation=found,
             shadow=self.shadows.rows(),
         )
@@ -107,14 +150,3 @@ class Recommender:
             if session is not None:
                 told[session.rank] = session.free_bytes
         return min(told.values()) if shape is not None and len(told) == shape.num_ranks else None
-
-    def _kv(self) -> KvMemory | None:
-        """Return the smallest KV cache of the ranks; None unless every rank told its own."""
-        shape, members = self.control.membership.shape, self.control.membership.members.values()
-        told = []
-        for member in members:
-            session = self.ranks.by_stream.get(member.stream)
-            if session is not None and session.kv_cache is not None:
-                told.append(KvMemory(session.kv_cache.bytes_per_token, session.kv_cache.free_bytes))
-        complete = shape is not None and len(told) == shape.num_ranks
-        return min(told, key=KvMemory.tokens) if complete else None

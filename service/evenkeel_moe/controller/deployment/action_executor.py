@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from evenkeel_moe.controller.deployment.action_log import ActionLog
 from evenkeel_moe.controller.leadership.leadership import Leadership
@@ -12,15 +11,12 @@ from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.driver import ActionStage
 from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.ports.stores import DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Prepare
 
 _WAITING = 100
 """Decisions on a new deployment that are kept."""
-_BALANCE = "balancedness_mean"
-"""The name that the gates give to the mean balancedness."""
 
 
 @dataclass(eq=False, repr=False)
@@ -30,7 +26,6 @@ class ActionExecutor:
     Args:
         expect_wave: prepares for reports under the placement that a wave leads to.
         begin_cycle: plans in the background; ends with `CycleDecided`.
-        balancedness: returns the mean balancedness of the window now; None if it is unknown.
     """
 
     deployment: DeploymentId
@@ -41,7 +36,6 @@ class ActionExecutor:
     log: ActionLog
     expect_wave: Callable[[Prepare], None]
     begin_cycle: Callable[[ctl.RunCycle], None]
-    balancedness: Callable[[], float | None]
     _waiting: deque[ctl.ControlAction] = field(
         default_factory=lambda: deque(maxlen=_WAITING), init=False
     )
@@ -70,7 +64,6 @@ class ActionExecutor:
             `PersistFailed` with the actions that may not be stored, `LeaseLost` if another replica
             leads, or nothing.
         """
-        actions = [self._with_balance(action) for action in actions]
         for action in actions:
             self.log.persisting(action)
         if self._is_new() and all(isinstance(one, ctl.PersistDecision) for one in actions):
@@ -91,19 +84,6 @@ class ActionExecutor:
                 return (ctl.LeaseLost(),)
         self.health.answered()
         return ()
-
-    def _with_balance(self, action: ctl.ControlAction) -> ctl.ControlAction:
-        """Add the balance to a new decision that has none, because its cycle ended before planning.
-
-        Operators must see the balance also while a proposal waits for them.
-        """
-        if not isinstance(action, ctl.PersistDecision) or self.log.has_logged(action):
-            return action
-        numbers = action.row.get("numbers", {})
-        balance = None if _BALANCE in numbers else self.balancedness()
-        if balance is None:
-            return action
-        return ctl.PersistDecision({**action.row, "numbers": {**numbers, _BALANCE: balance}})
 
     def _is_new(self) -> bool:
         """Return True while the ranks were never all here and no operator acted."""
@@ -128,12 +108,6 @@ class ActionExecutor:
                 await store.store_document(deployment, name, body, term)
             case ctl.PersistDecision(row):
                 await store.append_decision(deployment, row)
-            case ctl.PersistIntent(wave, base_epoch):
-                body = {**_wave_row(wave), "base_epoch": base_epoch}
-                await store.store_document(deployment, "intent", body, term)
-            case ctl.PersistOutcome(wave, committed, reason):
-                body = {**_wave_row(wave), "committed": committed, "reason": reason}
-                await store.store_document(deployment, "outcome", body, term)
 
     def perform(self, action: ctl.ControlAction) -> None:
         """Carry out an action that is not a write."""
@@ -151,6 +125,8 @@ class ActionExecutor:
             case ctl.WaveBegins(prepare):
                 self.log.wave_begins(prepare.wave)
                 self.expect_wave(prepare)
+            case ctl.WaveEnded():
+                self.log.wave_ended(action)
             case ctl.WaveHealth():
                 self.log.wave_health(action)
             case ctl.Alert():
@@ -159,13 +135,3 @@ class ActionExecutor:
 
 def _failed(actions: Sequence[ctl.ControlAction], detail: str) -> ctl.PersistFailed:
     return ctl.PersistFailed(tuple(a for a in actions if isinstance(a, ctl.PersistAction)), detail)
-
-
-def _wave_row(wave: WaveKey) -> dict[str, Any]:
-    return {
-        "generation": wave.generation,
-        "plan_id": wave.plan_id,
-        "wave_index": wave.wave_index,
-        "weights_version": wave.weights_version,
-        "plan_base_epoch": wave.base_epoch,
-    }

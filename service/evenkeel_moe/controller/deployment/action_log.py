@@ -48,11 +48,6 @@ class ActionLog:
         # There is one wave at a time: if the former one is still here, its end will not be seen.
         self._wave_began = {wave: self.clock.monotonic()}
 
-    def has_logged(self, action: ctl.ControlAction) -> bool:
-        """Return True if the action was logged before; it is then stored again."""
-        subject = _subject(action)
-        return subject is not None and subject in self._logged
-
     def persisting(self, action: ctl.ControlAction) -> None:
         """Log and count an action that is about to be stored, unless that was done before."""
         subject = _subject(action)
@@ -64,8 +59,30 @@ class ActionLog:
                 self._log_decision(dict(row))
             case ctl.PersistPlan(record):
                 self._log_plan(record)
-            case ctl.PersistOutcome(wave, committed, reason):
-                self._log_wave(wave, committed, reason)
+
+    def wave_ended(self, ended: ctl.WaveEnded) -> None:
+        """Log how a wave ended, and count it if it was committed."""
+        wave, committed = ended.wave, ended.committed
+        began = self._wave_began.pop(wave, None)
+        _log.info(
+            "wave_ended",
+            deployment=self.deployment,
+            plan_id=wave.plan_id,
+            wave=wave.wave_index,
+            epoch=wave.base_epoch + wave.wave_index + committed,
+            committed=committed,
+            reason=ended.reason,
+        )
+        record = self.find_plan(wave.plan_id)
+        if not committed or began is None or record is None:
+            return
+        plan = record.plan
+        per_rank = plan.target.slots_per_rank
+        body = plan.waves[wave.wave_index]
+        moves = sum(t.src_slot // per_rank != t.dst_slot // per_rank for t in body.transfers)
+        self.metrics.wave_committed(
+            self.deployment, self.clock.monotonic() - began, moves, body.nbytes(per_rank)
+        )
 
     def wave_health(self, health: ctl.WaveHealth) -> None:
         """Log that a wave waits, or runs again."""
@@ -120,36 +137,12 @@ class ActionLog:
         if record.phase.terminal and record.delivered is None:
             self.metrics.plan_ended(self.deployment, record.phase, record.reason)
 
-    def _log_wave(self, wave: WaveKey, committed: bool, reason: Reason) -> None:
-        began = self._wave_began.pop(wave, None)
-        _log.info(
-            "wave_ended",
-            deployment=self.deployment,
-            plan_id=wave.plan_id,
-            wave=wave.wave_index,
-            epoch=wave.base_epoch + wave.wave_index + committed,
-            committed=committed,
-            reason=reason,
-        )
-        record = self.find_plan(wave.plan_id)
-        if not committed or began is None or record is None:
-            return
-        plan = record.plan
-        per_rank = plan.target.slots_per_rank
-        body = plan.waves[wave.wave_index]
-        moves = sum(t.src_slot // per_rank != t.dst_slot // per_rank for t in body.transfers)
-        self.metrics.wave_committed(
-            self.deployment, self.clock.monotonic() - began, moves, body.nbytes(per_rank)
-        )
 
-
-def _subject(action: ctl.ControlAction) -> Mapping[str, Any] | tuple[object, ...] | WaveKey | None:
+def _subject(action: ctl.ControlAction) -> Mapping[str, Any] | tuple[object, ...] | None:
     """Return what identifies an action over retries. A plan's record may be megabytes: not that."""
     match action:
         case ctl.PersistPlan(record):
             return record.plan.plan_id, len(record.story), record.updated_at
         case ctl.PersistDecision(row):
             return row
-        case ctl.PersistOutcome(wave):
-            return wave
     return None

@@ -25,6 +25,7 @@ from evenkeel_moe.controller.ingest.waiting_reports import IncompleteGroups
 from evenkeel_moe.controller.leadership.leadership import Leadership
 from evenkeel_moe.controller.leadership.leases import LeaseKeeper
 from evenkeel_moe.controller.machine_inbox import MachineInbox
+from evenkeel_moe.controller.ranks.kv_caches import KvCaches
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.controller.ranks.session import RankSession
 from evenkeel_moe.controller.store_clock import StoreClock
@@ -124,6 +125,7 @@ class Deployment:
         ingest = _build_ingest(deployment, options, shared)
         self.loads = _build_loads(self.control, options, shared, ingest)
         self.ranks = self._build_sessions(options, shared, ingest)
+        self._kv = KvCaches(self.control, self.ranks, store, shared.health)
         self.leadership = Leadership(
             self.control,
             store,
@@ -133,6 +135,7 @@ class Deployment:
             self.inbox,
             self.loads,
             self.ranks,
+            self._kv,
             self.decisions,
             shared.health,
             spawn,
@@ -142,6 +145,7 @@ class Deployment:
             self.control,
             self.loads,
             self.ranks,
+            self._kv,
             self.inbox,
             store,
             shared.health,
@@ -196,7 +200,6 @@ class Deployment:
             log,
             expect_wave=self._expect_wave,
             begin_cycle=self.planner.begin_cycle,
-            balancedness=lambda: self.loads.balancedness(shared.clock.monotonic()),
         )
 
     def _swapped(self, metrics: ControllerMetrics, ack: Ack) -> None:
@@ -271,7 +274,7 @@ class Deployment:
         return await self._registration.attach(hello, stream)
 
     async def store_windows(self) -> None:
-        """Bring the stored windows up to date if this replica leads.
+        """Bring the stored windows and KV caches up to date if this replica leads.
 
         Raises:
             Unavailable: the store is out of reach; a later call stores what is missing.
@@ -279,6 +282,7 @@ class Deployment:
         """
         if self.keeper.leading and self.keeper.lasting:
             await self.loads.store_windows(lambda: self.leadership.term)
+            await self._kv.store_told(lambda: self.leadership.term)
 
     async def measure_plans(self) -> None:
         """Measure what committed plans delivered, where enough steps have run since."""

@@ -99,14 +99,6 @@ class GroupLoads:
         if epoch is not None:
             self.times.update(windows, placement, epoch, self.split(), control.history)
 
-    def balancedness(self, now: float) -> float | None:
-        """Return the mean balancedness now; None without load, or while no rank is heard."""
-        placement = self.control.placement
-        if placement is None or not self.control.membership.any_fresh(now):
-            return None
-        self.balance.update(self._windows_of(placement), placement)
-        return self.balance.summary()[0]
-
     def findings(self) -> tuple[Finding, ...] | None:
         """Return what is wrong with the counts of the newest steps, by the thresholds of the gates.
 
@@ -140,11 +132,16 @@ class GroupLoads:
         self.shape = self.shape or shape
 
     def follow_generation(self) -> bool:
-        """Begin empty windows for the registered generation; return True if it is a new one."""
-        shape, generation = self.control.membership.shape, self.control.generation
-        if generation is None or shape is None or generation == self.ingest.generation:
+        """Begin the windows of the registered generation; return True if it is a new one.
+
+        Only a group that came from the present one keeps the loads of its experts.
+        """
+        membership, generation = self.control.membership, self.control.generation
+        shape, before = membership.shape, self.ingest.generation
+        if generation is None or shape is None or generation == before:
             return False
-        self.ingest.begin_generation(generation, shape)
+        carries = before is not None and membership.came_from == before
+        self.ingest.begin_generation(generation, shape, carries=carries)
         self.shape = shape
         self.balance.clear()
         self.times.clear()
@@ -280,16 +277,8 @@ def shape_from_document(body: Mapping[str, Any] | None) -> tuple[Generation, Mod
     """Read the document back; None if none is stored or it cannot be read."""
     if body is None:
         return None
-    sizes = body.get("shape")
-    generation = body.get("generation")
-    if not isinstance(generation, str) or not isinstance(sizes, Mapping):
-        return None
-    whole = {name: value for name, value in sizes.items() if name != "shared_experts"}
-    if not all(type(value) is int for value in whole.values() if value is not None):
-        return None
-    try:
-        shape = ModelShape(**sizes)
-    except (EvenkeelError, TypeError, OverflowError):
+    generation, shape = body.get("generation"), ModelShape.of_document(body.get("shape"))
+    if not isinstance(generation, str) or shape is None:
         return None
     width = max(shape.num_slots, shape.num_logical_experts)
     return (Generation(generation), shape) if is_allowed_size(shape.num_layers, width) else None

@@ -19,6 +19,8 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.ports.stores import Clock, WindowStore
 from evenkeel_moe.telemetry.assembly import Intake, Quarantine, Rejection, StepAssembler
 from evenkeel_moe.telemetry.load_check import LoadCheck
+from evenkeel_moe.telemetry.step_kernels import NO_STEP
+from evenkeel_moe.telemetry.step_times import StepTimes
 from evenkeel_moe.telemetry.windows import StepRing
 from evenkeel_moe.wire.link import ReportAck
 
@@ -66,6 +68,7 @@ class Ingest:
         self.newest_step: int | None = None
         self.newest_at: float | None = None
         """Monotonic seconds at which the newest step was complete; None before the first step."""
+        self.step_times = StepTimes()
         self._store = store
         self._clock = clock
         self._window_steps = window_steps
@@ -88,19 +91,38 @@ class Ingest:
 
     # --- generations and placements ---------------------------------------------------------------
 
-    def begin_generation(self, generation: Generation, shape: ModelShape) -> None:
+    def begin_generation(
+        self, generation: Generation, shape: ModelShape, *, carries: bool = False
+    ) -> None:
         """Assemble the steps of another generation.
 
         Its step numbers start again at 0, so its windows start empty, unless they were restored.
+
+        Args:
+            generation: the one that begins.
+            shape: of its group.
+            carries: the group came from the present one. Its step numbers go on, and the loads of
+                experts stay, if it serves as many layers and experts.
         """
         if generation == self.generation:
             return
-        sizes = None if self.shape is None else self.shape.sizes
-        restored = generation == self._restored and shape.sizes == sizes
+        before = self.shape
+        restored = (
+            generation == self._restored and before is not None and shape.sizes == before.sizes
+        )
+        carried: dict[Phase, list[LoadWindow]] = {}
+        if carries and before is not None and _routes_alike(before, shape):
+            carried = {
+                phase: [part.at_width(shape.num_ranks) for part in ring.parts()]
+                for phase, ring in self.rings.items()
+            }
         self.generation, self._restored, self.shape = generation, None, shape
         limits = limit_steps(shape, self._window_steps, self._max_pending)
         self._waiting.begin_complete(max_waiting_bytes(shape, limits))
-        self._assembler = StepAssembler(shape, max_pending=limits.pending_steps)
+        closed_to = NO_STEP if not carried or self.newest_step is None else self.newest_step
+        self._assembler = StepAssembler(
+            shape, max_pending=limits.pending_steps, closed_to=closed_to
+        )
         self._assembler.sample(self._stride, 0)
         self._settled = False
         if restored:
@@ -108,11 +130,15 @@ class Ingest:
         else:
             self._forget_stored = True
             self._stored.clear()
-            self.newest_step = self.newest_at = None
+            self.step_times = StepTimes()
             self.rings = {}
             self.check.clear()
+            if not carried:
+                self.newest_step = self.newest_at = None
         for phase in Phase:
-            self.rings.setdefault(phase, self._make_ring(shape))
+            ring = self.rings.setdefault(phase, self._make_ring(shape))
+            for part in carried.get(phase, ()):
+                ring.append(part)
 
     def _make_ring(self, shape: ModelShape) -> StepRing:
         limits = limit_steps(shape, self._window_steps, self._max_pending)
@@ -123,6 +149,7 @@ class Ingest:
         self.generation = self._assembler = self.shape = None
         self._waiting.begin_incomplete()
         self.newest_step = self.newest_at = None
+        self.step_times = StepTimes()
         self.rings = {}
         self.check.clear()
         self._stored.clear()
@@ -234,6 +261,7 @@ class Ingest:
             if self.newest_step is None or newest > self.newest_step:
                 self.newest_step = newest
             self.newest_at = self._clock.monotonic()
+            self.step_times.note(self.newest_at, self.newest_step)
         if intake.unsummed is not None and len(intake.unsummed):
             self.check.add(intake.unsummed)
         for phase, sums in (intake.source or {}).items():
@@ -335,3 +363,9 @@ class Ingest:
         return LoadWindow(
             steps.counts, steps.steps, steps.epochs, steps.tokens, steps.compute_s, source
         )
+
+
+def _routes_alike(one: ModelShape, other: ModelShape) -> bool:
+    """Return True if groups of both shapes can serve the same model."""
+    names = "num_layers", "num_logical_experts", "top_k"
+    return all(getattr(one, name) == getattr(other, name) for name in names)

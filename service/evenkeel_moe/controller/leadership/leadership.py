@@ -13,6 +13,7 @@ from evenkeel_moe.controller.leadership.leases import LeaseKeeper
 from evenkeel_moe.controller.leadership.operator_state import OperatorState, OperatorStateRecovery
 from evenkeel_moe.controller.leadership.takeover import Takeover, take_over
 from evenkeel_moe.controller.machine_inbox import MachineInbox
+from evenkeel_moe.controller.ranks.kv_caches import KvCaches
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.controller.store_clock import StoreClock
 from evenkeel_moe.controller.store_health import StoreHealth
@@ -49,6 +50,7 @@ class Leadership:
     inbox: MachineInbox
     loads: GroupLoads
     ranks: RankSessions
+    kv: KvCaches
     decisions: deque[dict[str, Any]]
     health: StoreHealth
     spawn: Spawn
@@ -163,6 +165,7 @@ class Leadership:
             self.loads.store_shape_again()
         if not self._restored or found.led_by not in (None, self.settings.replica_id):
             await self._restore()
+        await self.kv.restore()
         leader = {"replica_id": self.settings.replica_id, "address": self.advertise}
         await self.store.store_document(
             self.control.deployment, "leader", leader, lease.term, lease.lasting

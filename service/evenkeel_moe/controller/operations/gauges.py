@@ -24,7 +24,7 @@ from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import EpRank, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
+from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports.stores import Clock
@@ -156,12 +156,13 @@ def measured_gauges(records: Iterable[PlanRecord]) -> MeasuredGauges | None:
 def _lost_in_a_row(measured: Iterable[tuple[DeliveredGain, Plan]]) -> int:
     """Count plans that cost time, newest first, back to one that saved some.
 
-    A rollback may cost time as intended. A plan whose interval reaches above 0 is no evidence.
+    A rollback or an evacuation may cost time as intended. A plan whose interval reaches above 0 is
+    no evidence.
     """
     lost = 0
     for delivered, plan in measured:
         assert delivered.gain is not None and delivered.upper is not None
-        if plan.kind is PlanKind.ROLLBACK:
+        if not plan.kind.seeks_gain:
             continue
         if delivered.gain >= 0:
             break

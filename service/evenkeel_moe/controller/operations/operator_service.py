@@ -16,18 +16,23 @@ from evenkeel_moe.controller.policy_document import change_policy, policy_docume
 from evenkeel_moe.errors import Conflict, InvalidInput, NotFound, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.model.plan import Plan, PlanRecord
+from evenkeel_moe.planning.decision.capacity import CapacityRequest
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.ports.operations import (
     Advice,
     AuditEntry,
+    CapacityAdvice,
     DeploymentView,
     LedElsewhere,
     NotLeading,
     PlanRequest,
     QuarantineRow,
+    QuarantineSample,
     RecordedEpoch,
+    ResizeRequest,
     RollbackRequest,
 )
+from evenkeel_moe.ports.status import ResizeStatus
 from evenkeel_moe.ports.stores import DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.settings import never_met
@@ -210,6 +215,11 @@ class OperatorService:
         known = await self._readable(deployment)
         return await known.planner.recommender.recommendation(max_age_s)
 
+    async def capacity(self, deployment: DeploymentId, request: CapacityRequest) -> CapacityAdvice:
+        """Compare numbers of ranks. Nothing is moved."""
+        known = await self._readable(deployment)
+        return await known.planner.recommender.capacity(request)
+
     async def quarantine(self, deployment: DeploymentId) -> Sequence[QuarantineRow]:
         """Return the rejected parts of the ranks' reports, by reason."""
         kept = (await self._readable(deployment)).loads.ingest.quarantine
@@ -217,7 +227,7 @@ class OperatorService:
             QuarantineRow(
                 reason.value,
                 steps,
-                tuple((int(rank), words) for rank, words in kept.samples(reason)),
+                tuple(QuarantineSample(int(rank), words) for rank, words in kept.samples(reason)),
             )
             for reason, steps in sorted(kept.rank_steps.items())
             if steps
@@ -288,8 +298,19 @@ class OperatorService:
         known = await self._changeable(deployment)
         return await known.planner.manual.rollback_plan(request)
 
+    async def resize(self, deployment: DeploymentId, request: ResizeRequest) -> ResizeStatus:
+        """Let ranks retire, and move the experts away that live on them alone."""
+        known = await self._changeable(deployment)
+        await known.planner.manual.resize(request)
+        status = live_view(known).resize()
+        assert status is not None
+        _log.info(
+            "resize_asked", deployment=deployment, retire=status.retire, by=request.requested_by
+        )
+        return status
+
     async def resume(self, deployment: DeploymentId, by: str) -> None:
-        """End a freeze, and the hold after a rollback or undelivered gains."""
+        """End a freeze, a retirement of ranks, and the hold on automatic plans."""
         known = await self._changeable(deployment)
         _log.info("resumed", deployment=deployment, by=by)
         await known.inbox.request(ctl.AutomaticPlansResumed())

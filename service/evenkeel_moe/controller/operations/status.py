@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,18 @@ from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import PlanPhase
-from evenkeel_moe.ports.status import DeploymentStatus, RankStatus
+from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.planning.problem.survival import Coverage, Survive, coverage
+from evenkeel_moe.planning.schedule.width_change import holders, stranded
+from evenkeel_moe.ports.status import DeploymentStatus, RankStatus, ResizeStatus
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.leader.membership import Member
 from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.transitions import ControlState
+
+_kept_coverage = lru_cache(maxsize=256)(coverage)
+"""It takes milliseconds, and every status of a placement has the same."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,6 +122,7 @@ class LiveView:
             last_decision=self.decisions[-1] if self.decisions else None,
             frozen_until_unix=frozen_until if frozen_until > now + control.unix_offset_s else None,
             held=control.held,
+            resize=self.resize(),
             held_because=control.hold.because,
             leader_address=leadership.advertise if leading else None,
             dispatch=choice.model.value,
@@ -125,7 +132,33 @@ class LiveView:
             plan_aborted_unix=None if aborted is None else aborted.updated_at,
             plans_lost_time=None if measured is None else measured.losses_in_a_row,
             findings=loads.findings() if heard else None,
+            coverage=self._coverage(),
         )
+
+    def resize(self) -> ResizeStatus | None:
+        """Return which ranks retire, and if they may leave; None if none do."""
+        control, retiring = self.control, self.control.hold.retiring
+        if retiring is None:
+            return None
+        placement, alone = control.placement, None
+        if placement is not None and placement.num_ranks == retiring.num_ranks:
+            alone = stranded(holders(placement), retiring.ranks)
+        plans = (record.plan for record in reversed(control.records.by_id.values()))
+        return ResizeStatus(
+            retire=retiring.ranks,
+            num_ranks=retiring.num_ranks,
+            to_ranks=retiring.num_ranks - len(retiring.ranks),
+            stranded=alone,
+            ready=alone == 0 and control.records.active is None,
+            plan_id=next((p.plan_id for p in plans if p.kind is PlanKind.EVACUATION), None),
+        )
+
+    def _coverage(self) -> tuple[Coverage, ...] | None:
+        placement, topology = self.placement(), self.loads.topology()
+        if placement is None or placement.num_ranks != topology.num_ranks:
+            return None
+        kinds = (Survive.RANK, Survive.NODE)[: 2 if topology.num_nodes > 1 else 1]
+        return tuple(_kept_coverage(placement, topology, kind) for kind in kinds)
 
     def _of_last_cycle(self, name: str) -> float | None:
         """Return a number of the newest decision; None if it has none of that name."""

@@ -18,7 +18,14 @@ from evenkeel_moe.protocol.leader.liveness import Liveness
 from evenkeel_moe.protocol.leader.operator_requests import OperatorRequests
 from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
 from evenkeel_moe.protocol.leader.undelivered import IN_A_ROW, undelivered_in_a_row
-from evenkeel_moe.protocol.messages import Hello, RankState, StagingProgress, TermRefused, Tick
+from evenkeel_moe.protocol.messages import (
+    Hello,
+    MovedAnswers,
+    RankState,
+    StagingProgress,
+    TermRefused,
+    Tick,
+)
 from evenkeel_moe.protocol.terms import is_credible_term
 from evenkeel_moe.protocol.transitions import (
     CONTROL,
@@ -156,7 +163,8 @@ class DeploymentControl(OperatorRequests):
         if admission.new_generation:
             self.state = ControlState.RECOVERING
             liveness.begin_generation()
-            return [*closes, *recovery.end_old_plans(now), *recovery.begin(now)]
+            resized = self._end_retirement()
+            return [*closes, *resized, *recovery.end_old_plans(now), *recovery.begin(now)]
         if hello.identity.generation != self.membership.generation:
             return closes
         liveness.connected(event.rank)
@@ -210,6 +218,10 @@ class DeploymentControl(OperatorRequests):
         self.as_leader.executor.progress(event.rank, event.message)
         return []
 
+    def _answered(self, event: FromRank, now: float) -> list[ControlAction]:
+        assert isinstance(event.message, MovedAnswers)
+        return self.as_leader.executor.answered(event.rank, event.message, now)
+
     # --- notes of ranks that lead to no action ----------------------------------------------------
 
     def _heard(self, event: ctl.RankHeard, now: float) -> list[ControlAction]:
@@ -251,10 +263,11 @@ class DeploymentControl(OperatorRequests):
         actions = [*self._watch_ranks(now), *self._to_wave(event, now)]
         actions += self.records.sweep(lambda record: executor.is_stale(record.plan, 0), unix)
         actions += self.advance_plan(now)
-        return [*actions, *self._tick_planning(now, self._store_fault())]
+        return [*actions, *self._tick_planning(now)]
 
-    def _tick_planning(self, now: float, blocked_by: Reason | None) -> list[ControlAction]:
-        return self.as_leader.planning_loop.tick(now, blocked_by)
+    def _tick_planning(self, now: float, unknown: Reason | None = None) -> list[ControlAction]:
+        loop = self.as_leader.planning_loop
+        return loop.tick(now, unknown=unknown, fault=self._store_fault())
 
     def _wait_for_ranks(self, now: float) -> list[ControlAction]:
         """R14: let the active plan wait for the recovery; a found wave reports for itself."""

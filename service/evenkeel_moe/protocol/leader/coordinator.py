@@ -19,8 +19,6 @@ from evenkeel_moe.protocol.control_messages import (
     CoordinatorAction,
     FromRank,
     GroupProgress,
-    PersistIntent,
-    PersistOutcome,
     RankConnected,
     RankLost,
     WaveHealth,
@@ -149,8 +147,9 @@ class Coordinator:
     @property
     def is_dropped(self) -> bool:
         """True if a rank has answered that it dropped the wave: then no rank swaps it (R6, R7)."""
-        aborting = self.state is CoordinatorState.ABORTING
-        return self.state is CoordinatorState.ABORTED or (aborting and self.peers.any_answered)
+        if self.state is not CoordinatorState.ABORTING:
+            return self.state is CoordinatorState.ABORTED
+        return self.reason is Reason.WAVE_DROPPED or self.peers.any_answered
 
     # --- rules ------------------------------------------------------------------------------------
 
@@ -197,11 +196,9 @@ class Coordinator:
         self.peers[event.rank].answered = True
         if self.peers.pending:
             return []
-        assert self.prepare is not None
-        commits = self._enter(
+        return self._enter(
             CoordinatorState.COMMITTING, Reason.PLAN_STARTED, "all ranks voted yes", now
         )
-        return [PersistIntent(self.wave, self.prepare.base_epoch), *commits]
 
     def _ack(self, event: FromRank, now: float) -> list[CoordinatorAction]:
         ack = event.message
@@ -248,8 +245,7 @@ class Coordinator:
         # In COMMITTING the other ranks have been sent Commit already: they are not asked again.
         asked = self.state is CoordinatorState.COMMITTING
         state, reason = CoordinatorState.COMMITTED, Reason.COMMITTED
-        actions = self._enter(state, reason, detail, now, ask=not asked)
-        return [PersistOutcome(self.wave, True, reason), *actions]
+        return self._enter(state, reason, detail, now, ask=not asked)
 
     def _commit_refused(self, event: FromRank, now: float) -> list[CoordinatorAction]:
         """Handle a rank's answer to Commit that it does not hold the wave."""
@@ -272,8 +268,7 @@ class Coordinator:
 
     def _aborted(self, now: float) -> list[CoordinatorAction]:
         state = CoordinatorState.ABORTED
-        actions = self._enter(state, self.reason, self.detail, now, ask=False)
-        return [PersistOutcome(self.wave, False, self.reason), *actions]
+        return self._enter(state, self.reason, self.detail, now, ask=False)
 
     def _late_abort_answer(self, event: FromRank, now: float) -> list[CoordinatorAction]:
         answer = event.message

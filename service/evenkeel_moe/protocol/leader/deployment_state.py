@@ -6,12 +6,20 @@ Parts that only read get a `DeploymentState`, which takes no events.
 from dataclasses import dataclass
 from itertools import count
 
-from evenkeel_moe.errors import Conflict, InfeasiblePlan, NotFound, Reason, Unavailable
+from evenkeel_moe.errors import (
+    Conflict,
+    InfeasiblePlan,
+    NotFound,
+    Reason,
+    ShapeMismatch,
+    Unavailable,
+)
 from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import Plan
+from evenkeel_moe.model.plan import Plan, PlanKind
 from evenkeel_moe.model.policy import DeploymentPolicy
+from evenkeel_moe.model.quantities import duration_text
 from evenkeel_moe.protocol.control_messages import PersistDocument
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.leader.liveness import Liveness
@@ -202,6 +210,47 @@ class DeploymentState:
         if refusal is not None:
             raise InfeasiblePlan(refusal[1], refusal[0])
 
+    def require_free(self, kind: PlanKind, now: float) -> None:
+        """Refuse a plan under the lock of mode observe, on ranks that observe, or beside another.
+
+        Raises:
+            Conflict: OBSERVE_MODE, OBSERVE_ONLY, PLAN_IN_PROGRESS, FROZEN, OUTSIDE_SCHEDULE or
+                RESIZING.
+        """
+        if self.policy.locked:
+            raise Conflict(
+                "the mode is observe and observe_lock is set, so nothing may move weights; an admin"
+                " can set another mode, or observe_lock to false",
+                Reason.OBSERVE_MODE,
+            )
+        observers = self.membership.observers
+        if observers:
+            raise Conflict(
+                f"ranks {observers} only observe and refuse every plan: start all ranks of a group"
+                " with EVENKEEL_RANK__MODE=place",
+                Reason.OBSERVE_ONLY,
+            )
+        if (active := self.records.active) is not None:
+            name = active.plan.plan_id
+            raise Conflict(
+                f"plan {name} is {active.phase}: wait for it, or `evenkeel plan cancel {name} -d"
+                f" {self.deployment}`",
+                Reason.PLAN_IN_PROGRESS,
+            )
+        unix = now + self.unix_offset_s
+        closed = self.as_leader.planning_loop.closed(now, kind)
+        ends = f"`evenkeel resume -d {self.deployment}` ends that"
+        if closed is Reason.FROZEN:
+            wait = duration_text(self.frozen_until - unix)
+            raise Conflict(f"paused for another {wait}; {ends}", closed)
+        if closed is Reason.RESIZING:
+            assert self.hold.retiring is not None
+            raise Conflict(f"ranks {list(self.hold.retiring.ranks)} retire; {ends}", closed)
+        if closed is not None:
+            opens_at = self.policy.schedule.opens_at(unix)
+            assert opens_at is not None
+            raise Conflict(f"the schedule opens in {duration_text(opens_at - unix)}", closed)
+
     def rollback_target(self, to_epoch: Epoch | None) -> tuple[Epoch, Placement]:
         """Return the epoch and placement a rollback leads to.
 
@@ -210,6 +259,7 @@ class DeploymentState:
         Raises:
             NotFound: the epoch is not recorded, for instance after a flushed store (R15).
             Conflict: it is the current epoch.
+            ShapeMismatch: the group had another size.
             Unavailable: this replica does not lead, or not all ranks have answered.
         """
         if not self.recovered:
@@ -222,6 +272,12 @@ class DeploymentState:
             raise NotFound("no earlier placement is recorded")
         if epoch == current:
             raise Conflict(f"epoch {epoch} is the current one", Reason.NO_CHANGE)
+        assert self.placement is not None
+        if epoch in history and history[epoch].sizes != self.placement.sizes:
+            raise ShapeMismatch(
+                f"the placement of epoch {epoch} is (L, S, R, E) = {history[epoch].sizes}, the"
+                f" group is {self.placement.sizes}"
+            )
         if epoch not in earlier:
             raise NotFound(f"no placement of epoch {epoch} is recorded; there are {earlier}")
         return epoch, history[epoch]
@@ -232,8 +288,15 @@ class DeploymentState:
         return self._before_last_plan(earlier) if earlier else None
 
     def _earlier_epochs(self) -> list[Epoch]:
-        current = self.epoch
-        return sorted(e for e in self.history if current is not None and e < current)
+        """Return the recorded epochs before the present one in which the group had its size."""
+        current, placement = self.epoch, self.placement
+        if current is None or placement is None:
+            return []
+        return sorted(
+            epoch
+            for epoch, known in self.history.items()
+            if epoch < current and known.sizes == placement.sizes
+        )
 
     def _before_last_plan(self, earlier: list[Epoch]) -> Epoch:
         """Return the recorded base of the plan that led to the current epoch, else the newest.

@@ -249,6 +249,13 @@ class Membership:
         return any(member.hello.slots_stay_filled for member in self.members.values())
 
     @property
+    def came_from(self) -> Generation | None:
+        """The generation of another size that the registered one came from; None if it came from
+        none."""
+        told = (member.hello.lineage for member in self.members.values())
+        return next((lineage.generation for lineage in told if lineage is not None), None)
+
+    @property
     def observers(self) -> list[EpRank]:
         """The ranks that refuse every wave as they were started, ascending."""
         return sorted(rank for rank, m in self.members.items() if not m.hello.migrates)
@@ -331,6 +338,8 @@ class Membership:
                 detail = f"rank {rank} has {shape}, rank {other.identity.rank} {other.shape}"
                 return Admission(False, Reason.SHAPE_DISAGREES, detail)
             equal_shape = other.shape
+            if conflict := _lineage_conflict(hello, other):
+                return Admission(False, Reason.SHAPE_DISAGREES, conflict)
             same_version = other.weights_version == hello.weights_version
             if same_version and other.checksums_digest != hello.checksums_digest:
                 detail = (
@@ -346,6 +355,17 @@ class Membership:
         if incarnation < newest:
             return self.fresh(hello.identity.rank, now)
         return incarnation == newest and stream <= known.stream
+
+
+def _lineage_conflict(one: Hello, other: Hello) -> str:
+    """Return why two ranks of a group cannot both come from where they say; empty if they can."""
+    mine, theirs = one.lineage, other.lineage
+    if mine is None and theirs is None:
+        return ""
+    if mine is not None and theirs is not None and mine.generation == theirs.generation:
+        if mine.rank is None or mine.rank != theirs.rank:
+            return ""
+    return f"rank {one.identity.rank} comes from {mine}, rank {other.identity.rank} from {theirs}"
 
 
 def _displaced(old: Hello, new: Hello) -> str:

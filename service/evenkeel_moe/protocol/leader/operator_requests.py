@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from evenkeel_moe.errors import Conflict, Reason
 from evenkeel_moe.model.hold import Hold
-from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
-from evenkeel_moe.model.quantities import duration_text
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import ControlAction
 from evenkeel_moe.protocol.leader.plan_moves import PlanMoves
@@ -39,7 +38,7 @@ class OperatorRequests(PlanMoves):
         self.check_plan(plan)
         if event.approve:
             self._require_another_approver(plan, by, by)
-            self._require_free(plan, now)
+            self.require_free(plan.kind, now)
         phase = PlanPhase.APPROVED if event.approve else PlanPhase.PROPOSED
         unix, digest = now + self.unix_offset_s, event.request_digest
         actions: list[ControlAction] = [
@@ -81,7 +80,7 @@ class OperatorRequests(PlanMoves):
         if plan.expires_at is not None and unix >= plan.expires_at:
             raise Conflict(f"plan {plan_id} ran out at {plan.expires_at:.0f}", Reason.EXPIRED)
         self._require_another_approver(plan, record.made_by, by)
-        self._require_free(plan, now)
+        self.require_free(plan.kind, now)
         change = self.records.change(
             record, "approved", unix, phase=PlanPhase.APPROVED, by=by, approved_by=by
         )
@@ -114,6 +113,34 @@ class OperatorRequests(PlanMoves):
 
     # --- settings ---------------------------------------------------------------------------------
 
+    def _retire(self, event: ctl.RanksRetired, now: float) -> list[ControlAction]:
+        """Let ranks retire, and start their evacuation.
+
+        Raises:
+            Conflict: RESIZING if other ranks retire already; else as `_submit`.
+            InfeasiblePlan: as `_submit`.
+        """
+        loop = self.as_leader.planning_loop
+        before = loop.hold.retiring
+        if before is not None and before != event.retiring:
+            raise Conflict(
+                f"ranks {list(before.ranks)} retire already: wait until they have left, or"
+                f" `evenkeel resume -d {self.deployment}`",
+                Reason.RESIZING,
+            )
+        actions = [] if event.evacuation is None else self._submit(event.evacuation, now)
+        loop.hold = replace(loop.hold, retiring=event.retiring)
+        return [self.document(), *actions]
+
+    def _end_retirement(self) -> list[ControlAction]:
+        """End a retirement of ranks once the group has another number of ranks."""
+        loop, shape = self.as_leader.planning_loop, self.membership.shape
+        retiring = loop.hold.retiring
+        if retiring is None or shape is None or shape.num_ranks == retiring.num_ranks:
+            return []
+        loop.hold = replace(loop.hold, retiring=None)
+        return [self.document()]
+
     def _set_policy(self, event: ctl.PolicySet, now: float) -> list[ControlAction]:
         """Use this policy from the next cycle on.
 
@@ -132,13 +159,13 @@ class OperatorRequests(PlanMoves):
         return [self.document()]
 
     def _resume(self, _event: object, now: float) -> list[ControlAction]:
-        """Let plans begin again: end a freeze, and the hold on automatic plans."""
+        """Let plans begin again: end a freeze, a retirement, and the hold on automatic plans."""
         loop = self.as_leader.planning_loop
         because = loop.hold.because
-        if because is None and not loop.frozen_until:
+        if because is None and not loop.frozen_until and loop.hold.retiring is None:
             return []  # A repeated request: its caller may have missed the first answer.
         loop.frozen_until = 0.0
-        if because is not None:
+        if because is not None or loop.hold.retiring is not None:
             stopped = because is Reason.GAINS_NOT_DELIVERED
             since = now + self.unix_offset_s if stopped else loop.hold.judged_from
             loop.hold = Hold(None, since)
@@ -156,48 +183,3 @@ class OperatorRequests(PlanMoves):
                 f" separate_approval another token than its maker's must approve it",
                 Reason.SEPARATE_APPROVAL,
             )
-
-    def _require_free(self, plan: Plan, now: float) -> None:
-        """Refuse a plan under the lock of mode observe, on ranks that observe, or beside another.
-
-        A freeze and the schedule do not stop a rollback.
-        """
-        if self.policy.locked:
-            raise Conflict(
-                "the mode is observe and observe_lock is set, so nothing may move weights; an admin"
-                " can set another mode, or observe_lock to false",
-                Reason.OBSERVE_MODE,
-            )
-        observers = self.membership.observers
-        if observers:
-            raise Conflict(
-                f"ranks {observers} only observe and refuse every plan: start all ranks of a group"
-                " with EVENKEEL_RANK__MODE=place",
-                Reason.OBSERVE_ONLY,
-            )
-        active = self.records.active
-        if active is not None:
-            raise plan_in_progress(active)
-        if plan.kind is PlanKind.ROLLBACK:
-            return
-        unix = now + self.unix_offset_s
-        if unix < self.frozen_until:
-            wait = duration_text(self.frozen_until - unix)
-            raise Conflict(
-                f"paused for another {wait}; `evenkeel resume -d {self.deployment}` ends that",
-                Reason.FROZEN,
-            )
-        opens_at = self.policy.schedule.opens_at(unix)
-        if opens_at != unix:
-            assert opens_at is not None
-            wait = duration_text(opens_at - unix)
-            raise Conflict(f"the schedule opens in {wait}", Reason.OUTSIDE_SCHEDULE)
-
-
-def plan_in_progress(active: PlanRecord) -> Conflict:
-    """Return the refusal of a plan while another one runs."""
-    plan = active.plan
-    cancel = f"`evenkeel plan cancel {plan.plan_id} -d {plan.deployment}`"
-    return Conflict(
-        f"plan {plan.plan_id} is {active.phase}: wait for it, or {cancel}", Reason.PLAN_IN_PROGRESS
-    )

@@ -17,6 +17,7 @@ from evenkeel_moe.protocol.control_messages import (
     PersistEpoch,
     PersistPlan,
     WaveBegins,
+    WaveEnded,
     WaveHealth,
 )
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
@@ -31,7 +32,7 @@ from evenkeel_moe.protocol.leader.plan_validation import (
 )
 from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.leader.wave_durations import WaveDurations
-from evenkeel_moe.protocol.messages import Leader, Prepare, StagingProgress
+from evenkeel_moe.protocol.messages import Leader, MovedAnswers, Prepare, StagingProgress
 from evenkeel_moe.protocol.timing import WaveTiming
 from evenkeel_moe.protocol.transitions import CoordinatorState
 
@@ -74,6 +75,8 @@ class PlanExecutor:
         self.coordinator: Coordinator | None = None
         self.staged: dict[EpRank, tuple[int, int]] = {}
         """(bytes done, bytes total) of the running wave, by rank."""
+        self._answers: dict[WaveKey, dict[EpRank, MovedAnswers]] = {}
+        """What ranks told of the experts that waves moved, until all ranks have told it."""
         self.weights_changed = False
         """True if a rank reports other weights; no wave begins until all ranks were asked (R4)."""
         self.aborted_found: set[WaveKey] = set()
@@ -231,11 +234,7 @@ class PlanExecutor:
         if self._durations and isinstance(event, FromRank) and coordinator.peers.counts(event):
             self._durations.note(event, now)
         answers = coordinator.handle(event, now)
-        actions: list[ControlAction] = []
-        committed = CoordinatorState.COMMITTED
-        if coordinator.state is committed and before is not committed:
-            # Before the wave's outcome: a stored outcome is always counted by the stored plan.
-            actions += self._record_commit(now)
+        actions = self._entered(coordinator, now) if coordinator.state is not before else []
         actions += answers
         for action in answers:
             # The plan of an aborted wave ends with it and is not recorded as resumed.
@@ -251,12 +250,49 @@ class PlanExecutor:
         if self.coordinator is not None and message.wave == self.coordinator.wave:
             self.staged[rank] = (message.bytes_done, message.bytes_total)
 
+    def answered(self, rank: EpRank, message: MovedAnswers, now: float) -> list[ControlAction]:
+        """Note how the experts that a wave moved to a rank answer; the last rank completes it."""
+        wave = message.wave
+        record, members = self._plan_of(wave), self.membership.members
+        self._answers = {key: told for key, told in self._answers.items() if self._plan_of(key)}
+        if record is None or self.records.has_answers(record, wave.wave_index):
+            return []
+        told = self._answers.setdefault(wave, {})
+        told[rank] = message
+        if set(members) - set(told):
+            return []
+        del self._answers[wave]
+        return [self.records.answered(record, list(told.values()), now + self.unix_offset_s)]
+
     def _record(self) -> PlanRecord | None:
         """Return the record of the coordinator's plan; None for a found wave."""
         assert self.coordinator is not None
         if self._next_placement is None:
             return None
         return self.records.get(self.coordinator.wave.plan_id)
+
+    def _entered(self, coordinator: Coordinator, now: float) -> list[ControlAction]:
+        """Note what the new state of the wave means for its plan and for the group."""
+        match coordinator.state:
+            case CoordinatorState.COMMITTING:
+                return self._record_agreement(coordinator.wave, now)
+            case CoordinatorState.COMMITTED:
+                ended = WaveEnded(coordinator.wave, True, coordinator.reason)
+                return [*self._record_commit(now), ended]
+            case CoordinatorState.ABORTED:
+                return [WaveEnded(coordinator.wave, False, coordinator.reason)]
+            case _:
+                return []
+
+    def _record_agreement(self, wave: WaveKey, now: float) -> list[ControlAction]:
+        """All ranks agreed on the wave: Commit waits until the plan's record says so.
+
+        Without it nobody could tell later if a wave that no rank acknowledged can have swapped.
+        """
+        record, unix = self._plan_of(wave), now + self.unix_offset_s
+        if record is None or record.phase.terminal or record.waves_committed != wave.wave_index:
+            return []
+        return [self.records.change(record, "wave_agreed", unix, wave_agreed=True)]
 
     def _record_commit(self, now: float) -> list[ControlAction]:
         """One rank is at the new epoch: all ranks reach it at the same boundary (R3)."""

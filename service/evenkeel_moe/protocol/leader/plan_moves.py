@@ -1,7 +1,7 @@
 """The moves of a deployment's machine from one wave to the next, and between plans."""
 
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.plan import PlanKind, PlanRecord
+from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import ControlAction
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
@@ -54,13 +54,10 @@ class PlanMoves(DeploymentState):
         return actions
 
     def _closed_for(self, record: PlanRecord, now: float) -> Reason | None:
-        """Return the reason if a freeze or the schedule stops a plan.
-
-        They do not stop a rollback, nor a plan that has begun.
-        """
-        if record.plan.kind is PlanKind.ROLLBACK or record.has_begun:
+        """Return the reason if no plan of its kind may begin now; None if it has begun."""
+        if record.has_begun:
             return None
-        return self.as_leader.planning_loop.closed(now)
+        return self.as_leader.planning_loop.closed(now, record.plan.kind)
 
     def _end_recovery(self, now: float) -> list[ControlAction]:
         """Leave RECOVERING if the recovery is over."""

@@ -3,7 +3,7 @@
 Every change returns the PersistPlan that stores it. Which plan may run is decided in `control`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
 from evenkeel_moe.protocol.control_messages import PersistPlan
+from evenkeel_moe.protocol.messages import MovedAnswers
 
 _KEPT_TERMINAL = 16
 """Ended plans kept in memory. The store keeps more: one plan of a large model takes megabytes."""
@@ -26,6 +27,9 @@ _MOST_PROPOSALS = 32
 """Proposals made by hand that may wait at the same time."""
 
 _ACTIVE = frozenset({PlanPhase.APPROVED, PlanPhase.MIGRATING, PlanPhase.PAUSED, PlanPhase.STALLED})
+
+ANSWERED = "answered"
+"""The event of a story's row about the experts that a wave moved."""
 
 _OVERTAKEN = frozenset(
     {
@@ -191,9 +195,10 @@ class PlanRecords:
         """
         phase = record.phase if phase is None else phase
         reason = record.reason if reason is None else reason
-        waves = record.waves_committed if waves_committed is None else waves_committed
         row: dict[str, Any] = _story_row(unix, event, phase, reason)
-        row |= {"waves_committed": waves} if waves_committed is not None else {}
+        if waves_committed is not None:
+            row |= {"waves_committed": waves_committed}
+            marks |= {"waves_committed": waves_committed, "wave_agreed": False}
         row |= {"detail": detail} if detail else {}
         row |= {"by": by} if by else {}
         failed = phase.terminal and phase is not PlanPhase.COMMITTED
@@ -201,7 +206,6 @@ class PlanRecords:
             record,
             phase=phase,
             reason=reason,
-            waves_committed=waves,
             updated_at=unix,
             error=(detail or reason.value) if failed else record.error,
             story=(*record.story, row),
@@ -233,6 +237,25 @@ class PlanRecords:
             delivered, record.plan.numbers
         )
         new = replace(record, delivered=delivered, story=(*record.story, row))
+        self.by_id[record.plan.plan_id] = new
+        return PersistPlan(new)
+
+    @staticmethod
+    def has_answers(record: PlanRecord, wave: int) -> bool:
+        """Return True if the story has what the experts that a wave moved answer."""
+        return any(row["event"] == ANSWERED and row.get("wave") == wave for row in record.story)
+
+    def answered(
+        self, record: PlanRecord, answers: Sequence[MovedAnswers], unix: float
+    ) -> PersistPlan:
+        """Enter how the experts that a wave moved answer, by the sums over its ranks."""
+        row = _story_row(unix, ANSWERED, record.phase, record.reason)
+        row |= {"wave": answers[0].wave.wave_index}
+        row |= {
+            name: sum(getattr(one, name) for one in answers)
+            for name in ("moved", "same", "different", "blind")
+        }
+        new = replace(record, story=(*record.story, row))
         self.by_id[record.plan.plan_id] = new
         return PersistPlan(new)
 
@@ -303,6 +326,12 @@ def story_of(delivered: DeliveredGain, promised: Mapping[str, float]) -> dict[st
         "delivered_lower": delivered.lower,
         "delivered_upper": delivered.upper,
         "steps": delivered.steps,
+        **{
+            f"{name}_{when}": getattr(speed, name)
+            for when, speed in (("before", delivered.before), ("after", delivered.after))
+            if speed is not None
+            for name in ("step_s", "tokens_per_s")
+        },
     }
     return figures | ({"detail": delivered.unknown_because} if delivered.unknown_because else {})
 

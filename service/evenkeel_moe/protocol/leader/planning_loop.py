@@ -8,7 +8,7 @@ from typing import Any
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.hold import Hold
-from evenkeel_moe.model.plan import Plan, PlanPhase
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol.control_messages import (
     ControlAction,
@@ -55,8 +55,16 @@ class PlanningLoop:
         self._cycle_policy = policy
         """The policy at the start of the cycle under way."""
 
-    def tick(self, now: float, blocked_by: Reason | None) -> list[ControlAction]:
-        """Begin a cycle if it is time; `blocked_by` is the reason why no plan can begin now."""
+    def tick(
+        self, now: float, *, unknown: Reason | None, fault: Reason | None
+    ) -> list[ControlAction]:
+        """Begin a cycle if it is time. One in which no plan may begin measures the balance.
+
+        Args:
+            now: monotonic seconds.
+            unknown: the reason why the ranks' placement is not known; None if it is.
+            fault: a fault of the store, because of which no plan may begin; None if there is none.
+        """
         if self._began is not None and now - self._began >= self.deadline_s:
             self._began = None
             return [self.decide(Reason.PLANNER_FAILED, now, numbers={"waited_s": self.deadline_s})]
@@ -65,33 +73,28 @@ class PlanningLoop:
         if now < self._last_cycle_at + self.policy.cycle_s or self._began is not None:
             return []
         self._last_cycle_at = now
-        reason = blocked_by or self._refusal(now)
-        if reason is Reason.PLAN_PROPOSED:
-            return [self._wait_for_approval(now)]
-        if reason is not None:
-            return [self.decide(reason, now)]
+        if unknown is not None:
+            return [self.decide(unknown, now)]
         group, generation = self.executor.group, self.executor.membership.generation
         assert group is not None and generation is not None
         self._number = next(self._numbers)
         self._began = now
         self._cycle_policy = self.policy
         return [
-            RunCycle(self._number, group.epoch, group.placement, generation, group.weights_version)
+            RunCycle(
+                self._number,
+                group.epoch,
+                group.placement,
+                generation,
+                group.weights_version,
+                fault or self._refusal(now),
+            )
         ]
-
-    def _wait_for_approval(self, now: float) -> PersistDecision:
-        """Return the row of a cycle that waits for the approval of a proposal."""
-        waiting = self.executor.records.proposal()
-        assert waiting is not None
-        numbers = {}
-        if waiting.plan.expires_at is not None:
-            numbers["expires_in_s"] = waiting.plan.expires_at - now - self.executor.unix_offset_s
-        return self.decide(Reason.PLAN_PROPOSED, now, waiting.plan, numbers)
 
     def _refusal(self, now: float) -> Reason | None:
         """Return the reason why no new automatic plan may be made now."""
         executor, records = self.executor, self.executor.records
-        closed = self.closed(now)
+        closed = self.closed(now, PlanKind.AUTOMATIC)
         if closed is not None:
             return closed
         if self.policy.mode is Mode.AUTO and self.hold.because is not None:
@@ -106,12 +109,20 @@ class PlanningLoop:
             return quorum.reason
         return None
 
-    def closed(self, now: float) -> Reason | None:
-        """Return the reason if a freeze or the schedule lets no plan begin now."""
+    def closed(self, now: float, kind: PlanKind) -> Reason | None:
+        """Return the reason if a freeze, the schedule or retiring ranks let no plan begin now.
+
+        They do not stop a rollback (R16), and retiring ranks do not stop their evacuation.
+        """
         unix = now + self.executor.unix_offset_s
+        if kind is PlanKind.ROLLBACK:
+            return None
         if unix < self.frozen_until:
             return Reason.FROZEN
-        return None if self.policy.schedule.is_open(unix) else Reason.OUTSIDE_SCHEDULE
+        if not self.policy.schedule.is_open(unix):
+            return Reason.OUTSIDE_SCHEDULE
+        retiring = self.hold.retiring is not None and kind is not PlanKind.EVACUATION
+        return Reason.RESIZING if retiring else None
 
     def take(
         self, event: CycleDecided, now: float, blocked_by: Reason | None
@@ -122,9 +133,8 @@ class PlanningLoop:
         self._began = None
         plan, executor = event.plan, self.executor
         reason = event.reason if plan is None else self._answer_refusal(plan, now, blocked_by)
-        if reason is not None:
-            return [self.decide(reason, now, numbers=event.numbers, shadow=event.shadow)]
-        assert plan is not None
+        if reason is not None or plan is None:
+            return [self._decide_without_plan(reason or event.reason, event, now)]
         refusal, unix = executor.plan_problem(plan), now + executor.unix_offset_s
         auto = self.policy.mode is Mode.AUTO
         if refusal is not None:
@@ -136,6 +146,18 @@ class PlanningLoop:
             by = "auto" if auto else ""
             entered = executor.records.add(plan, phase, plan.reason, unix, by=by)
         return [entered, self.decide(decided, now, plan, event.numbers, event.shadow)]
+
+    def _decide_without_plan(
+        self, reason: Reason, event: CycleDecided, now: float
+    ) -> PersistDecision:
+        """Return the row of a cycle that enters no plan; it names a proposal that it waits for."""
+        waiting = self.executor.records.proposal() if reason is Reason.PLAN_PROPOSED else None
+        plan, numbers = None, dict(event.numbers)
+        if waiting is not None:
+            plan = waiting.plan
+            if plan.expires_at is not None:
+                numbers["expires_in_s"] = plan.expires_at - now - self.executor.unix_offset_s
+        return self.decide(reason, now, plan, numbers, event.shadow)
 
     def _answer_refusal(self, plan: Plan, now: float, blocked_by: Reason | None) -> Reason | None:
         """Return the reason why the planner's plan is not entered."""

@@ -10,8 +10,8 @@ from evenkeel_moe.protocol.control_messages import (
     Alert,
     ControlAction,
     PersistEpoch,
-    PersistOutcome,
     SendToRank,
+    WaveEnded,
 )
 from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
 from evenkeel_moe.protocol.leader.plan_validation import placement_at
@@ -176,26 +176,24 @@ class Recovery:
         return actions
 
     def _count_swapped(self, record: PlanRecord, unix: float) -> list[ControlAction]:
-        """Count waves that all ranks swapped, and none lived to acknowledge (R12).
+        """Count a wave that all ranks swapped, and none lived to acknowledge (R12).
 
-        They are known from the epoch and placement at which the group comes up again. Another group
-        of the same name may have both by another plan, so a wave that was dropped is not asked for.
+        It is known from the epoch and placement at which the group comes up again. Another group of
+        the same name may have both by another plan, so it is asked only for a wave on which all
+        ranks agreed, and that was not dropped.
         """
-        plan, records = record.plan, self.executor.records
+        if not record.wave_agreed:
+            return []
+        plan, waves, records = record.plan, record.waves_committed + 1, self.executor.records
         hellos = [member.hello for member in self.executor.membership.members.values()]
         found = {(hello.epoch, hello.placement_digest) for hello in hellos}
-        epoch, _ = next(iter(found))
-        waves = epoch - plan.base_epoch
-        uncounted = record.has_begun and record.waves_committed < waves <= len(plan.waves)
-        if not uncounted or found != {(epoch, placement_at(plan, waves).digest)}:
+        epoch = plan.base_epoch + waves
+        if found != {(epoch, placement_at(plan, waves).digest)}:
             return []
         detail = f"the ranks came back at epoch {epoch}"
         return [
             records.change(record, "wave_committed", unix, waves_committed=waves, detail=detail),
-            *(
-                PersistOutcome(plan.key(index), True, Reason.COMMITTED)
-                for index in range(record.waves_committed, waves)
-            ),
+            WaveEnded(plan.key(waves - 1), True, Reason.COMMITTED),
         ]
 
     def _reconcile_all(self, answered: QueryRound, now: float) -> list[ControlAction]:

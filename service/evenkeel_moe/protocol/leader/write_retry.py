@@ -50,12 +50,7 @@ class WriteRetry:
 
 
 def _newest(persists: list[PersistAction]) -> list[PersistAction]:
-    """Return the newest version of each record, in the place of its oldest version.
-
-    A wave's plan is written before the wave's outcome. If the newest version of the plan moved
-    behind the outcome, a store that takes only the first writes would have the outcome of a wave
-    that no plan counts.
-    """
+    """Return the newest version of each record, in the place of its oldest version."""
     kept: dict[object, PersistAction] = {}
     for number, action in enumerate(persists):
         key: object = type(action)
@@ -64,8 +59,6 @@ def _newest(persists: list[PersistAction]) -> list[PersistAction]:
                 key = record.plan.plan_id
             case ctl.PersistDocument(name=name):
                 key = (type(action), name)
-            case ctl.PersistIntent(wave=wave) | ctl.PersistOutcome(wave=wave):
-                key = (type(action), wave)
             case ctl.PersistDecision():
                 key = number
         kept[key] = action
