@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 INSTALL := .venv/$(PIP_INSTALL)
 
-.PHONY: demo help test test-slow faults test-engines test-vllm test-gpu gpu-report test-deploy test-console
+.PHONY: demo help test test-slow faults test-engines test-lplb test-vllm test-gpu gpu-report test-deploy test-console
 .PHONY: example-join example-qwen3moe check sim explore mutants quint chaos fuzz
 .PHONY: format console-vendor console-images readme-picture
 .PHONY: proto verify-proto
@@ -13,9 +13,10 @@ INSTALL := .venv/$(PIP_INSTALL)
 
 # SLOW=1 slows a rank for a while; SLOW=told slows it from the start, and ranks tell their times.
 SLOW_FLAGS = $(if $(SLOW),--slow $(if $(filter told,$(SLOW)),--told))
+# RESIZE=1 takes the group from 4 ranks to 6 and to 3 while it serves requests.
 # CONSOLE=1 serves until Ctrl-C and prints the link of the web console.
 demo: .venv/ready ## Shows a real engine that loses and regains its balance.
-	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(SLOW_FLAGS) $(if $(CONSOLE),--console) \
+	$(BIN)/evenkeel demo $(if $(FAULT),--fault $(FAULT)) $(SLOW_FLAGS) $(if $(CONSOLE),--console) $(if $(RESIZE),--resize) \
 	  $(DEMO_FLAGS)
 
 # In a new clone the kernels are compiled beside the checks: each takes one core.
@@ -40,6 +41,12 @@ test-engines: .venv/ready ## Tests the plugins with the engines' own balancers.
 	$(INSTALL) -c constraints.txt -e '.[examples]'
 	ENGINES="$(ENGINES)" $(BIN)/python -m tests.engines.fetch
 	ENGINES="$(ENGINES)" $(BIN)/pytest -v -n 3 --dist loadfile -m engines tests/engines
+
+# Not in CI: Triton has 1 GB, and its interpreter takes minutes. For more problems:
+# `python -m bench.lplb_kernel --problems 10000`.
+test-lplb: .venv/ready ## Runs LPLB's kernel under Triton's interpreter against HiGHS.
+	$(INSTALL) -c constraints.txt -e '.[lplb]'
+	$(BIN)/pytest tests/dispatch/test_lplb_kernel.py
 
 # Runs the toy engine of docs/join.md on two processes under a real controller.
 example-join: .venv/ready ## Runs the toy engine of docs/join.md under a real controller.

@@ -110,7 +110,7 @@ class Side:
     def step_times(self) -> NDArray[np.float64]:
         """Return (turns,) mean seconds of the steps within each turn, after its first SETTLE_S."""
         log = FleetLog(RANKS)
-        log.feed(read_new_lines(self.fleet.supervisor.folder, RANKS, {}))
+        log.feed(read_new_lines(self.fleet.supervisor.folder, {}))
         ended = np.array([row.unix for row in log.rows])
         took = np.array([row.seconds for row in log.rows])
         return np.array(

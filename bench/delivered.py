@@ -96,10 +96,10 @@ def run_once(run: int) -> list[Promise]:
         plans: list[Mapping[str, Any]] = []
         until = time.monotonic() + _TIMEOUT_S
         while supervisor.poll() is None and not stop and time.monotonic() < until:
-            fleet.feed(read_new_lines(supervisor.folder, _RANKS, offsets))
+            fleet.feed(read_new_lines(supervisor.folder, offsets))
             plans = _plans(controller) or plans
             stop.wait(0.5)
-        fleet.feed(read_new_lines(supervisor.folder, _RANKS, offsets))
+        fleet.feed(read_new_lines(supervisor.folder, offsets))
     return [
         _promise(run, plan, fleet)
         for plan in plans

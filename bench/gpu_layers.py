@@ -25,7 +25,7 @@ from evenkeel_moe.agent.profile.timing import time_points
 from evenkeel_moe.formats import read_trace
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.placement import EMPTY, Placement
-from evenkeel_moe.planning.policies.registry import resolve_policy
+from evenkeel_moe.planning.policies.registry import find_policy
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.relabel import relabel_proposal
 from evenkeel_moe.replay.walk import Setup
@@ -124,7 +124,7 @@ def _planned(setup: Setup, name: str, objective: Objective) -> Placement:
     """Return the placement that a policy plans on the first window of the trace."""
     under = replace(setup, objective=objective)
     problem = under.problem(0, setup.window_steps, Placement.initial(setup.shape))
-    return relabel_proposal(problem, resolve_policy(name)(problem))
+    return relabel_proposal(problem, find_policy(name)(problem))
 
 
 def _by_fit(cost: ReplicaCost) -> Callable[[Share], float]:

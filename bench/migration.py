@@ -99,7 +99,7 @@ def serving(wanted: int) -> list[Row]:
         for number in range(wanted):
             steps(BETWEEN_STEPS)
             move(served, fleet, rng, f"bench-{number}")
-        log.feed(read_new_lines(fleet.supervisor.folder, RANKS, offsets))
+        log.feed(read_new_lines(fleet.supervisor.folder, offsets))
         return serving_rows(log, plans(served))
 
 

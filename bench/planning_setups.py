@@ -15,7 +15,12 @@ from bench.planning_walk import FLEETS, RIVALS, recorded, setup_of, upper95
 from bench.report import Row, print_row, write_report
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.cost import CostModel
-from evenkeel_moe.planning.policies.craft.policy import CraftOptions, GainWeighting, plan_craft
+from evenkeel_moe.planning.policies.craft.policy import (
+    CraftOptions,
+    GainWeighting,
+    ReplicaRule,
+    plan_craft,
+)
 from evenkeel_moe.planning.policies.gem.policy import plan_gem
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
@@ -117,7 +122,7 @@ def craft_objective_rows(traces: list[Trace]) -> Iterator[list[Row]]:
                 pool_slots_per_rank=trace.num_layers * single + factor,
             )
             for weighting in GainWeighting:
-                plan = partial(plan_craft, options=CraftOptions(weighting=weighting))
+                plan = partial(plan_craft, options=CraftOptions(weighting, ReplicaRule.MEMORY))
                 walk = _walk("craft", plan, replace(setup, shape=shape))
                 balance = metrics.balancedness_mean(walk.rank_load)
                 rows.append(

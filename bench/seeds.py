@@ -6,13 +6,14 @@ docs/seeds.md sets the rows beside what the papers say: python -m bench.seeds [S
 import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.dispatch_tokens import accuracy_rows, recorded_ids
+from bench.dispatch_tokens import accuracy_rows, recorded_ids, waterfill_rule_rows
 from bench.dispatch_tokens import waterfill_rows as token_waterfill_rows
 from bench.dispatch_traces import Recorded, read_all
 from bench.report import Row, print_row, print_versions, save_rows
@@ -23,7 +24,10 @@ from bench.seeds_dispatch import (
     metro_rows,
     waterfill_rows,
 )
+from bench.seeds_gem import gem_search_rows
+from bench.seeds_kv import kv_rows, memory_rows
 from bench.seeds_placement import craft_rows, gem_rows, gem_window_rows, libra_policy_rows
+from bench.seeds_regimes import regime_rows
 from evenkeel_moe.planning.policies.registry import warm_kernels
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
@@ -37,14 +41,18 @@ def sections(
     return {
         "craft": lambda: craft_rows(traces),
         "gem": lambda: gem_rows(traces),
+        "gem-search": lambda: gem_search_rows(traces),
         "gem-window": lambda: gem_window_rows(traces),
+        "regimes": regime_rows,
         "libra": lambda: libra_rows(traces),
         "libra-policy": lambda: libra_policy_rows(traces),
         "lplb": lambda: lplb_rows(traces),
-        "waterfill": lambda: waterfill_rows(traces),
+        "waterfill": lambda: chain(waterfill_rows(traces), waterfill_rule_rows(ids)),
         "metro": lambda: metro_rows(traces),
         "tokens": lambda: [token_waterfill_rows(ids), accuracy_rows(traces, ids)],
         "capacity": lambda: capacity_rows(ids),
+        "kv-paper": lambda: [memory_rows()],
+        "kv": kv_rows,
     }
 
 

@@ -23,14 +23,14 @@ from bench.time_slow_rank import slow_rank_rows
 from bench.time_verdict import verdict_rows
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.policies.registry import warm_kernels
+from evenkeel_moe.planning.policies.registry import POLICIES, warm_kernels
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.replay.planners import choose_planners
 from evenkeel_moe.replay.walk import Setup, Walk, walk_forward
 
 __all__ = ["time_rows"]
 
-RIVALS = ("eplb", "craft", "gem", "libra", "metro")
+RIVALS = tuple(name for name in POLICIES if name != "keel")
 """Policies whose placements follow from tokens or activations alone."""
 
 

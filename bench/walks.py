@@ -28,7 +28,7 @@ from bench.time_models import READS, roofline
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.policies.registry import resolve_policy, warm_kernels
+from evenkeel_moe.planning.policies.registry import find_policy, warm_kernels
 from evenkeel_moe.replay.walk import Setup, walk_forward
 
 REPLANS = 12
@@ -53,7 +53,7 @@ def setup_under(trace: Trace, ranks: int, slots: int, k: float, rule: DispatchMo
 
 def walk_rows(policy: str, given: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield the name and the figures of each row."""
-    plan = resolve_policy(policy)
+    plan = find_policy(policy)
     rows = product(
         cases(given.names, given.fleet), given.dispatch or DispatchModel, given.k or READS
     )

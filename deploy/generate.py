@@ -19,6 +19,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from deploy.chart_values import CHART, ROOT, Bound, values
 from deploy.dashboards import dashboards
 from deploy.json_text import json_text
+from deploy.machines_page import machines_page
 from deploy.runbook_pages import write_pages
 from deploy.settings_reference import options_table, settings_page
 from evenkeel_moe.model.policy import Mode
@@ -52,6 +53,7 @@ def generated() -> dict[Path, str]:
     files[ROOT / "deploy" / "prometheus" / "alertmanager.yaml"] = alertmanager()
     files[CHART / "values.schema.json"] = json_text(_schema())
     files[ROOT / "docs" / "settings.md"] = settings_page()
+    files[ROOT / "docs" / "machines.md"] = machines_page()
     files[CHART / "README.md"] = _with_table(CHART / "README.md", "values", values_table())
     offline = ROOT / "docs" / "offline.md"
     files[offline] = _with_table(offline, "options", options_table())

@@ -10,7 +10,12 @@ from typing import Any
 from pydantic import BaseModel, create_model
 
 from evenkeel_moe.planning.decision.gates import GateSettings
-from evenkeel_moe.replay.options import CompareOptions, OfflineOptions, SinglePlanOptions
+from evenkeel_moe.replay.options import (
+    CapacityOptions,
+    CompareOptions,
+    OfflineOptions,
+    SinglePlanOptions,
+)
 from evenkeel_moe.settings import Settings
 
 _BOUNDS = (
@@ -52,6 +57,7 @@ _COMMANDS: dict[str, type[BaseModel]] = {
     "`offline`": OfflineOptions,
     "`replay compare`": CompareOptions,
     "`replay plan`": SinglePlanOptions,
+    "`capacity`": CapacityOptions,
 }
 """The options in the file of each command."""
 

@@ -388,7 +388,7 @@ def _layer_matrix() -> table.Panel:
     )
     panel = panel.description(
         "Current load of a rank in a layer over the layer's mean, worst layers first."
-        " Needs metrics.layer_rank_series."
+        " metrics.layer_rank_series sets how many."
     )
     panel = panel.with_target(query_of(expr, instant=True).format(PromQueryFormat.TABLE)).decimals(
         2

@@ -15,8 +15,9 @@ from typing import Any
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.demo.processes import free_ports
+from evenkeel_moe.engines.reference.fleet_report import FleetReport
 from evenkeel_moe.engines.reference.lines import read_lines
-from evenkeel_moe.engines.reference.supervisor import FleetReport, Supervisor
+from evenkeel_moe.engines.reference.supervisor import Supervisor
 from tests.chaos.judge.case import DUMPS, WIRE
 from tests.chaos.judge.wire_log import WireWriter
 from tests.chaos.operator import Operator

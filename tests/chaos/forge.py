@@ -65,18 +65,19 @@ class Forger:
     # --- the store ---
 
     def last_dump(self, change: Callable[[dict[str, Any]], None]) -> None:
-        """Change the keys of the last dump, which are named without prefix and deployment."""
+        """Change the keys of the dump after the run, which are named without their prefix."""
         dumps = self._dumps()
-        keys = dumps[-1]["keys"]
+        final = next(dump for dump in reversed(dumps) if dump["final"])
+        keys = final["keys"]
         prefix = next(iter(keys)).rpartition(":")[0] + ":"
         plain = {key.removeprefix(prefix): value for key, value in keys.items()}
         change(plain)
-        dumps[-1]["keys"] = {prefix + key: value for key, value in plain.items()}
+        final["keys"] = {prefix + key: value for key, value in plain.items()}
         self._write_dumps(dumps)
 
     def drop_last_dump(self) -> None:
         """Remove the dump after the run."""
-        self._write_dumps(self._dumps()[:-1])
+        self._write_dumps([dump for dump in self._dumps() if not dump["final"]])
 
     def _dumps(self) -> list[dict[str, Any]]:
         with gzip.open(self.folder / DUMPS, "rt", encoding="utf-8") as file:

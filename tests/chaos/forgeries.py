@@ -5,7 +5,8 @@ import json
 
 import zstandard
 
-from tests.chaos.judge.case import wave_of
+from tests.chaos.judge.case import wave_in, wave_of
+from tests.chaos.judge.store import plan_of
 
 __all__ = ["FORGERIES"]
 
@@ -157,16 +158,14 @@ def commit_after_a_no(forger):
     forger.patch(vote, lambda whole: whole[:-1] + b"\0")  # It ends with the value of `yes`.
 
 
-def commit_without_intent(forger):
-    """The store had refused the intent of a Commit."""
+def commit_without_record(forger):
+    """The store had refused the record of the agreement on a Commit's wave."""
     commit, _ = forger.decided_wave()
     wave = wave_of(commit.body.wave)
-    intent = next(
-        write
-        for write in forger.case.wire.writes
-        if write.name == "intent" and json.loads(write.body)["plan_id"] == wave.plan_id
-    )
-    forger.refuse_write(intent.connection, intent.sent)
+    for write in forger.case.wire.writes:
+        if write.table == "plans" and (plan := plan_of(write.body)).agreed:
+            if wave_in(plan, plan.waves_committed) == wave:
+                forger.refuse_write(write.connection, write.sent)
 
 
 def swap_without_commit(forger):
@@ -216,11 +215,11 @@ def fallen_term(forger):
 
 def fallen_term_of_a_leader(forger):
     """A replica sent an earlier term than before on the same stream."""
-    later = [
-        message
-        for message in forger.case.messages
-        if message.kind == "query_state" and message.body.leader.term > 1
-    ]
+    asked, later = set(), []
+    for message in forger.case.messages:
+        if message.kind == "query_state" and message.body.leader.term > 1:
+            later += [message] if id(message.stream) in asked else []
+            asked.add(id(message.stream))
     forger.rewrite(later[-1], lambda body: setattr(body.leader, "term", 1))
 
 
@@ -230,7 +229,10 @@ def two_leaders(forger):
     def change(body):
         body.leader.leader_id = body.leader.leader_id[:-1] + "9"
 
-    forger.rewrite(forger.first("commit"), change)
+    first = forger.first("commit")
+    for message in first.stream.messages:  # It may have been sent again.
+        if message.kind == "commit" and message.body.wave == first.body.wave:
+            forger.rewrite(message, change)
 
 
 def two_outcomes_on_the_wire(forger):
@@ -239,16 +241,21 @@ def two_outcomes_on_the_wire(forger):
     forger.rewrite(state, lambda body: setattr(body, "last_outcome", 3))
 
 
-def two_outcomes_in_the_store(forger):
-    """The store says of the last wave the opposite of what the ranks did."""
+def uncommitted_wave(forger):
+    """The store counts a wave that no rank swapped."""
 
     def change(keys):
-        document = json.loads(base64.b64decode(keys["documents"]["outcome"]))
-        document["committed"] = not document["committed"]
-        body = json.dumps(document).encode()
-        keys["documents"]["outcome"] = base64.b64encode(body).decode()
+        name = next(iter(keys["plans"]))
+        keys["plans"][name] = _one_wave_more(keys["plans"][name])
 
     forger.last_dump(change)
+
+
+def _one_wave_more(body):
+    """Return a stored record of a plan that counts one wave more."""
+    record = json.loads(zstandard.decompress(base64.b64decode(body)))
+    record["waves_committed"] += 1
+    return base64.b64encode(zstandard.compress(json.dumps(record).encode())).decode()
 
 
 def wrong_report(forger):
@@ -315,10 +322,7 @@ def miscounted_waves(forger):
 
     def change(keys):
         for name, body in keys["plans"].items():
-            record = json.loads(zstandard.decompress(base64.b64decode(body)))
-            record["waves_committed"] += 1
-            body = zstandard.compress(json.dumps(record).encode())
-            keys["plans"][name] = base64.b64encode(body).decode()
+            keys["plans"][name] = _one_wave_more(body)
 
     forger.last_dump(change)
 
@@ -358,9 +362,9 @@ FORGERIES = {
     another_prepare: "one wave for each epoch",
     late_swap: "no Ack without a swap",
     wrong_ack: "no Ack without a swap",
-    reordered_commit: "no Commit before votes and intent",
-    commit_after_a_no: "no Commit before votes and intent",
-    commit_without_intent: "no Commit before votes and intent",
+    reordered_commit: "no Commit before votes and record",
+    commit_after_a_no: "no Commit before votes and record",
+    commit_without_record: "no Commit before votes and record",
     swap_without_commit: "every swap is acknowledged",
     lost_ack: "every swap is acknowledged",
     silent_rank: "every swap is acknowledged",
@@ -368,7 +372,7 @@ FORGERIES = {
     fallen_term_of_a_leader: "terms never fall",
     two_leaders: "one leader in a term",
     two_outcomes_on_the_wire: "one outcome for each wave",
-    two_outcomes_in_the_store: "one outcome for each wave",
+    uncommitted_wave: "records count swapped waves",
     wrong_report: "reports name the epoch of the step",
     wave_for_another_group: "waves reach their group only",
     wave_held_at_the_end: "every wave ends",

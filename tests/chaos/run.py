@@ -138,17 +138,29 @@ async def _all(
             raise AssertionError(f"not over within {within_s:g} s")
 
 
-def _descriptors(arena: Arena, controller: ControllerProcess) -> int:
-    """Return the descriptors of a controller, without its pool of connections to the store."""
-    process, ports = psutil.Process(controller.pid), {node.proxy.port for node in arena.nodes}
-    to_store = [c for c in process.net_connections("tcp") if c.raddr and c.raddr.port in ports]
-    return process.num_fds() - len(to_store)
+def _descriptors(arena: Arena, controller: ControllerProcess) -> Counter[str]:
+    """Return the descriptors of a controller by kind, without its pools of connections to the store
+    and to Sentinel."""
+    process = psutil.Process(controller.pid)
+    store = {arena.sentinel.port, *(node.proxy.port for node in arena.nodes)}
+    doors = {
+        controller.grpc_port: "gRPC",
+        controller.rest_port: "REST",
+        controller.metrics_port: "metrics",
+    }
+    found = Counter({"all": process.num_fds()})
+    for connection in process.net_connections("tcp"):
+        if connection.raddr and connection.raddr.port in store:
+            found["all"] -= 1
+        elif connection.laddr.port in doors:
+            found[doors[connection.laddr.port]] += 1
+    return found
 
 
 async def _check_living(
     arena: Arena,
     result: Result,
-    fds: dict[str, int],
+    fds: dict[str, Counter[str]],
     end_operator: asyncio.Event,
     tasks: "list[asyncio.Task[None]]",
 ) -> None:
@@ -175,8 +187,9 @@ async def _check_living(
         result.broken += checks.bad_series(controller.name, series, names)
         held = psutil.Process(controller.pid)
         now = _descriptors(arena, controller)
-        result.broken += checks.too_many_fds(controller.name, now, max(fds.values()))
-        result.figures[f"{controller.name} descriptors"] = now
+        most = max(fds.values(), key=lambda held: held["all"])
+        result.broken += checks.too_many_fds(controller.name, now, most)
+        result.figures[f"{controller.name} descriptors"] = now["all"]
         result.figures[f"{controller.name} series"] = len(series)
         result.figures[f"{controller.name} MB"] = round(held.memory_info().rss / 1e6)
     if not await arena.dumps.add(await arena.primary(), final=True):

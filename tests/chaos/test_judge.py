@@ -71,8 +71,9 @@ def test_a_forgery_is_found(forger, forge):
 
 def _write(term, unix, waves, phase="migrating", accepted=True):
     """Return a write of the plan `p`, which has two waves."""
-    plan = {"plan_id": "p", "generation": "g", "base_epoch": 4}
+    plan = {"plan_id": "p", "generation": "g", "base_epoch": 4, "weights_version": 1}
     record = {"plan": plan, "phase": phase, "waves_committed": waves, "num_waves": 2}
+    record["wave_agreed"] = False
     body = zstandard.compress(json.dumps(record).encode())
     moment = Moment(0, int(unix * 1e9))
     return StoreWrite("fleet", "plans", "p", body, term, 0, 0, moment, accepted)
@@ -93,5 +94,5 @@ def test_only_a_failover_of_the_store_explains_a_plan_with_fewer_waves(writes, f
     dumps = [StoreDump(unix, node, False) for unix, node in ((0.0, "a"), (5.0, "b"))]
     wire = SimpleNamespace(writes=writes)
     case = SimpleNamespace(config={"deployment": "fleet"}, wire=wire, dumps=dumps)
-    plan = PlanFacts("p", "g", 4, "aborted", 2, 1)
+    plan = PlanFacts("p", "g", 4, 1, "aborted", 2, 1, agreed=False)
     assert rules_outcomes._was_set_back(case, "p", plan, 2) is found  # type: ignore[arg-type]

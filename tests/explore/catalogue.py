@@ -64,6 +64,7 @@ NOT_APPLICABLE = {
     "R5b": "no leader sends ranks different Prepares of one wave",
     "R9c": "no agent fails",
     "R11": "no slots are pooled",
+    "R12b": "no record is wrong for it here: the simulation compares each Commit with the store",
     "R13": "it takes three leaders around a wave, in a world too large to be exhausted",
     "R16": "no plan waits for an approval while the epoch moves",
     "R17": "every plan is sound",

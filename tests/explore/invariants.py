@@ -41,7 +41,7 @@ class History:
     saved: frozenset[tuple[str, int, str]] = frozenset()
     swapped: frozenset[WaveKey] = frozenset()
     outcomes: frozenset[tuple[WaveKey, bool]] = frozenset()
-    """(wave, committed) as recorded."""
+    """(wave, committed) as leaders took it."""
 
     def install(self, generation: str, epoch: int, digest: str) -> "History":
         """Note a map that a rank has installed: an epoch has one map on all ranks."""
@@ -55,8 +55,17 @@ class History:
 
     def swap(self, wave: WaveKey) -> "History":
         if (wave, False) in self.outcomes:
-            raise Violation(RECORDS_DISAGREE, f"{short(wave)} is recorded as aborted and swapped")
+            raise Violation(RECORDS_DISAGREE, f"{short(wave)} is taken as aborted and swapped")
         return replace(self, swapped=self.swapped | {wave})
+
+    def end(self, wave: WaveKey, committed: bool) -> "History":
+        """Check how a leader takes a wave to have ended."""
+        if (wave, not committed) in self.outcomes:
+            raise Violation(RECORDS_DISAGREE, f"{short(wave)} is taken as committed and aborted")
+        if committed is not (wave in self.swapped):
+            what = "committed, no rank swapped it" if committed else "aborted, a rank swapped it"
+            raise Violation(RECORDS_DISAGREE, f"{short(wave)} is taken as {what}")
+        return replace(self, outcomes=self.outcomes | {(wave, committed)})
 
     def write(self, action: ctl.PersistAction, before: PlanRecord | None, newest: int) -> "History":
         """Check a record that a leader writes.
@@ -66,21 +75,11 @@ class History:
             newest: the highest epoch that is recorded.
         """
         match action:
-            case ctl.PersistOutcome(wave=wave, committed=committed):
-                self._outcome(wave, committed)
-                return replace(self, outcomes=self.outcomes | {(wave, committed)})
             case ctl.PersistEpoch(generation=generation, epoch=epoch, placement=placement):
                 self._epoch(generation, epoch, placement.digest, newest)
             case ctl.PersistPlan(record=record):
                 self._plan(record, before)
         return self
-
-    def _outcome(self, wave: WaveKey, committed: bool) -> None:
-        if (wave, not committed) in self.outcomes:
-            raise Violation(RECORDS_DISAGREE, f"{short(wave)} is recorded as committed and aborted")
-        if committed is not (wave in self.swapped):
-            what = "committed, no rank swapped it" if committed else "aborted, a rank swapped it"
-            raise Violation(RECORDS_DISAGREE, f"{short(wave)} is recorded as {what}")
 
     def _epoch(self, generation: str, epoch: int, digest: str, newest: int) -> None:
         if (generation, epoch, digest) not in self.saved:

@@ -37,6 +37,7 @@ class LeaderStep(NamedTuple):
     """(rank, stream)."""
     at_least: int | None
     """The term of RaiseTerm."""
+    ended: tuple[ctl.WaveEnded, ...]
     broken: Broken
 
 
@@ -165,7 +166,7 @@ class LeaderTable:
                 if isinstance(action, ctl.Alert) and action.reason is Reason.MALFORMED:
                     raise Violation(UNEXPECTED, action.detail)
         except ERRORS as error:
-            return LeaderStep(0, (), 0, (), (), None, as_violation(error))
+            return LeaderStep(0, (), 0, (), (), None, (), as_violation(error))
         raised = [one.at_least for one in actions if isinstance(one, ctl.RaiseTerm)]
         return LeaderStep(
             self._intern(control),
@@ -174,6 +175,7 @@ class LeaderTable:
             tuple((int(s.rank), s.stream, self.messages.number(s.message)) for s in sends),
             tuple((int(c.rank), c.stream) for c in actions if isinstance(c, ctl.CloseStream)),
             raised[0] if raised else None,
+            tuple(one for one in actions if isinstance(one, ctl.WaveEnded)),
             None,
         )
 

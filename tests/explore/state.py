@@ -253,6 +253,8 @@ class Draft:
             self.loses_lease(who)
             return 0
         self._write(step.writes)
+        for wave in step.ended:
+            self.change(history=self.around.history.end(wave.wave, wave.committed))
         for rank, stream, number in step.sends:
             self._send(rank, stream, "down", number, term)
             message = tables.messages.met[number]

@@ -34,9 +34,9 @@ class Checks:
         self.swapped: set = set()
         """wave of every wave that some rank swapped."""
         self.outcomes: dict = {}
-        """wave -> committed, as recorded."""
+        """wave -> committed, as leaders took it to have ended."""
         self.kept: set = set()
-        """wave recorded as committed since the store last lost data."""
+        """wave counted as committed by a stored plan since the store last lost data."""
         self.granted = None
         """The leader that got the lease last, even if the store lost it."""
         self.disputed: set = set()
@@ -93,15 +93,13 @@ class Checks:
         self.kept.clear()
 
     def outcome(self, wave, committed: bool) -> None:
-        """Check a controller's record of the end of a wave."""
+        """Check how a controller takes a wave to have ended."""
         known = self.outcomes.setdefault(wave, committed)
         if known is not committed:
             self.fail(RECORDS_DISAGREE, f"{wave} is recorded as committed and as aborted")
         if committed is not (wave in self.swapped):
             what = "committed, no rank swapped it" if committed else "aborted, a rank swapped it"
             self.fail(RECORDS_DISAGREE, f"{wave} is recorded as {what}")
-        if committed:
-            self.kept.add(wave)
 
     def is_rightful(self, leader) -> bool:
         """Return False if another leader was granted the lease after the writing one.
@@ -148,6 +146,7 @@ class Checks:
                     RECORDS_DISAGREE,
                     f"{record.plan.plan_id} has wave {index} as committed, no rank has",
                 )
+            self.kept.add(record.plan.key(index))
         if record.phase.terminal and rightful and key not in self.disputed:
             for index in range(done, len(record.plan.waves)):
                 if record.plan.key(index) in self.kept:

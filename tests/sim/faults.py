@@ -11,8 +11,8 @@ MOMENTS = (
     "controller sends Prepare",
     "controller sends Commit",
     "controller sends Abort",
-    "controller stores PersistIntent",
-    "controller stores PersistOutcome",
+    "controller stores agreement",
+    "controller ends a wave",
     "controller stores PersistEpoch",
     "controller stores PersistPlan",
     "wave is preparing",
@@ -83,13 +83,19 @@ def plan_stops(world) -> None:
         seconds, suspended = rng.uniform(0.3, 6.0), rng.random() < 0.5
         arm(
             world,
-            f"controller stores {rng.choice(STOPS)}",
+            f"controller {rng.choice(STOPS)}",
             lambda _, context: context["replica"].pause(seconds, suspended),
             rng.choice((1, 1, 2, 3)),
         )
 
 
-STOPS = ("PersistIntent", "PersistIntent", "PersistPlan", "PersistOutcome", "PersistEpoch")
+STOPS = (
+    "stores agreement",
+    "stores agreement",
+    "stores PersistPlan",
+    "ends a wave",
+    "stores PersistEpoch",
+)
 """Writes on which a Commit, a Prepare or the next wave rests."""
 
 

@@ -177,6 +177,11 @@ class FillsFreedBuffers(PlanExecutor):
         return None
 
 
+class StoresNoAgreement(PlanExecutor):
+    def _record_agreement(self, wave, now):
+        return []
+
+
 class NeverAbortsFoundWaves(Coordinator):
     def _abort(self, reason, detail, now):
         return [] if self.prepare is None else super()._abort(reason, detail, now)
@@ -382,6 +387,7 @@ RULES = (
     Mutant("R10", "R10", "rebuilds its communicator alone", Kit(gate=RebuildsAlone)),
     Mutant("R11", "R11", "fills buffers the wave frees", Kit(executor=FillsFreedBuffers)),
     Mutant("R12", "R12", "never aborts a wave it finds", Kit(coordinator=NeverAbortsFoundWaves)),
+    Mutant("R12b", "R12", "stores no agreement", Kit(executor=StoresNoAgreement)),
     Mutant(
         "R13", "R13", "keeps its plans when the lease is lost", Kit(control=RemembersItsLastTerm)
     ),

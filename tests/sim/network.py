@@ -21,6 +21,7 @@ _ECHOED = (
     "Ack",
     "AbortAnswer",
     "StagingProgress",
+    "MovedAnswers",
     "TermRefused",
     "Beat",
 )

@@ -5,9 +5,9 @@ from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol.messages import Prepare
+from evenkeel_moe.protocol.messages import Commit, Prepare
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
-from tests.sim.checks import WAVE_REFUSED
+from tests.sim.checks import RECORDS_DISAGREE, WAVE_REFUSED
 from tests.sim.planner import fits_pool, for_one_rank, problem_of, spoiled
 from tests.sim.store import StoreDown
 
@@ -36,16 +36,6 @@ def random_timing(rng, gate_steps: int) -> ControlTiming:
     )
 
 
-PERSISTS = (
-    ctl.PersistIntent,
-    ctl.PersistOutcome,
-    ctl.PersistEpoch,
-    ctl.PersistPlan,
-    ctl.PersistDocument,
-    ctl.PersistDecision,
-)
-
-
 class Seat:
     """The deployment on one replica."""
 
@@ -69,6 +59,10 @@ class Seat:
         """Stream number -> when its newest heartbeat was sent."""
         self.waves: set = set()
         """Waves begun under this term."""
+        self.agreed: set = set()
+        """Waves on which all ranks agreed, as this process stored it."""
+        self.untold = 0
+        """Failed writes that the machine is told of late; until then it may send too early."""
         self.spoiled: dict = {}
         """Wave -> a Prepare that replaces the right one, and for which ranks (None: all)."""
 
@@ -202,6 +196,16 @@ class Seat:
             else:
                 self.spoiled[prepare.wave] = spoiled(world.rng, prepare), None
 
+    def check_commit(self, wave) -> None:
+        """Check that Commit of a wave that this leader began follows the stored agreement."""
+        coordinator = self.control.coordinator
+        assert coordinator is not None
+        own = coordinator.wave == wave and coordinator.prepare is not None
+        if own and not self.untold and wave not in self.agreed:
+            self.world.checks.fail(
+                RECORDS_DISAGREE, f"Commit of {wave} is sent, and no agreement on it was stored"
+            )
+
     def carry(self, actions) -> None:
         """Carry out writes, then sends; after a failed write only questions are sent."""
         self.note_waves(actions)
@@ -216,10 +220,10 @@ class Seat:
             if self.replica.paused:
                 self.replica.halted.append((self.carry_on, (actions[position:], failed)))
                 return
-            if isinstance(action, PERSISTS):
+            if isinstance(action, ctl.PersistAction):
                 self.persist(action, failed)
                 world.moment(
-                    f"controller stores {type(action).__name__}", replica=self.replica, seat=self
+                    f"controller stores {name_of(action)}", replica=self.replica, seat=self
                 )
             elif isinstance(action, ctl.SendToRank):
                 if not (failed and action.needs_store):
@@ -231,12 +235,14 @@ class Seat:
             if world.rng.random() < world.prompt_failures:
                 self.feed(event)
             else:
+                self.untold += 1
                 delay = 0.3 * world.rng.random()
                 term = self.leader.term if self.leader is not None else 0
                 world.after(delay, self.tell_failure, event, term, self.replica.life)
 
     def tell_failure(self, event, term: int, life: int) -> None:
         """Report a failed write a little late, but never under a later term."""
+        self.untold -= 1
         if self.leader is None or self.leader.term == term:
             self.feed_late(event, life)
 
@@ -255,6 +261,8 @@ class Seat:
             return
         try:
             self.world.store.write(action, self.leader)
+            if isinstance(action, ctl.PersistPlan) and action.record.wave_agreed:
+                self.agreed.add(action.record.plan.key(action.record.waves_committed))
             self.world.note(f"{self.replica.name} stores {describe_persist(action)}")
         except StoreDown:
             failed.append(action)
@@ -262,6 +270,8 @@ class Seat:
     def send(self, action) -> None:
         stream, message = self.streams.get(action.stream), action.message
         kind = type(message).__name__
+        if isinstance(message, Commit):
+            self.check_commit(message.wave)
         if isinstance(message, Prepare) and stream is not None:
             other, ranks = self.spoiled.get(message.wave, (message, None))
             if ranks is None or stream.rank.rank in ranks:
@@ -286,6 +296,10 @@ class Seat:
                 self.close_streams()
                 if world.rng.random() < world.prepares_differ:
                     self.feed(ctl.LeaseLost())  # a renewal that was under way failed, of course
+            case ctl.RunCycle(closed_by=reason) if reason is not None:
+                # Later, as from the planner: the machine takes a failed write first.
+                decided = ctl.CycleDecided(action.cycle, reason)
+                world.after(0.05, self.feed_late, decided, self.replica.life)
             case ctl.RunCycle():
                 world.moment("controller plans", replica=self.replica, seat=self)
                 delay = 2.5 if world.rng.random() < world.slow_planning else 0.2
@@ -293,6 +307,11 @@ class Seat:
                 world.post(delay, "CycleDecided", self, self.plan, action, self.replica.life)
             case ctl.WaveBegins():
                 pass
+            case ctl.WaveEnded(wave=wave, committed=committed, reason=reason):
+                how = f"{wave.plan_id}/{wave.wave_index} ended: committed={committed} {reason}"
+                world.note(f"{self.replica.name}: {how}")
+                world.checks.outcome(wave, committed)
+                world.moment("controller ends a wave", replica=self.replica, seat=self)
             case ctl.WaveHealth():
                 world.note(
                     f"{self.replica.name} wave health: {action.reason} stalled={action.stalled}"
@@ -374,15 +393,22 @@ class Seat:
         return control.records.get(plan.plan_id)
 
 
+def name_of(action) -> str:
+    """Return the name of one write for moments: a Commit rests on the record of an agreement."""
+    match action:
+        case ctl.PersistPlan(record=record) if record.story[-1]["event"] == "wave_agreed":
+            return "agreement"
+        case _:
+            return type(action).__name__
+
+
 def describe_persist(action) -> str:
     """Return one write in a few words."""
     match action:
-        case ctl.PersistOutcome(wave=wave, committed=committed, reason=reason):
-            return f"outcome of {wave.plan_id}/{wave.wave_index}: committed={committed} {reason}"
-        case ctl.PersistIntent(wave=wave):
-            return f"intent of {wave.plan_id}/{wave.wave_index}"
         case ctl.PersistEpoch(epoch=epoch):
             return f"epoch {epoch}"
+        case ctl.PersistPlan(record=record) if name_of(action) == "agreement":
+            return f"agreement of {record.plan.plan_id}/{record.waves_committed}"
         case ctl.PersistPlan(record=record):
             detail = record.story[-1].get("detail", "")
             return f"plan {record.plan.plan_id} {record.phase} {record.reason} {detail}"

@@ -99,8 +99,6 @@ class SimStore:
         checks = self.world.checks
         rightful = checks.is_rightful(leader)
         match action:
-            case ctl.PersistOutcome(wave=wave, committed=committed):
-                checks.outcome(wave, committed)
             case ctl.PersistEpoch(generation, epoch, placement, begins):
                 checks.epoch(generation, epoch, placement, shelf.epochs, rightful)
                 for known in [known for known in shelf.epochs if begins or known > epoch]:

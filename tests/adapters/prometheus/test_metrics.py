@@ -126,6 +126,7 @@ def test_each_value_of_a_view_has_its_series(metrics, registry):
             "evenkeel_cost_model_fit_error_ratio": 0.034,
             "evenkeel_layer_balancedness_ratio{layer=1}": 0.6,
             "evenkeel_layer_redundant_replicas{layer=0}": 1,
+            "evenkeel_experts_lost_with_one_domain{domain=rank}": 2,
             "evenkeel_layer_rank_load_ratio{layer=1,rank=0}": 1.2,
             "evenkeel_leading": 1,
         }.items()

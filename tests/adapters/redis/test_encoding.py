@@ -23,7 +23,7 @@ from evenkeel_moe.adapters.redis.encoding import (
     unpack_source,
     unpack_window,
 )
-from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.delivered import DeliveredGain, ServingSpeed
 from evenkeel_moe.model.placement import Placement
 from tests.contracts.test_stores import (
     BASE,
@@ -89,14 +89,17 @@ GAINED = DeliveredGain(9.0, 0.1, 0.01, 0.08, 0.12, 0.15, 64, "measured")
 
 
 def test_a_measured_gain_is_stored():
-    for gained in (GAINED, DeliveredGain(9.0, unknown_because="why"), None):
+    before, after = ServingSpeed(0.02, 450.0), ServingSpeed(0.015, 600.0)
+    unknown = DeliveredGain(9.0, unknown_because="why")
+    told = [replace(gained, before=before, after=after) for gained in (GAINED, unknown)]
+    for gained in (*told, GAINED, unknown, None):
         record = make_record(delivered=gained)
         assert unpack(record).delivered == gained
 
 
 def test_a_plan_of_another_version_is_unreadable():
     other = packed(as_json(SMALL) | {"version": 2})
-    with pytest.raises(Unreadable, match="version: Input should be 5"):
+    with pytest.raises(Unreadable, match="version: Input should be 6"):
         unpack_plan_record(other, MAPS, STORY)
 
 

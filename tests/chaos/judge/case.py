@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tests.chaos.judge.maps import Map, rows_of, with_rows
 from tests.chaos.judge.ranks import RankFacts, read_ranks
-from tests.chaos.judge.store import StoreDump, read_dumps
+from tests.chaos.judge.store import PlanFacts, StoreDump, read_dumps
 from tests.chaos.judge.wire import RankStream, Wire, WireMessage, read_wire
 
 __all__ = [
@@ -172,15 +172,9 @@ def wave_of(key: Any) -> WaveId:
     return WaveId(key.generation, key.plan_id, key.wave_index, key.weights_version, key.base_epoch)
 
 
-def wave_in(document: dict[str, Any]) -> WaveId:
-    """Return the identity of a wave in a stored intent or outcome."""
-    return WaveId(
-        document["generation"],
-        document["plan_id"],
-        document["wave_index"],
-        document["weights_version"],
-        document["plan_base_epoch"],
-    )
+def wave_in(plan: PlanFacts, index: int) -> WaveId:
+    """Return the identity of a wave of a stored plan."""
+    return WaveId(plan.generation, plan.plan_id, index, plan.weights_version, plan.base_epoch)
 
 
 def read_case(folder: Path) -> Case:

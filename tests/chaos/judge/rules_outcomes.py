@@ -1,6 +1,5 @@
 """Rules about how waves and plans end, over all ranks and all records."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -15,6 +14,7 @@ __all__ = [
     "no_rank_holds_a_wave_at_the_end",
     "outcomes",
     "plans_end",
+    "records_count_swapped_waves",
     "records_name_the_maps",
     "waves_have_one_outcome",
 ]
@@ -53,21 +53,6 @@ def outcomes(case: Case) -> dict[WaveId, dict[bool, list[tuple[float, str, str]]
     for epoch, waves in case.swapped.items():
         for wave in waves:
             found[wave][True].append((0.0, f"ranks logged the swap to epoch {epoch}", "rank logs"))
-    for write in case.wire.writes:
-        if (write.deployment, write.table, write.name) == (
-            case.config["deployment"],
-            "documents",
-            "outcome",
-        ):
-            document = json.loads(write.body)
-            wave, committed = wave_in(document), document["committed"]
-            who = f"term {write.term} wrote the outcome"
-            found[wave][committed].append((write.sent.unix, who, write.place))
-    for dump in case.dumps:
-        if "outcome" in dump.documents:
-            document = dump.documents["outcome"]
-            wave, committed = wave_in(document), document["committed"]
-            found[wave][committed].append((dump.unix, f"the store of {dump.node}", "dump"))
     return found
 
 
@@ -109,6 +94,23 @@ def no_rank_holds_a_wave_at_the_end(case: Case) -> Iterator[Breach]:
             last = states[-1]
             text = f"{process} ended in state {last.body.state} with {wave_of(last.body.wave)}"
             yield Breach("every wave ends", text, last.read.unix, last.place)
+
+
+def records_count_swapped_waves(case: Case) -> Iterator[Breach]:
+    """No plan in the store, and none that a leader wrote, counts a wave that no rank swapped."""
+    swapped = {wave for waves in case.swapped.values() for wave in waves}
+    found = [
+        (plan_of(write.body), f"term {write.term} wrote", write.sent.unix, write.place)
+        for write in case.wire.writes
+        if (write.deployment, write.table) == (case.config["deployment"], "plans")
+    ]
+    for dump in case.dumps:
+        found += [(plan, "the store has", dump.unix, dump.node) for plan in dump.plans.values()]
+    for plan, who, unix, place in found:
+        for index in range(plan.waves_committed):
+            if (wave := wave_in(plan, index)) not in swapped:
+                text = f"{who} {wave} as committed, no rank swapped it"
+                yield Breach("records count swapped waves", text, unix, place)
 
 
 def plans_end(case: Case) -> Iterator[Breach]:

@@ -1,6 +1,5 @@
 """Rules about waves: what may be sent when, and how each wave ends."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,11 +8,12 @@ from typing import Any
 from tests.chaos.judge.case import Breach, Case, Process, WaveId, wave_in, wave_of
 from tests.chaos.judge.maps import digest_of
 from tests.chaos.judge.ranks import RankSwap
+from tests.chaos.judge.store import plan_of
 from tests.chaos.judge.wire import Moment, RankStream, WireMessage
 
 __all__ = [
     "acks_follow_swap_and_save",
-    "commits_follow_votes_and_intent",
+    "commits_follow_votes_and_record",
     "ranks_obey_one_leader_in_a_term",
     "swaps_are_acknowledged",
     "terms_never_fall",
@@ -242,7 +242,7 @@ _SWAPPED = 1
 """WaveOutcome on the wire."""
 _HOLDING = frozenset({3, 4, 5})
 """ParticipantState on the wire: prepared, armed, swapping."""
-_RULE = "no Commit before votes and intent"
+_RULE = "no Commit before votes and record"
 
 
 @dataclass(slots=True)
@@ -258,14 +258,14 @@ class _Heard:
     """Some rank said that it had swapped."""
 
 
-def commits_follow_votes_and_intent(case: Case) -> Iterator[Breach]:
-    """A Commit follows a yes of every rank and the stored intent, or what a new leader found.
+def commits_follow_votes_and_record(case: Case) -> Iterator[Breach]:
+    """A Commit follows a yes of every rank and the record of it, or what a new leader found.
 
     A new leader may send Commit without them if some rank has swapped, or if every rank told it
     that it holds the wave, ready to swap.
     """
     heard: dict[tuple[str, WaveId], _Heard] = defaultdict(_Heard)
-    intents = _intents(case)
+    agreements = _agreements(case)
     for moment, message in _in_order(case):
         controller = message.stream.controller
         if message.from_rank:
@@ -273,28 +273,32 @@ def commits_follow_votes_and_intent(case: Case) -> Iterator[Breach]:
             continue
         body = message.body
         wave, found = wave_of(body.wave), heard[controller, wave_of(body.wave)]
-        stored = intents.get((wave, body.leader.term))
+        stored = agreements.get((wave, body.leader.term))
         voted = len(found.yes) == case.num_ranks and not found.no
-        intended = stored is not None and stored < moment
+        recorded = stored is not None and stored < moment
         recovered = any(len(ranks) == case.num_ranks for ranks in found.holding.values())
-        if not (found.swapped or recovered or (voted and intended)):
+        if not (found.swapped or recovered or (voted and recorded)):
             yield Breach(
                 _RULE,
                 f"{controller} sent Commit of {wave} after yes of ranks {sorted(found.yes)},"
-                f" no of {sorted(found.no)}, intent {'stored' if intended else 'not stored'}",
+                f" no of {sorted(found.no)}, agreement {'stored' if recorded else 'not stored'}",
                 message.read.unix,
                 message.place,
             )
 
 
-def _intents(case: Case) -> dict[tuple[WaveId, int], Moment]:
-    """Return when the store's answer to an intent was passed on, by wave and term."""
+def _agreements(case: Case) -> dict[tuple[WaveId, int], Moment]:
+    """Return when the store's answer to the record of an agreement was passed on.
+
+    The key is the wave and the term of the leader that wrote it.
+    """
     found: dict[tuple[WaveId, int], Moment] = {}
     for write in case.wire.writes:
-        if write.name != "intent" or not write.accepted or write.answered is None:
+        if write.table != "plans" or not write.accepted or write.answered is None:
             continue
-        wave = wave_in(json.loads(write.body))
-        found.setdefault((wave, write.term), write.answered)
+        plan = plan_of(write.body)
+        if plan.agreed:
+            found.setdefault((wave_in(plan, plan.waves_committed), write.term), write.answered)
     return found
 
 

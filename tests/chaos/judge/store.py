@@ -25,9 +25,12 @@ class PlanFacts:
     plan_id: str
     generation: str
     base_epoch: int
+    weights_version: int
     phase: str
     waves: int
     waves_committed: int
+    agreed: bool
+    """All ranks agreed on the wave after the committed ones."""
 
 
 @dataclass(slots=True)
@@ -77,9 +80,11 @@ def plan_of(body: bytes) -> PlanFacts:
         plan["plan_id"],
         plan["generation"],
         plan["base_epoch"],
+        plan["weights_version"],
         record["phase"],
         record["num_waves"],
         record["waves_committed"],
+        record["wave_agreed"],
     )
 
 

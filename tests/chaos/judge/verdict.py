@@ -21,10 +21,11 @@ RULES: tuple[Callable[[Case], Iterator[Breach]], ...] = (
     rules_waves.swaps_are_acknowledged,
     rules_waves.terms_never_fall,
     rules_waves.wave_messages_reach_the_group_only,
-    rules_waves.commits_follow_votes_and_intent,
+    rules_waves.commits_follow_votes_and_record,
     rules_outcomes.epochs_name_one_wave,
     rules_outcomes.no_rank_holds_a_wave_at_the_end,
     rules_outcomes.plans_end,
+    rules_outcomes.records_count_swapped_waves,
     rules_outcomes.records_name_the_maps,
     rules_outcomes.waves_have_one_outcome,
 )
