@@ -97,15 +97,22 @@ class ResizeDemo:
         return placement if bool(joined.any(axis=1).all()) else None
 
     def _shrink(self) -> None:
-        before = self._until(lambda: self._placement(_MORE), "the present placement")
-        asked = {"to_ranks": _FEWER, "plan_id": "evacuate"}
-        begun = self._until(lambda: self._asked(asked), "the retirement of ranks")
-        retire = begun["retire"]
+        before, retire = self._until(self._begin_to_shrink, "the retirement of ranks")
         ready = self._until(self._evacuated, "the evacuation")
         after = self._until(lambda: self._placement(_MORE), "the present placement")
         least = stranded(holders(before), retire)
         self._say(f"{ready['words']} {copies_to(holders(before), after)} copies, least {least}")
         self._resize(_FEWER, retire)
+
+    def _begin_to_shrink(self) -> tuple[Placement, tuple[int, ...]] | None:
+        """Return the placement that the evacuation starts from, and the ranks to retire.
+
+        The placement is read again before each request, since a plan may end between two.
+        """
+        if (before := self._placement(_MORE)) is None:
+            return None
+        begun = self._asked({"to_ranks": _FEWER, "plan_id": "evacuate"})
+        return None if begun is None else (before, tuple(begun["retire"]))
 
     def _asked(self, asked: dict[str, Any]) -> dict[str, Any] | None:
         """Ask for a retirement; None while a plan runs."""
@@ -125,7 +132,7 @@ class ResizeDemo:
     def _resize(self, ranks: int, retire: tuple[int, ...] = ()) -> None:
         self._joined = self._supervisor.num_ranks
         began = self._clock.unix()
-        self._supervisor.resize(ranks, tuple(retire))
+        self._supervisor.resize(ranks, retire)
         outcome = self._until(lambda: self._supervisor.resized, f"the group of {ranks} ranks")
         if outcome.failed:
             raise Unavailable(outcome.words, Reason.RESIZING)
