@@ -112,7 +112,7 @@ def started(demo, seen):
 
 
 @pytest.mark.slow
-def test_a_group_grows_and_shrinks_and_not_a_bit_is_wrong(tmp_path):
+def test_a_group_grows_loses_a_rank_and_shrinks_and_not_a_bit_is_wrong(tmp_path):
     code, output = finish(start_demo(tmp_path, "--resize"))
     assert code == 0, output
     assert re.search(r"^resized from 4 to 6 ranks: serving paused for ", output, re.MULTILINE)
@@ -120,8 +120,12 @@ def test_a_group_grows_and_shrinks_and_not_a_bit_is_wrong(tmp_path):
     assert filled, output
     copied, least = map(int, filled.groups())
     assert 0 < copied <= 1.05 * least
+    lost = re.search(r"^killing rank 2: (\d+) experts? live on it alone$", output, re.MULTILINE)
+    assert lost, output
+    went_on = rf"^rank 2 died, the other 5 go on: .* {lost[1]} lost experts? read from the checkp"
+    assert re.search(went_on, output, re.MULTILINE), output
     assert re.search(r"are ready to retire: .* (\d+) copies, least \1$", output, re.MULTILINE)
-    assert re.search(r"^resized from 6 to 3 ranks: ", output, re.MULTILINE)
+    assert re.search(r"^resized from 5 to 3 ranks: ", output, re.MULTILINE)
     assert "outputs compared with those of a model that never moved: 0 differ" in output
 
 

@@ -57,3 +57,29 @@ def test_a_fleet_grows_and_shrinks_and_the_controller_fills_and_empties_ranks(tm
         report = fleet.finish()
         assert report.ok and report.restarts == 0 and report.retired == (0, 0, 0), report
         assert fleet.mismatches == 0
+
+
+def test_a_dead_rank_takes_no_expert_with_it_where_placements_survive(tmp_path):
+    settings = {**SETTINGS, "PLANNER__POLICY": "keel"}
+    with whole(tmp_path, settings, {**SIZES, "shrinks": True}) as (served, fleet):
+        served.wait(lambda: settled(served, fleet, 4), 60, "four ranks")
+        served.patch_policy(policy_options={"keel": {"survive": "rank"}})
+        served.wait(lambda: fleet.newest_step() > 100, 60, "steps")
+
+        def nothing_alone():
+            if settled(served, fleet, 4):
+                served.post("/plans", {"start": True})
+            return (fleet.supervisor._placement().only_rank == -1).all()
+
+        served.wait(nothing_alone, 90, "two replicas of every expert")
+        served.wait(lambda: settled(served, fleet, 4), 60, "the end of the plan")
+        fleet.supervisor.kill_rank(1)
+        outcome = served.wait(
+            lambda: (fleet.poll(), fleet.supervisor.resized)[1], 60, "the group without rank 1"
+        )
+        assert not outcome.failed and outcome.recovered == 0, outcome
+        status = served.wait(lambda: settled(served, fleet, 3), 60, "three ranks")
+        assert status["window_steps"] > 0
+        report = fleet.finish()
+        assert report.ok and report.restarts == 0, report
+        assert fleet.mismatches == 0

@@ -310,6 +310,13 @@ class Agent:
         """Refuse every further wave, and send the cause with every heartbeat, until it ends."""
         self._trouble.begin(why, until)
 
+    def abort_polls(self) -> None:
+        """End the gate, after another rank has died: ranks that wait for this one's polls go on.
+
+        The agent can then only be closed.
+        """
+        self._polls.abort()
+
     def close(self, *, planned: bool = True) -> bool:
         """Tell the controller if the end is planned, then end the threads and the transfers.
 

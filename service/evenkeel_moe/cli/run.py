@@ -161,6 +161,10 @@ def fleet(
         float, typer.Option(min=0, max=5, help="Minimum duration of a step in seconds.")
     ] = 0.05,
     dispatch: DispatchOption = "even",
+    shrink: Annotated[
+        bool,
+        typer.Option("--shrink", help="After a rank has died, go on with the others alone."),
+    ] = False,
     out: Annotated[
         Path,
         typer.Option(help="Folder for logs, records and saved placements; created if missing."),
@@ -170,7 +174,8 @@ def fleet(
 ) -> None:
     """Run the ranks of a small MoE engine, to try a controller.
 
-    The engine is real, and is called the reference engine. If a rank dies, all ranks start again.
+    The engine is real, and is called the reference engine. If a rank dies, all ranks start again,
+    or with `--shrink` the others go on.
     Exits with 0 if no rank found an error. While it runs, `evenkeel fleet resize` changes the
     number of ranks.
     """
@@ -188,6 +193,7 @@ def fleet(
         steps=steps,
         min_step_s=step_s,
         dispatch=DispatchRule(dispatch),
+        shrinks=shrink,
         requests_per_s=kv.requests_per_s,
     ).with_simulated_kv_cache(kv.kv_bytes_per_token, kv.kv_free_bytes)
     until = f"for {steps} steps" if steps else "until Ctrl-C"

@@ -24,3 +24,12 @@ def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
     path = tmp_path / "rank-0.jsonl"
     path.write_text('{"kind":"step"{"kind":"start"}\n{"kind":"exit"}\n')
     assert read_lines(path) == list(read_new_lines(tmp_path, {})) == [{"kind": "exit"}]
+
+
+def test_a_writer_after_a_crash_begins_a_line_of_its_own(tmp_path):
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text('{"kind":"step","step":1}\n{"kind":"st')
+    writer = LineWriter(path)
+    writer.write("start")
+    writer.close()
+    assert [line["kind"] for line in read_lines(path)] == ["step", "start"]

@@ -1,4 +1,4 @@
-"""The demo of a group that grows and shrinks while it serves requests."""
+"""The demo of a group that grows, loses a rank and shrinks while it serves requests."""
 
 import time
 from collections.abc import Callable
@@ -14,9 +14,11 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.engines.demo.controller import DemoController
 from evenkeel_moe.engines.demo.processes import StopFlag
 from evenkeel_moe.engines.reference.lines import read_new_lines
+from evenkeel_moe.engines.reference.resizing import ResizeOutcome
 from evenkeel_moe.engines.reference.supervisor import Supervisor
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.quantities import counted
 from evenkeel_moe.planning.schedule.relabel import fewest_moves
 from evenkeel_moe.planning.schedule.width_change import copies_to, holders, stranded
 
@@ -25,11 +27,13 @@ REQUESTS: dict[str, Any] = {
     "prompt_tokens": 16,
     "output_tokens": 8,
     "pool_slots_per_layer": 14,
+    "shrinks": True,
 }
 """Settings of the ranks. Three ranks have room for all experts and the KV cache of the requests."""
 _REPLICAS = 4
 """Replicas of all layers that a plan may make: what they leave is for the KV cache."""
 _MORE, _FEWER = 6, 3
+_KILLED = 2
 _STAGE_S = 240.0
 """Longest time of a stage; each takes a few seconds on a quiet machine."""
 _SERVE_S = 8.0
@@ -39,7 +43,7 @@ _T = TypeVar("_T")
 
 
 class ResizeDemo:
-    """Takes a group from its ranks to six and then to three, and says what came of it."""
+    """Takes a group to six ranks, kills one, takes it to three, and says what came of it."""
 
     def __init__(
         self, console: Console, controller: DemoController, supervisor: Supervisor, stop: StopFlag
@@ -68,6 +72,8 @@ class ResizeDemo:
         self._serve(f"{ranks} ranks")
         self._grow()
         self._serve(f"{_MORE} ranks")
+        self._lose()
+        self._serve(f"{_MORE - 1} ranks")
         self._shrink()
         self._serve(f"{_FEWER} ranks")
         report = self._supervisor.stop()
@@ -96,10 +102,25 @@ class ResizeDemo:
         joined = holders(placement)[:, :, self._joined :]
         return placement if bool(joined.any(axis=1).all()) else None
 
+    def _lose(self) -> None:
+        """Kill a rank; the others go on with its experts."""
+        placement = self._until(lambda: self._placement(_MORE), "the present placement")
+        alone = int((placement.only_rank == _KILLED).sum())
+        self._say(f"killing rank {_KILLED}: {counted(alone, 'expert')} live on it alone")
+        began, before = self._clock.unix(), self._supervisor.resized
+        self._supervisor.kill_rank(_KILLED)
+
+        def outlived() -> ResizeOutcome | None:
+            found = self._supervisor.resized
+            return None if found is before else found
+
+        self._say_resized(self._until(outlived, "the group without it"), began)
+        self._until(lambda: self._placement(_MORE - 1), "the placement of the smaller group")
+
     def _shrink(self) -> None:
         before, retire = self._until(self._begin_to_shrink, "the retirement of ranks")
         ready = self._until(self._evacuated, "the evacuation")
-        after = self._until(lambda: self._placement(_MORE), "the present placement")
+        after = self._until(lambda: self._placement(before.num_ranks), "the present placement")
         least = stranded(holders(before), retire)
         self._say(f"{ready['words']} {copies_to(holders(before), after)} copies, least {least}")
         self._resize(_FEWER, retire)
@@ -109,7 +130,7 @@ class ResizeDemo:
 
         The placement is read again before each request, since a plan may end between two.
         """
-        if (before := self._placement(_MORE)) is None:
+        if (before := self._placement(self._supervisor.num_ranks)) is None:
             return None
         begun = self._asked({"to_ranks": _FEWER, "plan_id": "evacuate"})
         return None if begun is None else (before, tuple(begun["retire"]))
@@ -134,6 +155,9 @@ class ResizeDemo:
         began = self._clock.unix()
         self._supervisor.resize(ranks, retire)
         outcome = self._until(lambda: self._supervisor.resized, f"the group of {ranks} ranks")
+        self._say_resized(outcome, began)
+
+    def _say_resized(self, outcome: ResizeOutcome, began: float) -> None:
         if outcome.failed:
             raise Unavailable(outcome.words, Reason.RESIZING)
         self._read()

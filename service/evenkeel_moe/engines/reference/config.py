@@ -8,7 +8,7 @@ Files under `run_folder`::
                       serves; during a resize of the next one. Replaced atomically
     rank-R.jsonl      lines of rank R over all groups, see below
     rank-R.log        stdout and stderr of the processes that started as rank R, with their lines
-                      `start`, `resized`, `swap`, `fault`, `problem` and `exit`
+                      `start`, `lost`, `resized`, `swap`, `fault`, `problem` and `exit`
     supervisor.jsonl  lines of the supervisor: `started`, `rank_died`, `restarted`, `resizing`,
                       `resized`, `resize_failed`, `finished`
     state/rank-R.npz  last committed placement of rank R, replaced atomically
@@ -44,9 +44,12 @@ request  arrived_s, admitted_s, first_s (its first token), ended_s: seconds afte
          last layer)
 drained  next_group: this rank retires then, and has no request left
 gave_up  arrived_s, prompt, output, done (tokens computed): a request that a retiring rank left
+lost     next_step, epoch, detail: a collective failed because another rank is gone; this rank waits
+         for a group without it
 resized  pause_s: from the end of the last step of the old group to the first of this one; of it
          agreed_s (who goes), closed_s (the old agent), joined_s (rendezvous and placement),
-         started_s (the agent)
+         started_s (the agent); recovered (experts read from the checkpoint, because they died with
+         their ranks)
 refused  next_group, detail: the placement changed meanwhile; the group serves on as it is
 staging  plan_id, wave_index, bytes_done, bytes_total
 swap     step, epoch (the new one), plan_id, wave_index, layers, seconds (delay of the step),
@@ -244,6 +247,8 @@ class RankConfig:
     """False reports no compute seconds, like an engine that cannot measure them."""
     tell_cost: bool = False
     """Tell the controller the rank's own compute time at the start, as after a profile."""
+    shrinks: bool = False
+    """After a death the other ranks go on as a smaller group; else all ranks start again."""
     agent: bool = True
     """False runs the engine without an agent, to measure the agent's cost."""
     kv_bytes_per_token: int | None = None
@@ -268,6 +273,8 @@ class RankConfig:
     that starts from nothing."""
     forming: bool = True
     """False while the processes that join and leave a group of another size get ready."""
+    dead: tuple[int, ...] = ()
+    """Ranks of the group before that died, if the others go on without them."""
     rendezvous: str = ""
     """torch.distributed init method."""
 
@@ -438,7 +445,7 @@ class RankConfig:
             InvalidInput: unknown fields, values out of range, or too few slots for the experts.
         """
         values = json.loads(text)
-        for name in ("nodes", "controllers", "former"):
+        for name in ("nodes", "controllers", "former", "dead"):
             values[name] = tuple(values.get(name, ()))
         if "dispatch" in values:
             values["dispatch"] = DispatchRule(values["dispatch"])

@@ -75,6 +75,8 @@ class GroupRecord:
     """The `start` line of each rank."""
     resized: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """The `resized` line of each rank that came from the group before."""
+    lost: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """The `lost` line of each rank that noticed that another is gone."""
     drained: set[int] = field(default_factory=set)
     """Ranks of the group before that retire and have no requests left."""
     refused: dict[int, str] = field(default_factory=dict)
@@ -136,6 +138,8 @@ class FleetRecord:
             self.problems.append(f"rank {line['rank']} left: {line['reason']}: {line['detail']}")
         elif kind == "ready":
             self.group(line["group"]).ready.add(line["rank"])
+        elif kind == "lost":
+            self.group(line["group"]).lost[line["rank"]] = line
         elif kind == "drained":
             self.group(line["next_group"]).drained.add(line["rank"])
         elif kind == "gave_up":

@@ -140,6 +140,13 @@ class Group:
         self._dispatch.close()
         return self.agent is None or self.agent.close(planned=planned)
 
+    def lose(self) -> None:
+        """End all that other ranks may wait for, after one has died: so they notice it too."""
+        self.communicator.abort()
+        if self.agent is not None:
+            self.agent.abort_polls()
+        self.disconnect()
+
     def disconnect(self) -> None:
         """End the communicators of a group that no rank is in any more."""
         for communicator in self._connected:

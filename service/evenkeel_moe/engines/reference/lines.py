@@ -1,6 +1,7 @@
 """The JSON lines that the processes of a run write; `config` lists their keys."""
 
 import json
+import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,10 @@ class LineWriter:
 
     def __init__(self, path: Path, *, logged: Collection[str] = (), **always: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        cut = _is_cut(path)
         self._file = path.open("a", encoding="utf-8", buffering=1)
+        if cut:
+            self._file.write("\n")
         self._logged = logged
         self._always = always
         self._lock = threading.Lock()
@@ -44,6 +48,15 @@ class LineWriter:
         """Close the file."""
         with self._lock:
             self._file.close()
+
+
+def _is_cut(path: Path) -> bool:
+    """Return True if a process was killed while it wrote the last line."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evenkeel_moe.adapters.torch.groups import Communicator
@@ -51,6 +53,23 @@ class ProcessParts:
         prose_tokens()
         if config.shift_at:
             code_tokens()
+
+    def recover(self, config: RankConfig, placement: Placement, held: NDArray[np.int32]) -> int:
+        """Load what the placement gives this rank in the place of ranks that died.
+
+        Args:
+            config: of this rank in the group of those who are left.
+            placement: with which it begins.
+            held: (L, slots_per_rank) experts in this rank's slots.
+
+        Returns:
+            the number of experts that were loaded.
+
+        Raises:
+            InfeasiblePlan: the placement needs more buffers than the pool has.
+        """
+        make_room = {} if self.requests is None else {"make_room": self.requests.make_room}
+        return self.weights.load(placement, config.rank, config.seed, held, **make_room)
 
     def begin(self, config: RankConfig, placement: Placement) -> None:
         """Fill the slots of a process in its first group from the checkpoint; then take requests.

@@ -25,13 +25,15 @@ from evenkeel_moe.engines.reference.group import Group, MakeLink
 from evenkeel_moe.engines.reference.joining import Upcoming
 from evenkeel_moe.engines.reference.lines import LineWriter
 from evenkeel_moe.engines.reference.parts import ProcessParts, RankParts
-from evenkeel_moe.engines.reference.resize import resized_placement
+from evenkeel_moe.engines.reference.resize import resized_placement, surviving_placement
 from evenkeel_moe.engines.reference.state import SavedPlacement, save_placement
 from evenkeel_moe.engines.reference.traffic import read_trace
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Unavailable
 from evenkeel_moe.model.placement import Placement
 
-_LOGGED = ("start", "resized", "swap", "fault", "problem", "exit")
+_LOOK_S = 0.005
+"""Time between two looks for the group that follows a death."""
+_LOGGED = ("start", "lost", "resized", "swap", "fault", "problem", "exit")
 """The lines for which an operator searches the log; the others come with every step."""
 
 
@@ -129,6 +131,8 @@ class _Rank:
         self._mismatches = self._rows_checked = 0
         self._problems: list[str] = []
         self._fault_done = False
+        self._step = config.first_step
+        """The newest step that has begun."""
         if config.former:
             self._process.read_ahead(config)
             lines.write("ready", pid=os.getpid())
@@ -164,7 +168,14 @@ class _Rank:
         """Serve until the end, a stop or retirement, then check; return True if it passed."""
         step = self.group.first_step
         while True:
-            step = self._serve_steps(step)
+            try:
+                step = self._serve_steps(step)
+            except RuntimeError as error:  # of torch: another rank is gone
+                if not self.config.shrinks:
+                    raise
+                self._outlive(error)
+                step = self.group.first_step
+                continue
             ended = time.perf_counter()
             group = self.group
             compared = compare_maps(group.router, group.communicator)
@@ -189,7 +200,7 @@ class _Rank:
         """Run steps until one after which the whole group stops; return the number of the next."""
         stop = False
         while not stop and (self.config.steps == 0 or step < self.config.steps):
-            began = time.perf_counter()
+            self._step, began = step, time.perf_counter()
             group, parts = self.group, self.group.parts
             epoch = group.router.epoch
             wants_stop = self._group_ends() or self._stop_wanted
@@ -242,6 +253,27 @@ class _Rank:
             )
         return following
 
+    def _outlive(self, error: RuntimeError) -> None:
+        """Go on in a group without the ranks that died, once the supervisor says which.
+
+        Raises:
+            Unavailable: it does not in time, or the run is stopping.
+        """
+        noticed, group, config = time.perf_counter(), self.group, self.config
+        group.lose()
+        self.lines.write(
+            "lost", next_step=self._step + 1, epoch=group.router.epoch, detail=str(error)[:500]
+        )
+        while True:
+            following = self._upcoming.look()
+            if following is not None and following.dead and following.forming:
+                break
+            if self._stop_wanted or time.perf_counter() > noticed + config.group_timeout_s:
+                raise Unavailable(f"a rank is gone, and no group follows: {error}")
+            time.sleep(_LOOK_S)
+        placement = surviving_placement(group.placement, following)
+        self._follow(following, placement, following.first_step, noticed)
+
     def _follow(self, following: RankConfig, placement: Placement, step: int, ended: float) -> None:
         """Leave the group for the next one, with the experts and requests of this process.
 
@@ -252,10 +284,13 @@ class _Rank:
             ended: `time.perf_counter` at the end of the step before.
         """
         agreed, old = time.perf_counter(), self.group
-        config = following.replace(rank=following.former.index(old.config.rank))
+        former_rank = old.config.rank
+        config = following.replace(rank=following.former.index(former_rank))
         if not old.close(planned=True):
             raise Unavailable(f"a copy of group {old.config.group} still uses slots")
         closed = time.perf_counter()
+        held = old.placement.phy2log.reshape(config.layers, old.config.num_ranks, -1)
+        recovered = self._process.recover(config, placement, held[:, former_rank])
         # Also for a restart, should a process end before the next group has formed.
         epoch = old.router.epoch + 1
         save_placement(config.state_file, SavedPlacement(placement, epoch, old.generation))
@@ -272,6 +307,7 @@ class _Rank:
             closed_s=round(closed - agreed, 6),
             joined_s=round(self.group.joined - closed, 6),
             started_s=round(now - self.group.joined, 6),
+            recovered=recovered,
         )
 
     def _verify(self, step: int, result: StepResult) -> None:

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -179,6 +180,14 @@ class RunningRequests:
             self._next = next(self._requests, None)
         return left
 
+    def make_room(self, count: int) -> None:
+        """Take the blocks of the newest requests until so many are free; they begin again later."""
+        while self.running and self._pool.free_buffers < count:
+            newest = self.running.pop()
+            self._pool.give_back(newest.blocks)
+            after = () if self._next is None else (self._next,)
+            self._next, self._requests = newest.request, chain(after, self._requests)
+
     def _waiting(self) -> Request | None:
         """Return the next request, if it has arrived and is to be served here."""
         request, last = self._next, min(self.now(), self._arrivals_end_s)
@@ -333,6 +342,10 @@ class RequestTraffic(Traffic):
     def give_up(self) -> list[Mapping[str, Any]]:
         """Drop the requests that run or wait; return their lines."""
         return [{**_told(request), "done": done} for request, done in self._asked.give_up()]
+
+    def make_room(self, count: int) -> None:
+        """Take the blocks of the newest requests until so many are free; they begin again later."""
+        self._asked.make_room(count)
 
     def _next_batch(self, step: int) -> _Batch:
         running = self._asked.running

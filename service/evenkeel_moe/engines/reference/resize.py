@@ -11,6 +11,7 @@ import numpy as np
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
 from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.planning.schedule.width_change import adopt_lost
 
 Former = tuple[int | None, ...]
 
@@ -60,23 +61,42 @@ def resized_placement(placement: Placement, former: Former) -> Placement:
         InfeasiblePlan: an expert lives on leaving ranks alone.
         ShapeMismatch: the new group has fewer slots than experts.
     """
-    layers, ranks, width = placement.num_layers, placement.num_ranks, placement.slots_per_rank
-    old = placement.phy2log.reshape(layers, ranks, width)
-    new = np.full((layers, len(former), width), EMPTY, np.int32)
-    for rank, before in enumerate(former):
-        if before is not None:
-            new[:, rank] = old[:, before]
-    found = Placement(new.reshape(layers, -1), len(former), placement.num_logical_experts)
+    found = _rows_that_stay(placement, former)
     lost = np.argwhere(found.logcnt == 0)
     if len(lost):
         layer, expert = lost[0].tolist()
-        leaving = ", ".join(map(str, leaving_ranks(ranks, former)))
+        leaving = ", ".join(map(str, leaving_ranks(placement.num_ranks, former)))
         raise InfeasiblePlan(
             f"{len(lost)} experts live on the retiring ranks {leaving} alone, first: layer {layer}"
             f" expert {expert}; move them to ranks that stay first",
             Reason.EXPERT_WITHOUT_REPLICA,
         )
     return found
+
+
+def surviving_placement(placement: Placement, config: RankConfig) -> Placement:
+    """Return the placement of a group after deaths: what survives, and a slot for what does not.
+
+    Args:
+        placement: of the group before.
+        config: of the group of those who are left.
+
+    Raises:
+        InfeasiblePlan: they have no room for all experts.
+        ShapeMismatch: they have fewer slots than experts.
+    """
+    return adopt_lost(_rows_that_stay(placement, config.former), config.shape)
+
+
+def _rows_that_stay(placement: Placement, former: Former) -> Placement:
+    """Return the rows of those who stay, and empty slots; an expert may have no slot."""
+    layers, ranks, width = placement.num_layers, placement.num_ranks, placement.slots_per_rank
+    old = placement.phy2log.reshape(layers, ranks, width)
+    new = np.full((layers, len(former), width), EMPTY, np.int32)
+    for rank, before in enumerate(former):
+        if before is not None:
+            new[:, rank] = old[:, before]
+    return Placement(new.reshape(layers, -1), len(former), placement.num_logical_experts)
 
 
 def resized_nodes(nodes: Sequence[int], former: Former) -> tuple[int, ...]:
@@ -109,16 +129,36 @@ def resized_config(
         InvalidInput: the request is not possible for this group.
         InfeasiblePlan: an expert lives on leaving ranks alone.
     """
+    former = former_ranks(config.num_ranks, wanted, retire)
+    following = _following(config, former)
+    resized_placement(placement, former)
+    return following
+
+
+def survivors_config(config: RankConfig, placement: Placement, dead: Collection[int]) -> RankConfig:
+    """Return the configuration of the group of those who are left after deaths.
+
+    Args:
+        config: of the group before.
+        placement: in force there.
+        dead: its ranks that died.
+
+    Raises:
+        InvalidInput: nobody is left, or this group can have no other size.
+        InfeasiblePlan: those who are left have no room for all experts.
+        ShapeMismatch: they have fewer slots than experts.
+    """
+    former = former_ranks(config.num_ranks, config.num_ranks - len(dead), dead)
+    following = _following(config, former).replace(dead=tuple(sorted(dead)))
+    surviving_placement(placement, following)
+    return following
+
+
+def _following(config: RankConfig, former: Former) -> RankConfig:
     if config.trace:
         raise InvalidInput(
             f"the {config.num_ranks} ranks play the recording {config.trace}: its experts were"
             " padded for this number of ranks"
         )
-    former = former_ranks(config.num_ranks, wanted, retire)
-    following = config.replace(
-        num_ranks=wanted,
-        nodes=resized_nodes(config.nodes, former),
-        former=former,
-    )
-    resized_placement(placement, former)
-    return following
+    nodes = resized_nodes(config.nodes, former)
+    return config.replace(num_ranks=len(former), nodes=nodes, former=former, dead=())

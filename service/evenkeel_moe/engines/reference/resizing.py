@@ -3,6 +3,8 @@
 First the processes that join load, and the ranks that retire serve the requests that they have.
 The old group serves meanwhile, and giving up leaves it whole. Only then it is told to stop after a
 step, and the processes that stay or join form the new group.
+
+After a death the ranks that are left form the new group as soon as all of them have noticed it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +14,10 @@ from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.fleet_report import FINAL, FleetRecord
 from evenkeel_moe.engines.reference.rank_process import RankProcess
 from evenkeel_moe.engines.reference.resize import leaving_ranks
+from evenkeel_moe.model.quantities import counted, numbered
 
+_NOTICE_S = 10.0
+"""Seconds in which the other ranks must have noticed a death."""
 _LOAD_S = 120.0
 """Seconds in which processes that join must have loaded."""
 
@@ -31,17 +36,33 @@ class ResizeOutcome:
     """The longest time on a rank between these two steps."""
     given_up: int = 0
     """Requests that retiring ranks had not ended in time."""
+    dead: tuple[int, ...] = ()
+    """The ranks whose death made the group smaller."""
+    recovered: int = 0
+    """Experts that died with them, and were read from the checkpoint."""
 
     @property
     def words(self) -> str:
         """The outcome in one sentence."""
         sizes = f"from {self.ranks_before} to {self.ranks_wanted} ranks"
+        if self.dead:
+            return self._words_after_death()
         if self.failed:
             return f"the resize {sizes} failed: {self.failed}"
         left = f"; {self.given_up} requests of retiring ranks were given up" * bool(self.given_up)
         return (
             f"resized {sizes}: serving paused for {self.pause_s:.3f} s between steps"
             f" {self.first_step - 1} and {self.first_step}{left}"
+        )
+
+    def _words_after_death(self) -> str:
+        dead = f"rank{'s' * (len(self.dead) > 1)} {numbered(self.dead)} died"
+        if self.failed:
+            return f"{dead}, and the others do not go on without: {self.failed}"
+        return (
+            f"{dead}, the other {self.ranks_wanted} go on: every expert was served again after"
+            f" {self.pause_s:.3f} s, {counted(self.recovered, 'lost expert')} read from the"
+            " checkpoint"
         )
 
 
@@ -52,7 +73,7 @@ class Resizing:
     before: RankConfig
     after: RankConfig
     old: Sequence[RankProcess]
-    """The process of each rank of the old group."""
+    """The process of each rank of the old group, also of those that died."""
     joining: Mapping[int, RankProcess]
     """The process of each rank of the new group that was not in the old one."""
     began: float
@@ -64,8 +85,13 @@ class Resizing:
 
     @property
     def leaving(self) -> tuple[int, ...]:
-        """The ranks of the old group that retire."""
+        """The ranks of the old group that are not in the new one."""
         return leaving_ranks(self.before.num_ranks, self.after.former)
+
+    @property
+    def retiring(self) -> tuple[int, ...]:
+        """The ranks of the old group that leave alive."""
+        return tuple(rank for rank in self.leaving if rank not in self.after.dead)
 
     @property
     def members(self) -> list[RankProcess]:
@@ -77,8 +103,10 @@ class Resizing:
 
     def is_prepared(self, record: FleetRecord, now: float) -> bool:
         """Return True if who joins has loaded, and who retires has no request or no more time."""
+        if self.after.dead:
+            return record.group(self.before.group).lost.keys() >= set(self.after.former)
         drained = record.group(self.after.group).drained
-        waits = now < self.began + self.drain_s and not drained.issuperset(self.leaving)
+        waits = now < self.began + self.drain_s and not drained.issuperset(self.retiring)
         return not waits and record.group(self.after.group).ready.issuperset(self.joining)
 
     def is_formed(self, record: FleetRecord) -> bool:
@@ -89,6 +117,12 @@ class Resizing:
 
     def trouble(self, record: FleetRecord, now: float) -> str:
         """Return why this resize has to be given up; empty if it goes on."""
+        if self.after.dead:
+            lost = record.group(self.before.group).lost
+            if not self.is_prepared(record, now) and now > self.began + _NOTICE_S:
+                return f"only ranks {sorted(lost)} noticed it within {_NOTICE_S:g} s"
+            epochs = {line["epoch"] for line in lost.values()}
+            return f"their maps have the epochs {sorted(epochs)}" if len(epochs) > 1 else ""
         dead = [rank for rank, process in self.joining.items() if process.poll() is not None]
         if dead and not self.forming:
             codes = ", ".join(f"{rank} with exit code {self.joining[rank].poll()}" for rank in dead)
@@ -112,8 +146,11 @@ class Resizing:
             first_step=group.starts[0]["step"],
             pause_s=max(line["pause_s"] for line in group.resized.values()),
             given_up=record.group(self.before.group).given_up,
+            dead=self.after.dead,
+            recovered=sum(line["recovered"] for line in group.resized.values()),
         )
 
     def failed(self, why: str) -> ResizeOutcome:
         """Return the outcome of a resize that was given up."""
-        return ResizeOutcome(self.before.num_ranks, self.after.num_ranks, why)
+        sizes = self.before.num_ranks, self.after.num_ranks
+        return ResizeOutcome(*sizes, why, dead=self.after.dead)

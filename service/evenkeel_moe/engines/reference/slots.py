@@ -1,7 +1,7 @@
 """A rank's experts in pooled buffers, and the routing tables that lead to all experts."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,14 +111,35 @@ class PooledWeights:
         )
         return keys, values
 
-    def load(self, placement: Placement, rank: int, seed: int) -> None:
+    def load(
+        self,
+        placement: Placement,
+        rank: int,
+        seed: int,
+        held: NDArray[np.int32] | None = None,
+        make_room: Callable[[int], None] = lambda count: None,
+    ) -> int:
         """Fill this rank's slots of a placement with the checkpoint's experts.
+
+        Args:
+            placement: of the group.
+            rank: this one.
+            seed: of the checkpoint.
+            held: (L, slots_per_rank) experts in the slots now, which stay; None if all are empty.
+            make_room: frees buffers until so many are free, if it can.
+
+        Returns:
+            the number of experts that were loaded.
 
         Raises:
             InfeasiblePlan: the placement needs more buffers than the pool has.
         """
         mine = placement.phy2log.reshape(placement.num_layers, placement.num_ranks, -1)[:, rank]
-        filled = [(int(layer), int(local)) for layer, local in np.argwhere(mine != EMPTY)]
+        before = np.full_like(mine, EMPTY) if held is None else held
+        changed = [(int(layer), int(local)) for layer, local in np.argwhere(mine != before)]
+        self.release([slot for slot in changed if before[slot] != EMPTY])
+        filled = [slot for slot in changed if mine[slot] != EMPTY]
+        make_room(len(filled))
         if not self.reserve(filled):
             raise InfeasiblePlan(
                 f"{len(filled)} slots to fill, {self.free_buffers} buffers", Reason.POOL_EXCEEDED
@@ -129,6 +150,7 @@ class PooledWeights:
             for tensor, value in zip(self.tensors(layer, local), expert, strict=True):
                 tensor.copy_(value)
                 self.loaded_bytes += value.nbytes
+        return len(filled)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

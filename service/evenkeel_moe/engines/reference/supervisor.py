@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO, Any
 
-from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
 from evenkeel_moe.engines.reference.fleet_report import (
     FINAL,
     FleetRecord,
@@ -28,10 +28,10 @@ from evenkeel_moe.engines.reference.fleet_report import (
 )
 from evenkeel_moe.engines.reference.lines import LineWriter, replace_text
 from evenkeel_moe.engines.reference.rank_process import RankProcess, StartRank, start_rank_process
-from evenkeel_moe.engines.reference.resize import resized_config
+from evenkeel_moe.engines.reference.resize import resized_config, survivors_config
 from evenkeel_moe.engines.reference.resizing import ResizeOutcome, Resizing
 from evenkeel_moe.engines.reference.state import first_placement, load_placement
-from evenkeel_moe.errors import Conflict, InvalidInput
+from evenkeel_moe.errors import Conflict, InfeasiblePlan, InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 
 _POLL_S = 0.05
@@ -121,12 +121,18 @@ class Supervisor:
         broken = any(code is not None and code not in FINAL for code in codes)
         now = time.monotonic()
         if (broken or None not in codes) and self._over_at is None:
-            self._over_at = now
             if broken:
                 self._write("rank_died", codes=codes)
+                if (after := self._without_dead(codes)) is not None:
+                    self._tell(f"{died_words(codes)}; the others go on without")
+                    self._ranks = self._begin_resize(after).members
+                    return None
                 self._tell(f"{died_words(codes)}; {self._next_words()}")
                 self._end_resize_by_death()
+                for process in self._ranks if self._config.shrinks else ():
+                    process.terminate()  # It may wait for a group without the dead.
                 codes = [process.poll() for process in self._ranks]
+            self._over_at = now
         if None in codes or None in self._retired_codes():
             if self._over_at is None or now - self._over_at <= self._grace_s:
                 return None
@@ -164,21 +170,10 @@ class Supervisor:
         started = len(self._record.group(self._config.group).starts)
         if started < self.num_ranks:
             raise Conflict(f"{started} of {self.num_ranks} ranks have started so far")
-        before = self._config
-        after = resized_config(before, self._placement(), num_ranks, retire)
-        group = self._next_group()
-        after = after.replace(group=group, forming=False, rendezvous=self._rendezvous(group))
-        self._write_config(after)
-        joining = {
-            rank: self._start_process(rank)
-            for rank, former in enumerate(after.former)
-            if former is None
-        }
-        now = time.monotonic()
-        self._resizing = Resizing(before, after, self._ranks, joining, now, drain_s)
-        self.resized = None
-        leaving = self._resizing.leaving
-        self._write("resizing", ranks=num_ranks, retire=leaving, joining=list(joining))
+        after = resized_config(self._config, self._placement(), num_ranks, retire)
+        resizing = self._begin_resize(after, drain_s)
+        leaving, joining = resizing.leaving, list(resizing.joining)
+        self._write("resizing", ranks=num_ranks, retire=leaving, joining=joining)
 
     def request_stop(self) -> None:
         """Ask the ranks to stop after their current step and run the final check."""
@@ -222,6 +217,37 @@ class Supervisor:
         self._start_group(self._config.replace(attempt=attempt, group=group, first_step=first_step))
         self._write("restarted", attempt=attempt, first_step=first_step, pids=self.pids)
 
+    def _without_dead(self, codes: list[int | None]) -> RankConfig | None:
+        """Return the group of the ranks that are left; None if all have to start again."""
+        config = self._config
+        dead = [rank for rank, code in enumerate(codes) if code is not None]
+        self._record.read()
+        started = len(self._record.group(config.group).starts) == self.num_ranks
+        if self._stopping or self._resizing is not None or not (config.shrinks and started):
+            return None
+        # A rank that ended by itself has left a group whose state is unknown.
+        if any(codes[rank] in set(ExitCode) - {ExitCode.FAILED} for rank in dead):
+            return None
+        try:
+            return survivors_config(config, self._placement(), dead)
+        except (InvalidInput, InfeasiblePlan, ShapeMismatch) as error:
+            self._tell(f"the other ranks cannot go on alone: {error}")
+            return None
+
+    def _begin_resize(self, after: RankConfig, drain_s: float = 0.0) -> Resizing:
+        group = self._next_group()
+        after = after.replace(group=group, forming=False, rendezvous=self._rendezvous(group))
+        self._write_config(after)
+        joining = {
+            rank: self._start_process(rank)
+            for rank, former in enumerate(after.former)
+            if former is None
+        }
+        now = time.monotonic()
+        self._resizing = Resizing(self._config, after, self._ranks, joining, now, drain_s)
+        self.resized = None
+        return self._resizing
+
     def _carry_on(self, resizing: Resizing) -> None:
         """Take the next step of a resize, if it is due."""
         self._record.read()
@@ -232,10 +258,14 @@ class Supervisor:
             self._give_up(resizing, why)
         elif not resizing.forming and resizing.is_prepared(self._record, now):
             resizing.forming = True
-            self._config = resizing.after.replace(forming=True)
-            self._ranks = resizing.members
             group = resizing.before.group
-            self._retired += [(group, rank, resizing.old[rank]) for rank in resizing.leaving]
+            lost = self._record.group(group).lost.values()
+            first_step = max(
+                (line["next_step"] for line in lost), default=resizing.after.first_step
+            )
+            self._config = resizing.after.replace(forming=True, first_step=first_step)
+            self._ranks = resizing.members
+            self._retired += [(group, rank, resizing.old[rank]) for rank in resizing.retiring]
             self._write_config(self._config)
 
     def _give_up(self, resizing: Resizing, why: str) -> None:
@@ -244,6 +274,8 @@ class Supervisor:
             process.kill()
             process.wait()
         self._config, self._ranks = resizing.before, list(resizing.old)
+        if resizing.after.dead:
+            self._kill()
         self._retired = [one for one in self._retired if one[0] != resizing.before.group]
         self._write_config(self._config)
         self._end_resize(why)
@@ -278,6 +310,8 @@ class Supervisor:
                 first_step=outcome.first_step,
                 pause_s=outcome.pause_s,
                 given_up=outcome.given_up,
+                dead=outcome.dead,
+                recovered=outcome.recovered,
             )
         self.resized = outcome
         self._tell(outcome.words)
