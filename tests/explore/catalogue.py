@@ -31,7 +31,12 @@ def search(kit: Kit, size: Size, *, mutant: bool = False, **limits) -> Search:
 
 
 _LIGHT = frozenset({"lose", "duplicate", "write", "move", "checksum", "transfer", "silence"})
-SMALL_WORLDS = (Size(2, 2, 0), Size(3, 2, 0), Size(2, 1, 1, _LIGHT))
+SMALL_WORLDS = (
+    Size(2, 2, 0),
+    Size(3, 2, 0),
+    Size(2, 1, 1, _LIGHT),
+    Size(2, 1, 1, frozenset({"resize"})),
+)
 
 
 def _small(*kinds: str, waves: int = 1, faults: int = 1) -> Size:

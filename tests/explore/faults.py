@@ -16,6 +16,7 @@ KINDS = {
     "break": "a stream breaks; what is on it arrives late or never",
     "crash leader": "the leader crashes, also between two writes; a successor leads",
     "crash rank": "a rank dies, and its group restarts from a saved map",
+    "resize": "the group goes over into another generation at the next epoch, with its map",
     "lose lease": "the leader loses its lease and knows it",
     "take lease": "another replica takes the lease, and the leader does not know it yet",
     "write": "the store does not take the writes of an event, from any of them on",
@@ -183,6 +184,19 @@ def _crash_rank(view: View) -> Iterator[Fault]:
             yield Event("", rank), partial(Draft.rank_dies, rank=rank)
 
 
+def _resize(view: View) -> Iterator[Fault]:
+    # The number of ranks stays, since all states have it. What the controller has to follow is a
+    # generation at an epoch that no plan led to.
+    if view.group_lives and not (view.passing or view.around.reload):
+        yield Event(""), go_over
+
+
+def go_over(draft: Draft) -> None:
+    """Let all ranks end, and start as a group that keeps their map."""
+    epoch, digest, _, _ = draft.facts(0).shown
+    draft.group_starts(epoch + 1, digest)
+
+
 def _reload(view: View) -> Iterator[Fault]:
     if view.group_lives and not view.around.reload:
         yield Event(""), lambda draft: draft.change(reload=1)
@@ -224,6 +238,7 @@ _FAULTS: dict[str, Callable[[View], Iterator[Fault]]] = {
     "break": _break,
     "crash leader": _crash_leader,
     "crash rank": _crash_rank,
+    "resize": _resize,
     "lose lease": _lose_lease,
     "take lease": _take_lease,
     "write": _write,

@@ -43,7 +43,7 @@ CAUGHT = {
 """The invariant that catches each mutant; R4 and R12 need larger worlds (`--mutants`)."""
 
 
-@pytest.mark.parametrize("size", SMALL_WORLDS, ids=lambda size: f"{size.ranks}-{size.faults}")
+@pytest.mark.parametrize("size", SMALL_WORLDS, ids=lambda size: f"{size.ranks}-{len(size.kinds) * size.faults}")
 def test_small_worlds_are_exhausted_and_sound(size):
     searched = search(Kit(), size, most_states=10_000)
     result = searched.run()
@@ -65,6 +65,13 @@ def test_mutant_is_caught_where_the_machines_are_sound(name):
     assert [one.invariant for one in found] == [CAUGHT[name]]
     sound = search(Kit(), size, most_states=1000).run()
     assert not sound.found, "the world alone breaks nothing"
+
+
+def test_a_group_of_another_generation_is_followed_to_its_epoch():
+    """R15; a leader that trusts the store never learns the epoch that no plan led to."""
+    size = SMALL_WORLDS[-1]
+    found = search(BY_NAME["R15"].kit, size, mutant=True).run().found
+    assert [one.invariant for one in found] == [NO_PROGRESS]
 
 
 def test_every_mutant_has_a_world_or_a_reason():

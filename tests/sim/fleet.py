@@ -1,11 +1,26 @@
 """One EP group: its engine's steps, restarts, reloads and idle times."""
 
+import contextlib
+import dataclasses
+
 import torch
 
-from evenkeel_moe.model.ids import Epoch, Generation
+from evenkeel_moe.engines.reference.resize import (
+    former_ranks,
+    resized_placement,
+    surviving_placement,
+)
+from evenkeel_moe.errors import EvenkeelError
+from evenkeel_moe.model.ids import Epoch, EpRank, Generation
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.protocol.messages import Lineage
 from tests.sim.fabric import Fabric
 from tests.sim.rank import SimRank
+
+
+def kept_placement(placement: Placement, former: tuple, _shape) -> Placement:
+    """Return what ranks that stay keep; refuse to lose an expert."""
+    return resized_placement(placement, former)
 
 
 class Fleet:
@@ -18,6 +33,7 @@ class Fleet:
 
     device = torch.device("cpu")
     rank_type: type[SimRank] = SimRank
+    may_resize = True
 
     def __init__(
         self, world, shape, *, poll_every: int, resolve_after: int, name: str = "g"
@@ -55,6 +71,12 @@ class Fleet:
         """The ranks that loaded other weights and have not reported it; one reload at a time."""
         self.unasked = False
         """True if the engine loads other weights before the next step, without asking."""
+        self.lineages: list = []
+        """Where each rank of the group comes from; empty for a group that comes from none."""
+        self.wanted: tuple = ()
+        """The former rank of each rank of the group that is to follow; empty if none is."""
+        self.outlives = False
+        """True if ranks that are left after a death go on without the dead."""
         self._waiting: set = set()
 
     # --- lives of the group -----------------------------------------------------------------------
@@ -62,18 +84,25 @@ class Fleet:
     def start(self) -> None:
         """Start a new generation with a placement that the supervisor picks."""
         world = self.world
-        self.restarting = False
-        self.generations += 1
-        self.generation = Generation(f"{self.name}{self.generations}")
-        self.failing_polls.clear()
-        self.reload, self.loading, self.unasked = None, 0, False
         if not self.saved:
             placement, epoch = Placement.initial(self.shape), Epoch(0)
         elif world.rng.random() < 0.6:
             epoch, placement = max(self.saved, key=lambda pair: pair[0])
         else:
             epoch, placement = world.rng.choice(self.saved)
-        self.saved = [(epoch, placement)]
+        self.begin(epoch, placement, [])
+
+    def begin(self, epoch: Epoch, placement: Placement, lineages: list) -> None:
+        """Begin a new generation."""
+        world = self.world
+        self.restarting = False
+        self.generations += 1
+        self.generation = Generation(f"{self.name}{self.generations}")
+        self.failing_polls.clear()
+        self.reload, self.loading, self.unasked = None, 0, False
+        self.saved, self.lineages, self.wanted = [(epoch, placement)], lineages, ()
+        self.num_ranks = placement.num_ranks
+        self.shape = dataclasses.replace(self.shape, num_ranks=self.num_ranks)
         incarnation = 100_000 + int(world.now * 1000) + self.generations
         self.fabric = Fabric(world, self.num_ranks, self.poll_error)
         self.arriving = [
@@ -124,7 +153,55 @@ class Fleet:
             return
         self.restarting = True
         self.world.moment("group breaks", fleet=self)
-        self.world.after(0.1 + 0.5 * self.world.rng.random(), self.restart)
+        then = self.outlive if self.outlives and self.ranks else self.restart
+        self.world.after(0.1 + 0.5 * self.world.rng.random(), then)
+
+    def resize(self, num_ranks: int, retire=()) -> None:
+        """Let a group of another size follow after a step, once no expert is lost by that."""
+        if self.may_resize and not self.restarting:
+            with contextlib.suppress(EvenkeelError):
+                self.wanted = former_ranks(self.num_ranks, num_ranks, retire)
+
+    def follows(self, former: tuple, place) -> bool:
+        """Let another group follow; return False if it cannot.
+
+        Args:
+            former: the rank that each of its ranks has in this group; None for one that joins.
+            place: returns its placement from (placement, former, shape).
+        """
+        known = next(rank for rank in self.ranks if rank.alive)
+        try:
+            shape = dataclasses.replace(self.shape, num_ranks=len(former))
+            placement = place(known.map, former, shape)
+            placement.check(shape)
+        except EvenkeelError:
+            return False
+        experts = shape.num_layers * shape.num_logical_experts
+        pool = shape.pool_slots_per_rank
+        if pool is not None and shape.num_ranks * pool == experts:
+            return False  # No plan could move an expert without a free buffer.
+        world, generation = self.world, self.generation
+        world.note(f"group goes over to ranks {former} of {generation}")
+        self.restarting = True
+        lineages = [
+            Lineage(generation, None if before is None else EpRank(before)) for before in former
+        ]
+        for rank in self.ranks:
+            rank.die(planned=world.rng.random() < 0.7)
+        epoch = Epoch(known.epoch + 1)
+        world.after(0.1 + 0.5 * world.rng.random(), self.begin, epoch, placement, lineages)
+        return True
+
+    def outlive(self) -> None:
+        """Go on without the dead, unless the state of a wave is unknown to a rank."""
+        left = [rank for rank in self.ranks if rank.alive]
+        if any(rank.rank in self._waiting for rank in left):
+            self.world.after(0.1, self.outlive)  # It is in a step boundary.
+            return
+        sure = not any(rank.left for rank in self.ranks) and len({r.epoch for r in left}) == 1
+        former = tuple(rank.rank for rank in left)
+        if len(left) < 2 or not sure or not self.follows(former, surviving_placement):
+            self.restart()
 
     def restart(self) -> None:
         for rank in self.ranks:
@@ -181,6 +258,8 @@ class Fleet:
             self.dirty = False
             for rank in self.ranks:
                 self.world.checks.reachable(rank)
+        if self.wanted and not self.loading and self.follows(self.wanted, kept_placement):
+            return
         self.world.after(self.step_s * (0.8 + 0.4 * self.world.rng.random()), self.step, generation)
 
     # --- polls ------------------------------------------------------------------------------------

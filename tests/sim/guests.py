@@ -136,6 +136,8 @@ class GuestFleet(Fleet):
     rank_type = GuestRank
     ranks: list[GuestRank]  # type: ignore[assignment]
 
+    may_resize = False
+
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
         self._stalled: dict = {}

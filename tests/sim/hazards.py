@@ -101,6 +101,15 @@ def leave_boundary_out(_world, rank) -> None:
     rank.leaves_out = 1
 
 
+def resize(world, _rank) -> None:
+    world.fleet.resize(world.rng.choice((2, 3, 3, 4, 4, 4)))
+
+
+def outlive(world) -> None:
+    """Ranks go on without dead ones."""
+    world.fleet.outlives = world.fleet.may_resize
+
+
 def reload(world, _rank) -> None:
     world.fleet.begin_reload(world.rng.random() < 0.7)
 
@@ -245,6 +254,18 @@ _HAZARDS = (
         (quick(), split("controller is migrating", 0.1, 0.5), lapse("wave is preparing", 0.3)),
     ),
     Hazard("an empty store", 1, (flush("controller is migrating", 0.3),)),
+    Hazard(
+        "other sizes",
+        2,
+        (
+            outlive,
+            at_times(resize),
+            at_times(crash),
+            wish("retire", "controller is ready", 0.2),
+            meet("rank is staging", 0.03, lambda _world, context: context["rank"].die()),
+            meet("rank polls armed", 0.03, lambda _world, context: context["rank"].die()),
+        ),
+    ),
 )
 HAZARDS = {hazard.name: hazard for hazard in _HAZARDS}
 

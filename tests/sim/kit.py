@@ -13,6 +13,7 @@ from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.leader.membership import Membership
 from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
+from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
 from evenkeel_moe.protocol.leader.recovery import Recovery
 from evenkeel_moe.protocol.rank.gate import Gate
 from evenkeel_moe.protocol.rank.participant import Participant
@@ -30,6 +31,7 @@ class Kit:
     executor: type[PlanExecutor] = PlanExecutor
     recovery: type[Recovery] = Recovery
     membership: type[Membership] = Membership
+    planning: type[PlanningLoop] = PlanningLoop
     barrier: type[SaveBarrier] = SaveBarrier
     agent: type[Agent] = Agent
     worker: type[StagingWorker] = StagingWorker
@@ -44,5 +46,6 @@ class Kit:
             ),
             "recovery_type": self.recovery,
             "membership_type": self.membership,
+            "planning_type": self.planning,
         }
         return replace(self, control=type("Control", (self.control,), parts))

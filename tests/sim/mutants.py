@@ -18,6 +18,7 @@ from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.leader.membership import Membership
 from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
+from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
 from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.leader.recovery import Recovery
 from evenkeel_moe.protocol.messages import (
@@ -250,6 +251,22 @@ class TellsBeforeSaved(SaveBarrier):
         return [action]
 
 
+class PlansWhileRanksRetire(PlanningLoop):
+    def closed(self, now, kind):
+        found = super().closed(now, kind)
+        return None if found is Reason.RESIZING else found
+
+
+class NeverEndsRetirement(DeploymentControl):
+    def _end_retirement(self):
+        return []
+
+
+class ForgetsOldPlans(Recovery):
+    def end_old_plans(self, now):
+        return []
+
+
 # --- mistakes of the agent ------------------------------------------------------------------------
 
 
@@ -408,6 +425,30 @@ RULES = (
         "R17c", "R17", "a rank takes a Prepare wrong in itself", Kit(participant=TakesAnyTransfers)
     ),
 )
+RESIZES = (
+    Mutant(
+        "retiring",
+        "resize",
+        "begins plans while ranks retire",
+        Kit(planning=PlansWhileRanksRetire),
+        "other sizes",
+    ),
+    Mutant(
+        "retired",
+        "resize",
+        "keeps the retirement of ranks that have left",
+        Kit(control=NeverEndsRetirement),
+        "other sizes",
+    ),
+    Mutant(
+        "old plans",
+        "resize",
+        "goes on with plans of the group of another size",
+        Kit(recovery=ForgetsOldPlans),
+        "other sizes",
+    ),
+)
+"""Of groups that change their size; see docs/resizing.md."""
 GLUE = (
     Mutant("save", "R3", "acknowledges before the save", Kit(agent=AcknowledgesBeforeSave)),
     Mutant("barrier", "R3", "begins no save barrier", Kit(agent=SavesWithoutBarrier)),
@@ -469,7 +510,7 @@ GUESTS = (
 )
 """In an engine that moves its experts itself."""
 
-MUTANTS = (*RULES, *GLUE, *GUESTS)
+MUTANTS = (*RULES, *RESIZES, *GLUE, *GUESTS)
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 NOT_SIMULATED = {
     "R2b": "it takes two leaders at one moment: a scenario shows it",

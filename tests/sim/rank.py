@@ -100,6 +100,8 @@ class SimRank:
         self.generation = fleet.generation
         self.incarnation = incarnation
         self.alive = True
+        self.left = False
+        """True if it ended by itself, because the result of a poll is unknown to it."""
         self.leaves_out = 0
         """The next boundaries that the engine leaves out by mistake."""
         self.threads = SimThreads(self.world)
@@ -127,6 +129,7 @@ class SimRank:
             ),
             shape=self.shape,
             node="n0",
+            lineage=fleet.lineages[self.rank] if fleet.lineages else None,
             weights_version=self.version,
             staging_bytes=fleet.staging_experts * self.shape.bytes_per_expert,
             poll_every=poll_every,
@@ -376,6 +379,7 @@ class SimRank:
         """Leave the group; the engine restarts it."""
         if self.alive:
             self.world.note(f"rank {self.rank} leaves: {why}")
+            self.left = True
             self.die()
 
     def die(self, planned: bool = False) -> None:

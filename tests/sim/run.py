@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from structlog.testing import capture_logs
 
@@ -96,8 +96,9 @@ class FleetWorld(World):
 
     def make_plan(self, view, kind: PlanKind, target=None, sound: bool = False):
         self.plans_made += 1
-        shape, flaw = self.fleet.shape, None
-        if not sound and kind is not PlanKind.ROLLBACK and self.rng.random() < self.flaws:
+        shape, flaw = replace(self.fleet.shape, num_ranks=view[2].num_ranks), None
+        free = kind not in (PlanKind.ROLLBACK, PlanKind.EVACUATION)
+        if not sound and free and self.rng.random() < self.flaws:
             pool = shape.pooled and self.rng.random() < 0.6
             flaw = "pool" if pool else self.rng.choice(FLAWS)
         return build_plan(
@@ -146,7 +147,8 @@ class FleetWorld(World):
         self.store.down = False
         if self.second is not None:
             self.second.stop()
-        self.fleet.idle = False
+        self.fleet.idle = self.fleet.outlives = False
+        self.fleet.wanted = ()
         self.fleet.failing_polls.clear()
         for replica in self.replicas:
             replica.go_on(replica.life)
@@ -274,6 +276,9 @@ def advance_proof(world: FleetWorld, seat, submitted: tuple | None) -> tuple[tup
     try:
         seat.ask(ctl.PolicySet(DeploymentPolicy(mode=Mode.PROPOSE, cycle_s=1.5), {}))
         seat.ask(ctl.PlansFrozen(0))
+        retiring = seat.control.hold.retiring
+        if retiring is not None and retiring.num_ranks == world.fleet.num_ranks:
+            seat.ask(ctl.AutomaticPlansResumed())
         record = seat.submit(PlanKind.MANUAL, True, sound=True)
     except EvenkeelError:
         return None, False

@@ -1,9 +1,15 @@
 """The deployment on one controller replica: its machine, lease, store access and planner."""
 
+import dataclasses
+
+import numpy as np
+
 from evenkeel_moe.errors import EvenkeelError, Reason
-from evenkeel_moe.model.ids import PlanId
+from evenkeel_moe.model.hold import Retirement
+from evenkeel_moe.model.ids import EpRank, PlanId
 from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
+from evenkeel_moe.planning.schedule.width_change import evacuate
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Commit, Prepare
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
@@ -171,6 +177,11 @@ class Seat:
                 continue
             self.waves.add(message.wave)
             self.check_prepare(message)
+            active = self.control.records.active
+            kind = active.plan.kind if active is not None else PlanKind.ROLLBACK
+            allowed = kind in (PlanKind.ROLLBACK, PlanKind.EVACUATION)
+            if self.control.hold.retiring is not None and not allowed:
+                self.world.checks.fail(WAVE_REFUSED, f"{message.wave} begins while ranks retire")
             for number, stream in self.troubled.items():
                 if stream.rank.alive and number in self.streams:
                     self.world.checks.fail(
@@ -185,7 +196,11 @@ class Seat:
         world = self.world
         before = world.checks.truth.get((prepare.wave.generation, prepare.base_epoch))
         problem = problem_of(prepare, before) if before is not None else ""
-        if before is not None and not fits_pool(prepare.body, before.phy2log, world.fleet.shape):
+        if before is not None and not fits_pool(
+            prepare.body,
+            before.phy2log,
+            dataclasses.replace(world.fleet.shape, num_ranks=before.num_ranks),
+        ):
             problem = "it fills memory that it frees itself"
         if problem:
             world.checks.fail(WAVE_REFUSED, f"{prepare.wave} begins: {problem}")
@@ -363,6 +378,8 @@ class Seat:
                     self.ask(ctl.PlanCancelled(plan_id, "someone"))
                 case "resume":
                     self.ask(ctl.AutomaticPlansResumed())
+                case "retire":
+                    self.retire()
                 case "freeze":
                     self.ask(ctl.PlansFrozen(world.rng.choice((0, 1))))
                 case "thaw":
@@ -377,6 +394,29 @@ class Seat:
         except EvenkeelError as error:
             world.note(f"operator: {wish} refused, {error.reason}")
         self.tell_moves(before)
+
+    def retire(self) -> None:
+        """Let one rank retire; once it is evacuated, the engine goes on without it."""
+        control, world = self.control, self.world
+        if control.group is None or control.generation is None or not world.fleet.may_resize:
+            return
+        placement, ranks = control.group.placement, control.group.placement.num_ranks
+        if ranks == 2:
+            return
+        shape = dataclasses.replace(world.fleet.shape, num_ranks=ranks)
+        rank = EpRank(world.rng.randrange(ranks))
+        load = np.ones((shape.num_layers, shape.num_logical_experts))
+        target = evacuate(placement, shape, (rank,), load)
+        request = None
+        if target != placement:
+            view = control.generation, control.group.epoch, placement
+            view = (*view, control.group.weights_version)
+            plan = world.make_plan(view, PlanKind.EVACUATION, target)
+            if plan is None:
+                return
+            request = ctl.PlanSubmitted(plan, True, "someone")
+        self.ask(ctl.RanksRetired(Retirement((rank,), ranks), request))
+        world.fleet.resize(ranks - 1, (rank,))
 
     def submit(self, kind, approve: bool, target=None, sound: bool = False):
         control, world = self.control, self.world

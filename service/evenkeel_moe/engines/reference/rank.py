@@ -271,7 +271,7 @@ class _Rank:
             if self._stop_wanted or time.perf_counter() > noticed + config.group_timeout_s:
                 raise Unavailable(f"a rank is gone, and no group follows: {error}")
             time.sleep(_LOOK_S)
-        placement = surviving_placement(group.placement, following)
+        placement = surviving_placement(group.placement, following.former, following.shape)
         self._follow(following, placement, following.first_step, noticed)
 
     def _follow(self, following: RankConfig, placement: Placement, step: int, ended: float) -> None:

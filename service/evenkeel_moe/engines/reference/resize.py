@@ -11,6 +11,7 @@ import numpy as np
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
 from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.schedule.width_change import adopt_lost
 
 Former = tuple[int | None, ...]
@@ -74,18 +75,19 @@ def resized_placement(placement: Placement, former: Former) -> Placement:
     return found
 
 
-def surviving_placement(placement: Placement, config: RankConfig) -> Placement:
+def surviving_placement(placement: Placement, former: Former, shape: ModelShape) -> Placement:
     """Return the placement of a group after deaths: what survives, and a slot for what does not.
 
     Args:
         placement: of the group before.
-        config: of the group of those who are left.
+        former: the ranks of that which are left.
+        shape: of their group.
 
     Raises:
         InfeasiblePlan: they have no room for all experts.
         ShapeMismatch: they have fewer slots than experts.
     """
-    return adopt_lost(_rows_that_stay(placement, config.former), config.shape)
+    return adopt_lost(_rows_that_stay(placement, former), shape)
 
 
 def _rows_that_stay(placement: Placement, former: Former) -> Placement:
@@ -150,7 +152,7 @@ def survivors_config(config: RankConfig, placement: Placement, dead: Collection[
     """
     former = former_ranks(config.num_ranks, config.num_ranks - len(dead), dead)
     following = _following(config, former).replace(dead=tuple(sorted(dead)))
-    surviving_placement(placement, following)
+    surviving_placement(placement, former, following.shape)
     return following
 
 

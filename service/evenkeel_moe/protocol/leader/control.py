@@ -16,7 +16,6 @@ from evenkeel_moe.protocol.control_messages import ControlAction, FromRank, Pers
 from evenkeel_moe.protocol.leader.deployment_state import Leading
 from evenkeel_moe.protocol.leader.liveness import Liveness
 from evenkeel_moe.protocol.leader.operator_requests import OperatorRequests
-from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
 from evenkeel_moe.protocol.leader.undelivered import IN_A_ROW, undelivered_in_a_row
 from evenkeel_moe.protocol.messages import (
     Hello,
@@ -96,7 +95,7 @@ class DeploymentControl(OperatorRequests):
         recovery = self.recovery_type(
             executor, again_s=timing.ask_again_s, deadline_s=timing.recovery_deadline_s
         )
-        planning_loop = PlanningLoop(
+        planning_loop = self.planning_type(
             executor,
             self.policy,
             since=now,

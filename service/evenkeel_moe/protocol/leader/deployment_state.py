@@ -56,6 +56,7 @@ class DeploymentState:
     executor_type = PlanExecutor
     recovery_type = Recovery
     membership_type = Membership
+    planning_type = PlanningLoop
 
     def __init__(
         self,
