@@ -100,6 +100,24 @@ def test_experts_move_before_and_after_a_death(tmp_path):
         ended_well(run, tmp_path, 3)
 
 
+def test_a_death_ends_a_resize_that_had_not_begun_to_form_and_is_outlived(tmp_path):
+    everywhere(tmp_path, 3)
+    slow = {**REQUESTS, "requests_per_s": 6.0, "output_tokens": 60}
+    with Run(tmp_path, num_ranks=3, shrinks=True, **FULL, **slow) as run:
+        run.wait(lambda: lines(tmp_path, 1, "step")[-1]["running"] > 2, "requests on rank 1")
+        run.supervisor.resize(2, retire=(1,), drain_s=60)
+        outcome = killed(run, 0)
+        assert outcome.dead == (0,) and not outcome.failed
+        told = [json.loads(text) for text in supervisor_lines(tmp_path)]
+        assert [row["detail"] for row in told if row["kind"] == "resize_failed"] == ["a rank died"]
+        run.wait_for_requests(2)
+        ended_well(run, tmp_path, 2)
+
+
+def supervisor_lines(folder):
+    return (folder / "supervisor.jsonl").read_text().splitlines()
+
+
 def test_without_room_or_after_a_death_more_all_ranks_start_again(tmp_path):
     tight = {"num_ranks": 2, "slots_per_rank": 5, "pool_slots_per_layer": 5}
     with Run(tmp_path / "tight", **tight, shrinks=True) as run:
@@ -116,7 +134,6 @@ def test_without_room_or_after_a_death_more_all_ranks_start_again(tmp_path):
         run.wait_for_steps()
         report = run.supervisor.stop()
     assert report.ok, report
-    told = (tmp_path / "twice" / "supervisor.jsonl").read_text()
-    rows = [json.loads(text) for text in told.splitlines()]
+    rows = [json.loads(text) for text in supervisor_lines(tmp_path / "twice")]
     assert [row["kind"] for row in rows].count("rank_died") == 2
     assert np.diff([line["step"] for line in lines(tmp_path / "twice", 0, "step")]).min() > 0

@@ -271,6 +271,8 @@ class _Rank:
             if self._stop_wanted or time.perf_counter() > noticed + config.group_timeout_s:
                 raise Unavailable(f"a rank is gone, and no group follows: {error}")
             time.sleep(_LOOK_S)
+        if self._retiring:  # The resize that it drained for was given up.
+            group.parts.traffic.resume_arrivals()
         placement = surviving_placement(group.placement, following.former, following.shape)
         self._follow(following, placement, following.first_step, noticed)
 

@@ -123,6 +123,9 @@ class Supervisor:
         if (broken or None not in codes) and self._over_at is None:
             if broken:
                 self._write("rank_died", codes=codes)
+                resizing = self._resizing
+                if resizing is not None and not (resizing.forming or resizing.after.dead):
+                    self._give_up(resizing, "a rank died")
                 if (after := self._without_dead(codes)) is not None:
                     self._tell(f"{died_words(codes)}; the others go on without")
                     self._ranks = self._begin_resize(after).members
