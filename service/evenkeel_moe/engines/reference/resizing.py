@@ -16,7 +16,7 @@ from evenkeel_moe.engines.reference.rank_process import RankProcess
 from evenkeel_moe.engines.reference.resize import leaving_ranks
 from evenkeel_moe.model.quantities import counted, numbered
 
-_NOTICE_S = 10.0
+_NOTICE_S = 30.0
 """Seconds in which the other ranks must have noticed a death."""
 _LOAD_S = 120.0
 """Seconds in which processes that join must have loaded."""
