@@ -156,7 +156,8 @@ def test_synchronous_eplb_carries_plans_out(rig, capsys):
 def test_a_scale_that_vllm_does_not_move_is_found_and_ends_migration(rig):
     """The kernel of rank 1 reads it in one layer; all bytes that vLLM knows arrive."""
     rig.server.call("scale_layer", rank=1, layer=2, factor=1.01)
-    plan = rig.wait_until_committed(rig.move(50))
+    with Traffic(rig.server, rig.reference.prompts):  # A plan needs steps.
+        plan = rig.wait_until_committed(rig.move(50))
 
     def trouble():
         rig.server.greedy(rig.reference.prompts[:1])
