@@ -17,10 +17,7 @@ from evenkeel_moe.yaml_text import parse_yaml
 
 _Count = Annotated[int, Field(ge=1)]
 _Bytes = Annotated[int, Field(ge=0)]
-_WINDOW = (
-    "Number of steps on which a policy plans. Default: 100; in `replay plan` the whole recording,"
-    " whose newest steps count."
-)
+_WINDOW = "Steps on which a policy plans. Default: 100; in `replay plan` the whole recording."
 
 
 class _Options(BaseModel):
@@ -32,18 +29,15 @@ class ReadingOptions(_Options):
 
     first_moe_layer: int | None = Field(
         default=None,
-        description="Number of hidden layers before the first MoE layer. Default: as in the file;"
-        " SGLang: the first row that ever counted a token.",
+        description="Hidden layers before the first MoE layer. Default: as in the file; SGLang:"
+        " the first row that counted a token.",
     )
     start: str | None = Field(
         default=None,
-        description="Of a folder with several starts of an engine, the one to read: the first 8"
-        " digits of its files. Default: the newest.",
+        description="Start of an engine to read, of several in a folder: the first 8 digits of its"
+        " files. Default: the newest.",
     )
-    accept: tuple[str, ...] = Field(
-        default=(),
-        description="Findings about the recording that you have looked at: they become notes.",
-    )
+    accept: tuple[str, ...] = Field(default=(), description="Findings that become notes.")
 
 
 class FleetOptions(_Options):
@@ -67,7 +61,7 @@ class FleetOptions(_Options):
     shared_experts: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
         description="Weights of the shared experts of a layer over those of one routed expert."
-        " Their time counts where time is known, and under waterfill dispatch.",
+        " They count where time is known, and under waterfill dispatch.",
     )
     pooled: bool = Field(
         default=False,
@@ -80,8 +74,7 @@ class KvOptions(_Options):
 
     kv_bytes_per_token: _Count | None = Field(
         default=None,
-        description="Bytes of one token in the KV cache of a rank, over all layers: shows what"
-        " replicas leave of the cache.",
+        description="Bytes of one token in the KV cache of a rank, over all layers.",
     )
     kv_free_bytes: _Bytes | None = Field(
         default=None,
@@ -92,7 +85,7 @@ class KvOptions(_Options):
     )
     moe_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,
-        description="MoE time / step time, for the estimate of goodput. Default: unknown, and the"
+        description="MoE time / step time, for the estimate of goodput. Default: unknown; the"
         " estimate is an interval.",
     )
 
@@ -123,8 +116,8 @@ class CostOptions(_Options):
     )
     read_tokens: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
-        description="Tokens that take as long to compute as the weights of one expert take to read,"
-        " in place of a device.",
+        description="Tokens that take as long to compute as one expert takes to read, in place of"
+        " a device.",
     )
     curve: Path | None = Field(
         default=None, description="File with a device's profile, as `evenkeel profile` writes it."
@@ -159,22 +152,21 @@ class PlanningOptions(_Options):
     )
     fill_slots: bool = Field(
         default=False,
-        description="Fill the slots that a policy leaves empty, for engines that need an expert in"
-        " every slot, as SGLang does.",
+        description="Fill the slots that a policy leaves empty, as SGLang needs it.",
     )
     survive: Survive = Field(
         default=Survive.NONE,
-        description="Failure that keel's plans survive: rank or node keeps replicas of as many"
-        " experts as slots allow in two of them; none asks for nothing.",
+        description="Failure that keel's plans survive, for as many experts as slots allow: rank,"
+        " node or none.",
     )
     craft_replicas: str | float | None = Field(
         default=None,
         description="How many replicas craft uses: memory, knee, per_replica_gain, or a number"
-        " (docs/policies.md, which tells the default).",
+        " (docs/policies.md).",
     )
     free_bytes: _Bytes | None = Field(
         default=None,
-        description="Bytes of one rank that craft's replicas may use, all layers together. Default:"
+        description="Bytes of one rank that craft's replicas may use, over all layers. Default:"
         " what the slots hold.",
     )
 
@@ -197,8 +189,7 @@ class FileOptions(ReplayOptions):
 class _HeldOutOptions(_Options):
     held_out: _Bytes | None = Field(
         default=None,
-        description="Number of newest steps to judge on. Default: a sixth of the steps, at least"
-        " 16.",
+        description="Newest steps to judge on. Default: a sixth of the steps, at least 16.",
     )
 
 
@@ -221,13 +212,12 @@ class CompareOptions(KvOptions, ReplayOptions):
     )
     verdict: bool = Field(
         default=False,
-        description="Also compare every policy as POLICY+verdict: its plans are adopted only if"
+        description="Also compare every policy as POLICY+verdict, whose plans are adopted only if"
         " held-out steps show that they pay.",
     )
     baselines: bool = Field(
         default=True,
-        description="Also compare initial (never plans), once (plans once) and ewma (EPLB on a"
-        " weighted mean of the past).",
+        description="Also compare the baselines initial, once and ewma (docs/policies.md).",
     )
 
 
@@ -247,8 +237,8 @@ class OfflineOptions(_HeldOutOptions, FileOptions):
     )
     replica_probabilities: Path | None = Field(
         default=None,
-        description="Also write the share of tokens of each slot to this *.pt file, for builds of"
-        " SGLang that draw replicas by it. Only with sglang; needs torch.",
+        description="Also write the share of tokens of each slot to this *.pt file"
+        " (docs/formats.md). Only with sglang; needs torch.",
     )
 
 
@@ -272,8 +262,8 @@ class CapacityOptions(_HeldOutOptions, _CurrentOptions, KvOptions, ReplayOptions
     whole_nodes: bool = Field(default=False, description="Only all ranks of a node retire or join.")
     multi_node_bytes: _Bytes = Field(
         default=0,
-        description="Memory of a rank that only a group on several nodes needs, such as buffers of"
-        " its transport.",
+        description="Memory of a rank that only a group on several nodes needs, as its transport"
+        " does.",
     )
 
 
