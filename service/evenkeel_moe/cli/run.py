@@ -162,8 +162,7 @@ def fleet(
     ] = 0.05,
     dispatch: DispatchOption = "even",
     shrink: Annotated[
-        bool,
-        typer.Option("--shrink", help="After a rank has died, go on with the others alone."),
+        bool, typer.Option("--shrink", help="After a rank has died, go on with the others alone.")
     ] = False,
     out: Annotated[
         Path,
@@ -175,9 +174,8 @@ def fleet(
     """Run the ranks of a small MoE engine, to try a controller.
 
     The engine is real, and is called the reference engine. If a rank dies, all ranks start again,
-    or with `--shrink` the others go on.
-    Exits with 0 if no rank found an error. While it runs, `evenkeel fleet resize` changes the
-    number of ranks.
+    or with --shrink the others go on. Exits with 0 if no rank found an error. While it runs,
+    `evenkeel fleet resize` changes the number of ranks.
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)
@@ -197,17 +195,13 @@ def fleet(
         requests_per_s=kv.requests_per_s,
     ).with_simulated_kv_cache(kv.kv_bytes_per_token, kv.kv_free_bytes)
     until = f"for {steps} steps" if steps else "until Ctrl-C"
-    say(
-        f"starting {ranks} ranks of {config.deployment} {until}; controller"
-        f" {', '.join(config.controllers)}; logs are {out}/rank-*.log",
-        err=True,
-    )
+    starting = f"starting {ranks} ranks of {deployment} {until}"
+    met = ", ".join(config.controllers)
+    say(f"{starting}; controller {met}; logs are {out}/rank-*.log", err=True)
     with status_line() as show:
-        progress = None if show is None else _progress(show, f" of {steps}" if steps else "")
-        report = run_fleet(config, lambda words: say(words, err=True), progress)
-    for problem in report.problems:
-        say(f"found {problem}", err=True)
-    say(report.words, err=True)
+        report = run_fleet(config, lambda words: say(words, err=True), _progress(show, steps))
+    for words in (*(f"found {problem}" for problem in report.problems), report.words):
+        say(words, err=True)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -262,8 +256,13 @@ def fleet_resize(
     raise typer.Exit(0 if ok else 1)
 
 
-def _progress(show: Callable[[str], None], of: str) -> Callable[[int | None], None]:
+def _progress(
+    show: Callable[[str], None] | None, steps: int
+) -> Callable[[int | None], None] | None:
     """Return a function that shows the newest step of a fleet, None before the first."""
+    if show is None:
+        return None
+    of = f" of {steps}" if steps else ""
     starting = "ranks are starting: they load torch and connect to each other"
     return lambda step: show(starting if step is None else f"step {step:,}{of} served")
 
