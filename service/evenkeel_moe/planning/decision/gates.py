@@ -33,7 +33,7 @@ from evenkeel_moe.planning.signals.load_findings import MOST_DEVIATION
 
 @dataclass(frozen=True, slots=True)
 class GateSettings:
-    """The thresholds of the gates; plain numbers, so that operators can set them by name."""
+    """The thresholds of the gates, set by name."""
 
     cooldown_s: float = 8.0
     """Seconds between the end of a plan and the next. A change of traffic that cost balance does
@@ -44,18 +44,18 @@ class GateSettings:
     max_retry_s: float = 1800.0
     """Upper bound of that wait; has no effect below `cooldown_s`."""
     min_window_steps: float = 64
-    """Complete steps needed to plan; with fewer, a placement would be judged by noise."""
+    """Complete steps needed to plan; with fewer, noise would decide."""
     max_data_age_s: float = 15.0
-    """Age of the newest complete step beyond which the window is too old to plan on."""
+    """Age of the newest complete step beyond which no plan is made."""
     max_layer_deviation: float = MOST_DEVIATION
-    """Share of its choices by which a layer may differ from the others in the newest steps; all
-    layers of a step route the same tokens. At 1 or more, layers may be idle."""
+    """Share of its choices by which a layer may differ from the others in the newest steps. At 1 or
+    more, layers may be idle."""
     max_idle_experts: float = 0
     """Share of the experts that may be idle in every layer among many tokens, as where their number
     was rounded up. Too high, a rank whose counts are lost is not noticed."""
     plan_below: float = 0.90
-    """Balance below which windows count towards planning: mean balancedness of the layers, or the
-    time balance where the cost model is not by tokens."""
+    """Balance below which windows count towards planning: mean balancedness of the layers, or time
+    balance where the cost model is not by tokens."""
     stop_above: float = 0.93
     """Balance at which planning stops again, >= plan_below; the distance prevents flapping."""
     consecutive_windows: float = 2
@@ -63,8 +63,7 @@ class GateSettings:
     window."""
     change_ratio: float = 6.0
     """A split of the window counts as a change if the loads around it differ this many times more
-    than neighbouring blocks do (`change_detection.ChangeRules.threshold`). Lower takes noise for
-    change. For one layer alone it is twice as much."""
+    than neighbouring blocks do; for one layer alone twice as much. Lower takes noise for change."""
     min_changed_steps: float = 4
     """Fewest complete steps since a change of traffic, at least 2. The gain of a plan on few steps
     must be more certain."""
