@@ -42,42 +42,41 @@ class GrpcSettings:
     """The gRPC server, to which ranks connect."""
 
     host: Host = "127.0.0.1"
-    """Address to listen on; a container needs 0.0.0.0, or :: where there is IPv6."""
+    """Address to listen on; a container needs 0.0.0.0 or ::."""
     port: Port = 50051
     """0 uses a free port, which the log names."""
     advertise: str = ""
-    """host:port where ranks reach this controller replica; followers redirect ranks to it. Empty is
-    the address listened on, or the machine's name if that is every address. With several replicas a
+    """host:port where ranks reach this controller replica, for redirects by followers. Empty is the
+    address listened on, or the machine's name if that is every address. With several replicas a
     wrong value redirects ranks endlessly."""
     max_message_bytes: Annotated[int, Field(ge=1 << 16, lt=1 << 31)] = 64 << 20
-    """Largest message accepted. A rank with a larger map or report cannot register or report."""
+    """Largest message. A rank with a larger map or report cannot register or report."""
     max_streams: Count = 8192
-    """Largest number of open rank streams; further ranks must retry later. If there are more ranks,
-    some never connect."""
+    """Most open rank streams; further ranks must retry later."""
     keepalive_s: GrpcSeconds = 20.0
-    """Silence before a ping. It must be shorter than the idle timeout of proxies on the way."""
+    """Silence before a ping; shorter than the idle timeout of proxies on the way."""
     keepalive_timeout_s: GrpcSeconds = 10.0
-    """Time for the answer to a ping; without it the connection is dead."""
+    """Time for the answer to a ping, else the connection is dead."""
     max_connection_age_s: Annotated[float, Field(ge=0, le=_GRPC_MOST_S)] = 3600.0
-    """Age, plus or minus a random tenth, at which a connection is closed (GOAWAY). Ranks reconnect
-    and so use addresses that were added later. 0 is never. With a few seconds ranks
+    """Age, plus or minus a random tenth, at which a connection is closed (GOAWAY) and ranks
+    reconnect, also to addresses that were added later. 0 is never. With a few seconds ranks
     reconnect most of the time."""
     max_connection_age_grace_s: GrpcSeconds = 60.0
-    """Time until the streams of such a connection are cut, as ranks never close theirs. Serving
-    goes on; reports wait and are sent again."""
+    """Time until the streams of such a connection are cut. Serving goes on; reports are sent
+    again."""
     tls_cert_file: Path | None = None
-    """Certificate chain of this server (PEM). It enables TLS, and refuses other connections."""
+    """Certificate chain of this server (PEM). Enables TLS, and refuses clear text."""
     tls_key_file: Path | None = None
     """Private key of that certificate (PEM)."""
     tls_client_ca_file: Path | None = None
-    """CAs of the clients that may connect (PEM). With it every rank needs a certificate. Changes of
-    these three files take effect without a restart: within 10 s after a CA is taken out of the file
-    all ranks connect again, and those that only it vouched for are refused."""
+    """CAs of ranks (PEM); every rank then needs a certificate. Changes of these three files need no
+    restart: within 10 s after a CA is taken out all ranks connect again, and those with its
+    certificates are refused."""
     tls_require_identity: bool = False
-    """Require that a rank's certificate names it, in a URI such as evenkeel://DEPLOYMENT/ranks/0-7.
-    A certificate that names ranks is valid only for them in any case."""
+    """Require that a rank's certificate names it, as evenkeel://DEPLOYMENT/ranks/0-7. A certificate
+    that names ranks is valid only for them in any case."""
     reflection: bool = False
-    """Describe services and messages to any client, for tools such as grpcurl."""
+    """Describe services to any client, for tools such as grpcurl."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -85,15 +84,15 @@ class RestSettings:
     """The REST API of operators."""
 
     host: Host = "127.0.0.1"
-    """Address to listen on; a container needs 0.0.0.0, or :: where there is IPv6."""
+    """Address to listen on; a container needs 0.0.0.0 or ::."""
     port: Port = 8080
     """0 uses a free port, which the log names."""
     token_file: Path | None = None
-    """File of accepted tokens; changes take effect without a restart. None uses `tokens` in the
-    data folder; the first start creates it with one token of role admin."""
+    """Accepted tokens; changes need no restart. None uses `tokens` in the data folder, which the
+    first start creates with one token of role admin."""
     tls_cert_file: Path | None = None
-    """Certificate chain of this server (PEM). It enables HTTPS, and refuses clear text. Changes of
-    this file and of the key take effect without a restart."""
+    """Certificate chain of this server (PEM). Enables HTTPS, and refuses clear text. Changes of it
+    and of the key need no restart."""
     tls_key_file: Path | None = None
     """Private key of that certificate (PEM), without a passphrase."""
 
@@ -103,17 +102,16 @@ class MetricsSettings:
     """Prometheus metrics."""
 
     host: Host = "127.0.0.1"
-    """Address to listen on; a container needs 0.0.0.0, or :: with IPv6. It needs no token."""
+    """Address to listen on; a container needs 0.0.0.0 or ::. It needs no token."""
     port: Port = 9090
     """0 uses a free port, which the log names."""
     refresh_s: Seconds = 2.0
-    """Time between updates of the gauges. Longer than the scrape interval repeats old values."""
+    """Time between updates of the gauges; at most the scrape interval."""
     worst_layers: Annotated[int, Field(ge=0, le=64)] = 5
-    """Number of layers of a deployment with their own series: those of the worst balancedness."""
+    """Layers of a deployment with their own series: those of the worst balancedness."""
     layer_rank_series: Annotated[int, Field(ge=0, le=20_000)] = 1024
-    """Largest number of series by layer and rank of a deployment, for heat maps: as many whole
-    layers as fit, the worst first: by default 16 layers of 64 ranks. 0 is none; 61 layers on 72
-    ranks need 4392."""
+    """Most series by layer and rank of a deployment, for heat maps: whole layers, the worst first.
+    By default 16 layers of 64 ranks; 61 layers on 72 ranks need 4392; 0 is none."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -122,25 +120,24 @@ class RedisSettings:
 
     url: str = field(default="", repr=False)
     """redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel://, redis+cluster:// or
-    rediss+cluster://. Empty starts an embedded server in the data folder: it keeps its data over
-    restarts, but controller replicas cannot share it."""
+    rediss+cluster://. Empty starts a server in the data folder, which keeps its data over restarts,
+    but is for one controller replica."""
     password: str = field(default="", repr=False)
     """Overrides a password in the URL."""
     sentinel_username: str = ""
-    """User of the Sentinels, not of the store. Overrides `sentinel_username` in the URL."""
+    """User of the Sentinels. Overrides `sentinel_username` in the URL."""
     sentinel_password: str = field(default="", repr=False)
     """Password of that user, or the Sentinels' `requirepass`. Overrides `sentinel_password` in the
-    URL. Sentinels never get the store's credentials."""
+    URL."""
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "evenkeel"
-    """First part of every key. Fleets on one server need different ones, or they take each other's
-    leases."""
+    """First part of every key. Fleets with one prefix on one server take each other's leases."""
     timeout_s: Seconds = 2.0
     """Time limit of a connection and of an answer. Above a third of leader.lease_s a slow store
     costs the lease."""
     wait_replicas: Annotated[int, Field(ge=0, le=16)] = 0
-    """Replicas of the store that must confirm a plan, an epoch or a policy, so that a failover
-    loses none. If fewer confirm within half of timeout_s, the write is tried again and no wave
-    starts."""
+    """Replicas of the store that must confirm a plan, an epoch, a pause or a policy, so that a
+    failover loses none. If fewer confirm within half of timeout_s, the write is tried again and no
+    wave starts."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -149,7 +146,7 @@ class WindowSettings:
 
     steps: Annotated[int, Field(ge=16)] = 512
     """Complete steps kept for each deployment and phase of serving, in memory and in the store. A
-    step takes layers x experts x 4 bytes of memory: 60 kB for 58 x 256."""
+    step takes layers x experts x 4 bytes: 60 kB for 58 x 256."""
     plan_steps: Annotated[int, Field(ge=16)] = 256
     """Newest steps that a cycle uses. More take longer to plan; with few, plans follow noise."""
     ttl_s: Seconds = 86_400.0
@@ -158,24 +155,24 @@ class WindowSettings:
 
 @dataclass(frozen=True, config=_STRICT)
 class PlannerSettings:
-    """The control loop. The API can override mode, policy, cycle_s and thresholds."""
+    """The control loop."""
 
     mode: Mode = Mode.OBSERVE
     """observe: no plan starts by itself; operators may still start plans and rollbacks, unless
     observe_lock is set. propose: plans wait for approval. auto: plans start by themselves."""
     observe_lock: bool = False
-    """In mode observe, nothing moves weights: no approval, no rollback, no plan that starts at
-    once; a plan that runs is cancelled. Only role admin may change this, or another mode than
-    observe while it is set. The chart sets it."""
+    """In mode observe, nothing moves weights: no approval, rollback, or plan that starts at once; a
+    plan that runs is cancelled. Only role admin may change this, or leave observe while it is set.
+    The chart sets it."""
     separate_approval: bool = False
-    """A plan that was made by hand needs the approval of another token; rollbacks start at once.
-    Only role admin sets it."""
+    """A plan made by hand needs the approval of another token; rollbacks start at once. Only role
+    admin sets it."""
     policy: str = "keel"
     """The planning algorithm, by its name in docs/policies.md."""
     cycle_s: Seconds = 2.0
     """Time between cycles; each records a decision. Long cycles react late to changes."""
     thresholds: Mapping[str, Threshold] = field(default_factory=dict)
-    """Gate settings by name; `planning.decision.gates.GateSettings` has the defaults."""
+    """Settings of the gates by name."""
     recent_steps: Annotated[int, Field(ge=4)] = 32
     """Steps after a change of traffic that suffice for a plan; at most a quarter of the window. A
     plan on fewer is refined when twice as many are known."""
@@ -184,24 +181,23 @@ class PlannerSettings:
     copy_bytes_per_s: Annotated[float, Field(gt=0)] = 5e9
     """Assumed rate of copies between ranks, for their cost in seconds."""
     copy_cost_tokens: Annotated[float, Field(ge=0)] = 200.0
-    """Cost of one copy if ranks do not measure compute time. If it is too low, plans copy for
-    little gain."""
+    """Cost of one copy if ranks measure no compute time. Too low, plans copy for little gain."""
     cross_node_factor: Annotated[float, Field(ge=1)] = 2.0
-    """Cost of a copy from another node relative to one within a node: keel prefers the latter."""
+    """Cost of a copy from another node relative to one within a node."""
     cost: CostChoice = CostChoice.AUTO
-    """auto: plan by the best known cost model: measured, profiled, derived, or else tokens.
-    tokens: always by tokens. Plans then ignore slow ranks and the time to read weights."""
+    """auto: plan by the best known cost model: measured, profiled, derived, or else tokens. tokens:
+    always by tokens; plans then ignore slow ranks and the time to read weights."""
     dispatch: DispatchModel = DispatchModel.EVEN
-    """The engine's rule to split the tokens of an expert between its replicas, for deployments
-    whose policy and ranks name none. With a wrong one the plans suit another engine."""
+    """The engine's rule to split the tokens of an expert between its replicas, where policy and
+    ranks name none. With a wrong one the plans suit another engine."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of planner processes; each needs about 300 MB for compiled kernels."""
+    """Planner processes; each needs about 300 MB for compiled kernels."""
     threads: Annotated[int, Field(ge=1, le=256)] = 2
-    """Threads of a planner process for the layers of large models. More than there are cores save
-    no time, and each takes memory. Plans do not depend on it."""
+    """Threads of a planner process for large models. More than there are cores save no time and
+    take memory. Plans do not depend on it."""
     deadline_s: Seconds = 60.0
     """Time limit of a cycle; after it the cycle has failed and its process is replaced. The
-    policy's search may use a quarter of it, estimated from its measured rate of evaluations."""
+    policy's search may use a quarter of it."""
     proposal_ttl_s: Seconds = 3600.0
     """Time after which a proposal that nobody approved expires."""
 
@@ -211,7 +207,7 @@ class MigrationSettings:
     """The execution of waves."""
 
     max_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
-    """Rate limit of copies per rank; 0 is none. If it is too low, waves miss prepare_deadline_s."""
+    """Rate limit of copies per rank; 0 is none. Too low, waves miss prepare_deadline_s."""
     batch_deadline_s: Seconds = 10.0
     """Time limit of a batch of copies; after it the communicator is aborted and rebuilt."""
     prepare_deadline_s: Seconds = 120.0
@@ -235,25 +231,23 @@ class IngestSettings:
     """Incomplete steps kept for each deployment; each takes layers x slots x 4 bytes once used. If
     a slow rank lags by more, steps are lost."""
     heartbeat_s: Seconds = 2.5
-    """Time between heartbeats of a rank, and between the controller's questions, which are half as
-    frequent at rest."""
+    """Time between heartbeats of a rank, and between the controller's questions, twice that at
+    rest."""
     rank_lease_s: Seconds = 10.0
     """A rank is lost after this much silence; at least three heartbeats."""
     forget_after_s: Seconds = 3600.0
     """A deployment without ranks for this long is removed: lease, memory and series. Its records
     stay in the store."""
     max_deployments: Count = 256
-    """Largest number of deployments, so that a misconfigured fleet cannot fill the memory. One more
-    replaces a deployment that had no ranks for ten seconds, or is refused."""
-    max_new_deployments: Count = 64
-    """Largest number of deployments whose ranks were never all connected at once, so that made-up
-    names keep nobody out. One more replaces one of them that had no ranks for ten seconds, or is
+    """Most deployments. One more replaces a deployment that had no ranks for ten seconds, or is
     refused."""
+    max_new_deployments: Count = 64
+    """Most deployments whose ranks were never all connected at once. One more replaces one of them
+    that had no ranks for ten seconds, or is refused."""
     memory_bytes: Annotated[int, Field(ge=0)] = 0
-    """Memory for the deployments of this controller replica. The most that a deployment takes
-    follows from the shape its ranks declare; one that does not fit beside the others is refused. 0
-    is the limit of the container, or the memory of the machine, without what the process and the
-    planners need."""
+    """Memory for the deployments of this controller replica, by the most that their shapes can
+    need; one that does not fit beside the others is refused. 0 is the limit of the container, or
+    the machine's memory, without what the process and the planners need."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -261,11 +255,11 @@ class LeaderSettings:
     """The election of the leading controller replica."""
 
     replica_id: Annotated[str, Field(min_length=1)] = field(default_factory=socket.gethostname)
-    """Unique name of this controller replica. The same name gets its leases back at a restart."""
+    """Unique name of this controller replica, which gets its leases back at a restart with it."""
     replicas: Count = 1
-    """Number of controller replicas. More than one need an external store."""
+    """Controller replicas. More than one need an external store."""
     lease_s: Seconds = 4.0
-    """Time after which a dead leader is replaced, and a leader that cannot renew stops."""
+    """Time after which a dead leader is replaced, and one that cannot renew stops."""
     renew_s: Seconds = 1.0
     """Time between renewals; at most a third of lease_s."""
 
@@ -280,16 +274,16 @@ class AdvancedSettings:
     """Messages a second from one rank, with a burst of four seconds; a rank sends about ten. A
     faster client is disconnected and told to wait."""
     max_streams_per_peer: Count = 2048
-    """Largest number of open rank streams from one address. Ranks behind one proxy share it."""
+    """Most open rank streams from one address. Ranks behind one proxy share it."""
     store_interval_s: Seconds = 0.35
     """Time between writes of windows. If the controller dies, newer steps are lost."""
     commit_deadline_steps: Count = 256
     """Steps from Commit to the first ack: at least 2 K + D of the gate."""
     max_reports_per_s: Annotated[float, Field(ge=1)] = 2000.0
     """Reports a second of all ranks, at most ranks / ingest.report_interval_s. More ranks report
-    more rarely, up to eight times, in longer messages: a step then costs less."""
+    more rarely, up to eight times, in longer messages."""
     max_steps_per_report: Annotated[int, Field(ge=1, le=4096)] = 256
-    """Largest number of steps in one report of a rank."""
+    """Most steps in one report of a rank."""
 
 
 class Settings(BaseModel):
@@ -302,9 +296,8 @@ class Settings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level of the lines that are written."""
     profile: Mode | None = None
-    """How far the controller goes; it sets planner.mode and planner.observe_lock where those are
-    not set. observe: nothing moves weights. propose: plans wait for approval. auto: plans start by
-    themselves."""
+    """Sets planner.mode and planner.observe_lock where those are not set. observe: nothing moves
+    weights. propose: plans wait for approval. auto: plans start by themselves."""
     grpc: GrpcSettings = GrpcSettings()
     rest: RestSettings = RestSettings()
     metrics: MetricsSettings = MetricsSettings()
