@@ -515,7 +515,7 @@ BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 NOT_SIMULATED = {
     "R2b": "it takes two leaders at one moment: a scenario shows it",
     "R3": "it takes a Prepare that is late by a wave: the search of small worlds finds it",
-    "R3b": "no engine of the simulation moves experts: the search of small worlds finds it",
+    "R3b": "no simulated engine moves experts unasked: the search of small worlds finds it",
     "R6": "it takes polls that fail to agree twice: the search of small worlds finds it",
     "R7b": "a real agent waits for its thread first: the search of small worlds finds it",
     "R9b": "the ranks find at the first poll that they are out of step: a unit test shows it",
