@@ -409,8 +409,8 @@ class Seat:
         target = evacuate(placement, shape, (rank,), load)
         request = None
         if target != placement:
-            view = control.generation, control.group.epoch, placement
-            view = (*view, control.group.weights_version)
+            group = control.group
+            view = control.generation, group.epoch, placement, group.weights_version
             plan = world.make_plan(view, PlanKind.EVACUATION, target)
             if plan is None:
                 return

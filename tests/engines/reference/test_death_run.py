@@ -10,10 +10,10 @@ from tests.engines.reference.test_resize_run import (
     REQUESTS,
     Run,
     everywhere,
-    lines,
     scripts_done,
     starts,
 )
+from tests.engines.reference.test_run import lines
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 ROOMY = {"num_ranks": 4, "slots_per_rank": 6, "pool_slots_per_layer": 12, "shrinks": True}
