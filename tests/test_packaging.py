@@ -254,7 +254,7 @@ def test_no_text_tells_anyone_to_install_the_package_of_another_project():
         check=True,
     ).stdout.split()
     wrong = re.compile(
-        r"(?:pip|uv|pipx|poetry)\s+(?:install|add|download)[^\n`]*?[\s'\"]evenkeel(?![\w-])"
+        r"(?:pip|uv|pipx|poetry)\s+(?:install|add|download)[^\n`]*?[ \t'\"]evenkeel(?![\w-])"
         r"|(?<![\w-])evenkeel\["
     )
     found = []
@@ -270,4 +270,5 @@ def test_no_text_tells_anyone_to_install_the_package_of_another_project():
     assert found == []
     assert wrong.search("RUN pip install --no-cache-dir 'evenkeel[rank]'")
     assert wrong.search("pip install evenkeel\n")
+    assert not wrong.search("pip install .\nevenkeel demo\n"), "the next line is another command"
     assert not wrong.search("pip install 'evenkeel-moe[rank]'")
