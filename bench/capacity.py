@@ -8,29 +8,21 @@ and replica, so that two cores can show it. The measured time is from the lines 
 It needs a machine that does nothing else: other processes delay the ranks.
 """
 
-import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from bench.delivered import paced_fleet
 from bench.report import Row, write_report
-from evenkeel_moe.engines.demo.controller import DemoController
 from evenkeel_moe.engines.demo.fleet_log import FleetLog
-from evenkeel_moe.engines.demo.options import PACE_S_PER_REPLICA, PACE_S_PER_TOKEN, DemoOptions
-from evenkeel_moe.engines.demo.processes import stop_flag
 from evenkeel_moe.engines.demo.slow_rank import moe_s
-from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.lines import read_new_lines
-from evenkeel_moe.engines.reference.supervisor import Supervisor
 
 TODAY, SIZES = 4, (3, 6, 8)
 TOKENS = 960
-"""Of a step, over all ranks."""
+"""All ranks together route so many in a step."""
 STEPS, COMPARED = 360, 96
-PACE = 2.0
-"""Times the pace of the demo: the longer a layer takes, the less other processes matter."""
 _TIMEOUT_S = 300.0
 
 
@@ -44,28 +36,9 @@ def serve(ranks: int, sizes: tuple[int, ...] = ()) -> tuple[float, dict[int, Map
     Returns:
         (MoE seconds of a step in the last steps, the controller's row of each size).
     """
-    options = DemoOptions(ranks=ranks, steps=STEPS, by_time=True)
-    with stop_flag() as stop, ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="evenkeel-bench-")))
-        controller = DemoController(options, folder)
-        stack.callback(controller.stop)
-        if not controller.wait_ready(stop):
-            raise SystemExit(f"the controller did not start:\n{controller.log_tail()}")
-        controller.wait_planner(stop)
-        config = RankConfig(
-            run_folder=str(folder / "ranks"),
-            num_ranks=ranks,
-            deployment="demo",
-            controllers=(controller.grpc_address,),
-            steps=0,
-            tokens_per_step=TOKENS // ranks,
-            pace_s_per_token=PACE * PACE_S_PER_TOKEN,
-            pace_s_per_replica=PACE * PACE_S_PER_REPLICA,
-            verify_every=0,
-        )
-        supervisor = Supervisor(config, max_restarts=0)
-        stack.callback(supervisor.stop)
-        supervisor.start()
+    # Twice the steps, so that the ranks still serve when the controller is asked.
+    paced = paced_fleet(ranks, 2 * STEPS, tokens_per_step=TOKENS // ranks)
+    with paced as (controller, supervisor, stop):
         fleet, offsets = FleetLog(ranks), dict[Path, int]()
         until = time.monotonic() + _TIMEOUT_S
         while not stop and (not fleet.rows or fleet.rows[-1].step < STEPS):

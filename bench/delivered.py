@@ -12,8 +12,8 @@ It needs a machine that does nothing else: other processes delay the ranks.
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from bench.report import Row, write_report
 from evenkeel_moe.engines.demo.controller import DemoController
 from evenkeel_moe.engines.demo.fleet_log import FleetLog
 from evenkeel_moe.engines.demo.options import PACE_S_PER_REPLICA, PACE_S_PER_TOKEN, DemoOptions
-from evenkeel_moe.engines.demo.processes import stop_flag
+from evenkeel_moe.engines.demo.processes import StopFlag, stop_flag
 from evenkeel_moe.engines.demo.slow_rank import moe_s
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.lines import read_new_lines
@@ -64,9 +64,18 @@ class Promise:
         return self.delivered / self.promised
 
 
-def run_once(run: int) -> list[Promise]:
-    """Run the controller and the ranks once; return the plans that were measured."""
-    options = DemoOptions(ranks=_RANKS, steps=STEPS, by_time=True)
+@contextmanager
+def paced_fleet(
+    ranks: int, steps: int, **config: Any
+) -> Iterator[tuple[DemoController, Supervisor, StopFlag]]:
+    """Run a controller in `auto` and ranks whose experts take a given time, until the end.
+
+    Args:
+        ranks: of the fleet.
+        steps: after which the ranks end.
+        config: further fields of `RankConfig`.
+    """
+    options = DemoOptions(ranks=ranks, steps=steps, by_time=True)
     with stop_flag() as stop, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="evenkeel-bench-")))
         controller = DemoController(options, folder)
@@ -74,24 +83,37 @@ def run_once(run: int) -> list[Promise]:
         if not controller.wait_ready(stop):
             raise SystemExit(f"the controller did not start:\n{controller.log_tail()}")
         controller.wait_planner(stop)
-        config = RankConfig(
-            run_folder=str(folder / "ranks"),
-            num_ranks=_RANKS,
-            deployment="demo",
-            controllers=(controller.grpc_address,),
-            seed=3 + run,
-            steps=STEPS,
-            pace_s_per_token=_PACE * PACE_S_PER_TOKEN,
-            pace_s_per_replica=_PACE * PACE_S_PER_REPLICA,
-            slow_rank=1,
-            slow_factor=_SLOW_FACTOR,
-            slow_from=STEPS // 3,
-            slow_until=2 * STEPS // 3,
-            verify_every=0,
+        supervisor = Supervisor(
+            RankConfig(
+                run_folder=str(folder / "ranks"),
+                num_ranks=ranks,
+                steps=steps,
+                deployment="demo",
+                controllers=(controller.grpc_address,),
+                pace_s_per_token=_PACE * PACE_S_PER_TOKEN,
+                pace_s_per_replica=_PACE * PACE_S_PER_REPLICA,
+                verify_every=0,
+                **config,
+            ),
+            max_restarts=0,
         )
-        supervisor = Supervisor(config, max_restarts=0)
         stack.callback(supervisor.stop)
         supervisor.start()
+        yield controller, supervisor, stop
+
+
+def run_once(run: int) -> list[Promise]:
+    """Run the controller and the ranks once; return the plans that were measured."""
+    paced = paced_fleet(
+        _RANKS,
+        STEPS,
+        seed=3 + run,
+        slow_rank=1,
+        slow_factor=_SLOW_FACTOR,
+        slow_from=STEPS // 3,
+        slow_until=2 * STEPS // 3,
+    )
+    with paced as (controller, supervisor, stop):
         fleet, offsets = FleetLog(_RANKS), dict[Path, int]()
         plans: list[Mapping[str, Any]] = []
         until = time.monotonic() + _TIMEOUT_S

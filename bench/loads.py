@@ -87,7 +87,7 @@ def regrouped(trace: Trace, together: int = 4) -> Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """What traffic is like. Each layer has it by itself, with other experts."""
+    """The properties of drawn traffic. Each layer draws its own experts for them."""
 
     skew: float = 2.0
     """Mean load of the hottest expert over that of all experts. CRAFT calls a layer skewed from 10
@@ -110,7 +110,7 @@ class Regime(Labels):
     layers: int
     experts: int
     tokens: int
-    """Of every step and layer."""
+    """Every step routes so many in each layer."""
     seed: int = 0
 
     def __post_init__(self) -> None:

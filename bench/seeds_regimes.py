@@ -12,7 +12,7 @@ from bench.seeds_placement import craft_gains, gem_savings
 __all__ = ["regime_rows"]
 
 SKEWS = (2.0, 5.0, 10.0)
-"""Of a quarter of the layers; the others have 2."""
+"""A quarter of the layers has this value; the others have 2."""
 TEMPORAL = (0, 3, 8)
 """Temporal experts of a layer of 64."""
 CRAFT_RANKS = 16

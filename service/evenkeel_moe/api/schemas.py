@@ -141,7 +141,7 @@ class PlanSummary(ReasonedBody):
     kind: str
     """automatic, manual, rollback or evacuation."""
     may_cost_text: str | None
-    """Why the plan may cost MoE time; null if it is made to save some."""
+    """Says why the plan may cost MoE time; null if it is made to save some."""
     policy: str
     phase: str
     phase_text: str

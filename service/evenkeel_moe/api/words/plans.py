@@ -40,7 +40,7 @@ MAY_COST = {
     PlanKind.ROLLBACK: "A rollback returns to an earlier placement, so MoE time may rise.",
     PlanKind.EVACUATION: "An evacuation moves experts off ranks that retire, so MoE time may rise.",
 }
-"""Why a plan that seeks no gain may cost time."""
+"""Each sentence says why a plan that seeks no gain may cost time."""
 
 
 def phase_text(phase: str, reason: str) -> str:

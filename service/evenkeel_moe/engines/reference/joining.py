@@ -21,7 +21,7 @@ _BEGINNING = "evenkeel/beginning"
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What rank 0 tells the other ranks of a group; rank 0 has been in the group before, if any."""
+    """Rank 0, which was in the group before if there was one, tells this to the other ranks."""
 
     generation: str
     first_step: int
@@ -62,7 +62,7 @@ class Upcoming:
         self._path, self._group = config.file, config.group
         self._seen = _signature(self._path)
         self.config: RankConfig | None = None
-        """Of the next group, as of the last look; None if none is to follow."""
+        """The last look found this configuration of the next group; None if none is to follow."""
 
     def look(self) -> RankConfig | None:
         """Return the configuration of the next group; None if none is to follow."""

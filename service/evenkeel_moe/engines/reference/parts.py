@@ -30,7 +30,7 @@ from evenkeel_moe.model.topology import Topology
 
 @dataclass(eq=False, slots=True)
 class ProcessParts:
-    """What a rank process has as long as it lives, through all groups that it is in."""
+    """The parts that a rank process keeps while it lives, from group to group."""
 
     model: Model
     weights: PooledWeights

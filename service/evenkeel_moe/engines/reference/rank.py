@@ -141,7 +141,7 @@ class _Rank:
 
     @property
     def config(self) -> RankConfig:
-        """Of this rank in its present group."""
+        """The configuration of this rank in its present group."""
         return self.group.config
 
     def _begin_group(self) -> None:

@@ -1,4 +1,4 @@
-"""What a change of the number of ranks makes of a group: who is which rank, with which experts.
+"""Decides who is which rank, and with which experts, after the number of ranks has changed.
 
 Pure: no process, no file. `former` is (M,): the rank that each rank of the new group had in the old
 one; None for a process that joins.

@@ -28,7 +28,7 @@ class SizeRequest:
 
 
 class Resizable(Protocol):
-    """What a request is put to; see `Supervisor`."""
+    """A group that takes requests for a resize; see `Supervisor`."""
 
     resized: ResizeOutcome | None
 
