@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from evenkeel_moe.engines.reference.config import ExitCode
 from tests.engines.reference.test_resize_run import (
     FULL,
     REQUESTS,
@@ -110,8 +111,34 @@ def test_a_death_ends_a_resize_that_had_not_begun_to_form_and_is_outlived(tmp_pa
         assert outcome.dead == (0,) and not outcome.failed
         told = [json.loads(text) for text in supervisor_lines(tmp_path)]
         assert [row["detail"] for row in told if row["kind"] == "resize_failed"] == ["a rank died"]
-        run.wait_for_requests(2)
+
+        def served():
+            return [line for line in lines(tmp_path, 0, "request") if line["group"] == 2]
+
+        # More than it had: the rank that was to retire takes new requests again.
+        run.wait(lambda: len(served()) > 20, "new requests")
         ended_well(run, tmp_path, 2)
+
+
+class LeftByItself:
+    """A rank process whose end looks like one after a failed gate."""
+
+    def __init__(self, process):
+        self._process = process
+
+    def __getattr__(self, name):
+        return getattr(self._process, name)
+
+    def poll(self):
+        return None if self._process.poll() is None else ExitCode.GATE_FAILED
+
+
+def test_all_ranks_start_again_if_one_left_because_a_poll_is_unknown_to_it(tmp_path):
+    with Run(tmp_path, **ROOMY, min_step_s=0.02) as run:
+        run.supervisor._ranks[1] = LeftByItself(run.supervisor._ranks[1])
+        run.supervisor.kill_rank(1)
+        run.wait(lambda: run.supervisor.restarts == 1, "the restart")
+        assert run.supervisor.resized is None and run.supervisor.num_ranks == 4
 
 
 def supervisor_lines(folder):
