@@ -10,8 +10,11 @@ It needs a machine that does nothing else: other processes delay the ranks.
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from bench.delivered import paced_fleet
 from bench.report import Row, write_report
@@ -49,7 +52,10 @@ def serve(ranks: int, sizes: tuple[int, ...] = ()) -> tuple[float, dict[int, Map
         rows: dict[int, Mapping[str, Any]] = {}
         if sizes:
             asked = "&".join(f"to_ranks={size}" for size in sizes)
-            found = controller.get(f"deployments/demo/capacity?{asked}")
+            found = None
+            while found is None and time.monotonic() < until:
+                with suppress(httpx.TimeoutException):  # The controller is slow beside its ranks.
+                    found = controller.get(f"deployments/demo/capacity?{asked}")
             widths = [] if found is None else found["rows"]
             rows = {w["ranks"]: w for w in widths if w["present"] or w["ranks"] != ranks}
     last = [row for row in fleet.rows if row.step > fleet.rows[-1].step - COMPARED]
