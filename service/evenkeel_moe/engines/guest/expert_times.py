@@ -4,15 +4,15 @@ The function by which the engine computes the experts of a layer is wrapped on t
 it runs after the dispatch and before the combine. Where it begins, the time is subtracted from a
 total, and where it ends, the time is added. The total of a step is read once the step has ended.
 
-On a CPU the clock of the thread counts, which stands still while other processes have its core. On
-a CUDA device a kernel of one thread adds the device's own clock to a total on the device, in the
+On a CPU the clock of the thread counts, which stands still while other processes have its core. The
+functions are wrapped only while a step is measured, so other steps run the engine's own. On a CUDA
+device a kernel of one thread adds the device's own clock to a total on the device, in the
 stream that computes the experts, and the total comes to the host like the step's counts. A CUDA
 graph records the kernel with the rest of the step, so replayed steps are measured too. Events could
 not be read there: the next replay records the same events again, and an engine starts it before the
 step before has ended.
 """
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ _log = structlog.get_logger(__name__)
 _MOST_UNREAD = 32
 """Totals on their way to the host; `StepCounts` waits for the oldest of nine steps."""
 _WRAPPED = "_evenkeel_expert_times"
+_ABSENT = object()
 Seconds = Callable[[], float | None]
 """Returns the seconds of a step once its counts have arrived; None if they are not known."""
 
@@ -191,14 +192,23 @@ class ExpertTimes:
         self._clock = clock
         self._find_calls = find_calls
         self._is_on = False
+        self._stays_wrapped = clock.is_recorded is not None
         self._in_graphs = False
         self._has_failed = False
         self._lost = 0
-        self._layers = self._watch()
+        self._calls = self._found_calls()
+        self._wrap()
 
     def begin_step(self, step: int) -> None:
         """Measure this step if its turn has come. What runs between steps is never measured."""
-        self._is_on = step % self._every == 0 and not self._has_failed
+        if step % self._every or self._has_failed:
+            return
+        try:
+            self._wrap()
+        except Exception:
+            self._fail()
+        else:
+            self._is_on = True
 
     def end_step(self) -> Seconds:
         """Return the seconds of the step that has just been queued on the current stream."""
@@ -207,6 +217,9 @@ class ExpertTimes:
             return unknown
         try:
             read = self._clock.take()
+            # Without intervals the model is compiled, and would be again after a change.
+            if not self._stays_wrapped and read().intervals:
+                self._unwrap()
         except Exception:
             self._fail()
             return unknown
@@ -219,7 +232,8 @@ class ExpertTimes:
             total: of the step.
             expected: False if nothing was measured unless the step was replayed from a graph.
         """
-        if total.intervals and total.intervals % self._layers == 0 and total.nanoseconds > 0:
+        whole = total.intervals and total.intervals % len(self._calls) == 0
+        if whole and total.nanoseconds > 0:
             return total.nanoseconds * 1e-9
         if expected:
             self._lose(total)
@@ -234,32 +248,52 @@ class ExpertTimes:
         if self._lost & (self._lost - 1):
             return
         _log.warning(
-            "seconds_lost", intervals=total.intervals, layers=self._layers, times=self._lost
+            "seconds_lost", intervals=total.intervals, layers=len(self._calls), times=self._lost
         )
         try:
-            self._layers = self._watch()
+            self._calls = self._found_calls()
+            if self._is_on or self._stays_wrapped:
+                self._wrap()
         except Unsupported as error:
             _log.warning("seconds_not_measured", detail=str(error))
         except Exception:
             self._fail()
 
-    def _watch(self) -> int:
-        """Wrap the calls that are not wrapped yet; return their number, at least 1."""
+    def _found_calls(self) -> Sequence[ExpertCall]:
         calls = self._find_calls()
         if not calls:
             raise Unsupported("the engine has no layer with routed experts")
-        for call in calls:
-            original = getattr(call.owner, call.name)
-            if getattr(original, _WRAPPED, None) is not self:
-                setattr(call.owner, call.name, self._wrapped(original))
-        return len(calls)
+        return calls
 
-    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self) -> None:
+        """Wrap all calls that are not wrapped."""
+        for call in self._calls:
+            own = vars(call.owner).get(call.name, _ABSENT)
+            if not self._is_wrapper(own):
+                wrapper = self._measured(getattr(call.owner, call.name))
+                setattr(wrapper, _WRAPPED, (self, own))
+                setattr(call.owner, call.name, wrapper)
+
+    def _unwrap(self) -> None:
+        """Leave the engine's objects as they were, but for what the engine replaced itself."""
+        for call in self._calls:
+            wrapper = vars(call.owner).get(call.name)
+            if not self._is_wrapper(wrapper):
+                continue
+            _, own = getattr(wrapper, _WRAPPED)
+            if own is _ABSENT:
+                delattr(call.owner, call.name)
+            else:
+                setattr(call.owner, call.name, own)
+
+    def _is_wrapper(self, function: object) -> bool:
+        return getattr(function, _WRAPPED, (None,))[0] is self
+
+    def _measured(self, original: Callable[..., Any]) -> Callable[..., Any]:
         # After a layer the caches hold weights, so each line here that is not needed costs a miss.
         clock, is_recorded = self._clock, self._clock.is_recorded
         is_compiling = torch.compiler.is_compiling
 
-        @functools.wraps(original)
         def measured(*args: Any, **kwargs: Any) -> Any:
             # What a compiler traces cannot read a clock.
             if is_compiling():
@@ -280,7 +314,6 @@ class ExpertTimes:
                 except Exception:
                     self._fail()
 
-        setattr(measured, _WRAPPED, self)
         return measured
 
     def _fail(self) -> None:
