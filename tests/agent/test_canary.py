@@ -269,7 +269,8 @@ def test_sketches_keep_distances():
 def test_an_answer_that_is_not_finite_differs_from_every_other(value):
     whole = np.ones(8)
     broken = np.where(np.arange(8) == 3, value, whole)
-    one, other = Answer(1, sketch_of(whole)), Answer(2, sketch_of(broken))
+    one = Answer(1, lambda: sketch_of(whole))
+    other = Answer(2, lambda: sketch_of(broken))
     assert answers_apart(one, other) == np.inf
     assert answers_apart(other, other) == 0.0
 

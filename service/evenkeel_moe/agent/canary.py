@@ -12,6 +12,7 @@ the experts gave at registration.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -43,8 +44,13 @@ class Answer:
 
     digest: int
     """64 bits over the bytes of the output."""
-    sketch: NDArray[np.float32]
-    """(SUMS,) sums of the output with fixed signs."""
+    sketch: Callable[[], NDArray[np.float32]]
+    """Returns the (SUMS,) sums of the output with fixed signs; few answers need them."""
+
+
+def held_answer(held: np.void) -> Answer:
+    """Return the answer in an element of `HELD`."""
+    return Answer(int(held["digest"]), lambda: np.asarray(held["sketch"], np.float32))
 
 
 def sketch_of(output: NDArray[np.floating]) -> NDArray[np.float32]:
@@ -75,7 +81,7 @@ def answers_apart(one: Answer, other: Answer) -> float:
     """Return the distance of two answers: 0 for the same bits, and only for them."""
     if one.digest == other.digest:
         return 0.0
-    return max(float(distance(one.sketch, other.sketch)), _LEAST_NOISE)
+    return max(float(distance(one.sketch(), other.sketch())), _LEAST_NOISE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +101,7 @@ class Registered:
 
     def answer(self, layer: int, expert: int) -> Answer:
         """Return what an expert answered."""
-        found = self.answers[layer, expert]
-        return Answer(int(found["digest"]), found["sketch"])
+        return held_answer(self.answers[layer, expert])
 
     def tolerance(self, limit: float) -> float:
         """Return the largest distance that counts as no difference; 0 compares bits.

@@ -21,6 +21,7 @@ from evenkeel_moe.agent.canary import (
     agree,
     answers_apart,
     fixed_token,
+    held_answer,
     sketch_of,
 )
 from evenkeel_moe.errors import Reason
@@ -86,7 +87,7 @@ class CanaryRuns:
         self._stream = OwnStream(device)
         self._canary: Canary | None = None
         self._cost_s = 0.0
-        """Seconds of one answer, as measured at registration."""
+        """Seconds that the engine waits for one answer, as measured at registration."""
         self._credit_s = 0.0
 
     # --- registration -----------------------------------------------------------------------------
@@ -150,19 +151,21 @@ class CanaryRuns:
         limit, spent = 0.0, []
         try:
             for layer, local in np.argwhere(mine != EMPTY).tolist():
-                output = self._probe(layer, local).detach()
+                # The second call may write its result to the same memory.
+                output = self._probe(layer, local).detach().clone()
                 limit = max(limit, rounding_limit(output.dtype))
                 answer = _read(output)
                 began = self._now()
-                again = _read(self._probe(layer, local).detach())
+                output = self._probe(layer, local).detach().cpu()
                 spent.append(self._now() - began)
+                again = _read(output)
                 row = table[layer, mine[layer, local]]
                 apart = answers_apart(answer, again)
                 if row["slots"]:
-                    first = Answer(int(row["digest"]), row["sketch"])
+                    first = held_answer(row)
                     apart = max(apart, answers_apart(first, answer))
                 else:
-                    row["digest"], row["sketch"] = answer.digest, answer.sketch
+                    row["digest"], row["sketch"] = answer.digest, answer.sketch()
                 row["noise"] = max(float(row["noise"]), apart)
                 row["slots"] += 1
         except Exception as error:  # of the engine's kernel: serving does not depend on it
@@ -233,4 +236,4 @@ class CanaryRuns:
 def _read(output: Tensor) -> Answer:
     """Return the answer in an output; waits for the device."""
     host = output.cpu()
-    return Answer(checksum([host]), sketch_of(host.reshape(-1).to(torch.float64).numpy()))
+    return Answer(checksum([host]), lambda: sketch_of(host.reshape(-1).to(torch.float64).numpy()))

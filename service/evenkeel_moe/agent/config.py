@@ -74,7 +74,7 @@ class AgentConfig:
     """A poll that takes longer is an error, and an error in the gate restarts the group (R8)."""
     drop_after_s: float = 30.0
     """Time without any message from a leader after which the group drops a wave it holds (R6)."""
-    canary_step_s: float = 1e-4
+    canary_step_s: float = 5e-5
     """Seconds that a step may wait for the canary, which asks moved experts the probe's token; 0
     asks none."""
     ring_steps: int = 1024

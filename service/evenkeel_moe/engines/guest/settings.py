@@ -77,7 +77,7 @@ class GuestSettings(BaseSettings):
     load time between the slowest and the fastest rank. It must be shorter than NCCL's ten minutes,
     after which ranks without the plugin would give up waiting for the others."""
     gate_timeout_s: _Seconds = 20.0
-    canary_step_s: Annotated[float, Field(ge=0, le=1)] = 1e-4
+    canary_step_s: Annotated[float, Field(ge=0, le=1)] = 5e-5
     """Seconds that a step may wait for the canary, which asks each moved expert one token and
     compares its answer with the registered one; 0 switches it off. Only in mode `place`."""
     stall_after_s: _Seconds = 30.0
