@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.loads import regrouped
+from bench.loads import Regime, drawn_traffic, regrouped
 from bench.report import Row, write_report
 from evenkeel_moe.formats import Trace, read_trace
 from evenkeel_moe.model.topology import ModelShape, Topology
@@ -17,7 +17,9 @@ from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.replay.planners import VERDICT, choose_planners
 from evenkeel_moe.replay.walk import Setup, Walk, walk_forward
 
-__all__ = ["FLEETS", "TRACES", "WIDE_FLEETS", "Case", "cases", "recorded", "walk_rows", "wide"]
+__all__ = [
+    "FLEETS", "TRACES", "WIDE_FLEETS", "Case", "cases", "drawn", "recorded", "walk_rows", "wide",
+]  # fmt: skip
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 EXAMPLES = Path(__file__).parents[1] / "examples" / "traces"
@@ -27,6 +29,24 @@ WIDE_FLEETS = ((32, 288), (32, 320))
 """The fleets of layers with 256 experts."""
 WIDE = ("dsv2lite_decode_phased", "dsv2lite_prefill_mixed")
 """The traces whose layers are joined into layers of 256 experts."""
+DRAWN = {
+    "drawn_skew_2": (16, 288, Regime(steps=96, layers=8, experts=256, tokens=16_384)),
+    "drawn_skew_5": (16, 288, Regime(steps=96, layers=8, experts=256, tokens=16_384, skew=5.0)),
+    "drawn_skew_10": (16, 288, Regime(steps=96, layers=8, experts=256, tokens=16_384, skew=10.0)),
+    "drawn_temporal_3": (8, 72, Regime(
+        steps=216, layers=4, experts=64, tokens=4096, skew=3.0, temporal=3, burst=5.0)),
+    "drawn_temporal_8": (8, 72, Regime(
+        steps=216, layers=4, experts=64, tokens=4096, skew=3.0, temporal=8, burst=5.0)),
+    "drawn_drift": (16, 144, Regime(
+        steps=96, layers=8, experts=128, tokens=8192, skew=4.0, drift=0.25)),
+    "drawn_384_experts": (64, 448, Regime(
+        steps=48, layers=4, experts=384, tokens=24_576, skew=10.0)),
+    "drawn_896_experts": (64, 960, Regime(
+        steps=48, layers=4, experts=896, tokens=57_344, skew=10.0)),
+    "drawn_896_wide": (256, 1024, Regime(
+        steps=48, layers=2, experts=896, tokens=57_344, skew=10.0)),
+}  # fmt: skip
+"""Traffic that no recording has: name, ranks, slots of a layer, and what is drawn."""
 Case = tuple[Trace, int, int]
 """A trace, ranks, and slots of a layer."""
 RIVALS = ("eplb", "craft", "gem", "once", "ewma")
@@ -44,6 +64,14 @@ def wide(folder: Path = TRACES) -> list[Trace]:
     traces = recorded(folder)
     chosen = [trace for trace in traces if trace.name in WIDE] or traces[:1]
     return [regrouped(trace) for trace in chosen]
+
+
+def drawn() -> list[Case]:
+    """Return the traffic of `DRAWN`, each on its fleet."""
+    return [
+        (Trace(drawn_traffic(regime), tuple(range(regime.layers)), name, top_k=8), ranks, slots)
+        for name, (ranks, slots, regime) in DRAWN.items()
+    ]
 
 
 def cases(

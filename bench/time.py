@@ -15,7 +15,7 @@ from itertools import chain
 
 import numpy as np
 
-from bench.planning_walk import Case, cases, setup_of, upper95
+from bench.planning_walk import Case, cases, drawn, setup_of, upper95
 from bench.report import Row, save_rows, write_report
 from bench.time_models import DISPATCHES, READS, roofline
 from bench.time_plans import plan_rows
@@ -102,6 +102,7 @@ def main() -> None:
     """Run all traces, or those that are named."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("names", nargs="*", help="traces; default all")
+    parser.add_argument("--drawn", action="store_true", help="drawn traffic, in place of traces")
     parser.add_argument("--fleet", type=_fleet, action="append", metavar="RANKSxSLOTS")
     parser.add_argument("--k", type=float, action="append", help="default 0 to 4")
     parser.add_argument("--plans", action="store_true", help="only the times of planning")
@@ -113,6 +114,8 @@ def main() -> None:
     given = parser.parse_args()
     warm_kernels()
     chosen, reads = cases(given.names, given.fleet), tuple(given.k or READS)
+    if given.drawn:
+        chosen = [case for case in drawn() if not given.names or case[0].name in given.names]
     dispatches = tuple(given.dispatch or DISPATCHES)
     alone = given.plans or given.slow_rank or given.verdict
     parts: list[Iterable[list[Row]]] = []
