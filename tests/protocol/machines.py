@@ -133,6 +133,11 @@ def only(actions, kind):
     return found[0]
 
 
+def reply(rank: Participant, message, kind, stream: int = STREAM):
+    """The one action or message of a kind with which a rank answers its controller."""
+    return only(rank.handle(from_controller(message, stream), 0.0), kind)
+
+
 def of_kind(actions, kind) -> list:
     return [action for action in actions if isinstance(action, kind)]
 
@@ -382,3 +387,9 @@ def abort_answers(control, index=0, now=0.0):
 
 def record(control, plan_id="p"):
     return control.records.get(PlanId(plan_id))
+
+
+def phase_and_reason(control, plan_id="p"):
+    """Where a plan stands."""
+    found = record(control, plan_id)
+    return found.phase, found.reason

@@ -226,15 +226,6 @@ def test_tables_have_every_pair_and_only_methods_that_exist(table, states, machi
 
 
 @pytest.mark.parametrize(
-    ("table", "events"),
-    [(COORDINATOR, TO_COORDINATOR), (CONTROL, TO_CONTROL)],
-    ids=["coordinator", "control"],
-)
-def test_walks_cover_the_tables(table, events):
-    assert {kind for _, kind in table} == events.keys()
-
-
-@pytest.mark.parametrize(
     ("table", "moves"),
     [(PARTICIPANT, PARTICIPANT_MOVES), (COORDINATOR, COORDINATOR_MOVES), (CONTROL, CONTROL_MOVES)],
 )

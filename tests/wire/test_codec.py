@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.model.ids import Epoch, Generation, PlanId
+from evenkeel_moe.model.load import STEP
 from evenkeel_moe.model.plan import Wave, WaveKey
+from evenkeel_moe.model.texts import printable_line
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.protocol.leader.control import DeploymentControl
@@ -25,6 +27,8 @@ from evenkeel_moe.wire.codec import (
     encode_controller_message,
     encode_rank_message,
 )
+from evenkeel_moe.wire.limits import MAX_HELLO_BYTES, most_message_bytes
+from evenkeel_moe.wire.reports import MAX_REPORT_STEPS
 from evenkeel_moe.wire.values import is_deployment_id
 from tests.wire import strategies as gen
 from tests.wire.strategies import IDENTITY
@@ -355,3 +359,70 @@ def test_hostile_work_of_shared_experts_is_refused(shared):
     message = encode_rank_message(HELLO)
     message.hello.shape.shared_experts = shared
     assert "shared_experts" in str(refusal(over_the_wire(message), None))
+
+
+# --- control characters ---------------------------------------------------------------------------
+
+
+STEERING = "\x1b]52;c;cm0=\x1b\\ \x07 \x7f \x9b2J \u202e \u2066 \u200f"
+"""Sets the clipboard of a terminal, clears it, and turns the direction of writing around."""
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "node",
+        "gpu_uuid",
+        "placement_digest",
+        "checksums_digest",
+        "gate_digest",
+        "device",
+        "weight_format",
+        "dispatch",
+    ],
+)
+@pytest.mark.parametrize(
+    "char", [*"\x1b\x07\x7f\x9b\u202e\u2066\u200f\u2028\u2029\u200b\ufe0f", 3 * "\u0301"]
+)
+def test_control_characters_in_a_name_of_a_hello_are_refused(field, char):
+    wire = encode_rank_message(HELLO)
+    setattr(wire.hello, field, f"n{char}1")
+    told = str(refusal(wire, None))
+    assert told.startswith(f"{field} ") and "control characters" in told
+    assert printable_line(told) == told
+
+
+def test_control_characters_in_a_capability_are_refused():
+    wire = encode_rank_message(HELLO)
+    wire.hello.capabilities.append("\x1b[2J")
+    assert "control characters" in str(refusal(wire, None))
+
+
+def test_control_characters_in_what_went_wrong_are_replaced_and_the_rest_is_kept():
+    heartbeat = link.Heartbeat(1, 2, 3, f"out of memory\n{STEERING}.")
+    no = m.Vote(KEY, False, Reason.CHECKSUM_MISMATCH, heartbeat.trouble)
+    answer: Any = decode_rank_message(over_the_wire(encode_rank_message(heartbeat)), HELLO)
+    vote: Any = decode_rank_message(over_the_wire(encode_rank_message(no)), HELLO)
+    assert vote.detail == answer.trouble
+    assert answer.trouble.isprintable()
+    assert answer.trouble.startswith("out of memory \ufffd]52;c;cm0=\ufffd\\ \ufffd ")
+    assert answer.trouble.endswith(".") and len(answer.trouble) == len(heartbeat.trouble)
+
+
+# --- The largest right message of a rank fits its limit, and little more does ---------------------
+
+
+@given(gen.rank_messages)
+def test_every_message_of_a_rank_fits(message):
+    assert encode_rank_message(message).ByteSize() <= most_message_bytes(gen.SHAPE)
+
+
+@given(gen.hellos)
+def test_every_hello_fits(hello):
+    assert encode_rank_message(hello).ByteSize() <= MAX_HELLO_BYTES
+
+
+def test_largest_report_fits():
+    shape = gen.SHAPE
+    step = STEP.itemsize + 4 * shape.num_layers * shape.num_logical_experts
+    assert MAX_REPORT_STEPS * step < most_message_bytes(shape) < MAX_REPORT_STEPS * step + (1 << 19)

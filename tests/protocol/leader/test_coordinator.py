@@ -136,13 +136,6 @@ def test_prepare_deadline_aborts():
     assert "[1]" in wave.detail
 
 
-def test_cancel_after_the_votes_changes_nothing():
-    """R16: cancel after the votes takes effect at the next wave."""
-    wave = coordinator_in(C.COMMITTING)
-    assert wave.handle(ctl.CancelWave(Reason.CANCELLED), 0.0) == []
-    assert wave.state is C.COMMITTING
-
-
 def progress(wave, step, now):
     wave.handle(ctl.GroupProgress(step), now)
     return wave.handle(msg.Tick(), now)
@@ -246,17 +239,6 @@ def test_unreachable_rank_stalls_and_never_ends_the_wave(state):
     assert wave.state is state and wave.health is not None
     again = wave.handle(ctl.RankConnected(EpRank(1), 1, 60), 5001.0)
     assert only(again, ctl.SendToRank).stream == 60
-
-
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [(C.ABORTING, Reason.ABORT_DEADLINE), (C.RECOVERING, Reason.RECOVERY_DEADLINE)],
-)
-def test_silent_ranks_stall(state, reason):
-    wave = coordinator_in(state)
-    progress(wave, 40, 6.0)
-    health = only(progress(wave, 60, 11.0), ctl.WaveHealth)
-    assert (health.stalled, health.reason) == (True, reason)
 
 
 def test_a_stalled_wave_that_ends_aborted_is_no_longer_reported_as_stalled():

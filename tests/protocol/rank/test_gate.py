@@ -1,5 +1,6 @@
 """The gate: one poll per EP group, used at the same call by all ranks."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from tests.protocol.machines import (
     from_controller,
     key_of,
     next_digest,
+    only,
     participant_in,
     participant_of,
     prepare_of,
+    reply,
     wave_of,
 )
 
@@ -63,14 +66,6 @@ def test_one_rank_not_armed_holds_all_back():
     assert steps(gates, 30) == []
 
 
-def test_ranks_armed_for_other_waves_do_not_swap():
-    other = participant_of()
-    other.handle(from_controller(prepare_of(key=key_of("other"))), 0.0)
-    other.handle(msg.StagingFinished(key_of("other")), 0.0)
-    other.handle(from_controller(msg.Commit(LEADER, key_of("other"))), 0.0)
-    assert steps(gates_of([participant_in(State.ARMED), other]), 30) == []
-
-
 def test_all_drop_together_when_all_are_leaderless_and_none_is_armed():
     """R6."""
     ranks = [participant_in(State.PREPARED), participant_of()]
@@ -78,21 +73,6 @@ def test_all_drop_together_when_all_are_leaderless_and_none_is_armed():
     assert decided == [(5, 0, msg.CancelStaging(key_of()))]
     armed = [participant_in(State.ARMED), participant_of()]
     assert steps(gates_of(armed), 30, now=50.0) == []
-
-
-def test_polls_go_on_whether_or_not_a_wave_is_held():
-    """R9: one poll per EP group, counted in calls since the group's start."""
-    gate = gates_of([participant_of()])[0]
-    began: list[int] = []
-    vector: Any = None
-    for _ in range(20):
-        if gate.advance():
-            if gate.resolve_due:
-                gate.handle(PollResolved(vector), 0.0)
-            if gate.poll_due:
-                began.append(gate.calls)
-                vector = gate.begin_poll(0.0)
-    assert began == [3, 6, 9, 12, 15, 18]
 
 
 @given(st.integers(1, 6), st.data())
@@ -299,14 +279,6 @@ def test_ranks_that_are_armed_for_different_waves_or_maps_do_not_pass(other):
     assert gate_of(participant_of()).verdict(minima) == msg.PollNotPassed()
 
 
-def test_a_participant_that_fails_in_the_snapshot_is_not_armed_and_drops_nothing(monkeypatch):
-    """R9."""
-    rank = participant_in(State.ARMED)
-    gate = gate_of(rank)
-    monkeypatch.setattr(rank, "snapshot", lambda now: 1 / 0)
-    assert poll(gate, now=99.0)[5:] == [0, 0, 0, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("entries", "verdict"),
     [
@@ -383,3 +355,132 @@ def test_a_rank_that_was_not_armed_for_what_passed_leaves_with_the_reason():
     assert isinstance(item.action, msg.LeaveGroup)
     assert (item.action.reason, gate.left) == (Reason.EPOCH_MISMATCH, True)
     assert not any(gate.advance() or gate.poll_due for _ in range(9))
+
+
+# --- A poll counts once and for the wave that it saw, and what is refused stays refused -----------
+
+
+KEY, OTHER = key_of(), key_of("q")
+ABORT = from_controller(msg.Abort(LEADER, KEY))
+COMMIT = from_controller(msg.Commit(LEADER, KEY))
+PASSED = msg.PollPassed(Epoch(1))
+
+
+def holding_another_wave_than_the_poll_saw():
+    rank = participant_in(State.PREPARED)
+    rank.snapshot(50.0)
+    rank.handle(ABORT, 50.0)
+    rank.handle(msg.TransportDrained(KEY), 50.0)
+    rank.handle(from_controller(prepare_of(key=OTHER)), 50.0)
+    assert rank.wave == OTHER
+    return rank
+
+
+@pytest.mark.parametrize("state", [State.PREPARED, State.ARMED])
+def test_a_resolved_poll_does_not_pass_later(state):
+    """R8: nobody has seen this rank armed since."""
+    rank = participant_in(state)
+    rank.snapshot(0.0)
+    rank.handle(msg.PollNotPassed(), 0.0)
+    if state is State.PREPARED:
+        rank.handle(COMMIT, 0.0)
+    assert only(rank.handle(PASSED, 0.0), msg.LeaveGroup).reason is Reason.EPOCH_MISMATCH
+
+
+def test_a_resolved_poll_holds_no_abort_back():
+    rank = participant_in(State.ARMED, polled=True)
+    rank.handle(msg.PollNotPassed(), 0.0)
+    assert only(rank.handle(ABORT, 0.0), msg.AbortAnswer).outcome is msg.WaveOutcome.DROPPED
+
+
+def test_a_poll_drops_only_the_wave_that_it_saw():
+    """R6: the other ranks drop what they held at the poll."""
+    rank = holding_another_wave_than_the_poll_saw()
+    assert rank.handle(msg.PollDropped(), 50.0) == []
+    assert rank.state is State.STAGING
+    never_polled = participant_in(State.PREPARED)
+    assert never_polled.handle(msg.PollDropped(), 50.0) == []
+    assert never_polled.state is State.PREPARED
+
+
+def test_a_wave_that_was_given_up_gets_no_yes_any_more():
+    """R7: its staging memory may be gone."""
+    for event in (ABORT, msg.ReloadRequested()):
+        rank = participant_in(State.PREPARED)
+        rank.handle(event, 0.0)
+        vote = reply(rank, prepare_of(), msg.Vote)
+        assert (vote.yes, vote.reason) == (False, Reason.WAVE_DROPPED)
+
+
+def test_wave_of_other_weights_is_refused():
+    """R4: a wave carries the weights version it was planned for."""
+    vote = reply(participant_of(), prepare_of(key=key_of(version=2)), msg.Vote)
+    assert (vote.yes, vote.reason) == (False, Reason.WEIGHTS_VERSION_CHANGED)
+
+
+@pytest.mark.parametrize("state", [State.STAGING, State.PREPARED])
+def test_reload_ends_a_wave_that_no_poll_can_pass(state):
+    """R4: a reload ends waves of the old version."""
+    rank = participant_in(state)
+    actions = rank.handle(msg.ReloadRequested(), 0.0)
+    assert only(actions, msg.CancelStaging).wave == KEY
+    assert only(actions, msg.PermitReload)
+    assert rank.state is State.ABORTED
+
+
+def test_reload_waits_for_the_poll_in_flight_and_drops_when_it_did_not_pass():
+    """R4: reload ends waves of the old weights, but not under a poll in flight."""
+    rank = participant_in(State.ARMED, polled=True)
+    assert rank.handle(msg.ReloadRequested(), 0.0) == []
+    actions = rank.handle(msg.PollNotPassed(), 0.0)
+    assert only(actions, msg.PermitReload) and only(actions, msg.CancelStaging)
+
+
+def test_reload_waits_for_the_swap_of_a_poll_that_passed():
+    rank = participant_in(State.ARMED, polled=True)
+    rank.handle(msg.ReloadRequested(), 0.0)
+    assert only(rank.handle(msg.PollPassed(Epoch(1)), 0.0), msg.Swap)
+    actions = rank.handle(msg.SwapFinished(KEY, next_digest(rank)), 0.0)
+    assert only(actions, msg.PermitReload)
+    assert rank.epoch == 1
+
+
+def test_reload_without_permission_under_a_poll_leaves_the_group():
+    rank = participant_in(State.ARMED, polled=True)
+    assert (
+        only(rank.handle(msg.WeightsReloaded(2), 0.0), msg.LeaveGroup).reason
+        is Reason.WEIGHTS_VERSION_CHANGED
+    )
+
+
+def test_no_wave_is_taken_between_permission_and_reload():
+    rank = participant_of()
+    rank.handle(msg.ReloadRequested(), 0.0)
+    assert not reply(rank, prepare_of(), msg.Vote).yes
+    state = only(rank.handle(msg.WeightsReloaded(2, (6,) * 8), 0.0), msg.RankState)
+    assert state.weights_version == 2
+    of_old = prepare_of(key=key_of("old", version=2))
+    vote = reply(rank, of_old, msg.Vote)
+    assert vote.reason is Reason.CHECKSUM_MISMATCH, "its checksums are those of the old weights"
+    of_new = dataclasses.replace(prepare_of(key=key_of(version=2)), checksums=(6,))
+    assert reply(rank, of_new, msg.StartStaging)
+
+
+def test_reload_given_up_lets_waves_in_again():
+    rank = participant_of()
+    rank.handle(msg.ReloadRequested(), 0.0)
+    assert rank.handle(msg.WeightsReloaded(1), 0.0) == []
+    assert reply(rank, prepare_of(), msg.StartStaging)
+
+
+@pytest.mark.parametrize("state", State)
+def test_disabled_rank_refuses_the_next_wave_and_finishes_the_one_it_holds(state):
+    rank = participant_in(state)
+    assert rank.handle(msg.MigrationDisabled(), 0.0) == []
+    assert rank.state is state and not rank.takes_waves
+    if state is State.IDLE:
+        actions = rank.handle(from_controller(prepare_of()), 0.0)
+        assert only(actions, msg.Vote).reason is Reason.OBSERVE_ONLY
+        assert rank.handle(msg.MigrationEnabled(), 0.0) == []
+        again = rank.handle(from_controller(prepare_of(key=key_of("p-2"))), 0.0)
+        assert only(again, msg.StartStaging)

