@@ -1,32 +1,45 @@
 """The agent on real Gloo groups: ranks are threads, and the test is the controller."""
 
+import asyncio
+import contextlib
 import threading
 import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import torch
 
 from evenkeel_moe.adapters.torch.checksum import checksum
+from evenkeel_moe.agent import LoraOnExperts, network_thread
 from evenkeel_moe.agent.checksums import checksums_digest
-from evenkeel_moe.errors import PeerViolation, Reason
-from evenkeel_moe.model.load import LoadReport, Phase
+from evenkeel_moe.agent.clock_watch import watch_clock
+from evenkeel_moe.agent.recorder import Recorder
+from evenkeel_moe.errors import InvalidInput, PeerViolation, Reason
+from evenkeel_moe.model.ids import DeploymentId, EpRank
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase
 from evenkeel_moe.protocol.messages import (
     Abort,
     AbortAnswer,
     Ack,
     Commit,
     QueryState,
+    RankIdentity,
     RankState,
     StagingProgress,
     TermRefused,
     Vote,
     WaveOutcome,
 )
-from evenkeel_moe.wire.link import Heartbeat
-from tests.agent.fleet import Fleet
+from evenkeel_moe.wire.link import DeviceClock, FlowControl, Heartbeat
+from tests.adapters.serving import Listener
+from tests.agent.fleet import Fleet, PortLink
 from tests.agent.ranks import (
     CPU,
+    EXPERT_BYTES,
+    GENERATION,
     LEADER,
     Group,
     ToyMaps,
@@ -34,6 +47,7 @@ from tests.agent.ranks import (
     expert_tensors,
     prepare_for,
     run_ranks,
+    shape_of,
     two_rank_placements,
 )
 from tests.waiting import deadline, wait_until
@@ -363,3 +377,171 @@ def test_ranks_that_disagree_on_what_they_serve_do_not_start():
 
     with pytest.raises(PeerViolation, match="weights version"):
         Fleet(OLD, make_config=make)
+
+
+# --- Experts that an agent cannot move as a whole are refused by name, before anything starts -----
+
+
+def test_experts_divided_by_tensor_parallelism_are_refused_with_the_number():
+    with pytest.raises(InvalidInput, match=r"toy: .*over 4 ranks \(expert_shards=4\)"):
+        Fleet(OLD, make_config=lambda fleet, rank: fleet.config(rank, expert_shards=4))
+
+
+@pytest.mark.parametrize(
+    ("times", "said"), [(2, "2 times as many"), (0.5, f"have {EXPERT_BYTES} bytes")]
+)
+def test_tensors_that_are_not_a_whole_expert_are_refused(times, said):
+    """An engine that forgot to say it, or the limits of a wave would be wrong."""
+
+    def make(fleet, rank):
+        shape = replace(shape_of(OLD), bytes_per_expert=int(EXPERT_BYTES * times))
+        return fleet.config(rank, shape=shape)
+
+    with pytest.raises(InvalidInput, match=said):
+        Fleet(OLD, make_config=make)
+
+
+def test_adapters_on_experts_are_refused_unless_their_tensors_are_declared():
+    def make(lora):
+        return lambda fleet, rank: fleet.config(rank, lora=lora)
+
+    with pytest.raises(InvalidInput, match=r"lora=not_declared"):
+        Fleet(OLD, make_config=make(LoraOnExperts.NOT_DECLARED))
+    with Fleet(OLD, make_config=make(LoraOnExperts.DECLARED), steps=False) as fleet:
+        assert not any(agent.observe_only for agent in fleet.agents)
+
+
+# --- The controller is told of a swap only once its placement is saved, whatever it asks ----------
+
+
+class SlowDisk(Fleet):
+    """Ranks whose disk takes a placement only after `free` is set."""
+
+    def __init__(self, *args, **kwargs):
+        self.free = threading.Event()
+        super().__init__(*args, **kwargs)
+
+    def save(self, rank, record, placement):
+        assert self.free.wait(deadline(30))
+        super().save(rank, record, placement)
+
+
+def test_no_answer_names_the_new_epoch_before_its_placement_is_saved():
+    """A group that restarts now comes back on the old placement."""
+    prepare = prepare_for(OLD, NEW)
+    with SlowDisk(OLD) as fleet:
+        try:
+            fleet.arm(prepare)
+            wait_until(lambda: all(agent.epoch == 1 for agent in fleet.agents), what="the swap")
+            fleet.say(Commit(LEADER, prepare.wave))
+            fleet.say(QueryState(LEADER, want_placement=True, query=7))
+            fleet.say(Abort(LEADER, prepare.wave))
+            fleet.say(prepare)
+            fleet.wait_steps(10)
+            for rank, link in enumerate(fleet.links):
+                assert link.nothing((Ack, RankState, AbortAnswer))
+                hello = fleet.agents[rank].hello()
+                assert (hello.epoch, hello.placement_digest) == (0, OLD.digest)
+                assert not fleet.swaps[rank]
+        finally:
+            fleet.free.set()
+        for rank, link in enumerate(fleet.links):
+            assert link.expect(Ack).epoch == 1
+            assert link.expect(RankState).epoch == 1
+            assert fleet.swaps[rank], "saved before"
+            hello = fleet.agents[rank].hello()
+            assert (hello.epoch, hello.placement_digest) == (1, NEW.digest)
+
+
+# --- network thread -------------------------------------------------------------------------------
+
+
+class OnceUnreadable(Recorder):
+    """Its first take fails."""
+
+    failed = False
+
+    def take(self, *arguments):
+        if self.waiting and not self.failed:
+            self.failed = True
+            raise RuntimeError("a step like no other")
+        return super().take(*arguments)
+
+
+def test_a_last_message_that_nobody_takes_does_not_hold_the_engine_up(monkeypatch):
+    class Stuck(PortLink):
+        async def finish(self, message):
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(network_thread, "_LAST_MESSAGE_S", 0.01)
+    identity = RankIdentity(DeploymentId("toy"), EpRank(0), GENERATION, 5)
+    link, side = Stuck(), CountingSide.DESTINATION
+    thread = network_thread.NetworkThread(link, Recorder(8, 1, 1), identity, side)
+    thread.start(Listener(None))
+    assert link.ready.wait(deadline(10))
+    thread.close(planned=True, timeout_s=deadline(10))
+    assert not any(one.name == "evenkeel-link" for one in threading.enumerate())
+
+
+def test_a_report_that_fails_does_not_end_the_reporter(monkeypatch):
+    monkeypatch.setattr(network_thread, "_RESTART_AFTER_S", 0.01)
+    recorder, link = OnceUnreadable(8, 1, 1), PortLink()
+    identity = RankIdentity(DeploymentId("toy"), EpRank(0), GENERATION, 5)
+    thread = network_thread.NetworkThread(link, recorder, identity, CountingSide.DESTINATION)
+    listener: Any = None
+    with structlog.testing.capture_logs() as logs:
+        thread.start(listener)
+        try:
+            assert link.ready.wait(deadline(10))
+            recorder.record(0, np.array([[1]]), 0, 1, Phase.DECODE)
+            thread._loop.call_soon_threadsafe(thread.reporter.registered, FlowControl(0.01), None)
+            assert link.expect(LoadReport).steps["step"].tolist() == [0]
+        finally:
+            thread.close()
+    assert [log["event"] for log in logs] == ["reporter_failed"]
+
+
+# --- The clock of the device is told at first and whenever it has changed -------------------------
+
+
+class Readings:
+    """Gives one reading after the other, then none."""
+
+    def __init__(self, *readings):
+        self.left, self.ended = list(readings), asyncio.Event()
+        self.loop = asyncio.get_running_loop()
+
+    def read(self):
+        if self.left:
+            return self.left.pop(0)
+        self.loop.call_soon_threadsafe(self.ended.set)
+        return None
+
+
+async def told_of(*readings):
+    told: list[DeviceClock] = []
+    reader = Readings(*readings)
+    task = asyncio.create_task(watch_clock(reader, told.append, every_s=0.0))
+    await asyncio.wait_for(reader.ended.wait(), 20)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    return told
+
+
+async def test_only_changes_are_told():
+    first, ripple, lower = DeviceClock(0.95), DeviceClock(0.96), DeviceClock(0.80, "heat")
+    assert await told_of(first, ripple, first, lower, lower) == [first, lower]
+
+
+async def test_a_slow_fall_is_told_in_steps():
+    falling = [DeviceClock(0.95 - 0.01 * step) for step in range(5)]
+    assert await told_of(*falling) == [falling[0], falling[2], falling[4]]
+
+
+async def test_what_limits_the_clock_is_told_although_the_clock_is_the_same():
+    assert len(await told_of(DeviceClock(0.9), DeviceClock(0.9, "power"))) == 2
+
+
+async def test_an_idle_device_tells_nothing():
+    assert await told_of(None, None) == []

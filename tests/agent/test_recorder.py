@@ -1,5 +1,6 @@
 """The queue between the engine's steps and the reports."""
 
+import asyncio
 import json
 import math
 import threading
@@ -12,8 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenkeel_moe.agent import DeviceRecorder
 from evenkeel_moe.agent.recorder import Recorded, Recorder
-from evenkeel_moe.model.load import Phase, StepMeta, step_table
+from evenkeel_moe.agent.reporter import Reporter
+from evenkeel_moe.model.ids import DeploymentId, EpRank
+from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
+from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.wire.link import FlowControl
+from tests.agent.fleet import Fleet
+from tests.agent.ranks import GENERATION, two_rank_placements
+from tests.waiting import deadline
 
 
 def put(recorder, step, value=None, **meta):
@@ -283,3 +292,254 @@ def test_seconds_that_are_not_measured_may_be_nan():
     recorder = Recorder(4, 2, 3)
     put(recorder, 0, compute_s=math.nan)
     assert math.isnan(take(recorder, 1).steps["compute_s"][0])
+
+
+# --- Counts that an engine leaves on its device arrive as `Agent.record` would take them ----------
+
+
+def recorder_of(width, capacity=16):
+    kept = Recorder(capacity, 1, width)
+
+    def record(step, counts, *, epoch, tokens, phase, dummy=False, compute_s=None):
+        kept.record(step, counts, epoch, tokens, phase, dummy, compute_s)
+
+    return kept, DeviceRecorder(record, 3)
+
+
+def test_a_step_arrives_with_all_that_was_said_of_it():
+    kept, device = recorder_of(4)
+    counts = torch.tensor([[5, 1, 2, 4]], dtype=torch.int32)
+    device.record(7, counts, epoch=2, tokens=12, phase=Phase.DECODE, compute_s=0.25)
+    counts.zero_()  # The engine fills its counters again at once.
+    device.record(8, counts, epoch=2, tokens=0, phase=Phase.PREFILL, dummy=True)
+    device.finish()
+    taken = kept.take(10)
+    assert taken is not None and taken.counts.tolist() == [[[5, 1, 2, 4]], [[0, 0, 0, 0]]]
+    first, second = taken.steps
+    assert (first["step"], first["epoch"], first["tokens"], first["compute_s"]) == (7, 2, 12, 0.25)
+    assert (second["step"], bool(second["dummy"])) == (8, True)
+
+
+def test_counts_by_slot_are_summed_by_expert_with_the_map_of_their_step():
+    kept, device = recorder_of(3)
+    by_slot = torch.tensor([[5, 1, 2, 4]])
+    for step, phy2log in enumerate(([[0, 1, 2, 0]], [[2, 1, -1, 0]])):
+        device.record(
+            step, by_slot, epoch=step, tokens=12, phase=Phase.DECODE, phy2log=torch.tensor(phy2log)
+        )
+    taken = kept.take(10)
+    assert taken is not None and taken.counts.tolist() == [[[9, 1, 2]], [[4, 1, 5]]]
+
+
+def test_a_step_that_cannot_be_counted_is_logged_and_ends_nothing():
+    kept, device = recorder_of(3)
+    with structlog.testing.capture_logs() as said:
+        for step in range(4):
+            wrong = torch.zeros((2, 5), dtype=torch.int64)
+            device.record(
+                step, torch.ones(1, 4), epoch=0, tokens=1, phase=Phase.DECODE, phy2log=wrong
+            )
+    assert [line["event"] for line in said] == ["counting_failed"] * 3
+    assert kept.waiting == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_copies_from_a_device_arrive_in_order_while_the_device_is_busy():
+    """More steps than copies may be pending: the oldest is waited for, and none is lost."""
+    kept, device = recorder_of(3, capacity=64)
+    matrix = torch.randn(4096, 4096, device="cuda")
+    counts = torch.zeros((1, 3), dtype=torch.int64, device="cuda")
+    for step in range(40):
+        matrix @ matrix
+        counts.fill_(step)
+        device.record(step, counts, epoch=0, tokens=1, phase=Phase.DECODE)
+    device.finish()
+    taken = kept.take(64)
+    assert taken is not None
+    assert taken.counts[:, 0, 0].tolist() == taken.steps["step"].tolist() == list(range(40))
+
+
+# --- Reports are kept until acknowledged, sent again after a reconnect, and never pile up ---------
+
+
+FLOW = FlowControl(report_interval_s=60.0, max_steps_per_report=2)
+
+
+class ListLink:
+    def __init__(self):
+        self.sent = []
+        self.rang = asyncio.Event()
+
+    async def run(self, listener):
+        raise NotImplementedError
+
+    def send(self, message, stream=None):
+        self.sent.append(message)
+        self.rang.set()
+
+    async def finish(self, message):
+        self.send(message)
+
+    def steps(self):
+        return [report.steps["step"].tolist() for report in self.sent]
+
+
+def make(capacity=64, layers=1, width=1):
+    recorder, link = Recorder(capacity, layers, width), ListLink()
+    identity = RankIdentity(DeploymentId("toy"), EpRank(1), GENERATION, 5)
+    return recorder, link, Reporter(recorder, identity, CountingSide.DESTINATION, link)
+
+
+def record(recorder, *steps):
+    for step in steps:
+        recorder.record(step, np.array([[step]]), epoch=0, tokens=1, phase=Phase.DECODE)
+
+
+def test_nothing_is_sent_before_a_stream_is_open():
+    recorder, link, reporter = make()
+    record(recorder, 0, 1, 2)
+    reporter.report()
+    assert link.sent == [] and recorder.waiting == 3
+    reporter.registered(FLOW, None)
+    reporter.report()
+    assert link.steps() == [[0, 1], [2]]
+    assert isinstance(link.sent[0], LoadReport) and link.sent[0].rank == 1
+
+
+def test_unacknowledged_reports_are_sent_again_on_the_next_stream():
+    recorder, link, reporter = make()
+    reporter.registered(FLOW, None)
+    record(recorder, 0, 1, 2, 3)
+    reporter.report()
+    reporter.acknowledged(1)
+    reporter.lost()
+    record(recorder, 4)
+    reporter.report()
+    assert link.steps() == [[0, 1], [2, 3]]
+    link.sent.clear()
+    reporter.registered(FLOW, None)
+    reporter.report()
+    assert link.steps() == [[2, 3], [4]]
+
+
+def test_a_report_is_kept_until_its_last_step_is_acknowledged():
+    recorder, link, reporter = make()
+    reporter.registered(FLOW, None)
+    record(recorder, 0, 1)
+    reporter.report()
+    reporter.acknowledged(0)
+    reporter.registered(FLOW, None)
+    assert link.steps() == [[0, 1], [0, 1]]
+
+
+def test_what_the_controller_already_has_is_not_sent_again():
+    recorder, link, reporter = make()
+    reporter.registered(FLOW, None)
+    record(recorder, 0, 1, 2, 3)
+    reporter.report()
+    link.sent.clear()
+    reporter.registered(FLOW, 3)
+    assert link.sent == []
+
+
+def test_a_slow_controller_leaves_steps_in_the_ring_where_the_oldest_fall_out():
+    recorder, link, reporter = make(capacity=16)
+    reporter.registered(FLOW, None)
+    for step in range(100):
+        record(recorder, step)
+        reporter.report()
+    sent = len(link.sent)
+    assert sent == 16
+    reporter.acknowledged(99)
+    reporter.report()
+    first = link.sent[sent]
+    assert first.dropped_steps > 0
+    total = sum(len(report.steps) + report.dropped_steps for report in link.sent)
+    assert total == 100
+
+
+def test_a_slower_rate_and_a_stride_take_hold():
+    recorder, link, reporter = make()
+    reporter.registered(FLOW, None)
+    reporter.paced(FlowControl(60.0, stride=5, from_step=0, max_steps_per_report=100))
+    record(recorder, *range(11))
+    reporter.report()
+    assert link.steps() == [[0, 5, 10]]
+
+
+async def test_a_registration_wakes_the_reporter_at_once():
+    recorder, link, reporter = make()
+    record(recorder, 0)
+    task = asyncio.create_task(reporter.run())
+    await asyncio.sleep(0)
+    reporter.registered(FlowControl(60.0), None)
+    async with asyncio.timeout(deadline(5)):
+        await link.rang.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert link.steps() == [[0]]
+
+
+async def test_a_cancellation_that_comes_with_the_wake_is_not_lost():
+    """Tried at each of the first turns of the loop after the wake: the reporter must end."""
+    for turns in range(6):
+        _, _, reporter = make()
+        task = asyncio.create_task(reporter.run())
+        await asyncio.sleep(0)
+        reporter.paced(FlowControl(0.2))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=deadline(5))
+        assert task.cancelled(), turns
+
+
+def test_without_a_stream_an_agent_keeps_its_newest_steps_and_counts_those_it_drops():
+    def make(fleet, rank):
+        return fleet.config(rank, ring_steps=2)
+
+    with Fleet(two_rank_placements()[0], make_config=make, steps=False) as fleet:
+        agent, link, over = fleet.agents[0], fleet.links[0], threading.Event()
+
+        def record(step):
+            counts = np.ones((2, 3), np.int64)
+            agent.record(step, counts, epoch=0, tokens=1, phase=Phase.DECODE)
+
+        fleet.register()
+        record(0)
+        assert link.expect(LoadReport).steps["step"].tolist() == [0]
+        agent._network._loop.call_soon_threadsafe(link.listener.lost, 1)
+        agent._network._loop.call_soon_threadsafe(over.set)
+        assert over.wait(deadline(20))
+        for step in range(1, 6):
+            record(step)
+        agent._network.reporter.report()
+        assert link.nothing(LoadReport) and agent.dropped_steps == 3
+        fleet.register()
+        newest = link.expect(LoadReport, lambda report: 0 not in report.steps["step"])
+        assert newest.steps["step"].tolist() == [4, 5]
+
+
+def test_a_report_stays_within_what_the_link_carries_whatever_the_controller_asks_for():
+    """A report that it cannot carry would end every stream on which it is sent."""
+    layers, width = 512, 2048
+    recorder, link, reporter = make(layers=layers, width=width)
+    reporter.registered(FlowControl(60.0, max_steps_per_report=2**32 - 1), None)
+    counts = np.zeros((layers, width), np.int64)
+    for step in range(5):
+        recorder.record(step, counts, epoch=0, tokens=0, phase=Phase.DECODE)
+    reporter.report()
+    assert link.steps() == [[0, 1, 2, 3], [4]]
+
+
+async def test_reports_keep_a_pause_whatever_the_interval(monkeypatch):
+    _, _, reporter = make()
+    times = []
+    monkeypatch.setattr(reporter, "report", lambda: times.append(0))
+    reporter.registered(FlowControl(1e-9), None)
+    task = asyncio.create_task(reporter.run())
+    await asyncio.sleep(0.3)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert 1 <= len(times) <= 2 + 0.3 / 0.01 + 20

@@ -10,19 +10,20 @@ from evenkeel_moe.controller.tasks import Spawner, end_tasks
 from tests.waiting import deadline
 
 
+async def hard_of_hearing(lost):
+    """Miss two cancellations and note each."""
+    while len(lost) < 3:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            lost.append(1)
+            if len(lost) == 3:
+                raise
+
+
 async def test_a_lost_cancellation_is_repeated():
-    lost = []
-
-    async def hard_of_hearing():
-        while True:
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                lost.append(1)
-                if len(lost) == 3:
-                    raise
-
-    task = asyncio.create_task(hard_of_hearing())
+    lost: list[int] = []
+    task = asyncio.create_task(hard_of_hearing(lost))
     await asyncio.sleep(0)
     await asyncio.wait_for(end_tasks([task]), 10)
     assert task.cancelled()
@@ -70,16 +71,7 @@ threading.Event().wait(60)
 
 async def test_a_failure_ends_a_neighbour_that_misses_its_first_cancellation():
     """The group cancels once, and `asyncio.wait_for` may drop that: the process would live on."""
-    lost = []
-
-    async def hard_of_hearing():
-        while True:
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                lost.append(1)
-                if len(lost) == 3:
-                    raise
+    lost: list[int] = []
 
     async def fail():
         await asyncio.sleep(0)
@@ -88,7 +80,7 @@ async def test_a_failure_ends_a_neighbour_that_misses_its_first_cancellation():
     async def serve():
         async with asyncio.TaskGroup() as group:
             spawner = Spawner(group)
-            spawner.spawn(hard_of_hearing(), "deaf")
+            spawner.spawn(hard_of_hearing(lost), "deaf")
             spawner.spawn(fail(), "fail")
             await asyncio.Event().wait()
 

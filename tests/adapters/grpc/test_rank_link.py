@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from collections import Counter
 
 import grpc
 import numpy as np
@@ -214,36 +215,12 @@ async def test_a_stream_that_ends_is_opened_again_with_a_new_number():
     assert len(server.of(Hello)) == 3
 
 
-async def test_a_follower_sends_the_link_to_the_leader():
-    async with serving([ACCEPTED]) as (leader, leader_address):
-        not_leader = NotLeader("b", leader_address, 0.0)
-        async with serving([not_leader]) as (follower, address):
-            async with running(GrpcRankLink([address], timing=FAST)) as listener:
-                await until(lambda: listener.got)
-            assert len(follower.of(Hello)) == 1 and len(leader.of(Hello)) == 1
-
-
 async def test_a_leader_that_steps_down_later_redirects_too():
     async with serving([ACCEPTED]) as (leader, leader_address):
         async with serving([ACCEPTED, NotLeader("b", leader_address, 0.0)]) as (_, address):
             async with running(GrpcRankLink([address], timing=FAST)) as listener:
                 await until(lambda: len(listener.got) == 2)
             assert listener.lost_streams[0] == 1 and len(leader.of(Hello)) == 1
-
-
-async def test_no_leader_and_refusal_are_tried_again_later():
-    refused = Registration(
-        RegistrationOutcome.REFUSED,
-        1.0,
-        5.0,
-        FlowControl(0.1),
-        Reason.SHAPE_DISAGREES,
-        "other shape",
-    )
-    async with linked([NotLeader("", "", 0.01)], [refused], [ACCEPTED]) as (server, listener):
-        await until(lambda: listener.got)
-    assert len(server.of(Hello)) == 3
-    assert listener.got[0][0] == 3
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -402,3 +379,90 @@ async def test_a_controller_that_takes_nothing_fills_the_outbox_and_is_left():
     assert 1000 < most <= 1024
     cut = [log for log in logs if log["event"] == "controller_too_slow"]
     assert [(log["stream"], log["queued"]) for log in cut] == [(1, 1024)]
+
+
+# --- what a link tells ----------------------------------------------------------------------------
+
+
+REFUSED = Registration(
+    RegistrationOutcome.REFUSED, 1.0, 5.0, FlowControl(0.1), Reason.DEPLOYMENT_IN_USE, "a group"
+)
+
+
+async def test_a_refusal_is_told_with_its_reason_and_so_is_the_end_of_it():
+    told: list[str] = []
+    async with serving([REFUSED], [REFUSED], [ACCEPTED]) as (_, address):
+        async with running(GrpcRankLink([address], timing=FAST, on_change=told.append)) as rank:
+            await until(lambda: rank.got)
+    assert told == [f"the controller at {address} refuses: a group (deployment_in_use)", ""]
+
+
+async def test_that_no_controller_answers_is_told_once():
+    told: list[str] = []
+    with structlog.testing.capture_logs() as logs:
+        link = GrpcRankLink(["127.0.0.1:1"], timing=FAST, on_change=told.append)
+        async with running(link):
+            await until(lambda: sum(line["event"] == "link_lost" for line in logs) >= 3)
+    assert len(told) == 1
+    assert told[0].startswith("no controller answers at 127.0.0.1:1 (UNAVAILABLE: ")
+
+
+# --- the last message -----------------------------------------------------------------------------
+
+
+class Lingering(Server):
+    """Keeps the stream open after the rank has closed its half, until the test lets it end."""
+
+    def __init__(self):
+        super().__init__([ACCEPTED])
+        self.may_end = asyncio.Event()
+
+    async def Attach(self, requests, context):
+        await super().Attach(requests, context)
+        await self.may_end.wait()
+
+
+async def test_messages_after_the_last_one_are_dropped_and_fail_nothing():
+    """An agent reports loads until its thread ends, also after the last heartbeat."""
+    last, late = Heartbeat(9, 1, 2, stopping=True), Heartbeat(10, 1, 2)
+    servicer = Lingering()
+    async with serving(servicer=servicer) as (server, address):
+        link = GrpcRankLink([address], timing=FAST)
+        async with running(link) as listener:
+            await until(lambda: listener.got)
+            with structlog.testing.capture_logs() as said:
+                finishing = asyncio.create_task(link.finish(last))
+                await until(server.closed.is_set)
+                for _ in range(3):
+                    link.send(late)
+                    await asyncio.sleep(0.02)
+                servicer.may_end.set()
+                await asyncio.wait_for(finishing, deadline(10))
+            assert [line["event"] for line in said if line["log_level"] == "error"] == []
+            assert server.of(Heartbeat)[-1] == last
+
+
+# --- which replica is tried when ------------------------------------------------------------------
+
+
+def test_the_deployments_of_a_replica_that_dies_are_shared_by_the_others():
+    addresses = [f"10.0.0.{number}:50051" for number in range(3)]
+    orders = [order_of(f"model-{number}", addresses) for number in range(300)]
+    shares = Counter(order[0] for order in orders)
+    assert all(70 < shares[address] < 130 for address in addresses)
+    moved = Counter(order[1] for order in orders if order[0] == addresses[0])
+    assert sorted(moved) == addresses[1:] and min(moved.values()) > 30
+    for number, order in enumerate(orders):
+        left = [address for address in order if address != addresses[0]]
+        assert order_of(f"model-{number}", addresses[:0:-1]) == tuple(left)
+
+
+async def test_a_leader_that_is_gone_is_tried_again_only_after_the_wait_that_a_follower_asks_for():
+    """Or all ranks of a dead leader would come to the followers again and again."""
+    began = asyncio.get_running_loop().time()
+    gone = NotLeader("b", "127.0.0.1:1", 0.5)
+    async with linked([gone], [gone], [gone], [ACCEPTED]) as (follower, listener):
+        await until(lambda: listener.got)
+    assert len(follower.of(Hello)) == 4
+    # The first redirect is followed at once; each wait is 0.5 to 1 times what is asked for.
+    assert asyncio.get_running_loop().time() - began >= 2 * 0.25

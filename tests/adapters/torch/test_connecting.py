@@ -11,7 +11,7 @@ from evenkeel_moe.adapters.torch.connecting import Connector
 from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.adapters.torch.streams import OwnStream
 from evenkeel_moe.errors import Reason, Unavailable
-from tests.adapters.torch.test_transport_times import Backend, Operation
+from tests.adapters.torch.test_transport import Backend, Operation
 from tests.agent.ranks import CPU
 from tests.waiting import deadline, wait_until
 

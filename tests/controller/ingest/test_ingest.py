@@ -139,13 +139,6 @@ def test_malformed_reports_are_counted_and_dropped(rig):
     assert rig.ingest.quarantine.samples(Reason.BAD_LENGTH) == ((1, "x"),)
 
 
-def test_dropped_steps_are_counted_by_rank(rig):
-    rig.begin()
-    report = dataclasses.replace(Fleet().run(range(2)).report(2), dropped_steps=7)
-    rig.ingest.take(report, rig.answers.append)
-    assert rig.dropped == {2: 7}
-
-
 @pytest.mark.parametrize("settled", [True, False])
 def test_dropped_steps_of_a_report_that_is_sent_again_are_counted_once(rig, settled):
     """After a reconnect a rank repeats its unacknowledged reports, which may then wait twice."""

@@ -1,5 +1,4 @@
-"""The status and the gauges leave out what is over and what is not known."""
-
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -8,19 +7,219 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.api.convert import deployment_out
-from evenkeel_moe.controller.operations.gauges import GaugeLimits, GaugeReader
+from evenkeel_moe.controller.operations import gauges
+from evenkeel_moe.controller.operations.gauges import (
+    GaugeLimits,
+    GaugeReader,
+    RealisedGain,
+    ReplicaCoverage,
+    live_replicas,
+    measured_gauges,
+)
 from evenkeel_moe.controller.operations.status import live_view
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
-from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.planning.problem import metrics, moe_time
+from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
 from evenkeel_moe.protocol.control_messages import LeaseLost
 from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.transitions import ControlState
+from evenkeel_moe.telemetry.balance import Balance
 from evenkeel_moe.telemetry.rank_times import RankTimes
 from evenkeel_moe.wire.link import Heartbeat
-from tests.controller.operations.test_gauges import measured_plan
+from tests.api.fakes import make_plan
 from tests.controller.replicas import DEMO, feed, replicas
 from tests.waiting import until
+
+PLACEMENT = Placement(np.array([[0, 1, 2, 0], [0, 1, 2, 2]], np.int32), 2, 3)
+"""Two layers, two ranks of two slots: expert 0 of layer 0 is on both ranks, the rest on one."""
+
+
+def window(counts, first=0, epoch=4):
+    steps = len(counts)
+    return LoadWindow(
+        np.asarray(counts, np.uint32),
+        np.arange(first, first + steps),
+        np.full(steps, epoch),
+        np.ones((steps, 2), np.int64),
+        np.full((steps, 2), np.nan),
+    )
+
+
+def all_pairs(placement, live):
+    """The slow, simple count: which ranks hold each expert."""
+    counts, down = [0, 0, 0], 0
+    for row in placement.phy2log.tolist():
+        for expert in range(placement.num_logical_experts):
+            slots = [slot for slot, held in enumerate(row) if held == expert]
+            ranks = {slot // placement.slots_per_rank for slot in slots}
+            alive = sum(bool(live[rank]) for rank in ranks)
+            counts[min(alive, 2)] += 1
+            down += alive == 1 and len(ranks) > 1
+    return tuple(counts), down
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_live_replicas_are_those_of_a_slow_count(seed):
+    rng = np.random.default_rng(seed)
+    placement = Placement(rng.integers(-1, 5, (3, 12)).astype(np.int32), 4, 5)
+    live = rng.random(4) < 0.6
+    assert live_replicas(placement, live) == all_pairs(placement, live)
+
+
+def test_live_replicas_of_a_map_of_many_ranks_take_little_memory():
+    """One row with as many ranks as slots: a table of experts and ranks would take 1 GB."""
+    row = np.zeros((1, 60_000), np.int32)
+    row[0, :20_000] = np.arange(20_000)
+    tracemalloc.start()
+    counts, _ = live_replicas(Placement(row, 60_000, 20_000), np.ones(60_000, bool))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert counts == (0, 19_999, 1) and peak < 20 << 20
+
+
+def test_coverage_follows_the_map_and_the_ranks_alive(monkeypatch):
+    asked = []
+
+    def spy(*args):
+        asked.append(args)
+        return live_replicas(*args)
+
+    monkeypatch.setattr(gauges, "live_replicas", spy)
+    coverage, moved = ReplicaCoverage(), Placement(PLACEMENT.phy2log[::-1].copy(), 2, 3)
+    swapped = Placement(PLACEMENT.phy2log[:, ::-1].copy(), 2, 3)
+    for placement in (PLACEMENT, moved, swapped, PLACEMENT):
+        for live in ([True, True], [True, False], [False, True], [False, False]):
+            alive = np.array(live)
+            for _ in range(2):
+                assert coverage.live_replicas(placement, alive) == live_replicas(placement, alive)
+    assert len(asked) == 4 * 4, "the same question twice is worked out once"
+
+
+def test_layers_by_rank_fit_whole_under_the_cap():
+    assert GaugeLimits(5, 0).layers_by_rank(72) == 0
+    assert GaugeLimits(5, 4392).layers_by_rank(72) == 61
+    assert GaugeLimits(5, 4391).layers_by_rank(72) == 60
+
+
+def test_realised_gain_compares_target_and_base_on_the_same_later_steps():
+    record = make_plan(phase=PlanPhase.COMMITTED)
+    plan = record.plan
+    final = plan.base_epoch + len(plan.waves)
+    rng = np.random.default_rng(3)
+    counts = rng.integers(1, 50, (12, plan.target.num_layers, plan.target.num_logical_experts))
+    realised = RealisedGain()
+    realised.update(record, {Phase.DECODE: [window(counts[:6], 0, plan.base_epoch)]}, EVEN_SPLIT)
+    assert realised.gain is None
+    assert realised.balancedness is None
+    later = window(counts[6:], 6, final)
+    realised.update(record, {Phase.DECODE: [later]}, EVEN_SPLIT)
+    old = moe_time.predicted_time(later.counts, plan.base)
+    new = moe_time.predicted_time(later.counts, plan.target)
+    assert realised.gain == pytest.approx(1 - new / old)
+    expected = metrics.balancedness_mean(metrics.rank_load(later.counts, plan.target))
+    assert realised.balancedness == pytest.approx(expected)
+
+
+def test_realised_gain_is_of_time_under_the_cost_model():
+    record = make_plan(phase=PlanPhase.COMMITTED)
+    plan = record.plan
+    final = plan.base_epoch + len(plan.waves)
+    rng = np.random.default_rng(3)
+    counts = rng.integers(1, 50, (12, plan.target.num_layers, plan.target.num_logical_experts))
+    later = window(counts, 0, final)
+    seconds = np.full(plan.base.num_ranks, 1e-6)
+    seconds[0] = 3e-6
+    slow = CostModel(CostCurves.linear(seconds), source=CostSource.MEASURED)
+    realised = RealisedGain()
+    realised.update(record, {Phase.DECODE: [later]}, EVEN_SPLIT)
+    by_tokens = realised.gain
+    # The steps are counted again in the new unit; times of two units are never added.
+    realised.update(record, {Phase.DECODE: [later]}, EVEN_SPLIT, slow)
+    old = moe_time.predicted_time(later.counts, plan.base, slow)
+    new = moe_time.predicted_time(later.counts, plan.target, slow)
+    assert realised.gain == pytest.approx(1 - new / old)
+    assert realised.gain != pytest.approx(by_tokens)
+
+
+def test_a_step_counts_once_and_another_plan_starts_at_zero():
+    record = make_plan(phase=PlanPhase.COMMITTED)
+    final = record.plan.base_epoch + len(record.plan.waves)
+    shape = record.plan.target.num_layers, record.plan.target.num_logical_experts
+    skewed = np.broadcast_to(np.arange(1, shape[1] + 1) ** 3, (4, *shape))
+    realised = RealisedGain()
+    seen = {Phase.DECODE: [window(skewed, 0, final)]}
+    realised.update(record, seen, EVEN_SPLIT)
+    first = realised.gain
+    grown = {Phase.DECODE: [window(np.concatenate([skewed, np.ones((40, *shape))]), 0, final)]}
+    realised.update(record, grown, EVEN_SPLIT)
+    assert realised.gain != first
+    again = realised.gain
+    realised.update(record, grown, EVEN_SPLIT)
+    assert realised.gain == again
+    realised.update(make_plan("p-2", phase=PlanPhase.COMMITTED), seen, EVEN_SPLIT)
+    assert realised.gain == pytest.approx(first)
+
+
+def measured_plan(name, at, gain, numbers=None):
+    record = make_plan(name, phase=PlanPhase.COMMITTED)
+    record.plan.numbers.update(numbers or {})
+    if gain is None:
+        return replace(record, delivered=DeliveredGain(at, unknown_because="why"))
+    return replace(record, delivered=DeliveredGain(at, gain, 0.01, gain - 0.02, gain + 0.02))
+
+
+def test_the_newest_measured_plan_is_shown_and_losses_are_counted_back_to_the_last_gain():
+    assert measured_gauges([make_plan(phase=PlanPhase.COMMITTED)]) is None
+    assert measured_gauges([measured_plan("p", 1.0, None)]) is None
+    promised = {"gain": 0.2}
+    found = measured_gauges(
+        [
+            measured_plan("lost", 3.0, -0.1, promised),
+            measured_plan("unknown", 4.0, None),
+            measured_plan("lost-too", 2.0, -0.2),
+            measured_plan("gained", 1.0, 0.1),
+            measured_plan("lost-before", 0.0, -0.1),
+        ]
+    )
+    assert found is not None
+    assert found.promised == 0.2
+    assert found.delivered == pytest.approx((-0.1, -0.12, -0.08))
+    assert found.losses_in_a_row == 2
+    only = measured_gauges([measured_plan("lost", 3.0, -0.1)])
+    assert only is not None and only.losses_in_a_row == 1
+
+
+@pytest.mark.parametrize("kind", [PlanKind.ROLLBACK, PlanKind.EVACUATION])
+def test_a_plan_that_seeks_no_gain_and_a_loss_within_its_interval_are_not_counted_as_losses(kind):
+    lost, rolled_back = measured_plan("lost", 1.0, -0.1), measured_plan("back", 3.0, -2.5)
+    rolled_back = replace(rolled_back, plan=replace(rolled_back.plan, kind=kind))
+    rough = replace(lost, delivered=DeliveredGain(2.0, -1.1, 4.0, -9.5, 0.6))
+    found = measured_gauges([rolled_back, rough, lost])
+    assert found is not None and found.losses_in_a_row == 1
+    assert found.delivered is not None and found.delivered[0] == -2.5, "the newest is shown"
+
+
+def test_balance_by_layer_is_what_the_summary_is_made_of():
+    balance = Balance(capacity=8)
+    assert balance.by_layer() is None
+    counts = np.array([[[4, 4, 4], [0, 0, 0]]] * 3)
+    balance.update({Phase.DECODE: [window(counts)]}, PLACEMENT)
+    by_layer = balance.by_layer()
+    assert by_layer is not None
+    assert by_layer[0] == pytest.approx(1.0)
+    assert np.isnan(by_layer[1])
+    mean, worst = balance.summary()
+    assert mean == pytest.approx(1.0)
+    assert worst == pytest.approx(1.0)
+
+
+# --- The status and the gauges leave out what is over and what is not known -----------------------
+
 
 BY_WINDOW = {
     "evenkeel_rank_load_share_ratio",

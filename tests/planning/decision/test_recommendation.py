@@ -8,7 +8,6 @@ import pytest
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWork
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.quantities import duration_text
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.calibration import Calibration
 from evenkeel_moe.planning.decision.cycle import run_cycle
@@ -44,26 +43,6 @@ def test_the_recommendation_is_what_a_cycle_would_do_and_moves_nothing():
     assert found.steps_since_change is None
 
 
-def test_the_words_carry_the_arithmetic():
-    found = ask(skewed(60), objective=Objective(copy_cost=2.0), step_s=0.02)
-    own = found.policies[0]
-    assert own.verdict is not None
-    words = " ".join(found.words)
-    for part in (
-        "Planned on 50 steps, scored on the 10 after them.",
-        "Cost model: by tokens, because nothing is known of time.",
-        f"It saves {own.verdict.gain:.2%} of predicted MoE time (by tokens); in the next window",
-        f"{own.copies} copies between ranks, each of 1 kB, in all {own.copies} kB.",
-        f"{own.copies} copies x 2 tokens = {2 * (own.copies or 0)} tokens",
-        (
-            f"the copies are paid back after {own.verdict.payback_steps:.2g} steps"
-            f" ({duration_text(own.verdict.payback_s)})"
-        ),
-        f"so the net gain is {own.verdict.gain:.2%}: recommend.",
-    ):
-        assert part in words, (part, words)
-
-
 @pytest.mark.parametrize("copy_cost", [3.7, 5.3, 31.0, 57.0, 121.0])
 def test_the_figures_of_a_net_gain_add_up_as_they_are_printed(copy_cost):
     words = " ".join(ask(skewed(60), objective=Objective(copy_cost=copy_cost)).words)
@@ -72,16 +51,6 @@ def test_the_figures_of_a_net_gain_add_up_as_they_are_printed(copy_cost):
     gain, price, net = found.groups()
     assert float(price) > 0
     assert round(float(gain) - float(price) - float(net), 9) == 0
-
-
-def test_a_price_that_rounds_away_is_not_subtracted():
-    found = ask(skewed(60), objective=Objective(copy_cost=1e-4))
-    assert found.policies[0].verdict is not None
-    net = found.policies[0].verdict.net_gain
-    words = " ".join(found.words)
-    assert f"The price of the copies is below 0.01%, so the net gain is {net:.2%}:" in words
-    assert "and cost less than 0.01% of the time of" in words
-    assert "0.00%" not in words
 
 
 def test_a_plan_on_fewer_steps_than_the_window_must_hold_says_so():

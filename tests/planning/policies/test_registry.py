@@ -1,6 +1,6 @@
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import EntryPoint
 
 import numpy as np
@@ -8,11 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel_moe.errors import InvalidInput, Reason
-from evenkeel_moe.model.placement import EMPTY
+from evenkeel_moe.errors import EvenkeelError, InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.model.cost import CostCurves, CostModel
+from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies import registry
+from evenkeel_moe.planning.policies.craft.policy import (
+    CraftOptions,
+    GainWeighting,
+    ReplicaRule,
+    plan_craft,
+)
 from evenkeel_moe.planning.policies.eplb import EPLB, Variant, plan_eplb
+from evenkeel_moe.planning.policies.gem.policy import GemOptions, plan_gem
 from evenkeel_moe.planning.policies.policy_entry import PolicyEntry, PolicyInputs
 from evenkeel_moe.planning.policies.registry import (
     FORMS,
@@ -24,6 +32,7 @@ from evenkeel_moe.planning.policies.registry import (
 from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
 from evenkeel_moe.replay.planners import choose_planners
 from tests.planning.builders import a_problem
+from tests.strategies import loads, shapes, topologies
 
 
 def test_one_form_of_eplb_can_be_chosen_by_name():
@@ -183,3 +192,220 @@ def test_a_broken_policy_of_another_package_is_named_and_stops_no_other(
     with pytest.raises(InvalidInput, match=words):
         find_policy("magic")
     assert find_policy("keel") is POLICIES["keel"]
+
+
+# --- policy entry ---------------------------------------------------------------------------------
+
+
+SHAPE = ModelShape(6, 8, 4, 4, 2, 100, pool_slots_per_rank=24)
+
+
+def problem_of(shape=SHAPE):
+    load = np.random.default_rng(2).lognormal(4, 1, (6, 6, 8))
+    return a_problem(load, shape, max_evaluations=20_000)
+
+
+def test_options_reach_the_policy_in_the_types_of_its_class():
+    craft = find_policy("craft").with_options(
+        {"max_replicas_per_rank": 1, "weighting": "by_replicas"}
+    )
+    wanted = CraftOptions(GainWeighting.BY_REPLICAS, max_replicas_per_rank=1)
+    assert craft(problem_of()).placement == plan_craft(problem_of(), wanted).placement
+    gem = find_policy("gem").with_options({"restarts": 2, "noise": 0})
+    by_hand = plan_gem(problem_of(), GemOptions(restarts=2, noise=0.0))
+    assert gem(problem_of()).placement == by_hand.placement
+
+
+def test_craft_places_no_more_replicas_than_the_bound():
+    craft = find_policy("craft").with_options({"rule": "memory"})
+    assert craft(problem_of()).numbers["replicas"] > 4
+    for most in (0, 1):
+        for rule in ReplicaRule:
+            options = {"max_replicas_per_rank": most, "rule": rule.value}
+            proposal = find_policy("craft").with_options(options)(problem_of())
+            assert proposal.numbers["replicas"] <= 4 * most
+            assert proposal.numbers["replication_factor"] <= most
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_option_that_is_offered_is_a_field_and_takes_its_default(name):
+    one = POLICIES[name]
+    defaults = one.options()
+    assert set(one.option_names) <= {field.name for field in fields(defaults)}
+    given = {key: getattr(defaults, key) for key in one.option_names}
+    set_ones = {key: value for key, value in given.items() if value is not None}
+    problem = problem_of(ModelShape(6, 8, 4, 3, 2, 100))
+    answer = one.with_options(set_ones)(problem)
+    assert answer.placement == POLICIES[name](problem).placement
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        (
+            "gem",
+            {"restart": 3},
+            "unknown options of gem: restart; known: least_drop, noise, p",
+        ),
+        (
+            "keel",
+            {"change": 3},
+            "of keel: change; known: caution, plan_steps, stick",
+        ),
+        ("eplb", {"a": 1}, "unknown options of eplb: a; known: plan_steps$"),
+        ("eplb-global", {"a": 1}, "unknown options of eplb-global: a; known: plan_steps$"),
+        ("magic", {"plan_steps": 16}, "unknown policy 'magic'"),
+        ("metro", {"plan_steps": 0}, "options of metro: plan_steps is 0, must be at least 1"),
+        ("gem", {"plan_steps": 1.5}, "gem.plan_steps is 1.5, must be a whole number"),
+        ("gem", {"restarts": 2.5}, "gem.restarts is 2.5, must be a whole number"),
+        ("gem", {"restarts": True}, "gem.restarts is True, must be a whole number"),
+        ("gem", {"restarts": 10**400}, "gem.restarts is 1000000"),
+        ("gem", {"restarts": 1001}, "options of gem: restarts is 1001, must be from 1 to 1000"),
+        ("gem", {"noise": 1}, r"options of gem: noise is 1.0, must be in \[0, 1\)$"),
+        ("gem", {"noise": "much"}, "gem.noise is 'much', must be a finite number"),
+        ("gem", {"noise": float("nan")}, "gem.noise is nan, must be a finite number"),
+        ("gem", {"noise": 10**400}, "must be a finite number below"),
+        ("craft", {"rule": "best"}, "craft.rule is 'best', must be one of memory, marginal_gain"),
+        ("craft", {"rule": 3}, "craft.rule is 3, must be one of"),
+        ("craft", {"max_replicas_per_rank": -1}, "max_replicas_per_rank is -1, must not be neg"),
+        ("libra", {"locality": 2}, "options of libra: locality is 2.0, must be in"),
+        ("keel", {"caution": -0.1}, "options of keel: caution is -0.1, must be in"),
+    ],
+)
+def test_options_that_cannot_be_right_are_refused_in_words(name, options, words):
+    with pytest.raises(InvalidInput, match=words) as caught:
+        find_policy(name).with_options(options)
+    assert len(str(caught.value)) < 220
+
+
+# --- edge cases -----------------------------------------------------------------------------------
+
+
+EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
+
+
+def extreme_problem(load, ranks, slots_per_rank, **fields):
+    _, layers, experts = load.shape
+    shape = ModelShape(layers, experts, ranks, slots_per_rank, 1, 100)
+    return a_problem(load, shape, max_evaluations=5000, **fields)
+
+
+def planned(name, problem):
+    """Plan, check everything that holds for any proposal, and return the placement."""
+    proposal = POLICIES[name](problem)
+    proposal.placement.check(problem.shape)
+    assert (proposal.placement.logcnt >= 1).all()
+    assert np.isfinite(proposal.score)
+    assert POLICIES[name](problem).placement.digest == proposal.placement.digest
+    return proposal.placement
+
+
+def random_load(layers, experts, steps=3):
+    return np.random.default_rng(5).integers(0, 500, (steps, layers, experts)).astype(np.float64)
+
+
+def silent(where):
+    load = random_load(2, 6)
+    load[where] = 0.0
+    return load
+
+
+def one_hot():
+    load = np.zeros((3, 2, 6))
+    load[:, :, 4] = 1000.0
+    return load
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("load", "ranks", "slots", "fields", "replicas"),
+    [
+        (np.zeros((3, 2, 6)), 3, 3, {}, True),
+        (silent((slice(None), 0)), 3, 3, {}, True),
+        (silent(1), 3, 3, {}, True),
+        (one_hot(), 3, 3, {}, True),
+        (random_load(2, 3), 5, 2, {}, True),
+        (random_load(2, 6), 1, 6, {}, False),
+        (random_load(1, 1), 1, 1, {}, False),
+        (random_load(2, 6), 3, 2, {}, False),
+        (random_load(2, 6), 3, 3, {"replica_budget": 0}, False),
+    ],
+    ids=[
+        "no load", "silent layer", "silent step", "one hot expert", "more ranks than experts",
+        "one rank", "one expert", "as many slots as experts", "no budget",
+    ],
+)  # fmt: skip
+def test_extreme_problems_have_sound_plans(name, load, ranks, slots, fields, replicas):
+    placement = planned(name, extreme_problem(load, ranks, slots, **fields))
+    assert replicas or (placement.logcnt == 1).all()
+
+
+@pytest.mark.parametrize("name", ["eplb", "keel"])
+def test_a_hot_expert_is_on_every_rank(name):
+    """GEM never replicates, and libra and CRAFT replicate by other rules."""
+    assert (planned(name, extreme_problem(one_hot(), 3, 3)).logcnt[:, 4] == 3).all()
+
+
+@EVERY
+@given(data=st.data())
+def test_any_small_deployment_gets_a_sound_answer_or_a_typed_refusal(name, data):
+    shape = data.draw(shapes())
+    problem = a_problem(
+        data.draw(loads(shape.num_layers, shape.num_logical_experts)),
+        shape,
+        data.draw(topologies(shape.num_ranks)),
+        replica_budget=data.draw(st.none() | st.integers(0, 3)),
+        max_evaluations=2000,
+    )
+    try:
+        planned(name, problem)
+    except (InvalidInput, InfeasiblePlan) as refused:
+        assert str(refused)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(np.nan, "not finite"), (np.inf, "not finite"), (-1.0, "negative")]
+)
+def test_loads_that_cannot_be_are_refused_before_any_policy_sees_them(value, words):
+    load = random_load(2, 6)
+    load[1, 1, 1] = value
+    with pytest.raises(InvalidInput, match=words):
+        extreme_problem(load, 3, 3)
+
+
+def test_a_window_without_steps_is_refused():
+    with pytest.raises(InvalidInput, match="no step"):
+        extreme_problem(np.zeros((0, 2, 6)), 3, 3)
+
+
+def test_loads_and_topologies_of_another_deployment_are_refused():
+    shape = ModelShape(2, 6, 3, 3, 1, 100)
+    for load, ranks in ((random_load(2, 7), 3), (random_load(2, 6), 4)):
+        with pytest.raises(ShapeMismatch):
+            a_problem(load, shape, Topology.single_node(ranks))
+
+
+@EVERY
+def test_curves_of_another_fleet_are_refused(name):
+    with pytest.raises(ShapeMismatch):
+        cost = CostModel(CostCurves.linear(np.ones(4)))
+        POLICIES[name](extreme_problem(random_load(2, 6), 3, 3, cost=cost))
+
+
+@EVERY
+@pytest.mark.parametrize("budget", [-1, 4])
+def test_a_budget_that_no_slots_hold_is_refused(name, budget):
+    with pytest.raises((InvalidInput, InfeasiblePlan)):
+        POLICIES[name](extreme_problem(random_load(2, 6), 3, 3, replica_budget=budget))
+
+
+@EVERY
+def test_a_present_placement_of_another_deployment_is_refused_or_not_looked_at(name):
+    other = Placement.initial(ModelShape(2, 6, 2, 4, 1, 100))
+    problem = extreme_problem(random_load(2, 6), 3, 3)
+    try:
+        found = POLICIES[name](replace(problem, current=other)).placement
+    except EvenkeelError as refused:
+        assert isinstance(refused, ShapeMismatch)
+    else:
+        assert found.digest == POLICIES[name](problem).placement.digest

@@ -1,3 +1,5 @@
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +12,9 @@ from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import moe_time
+from evenkeel_moe.planning.problem.kernels import batch_split_kernel
+from evenkeel_moe.planning.problem.layer_threads import map_layers
+from evenkeel_moe.planning.problem.moe_time import waterfilled_work
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
 from tests.planning import twins
 from tests.strategies import (
@@ -17,10 +22,12 @@ from tests.strategies import (
     cost_models,
     loads,
     placements,
+    seeds,
     shapes,
     source_loads,
     topologies,
 )
+from tests.waiting import deadline
 
 
 @st.composite
@@ -189,3 +196,90 @@ def test_scores_scale_with_the_load_and_add_over_steps(case):
         moe_time.predicted_time(load[t : t + 1], placement, TOKENS, split) for t in range(len(load))
     )
     assert parts == pytest.approx(whole)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@given(st.data(), shapes())
+def test_each_expert_is_on_one_slot_and_the_worst_rank_has_the_fewest(data, shape):
+    placement = data.draw(placements(shape))
+    load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
+    split = batch_split_kernel(load, placement.phy2log.copy(), shape.num_ranks, True)
+    assert split.shape == (*load.shape[:2], placement.num_slots)
+    for t in range(load.shape[0]):
+        for layer, row in enumerate(placement.phy2log):
+            used = np.flatnonzero(split[t, layer])
+            assert np.sort(row[used]).tolist() == np.flatnonzero(load[t, layer]).tolist()
+            assert split[t, layer][used].tolist() == load[t, layer][row[used]].tolist()
+            active = (split[t, layer].reshape(shape.num_ranks, -1) > 0).sum(axis=1)
+            assert active.max() == twins.fewest_active(load[t, layer], row, shape.num_ranks)
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.float64])
+def test_every_batch_chooses_anew_and_whole_counts_need_no_copy(dtype):
+    row = np.array([[0, 1, 2, 0, 3, -1]], np.int32)
+    load = np.array([[[6, 1, 1, 1]], [[6, 0, 1, 1]], [[0, 0, 0, 0]]], dtype)
+    split = batch_split_kernel(load, row, 2, True)
+    assert split.dtype == np.float64
+    assert split[:, 0].tolist() == [[0, 1, 1, 6, 1, 0], [6, 0, 1, 0, 1, 0], [0] * 6]
+
+
+# --- waterfilled work -----------------------------------------------------------------------------
+
+
+@given(seeds, st.integers(1, 7), st.sampled_from([0.0, 0.1, 3.0, 50.0, 1e-13]))
+def test_work_is_conserved_and_no_rank_is_above_peak_and_waterline(seed, ranks, scale):
+    rng = np.random.default_rng(seed)
+    routed = np.round(rng.lognormal(3, rng.uniform(0, 2), (3, 2, ranks)))
+    routed[rng.random(routed.shape) < 0.2] = 0
+    shared = scale * rng.integers(0, 40, (3, 2))
+    work = waterfilled_work(routed, shared)
+    assert (work >= routed).all()
+    total = routed.sum(axis=2) + shared
+    assert work.sum(axis=2) == pytest.approx(total)
+    assert work.max(axis=2) == pytest.approx(np.maximum(routed.max(axis=2), total / ranks))
+    for step, layer in np.ndindex(3, 2):
+        want = twins.waterfilled(routed[step, layer], shared[step, layer])
+        assert work[step, layer] == pytest.approx(want)
+
+
+def test_shared_work_fills_the_lowest_ranks_first():
+    routed = np.array([[[10, 4, 1]]])
+    assert waterfilled_work(routed, np.array([[2]])).tolist() == [[[10, 4, 3]]]
+    assert waterfilled_work(routed, np.array([[9]])).tolist() == [[[10, 7, 7]]]
+    assert waterfilled_work(routed, np.array([[18]])).tolist() == [[[11, 11, 11]]]
+    assert waterfilled_work(routed, np.array([[0]])).tolist() == [[[10, 4, 1]]]
+
+
+# --- Layers in several threads --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 50])
+def test_results_come_in_the_order_of_the_layers(threads):
+    layers = [4, 0, 9, 2, 7, 1]
+    assert map_layers(lambda layer: 10 * layer, layers, threads) == [10 * one for one in layers]
+
+
+def test_layers_that_may_share_memory_are_never_worked_on_at_the_same_time():
+    busy = [threading.Lock() for _ in range(3)]
+
+    def work(layer):
+        assert busy[layer % 3].acquire(blocking=False)
+        time.sleep(0.002)
+        busy[layer % 3].release()
+        return threading.get_ident()
+
+    found = map_layers(work, range(12), 3)
+    assert [found[layer] for layer in range(3)] == [found[layer] for layer in range(3, 6)]
+
+
+def test_several_layers_are_worked_on_at_the_same_time():
+    together = threading.Barrier(3, timeout=deadline(10))
+    assert len(map_layers(lambda _layer: together.wait(), range(3), 3)) == 3
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_error_of_a_layer_is_raised(threads):
+    with pytest.raises(ZeroDivisionError):
+        map_layers(lambda layer: 1 // (layer - 3), range(6), threads)
