@@ -5,14 +5,11 @@ import dataclasses
 
 import torch
 
-from evenkeel_moe.engines.reference.resize import (
-    former_ranks,
-    resized_placement,
-    surviving_placement,
-)
+from evenkeel_moe.engines.reference.resize import former_ranks, resized_placement
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.ids import Epoch, EpRank, Generation
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.schedule.survivors import surviving_placement
 from evenkeel_moe.protocol.messages import Lineage
 from tests.sim.fabric import Fabric
 from tests.sim.rank import SimRank

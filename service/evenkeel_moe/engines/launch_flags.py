@@ -66,12 +66,6 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
             "vLLM 0.32.0, layers/quantization: no supports_eplb",
         ),
         Limit(
-            "enable-elastic-ep",
-            (),
-            "the number of ranks may change while the plugin's group stays as it is",
-            _PLUGIN,
-        ),
-        Limit(
             "speculative-config.method",
             ("medusa",),
             "a Medusa drafter with experts is refused",
@@ -100,8 +94,9 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
         Limit(
             "elastic-ep-backend",
             (),
-            "the number of ranks may change while the plugin's group stays as it is",
-            _PLUGIN,
+            "after a death SGLang masks the rank inside a forward pass, and the plugin's collective"
+            " calls need all ranks",
+            "SGLang 0.5.23, elastic_ep/elastic_ep.py, model_executor/model_runner.py",
         ),
     ),
 }

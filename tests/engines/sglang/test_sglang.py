@@ -142,7 +142,7 @@ def test_a_plan_that_sglang_leaves_out_ends_and_plans_go_on_once_it_rebalances_a
     [
         (
             (("elastic", "mooncake"),),
-            "elastic_ep_backend mooncake), which changes the ranks (now 2)",
+            "with a mask over its ranks (now 2)",
         ),
         ((("ep_size", 1),), "2 ranks, of which 1 share experts"),
     ],

@@ -30,6 +30,12 @@ LOADERS = (
     "vllm/model_executor/layers/fused_moe/routed_experts.py",
 )
 """Sources that tests read; they are not imported."""
+ELASTIC = (
+    "vllm/distributed/elastic_ep/",
+    "vllm/distributed/stateless_coordinator.py",
+    "vllm/distributed/utils.py",
+)
+"""See `elastic.load`."""
 
 
 class InertEvent:
@@ -68,6 +74,8 @@ class Groups:
     """The groups of `vllm.distributed.parallel_state` in this process."""
 
     def __init__(self):
+        self.world: Any = None
+        self.dp: Any = None
         self.ep: Any = None
         self.eplb: Any = None
         self.tp = SimpleNamespace(rank_in_group=0, world_size=1)
@@ -169,7 +177,8 @@ def group_of(device_group: Any, cpu_group: Any) -> SimpleNamespace:
 
 
 def root_folder() -> Path:
-    return engine_root("vllm", VERSION, ("vllm/distributed/eplb/", *LOADERS, *kernels.SOURCES))
+    wanted = ("vllm/distributed/eplb/", *ELASTIC, *LOADERS, *kernels.SOURCES)
+    return engine_root("vllm", VERSION, wanted)
 
 
 def load() -> SimpleNamespace:
@@ -367,7 +376,7 @@ class Model:
         return wrong
 
 
-def start_worker(modules: Any, state: Any, fail: threading.Event | None = None) -> None:
+def start_worker(modules: Any, state: Any, fail: threading.Event | None = None) -> threading.Thread:
     """Run vLLM's asynchronous worker on a thread, as vLLM does on a machine with a device."""
 
     def run():
@@ -382,6 +391,7 @@ def start_worker(modules: Any, state: Any, fail: threading.Event | None = None) 
 
     state.async_worker = threading.Thread(target=run, daemon=True)
     state.async_worker.start()
+    return state.async_worker
 
 
 def be_rocm(state: Any) -> None:

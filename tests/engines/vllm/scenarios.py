@@ -81,7 +81,7 @@ class Rank(DrivenRank):
         self.link: Any = None
         if plugged:
             self.guest = self.plugin.guests[self.state]
-            self.agent, self.link = self.guest.agent, self.guest._link
+            self.agent, self.link = self.guest.agent, self.guest.link
         self.worker_failed = threading.Event()
         if use_async:
             engine.start_worker(self.modules, self.state, self.worker_failed)

@@ -2,13 +2,16 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.settings import GuestSettings
-from evenkeel_moe.engines.vllm.parallelism import refuse_elastic, stage_settings
+from evenkeel_moe.engines.vllm.parallelism import refuse_elastic, shrunk_map, stage_settings
 from evenkeel_moe.engines.vllm.state import read_shape
-from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.model.load import CountingSide
+from evenkeel_moe.model.topology import ModelShape
 
 
 def test_each_pipeline_stage_is_a_deployment_of_its_own():
@@ -32,11 +35,26 @@ def test_a_stage_without_a_name_or_a_file_of_its_own_is_refused(settings, words)
         stage_settings(GuestSettings(**settings), 1, 2)
 
 
-def test_elastic_parallelism_is_refused_with_the_numbers():
-    config = SimpleNamespace(enable_elastic_ep=True, data_parallel_size=2, elastic_ep_max_dp_size=8)
-    with pytest.raises(Unsupported, match="data_parallel_size 2, at most 8"):
-        refuse_elastic(config)
-    refuse_elastic(SimpleNamespace(enable_elastic_ep=False))
+@pytest.mark.parametrize(
+    ("settings", "side", "words"),
+    [
+        ({"record": "/loads"}, CountingSide.SOURCE, "a recording, here /loads, holds one number"),
+        ({}, CountingSide.DESTINATION, "with vllm-ascend this plugin supports a fixed number"),
+    ],
+)
+def test_what_cannot_follow_ranks_that_change_is_refused(settings, side, words):
+    with pytest.raises(Unsupported, match=words):
+        refuse_elastic(GuestSettings(**settings), side)
+    refuse_elastic(GuestSettings(), CountingSide.SOURCE)
+
+
+def test_the_map_for_fewer_ranks_has_the_fewest_changes():
+    current = np.array([[0, 1, 2, 0, 3, 3], [3, -1, 1, 0, 2, 1]])
+    shape = ModelShape(2, 4, 3, 2, 1, 1000)
+    found = shrunk_map(current, shape, 2)
+    assert found.tolist() == [[3, 1, 2, 0], [3, 2, 1, 0]] and found.dtype == np.int64
+    with pytest.raises(ShapeMismatch):
+        shrunk_map(current, shape, 1)
 
 
 def test_a_stage_whose_maps_have_more_layers_than_it_holds_is_refused():

@@ -44,18 +44,6 @@ def test_each_pipeline_stage_gets_plans_of_its_own():
     assert not np.array_equal(found[0]["map"], found[2]["map"])
 
 
-def test_elastic_parallelism_is_refused_on_every_rank_and_vllm_fills_new_ranks_itself():
-    found = ranks.once(PARALLEL, "elastic_scale_up", size=3)
-    for seen in found:
-        assert not seen["agent"]
-        (line,) = seen["said"]
-        assert line["reason"] == "unsupported" and "at most 3" in line["detail"]
-        assert seen["seconds"] < 1.0, "no rank waits for another"
-        assert np.array_equal(seen["map"], found[0]["map"])
-        assert seen["map"].shape == (3, 12) and (seen["map"] >= 0).all()
-        assert seen["wrong"] == []
-
-
 def test_a_worker_that_asks_some_steps_late_gets_every_plan():
     first, second = ranks.once(SCENARIOS, "late_worker", plans=4)
     for seen in (first, second):

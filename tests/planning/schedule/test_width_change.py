@@ -8,7 +8,6 @@ from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.schedule import width_change
 from evenkeel_moe.planning.schedule.width_change import (
-    adopt_lost,
     carry_over,
     check_retired,
     choose_retired,
@@ -159,37 +158,3 @@ def test_who_joins_fills_new_nodes_as_large_as_todays():
     assert widened(topology, [0, 1, 2, 3], 7).node_of_rank == (0, 0, 1, 1, 2, 2, 3)
     assert widened(topology, [2, 3], 2).node_of_rank == (0, 0)
     assert widened(topology, [0, 2], 2).node_of_rank == (0, 1)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_lost_expert_gets_an_empty_slot_and_nothing_else_moves(seed):
-    of = shape(3, 4, pool_slots_per_rank=6)
-    rows = random_placement(shape(3, 2), seed).phy2log.reshape(2, 3, 2)
-    rows = np.concatenate([rows, np.full_like(rows, EMPTY)], axis=2)
-    lost = rows[:, 1, 0].copy()
-    rows[:, 1, 0] = EMPTY
-    before = Placement(rows.reshape(2, -1), 3, 6)
-    found = adopt_lost(before, of)
-    found.check(of)
-    changed = found.phy2log != before.phy2log
-    assert (changed.sum(axis=1) == 1).all() and (found.phy2log[changed] == lost).all()
-    # It comes to the rank with the fewest experts.
-    assert (found.used_per_rank() == 4).all()
-
-
-def test_a_lost_expert_replaces_a_replica_where_no_slot_is_empty_or_the_pool_is_full():
-    full = Placement(np.array([[0, 1, 0, 2, 0, 1]], np.int32), 3, 4)
-    found = adopt_lost(full, shape(3, 2, experts=4, layers=1))
-    assert found.phy2log.tolist() == [[3, 1, 0, 2, 0, 1]]
-    pooled = Placement(np.array([[0, 1, -1, 0, 2, -1]], np.int32), 2, 4)
-    found = adopt_lost(pooled, shape(2, 3, experts=4, layers=1, pool_slots_per_rank=2))
-    assert found.phy2log.tolist() == [[3, 1, -1, 0, 2, -1]]
-
-
-def test_a_replica_of_another_layer_makes_room_for_a_lost_expert():
-    rows = [[0, 1, 2, 0, 1, 2], [0, -1, -1, 1, -1, -1]]
-    of = shape(2, 3, experts=3, pool_slots_per_rank=4)
-    found = adopt_lost(Placement(np.array(rows, np.int32), 2, 3), of)
-    found.check(of)
-    assert found.logcnt.min() >= 1
-    assert found.phy2log.tolist() == [[-1, 1, 2, 0, 1, 2], [0, 2, -1, 1, -1, -1]]

@@ -3,7 +3,8 @@
 import json
 import socket
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,30 @@ from evenkeel_moe.engines.guest.plan_agreement import Gather
 from evenkeel_moe.engines.guest.record_link import RecordLink
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.identity import device_name, gpu_uuid, rank_identity
-from evenkeel_moe.errors import InvalidInput, Unavailable
+from evenkeel_moe.errors import InvalidInput, PeerViolation, Unavailable
+from evenkeel_moe.model.ids import EpRank, Generation
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.protocol.messages import Lineage
 
 _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
 
 _MESSAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """The group of another size that a group comes from, as its ranks have left it."""
+
+    generation: str
+    epoch: int
+    step: int
+    """The number of the first step that it did not run."""
+    weights_version: int
+    checksums: str
+    """Digest over the checksums of its experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +75,10 @@ class EngineFacts:
     """Asks the expert in a slot; None without a canary."""
     slots_stay_filled: bool = False
     """True if the engine cannot leave a slot empty."""
+    former: Former | None = None
+    """The group that this one comes from; None for a new one."""
+    former_rank: int | None = None
+    """This rank's number there; None if it joins."""
 
 
 def make_guest(
@@ -92,7 +112,7 @@ def make_guest(
     agent = Agent(
         config,
         facts.placement,
-        0,
+        0 if facts.former is None else facts.former.epoch + 1,
         facts.weights,
         moves,
         connect=_connector(settings, store, rank, shape.num_ranks),
@@ -152,6 +172,7 @@ def _agent_config(
     generation: str,
     facts: EngineFacts,
 ) -> AgentConfig:
+    former = facts.former
     return AgentConfig(
         identity=rank_identity(settings.deployment, rank, generation),
         shape=shape,
@@ -162,7 +183,8 @@ def _agent_config(
         dispatch=facts.dispatch,
         slots_stay_filled=facts.slots_stay_filled,
         observe_only=settings.mode is GuestMode.OBSERVE,
-        weights_version=settings.weights_version,
+        lineage=None if former is None else _lineage(former, facts.former_rank),
+        weights_version=settings.weights_version if former is None else former.weights_version,
         side=facts.side,
         # The engine stages one layer at a time in its own memory, so one wave can hold a whole
         # plan.
@@ -172,6 +194,27 @@ def _agent_config(
         gate_timeout_s=settings.gate_timeout_s,
         canary_step_s=settings.canary_step_s,
     )
+
+
+def _lineage(former: Former, rank: int | None) -> Lineage:
+    return Lineage(Generation(former.generation), None if rank is None else EpRank(rank))
+
+
+def agree_on_former(mine: Former | None, gather: Gather) -> Former:
+    """Return the group that the ranks come from, as rank 0 tells it; collective.
+
+    Args:
+        mine: the group that this rank was in; None if it joins.
+        gather: over the ranks.
+
+    Raises:
+        PeerViolation: rank 0 was in none, or this rank in another one.
+    """
+    told = _from_rank_0({} if mine is None else asdict(mine), gather)
+    former = Former(**told) if told else None
+    if former is None or mine not in (None, former):
+        raise PeerViolation(f"this rank comes from {mine}, rank 0 from {former}")
+    return former
 
 
 def _tls(settings: GuestSettings) -> LinkTls | None:
@@ -230,8 +273,7 @@ def _open_store(settings: GuestSettings, rank: int, size: int, gather: Gather) -
         except RuntimeError as error:
             # The others wait for this message. Without it they would take the engine's next one.
             place = {"error": f"rank 0 cannot open its store at {host}: {error}"[:500]}
-    message = json.dumps(place).encode().ljust(_MESSAGE_BYTES)
-    place = json.loads(gather(np.frombuffer(message, np.int64).copy())[0].tobytes())
+    place = _from_rank_0(place, gather)
     if "error" in place:
         raise Unavailable(place["error"])
     if store is None:
@@ -241,3 +283,10 @@ def _open_store(settings: GuestSettings, rank: int, size: int, gather: Gather) -
             address = f"{place['host']}:{place['port']}"
             raise Unavailable(f"rank {rank} cannot reach rank 0 at {address}: {error}") from error
     return store, str(place["generation"])
+
+
+def _from_rank_0(message: Mapping[str, Any], gather: Gather) -> dict[str, Any]:
+    """Return the message of rank 0, at most 4,096 bytes of JSON; collective."""
+    row = np.frombuffer(json.dumps(message).encode().ljust(_MESSAGE_BYTES), np.int64)
+    found: dict[str, Any] = json.loads(gather(row.copy())[0].tobytes())
+    return found

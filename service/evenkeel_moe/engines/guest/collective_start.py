@@ -6,7 +6,7 @@ their results after each part of the start.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -54,17 +54,16 @@ def require_plugin_on_all(store: Any, name: str, rank: int, size: int, timeout_s
     Raises:
         Unavailable: a rank is missing. Every rank that called gets the same error.
     """
-    verdict = f"{name}/verdict"
-    store.set(f"{name}/{rank}", "here")
+    announce_plugin(store, name, rank)
     try:
         if rank == 0:
             store.wait([f"{name}/{other}" for other in range(size)], timedelta(seconds=timeout_s))
-            store.compare_set(verdict, "", "all")
+            _decide(store, name, "all")
         else:
-            store.wait([verdict], timedelta(seconds=timeout_s + _MARGIN_S))
+            store.wait([f"{name}/decided"], timedelta(seconds=timeout_s + _MARGIN_S))
     except RuntimeError:
-        store.compare_set(verdict, "", "missing")
-    if store.get(verdict) != b"all":
+        _decide(store, name, "missing")
+    if store.get(f"{name}/verdict") != b"all":
         missing = [other for other in range(size) if not store.check([f"{name}/{other}"])] or [rank]
         raise Unavailable(
             f"the plugin did not start on ranks {missing[:8]} of {size} within {timeout_s:g} s:"
@@ -101,6 +100,34 @@ def all_or_none(
             undo(answer)  # type: ignore[arg-type]
         raise Unavailable(f"ranks {failed[:8]} could not {what}: see their logs")
     return answer  # type: ignore[return-value]
+
+
+def announce_plugin(store: Any, name: str, rank: int) -> None:
+    """Tell the ranks that will call `require_plugin_on_all` that this rank runs the plugin."""
+    store.set(f"{name}/{rank}", "here")
+
+
+def decline_start(store: Any, name: str) -> None:
+    """Let `require_plugin_on_all` fail at once on the other ranks: this one will not call it."""
+    _decide(store, name, "missing")
+
+
+def _decide(store: Any, name: str, verdict: str) -> None:
+    store.compare_set(f"{name}/verdict", "", verdict)
+    # Not every TCPStore wakes those who wait for a key that `compare_set` wrote.
+    store.set(f"{name}/decided", "")
+
+
+def require_announced(store: Any, name: str, ranks: Sequence[int]) -> None:
+    """Check that other ranks have told that they run the plugin; else decline the start.
+
+    Raises:
+        Unavailable: one of them has not.
+    """
+    missing = [rank for rank in ranks if not store.check([f"{name}/{rank}"])]
+    if missing:
+        decline_start(store, name)
+        raise Unavailable(f"ranks {missing[:8]} join without the plugin: it must run on all ranks")
 
 
 @contextmanager

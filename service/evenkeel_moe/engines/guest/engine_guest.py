@@ -50,20 +50,27 @@ class EngineGuest(ABC):
 
     Args:
         settings: the plugin's settings.
-        link: used instead of gRPC to the controllers.
+        make_link: makes the link of each agent; None connects to the controllers over gRPC.
     """
 
     engine_name: str
     """The engine's name in messages."""
 
-    def __init__(self, settings: GuestSettings, link: RankLink | None = None) -> None:
+    def __init__(
+        self, settings: GuestSettings, make_link: Callable[[], RankLink] | None = None
+    ) -> None:
         self.settings = settings
         self.agreement = PlanAgreement()
         self.agent: Agent | None = None
         """None until the guest has started, and for good if it could not start."""
-        self.moves = EngineMoves(self, stall_after_s=settings.stall_after_s)
+        self.moves = self._new_moves()
         self._kv_cache: KvCache | None = None
-        self._link = link
+        self._make_link = make_link
+        self.link: RankLink | None = None
+        """The link of the agent, if `make_link` made it."""
+        self._at_exit: Finalize | None = None
+        self._left: list[tuple[Agent, EngineMoves]] = []
+        """Closed agents, with communicators that are still open, and their moves."""
         self._counts: GuestCounts | None = None
         self._times: ExpertTimes | None = None
         """None if the seconds of the experts are not measured."""
@@ -71,6 +78,9 @@ class EngineGuest(ABC):
         self._step = 0
         self._due = False
         """The engine must start a rebalance at the current step."""
+
+    def _new_moves(self) -> EngineMoves:
+        return EngineMoves(self, stall_after_s=self.settings.stall_after_s)
 
     @property
     def places(self) -> bool:
@@ -150,6 +160,7 @@ class EngineGuest(ABC):
         def make() -> Agent:
             facts = read()
             self._measure_experts(facts.device)
+            self.link = None if self._make_link is None else self._make_link()
             return make_guest(
                 self.settings,
                 rank,
@@ -157,7 +168,7 @@ class EngineGuest(ABC):
                 facts,
                 self.moves,
                 gather=self._gather,
-                link=self._link,
+                link=self.link,
             )
 
         self._top_k = shape.top_k
@@ -165,10 +176,26 @@ class EngineGuest(ABC):
         self.agent = all_or_none("start an agent", make, self._gather, Agent.close)
         self._tell_kv_cache()
         # Engines run a rank in a child process, which ends without atexit's functions.
-        Finalize(None, _say_that_it_stops, (self.agent,), exitpriority=0)
+        self._at_exit = Finalize(None, _say_that_it_stops, (self.agent,), exitpriority=0)
         deployment = self.settings.deployment
         _log.info("guest_started", deployment=deployment, rank=rank, shape=str(shape))
         return self.agent
+
+    def _leave_group(self, agent: Agent) -> None:
+        """Close the agent; its communicators end later, see `_end_left`."""
+        self.agent = None
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+        agent.close()
+        self._left.append((agent, self.moves))
+        self.moves, self.agreement, self._due = self._new_moves(), PlanAgreement(), False
+
+    def _end_left(self) -> None:
+        """End the communicators of the groups that were left: no rank is in them any more."""
+        while self._left:
+            agent, moves = self._left.pop()
+            agent.abort_polls()
+            moves.meeting.abort()
 
     def _measure_experts(self, device: torch.device) -> None:
         """Begin to measure the seconds of the experts, unless that was done or is not possible."""

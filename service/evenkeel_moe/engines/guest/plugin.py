@@ -41,9 +41,6 @@ class EnginePlugin(Generic[_GuestT]):
     def _places(self) -> bool:
         return self.settings.mode is GuestMode.PLACE
 
-    def _new_link(self) -> RankLink | None:
-        return self._make_link() if self._make_link is not None else None
-
     def _notify(self, hook: str, tell: Callable[[_GuestT], object]) -> None:
         """Call every guest from inside an engine function; see `protect_engine`."""
         for guest in list(self.guests.values()):

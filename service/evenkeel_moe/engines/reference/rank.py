@@ -25,11 +25,12 @@ from evenkeel_moe.engines.reference.group import Group, MakeLink
 from evenkeel_moe.engines.reference.joining import Upcoming
 from evenkeel_moe.engines.reference.lines import LineWriter
 from evenkeel_moe.engines.reference.parts import ProcessParts, RankParts
-from evenkeel_moe.engines.reference.resize import resized_placement, surviving_placement
+from evenkeel_moe.engines.reference.resize import resized_placement
 from evenkeel_moe.engines.reference.state import SavedPlacement, save_placement
 from evenkeel_moe.engines.reference.traffic import read_trace
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Unavailable
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.schedule.survivors import surviving_placement
 
 _LOOK_S = 0.005
 """Time between two looks for the group that follows a death."""

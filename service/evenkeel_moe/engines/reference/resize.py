@@ -10,11 +10,8 @@ import numpy as np
 
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
-from evenkeel_moe.model.placement import EMPTY, Placement
-from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning.schedule.width_change import adopt_lost
-
-Former = tuple[int | None, ...]
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.schedule.survivors import Former, rows_that_stay, surviving_placement
 
 
 def former_ranks(num_ranks: int, wanted: int, retire: Collection[int] = ()) -> Former:
@@ -62,7 +59,7 @@ def resized_placement(placement: Placement, former: Former) -> Placement:
         InfeasiblePlan: an expert lives on leaving ranks alone.
         ShapeMismatch: the new group has fewer slots than experts.
     """
-    found = _rows_that_stay(placement, former)
+    found = rows_that_stay(placement, former)
     lost = np.argwhere(found.logcnt == 0)
     if len(lost):
         layer, expert = lost[0].tolist()
@@ -73,32 +70,6 @@ def resized_placement(placement: Placement, former: Former) -> Placement:
             Reason.EXPERT_WITHOUT_REPLICA,
         )
     return found
-
-
-def surviving_placement(placement: Placement, former: Former, shape: ModelShape) -> Placement:
-    """Return the placement of a group after deaths: what survives, and a slot for what does not.
-
-    Args:
-        placement: of the group before.
-        former: the ranks of that which are left.
-        shape: of their group.
-
-    Raises:
-        InfeasiblePlan: they have no room for all experts.
-        ShapeMismatch: they have fewer slots than experts.
-    """
-    return adopt_lost(_rows_that_stay(placement, former), shape)
-
-
-def _rows_that_stay(placement: Placement, former: Former) -> Placement:
-    """Return the rows of those who stay, and empty slots; an expert may have no slot."""
-    layers, ranks, width = placement.num_layers, placement.num_ranks, placement.slots_per_rank
-    old = placement.phy2log.reshape(layers, ranks, width)
-    new = np.full((layers, len(former), width), EMPTY, np.int32)
-    for rank, before in enumerate(former):
-        if before is not None:
-            new[:, rank] = old[:, before]
-    return Placement(new.reshape(layers, -1), len(former), placement.num_logical_experts)
 
 
 def resized_nodes(nodes: Sequence[int], former: Former) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ class SglangGuest(EngineGuest):
         settings: the plugin's settings.
         manager: SGLang's EPLB manager.
         access: see `SglangAccess`.
-        link: used instead of gRPC to the controllers.
+        make_link: see `EngineGuest`.
     """
 
     engine_name = "SGLang"
@@ -84,9 +84,9 @@ class SglangGuest(EngineGuest):
         settings: GuestSettings,
         manager: Any,
         access: SglangAccess,
-        link: RankLink | None = None,
+        make_link: Callable[[], RankLink] | None = None,
     ) -> None:
-        super().__init__(settings, link)
+        super().__init__(settings, make_link)
         self.manager = manager
         self._access = access
         self._rows = MoeRows(())
@@ -150,7 +150,8 @@ class SglangGuest(EngineGuest):
         if backend is not None:
             raise Unsupported(
                 f"SGLang runs with elastic expert parallelism (elastic_ep_backend {backend}), which"
-                f" changes the ranks (now {ranks}): this plugin supports a fixed number"
+                f" goes on after a death with a mask over its ranks (now {ranks}) inside a forward"
+                " pass: the plugin's collective calls need all ranks, so it supports a fixed number"
             )
 
     def _read_model(self) -> ModelShape:

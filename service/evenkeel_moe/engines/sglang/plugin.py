@@ -85,7 +85,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
                 serving=lambda: importlib.import_module(CONTEXT).get_serving(),
                 check_loaders=check_loaders,
             )
-            guest = SglangGuest(self.settings, manager, access, self._new_link())
+            guest = SglangGuest(self.settings, manager, access, self._make_link)
             self.guests[manager] = guest
             guest.pass_began(self._batch)
             self._batch = None

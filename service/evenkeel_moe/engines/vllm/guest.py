@@ -1,7 +1,7 @@
 """One rank's guest in vLLM: reports counts, delivers plans, and watches the rearrangements."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,31 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.engine_moves import Move
-from evenkeel_moe.agent.ports import RankLink
-from evenkeel_moe.engines.guest.bootstrap import EngineFacts
-from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plugin_in_group
+from evenkeel_moe.agent.ports import GateFailed, RankLink
+from evenkeel_moe.engines.guest.bootstrap import EngineFacts, Former, agree_on_former
+from evenkeel_moe.engines.guest.collective_start import (
+    all_or_none,
+    announce_plugin,
+    decline_start,
+    require_announced,
+    require_plugin_in_group,
+    require_plugin_on_all,
+)
 from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall
+from evenkeel_moe.engines.guest.plan_agreement import map_digest
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.guest.slot_weights import SlotWeights
 from evenkeel_moe.engines.vllm.canary import VllmProbe
 from evenkeel_moe.engines.vllm.experts import expert_call
-from evenkeel_moe.engines.vllm.parallelism import refuse_elastic, stage_settings
+from evenkeel_moe.engines.vllm.parallelism import (
+    is_elastic,
+    joins_group,
+    refuse_elastic,
+    shrunk_map,
+    stage_settings,
+)
 from evenkeel_moe.engines.vllm.reload import ReloadMap, finish_rearrangement
 from evenkeel_moe.engines.vllm.state import (
     VllmModelState,
@@ -31,13 +45,15 @@ from evenkeel_moe.engines.vllm.state import (
     read_shape,
 )
 from evenkeel_moe.engines.vllm.warm import move_experts, start_from_file
-from evenkeel_moe.errors import Reason, Unavailable
+from evenkeel_moe.errors import EvenkeelError, Reason, Unavailable
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Prepare
 
 _log = structlog.get_logger(__name__)
+_ROLL_CALL = "evenkeel/roll-call"
 
 
 class VllmGuest(EngineGuest):
@@ -48,7 +64,7 @@ class VllmGuest(EngineGuest):
         state: vLLM's `EplbState`.
         groups: vLLM's `parallel_state` module.
         engine: vLLM's `eplb_state` module.
-        link: used instead of gRPC to the controllers.
+        make_link: see `EngineGuest`.
     """
 
     engine_name = "vLLM"
@@ -59,9 +75,9 @@ class VllmGuest(EngineGuest):
         state: VllmState,
         groups: Any,
         engine: Any,
-        link: RankLink | None = None,
+        make_link: Callable[[], RankLink] | None = None,
     ) -> None:
-        super().__init__(settings, link)
+        super().__init__(settings, make_link)
         self.state = state
         self._groups = groups
         self._engine = engine
@@ -82,10 +98,25 @@ class VllmGuest(EngineGuest):
         """Of this rank."""
         self._place_in_batch, self._ranks_of_batch = 0, 1
         """Position and number of the ranks that get the same batch: the tensor-parallel group."""
+        self._rank: int | None = None
+        """This rank's number in the group of the newest agent."""
+        self._shape: ModelShape | None = None
+        """Of that group."""
+        self._former: Former | None = None
+        """That group, while vLLM changes the ranks."""
+        self.between_groups = False
+        """True while vLLM changes the ranks, and on a rank that joins until it has joined."""
+        self._was_resized = False
 
     # --- start ------------------------------------------------------------------------------------
 
-    def join(self, model_state: VllmModelState, model_config: Any, policy: Any) -> None:
+    def join(
+        self,
+        model_state: VllmModelState,
+        model_config: Any,
+        policy: Any,
+        watch_resize: Callable[[], None],
+    ) -> None:
         """Start the agent for the target model. Collective; after a failure vLLM runs without it.
 
         Args:
@@ -93,31 +124,48 @@ class VllmGuest(EngineGuest):
             model_config: vLLM's configuration of the target model.
             policy: the planner class that vLLM must use so that plans reach it; None in observe
                 mode.
+            watch_resize: called if vLLM may change the number of ranks; it may raise Unsupported.
         """
         self._model_state, self._model_config, self._policy = model_state, model_config, policy
-        self._try_to_start(lambda: self._start(model_state))
+        self._try_to_start(lambda: self._start(model_state, watch_resize))
 
     @property
     def joined(self) -> bool:
         """True once `join` was called."""
         return self._model_state is not None
 
-    def _start(self, model_state: VllmModelState) -> None:
-        refuse_elastic(self.state.parallel_config)
+    def _start(self, model_state: VllmModelState, watch_resize: Callable[[], None]) -> None:
+        elastic = is_elastic(self.state.parallel_config)
+        if elastic:
+            refuse_elastic(self.settings, self._side)
+            watch_resize()
         stages = self._groups.get_pp_group()
         self.settings = stage_settings(
             self.settings, int(stages.rank_in_group), int(stages.world_size)
         )
-        group = self._groups.get_ep_group()
+        group, timeout_s = self._group, self.settings.group_timeout_s
+        if not elastic:
+            require_plugin_in_group(group.cpu_group, timeout_s)
+        elif joins_group():
+            # The ranks of the group serve, and come to no collective call before the resize.
+            self.between_groups = True
+            announce_plugin(_store_of(group), _ROLL_CALL, group.rank_in_group)
+            return
+        else:
+            _call_roll(group, timeout_s)
+        self._start_in_group(model_state, None)
+
+    def _start_in_group(self, model_state: VllmModelState, former: Former | None) -> None:
+        """Start the agent in vLLM's present group, which may come from another; collective."""
+        group = self._group
         size, rank = int(group.world_size), int(group.rank_in_group)
-        require_plugin_in_group(group.cpu_group, self.settings.group_timeout_s)
         shape = all_or_none("read the model", lambda: read_shape(model_state, size), self._gather)
         first = rank * shape.slots_per_rank
         self._slots = slice(first, first + shape.slots_per_rank)
         tensor_group = self._groups.get_tp_group()
         self._place_in_batch = int(tensor_group.rank_in_group)
         self._ranks_of_batch = int(tensor_group.world_size)
-        if self.settings.placement:
+        if self.settings.placement and former is None:
             start_from_file(
                 self.settings.placement,
                 model_state,
@@ -140,15 +188,118 @@ class VllmGuest(EngineGuest):
                 dispatch=DispatchModel.EVEN.value,  # vLLM uses all replicas of an expert alike.
                 side=self._side,
                 probe=VllmProbe(list(model.moe_layers), rank, shape.slots_per_rank, device),
+                former=former,
+                former_rank=self._rank,
             )
 
         agent = self._start_agent(rank, shape, read)
+        self._rank, self._shape = rank, shape
         if self.places:
             self._reload = ReloadMap(model_state, self._engine, group)
         if self.places and self.state.policy is not self._policy:
             agent.disable_migration(
                 f"vLLM's EPLB plans with {self.state.policy.__name__}, not with the controller's"
                 " plans: another plugin replaced the planner"
+            )
+
+    # --- elastic expert parallelism, around vLLM's resize -----------------------------------------
+
+    def leave(self) -> None:
+        """End the move under way and the agent, before vLLM changes the ranks.
+
+        Collective over the ranks, which all stand between the same two steps. vLLM goes on whatever
+        happens here.
+
+        Raises:
+            GateFailed: see `Agent.step_boundary`.
+        """
+        self.between_groups, agent = True, self.agent
+        if agent is None:
+            return
+        try:
+            self.moves.end_move()
+        except GateFailed:
+            raise
+        except Exception as error:
+            # vLLM drops what its worker still has to bring; every layer stays whole.
+            _log.error("move_given_up", detail=f"vLLM changes the ranks: {error!s:.300}")
+        hello = agent.hello()
+        self._former = Former(
+            str(hello.identity.generation),
+            int(agent.epoch),
+            self._step,
+            hello.weights_version,
+            hello.checksums_digest,
+        )
+        self._leave_group(agent)
+
+    def shrunk(self, current: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64] | None:
+        """Return the map for the ranks that stay; collective over all ranks of the group.
+
+        Args:
+            current: (L, S) the map in use.
+            num_ranks: M, the ranks that stay are the first ones.
+
+        Returns:
+            (L, M * slots_per_rank); None, on all ranks, if vLLM's own planner must answer.
+        """
+        shape = self._shape
+        if self._former is None or shape is None or current.shape[1] != shape.num_slots:
+            return None
+        found: NDArray[np.int64] | None = None
+        try:
+            found = shrunk_map(current, shape, num_ranks)
+        except EvenkeelError as error:
+            _log.error("resize_not_planned", detail=str(error))
+        digests = self._gather(np.array([0 if found is None else map_digest(found)], np.int64))
+        if len(np.unique(digests)) > 1:
+            _log.error("resize_not_planned", detail="the ranks found different maps")
+            return None
+        return found
+
+    def grew(self) -> bool:
+        """Start the agent of a group with more ranks; collective over it.
+
+        Returns:
+            True, on all ranks, if the experts stay where they are: the ranks that join get theirs
+            by the controller's next plan.
+        """
+        self.rejoin()
+        return self.agent is not None and self.places
+
+    def rejoin(self) -> None:
+        """Start the agent of the group that vLLM has formed; collective over it."""
+        (former, self._former), self.between_groups = (self._former, None), False
+        self._was_resized, self._prepared = True, None
+        model_state = self._model_state
+        if model_state is not None:
+            self._try_to_start(lambda: self._start_again(model_state, former))
+        self._end_left()
+
+    def _start_again(self, model_state: VllmModelState, mine: Former | None) -> None:
+        """Start the agent after a resize.
+
+        Args:
+            model_state: of the target model.
+            mine: the group that this rank was in; None if it joins, or had no agent.
+        """
+        group = self._group
+        if mine is None and not joins_group():
+            decline_start(_store_of(group), _ROLL_CALL)
+            raise Unavailable("this rank had no agent before the resize")
+        if mine is not None and self._shape is not None:
+            joining = range(self._shape.num_ranks, int(group.world_size))
+            require_announced(_store_of(group), _ROLL_CALL, joining)
+        _call_roll(group, self.settings.group_timeout_s)
+        former = all_or_none(
+            "agree on the group before", lambda: agree_on_former(mine, self._gather), self._gather
+        )
+        self._step = former.step
+        self._start_in_group(model_state, former)
+        agent = self.agent
+        if agent is not None and agent.hello().checksums_digest != former.checksums:
+            agent.disable_migration(
+                "the experts are not those from before the resize: restart this group"
             )
 
     # --- around vLLM's warm-up and steps ----------------------------------------------------------
@@ -311,6 +462,11 @@ class VllmGuest(EngineGuest):
         reload = self._reload
         if reload is None or self.moves.reloading:
             return
+        if self._was_resized:
+            raise Unavailable(
+                "vLLM changed the number of ranks, and where its loaders write since then is not"
+                " known to the plugin: restart this group with the new weights"
+            )
         self.moves.begin_reload()
         if not finish_rearrangement(self.state, self._engine, self._group, self._worker_ended):
             self.moves.end_reload()
@@ -436,3 +592,14 @@ class VllmGuest(EngineGuest):
 
     def _plan_group(self) -> Any:
         return self._groups.get_eplb_group().cpu_group
+
+
+def _store_of(group: Any) -> Any:
+    """Return the store of a group of vLLM that may change its ranks."""
+    return group.tcp_store_group.store
+
+
+def _call_roll(group: Any, timeout_s: float) -> None:
+    """Call `require_plugin_on_all` for a group of vLLM that may change its ranks."""
+    rank, size = int(group.rank_in_group), int(group.world_size)
+    require_plugin_on_all(_store_of(group), _ROLL_CALL, rank, size, timeout_s)

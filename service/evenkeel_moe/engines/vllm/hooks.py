@@ -22,6 +22,7 @@ STATE = "vllm.distributed.eplb.eplb_state"
 POLICIES = "vllm.distributed.eplb.policy"
 GROUPS = "vllm.distributed.parallel_state"
 WORKERS = "vllm.v1.worker.worker_base"
+ELASTIC = "vllm.distributed.elastic_ep.elastic_execute"
 _WORKER = "vllm.v1.worker.gpu_worker"
 ASCEND = "vllm_ascend"
 _OLDER_ASCEND = (
@@ -52,6 +53,14 @@ _PARTS: Parts = {
     },
     GROUPS: {"": {f"get_{kind}_group": "" for kind in ("ep", "eplb", "tp", "pp")}},
     WORKERS: {"WorkerWrapperBase": {"initialize_from_config": "self kv_cache_configs"}},
+}
+_ELASTIC_PARTS: Parts = {
+    ELASTIC: {
+        "ElasticEPScalingExecutor": {
+            "commit_scale_up": "self is_existing_worker",
+            "commit_scale_down": "self new_dp_size removing",
+        }
+    }
 }
 _PLANNER = "cls weight num_replicas num_groups num_nodes num_ranks old_global_expert_indices"
 _FIELDS = (
@@ -89,6 +98,15 @@ def check_engine(version: str) -> None:
     """
     check_version("vllm", version, KNOWN_VERSIONS)
     refuse_differences(compare(version))
+
+
+def check_elastic() -> None:
+    """Compare the part of vLLM that changes the number of ranks.
+
+    Raises:
+        Unsupported: it differs from the versions that this plugin was written for.
+    """
+    refuse_differences(compare_parts(_ELASTIC_PARTS))
 
 
 def worker_functions(version: str, worker: type | None = None) -> Mapping[str, str]:

@@ -1,31 +1,70 @@
-"""What vLLM's kinds of parallelism mean for the plugin, decided from the configuration alone."""
+"""What vLLM's kinds of parallelism mean for the plugin: pipeline stages, and ranks that change."""
 
+import importlib
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.model.load import CountingSide
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.schedule.survivors import surviving_placement
 from evenkeel_moe.wire.values import is_deployment_id
 
 STAGE = "{pp}"
 """Stands for the pipeline stage in the paths of the placement to start from and of a recording."""
 
 
-def refuse_elastic(parallel_config: Any) -> None:
-    """Refuse elastic expert parallelism, which changes the number of ranks while vLLM serves.
+def is_elastic(parallel_config: Any) -> bool:
+    """Return True if vLLM may change the number of ranks while it serves."""
+    return bool(getattr(parallel_config, "enable_elastic_ep", False))
 
-    The ranks that vLLM adds later make calls that the first ranks do not answer, so
-    this is decided before any collective call, on every rank alike.
+
+def refuse_elastic(settings: GuestSettings, side: CountingSide) -> None:
+    """Refuse what cannot follow elastic expert parallelism, before any collective call.
 
     Raises:
-        Unsupported: it is switched on; the message has the numbers.
+        Unsupported: the counts are recorded into a folder, or are those of vllm-ascend.
     """
-    if getattr(parallel_config, "enable_elastic_ep", False):
-        now = getattr(parallel_config, "data_parallel_size", None)
-        most = getattr(parallel_config, "elastic_ep_max_dp_size", None)
+    if settings.record:
         raise Unsupported(
-            "vLLM runs with elastic expert parallelism (enable_elastic_ep), which changes the ranks"
-            f" (data_parallel_size {now}, at most {most}): this plugin supports a fixed number"
+            f"vLLM may change the number of ranks (enable_elastic_ep), and a recording, here"
+            f" {settings.record}, holds one number"
         )
+    if side is not CountingSide.SOURCE:
+        raise Unsupported(
+            "vLLM may change the number of ranks (enable_elastic_ep): with vllm-ascend this plugin"
+            " supports a fixed number"
+        )
+
+
+def joins_group() -> bool:
+    """Return True if vLLM started this process to join a group that serves."""
+    return bool(importlib.import_module("vllm.envs").VLLM_ELASTIC_EP_SCALE_UP_LAUNCH)
+
+
+def shrunk_map(current: NDArray[np.int64], shape: ModelShape, num_ranks: int) -> NDArray[np.int64]:
+    """Return the (L, M * slots_per_rank) map of a group of which the first M ranks stay.
+
+    They keep their experts, and the fewest slots change for those that live on the others alone.
+
+    Args:
+        current: (L, S) the map in use.
+        shape: of the present group.
+        num_ranks: M; vLLM removes the ranks with the highest numbers.
+
+    Raises:
+        InfeasiblePlan, ShapeMismatch: M ranks have fewer slots than there are experts.
+    """
+    placement = Placement(current.astype(np.int32), shape.num_ranks, shape.num_logical_experts)
+    stay = tuple(range(num_ranks))
+    return surviving_placement(placement, stay, replace(shape, num_ranks=num_ranks)).phy2log.astype(
+        np.int64
+    )
 
 
 def stage_settings(settings: GuestSettings, stage: int, stages: int) -> GuestSettings:

@@ -16,10 +16,12 @@ from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, time
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.vllm.guest import VllmGuest
 from evenkeel_moe.engines.vllm.hooks import (
+    ELASTIC,
     GROUPS,
     POLICIES,
     STATE,
     WORKERS,
+    check_elastic,
     check_engine,
     worker_functions,
 )
@@ -83,7 +85,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
             with protect_engine(guest, "EplbState.add_model"):
                 if not is_draft(model_config, *name, **named) and not guest.joined:
                     model_state = state.model_states[model_config.compute_hash()]
-                    guest.join(model_state, model_config, self._policy)
+                    guest.join(model_state, model_config, self._policy, self._wrap_resize)
                     watch_model(model, guest)
 
         @functools.wraps(should_record)
@@ -119,12 +121,17 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
 
         @functools.wraps(rearrange)
         def note_and_rearrange(
-            state: Any, is_profile: bool = False, *args: Any, **kwargs: Any
+            state: Any,
+            is_profile: bool = False,
+            rank_mapping: Any = None,
+            use_last_expert_load: bool = False,
         ) -> Any:
             guest = self.guests.get(state)
             if guest is not None and not is_profile:
+                if guest.between_groups and rank_mapping is None and guest.grew():
+                    return None
                 guest.rearranging()
-            answer = rearrange(state, is_profile, *args, **kwargs)
+            answer = rearrange(state, is_profile, rank_mapping, use_last_expert_load)
             if guest is not None and not is_profile:
                 with protect_engine(guest, "EplbState.rearrange"):
                     guest.rearranged()
@@ -137,9 +144,42 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         """Return the guest of an `EplbState`; the first call makes it."""
         if state not in self.guests:
             self.guests[state] = VllmGuest(
-                self.settings, state, self._groups, self._engine, self._new_link()
+                self.settings, state, self._groups, self._engine, self._make_link
             )
         return self.guests[state]
+
+    def _wrap_resize(self) -> None:
+        """Learn that vLLM changes the number of ranks; a further call does nothing.
+
+        Raises:
+            Unsupported: vLLM does it in another way than the plugin knows; nothing was changed.
+        """
+        owner = importlib.import_module(ELASTIC).ElasticEPScalingExecutor
+        if hasattr(owner, _INSTALLED):
+            return
+        check_elastic()
+        grow, shrink = owner.commit_scale_up, owner.commit_scale_down
+
+        @functools.wraps(grow)
+        def leave_and_grow(executor: Any, is_existing_worker: bool) -> None:
+            guest = self.guests.get(executor.worker.model_runner.eplb_state)
+            if guest is not None and is_existing_worker:
+                with protect_engine(guest, "commit_scale_up"):
+                    guest.leave()
+            grow(executor, is_existing_worker)
+
+        @functools.wraps(shrink)
+        def leave_and_shrink(executor: Any, new_dp_size: int, removing: bool) -> None:
+            guest = self.guests.get(executor.worker.model_runner.eplb_state)
+            if guest is not None:
+                with protect_engine(guest, "commit_scale_down"):
+                    guest.leave()
+            shrink(executor, new_dp_size, removing)
+            if guest is not None and not removing:
+                guest.rejoin()
+
+        owner.commit_scale_up, owner.commit_scale_down = leave_and_grow, leave_and_shrink
+        setattr(owner, _INSTALLED, self)
 
     def _wrap_workers(self, owner: Any) -> None:
         """Learn of each worker and the size of its KV cache; a process may have no worker."""

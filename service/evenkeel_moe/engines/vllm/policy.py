@@ -14,8 +14,8 @@ def make_policy(original: Any, guests: Mapping[Any, VllmGuest]) -> Any:
     """Return a class for `EPLB_POLICIES["default"]`.
 
     Args:
-        original: vLLM's planner. It still answers if vLLM wants another number of slots than it has
-            (ranks come or go), and if no guest could be started.
+        original: vLLM's planner. It still answers if no guest could be started, and if vLLM wants
+            another number of slots than it has and no guest can tell where the experts go.
         guests: one per `EplbState` of the process.
     """
 
@@ -35,6 +35,12 @@ def make_policy(original: Any, guests: Mapping[Any, VllmGuest]) -> Any:
             old = old_global_expert_indices
             running = list(guests.values())
             no_agent = bool(running) and all(guest.agent is None for guest in running)
+            if old is not None and old.shape[1] != num_replicas:
+                current = np.asarray(old.cpu().numpy(), np.int64)
+                for guest in running:
+                    found = guest.shrunk(current, num_ranks)
+                    if found is not None:
+                        return torch.from_numpy(np.ascontiguousarray(found))
             if old is None or old.shape[1] != num_replicas or no_agent:
                 answer: Tensor = original.rebalance_experts(
                     weight, num_replicas, num_groups, num_nodes, num_ranks, old

@@ -176,55 +176,6 @@ def evacuate(
     return align_slots(current, target)
 
 
-def adopt_lost(placement: Placement, shape: ModelShape) -> Placement:
-    """Return the placement with a slot for every expert that has none, as after ranks have died.
-
-    An expert comes to an empty slot of the rank with the fewest experts. Where no such rank has
-    room, a replica of the expert with the most goes: one of this layer, else one of another layer
-    on a rank with an empty slot in this one. Everything else stays in its slot.
-
-    Args:
-        placement: of the ranks that are left.
-        shape: of their group.
-
-    Raises:
-        InfeasiblePlan: the ranks have no room for an expert.
-    """
-    layers, ranks, width = shape.num_layers, shape.num_ranks, shape.slots_per_rank
-    pool = layers * width if shape.pool_slots_per_rank is None else shape.pool_slots_per_rank
-    rows = placement.phy2log.reshape(layers, ranks, width).copy()
-    for layer, expert in np.argwhere(placement.logcnt == 0).tolist():
-        used, empty = (rows != EMPTY).sum(axis=(0, 2)), rows[layer] == EMPTY
-        room = np.where(empty.any(axis=1) & (used < pool), used, np.iinfo(np.int64).max)
-        rank = int(room.argmin())
-        if room[rank] < pool:
-            slot = int(empty[rank].argmax())
-        else:
-            spare = _replicas(rows, shape)
-            elsewhere = np.where(empty.any(axis=1)[None, :, None], spare, 0)
-            choice = spare[layer] if spare[layer].max() > 1 else elsewhere
-            if choice.max() < 2:
-                raise InfeasiblePlan(
-                    f"layer {layer}: {ranks} ranks with {width} slots in a layer and {pool} in all"
-                    f" have no room for expert {expert}, which no rank has",
-                    Reason.EXPERT_WITHOUT_REPLICA,
-                )
-            *other, rank, slot = map(int, np.unravel_index(choice.argmax(), choice.shape))
-            if other:
-                rows[other[0], rank, slot] = EMPTY
-                slot = int(empty[rank].argmax())
-        rows[layer, rank, slot] = expert
-    return Placement(rows.reshape(layers, -1), ranks, shape.num_logical_experts)
-
-
-def _replicas(rows: NDArray[np.int32], shape: ModelShape) -> NDArray[np.int32]:
-    """Return (L, R, N) how many replicas the expert in each slot has; 0 for an empty slot."""
-    layers = len(rows)
-    counts = Placement(rows.reshape(layers, -1), shape.num_ranks, shape.num_logical_experts).logcnt
-    found = np.take_along_axis(counts, rows.reshape(layers, -1), axis=1).reshape(rows.shape)
-    return np.where(rows == EMPTY, 0, found)
-
-
 def node_size(topology: Topology) -> int:
     """Return the number of ranks of every node.
 
