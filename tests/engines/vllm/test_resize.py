@@ -99,6 +99,7 @@ def test_in_observe_mode_vllm_places_by_itself_and_the_counts_go_on():
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(600)
 def test_a_controller_fills_ranks_that_join_and_empties_one_before_it_leaves(controller, tmp_path):
     client, found = controller.http, []
     options = {"controllers": controller.grpc_address, "folder": tmp_path}

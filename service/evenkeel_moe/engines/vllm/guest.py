@@ -13,14 +13,7 @@ from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import GateFailed, RankLink
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, Former, agree_on_former
-from evenkeel_moe.engines.guest.collective_start import (
-    all_or_none,
-    announce_plugin,
-    decline_start,
-    require_announced,
-    require_plugin_in_group,
-    require_plugin_on_all,
-)
+from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plugin_in_group
 from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall
@@ -37,6 +30,7 @@ from evenkeel_moe.engines.vllm.parallelism import (
     stage_settings,
 )
 from evenkeel_moe.engines.vllm.reload import ReloadMap, finish_rearrangement
+from evenkeel_moe.engines.vllm.roll_call import announce, call_roll, call_roll_again
 from evenkeel_moe.engines.vllm.state import (
     VllmModelState,
     VllmState,
@@ -53,7 +47,6 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Prepare
 
 _log = structlog.get_logger(__name__)
-_ROLL_CALL = "evenkeel/roll-call"
 
 
 class VllmGuest(EngineGuest):
@@ -149,13 +142,13 @@ class VllmGuest(EngineGuest):
         elif joins_group():
             # The ranks of the group serve, and come to no collective call before the resize.
             self.between_groups = True
-            announce_plugin(_store_of(group), _ROLL_CALL, group.rank_in_group)
+            announce(group)
             return
         else:
-            _call_roll(group, timeout_s)
+            call_roll(group, timeout_s)
         self._start_in_group(model_state, None)
 
-    def _start_in_group(self, model_state: VllmModelState, former: Former | None) -> None:
+    def _start_in_group(self, model_state: VllmModelState, former: Former | None) -> Agent:
         """Start the agent in vLLM's present group, which may come from another; collective."""
         group = self._group
         size, rank = int(group.world_size), int(group.rank_in_group)
@@ -201,6 +194,7 @@ class VllmGuest(EngineGuest):
                 f"vLLM's EPLB plans with {self.state.policy.__name__}, not with the controller's"
                 " plans: another plugin replaced the planner"
             )
+        return agent
 
     # --- elastic expert parallelism, around vLLM's resize -----------------------------------------
 
@@ -283,21 +277,20 @@ class VllmGuest(EngineGuest):
             model_state: of the target model.
             mine: the group that this rank was in; None if it joins, or had no agent.
         """
-        group = self._group
-        if mine is None and not joins_group():
-            decline_start(_store_of(group), _ROLL_CALL)
-            raise Unavailable("this rank had no agent before the resize")
-        if mine is not None and self._shape is not None:
-            joining = range(self._shape.num_ranks, int(group.world_size))
-            require_announced(_store_of(group), _ROLL_CALL, joining)
-        _call_roll(group, self.settings.group_timeout_s)
+        shape, had_agent = self._shape, mine is not None
+        former_ranks = shape.num_ranks if shape is not None and had_agent else 0
+        joins = shape is None and joins_group()
+        timeout_s = self.settings.group_timeout_s
+        call_roll_again(self._group, timeout_s, None if joins else former_ranks)
         former = all_or_none(
             "agree on the group before", lambda: agree_on_former(mine, self._gather), self._gather
         )
         self._step = former.step
-        self._start_in_group(model_state, former)
-        agent = self.agent
-        if agent is not None and agent.hello().checksums_digest != former.checksums:
+        agent = self._start_in_group(model_state, former)
+        # The warm-up of the new group was counted.
+        model_state.expert_load_pass.zero_()
+        # In observe mode other weights may have been loaded unseen.
+        if self.places and agent.hello().checksums_digest != former.checksums:
             agent.disable_migration(
                 "the experts are not those from before the resize: restart this group"
             )
@@ -592,14 +585,3 @@ class VllmGuest(EngineGuest):
 
     def _plan_group(self) -> Any:
         return self._groups.get_eplb_group().cpu_group
-
-
-def _store_of(group: Any) -> Any:
-    """Return the store of a group of vLLM that may change its ranks."""
-    return group.tcp_store_group.store
-
-
-def _call_roll(group: Any, timeout_s: float) -> None:
-    """Call `require_plugin_on_all` for a group of vLLM that may change its ranks."""
-    rank, size = int(group.rank_in_group), int(group.world_size)
-    require_plugin_on_all(_store_of(group), _ROLL_CALL, rank, size, timeout_s)
