@@ -16,7 +16,6 @@ from typing import Any
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.engines.reference.fleet_report import FleetReport
-from evenkeel_moe.engines.reference.lines import read_lines
 from evenkeel_moe.engines.reference.supervisor import Supervisor
 from tests.chaos.judge.case import DUMPS, WIRE
 from tests.chaos.judge.wire_log import WireWriter
@@ -24,6 +23,7 @@ from tests.chaos.operator import Operator
 from tests.chaos.peers import Target
 from tests.chaos.processes import ControllerProcess, Sentinel, StoreNode
 from tests.chaos.proxy import Proxy
+from tests.chaos.resizes import Resizes
 from tests.chaos.schedule import Fault, FaultKind
 from tests.chaos.store_dump import StoreDumps
 from tests.chaos.system import POOL_PER_LAYER, SETTINGS, rank_config
@@ -59,7 +59,7 @@ class Arena:
 
     Args:
         folder: for logs, data and what the ranks write.
-        num_ranks: of the reference engine.
+        num_ranks: of the reference engine, at the start.
         settings: of the controllers, beside their usual ones.
     """
 
@@ -118,7 +118,7 @@ class Arena:
             self.num_ranks,
             [controller.proxy.address for controller in self.controllers],
         )
-        self.supervisor = Supervisor(config, max_restarts=20, module="tests.chaos.rank")
+        self.supervisor = Supervisor(config, max_restarts=60, module="tests.chaos.rank")
         self.supervisor.start()
         self.operator = Operator(
             self.controllers,
@@ -128,6 +128,7 @@ class Arena:
             self.seed,
             time.time,
         )
+        self.resizes = Resizes(self.supervisor, self.operator, config)
         for controller in self.controllers:
             await until(controller.ready, within_s=_START_S, what=f"{controller.name} to serve")
             await until(controller.plans, within_s=_START_S, what=f"{controller.name} to plan")
@@ -154,7 +155,8 @@ class Arena:
         if status is None or status["state"] != "ready":
             return None
         ranks = status["ranks"]
-        fresh = len(ranks) == self.num_ranks and all(rank["fresh"] for rank in ranks)
+        size = self.supervisor.num_ranks if self.supervisor is not None else 0
+        fresh = len(ranks) == size and all(rank["fresh"] for rank in ranks)
         return status if fresh and {rank["epoch"] for rank in ranks} == {status["epoch"]} else None
 
     async def leader(self) -> ControllerProcess | None:
@@ -186,6 +188,8 @@ class Arena:
             struck = await self._strike(fault)
             if struck is not None:
                 say(f"{struck.began - began:6.1f} s  {struck.kind} {struck.target}")
+            if struck is not None and fault.kind.resizes:
+                await self.resizes.plans_go_on(struck.ended)
 
     async def _aim(self) -> None:
         """Wait a little for a plan under way, and for a replica that could take over."""
@@ -202,12 +206,18 @@ class Arena:
             return await self._hurt_controller(fault)
         if kind.changes_primary or kind in (FaultKind.FLUSH_STORE, FaultKind.FULL_STORE):
             return await self._hurt_primary(fault)
+        if kind.resizes and not self.resizes.can(kind):
+            return None
         struck = Struck(kind, "", time.time())
         self.struck.append(struck)
         rng = random.Random(fault.seed)
         match kind:
-            case FaultKind.STOP_RANK | FaultKind.KILL_RANK:
-                await self._hurt_rank(fault, struck, rng)
+            case FaultKind.STOP_RANK:
+                await self._stop_rank(fault, struck, rng)
+            case FaultKind.KILL_MOST:
+                struck.target = await self.resizes.kill_most(rng)
+            case FaultKind.GROW | FaultKind.RETIRE | FaultKind.KILL_RANK:
+                struck.target = await self.resizes.do(kind, rng)
             case FaultKind.CUT_STORE | FaultKind.SLOW_STORE:
                 for node in self.nodes:
                     if kind is FaultKind.CUT_STORE:
@@ -287,34 +297,15 @@ class Arena:
         struck.ended = time.time()
         return struck
 
-    async def _hurt_rank(self, fault: Fault, struck: Struck, rng: random.Random) -> None:
+    async def _stop_rank(self, fault: Fault, struck: Struck, rng: random.Random) -> None:
         assert self.supervisor is not None
-        rank = rng.randrange(self.num_ranks)
+        rank = rng.randrange(self.supervisor.num_ranks)
         struck.target = f"rank {rank}"
-        if fault.kind is FaultKind.STOP_RANK:
-            pid = self.supervisor.pids[rank]
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
-                await asyncio.sleep(fault.seconds)
-                os.kill(pid, signal.SIGCONT)
-            return
-        restarts, step = self.supervisor.restarts, time.time()
-        self.supervisor.kill_rank(rank)
-        supervisor = self.supervisor
-        await until(
-            lambda: supervisor.restarts > restarts, within_s=60, what="the group to be restarted"
-        )
-        await until(
-            lambda: self._stepped_since(step), within_s=120, what="the restarted group to serve"
-        )
-
-    def _stepped_since(self, since: float) -> bool:
-        """Return True if every rank has restarted and written a step."""
-        starts = [
-            _last_start(self.folder / "ranks" / f"rank-{rank}.jsonl")
-            for rank in range(self.num_ranks)
-        ]
-        return all(start > since for start in starts)
+        pid = self.supervisor.pids[rank]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(fault.seconds)
+            os.kill(pid, signal.SIGCONT)
 
     def _start_hostile_clients(self, fault: Fault) -> None:
         for number, (controller, proxy) in enumerate(
@@ -373,14 +364,3 @@ class Arena:
         for controller in self.controllers:
             await controller.http.aclose()
         return codes
-
-
-def _last_start(path: Path) -> float:
-    """Return the time of the first step since the last start of a rank; 0 before that step."""
-    started, stepped = 0.0, 0.0
-    for line in read_lines(path):
-        if line["kind"] == "start":
-            started, stepped = line["unix"], 0.0
-        elif line["kind"] == "step" and not stepped:
-            stepped = line["unix"]
-    return started if stepped else 0.0

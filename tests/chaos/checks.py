@@ -33,7 +33,7 @@ bound allows for fifteen processes on two cores."""
 _AFTERMATH_S = 45.0
 """Seconds after a fault that it may still explain: Prepare and stall deadlines, a restart."""
 _CAUSES = {
-    "generation_changed": {FaultKind.KILL_RANK},
+    "generation_changed": {kind for kind in FaultKind if kind.resizes} | {FaultKind.KILL_MOST},
     "weights_version_changed": set(),
     "cancelled": set(),
     "expired": set(),
@@ -53,14 +53,16 @@ class Gap:
     """The duration without the injected stops in it."""
 
 
-def bad_ranks(report: FleetReport, num_ranks: int) -> Iterator[str]:
-    """Check weights, maps, outputs and epochs at the end."""
+def bad_ranks(report: FleetReport) -> Iterator[str]:
+    """Check weights, maps and outputs of all who ended, and the epochs of each group."""
     yield from report.problems
-    if report.codes != (0,) * num_ranks:
-        yield f"ranks ended with codes {report.codes}"
-    if len(report.checks) != num_ranks:
-        yield f"{len(report.checks)} of {num_ranks} ranks wrote their final check"
-    epochs = {check["epoch"] for check in report.checks}
+    ended = (*report.codes, *report.retired)
+    if any(ended):
+        yield f"ranks ended with codes {report.codes}, after them retired ones {report.retired}"
+    if len(report.checks) != len(ended):
+        yield f"{len(report.checks)} of {len(ended)} ranks wrote their final check"
+    last = max((check["group"] for check in report.checks), default=0)
+    epochs = {check["epoch"] for check in report.checks if check["group"] == last}
     if len(epochs) > 1:
         yield f"ranks ended at epochs {sorted(epochs)}"
     rows = sum(check["mismatches"] for check in report.checks)
@@ -73,7 +75,7 @@ def bad_plans(plans: Sequence[PlanLife], struck: Sequence[Struck]) -> Iterator[s
     for plan in plans:
         if plan.accepted_at and not plan.ended_at:
             yield f"{plan.plan_id} never ended: {plan.phase} {plan.reason}"
-        if not plan.ended_at or plan.phase in ("committed", "forgotten"):
+        if not plan.ended_at or plan.phase in ("committed", "forgotten", "outgrown"):
             continue
         kinds = {s.kind for s in struck if s.overlaps(plan.asked_at, plan.ended_at, _AFTERMATH_S)}
         allowed = _CAUSES.get(plan.reason, set(FaultKind))
@@ -84,22 +86,24 @@ def bad_plans(plans: Sequence[PlanLife], struck: Sequence[Struck]) -> Iterator[s
             )
 
 
-def gaps(folder: Path, num_ranks: int, struck: Sequence[Struck]) -> list[Gap]:
-    """Return all pauses of serving, the longest unexplained one first."""
+def gaps(folder: Path, struck: Sequence[Struck]) -> list[Gap]:
+    """Return all pauses of serving, the longest unexplained one first.
+
+    A step ends when the last of its ranks has ended it, in whichever group.
+    """
     found = []
     stops = [s for s in struck if s.kind.stops_serving]
-    for rank in range(num_ranks):
-        times = [
-            line["unix"]
-            for line in read_lines(folder / f"rank-{rank}.jsonl")
-            if line["kind"] == "step"
-        ]
-        for before, after in zip(times, times[1:], strict=False):
-            explained = sum(
-                max(0.0, min(after, stop.ended or after) - max(before, stop.began))
-                for stop in stops
-            )
-            found.append(Gap(before, after - before, after - before - explained))
+    ended: dict[int, float] = {}
+    for path in folder.glob("rank-*.jsonl"):
+        for line in read_lines(path):
+            if line["kind"] == "step":
+                ended[line["step"]] = max(line["unix"], ended.get(line["step"], 0.0))
+    times = [ended[step] for step in sorted(ended)]
+    for before, after in zip(times, times[1:], strict=False):
+        explained = sum(
+            max(0.0, min(after, stop.ended or after) - max(before, stop.began)) for stop in stops
+        )
+        found.append(Gap(before, after - before, after - before - explained))
     return sorted(found, key=lambda gap: -gap.unexplained_s)
 
 

@@ -91,7 +91,7 @@ def step_of_an_earlier_epoch(forger):
     """All ranks computed a step with the epoch and the tables from before the last swap."""
 
     def change(lines):
-        steps = [line for line in lines if line["kind"] == "step" and line["attempt"] == 0]
+        steps = [line for line in lines if line["kind"] == "step" and line["group"] == 0]
         steps[-1] |= {"epoch": 0, "states": [0, 0]}
 
     for rank in range(3):
@@ -344,6 +344,114 @@ def wave_held_at_the_end(forger):
     forger.rewrite(last, lambda body: setattr(body, "state", 4))
 
 
+def _resized(forger, wanted):
+    """Return the first group of another size that is wanted."""
+    return next(g for g in forger.case.groups if g.over is not None and wanted(g.over))
+
+
+def _of_group(lines, group, kind):
+    return [line for line in lines if (line["group"], line["kind"]) == (group.number, kind)]
+
+
+def _first_states(forger, group, change):
+    """Change the state with which each rank of a group began."""
+
+    def change_one(lines):
+        change(_of_group(lines, group, "state")[0])
+
+    for rank in group.starts:
+        forger.lines(f"evidence-{rank}.jsonl", change_one)
+
+
+def step_under_the_map_before_a_resize(forger):
+    """Rank 1 computed the first steps of a smaller group with the tables of the larger one."""
+    group = _resized(forger, lambda over: len(over.former) == 3 and not over.dead)
+
+    def change(lines):
+        states = [line for line in lines if line["kind"] == "state"]
+        old = [line for line in states if line["group"] < group.number][-1]
+        new = _of_group(lines, group, "state")[0]
+        new |= {key: old[key] for key in ("epoch", "tables", "slots")}
+        _of_group(lines, group, "step")[0]["epoch"] = old["epoch"]
+
+    forger.lines("evidence-1.jsonl", change)
+
+
+def expert_lost_with_a_retired_rank(forger):
+    """After a retirement no rank had a slot of one expert."""
+    group = _resized(forger, lambda over: None not in over.former and not over.dead)
+
+    def change(state):
+        state["tables"][0][3] = []
+
+    _first_states(forger, group, change)
+
+
+def epoch_repeated_by_a_resize(forger):
+    """A group of another size began at the last epoch of the group before."""
+    group = _resized(forger, lambda over: None in over.former)
+
+    def change(lines):
+        _of_group(lines, group, "start")[0]["epoch"] -= 1
+
+    for rank in group.starts:
+        forger.lines(f"rank-{rank}.jsonl", change)
+
+
+def step_repeated_by_a_resize(forger):
+    """All ranks of a group of another size computed the last step of the group before again."""
+    group = _resized(forger, lambda over: None in over.former)
+
+    def change(lines):
+        _of_group(lines, group, "step")[0]["step"] -= 1
+
+    for rank in group.starts:
+        forger.lines(f"evidence-{rank}.jsonl", change)
+
+
+def experts_exchanged_by_a_death(forger):
+    """Those who outlived a death began with two experts in each other's slots."""
+    group = _resized(forger, lambda over: over.dead)
+    kept = forger.case.carried(group, forger.case.maps[group.first.epoch - 1])[0]
+    one, other = sorted(set(kept) - {-1})[:2]
+
+    def change(state):
+        layer = state["tables"][0]
+        layer[one], layer[other] = layer[other], layer[one]
+
+    _first_states(forger, group, change)
+
+
+def another_former_rank(forger):
+    """A rank took itself for another one of the group before."""
+    group = _resized(forger, lambda over: over.dead)
+
+    def change(lines):
+        _of_group(lines, group, "start")[0]["former_rank"] += 1
+
+    forger.lines("rank-0.jsonl", change)
+
+
+def lineage_of_another_group(forger):
+    """A rank told that it came from a group that never was."""
+
+    def change(body):
+        body.lineage.generation = body.lineage.generation[::-1]
+
+    forger.rewrite(forger.first("hello", lambda body: body.lineage.generation), change)
+
+
+def commit_without_a_rank_that_joined(forger):
+    """A Commit was sent without the vote of a rank that joined."""
+    group = _resized(forger, lambda over: None in over.former)
+    joined = group.over.former.index(None)
+    commit = forger.first("commit", lambda body: body.wave.generation == group.generation)
+    for message in forger.case.messages:
+        if message.kind == "vote" and message.body.wave == commit.body.wave:
+            if forger.case.process_of(message.stream).rank == joined:
+                forger.hide(message)
+
+
 FORGERIES = {
     step_under_the_old_map: "one map for each step",
     swapped_epoch: "one map for each step",
@@ -382,5 +490,13 @@ FORGERIES = {
     miscounted_waves: "every plan ends",
     wrong_record: "records name the maps",
     garbled_stream: "the evidence is whole",
+    step_under_the_map_before_a_resize: "one map for each step",
+    expert_lost_with_a_retired_rank: "slots hold the experts of the map",
+    epoch_repeated_by_a_resize: "groups go on at the next epoch",
+    step_repeated_by_a_resize: "groups go on at the next epoch",
+    experts_exchanged_by_a_death: "maps carry over",
+    another_former_rank: "ranks come from the group before",
+    lineage_of_another_group: "ranks come from the group before",
+    commit_without_a_rank_that_joined: "no Commit before votes and record",
 }
 """Forgery -> name of the rule."""

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -45,6 +45,10 @@ class PlanLife:
     plan_id: str
     asked_at: float
     """Unix seconds of the first request."""
+    target: list[list[int]] = field(default_factory=list, repr=False)
+    """(L, S) empty until it is drawn."""
+    num_ranks: int = 0
+    """Ranks of the group for which the target is; 0 until it is drawn."""
     leader: str = ""
     term: int = 0
     primary: int = 0
@@ -70,6 +74,7 @@ class Operator:
     """Keeps one plan under way.
 
     Args:
+        shape: of the group at the start.
         primary: returns the store node that Sentinel takes for the primary.
     """
 
@@ -84,20 +89,15 @@ class Operator:
     """Answers that an operator must never get."""
     answers: dict[str, int] = field(default_factory=dict)
     """Requests by outcome."""
+    waits: bool = False
+    """No new plan is asked for: ranks are to retire first."""
 
     async def run(self, stop: asyncio.Event) -> None:
         rng = random.Random(self.seed)
         while not stop.is_set():
             life = PlanLife(f"chaos-{self.seed}-{len(self.plans)}", self.clock())
             self.plans.append(life)
-            body = {
-                "plan_id": life.plan_id,
-                "approve": True,
-                "target": {
-                    "physical_to_logical": draw_target(rng, self.shape, self.pool_per_layer)
-                },
-            }
-            await self._see_through(life, body, stop)
+            await self._see_through(life, rng, stop)
             await asyncio.sleep(rng.uniform(0.2, 1.0))
 
     @property
@@ -111,7 +111,36 @@ class Operator:
         again = bool(self.plans) and self.plans[-1].lost > 0 and not self.plans[-1].ended_at
         return self.under_way or again
 
-    async def _see_through(self, life: PlanLife, body: dict[str, Any], stop: asyncio.Event) -> None:
+    async def retire(self, from_ranks: int, to_ranks: int) -> dict[str, Any] | None:
+        """Ask for a retirement, or for it again; return the answer, None without one."""
+        leader = await self._leader()
+        if leader is None:
+            return None
+        body = {"from_ranks": from_ranks, "to_ranks": to_ranks}
+        answer = await self._post(leader[0], "resize", body)
+        if answer is None:
+            return None
+        reason = "" if answer.is_success else answer.json().get("reason", "")
+        self._count(f"resize {answer.status_code} {reason}".strip())
+        # Plans come one after another, so they have to wait for a retirement to begin.
+        self.waits = reason == "plan_in_progress"
+        if not answer.is_success:
+            if answer.status_code not in _TRY_AGAIN or answer.status_code == 500:
+                self.faults.append(f"resize: {answer.status_code} {answer.text[:300]}")
+            return None
+        found: dict[str, Any] = answer.json()
+        return found
+
+    async def _post(
+        self, process: ControllerProcess, path: str, body: dict[str, Any]
+    ) -> httpx.Response | None:
+        try:
+            return await process.http.post(f"/v1/deployments/{DEPLOYMENT}/{path}", json=body)
+        except httpx.HTTPError as error:
+            self._count(type(error).__name__)
+            return None
+
+    async def _see_through(self, life: PlanLife, rng: random.Random, stop: asyncio.Event) -> None:
         # A request under way at the end may still be accepted: then its plan is seen through.
         while not stop.is_set() or self.under_way:
             leader = await self._leader()
@@ -119,7 +148,7 @@ class Operator:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             process, status = leader
-            if not life.accepted_at and not await self._ask(life, process, status, body):
+            if not life.accepted_at and not await self._ask(life, process, status, rng):
                 await asyncio.sleep(_PAUSE_S)
                 continue
             if life.ended_at or await self._ended(life, process, status):
@@ -142,13 +171,23 @@ class Operator:
         life: PlanLife,
         process: ControllerProcess,
         status: dict[str, Any],
-        body: dict[str, Any],
+        rng: random.Random,
     ) -> bool:
-        """Request the plan; return True if it was accepted."""
-        try:
-            answer = await process.http.post(f"/v1/deployments/{DEPLOYMENT}/plans", json=body)
-        except httpx.HTTPError as error:
-            self._count(type(error).__name__)
+        """Request the plan; return True if it was accepted, or cannot be any more."""
+        size = status["shape"]["num_ranks"] if status["shape"] else life.num_ranks
+        if life.num_ranks not in (0, size):
+            life.phase, life.ended_at = "outgrown", self.clock()
+            return True
+        if not life.target:
+            if self.waits or not size:
+                return False
+            life.num_ranks = size
+            shape = replace(self.shape, num_ranks=size)
+            life.target = draw_target(rng, shape, self.pool_per_layer)
+        target = {"physical_to_logical": life.target}
+        body = {"plan_id": life.plan_id, "approve": True, "target": target}
+        answer = await self._post(process, "plans", body)
+        if answer is None:
             return False
         reason = "" if answer.is_success else answer.json().get("reason", "")
         self._count(f"{answer.status_code} {reason}".strip())

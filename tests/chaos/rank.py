@@ -1,47 +1,67 @@
 """A rank of the reference engine that also writes what each step was computed with.
 
 `python -m tests.chaos.rank CONFIG RANK`. Beside the engine's own lines it writes evidence-R.jsonl
-for the outside judge, straight from the tables and the slots that the engine uses:
+for the outside judge, straight from the tables and the slots that the engine uses. A process that
+gets another rank in the next group writes to the file of that rank from then on.
 
 =====  =========================================================================================
 kind   further keys
 =====  =========================================================================================
-state  number (from 0), step, epoch, tables ((L, E) the slots to which tokens of each expert go),
-       slots (list of [layer, local slot, xxh3 of the bytes]); written if any of it has changed
+state  number (from 0 in each group), step, epoch, tables ((L, E) the slots to which tokens of each
+       expert go), slots (list of [layer, local slot, xxh3 of the bytes]); written if any of it has
+       changed
 step   step, epoch, states (numbers of the states right before and right after the computation)
 saved  epoch (in the saved placement), changed (Unix seconds at which its file got its name)
 =====  =========================================================================================
 
-All have `kind`, `unix` and `attempt`.
+All have `kind`, `unix` and `group`.
 """
 
-import json
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from evenkeel_moe.engines.reference.__main__ import leave, log_json, read_config
+from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.lines import LineWriter
 from evenkeel_moe.engines.reference.parts import RankParts
 from evenkeel_moe.engines.reference.rank import run_rank
 
 
 class Evidence:
-    """Writes the facts of one process of a rank.
+    """Writes the facts of one process, in one group after another."""
+
+    def __init__(self) -> None:
+        self._of_group: GroupEvidence | None = None
+
+    def before_step(self, step: int, parts: RankParts) -> None:
+        """Note the state with which a step begins."""
+        if self._of_group is None or self._of_group.group != parts.config.group:
+            self._of_group = GroupEvidence(parts.config)
+        self._of_group.before_step(step, parts)
+
+    def after_step(self, step: int, parts: RankParts) -> None:
+        """Note the state with which a step ended, and write the step."""
+        assert self._of_group is not None
+        self._of_group.after_step(step, parts)
+
+
+class GroupEvidence:
+    """Writes the facts of one rank of one group.
 
     Args:
-        path: of the lines.
-        saved: the file of the saved placement.
+        config: of the rank.
     """
 
-    def __init__(self, path: Path, rank: int, attempt: int, saved: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-        self._rank = rank
-        self._attempt = attempt
-        self._saved = saved
+    def __init__(self, config: RankConfig) -> None:
+        self._lines = LineWriter(
+            config.folder / f"evidence-{config.rank}.jsonl", group=config.group
+        )
+        self._rank = config.rank
+        self.group = config.group
+        self._saved = config.state_file
         self._changed_ns = 0
         self._last: object = None
         self._states = 0
@@ -55,7 +75,7 @@ class Evidence:
     def after_step(self, step: int, parts: RankParts) -> None:
         """Note the state with which a step ended, and write the step."""
         states = [self._before, self._state(step, parts)]
-        self._write("step", step=step, epoch=parts.router.epoch, states=states)
+        self._lines.write("step", step=step, epoch=parts.router.epoch, states=states)
 
     def _state(self, step: int, parts: RankParts) -> int:
         """Return the number of the present state; write it if it is new."""
@@ -65,7 +85,9 @@ class Evidence:
         if present != self._last:
             self._last = present
             epoch, number = parts.router.epoch, self._states
-            self._write("state", number=number, step=step, epoch=epoch, tables=tables, slots=slots)
+            self._lines.write(
+                "state", number=number, step=step, epoch=epoch, tables=tables, slots=slots
+            )
             self._states += 1
         return self._states - 1
 
@@ -95,11 +117,7 @@ class Evidence:
             return
         if self._saved.stat().st_ctime_ns == changed_ns:  # else another file was read
             self._changed_ns = changed_ns
-            self._write("saved", epoch=epoch, changed=changed_ns / 1e9)
-
-    def _write(self, kind: str, **keys: Any) -> None:
-        line = {"kind": kind, "unix": time.time(), "attempt": self._attempt, **keys}
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._lines.write("saved", epoch=epoch, changed=changed_ns / 1e9)
 
 
 def _slots_by_expert(table: Any) -> list[list[int]]:
@@ -111,10 +129,7 @@ def _slots_by_expert(table: Any) -> list[list[int]]:
 def main(path: str, rank: str) -> None:
     """Run the rank and exit with its ExitCode."""
     log_json()
-    config = read_config(path, rank)
-    lines = config.folder / f"evidence-{config.rank}.jsonl"
-    evidence = Evidence(lines, config.rank, config.attempt, config.state_file)
-    leave(run_rank(config, observer=evidence))
+    leave(run_rank(read_config(path, rank), observer=Evidence()))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from tests.chaos.judge.verdict import judge
 from tests.chaos.peers import SETTINGS as LIMITS
 from tests.chaos.peers import Attack
 from tests.chaos.processes import MARK, ControllerProcess, marked
+from tests.chaos.resizes import resizes_done
 from tests.chaos.schedule import Fault, make_schedule
 from tests.chaos.system import FORGET_AFTER_S
 from tests.waiting import until
@@ -45,9 +46,10 @@ async def run_chaos(
     seconds: float,
     *,
     num_ranks: int = 8,
-    schedule: tuple[list[Fault], list[Fault]] | None = None,
+    schedule: tuple[list[Fault], ...] | None = None,
     least_plans: int | None = None,
     least_through: int | None = None,
+    least_resizes: int | None = None,
     peers: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
@@ -59,10 +61,12 @@ async def run_chaos(
         schedule: the faults; None draws them from the seed.
         least_plans: the fewest plans that must be committed during faults; None: 20 per 600 s.
         least_through: the fewest of them that must survive a failover; None: 5 per 600 s.
+        least_resizes: how often the group must at least grow, retire ranks, and outlive the death
+            of a rank; None: 3 times each per 600 s.
         peers: let hostile peers attack in place of faults; the honest ranks must lose nothing.
     """
     if peers:
-        schedule, least_plans, least_through = ([], []), 0, 0
+        schedule, least_plans, least_through, least_resizes = (), 0, 0, 0
     result, arena = Result(), Arena(folder, seed, num_ranks, settings=LIMITS if peers else {})
     # Peers use gRPC in this process, which keeps descriptors of its own for some time.
     fds_before = None if peers else _own_descriptors()
@@ -73,13 +77,13 @@ async def run_chaos(
         fds = {c.name: _descriptors(arena, c) for c in arena.controllers}
         began = time.time()
         say(f"started; {num_ranks} ranks, seed {seed}, {seconds:g} s of faults")
-        main, noise = schedule if schedule is not None else make_schedule(seed, seconds)
+        lists = schedule if schedule is not None else make_schedule(seed, seconds)
         tasks = [
             asyncio.create_task(arena.look_after(end_watch), name="ranks"),
             asyncio.create_task(arena.operator.run(end_operator), name="operator"),
             asyncio.create_task(arena.dump_store(end_watch), name="dumps"),
         ]
-        plays = [asyncio.create_task(arena.play(faults, began, say)) for faults in (main, noise)]
+        plays = [asyncio.create_task(arena.play(faults, began, say)) for faults in lists]
         if peers:
             attack = Attack(await arena.target(), arena.controllers, seed)
             await attack.run(seconds)
@@ -90,7 +94,7 @@ async def run_chaos(
         end_watch.set()
         await _all(tasks, [], 30)
         report = await arena.finish_ranks()
-        result.broken += checks.bad_ranks(report, num_ranks)
+        result.broken += checks.bad_ranks(report)
         result.figures["restarts of the group"] = report.restarts
         result.figures["steps served"] = report.steps
     except Exception as error:
@@ -106,6 +110,7 @@ async def run_chaos(
         if name.startswith("replica") and codes[name]
     ]
     _check_records(arena, result, least_plans, least_through, seconds)
+    _check_resizes(arena, result, int(seconds / 200) if least_resizes is None else least_resizes)
     result.broken += await _left_behind(fds_before)
     for name, value in result.figures.items():
         say(f"{name}: {value:g}")
@@ -251,7 +256,7 @@ def _check_records(
     ):
         if len(have) < least:
             result.broken.append(f"{len(have)} plans committed {what}, {least} are wanted")
-    pauses = checks.gaps(arena.folder / "ranks", arena.num_ranks, struck)
+    pauses = checks.gaps(arena.folder / "ranks", struck)
     if pauses:
         figures["longest pause of serving, seconds"] = round(max(gap.seconds for gap in pauses), 2)
         figures["longest pause no injected stop explains, seconds"] = round(
@@ -268,6 +273,14 @@ def _check_records(
                 f" bound {checks.SERVING_BOUND_S:g} s, during {near}"
             )
     result.broken += checks.bad_logs(arena.controllers)
+
+
+def _check_resizes(arena: Arena, result: Result, least: int) -> None:
+    """The group got other numbers of ranks, in each way often enough."""
+    for kind, count in resizes_done(arena.folder / "ranks").items():
+        result.figures[f"groups after {kind}"] = count
+        if count < least:
+            result.broken.append(f"{count} groups of another size after {kind}, {least} are wanted")
 
 
 def _own_descriptors() -> dict[str, str]:

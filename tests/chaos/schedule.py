@@ -38,8 +38,14 @@ class FaultKind(StrEnum):
     HOSTILE_CLIENTS = "hostile_clients"
     """Noise, floods and impostors at every door."""
     STOP_RANK = "stop_rank"
+    KILL_MOST = "kill_most"
+    """SIGKILL of so many ranks that the others have no room: the engine restarts its group."""
     KILL_RANK = "kill_rank"
-    """The engine restarts its group."""
+    """SIGKILL of one rank, without which the others go on."""
+    RETIRE = "retire"
+    """One or two ranks retire: their experts move away, and the others form the next group."""
+    GROW = "grow"
+    """So many ranks join that the group has as many as at the start."""
 
     @property
     def changes_leader(self) -> bool:
@@ -51,14 +57,20 @@ class FaultKind(StrEnum):
 
     @property
     def stops_serving(self) -> bool:
-        """True if the fault affects the ranks themselves; no other fault may delay a step."""
-        return self in (FaultKind.STOP_RANK, FaultKind.KILL_RANK)
+        """True if the fault ends or stops ranks; no other fault may delay a step."""
+        return self in (FaultKind.STOP_RANK, FaultKind.KILL_MOST, FaultKind.KILL_RANK)
+
+    @property
+    def resizes(self) -> bool:
+        """True if the group gets another number of ranks."""
+        return self in _RESIZES
 
 
 _LEADER = frozenset(
     {FaultKind.KILL_LEADER, FaultKind.STOP_LEADER, FaultKind.CUT_LEADER, FaultKind.SILENCE_LEADER}
 )
 _PRIMARY = frozenset({FaultKind.KILL_PRIMARY, FaultKind.STOP_PRIMARY, FaultKind.SENTINEL_FAILOVER})
+_RESIZES = frozenset({FaultKind.KILL_RANK, FaultKind.RETIRE, FaultKind.GROW})
 
 #: (kind, shortest, longest seconds). Control-plane outages last longer than the serving bound, so
 #: that a step that waited for one would exceed the bound.
@@ -84,7 +96,15 @@ _NOISE = (
     (FaultKind.SLOW_LINKS, 4.0, 8.0),
     (FaultKind.HOSTILE_CLIENTS, 5.0, 8.0),
 )
+_ROUNDS = (
+    (FaultKind.RETIRE, FaultKind.KILL_RANK, FaultKind.GROW),
+    (FaultKind.KILL_RANK, FaultKind.RETIRE, FaultKind.GROW),
+    (FaultKind.RETIRE, FaultKind.GROW, FaultKind.KILL_RANK, FaultKind.GROW),
+    (FaultKind.KILL_RANK, FaultKind.GROW, FaultKind.RETIRE, FaultKind.GROW),
+)
+"""Each leads from the number of ranks at the start back to it."""
 _CALM_S = (2.0, 5.0)
+_RESIZE_EVERY_S = (20.0, 35.0)
 _RESTART_EVERY_S = 240.0
 
 
@@ -96,12 +116,13 @@ class Fault:
     """Seconds from the start; a failover waits a little for a plan under way."""
     kind: FaultKind
     seconds: float
+    """A resize takes as long as it takes."""
     seed: int
     """For what the fault itself chooses."""
 
 
-def make_schedule(seed: int, seconds: float) -> tuple[list[Fault], list[Fault]]:
-    """Return (main, noise) faults in order of time.
+def make_schedule(seed: int, seconds: float) -> tuple[list[Fault], list[Fault], list[Fault]]:
+    """Return (main, noise, resizes) in order of time.
 
     Faults of one list do not overlap; faults of different lists may. Every second main fault is a
     failover; all kinds take turns in an order chosen by the seed.
@@ -113,7 +134,7 @@ def make_schedule(seed: int, seconds: float) -> tuple[list[Fault], list[Fault]]:
     others: list[tuple[FaultKind, float, float]] = []
     while True:
         if at - restarted_at >= _RESTART_EVERY_S:
-            kind, least, most = FaultKind.KILL_RANK, 1.0, 2.0
+            kind, least, most = FaultKind.KILL_MOST, 1.0, 2.0
             restarted_at = at
         elif len(main) % 2 == 0:
             kind, least, most = _draw(failovers, _FAILOVERS, rng)
@@ -131,7 +152,17 @@ def make_schedule(seed: int, seconds: float) -> tuple[list[Fault], list[Fault]]:
         lasts = rng.uniform(least, most)
         noise.append(Fault(at, kind, lasts, rng.getrandbits(32)))
         at += lasts + rng.uniform(10.0, 25.0)
-    return main, noise
+    return main, noise, _resizes(random.Random(f"{seed} resizes"), seconds)
+
+
+def _resizes(rng: random.Random, seconds: float) -> list[Fault]:
+    found: list[Fault] = []
+    at, left = rng.uniform(*_CALM_S), list[FaultKind]()
+    while at < seconds:
+        left = left or list(rng.choice(_ROUNDS))
+        found.append(Fault(at, left.pop(0), 0.0, rng.getrandbits(32)))
+        at += rng.uniform(*_RESIZE_EVERY_S)
+    return found
 
 
 def _draw(

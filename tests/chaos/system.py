@@ -58,4 +58,5 @@ def rank_config(folder: Path, num_ranks: int, controllers: Sequence[str]) -> Ran
         # One layer, or two, in a wave.
         staging_bytes=48 << 10,
         group_timeout_s=60.0,
+        shrinks=True,
     )

@@ -2,6 +2,7 @@
 
 import random
 import uuid
+from collections import Counter
 
 import pytest
 
@@ -17,9 +18,10 @@ SHORT = (
         Fault(0.0, FaultKind.KILL_LEADER, 6.0, 1),
         Fault(7.0, FaultKind.KILL_PRIMARY, 6.0, 2),
         Fault(14.0, FaultKind.STOP_RANK, 1.0, 3),
-        Fault(16.0, FaultKind.KILL_RANK, 1.0, 5),
+        Fault(16.0, FaultKind.KILL_MOST, 1.0, 5),
     ],
     [Fault(3.0, FaultKind.HOSTILE_CLIENTS, 5.0, 4)],
+    [Fault(2.0, FaultKind.RETIRE, 0.0, 6), Fault(12.0, FaultKind.GROW, 0.0, 7)],
 )
 
 
@@ -29,9 +31,18 @@ SHORT = (
 async def test_a_leader_a_store_and_a_rank_fail_and_nothing_breaks(tmp_path, monkeypatch):
     monkeypatch.setenv(MARK, str(uuid.uuid4()))
     result = await run_chaos(
-        tmp_path, 1, 20.0, num_ranks=4, schedule=SHORT, least_plans=1, least_through=1, say=print
+        tmp_path,
+        1,
+        20.0,
+        num_ranks=4,
+        schedule=SHORT,
+        least_plans=1,
+        least_through=1,
+        least_resizes=0,
+        say=print,
     )
     assert result.broken == []
+    assert result.figures["groups after retire"] and result.figures["groups after grow"]
 
 
 @pytest.mark.slow
@@ -71,13 +82,14 @@ def test_a_schedule_is_a_function_of_its_seed():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ten_minutes_hold_every_kind_of_fault_one_at_a_time(seed):
-    main, noise = make_schedule(seed, 600)
-    for faults in (main, noise):
+    main, noise, resizes = make_schedule(seed, 600)
+    for faults in (main, noise, resizes):
         for before, after in zip(faults, faults[1:], strict=False):
             assert before.at + before.seconds < after.at
         assert faults[-1].at + faults[-1].seconds <= 600
-    kinds = {fault.kind for fault in (*main, *noise)}
-    assert kinds == set(FaultKind)
+    kinds = Counter(fault.kind for fault in (*main, *noise, *resizes))
+    assert kinds.keys() == set(FaultKind)
+    assert min(count for kind, count in kinds.items() if kind.resizes) >= 5
     failovers = [fault for fault in main if fault.kind.changes_leader or fault.kind.changes_primary]
     assert len(failovers) >= 15
     # Control-plane outages last longer than the bound on serving, so a wait would be found.

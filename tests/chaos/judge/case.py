@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.chaos.judge.maps import Map, rows_of, with_rows
-from tests.chaos.judge.ranks import RankFacts, read_ranks
+from tests.chaos.judge.maps import Map, of_other_ranks, rows_of, with_rows
+from tests.chaos.judge.ranks import Forming, RankFacts, RankStart, read_formings, read_ranks
 from tests.chaos.judge.store import PlanFacts, StoreDump, read_dumps
 from tests.chaos.judge.wire import RankStream, Wire, WireMessage, read_wire
 
@@ -18,6 +18,7 @@ __all__ = [
     "WIRE",
     "Breach",
     "Case",
+    "Group",
     "Process",
     "WaveId",
     "read_case",
@@ -41,10 +42,40 @@ class WaveId(NamedTuple):
 
 
 class Process(NamedTuple):
-    """One process of a rank."""
+    """One process while it is a rank of one group."""
 
     generation: str
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks between two starts, restarts or resizes; of one generation."""
+
+    number: int
+    starts: dict[int, RankStart]
+    """Of each rank that got so far."""
+    last_epoch: int
+    """The newest that a rank logged."""
+    before: "Group | None"
+    """The group before it."""
+    over: Forming | None
+    """How it came from the group before, of another size; None if all its ranks began anew."""
+
+    @property
+    def first(self) -> RankStart:
+        """The start of its first rank that got so far."""
+        return next(iter(self.starts.values()))
+
+    @property
+    def generation(self) -> str:
+        """Its name on the wire."""
+        return self.first.generation
+
+    @property
+    def num_ranks(self) -> int:
+        """Its size."""
+        return self.first.num_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +103,52 @@ class Case:
     """The ranks' sizes, seed and deployment."""
     wire: Wire
     ranks: list[RankFacts]
+    formings: list[Forming]
     dumps: list[StoreDump]
 
     @property
-    def num_ranks(self) -> int:
-        """The number of ranks of the group."""
-        return int(self.config["num_ranks"])
+    def slots_per_rank(self) -> int:
+        """The slots of a layer on one rank."""
+        return int(self.config["slots_per_rank"])
 
-    @property
-    def num_slots(self) -> int:
-        """The slots of a layer over all ranks."""
-        return self.num_ranks * int(self.config["slots_per_rank"])
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The groups of which a rank got so far, in their order.
+
+        A group that dies while it goes over is started anew with its new size, so the order to go
+        over may be of a group that never started.
+        """
+        starts: dict[int, dict[int, RankStart]] = defaultdict(dict)
+        for facts in self.ranks:
+            for start in facts.starts:
+                starts[start.group][facts.rank] = start
+        newest: dict[str, int] = defaultdict(int)
+        for facts in self.ranks:
+            for swap in facts.swaps:
+                newest[swap.generation] = max(newest[swap.generation], swap.epoch)
+        found: list[Group] = []
+        for number, of_group in sorted(starts.items()):
+            epoch = max(start.epoch for start in of_group.values())
+            generation = next(iter(of_group.values())).generation
+            before = found[-1] if found else None
+            over = None
+            if before is not None:
+                orders = [one for one in self.formings if before.number < one.group <= number]
+                goes_over = epoch > before.last_epoch or [o for o in orders if o.group == number]
+                over = orders[-1] if orders and goes_over else None
+            last_epoch = max(epoch, newest[generation])
+            found.append(Group(number, of_group, last_epoch, before, over))
+        return found
+
+    @cached_property
+    def generations(self) -> dict[str, Group]:
+        """The groups by their names."""
+        return {group.generation: group for group in self.groups}
+
+    @cached_property
+    def overs(self) -> dict[int, Group]:
+        """Epoch -> the group that came to it without a wave, because it has another size."""
+        return {g.first.epoch: g for g in self.groups if g.over is not None}
 
     @cached_property
     def processes(self) -> dict[Process, RankFacts]:
@@ -152,19 +218,39 @@ class Case:
 
     @cached_property
     def maps(self) -> dict[int, Map]:
-        """Epoch -> the map that the Prepares on the wire lead to, from the first map on."""
+        """Epoch -> the map that the Prepares on the wire, and changes of the size, lead to."""
         first = next((facts.states[0] for facts in self.ranks if facts.states), None)
         if first is None:
             return {}
         found = {first.epoch: first.map}
-        for epoch in sorted(self.swapped):
-            wave = min(self.swapped[epoch])
-            prepare = self.prepares.get(wave)
-            if prepare is not None and epoch - 1 in found:
+        for epoch in sorted(self.swapped.keys() | self.overs.keys()):
+            before = found.get(epoch - 1)
+            if before is None:
+                continue
+            if (group := self.overs.get(epoch)) is not None:
+                found[epoch] = self.first_map(group) or self.carried(group, before)
+                continue
+            prepare = self.prepares.get(min(self.swapped[epoch]))
+            if prepare is not None:
                 body = prepare.body.body
-                rows = rows_of(body.rows, self.num_slots)
-                found[epoch] = with_rows(found[epoch - 1], body.layers, rows)
+                rows = rows_of(body.rows, len(before[0]))
+                found[epoch] = with_rows(before, body.layers, rows)
         return found
+
+    def carried(self, group: Group, before: Map) -> Map:
+        """Return the map that a group of another size takes over from the last map before it."""
+        assert group.over is not None
+        return of_other_ranks(before, group.over.former, self.slots_per_rank)
+
+    def first_map(self, group: Group) -> Map | None:
+        """Return the first map of a group that outlived a death, which no message names.
+
+        Its ranks chose where the lost experts live. `maps_carry_over` judges the choice.
+        """
+        assert group.over is not None
+        epoch = group.first.epoch
+        states = (state for facts in self.ranks for state in facts.states if state.epoch == epoch)
+        return next((state.map for state in states), None) if group.over.dead else None
 
 
 def wave_of(key: Any) -> WaveId:
@@ -182,5 +268,9 @@ def read_case(folder: Path) -> Case:
     ranks = folder / "ranks"
     config = json.loads((ranks / "config.json").read_text(encoding="utf-8"))
     return Case(
-        config, read_wire(folder / WIRE), read_ranks(ranks, config), read_dumps(folder / DUMPS)
+        config,
+        read_wire(folder / WIRE),
+        read_ranks(ranks, config),
+        read_formings(ranks),
+        read_dumps(folder / DUMPS),
     )

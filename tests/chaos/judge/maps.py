@@ -8,12 +8,22 @@ from typing import Any
 import numpy as np
 import xxhash
 
-__all__ = ["Map", "Rows", "digest_of", "expert_checksum", "map_of_tables", "rows_of", "with_rows"]
+__all__ = [
+    "EMPTY",
+    "Map",
+    "Rows",
+    "digest_of",
+    "expert_checksum",
+    "map_of_tables",
+    "of_other_ranks",
+    "rows_of",
+    "with_rows",
+]
 
 Rows = tuple[tuple[int, ...], ...]
 Map = Rows
 """(L, S) the expert in each slot; -1 if no table leads to the slot, -2 if several experts do."""
-_EMPTY, _CLASH = -1, -2
+EMPTY, _CLASH = -1, -2
 
 
 @cache
@@ -31,10 +41,10 @@ def map_of_tables(tables: Sequence[Sequence[Sequence[int]]], num_slots: int) -> 
     """
     rows = []
     for layer in tables:
-        row = [_EMPTY] * num_slots
+        row = [EMPTY] * num_slots
         for expert, slots in enumerate(layer):
             for slot in slots:
-                row[slot] = expert if row[slot] == _EMPTY else _CLASH
+                row[slot] = expert if row[slot] == EMPTY else _CLASH
         rows.append(tuple(row))
     return _shared(tuple(rows))
 
@@ -51,6 +61,21 @@ def with_rows(old: Map, layers: Sequence[int], rows: Rows) -> Map:
     for layer, row in zip(layers, rows, strict=True):
         new[layer] = row
     return _shared(tuple(new))
+
+
+def of_other_ranks(old: Map, former: Sequence[int | None], slots_per_rank: int) -> Map:
+    """Return the map of a group of another size: the slots of those who stay, the others empty.
+
+    Args:
+        former: the rank of each process in the group of the old map; None for one that joins.
+    """
+    empty = (EMPTY,) * slots_per_rank
+    rows = []
+    for row in old:
+        held = [row[at : at + slots_per_rank] for at in range(0, len(row), slots_per_rank)]
+        parts = (empty if rank is None else held[rank] for rank in former)
+        rows.append(tuple(expert for part in parts for expert in part))
+    return _shared(tuple(rows))
 
 
 @cache

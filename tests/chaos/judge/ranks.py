@@ -7,17 +7,40 @@ from typing import Any
 
 from tests.chaos.judge.maps import Map, map_of_tables
 
-__all__ = ["RankFacts", "RankStart", "RankSwap", "StepFacts", "StepState", "read_ranks"]
+__all__ = [
+    "Forming",
+    "RankFacts",
+    "RankStart",
+    "RankSwap",
+    "StepFacts",
+    "StepState",
+    "read_formings",
+    "read_ranks",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Forming:
+    """The engine's order to its ranks to go over into a group of another size."""
+
+    group: int
+    former: tuple[int | None, ...]
+    """The rank of each process in the group before; None for one that joins."""
+    dead: tuple[int, ...]
+    """The ranks of the group before whose death is the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStart:
-    """The start of one process of a rank."""
+    """The start of one rank in one group."""
 
     unix: float
-    attempt: int
+    group: int
     generation: str
     epoch: int
+    num_ranks: int
+    former_rank: int | None
+    """Of this process in the group before; None if it was not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +61,7 @@ class StepState:
     """The contents of a rank's own memory right before or right after the computation of a step."""
 
     unix: float
-    attempt: int
+    group: int
     step: int
     epoch: int
     map: Map
@@ -54,7 +77,7 @@ class StepFacts:
     """One step of one rank."""
 
     unix: float
-    attempt: int
+    group: int
     step: int
     epoch: int
     before: StepState
@@ -64,7 +87,7 @@ class StepFacts:
 
 @dataclass(slots=True)
 class RankFacts:
-    """All that one rank wrote."""
+    """All that one rank of each group wrote."""
 
     rank: int
     starts: list[RankStart] = field(default_factory=list)
@@ -72,19 +95,19 @@ class RankFacts:
     states: list[StepState] = field(default_factory=list)
     steps: list[StepFacts] = field(default_factory=list)
     saves: dict[tuple[int, int], float] = field(default_factory=dict)
-    """(attempt, epoch) -> Unix seconds at which the file system had the saved placement."""
+    """(group, epoch) -> Unix seconds at which the file system had the saved placement."""
     codes: list[int] = field(default_factory=list)
     """Exit codes of the processes that wrote one."""
 
-    def generation(self, attempt: int) -> str:
-        """Return the generation of an attempt; empty if the rank did not get so far."""
-        return next((s.generation for s in self.starts if s.attempt == attempt), "")
+    def start(self, group: int) -> RankStart | None:
+        """Return the start in a group; None if the rank did not get so far."""
+        return next((start for start in self.starts if start.group == group), None)
 
 
 def read_ranks(folder: Path, config: dict[str, Any]) -> list[RankFacts]:
     """Read what all ranks of a run wrote into its folder."""
     found = []
-    for rank in range(config["num_ranks"]):
+    for rank in range(len(list(folder.glob("rank-*.jsonl")))):
         facts = RankFacts(rank)
         _read_log(facts, folder / f"rank-{rank}.jsonl")
         _read_evidence(facts, folder / f"evidence-{rank}.jsonl", config)
@@ -92,13 +115,30 @@ def read_ranks(folder: Path, config: dict[str, Any]) -> list[RankFacts]:
     return found
 
 
+def read_formings(folder: Path) -> list[Forming]:
+    """Read which groups of another size the engine ordered to form."""
+    return [
+        Forming(line["group"], tuple(line["former"]), tuple(line["dead"]))
+        for _, line in _lines(folder / "supervisor.jsonl")
+        if line["kind"] == "forming"
+    ]
+
+
 def _read_log(facts: RankFacts, path: Path) -> None:
     """Read the rank's own log."""
     for _, line in _lines(path):
         match line["kind"]:
             case "start":
-                start = RankStart(line["unix"], line["attempt"], line["generation"], line["epoch"])
-                facts.starts.append(start)
+                facts.starts.append(
+                    RankStart(
+                        line["unix"],
+                        line["group"],
+                        line["generation"],
+                        line["epoch"],
+                        line["ranks"],
+                        line["former_rank"],
+                    )
+                )
             case "swap":
                 facts.swaps.append(
                     RankSwap(
@@ -117,30 +157,30 @@ def _read_log(facts: RankFacts, path: Path) -> None:
 def _read_evidence(facts: RankFacts, path: Path, config: dict[str, Any]) -> None:
     """Read the lines of `tests.chaos.rank`, which explains them."""
     states: dict[tuple[int, int], StepState] = {}
-    num_slots = config["num_ranks"] * config["slots_per_rank"]
+    num_slots = {s.group: s.num_ranks * config["slots_per_rank"] for s in facts.starts}
     for number, line in _lines(path):
-        attempt = line["attempt"]
+        group = line["group"]
         match line["kind"]:
             case "state":
                 state = StepState(
                     line["unix"],
-                    attempt,
+                    group,
                     line["step"],
                     line["epoch"],
-                    map_of_tables(line["tables"], num_slots),
+                    map_of_tables(line["tables"], num_slots[group]),
                     {(layer, slot): value for layer, slot, value in line["slots"]},
                     number,
                 )
-                states[attempt, line["number"]] = state
+                states[group, line["number"]] = state
                 facts.states.append(state)
             case "step":
-                before, after = (states[attempt, one] for one in line["states"])
+                before, after = (states[group, one] for one in line["states"])
                 step, epoch = line["step"], line["epoch"]
                 facts.steps.append(
-                    StepFacts(line["unix"], attempt, step, epoch, before, after, number)
+                    StepFacts(line["unix"], group, step, epoch, before, after, number)
                 )
             case "saved":
-                facts.saves[attempt, line["epoch"]] = line["changed"]
+                facts.saves[group, line["epoch"]] = line["changed"]
 
 
 def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:

@@ -66,14 +66,19 @@ def waves_have_one_outcome(case: Case) -> Iterator[Breach]:
 
 
 def epochs_name_one_wave(case: Case) -> Iterator[Breach]:
-    """All ranks came to an epoch by the same wave, and no epoch was skipped."""
+    """All ranks came to an epoch by the same wave or change of size, and no epoch was skipped."""
     rule = "one wave for each epoch"
     for epoch, waves in sorted(case.swapped.items()):
         if len(waves) > 1:
             yield Breach(rule, f"ranks came to epoch {epoch} by {sorted(waves)}")
         if any(wave not in case.prepares for wave in waves):
             yield Breach(rule, f"no Prepare on the wire leads to epoch {epoch}: {sorted(waves)}")
-    missing = set(range(1, max(case.swapped, default=0) + 1)) - case.swapped.keys()
+    for epoch in sorted(case.swapped.keys() & case.overs.keys()):
+        number = case.overs[epoch].number
+        text = f"group {number} has another size from epoch {epoch} on, to which a wave led before"
+        yield Breach(rule, text)
+    known = case.swapped.keys() | case.overs.keys()
+    missing = set(range(1, max(known, default=0) + 1)) - known
     if missing:
         yield Breach(rule, f"no rank logged how it came to epochs {sorted(missing)}")
     for message in case.messages:
@@ -87,7 +92,7 @@ def epochs_name_one_wave(case: Case) -> Iterator[Breach]:
 def no_rank_holds_a_wave_at_the_end(case: Case) -> Iterator[Breach]:
     """The last state that each rank told of in the last generation is idle."""
     for process in case.streams:
-        if process.generation != case.ranks[process.rank].starts[-1].generation:
+        if process.generation != case.groups[-1].generation:
             continue
         states = [message for message in case.sent_by(process) if message.kind == "rank_state"]
         if states and states[-1].body.state != _IDLE:

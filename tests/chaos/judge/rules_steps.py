@@ -31,7 +31,7 @@ def each_step_has_one_map(case: Case) -> Iterator[Breach]:
     steps: dict[tuple[int, int], list[tuple[RankFacts, StepFacts]]] = defaultdict(list)
     for facts in case.ranks:
         for step in facts.steps:
-            steps[step.attempt, step.step].append((facts, step))
+            steps[step.group, step.step].append((facts, step))
             if step.before is not step.after:
                 yield Breach(
                     rule,
@@ -80,9 +80,10 @@ def epochs_of_steps_never_fall(case: Case) -> Iterator[Breach]:
 def reports_name_the_epoch_of_the_step(case: Case) -> Iterator[Breach]:
     """The epochs in the reports on the wire are those with which the steps were computed."""
     known: dict[tuple[Process, int], int] = {
-        (Process(facts.generation(step.attempt), facts.rank), step.step): step.epoch
+        (Process(start.generation, facts.rank), step.step): step.epoch
         for facts in case.ranks
         for step in facts.steps
+        if (start := facts.start(step.group)) is not None
     }
     for process, streams in case.streams.items():
         for message in (m for stream in streams for m in stream.messages):
@@ -131,7 +132,7 @@ def slots_hold_the_experts_of_the_map(case: Case) -> Iterator[Breach]:
 
 def _bad_slots(case: Case, facts: RankFacts, state: StepState) -> Iterator[Breach]:
     rule = "slots hold the experts of the map"
-    width = case.num_slots // case.num_ranks
+    width = case.slots_per_rank
     first = facts.rank * width
     own = {
         (layer, local): row[first + local]
@@ -177,15 +178,15 @@ def restarts_keep_the_epoch(case: Case) -> Iterator[Breach]:
         for message in case.sent_by(process):
             if message.kind in ("hello", "ack", "abort_answer", "rank_state"):
                 named[process.generation] = max(named[process.generation], message.body.epoch)
-    for facts in case.ranks:
-        known = 0
-        for start in facts.starts:
+    known = 0
+    for group in case.groups:
+        for rank, start in group.starts.items():
             if start.epoch < known:
                 yield Breach(
                     "restarts keep the epoch",
-                    f"rank {facts.rank} started attempt {start.attempt} at epoch {start.epoch},"
-                    f" the group had named {known}",
+                    f"rank {rank} started in group {group.number} at epoch {start.epoch},"
+                    f" an earlier group had named {known}",
                     start.unix,
-                    f"rank-{facts.rank}.jsonl",
+                    f"rank-{rank}.jsonl",
                 )
-            known = max(known, named[start.generation])
+        known = max(known, named[group.generation])

@@ -142,7 +142,7 @@ def acks_follow_swap_and_save(case: Case) -> Iterator[Breach]:
             elif message.kind == "ack" and _other_wave(message, swap):
                 text = f"{process} acknowledged {wave_of(message.body.wave)}, and swapped {swap}"
                 yield Breach("no Ack without a swap", text, message.read.unix, message.place)
-            saved = facts.saves.get((start.attempt, epoch))
+            saved = facts.saves.get((start.group, epoch))
             # The file system's clock is a little behind, never ahead, so there need be no margin.
             if saved is not None and message.read.unix < saved:
                 text = f"{process} named epoch {epoch} before its map was saved ({saved:.6f})"
@@ -159,7 +159,8 @@ def _wrong_digest(case: Case, process: Process, message: WireMessage) -> Iterato
     wanted = case.maps.get(message.body.epoch)
     if wanted is None:
         return
-    digest = digest_of(wanted, case.num_ranks, case.config["experts"])
+    num_ranks = len(wanted[0]) // case.slots_per_rank
+    digest = digest_of(wanted, num_ranks, case.config["experts"])
     if message.body.placement_digest != digest:
         yield Breach(
             "maps are those of the waves",
@@ -274,9 +275,11 @@ def commits_follow_votes_and_record(case: Case) -> Iterator[Breach]:
         body = message.body
         wave, found = wave_of(body.wave), heard[controller, wave_of(body.wave)]
         stored = agreements.get((wave, body.leader.term))
-        voted = len(found.yes) == case.num_ranks and not found.no
+        group = case.generations.get(wave.generation)
+        everyone = set(range(group.num_ranks)) if group is not None else None
+        voted = found.yes == everyone and not found.no
         recorded = stored is not None and stored < moment
-        recovered = any(len(ranks) == case.num_ranks for ranks in found.holding.values())
+        recovered = any(ranks == everyone for ranks in found.holding.values())
         if not (found.swapped or recovered or (voted and recorded)):
             yield Breach(
                 _RULE,

@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.judge import rules_outcomes, rules_steps, rules_waves
+from tests.chaos.judge import rules_groups, rules_outcomes, rules_steps, rules_waves
 from tests.chaos.judge.case import Breach, Case, read_case
 
 __all__ = ["RULES", "Verdict", "judge", "judge_case"]
 
 RULES: tuple[Callable[[Case], Iterator[Breach]], ...] = (
+    rules_groups.epochs_go_on,
+    rules_groups.maps_carry_over,
+    rules_groups.ranks_come_from_the_group_before,
     rules_steps.each_step_has_one_map,
     rules_steps.epochs_of_steps_never_fall,
     rules_steps.maps_are_those_of_the_waves,
@@ -82,6 +85,8 @@ def judge_case(case: Case) -> Verdict:
     for rule in RULES:
         breaches += rule(case)
     counts = needed | {
+        "groups": len(case.groups),
+        "groups of another size": len(case.overs),
         "connections": case.wire.connections,
         "connections of strangers not decoded": case.wire.undecoded_strangers,
     }

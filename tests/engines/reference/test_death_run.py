@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from evenkeel_moe.engines.reference.config import ExitCode
+from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
+from evenkeel_moe.engines.reference.state import SavedPlacement, first_placement, save_placement
+from evenkeel_moe.model.placement import Placement
 from tests.engines.reference.test_resize_run import (
     FULL,
     REQUESTS,
@@ -14,7 +16,7 @@ from tests.engines.reference.test_resize_run import (
     scripts_done,
     starts,
 )
-from tests.engines.reference.test_run import lines
+from tests.engines.reference.test_run import SMALL, lines
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 ROOMY = {"num_ranks": 4, "slots_per_rank": 6, "pool_slots_per_layer": 12, "shrinks": True}
@@ -139,6 +141,21 @@ def test_all_ranks_start_again_if_one_left_because_a_poll_is_unknown_to_it(tmp_p
         run.supervisor.kill_rank(1)
         run.wait(lambda: run.supervisor.restarts == 1, "the restart")
         assert run.supervisor.resized is None and run.supervisor.num_ranks == 4
+
+
+def test_all_ranks_start_again_with_a_map_that_only_the_dead_rank_had_come_to(tmp_path):
+    with Run(tmp_path, **ROOMY, min_step_s=0.02) as run:
+        rows = (
+            first_placement(RankConfig(run_folder="", **{**SMALL, **ROOMY})).phy2log[:, ::-1].copy()
+        )
+        told = SavedPlacement(Placement(rows, 4, 8), 1, "told")
+        save_placement(tmp_path / "state" / "rank-1.npz", told)
+        outcome = killed(run, 1)
+        assert outcome.failed == "they are at epoch 0, who died had come to 1"
+        run.wait(lambda: run.supervisor.restarts == 1, "the restart")
+        run.wait(lambda: lines(tmp_path, 0, "start")[-1]["attempt"] == 1, "rank 0")
+        begun = lines(tmp_path, 0, "start")[-1]
+        assert (begun["epoch"], begun["placement_digest"]) == (1, told.placement.digest)
 
 
 def supervisor_lines(folder):

@@ -10,7 +10,8 @@ Files under `run_folder`::
     rank-R.log        stdout and stderr of the processes that started as rank R, with their lines
                       `start`, `lost`, `resized`, `swap`, `fault`, `problem` and `exit`
     supervisor.jsonl  lines of the supervisor: `started`, `rank_died`, `restarted`, `resizing`,
-                      `resized`, `resize_failed`, `finished`
+                      `forming` (the old group was told to stop), `resized`, `resize_failed`,
+                      `finished`
     state/rank-R.npz  last committed placement of rank R, replaced atomically
     rendezvous-G      file store of group G
     lock              locked while a fleet runs in the folder

@@ -115,14 +115,25 @@ class Resizing:
         came = {rank for rank, before in enumerate(self.after.former) if before is not None}
         return len(group.starts) == self.after.num_ranks and group.resized.keys() >= came
 
-    def trouble(self, record: FleetRecord, now: float) -> str:
-        """Return why this resize has to be given up; empty if it goes on."""
+    def trouble(self, record: FleetRecord, now: float, saved_epoch: int) -> str:
+        """Return why this resize has to be given up; empty if it goes on.
+
+        Args:
+            record: what the ranks have written.
+            now: monotonic seconds.
+            saved_epoch: the newest that a rank of the old group has saved; -1 if none has.
+        """
         if self.after.dead:
             lost = record.group(self.before.group).lost
             if not self.is_prepared(record, now) and now > self.began + _NOTICE_S:
                 return f"only ranks {sorted(lost)} noticed it within {_NOTICE_S:g} s"
             epochs = {line["epoch"] for line in lost.values()}
-            return f"their maps have the epochs {sorted(epochs)}" if len(epochs) > 1 else ""
+            if len(epochs) > 1:
+                return f"their maps have the epochs {sorted(epochs)}"
+            if epochs and saved_epoch > max(epochs):
+                # Who died had swapped and may have told so: the others must not use this epoch.
+                return f"they are at epoch {max(epochs)}, who died had come to {saved_epoch}"
+            return ""
         dead = [rank for rank, process in self.joining.items() if process.poll() is not None]
         if dead and not self.forming:
             codes = ", ".join(f"{rank} with exit code {self.joining[rank].poll()}" for rank in dead)

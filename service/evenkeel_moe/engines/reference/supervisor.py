@@ -30,7 +30,7 @@ from evenkeel_moe.engines.reference.lines import LineWriter, replace_text
 from evenkeel_moe.engines.reference.rank_process import RankProcess, StartRank, start_rank_process
 from evenkeel_moe.engines.reference.resize import resized_config, survivors_config
 from evenkeel_moe.engines.reference.resizing import ResizeOutcome, Resizing
-from evenkeel_moe.engines.reference.state import first_placement, load_placement
+from evenkeel_moe.engines.reference.state import SavedPlacement, first_placement, load_placement
 from evenkeel_moe.errors import Conflict, InfeasiblePlan, InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 
@@ -68,6 +68,7 @@ class Supervisor:
         self._ranks: list[RankProcess] = []
         self._retired: list[tuple[int, int, RankProcess]] = []  # (group, rank, process)
         self._resizing: Resizing | None = None
+        self._before: RankConfig | None = None  # the group that died while it went over
         self._newest_group = config.group
         self._over_at: float | None = None
         self._stopping = False
@@ -216,6 +217,9 @@ class Supervisor:
         self._record.read()
         first_step = self._newest_step() + 1
         self._over_at = None
+        before, self._before = self._before, None
+        if before is not None and self._saved_epoch(before) >= self._saved_epoch(self._config):
+            self._config = before  # No rank of the next group has saved its map yet.
         attempt, group = self.restarts + 1, self._next_group()
         self._start_group(self._config.replace(attempt=attempt, group=group, first_step=first_step))
         self._write("restarted", attempt=attempt, first_step=first_step, pids=self.pids)
@@ -257,7 +261,7 @@ class Supervisor:
         now = time.monotonic()
         if resizing.is_formed(self._record):
             self._end_resize("")
-        elif why := resizing.trouble(self._record, now):
+        elif why := resizing.trouble(self._record, now, self._saved_epoch(resizing.before)):
             self._give_up(resizing, why)
         elif not resizing.forming and resizing.is_prepared(self._record, now):
             resizing.forming = True
@@ -269,6 +273,8 @@ class Supervisor:
             self._config = resizing.after.replace(forming=True, first_step=first_step)
             self._ranks = resizing.members
             self._retired += [(group, rank, resizing.old[rank]) for rank in resizing.retiring]
+            after = self._config
+            self._write("forming", group=after.group, former=after.former, dead=after.dead)
             self._write_config(self._config)
 
     def _give_up(self, resizing: Resizing, why: str) -> None:
@@ -284,7 +290,7 @@ class Supervisor:
         self._end_resize(why)
 
     def _end_resize_by_death(self) -> None:
-        """Give a resize up; once the ranks were told to go over, the new group is restarted."""
+        """Give a resize up; once ranks of the next group have saved its map, that is restarted."""
         resizing = self._resizing
         if resizing is not None and not resizing.forming:
             self._give_up(resizing, "a rank died")
@@ -294,7 +300,8 @@ class Supervisor:
             leaving = [one for one in self._retired if one[0] == resizing.before.group]
             self._retired = [one for one in self._retired if one not in leaving]
             self._ranks += [process for _, _, process in leaving]
-            self._end_resize(f"a rank died meanwhile, {self.num_ranks} ranks are started again")
+            self._before = resizing.before
+            self._end_resize("a rank died meanwhile, all ranks are started again")
 
     def _end_resize(self, failed: str) -> None:
         resizing, self._resizing = self._resizing, None
@@ -325,12 +332,18 @@ class Supervisor:
 
     def _placement(self) -> Placement:
         """Return the placement in force, as far as the ranks have saved it."""
-        config = self._config
-        files = [config.replace(rank=rank).state_file for rank in range(config.num_ranks)]
+        found = self._newest_saved(self._config)
+        return first_placement(self._config) if found is None else found.placement
+
+    def _saved_epoch(self, config: RankConfig) -> int:
+        """Return the newest epoch that ranks of a group of this size have saved; -1 if none has."""
+        found = self._newest_saved(config)
+        return -1 if found is None else found.epoch
+
+    def _newest_saved(self, config: RankConfig) -> SavedPlacement | None:
+        files = (config.replace(rank=rank).state_file for rank in range(config.num_ranks))
         found = [saved for file in files if (saved := load_placement(file, config.shape))]
-        if not found:
-            return first_placement(config)
-        return max(found, key=lambda saved: saved.epoch).placement
+        return max(found, key=lambda saved: saved.epoch, default=None)
 
     # --- processes and files ----------------------------------------------------------------------
 
