@@ -179,10 +179,21 @@ class Arena:
 
     # --- faults ---
 
-    async def play(self, faults: list[Fault], began: float, say: Callable[[str], None]) -> None:
-        """Inject the faults of one list in turn, each at its time but after the previous one."""
+    async def play(
+        self,
+        faults: list[Fault],
+        began: float,
+        say: Callable[[str], None],
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Inject the faults of one list in turn, each at its time but after the previous one.
+
+        None begins once it `is_over`.
+        """
         for fault in faults:
             await asyncio.sleep(max(0.0, began + fault.at - time.time()))
+            if is_over():
+                return
             if fault.kind.changes_leader or fault.kind.changes_primary:
                 await self._aim()
             struck = await self._strike(fault)

@@ -39,7 +39,8 @@ _CAUSES = {
     "expired": set(),
     "checksum_mismatch": set(),
 }
-"""Reasons only these faults make true; of the others any fault may be the cause."""
+"""Reasons only these faults make true; of the others any failure may be the cause."""
+_FAILURES = {kind for kind in FaultKind if not kind.is_ordered}
 _SLACK_FDS = 12
 
 
@@ -78,7 +79,7 @@ def bad_plans(plans: Sequence[PlanLife], struck: Sequence[Struck]) -> Iterator[s
         if not plan.ended_at or plan.phase in ("committed", "forgotten", "outgrown"):
             continue
         kinds = {s.kind for s in struck if s.overlaps(plan.asked_at, plan.ended_at, _AFTERMATH_S)}
-        allowed = _CAUSES.get(plan.reason, set(FaultKind))
+        allowed = _CAUSES.get(plan.reason, _FAILURES)
         if not kinds & allowed:
             yield (
                 f"{plan.plan_id} ended {plan.phase} {plan.reason},"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.judge.case import DUMPS, WIRE, Case, wave_of
+from tests.chaos.judge.rules_waves import HOLDING
 from tests.chaos.judge.schema import controller_message, rank_message
 from tests.chaos.judge.wire import Moment, WireMessage
 from tests.chaos.judge.wire_log import (
@@ -94,18 +95,25 @@ class Forger:
         return next(m for m in self.case.messages if m.kind == kind and wanted(m.body))
 
     def decided_wave(self) -> tuple[WireMessage, WireMessage]:
-        """Return the first Commit of a wave that was voted on, and the last yes before it."""
-        commit = self.first("commit")
-        wave = wave_of(commit.body.wave)
-        votes = [
-            message
-            for message in self.case.messages
-            if message.kind == "vote"
-            and message.passed is not None
-            and wave_of(message.body.wave) == wave
-            and message.passed < commit.read
-        ]
-        return commit, max(votes, key=lambda vote: vote.passed or Moment(0, 0))
+        """Return the first Commit that rests on votes alone, and the last yes before it."""
+        for commit in (message for message in self.case.messages if message.kind == "commit"):
+            wave = wave_of(commit.body.wave)
+            before = [
+                message
+                for message in self.case.messages
+                if message.from_rank and message.passed is not None and message.passed < commit.read
+            ]
+            votes = [m for m in before if m.kind == "vote" and wave_of(m.body.wave) == wave]
+            told = [
+                message
+                for message in before
+                if message.kind == "rank_state"
+                and message.body.state in HOLDING
+                and wave_of(message.body.wave) == wave
+            ]
+            if len(votes) == self.case.generations[wave.generation].num_ranks and not told:
+                return commit, max(votes, key=lambda vote: vote.passed or Moment(0, 0))
+        raise AssertionError("no Commit rests on votes alone")
 
     def rewrite(self, message: WireMessage, change: Callable[[Any], None]) -> None:
         """Replace a message on the wire by one of the same length."""

@@ -88,42 +88,43 @@ def slot_without_checksum(forger):
 
 
 def step_of_an_earlier_epoch(forger):
-    """All ranks computed a step with the epoch and the tables from before the last swap."""
+    """All ranks of a group computed a step with the epoch and the tables of its beginning."""
+    group = next(g for g in forger.case.groups if g.last_epoch > g.first.epoch)
 
     def change(lines):
-        steps = [line for line in lines if line["kind"] == "step" and line["group"] == 0]
-        steps[-1] |= {"epoch": 0, "states": [0, 0]}
+        _of_group(lines, group, "step")[-1] |= {"epoch": group.first.epoch, "states": [0, 0]}
 
-    for rank in range(3):
+    for rank in group.starts:
         forger.lines(f"evidence-{rank}.jsonl", change)
 
 
 def skipped_epoch(forger):
-    """No rank logged how it came to epoch 2."""
+    """No rank logged how it came to the epoch of a wave."""
+    epoch = min(forger.case.swapped)
 
     def change(lines):
-        lines[:] = [line for line in lines if line["kind"] != "swap" or line["epoch"] != 2]
+        lines[:] = [line for line in lines if line["kind"] != "swap" or line["epoch"] != epoch]
 
-    for rank in range(3):
-        forger.lines(f"rank-{rank}.jsonl", change)
+    for facts in forger.case.ranks:
+        forger.lines(f"rank-{facts.rank}.jsonl", change)
 
 
 def fallen_epoch(forger):
     """The group came back from its restart at an earlier epoch than it had named."""
+    group = next(g for g in forger.case.groups if g.before is not None and g.over is None)
 
     def change(lines):
-        starts = [line for line in lines if line["kind"] == "start"]
-        assert starts[1]["epoch"] > 0
-        starts[1]["epoch"] -= 1
+        _of_group(lines, group, "start")[0]["epoch"] -= 1
 
     forger.lines("rank-0.jsonl", change)
 
 
 def late_save(forger):
-    """Rank 0 had its placement saved only after its Ack."""
+    """Rank 0 had its placement saved long after its Ack."""
 
     def change(lines):
-        next(line for line in lines if line["kind"] == "saved")["changed"] += 1.0
+        saves = (line for line in lines if line["kind"] == "saved")
+        next(line for line in saves if line["epoch"] in forger.case.swapped)["changed"] += 60.0
 
     forger.lines("evidence-0.jsonl", change)
 
@@ -171,9 +172,10 @@ def commit_without_record(forger):
 def swap_without_commit(forger):
     """A rank swapped a wave for which it had no Commit."""
     commit, _ = forger.decided_wave()
-    for message in commit.stream.messages:
-        if message.kind == "commit" and message.body.wave == commit.body.wave:
-            forger.hide(message)
+    for stream in forger.case.streams[forger.case.process_of(commit.stream)]:
+        for message in stream.messages:
+            if message.kind == "commit" and message.body.wave == commit.body.wave:
+                forger.hide(message)
 
 
 def lost_ack(forger):

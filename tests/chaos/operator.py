@@ -176,7 +176,7 @@ class Operator:
         """Request the plan; return True if it was accepted, or cannot be any more."""
         size = status["shape"]["num_ranks"] if status["shape"] else life.num_ranks
         if life.num_ranks not in (0, size):
-            life.phase, life.ended_at = "outgrown", self.clock()
+            life.phase, life.reason, life.ended_at = "outgrown", "", self.clock()
             return True
         if not life.target:
             if self.waits or not size:

@@ -18,7 +18,7 @@ from tests.chaos.peers import SETTINGS as LIMITS
 from tests.chaos.peers import Attack
 from tests.chaos.processes import MARK, ControllerProcess, marked
 from tests.chaos.resizes import resizes_done
-from tests.chaos.schedule import Fault, make_schedule
+from tests.chaos.schedule import Schedule, make_schedule
 from tests.chaos.system import FORGET_AFTER_S
 from tests.waiting import until
 
@@ -46,7 +46,7 @@ async def run_chaos(
     seconds: float,
     *,
     num_ranks: int = 8,
-    schedule: tuple[list[Fault], ...] | None = None,
+    schedule: Schedule | None = None,
     least_plans: int | None = None,
     least_through: int | None = None,
     least_resizes: int | None = None,
@@ -62,11 +62,11 @@ async def run_chaos(
         least_plans: the fewest plans that must be committed during faults; None: 20 per 600 s.
         least_through: the fewest of them that must survive a failover; None: 5 per 600 s.
         least_resizes: how often the group must at least grow, retire ranks, and outlive the death
-            of a rank; None: 3 times each per 600 s.
+            of a rank; None: twice each per 600 s.
         peers: let hostile peers attack in place of faults; the honest ranks must lose nothing.
     """
     if peers:
-        schedule, least_plans, least_through, least_resizes = (), 0, 0, 0
+        schedule, least_plans, least_through, least_resizes = ([], [], []), 0, 0, 0
     result, arena = Result(), Arena(folder, seed, num_ranks, settings=LIMITS if peers else {})
     # Peers use gRPC in this process, which keeps descriptors of its own for some time.
     fds_before = None if peers else _own_descriptors()
@@ -77,19 +77,24 @@ async def run_chaos(
         fds = {c.name: _descriptors(arena, c) for c in arena.controllers}
         began = time.time()
         say(f"started; {num_ranks} ranks, seed {seed}, {seconds:g} s of faults")
-        lists = schedule if schedule is not None else make_schedule(seed, seconds)
+        main, noise, resizes = schedule if schedule is not None else make_schedule(seed, seconds)
         tasks = [
             asyncio.create_task(arena.look_after(end_watch), name="ranks"),
             asyncio.create_task(arena.operator.run(end_operator), name="operator"),
             asyncio.create_task(arena.dump_store(end_watch), name="dumps"),
         ]
-        plays = [asyncio.create_task(arena.play(faults, began, say)) for faults in lists]
+        others = [asyncio.create_task(arena.play(faults, began, say)) for faults in (main, noise)]
+
+        def others_are_over() -> bool:
+            return time.time() > began + seconds and all(play.done() for play in others)
+
+        resizing = asyncio.create_task(arena.play(resizes, began, say, others_are_over))
         if peers:
             attack = Attack(await arena.target(), arena.controllers, seed)
             await attack.run(seconds)
             _note_attack(attack, result)
         # A fault waits for a plan and for what it struck, so a busy machine takes longer.
-        await _all(plays, tasks, 1.5 * seconds + 240)
+        await _all([*others, resizing], tasks, 1.5 * seconds + 240)
         await _check_living(arena, result, fds, end_operator, tasks)
         end_watch.set()
         await _all(tasks, [], 30)
@@ -110,7 +115,7 @@ async def run_chaos(
         if name.startswith("replica") and codes[name]
     ]
     _check_records(arena, result, least_plans, least_through, seconds)
-    _check_resizes(arena, result, int(seconds / 200) if least_resizes is None else least_resizes)
+    _check_resizes(arena, result, int(seconds / 300) if least_resizes is None else least_resizes)
     result.broken += await _left_behind(fds_before)
     for name, value in result.figures.items():
         say(f"{name}: {value:g}")
@@ -224,13 +229,14 @@ def _check_records(
     if not hasattr(arena, "operator"):
         return
     plans, struck, figures = arena.operator.plans, arena.struck, result.figures
+    failures = [s for s in struck if not s.kind.is_ordered]
     result.broken += arena.operator.faults
     result.broken += checks.bad_plans(plans, struck)
     committed = [plan for plan in plans if plan.phase == "committed"]
     under = [
         plan
         for plan in committed
-        if any(s.overlaps(plan.accepted_at, plan.ended_at, _AFTERMATH_S) for s in struck)
+        if any(s.overlaps(plan.accepted_at, plan.ended_at, _AFTERMATH_S) for s in failures)
     ]
     through = [plan for plan in committed if plan.through_failover]
     figures["plans asked for"] = len(plans)

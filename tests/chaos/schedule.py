@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Fault", "FaultKind", "make_schedule"]
+__all__ = ["Fault", "FaultKind", "Schedule", "make_schedule"]
 
 
 class FaultKind(StrEnum):
@@ -59,6 +59,11 @@ class FaultKind(StrEnum):
     def stops_serving(self) -> bool:
         """True if the fault ends or stops ranks; no other fault may delay a step."""
         return self in (FaultKind.STOP_RANK, FaultKind.KILL_MOST, FaultKind.KILL_RANK)
+
+    @property
+    def is_ordered(self) -> bool:
+        """True if it is no failure: it explains nothing but the end of a generation."""
+        return self in (FaultKind.RETIRE, FaultKind.GROW)
 
     @property
     def resizes(self) -> bool:
@@ -121,8 +126,13 @@ class Fault:
     """For what the fault itself chooses."""
 
 
-def make_schedule(seed: int, seconds: float) -> tuple[list[Fault], list[Fault], list[Fault]]:
-    """Return (main, noise, resizes) in order of time.
+Schedule = tuple[list[Fault], list[Fault], list[Fault]]
+"""(main, noise, resizes), each in order of time. On a slow machine resizes come later than planned,
+and those after the other faults are left out."""
+
+
+def make_schedule(seed: int, seconds: float) -> Schedule:
+    """Return the faults of a run.
 
     Faults of one list do not overlap; faults of different lists may. Every second main fault is a
     failover; all kinds take turns in an order chosen by the seed.

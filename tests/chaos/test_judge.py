@@ -1,8 +1,8 @@
 """The outside judge finds no breach in a recorded run, and every forgery of it.
 
-`recorded.tar.xz` is a real run of 3 ranks, in which leaders, the store and ranks failed: `python -m
-tests.chaos --ranks 3 --seconds 80 --seed 7 --folder DIR`, with its logs unpacked and without the
-connections of strangers.
+`recorded.tar.xz` is a real run of 4 ranks, in which one retired, others joined and died, and
+leaders and the store failed: `python -m tests.chaos --ranks 4 --seconds 80 --seed 50 --folder DIR`,
+with its logs unpacked and without the connections of strangers and what ranks logged of each step.
 """
 
 import json

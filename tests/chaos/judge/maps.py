@@ -33,7 +33,7 @@ def _shared(found: Map) -> Map:
 
 
 def map_of_tables(tables: Sequence[Sequence[Sequence[int]]], num_slots: int) -> Map:
-    """Return the map that routing tables follow.
+    """Return the map that routing tables follow; it is wider if they lead to other slots.
 
     Args:
         tables: (L, E) the slots to which the tokens of each expert are sent.
@@ -41,7 +41,8 @@ def map_of_tables(tables: Sequence[Sequence[Sequence[int]]], num_slots: int) -> 
     """
     rows = []
     for layer in tables:
-        row = [EMPTY] * num_slots
+        led_to = (slot for slots in layer for slot in slots)
+        row = [EMPTY] * max(num_slots, 1 + max(led_to, default=-1))
         for expert, slots in enumerate(layer):
             for slot in slots:
                 row[slot] = expert if row[slot] == EMPTY else _CLASH

@@ -12,6 +12,7 @@ from tests.chaos.judge.store import plan_of
 from tests.chaos.judge.wire import Moment, RankStream, WireMessage
 
 __all__ = [
+    "HOLDING",
     "acks_follow_swap_and_save",
     "commits_follow_votes_and_record",
     "ranks_obey_one_leader_in_a_term",
@@ -241,7 +242,7 @@ def _told_step(messages: list[WireMessage]) -> int:
 
 _SWAPPED = 1
 """WaveOutcome on the wire."""
-_HOLDING = frozenset({3, 4, 5})
+HOLDING = frozenset({3, 4, 5})
 """ParticipantState on the wire: prepared, armed, swapping."""
 _RULE = "no Commit before votes and record"
 
@@ -336,6 +337,6 @@ def _hear(
         case "rank_state":
             if body.HasField("last_wave") and body.last_outcome == _SWAPPED:
                 heard[controller, wave_of(body.last_wave)].swapped = True
-            if body.HasField("wave") and body.state in _HOLDING:
+            if body.HasField("wave") and body.state in HOLDING:
                 found = heard[controller, wave_of(body.wave)].holding
                 found[body.query].add(process.rank)
