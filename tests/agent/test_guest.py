@@ -505,3 +505,13 @@ def test_a_fault_of_the_balancer_outlasts_new_weights():
         reload(guests, versions=(1, 1))
         assert guests.agents[0].trouble == "another planner"
         assert guests.agents[0].observe_only
+
+
+def test_a_failed_gate_disables_migration_and_the_engine_goes_on():
+    old, _ = two_rank_placements()
+    with Guests(old) as guests:
+        guests.steps(4)
+        guests.agents[1]._gate_group.abort()
+        for _ in range(12):
+            run_ranks(2, lambda rank: guests.engines[rank].step())
+        assert "the gate failed, and no wave was under way" in guests.agents[1].trouble

@@ -12,7 +12,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import messages as m
-from evenkeel_moe.v1 import agent_pb2
+from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
 from evenkeel_moe.wire.link import Heartbeat
@@ -149,6 +149,22 @@ async def _say_raw(address, data):
         return decode_controller_message(agent_pb2.ControllerMessage.FromString(answer))
 
 
+async def test_a_leader_takes_a_term_above_what_the_ranks_know(tmp_path):
+    async with Controller(tmp_path) as controller, Group() as group:
+        group.ranks[2].term = 40
+        await group.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        assert (await controller.status())["term"] == 41
+        # A rank bound to a newer leader refuses ours: the term rises again, and the ranks stay.
+        rank = group.ranks[0]
+        await rank.send(m.TermRefused(rank.identity, m.Leader("someone", 50)))
+        await until(lambda: _term(controller, 51))
+        await until(lambda: controller.state("ready"))
+        await group.serve(8)
+        await until(lambda: _steps(controller, 8))
+        assert all(not rank.call.done() for rank in group.ranks)
+
+
 async def _term(controller, term):
     return (await controller.status()).get("term") == term
 
@@ -166,6 +182,17 @@ async def test_ranks_without_the_migrate_capability_are_observed(tmp_path):
 async def _last_reason(controller, reason):
     decisions = await controller.decisions()
     return bool(decisions) and decisions[0]["reason"] == reason
+
+
+async def test_health_is_served_beside_the_ranks(tmp_path):
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    async with Controller(tmp_path) as controller:
+        async with grpc.aio.insecure_channel(controller.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service="evenkeel.v1.RankLink"))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        assert (await controller.http.get("/readyz")).json()["status"] == "ok"
 
 
 # --- the store -----------------------------------------------------------------------------------
@@ -290,3 +317,27 @@ async def test_a_killed_controller_has_its_window_back_when_it_returns(tmp_path)
 async def _generation(controller, generation):
     status = await controller.status()
     return status if status.get("generation") == generation else None
+
+
+async def test_a_folder_or_port_in_use_is_reported_at_once(tmp_path):
+    async with Controller(tmp_path) as controller:
+        for environment in (
+            {"DATA_DIR": str(tmp_path / "other"), "GRPC__PORT": str(controller.ports["grpc"])},
+            {"DATA_DIR": str(tmp_path / "other"), "REST__PORT": str(controller.ports["rest"])},
+        ):
+            second = Controller(tmp_path / "other", **environment)
+            with pytest.raises(AssertionError, match="cannot listen"):
+                await second.start()
+            await asyncio.gather(second._reader)
+            assert second.process.returncode not in (0, None)
+
+
+async def test_a_stub_speaks_the_contract(tmp_path):
+    """The generated stub and the manually registered server agree on the method's name."""
+    async with (
+        Controller(tmp_path) as controller,
+        grpc.aio.insecure_channel(controller.address) as channel,
+    ):
+        call = agent_pb2_grpc.RankLinkStub(channel).Attach()
+        await call.done_writing()
+        assert await asyncio.wait_for(call.read(), 10) is grpc.aio.EOF

@@ -204,3 +204,26 @@ async def test_no_role_can_make_a_real_controller_fail(tmp_path):
         rows = (await controller.http.get("/v1/audit", params={"page_size": 1000})).json()["items"]
         assert {row["by"] for row in rows} == {"carol", "alice", "bob"}
         assert [row for row in controller.log if "exception" in row] == []
+
+
+async def test_a_key_holds_over_a_restart(tmp_path):
+    async with Controller(tmp_path / "data") as controller, Group() as group:
+        # First, because ranks that report nothing for long are lost.
+        await until(lambda: controller.events("planner_ready"), within_s=90)
+        await group.connect(controller.address)
+        await until(lambda: controller.state("ready"))
+        await group.serve(128)
+        await until(lambda: _steps(controller, 100))
+        keyed: dict[str, Any] = {"headers": {"Idempotency-Key": "k-1"}}
+        plan = {"policy": "eplb"}
+        first = await controller.http.post(f"{BASE}/plans", json=plan, **keyed)
+        assert (first.status_code, first.json()["plan_id"]) == (201, "k-1")
+        await controller.stop()
+        await controller.start()
+        await group.reconnect(controller.address)
+        await until(lambda: controller.state("ready"))
+        again = await controller.http.post(f"{BASE}/plans", json=plan, **keyed)
+        assert (again.status_code, again.json()["plan_id"]) == (201, "k-1")
+        assert again.headers["location"] == first.headers["location"]
+        other = await controller.http.post(f"{BASE}/plans", json={**plan, "policy": "gem"}, **keyed)
+        assert (other.status_code, other.json()["reason"]) == (409, Reason.ID_REUSED)

@@ -343,3 +343,11 @@ def test_the_first_slot_that_changes_without_a_transfer_is_named():
     rows = np.array([[0, 1, 3, 2, 3, 1]], np.int32)
     found = refusal(rows)
     assert found == (Reason.NO_SOURCE, "2 slots change without a transfer, first: layer 0 slot 2")
+
+
+@pytest.mark.parametrize(("room", "taken"), [(10, True), (9, False)])
+def test_a_ranks_share_must_fit_its_staging(room, taken):
+    actions = participant_of(staging_bytes=room).handle(from_controller(prepare_of()), 0.0)
+    assert [type(action) for action in actions] == [
+        msg.StartStaging if taken else msg.SendToController
+    ]

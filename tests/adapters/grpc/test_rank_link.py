@@ -466,3 +466,27 @@ async def test_a_leader_that_is_gone_is_tried_again_only_after_the_wait_that_a_f
     assert len(follower.of(Hello)) == 4
     # The first redirect is followed at once; each wait is 0.5 to 1 times what is asked for.
     assert asyncio.get_running_loop().time() - began >= 2 * 0.25
+
+
+async def test_a_follower_sends_the_link_to_the_leader():
+    async with serving([ACCEPTED]) as (leader, leader_address):
+        not_leader = NotLeader("b", leader_address, 0.0)
+        async with serving([not_leader]) as (follower, address):
+            async with running(GrpcRankLink([address], timing=FAST)) as listener:
+                await until(lambda: listener.got)
+            assert len(follower.of(Hello)) == 1 and len(leader.of(Hello)) == 1
+
+
+async def test_no_leader_and_refusal_are_tried_again_later():
+    refused = Registration(
+        RegistrationOutcome.REFUSED,
+        1.0,
+        5.0,
+        FlowControl(0.1),
+        Reason.SHAPE_DISAGREES,
+        "other shape",
+    )
+    async with linked([NotLeader("", "", 0.01)], [refused], [ACCEPTED]) as (server, listener):
+        await until(lambda: listener.got)
+    assert len(server.of(Hello)) == 3
+    assert listener.got[0][0] == 3

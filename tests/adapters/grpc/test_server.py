@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +13,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from evenkeel_moe.adapters.grpc import encoder
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.adapters.grpc.server import GrpcServer
+from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.peer_budget import PeerLimits
@@ -25,7 +27,7 @@ from evenkeel_moe.wire.link import (
     Registration,
     ReportAck,
 )
-from tests.adapters.serving import Listener, RegisteringHub, ask, make_prepare
+from tests.adapters.serving import Listener, RegisteringHub, ask, make_options, make_prepare
 from tests.protocol.machines import state_of
 from tests.waiting import deadline, until
 from tests.wire.wires import HELLO
@@ -147,6 +149,15 @@ async def test_message_larger_than_any_of_its_shape_ends_the_stream(serve):
             pass
         (violation,) = hub.refused
         assert violation.reason is Reason.LIMIT_EXCEEDED and "at most 65536" in str(violation)
+
+
+@pytest.mark.integration
+async def test_a_port_in_use_is_refused(serve):
+    server, _ = await serve()
+    with pytest.raises(InvalidInput, match=f"cannot listen for ranks on 127.0.0.1:{server.port}"):
+        GrpcServer(make_options(port=server.port)).bind()
+    with pytest.raises(InvalidInput, match="cannot listen"):
+        GrpcServer(make_options(tls_cert_file=Path("absent"), tls_key_file=Path("absent"))).bind()
 
 
 @pytest.mark.integration

@@ -21,8 +21,9 @@ from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits, PlanPhase
 from evenkeel_moe.ports.operations import PlanRequest, RollbackRequest
+from evenkeel_moe.protocol import control_messages as ctl
 from tests.controller.cycles.manual_rig import BACK, BAD, rollback
-from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT
+from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, plan_of
 from tests.waiting import until
 
 
@@ -175,6 +176,18 @@ async def test_a_refused_plan_says_why_in_words_with_units(rig):
     await rig.operations.freeze(DEPLOYMENT, 1800.0, "me")
     ends = f"paused for another 30 min; `evenkeel resume -d {DEPLOYMENT}` ends that"
     await refused(ends, Reason.FROZEN)
+
+
+async def test_a_plan_beside_another_is_refused_with_advice(rig):
+    await rig.load()
+    rig.ranks.hung = True
+    plan = plan_of(1, plan_id=BAD, created_at=rig.clock.unix())
+    await rig.member.inbox.request_plan(ctl.PlanSubmitted(plan, approve=True))
+    with pytest.raises(Conflict) as caught:
+        await rig.operations.create_plan(DEPLOYMENT, PlanRequest(approve=True, target=AFTER_ONE))
+    assert caught.value.reason is Reason.PLAN_IN_PROGRESS
+    cancel = f"`evenkeel plan cancel {BAD} -d {DEPLOYMENT}`"
+    assert str(caught.value) == f"plan {BAD} is migrating: wait for it, or {cancel}"
 
 
 async def test_plans_and_rollbacks_are_refused_while_the_planner_starts(rig):

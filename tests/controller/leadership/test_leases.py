@@ -108,6 +108,28 @@ async def test_the_machine_is_informed_when_the_lease_fails_as_the_records_arriv
     assert told == ["won", "lost", "won"]
 
 
+async def test_with_other_replicas_an_unreachable_store_costs_the_lease_before_it_runs_out(rig):
+    keeper = rig.start("a")
+    await keeper.decided(5)
+    rig.down = True
+    await rig.until(lambda: not keeper.leading)
+    assert rig.happened[-1] == ("lost", "a")
+    assert (await rig.store.acquire_lease(DEMO, "b", 1.0, 0)).holder in ("a", "b")
+    rig.down = False
+    await rig.until(lambda: keeper.leading or keeper.winner.holder == "b")
+
+
+async def test_a_silent_store_costs_the_lease_before_it_runs_out(rig):
+    keeper = rig.start("a")
+    await keeper.decided(5)
+    rig.silent = True
+    await rig.until(lambda: not keeper.leading)
+    assert rig.happened[-1] == ("lost", "a")
+    # It was last renewed before the store went silent, so nobody else can have it yet.
+    held = await rig.store.acquire_lease(DEMO, "b", 1.0, 0)
+    assert held == Lease("a", 1)
+
+
 async def test_alone_an_unreachable_store_costs_nothing(rig):
     keeper = rig.start("a", alone=True)
     await keeper.decided(5)
@@ -145,6 +167,14 @@ async def test_the_term_rises_above_what_ranks_know(rig):
     await keeper.decided(5)
     assert keeper.lease == Lease("a", 41)
     assert ("lost", "a") not in rig.happened, "the machine stepped down by itself"
+
+
+async def test_waiting_for_a_decision_ends(rig):
+    rig.down = True
+    keeper = rig.start("a")
+    await keeper.decided(0.05)
+    assert not keeper.leading
+    await keeper.release()
 
 
 async def test_a_lease_that_is_yielded_is_free_and_not_sought_before_ranks_come(rig):
@@ -190,6 +220,25 @@ async def test_a_renewal_that_fails_after_the_lease_was_yielded_leaves_no_fault(
     await turns()
     assert one.fault is None
     assert not one.leading
+
+
+async def test_a_lease_that_ran_out_while_records_were_loaded_is_not_led_by(rig):
+    async def won(lease):
+        if not rig.happened:
+            rig.clock.ahead_s = 0.5  # The process stood still, so that nothing renewed the lease.
+        rig.happened.append(("loaded", lease.term))
+
+    keeper = rig.keeper("a")
+    keeper.won = won
+    keeper.want()
+    task = asyncio.create_task(keeper.run())
+    try:
+        await rig.until(lambda: keeper.leading)
+        assert keeper.lease is not None
+        assert rig.happened == [("loaded", 1), ("lost", "a"), ("loaded", keeper.lease.term)]
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.parametrize("asked", ["acquire_lease", "renew_lease while loading", "renew_lease"])

@@ -453,3 +453,14 @@ def test_a_copy_from_another_node_has_its_price_in_the_verdict():
     assert 0 < crossing <= copies
     assert price(1.0) == 7.0 * copies
     assert price(10.0) == 7.0 * (copies + 9 * crossing)
+
+
+def test_stationary_traffic_is_no_change():
+    for seed in range(5):
+        assert run_cycle(inputs(skewed(96, seed=seed))).reason is Reason.BALANCE_BELOW_THRESHOLD
+
+
+def test_the_same_inputs_give_the_same_bytes():
+    one, two = run_cycle(inputs(skewed(60))), run_cycle(inputs(skewed(60)))
+    assert one.target == two.target
+    assert one.numbers == two.numbers

@@ -7,7 +7,7 @@ import pytest
 
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
-from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.model.plan import PlanPhase, PlanRecord
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
@@ -478,3 +478,35 @@ def test_a_follower_knows_of_no_plan_hold_or_freeze():
 )
 def test_a_term_may_rise_by_so_much_and_only_so_far(term, known, credible):
     assert is_credible_term(term, known) is credible
+
+
+def test_heartbeat_that_does_not_fit_the_records_starts_a_new_survey():
+    control = control_of()
+    control.handle(msg.Tick(), 1.0)
+    query = query_of(control)
+    assert control.handle(from_rank(0, state_of(0, query=query)), 1.0) == []
+    stale = state_of(0, query=0, epoch=4)
+    assert control.handle(from_rank(0, stale), 1.0) == [], "an answer from before is no news"
+    control.handle(from_rank(0, state_of(0, query=query, epoch=4)), 1.0)
+    assert control.state is S.RECOVERING
+
+
+def test_new_leader_ends_a_plan_whose_base_is_gone():
+    control = control_of(S.RECOVERING, stored_plan())
+    answer_queries(control, **{**after_wave(0), "placement": AFTER_TWO})
+    assert (record(control).phase, record(control).reason) == (PlanPhase.ABORTED, Reason.STALE_BASE)
+
+
+def test_of_two_plans_that_run_by_the_records_the_newest_goes_on():
+    """R12: a lost write may leave an older one."""
+    records = tuple(
+        PlanRecord(plan_of(2, name), PlanPhase.MIGRATING, Reason.PLAN_STARTED, 0, 0.0)
+        for name in ("old", "p")
+    )
+    control = control_of(S.RECOVERING, ctl.StoredRecords(records))
+    answer_queries(control)
+    assert (record(control, "old").phase, record(control, "old").reason) == (
+        PlanPhase.ABORTED,
+        Reason.STALE_BASE,
+    )
+    assert (record(control).phase, control.state) == (PlanPhase.MIGRATING, S.MIGRATING)

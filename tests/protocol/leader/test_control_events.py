@@ -505,3 +505,58 @@ def test_a_stored_hold_that_cannot_be_read_still_holds(body, hold):
 def test_a_stored_retirement_that_cannot_be_read_is_refused(retiring):
     with pytest.raises(InvalidInput, match="the stored retirement of ranks is"):
         Hold.of_document({"held": False, "retiring": retiring})
+
+
+def test_telemetry_keeps_a_rank_fresh():
+    """Its answers to questions may be late while a step takes long."""
+    control = control_of()
+    for t in range(1, 9):
+        for rank in (EpRank(0), EpRank(1)):
+            control.handle(ctl.RankHeard(rank, 1, 10 + rank), float(t))
+        control.handle(msg.Tick(), float(t))
+    assert control.membership.quorum(8.0).ok
+    control.handle(ctl.RankHeard(EpRank(0), 1, 99), 12.0)
+    assert not control.membership.fresh(EpRank(0), 12.0), "not its newest stream"
+
+
+def test_no_wave_begins_while_a_rank_refuses_waves():
+    """R9."""
+    control = control_of()
+    control.handle(ctl.RankTroubled(EpRank(1), 11, "its replicas differ"), 0.0)
+    waiting, actions = Operator(control).submit(plan_of(), 0.0, approve=True)
+    assert waiting.phase is PlanPhase.APPROVED and sent(actions) == []
+    control.handle(ctl.RankTroubled(EpRank(1), 11, ""), 0.1)
+    actions = control.handle(msg.Tick(), 0.2)
+    assert len([m for m in sent(actions) if isinstance(m, msg.Prepare)]) == 2
+
+
+def test_a_rank_of_a_new_generation_that_stops_at_once_is_lost_to_its_wave():
+    control = control_of()
+    control.handle(msg.Tick(), 10.0)
+    for rank in (0, 1):
+        control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 10.1)
+    held: dict[str, Any] = {
+        "state": msg.ParticipantState.ARMED,
+        "wave": key_of(generation="g2"),
+    }
+    for rank in (0, 1):
+        answer = state_of(rank, query=query_of(control))
+        answer = dataclasses.replace(answer, identity=identity_of(rank, "g2", 5), **held)
+        control.handle(from_rank(rank, answer, 5, 30 + rank), 10.1)
+    control.handle(ctl.RankStopped(EpRank(1), 31), 10.1)
+    health = only(control.handle(msg.Tick(), 10.2), ctl.WaveHealth)
+    assert (health.stalled, health.reason) == (True, Reason.RANK_LOST)
+
+
+def test_while_the_ranks_are_queried_no_plan_begins(group):
+    control, ranks = group
+    _, actions = Operator(control).submit(plan_of(), 0.0, approve=True)
+    stale = [
+        m for rank in ranks for m in sent(rank.handle(from_controller(sent(actions)[-1]), 0.0))
+    ]
+    for rank, answer in enumerate(stale):
+        control.handle(from_rank(rank, answer), 0.0)
+    for number in (0, 1):
+        gone = msg.AbortAnswer(key_of(), Epoch(1), msg.WaveOutcome.REFUSED, True)
+        control.handle(from_rank(number, gone), 0.0)
+    assert (record(control).reason, control.state) == (Reason.STALE_BASE, ControlState.RECOVERING)

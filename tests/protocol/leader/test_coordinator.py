@@ -408,3 +408,14 @@ def test_a_question_that_one_rank_did_not_get_goes_out_with_the_next_tick():
     wave.peers.not_sent([question])
     wave.handle(from_rank(0, msg.AbortAnswer(KEY, Epoch(0), WaveOutcome.DROPPED, True)), 0.2)
     assert not wave.peers.is_unsent(), "it has answered"
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [(C.ABORTING, Reason.ABORT_DEADLINE), (C.RECOVERING, Reason.RECOVERY_DEADLINE)],
+)
+def test_silent_ranks_stall(state, reason):
+    wave = coordinator_in(state)
+    progress(wave, 40, 6.0)
+    health = only(progress(wave, 60, 11.0), ctl.WaveHealth)
+    assert (health.stalled, health.reason) == (True, reason)

@@ -16,9 +16,12 @@ from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords, is_failure, select_remembered
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
+    AFTER_ONE,
+    AFTER_TWO,
     BASE,
     CONTROL_TIMING,
     Operator,
+    ack,
     answer_queries,
     both,
     control_of,
@@ -31,6 +34,7 @@ from tests.protocol.machines import (
     planning_loop_of,
     record,
     state_of,
+    vote,
 )
 
 AUTO = DeploymentPolicy(mode=Mode.AUTO, cycle_s=10.0)
@@ -475,3 +479,40 @@ def test_failures_count_from_the_end_of_the_last_plan_that_was_carried_out():
     ]
     kept = [r.plan.plan_id for r in select_remembered(records) if r.phase is not P.EXPIRED]
     assert kept == ["done2", "after"]
+
+
+def test_rollback_undoes_the_whole_last_plan_however_many_dry_runs_came_after():
+    """R16."""
+    control = control_of(S.MIGRATING)
+    vote(control)
+    ack(control, AFTER_ONE, 1)
+    vote(control, 1)
+    ack(control, AFTER_TWO, 2, 1)
+    operator = Operator(control)
+    for number in range(40):
+        now = 0.1 * number
+        dry = plan_of(1, f"dry{number}", 2, base=AFTER_TWO, target=AFTER_TWO, created_at=now)
+        operator.submit(dataclasses.replace(dry, expires_at=now + 0.05), now)
+        control.handle(msg.Tick(), now + 0.09)
+    assert control.rollback_target(None) == (0, BASE)
+
+
+def test_a_plan_of_a_cycle_that_ends_after_closing_time_is_not_begun():
+    unix = control_of(S.READY).unix_offset_s + 10.0
+    control = fresh(dataclasses.replace(AUTO, schedule=only_from(unix - 60)))
+    cycle = only(control.handle(msg.Tick(), 10.0), ctl.RunCycle)
+    Operator(control).set_policy(
+        dataclasses.replace(AUTO, schedule=only_from(unix + 7200)), {}, 10.0
+    )
+    actions = control.handle(ctl.CycleDecided(cycle.cycle, Reason.PLAN_STARTED, plan_of()), 10.5)
+    assert only(actions, ctl.PersistDecision).row["reason"] == Reason.OUTSIDE_SCHEDULE
+
+
+def test_planner_that_never_answers_is_counted_as_failed():
+    control = fresh(AUTO)
+    control.handle(msg.Tick(), 10.0)
+    for rank in (0, 1):
+        control.handle(from_rank(rank, state_of(rank)), 309.0)
+    assert of_kind(control.handle(msg.Tick(), 309.0), ctl.PersistDecision) == []
+    row = only(control.handle(msg.Tick(), 310.0), ctl.PersistDecision).row
+    assert row["reason"] == Reason.PLANNER_FAILED

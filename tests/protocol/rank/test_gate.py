@@ -484,3 +484,29 @@ def test_disabled_rank_refuses_the_next_wave_and_finishes_the_one_it_holds(state
         assert rank.handle(msg.MigrationEnabled(), 0.0) == []
         again = rank.handle(from_controller(prepare_of(key=key_of("p-2"))), 0.0)
         assert only(again, msg.StartStaging)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [(State.PREPARED, Reason.BUSY), (State.ABORTED, Reason.TRANSPORT_NOT_DRAINED)],
+)
+def test_a_rank_that_holds_a_wave_votes_no_for_another(state, reason):
+    rank = participant_in(state)
+    vote = only(rank.handle(from_controller(prepare_of(key=OTHER)), 0.0), msg.Vote)
+    assert (vote.wave, vote.yes, vote.reason) == (OTHER, False, reason)
+
+
+def test_ranks_armed_for_other_waves_do_not_swap():
+    other = participant_of()
+    other.handle(from_controller(prepare_of(key=key_of("other"))), 0.0)
+    other.handle(msg.StagingFinished(key_of("other")), 0.0)
+    other.handle(from_controller(msg.Commit(LEADER, key_of("other"))), 0.0)
+    assert steps(gates_of([participant_in(State.ARMED), other]), 30) == []
+
+
+def test_a_participant_that_fails_in_the_snapshot_is_not_armed_and_drops_nothing(monkeypatch):
+    """R9."""
+    rank = participant_in(State.ARMED)
+    gate = gate_of(rank)
+    monkeypatch.setattr(rank, "snapshot", lambda now: 1 / 0)
+    assert poll(gate, now=99.0)[5:] == [0, 0, 0, 0, 0]

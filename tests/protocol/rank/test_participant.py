@@ -459,3 +459,25 @@ def test_while_two_saves_are_under_way_the_first_saved_placement_is_told():
     assert barrier.told(Epoch(2), "two") == (0, "zero")
     barrier.end()
     assert barrier.told(Epoch(2), "two") == (2, "two")
+
+
+def test_dropping_together_spares_a_wave_that_came_after_the_snapshot():
+    rank = participant_of()
+    rank.snapshot(50.0)
+    rank.handle(from_controller(prepare_of()), 51.0)
+    assert rank.handle(msg.PollDropped(), 52.0) == []
+    assert rank.state is State.STAGING
+
+
+def test_a_pass_counts_only_for_the_wave_that_its_poll_saw():
+    """R8: this rank was not armed for the wave that passed, and must not swap another."""
+    rank, other = participant_in(State.PREPARED), key_of("q")
+    rank.snapshot(0.0)
+    rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0)
+    rank.handle(msg.TransportDrained(KEY), 0.0)
+    rank.handle(from_controller(prepare_of(key=other)), 0.0)
+    rank.handle(msg.StagingFinished(other), 0.0)
+    rank.handle(from_controller(msg.Commit(LEADER, other)), 0.0)
+    assert rank.state is State.ARMED
+    left = only(rank.handle(msg.PollPassed(Epoch(1)), 0.0), msg.LeaveGroup)
+    assert left.reason is Reason.EPOCH_MISMATCH
