@@ -69,7 +69,8 @@ def options_table() -> str:
     for name, field in fields.items():
         of = [words for words, model in _COMMANDS.items() if name in model.model_fields]
         only = "" if len(of) == len(_COMMANDS) else f" ({' and '.join(of)})"
-        lines.append(f"| `{name}` | {field.description}{only} |")
+        meaning = " ".join(str(field.description).split())
+        lines.append(f"| `{name}` | {meaning}{only} |")
     return "\n".join(lines) + "\n"
 
 

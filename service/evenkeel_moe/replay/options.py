@@ -21,73 +21,58 @@ _WINDOW = "Steps on which a policy plans. Default: 100; in `replay plan` the who
 
 
 class _Options(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ReadingOptions(_Options):
     """How a recording is read."""
 
-    first_moe_layer: int | None = Field(
-        default=None,
-        description="Hidden layers before the first MoE layer. Default: as in the file; SGLang:"
-        " the first row that counted a token.",
-    )
-    start: str | None = Field(
-        default=None,
-        description="Start of an engine to read, of several in a folder: the first 8 digits of its"
-        " files. Default: the newest.",
-    )
-    accept: tuple[str, ...] = Field(default=(), description="Findings that become notes.")
+    first_moe_layer: int | None = None
+    """Hidden layers before the first MoE layer. Default: as in the file; SGLang: the first row that
+    counted a token."""
+    start: str | None = None
+    """Start of an engine to read, of several in a folder: the first 8 digits of its files. Default:
+    the newest."""
+    accept: tuple[str, ...] = ()
+    """Findings that become notes."""
 
 
 class FleetOptions(_Options):
     """The fleet."""
 
-    ranks: _Count = Field(default=8, description="Number of EP ranks.")
-    slots: int | None = Field(
-        default=None,
-        description="Slots of one layer over all ranks. Default: one redundant slot per rank.",
-    )
-    nodes: _Count = Field(default=1, description="Number of nodes, each with consecutive ranks.")
-    expert_groups: _Count = Field(default=1, description="Routing groups of the model (DeepSeek).")
-    bytes_per_expert: _Bytes = Field(
-        default=3 * 7168 * 2048, description="Bytes of one expert; default: DeepSeek-V3 in FP8."
-    )
-    rank_speeds: tuple[float, ...] | None = Field(
-        default=None,
-        description="Relative speed of every rank, for example [1, 1, 1, 0.88]. Default: all"
-        " equal.",
-    )
-    shared_experts: Annotated[float, Field(ge=0)] | None = Field(
-        default=None,
-        description="Weights of the shared experts of a layer over those of one routed expert."
-        " They count where time is known, and under waterfill dispatch.",
-    )
-    pooled: bool = Field(
-        default=False,
-        description="Slots are pooled over layers; slots is then the average of a layer.",
-    )
+    ranks: _Count = 8
+    """Number of EP ranks."""
+    slots: int | None = None
+    """Slots of one layer over all ranks. Default: one redundant slot per rank."""
+    nodes: _Count = 1
+    """Number of nodes, each with consecutive ranks."""
+    expert_groups: _Count = 1
+    """Routing groups of the model (DeepSeek)."""
+    bytes_per_expert: _Bytes = 3 * 7168 * 2048
+    """Bytes of one expert; default: DeepSeek-V3 in FP8."""
+    rank_speeds: tuple[float, ...] | None = None
+    """Relative speed of every rank, for example [1, 1, 1, 0.88]. Default: all equal."""
+    shared_experts: Annotated[float, Field(ge=0)] | None = None
+    """Weights of the shared experts of a layer over those of one routed expert. They count where
+    time is known, and under waterfill dispatch."""
+    pooled: bool = False
+    """Slots are pooled over layers; slots is then the average of a layer."""
 
 
 class KvOptions(_Options):
     """The KV cache, against which replicas are weighed."""
 
-    kv_bytes_per_token: _Count | None = Field(
-        default=None,
-        description="Bytes of one token in the KV cache of a rank, over all layers.",
-    )
-    kv_free_bytes: _Bytes | None = Field(
-        default=None,
-        description="Bytes of the KV cache of a rank beside the fleet's slots, without sequences.",
-    )
-    tokens_per_sequence: _Count | None = Field(
-        default=None, description="Tokens that a sequence holds in the KV cache."
-    )
-    moe_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None,
-        description="MoE time / step time, for the estimate of goodput. Default: unknown; the"
-        " estimate is an interval.",
-    )
+    kv_bytes_per_token: _Count | None = None
+    """Bytes of one token in the KV cache of a rank, over all layers."""
+    kv_free_bytes: _Bytes | None = None
+    """Bytes of the KV cache of a rank beside the fleet's slots, without sequences."""
+    tokens_per_sequence: _Count | None = None
+    """Tokens that a sequence holds in the KV cache."""
+    moe_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """MoE time / step time, for the estimate of goodput. Default: unknown; the estimate is an
+    interval."""
 
 
 class CostKind(StrEnum):
@@ -101,74 +86,46 @@ class CostKind(StrEnum):
 class CostOptions(_Options):
     """How the time of a rank follows from its tokens."""
 
-    cost: CostKind = Field(
-        default=CostKind.TOKENS,
-        description="Cost model by which plans are made and scored: tokens; curve, a profile of"
-        " seconds; or roofline, the longer of reading weights and computing tokens.",
-    )
-    device: str | None = Field(
-        default=None,
-        description="Device of the ranks, for example h100, h200, b200, a100 or mi300x.",
-    )
-    weight_format: str | None = Field(
-        default=None,
-        description="Number type of the weights: bf16, fp16, fp8, int8, fp4 or int4. Default: fp8.",
-    )
-    read_tokens: Annotated[float, Field(ge=0)] | None = Field(
-        default=None,
-        description="Tokens that take as long to compute as one expert takes to read, in place of"
-        " a device.",
-    )
-    curve: Path | None = Field(
-        default=None, description="File with a device's profile, as `evenkeel profile` writes it."
-    )
+    cost: CostKind = CostKind.TOKENS
+    """Cost model by which plans are made and scored: tokens; curve, a profile of seconds; or
+    roofline, the longer of reading weights and computing tokens."""
+    device: str | None = None
+    """Device of the ranks, for example h100, h200, b200, a100 or mi300x."""
+    weight_format: str | None = None
+    """Number type of the weights: bf16, fp16, fp8, int8, fp4 or int4. Default: fp8."""
+    read_tokens: Annotated[float, Field(ge=0)] | None = None
+    """Tokens that take as long to compute as one expert takes to read, in place of a device."""
+    curve: Path | None = None
+    """File with a device's profile, as `evenkeel profile` writes it."""
 
 
 class PlanningOptions(_Options):
     """How policies plan."""
 
-    dispatch: DispatchModel = Field(
-        default=DispatchModel.EVEN,
-        description="How the engine splits tokens over replicas: even, nearest, optimal, waterfill"
-        " or fewest.",
-    )
-    copy_price: Annotated[float, Field(ge=0)] = Field(
-        default=0.0,
-        description="Time that one copy must save per step, as a share of the time of a perfectly"
-        " split layer, for keel and verdicts; keel uses the higher of it and its own price. 0.01"
-        " makes copies rare.",
-    )
-    cross_node_factor: Annotated[float, Field(ge=1)] = Field(
-        default=1.0, description="Price of a copy from another node, relative to one inside a node."
-    )
-    max_evaluations: _Count | None = Field(
-        default=None,
-        description="Most candidates that the search for one plan may evaluate. Default: the"
-        " policy's own limit.",
-    )
-    seed: _Bytes = Field(default=0, description="Seed of policies that use random numbers.")
-    allow_duplicates: bool = Field(
-        default=False, description="Let a rank hold an expert twice, as the engines' planners do."
-    )
-    fill_slots: bool = Field(
-        default=False,
-        description="Fill the slots that a policy leaves empty, as SGLang needs it.",
-    )
-    survive: Survive = Field(
-        default=Survive.NONE,
-        description="Failure that keel's plans survive, for as many experts as slots allow: rank,"
-        " node or none.",
-    )
-    craft_replicas: str | float | None = Field(
-        default=None,
-        description="How many replicas craft uses: memory, knee, per_replica_gain, or a number"
-        " (docs/policies.md).",
-    )
-    free_bytes: _Bytes | None = Field(
-        default=None,
-        description="Bytes of one rank that craft's replicas may use, over all layers. Default:"
-        " what the slots hold.",
-    )
+    dispatch: DispatchModel = DispatchModel.EVEN
+    """How the engine splits tokens over replicas: even, nearest, optimal, waterfill or fewest."""
+    copy_price: Annotated[float, Field(ge=0)] = 0.0
+    """Time that one copy must save per step, as a share of the time of a perfectly split layer, for
+    keel and verdicts; keel uses the higher of it and its own price. 0.01 makes copies rare."""
+    cross_node_factor: Annotated[float, Field(ge=1)] = 1.0
+    """Price of a copy from another node, relative to one inside a node."""
+    max_evaluations: _Count | None = None
+    """Most candidates that the search for one plan may evaluate. Default: the policy's own
+    limit."""
+    seed: _Bytes = 0
+    """Seed of policies that use random numbers."""
+    allow_duplicates: bool = False
+    """Let a rank hold an expert twice, as the engines' planners do."""
+    fill_slots: bool = False
+    """Fill the slots that a policy leaves empty, as SGLang needs it."""
+    survive: Survive = Survive.NONE
+    """Failure that keel's plans survive, for as many experts as slots allow: rank, node or none."""
+    craft_replicas: str | float | None = None
+    """How many replicas craft uses: memory, knee, per_replica_gain, or a number
+    (docs/policies.md)."""
+    free_bytes: _Bytes | None = None
+    """Bytes of one rank that craft's replicas may use, over all layers. Default: what the slots
+    hold."""
 
 
 class ReplayOptions(PlanningOptions, CostOptions, FleetOptions, ReadingOptions):
@@ -178,47 +135,36 @@ class ReplayOptions(PlanningOptions, CostOptions, FleetOptions, ReadingOptions):
 class FileOptions(ReplayOptions):
     """The options of the commands that plan one placement and write it to a file."""
 
-    policy: str = Field(default="keel", description="Name of a policy.")
-    num_hidden_layers: _Count | None = Field(
-        default=None,
-        description="Number of rows of an sglang file. Default: as in the recording, else up to the"
-        " last MoE layer.",
-    )
+    policy: str = "keel"
+    """Name of a policy."""
+    num_hidden_layers: _Count | None = None
+    """Number of rows of an sglang file. Default: as in the recording, else up to the last MoE
+    layer."""
 
 
 class _HeldOutOptions(_Options):
-    held_out: _Bytes | None = Field(
-        default=None,
-        description="Newest steps to judge on. Default: a sixth of the steps, at least 16.",
-    )
+    held_out: _Bytes | None = None
+    """Newest steps to judge on. Default: a sixth of the steps, at least 16."""
 
 
 class _CurrentOptions(_Options):
-    current: Path | None = Field(
-        default=None,
-        description="File with the present placement, in any format, to keep copies few.",
-    )
+    current: Path | None = None
+    """File with the present placement, in any format, to keep copies few."""
 
 
 class CompareOptions(KvOptions, ReplayOptions):
     """The options of `evenkeel replay compare`."""
 
-    policies: str | None = Field(
-        default=None, description="Names, separated by commas. Default: all policies."
-    )
+    policies: str | None = None
+    """Names, separated by commas. Default: all policies."""
     window: _Count = Field(default=100, description=_WINDOW)
-    horizon: _Count = Field(
-        default=50, description="Steps on which a plan is scored before the next replan."
-    )
-    verdict: bool = Field(
-        default=False,
-        description="Also compare every policy as POLICY+verdict, whose plans are adopted only if"
-        " held-out steps show that they pay.",
-    )
-    baselines: bool = Field(
-        default=True,
-        description="Also compare the baselines initial, once and ewma (docs/policies.md).",
-    )
+    horizon: _Count = 50
+    """Steps on which a plan is scored before the next replan."""
+    verdict: bool = False
+    """Also compare every policy as POLICY+verdict, whose plans are adopted only if held-out steps
+    show that they pay."""
+    baselines: bool = True
+    """Also compare the baselines initial, once and ewma (docs/policies.md)."""
 
 
 class SinglePlanOptions(_CurrentOptions, KvOptions, FileOptions):
@@ -230,41 +176,30 @@ class SinglePlanOptions(_CurrentOptions, KvOptions, FileOptions):
 class OfflineOptions(_HeldOutOptions, FileOptions):
     """The options of `evenkeel offline`."""
 
-    compare_with: Path | None = Field(
-        default=None,
-        description="File with the placement to compare with, in any format. Default: the one with"
-        " which the engine starts.",
-    )
-    replica_probabilities: Path | None = Field(
-        default=None,
-        description="Also write the share of tokens of each slot to this *.pt file"
-        " (docs/formats.md). Only with sglang; needs torch.",
-    )
+    compare_with: Path | None = None
+    """File with the placement to compare with, in any format. Default: the one with which the
+    engine starts."""
+    replica_probabilities: Path | None = None
+    """Also write the share of tokens of each slot to this *.pt file (docs/formats.md). Only with
+    sglang; needs torch."""
 
 
 class CapacityOptions(_HeldOutOptions, _CurrentOptions, KvOptions, ReplayOptions):
     """The options of `evenkeel capacity` on a recording."""
 
-    policy: str = Field(default="keel", description="Name of a policy.")
-    to_ranks: tuple[_Count, ...] = Field(
-        default=(),
-        description="Numbers of ranks to compare. Default: up to eight, in whole nodes if there are"
-        " several.",
-    )
-    to_slots: _Count | None = Field(
-        default=None,
-        description="Slots of a layer over all ranks at these widths. Default: at least as many"
-        " replicas as now.",
-    )
-    retire: tuple[_Bytes, ...] = Field(
-        default=(), description="Ranks to retire, instead of `to_ranks`."
-    )
-    whole_nodes: bool = Field(default=False, description="Only all ranks of a node retire or join.")
-    multi_node_bytes: _Bytes = Field(
-        default=0,
-        description="Memory of a rank that only a group on several nodes needs, as its transport"
-        " does.",
-    )
+    policy: str = "keel"
+    """Name of a policy."""
+    to_ranks: tuple[_Count, ...] = ()
+    """Numbers of ranks to compare. Default: up to eight, in whole nodes if there are several."""
+    to_slots: _Count | None = None
+    """Slots of a layer over all ranks at these widths. Default: at least as many replicas as
+    now."""
+    retire: tuple[_Bytes, ...] = ()
+    """Ranks to retire, instead of `to_ranks`."""
+    whole_nodes: bool = False
+    """Only all ranks of a node retire or join."""
+    multi_node_bytes: _Bytes = 0
+    """Memory of a rank that only a group on several nodes needs, as its transport does."""
 
 
 _Model = TypeVar("_Model", bound=_Options)
