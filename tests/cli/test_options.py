@@ -5,28 +5,48 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from evenkeel_moe.cli.command_group import CommandGroup
 from evenkeel_moe.cli.exits import CliError
-from evenkeel_moe.cli.options import nested_fields, parse_value, with_option_groups
+from evenkeel_moe.cli.options import nested_fields, parse_value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
+    """A size.
+
+    Args:
+        width: Number of columns.
+        height: Number of rows, of which some
+            may be empty. Default: as many as columns.
+    """
+
     width: Annotated[int, typer.Option("--width", "-w", min=1)]
-    height: Annotated[int, typer.Option()] = 3
+    height: int | None = None
 
 
 def test_a_group_of_options_reaches_the_command_as_one_argument():
-    app = typer.Typer()
+    app = CommandGroup(rich_markup_mode=None)
 
     @app.command()
-    @with_option_groups
     def draw(name: Annotated[str, typer.Argument()], *, size: Size, bold: bool = False) -> None:
+        """Draw a box.
+
+        Args:
+            name: Name of the box.
+            bold: Draw thick lines.
+        """
         typer.echo(f"{name} {size} {bold}")
 
     result = CliRunner().invoke(app, ["box", "-w", "5", "--bold"])
-    assert result.stdout == "box Size(width=5, height=3) True\n"
+    assert result.stdout == "box Size(width=5, height=None) True\n"
     assert CliRunner().invoke(app, ["box"]).exit_code == 2
     assert CliRunner().invoke(app, ["box", "-w", "0"]).exit_code == 2
+    words = " ".join(CliRunner().invoke(app, ["--help"], terminal_width=300).output.split())
+    assert "Draw a box. Arguments:" in words
+    assert "Name of the box." in words
+    assert "--height INTEGER Number of rows, of which some may be empty." in words
+    assert "[default: (as many as columns)]" in words
+    assert "--bold Draw thick lines." in words
 
 
 def test_values_are_json_or_text():

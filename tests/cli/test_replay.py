@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from evenkeel_moe.cli.exits import CliError
 from evenkeel_moe.cli.replay import app
-from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
 from evenkeel_moe.replay.words import COLUMNS
 from tests.cli.conftest import SMALL, replay_words, run_replay
@@ -184,7 +184,7 @@ def test_without_matplotlib_only_the_page_is_refused(small, tmp_path, monkeypatc
     monkeypatch.delitem(sys.modules, "evenkeel_moe.replay.charts", raising=False)
     args = ("compare", small, *SMALL, "-p", "eplb", "-o", "json")
     with pytest.raises(
-        InvalidInput, match=r"needs matplotlib: run `pip install 'evenkeel-moe\[plots\]'`$"
+        CliError, match=r"a page with charts needs `pip install 'evenkeel-moe\[plots\]'`"
     ):
         run_replay(*args, "--out", tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()

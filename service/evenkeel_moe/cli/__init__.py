@@ -18,6 +18,7 @@ from evenkeel_moe.cli import (
     run,
 )
 from evenkeel_moe.cli.capacity import capacity
+from evenkeel_moe.cli.command_group import CommandGroup
 from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.exits import CliError
 from evenkeel_moe.cli.offline import offline
@@ -45,9 +46,8 @@ _EPILOG = (
 )
 
 # Plain text: any terminal shows it, and 80 columns cut no name of an option.
-app = typer.Typer(
+app = CommandGroup(
     name="evenkeel",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Balance the experts of an MoE model across the GPUs that serve it.",

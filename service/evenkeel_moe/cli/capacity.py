@@ -14,9 +14,9 @@ from rich.text import Text
 
 from evenkeel_moe.cli.console import Listing, TableColumn, legend, work_bars
 from evenkeel_moe.cli.insight import COMPUTED_WITHIN_S
-from evenkeel_moe.cli.options import DeploymentClientOptions, with_option_groups
+from evenkeel_moe.cli.options import DeploymentClientOptions
 from evenkeel_moe.cli.replay_options import ConfigOption
-from evenkeel_moe.cli.tables import interval, number
+from evenkeel_moe.cli.tables import interval, number, yes_or_no
 from evenkeel_moe.cli.watch import OutputOptions
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.quantities import bytes_text, duration_text, share
@@ -24,52 +24,28 @@ from evenkeel_moe.model.quantities import bytes_text, duration_text, share
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WidthOptions:
-    """The options that say which widths to compare."""
+    """The options that say which widths to compare.
 
-    to_ranks: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1,
-            help="Number of ranks to compare. Repeat for more.",
-            show_default="up to eight numbers",
-        ),
-    ] = None
-    to_slots: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Slots of a layer over all ranks, at these numbers of ranks.",
-            show_default="as many replicas as now",
-        ),
-    ] = None
-    retire: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=0,
-            help="Rank to retire, instead of --to-ranks. Repeat for more.",
-            show_default="those with the fewest bytes to move away",
-        ),
-    ] = None
-    whole_nodes: Annotated[
-        bool, typer.Option("--whole-nodes", help="Only all ranks of a node retire or join.")
-    ] = False
-    multi_node_bytes: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Memory of a rank that only a group on several nodes needs for transport."
-        ),
-    ] = 0
+    Args:
+        to_ranks: Number of ranks to compare. Repeat for more. Default: up to eight numbers.
+        to_slots: Slots of a layer over all ranks, at these numbers of ranks. Default: as many
+            replicas as now.
+        retire: Rank to retire, instead of --to-ranks. Repeat for more. Default: those with the
+            fewest bytes to move away.
+        whole_nodes: Only all ranks of a node retire or join.
+        multi_node_bytes: Memory of a rank that only a group on several nodes needs for transport.
+    """
+
+    to_ranks: Annotated[list[int] | None, typer.Option(min=1)] = None
+    to_slots: Annotated[int | None, typer.Option(min=1)] = None
+    retire: Annotated[list[int] | None, typer.Option(min=0)] = None
+    whole_nodes: bool = False
+    multi_node_bytes: Annotated[int, typer.Option(min=0)] = 0
 
 
-@with_option_groups
 def capacity(
     recording: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RECORDING",
-            help="What an engine recorded, instead of a live deployment.",
-            show_default=False,
-        ),
+        Path | None, typer.Argument(metavar="RECORDING", show_default=False)
     ] = None,
     config: ConfigOption = None,
     *,
@@ -81,6 +57,9 @@ def capacity(
 
     It also says which ranks to retire. Of a recording, --config tells ranks, sizes of the model and
     KV cache. Nothing is moved, started or stored.
+
+    Args:
+        recording: What an engine recorded, instead of a live deployment.
     """
     asked = {name: value for name, value in asdict(widths).items() if value}
     if recording is None:
@@ -124,23 +103,20 @@ def capacity_view(answer: Mapping[str, Any]) -> RenderableType:
     def ranks(row: Mapping[str, Any]) -> str:
         return f"{row['ranks']}{' (now)' if row['present'] else ''}"
 
-    def time(row: Mapping[str, Any]) -> str | None:
-        value = row["moe_time"]
-        if value is None or value != value:
-            return None
-        return duration_text(value) if in_seconds else f"{value:.4g}"
+    def time(value: float) -> str:
+        return duration_text(value) if in_seconds else number(value, ".4g")
 
     columns = (
         TableColumn("RANKS", ranks, right=True),
         TableColumn("SLOTS", "slots", right=True),
         TableColumn("NODES", "nodes", right=True, wide=True),
-        TableColumn("MOE TIME", time, right=True),
-        TableColumn("SAVED", lambda row: share(row["gain"]), right=True),
+        TableColumn("MOE TIME", "moe_time", time, right=True),
+        TableColumn("SAVED", "gain", share, right=True),
         TableColumn("INTERVAL", interval, wide=True),
-        TableColumn("BALANCEDNESS", lambda row: _finite(row["balancedness"]), right=True),
-        TableColumn("EXPERTS", lambda row: bytes_text(row["expert_bytes"]), right=True),
-        TableColumn("KV TOKENS", lambda row: _grouped(row["kv_tokens"]), right=True),
-        TableColumn("FITS", lambda row: {None: "-", True: "yes", False: "no"}[row["fits"]]),
+        TableColumn("BALANCEDNESS", "balancedness", number, right=True),
+        TableColumn("EXPERTS", "expert_bytes", bytes_text, right=True),
+        TableColumn("KV TOKENS", "kv_tokens", "{:,}".format, right=True),
+        TableColumn("FITS", "fits", yes_or_no),
         TableColumn("TO MOVE", lambda row: _moved(row, "bytes_to_move", "copies"), right=True),
         TableColumn("AT LEAST", lambda row: _moved(row, "least_bytes", "least_copies"), right=True),
     )
@@ -157,14 +133,6 @@ def capacity_view(answer: Mapping[str, Any]) -> RenderableType:
             " at least: the fewest bytes with which any placement of this width can be reached"
         ),
     )
-
-
-def _finite(value: float | None) -> str:
-    return number(None if value is None or value != value else value)
-
-
-def _grouped(count: int | None) -> str | None:
-    return None if count is None else f"{count:,}"
 
 
 def _moved(row: Mapping[str, Any], nbytes: str, experts: str) -> str:

@@ -4,6 +4,7 @@ import re
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -203,11 +204,8 @@ class ApiClient:
         return CliError(f"no answer from {self._url}: {error}; {names}", Exit.UNAVAILABLE)
 
     def _object(self, response: httpx.Response) -> dict[str, Any]:
-        try:
-            answer = response.json()
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
+        answer = _json_object(response)
+        if answer is None:
             raise CliError(
                 f"{self._url} answered {response.status_code} without a JSON object; {_HINT}",
                 Exit.REFUSED,
@@ -253,13 +251,15 @@ def _planner_starts(response: httpx.Response) -> bool:
 
 def _unavailable(response: httpx.Response) -> dict[str, Any]:
     """Return the problem details of a 503, or an empty dict."""
-    if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
-        return {}
-    try:
-        problem = response.json()
-    except ValueError:
-        return {}
-    return problem if isinstance(problem, dict) else {}
+    is_503 = response.status_code == httpx.codes.SERVICE_UNAVAILABLE
+    return (_json_object(response) or {}) if is_503 else {}
+
+
+def _json_object(response: httpx.Response) -> dict[str, Any] | None:
+    with suppress(ValueError):
+        if isinstance(answer := response.json(), dict):
+            return answer
+    return None
 
 
 def _pause_s(response: httpx.Response) -> float:
@@ -268,13 +268,11 @@ def _pause_s(response: httpx.Response) -> float:
 
 
 def _refusal(url: str, response: httpx.Response) -> CliError:
-    try:
-        problem = response.json()
-        text = f"{problem['title']}: {problem['detail']}"
-        if problem.get("reason"):
-            text += f" ({problem['reason']})"
-    except (ValueError, KeyError, TypeError):
-        text = f"{url} answered {response.status_code} without problem details; {_HINT}"
+    problem = _json_object(response) or {}
+    text = f"{url} answered {response.status_code} without problem details; {_HINT}"
+    if {"title", "detail"} <= problem.keys():
+        because = f" ({problem['reason']})" if problem.get("reason") else ""
+        text = f"{problem['title']}: {problem['detail']}{because}"
     code = {403: Exit.UNAUTHORIZED, 503: Exit.UNAVAILABLE}
     return CliError(text, code.get(response.status_code, Exit.REFUSED))
 

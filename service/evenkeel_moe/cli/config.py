@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from evenkeel_moe.cli.command_group import CommandGroup
 from evenkeel_moe.cli.console import say
 
-app = typer.Typer(no_args_is_help=True, help="Check and print the controller's settings.")
+app = CommandGroup(help="Check and print the controller's settings.")
 
 ConfigOption = Annotated[
     Path | None,

@@ -55,6 +55,8 @@ class TableColumn:
     head: str
     cell: str | int | Callable[[Any], Any]
     """A key of each row, or what makes a value of a row; a value that is None is shown as `-`."""
+    text: Callable[[Any], Cell] = str
+    """What makes a text of a value that is not None."""
     right: bool = False
     """True for numbers, which are aligned to the right."""
     wide: bool = False
@@ -67,7 +69,7 @@ class TableColumn:
     def of(self, row: Any) -> Cell:
         """Return the cell of a row."""
         value = self.cell(row) if callable(self.cell) else row[self.cell]
-        return value if isinstance(value, Text) else "-" if value is None else str(value)
+        return "-" if value is None else value if isinstance(value, Text) else self.text(value)
 
 
 class Listing:
@@ -242,19 +244,13 @@ def work_bars() -> Iterator[tuple[Any, Any]]:
     KeyboardInterrupt is raised again.
     """
     # Imported here because other commands should not wait for it.
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress
 
-    bars = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
+    bars = progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
         console=SafeConsole(stderr=True),
         transient=True,
         disable=not sys.stderr.isatty(),

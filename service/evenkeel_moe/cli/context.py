@@ -6,38 +6,23 @@ from typing import Annotated
 import typer
 
 from evenkeel_moe.cli.client import checked_id
+from evenkeel_moe.cli.command_group import CommandGroup
 from evenkeel_moe.cli.console import Listing, TableColumn, say
-from evenkeel_moe.cli.options import ContextsFile, with_option_groups
+from evenkeel_moe.cli.options import ContextsFile
 from evenkeel_moe.cli.watch import OutputOptions
 
-app = typer.Typer(no_args_is_help=True, help="Name controllers, and choose the one to call.")
+app = CommandGroup(help="Name controllers, and choose the one to call.")
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the context.")]
 
 
 @app.command("set")
-@with_option_groups
 def set_context(
     name: NameArgument,
-    address: Annotated[
-        str | None, typer.Option(help="REST address of a controller.", show_default="as it was")
-    ] = None,
-    token_file: Annotated[
-        str | None,
-        typer.Option(metavar="<path>", help="File with its token.", show_default="as it was"),
-    ] = None,
-    ca_file: Annotated[
-        str | None,
-        typer.Option(
-            metavar="<path>", help="File of the CA of its certificate.", show_default="as it was"
-        ),
-    ] = None,
-    deployment: Annotated[
-        str | None,
-        typer.Option(
-            "--deployment", "-d", help="Deployment if none is named.", show_default="as it was"
-        ),
-    ] = None,
+    address: str | None = None,
+    token_file: Annotated[str | None, typer.Option(metavar="<path>")] = None,
+    ca_file: Annotated[str | None, typer.Option(metavar="<path>")] = None,
+    deployment: Annotated[str | None, typer.Option("--deployment", "-d")] = None,
     *,
     where: ContextsFile,
 ) -> None:
@@ -48,6 +33,12 @@ def set_context(
 
     The file is ~/.config/evenkeel/contexts.json, or what EVENKEEL_CONTEXTS names. Options and
     environment variables of a command win over it. An empty text removes a value.
+
+    Args:
+        address: REST address of a controller. Default: as it was.
+        token_file: File with its token. Default: as it was.
+        ca_file: File of the CA of its certificate. Default: as it was.
+        deployment: Deployment if none is named. Default: as it was.
     """
     from evenkeel_moe.cli.contexts import Context, read_contexts, write_contexts
 
@@ -69,7 +60,6 @@ def set_context(
 
 
 @app.command("use")
-@with_option_groups
 def use_context(name: NameArgument, where: ContextsFile) -> None:
     """Use a context for the commands that follow."""
     from evenkeel_moe.cli.contexts import named_context, read_contexts, write_contexts
@@ -81,7 +71,6 @@ def use_context(name: NameArgument, where: ContextsFile) -> None:
 
 
 @app.command("list")
-@with_option_groups
 def list_contexts(where: ContextsFile, shown: OutputOptions) -> None:
     """List the contexts."""
     from evenkeel_moe.cli.contexts import read_contexts

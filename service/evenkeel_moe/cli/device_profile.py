@@ -10,6 +10,7 @@ from evenkeel_moe.agent.profile.files import save_curve
 from evenkeel_moe.agent.profile.replica_cost import ReplicaProfile, fit_replica_cost, grid
 from evenkeel_moe.agent.profile.timing import Timing, time_points
 from evenkeel_moe.agent.profile.token_curve import TokenProfile, token_counts
+from evenkeel_moe.cli.profile import MeasuredRange
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.wire.link import ReplicaCost
 
@@ -20,14 +21,7 @@ def device_names() -> list[str]:
 
 
 def profile_device(
-    name: str,
-    folder: Path,
-    layer: tuple[int, int, int, str],
-    *,
-    tile_tokens: int,
-    dense_tokens: int,
-    max_tokens: int,
-    budget_s: float,
+    name: str, folder: Path, layer: tuple[int, int, int, str], measured: MeasuredRange
 ) -> list[str]:
     """Measure one device, save what was found, and return lines that describe it.
 
@@ -35,16 +29,15 @@ def profile_device(
         name: as torch names devices.
         folder: for the file of the device.
         layer: width of the model, inner width of an expert, slots of a rank, number type.
-        tile_tokens: tokens in one tile of the engine's kernel.
-        dense_tokens: token count up to which every tile is measured.
-        max_tokens: most tokens of a rank in one layer.
-        budget_s: half of it for the time by tokens, half for the time by replicas.
+        measured: the token counts, and the seconds: half of them for the time by tokens, half for
+            the time by replicas.
 
     Raises:
         InvalidInput: there is no such device, or it does not compute such a layer.
     """
     shape = ExpertShape(*layer)
-    counts = token_counts(tile_tokens, dense_tokens, max_tokens)
+    counts = token_counts(measured.tile, measured.dense_tokens, measured.max_tokens)
+    budget_s = measured.budget_s / 2
     try:
         device = torch.device(name)
         on_gpu = device.type == "cuda"
@@ -56,13 +49,13 @@ def profile_device(
     def run_tokens(tokens: int) -> None:
         run(even_point(tokens, shape.experts))
 
-    timing = time_points(run_tokens, counts, budget_s=budget_s / 2, settle=waiter(device))
-    by_tokens = TokenProfile(tile_tokens, tuple(counts), timing)
+    timing = time_points(run_tokens, counts, budget_s=budget_s, settle=waiter(device))
+    by_tokens = TokenProfile(measured.tile, tuple(counts), timing)
     cost: ReplicaCost | None = None
     by_replicas: ReplicaProfile | None = None
     try:
-        points = grid(shape.experts, max_tokens)
-        timed = time_points(run, points, budget_s=budget_s / 2, settle=waiter(device))
+        points = grid(shape.experts, measured.max_tokens)
+        timed = time_points(run, points, budget_s=budget_s, settle=waiter(device))
         by_replicas = ReplicaProfile(tuple(points), timed)
         cost = fit_replica_cost(by_replicas, SystemClock().unix())
         words = _describe(cost, timed)

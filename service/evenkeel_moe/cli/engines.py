@@ -5,34 +5,18 @@ from typing import Annotated, Any
 
 import typer
 
+from evenkeel_moe.cli.command_group import CommandGroup
 from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.exits import CliError, Exit
 
-app = typer.Typer(
-    no_args_is_help=True, help="Check that the plugins fit the engines installed here."
-)
+app = CommandGroup(help="Check that the plugins fit the engines installed here.")
 _ENGINES = ("vllm", "sglang")
 
 
 @app.command()
 def check(
-    engine: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="ENGINE",
-            help="vllm or sglang.",
-            show_default="every engine that is installed here",
-        ),
-    ] = None,
-    flags: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="FLAGS",
-            help="The flags of the server, after two dashes: also checks whether experts are"
-            " balanced with them.",
-            show_default="none",
-        ),
-    ] = None,
+    engine: Annotated[str | None, typer.Argument(metavar="ENGINE")] = None,
+    flags: Annotated[list[str] | None, typer.Argument(metavar="FLAGS")] = None,
 ) -> None:
     """Check the parts of an engine that its plugin uses.
 
@@ -41,6 +25,11 @@ def check(
 
     Exits with 0 if the plugin would start, and with 1 if a part differs, the version was not
     tested, or a flag excludes it.
+
+    Args:
+        engine: vllm or sglang. Default: every engine that is installed here.
+        flags: The flags of the server, after two dashes: also checks whether experts are balanced
+            with them. Default: none.
     """
     if engine is not None and engine not in _ENGINES:
         raise CliError(f"unknown engine {engine!r}; known: {', '.join(_ENGINES)}", Exit.USAGE)

@@ -1,5 +1,7 @@
 """A command that fails ends with one line for the operator, and an exit code."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -27,3 +29,13 @@ class CliError(Exception):
 
 class NotSent(CliError):
     """A command whose last request could not be sent: no controller took the connection."""
+
+
+@contextmanager
+def needing(extra: str, what: str) -> Iterator[None]:
+    """Tell which extra of the package `what` needs, if a module that is imported is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        install = f"`pip install 'evenkeel-moe[{extra}]'`"
+        raise CliError(f"{what} needs {install}: {error}", Exit.USAGE) from error

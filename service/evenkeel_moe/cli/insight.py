@@ -8,33 +8,16 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli import insight_tables, tables
 from evenkeel_moe.cli.client import ApiClient
 from evenkeel_moe.cli.heat import heat_map
-from evenkeel_moe.cli.options import DeploymentClientOptions, LimitOption, with_option_groups
+from evenkeel_moe.cli.options import DeploymentClientOptions, LimitOption
 from evenkeel_moe.cli.watch import ShowOptions
 
 COMPUTED_WITHIN_S = 180.0
 """The first recommendation waits until a process of its own has loaded the planner's kernels."""
 
 
-@with_option_groups
 def recommend(
-    max_age: Annotated[
-        float | None,
-        typer.Option(
-            "--max-age",
-            min=0,
-            max=86400,
-            help="Largest age of the answer in seconds; 0 asks for a new one.",
-            show_default="one cycle",
-        ),
-    ] = None,
-    tokens_per_sequence: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens that a sequence holds in the KV cache, to count the batch in sequences.",
-            show_default="count in tokens",
-        ),
-    ] = None,
+    max_age: Annotated[float | None, typer.Option(min=0, max=86400)] = None,
+    tokens_per_sequence: Annotated[int | None, typer.Option(min=1)] = None,
     *,
     connection: DeploymentClientOptions,
     shown: ShowOptions,
@@ -43,6 +26,11 @@ def recommend(
 
     It also tells what other policies and more replicas would gain. Nothing is moved, started or
     stored.
+
+    Args:
+        max_age: Largest age of the answer in seconds; 0 asks for a new one. Default: one cycle.
+        tokens_per_sequence: Tokens that a sequence holds in the KV cache, to count the batch in
+            sequences. Default: count in tokens.
     """
     with connection.client() as client:
         path = connection.path(client, "/recommendation")
@@ -57,7 +45,6 @@ def recommend(
         )
 
 
-@with_option_groups
 def decisions(
     limit: LimitOption = 20, *, connection: DeploymentClientOptions, shown: ShowOptions
 ) -> None:
@@ -77,33 +64,18 @@ def decisions(
         )
 
 
-@with_option_groups
 def audit(
-    limit: LimitOption = 20,
-    *,
-    connection: DeploymentClientOptions,
-    shown: ShowOptions,
+    limit: LimitOption = 20, *, connection: DeploymentClientOptions, shown: ShowOptions
 ) -> None:
     """Show who asked for which change, newest first."""
     with connection.client() as client:
         path = connection.path(client, "/audit")
-        shown.run(
-            lambda: client.get(path, page_size=limit)["items"],
-            insight_tables.audit_table,
-        )
+        shown.run(lambda: client.get(path, page_size=limit)["items"], insight_tables.audit_table)
 
 
-@with_option_groups
 def heatmap(
-    experts: Annotated[
-        bool, typer.Option("--experts", help="Layers x experts instead of layers x ranks.")
-    ] = False,
-    phase: Annotated[
-        str | None,
-        typer.Option(
-            help="Window to show: prefill, decode or mixed.", show_default="all phases together"
-        ),
-    ] = None,
+    experts: bool = False,
+    phase: str | None = None,
     *,
     connection: DeploymentClientOptions,
     shown: ShowOptions,
@@ -111,6 +83,10 @@ def heatmap(
     """Draw the load of each rank in each layer.
 
     It is a multiple of the layer's mean.
+
+    Args:
+        experts: Layers x experts instead of layers x ranks.
+        phase: Window to show: prefill, decode or mixed. Default: all phases together.
     """
     with connection.client() as client:
         path = connection.path(client, "/heatmap")

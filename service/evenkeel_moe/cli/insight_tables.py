@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from evenkeel_moe.cli.console import Listing, TableColumn, explained, legend
-from evenkeel_moe.cli.tables import interval, number
-from evenkeel_moe.cli.units import moment, moments
+from evenkeel_moe.cli.tables import interval, number, yes_or_no
+from evenkeel_moe.cli.units import dated, moment
 from evenkeel_moe.model.quantities import bytes_text, duration_text, share
 
 _LEVELS_BASE = (
@@ -45,8 +45,7 @@ def recommendation_view(answer: Mapping[str, Any]) -> RenderableType:
         ]
         parts += _craft(answer["redundancy"]["craft_allocation"])
     return Group(
-        *parts,
-        legend("gain: saved share of MoE time on later steps, with its 94 % interval"),
+        *parts, legend("gain: saved share of MoE time on later steps, with its 94 % interval")
     )
 
 
@@ -75,13 +74,11 @@ def _policies(rows: Sequence[Mapping[str, Any]]) -> Listing:
     columns = (
         TableColumn("POLICY", "policy"),
         TableColumn("OUTCOME", "reason_text", fold=True),
-        TableColumn("GAIN", lambda row: share(_verdict(row).get("gain")), right=True),
-        TableColumn("INTERVAL", lambda row: interval(_verdict(row))),
-        TableColumn("COPIES", lambda row: _grouped(row["copies"]), right=True),
-        TableColumn("BYTES", lambda row: bytes_text(row["nbytes"]), right=True, wide=True),
-        TableColumn(
-            "BALANCEDNESS", lambda row: number(row["balancedness_expected"]), right=True, wide=True
-        ),
+        TableColumn("GAIN", lambda row: _verdict(row).get("gain"), share, right=True),
+        TableColumn("INTERVAL", _verdict, interval),
+        TableColumn("COPIES", "copies", "{:,}".format, right=True),
+        TableColumn("BYTES", "nbytes", bytes_text, right=True, wide=True),
+        TableColumn("BALANCEDNESS", "balancedness_expected", number, right=True, wide=True),
         TableColumn("PAYS AFTER", _pays_after, right=True, wide=True),
     )
     return Listing(columns, rows)
@@ -89,10 +86,6 @@ def _policies(rows: Sequence[Mapping[str, Any]]) -> Listing:
 
 def _verdict(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return row["verdict"] or {}
-
-
-def _grouped(count: int | None) -> str | None:
-    return None if count is None else f"{count:,}"
 
 
 def _pays_after(row: Mapping[str, Any]) -> str | None:
@@ -104,21 +97,17 @@ def _pays_after(row: Mapping[str, Any]) -> str | None:
 
 
 def _levels(redundancy: Mapping[str, Any]) -> Listing:
-    fits = {None: "-", True: "yes", False: "no"}
-
     def replicas(row: Mapping[str, Any]) -> str:
         now = " (now)" if row["replicas_per_layer"] == redundancy["present"] else ""
         return f"{row['replicas_per_layer']}{now}"
 
     columns = (
         TableColumn("EXTRA REPLICAS", replicas, right=True),
-        TableColumn("GAIN", lambda row: share(row["gain"]), right=True),
+        TableColumn("GAIN", "gain", share, right=True),
         TableColumn("INTERVAL", interval),
-        TableColumn(
-            "MORE MEMORY PER RANK", lambda row: bytes_text(row["extra_bytes_per_rank"]), right=True
-        ),
-        TableColumn("FITS", lambda row: fits[row["fits"]]),
-        TableColumn("BALANCEDNESS", lambda row: number(row["balancedness"]), right=True, wide=True),
+        TableColumn("MORE MEMORY PER RANK", "extra_bytes_per_rank", bytes_text, right=True),
+        TableColumn("FITS", "fits", yes_or_no),
+        TableColumn("BALANCEDNESS", "balancedness", number, right=True, wide=True),
     )
     return Listing(columns, redundancy["levels"])
 
@@ -130,8 +119,7 @@ def _craft(found: Mapping[str, Any] | None) -> list[RenderableType]:
     most = max(max(gains) for gains in found["gain"])
 
     def curve(gains: Sequence[float]) -> str:
-        levels = (round(gain / most * 8) if gain > 0 else 0 for gain in gains)
-        return "".join(f"{_BARS[level]} " for level in levels)
+        return "".join(f"{_BARS[round(max(gain, 0.0) / most * 8)]} " for gain in gains)
 
     def with_its_own(row: Mapping[str, Any]) -> float:
         gain = row["gain"][found["counts"].index(row["replicas"])] if row["replicas"] else 0.0
@@ -146,9 +134,9 @@ def _craft(found: Mapping[str, Any] | None) -> list[RenderableType]:
     columns = (
         TableColumn("LAYER", "layer", right=True),
         TableColumn("EXTRA REPLICAS", "replicas", right=True),
-        TableColumn("BALANCEDNESS WITH NONE", lambda row: number(row["base"]), right=True),
-        TableColumn("WITH THESE", lambda row: number(with_its_own(row)), right=True),
-        TableColumn("GAIN BY NUMBER", lambda row: curve(row["gain"])),
+        TableColumn("BALANCEDNESS WITH NONE", "base", number, right=True),
+        TableColumn("WITH THESE", with_its_own, number, right=True),
+        TableColumn("GAIN BY NUMBER", "gain", curve),
     )
     title = f"\nCRAFT with R = {found['replication_factor']}, layer by layer"
     tried = ", ".join(map(str, found["counts"]))
@@ -162,14 +150,13 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each request for a change."""
     if not rows:
         return Text("no request for a change is recorded", style="dim")
-    times, day = moments([row["at"] for row in rows])
-    shown = [{**row, "at": at} for at, row in zip(times, rows, strict=True)]
+    shown, day = dated(rows)
     columns = (
         TableColumn("AT (UTC)", "at"),
         TableColumn("BY", "by"),
         TableColumn("ROLE", "role", wide=True),
         TableColumn("REQUEST", "text", fold=True),
-        TableColumn("OUTCOME", lambda row: _outcome(row["status"])),
+        TableColumn("OUTCOME", "status", _outcome),
         TableColumn("TRACE", lambda row: row["trace_id"] or None, wide=True),
     )
     return Group(Listing(columns, shown), legend(*day))
@@ -194,8 +181,8 @@ def quarantine_view(answer: Mapping[str, Any]) -> RenderableType:
         return Text(f"{answer['deployment']}: no report was rejected")
     columns = (
         TableColumn("REASON", "reason"),
-        TableColumn("RANK STEPS", lambda row: f"{row['rank_steps']:,}", right=True),
-        TableColumn("NEWEST", _samples, fold=True),
+        TableColumn("RANK STEPS", "rank_steps", "{:,}".format, right=True),
+        TableColumn("NEWEST", "samples", _samples, fold=True),
     )
     return Group(
         Listing(columns, answer["items"]),
@@ -206,5 +193,5 @@ def quarantine_view(answer: Mapping[str, Any]) -> RenderableType:
     )
 
 
-def _samples(row: Mapping[str, Any]) -> str:
-    return "\n".join(f"rank {one['rank']}: {one['detail']}" for one in row["samples"])
+def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(f"rank {one['rank']}: {one['detail']}" for one in samples)

@@ -4,13 +4,12 @@ Heavy imports wait until the command runs, because `--help` must not load numpy.
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.text import Text
 
 from evenkeel_moe.cli.console import print_json, print_parts, work_bars
-from evenkeel_moe.cli.options import with_option_groups
 from evenkeel_moe.cli.replay import (
     check_rows,
     check_writable,
@@ -51,19 +50,13 @@ _START = {
 """The words that say, for each format, how an engine starts with the file."""
 
 
-@with_option_groups
 def offline(
     recording: RecordingArgument,
     file: PlacementFileOptions,
     ranks: RanksOption = None,
     slots: SlotsOption = None,
     policy: PolicyOption = None,
-    only_if_it_pays: Annotated[
-        bool,
-        typer.Option(
-            "--only-if-it-pays", help="Write nothing, and exit with 1, if it does not surely pay."
-        ),
-    ] = False,
+    only_if_it_pays: bool = False,
     accept: AcceptOption = None,
     config: ConfigOption = None,
     *,
@@ -73,6 +66,9 @@ def offline(
 
     Nothing runs beside the engine. The newest steps of the recording are kept apart: the plan is
     made without them, and they decide whether it pays.
+
+    Args:
+        only_if_it_pays: Write nothing, and exit with 1, if it does not surely pay.
     """
     from evenkeel_moe.formats import PlacementFormat
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup

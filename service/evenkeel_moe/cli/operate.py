@@ -7,6 +7,7 @@ import typer
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli import insight_tables, tables
+from evenkeel_moe.cli.command_group import CommandGroup
 from evenkeel_moe.cli.console import confirm, say
 from evenkeel_moe.cli.exits import CliError, Exit
 from evenkeel_moe.cli.options import (
@@ -16,14 +17,13 @@ from evenkeel_moe.cli.options import (
     deployment_names,
     nested_fields,
     parse_value,
-    with_option_groups,
 )
 from evenkeel_moe.cli.units import moment
 from evenkeel_moe.cli.watch import OutputOptions, ShowOptions
 from evenkeel_moe.model.quantities import duration_text
 
-deployment_app = typer.Typer(no_args_is_help=True, help="Look after one deployment.")
-policy_app = typer.Typer(no_args_is_help=True, help="Show or change how experts are balanced.")
+deployment_app = CommandGroup(help="Look after one deployment.")
+policy_app = CommandGroup(help="Show or change how experts are balanced.")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST_PAUSE_S = 7 * 86400
 _RESUMED = {
@@ -34,22 +34,19 @@ _RESUMED = {
 """Mode -> what follows when plans may start again."""
 
 
-@with_option_groups
 def status(
     name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="DEPLOYMENT",
-            help="Deployment id.",
-            show_default="list all deployments",
-            autocompletion=deployment_names,
-        ),
+        str | None, typer.Argument(metavar="DEPLOYMENT", autocompletion=deployment_names)
     ] = None,
     *,
     connection: ClientOptions,
     shown: ShowOptions,
 ) -> None:
-    """Show all deployments, or one with its ranks."""
+    """Show all deployments, or one with its ranks.
+
+    Args:
+        name: Deployment id. Default: list all deployments.
+    """
     with connection.client() as client:
         if name is None:
             shown.run(lambda: client.every("deployments"), tables.deployments_table)
@@ -62,7 +59,6 @@ def status(
 
 
 @policy_app.command("get")
-@with_option_groups
 def get_policy(connection: DeploymentClientOptions, shown: OutputOptions) -> None:
     """Show mode, policy, cost model, limits and gates, with their revision.
 
@@ -75,21 +71,9 @@ def get_policy(connection: DeploymentClientOptions, shown: OutputOptions) -> Non
 
 
 @policy_app.command("set")
-@with_option_groups
 def set_policy(
-    fields: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="Fields to change; VALUE is JSON or text. A.B=VALUE changes field B of A.",
-        ),
-    ],
-    revision: Annotated[
-        str | None,
-        typer.Option(
-            help="Change this revision of the document or none.", show_default="the present one"
-        ),
-    ] = None,
+    fields: Annotated[list[str], typer.Argument(metavar="KEY=VALUE")],
+    revision: str | None = None,
     yes: YesOption = False,
     *,
     connection: DeploymentClientOptions,
@@ -104,6 +88,10 @@ def set_policy(
     propose: operators, who approve what the controller proposes.
 
     auto: the controller.
+
+    Args:
+        fields: Fields to change; VALUE is JSON or text. A.B=VALUE changes field B of A.
+        revision: Change this revision of the document or none. Default: the present one.
     """
     changes = nested_fields(parse_value(text) for text in fields)
     with connection.client() as client:
@@ -117,14 +105,8 @@ def set_policy(
     shown.show(document, lambda: tables.changes_view(before, document))
 
 
-@with_option_groups
 def pause(
-    time: Annotated[
-        str,
-        typer.Option(
-            "--for", help="Seconds, or a number with s, m, h or d, at most 7d.", metavar="TIME"
-        ),
-    ] = "7d",
+    time: Annotated[str, typer.Option("--for", metavar="TIME")] = "7d",
     *,
     connection: DeploymentClientOptions,
 ) -> None:
@@ -132,6 +114,9 @@ def pause(
 
     For example before a reload of weights. A pause ends by itself, or by `evenkeel resume`. To
     return to an earlier placement is possible meanwhile.
+
+    Args:
+        time: Seconds, or a number with s, m, h or d, at most 7d.
     """
     seconds = parse_seconds(time)
     with connection.client() as client:
@@ -161,7 +146,6 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
-@with_option_groups
 def resume(connection: DeploymentClientOptions) -> None:
     """Let plans start again, after a pause or while they are held.
 
@@ -187,14 +171,8 @@ def _resumed(before: dict[str, Any]) -> str:
 
 
 @deployment_app.command()
-@with_option_groups
 def forget(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="DEPLOYMENT", help="Deployment id.", autocompletion=deployment_names
-        ),
-    ],
+    name: Annotated[str, typer.Argument(metavar="DEPLOYMENT", autocompletion=deployment_names)],
     yes: YesOption = False,
     *,
     connection: ClientOptions,
@@ -202,6 +180,9 @@ def forget(
     """Remove a deployment whose ranks are gone, with its metrics.
 
     Its plans and placements stay stored, and ranks that come back are accepted. Needs role admin.
+
+    Args:
+        name: Deployment id.
     """
     with connection.client() as client:
         client.deployment(name)
@@ -211,17 +192,18 @@ def forget(
 
 
 @deployment_app.command()
-@with_option_groups
 def quarantine(
-    clear: Annotated[
-        bool, typer.Option("--clear", help="Reset the counts first. Needs role admin.")
-    ] = False,
+    clear: bool = False,
     yes: YesOption = False,
     *,
     connection: DeploymentClientOptions,
     shown: ShowOptions,
 ) -> None:
-    """Show which parts of the ranks' reports were rejected, by reason."""
+    """Show which parts of the ranks' reports were rejected, by reason.
+
+    Args:
+        clear: Reset the counts first. Needs role admin.
+    """
     with connection.client() as client:
         path = connection.path(client, "/quarantine")
         if clear:

@@ -1,17 +1,11 @@
-"""Options that several commands share.
+"""Options that several commands share."""
 
-A command takes such options as one argument, a dataclass whose fields are options.
-`with_option_groups` turns the fields into options of the command.
-"""
-
-import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import wraps
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -53,48 +47,15 @@ def _matching(ctx: typer.Context, path: str, key: str, incomplete: str) -> list[
     return [name for name in found if name.startswith(incomplete)]
 
 
-def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each argument of a command that is a dataclass by options, one for each field."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command).parameters.values():
-        if parameter.name not in groups:
-            parameters.append(
-                parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
-            )
-            continue
-        group = groups[parameter.name]
-        field_hints = get_type_hints(group, include_extras=True)
-        for field in fields(group):
-            default = parameter.empty if field.default is MISSING else field.default
-            parameters.append(
-                inspect.Parameter(
-                    field.name,
-                    parameter.KEYWORD_ONLY,
-                    default=default,
-                    annotation=field_hints[field.name],
-                )
-            )
-
-    @wraps(command)
-    def call(**values: Any) -> None:
-        for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        command(**values)
-
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return call
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextsFile:
-    """The option that says where the file of contexts is."""
+    """The option that says where the file of contexts is.
 
-    contexts: Annotated[
-        Path | None, typer.Option(envvar="EVENKEEL_CONTEXTS", help="File of contexts.", hidden=True)
-    ] = None
+    Args:
+        contexts: File of contexts.
+    """
+
+    contexts: Annotated[Path | None, typer.Option(envvar="EVENKEEL_CONTEXTS", hidden=True)] = None
 
     @property
     def file(self) -> Path:
@@ -104,59 +65,30 @@ class ContextsFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientOptions(ContextsFile):
-    """The options that say which controller to call."""
+    """The options that say which controller to call.
 
-    context: Annotated[
-        str | None,
-        typer.Option(
-            envvar="EVENKEEL_CONTEXT",
-            show_envvar=False,
-            help="Context with the values of the options below.",
-            show_default="the one in use",
-        ),
-    ] = None
-    address: Annotated[
-        str | None,
-        typer.Option(
-            envvar="EVENKEEL_ADDRESS",
-            show_envvar=False,
-            help="REST address of a controller.",
-            show_default="the context's, else http://127.0.0.1:8080",
-        ),
-    ] = None
+    Args:
+        context: Context with the values of the options below. Default: the one in use.
+        address: REST address of a controller. Default: the context's, else http://127.0.0.1:8080.
+        token_file: File with a token, in the controller's format. Default: the context's, else
+            `tokens` in the data folder.
+        token: The token itself; other users can read command lines.
+        data_dir: Data folder of a controller on this machine, which has a token.
+        ca_file: File of the CA (PEM) of the controller's certificate.
+    """
+
+    context: Annotated[str | None, typer.Option(envvar="EVENKEEL_CONTEXT", show_envvar=False)] = (
+        None
+    )
+    address: Annotated[str | None, typer.Option(envvar="EVENKEEL_ADDRESS", show_envvar=False)] = (
+        None
+    )
     token_file: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="EVENKEEL_TOKEN_FILE",
-            show_envvar=False,
-            help="File with a token, in the controller's format.",
-            show_default="the context's, else `tokens` in the data folder",
-        ),
+        Path | None, typer.Option(envvar="EVENKEEL_TOKEN_FILE", show_envvar=False)
     ] = None
-    token: Annotated[
-        str | None,
-        typer.Option(
-            envvar="EVENKEEL_TOKEN",
-            help="The token itself; other users can read command lines.",
-            hidden=True,
-        ),
-    ] = None
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="EVENKEEL_DATA_DIR",
-            help="Data folder of a controller on this machine, which has a token.",
-            hidden=True,
-        ),
-    ] = None
-    ca_file: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="EVENKEEL_CA_FILE",
-            help="File of the CA (PEM) of the controller's certificate.",
-            hidden=True,
-        ),
-    ] = None
+    token: Annotated[str | None, typer.Option(envvar="EVENKEEL_TOKEN", hidden=True)] = None
+    data_dir: Annotated[Path | None, typer.Option(envvar="EVENKEEL_DATA_DIR", hidden=True)] = None
+    ca_file: Annotated[Path | None, typer.Option(envvar="EVENKEEL_CA_FILE", hidden=True)] = None
 
     def client(self, timeout_s: float = 30.0) -> ApiClient:
         """Return a client; options and variables win over the context, one value at a time."""
@@ -189,7 +121,11 @@ class ClientOptions(ContextsFile):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentClientOptions(ClientOptions):
-    """The options that say which deployment of which controller a command is about."""
+    """The options that say which deployment of which controller a command is about.
+
+    Args:
+        deployment: Deployment id. Default: the context's, else the only one there is.
+    """
 
     deployment: Annotated[
         str | None,
@@ -198,8 +134,6 @@ class DeploymentClientOptions(ClientOptions):
             "-d",
             envvar="EVENKEEL_DEPLOYMENT",
             show_envvar=False,
-            help="Deployment id.",
-            show_default="the context's, else the only one there is",
             autocompletion=deployment_names,
         ),
     ] = None

@@ -6,18 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
+from evenkeel_moe.cli.command_group import CommandGroup
 from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.exits import CliError, Exit
 from evenkeel_moe.cli.insight_tables import placements_table
-from evenkeel_moe.cli.options import DeploymentClientOptions, with_option_groups
+from evenkeel_moe.cli.options import DeploymentClientOptions
 from evenkeel_moe.cli.watch import ShowOptions
 from evenkeel_moe.errors import EvenkeelError
 
-app = typer.Typer(no_args_is_help=True, help="List placements, and write one for an engine.")
+app = CommandGroup(help="List placements, and write one for an engine.")
 
 
 @app.command("list")
-@with_option_groups
 def list_placements(connection: DeploymentClientOptions, shown: ShowOptions) -> None:
     """List the recorded placements, to which a rollback can lead."""
     with connection.client() as client:
@@ -27,43 +27,27 @@ def list_placements(connection: DeploymentClientOptions, shown: ShowOptions) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedFile:
-    """The options that describe the file to write."""
+    """The options that describe the file to write.
 
-    out: Annotated[
-        Path | None, typer.Option(help="File to write.", show_default="standard output")
-    ] = None
-    format_name: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            "-f",
-            help="neutral (also for vLLM with the plugin), sglang, trtllm, ascend, vllm,"
-            " vllm-mapping or vllm-ranks.",
-        ),
-    ] = "neutral"
-    first_moe_layer: Annotated[
-        int,
-        typer.Option(min=0, help="Number of the model's hidden layers before its first MoE layer."),
-    ] = 0
-    layer_ids: Annotated[
-        str | None,
-        typer.Option(
-            help="Hidden layer of each MoE layer, separated by commas.",
-            show_default="consecutive from --first-moe-layer",
-        ),
-    ] = None
-    num_hidden_layers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of rows of an sglang file: the model's num_hidden_layers.",
-            show_default="up to the last MoE layer",
-        ),
-    ] = None
+    Args:
+        out: File to write. Default: standard output.
+        format_name: neutral (also for vLLM with the plugin), sglang, trtllm, ascend, vllm,
+            vllm-mapping or vllm-ranks.
+        first_moe_layer: Number of the model's hidden layers before its first MoE layer.
+        layer_ids: Hidden layer of each MoE layer, separated by commas. Default: consecutive from
+            --first-moe-layer.
+        num_hidden_layers: Number of rows of an sglang file: the model's num_hidden_layers. Default:
+            up to the last MoE layer.
+    """
+
+    out: Path | None = None
+    format_name: Annotated[str, typer.Option("--format", "-f")] = "neutral"
+    first_moe_layer: Annotated[int, typer.Option(min=0)] = 0
+    layer_ids: str | None = None
+    num_hidden_layers: Annotated[int | None, typer.Option(min=1)] = None
 
 
 @app.command()
-@with_option_groups
 def export(file: ExportedFile, connection: DeploymentClientOptions) -> None:
     """Write the present placement, to start balanced after a restart."""
     with connection.client() as client:

@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli import plan_tables, plan_words
 from evenkeel_moe.cli.client import ApiClient, checked_id
+from evenkeel_moe.cli.command_group import CommandGroup
 from evenkeel_moe.cli.console import confirm, require_terminal, say
 from evenkeel_moe.cli.exits import CliError, Exit, NotSent
 from evenkeel_moe.cli.options import (
@@ -22,11 +23,10 @@ from evenkeel_moe.cli.options import (
     nested_fields,
     parse_value,
     plan_ids,
-    with_option_groups,
 )
 from evenkeel_moe.cli.watch import OutputOptions, ShowOptions
 
-app = typer.Typer(no_args_is_help=True, help="Propose, show, approve, cancel and undo plans.")
+app = CommandGroup(help="Propose, show, approve, cancel and undo plans.")
 
 PlanArgument = Annotated[
     str, typer.Argument(metavar="PLAN", help="Plan id.", autocompletion=plan_ids)
@@ -46,64 +46,38 @@ _LEAST_DIGITS = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanArguments:
-    """The options that say what to plan."""
+    """The options that say what to plan.
 
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, and keep nothing.")] = (
-        False
-    )
-    start: Annotated[bool, typer.Option("--start", help="Start the plan at once.")] = False
+    Args:
+        dry_run: Show the plan, and keep nothing.
+        start: Start the plan at once.
+        policy: For example keel, eplb or craft; an unknown name lists all. Default: the
+            deployment's.
+        max_moves: Most copies between ranks. Default: no limit.
+        max_bytes: Most bytes between ranks. Default: no limit.
+        max_layers: Most layers that may change. Default: no limit.
+        option: Option of a policy for this plan alone, for example craft.rule=knee. Repeat for
+            several. Default: the deployment's.
+        replica_budget: Redundant slots per layer to fill, on average over the layers. Default: the
+            deployment's.
+        phase: Window to plan on: prefill, decode or mixed. Repeat for several. Default: all,
+            weighted by tokens.
+        target: JSON file with physical_to_logical (layers x slots): move to this placement instead
+            of planning one. If the file has num_ranks, it must be the deployment's. Default: plan
+            with the policy.
+    """
+
+    dry_run: bool = False
+    start: bool = False
     plan_id: IdOption = None
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            help="For example keel, eplb or craft; an unknown name lists all.",
-            show_default="the deployment's",
-        ),
-    ] = None
-    max_moves: Annotated[
-        int | None,
-        typer.Option(min=0, help="Most copies between ranks.", show_default="no limit"),
-    ] = None
-    max_bytes: Annotated[
-        int | None,
-        typer.Option(min=0, help="Most bytes between ranks.", show_default="no limit"),
-    ] = None
-    max_layers: Annotated[
-        int | None,
-        typer.Option(min=0, help="Most layers that may change.", show_default="no limit"),
-    ] = None
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="POLICY.NAME=VALUE",
-            help="Option of a policy for this plan alone, for example craft.rule=knee. Repeat for"
-            " several.",
-            show_default="the deployment's",
-        ),
-    ] = None
-    replica_budget: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Redundant slots per layer to fill, on average over the layers.",
-            show_default="the deployment's",
-        ),
-    ] = None
-    phase: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Window to plan on: prefill, decode or mixed. Repeat for several.",
-            show_default="all, weighted by tokens",
-        ),
-    ] = None
-    target: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON file with physical_to_logical (layers x slots): move to this placement"
-            " instead of planning one. If the file has num_ranks, it must be the deployment's.",
-            show_default="plan with the policy",
-        ),
-    ] = None
+    policy: str | None = None
+    max_moves: Annotated[int | None, typer.Option(min=0)] = None
+    max_bytes: Annotated[int | None, typer.Option(min=0)] = None
+    max_layers: Annotated[int | None, typer.Option(min=0)] = None
+    option: Annotated[list[str] | None, typer.Option(metavar="POLICY.NAME=VALUE")] = None
+    replica_budget: Annotated[int | None, typer.Option(min=0)] = None
+    phase: list[str] | None = None
+    target: Path | None = None
 
     def body(self, target: dict[str, Any] | None) -> dict[str, Any]:
         """Return the body of the REST request; `target` is the content of the target file."""
@@ -131,7 +105,6 @@ def _given(**fields: Any) -> dict[str, Any]:
 
 
 @app.command()
-@with_option_groups
 def create(
     request: PlanArguments,
     yes: YesOption = False,
@@ -250,26 +223,23 @@ def _read_target(path: Path) -> dict[str, Any]:
 
 
 @app.command("list")
-@with_option_groups
 def list_plans(
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            "--limit", "-n", min=1, max=1000, help="Number of newest plans.", show_default="all"
-        ),
-    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=1000)] = None,
     *,
     connection: DeploymentClientOptions,
     shown: ShowOptions,
 ) -> None:
-    """List plans, newest first."""
+    """List plans, newest first.
+
+    Args:
+        limit: Number of newest plans. Default: all.
+    """
     with connection.client() as client:
         path = connection.path(client, "/plans")
         shown.run(lambda: client.every(path, limit), plan_tables.plans_table)
 
 
 @app.command("show")
-@with_option_groups
 def show_plan(plan: PlanArgument, connection: DeploymentClientOptions, shown: ShowOptions) -> None:
     """Show one plan and the figures behind it."""
     checked_id(plan, "plan")
@@ -279,7 +249,6 @@ def show_plan(plan: PlanArgument, connection: DeploymentClientOptions, shown: Sh
 
 
 @app.command()
-@with_option_groups
 def story(plan: PlanArgument, connection: DeploymentClientOptions, shown: ShowOptions) -> None:
     """Show what happened to a plan and why, in order."""
     checked_id(plan, "plan")
@@ -289,7 +258,6 @@ def story(plan: PlanArgument, connection: DeploymentClientOptions, shown: ShowOp
 
 
 @app.command()
-@with_option_groups
 def approve(
     plan: PlanArgument,
     yes: YesOption = False,
@@ -313,7 +281,6 @@ def approve(
 
 
 @app.command()
-@with_option_groups
 def cancel(plan: PlanArgument, connection: DeploymentClientOptions, shown: OutputOptions) -> None:
     """Stop a plan, or reject one that waits for approval.
 
@@ -326,23 +293,9 @@ def cancel(plan: PlanArgument, connection: DeploymentClientOptions, shown: Outpu
 
 
 @app.command()
-@with_option_groups
 def rollback(
-    to_epoch: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Epoch (version) of the placement to return to.",
-            show_default="the one before the last plan",
-        ),
-    ] = None,
-    to_placement: Annotated[
-        str | None,
-        typer.Option(
-            help="Placement to return to, as `evenkeel placement list` names it, or its first 6"
-            " digits or more."
-        ),
-    ] = None,
+    to_epoch: Annotated[int | None, typer.Option(min=0)] = None,
+    to_placement: str | None = None,
     plan_id: IdOption = None,
     yes: YesOption = False,
     *,
@@ -352,6 +305,12 @@ def rollback(
     """Return to an earlier placement.
 
     Automatic plans then wait for `evenkeel resume`.
+
+    Args:
+        to_epoch: Epoch (version) of the placement to return to. Default: the one before the last
+            plan.
+        to_placement: Placement to return to, as `evenkeel placement list` names it, or its first 6
+            digits or more.
     """
     if to_epoch is not None and to_placement is not None:
         raise CliError("name an epoch or a placement to return to, not both", Exit.USAGE)

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from evenkeel_moe.cli.console import Listing, TableColumn, explained, facts, legend
 from evenkeel_moe.cli.tables import with_reason
-from evenkeel_moe.cli.units import moment, moments
+from evenkeel_moe.cli.units import dated, moment
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.quantities import (
     age,
@@ -32,35 +32,28 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each plan. Columns without a value are left out."""
     if not rows:
         return Text("no plan yet", style="dim")
-    created, day = _created(rows)
-    shown = [
-        {**row, "created": at, "older": rows[index:]}
-        for index, (row, at) in enumerate(zip(rows, created, strict=True), start=1)
-    ]
+    shown, day = dated(rows, "created_at")
+    if not day:
+        shown = [{**row, "created_at": row["created_at"][5:16]} for row in shown]
+    seen = f"UTC, {day[0]}" if day else "month, day, hour and minute in UTC"
     columns = (
         TableColumn("PLAN", "plan_id"),
         TableColumn("PHASE", "phase_text"),
-        TableColumn(
-            "WHY THIS PHASE", lambda row: "-" if _is_plain(row) else row["reason"], wide=True
-        ),
-        TableColumn("UNDOES", lambda row: _undoes(row, row["older"]), wide=True),
+        TableColumn("WHY THIS PHASE", _reason, wide=True),
+        TableColumn("UNDOES", lambda row: _undoes(row, rows), wide=True),
         TableColumn("WHY MADE", "planned_because", wide=True),
         TableColumn("POLICY", "policy", wide=True),
         TableColumn("BASE EPOCH", "base_epoch", right=True, wide=True),
-        TableColumn(
-            "WAVES", lambda row: f"{row['waves_committed']}/{row['waves']}", right=True, wide=True
-        ),
-        TableColumn("COPIES", lambda row: f"{row['moves']:,}", right=True, wide=True),
-        TableColumn("BYTES", lambda row: bytes_text(row["nbytes"]), right=True, wide=True),
-        TableColumn(
-            "PROMISED", lambda row: share(row["numbers"].get("gain")), right=True, optional=True
-        ),
+        TableColumn("WAVES", _waves, right=True, wide=True),
+        TableColumn("COPIES", "moves", "{:,}".format, right=True, wide=True),
+        TableColumn("BYTES", "nbytes", bytes_text, right=True, wide=True),
+        TableColumn("PROMISED", _promised, share, right=True, optional=True),
         TableColumn("DELIVERED", _delivered, right=True, optional=True),
-        TableColumn("CREATED", "created"),
+        TableColumn("CREATED", "created_at"),
     )
     measured = [row["delivered"] for row in rows if row["delivered"] is not None]
     losses = any(is_loss(one["gain"]) and not _is_uncertain(one) for one in measured)
-    words = [day, _COPIES, _GAIN + ("; slower: MoE time rose" if losses else "")]
+    words = [f"created: {seen}", _COPIES, _GAIN + ("; slower: MoE time rose" if losses else "")]
     if any(_is_uncertain(one) for one in measured):
         words.append(_UNCERTAIN)
     words += explained(row for row in rows if not _is_plain(row))
@@ -74,12 +67,17 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     return Group(Listing(columns, shown), legend(*words))
 
 
-def _created(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
-    """Return when plans were created, and a line that says what of a moment is shown."""
-    times, day = moments([row["created_at"] for row in rows])
-    if day:
-        return times, f"created: UTC, {day[0]}"
-    return [text[5:16] for text in times], "created: month, day, hour and minute in UTC"
+def _reason(row: Mapping[str, Any]) -> str | None:
+    return None if _is_plain(row) else row["reason"]
+
+
+def _waves(row: Mapping[str, Any]) -> str:
+    return f"{row['waves_committed']}/{row['waves']}"
+
+
+def _promised(row: Mapping[str, Any]) -> float | None:
+    gain: float | None = row["numbers"].get("gain")
+    return gain
 
 
 def _delivered(row: Mapping[str, Any]) -> str | None:
@@ -102,16 +100,18 @@ def _is_plain(row: Mapping[str, Any]) -> bool:
     return with_reason(phase, row["reason"]) == phase or row["reason"] in known
 
 
-def _undoes(row: Mapping[str, Any], older: Sequence[Mapping[str, Any]]) -> str:
+def _undoes(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the plan that led from the target of a rollback to its base, else the target.
 
     Args:
         row: a plan.
-        older: plans before it, newest first.
+        rows: all plans, newest first.
     """
     epoch = row["numbers"].get("to_epoch")
     if row["kind"] != "rollback" or epoch is None:
-        return "-"
+        return None
+    ids = [one["plan_id"] for one in rows]
+    older = rows[ids.index(row["plan_id"]) + 1 :]
     plan = plan_between(older, epoch, row["base_epoch"])
     return f"since epoch {epoch:.0f}" if plan is None else str(plan["plan_id"])
 
@@ -167,11 +167,10 @@ def _figures(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
 
 def story_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table of the events of a plan, in order. Rows of one day show only the time."""
-    times, day = moments([row["at"] for row in rows])
-    shown = [{**row, "at": at} for at, row in zip(times, rows, strict=True)]
+    shown, day = dated(rows)
     columns = (
         TableColumn("AT (UTC)", "at"),
-        TableColumn("PHASE", lambda row: row["phase_text"] or "-"),
+        TableColumn("PHASE", lambda row: row["phase_text"] or None),
         TableColumn("EVENT", "text", fold=True),
     )
     words = [_GAIN] if any(row["event"] == "measured" for row in rows) else []

@@ -5,20 +5,21 @@ Heavy imports wait until a command runs, because `--help` must not load numpy.
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from evenkeel_moe.cli.command_group import CommandGroup
 from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.exits import CliError, Exit
-from evenkeel_moe.cli.options import with_option_groups
 from evenkeel_moe.cli.replay import check_writable, doubt_lines, print_notes
 from evenkeel_moe.cli.replay_options import AcceptOption, FirstLayerOption, StartOption
 from evenkeel_moe.errors import EvenkeelError, InvalidInput
 
-app = typer.Typer(no_args_is_help=True, help="Record the expert loads of an engine in a file.")
+app = CommandGroup(help="Record the expert loads of an engine in a file.")
 _POLL_S = 0.5
 _DUMP_S = 120.0
 """Seconds in which SGLang must have written its dump."""
@@ -39,43 +40,36 @@ _OTHER_USERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordOptions:
-    """The options that both engines share."""
+    """The options that both engines share.
+
+    Args:
+        seconds: Seconds to record.
+        out: Trace to write, *.npz.
+    """
 
     accept: AcceptOption = None
     first_moe_layer: FirstLayerOption = None
-    seconds: Annotated[
-        float, typer.Option("--seconds", "-s", help="Seconds to record.", min=0.1)
-    ] = 60.0
-    out: Annotated[Path, typer.Option(help="Trace to write, *.npz.")] = Path("trace.npz")
+    seconds: Annotated[float, typer.Option("--seconds", "-s", min=0.1)] = 60.0
+    out: Path = Path("trace.npz")
 
 
 @app.command()
-@with_option_groups
 def sglang(
     recording: RecordOptions,
-    address: Annotated[
-        str, typer.Option(help="Address of the SGLang server.")
-    ] = "http://127.0.0.1:30000",
-    dumps: Annotated[
-        Path,
-        typer.Option(
-            help="Folder into which the server writes its dumps, as seen from here: its"
-            " SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR."
-        ),
-    ] = Path("/tmp"),
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="SGLANG_API_KEY",
-            help="Key of the server, if it asks for one.",
-            show_default="none",
-        ),
-    ] = None,
+    address: str = "http://127.0.0.1:30000",
+    dumps: Path = Path("/tmp"),
+    api_key: Annotated[str | None, typer.Option(envvar="SGLANG_API_KEY")] = None,
 ) -> None:
     """Record the expert loads of an SGLang server with its own recorder.
 
     Start the server with --expert-distribution-recorder-mode stat, without --enable-eplb. The
     command asks how it was started before it records. It needs torch.
+
+    Args:
+        address: Address of the SGLang server.
+        dumps: Folder into which the server writes its dumps, as seen from here: its
+            SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR.
+        api_key: Key of the server, if it asks for one. Default: none.
     """
     import httpx
 
@@ -89,13 +83,13 @@ def sglang(
         raise CliError(f"{address} is not a valid URL: {error}", Exit.USAGE) from error
     with client:
         _check_started(_started(client), client.base_url)
-        _ask(client, "start_expert_distribution_record")
+        _answer(client, "POST", "start_expert_distribution_record")
         try:
             _wait(recording.seconds)
         finally:
-            _ask(client, "stop_expert_distribution_record")
+            _answer(client, "POST", "stop_expert_distribution_record")
         before = set(dumps.glob("*.pt"))
-        _ask(client, "dump_expert_distribution_record")
+        _answer(client, "POST", "dump_expert_distribution_record")
     path = _await_dump(dumps, before)
     if path is None:
         raise CliError(
@@ -107,19 +101,16 @@ def sglang(
 
 
 @app.command()
-@with_option_groups
 def vllm(
     recording: RecordOptions,
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER",
-            help="Folder into which the ranks record: EVENKEEL_RANK__RECORD of the server.",
-        ),
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
     start: StartOption = None,
 ) -> None:
-    """Record the expert loads of a vLLM server that runs with the plugin."""
+    """Record the expert loads of a vLLM server that runs with the plugin.
+
+    Args:
+        folder: Folder into which the ranks record: EVENKEEL_RANK__RECORD of the server.
+    """
     from evenkeel_moe.formats.recording import is_recording, newest_step
 
     _check_out(recording.out)
@@ -147,15 +138,9 @@ def _started(client: Any) -> dict[str, Any]:
     """
     for route in _INFO_ROUTES:
         answer = _answer(client, "GET", route)
-        if answer.status_code == 404:
-            continue
-        _check_taken(answer, route)
-        try:
-            info = answer.json()
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(info, dict):
-            return info
+        with suppress(ValueError, RecursionError):
+            if answer is not None and isinstance(info := answer.json(), dict):
+                return info
     return {}
 
 
@@ -206,37 +191,27 @@ def _check_started(info: dict[str, Any], url: Any) -> None:
         raise CliError(detail, Exit.REFUSED)
 
 
-def _ask(client: Any, route: str) -> None:
-    """Order something from SGLang.
+def _answer(client: Any, method: str, route: str) -> Any:
+    """Return the answer of a route of SGLang; None if there is nothing to get at it.
 
     Raises:
         CliError: the server cannot be reached, or refuses.
     """
-    _check_taken(_answer(client, "POST", route), route)
-
-
-def _answer(client: Any, method: str, route: str) -> Any:
-    """Return the answer of a route of SGLang.
-
-    Raises:
-        CliError: the server cannot be reached.
-    """
     import httpx
 
     try:
-        return client.request(method, f"/{route}")
+        answer = client.request(method, f"/{route}")
     except httpx.HTTPError as error:
         detail = f"no SGLang server at {client.base_url}: {error}"
         raise CliError(detail, Exit.UNAVAILABLE) from error
-
-
-def _check_taken(answer: Any, route: str) -> None:
-    """Raise CliError unless the server did what was asked."""
+    if method == "GET" and answer.status_code == 404:
+        return None
     if answer.status_code in (401, 403):
         raise CliError(f"/{route} needs a key: give --api-key", Exit.UNAUTHORIZED)
     if not answer.is_success:
         text = " ".join(answer.text.split())[:200]
         raise CliError(f"/{route} answered {answer.status_code}: {text}", Exit.REFUSED)
+    return answer
 
 
 def _wait(seconds: float) -> None:
@@ -249,7 +224,10 @@ def _wait(seconds: float) -> None:
             say(f"  {end - time.monotonic():.0f} s left", err=True)
 
 
-def _poll(limit_s: float, find: Callable[[], Any]) -> Any:
+_Found = TypeVar("_Found")
+
+
+def _poll(limit_s: float, find: Callable[[], _Found | None]) -> _Found | None:
     """Return the first answer that is not None; None after the limit."""
     end = time.monotonic() + limit_s
     while True:
@@ -280,16 +258,14 @@ def _await_dump(dumps: Path, before: set[Path]) -> Path | None:
             size = path.stat().st_size
             try:
                 read_trace(path)
+                return path
             except EvenkeelError:
                 if sizes.get(path) == size:
                     raise
                 sizes[path] = size
-                continue
-            return path
         return None
 
-    found: Path | None = _poll(_DUMP_S, find)
-    return found
+    return _poll(_DUMP_S, find)
 
 
 def _write(
@@ -301,8 +277,7 @@ def _write(
 
     first, accept, out = recording.first_moe_layer, recording.accept or (), recording.out
     if path.is_dir():
-        recorded = read_recording(path, first, from_step=from_step, start=start)
-        trace = check_trace(recorded, accept)
+        trace = check_trace(read_recording(path, first, from_step=from_step, start=start), accept)
     else:
         trace = read_trace(path, first_moe_layer=first, accept=accept)
     print_notes(trace.findings)

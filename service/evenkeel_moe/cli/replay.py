@@ -15,8 +15,9 @@ import typer
 from rich.text import Text
 
 from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.cli.command_group import CommandGroup
 from evenkeel_moe.cli.console import print_json, print_parts, say, work_bars
-from evenkeel_moe.cli.options import with_option_groups
+from evenkeel_moe.cli.exits import needing
 from evenkeel_moe.cli.replay_options import (
     AcceptOption,
     ConfigOption,
@@ -32,45 +33,32 @@ from evenkeel_moe.cli.units import moment
 from evenkeel_moe.cli.watch import OutputOptions
 from evenkeel_moe.errors import InvalidInput
 
-app = typer.Typer(no_args_is_help=True, help="Try policies on recorded traffic.")
+app = CommandGroup(help="Try policies on recorded traffic.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedOptions:
-    """The options of a comparison."""
+    """The options of a comparison.
 
-    policies: Annotated[
-        str | None,
-        typer.Option(
-            "--policies", "-p", help="Names, separated by commas.", show_default="all policies"
-        ),
-    ] = None
+    Args:
+        policies: Names, separated by commas. Default: all policies.
+        window: Number of steps on which a policy plans. Default: 100.
+        horizon: Steps on which a plan is scored before the next replan. Default: 50.
+        out: File to write: *.html is a page with charts, *.npz holds every plan. Repeat for both.
+            Default: none.
+    """
+
+    policies: Annotated[str | None, typer.Option("--policies", "-p")] = None
     ranks: RanksOption = None
     slots: SlotsOption = None
-    window: Annotated[
-        int | None,
-        typer.Option(help="Number of steps on which a policy plans.", show_default="100"),
-    ] = None
-    horizon: Annotated[
-        int | None,
-        typer.Option(
-            help="Steps on which a plan is scored before the next replan.", show_default="50"
-        ),
-    ] = None
+    window: int | None = None
+    horizon: int | None = None
     accept: AcceptOption = None
-    out: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="File to write: *.html is a page with charts, *.npz holds every plan. Repeat for"
-            " both.",
-            show_default="none",
-        ),
-    ] = None
+    out: list[Path] | None = None
     config: ConfigOption = None
 
 
 @app.command("compare")
-@with_option_groups
 def compare_command(
     recording: RecordingArgument, asked: ComparedOptions, shown: OutputOptions
 ) -> None:
@@ -90,8 +78,9 @@ def compare_command(
     options = read_options(CompareOptions, config, **flags)
     files = _by_suffix(out or ())
     check_writable(*files.values())
-    if ".html" in files:
-        _check_matplotlib()
+    if ".html" in files:  # At once, not after the work.
+        with needing("plots", "a page with charts"):
+            import evenkeel_moe.replay.charts  # noqa: F401
     weigh_replicas = kv_memory(options) is not None or ".html" in files
     trace = read_recorded(recording, options)
     setup = replay_setup(trace, options, window_steps=options.window, horizon_steps=options.horizon)
@@ -165,23 +154,23 @@ def _print_comparison(comparison: Any, as_json: bool) -> None:
 
 
 @app.command("plan")
-@with_option_groups
 def plan_command(
     recording: RecordingArgument,
     file: PlacementFileOptions,
     policy: PolicyOption = None,
     ranks: RanksOption = None,
     slots: SlotsOption = None,
-    current: Annotated[
-        Path | None,
-        typer.Option(help="File with the present placement, in any format, to keep copies few."),
-    ] = None,
+    current: Path | None = None,
     accept: AcceptOption = None,
     config: ConfigOption = None,
     *,
     shown: OutputOptions,
 ) -> None:
-    """Plan one placement, and write it for an engine."""
+    """Plan one placement, and write it for an engine.
+
+    Args:
+        current: File with the present placement, in any format, to keep copies few.
+    """
     from evenkeel_moe.cli.replay_tables import tradeoff_parts
     from evenkeel_moe.formats import PlacementFormat
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
@@ -189,15 +178,8 @@ def plan_command(
     from evenkeel_moe.replay.options import SinglePlanOptions, read_options
     from evenkeel_moe.replay.replica_tradeoff import tradeoff_fields, weigh_on_window
 
-    options = read_options(
-        SinglePlanOptions,
-        config,
-        policy=policy,
-        ranks=ranks,
-        slots=slots,
-        current=current,
-        accept=accept,
-    )
+    fleet = {"ranks": ranks, "slots": slots, "current": current}
+    options = read_options(SinglePlanOptions, config, policy=policy, accept=accept, **fleet)
     check_writable(file.out)
     name, format_ = options.policy, PlacementFormat.parse(file.format_name)
     check_rows(format_, trace := read_recorded(recording, options))
@@ -248,16 +230,10 @@ def _plan_line(info: dict[str, Any], numbers: dict[str, float]) -> str:
 
 
 @app.command("inspect")
-@with_option_groups
 def inspect_command(
     recording: RecordingArgument,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            help="Also show the balancedness on this many ranks, without replicas.", min=1
-        ),
-    ] = None,
-    window: Annotated[int, typer.Option(help="Number of steps per window for drift.", min=1)] = 100,
+    ranks: Annotated[int | None, typer.Option(min=1)] = None,
+    window: Annotated[int, typer.Option(min=1)] = 100,
     accept: AcceptOption = None,
     first_moe_layer: FirstLayerOption = None,
     start: StartOption = None,
@@ -269,6 +245,10 @@ def inspect_command(
     Skew is the largest / the mean load of the experts of a layer. Consistent experts have a high
     load in nearly all steps, temporal ones in few. The loads of a correlated pair rise in the same
     steps. Drift is the change of the loads over time.
+
+    Args:
+        ranks: Also show the balancedness on this many ranks, without replicas.
+        window: Number of steps per window for drift.
     """
     from evenkeel_moe.cli.replay_tables import description_parts
     from evenkeel_moe.replay.describe import describe
@@ -303,10 +283,7 @@ def read_recorded(path: Path, reading: Any) -> Any:
     from evenkeel_moe.formats import read_trace
 
     trace = read_trace(
-        path,
-        first_moe_layer=reading.first_moe_layer,
-        accept=reading.accept,
-        start=reading.start,
+        path, first_moe_layer=reading.first_moe_layer, accept=reading.accept, start=reading.start
     )
     print_notes(trace.findings)
     return trace
@@ -373,16 +350,6 @@ def print_notes(findings: Iterable[Any]) -> None:
 def doubt_lines(findings: Iterable[Any]) -> list[str]:
     """Return one line for each doubt about a recording."""
     return [f"Doubt: {finding.words}" for finding in findings if finding.severity == "doubt"]
-
-
-def _check_matplotlib() -> None:
-    """Refuse --html at once, not after the work, where the library that draws is missing."""
-    try:
-        import evenkeel_moe.replay.charts  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise InvalidInput(
-            "--html needs matplotlib: run `pip install 'evenkeel-moe[plots]'`"
-        ) from error
 
 
 def check_writable(*wanted: Path | None) -> None:

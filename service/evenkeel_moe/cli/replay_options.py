@@ -57,15 +57,13 @@ PolicyOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementFileOptions:
-    """The options that describe a placement file to write."""
+    """The options that describe a placement file to write.
 
-    out: Annotated[Path, typer.Option(help="File to write.")]
-    format_name: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            "-f",
-            help="neutral (vLLM with the plugin), sglang, trtllm, ascend, vllm, vllm-mapping or"
-            " vllm-ranks.",
-        ),
-    ] = "neutral"
+    Args:
+        out: File to write.
+        format_name: neutral (vLLM with the plugin), sglang, trtllm, ascend, vllm, vllm-mapping or
+            vllm-ranks.
+    """
+
+    out: Path
+    format_name: Annotated[str, typer.Option("--format", "-f")] = "neutral"

@@ -10,35 +10,17 @@ from evenkeel_moe.cli.client import ApiClient
 from evenkeel_moe.cli.console import confirm
 from evenkeel_moe.cli.exits import CliError, Exit
 from evenkeel_moe.cli.operate import parse_seconds
-from evenkeel_moe.cli.options import DeploymentClientOptions, YesOption, with_option_groups
+from evenkeel_moe.cli.options import DeploymentClientOptions, YesOption
 from evenkeel_moe.cli.watch import OutputOptions
 
 _ASK_EVERY_S = 0.5
 
 
-@with_option_groups
 def resize(
-    to_ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Ranks that stay; those retire on which the fewest experts live alone."
-        ),
-    ] = None,
-    retire: Annotated[
-        list[int] | None,
-        typer.Option(min=0, help="Rank to retire, instead of --to-ranks. Repeat for more."),
-    ] = None,
-    whole_nodes: Annotated[
-        bool, typer.Option("--whole-nodes", help="Only all ranks of a node retire.")
-    ] = False,
-    wait: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Wait at most so long until the ranks may leave: seconds, or a number with s, m or"
-            " h.",
-        ),
-    ] = None,
+    to_ranks: Annotated[int | None, typer.Option(min=1)] = None,
+    retire: Annotated[list[int] | None, typer.Option(min=0)] = None,
+    whole_nodes: bool = False,
+    wait: Annotated[str | None, typer.Option(metavar="TIME")] = None,
     yes: YesOption = False,
     *,
     connection: DeploymentClientOptions,
@@ -50,6 +32,12 @@ def resize(
     Until the group has formed again without them, no other plan starts. `evenkeel resume` ends
     that before. Without --to-ranks and --retire it says how far a resize is. `evenkeel capacity`
     says what other numbers of ranks would bring.
+
+    Args:
+        to_ranks: Ranks that stay; those retire on which the fewest experts live alone.
+        retire: Rank to retire, instead of --to-ranks. Repeat for more.
+        whole_nodes: Only all ranks of a node retire.
+        wait: Wait at most so long until the ranks may leave: seconds, or a number with s, m or h.
     """
     body = {"to_ranks": to_ranks, "retire": retire, "whole_nodes": whole_nodes or None}
     asked = {field: value for field, value in body.items() if value}

@@ -7,35 +7,26 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from evenkeel_moe.cli.command_group import CommandGroup, with_options
 from evenkeel_moe.cli.config import ConfigOption, read_settings
 from evenkeel_moe.cli.console import SafeConsole, say, status_line
-from evenkeel_moe.cli.exits import CliError, Exit
-from evenkeel_moe.cli.options import with_option_groups
+from evenkeel_moe.cli.exits import CliError, Exit, needing
 from evenkeel_moe.errors import Unavailable
 
 
-@with_option_groups
 def serve(
-    config: ConfigOption = None,
-    profile: Annotated[
-        Literal["observe", "propose", "auto"] | None,
-        typer.Option(
-            help="observe: nothing moves weights. propose: plans wait for approval. auto: plans"
-            " start by themselves.",
-            show_default="the settings",
-        ),
-    ] = None,
+    config: ConfigOption = None, profile: Literal["observe", "propose", "auto"] | None = None
 ) -> None:
     """Run a controller, with ports for ranks, operators and metrics.
 
     It runs until Ctrl-C or SIGTERM.
+
+    Args:
+        profile: observe: nothing moves weights. propose: plans wait for approval. auto: plans start
+            by themselves. Default: the settings.
     """
-    try:
+    with needing("controller", "serve"):
         from evenkeel_moe.controller.process.serve import run as run_controller
-    except ModuleNotFoundError as error:
-        raise CliError(
-            f"serve needs `pip install 'evenkeel-moe[controller]'`: {error}", Exit.USAGE
-        ) from error
     from evenkeel_moe.adapters.addresses import host_port
 
     settings = read_settings(config, profile)
@@ -50,21 +41,17 @@ def serve(
     run_controller(settings)
 
 
-@with_option_groups
 def rank(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="JSON file with the settings of a rank.")
-    ],
-    number: Annotated[
-        int | None,
-        typer.Option(
-            "--rank", "-r", min=0, help="EP rank of this process.", show_default="the one in CONFIG"
-        ),
-    ] = None,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG")],
+    number: Annotated[int | None, typer.Option("--rank", "-r", min=0)] = None,
 ) -> None:
     """Run one rank of the small MoE engine that `evenkeel fleet` runs.
 
     Exits with 0 if its final check passed.
+
+    Args:
+        config: JSON file with the settings of a rank.
+        number: EP rank of this process. Default: the one in CONFIG.
     """
     from evenkeel_moe.engines.reference.config import RankConfig
 
@@ -78,12 +65,8 @@ def rank(
         rank_config = rank_config.replace(rank=number)
     if rank_config.rank < 0:
         raise CliError("give the rank of this process with --rank", Exit.USAGE)
-    try:
+    with needing("rank", "a rank"):
         from evenkeel_moe.engines.reference.rank import run_rank  # loads torch
-    except ModuleNotFoundError as error:
-        raise CliError(
-            f"a rank needs `pip install 'evenkeel-moe[rank]'`: {error}", Exit.USAGE
-        ) from error
     raise typer.Exit(run_rank(rank_config))
 
 
@@ -109,65 +92,38 @@ DispatchOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetKvCache:
-    """The options of the KV cache that the ranks of `evenkeel fleet` have or tell of."""
+    """The options of the KV cache that the ranks of `evenkeel fleet` have or tell of.
 
-    requests_per_s: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Requests that arrive at each rank in a second, instead of endless text. Their KV"
-            " cache is real: it has the memory that experts leave, and bounds the batch.",
-        ),
-    ] = 0.0
-    kv_bytes_per_token: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Simulated bytes of one token in the KV cache. Without requests the engine has"
-            " none: its ranks tell of one, so that replicas can be weighed against it.",
-            show_default="float32 keys and values of every layer",
-        ),
-    ] = None
-    kv_free_bytes: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Simulated bytes of the KV cache of one rank while no sequence runs.",
-            show_default="8 MiB",
-        ),
-    ] = None
+    Args:
+        requests_per_s: Requests that arrive at each rank in a second, instead of endless text.
+            Their KV cache is real: it has the memory that experts leave, and bounds the batch.
+        kv_bytes_per_token: Simulated bytes of one token in the KV cache. Without requests the
+            engine has none: its ranks tell of one, so that replicas can be weighed against it.
+            Default: float32 keys and values of every layer.
+        kv_free_bytes: Simulated bytes of the KV cache of one rank while no sequence runs. Default:
+            8 MiB.
+    """
+
+    requests_per_s: Annotated[float, typer.Option(min=0)] = 0.0
+    kv_bytes_per_token: Annotated[int | None, typer.Option(min=1)] = None
+    kv_free_bytes: Annotated[int | None, typer.Option(min=0)] = None
 
 
-fleet_app = typer.Typer(invoke_without_command=True)
+fleet_app = CommandGroup(invoke_without_command=True, no_args_is_help=False)
 
 
 @fleet_app.callback()
-@with_option_groups
+@with_options
 def fleet(
     ctx: typer.Context,
-    controller: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="host:port of a controller replica. Repeat for several.",
-            show_default="127.0.0.1:50051",
-        ),
-    ] = None,
-    deployment: Annotated[
-        str, typer.Option("--deployment", "-d", help="Deployment id of the ranks.")
-    ] = "reference",
-    ranks: Annotated[int, typer.Option(min=2, max=64, help="EP ranks, one process each.")] = 4,
-    steps: Annotated[int, typer.Option(min=0, help="Steps to serve; 0 serves until Ctrl-C.")] = 0,
-    step_s: Annotated[
-        float, typer.Option(min=0, max=5, help="Minimum duration of a step in seconds.")
-    ] = 0.05,
+    controller: list[str] | None = None,
+    deployment: Annotated[str, typer.Option("--deployment", "-d")] = "reference",
+    ranks: Annotated[int, typer.Option(min=2, max=64)] = 4,
+    steps: Annotated[int, typer.Option(min=0)] = 0,
+    step_s: Annotated[float, typer.Option(min=0, max=5)] = 0.05,
     dispatch: DispatchOption = "even",
-    shrink: Annotated[
-        bool, typer.Option("--shrink", help="After a rank has died, go on with the others alone.")
-    ] = False,
-    out: Annotated[
-        Path,
-        typer.Option(help="Folder for logs, records and saved placements; created if missing."),
-    ] = Path("evenkeel-ranks"),
+    shrink: bool = False,
+    out: Path = Path("evenkeel-ranks"),
     *,
     kv: FleetKvCache,
 ) -> None:
@@ -176,6 +132,15 @@ def fleet(
     The engine is real, and is called the reference engine. If a rank dies, all ranks start again,
     or with --shrink the others go on. Exits with 0 if no rank found an error. While it runs,
     `evenkeel fleet resize` changes the number of ranks.
+
+    Args:
+        controller: host:port of a controller replica. Repeat for several. Default: 127.0.0.1:50051.
+        deployment: Deployment id of the ranks.
+        ranks: EP ranks, one process each.
+        steps: Steps to serve; 0 serves until Ctrl-C.
+        step_s: Minimum duration of a step in seconds.
+        shrink: After a rank has died, go on with the others alone.
+        out: Folder for logs, records and saved placements; created if missing.
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)
@@ -216,35 +181,25 @@ def _refuse_options(ctx: typer.Context) -> None:
 
 @fleet_app.command("resize")
 def fleet_resize(
-    ranks: Annotated[int, typer.Option(min=1, max=64, help="EP ranks of the new group.")],
-    retire: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=0,
-            help="Rank that leaves; the others keep their order. Repeat for more.",
-            show_default="the highest ones",
-        ),
-    ] = None,
-    drain_s: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=200,
-            help="Seconds that ranks which leave may go on serving the requests they have.",
-        ),
-    ] = 30.0,
-    timeout_s: Annotated[
-        float, typer.Option(min=1, help="Longest wait for the fleet in seconds.")
-    ] = 300.0,
-    out: Annotated[Path, typer.Option(help="Folder of the running fleet.")] = Path(
-        "evenkeel-ranks"
-    ),
+    ranks: Annotated[int, typer.Option(min=1, max=64)],
+    retire: Annotated[list[int] | None, typer.Option(min=0)] = None,
+    drain_s: Annotated[float, typer.Option(min=0, max=200)] = 30.0,
+    timeout_s: Annotated[float, typer.Option(min=1)] = 300.0,
+    out: Path = Path("evenkeel-ranks"),
 ) -> None:
     """Change the number of ranks of a running fleet.
 
     It goes on serving. The processes that stay keep their experts and requests; new ranks have
     empty slots, which the controller's next plan fills. Refused if an expert would lose its last
     replica. Exits with 0 once the new group serves.
+
+    Args:
+        ranks: EP ranks of the new group.
+        retire: Rank that leaves; the others keep their order. Repeat for more. Default: the highest
+            ones.
+        drain_s: Seconds that ranks which leave may go on serving the requests they have.
+        timeout_s: Longest wait for the fleet in seconds.
+        out: Folder of the running fleet.
     """
     from evenkeel_moe.engines.reference.resize_request import ask_to_resize
 
@@ -269,99 +224,46 @@ def _progress(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoArguments:
-    """The options of `evenkeel demo`, under the names of `DemoOptions`."""
+    """The options of `evenkeel demo`, under the names of `DemoOptions`.
 
-    ranks: Annotated[int, typer.Option(min=2, max=64, help="EP ranks, one process each.")] = 4
-    nodes: Annotated[
-        int, typer.Option(min=1, help="Number of simulated nodes, each with consecutive ranks.")
-    ] = 1
-    steps: Annotated[
-        int,
-        typer.Option(min=200, help="Steps to serve, the first half on prose, the second on code."),
-    ] = 600
-    step_s: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=5,
-            help="Minimum duration of a step in seconds, so that the view can be followed.",
-        ),
-    ] = 0.08
-    redis_url: Annotated[
-        str,
-        typer.Option(
-            help="Redis URL of the controller's store.", show_default="an embedded Valkey server"
-        ),
-    ] = ""
-    policy: Annotated[
-        str, typer.Option(help="For example keel or eplb; an unknown name lists all.")
-    ] = "keel"
+    Args:
+        ranks: EP ranks, one process each.
+        nodes: Number of simulated nodes, each with consecutive ranks.
+        steps: Steps to serve, the first half on prose, the second on code.
+        step_s: Minimum duration of a step in seconds, so that the view can be followed.
+        redis_url: Redis URL of the controller's store. Default: an embedded Valkey server.
+        policy: For example keel or eplb; an unknown name lists all.
+        mode: auto, propose (the demo approves in your place) or observe (nothing moves).
+        fault: Inject a fault after the first plan, which the demo must find: byte, map or epoch.
+            Default: no fault.
+        slow: Slow one rank by 12 % in the second third; the text stays prose.
+        told: With --slow: the rank is slow from the first step, and each rank sends a profile of
+            its compute time instead of reporting the seconds of its steps.
+        console: Serve until Ctrl-C and print the link of the web console; with --mode propose you
+            approve.
+        resize: Serve requests while the group grows to 6 ranks and shrinks to 3.
+        timeout_s: Stop the demo after this many seconds.
+        folder: Empty folder for the logs and records of the run. Default: a temporary folder.
+    """
+
+    ranks: Annotated[int, typer.Option(min=2, max=64)] = 4
+    nodes: Annotated[int, typer.Option(min=1)] = 1
+    steps: Annotated[int, typer.Option(min=200)] = 600
+    step_s: Annotated[float, typer.Option(min=0, max=5)] = 0.08
+    redis_url: str = ""
+    policy: str = "keel"
     dispatch: DispatchOption = "even"
-    mode: Annotated[
-        str,
-        typer.Option(
-            help="auto, propose (the demo approves in your place) or observe (nothing moves)."
-        ),
-    ] = "auto"
-    fault: Annotated[
-        str | None,
-        typer.Option(
-            help="Inject a fault after the first plan, which the demo must find: byte, map or"
-            " epoch.",
-            show_default="no fault",
-        ),
-    ] = None
-    slow: Annotated[
-        bool,
-        typer.Option(
-            "--slow", help="Slow one rank by 12 % in the second third; the text stays prose."
-        ),
-    ] = False
-    told: Annotated[
-        bool,
-        typer.Option(
-            "--told",
-            help="With --slow: the rank is slow from the first step, and each rank sends a profile"
-            " of its compute time instead of reporting the seconds of its steps.",
-        ),
-    ] = False
-    console: Annotated[
-        bool,
-        typer.Option(
-            "--console",
-            help="Serve until Ctrl-C and print the link of the web console; with --mode propose you"
-            " approve.",
-        ),
-    ] = False
-    resize: Annotated[
-        bool,
-        typer.Option(
-            "--resize", help="Serve requests while the group grows to 6 ranks and shrinks to 3."
-        ),
-    ] = False
-    timeout_s: Annotated[
-        float, typer.Option(min=10, help="Stop the demo after this many seconds.")
-    ] = 600.0
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            help="Empty folder for the logs and records of the run.",
-            show_default="a temporary folder",
-        ),
-    ] = None
+    mode: str = "auto"
+    fault: str | None = None
+    slow: bool = False
+    told: bool = False
+    console: bool = False
+    resize: bool = False
+    timeout_s: Annotated[float, typer.Option(min=10)] = 600.0
+    folder: Annotated[Path | None, typer.Option("--out")] = None
 
 
-@with_option_groups
-def demo(
-    arguments: DemoArguments,
-    plain: Annotated[
-        bool,
-        typer.Option(
-            "--plain", help="Print lines instead of the live view, as without a terminal."
-        ),
-    ] = False,
-) -> None:
+def demo(arguments: DemoArguments, plain: bool = False) -> None:
     """Watch a real engine lose and regain its balance.
 
     The demo starts a controller and the ranks of a small MoE engine on this machine, and checks
@@ -376,6 +278,9 @@ def demo(
     and plans for it, and the measured MoE time falls by at least 80 % of what the plans promised.
     The same holds when the rank recovers and gets tokens back; there the error of the measurement
     counts, because the saving is only 2 to 3 %.
+
+    Args:
+        plain: Print lines instead of the live view, as without a terminal.
     """
     from evenkeel_moe.engines.demo.options import DemoOptions
     from evenkeel_moe.engines.demo.run import run_demo

@@ -1,6 +1,7 @@
 """Renders deployments, policies and decisions as tables: pure functions of JSON."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from evenkeel_moe.cli.console import Cell, Listing, TableColumn, explained, facts, legend
-from evenkeel_moe.cli.units import moment, moments
+from evenkeel_moe.cli.units import dated, moment
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.documents import leaves, setting
 from evenkeel_moe.model.finding import Severity
@@ -44,14 +45,19 @@ _DISCONNECTED_WORDS = (
 )
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None, form: str = ".3f") -> str:
     """Return a number as text, or `-` if it is unknown."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def known(value: object) -> str:
     """Return a value as text, or `-` if it is unknown."""
     return "-" if value is None else str(value)
+
+
+def yes_or_no(value: bool) -> str:
+    """Return a truth in a word."""
+    return "yes" if value else "no"
 
 
 def with_reason(phase: str, reason: str) -> str:
@@ -68,8 +74,8 @@ def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         TableColumn("MODE", _mode, fold=True),
         TableColumn("POLICY", "policy", wide=True),
         TableColumn("EPOCH", "epoch", right=True),
-        TableColumn("BALANCE", lambda row: number(row["balancedness_mean"]), right=True),
-        TableColumn("WORST", lambda row: number(row["balancedness_worst"]), right=True, wide=True),
+        TableColumn("BALANCE", "balancedness_mean", number, right=True),
+        TableColumn("WORST", "balancedness_worst", number, right=True, wide=True),
         TableColumn("RANKS", _ranks, right=True),
         TableColumn("PLAN", lambda row: _plans(row)[0]),
         TableColumn("PLAN ID", lambda row: _plans(row)[1], wide=True),
@@ -190,14 +196,10 @@ def _ranks_table(ranks: Sequence[Mapping[str, Any]], now: float) -> Listing:
         TableColumn("SEEN", lambda rank: age(rank["last_seen_unix"], now), right=True, wide=True),
         TableColumn("EPOCH", "epoch", right=True),
         TableColumn("WAVE", "state", wide=True),
-        TableColumn("LOAD SHARE", lambda rank: share(rank["load_share"]), right=True),
-        TableColumn(
-            "TIME/TOKEN", lambda rank: duration_text(rank["seconds_per_token"]), right=True
-        ),
-        TableColumn("FREE MEMORY", lambda rank: bytes_text(rank["free_bytes"]), right=True),
-        TableColumn(
-            "STAGING", lambda rank: bytes_text(rank["staging_bytes"]), right=True, wide=True
-        ),
+        TableColumn("LOAD SHARE", "load_share", share, right=True),
+        TableColumn("TIME/TOKEN", "seconds_per_token", duration_text, right=True),
+        TableColumn("FREE MEMORY", "free_bytes", bytes_text, right=True),
+        TableColumn("STAGING", "staging_bytes", bytes_text, right=True, wide=True),
     )
     return Listing(columns, ranks)
 
@@ -237,11 +239,8 @@ def _proposal_line(plan: Mapping[str, Any], now: float) -> str:
 
 def decisions_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each decision; rows of one day show only the time."""
-    times, words = moments([row["at"] for row in rows])
-    shown = [
-        {**row, "at": at, "figures": dict(row.get("numbers") or {})}
-        for at, row in zip(times, rows, strict=True)
-    ]
+    rows, words = dated(rows)
+    shown = [{**row, "figures": dict(row.get("numbers") or {})} for row in rows]
     columns = (
         TableColumn("AT (UTC)", "at"),
         TableColumn("DECISION", "reason"),
@@ -303,8 +302,8 @@ def _copies(figures: Mapping[str, float]) -> str:
 
 def document_table(document: Mapping[str, Any]) -> RenderableType:
     """Return a table with one row for each field of a document, and of the objects in it."""
-    value = TableColumn("VALUE", lambda row: json.dumps(row[1]), fold=True)
-    return Listing((TableColumn("FIELD", 0), value), leaves(document).items())
+    rows = [(name, json.dumps(value)) for name, value in leaves(document).items()]
+    return Listing((TableColumn("FIELD", 0), TableColumn("VALUE", 1, fold=True)), rows)
 
 
 def changes_view(before: Mapping[str, Any], after: Mapping[str, Any]) -> RenderableType:

@@ -26,14 +26,13 @@ class OutputForm(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputOptions:
-    """The option that says in which form an answer is printed."""
+    """The option that says in which form an answer is printed.
 
-    output: Annotated[
-        OutputForm | None,
-        typer.Option(
-            "--output", "-o", help="json: every figure. wide: all columns.", show_default="a table"
-        ),
-    ] = None
+    Args:
+        output: json: every figure. wide: all columns. Default: a table.
+    """
+
+    output: Annotated[OutputForm | None, typer.Option("--output", "-o")] = None
 
     @property
     def as_json(self) -> bool:
@@ -57,17 +56,15 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShowOptions(OutputOptions):
-    """The options that say how an answer is shown, and how often."""
+    """The options that say how an answer is shown, and how often.
 
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show the answer again until Ctrl-C.")
-    ] = False
-    interval: Annotated[
-        float,
-        typer.Option(
-            "--interval", min=0.1, max=3600, help="Seconds between two answers, with --watch."
-        ),
-    ] = 2.0
+    Args:
+        watch: Show the answer again until Ctrl-C.
+        interval: Seconds between two answers, with --watch.
+    """
+
+    watch: Annotated[bool, typer.Option("--watch", "-w")] = False
+    interval: Annotated[float, typer.Option(min=0.1, max=3600)] = 2.0
 
     def run(self, fetch: Callable[[], Any], render: Callable[[Any], RenderableType]) -> None:
         """Show what `fetch` returns, once or until Ctrl-C.
