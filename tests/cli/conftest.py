@@ -3,14 +3,16 @@ import socket
 import sys
 import tempfile
 import threading
+from functools import cache
 
 import numpy as np
 import pytest
 import uvicorn
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from evenkeel_moe.api import TokenSet, create_app
-from evenkeel_moe.cli import main
+from evenkeel_moe.cli import app, main
 from evenkeel_moe.cli.replay import app as replay
 from evenkeel_moe.formats import Trace, write_trace
 from tests.api.fakes import make_operations
@@ -20,6 +22,31 @@ READ = "read-token-0123456789"
 FLEET = ("--ranks", 2, "--slots", 10)
 SMALL = (*FLEET, "--window", 8, "--horizon", 8)
 """Options of `evenkeel replay` that fit the trace `small`."""
+
+
+def all_commands(command=None, path=()):
+    """Yield (words, command) of every command and every group of commands, the upper ones first."""
+    command = command or get_command(app)
+    yield path, command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from all_commands(child, (*path, name))
+
+
+ALL = dict(all_commands())
+COMMANDS = {
+    path: command
+    for path, command in ALL.items()
+    if not hasattr(command, "commands") or command.invoke_without_command
+}
+"""Every command that does something itself, by its words."""
+
+
+@cache
+def help_of(path, width):
+    """Return the help of a command in a terminal of a width."""
+    result = CliRunner().invoke(app, [*path, "--help"], terminal_width=width)
+    assert result.exit_code == 0
+    return result.output
 
 
 def replay_words(*args, **config):

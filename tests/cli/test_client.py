@@ -69,10 +69,7 @@ def test_an_argument_that_is_no_id_is_refused_before_it_is_sent(run, kind):
         (("--token", "wrong-token-0123456789"), "the token is unknown there, or has expired"),
         (("--data-dir", "away"), "away/tokens does not exist; use --token-file or --data-dir"),
         (("--token-file", "empty"), "empty holds no token; use --token-file or --data-dir"),
-        (
-            ("--token-file", "old"),
-            "the token of old is unknown there, or has expired; --token-",
-        ),
+        (("--token-file", "old"), "the token of old is unknown there, or has expired; --token-"),
     ],
 )
 def test_an_error_about_the_token_names_the_options(

@@ -1,13 +1,11 @@
 """The commands there are, by their names; what they share; and how long a help may be."""
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from evenkeel_moe.cli import app
 from evenkeel_moe.cli.exits import Exit
+from tests.cli.conftest import COMMANDS, help_of
 
-COMMANDS = """
+NAMES = """
 status recommend capacity resize pause resume decisions heatmap audit offline profile demo fleet
 serve
 fleet resize
@@ -25,35 +23,21 @@ HIDDEN = {"rank"}
 GONE = ("freeze", "hold", "forget", "quarantine", "epochs", "story", "export", "policy mode=auto")
 
 
-def commands(command=None, path=()):
-    """Yield (words, command) of every command without commands of its own."""
-    command = command or typer.main.get_command(app)
-    below = getattr(command, "commands", None)
-    if below is None or command.invoke_without_command:
-        yield path, command
-    for name, child in (below or {}).items():
-        yield from commands(child, (*path, name))
-
-
-def named(words):
-    return dict(commands())[words]
-
-
 def options(command):
     return {name for one in command.params for name in one.opts if name.startswith("-")}
 
 
 def test_these_are_the_commands():
     wanted: set[tuple[str, ...]] = set()
-    for line in COMMANDS.strip().splitlines():
+    for line in NAMES.strip().splitlines():
         first, _, rest = line.partition(" ")
         if "|" in rest or first in ("engines", "fleet"):
             wanted |= {(first, name) for name in rest.split("|")}
         else:
             wanted |= {(name,) for name in line.split()}
-    found = {path for path, command in commands() if not command.hidden}
+    found = {path for path, command in COMMANDS.items() if not command.hidden}
     assert found == wanted
-    assert {path[0] for path, command in commands() if command.hidden} == HIDDEN
+    assert {path[0] for path, command in COMMANDS.items() if command.hidden} == HIDDEN
 
 
 @pytest.mark.parametrize("words", GONE)
@@ -64,7 +48,7 @@ def test_old_names_are_gone(command, words):
 
 
 def test_files_are_named_with_out_and_forms_with_output():
-    for path, command in commands():
+    for path, command in COMMANDS.items():
         found = options(command)
         if "-o" in found:
             assert "--output" in found, path
@@ -75,7 +59,7 @@ def test_files_are_named_with_out_and_forms_with_output():
 
 
 def test_every_answer_of_the_controller_has_the_same_forms():
-    for path, command in commands():
+    for path, command in COMMANDS.items():
         if "--deployment" in options(command) and path not in (
             *(("pause",), ("resume",), ("fleet",), ("context", "set"), ("placement", "export")),
         ):
@@ -84,15 +68,15 @@ def test_every_answer_of_the_controller_has_the_same_forms():
 
 @pytest.mark.parametrize("words", [("replay", "compare"), ("replay", "plan"), ("offline",)])
 def test_commands_on_recordings_have_eight_options_of_their_own(words):
-    own = [one for one in named(words).params if one.opts[0].startswith("-")]
+    own = [one for one in COMMANDS[words].params if one.opts[0].startswith("-")]
     shared = {"--output", "--help"}
     assert len([one for one in own if not shared & set(one.opts)]) <= 8
-    assert "--config" in options(named(words))
+    assert "--config" in options(COMMANDS[words])
 
 
-@pytest.mark.parametrize("words", [path for path, _ in commands()], ids=" ".join)
+@pytest.mark.parametrize("words", list(COMMANDS), ids=" ".join)
 def test_a_help_fits_two_screens_of_80_columns(words):
-    out = CliRunner().invoke(app, [*words, "--help"], terminal_width=80).output
+    out = help_of(words, 80)
     limit = 70 if words == ("demo",) else 50
     assert len(out.splitlines()) <= limit
     assert max(map(len, out.splitlines())) <= 80

@@ -84,10 +84,7 @@ def test_a_dump_without_a_token_is_refused_at_once(sglang, server):
 
 @pytest.mark.parametrize(
     ("status", "code", "words"),
-    [
-        (401, 4, "needs a key: give --api-key"),
-        (500, 1, "/server_info answered 500"),
-    ],
+    [(401, 4, "needs a key: give --api-key"), (500, 1, "/server_info answered 500")],
 )
 def test_a_server_that_refuses_is_named(sglang, server, status, code, words):
     server.status = status
