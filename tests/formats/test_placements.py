@@ -62,8 +62,7 @@ def test_neutral_round_trip_needs_no_arguments(file):
 
 
 @given(
-    placement_files(),
-    st.sampled_from([f for f in BY_LAYER if f is not PlacementFormat.NEUTRAL]),
+    placement_files(), st.sampled_from([f for f in BY_LAYER if f is not PlacementFormat.NEUTRAL])
 )
 def test_engine_formats_round_trip(file, format_):
     text = render_placement(file, format_)

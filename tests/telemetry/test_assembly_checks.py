@@ -12,14 +12,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.telemetry.assembly import Quarantine, Rejection, StepAssembler
 from evenkeel_moe.telemetry.step_buffer import derive_epoch_map
 from evenkeel_moe.telemetry.step_kernels import sum_slots
-from tests.telemetry.reports import (
-    EPOCH,
-    SHAPE,
-    Fleet,
-    make_assembler,
-    reasons,
-    windows_of,
-)
+from tests.telemetry.reports import EPOCH, SHAPE, Fleet, make_assembler, reasons, windows_of
 from tests.telemetry.test_load_check import HALVED
 
 

@@ -11,12 +11,7 @@ from evenkeel_moe.model.policy import CostChoice
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost
 from evenkeel_moe.planning.problem.moe_time import rank_times, replica_work
-from evenkeel_moe.telemetry.cost_choice import (
-    KnownCosts,
-    RankNumbers,
-    choose_cost,
-    clock_factors,
-)
+from evenkeel_moe.telemetry.cost_choice import KnownCosts, RankNumbers, choose_cost, clock_factors
 from evenkeel_moe.telemetry.time_fit import NoFit, TimeFit
 from evenkeel_moe.wire.link import CostCurve, DeviceClock, ReplicaCost
 

@@ -271,10 +271,7 @@ def test_a_rank_without_tokens_needs_no_seconds():
     assert gain_of(phase).gain == pytest.approx(true_gain(counts), abs=0.02)
 
 
-@given(
-    st.lists(st.floats(1, 1000), max_size=7),
-    st.lists(st.floats(1, 1000), max_size=7),
-)
+@given(st.lists(st.floats(1, 1000), max_size=7), st.lists(st.floats(1, 1000), max_size=7))
 def test_pairs_are_as_many_as_possible_and_each_step_is_used_once(before, after):
     first, second = np.array(before), np.array(after)
     i, j = match_tokens(first, second)

@@ -126,10 +126,7 @@ def test_phases_are_fitted_together_in_the_order_of_their_steps():
     slow.compute_s[:, 1] *= 1.3
     fast = window(range(65, 129, 2), SPREAD, 1, seed=9)
     fast.compute_s[:, 1] *= 1.3
-    phases = {
-        Phase.DECODE: [window(range(64), SPREAD, 1), slow],
-        Phase.PREFILL: [fast],
-    }
+    phases = {Phase.DECODE: [window(range(64), SPREAD, 1), slow], Phase.PREFILL: [fast]}
     add(times, phases)
     assert fit_of(times).steps == 64, "the newest steps of both phases are kept"
     assert fit_of(times).factors[1] == pytest.approx(1.3, rel=0.02)

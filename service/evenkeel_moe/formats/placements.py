@@ -102,20 +102,15 @@ def parse_placement(
 class _Expected:
     """The facts that the caller knows of a file; rows of the file are checked against them."""
 
-    def __init__(
-        self,
-        num_ranks: int | None = None,
-        num_logical_experts: int | None = None,
-        first_moe_layer: int = 0,
-        layer_ids: Sequence[int] | None = None,
-    ) -> None:
-        if num_ranks is not None and num_ranks < 1:
-            raise InvalidInput(f"num_ranks is {num_ranks}, must be at least 1")
-        if first_moe_layer < 0:
-            raise InvalidInput(f"first_moe_layer is {first_moe_layer}, must not be negative")
-        self.num_ranks, self.num_logical_experts = num_ranks, num_logical_experts
-        self.first_moe_layer = first_moe_layer
+    def __init__(self, **known: Unpack[Known]) -> None:
+        self.num_ranks, layer_ids = known.get("num_ranks"), known.get("layer_ids")
+        self.num_logical_experts = known.get("num_logical_experts")
+        self.first_moe_layer = known.get("first_moe_layer", 0)
         self.layer_ids = None if layer_ids is None else tuple(layer_ids)
+        if self.num_ranks is not None and self.num_ranks < 1:
+            raise InvalidInput(f"num_ranks is {self.num_ranks}, must be at least 1")
+        if self.first_moe_layer < 0:
+            raise InvalidInput(f"first_moe_layer is {self.first_moe_layer}, must not be negative")
 
     def ranks(self, carried: int | None = None) -> int:
         """Return R; `carried` is what the file says."""

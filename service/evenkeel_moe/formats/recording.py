@@ -73,11 +73,7 @@ def write_recorded(folder: Path, generation: str, load: RecordedLoad) -> Path:
 
 
 def read_recording(
-    folder: Path,
-    first_moe_layer: int | None,
-    *,
-    from_step: int = 0,
-    start: str | None = None,
+    folder: Path, first_moe_layer: int | None, *, from_step: int = 0, start: str | None = None
 ) -> Trace:
     """Read one start of the group in a folder: the steps that every rank has.
 

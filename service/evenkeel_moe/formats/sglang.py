@@ -229,10 +229,7 @@ def _order(what: str, amount: str) -> Finding:
 
 
 def _trace(
-    counts: NDArray[np.int64],
-    first_moe_layer: int | None,
-    name: str,
-    findings: tuple[Finding, ...],
+    counts: NDArray[np.int64], first_moe_layer: int | None, name: str, findings: tuple[Finding, ...]
 ) -> Trace:
     rows, layer_ids, shown = moe_rows(counts, first_moe_layer)
     hidden = counts.shape[1]

@@ -1,5 +1,7 @@
 """Compares numbers of ranks on a recording, for `evenkeel capacity`."""
 
+from dataclasses import fields
+
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.finding import Finding, doubts
 from evenkeel_moe.model.placement import Placement
@@ -51,11 +53,7 @@ def weigh_recording(
             objective=setup.objective,
             policy=asked.policy,
             asked=CapacityRequest(
-                asked.to_ranks,
-                asked.to_slots,
-                asked.retire,
-                asked.whole_nodes,
-                asked.multi_node_bytes,
+                **{each.name: getattr(asked, each.name) for each in fields(CapacityRequest)}
             ),
             kv=kv_memory(asked),
             unfit=tuple(each.words for each in doubts(findings)),

@@ -40,11 +40,7 @@ from evenkeel_moe.wire.profile_text import parse_profile
 
 
 def replay_setup(
-    trace: Trace,
-    options: ReplayOptions,
-    *,
-    window_steps: int,
-    horizon_steps: int,
+    trace: Trace, options: ReplayOptions, *, window_steps: int, horizon_steps: int
 ) -> Setup:
     """Return the setup of a trace on the fleet that the options describe.
 

@@ -18,13 +18,7 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.finding import Finding, doubts
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning.decision.verdict import (
-    MIN_STEPS,
-    Call,
-    Verdict,
-    held_out_steps,
-    judge,
-)
+from evenkeel_moe.planning.decision.verdict import MIN_STEPS, Call, Verdict, held_out_steps, judge
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.placement_problem import Policy
 from evenkeel_moe.planning.problem.survival import survival_numbers

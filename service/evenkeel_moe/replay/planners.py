@@ -72,10 +72,7 @@ VERDICT = "+verdict"
 
 
 def choose_planners(
-    names: Sequence[str],
-    *,
-    baselines: bool = True,
-    policies: Mapping[str, Policy] | None = None,
+    names: Sequence[str], *, baselines: bool = True, policies: Mapping[str, Policy] | None = None
 ) -> dict[str, Planner]:
     """Return planners by name: first the baselines, then `names` in their order.
 

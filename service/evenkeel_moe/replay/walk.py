@@ -132,11 +132,7 @@ def replan_steps(num_steps: int, window_steps: int, horizon_steps: int) -> NDArr
 
 
 def walk_forward(
-    name: str,
-    planner: Planner,
-    setup: Setup,
-    *,
-    on_replan: Callable[[], None] = lambda: None,
+    name: str, planner: Planner, setup: Setup, *, on_replan: Callable[[], None] = lambda: None
 ) -> Walk:
     """Walk one policy over the trace, starting from the initial placement.
 
@@ -199,8 +195,6 @@ def checked_target(problem: PlacementProblem, proposal: Proposal) -> Placement:
     """
     objective = problem.objective
     proposal.placement.check(
-        problem.shape,
-        allow_duplicates=objective.allow_duplicates,
-        fill_slots=objective.fill_slots,
+        problem.shape, allow_duplicates=objective.allow_duplicates, fill_slots=objective.fill_slots
     )
     return relabel_proposal(problem, proposal)

@@ -16,13 +16,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.model.ids import Epoch, EpRank
-from evenkeel_moe.model.load import (
-    PHASE_CODE,
-    CountingSide,
-    LoadReport,
-    LoadWindow,
-    Phase,
-)
+from evenkeel_moe.model.load import PHASE_CODE, CountingSide, LoadReport, LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.telemetry.step_buffer import (

@@ -12,14 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput
-from evenkeel_moe.model.cost import (
-    CostCurves,
-    CostModel,
-    CostSource,
-    ReplicaWork,
-)
+from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.policy import CostChoice
+from evenkeel_moe.model.quantities import duration_text
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
 from evenkeel_moe.planning.problem.moe_time import rank_times, replica_work
@@ -263,7 +259,7 @@ def _by_replicas(told: Sequence[ReplicaCost], now_unix: float) -> CostModel:
     read = float(np.median([cost.read_s for cost in told] / per_token))
     age_s = max(0.0, now_unix - min(cost.measured_unix_s for cost in told))
     notes = (
-        f"profiles of {len(told)} ranks, the oldest of {_age(age_s)} ago",
+        f"profiles of {len(told)} ranks, the oldest of {duration_text(age_s, 2)} ago",
         _uneven_ranks(per_token / np.median(per_token)),
     )
     return CostModel(
@@ -378,10 +374,3 @@ def _time_ratio(model: CostModel, chosen: CostModel, known: KnownCosts) -> float
         for work in known.active_per_rank * replica_work(each, one.replica)
     )
     return of_model / of_chosen if of_chosen > 0 else None
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
