@@ -44,7 +44,7 @@ def test_a_group_of_options_reaches_the_command_as_one_argument():
     words = " ".join(CliRunner().invoke(app, ["--help"], terminal_width=300).output.split())
     assert "Draw a box. Arguments:" in words
     assert "Name of the box." in words
-    assert "--height INTEGER Number of rows, of which some may be empty." in words
+    assert "--height <int> Number of rows, of which some may be empty." in words
     assert "[default: (as many as columns)]" in words
     assert "--bold Draw thick lines." in words
 
