@@ -10,7 +10,7 @@ from evenkeel_moe.agent.profile.files import save_curve
 from evenkeel_moe.agent.profile.replica_cost import ReplicaProfile, fit_replica_cost, grid
 from evenkeel_moe.agent.profile.timing import Timing, time_points
 from evenkeel_moe.agent.profile.token_curve import TokenProfile, token_counts
-from evenkeel_moe.cli.profile import MeasuredRange
+from evenkeel_moe.cli.options import MeasuredRange
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.wire.link import ReplicaCost
 

@@ -152,6 +152,23 @@ class DeploymentClientOptions(ClientOptions):
         return f"deployments/{self.found(client)}{rest}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredRange:
+    """The options that say which token counts to measure, and for how long.
+
+    Args:
+        tile: Tokens in one tile of the engine's kernel.
+        dense_tokens: Token count up to which every tile is measured.
+        max_tokens: Most tokens that a rank gets in one layer.
+        budget_s: Seconds for one device.
+    """
+
+    tile: Annotated[int, typer.Option(min=1)] = 64
+    dense_tokens: Annotated[int, typer.Option(min=1)] = 2048
+    max_tokens: Annotated[int, typer.Option(min=1)] = 16384
+    budget_s: Annotated[float, typer.Option(min=1)] = 120.0
+
+
 def nested_fields(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of pairs; the key `a.b` names field b of the object a.
 

@@ -1,6 +1,5 @@
 """`evenkeel profile`: measure the devices of this machine before an engine uses them."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -8,23 +7,7 @@ import typer
 
 from evenkeel_moe.cli.console import say
 from evenkeel_moe.cli.exits import needing
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredRange:
-    """The options that say which token counts to measure, and for how long.
-
-    Args:
-        tile: Tokens in one tile of the engine's kernel.
-        dense_tokens: Token count up to which every tile is measured.
-        max_tokens: Most tokens that a rank gets in one layer.
-        budget_s: Seconds for one device.
-    """
-
-    tile: Annotated[int, typer.Option(min=1)] = 64
-    dense_tokens: Annotated[int, typer.Option(min=1)] = 2048
-    max_tokens: Annotated[int, typer.Option(min=1)] = 16384
-    budget_s: Annotated[float, typer.Option(min=1)] = 120.0
+from evenkeel_moe.cli.options import MeasuredRange
 
 
 def profile(
