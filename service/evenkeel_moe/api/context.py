@@ -1,4 +1,4 @@
-"""Shared parts of the routes: dependencies, path and query parameters, pages and entity tags."""
+"""Shared parts of the routes: what they are given, parameters, pages and entity tags."""
 
 import asyncio
 import base64
@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Path, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
 
-from evenkeel_moe.api.auth import Token
+from evenkeel_moe.api.auth import Role, Token
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import DeploymentId, PlanId
-from evenkeel_moe.ports.operations import Operations
-from evenkeel_moe.ports.status import HealthBounds
+from evenkeel_moe.ports.operations import DeploymentView, Operations
+from evenkeel_moe.ports.status import DeploymentStatus, HealthBounds
 
 T = TypeVar("T")
 
@@ -26,60 +27,113 @@ _MOST_CHANGE = 256
 PLAN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 DIGEST_PATTERN = "^[0-9a-f]{32}$"
 
-
-# Not plain functions: FastAPI would run each in a thread, where it waits behind all other requests.
-
-
-async def _operations(request: Request) -> Operations:
-    operations: Operations = request.app.state.operations
-    return operations
-
-
-async def _health_bounds(request: Request) -> HealthBounds:
-    bounds: HealthBounds = request.app.state.health_bounds
-    return bounds
-
-
-async def _window_turns(request: Request) -> asyncio.Semaphore:
-    turns: asyncio.Semaphore = request.app.state.window_turns
-    return turns
-
-
-async def _caller_token(request: Request) -> Token:
-    token: Token = request.state.token
-    return token
-
-
-async def _caller(request: Request) -> str:
-    return (await _caller_token(request)).name
-
-
-def keep_for_audit(request: Request, asked: Mapping[str, Any]) -> None:
-    """Let the audit row of a request say what it asked for."""
-    text = json.dumps(asked, separators=(",", ":"))[:_MOST_CHANGE]
-    request.state.change = text if asked else None
-
-
-OperationsOf = Annotated[Operations, Depends(_operations)]
-HealthBoundsOf = Annotated[HealthBounds, Depends(_health_bounds)]
-WindowTurns = Annotated[asyncio.Semaphore, Depends(_window_turns)]
-"""Held by a request that copies windows, which may have hundreds of megabytes, or writes out a map,
-which takes a hundred bytes for each slot meanwhile."""
-Caller = Annotated[str, Depends(_caller)]
-CallerToken = Annotated[Token, Depends(_caller_token)]
 DeploymentPath = Annotated[
     DeploymentId,
     Path(alias="deployment", pattern=f"^{_DEPLOYMENT_ID}$", description="Deployment id."),
 ]
 PlanPath = Annotated[PlanId, Path(alias="plan_id", pattern=PLAN_ID_PATTERN, description="Plan id.")]
-PageSize = Annotated[int, Query(ge=1, le=1000, description="Largest number of rows on a page.")]
-PageToken = Annotated[
-    str | None,
-    Query(
-        max_length=512,
-        description="`next_page_token` of the previous page; the first page needs none.",
-    ),
-]
+
+
+class _Asked:
+    """A request: who asks, and the parts of the application that answer."""
+
+    def __init__(self, request: Request) -> None:
+        state = request.app.state
+        self._request = request
+        self.operations: Operations = state.operations
+        self.bounds: HealthBounds = state.health_bounds
+        self.turns: asyncio.Semaphore = state.window_turns
+        """Held by a request that copies windows, which may have hundreds of megabytes, or writes
+        out a map, which takes a hundred bytes for each slot meanwhile."""
+        self.token: Token = request.state.token
+        self.caller = self.token.name
+        self.is_admin = self.token.role.covers(Role.ADMIN)
+
+    def keep_for_audit(self, change: Mapping[str, Any]) -> None:
+        """Let the audit row of the request say what it asked for."""
+        text = json.dumps(change, separators=(",", ":"))[:_MOST_CHANGE]
+        self._request.state.change = text if change else None
+
+
+class _About(_Asked):
+    """A request about one deployment."""
+
+    def __init__(self, request: Request, deployment: DeploymentId) -> None:
+        super().__init__(request)
+        self.deployment = deployment
+
+    async def view(self) -> DeploymentView:
+        """Return the deployment."""
+        return await self.operations.deployment(self.deployment)
+
+    async def status(self) -> DeploymentStatus:
+        """Return the present state of the deployment."""
+        return (await self.view()).status()
+
+
+# Not plain functions: FastAPI would run each in a thread, where it waits behind all other requests.
+
+
+async def _asked(request: Request) -> _Asked:
+    return _Asked(request)
+
+
+async def _about(request: Request, deployment: DeploymentPath) -> _About:
+    return _About(request, deployment)
+
+
+Asked = Annotated[_Asked, Depends(_asked)]
+About = Annotated[_About, Depends(_about)]
+
+
+class QueryBody(BaseModel):
+    """Parameters of a query; the docstrings are their descriptions in docs/openapi.json."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class _Paging(QueryBody):
+    page_size: int = Field(100, ge=1, le=1000)
+    """Largest number of rows on a page."""
+    page_token: str | None = Field(None, max_length=512)
+    """`next_page_token` of the previous page; the first page needs none."""
+
+    @property
+    def after(self) -> str | None:
+        """The key in the page token.
+
+        Raises:
+            InvalidInput: not a token of this API.
+        """
+        try:
+            token = self.page_token
+            return None if token is None else base64.urlsafe_b64decode(token.encode()).decode()
+        except (binascii.Error, UnicodeError) as error:
+            raise InvalidInput("page_token is not one of this API") from error
+
+    def page(self, rows: Sequence[T], key: Callable[[T], str]) -> tuple[list[T], str | None]:
+        """Return the rows after the one in the token, and the token of the next page.
+
+        Raises:
+            InvalidInput: that row no longer exists; start again at the first page.
+        """
+        start, after = 0, self.after
+        if after is not None:
+            keys = [key(row) for row in rows]
+            if after not in keys:
+                raise InvalidInput("the row in page_token no longer exists, start again without it")
+            start = keys.index(after) + 1
+        chosen = list(rows[start : start + self.page_size])
+        more = start + self.page_size < len(rows)
+        return chosen, page_token_of(key(chosen[-1])) if more else None
+
+
+Paging = Annotated[_Paging, Query()]
+
+
+def page_token_of(key: str) -> str:
+    """Return the token of the page after a row."""
+    return base64.urlsafe_b64encode(key.encode()).decode()
 
 
 def deployment_in(path: str) -> DeploymentId | None:
@@ -88,46 +142,16 @@ def deployment_in(path: str) -> DeploymentId | None:
     return None if named is None else DeploymentId(named[1])
 
 
-def read_page_token(token: str | None) -> str | None:
-    """Return the key in a page token.
-
-    Raises:
-        InvalidInput: not a token of this API.
-    """
-    if token is None:
-        return None
-    try:
-        return base64.urlsafe_b64decode(token.encode()).decode()
-    except (binascii.Error, UnicodeError) as error:
-        raise InvalidInput("page_token is not one of this API") from error
-
-
-def page(
-    rows: Sequence[T], key: Callable[[T], str], token: str | None, size: int
-) -> tuple[list[T], str | None]:
-    """Return the rows after the one in the token, and the token of the next page.
-
-    Raises:
-        InvalidInput: that row no longer exists; start again at the first page.
-    """
-    after = read_page_token(token)
-    start = 0
-    if after is not None:
-        keys = [key(row) for row in rows]
-        if after not in keys:
-            raise InvalidInput("the row in page_token no longer exists, start again without it")
-        start = keys.index(after) + 1
-    chosen = list(rows[start : start + size])
-    more = start + size < len(rows)
-    return chosen, page_token_of(key(chosen[-1])) if more else None
-
-
-def page_token_of(key: str) -> str:
-    """Return the token of the page after a row."""
-    return base64.urlsafe_b64encode(key.encode()).decode()
-
-
 def entity_tag(document: Any) -> str:
     """Return a strong ETag of a JSON document's content."""
     text = json.dumps(document, sort_keys=True, default=str)
     return f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
+
+
+def tags_in(header: str | None) -> set[str] | None:
+    """Return the ETags of an `If-Match`; None if it is absent or `*`.
+
+    `*` requires that the document exists, which it always does (RFC 9110, section 13.1.1).
+    """
+    tags = {"*"} if header is None else {tag.strip() for tag in header.split(",")}
+    return None if tags == {"*"} else tags

@@ -1,9 +1,7 @@
 """Probes for liveness and readiness, without a token."""
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-
-from evenkeel_moe.api.context import OperationsOf
 
 router = APIRouter(tags=["health"])
 
@@ -22,12 +20,12 @@ async def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz", responses={503: {"description": "A component is not ready"}})
-async def readyz(operations: OperationsOf) -> JSONResponse:
+async def readyz(request: Request) -> JSONResponse:
     """Readiness: requests are served, also by a standby; without store or planner `degraded`.
 
     Until the store has answered once, it is `unready`.
     """
-    components = dict(await operations.healthy())
+    components = dict(await request.app.state.operations.healthy())
     broken = {name for name, state in components.items() if state != "ok"}
     status = "ok" if not broken else "degraded" if broken <= SURVIVABLE else "unready"
     return JSONResponse(

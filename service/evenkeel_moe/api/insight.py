@@ -1,24 +1,14 @@
 """Routes for analysis: heat maps of load, quarantine, audit, log level, the caller's token."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Query
 from numpy.typing import NDArray
 
-from evenkeel_moe.api.context import (
-    Caller,
-    CallerToken,
-    DeploymentPath,
-    HealthBoundsOf,
-    OperationsOf,
-    PageSize,
-    PageToken,
-    WindowTurns,
-    page,
-)
+from evenkeel_moe.api.context import About, Asked, Paging
 from evenkeel_moe.api.insight_schemas import (
     AuditPage,
     AuditRowOut,
@@ -31,7 +21,6 @@ from evenkeel_moe.api.insight_schemas import (
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
 from evenkeel_moe.api.words.health import is_stale
 from evenkeel_moe.api.words.requests import request_text
-from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
@@ -46,30 +35,27 @@ _AUDIT_SHOWN = 1024
 
 @router.get("/deployments/{deployment}/heatmap")
 async def get_heatmap(
-    operations: OperationsOf,
-    bounds: HealthBoundsOf,
-    turns: WindowTurns,
-    deployment: DeploymentPath,
+    about: About,
     phase: Annotated[
         Phase | None, Query(description="Default: the windows of all phases together.")
     ] = None,
     first_layer: Annotated[int, Query(ge=0, le=2**31, description="Layer of the first row.")] = 0,
 ) -> HeatMapOut:
     """Return the load as a multiple of each layer's mean: layers x experts, and layers x ranks."""
-    async with turns:
-        view = await operations.deployment(deployment)
+    async with about.turns:
+        view = await about.view()
         windows = [view.window(one) for one in ([phase] if phase is not None else Phase)]
         # Summing a large window takes most of a second: not on the event loop, which serves ranks.
         rows = await asyncio.to_thread(_heat_map_of, windows, view.placement(), first_layer)
     status = view.status()
     connected = sum(rank.fresh for rank in status.ranks)
     return HeatMapOut(
-        deployment=deployment,
+        deployment=about.deployment,
         epoch=status.epoch,
         phase=phase,
         newest_step_unix=status.newest_step_unix,
         ranks_connected=connected,
-        is_past=not connected or is_stale(status, bounds),
+        is_past=not connected or is_stale(status, about.bounds),
         first_layer=first_layer,
         **rows,
     )
@@ -142,64 +128,50 @@ def _shares(load: NDArray[np.float64]) -> Cells:
 
 
 @router.get("/deployments/{deployment}/quarantine")
-async def get_quarantine(operations: OperationsOf, deployment: DeploymentPath) -> QuarantineOut:
+async def get_quarantine(about: About) -> QuarantineOut:
     """Return the rejected parts of reports: their number by reason, and the newest few in words."""
-    rows = await operations.quarantine(deployment)
-    return QuarantineOut.model_validate({"deployment": deployment, "items": rows})
+    rows = await about.operations.quarantine(about.deployment)
+    return QuarantineOut.model_validate({"deployment": about.deployment, "items": rows})
 
 
 @router.delete("/deployments/{deployment}/quarantine", status_code=204)
-async def clear_quarantine(
-    operations: OperationsOf, caller: Caller, deployment: DeploymentPath
-) -> None:
+async def clear_quarantine(about: About) -> None:
     """Reset the counts and drop the samples; metrics are not reset. Needs role admin."""
-    await operations.clear_quarantine(deployment, caller)
+    await about.operations.clear_quarantine(about.deployment, about.caller)
 
 
 @router.get("/deployments/{deployment}/audit")
-async def list_audit(
-    operations: OperationsOf,
-    deployment: DeploymentPath,
-    page_size: PageSize = 100,
-    page_token: PageToken = None,
-) -> AuditPage:
+async def list_audit(about: About, paging: Paging) -> AuditPage:
     """List the requests for changes of this deployment, newest first, with caller and outcome."""
-    return await _audit_page(operations, deployment, page_size, page_token)
+    return _audit_page(await about.operations.audit(about.deployment, _AUDIT_SHOWN), paging)
 
 
 @router.get("/audit")
-async def list_replica_audit(
-    operations: OperationsOf, page_size: PageSize = 100, page_token: PageToken = None
-) -> AuditPage:
+async def list_replica_audit(asked: Asked, paging: Paging) -> AuditPage:
     """List the changes asked of this controller replica since it started, newest first."""
-    return await _audit_page(operations, None, page_size, page_token)
+    return _audit_page(await asked.operations.audit(None, _AUDIT_SHOWN), paging)
 
 
-async def _audit_page(
-    operations: OperationsOf, deployment: DeploymentId | None, size: int, token: str | None
-) -> AuditPage:
-    rows = await operations.audit(deployment, _AUDIT_SHOWN)
-    chosen, after = page(rows, lambda row: str(row["id"]), token, size)
+def _audit_page(rows: Sequence[Mapping[str, Any]], paging: Paging) -> AuditPage:
+    chosen, after = paging.page(rows, lambda row: str(row["id"]))
     items = [AuditRowOut(**row, text=request_text(row)) for row in chosen]
     return AuditPage(items=items, next_page_token=after)
 
 
 @router.get("/token")
-async def get_token(token: CallerToken) -> TokenOut:
+async def get_token(asked: Asked) -> TokenOut:
     """Return name and role of the token of this request: they say what its holder may do."""
-    return TokenOut.model_validate(token)
+    return TokenOut.model_validate(asked.token)
 
 
 @router.get("/log-level")
-async def get_log_level(operations: OperationsOf) -> LogLevelBody:
+async def get_log_level(asked: Asked) -> LogLevelBody:
     """Return the log level of the replica that answers."""
-    return LogLevelBody.model_validate({"level": operations.log_level()})
+    return LogLevelBody.model_validate({"level": asked.operations.log_level()})
 
 
 @router.put("/log-level")
-async def set_log_level(
-    operations: OperationsOf, caller: Caller, body: LogLevelBody
-) -> LogLevelBody:
+async def set_log_level(asked: Asked, body: LogLevelBody) -> LogLevelBody:
     """Set the log level of the replica that answers, until its next start."""
-    operations.set_log_level(body.level, caller)
-    return LogLevelBody.model_validate({"level": operations.log_level()})
+    asked.operations.set_log_level(body.level, asked.caller)
+    return await get_log_level(asked)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field, StrictBool, StrictInt, StrictStr, computed_field
 
-from evenkeel_moe.api.context import DIGEST_PATTERN, PLAN_ID_PATTERN
+from evenkeel_moe.api.context import DIGEST_PATTERN, PLAN_ID_PATTERN, QueryBody
 from evenkeel_moe.api.schema_base import (
     PLAIN,
     WORD,
@@ -219,7 +219,7 @@ class ResizeIn(RequestBody):
 
     to_ranks: int | None = Field(None, ge=1, le=2**31)
     """Ranks that stay; those retire on which the fewest experts live alone."""
-    retire: list[Annotated[int, Field(ge=0, le=2**31)]] = Field([], max_length=MOST_RANKS)
+    retire: tuple[Annotated[int, Field(ge=0, le=2**31)], ...] = Field((), max_length=MOST_RANKS)
     """The ranks that retire."""
     whole_nodes: bool = False
     """Only all ranks of a node retire."""
@@ -546,15 +546,20 @@ class EpochsOut(ResponseBody):
     items: list[EpochOut]
 
 
-class RollbackIn(RequestBody):
-    """The placement to return to; that before the last plan if the body names none."""
+class RollbackQuery(QueryBody):
+    """The placement to return to."""
 
-    plan_id: str | None = Field(default=None, pattern=PLAN_ID_PATTERN)
-    """Chosen by the client, so that a repeated call is not a second rollback."""
     to_epoch: int | None = Field(default=None, ge=0, le=2**53)
     """An epoch of the group's history."""
     to_placement: str | None = Field(default=None, pattern=DIGEST_PATTERN)
     """Digest of a recorded placement, also a replaced one."""
+
+
+class RollbackIn(RequestBody, RollbackQuery):
+    """The placement to return to; that before the last plan if the body names none."""
+
+    plan_id: str | None = Field(default=None, pattern=PLAN_ID_PATTERN)
+    """Chosen by the client, so that a repeated call is not a second rollback."""
 
 
 class FreezeIn(RequestBody):
