@@ -8,14 +8,16 @@ from fastapi.security import HTTPBearer
 
 from evenkeel_moe import __version__
 from evenkeel_moe.api import deployments, health, insight, plans
-from evenkeel_moe.api.audit import Audit
-from evenkeel_moe.api.auth import BearerAuth, RoleGate, Tokens
-from evenkeel_moe.api.bodies import BodyLimit
+from evenkeel_moe.api.auth import Tokens
 from evenkeel_moe.api.console import Console, console_files
-from evenkeel_moe.api.problems import KINDS, add_problem_handlers
-from evenkeel_moe.api.read_tags import ReadTags
-from evenkeel_moe.api.schemas import problem_answers
-from evenkeel_moe.api.trace import TraceMiddleware
+from evenkeel_moe.api.middleware import (
+    BearerAuth,
+    BodyLimit,
+    Changes,
+    ReadTags,
+    TraceMiddleware,
+)
+from evenkeel_moe.api.problems import KINDS, add_problem_handlers, problem_answers
 from evenkeel_moe.peer_budget import DELIVERED_LIMITS, PeerLimits
 from evenkeel_moe.ports.operations import Operations
 from evenkeel_moe.ports.status import DELIVERED_BOUNDS, HealthBounds
@@ -97,8 +99,7 @@ def create_app(
 def _add_middleware(app: FastAPI, tokens: Tokens, limits: PeerLimits) -> None:
     # The last one added sees a request first.
     app.add_middleware(BodyLimit, limits=limits)
-    app.add_middleware(RoleGate)
-    app.add_middleware(Audit, operations=lambda: app.state.operations)
+    app.add_middleware(Changes, operations=lambda: app.state.operations)
     app.add_middleware(BearerAuth, tokens=tokens)
     app.add_middleware(Console, static=console_files())
     app.add_middleware(ReadTags)

@@ -10,10 +10,6 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Protocol
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from evenkeel_moe.api.problems import problem_response
 from evenkeel_moe.errors import InvalidInput
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
@@ -139,55 +135,3 @@ def _moment(number: int, text: str) -> float:
             f"token file line {number}: until={text:.40} is no moment such as 2026-12-31T12:00"
         ) from error
     return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
-
-
-def _is_open(scope: Scope) -> bool:
-    return scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN_PATHS
-
-
-class BearerAuth:
-    """ASGI middleware before routing: without a token even an unknown path gives 401, not 404."""
-
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
-        self._app = app
-        self._tokens = tokens
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with its token in `request.state`, or answer 401."""
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and _is_open(scope)):
-            await self._app(scope, receive, send)
-            return
-        scheme, _, secret = Headers(scope=scope).get("authorization", "").partition(" ")
-        token = self._tokens.find(secret.strip()) if scheme.lower() == "bearer" else None
-        if token is None:
-            refusal = problem_response(
-                "unauthorized",
-                "send a known token that has not ended, as `Authorization: Bearer TOKEN`",
-                scope["path"],
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-            await refusal(scope, receive, send)
-            return
-        scope.setdefault("state", {})["token"] = token
-        await self._app(scope, receive, send)
-
-
-class RoleGate:
-    """ASGI middleware behind `BearerAuth`: answers 403 if the token's role is too low."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on or answer 403."""
-        token: Token | None = scope.get("state", {}).get("token")
-        needed = needed_role(scope["method"], scope["path"])
-        if token is not None and not token.role.covers(needed):
-            refusal = problem_response(
-                "forbidden",
-                f"{scope['method']} needs role {needed} here, token {token.name} has {token.role}",
-                scope["path"],
-            )
-            await refusal(scope, receive, send)
-            return
-        await self._app(scope, receive, send)

@@ -148,10 +148,14 @@ def entity_tag(document: Any) -> str:
     return f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
 
 
-def tags_in(header: str | None) -> set[str] | None:
-    """Return the ETags of an `If-Match`; None if it is absent or `*`.
+def tags_in(header: str | None) -> set[str]:
+    """Return the ETags of an `If-Match` or `If-None-Match`; none if it is absent."""
+    return set() if header is None else {tag.strip() for tag in header.split(",")}
+
+
+def tags_wanted(if_match: str | None) -> set[str]:
+    """Return the ETags of an `If-Match` of which a document must have one; none if any will do.
 
     `*` requires that the document exists, which it always does (RFC 9110, section 13.1.1).
     """
-    tags = {"*"} if header is None else {tag.strip() for tag in header.split(",")}
-    return None if tags == {"*"} else tags
+    return tags_in(if_match) if if_match is not None and if_match.strip() != "*" else set()

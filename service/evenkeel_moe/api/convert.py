@@ -5,13 +5,13 @@ A response body takes fields of the same name from the value; here is only what 
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from evenkeel_moe.api.insight_schemas import CapacityOut, RecommendationOut
+from evenkeel_moe.api.schema_base import shown
 from evenkeel_moe.api.schemas import (
+    CapacityOut,
     DeliveredOut,
     DeploymentOut,
     PhaseLoad,
@@ -19,6 +19,8 @@ from evenkeel_moe.api.schemas import (
     PlanIn,
     PlanOut,
     PlanSummary,
+    PolicyScoreOut,
+    RecommendationOut,
     WaveOut,
 )
 from evenkeel_moe.api.words.advice import CALLS, advice_text, outcome_text
@@ -28,7 +30,6 @@ from evenkeel_moe.api.words.plan_figures import details, figures
 from evenkeel_moe.api.words.plans import MAY_COST, phase_text, plan_text, story_rows
 from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch, Unavailable
-from evenkeel_moe.model.delivered import ServingSpeed
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
@@ -40,52 +41,36 @@ from evenkeel_moe.ports.operations import Advice, CapacityAdvice, LedElsewhere, 
 from evenkeel_moe.ports.status import DELIVERED_BOUNDS, DeploymentStatus, HealthBounds
 from evenkeel_moe.protocol.transitions import ControlState
 
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name, without copying them."""
-    return {field.name: getattr(value, field.name) for field in fields(value)}
-
-
-def _plan_fields(record: PlanRecord) -> dict[str, Any]:
-    plan = record.plan
-    return {
-        **_attributes(plan),
-        **_attributes(record),
-        "phase_text": phase_text(record.phase, record.reason),
-        "ended": record.phase.terminal,
-        "text": plan_text(record),
-        "planned_because": plan.reason,
-        "may_cost_text": MAY_COST.get(plan.kind),
-        "waves": len(plan.waves),
-        "moves": plan.moves,
-        "nbytes": plan.nbytes,
-        "delivered": _delivered_out(record),
-    }
-
-
-def _delivered_out(record: PlanRecord) -> DeliveredOut | None:
-    delivered, promised = record.delivered, record.plan.numbers.get("gain")
-    if delivered is None:
-        return None
-    return DeliveredOut.model_validate(
-        {
-            **_attributes(delivered),
-            "before": _speed_out(delivered.before),
-            "after": _speed_out(delivered.after),
-            "promised": promised,
-            "promised_lower": record.plan.numbers.get("gain_lower"),
-            "over_promised": delivered.over(promised),
-        }
-    )
-
-
-def _speed_out(speed: ServingSpeed | None) -> dict[str, Any] | None:
-    return None if speed is None else _attributes(speed)
+P = TypeVar("P", bound=PlanSummary)
 
 
 def plan_summary(record: PlanRecord) -> PlanSummary:
     """Return a plan without its maps."""
-    return PlanSummary.model_validate(_plan_fields(record))
+    return _plan(PlanSummary, record)
+
+
+def _plan(body: type[P], record: PlanRecord, **more: Any) -> P:
+    plan, delivered, promised = record.plan, record.delivered, record.plan.numbers.get("gain")
+    if delivered is not None:
+        more["delivered"] = shown(
+            DeliveredOut,
+            delivered,
+            promised=promised,
+            promised_lower=plan.numbers.get("gain_lower"),
+            over_promised=delivered.over(promised),
+        )
+    return shown(
+        body,
+        plan,
+        record,
+        phase_text=phase_text(record.phase, record.reason),
+        ended=record.phase.terminal,
+        text=plan_text(record),
+        planned_because=plan.reason,
+        may_cost_text=MAY_COST.get(plan.kind),
+        waves=len(plan.waves),
+        **more,
+    )
 
 
 def plan_out(record: PlanRecord, status: DeploymentStatus | None) -> PlanOut:
@@ -95,15 +80,14 @@ def plan_out(record: PlanRecord, status: DeploymentStatus | None) -> PlanOut:
         record: the plan.
         status: of its deployment now; None if it is not known.
     """
-    return PlanOut.model_validate(
-        {
-            **_plan_fields(record),
-            "target": placement_out(record.plan.target, None),
-            "wave_list": _waves(record.plan),
-            "story": story_rows(record),
-            "figures": figures(record, status),
-            "details": details(record.plan.numbers),
-        }
+    return _plan(
+        PlanOut,
+        record,
+        target=placement_out(record.plan.target, None),
+        wave_list=_waves(record.plan),
+        story=story_rows(record),
+        figures=figures(record, status),
+        details=details(record.plan.numbers),
     )
 
 
@@ -166,24 +150,26 @@ def deployment_out(
     status: DeploymentStatus, bounds: HealthBounds = DELIVERED_BOUNDS
 ) -> DeploymentOut:
     """Return the state of a deployment. Without a leader the state of its ranks is unknown."""
-    shown = _attributes(status)
-    shown["health"] = health_of(status, bounds)
-    shown["held_text"] = None
+    more: dict[str, Any] = {"held_text": None}
     if status.held:
-        shown["held_text"] = f"{sentence(status.held_because)} {hold_words(status.mode)}"
+        more["held_text"] = f"{sentence(status.held_because)} {hold_words(status.mode)}"
     if status.last_decision is not None:
-        shown["last_decision"] = decision_out(status.last_decision)
+        more["last_decision"] = decision_out(status.last_decision)
     if status.active_plan is not None:
-        shown["active_plan"] = plan_summary(status.active_plan)
-    shown["proposals"] = list(map(plan_summary, status.proposals))
+        more["active_plan"] = plan_summary(status.active_plan)
     if status.state == ControlState.FOLLOWER:
-        shown.update(term=None, generation=None, ranks=None)
-    return DeploymentOut.model_validate(shown)
+        more |= {"term": None, "generation": None, "ranks": None}
+    return shown(
+        DeploymentOut,
+        status,
+        health=health_of(status, bounds),
+        proposals=[plan_summary(record) for record in status.proposals],
+        **more,
+    )
 
 
 def elsewhere_out(led: LedElsewhere) -> DeploymentOut:
     """Return what is known of a deployment that this replica does not lead: who leads it."""
-    unknown = dict.fromkeys(DeploymentOut.model_fields)
     known = {
         "deployment": led.deployment,
         "state": ControlState.FOLLOWER,
@@ -192,7 +178,7 @@ def elsewhere_out(led: LedElsewhere) -> DeploymentOut:
         "leader_address": led.address,
         "health": health_elsewhere(led.leader),
     }
-    return DeploymentOut.model_validate(unknown | known)
+    return shown(DeploymentOut, **dict.fromkeys(DeploymentOut.model_fields) | known)
 
 
 def phase_load(window: LoadWindow | None, placement: Placement | None) -> PhaseLoad | None:
@@ -223,29 +209,27 @@ def recommendation_out(
     tradeoff = None
     if found.redundancy is not None:
         tradeoff = kv_tradeoff(found.redundancy, advice.kv, tokens_per_sequence)
-    own = found.policies[0].verdict if found.policies else None
     promised = [] if advice.kv_promise is None else [advice.kv_promise.words]
-    return RecommendationOut.model_validate(
-        {
-            **_attributes(found),
-            **_attributes(advice),
-            "at": advice.at_unix,
-            "call_text": CALLS[found.call],
-            "words": [*found.words, *promised],
-            "reason_text": advice_text(found.reason, mode),
-            "policies": [
-                {**_attributes(row), "reason_text": outcome_text(row.reason, mode)}
-                for row in found.policies
-            ],
-            "verdict": own,
-            "replica_tradeoff": tradeoff,
-        }
+    return shown(
+        RecommendationOut,
+        found,
+        advice,
+        at=advice.at_unix,
+        call_text=CALLS[found.call],
+        words=[*found.words, *promised],
+        reason_text=advice_text(found.reason, mode),
+        policies=[
+            shown(PolicyScoreOut, row, reason_text=outcome_text(row.reason, mode))
+            for row in found.policies
+        ],
+        verdict=found.policies[0].verdict if found.policies else None,
+        replica_tradeoff=tradeoff,
     )
 
 
 def capacity_out(advice: CapacityAdvice) -> CapacityOut:
     """Return a comparison of widths; what is unknown is null."""
-    return CapacityOut.model_validate({**_attributes(advice.capacity), **_attributes(advice)})
+    return shown(CapacityOut, advice.capacity, advice, at=advice.at_unix)
 
 
 def plan_request(

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Header, HTTPException, Query, Response
 from pydantic import Field
 
 from evenkeel_moe.api.auth import Role
-from evenkeel_moe.api.context import About, Asked, Paging, QueryBody, entity_tag, tags_in
+from evenkeel_moe.api.context import About, Asked, Paging, QueryBody, entity_tag, tags_wanted
 from evenkeel_moe.api.convert import (
     capacity_out,
     decision_out,
@@ -19,11 +19,11 @@ from evenkeel_moe.api.convert import (
     placement_json,
     recommendation_out,
 )
-from evenkeel_moe.api.insight_schemas import CapacityOut, RecommendationOut
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
+from evenkeel_moe.api.problems import CONFLICT, problem_answers
 from evenkeel_moe.api.schema_base import plain
 from evenkeel_moe.api.schemas import (
-    CONFLICT,
+    CapacityOut,
     DecisionPage,
     DeploymentOut,
     DeploymentPage,
@@ -33,9 +33,9 @@ from evenkeel_moe.api.schemas import (
     PhaseLoad,
     PlacementOut,
     PolicyDocument,
+    RecommendationOut,
     ResizeIn,
     ResizeOut,
-    problem_answers,
 )
 from evenkeel_moe.api.words.gates import gates_of
 from evenkeel_moe.errors import Conflict, NotFound, Reason, Unavailable
@@ -214,17 +214,17 @@ async def set_policy(
     """
     changes = body.model_dump(mode="json", exclude_unset=True)
     about.keep_for_audit(changes)
-    tags, admin, token = tags_in(if_match), about.is_admin, about.token
+    tags, admin, token = tags_wanted(if_match), about.is_admin, about.token
     # What the role allows depends on the document, so it must not change before it is written.
     depends = "mode" in changes and not admin
     operations, name = about.operations, about.deployment
-    base = await operations.policy(name) if depends or tags is not None else None
+    base = await operations.policy(name) if depends or tags else None
     if not admin and (needs := _needs_admin(changes, base)):
         raise HTTPException(
             403, f"{needs} need role {Role.ADMIN}, token {token.name} has {token.role}"
         )
     try:
-        if base is not None and tags is not None and entity_tag(plain(base)) not in tags:
+        if base is not None and tags and entity_tag(plain(base)) not in tags:
             raise Conflict("the policy document is not the one If-Match names", Reason.STALE_BASE)
         document: dict[str, Any] = plain(
             await operations.set_policy(name, changes, token.name, base)

@@ -9,7 +9,8 @@ from fastapi import APIRouter, Query
 from numpy.typing import NDArray
 
 from evenkeel_moe.api.context import About, Asked, Paging
-from evenkeel_moe.api.insight_schemas import (
+from evenkeel_moe.api.large_bodies import LargeBodyRoute
+from evenkeel_moe.api.schemas import (
     AuditPage,
     AuditRowOut,
     Cells,
@@ -18,7 +19,6 @@ from evenkeel_moe.api.insight_schemas import (
     QuarantineOut,
     TokenOut,
 )
-from evenkeel_moe.api.large_bodies import LargeBodyRoute
 from evenkeel_moe.api.words.health import is_stale
 from evenkeel_moe.api.words.requests import request_text
 from evenkeel_moe.model.load import LoadWindow, Phase

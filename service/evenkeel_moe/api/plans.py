@@ -13,12 +13,12 @@ from evenkeel_moe.api.context import (
     Paging,
     PlanPath,
     page_token_of,
-    tags_in,
+    tags_wanted,
 )
 from evenkeel_moe.api.convert import plan_out, plan_request, plan_summary
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
+from evenkeel_moe.api.problems import CONFLICT, problem_answers
 from evenkeel_moe.api.schemas import (
-    CONFLICT,
     EpochsOut,
     PlanIn,
     PlanOut,
@@ -27,7 +27,6 @@ from evenkeel_moe.api.schemas import (
     RollbackPreviewOut,
     RollbackQuery,
     StoryOut,
-    problem_answers,
 )
 from evenkeel_moe.api.words.gates import hold_words
 from evenkeel_moe.api.words.plan_figures import preview_figures
@@ -138,7 +137,7 @@ async def approve_plan(
 
     With `If-Match` only the plan with this target is started.
     """
-    if (tags := tags_in(if_match)) is not None:
+    if tags := tags_wanted(if_match):
         digest = (await about.operations.plan(about.deployment, plan_id)).plan.target.digest
         if f'"{digest}"' not in tags:
             raise HTTPException(

@@ -6,6 +6,7 @@ list. Types are `urn:evenkeel:problem:KIND`, where KIND is a key of `KINDS`.
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from evenkeel_moe.api.schema_base import ResponseBody
 from evenkeel_moe.errors import (
     Conflict,
     EvenkeelError,
@@ -63,6 +65,32 @@ KINDS = {
     "peer-violation": Kind(502, "A rank violated the protocol", Reason.MALFORMED),
     "unavailable": Kind(503, "Temporarily unavailable, try again", Reason.STORE_UNAVAILABLE),
 }
+
+
+class ProblemOut(ResponseBody):
+    """Problem details (RFC 9457)."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    reason: str | None = None
+    """One of the closed list of reasons."""
+    leader: str | None = None
+    """With `not_leader`: id of the controller replica that leads; null while none leads."""
+    leader_address: str | None = None
+    """host:port where ranks reach the leader; null if unknown."""
+
+
+def problem_answers(descriptions: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
+    """Return how a route documents problems, by status."""
+    return {
+        code: {"model": ProblemOut, "description": words} for code, words in descriptions.items()
+    }
+
+
+CONFLICT = problem_answers({409: "The request does not fit the current state"})
 
 _KIND_OF_ERROR: dict[type[EvenkeelError], str] = {
     InvalidInput: "invalid-input",

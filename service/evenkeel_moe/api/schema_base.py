@@ -1,14 +1,29 @@
 """Base classes and field types of request and response bodies."""
 
+import ast
+import inspect
 import math
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from enum import Enum
-from typing import Annotated, Any
+from itertools import pairwise
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, computed_field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    computed_field,
+    create_model,
+    model_validator,
+)
 
 from evenkeel_moe.api.words.reasons import sentence
+from evenkeel_moe.model.cost import CostBasis
 
 
 def plain(value: Any) -> Any:
@@ -45,6 +60,8 @@ call for each level of nesting of a list."""
 TextOrNull = Annotated[str | None, BeforeValidator(lambda text: text or None)]
 """Null if the text is empty."""
 
+
+B = TypeVar("B", bound=BaseModel)
 
 _MOST_UNKNOWN = 16
 """Unknown fields of an object that are named one by one."""
@@ -100,16 +117,70 @@ class ReasonedBody(ResponseBody):
         return sentence(self.reason)
 
 
+def shows(
+    value: type, *properties: str, without: str = "", nullable: bool = False
+) -> Callable[[type[B]], type[B]]:
+    """Add the fields of a dataclass, and some of its properties, to the body that shows it.
+
+    A field that the body declares itself stays as it is. The docstrings are the descriptions.
+
+    Args:
+        value: the dataclass.
+        properties: names of those that are shown too.
+        without: names of the fields that are not shown.
+        nullable: every field may be null.
+    """
+    types, texts = get_type_hints(value, include_extras=True), _docstrings(value)
+    for name in properties:
+        read = getattr(value, name).fget
+        types[name], texts[name] = get_type_hints(read)["return"], read.__doc__
+    names = {field.name for field in fields(value)} - set(without.split()) | set(properties)
+
+    def added(body: type[B]) -> type[B]:
+        declared: dict[str, Any] = {
+            name: (types[name] | None if nullable else types[name], Field(description=texts[name]))
+            for name in sorted(names - body.model_fields.keys())
+        }
+        return create_model(
+            body.__name__,
+            __base__=body,
+            __doc__=body.__doc__,
+            __module__=body.__module__,
+            **declared,
+        )
+
+    return added
+
+
+def _docstrings(value: type) -> defaultdict[str, str | None]:
+    """Return the docstrings of the fields of a class, as JSON calls what they name."""
+    declared = ast.parse(inspect.getsource(value)).body[0]
+    assert isinstance(declared, ast.ClassDef)
+    found: defaultdict[str, str | None] = defaultdict(lambda: None)
+    found |= {
+        field.target.id: re.sub(r"\bNone\b", _null, inspect.cleandoc(text.value.value))
+        for field, text in pairwise(declared.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(text.value.value, str)
+    }
+    return found
+
+
+def _null(none: re.Match[str]) -> str:
+    return "null" if none.start() else "Null"
+
+
+def shown(body: type[B], *values: Any, **more: Any) -> B:
+    """Return a body of the attributes of values, of later ones first, and of what is named."""
+    found: dict[str, Any] = {}
+    for name in body.model_fields.keys() - more.keys():
+        owner = next((value for value in reversed(values) if hasattr(type(value), name)), None)
+        if owner is not None:
+            found[name] = getattr(owner, name)
+    return body.model_validate(found | more)
+
+
+@shows(CostBasis, "words")
 class CostModelOut(ResponseBody):
     """The origin of a cost model's numbers."""
-
-    source: str
-    """tokens, derived, profiled or measured."""
-    detail: str
-    """A device, a file, the age of a profile, or the reason that nothing better is known."""
-    unit: str
-    """The unit of predicted times: s or tokens."""
-    fit_error: Number
-    """Mean error of a fit as a share of the time; null where nothing was fitted."""
-    words: str
-    """The origin as a phrase."""

@@ -1,15 +1,13 @@
 """Bodies of requests and responses.
 
-A value that is shown as it is has no body here: a response contains its dataclass, such as
-`RankStatus`. Other bodies read their fields from the attributes of the value they show
-(`model_validate`), so that `convert` states only what differs. The docstrings of both are the
-descriptions in docs/openapi.json.
+A body that shows a value takes the value's fields (`shows`), so it declares only what differs. A
+value that is shown as it is has no body here: a response contains its dataclass, such as
+`RankStatus`. The docstrings of both are the descriptions in docs/openapi.json.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field, StrictBool, StrictInt, StrictStr, computed_field
+from pydantic import AliasChoices, FailFast, Field, StrictBool, StrictInt, StrictStr, computed_field
 
 from evenkeel_moe.api.context import DIGEST_PATTERN, PLAN_ID_PATTERN, QueryBody
 from evenkeel_moe.api.schema_base import (
@@ -23,18 +21,34 @@ from evenkeel_moe.api.schema_base import (
     RequestBody,
     ResponseBody,
     TextOrNull,
+    shows,
 )
 from evenkeel_moe.api.words.gates import PlanningGate
 from evenkeel_moe.api.words.health import Health
 from evenkeel_moe.api.words.plan_figures import Figure
 from evenkeel_moe.api.words.reasons import sentence
+from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.model.finding import Finding, Severity
 from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.plan import Plan, PlanRecord
 from evenkeel_moe.model.policy import CostChoice, DeploymentPolicy, Mode
-from evenkeel_moe.planning.decision.capacity import MOST_RANKS
-from evenkeel_moe.ports.status import RankStatus
+from evenkeel_moe.planning.decision.capacity import MOST_RANKS, Capacity
+from evenkeel_moe.planning.decision.kv_tradeoff import ReplicaTradeoff
+from evenkeel_moe.planning.decision.recommendation import PolicyScore, Recommendation
+from evenkeel_moe.planning.decision.verdict import Verdict
+from evenkeel_moe.planning.problem.survival import Coverage
+from evenkeel_moe.ports.operations import (
+    Advice,
+    AuditEntry,
+    CapacityAdvice,
+    QuarantineRow,
+    RecordedEpoch,
+)
+from evenkeel_moe.ports.status import DeploymentStatus, ResizeStatus
 
 Matrix = list[list[float]]
+Cells = list[list[float | None]]
 Bound = Annotated[int | None, Field(ge=0, le=2**62, strict=True)]
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 FiniteSeconds = Annotated[Finite, Field(gt=0)]
@@ -46,104 +60,38 @@ _DEFAULT = DeploymentPolicy()
 SlotRow = Annotated[list[Annotated[int, Field(ge=-1, le=2**31 - 1)]], FailFast()]
 
 
-class ProblemOut(ResponseBody):
-    """Problem details (RFC 9457)."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    instance: str
-    reason: str | None = None
-    """One of the closed list of reasons."""
-    leader: str | None = None
-    """With `not_leader`: id of the controller replica that leads; null while none leads."""
-    leader_address: str | None = None
-    """host:port where ranks reach the leader; null if unknown."""
-
-
-def problem_answers(descriptions: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
-    """Return how a route documents problems, by status."""
-    return {
-        code: {"model": ProblemOut, "description": words} for code, words in descriptions.items()
-    }
-
-
-CONFLICT = problem_answers({409: "The request does not fit the current state"})
-
-
 # --- deployments ----------------------------------------------------------------------------
 
 
-class ShapeOut(ResponseBody):
-    """The sizes that the ranks declared."""
-
-    num_layers: int
-    num_logical_experts: int
-    num_ranks: int
-    slots_per_rank: int
-    top_k: int
-    bytes_per_expert: int
-    num_expert_groups: int
-    pool_slots_per_rank: int | None
-    shared_experts: Number
-    """Work of the shared experts for one token, in routed experts; null if unknown."""
-
-
-class ServingSpeedOut(ResponseBody):
-    """The speed at which the engine served. It also changes with the traffic."""
-
-    step_s: float
-    """Seconds from one step to the next."""
-    tokens_per_s: float
-    """Real tokens of all ranks."""
-
-
+@shows(DeliveredGain)
 class DeliveredOut(ResponseBody):
     """The gain that a plan promised, and the one it delivered by the seconds that ranks reported.
 
     Gains are shares of MoE time. Null is unknown, never zero.
     """
 
-    gain: Number
-    """The measured gain; negative if the plan cost time."""
-    lower: Number
-    """Lower bound of its 95 % interval."""
-    upper: Number
-    error: Number
-    """Its standard error."""
     promised: Number
     """The gain of the verdict; null if the plan had none."""
     promised_lower: Number
     over_promised: Number
     """gain / promised; null also if nothing was promised."""
-    modelled: Number
-    """Gain of the same steps under the cost model."""
-    steps: int
-    """Compared steps, as many before the plan as after it."""
     cost_source: TextOrNull
     """Source of the cost model that the plan was scored by."""
     unknown_because: TextOrNull
     """The reason that the gain is unknown."""
-    at: float
-    """Unix seconds at which it was measured."""
-    before: ServingSpeedOut | None
-    """The speed in up to 512 steps before the plan; null if unknown."""
-    after: ServingSpeedOut | None
-    """The speed in up to 512 steps after it; null if unknown."""
 
 
+_INNER = "plan wave_sent wave_agreed cancel_requested request_digest made_by story"
+_MAPS = "reason generation weights_version base target waves allow_duplicates"
+
+
+@shows(Plan, "moves", "nbytes", without=_MAPS)
+@shows(PlanRecord, without=_INNER)
 class PlanSummary(ReasonedBody):
     """A plan without its maps."""
 
-    plan_id: str
-    deployment: str
-    kind: str
-    """automatic, manual, rollback or evacuation."""
     may_cost_text: str | None
     """Says why the plan may cost MoE time; null if it is made to save some."""
-    policy: str
-    phase: str
     phase_text: str
     """The phase as people call it: `superseded` for a plan that was `refused` before it began,
     because its placement, group or weights were replaced."""
@@ -155,19 +103,9 @@ class PlanSummary(ReasonedBody):
     """The reason for the phase."""
     planned_because: str
     """The reason the plan was made."""
-    error: str | None
-    base_epoch: int
     waves: int
-    waves_committed: int
-    moves: int
-    """Number of copies between ranks."""
-    nbytes: int
-    """Bytes copied between ranks."""
-    created_at: float
-    updated_at: float
-    expires_at: float | None
-    approved_by: str | None
     numbers: Annotated[dict[str, float | None], PLAIN]
+    """Figures behind the decision: balancedness_mean, balancedness_expected, gain, copies, ..."""
     delivered: DeliveredOut | None
     """Null before the plan was measured, and if it was not carried out."""
 
@@ -178,19 +116,12 @@ class PlanSummary(ReasonedBody):
         return sentence(self.planned_because)
 
 
+@shows(Finding, "words", without="what amount advice")
 class FindingOut(ResponseBody):
     """One way in which the counts of a deployment contradict how an engine routes."""
 
-    code: str
-    """uneven_layers, idle_layers or idle_experts."""
-    severity: str
+    severity: Severity
     """doubt: nothing is planned on the counts. note: below the thresholds of the policy."""
-    words: str
-    """The finding as one line."""
-    where: str
-    """The layers, experts or ranks."""
-    share: Number
-    """How much, as a share of the choices, layers or experts that there are."""
 
 
 class GatesOut(ResponseBody):
@@ -200,18 +131,9 @@ class GatesOut(ResponseBody):
     """In the order in which a cycle meets them; the first that is closed ends it."""
 
 
+@shows(Coverage, "words")
 class CoverageOut(ResponseBody):
     """The experts that a placement loses with one fault domain."""
-
-    domain: str
-    """rank or node."""
-    most_lost: int
-    """Experts, over all layers, that are lost with the domain that holds the most alone."""
-    covered: int
-    """Experts, over all layers, that the loss of no domain takes."""
-    experts: int
-    words: str
-    """The same as a phrase."""
 
 
 class ResizeIn(RequestBody):
@@ -229,25 +151,12 @@ class ResizeIn(RequestBody):
     """Id of the plan that moves experts away; the controller chooses one otherwise."""
 
 
+@shows(ResizeStatus, "words")
 class ResizeOut(ResponseBody):
     """Ranks that retire from a group."""
 
-    retire: list[int]
-    num_ranks: int
-    """Ranks of the group with those that retire."""
-    to_ranks: int
-    """Ranks that stay."""
-    stranded: int | None
-    """Experts, over all layers, that live on retiring ranks alone; null while the placement is not
-    known."""
-    ready: bool
-    """True if every expert lives on a rank that stays, and no plan runs: the ranks may leave."""
-    plan_id: str | None
-    """The newest plan that moves experts away; null if there was none."""
-    words: str
-    """The same as a sentence."""
 
-
+@shows(DeploymentStatus, without="at_unix rules", nullable=True)
 class DeploymentOut(ReasonedBody):
     """One deployment; null means unknown, never zero.
 
@@ -258,61 +167,18 @@ class DeploymentOut(ReasonedBody):
     health: Health
     state: str
     reason: str
-    mode: str | None
-    policy: str | None
     leader: TextOrNull
     """Id of the controller replica that leads; null while none leads."""
-    leader_address: str | None
-    """host:port where ranks reach the leader."""
-    term: int | None
-    generation: str | None
-    epoch: int | None
-    rollback_epoch: int | None
-    """The epoch to which a rollback without `to_epoch` leads; null if there is none."""
-    shape: ShapeOut | None
-    ranks: list[RankStatus] | None
-    step: int | None
-    """Newest complete step."""
-    window_steps: int | None
-    """Complete steps in the fullest window."""
-    balancedness_mean: Number
-    """Mean over the window's steps and layers."""
-    balancedness_worst: Number
-    """Mean over the window's steps, of the worst layer."""
-    time_balance: Number
-    """Fluid time / predicted time of the window in the newest cycle; null if the cost model is by
-    tokens."""
-    time_balance_worst: Number
-    """The same of the worst layer."""
     cost_model: CostModelOut | None
     """The cost model of predicted MoE times; null before the first cycle."""
     active_plan: PlanSummary | None
     proposals: list[PlanSummary] | None
     """Plans that wait for approval, oldest first."""
-    staging_bytes_done: int | None
-    staging_bytes_total: int | None
     last_decision: JsonObject | None
     """The newest row of `decisions`."""
-    frozen_until_unix: float | None
-    held: bool | None
-    """True while automatic plans wait for `resume`."""
-    held_because: str | None
-    """held_after_rollback, held_after_data_loss or gains_not_delivered; null if not held."""
     held_text: str | None
     """Sentences that say why automatic plans are held, and what the hold stops in this mode; null
     if they are not held."""
-    dispatch: str | None
-    """Model of the engines' dispatcher, for which plans are made."""
-    dispatch_warning: str | None
-    """A sentence that names two dispatchers that disagree; empty if none do."""
-    balancedness_by_phase: dict[Phase, Number] | None
-    """Mean over the steps and layers of the window of each phase."""
-    newest_step_unix: Number
-    """Unix seconds at which the newest complete step was counted."""
-    plan_aborted_unix: Number
-    """Unix seconds at which the newest plan that was aborted ended."""
-    plans_lost_time: int | None
-    """Newest measured plans in a row that cost time; null before a plan was measured."""
     findings: list[FindingOut] | None
     """What is wrong with the counts of the newest steps; null if there are no counts to check."""
     resize: ResizeOut | None
@@ -446,6 +312,173 @@ class DecisionPage(ResponseBody):
     next_page_token: str | None
 
 
+# --- recommendations ------------------------------------------------------------------------
+
+
+@shows(Verdict, without="cost")
+class VerdictOut(ResponseBody):
+    """The verdict of later steps on a plan. Shares are of predicted MoE time; null is unknown."""
+
+    gain: Number
+    """Share saved, without the cost of the copies; calibrated, like all that follows from it."""
+    gain_modelled: Number
+    """The same before calibration, as the cost model has it."""
+    gain_lower: Number
+    """Lower bound of the gain in the next window."""
+    gain_upper: Number
+    """Upper bound of the gain in the next window."""
+    copy_cost_share: Number = Field(validation_alias=AliasChoices("copy_cost_share", "cost"))
+    """Cost of the copies as a share of the time of the expected lifetime."""
+    net_gain: Number
+    """gain minus copy_cost_share."""
+    saved_per_step: Number
+    """In the unit of the cost model."""
+    payback_steps: Number
+    """Null if nothing is saved."""
+    payback_s: Number
+    """Null also if the duration of a step is unknown."""
+    cost_model: CostModelOut
+    """The cost model of the predicted MoE times."""
+
+
+@shows(PolicyScore)
+class PolicyScoreOut(ResponseBody):
+    """The plan that one policy would have made on the same steps."""
+
+    reason: str
+    """plan_started if every gate would have opened; else the gate that closed, or the error."""
+    reason_text: str
+    """A sentence that says how a cycle with it would end in the deployment's mode."""
+    balancedness_expected: Number
+    verdict: VerdictOut | None
+    """Null if the policy could not plan."""
+    detail: TextOrNull
+
+
+@shows(Advice, without="at_unix kv recommendation")
+@shows(Recommendation)
+class RecommendationOut(ResponseBody):
+    """The recommended action and its figures. Nothing is moved or started to find it."""
+
+    at: float
+    """Unix seconds when it was computed."""
+    call_text: str
+    """The same as `call`, in words."""
+    reason_text: str
+    """A sentence that says how the next cycle would end in the deployment's mode."""
+    cost_model: CostModelOut
+    """The cost model of the predicted MoE times."""
+    scored_on_steps: int
+    """The newest steps of the window; no plan was made on them."""
+    verdict: VerdictOut | None
+    policies: list[PolicyScoreOut]
+    """The deployment's own policy first."""
+    replica_tradeoff: ReplicaTradeoff | None
+    """Null if there were too few steps."""
+    shadow: Annotated[dict[str, dict[str, Any]], PLAIN]
+    """Newest score of each shadow policy."""
+
+
+@shows(CapacityAdvice, without="at_unix capacity")
+@shows(Capacity)
+class CapacityOut(ResponseBody):
+    """Numbers of ranks compared. Nothing is moved or started to find it."""
+
+    at: float
+    """Unix seconds when they were compared."""
+    cost_model: CostModelOut
+    """The cost model of the predicted MoE times."""
+
+
+# --- load -----------------------------------------------------------------------------------
+
+
+class HeatMapOut(ResponseBody):
+    """Load as a multiple of the layer's mean: 1 is balanced; null is unknown, never zero."""
+
+    deployment: str
+    epoch: int | None
+    """Null before the ranks reported it."""
+    phase: str | None
+    """Null is all phases, with the same weight for every step."""
+    steps: int
+    """Steps of the window; without any, every matrix is null."""
+    newest_step: int | None
+    newest_step_unix: float | None
+    """Unix seconds at which the newest complete step of any phase was counted; null if unknown."""
+    ranks_connected: int
+    """Ranks with a valid heartbeat lease."""
+    is_past: bool
+    """True if the window tells of the past: its newest step is stale, or no rank is connected."""
+    num_layers: int | None
+    """Layers of the model."""
+    first_layer: int
+    """Layer of the first row."""
+    next_layer: int | None
+    """`first_layer` of the request for the rows that did not fit; null if these are the last."""
+    tokens_per_layer: list[float] | None
+    """(rows) mean per step; a token counts once for each expert it was routed to."""
+    experts: Cells | None
+    """(rows, experts); null in a layer without load."""
+    ranks: Cells | None
+    """(rows, ranks) under the committed placement; null before it is known."""
+
+
+# --- quarantine, audit, log -----------------------------------------------------------------
+
+
+@shows(QuarantineRow)
+class QuarantineRowOut(ReasonedBody):
+    """The rejections for one reason."""
+
+
+class QuarantineOut(ResponseBody):
+    """The rejected parts of the ranks' reports, by reason."""
+
+    deployment: str
+    items: list[QuarantineRowOut]
+
+
+@shows(AuditEntry)
+class AuditRow(ResponseBody):
+    """One request for a change, as it is stored."""
+
+    at: float
+    """Unix seconds."""
+    id: str
+    trace_id: str | None = None
+    """The trace in `traceparent` and in the log; null in rows of older versions."""
+    change: str | None = None
+    """The request as JSON, cut after 256 characters; null if it named nothing."""
+
+
+class AuditRowOut(AuditRow):
+    """One request for a change."""
+
+    text: str
+    """A sentence that says what the request asked for."""
+
+
+class AuditPage(ResponseBody):
+    """Audit rows, newest first."""
+
+    items: list[AuditRowOut]
+    next_page_token: str | None
+
+
+class TokenOut(ResponseBody):
+    """The token of a request."""
+
+    name: str
+    role: Literal["read", "operate", "admin"]
+
+
+class LogLevelBody(RequestBody):
+    """The log level of one replica."""
+
+    level: Literal["debug", "info", "warning", "error"]
+
+
 # --- requests -------------------------------------------------------------------------------
 
 
@@ -529,15 +562,9 @@ class PlanIn(RequestBody):
     """A placement to reach, instead of a policy."""
 
 
+@shows(RecordedEpoch, "digest", without="placement")
 class EpochOut(ResponseBody):
     """A recorded placement."""
-
-    epoch: int
-    digest: str
-    """Digest of the placement."""
-    replaced: bool
-    """True if it belongs to another history than the group's: one before a cold start, or that of
-    other ranks of the same name."""
 
 
 class EpochsOut(ResponseBody):

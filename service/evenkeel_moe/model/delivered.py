@@ -28,7 +28,7 @@ class DeliveredGain:
     at: float
     """Unix seconds at which it was worked out."""
     gain: float | None = None
-    """At most 1; negative if the plan cost time. None if unknown; the next three then too."""
+    """At most 1; negative if the plan cost time; None if unknown, and the next three then too."""
     error: float | None = None
     """Standard error of the gain."""
     lower: float | None = None

@@ -26,9 +26,9 @@ class ModelShape:
     num_expert_groups: int = 1
     """G, DeepSeek routing groups; 1 if the model has none."""
     pool_slots_per_rank: int | None = None
-    """Weight buffers of one rank, shared by all layers; None if each layer has its own."""
+    """Weight buffers of one rank, shared by all layers; null if each layer has its own."""
     shared_experts: float | None = None
-    """Work of the shared experts for one token, in routed experts; None if it is not known."""
+    """Work of the shared experts for one token, in routed experts; null if it is not known."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_logical_experts", "num_ranks", "slots_per_rank", "top_k"):

@@ -104,7 +104,7 @@ class Advice:
     """Epoch of the present placement."""
     policy: str
     newest_step: int | None
-    """None before the first complete step."""
+    """Null before the first complete step."""
     free_bytes: int | None
     """Free memory of the rank that has the least; None unless all ranks reported it."""
     kv: KvMemory | None
@@ -126,6 +126,7 @@ class CapacityAdvice:
     epoch: int
     """Epoch of the present placement."""
     policy: str
+    """The policy that planned at every width."""
     free_bytes: int | None
     """Free memory of the rank that has the least; None unless all ranks reported it."""
     kv: KvMemory | None
@@ -157,7 +158,7 @@ class AuditEntry:
     """A request for a change and its outcome."""
 
     deployment: DeploymentId | None
-    """None if the path names none."""
+    """Null if the path names none."""
     by: str
     """Name of the token."""
     role: str

@@ -126,9 +126,9 @@ class DeploymentStatus:
     term: int
     generation: str
     epoch: int | None
-    """None before the ranks reported it."""
+    """Null before the ranks reported it."""
     rollback_epoch: int | None
-    """The epoch a rollback without a named epoch leads to; None if there is none."""
+    """The epoch to which a rollback without `to_epoch` leads; None if there is none."""
     shape: ModelShape
     ranks: tuple[RankStatus, ...]
     step: int | None
@@ -158,7 +158,7 @@ class DeploymentStatus:
     resize: ResizeStatus | None = None
     """None unless ranks retire."""
     held_because: str | None = None
-    """The Reason for the hold; None if not held."""
+    """held_after_rollback, held_after_data_loss or gains_not_delivered; None if not held."""
     leader_address: str | None = None
     """host:port by which ranks reach the leader."""
     dispatch: str = ""
@@ -168,8 +168,9 @@ class DeploymentStatus:
     balancedness_by_phase: Mapping[Phase, float | None] = field(default_factory=dict)
     """As `balancedness_mean`, for the window of each phase."""
     newest_step_unix: float | None = None
+    """Unix seconds at which the newest complete step was counted."""
     plan_aborted_unix: float | None = None
-    """When the newest complete step was counted, and when the newest aborted plan ended."""
+    """Unix seconds at which the newest plan that was aborted ended."""
     plans_lost_time: int | None = None
     """Newest measured plans in a row that cost time; None before a plan was measured."""
     findings: tuple[Finding, ...] | None = None

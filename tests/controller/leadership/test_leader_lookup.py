@@ -2,6 +2,7 @@
 
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -173,7 +174,7 @@ async def test_while_the_store_is_away_who_led_last_and_still_counts_is_read():
         await until(lambda: one.member.control.leader is None)
         status = (await one.operations.deployment(DEMO)).status()
         assert (status.state, status.mode, status.window_steps) == ("follower", "auto", 20)
-        told = deployment_out(status)
+        told: Any = deployment_out(status)
         assert (told.leader, told.leader_address, told.ranks, told.epoch, told.term) == (None,) * 5
         assert (await one.operations.policy(DEMO))["mode"] == "auto"
         assert [view.status().deployment for view in await one.operations.deployments()] == [DEMO]

@@ -1,12 +1,10 @@
 """The gates of a planning cycle as a checklist, from the newest decision and the policy."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from pydantic.dataclasses import dataclass
-
-from evenkeel_moe.api.words.bodies import AS_DOCUMENTED
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.finding import doubts
 from evenkeel_moe.model.quantities import bytes_text, counted, duration_text, share
@@ -25,7 +23,7 @@ class GateState(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, config=AS_DOCUMENTED)
+@dataclass(frozen=True, slots=True)
 class PlanningGate:
     """One gate of a planning cycle."""
 

@@ -2,11 +2,9 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 
-from pydantic.dataclasses import dataclass
-
-from evenkeel_moe.api.words.bodies import AS_DOCUMENTED
 from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.finding import doubts
@@ -27,7 +25,7 @@ class Level(StrEnum):
     GOOD = "good"
 
 
-@dataclass(frozen=True, config=AS_DOCUMENTED)
+@dataclass(frozen=True, slots=True)
 class Health:
     """The health of a deployment, by the thresholds of the chart's alerts."""
 

@@ -1,10 +1,8 @@
 """The figures of a plan in words: what it promises, delivers and costs, and what is behind it."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from pydantic.dataclasses import dataclass
-
-from evenkeel_moe.api.words.bodies import AS_DOCUMENTED
 from evenkeel_moe.api.words.plans import MAY_COST, speed_texts
 from evenkeel_moe.model.cost import CostSource
 from evenkeel_moe.model.delivered import DeliveredGain
@@ -58,7 +56,7 @@ _DETAILS: Mapping[str, tuple[str, str]] = {
 """Name -> words and a form of the value, in order: gain first, then data, then the search."""
 
 
-@dataclass(frozen=True, config=AS_DOCUMENTED)
+@dataclass(frozen=True, slots=True)
 class Figure:
     """A figure in words."""
 

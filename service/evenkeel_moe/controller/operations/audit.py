@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import structlog
 from pydantic import Field, ValidationError
 
-from evenkeel_moe.api.insight_schemas import AuditRow
+from evenkeel_moe.api.schemas import AuditRow
 from evenkeel_moe.controller.logs import audit_line
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Conflict, Unavailable
