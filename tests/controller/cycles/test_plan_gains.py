@@ -13,7 +13,7 @@ from evenkeel_moe.controller.cycles.plan_gains import (
     steps_after,
     steps_before,
 )
-from evenkeel_moe.controller.operations.status import live_view
+from evenkeel_moe.controller.operations.status import LiveView
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, CostSource
 from evenkeel_moe.model.delivered import DeliveredGain
@@ -272,7 +272,7 @@ async def test_auto_stopped_by_undelivered_gains_stays_stopped_after_a_restart(r
         rig.member.inbox.post(ctl.PlanMeasured(plan.plan_id, gained))
     await until(lambda: control.held)
     await rig.at_rest()
-    status = live_view(rig.member).status()
+    status = LiveView(rig.member).status()
     assert (status.held, status.held_because) == (True, "gains_not_delivered")
     await rig.restart()
     assert rig.member.control.hold.because is Reason.GAINS_NOT_DELIVERED

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from evenkeel_moe.adapters.processes.planner_pool import DeadlineMissed
 from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import PlanBase
-from evenkeel_moe.controller.cycles.rank_costs import RankCosts
+from evenkeel_moe.controller.cycles.input_builder import RankCosts
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
 from evenkeel_moe.model.dispatch_model import DispatchModel

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
-from evenkeel_moe.controller.deployment.failures import DeploymentFailures
+from evenkeel_moe.controller.deployment.deployment_registry import DeploymentFailures
 from evenkeel_moe.controller.ingest.group_memory import memory_together
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId

@@ -27,7 +27,7 @@ from evenkeel_moe.controller.ingest.group_memory import (
 )
 from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.controller.ingest.waiting_reports import IncompleteGroups
-from evenkeel_moe.controller.operations.status import live_view
+from evenkeel_moe.controller.operations.status import LiveView
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
@@ -429,14 +429,14 @@ async def test_plans_and_status_follow_the_ranks_until_an_operator_decides():
         await one.lead(dispatch="nearest")
         assert dispatch_of(one) is NEAREST
         assert one.member.loads.split().dispatch is NEAREST
-        status = live_view(one.member).status()
+        status = LiveView(one.member).status()
         assert (status.dispatch, status.dispatch_warning) == ("nearest", "")
         await one.operations.set_policy(DEMO, {"dispatch": "optimal"}, "eve")
         with capture_logs() as log:
             assert dispatch_of(one) is dispatch_of(one) is OPTIMAL
         warning = "The policy sets dispatch 'optimal', the ranks report 'nearest'."
         assert [row["detail"] for row in log if row["event"] == "dispatch_disagrees"] == [warning]
-        status = live_view(one.member).status()
+        status = LiveView(one.member).status()
         assert (status.dispatch, status.dispatch_warning) == ("optimal", warning)
         await one.operations.set_policy(DEMO, {"dispatch": None}, "eve")
         with capture_logs() as log:

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.api.convert import deployment_out
 from evenkeel_moe.controller.cycles.manual_plans import request_digest
-from evenkeel_moe.controller.operations.status import live_view
+from evenkeel_moe.controller.operations.status import LiveView
 from evenkeel_moe.errors import Conflict, InvalidInput, Reason, Unavailable
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
@@ -241,7 +242,7 @@ class CountingRig(Rig):
 
     @property
     def view(self):
-        return live_view(self.member)
+        return LiveView(self.member)
 
     def metrics(self):
         registry = CollectorRegistry()
@@ -298,7 +299,8 @@ async def test_layers_that_disagree_are_told_although_no_step_adds_up(rig):
     await rig.feed(load)
     status = rig.view.status()
     assert status.window_steps == 0
-    (shown,) = deployment_out(status).findings or []
+    told: Any = deployment_out(status)
+    (shown,) = told.findings
     assert (shown.code, shown.severity) == ("uneven_layers", "doubt")
     assert shown.where == "layer 3 in 70 of 70 steps" and shown.share == pytest.approx(
         0.5, abs=0.01

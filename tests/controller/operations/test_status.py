@@ -1,5 +1,6 @@
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from evenkeel_moe.controller.operations.gauges import (
     live_replicas,
     measured_gauges,
 )
-from evenkeel_moe.controller.operations.status import live_view
+from evenkeel_moe.controller.operations.status import LiveView
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
 from evenkeel_moe.model.delivered import DeliveredGain
@@ -239,7 +240,7 @@ def series(view):
 async def test_a_leader_whose_ranks_have_not_reported_their_state_reports_no_epoch():
     async with replicas("a") as (one, _):
         sessions = await one.lead()
-        view = live_view(one.member)
+        view = LiveView(one.member)
         assert view.status().epoch == 0
         assert "evenkeel_epoch" in series(view)
         for session in sessions:
@@ -249,7 +250,8 @@ async def test_a_leader_whose_ranks_have_not_reported_their_state_reports_no_epo
         one.member.keeper.want()
         await until(lambda: one.member.keeper.leading and one.member.control.leader is not None)
         assert one.member.control.epoch is None, "or nothing is tested"
-        assert deployment_out(view.status()).epoch is None
+        unknown: Any = deployment_out(view.status())
+        assert unknown.epoch is None
         assert "evenkeel_epoch" not in series(view)
         assert "evenkeel_term" in series(view)
 
@@ -257,10 +259,11 @@ async def test_a_leader_whose_ranks_have_not_reported_their_state_reports_no_epo
 async def test_what_a_rank_without_a_stream_told_at_its_start_is_unknown():
     async with replicas("a") as (one, _):
         sessions = await one.lead()
-        view = live_view(one.member)
+        view = LiveView(one.member)
         assert [rank.epoch for rank in view.status().ranks] == [0, 0]
         sessions[1].lost()
-        here, lost = deployment_out(view.status()).ranks or []
+        shown: Any = deployment_out(view.status())
+        here, lost = shown.ranks
         assert (here.epoch, lost.epoch) == (0, None)
         assert here.free_bytes is not None
         assert lost.free_bytes is None
@@ -269,10 +272,11 @@ async def test_what_a_rank_without_a_stream_told_at_its_start_is_unknown():
 async def test_the_loss_of_one_rank_and_one_node_is_told_of_the_placement():
     async with replicas("a") as (one, _):
         await one.lead()
-        view = live_view(one.member)
+        view = LiveView(one.member)
         placement = view.placement()
         assert placement is not None
-        (by_rank,) = deployment_out(view.status()).coverage or []
+        shown: Any = deployment_out(view.status())
+        (by_rank,) = shown.coverage
         alone = np.bincount(placement.only_rank[placement.only_rank >= 0], minlength=2)
         assert (by_rank.domain, by_rank.most_lost) == ("rank", alone.max())
         assert by_rank.experts == placement.only_rank.size == by_rank.covered + alone.sum()
@@ -282,7 +286,7 @@ async def test_the_loss_of_one_rank_and_one_node_is_told_of_the_placement():
 async def test_a_state_that_a_rank_told_within_a_wave_is_not_shown_when_the_wave_is_over():
     async with replicas("a") as (one, _):
         await one.lead()
-        control, view = one.member.control, live_view(one.member)
+        control, view = one.member.control, LiveView(one.member)
         for member in control.membership.members.values():
             member.state = replace(member.state, state=ParticipantState.STAGING)
         assert {rank.state for rank in view.status().ranks} == {"idle"}
@@ -293,7 +297,7 @@ async def test_a_state_that_a_rank_told_within_a_wave_is_not_shown_when_the_wave
 async def test_a_group_that_stopped_as_planned_is_neither_ready_nor_balanced_nor_lost(monkeypatch):
     async with replicas("a") as (one, _):
         sessions = await one.lead()
-        view = live_view(one.member)
+        view = LiveView(one.member)
         numbers = {"time_balance": 0.8, "time_balance_worst": 0.7}
         one.member.decisions.append({"at": 1.0, "reason": "no_change", "numbers": numbers})
         assert (view.status().state, view.status().time_balance) == ("ready", 0.8)
@@ -325,12 +329,13 @@ async def test_a_group_that_stopped_as_planned_is_neither_ready_nor_balanced_nor
 async def test_the_time_balance_is_that_of_the_newest_cycle_and_absent_without_one():
     async with replicas("a") as (one, _):
         await one.lead()
-        assert live_view(one.member).status().cost_model is None
-        assert "evenkeel_cost_model_info" not in series(live_view(one.member))
+        assert LiveView(one.member).status().cost_model is None
+        assert "evenkeel_cost_model_info" not in series(LiveView(one.member))
         numbers = {"time_balance": 0.8, "time_balance_worst": 0.7}
         one.member.decisions.append({"at": 1.0, "reason": "no_change", "numbers": numbers})
         cost = CostModel(CostCurves.linear(np.ones(2)), source=CostSource.PROFILED)
-        view = replace(live_view(one.member), cost=cost)
+        view = LiveView(one.member)
+        view.cost = cost
         status = view.status()
         assert (status.time_balance, status.time_balance_worst) == (0.8, 0.7)
         assert status.cost_model == cost.basis
@@ -343,7 +348,7 @@ async def test_the_time_balance_is_that_of_the_newest_cycle_and_absent_without_o
 async def test_what_alerts_look_at_is_in_the_status_too():
     async with replicas("a") as (one, _):
         await one.lead()
-        view = live_view(one.member)
+        view = LiveView(one.member)
         status = view.status()
         assert status.plan_aborted_unix is status.plans_lost_time is None
         by_phase = {phase: mean for phase, (mean, _) in view.balance().items()}
@@ -354,7 +359,7 @@ async def test_what_alerts_look_at_is_in_the_status_too():
             records.by_id[record.plan.plan_id] = replace(
                 record, phase=PlanPhase.ABORTED, updated_at=at
             )
-        shown = deployment_out(view.status())
+        shown: Any = deployment_out(view.status())
         assert (shown.plan_aborted_unix, shown.plans_lost_time) == (9.0, 2)
 
 
@@ -362,7 +367,7 @@ async def test_a_freeze_is_reported_until_it_ends():
     async with replicas("a") as (one, _):
         await one.lead()
         await one.operations.freeze(DEMO, 0.5, "eve")
-        view = live_view(one.member)
+        view = LiveView(one.member)
         assert view.status().frozen_until_unix is not None
         await until(lambda: view.status().frozen_until_unix is None, within_s=5)
         assert "evenkeel_frozen_until_timestamp_seconds" not in series(view)

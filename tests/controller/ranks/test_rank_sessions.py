@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
-from evenkeel_moe.controller.ranks.session import RankSession, SessionTargets
+from evenkeel_moe.controller.ranks.rank_sessions import RankSession
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import LoadWindow, Phase
@@ -105,8 +105,8 @@ async def test_a_heartbeat_with_trouble_takes_a_rank_out_of_migration_until_one_
     control = control_of(ControlState.READY)
     # The lambda looks the machine up at each call: the test replaces it below.
     inbox = SimpleNamespace(tell=lambda event: control.handle(event, NOW))
-    targets = SessionTargets(inbox, ingest=None, swapped=None, troubled=lambda _: None, ended=None)  # type: ignore[arg-type]
-    session = RankSession(hello_of(1), RankStream(11, "peer", capacity=4), targets)
+    sessions = SimpleNamespace(inbox=inbox, note_trouble=lambda _: None)
+    session = RankSession(hello_of(1), RankStream(11, "peer", capacity=4), sessions)  # type: ignore[arg-type]
     assert control.state_reason(NOW)[0] is Reason.RECOVERED
     with structlog.testing.capture_logs() as logs:
         for _ in range(2):

@@ -20,8 +20,7 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
 from evenkeel_moe.controller.cycles.input_builder import InputBuilder
 from evenkeel_moe.controller.cycles.manual_plans import ManualPlanner
 from evenkeel_moe.controller.cycles.plan_gains import PlanGains
-from evenkeel_moe.controller.cycles.recommendation import Recommender
-from evenkeel_moe.controller.cycles.shadow_policies import ShadowPolicies
+from evenkeel_moe.controller.cycles.recommendation import Recommender, ShadowPolicies
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.controller.ranks.kv_caches import KvCaches

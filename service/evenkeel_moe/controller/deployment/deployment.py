@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +16,6 @@ from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings
 from evenkeel_moe.controller.cycles.planner import DeploymentPlanner
 from evenkeel_moe.controller.deployment.action_executor import ActionExecutor
 from evenkeel_moe.controller.deployment.action_log import ActionLog
-from evenkeel_moe.controller.deployment.connectivity import Connectivity
-from evenkeel_moe.controller.deployment.registration import RankRegistration
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.ingest.group_memory import GroupMemory, group_memory
 from evenkeel_moe.controller.ingest.ingest import Ingest
@@ -26,12 +24,12 @@ from evenkeel_moe.controller.leadership.leadership import Leadership
 from evenkeel_moe.controller.leadership.leases import LeaseKeeper
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.controller.ranks.kv_caches import KvCaches
-from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
-from evenkeel_moe.controller.ranks.session import RankSession
+from evenkeel_moe.controller.ranks.rank_sessions import RankSession, RankSessions
 from evenkeel_moe.controller.store_clock import StoreClock
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.controller.tasks import Spawn, end_tasks
 from evenkeel_moe.driver import Driver
+from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import TOKENS
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.policy import DeploymentPolicy
@@ -39,17 +37,22 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.ports.stores import Clock, DeploymentStore, WindowStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
-from evenkeel_moe.protocol.messages import Ack, Hello, Prepare, Tick
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
+from evenkeel_moe.protocol.messages import Ack, Hello, Leader, Prepare, Tick
 from evenkeel_moe.protocol.terms import is_credible_term
 from evenkeel_moe.protocol.timing import ControlTiming
+from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.settings import LeaderSettings
 from evenkeel_moe.telemetry.load_check import LoadCheck
-from evenkeel_moe.wire.link import FlowControl
+from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome
 
 _log = structlog.get_logger(__name__)
 TICK_S = 0.25
 """Seconds between ticks. Machines wait for half a second at least; a tick costs a quarter of a
 millisecond for each deployment."""
+_LEASE_WAIT_S = 3.0
+_ATTEMPTS = 3
+"""Attempts to register a rank, each after a wait for the lease."""
 _CLOCK_STEP_S = 1.0
 """More than clocks drift apart between two ticks."""
 _DECISIONS = 1024
@@ -96,6 +99,130 @@ class SharedServices:
     incomplete: IncompleteGroups = field(default_factory=IncompleteGroups)
     may_restore: Callable[[GroupMemory], bool] = lambda _: True
     """Returns True if windows that take so much may be restored."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RankRegistration:
+    """Answers the Hello of each new stream."""
+
+    control: DeploymentControl
+    leadership: Leadership
+    ranks: RankSessions
+    loads: GroupLoads
+    inbox: MachineInbox
+
+    async def attach(self, hello: Hello, stream: RankStream) -> RankSession | None:
+        """Register the stream of a rank; return None if it was turned away."""
+        session = self.ranks.open(hello, stream)
+        try:
+            return await self._register_or_redirect(session)
+        except BaseException:
+            # The rank hung up while the lease was sought: nobody else would end this session.
+            session.lost()
+            raise
+
+    async def _register_or_redirect(self, session: RankSession) -> RankSession | None:
+        stream, keeper = session.stream, self.leadership.keeper
+        # This Hello may name a higher term, for which the lease is taken again in between.
+        for _ in range(_ATTEMPTS):
+            await keeper.decided(_LEASE_WAIT_S)
+            if not keeper.leading or stream.closed:
+                break
+            try:
+                await self.inbox.call(lambda now: (None, self._register(session, now)))
+            except Unavailable:
+                # The rank is registered all the same; the machine stores its records later.
+                _log.info(
+                    "registered_without_store",
+                    deployment=self.control.deployment,
+                    rank=session.rank,
+                )
+            if session.registered:
+                return session
+        if not stream.closed:
+            stream.close(await self.leadership.leader_address())
+        session.lost()
+        return None
+
+    def _register(self, session: RankSession, now: float) -> Sequence[ctl.ControlAction]:
+        """Give the machine a Hello. The answer goes out before anything else on the stream."""
+        if self.control.leader is None:
+            return ()
+        actions = self.control.handle(session.event(session.hello), now)
+        refused = any(
+            isinstance(action, ctl.CloseStream) and action.stream == session.stream.number
+            for action in actions
+        )
+        leader = self.control.leader
+        if refused or leader is None:
+            return actions
+        session.registered = True
+        self.loads.declare_shape(session.hello.shape)
+        session.stream.send(self._accepted(session.hello, leader))
+        return actions
+
+    def _accepted(self, hello: Hello, leader: Leader) -> Registration:
+        observing = not hello.migrates
+        timing = self.control.timing
+        return Registration(
+            outcome=RegistrationOutcome.OBSERVE_ONLY if observing else RegistrationOutcome.ACCEPTED,
+            heartbeat_interval_s=timing.heartbeat_s,
+            lease_s=timing.rank_lease_s,
+            flow=self.ranks.flow,
+            reason=Reason.OBSERVE_ONLY if observing else None,
+            detail="the rank does not offer to migrate" if observing else "",
+            leader=leader,
+            highest_step=self.loads.ingest.highest_step(
+                hello.identity.rank, hello.identity.generation
+            ),
+        )
+
+
+@dataclass(eq=False, repr=False)
+class Connectivity:
+    """Gives the lease up when no rank is heard, and keeps the streams of a follower open.
+
+    Args:
+        alone: there is no other replica that could reach the ranks.
+    """
+
+    control: DeploymentState
+    keeper: LeaseKeeper
+    ranks: RankSessions
+    clock: Clock
+    spawn: Spawn
+    alone: bool
+    _sent_at: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._heard_at = self.clock.monotonic()
+
+    def check(self) -> None:
+        """Give the lease up if no rank was heard for a whole lease; call a few times a second."""
+        now, membership = self.clock.monotonic(), self.control.membership
+        if not self.keeper.leading or any(
+            membership.fresh(rank, now) for rank in membership.members
+        ):
+            self._heard_at = now
+        if not self.alone and now - self._heard_at > self.control.timing.rank_lease_s:
+            self._heard_at = now
+            self.spawn(self._yield_lease(), f"yield-{self.control.deployment}")
+
+    async def _yield_lease(self) -> None:
+        await self.keeper.yield_lease(
+            "no rank was heard for a whole lease: another replica may reach them"
+        )
+        self.ranks.close_all()
+
+    def keep_streams(self) -> None:
+        """As a follower, send something now and then: ranks leave a controller that is silent."""
+        now = self.clock.monotonic()
+        if (
+            self.control.state is ControlState.FOLLOWER
+            and now - self._sent_at >= self.control.timing.heartbeat_s
+        ):
+            self._sent_at = now
+            self.ranks.repeat_flow()
 
 
 class Deployment:

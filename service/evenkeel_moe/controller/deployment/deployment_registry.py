@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,8 @@ from evenkeel_moe.controller.deployment.deployment import (
     DeploymentOptions,
     SharedServices,
 )
-from evenkeel_moe.controller.deployment.failures import DeploymentFailures
-from evenkeel_moe.controller.deployment.idle_eviction import choose_evicted, is_expired
 from evenkeel_moe.controller.ingest.group_memory import GroupMemory, memory_together
-from evenkeel_moe.controller.ranks.rank_sessions import refusal
-from evenkeel_moe.controller.ranks.session import RankSession
+from evenkeel_moe.controller.ranks.rank_sessions import RankSession, refusal
 from evenkeel_moe.errors import PeerViolation, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.protocol.messages import Hello
@@ -26,6 +23,61 @@ from evenkeel_moe.wire.link import FlowControl
 
 _log = structlog.get_logger(__name__)
 _LEASE_WAIT_S = 3.0
+_NEW_S = 60.0
+"""A deployment whose ranks were never all here is evicted after this: any client can make up a
+name."""
+_EVICTABLE_S = 10.0
+"""A deployment must be without ranks for this long before it makes room for another. Otherwise
+made-up names would take leases as fast as a client can send them."""
+_LONGEST_PAUSE_S = 300.0
+_SOUND_AFTER_S = 600.0
+"""Seconds without a failure after which the next one counts as the first."""
+_MOST_NAMES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The newest failure of a deployment."""
+
+    detail: str
+    """The error, for logs and answers."""
+    pause_s: float
+    """Seconds for which the deployment does not start again."""
+    at: float
+    """Monotonic seconds."""
+
+    def left_s(self, now: float) -> float:
+        """Return the seconds until the deployment may start again; at least 0."""
+        return max(0.0, self.at + self.pause_s - now)
+
+
+class DeploymentFailures:
+    """The failures of this replica's deployments. The pause doubles with each failure in a row.
+
+    Args:
+        first_pause_s: pause after the first failure.
+    """
+
+    def __init__(self, first_pause_s: float = 5.0) -> None:
+        self._first_pause_s = first_pause_s
+        self._newest: dict[DeploymentId, Failure] = {}
+
+    def note(self, name: DeploymentId, error: BaseException, now: float) -> Failure:
+        """Remember a failure and return it with its pause."""
+        before = self._newest.pop(name, None)
+        pause_s = self._first_pause_s
+        if before is not None and now - before.at < before.pause_s + _SOUND_AFTER_S:
+            pause_s = min(2 * before.pause_s, _LONGEST_PAUSE_S)
+        failure = Failure(f"{type(error).__name__}: {error}"[:300], pause_s, now)
+        self._newest[name] = failure
+        while len(self._newest) > _MOST_NAMES:
+            del self._newest[next(iter(self._newest))]
+        return failure
+
+    def waiting(self, name: DeploymentId, now: float) -> Failure | None:
+        """Return the failure for which a deployment must still wait; None if it may start."""
+        failure = self._newest.get(name)
+        return failure if failure is not None and failure.left_s(now) > 0 else None
 
 
 class DeploymentRegistry:
@@ -150,7 +202,7 @@ class DeploymentRegistry:
         for name in list(self.deployments):
             # Looked up one by one: meanwhile its ranks may be back, or an operator let it go.
             deployment = self.deployments.get(name)
-            if deployment is not None and is_expired(deployment, after_s):
+            if deployment is not None and _is_expired(deployment, after_s):
                 await self.let_go(deployment)
 
     async def let_go(self, deployment: Deployment) -> None:
@@ -310,9 +362,27 @@ class DeploymentRegistry:
             deployment.ranks.close_all()
 
 
+def _is_expired(deployment: Deployment, after_s: float) -> bool:
+    """Return True if a deployment has been without ranks for long enough to be evicted."""
+    return deployment.ranks.idle_s() > (min(after_s, _NEW_S) if deployment.is_new else after_s)
+
+
+def _choose_evicted(deployments: Iterable[Deployment]) -> Deployment | None:
+    """Return the deployment that makes room; None while all have, or just had, ranks.
+
+    Deployments that never had all of their ranks go first: what a single rank says may be anything.
+    """
+    idle = [one for one in deployments if one.ranks.idle_s() >= _EVICTABLE_S]
+    return min(
+        idle,
+        key=lambda one: (one.loads.ingest.generation is not None, -one.ranks.idle_s()),
+        default=None,
+    )
+
+
 def _make_room(stay: list[Deployment], among: Collection[Deployment]) -> bool:
     """Take the deployment that makes room out of `stay`; return False if none of `among` can."""
-    evicted = choose_evicted(among)
+    evicted = _choose_evicted(among)
     if evicted is not None:
         stay.remove(evicted)
     return evicted is not None

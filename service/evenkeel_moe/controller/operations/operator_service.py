@@ -10,8 +10,7 @@ from evenkeel_moe.controller.deployment.deployment_registry import DeploymentReg
 from evenkeel_moe.controller.leadership.leader_lookup import LeaderLookup
 from evenkeel_moe.controller.logs import log_level, set_log_level
 from evenkeel_moe.controller.operations.audit import AuditLog
-from evenkeel_moe.controller.operations.plan_pages import page_of_plans
-from evenkeel_moe.controller.operations.status import live_view
+from evenkeel_moe.controller.operations.status import LiveView
 from evenkeel_moe.controller.policy_document import change_policy, policy_document
 from evenkeel_moe.errors import Conflict, InvalidInput, NotFound, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, PlanId
@@ -130,7 +129,7 @@ class OperatorService:
 
     async def deployments(self) -> Sequence[DeploymentView]:
         """Return the deployments that can be read from memory and whose shape is known."""
-        return [live_view(one) for one in self._all_here() if one.loads.shape is not None]
+        return [LiveView(one) for one in self._all_here() if one.loads.shape is not None]
 
     async def led_elsewhere(self) -> Sequence[LedElsewhere]:
         """Return the deployments that this replica does not lead; see `LeaderLookup.all`."""
@@ -142,7 +141,7 @@ class OperatorService:
         known = await self._readable(deployment)
         if known.loads.shape is None:
             raise NotFound(f"no rank of {deployment} has connected yet")
-        return live_view(known)
+        return LiveView(known)
 
     async def _plans_in_memory(self, deployment: DeploymentId) -> Mapping[PlanId, PlanRecord]:
         """Return the plans in memory; none if this replica does not lead, for they are outdated."""
@@ -167,7 +166,7 @@ class OperatorService:
         order = {plan_id: record.plan.created_at for plan_id, record in records.items()}
         listed = await self._stored(lambda store: store.plan_order(deployment))
         if listed is not None:
-            names, more = page_of_plans(dict(listed) | order, limit, after)
+            names, more = _page_of_plans(dict(listed) | order, limit, after)
             found = {name: records[name] for name in names if name in records}
             others = [name for name in names if name not in found]
             stored = await self._stored(lambda store: store.fetch_plans(deployment, others))
@@ -176,7 +175,7 @@ class OperatorService:
                 return [found[name] for name in names if name in found], more
         if after is not None or self._here(deployment) is None:
             raise self._health.unreachable()
-        names, more = page_of_plans(order, limit, None)
+        names, more = _page_of_plans(order, limit, None)
         return [records[name] for name in names], more
 
     async def plan(self, deployment: DeploymentId, plan_id: PlanId) -> PlanRecord:
@@ -302,7 +301,7 @@ class OperatorService:
         """Let ranks retire, and move the experts away that live on them alone."""
         known = await self._changeable(deployment)
         await known.planner.manual.resize(request)
-        status = live_view(known).resize()
+        status = LiveView(known).resize()
         assert status is not None
         _log.info(
             "resize_asked", deployment=deployment, retire=status.retire, by=request.requested_by
@@ -379,3 +378,25 @@ class OperatorService:
         known = None if name is None else self._registry.deployments.get(name)
         term = known.leadership.term if known is not None and known.keeper.leading else None
         await self._audit.record(entry, term)
+
+
+def _page_of_plans(
+    order: Mapping[PlanId, float], limit: int, after: PlanId | None
+) -> tuple[Sequence[PlanId], bool]:
+    """Return the page after a plan, newest plan first, and True if more plans follow.
+
+    Args:
+        order: creation time of each plan.
+        limit: most plans on the page.
+        after: last plan of the page before; None for the first page.
+
+    Raises:
+        InvalidInput: the plan `after` is not known any more.
+    """
+    names = sorted(order, key=lambda name: (order[name], name), reverse=True)
+    if after is not None and after not in order:
+        raise InvalidInput(
+            f"plan {after}, after which to go on, is not known here; start again at the first page"
+        )
+    start = 0 if after is None else names.index(after) + 1
+    return names[start : start + limit], start + limit < len(names)

@@ -1,30 +1,22 @@
 """Shows one deployment to operators. None always means unknown, never zero."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.adapters.prometheus.metric_families import PhaseBalance
 from evenkeel_moe.controller.deployment.deployment import Deployment
-from evenkeel_moe.controller.ingest.group_loads import GroupLoads
-from evenkeel_moe.controller.leadership.leadership import Leadership
 from evenkeel_moe.controller.operations.gauges import measured_gauges
-from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.errors import Unavailable
-from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.planning.problem.survival import Coverage, Survive, coverage
 from evenkeel_moe.planning.schedule.width_change import holders, stranded
 from evenkeel_moe.ports.status import DeploymentStatus, RankStatus, ResizeStatus
-from evenkeel_moe.ports.stores import Clock
-from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.leader.membership import Member
 from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.transitions import ControlState
@@ -33,22 +25,15 @@ _kept_coverage = lru_cache(maxsize=256)(coverage)
 """It takes milliseconds, and every status of a placement has the same."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class LiveView:
-    """`ports.DeploymentView` of a deployment on this replica.
+    """`ports.DeploymentView` of a deployment on this replica."""
 
-    Args:
-        decisions: rows of the decision log, newest last.
-    """
-
-    control: DeploymentState
-    loads: GroupLoads
-    ranks: RankSessions
-    leadership: Leadership
-    decisions: Sequence[Mapping[str, Any]]
-    clock: Clock
-    cost: CostModel | None
-    """The cost model of the newest cycle; None before the first."""
+    def __init__(self, deployment: Deployment) -> None:
+        self.control, self.loads = deployment.control, deployment.loads
+        self.ranks, self.leadership = deployment.ranks, deployment.leadership
+        self.clock, self.decisions = deployment.clock, deployment.decisions
+        self.cost = deployment.planner.cost
+        """The cost model of the newest cycle; None before the first."""
 
     def placement(self) -> Placement | None:
         """Return the committed placement; None before the ranks told it."""
@@ -223,19 +208,6 @@ class LiveView:
         """
         over = self.control.state is ControlState.READY and told is not ParticipantState.ABORTED
         return ParticipantState.IDLE if over else told
-
-
-def live_view(deployment: Deployment) -> LiveView:
-    """Return the view of a deployment."""
-    return LiveView(
-        deployment.control,
-        deployment.loads,
-        deployment.ranks,
-        deployment.leadership,
-        deployment.decisions,
-        deployment.clock,
-        deployment.planner.cost,
-    )
 
 
 def _known(values: NDArray[np.float64], rank: int) -> float | None:

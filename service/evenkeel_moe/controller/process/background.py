@@ -14,7 +14,7 @@ from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.deployment.deployment import Deployment
 from evenkeel_moe.controller.deployment.deployment_registry import DeploymentRegistry
 from evenkeel_moe.controller.operations.gauges import GaugeLimits, GaugeReader
-from evenkeel_moe.controller.operations.status import live_view
+from evenkeel_moe.controller.operations.status import LiveView
 from evenkeel_moe.controller.process.flow_control import Pacer
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Conflict, EvenkeelError, Unavailable
@@ -181,7 +181,7 @@ async def refresh_metrics(
                 continue
             with _contained(registry, deployment, "figures_failed"):
                 try:
-                    view = live_view(deployment)
+                    view = LiveView(deployment)
                     metrics.refresh(view.status(), view.balance(), readers[deployment].read())
                 except EvenkeelError:
                     metrics.follow(name)

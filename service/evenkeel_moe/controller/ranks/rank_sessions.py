@@ -1,4 +1,7 @@
-"""The open streams of one deployment's ranks."""
+"""The open streams of one deployment's ranks.
+
+A session passes the messages of its rank to the machine or to the load windows.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -8,16 +11,130 @@ import structlog
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.controller.machine_inbox import MachineInbox
-from evenkeel_moe.controller.ranks.session import RankSession, SessionTargets
-from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.ids import DeploymentId, Generation
+from evenkeel_moe.errors import PeerViolation, Reason
+from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
+from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol.messages import Ack, ControllerMessage, Hello
+from evenkeel_moe.protocol.messages import Ack, ControllerMessage, Hello, RankMessage, RankState
 from evenkeel_moe.protocol.timing import ControlTiming
-from evenkeel_moe.wire.link import FlowControl, NotLeader, Registration, RegistrationOutcome
+from evenkeel_moe.wire.link import (
+    CostCurve,
+    DeviceClock,
+    FlowControl,
+    FromRankLink,
+    Heartbeat,
+    KvCache,
+    NotLeader,
+    Registration,
+    RegistrationOutcome,
+    ReplicaCost,
+)
 
 _log = structlog.get_logger(__name__)
+
+
+_LOGGED_CHARACTERS = 500
+_TELEMETRY = (LoadReport, Heartbeat, CostCurve, ReplicaCost, KvCache, DeviceClock)
+
+
+class RankSession:
+    """`adapters.grpc.server.Attached` for one rank of a deployment."""
+
+    def __init__(self, hello: Hello, stream: RankStream, sessions: "RankSessions") -> None:
+        self.hello = hello
+        self.stream = stream
+        self.registered = False
+        """True once the rank was told that it is accepted; nothing else may be sent before."""
+        self.free_bytes = hello.free_bytes
+        """As of the newest heartbeat."""
+        self.epoch: int = hello.epoch
+        """The epoch the rank named last."""
+        self.trouble = ""
+        """The reason for which the rank takes no waves; empty while it takes them."""
+        self.curve: CostCurve | None = None
+        """The cost curve its profiler measured; None until then."""
+        self.replica_cost: ReplicaCost | None = None
+        """The time by tokens and replicas that its profiler measured; None until then."""
+        self.kv_cache: KvCache | None = None
+        """The KV cache of the engine; None until the rank tells it."""
+        self.clock: DeviceClock | None = None
+        """The clock of the device under load; None until the rank tells it."""
+        self._sessions = sessions
+
+    @property
+    def rank(self) -> EpRank:
+        """The rank that owns the stream."""
+        return self.hello.identity.rank
+
+    def event(self, message: RankMessage) -> ctl.FromRank:
+        """Return a message in the form in which the machine takes it."""
+        incarnation, stream = self.hello.identity.incarnation, self.stream
+        return ctl.FromRank(self.rank, incarnation, stream.number, message, stream.certified)
+
+    def received(self, message: FromRankLink) -> None:
+        """Pass on one message. Telemetry goes to the windows, all else to the machine.
+
+        Every message shows that the rank lives.
+        """
+        if isinstance(message, _TELEMETRY):
+            self._heard()
+            if isinstance(message, LoadReport):
+                self._sessions.ingest.take(message, self.stream.send)
+            elif isinstance(message, CostCurve):
+                self.curve = message
+            elif isinstance(message, ReplicaCost):
+                self.replica_cost = message
+            elif isinstance(message, KvCache):
+                self.kv_cache = message
+            elif isinstance(message, DeviceClock):
+                self.clock = message
+            else:
+                self._beat(message)
+            return
+        if isinstance(message, Ack | RankState):
+            self.epoch = message.epoch
+        if isinstance(message, Ack):
+            self._sessions.swapped(message)
+        self._sessions.inbox.post(self.event(message), self.stream.hold())
+
+    def _heard(self) -> None:
+        incarnation = self.hello.identity.incarnation
+        self._sessions.inbox.tell(ctl.RankHeard(self.rank, incarnation, self.stream.number))
+
+    def _beat(self, beat: Heartbeat) -> None:
+        self.free_bytes = beat.free_bytes
+        if beat.trouble != self.trouble:
+            self.trouble = beat.trouble
+            self._sessions.note_trouble(self)
+            _log.error(
+                "rank_trouble",
+                deployment=self.hello.identity.deployment,
+                rank=self.rank,
+                node=self.hello.node,
+                gpu_uuid=self.hello.gpu_uuid,
+                detail=beat.trouble[:_LOGGED_CHARACTERS] or "over",
+            )
+        self.repeat_trouble()
+        if beat.stopping:
+            _log.info("rank_stopped", deployment=self.hello.identity.deployment, rank=self.rank)
+            self._sessions.inbox.tell(ctl.RankStopped(self.rank, self.stream.number))
+
+    def repeat_trouble(self) -> None:
+        """Tell the machine again why the rank takes no waves."""
+        self._sessions.inbox.tell(ctl.RankTroubled(self.rank, self.stream.number, self.trouble))
+
+    def malformed(self, violation: PeerViolation, steps: tuple[int, ...]) -> None:
+        """Count a report that cannot be right, and answer it so that it is not sent again.
+
+        The rank lives all the same.
+        """
+        self._heard()
+        self.stream.send(self._sessions.ingest.malformed(self.rank, violation, steps))
+
+    def lost(self) -> None:
+        """Note that the stream ended. May be called twice."""
+        self._sessions.remove(self)
 
 
 @dataclass(eq=False, repr=False)
@@ -48,22 +165,21 @@ class RankSessions:
     def __post_init__(self) -> None:
         self.last_open_at = self.clock.monotonic()
         self._troubled: dict[int, RankSession] = {}
-        self._targets = SessionTargets(
-            self.inbox, self.ingest, self.swapped, self._note_trouble, self._remove
-        )
 
     def open(self, hello: Hello, stream: RankStream) -> RankSession:
         """Begin the session of a rank that is not registered yet."""
-        session = self.by_stream[stream.number] = RankSession(hello, stream, self._targets)
+        session = self.by_stream[stream.number] = RankSession(hello, stream, self)
         return session
 
-    def _note_trouble(self, session: RankSession) -> None:
+    def note_trouble(self, session: RankSession) -> None:
+        """Note that the trouble of a session's rank is another, or over."""
         if session.trouble:
             self._troubled[session.stream.number] = session
         else:
             self._troubled.pop(session.stream.number, None)
 
-    def _remove(self, session: RankSession) -> None:
+    def remove(self, session: RankSession) -> None:
+        """Remove a session whose stream ended. May be called twice."""
         self._troubled.pop(session.stream.number, None)
         if self.by_stream.pop(session.stream.number, None) is not None:
             self.last_open_at = self.clock.monotonic()
