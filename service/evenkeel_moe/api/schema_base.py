@@ -134,12 +134,14 @@ def shows(
     for name in properties:
         read = getattr(value, name).fget
         types[name], texts[name] = get_type_hints(read)["return"], read.__doc__
-    names = {field.name for field in fields(value)} - set(without.split()) | set(properties)
+    hidden = set(without.split())
+    names = [field.name for field in fields(value) if field.name not in hidden] + list(properties)
 
     def added(body: type[B]) -> type[B]:
         declared: dict[str, Any] = {
             name: (types[name] | None if nullable else types[name], Field(description=texts[name]))
-            for name in sorted(names - body.model_fields.keys())
+            for name in names
+            if name not in body.model_fields
         }
         return create_model(
             body.__name__,
