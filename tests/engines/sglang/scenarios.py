@@ -87,8 +87,8 @@ class Rank(DrivenRank):
         self.step()
         self.guest = self.plugin.guest_of(self.manager)
         self.agent = self.guest.agent
-        self.link = self.links[0]
         if self.agent is not None:
+            self.link = self.links[0]
             self.register()
 
     def step(self):
