@@ -390,6 +390,6 @@ def record(control, plan_id="p"):
 
 
 def phase_and_reason(control, plan_id="p"):
-    """Where a plan stands."""
+    """Return the phase of a plan and its reason."""
     found = record(control, plan_id)
     return found.phase, found.reason

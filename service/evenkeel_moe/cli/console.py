@@ -56,7 +56,7 @@ class TableColumn:
     cell: str | int | Callable[[Any], Any]
     """A key of each row, or what makes a value of a row; a value that is None is shown as `-`."""
     text: Callable[[Any], Cell] = str
-    """What makes a text of a value that is not None."""
+    """Makes a text of a value that is not None."""
     right: bool = False
     """True for numbers, which are aligned to the right."""
     wide: bool = False

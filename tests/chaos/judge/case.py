@@ -54,13 +54,13 @@ class Group:
 
     number: int
     starts: dict[int, RankStart]
-    """Of each rank that got so far."""
+    """The start of each rank that began in the group."""
     last_epoch: int
     """The newest that a rank logged."""
     before: "Group | None"
     """The group before it."""
     over: Forming | None
-    """How it came from the group before, of another size; None if all its ranks began anew."""
+    """The order by which it came from a group of another size; None if all its ranks began anew."""
 
     @property
     def first(self) -> RankStart:

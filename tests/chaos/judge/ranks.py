@@ -40,7 +40,7 @@ class RankStart:
     epoch: int
     num_ranks: int
     former_rank: int | None
-    """Of this process in the group before; None if it was not there."""
+    """The rank that this process had in the group before; None if it was not there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ class ElasticRank(Rank):
             self.register()
 
     def whole(self):
-        """What is there right after a resize."""
+        """Return what a rank holds right after a resize."""
         told = None if self.agent is None else self.agent.hello()
         return {
             "map": self.map(),

@@ -94,7 +94,7 @@ class VllmGuest(EngineGuest):
         self._rank: int | None = None
         """This rank's number in the group of the newest agent."""
         self._shape: ModelShape | None = None
-        """Of that group."""
+        """The shape of that group's model."""
         self._former: Former | None = None
         """That group, while vLLM changes the ranks."""
         self.between_groups = False

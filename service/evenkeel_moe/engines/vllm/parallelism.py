@@ -1,4 +1,4 @@
-"""What vLLM's kinds of parallelism mean for the plugin: pipeline stages, and ranks that change."""
+"""Adapts the plugin to pipeline stages of vLLM, and to groups whose ranks change."""
 
 import importlib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Whether all ranks of a group that vLLM may change run the plugin, told over the group's store."""
+"""Checks over a store that all ranks of a group that vLLM may change run the plugin."""
 
 from typing import Any
 
