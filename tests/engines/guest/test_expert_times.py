@@ -185,6 +185,7 @@ def test_what_an_engine_replaces_in_a_measured_step_stays():
     new = vars(device.layers[0])["experts"] = Layer(device, 9).experts
     measured.end_step()
     assert device.layers[0].experts is new
+    assert step(measured, device, 1)() == pytest.approx((9 + 50 + 7) * 3e-9)
 
 
 @pytest.mark.parametrize("measured_before", [False, True])

@@ -45,3 +45,5 @@ def test_those_who_stay_keep_their_slots_and_take_in_who_lived_elsewhere_alone()
     of = shape(2, 2, experts=4)
     found = surviving_placement(before, (0, 1), of)
     assert found.phy2log.tolist() == [[3, 1, 2, 0], [3, 2, 1, 0]]
+    found = surviving_placement(before, (0, 2), of)
+    assert found.phy2log.tolist() == [[0, 1, 2, 3], [3, 2, 0, 1]]
