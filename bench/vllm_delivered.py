@@ -40,7 +40,7 @@ LENGTHS = (8, 48, 16, 96, 24, 64, 32, 8) * 8
 KIND = Kind(hidden=256, ffn=1024, topics=MOST_TOPICS)
 CLIENTS = 24
 WINDOW_STEPS = 512
-THRESHOLDS = {"min_changed_steps": 64, "cooldown_s": 10}
+THRESHOLDS = {"min_changed_steps": 128, "cooldown_s": 10}
 """A batch has few tokens: plans on fewer steps since a change promise by chance."""
 SLOW_RANK = 1
 REPEATED = 0.8

@@ -192,6 +192,20 @@ def test_what_all_ranks_do_together_without_a_plan_is_no_gain():
     assert inside >= 0.9 * 60
 
 
+def test_ranks_whose_speed_drifts_together_across_the_plan_gain_nothing_by_it():
+    """A random walk moves further between two sides than it does inside either."""
+    rng, away, inside = np.random.default_rng(5), [], 0
+    for run in range(60):
+        before, after = traffic(run, 64), traffic(1000 + run, 64)
+        walk = np.cumsum(rng.normal(0, 0.02, 128))[:, None] + rng.normal(0, 0.02, (128, RANKS))
+        noise = np.exp(walk[:64]), np.exp(walk[64:])
+        found, wanted = gain_of(around(before, after, noise=noise)), true_gain(after)
+        away.append(abs(found.gain - wanted))
+        inside += found.lower <= wanted <= found.upper
+    assert np.mean(away) < 0.04, "0.09 if all of it counts"
+    assert inside >= 0.9 * 60
+
+
 def test_all_ranks_slower_since_the_plan_by_more_than_they_wander_count():
     rng = np.random.default_rng(4)
     before, after = traffic(1, 64), traffic(2, 64)

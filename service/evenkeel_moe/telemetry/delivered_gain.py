@@ -64,6 +64,9 @@ _BATCHES = 8
 _MOSTLY = 0.9
 _MEDIAN_VARIANCE = math.pi / 2
 """Variance of a median over that of a mean, for normal errors."""
+_BETWEEN_SIDES = 2.0
+"""Variance of the difference between the means of two neighbouring sides, over the sum of the
+variances inside them: 2T/3 over 2 T/6 for a random walk of length T on each side."""
 _WINSOR = 3.0
 """Standard deviations beyond which a single step counts no more for the error."""
 _TAIL = 0.025
@@ -225,12 +228,14 @@ def _steadied(old: _Side, new: _Side) -> tuple[_Side, _Side]:
 
     Where other work shares the hosts or a clock wanders, all ranks become slower or faster together
     for seconds, and longer batches do not average that out. By how much shows in the batches of
-    each side. Of the change between the sides, the share counts that exceeds it: the estimator of
-    James and Stein (1961), positive part. What is left out counts as an error.
+    each side. Of the change between the sides, the share counts that exceeds what such wandering
+    explains: the estimator of James and Stein (1961), positive part. What is left out counts as an
+    error.
     """
     change = float(np.nanmean(_level(new.ratios) - _level(old.ratios)))
     together = [np.nanmean(side.ratios - _level(side.ratios), axis=1) for side in (old, new)]
-    wander = sum(float(_batch_means(values).var(ddof=1)) for values in together)
+    inside = sum(float(_batch_means(values).var(ddof=1)) for values in together)
+    wander = _BETWEEN_SIDES * inside
     share = min(1.0, wander / change**2) if change else 0.0
     old, new = (
         replace(side, ratios=side.ratios - share * values[:, None])
