@@ -1,5 +1,7 @@
 """The model, and an engine that never moves an expert, for all tests of the real vLLM."""
 
+from functools import cache
+
 import pytest
 
 from tests.vllm.checkpoint import write_checkpoint
@@ -27,23 +29,28 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory, checkpoints):
+def ask_reference(tmp_path_factory, checkpoints):
+    """Return a function that returns what an engine answers that never moves an expert."""
+
+    @cache
+    def ask():
+        return read_reference(tmp_path_factory.mktemp("reference") / "engine", checkpoints)
+
+    return ask
+
+
+def read_reference(folder, checkpoints):
     """Run vLLM without the plugin, with the same updates of weights as in the tests."""
-    server = VllmServer(
-        tmp_path_factory.mktemp("reference") / "engine", checkpoints["a"], TENSOR_PARALLEL, {}
-    )
+    server = VllmServer(folder, checkpoints["a"], TENSOR_PARALLEL, {})
     try:
         server.start()
         found = Reference([_prompt(number) for number in range(PROMPTS)])
         found.read(server, FRESH)
-        margins = [server.least_margin(prompt) for prompt in found.prompts]
+        margins = server.least_margins(found.prompts)
         for name in "ba":
             server.replace_weights(checkpoints[name])
             found.read(server, name)
-            margins = [
-                min(margin, server.least_margin(prompt))
-                for margin, prompt in zip(margins, found.prompts, strict=True)
-            ]
+            margins = list(map(min, margins, server.least_margins(found.prompts)))
         assert found.tokens["a"] != found.tokens["b"], "the checkpoints answer differently"
     finally:
         server.stop()

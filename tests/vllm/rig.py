@@ -1,7 +1,7 @@
 """A vLLM server under a real controller, and what must hold whatever was moved."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,9 +218,23 @@ def rank_settings(served: Served, mode: str, **more: str) -> dict[str, str]:
 
 @contextmanager
 def started(
-    folder: Path, checkpoint: Path, reference: Reference, parallel: Sequence[str], mode: str, **eplb
+    folder: Path,
+    checkpoint: Path,
+    reference: Callable[[], Reference],
+    parallel: Sequence[str],
+    mode: str,
+    **options,
 ) -> Iterator[Rig]:
-    """Start a controller and a server; both are gone afterwards."""
+    """Start a controller and a server; both are gone afterwards.
+
+    Args:
+        folder: an empty folder for their files.
+        checkpoint: the model.
+        reference: asked while the server starts.
+        parallel: `TENSOR_PARALLEL` or `DATA_PARALLEL`.
+        mode: of the ranks.
+        options: of `VllmServer`.
+    """
     served = Served(
         folder / "controller",
         WINDOW__STEPS=128,
@@ -229,16 +243,18 @@ def started(
         PLANNER__THRESHOLDS=json.dumps(THRESHOLDS),
     )
     server = VllmServer(
-        folder / "engine", checkpoint, parallel, rank_settings(served, mode), **eplb
+        folder / "engine", checkpoint, parallel, rank_settings(served, mode), **options
     )
-    rig = Rig(served, server, reference)
     try:
         served.start()
-        server.start()
+        server.launch()
+        rig = Rig(served, server, reference())
+        server.wait_until_serving()
         # The first step writes the first line of the trace.
-        server.greedy(reference.prompts[:1])
+        server.greedy(rig.reference.prompts[:1])
         yield rig
+        server = rig.server  # A test may have started another one.
     finally:
-        rig.server.stop()
+        server.stop()
         served.stop()
         served.http.close()

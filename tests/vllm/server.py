@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 
 from evenkeel_moe.engines.demo.processes import ChildProcess, free_ports
 from tests.vllm import probe
+from tests.vllm.stand_ins import START_METHOD
 from tests.waiting import deadline, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -60,6 +62,7 @@ class VllmServer:
         checkpoint: the model.
         parallel: `TENSOR_PARALLEL` or `DATA_PARALLEL`.
         rank: settings of the plugin, without their prefix; empty runs without the plugin.
+        start_method: of vLLM's processes: "fork" or "spawn".
         eplb: options of vLLM's balancer that differ from those here.
     """
 
@@ -69,6 +72,8 @@ class VllmServer:
         checkpoint: Path,
         parallel: Sequence[str],
         rank: dict[str, str],
+        *,
+        start_method: str = "fork",
         **eplb: object,
     ) -> None:
         folder.mkdir(parents=True)
@@ -84,11 +89,12 @@ class VllmServer:
             "communicator": "torch_gloo",
         }
         self._command = [
-            *_environment(folder, self._temporary.name, rank),
+            *_environment(folder, self._temporary.name, rank, start_method),
             *[str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"],
             *["--model", str(checkpoint), "--served-model-name", "tiny", "--dtype", "float32"],
             *["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"],
             *["--max-num-seqs", "32", "--enforce-eager", "--no-enable-prefix-caching"],
+            *["--kv-cache-memory-bytes", str(64 << 20)],
             *["--enable-expert-parallel", "--enable-eplb"],
             *["--eplb-config", json.dumps(options | eplb)],
             *["--worker-extension-cls", "tests.vllm.probe.Probe", *parallel],
@@ -106,7 +112,14 @@ class VllmServer:
 
     def start(self) -> None:
         """Start it, and wait until it serves."""
+        self.launch()
+        self.wait_until_serving()
+
+    def launch(self) -> None:
+        """Start its process, which takes most of a minute until it serves."""
         self._process = ChildProcess(self._command, self.folder / "log")
+
+    def wait_until_serving(self) -> None:
         wait_until(self._healthy, within_s=240, every_s=0.5, what="vLLM to serve")
 
     def _healthy(self) -> bool:
@@ -151,10 +164,16 @@ class VllmServer:
         return Answer(number, tuple(tokens), began, tuple(arrivals))
 
     def greedy(self, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-        """Return the answers to prompts, one after the other."""
-        return [self.answer(number, prompt).tokens for number, prompt in enumerate(prompts)]
+        """Return the answers to prompts that are asked together."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return [found.tokens for found in pool.map(self.answer, range(len(prompts)), prompts)]
 
-    def least_margin(self, prompt: list[int]) -> float:
+    def least_margins(self, prompts: list[list[int]]) -> list[float]:
+        """Return `_least_margin` of prompts that are asked together."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(self._least_margin, prompts))
+
+    def _least_margin(self, prompt: list[int]) -> float:
         """Return the least distance in log probability between the first two tokens of a step."""
         answer = self.http.post("/v1/completions", json=self._body(prompt) | {"logprobs": 2})
         answer.raise_for_status()
@@ -222,7 +241,9 @@ class VllmServer:
         return psutil.Process(int(path.suffix[1:]))
 
 
-def _environment(folder: Path, temporary: str, rank: dict[str, str]) -> list[str]:
+def _environment(
+    folder: Path, temporary: str, rank: dict[str, str], start_method: str
+) -> list[str]:
     """Return the start of a command that runs the rest of it with the environment of vLLM."""
     # An entry point needs no installation: a folder on the path that describes it is enough.
     about = folder / "path" / "evenkeel_test_plugins-0.dist-info"
@@ -237,7 +258,7 @@ def _environment(folder: Path, temporary: str, rank: dict[str, str]) -> list[str
         # Two versions of numba would overwrite each other's kernels.
         "NUMBA_CACHE_DIR": str(ROOT / ".cache" / "vllm" / "kernels"),
         "VLLM_CONFIG_ROOT": str(folder),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
+        START_METHOD: start_method,
         "VLLM_CPU_CI_ENV": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",

@@ -9,9 +9,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory, checkpoints, reference):
+def rig(tmp_path_factory, checkpoints, ask_reference):
     folder = tmp_path_factory.mktemp("data_parallel")
-    with started(folder, checkpoints["a"], reference, DATA_PARALLEL, "place") as found:
+    with started(folder, checkpoints["a"], ask_reference, DATA_PARALLEL, "place") as found:
         yield found
 
 

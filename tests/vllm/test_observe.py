@@ -10,10 +10,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory, checkpoints, reference):
+def rig(tmp_path_factory, checkpoints, ask_reference):
     folder = tmp_path_factory.mktemp("observe")
+    options = {"start_method": "spawn", "step_interval": 400}
     with started(
-        folder, checkpoints["a"], reference, TENSOR_PARALLEL, "observe", step_interval=400
+        folder, checkpoints["a"], ask_reference, TENSOR_PARALLEL, "observe", **options
     ) as found:
         yield found
 
