@@ -192,7 +192,8 @@ async def test_health_is_served_beside_the_ranks(tmp_path):
             stub = health_pb2_grpc.HealthStub(channel)
             answer = await stub.Check(health_pb2.HealthCheckRequest(service="evenkeel.v1.RankLink"))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        assert (await controller.http.get("/readyz")).json()["status"] == "ok"
+        # Unready until the store has answered once, which may be after the first requests.
+        await until(lambda: _health(controller, "ok"))
 
 
 # --- the store -----------------------------------------------------------------------------------
