@@ -116,7 +116,7 @@ class VllmServer:
         self.wait_until_serving()
 
     def launch(self) -> None:
-        """Start its process, which takes most of a minute until it serves."""
+        """Start its process, without waiting until it serves."""
         self._process = ChildProcess(self._command, self.folder / "log")
 
     def wait_until_serving(self) -> None:
@@ -169,12 +169,14 @@ class VllmServer:
             return [found.tokens for found in pool.map(self.answer, range(len(prompts)), prompts)]
 
     def least_margins(self, prompts: list[list[int]]) -> list[float]:
-        """Return `_least_margin` of prompts that are asked together."""
+        """Return how near another answer was to each prompt; they are asked together.
+
+        That is the least distance in log probability between the first two tokens of a step.
+        """
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(self._least_margin, prompts))
 
     def _least_margin(self, prompt: list[int]) -> float:
-        """Return the least distance in log probability between the first two tokens of a step."""
         answer = self.http.post("/v1/completions", json=self._body(prompt) | {"logprobs": 2})
         answer.raise_for_status()
         rows = answer.json()["choices"][0]["logprobs"]["top_logprobs"]

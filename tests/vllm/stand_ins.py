@@ -28,7 +28,7 @@ def register() -> None:
         return
     _done.append(True)
     accept_the_platform()
-    fork_processes()
+    keep_the_start_method()
     route_by_the_map()
     leave_out_other_ranks_experts()
     no_streams()
@@ -54,10 +54,10 @@ def accept_the_platform() -> None:
     parallel.current_platform = LikeCuda(parallel.current_platform)
 
 
-def fork_processes() -> None:
-    """`platforms/cpu.py:409`: every process of a CPU engine is a new interpreter, whatever is set.
+def keep_the_start_method() -> None:
+    """`platforms/cpu.py:409`: on a CPU, processes are spawned whatever the environment says.
 
-    On GPUs the setting counts. To fork saves three imports of vLLM, of 14 s of a core each.
+    A process that is forked does not import vLLM again, which takes 14 s of a core.
     """
     from vllm.platforms.cpu import CpuPlatform
 

@@ -66,7 +66,7 @@ _MEDIAN_VARIANCE = math.pi / 2
 """Variance of a median over that of a mean, for normal errors."""
 _BETWEEN_SIDES = 2.0
 """Variance of the difference between the means of two neighbouring sides, over the sum of the
-variances inside them: 2T/3 over 2 T/6 for a random walk of length T on each side."""
+variances inside them, for a random walk of length T on each side: 2T/3 over T/6 + T/6."""
 _WINSOR = 3.0
 """Standard deviations beyond which a single step counts no more for the error."""
 _TAIL = 0.025
