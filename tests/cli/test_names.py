@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from evenkeel_moe.cli import options
 from evenkeel_moe.cli.exits import Exit
 from tests.api.fakes import make_plan
+from tests.waiting import deadline
 
 COMMANDS = [
     ("decisions",),
@@ -58,6 +60,7 @@ def test_a_pause_needs_a_time(run, operations, text):
 
 def test_completion_asks_the_controller(run, operations, monkeypatch, url):
     operations.records["demo"] = [make_plan("first"), make_plan("second")]
+    monkeypatch.setattr(options, "_COMPLETED_WITHIN_S", deadline(options._COMPLETED_WITHIN_S))
 
     def complete(words):
         monkeypatch.setenv("_EVENKEEL_COMPLETE", "complete_bash")
