@@ -46,35 +46,33 @@ class GrpcSettings:
     port: Port = 50051
     """0 uses a free port, which the log names."""
     advertise: str = ""
-    """host:port where ranks reach this controller replica, for redirects by followers. Empty is the
-    address listened on, or the machine's name if that is every address. With several replicas a
-    wrong value redirects ranks endlessly."""
+    """host:port to which followers send ranks. Empty is the address listened on, or the machine's
+    name if that is every address. With several replicas a wrong value redirects ranks endlessly."""
     max_message_bytes: Annotated[int, Field(ge=1 << 16, lt=1 << 31)] = 64 << 20
     """Largest message. A rank with a larger map or report cannot register or report."""
     max_streams: Count = 8192
-    """Most open rank streams; further ranks must retry later."""
+    """Most open rank streams; further ranks retry later."""
     keepalive_s: GrpcSeconds = 20.0
-    """Silence before a ping; shorter than the idle timeout of proxies on the way."""
+    """Silence before a ping; below the idle timeout of proxies."""
     keepalive_timeout_s: GrpcSeconds = 10.0
-    """Time for the answer to a ping, else the connection is dead."""
+    """Time limit of its answer, else the connection is dead."""
     max_connection_age_s: Annotated[float, Field(ge=0, le=_GRPC_MOST_S)] = 3600.0
-    """Age, plus or minus a random tenth, at which a connection is closed (GOAWAY) and ranks
-    reconnect, also to addresses that were added later. 0 is never. With a few seconds ranks
-    reconnect most of the time."""
+    """Age, plus or minus a tenth, at which a connection is closed (GOAWAY) and ranks reconnect,
+    also to addresses that were added later. 0 is never. With a few seconds ranks reconnect most of
+    the time."""
     max_connection_age_grace_s: GrpcSeconds = 60.0
-    """Time until the streams of such a connection are cut. Serving goes on; reports are sent
-    again."""
+    """Time until its streams are cut. Serving goes on; reports are sent again."""
     tls_cert_file: Path | None = None
-    """Certificate chain of this server (PEM). Enables TLS, and refuses clear text."""
+    """Certificate chain (PEM). Enables TLS, and refuses clear text."""
     tls_key_file: Path | None = None
-    """Private key of that certificate (PEM)."""
+    """Its private key (PEM)."""
     tls_client_ca_file: Path | None = None
     """CAs of ranks (PEM); every rank then needs a certificate. Changes of these three files need no
-    restart: within 10 s after a CA is taken out all ranks connect again, and those with its
-    certificates are refused."""
+    restart: within 10 s after a CA is removed all ranks reconnect, and those with its certificates
+    are refused."""
     tls_require_identity: bool = False
-    """Require that a rank's certificate names it, as evenkeel://DEPLOYMENT/ranks/0-7. A certificate
-    that names ranks is valid only for them in any case."""
+    """Require that a rank's certificate names it, as evenkeel://DEPLOYMENT/ranks/0-7. One that
+    names ranks is always valid for these alone."""
     reflection: bool = False
     """Describe services to any client, for tools such as grpcurl."""
 
@@ -88,13 +86,13 @@ class RestSettings:
     port: Port = 8080
     """0 uses a free port, which the log names."""
     token_file: Path | None = None
-    """Accepted tokens; changes need no restart. None uses `tokens` in the data folder, which the
-    first start creates with one token of role admin."""
+    """Accepted tokens; changes need no restart. None: `tokens` in the data folder, which the first
+    start creates with one token of role admin."""
     tls_cert_file: Path | None = None
-    """Certificate chain of this server (PEM). Enables HTTPS, and refuses clear text. Changes of it
-    and of the key need no restart."""
+    """Certificate chain (PEM). Enables HTTPS, and refuses clear text. Changes of it and the key
+    need no restart."""
     tls_key_file: Path | None = None
-    """Private key of that certificate (PEM), without a passphrase."""
+    """Its private key (PEM), without a passphrase."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -108,10 +106,10 @@ class MetricsSettings:
     refresh_s: Seconds = 2.0
     """Time between updates of the gauges; at most the scrape interval."""
     worst_layers: Annotated[int, Field(ge=0, le=64)] = 5
-    """Layers of a deployment with their own series: those of the worst balancedness."""
+    """Layers of a deployment with their own series: the least balanced."""
     layer_rank_series: Annotated[int, Field(ge=0, le=20_000)] = 1024
-    """Most series by layer and rank of a deployment, for heat maps: whole layers, the worst first.
-    By default 16 layers of 64 ranks; 61 layers on 72 ranks need 4392; 0 is none."""
+    """Most series of a deployment's heat map: whole layers, the worst first. 61 layers on 72 ranks
+    need 4392; 0 is none."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -120,24 +118,22 @@ class RedisSettings:
 
     url: str = field(default="", repr=False)
     """redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel://, redis+cluster:// or
-    rediss+cluster://. Empty starts a server in the data folder, which keeps its data over restarts,
-    but is for one controller replica."""
+    rediss+cluster://. Empty starts a server in the data folder, which keeps its data over restarts;
+    for one controller replica."""
     password: str = field(default="", repr=False)
     """Overrides a password in the URL."""
     sentinel_username: str = ""
     """User of the Sentinels. Overrides `sentinel_username` in the URL."""
     sentinel_password: str = field(default="", repr=False)
-    """Password of that user, or the Sentinels' `requirepass`. Overrides `sentinel_password` in the
-    URL."""
+    """Their password, or the Sentinels' `requirepass`. Overrides `sentinel_password` in the URL."""
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "evenkeel"
     """First part of every key. Fleets with one prefix on one server take each other's leases."""
     timeout_s: Seconds = 2.0
-    """Time limit of a connection and of an answer. Above a third of leader.lease_s a slow store
-    costs the lease."""
+    """Time limit of a connection or answer. Above a third of leader.lease_s a slow store costs the
+    lease."""
     wait_replicas: Annotated[int, Field(ge=0, le=16)] = 0
-    """Replicas of the store that must confirm a plan, an epoch, a pause or a policy, so that a
-    failover loses none. If fewer confirm within half of timeout_s, the write is tried again and no
-    wave starts."""
+    """Store replicas that must confirm a plan, epoch, pause or policy, so that a failover loses
+    none; else the write is tried again and no wave starts."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -145,10 +141,10 @@ class WindowSettings:
     """The windows of past steps."""
 
     steps: Annotated[int, Field(ge=16)] = 512
-    """Complete steps kept for each deployment and phase of serving, in memory and in the store. A
-    step takes layers x experts x 4 bytes: 60 kB for 58 x 256."""
+    """Complete steps kept for each deployment and phase, in memory and in the store. A step takes
+    layers x experts x 4 bytes."""
     plan_steps: Annotated[int, Field(ge=16)] = 256
-    """Newest steps that a cycle uses. More take longer to plan; with few, plans follow noise."""
+    """Newest steps that a cycle uses. More take longer; with few, plans follow noise."""
     ttl_s: Seconds = 86_400.0
     """A stored window without new steps for this long is deleted."""
 
@@ -158,26 +154,26 @@ class PlannerSettings:
     """The control loop."""
 
     mode: Mode = Mode.OBSERVE
-    """observe: no plan starts by itself; operators may still start plans and rollbacks, unless
-    observe_lock is set. propose: plans wait for approval. auto: plans start by themselves."""
+    """observe: only operators start plans, unless observe_lock is set. propose: plans wait for
+    approval. auto: plans start by themselves."""
     observe_lock: bool = False
     """In mode observe, nothing moves weights: no approval, rollback, or plan that starts at once; a
-    plan that runs is cancelled. Only role admin may change this, or leave observe while it is set.
-    The chart sets it."""
+    running plan is cancelled. Only role admin changes this, or leaves observe while it is set. The
+    chart sets it."""
     separate_approval: bool = False
-    """A plan made by hand needs the approval of another token; rollbacks start at once. Only role
-    admin sets it."""
+    """A plan by hand needs the approval of another token; rollbacks, and plans of mode auto, start
+    at once. Only role admin sets it."""
     policy: str = "keel"
-    """The planning algorithm, by its name in docs/policies.md."""
+    """The planning policy, by its name in docs/policies.md."""
     cycle_s: Seconds = 2.0
-    """Time between cycles; each records a decision. Long cycles react late to changes."""
+    """Time between cycles."""
     thresholds: Mapping[str, Threshold] = field(default_factory=dict)
-    """Settings of the gates by name."""
+    """Thresholds of the gates, by name."""
     recent_steps: Annotated[int, Field(ge=4)] = 32
-    """Steps after a change of traffic that suffice for a plan; at most a quarter of the window. A
-    plan on fewer is refined when twice as many are known."""
+    """Steps after a change of traffic that suffice for a plan; at most a quarter of
+    window.plan_steps. A plan on fewer is refined when twice as many are known."""
     lifetime_steps: Count = 1000
-    """Steps that a placement is expected to last; they share the cost of its copies."""
+    """Steps that a placement is expected to last, which share the cost of its copies."""
     copy_bytes_per_s: Annotated[float, Field(gt=0)] = 5e9
     """Assumed rate of copies between ranks, for their cost in seconds."""
     copy_cost_tokens: Annotated[float, Field(ge=0)] = 200.0
@@ -186,20 +182,18 @@ class PlannerSettings:
     """Cost of a copy from another node relative to one within a node."""
     cost: CostChoice = CostChoice.AUTO
     """auto: plan by the best known cost model: measured, profiled, derived, or else tokens. tokens:
-    always by tokens; plans then ignore slow ranks and the time to read weights."""
+    by tokens alone; plans then ignore slow ranks and the time to read weights."""
     dispatch: DispatchModel = DispatchModel.EVEN
-    """The engine's rule to split the tokens of an expert between its replicas, where policy and
-    ranks name none. With a wrong one the plans suit another engine."""
+    """The engine's rule to split tokens over replicas, where policy and ranks name none."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Planner processes; each needs about 300 MB for compiled kernels."""
     threads: Annotated[int, Field(ge=1, le=256)] = 2
-    """Threads of a planner process for large models. More than there are cores save no time and
-    take memory. Plans do not depend on it."""
+    """Threads of a planner process for large models. More than there are cores save no time. Plans
+    do not depend on it."""
     deadline_s: Seconds = 60.0
-    """Time limit of a cycle; after it the cycle has failed and its process is replaced. The
-    policy's search may use a quarter of it."""
+    """Time limit of a cycle, which then fails. The policy's search may use a quarter of it."""
     proposal_ttl_s: Seconds = 3600.0
-    """Time after which a proposal that nobody approved expires."""
+    """Time after which an unapproved proposal expires."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -209,14 +203,14 @@ class MigrationSettings:
     max_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
     """Rate limit of copies per rank; 0 is none. Too low, waves miss prepare_deadline_s."""
     batch_deadline_s: Seconds = 10.0
-    """Time limit of a batch of copies; after it the communicator is aborted and rebuilt."""
+    """Time limit of a batch of copies, after which the communicator is rebuilt."""
     prepare_deadline_s: Seconds = 120.0
     """Time from Prepare to the last vote. Shorter than the copies take, it aborts every wave."""
     commit_deadline_s: Seconds = 30.0
-    """Time from Commit to the first ack; a wave is aborted after this and
-    advanced.commit_deadline_steps."""
+    """Time from Commit to the first ack; after this and advanced.commit_deadline_steps the wave is
+    aborted."""
     stall_after_s: Seconds = 30.0
-    """Time after which a wave with missing answers is reported as stalled."""
+    """Time after which a wave with missing answers is stalled."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -224,30 +218,29 @@ class IngestSettings:
     """The ranks' reports and liveness."""
 
     report_interval_s: Seconds = 0.25
-    """Time between reports of a rank; the window lags by about this."""
+    """Time between reports of a rank."""
     stride: Count = 1
-    """Every n-th step is reported. Above 1 a window spans more time and may miss short changes."""
+    """Every n-th step is reported; above 1 short changes may be missed."""
     max_pending_steps: Annotated[int, Field(ge=8)] = 512
-    """Incomplete steps kept for each deployment; each takes layers x slots x 4 bytes once used. If
-    a slow rank lags by more, steps are lost."""
+    """Incomplete steps kept for each deployment, of layers x slots x 4 bytes each. If a rank lags
+    by more, steps are lost."""
     heartbeat_s: Seconds = 2.5
     """Time between heartbeats of a rank, and between the controller's questions, twice that at
     rest."""
     rank_lease_s: Seconds = 10.0
-    """A rank is lost after this much silence; at least three heartbeats."""
+    """Silence after which a rank is lost; at least three heartbeats."""
     forget_after_s: Seconds = 3600.0
     """A deployment without ranks for this long is removed: lease, memory and series. Its records
-    stay in the store."""
+    stay."""
     max_deployments: Count = 256
-    """Most deployments. One more replaces a deployment that had no ranks for ten seconds, or is
-    refused."""
+    """Most deployments. One more replaces one without ranks for ten seconds, or is refused."""
     max_new_deployments: Count = 64
     """Most deployments whose ranks were never all connected at once. One more replaces one of them
-    that had no ranks for ten seconds, or is refused."""
+    without ranks for ten seconds, or is refused."""
     memory_bytes: Annotated[int, Field(ge=0)] = 0
     """Memory for the deployments of this controller replica, by the most that their shapes can
-    need; one that does not fit beside the others is refused. 0 is the limit of the container, or
-    the machine's memory, without what the process and the planners need."""
+    need; one that does not fit is refused. 0 is the limit of the container, or the machine's
+    memory, less what the process and the planners need."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -255,11 +248,11 @@ class LeaderSettings:
     """The election of the leading controller replica."""
 
     replica_id: Annotated[str, Field(min_length=1)] = field(default_factory=socket.gethostname)
-    """Unique name of this controller replica, which gets its leases back at a restart with it."""
+    """Unique name of this controller replica; with it a restarted one gets its leases back."""
     replicas: Count = 1
-    """Controller replicas. More than one need an external store."""
+    """Controller replicas; several need an external store."""
     lease_s: Seconds = 4.0
-    """Time after which a dead leader is replaced, and one that cannot renew stops."""
+    """Time after which a dead leader is replaced, or one that cannot renew stops."""
     renew_s: Seconds = 1.0
     """Time between renewals; at most a third of lease_s."""
 
@@ -269,10 +262,10 @@ class AdvancedSettings:
     """Settings that operators should not need to change."""
 
     send_queue: Count = 1024
-    """Messages that may wait for one rank; with more its stream is closed and it reconnects."""
+    """Messages that may wait for one rank; with more it must reconnect."""
     max_messages_per_s: Annotated[float, Field(ge=10)] = 200.0
-    """Messages a second from one rank, with a burst of four seconds; a rank sends about ten. A
-    faster client is disconnected and told to wait."""
+    """Messages a second from one rank, with a burst of four seconds; a rank sends about ten. Faster
+    clients are disconnected and told to wait."""
     max_streams_per_peer: Count = 2048
     """Most open rank streams from one address. Ranks behind one proxy share it."""
     store_interval_s: Seconds = 0.35
@@ -280,8 +273,8 @@ class AdvancedSettings:
     commit_deadline_steps: Count = 256
     """Steps from Commit to the first ack: at least 2 K + D of the gate."""
     max_reports_per_s: Annotated[float, Field(ge=1)] = 2000.0
-    """Reports a second of all ranks, at most ranks / ingest.report_interval_s. More ranks report
-    more rarely, up to eight times, in longer messages."""
+    """Reports a second of all ranks. More ranks report more rarely, up to eight times, in longer
+    messages."""
     max_steps_per_report: Annotated[int, Field(ge=1, le=4096)] = 256
     """Most steps in one report of a rank."""
 
@@ -294,10 +287,10 @@ class Settings(BaseModel):
     data_dir: Path = Path("evenkeel-data")
     """Folder of the embedded store and the token file; created if missing."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least level of the lines that are written."""
+    """Least level of log lines."""
     profile: Mode | None = None
     """Sets planner.mode and planner.observe_lock where those are not set. observe: nothing moves
-    weights. propose: plans wait for approval. auto: plans start by themselves."""
+    weights (mode observe, locked). propose, auto: those modes."""
     grpc: GrpcSettings = GrpcSettings()
     rest: RestSettings = RestSettings()
     metrics: MetricsSettings = MetricsSettings()

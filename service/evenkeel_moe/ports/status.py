@@ -26,9 +26,9 @@ class HealthBounds:
     data_stale_s: float = 120.0
     """Largest age of the newest complete step."""
     slow_rank_ratio: float = 1.3
-    """Largest time of a rank, as a multiple of the median rank's for the same tokens."""
+    """Largest time of a rank / that of the median rank for the same tokens."""
     plan_stuck_s: float = 600.0
-    """Longest time in which a running plan changes neither phase nor wave."""
+    """Longest time in which a plan changes neither phase nor wave."""
     plan_failed_s: float = 900.0
     """Time for which an aborted plan is told."""
     plans_lost_time: int = 2
@@ -36,7 +36,7 @@ class HealthBounds:
     no_decision_s: float = 300.0
     """Longest time in which no cycle ends."""
     epoch_mismatch_s: float = 120.0
-    """Longest time for which the ranks of a running plan may be at different epochs."""
+    """Longest time in which ranks of a running plan are at different epochs."""
 
 
 DELIVERED_BOUNDS = HealthBounds()

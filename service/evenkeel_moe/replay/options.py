@@ -31,10 +31,9 @@ class ReadingOptions(_Options):
 
     first_moe_layer: int | None = None
     """Hidden layers before the first MoE layer. Default: as in the file; SGLang: the first row that
-    counted a token."""
+    counted."""
     start: str | None = None
-    """Start of an engine to read, of several in a folder: the first 8 digits of its files. Default:
-    the newest."""
+    """Which start of an engine to read: the first 8 digits of its files. Default: the newest."""
     accept: tuple[str, ...] = ()
     """Findings that become notes."""
 
@@ -43,11 +42,11 @@ class FleetOptions(_Options):
     """The fleet."""
 
     ranks: _Count = 8
-    """Number of EP ranks."""
+    """EP ranks."""
     slots: int | None = None
     """Slots of one layer over all ranks. Default: one redundant slot per rank."""
     nodes: _Count = 1
-    """Number of nodes, each with consecutive ranks."""
+    """Nodes, each with consecutive ranks."""
     expert_groups: _Count = 1
     """Routing groups of the model (DeepSeek)."""
     bytes_per_expert: _Bytes = 3 * 7168 * 2048
@@ -55,10 +54,10 @@ class FleetOptions(_Options):
     rank_speeds: tuple[float, ...] | None = None
     """Relative speed of every rank, for example [1, 1, 1, 0.88]. Default: all equal."""
     shared_experts: Annotated[float, Field(ge=0)] | None = None
-    """Weights of the shared experts of a layer over those of one routed expert. They count where
-    time is known, and under waterfill dispatch."""
+    """Weights of a layer's shared experts over those of one routed expert. They count where time is
+    known, and under waterfill dispatch."""
     pooled: bool = False
-    """Slots are pooled over layers; slots is then the average of a layer."""
+    """Slots are pooled over layers; `slots` is then the average of a layer."""
 
 
 class KvOptions(_Options):
@@ -87,10 +86,10 @@ class CostOptions(_Options):
     """How the time of a rank follows from its tokens."""
 
     cost: CostKind = CostKind.TOKENS
-    """Cost model by which plans are made and scored: tokens; curve, a profile of seconds; or
-    roofline, the longer of reading weights and computing tokens."""
+    """Cost model of plans and scores: tokens; curve, a profile of seconds; or roofline, the longer
+    of reading weights and computing tokens."""
     device: str | None = None
-    """Device of the ranks, for example h100, h200, b200, a100 or mi300x."""
+    """Device of the ranks, such as h100, h200, b200, a100 or mi300x."""
     weight_format: str | None = None
     """Number type of the weights: bf16, fp16, fp8, int8, fp4 or int4. Default: fp8."""
     read_tokens: Annotated[float, Field(ge=0)] | None = None
@@ -105,13 +104,12 @@ class PlanningOptions(_Options):
     dispatch: DispatchModel = DispatchModel.EVEN
     """How the engine splits tokens over replicas: even, nearest, optimal, waterfill or fewest."""
     copy_price: Annotated[float, Field(ge=0)] = 0.0
-    """Time that one copy must save per step, as a share of the time of a perfectly split layer, for
+    """Time that a copy must save per step, as a share of the time of a perfectly split layer, for
     keel and verdicts; keel uses the higher of it and its own price. 0.01 makes copies rare."""
     cross_node_factor: Annotated[float, Field(ge=1)] = 1.0
     """Price of a copy from another node, relative to one inside a node."""
     max_evaluations: _Count | None = None
-    """Most candidates that the search for one plan may evaluate. Default: the policy's own
-    limit."""
+    """Most candidates that the search for a plan evaluates. Default: the policy's own limit."""
     seed: _Bytes = 0
     """Seed of policies that use random numbers."""
     allow_duplicates: bool = False
@@ -119,7 +117,7 @@ class PlanningOptions(_Options):
     fill_slots: bool = False
     """Fill the slots that a policy leaves empty, as SGLang needs it."""
     survive: Survive = Survive.NONE
-    """Failure that keel's plans survive, for as many experts as slots allow: rank, node or none."""
+    """Failure that keel's plans survive, as far as slots allow: rank, node or none."""
     craft_replicas: str | float | None = None
     """How many replicas craft uses: memory, knee, per_replica_gain, or a number
     (docs/policies.md)."""
@@ -161,8 +159,8 @@ class CompareOptions(KvOptions, ReplayOptions):
     horizon: _Count = 50
     """Steps on which a plan is scored before the next replan."""
     verdict: bool = False
-    """Also compare every policy as POLICY+verdict, whose plans are adopted only if held-out steps
-    show that they pay."""
+    """Also compare POLICY+verdict, whose plans are adopted only if held-out steps show that they
+    pay."""
     baselines: bool = True
     """Also compare the baselines initial, once and ewma (docs/policies.md)."""
 
@@ -177,8 +175,8 @@ class OfflineOptions(_HeldOutOptions, FileOptions):
     """The options of `evenkeel offline`."""
 
     compare_with: Path | None = None
-    """File with the placement to compare with, in any format. Default: the one with which the
-    engine starts."""
+    """File with the placement to compare with, in any format. Default: that at the start of
+    the engine."""
     replica_probabilities: Path | None = None
     """Also write the share of tokens of each slot to this *.pt file (docs/formats.md). Only with
     sglang; needs torch."""
@@ -199,7 +197,7 @@ class CapacityOptions(_HeldOutOptions, _CurrentOptions, KvOptions, ReplayOptions
     whole_nodes: bool = False
     """Only all ranks of a node retire or join."""
     multi_node_bytes: _Bytes = 0
-    """Memory of a rank that only a group on several nodes needs, as its transport does."""
+    """Memory of a rank that only a group on several nodes needs, as for its transport."""
 
 
 _Model = TypeVar("_Model", bound=_Options)
