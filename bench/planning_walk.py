@@ -40,11 +40,11 @@ DRAWN = {
     "drawn_drift": (16, 144, Regime(
         steps=96, layers=8, experts=128, tokens=8192, skew=4.0, drift=0.25)),
     "drawn_384_experts": (64, 448, Regime(
-        steps=48, layers=4, experts=384, tokens=24_576, skew=10.0)),
+        steps=48, layers=12, experts=384, tokens=24_576, skew=10.0)),
     "drawn_896_experts": (64, 960, Regime(
-        steps=48, layers=4, experts=896, tokens=57_344, skew=10.0)),
+        steps=48, layers=12, experts=896, tokens=57_344, skew=10.0)),
     "drawn_896_wide": (256, 1024, Regime(
-        steps=48, layers=2, experts=896, tokens=57_344, skew=10.0)),
+        steps=48, layers=4, experts=896, tokens=57_344, skew=10.0)),
 }  # fmt: skip
 """Traffic that no recording has: name, ranks, slots of a layer, and what is drawn."""
 Case = tuple[Trace, int, int]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.loads import lognormal_steps
+from bench.loads import Regime, drawn_traffic, lognormal_steps
 from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
@@ -128,6 +128,22 @@ def test_replicas_are_dropped_where_reading_dominates_and_kept_where_computing_d
             assert proposal.score == 4 * read * 3 * 60  # Four reads in each layer and step.
     assert replicas[0.0] == 3 * 4
     assert 3 * 4 >= replicas[10.0] > replicas[30.0] == replicas[1000.0] == 0
+
+
+def test_where_reading_matters_little_noise_takes_no_replica_away():
+    shape = ModelShape(12, 64, 8, 9, 8, 1)
+    empty = 0
+    for seed in range(4):
+        load = drawn_traffic(Regime(steps=16, layers=12, experts=64, tokens=4096, seed=seed))
+        problem = a_problem(
+            load.astype(float),
+            shape,
+            current=Placement.initial(shape),
+            cost=CostModel(replica=ReplicaWork(read_tokens=16.0)),
+        )
+        empty += int((plan_keel(problem).placement.phy2log < 0).sum())
+    # Of 4 x 12 x 8 redundant slots.
+    assert empty <= 4
 
 
 def test_under_waterfill_balance_below_the_waterline_is_not_paid_for():

@@ -73,6 +73,11 @@ class KeelOptions:
     near_start: float = 1.25
     """Cost over that of the best start up to which a search begins from a start, if copies are
     free. Too low: better plans from other starts are not found. Time grows with it."""
+    single_reading: float = 0.6
+    """A search also begins without replicas where reading an expert takes longer than so many times
+    computing its mean tokens: few replicas pay there, and adding those finds them better than
+    dropping the others. Too low: by chance a window favours few replicas, with which the coming
+    steps vary more. Too high: too many replicas."""
     doublings: int = 3
     """p of the norm is 2 to this power, 8, where loads are noisy: it fits little of the noise of
     single steps. Too high: the plan fits noise. Too low: the slowest rank counts too little."""

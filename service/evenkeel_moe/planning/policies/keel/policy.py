@@ -160,7 +160,8 @@ def _candidates(
     first plan METRO's, which is made for this dispatch; and empty slots are filled by its own rule.
     """
     starts = {
-        name: _spread(problem, start, options.survive) for name, start in _starts(problem).items()
+        name: _spread(problem, start, options.survive)
+        for name, start in _starts(problem, options).items()
     }
     present = starts.get("present")
     total = {name: costs.total(start) for name, start in starts.items()}
@@ -197,7 +198,7 @@ def _spread(problem: PlacementProblem, placement: Placement, survive: Survive) -
     return spread_experts(problem, placement, survive, left)
 
 
-def _starts(problem: PlacementProblem) -> dict[str, Placement]:
+def _starts(problem: PlacementProblem, options: KeelOptions) -> dict[str, Placement]:
     """Return the placements from which a search may start."""
     first, found = _is_first(problem), {}
     present = _present(problem)
@@ -208,10 +209,8 @@ def _starts(problem: PlacementProblem) -> dict[str, Placement]:
         found["eplb"] = eplb
     if first or present is None:
         found["nothing"] = relabel(problem, cold_start(problem))
-    # Where reading matters few replicas pay: those are found by adding, not by dropping.
-    reading = not problem.objective.cost.replica.proportional
     fewest = problem.objective.dispatch is DispatchModel.FEWEST
-    if fewest or reading:
+    if fewest or reading_dominates(problem, options.single_reading):
         single = replace(problem, replica_budget=0)
         found["no replicas"] = _present(single) or cold_start(single)
     return found

@@ -100,16 +100,16 @@ def _volume_scale(problem: PlacementProblem, spread: float) -> NDArray[np.float6
     return np.asarray(np.where(more, factor, 1.0 / factor), np.float64)
 
 
-def reading_dominates(problem: PlacementProblem) -> bool:
-    """Return True if the mean replica reads for longer than it computes.
+def reading_dominates(problem: PlacementProblem, times: float = 1.0) -> bool:
+    """Return True if reading an expert takes longer than so many times computing its mean tokens.
 
-    What counts is then whether an expert is active at all, about which a forecast of its mean
-    tokens says nothing.
+    Where it takes longer than once, what counts is whether an expert is active at all, about which
+    a forecast of its mean tokens says nothing.
     """
     replica = problem.objective.cost.replica
     reading = replica.read_tokens + replica.start_tokens
     # The mean of a large window takes as long as some hundred evaluations of the search.
-    return reading > 0.0 and reading > float(problem.load.mean())
+    return reading > 0.0 and reading > times * float(problem.load.mean())
 
 
 def _merged(
