@@ -55,17 +55,18 @@ class GrpcSettings:
     keepalive_s: GrpcSeconds = 20.0
     """Silence before a ping; below the idle timeout of proxies."""
     keepalive_timeout_s: GrpcSeconds = 10.0
-    """Time limit of its answer, else the connection is dead."""
+    """Time for the answer to a ping, else the connection is dead."""
     max_connection_age_s: Annotated[float, Field(ge=0, le=_GRPC_MOST_S)] = 3600.0
     """Age, plus or minus a tenth, at which a connection is closed (GOAWAY) and ranks reconnect,
     also to addresses that were added later. 0 is never. With a few seconds ranks reconnect most of
     the time."""
     max_connection_age_grace_s: GrpcSeconds = 60.0
-    """Time until its streams are cut. Serving goes on; reports are sent again."""
+    """Time until the streams of such a connection are cut. Serving goes on; reports are sent
+    again."""
     tls_cert_file: Path | None = None
     """Certificate chain (PEM). Enables TLS, and refuses clear text."""
     tls_key_file: Path | None = None
-    """Its private key (PEM)."""
+    """Private key of that certificate (PEM)."""
     tls_client_ca_file: Path | None = None
     """CAs of ranks (PEM); every rank then needs a certificate. Changes of these three files need no
     restart: within 10 s after a CA is removed all ranks reconnect, and those with its certificates
@@ -92,7 +93,7 @@ class RestSettings:
     """Certificate chain (PEM). Enables HTTPS, and refuses clear text. Changes of it and the key
     need no restart."""
     tls_key_file: Path | None = None
-    """Its private key (PEM), without a passphrase."""
+    """Private key of that certificate (PEM), without a passphrase."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -125,7 +126,8 @@ class RedisSettings:
     sentinel_username: str = ""
     """User of the Sentinels. Overrides `sentinel_username` in the URL."""
     sentinel_password: str = field(default="", repr=False)
-    """Their password, or the Sentinels' `requirepass`. Overrides `sentinel_password` in the URL."""
+    """Password of that user, or the Sentinels' `requirepass`. Overrides `sentinel_password` in the
+    URL."""
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "evenkeel"
     """First part of every key. Fleets with one prefix on one server take each other's leases."""
     timeout_s: Seconds = 2.0
@@ -203,7 +205,7 @@ class MigrationSettings:
     max_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
     """Rate limit of copies per rank; 0 is none. Too low, waves miss prepare_deadline_s."""
     batch_deadline_s: Seconds = 10.0
-    """Time limit of a batch of copies, after which the communicator is rebuilt."""
+    """Time limit of a batch of copies; after it the communicator is aborted and rebuilt."""
     prepare_deadline_s: Seconds = 120.0
     """Time from Prepare to the last vote. Shorter than the copies take, it aborts every wave."""
     commit_deadline_s: Seconds = 30.0
@@ -218,7 +220,7 @@ class IngestSettings:
     """The ranks' reports and liveness."""
 
     report_interval_s: Seconds = 0.25
-    """Time between reports of a rank."""
+    """Time between reports of a rank; the window lags by about this."""
     stride: Count = 1
     """Every n-th step is reported; above 1 short changes may be missed."""
     max_pending_steps: Annotated[int, Field(ge=8)] = 512
@@ -252,7 +254,7 @@ class LeaderSettings:
     replicas: Count = 1
     """Controller replicas; several need an external store."""
     lease_s: Seconds = 4.0
-    """Time after which a dead leader is replaced, or one that cannot renew stops."""
+    """Time after which a dead leader is replaced, and one that cannot renew stops."""
     renew_s: Seconds = 1.0
     """Time between renewals; at most a third of lease_s."""
 
@@ -290,7 +292,7 @@ class Settings(BaseModel):
     """Least level of log lines."""
     profile: Mode | None = None
     """Sets planner.mode and planner.observe_lock where those are not set. observe: nothing moves
-    weights (mode observe, locked). propose, auto: those modes."""
+    weights. propose: plans wait for approval. auto: plans start by themselves."""
     grpc: GrpcSettings = GrpcSettings()
     rest: RestSettings = RestSettings()
     metrics: MetricsSettings = MetricsSettings()
