@@ -265,7 +265,7 @@ async def large_bodies(target: Target, rng: random.Random) -> str:
 
 
 async def wrong_requests(target: Target, _rng: random.Random) -> str:
-    """Hundreds of requests that are refused, or put off while bodies of other peers are held."""
+    """Hundreds of requests that are refused, or put off while the controller or store is busy."""
     path = f"/v1/deployments/{DEPLOYMENT}/plans/none/approve"
     found = set()
     for _ in range(200):
