@@ -20,7 +20,7 @@ from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.quantities import counted
 from evenkeel_moe.planning.schedule.relabel import fewest_moves
-from evenkeel_moe.planning.schedule.width_change import copies_to, holders, stranded
+from evenkeel_moe.planning.schedule.width_change import copies_to, holders
 
 REQUESTS: dict[str, Any] = {
     "requests_per_s": 2.0,
@@ -55,6 +55,8 @@ class ResizeDemo:
         self._tokens: list[tuple[float, int]] = []
         """Unix seconds and tokens of each step of each rank."""
         self._least_replicas = 1
+        self._begun: dict[str, Any] = {}
+        """The retirement as the newest evacuation found it."""
 
     def run(self) -> bool:
         """Run all stages; return True if nothing was wrong.
@@ -118,22 +120,16 @@ class ResizeDemo:
         self._until(lambda: self._placement(_MORE - 1), "the placement of the smaller group")
 
     def _shrink(self) -> None:
-        before, retire = self._until(self._begin_to_shrink, "the retirement of ranks")
+        self._begun = self._until(
+            lambda: self._asked({"to_ranks": _FEWER, "plan_id": "evacuate"}),
+            "the retirement of ranks",
+        )
         ready = self._until(self._evacuated, "the evacuation")
-        after = self._until(lambda: self._placement(before.num_ranks), "the present placement")
-        least = stranded(holders(before), retire)
-        self._say(f"{ready['words']} {copies_to(holders(before), after)} copies, least {least}")
-        self._resize(_FEWER, retire)
-
-    def _begin_to_shrink(self) -> tuple[Placement, tuple[int, ...]] | None:
-        """Return the placement that the evacuation starts from, and the ranks to retire.
-
-        The placement is read again before each request, since a plan may end between two.
-        """
-        if (before := self._placement(self._supervisor.num_ranks)) is None:
-            return None
-        begun = self._asked({"to_ranks": _FEWER, "plan_id": "evacuate"})
-        return None if begun is None else (before, tuple(begun["retire"]))
+        plan = self._until(
+            lambda: self._controller.get(f"deployments/demo/plans/{ready['plan_id']}"), "its plan"
+        )
+        self._say(f"{ready['words']} {plan['moves']} copies, least {self._begun['stranded']}")
+        self._resize(_FEWER, tuple(ready["retire"]))
 
     def _asked(self, asked: dict[str, Any]) -> dict[str, Any] | None:
         """Ask for a retirement; None while a plan runs."""
@@ -147,7 +143,7 @@ class ResizeDemo:
             return None
         found: dict[str, Any] = status["resize"]
         if not found["ready"] and status["active_plan"] is None:
-            self._asked({"retire": found["retire"]})
+            self._begun = self._asked({"retire": found["retire"]}) or self._begun
         return found if found["ready"] else None
 
     def _resize(self, ranks: int, retire: tuple[int, ...] = ()) -> None:
