@@ -36,43 +36,44 @@ class GateSettings:
     """The thresholds of the gates, set by name."""
 
     cooldown_s: float = 8.0
-    """Seconds from the end of a plan to the next; not after a change of traffic that cost balance
-    (`ObservedChange.is_urgent`)."""
+    """Seconds between the end of a plan and the next. A change of traffic that cost balance does
+    not wait for it (`ObservedChange.is_urgent`)."""
     retry_s: float = 30.0
-    """The same after a plan that was refused, failed or rejected by an operator, if above
-    `cooldown_s`; doubles with every further one."""
+    """Seconds to wait after a plan that was refused, failed or rejected by an operator, if above
+    `cooldown_s`. Doubles with every further one."""
     max_retry_s: float = 1800.0
-    """Upper bound of that wait, if above `cooldown_s`."""
+    """Upper bound of that wait; has no effect below `cooldown_s`."""
     min_window_steps: float = 64
     """Complete steps needed to plan; with fewer, noise would decide."""
     max_data_age_s: float = 15.0
-    """Largest age of the newest complete step."""
+    """Age of the newest complete step beyond which no plan is made."""
     max_layer_deviation: float = MOST_DEVIATION
-    """Share of its choices by which a layer may differ from the others. At 1 or more, layers may be
-    idle."""
+    """Share of its choices by which a layer may differ from the others in the newest steps. At 1 or
+    more, layers may be idle."""
     max_idle_experts: float = 0
     """Share of the experts that may be idle in every layer among many tokens, as where their number
-    was rounded up. Too high, lost counts of a rank are not noticed."""
+    was rounded up. Too high, a rank whose counts are lost is not noticed."""
     plan_below: float = 0.90
-    """Balance below which planning starts: mean balancedness of the layers, or time balance where
-    the cost model is not by tokens."""
+    """Balance below which windows count towards planning: mean balancedness of the layers, or time
+    balance where the cost model is not by tokens."""
     stop_above: float = 0.93
-    """Balance at which planning stops again, >= plan_below."""
+    """Balance at which planning stops again, >= plan_below; the distance prevents flapping."""
     consecutive_windows: float = 2
-    """Cycles in a row below `plan_below` before planning starts."""
+    """Cycles in a row below `plan_below` before planning starts; 1 reacts to a single odd
+    window."""
     change_ratio: float = 6.0
     """A split of the window counts as a change if the loads around it differ this many times more
     than neighbouring blocks do; for one layer alone twice as much. Lower takes noise for change."""
     min_changed_steps: float = 4
-    """Fewest complete steps since a change of traffic, at least 2. A gain on few steps must be more
-    certain."""
+    """Fewest complete steps since a change of traffic, at least 2. The gain of a plan on few steps
+    must be more certain."""
     min_gain: float = 0.002
     """Least predicted saving of MoE time on later data, as a fraction. The verdict already counts
-    the copies. Too high, many small savings are lost."""
+    the copies. Too high, many small savings are lost that would add up."""
     min_held_out_steps: float = 16
-    """Later steps on which a plan must be scored."""
+    """Later steps on which a plan must have been scored."""
     max_payback_steps: float = 20_000
-    """Steps within which the saving must pay for the copies."""
+    """Steps after which the saving must have paid for the copies."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):
