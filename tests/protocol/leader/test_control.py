@@ -135,6 +135,16 @@ def test_new_generation_ends_the_plans_of_the_old_one():
     assert phase_and_reason(control) == (PlanPhase.ABORTED, Reason.GENERATION_CHANGED)
 
 
+def test_of_a_new_generation_nothing_is_known_before_its_ranks_answered():
+    """R15: the epoch and map of the group before are not told as those of the new one."""
+    control = control_of(S.READY)
+    group_leaves(control)
+    for rank in (0, 1):
+        assert control.epoch is not None
+        control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 1.0)
+    assert (control.state, control.epoch, control.placement) == (S.RECOVERING, None, None)
+
+
 def test_plan_whose_last_wave_is_committed_ends_as_such_when_the_group_restarts():
     control = control_of(S.MIGRATING)
     for index, after in enumerate((AFTER_ONE, AFTER_TWO)):

@@ -156,9 +156,13 @@ class Recovery:
         return [PersistEpoch(generation, group.epoch, group.placement, begins)]
 
     def end_old_plans(self, now: float) -> list[ControlAction]:
-        """R1: end the plans of an earlier generation; their waves ended with its ranks."""
+        """R1: end the plans of an earlier generation; their waves ended with its ranks.
+
+        Nothing is known of the new group until its ranks have told where they stand (R15).
+        """
         executor, records = self.executor, self.executor.records
         last, executor.coordinator = executor.coordinator, None
+        executor.group = None
         dropped = last.wave if last is not None and last.is_dropped else None
         unix = now + executor.unix_offset_s
         detail = f"the group restarted as {executor.membership.generation}"
