@@ -18,6 +18,7 @@ import httpx
 import psutil
 from redis.asyncio import Redis
 
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import messages as m
@@ -270,9 +271,11 @@ async def wrong_requests(target: Target, _rng: random.Random) -> str:
     found = set()
     for _ in range(200):
         answer = await target.controller.http.post(path, json={"if": 1})
-        if answer.status_code != 503 or "Retry-After" not in answer.headers:
-            found.add(answer.status_code)
-    return "refused" if found <= {404, 409, 422} else " ".join(map(str, sorted(found)))
+        if answer.status_code != 503:
+            found.add(str(answer.status_code))
+        elif (reason := answer.json()["reason"]) not in (Reason.BUSY, Reason.STORE_UNAVAILABLE):
+            found.add(f"503 {reason}")
+    return " ".join(sorted(found))
 
 
 async def bad_records(target: Target, _rng: random.Random) -> str:
@@ -327,7 +330,7 @@ PEERS: dict[Peer, tuple[str, ...]] = {
         for placement in ("answered", "unknown yet")
     ),
     large_bodies: tuple(f"{status} in less than 64 KiB" for status in (400, 413, 422)),
-    wrong_requests: ("refused",),
+    wrong_requests: ("404", "409", "422", "404 422", "409 422"),
     # Two of these peers use one name at the same time.
     bad_records: (TAKEN, _LIMIT, ELSEWHERE, _STALE, f"{_STALE} {TAKEN}"),
     hostile_clients: ("went on for 3 s",),

@@ -25,9 +25,9 @@ from tests.waiting import until
 __all__ = ["Result", "run_chaos"]
 
 _HEALED_S = 90.0
-_UNUSED_S = 180.0
-"""A peer may leave a connection open; the controller closes it after two minutes without use, which
-it notices late on a busy machine."""
+_UNUSED_S = 240.0
+"""A peer may leave a connection open. gRPC looks every two minutes, and closes it if it had no use
+since the last look: four minutes at most."""
 _AFTERMATH_S = 10.0
 """A fault's work goes on after its end: leases run out, ranks come back."""
 

@@ -19,7 +19,7 @@ _WINDOW_BYTES = 256 * 1024
 """Bytes of one stream that are on their way to us and not yet read."""
 _HANDSHAKE_WITHIN_MS = 10_000
 _UNUSED_MS = 120_000
-"""Time after which a connection without a stream is closed."""
+"""A connection without a stream for so long is closed, at the latest after twice the time."""
 _LOOK_EVERY_S = 10.0
 """Time between two looks at the CAs of clients."""
 _RETRY_S = 1.0
