@@ -18,10 +18,14 @@ SHORT = (
         Fault(0.0, FaultKind.KILL_LEADER, 6.0, 1),
         Fault(7.0, FaultKind.KILL_PRIMARY, 6.0, 2),
         Fault(14.0, FaultKind.STOP_RANK, 1.0, 3),
-        Fault(16.0, FaultKind.KILL_MOST, 1.0, 5),
     ],
     [Fault(3.0, FaultKind.HOSTILE_CLIENTS, 5.0, 4)],
-    [Fault(2.0, FaultKind.RETIRE, 0.0, 6), Fault(12.0, FaultKind.GROW, 0.0, 7)],
+    # One list, played in order: a restart of the group would take the place of a resize.
+    [
+        Fault(2.0, FaultKind.RETIRE, 0.0, 6),
+        Fault(12.0, FaultKind.GROW, 0.0, 7),
+        Fault(16.0, FaultKind.KILL_MOST, 1.0, 5),
+    ],
 )
 
 
