@@ -23,7 +23,7 @@ from evenkeel_moe.protocol.messages import QueryState
 from evenkeel_moe.settings import Settings
 from tests.contracts.memory_store import MemoryStore
 from tests.protocol.machines import hello_of, state_of
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 DEMO = DeploymentId("d")
 """The deployment of the ranks in `tests.protocol.machines`."""
@@ -121,7 +121,10 @@ class Replica:
         **planner,
     ):
         settings = Settings()
-        leader = replace(settings.leader, replica_id=name, replicas=2, lease_s=2.0, renew_s=0.05)
+        lease_s = deadline(1.0)  # A test that keeps the loop busy for seconds renews nothing.
+        leader = replace(
+            settings.leader, replica_id=name, replicas=2, lease_s=lease_s, renew_s=0.05
+        )
         settings = settings.model_copy(
             update={"planner": replace(settings.planner, **planner), "leader": leader}
         )

@@ -159,7 +159,8 @@ async def _invent_names(controller: Controller, count: int) -> list[str | None]:
     "a fleet beside a stranger", "220 groups of one rank took its lease: the store's pool was full"
 )
 async def test_many_groups_of_a_stranger_cost_no_lease(tmp_path):
-    settings = {"INGEST__MAX_NEW_DEPLOYMENTS": "256"}
+    # 220 leases at once take a busy machine longer.
+    settings = {"INGEST__MAX_NEW_DEPLOYMENTS": "256", "LEADER__LEASE_S": f"{deadline(2.0):.1f}"}
     async with Controller(tmp_path, **settings) as controller, Group(seed=1) as honest:
         await honest.connect(controller.address)
         await until(lambda: controller.state("ready"))
