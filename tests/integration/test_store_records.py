@@ -112,7 +112,7 @@ async def test_a_freeze_ends_by_itself_also_over_a_restart(tmp_path):
     async with Controller(tmp_path, PLANNER__MODE="propose") as controller, Group() as group:
         serving = await _ready(controller, group)
         # Longer than the restart takes.
-        body = {"seconds": deadline(15)}
+        body = {"seconds": deadline(8)}
         frozen = await controller.http.post("/v1/deployments/demo/freeze", json=body)
         assert frozen.is_success, frozen.text
         until_unix = (await controller.status())["frozen_until_unix"]
