@@ -69,26 +69,36 @@ def test_a_forgery_is_found(forger, forge):
     assert FORGERIES[forge] in {breach.rule for breach in breaches}
 
 
-def _write(term, unix, waves, phase="migrating", accepted=True):
+def _write(term, unix, waves, phase="migrating", accepted=True, node="a"):
     """Return a write of the plan `p`, which has two waves."""
     plan = {"plan_id": "p", "generation": "g", "base_epoch": 4, "weights_version": 1}
     record = {"plan": plan, "phase": phase, "waves_committed": waves, "num_waves": 2}
     record["wave_agreed"] = False
     body = zstandard.compress(json.dumps(record).encode())
     moment = Moment(0, int(unix * 1e9))
-    return StoreWrite("fleet", "plans", "p", body, term, 0, 0, moment, accepted)
+    return StoreWrite("fleet", "plans", "p", body, term, node, 0, 0, moment, accepted)
 
 
 @pytest.mark.parametrize(
     ("writes", "found"),
     [
+        ([_write(1, 1.0, 2), _write(2, 9.0, 1, "aborted", node="b")], True),
+        ([_write(1, 6.0, 2), _write(2, 9.0, 1, "aborted", node="b")], True),
         ([_write(1, 1.0, 2), _write(2, 9.0, 1, "aborted")], True),
         ([_write(1, 1.0, 2, accepted=False), _write(2, 9.0, 1, "aborted")], False),
         ([_write(1, 1.0, 2)], False),
         ([_write(1, 1.0, 2), _write(1, 9.0, 1, "aborted")], False),
         ([_write(1, 1.0, 2), _write(2, 4.0, 1, "aborted")], False),
     ],
-    ids=["set back", "never stored", "no later leader", "the same leader", "the same primary"],
+    ids=[
+        "set back",
+        "stored by a former primary",
+        "the primary of before again",
+        "never stored",
+        "no later leader",
+        "the same leader",
+        "the same primary",
+    ],
 )
 def test_only_a_failover_of_the_store_explains_a_plan_with_fewer_waves(writes, found):
     dumps = [StoreDump(unix, node, False) for unix, node in ((0.0, "a"), (5.0, "b"))]

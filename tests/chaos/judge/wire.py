@@ -91,6 +91,8 @@ class StoreWrite:
     name: str
     body: bytes
     term: int
+    node: str
+    """The node of the store to which it went."""
     connection: int
     start: int
     sent: Moment
@@ -239,7 +241,7 @@ class _StoreConnection(_Connection):
         if parts[0].upper() in _NOT_COMMANDS:
             self.given_up = True
             return
-        write = _fenced_write(parts, self.number, start, moment)
+        write = _fenced_write(parts, self.server, self.number, start, moment)
         self._unanswered.append(write)
         if write is not None:
             self.wire.writes.append(write)
@@ -258,7 +260,7 @@ def _note(target: object, name: str) -> Callable[[Moment], None]:
 
 
 def _fenced_write(
-    parts: list[Any], connection: int, start: int, moment: Moment
+    parts: list[Any], node: str, connection: int, start: int, moment: Moment
 ) -> StoreWrite | None:
     """Return what a script writes if it is a write of a record; docs/store.md names the keys."""
     if parts[0].upper() != b"EVAL":
@@ -273,4 +275,5 @@ def _fenced_write(
     deployment, table = found.groups()
     body = values[6] if table == "plans" else values[5]
     name = values[4].decode()
-    return StoreWrite(deployment, table, name, body, int(values[0]), connection, start, moment)
+    term = int(values[0])
+    return StoreWrite(deployment, table, name, body, term, node, connection, start, moment)
