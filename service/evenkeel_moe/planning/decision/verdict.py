@@ -55,7 +55,7 @@ class Verdict:
 
     call: Call
     steps: int
-    """Later steps it was judged on."""
+    """Later steps with load, on which it was judged."""
     gain: float
     """Share of the time saved, copies not counted, <= 1; NaN without steps or load."""
     gain_lower: float
@@ -142,8 +142,8 @@ def judge(
     """Judge a plan on steps it was not planned on.
 
     Args:
-        before, after: (T,) float64 [score units] - predicted MoE time of each later step under the
-            present and the proposed placement, finite, not negative, oldest first; T may be 0.
+        before, after: (T,) float64 [score units], >= 0 - predicted MoE time of each later step, 0
+            without load, under the present and the proposed placement, oldest first. T may be 0.
         copy_cost: price of all copies of the plan [score units], finite and >= 0.
         lifetime_steps: steps the placement is expected to last, >= 1.
         step_s: seconds from one step of the engine to the next, > 0; None if unknown.
@@ -159,16 +159,16 @@ def judge(
         InvalidInput: a time, price, lifetime or step is out of range.
     """
     _check(before, after, copy_cost, lifetime_steps, step_s)
-    steps, total = len(before), float(before.sum())
+    steps = int((busy := before > 0).sum())
     gain = saved = lower = upper = cost = payback = modelled = math.nan
-    if steps and total > 0:
-        per_step = total / steps
+    if steps:
+        per_step = float(before.mean())
         modelled = float((before - after).mean()) / per_step
         if calibration.plans:
             after = np.maximum(before - calibration.factor * (before - after), 0.0)
         saved = float((before - after).mean())
         gain, cost = saved / per_step, copy_cost / (lifetime_steps * per_step)
-        lower, upper = _bounds(before, after, gain, few_steps, seed)
+        lower, upper = _bounds(before[busy], after[busy], gain, few_steps, seed)
         payback = 0.0 if copy_cost == 0 else copy_cost / saved if saved > 0 else math.inf
     return Verdict(
         call=_call(lower, upper, cost) if steps >= min_steps else _UNCERTAIN,
@@ -254,7 +254,7 @@ def _bounds(
     least = _student_reach(before, after, gain) if steps < few_steps else 0.0
     return (
         gain + min(widen * min(0.0, float(lower)), -least),
-        gain + max(widen * max(0.0, float(upper)), least),
+        min(1.0, gain + max(widen * max(0.0, float(upper)), least)),
     )
 
 
