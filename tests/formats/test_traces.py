@@ -75,6 +75,11 @@ COUNTS = np.ones((1, 2, 3), np.uint16)
         ({"T": COUNTS, "topk": np.arange(2)}, "topk must be one number"),
         ({"T": COUNTS, "tokens": np.arange(2)}, r"tokens must be \(1,\), got \(2,\)"),
         (
+            {"T": np.full((1, 2, 3), 5), "tokens": np.array([4])},
+            "1 steps have .* more counts than tokens.* step 0 has 4 tokens and 5 counts",
+        ),
+        ({"T": np.full((1, 2, 3), 4096, np.float16)}, "float16 are 0..2048: above, it rounds"),
+        (
             {"T": COUNTS, "tokens": np.array([2]), "topk": np.int32(2)},
             r"2 \(step, layer\) sums .* counts 3, 2 tokens x 2 = 4",
         ),

@@ -279,8 +279,8 @@ def token_counts(values: NDArray[Any], what: str) -> NDArray[np.int64]:
     """Convert an array of token counts to int64.
 
     Raises:
-        InvalidInput: a value is not a number, not finite, not whole, negative, or above 2^53; or
-            there are more than `MAX_COUNTS`.
+        InvalidInput: a value is not a number, not finite, not whole, negative, or above what its
+            type counts one by one, at most 2^53; or there are more than `MAX_COUNTS`.
     """
     check_size(values.shape, MAX_COUNTS, what)
     if values.dtype.kind not in "iuf":
@@ -293,6 +293,12 @@ def token_counts(values: NDArray[Any], what: str) -> NDArray[np.int64]:
             raise InvalidInput(
                 f"{what} holds {int((values != np.floor(values)).sum())} counts that are not whole"
             )
-    if values.size and (values.min() < 0 or values.max() > 2**53):
-        raise InvalidInput(f"{what} holds {values.min()}..{values.max()}, counts are 0..2^53")
+    limit = 2**53
+    if values.dtype.kind == "f":
+        limit = min(limit, 2 ** (np.finfo(values.dtype).nmant + 1))
+    if values.size and (values.min() < 0 or int(values.max()) > limit):
+        raise InvalidInput(
+            f"{what} holds {values.min()}..{values.max()}, counts of type {values.dtype} are"
+            f" 0..{limit}: above, it rounds or is no count"
+        )
     return values.astype(np.int64)

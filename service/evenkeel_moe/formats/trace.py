@@ -68,6 +68,14 @@ class Trace:
             return
         if self.tokens.shape != (self.num_steps,):
             raise ShapeMismatch(f"tokens must be ({self.num_steps},), got {self.tokens.shape}")
+        most = self.counts.max(axis=(1, 2), initial=0)
+        if (above := np.flatnonzero(most > self.tokens)).size:
+            step = above[0]
+            raise InvalidInput(
+                f"{len(above)} steps have an expert with more counts than tokens, though a token"
+                f" chooses an expert once; first: step {step} has {self.tokens[step]} tokens and"
+                f" {most[step]} counts of an expert"
+            )
         if self.top_k is None:
             return
         sums = self.counts.sum(axis=2)
