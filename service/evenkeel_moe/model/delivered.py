@@ -21,6 +21,26 @@ class ServingSpeed:
             raise InvalidInput(f"{self.step_s} s a step and {self.tokens_per_s} tokens a second")
 
 
+_LARGEST_ERROR = 0.5
+"""Plans whose standard error is a larger share of the modelled gain calibrate nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class GainPair:
+    """The modelled and the delivered gain of one plan, as shares of MoE time."""
+
+    modelled: float
+    """Gain of the verdict before calibration."""
+    delivered: float
+    error: float
+    """Standard error of `delivered`."""
+
+    @property
+    def counts(self) -> bool:
+        """True if it calibrates later gains: a gain was modelled, and measured well enough."""
+        return self.modelled > 0 and self.error <= _LARGEST_ERROR * self.modelled
+
+
 @dataclass(frozen=True, slots=True)
 class DeliveredGain:
     """The measured gain of one plan: the share of MoE time that it saved; None if unknown."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, Reason
-from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.delivered import DeliveredGain, GainPair
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.placement import EMPTY, Placement
 
@@ -282,6 +282,18 @@ class PlanRecord:
             raise InvalidInput(
                 f"{done} of {waves} waves at {self.updated_at}, next agreed: {self.wave_agreed}"
             )
+
+    @property
+    def gain_pair(self) -> GainPair | None:
+        """The gain of its verdict with the delivered one; None if it had no verdict, as a rollback,
+        or what it delivered is unknown."""
+        delivered, numbers = self.delivered, self.plan.numbers
+        modelled = numbers.get("gain_modelled", numbers.get("gain"))
+        if modelled is None or delivered is None:
+            return None
+        if delivered.gain is None or delivered.error is None:
+            return None
+        return GainPair(modelled, delivered.gain, delivered.error)
 
     @property
     def has_begun(self) -> bool:

@@ -16,11 +16,11 @@ from evenkeel_moe.controller.cycles.plan_gains import (
 from evenkeel_moe.controller.operations.status import LiveView
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, CostSource
-from evenkeel_moe.model.delivered import DeliveredGain
+from evenkeel_moe.model.delivered import DeliveredGain, GainPair
 from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.plan import PlanKind, PlanLimits, PlanPhase
-from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, GainPair, calibrate
+from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, calibrate
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
 from evenkeel_moe.protocol import control_messages as ctl

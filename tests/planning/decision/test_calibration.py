@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenkeel_moe.model.delivered import GainPair
 from evenkeel_moe.planning.decision.calibration import (
     NOT_CALIBRATED,
     PLANS,
     Calibration,
-    GainPair,
     calibrate,
 )
 from evenkeel_moe.planning.decision.verdict import Call, judge

@@ -336,6 +336,7 @@ def test_the_newest_measured_plans_are_kept_for_the_next_promises(records):
     for number in range(12):
         enter(records, f"done{number}", P.COMMITTED, Reason.COMMITTED, waves=1)
         record = records.get(PlanId(f"done{number}"))
+        record.plan.numbers["gain"] = 0.1
         written = records.measured(record, GAINED, 50.0).record
         assert written is records.get(PlanId(f"done{number}"))
         assert (written.updated_at, written.phase) == (record.updated_at, P.COMMITTED)
@@ -479,6 +480,21 @@ def test_failures_count_from_the_end_of_the_last_plan_that_was_carried_out():
     ]
     kept = [r.plan.plan_id for r in select_remembered(records) if r.phase is not P.EXPIRED]
     assert kept == ["done2", "after"]
+
+
+def test_plans_that_calibrate_promises_are_kept_however_many_rollbacks_were_measured_since():
+    def measured(name, at, error, **numbers):
+        record = add(PlanRecords(), name, P.COMMITTED, Reason.COMMITTED)
+        delivered = DeliveredGain(at, 0.2, error, 0.2 - 2 * error, 0.2 + 2 * error, steps=64)
+        plan = dataclasses.replace(record.plan, numbers=numbers)
+        return dataclasses.replace(record, plan=plan, updated_at=at, delivered=delivered)
+
+    records = [
+        measured("promised", 1.0, 0.01, gain=0.2),
+        *(measured(f"rough{n}", 2.0 + n, 0.2, gain=0.2) for n in range(16)),
+        *(measured(f"rollback{n}", 20.0 + n, 0.01) for n in range(16)),
+    ]
+    assert "promised" in {r.plan.plan_id for r in select_remembered(records)}
 
 
 def test_rollback_undoes_the_whole_last_plan_however_many_dry_runs_came_after():

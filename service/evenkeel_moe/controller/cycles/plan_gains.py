@@ -12,11 +12,11 @@ from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.cost import CostModel, CostSource
-from evenkeel_moe.model.delivered import DeliveredGain, ServingSpeed
+from evenkeel_moe.model.delivered import DeliveredGain, GainPair, ServingSpeed
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.load import MAX_STEP, LoadWindow, Phase
 from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord
-from evenkeel_moe.planning.decision.calibration import Calibration, GainPair, calibrate
+from evenkeel_moe.planning.decision.calibration import Calibration, calibrate
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
@@ -172,12 +172,9 @@ def calibration_of(records: Iterable[PlanRecord], source: CostSource) -> Calibra
     """
     found: list[tuple[float, GainPair]] = []
     for record in records:
-        delivered, numbers = record.delivered, record.plan.numbers
-        modelled = numbers.get("gain_modelled", numbers.get("gain"))
-        if delivered is None or delivered.gain is None or delivered.error is None:
-            continue
-        if modelled is not None and delivered.cost_source == source.value:
-            found.append((delivered.at, GainPair(modelled, delivered.gain, delivered.error)))
+        delivered, pair = record.delivered, record.gain_pair
+        if delivered and pair and delivered.cost_source == source.value:
+            found.append((delivered.at, pair))
     found.sort(key=lambda one: one[0])
     return calibrate([pair for _, pair in found])
 

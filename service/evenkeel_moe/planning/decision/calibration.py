@@ -14,24 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel_moe.model.delivered import GainPair
+
 PLANS = 8
 """Newest plans that count; more would remember an engine that has changed."""
 _PRIOR_PLANS = 4
 _LEAST, _MOST = 0.25, 1.5
 """Bounds of the factor: however little was delivered, a large modelled gain can still be tried."""
-_LARGEST_ERROR = 0.5
-"""Plans whose standard error is a larger share of the modelled gain do not count."""
-
-
-@dataclass(frozen=True, slots=True)
-class GainPair:
-    """The modelled and the delivered gain of one plan, as shares of MoE time."""
-
-    modelled: float
-    """Gain of the verdict before calibration."""
-    delivered: float
-    error: float
-    """Standard error of `delivered`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +39,9 @@ def calibrate(pairs: Sequence[GainPair]) -> Calibration:
     """Return the factor for the next verdict.
 
     Args:
-        pairs: measured plans, the oldest first. Those that modelled no gain, or were measured too
-            roughly, do not count.
+        pairs: measured plans, the oldest first.
     """
-    usable = [
-        pair for pair in pairs if pair.modelled > 0 and pair.error <= _LARGEST_ERROR * pair.modelled
-    ][-PLANS:]
+    usable = [pair for pair in pairs if pair.counts][-PLANS:]
     if not usable:
         return NOT_CALIBRATED
     weights = np.array([pair.modelled for pair in usable])

@@ -20,8 +20,8 @@ _KEPT_TERMINAL = 16
 _KEPT_FAILURES = 16
 """Failed plans kept however old: after so many failures the wait for the next plan is longest."""
 
-KEPT_MEASURED = 8
-"""Plans with a measured gain kept however old."""
+_KEPT_CALIBRATING = 8
+"""Plans kept however old because their measured gain calibrates the next promises."""
 
 _MOST_PROPOSALS = 32
 """Proposals made by hand that may wait at the same time."""
@@ -66,18 +66,13 @@ def is_failure(record: PlanRecord) -> bool:
     return (failed or rejected) and record.plan.kind is PlanKind.AUTOMATIC
 
 
-def is_measured(record: PlanRecord) -> bool:
-    """Return True if it is known what the plan delivered."""
-    return record.delivered is not None and record.delivered.gain is not None
-
-
 def select_remembered(records: Iterable[PlanRecord]) -> list[PlanRecord]:
     """Return the records a leader needs: all that have not ended, and some that have.
 
     Besides the newest ended records these are, however old: the plan that led to the present epoch,
     which a rollback undoes; the newest plan that was carried out, cancelled or aborted, from whose
     end cooldowns count; the failures since the last plan that was carried out; the newest plans
-    whose gain was measured, by which the next promises are calibrated.
+    whose measured gain calibrates the next promises.
 
     Order: as given, oldest first.
     """
@@ -90,7 +85,8 @@ def select_remembered(records: Iterable[PlanRecord]) -> list[PlanRecord]:
     committed = [r.updated_at for r in ended if r.phase is PlanPhase.COMMITTED]
     since = max(committed, default=float("-inf"))
     failures = [record for record in by_end if record.updated_at > since and is_failure(record)]
-    kept += [record for record in by_end if is_measured(record)][-KEPT_MEASURED:]
+    calibrating = [r for r in by_end if r.gain_pair is not None and r.gain_pair.counts]
+    kept += calibrating[-_KEPT_CALIBRATING:]
     names = {record.plan.plan_id for record in kept + failures[-_KEPT_FAILURES:]}
     return [
         record for record in records if not record.phase.terminal or record.plan.plan_id in names
