@@ -95,7 +95,9 @@ def test_what_all_ranks_hold_is_not_evacuated_and_too_few_slots_are_refused():
     with pytest.raises(InfeasiblePlan, match="1 ranks have 4 slots in a layer, and its 6 experts"):
         evacuate(now, of, (0, 2), np.ones((2, 6)))
     pooled = shape(3, 4, pool_slots_per_rank=6)
-    with pytest.raises(InfeasiblePlan, match="1 ranks have 3 slots"):
+    with pytest.raises(
+        InfeasiblePlan, match="1 ranks have 3 slots in a layer of their pools, 6 slots a rank"
+    ):
         evacuate(now, pooled, (1, 2), np.ones((2, 6)))
 
 

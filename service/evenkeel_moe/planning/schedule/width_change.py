@@ -159,13 +159,15 @@ def evacuate(
     """
     kept = [rank for rank in range(shape.num_ranks) if rank not in set(retired)]
     experts, layers = shape.num_logical_experts, shape.num_layers
-    slots = len(kept) * shape.slots_per_rank
-    if shape.pool_slots_per_rank is not None:
-        slots = min(slots, len(kept) * (shape.pool_slots_per_rank // layers))
+    slots, pool = len(kept) * shape.slots_per_rank, shape.pool_slots_per_rank
+    of_pools = ""
+    if pool is not None:
+        slots = min(slots, len(kept) * (pool // layers))
+        of_pools = f" of their pools, {pool} slots a rank for {layers} layers"
     if slots < experts:
         raise InfeasiblePlan(
-            f"{len(kept)} ranks have {slots} slots in a layer, and its {experts} experts need one"
-            " each",
+            f"{len(kept)} ranks have {slots} slots in a layer{of_pools}, and its {experts} experts"
+            " need one each",
             Reason.EXPERT_WITHOUT_REPLICA,
         )
     smaller = replace(shape, num_ranks=len(kept))
