@@ -133,7 +133,7 @@ def test_ranks_retire_and_a_caller_may_wait_until_they_may_leave(run, operations
     view._status = replace(view.status(), resize=ResizeStatus((1,), 2, 1, 0, True, "evacuate"))
     code, out, _ = run("resize", "-d", "demo", "--wait", "1s")
     assert (code, "Ranks 1 of 2 are ready to retire" in out) == (0, True)
-    assert "ranks retired" in run("resume", "-d", "demo")[1]
+    assert "a retirement of ranks was under way" in run("resume", "-d", "demo")[1]
 
 
 def test_operating_commands(run, operations):

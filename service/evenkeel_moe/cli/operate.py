@@ -164,7 +164,7 @@ def _resumed(before: dict[str, Any]) -> str:
     paused = until is not None and until > SystemClock().unix()
     ended = ["they were paused"] * paused
     ended += [f"they were held ({before['held_because']})"] * before["held"]
-    ended += ["ranks retired"] * (before["resize"] is not None)
+    ended += ["a retirement of ranks was under way"] * (before["resize"] is not None)
     if not ended:
         return f"plans were neither paused nor held; the mode is {before['mode']}"
     return f"{_RESUMED[before['mode']]}; {' and '.join(ended)}"

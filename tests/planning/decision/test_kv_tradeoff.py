@@ -129,7 +129,7 @@ def test_the_words_about_craft_say_its_budget_in_plain_words_and_advise_nothing(
     words = craft_words(1, 4, 16)
     assert words.startswith("CRAFT gives each layer its own number of extra replicas, so it needs")
     assert "Balance gains much up to R = 4, and little beyond it. R = 1 gains most for" in words
-    assert words.endswith("R = 16 is the most that free memory allows.")
+    assert words.endswith("the free memory holds R = 16.")
     assert craft_words(1, 4, None).endswith("how many fit in the free memory is unknown.")
     assert craft_words(0, 1, 16).endswith("so R = 0 is enough.")
     assert craft_words() == "The number of replicas that CRAFT would choose is unknown."
@@ -139,7 +139,7 @@ def test_the_words_about_craft_say_its_budget_in_plain_words_and_advise_nothing(
 def test_the_budget_that_fits_is_told_if_more_would_gain_balance():
     words = craft_words(1, 4, 2)
     assert "Balance gains much up to R = 4" in words
-    assert words.endswith("R = 2 is the most that free memory allows.")
+    assert words.endswith("the free memory holds R = 2.")
 
 
 # --- kv promise -----------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def preview_figures(plan: Plan, status: DeploymentStatus) -> list[Figure]:
 def _effort(plan: Plan, committed: int | None) -> Iterator[Figure]:
     """Yield what a plan moves; `committed` are the waves so far, None before it is made."""
     yield Figure("Copies between ranks", f"{plan.moves:,}", bytes_text(plan.nbytes))
-    waves, layers = f"{len(plan.waves)}", sum(len(wave.layers) for wave in plan.waves)
+    waves, layers = f"{len(plan.waves)}", len({n for wave in plan.waves for n in wave.layers})
     done = waves if committed is None else f"{committed} of {waves} committed"
     yield Figure("Waves", done, counted(layers, "layer changes", "layers change"))
     replicas = plan.target.replicas_by_layer.tolist()

@@ -273,4 +273,4 @@ def _craft_words(factors: CraftFactors | None) -> str:
     most = f"R = {factors.per_replica_gain} gains most for each replica"
     if memory is None:
         return f"{budget} {bend}. {most}, and how many fit in the free memory is unknown."
-    return f"{budget} {bend}. {most}, and R = {memory} is the most that free memory allows."
+    return f"{budget} {bend}. {most}, and the free memory holds R = {memory}."

@@ -105,8 +105,8 @@ class Redundancy:
     present: int
     """Extra replicas per layer now; the average if slots are pooled."""
     advised: int
-    """The least number that no larger one, as far as memory allows, beats by `min_gain` for
-    sure."""
+    """More than the present number if they save `min_gain` for sure and memory holds them; fewer if
+    they cost less than `min_gain` for sure; else the present number."""
     levels: tuple[ReplicaLevel, ...]
     num_layers: int
     craft: tuple[CraftLevel, ...]
