@@ -148,7 +148,7 @@ def test_figures_of_a_group_that_lost_a_rank_are_last_known(replica: Replica, br
     browser.wait_text("Last known, while all ranks were connected.")
     assert browser.text(".fleet").count("Last known") == 1, "the other group is whole"
     browser.script("location.hash = '#/d/demo/ranks'")
-    browser.wait_text("time balance 0.700 (last known); balancedness 0.800 (last known).")
+    browser.wait_text("time balance 0.700 (last known); balancedness 0.800 (last known); ")
     cells = """return [...document.querySelectorAll("main table")[0].querySelectorAll("tbody tr")]
         .map((row) => [...row.querySelectorAll("td")].map((cell) => cell.innerText))"""
     alive, lost = browser.script(cells)
