@@ -15,7 +15,7 @@ from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.api.convert import deployment_out
 from evenkeel_moe.controller.cycles.manual_plans import request_digest
 from evenkeel_moe.controller.operations.status import LiveView
-from evenkeel_moe.errors import Conflict, InvalidInput, Reason, Unavailable
+from evenkeel_moe.errors import Conflict, InfeasiblePlan, InvalidInput, Reason, Unavailable
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel_moe.model.placement import Placement
@@ -171,6 +171,16 @@ async def test_a_gate_that_no_window_can_pass_is_refused(operations, thresholds,
     wanted = {"min_window_steps": 256, "min_held_out_steps": 128}
     changed = await operations.set_policy(DEMO, {"thresholds": wanted}, "me")
     assert changed["thresholds"] | wanted == changed["thresholds"]
+
+
+async def test_a_replica_budget_that_the_slots_cannot_hold_is_refused(replica, operations):
+    await replica.lead()
+    before = await operations.policy(DEMO)
+    with pytest.raises(InfeasiblePlan, match=r"4 experts \+ 1000 redundant = 1004 copies a layer"):
+        await operations.set_policy(DEMO, {"replica_budget": 1000}, "me")
+    assert await operations.policy(DEMO) == before
+    changed = await operations.set_policy(DEMO, {"replica_budget": 2}, "me")
+    assert changed["replica_budget"] == 2
 
 
 async def test_a_stored_gate_that_no_window_can_pass_stops_no_other_change(replica, operations):

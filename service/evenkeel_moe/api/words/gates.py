@@ -293,7 +293,7 @@ def _says_better(facts: _Compared) -> str:
 
 @_gate(
     "The plan keeps within the limits",
-    "Raise the limits of the policy (role admin).",
+    "Raise the limits of the policy, or lower its replica_budget (role admin).",
     Reason.STAGING_TOO_SMALL,
     Reason.LIMIT_EXCEEDED,
     Reason.MEMORY_EXCEEDED,

@@ -17,6 +17,7 @@ from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.model.plan import Plan, PlanRecord
 from evenkeel_moe.planning.decision.capacity import CapacityRequest
 from evenkeel_moe.planning.decision.gates import GateSettings
+from evenkeel_moe.planning.problem.placement_problem import SlotBudget
 from evenkeel_moe.ports.operations import (
     Advice,
     AuditEntry,
@@ -327,7 +328,13 @@ class OperatorService:
         by: str,
         base: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        """Change the policy; return the whole policy document."""
+        """Change the policy; return the whole policy document.
+
+        Raises:
+            Conflict: it has changed since it was read.
+            InvalidInput, InfeasiblePlan: no plan could keep to it.
+            Unavailable: another replica leads.
+        """
         known = await self._changeable(deployment)
 
         def change(now: float) -> tuple[Mapping[str, Any], list[ctl.ControlAction]]:
@@ -343,6 +350,9 @@ class OperatorService:
             # Checked only when thresholds change: a stored one must not prevent another change.
             if "thresholds" in changes and (words := [*never_met(gates, self._plan_steps)]):
                 raise InvalidInput("; ".join(words))
+            shape = known.control.membership.shape
+            if "replica_budget" in changes and shape is not None:
+                SlotBudget.of_shape(shape, policy.replica_budget)
             document = policy_document(policy)
             actions = known.control.handle(ctl.PolicySet(policy, document), now)
             _log.info("policy_changed", deployment=deployment, changes=dict(changes), by=by)

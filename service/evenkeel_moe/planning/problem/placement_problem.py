@@ -131,13 +131,17 @@ class SlotBudget:
 
     @classmethod
     def of(cls, problem: PlacementProblem) -> "SlotBudget":
-        """Return the budget of a problem.
+        """Return the budget of a problem; errors as `of_shape`."""
+        return cls.of_shape(problem.shape, problem.replica_budget)
+
+    @classmethod
+    def of_shape(cls, shape: ModelShape, redundant: int | None) -> "SlotBudget":
+        """Return the budget of a shape with a replica budget; None for all slots.
 
         Raises:
             InfeasiblePlan: the replica budget is negative or asks for more copies than there are
                 slots.
         """
-        shape, redundant = problem.shape, problem.replica_budget
         experts, layers, ranks = shape.num_logical_experts, shape.num_layers, shape.num_ranks
         pool = shape.pool_slots_per_rank
         # A second copy of an expert on the same rank is useless.
