@@ -159,7 +159,7 @@ async def test_a_refused_plan_says_why_in_words_with_units(rig):
     few = "too few complete steps to plan on: 0, at least [0-9]+ are needed"
     await refused(few, Reason.INSUFFICIENT_DATA)
     await rig.load()
-    same = r"no better placement was found than the present one, whose balancedness is 0\.\d{3}"
+    same = r"no better placement within the limits was found than the present one, .* is 0\.\d{3}"
     await refused(same, Reason.NO_CHANGE, target=BASE)
     for limit, words in (
         ("moves", r"(\d+) copies, the limit is 0 copies"),

@@ -71,6 +71,11 @@ def test_every_width_has_time_balance_memory_and_what_has_to_move():
     assert four.least_copies == 0
     assert len(two.retire) == 2 and two.stranded == two.least_copies > 0
     assert "Retire ranks" in two.words and "live on them alone" in two.words
+    slots = two.slots // 2
+    assert f"needs a start with {slots} slots a rank in a layer, now {SHAPE.slots_per_rank}" in (
+        two.words
+    )
+    assert "needs a start" not in four.words + eight.words
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,10 @@ def _delivered(record: PlanRecord) -> Iterator[Figure]:
     name, found = "Delivered, by the ranks' seconds", record.delivered
     if found is None:
         if record.phase is PlanPhase.COMMITTED:
-            note = "It is measured once enough steps have run on the new placement."
+            note = (
+                "It is measured once enough steps have run on the new placement, but not after a"
+                " restart of the controller or of the ranks."
+            )
             yield Figure(name, "not measured yet", note)
     elif found.gain is None:
         yield Figure(name, "unknown", found.unknown_because)

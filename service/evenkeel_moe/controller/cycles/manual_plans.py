@@ -385,7 +385,7 @@ def _refusal(result: CycleResult, deployment: str) -> EvenkeelError:
 
 def _no_change(numbers: Mapping[str, float]) -> str:
     balance = numbers.get("balancedness_mean")
-    found = "no better placement was found than the present one"
+    found = "no better placement within the limits was found than the present one"
     return found if balance is None else f"{found}, whose balancedness is {balance:.3f}"
 
 

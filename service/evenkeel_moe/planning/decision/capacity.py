@@ -457,6 +457,9 @@ def _row_words(inputs: CapacityInputs, row: WidthRow) -> str:
         parts.append("more than the memory of a rank holds")
     if row.present:
         return f"Today, {name}: {'; '.join(parts)}."
+    slots, now = row.slots / row.ranks, inputs.shape.mean_slots_per_rank
+    if slots > now:
+        parts.append(f"needs a start with {slots:.4g} slots a rank in a layer, now {now:.4g}")
     parts.append(
         f"{_moved(row.copies, row.bytes_to_move)} to move,"
         f" at least {_moved(row.least_copies, row.least_bytes)} at this width"
