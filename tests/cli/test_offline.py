@@ -147,3 +147,14 @@ def test_a_file_that_counts_moe_layers_needs_all_of_them(tmp_path):
     run(tmp_path / "d.pt", *FLEET, "-f", "sglang", "--out", out)
     assert len(json.loads(out.read_text())["physical_to_logical_map"]) == 8
     run(tmp_path / "d.pt", *FLEET, "-f", "vllm", "--accept", "idle_layers", "--out", out)
+
+
+def test_what_a_failure_loses_and_a_plan_without_replicas_are_told(steady, tmp_path):
+    def said(*args, **config):
+        return " ".join(run(steady, *args, "--out", tmp_path / "map", **config).split())
+
+    fleet = ("--ranks", 2, "--slots", 10)
+    assert "One failure loses up to 9 of 24 experts." in said(*fleet, survive="rank")
+    told = "The plan has no replica: start with 8 slots, and the memory of the other 2 is free."
+    assert told in said(*fleet, cost="roofline", read_tokens=100_000)
+    assert "no replica" not in said(*fleet) and "One failure" not in said(*fleet)

@@ -184,6 +184,14 @@ def _print(
         lines.append(
             f"Balancedness on the later steps: {before} without the file, {after} with it."
         )
+    if plan.survival:
+        lost, experts = (plan.survival[name] for name in ("survive_lost", "survive_experts"))
+        lines.append(f"One failure loses up to {lost:.0f} of {experts:.0f} experts.")
+    if shape.num_redundant and not (plan.placement.logcnt > 1).any():
+        lines.append(
+            f"The plan has no replica: start with {shape.num_logical_experts} slots, and the memory"
+            f" of the other {shape.num_redundant} is free."
+        )
     lines += [*doubt_lines(plan.findings), plan.words]
     lines.append(f"Cost model: {plan.verdict.cost_model.words}.")
     if not written:
