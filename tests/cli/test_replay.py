@@ -140,7 +140,7 @@ def test_the_page_stands_alone_and_its_drawings_are_well_formed(small, tmp_path)
         "Balancedness over time",
         "Predicted MoE time (by tokens) of each step",
         "Rank load per layer, before and after",
-        "Extra replicas against KV cache, on one rank",
+        "Extra replicas against KV cache, on one rank, placed by a simple rule",
     ]
     assert len(drawings) == 2
     maps = re.findall(r"<table class=\"map\">.*?</table>", text, re.DOTALL)

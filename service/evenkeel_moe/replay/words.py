@@ -75,7 +75,7 @@ _COLUMN_WORDS = {
 }
 """Head of a column -> what it shows."""
 
-TRADEOFF_TITLE = "Extra replicas against KV cache, on one rank"
+TRADEOFF_TITLE = "Extra replicas against KV cache, on one rank, placed by a simple rule"
 
 
 def tradeoff_columns(tradeoff: ReplicaTradeoff) -> dict[str, list[str]]:

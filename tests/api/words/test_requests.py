@@ -29,6 +29,8 @@ def asked(method, path, change=None):
             "Roll back to placement 001122334455",
         ),
         ("POST", "/plans", {"dry_run": True}, "Dry run of a plan"),
+        ("POST", "/resize", {"to_ranks": 4}, "Take ranks out of the group: to_ranks=4"),
+        ("PATCH", "/policy", None, "Change the policy"),
         (
             "POST",
             "/plans",

@@ -29,7 +29,9 @@ def request_text(row: Mapping[str, Any]) -> str:
         case ["POST ", "freeze"]:
             return _pause(asked)
         case ["PATCH ", "policy"]:
-            return f"Change the policy: {_named(asked)}"
+            return _with("Change the policy", asked)
+        case ["POST ", "resize"]:
+            return _with("Take ranks out of the group", asked)
         case ["POST ", "plans"]:
             return _plan(asked)
         case ["POST ", "plans", plan, "approve"]:
@@ -50,8 +52,10 @@ def _fields(change: str | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _named(asked: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={setting(value)}" for name, value in leaves(asked).items())
+def _with(what: str, asked: Mapping[str, Any]) -> str:
+    """Return what was done, with the fields that the request named."""
+    named = ", ".join(f"{name}={setting(value)}" for name, value in leaves(asked).items())
+    return what + (f": {named}" if named else "")
 
 
 def _pause(asked: Mapping[str, Any]) -> str:
@@ -64,14 +68,14 @@ def _pause(asked: Mapping[str, Any]) -> str:
 def _plan(asked: Mapping[str, Any]) -> str:
     """Return which plan was asked for, with everything that the request named."""
     known = ("plan_id", "dry_run", "approve")
-    rest = _named({key: value for key, value in asked.items() if key not in known})
+    rest = {key: value for key, value in asked.items() if key not in known}
     what = "A plan"
     if asked.get("approve"):
         what = "A plan that starts at once"
     elif asked.get("dry_run"):
         what = "Dry run of a plan"
     name = f" with the id {asked['plan_id']}" if "plan_id" in asked else ""
-    return f"{what}{name}" + (f": {rest}" if rest else "")
+    return _with(f"{what}{name}", rest)
 
 
 def _rollback(asked: Mapping[str, Any]) -> str:
