@@ -78,7 +78,10 @@ COUNTS = np.ones((1, 2, 3), np.uint16)
             {"T": np.full((1, 2, 3), 5), "tokens": np.array([4])},
             "1 steps have .* more counts than tokens.* step 0 has 4 tokens and 5 counts",
         ),
-        ({"T": np.full((1, 2, 3), 4096, np.float16)}, "float16 are 0..2048: above, it rounds"),
+        (
+            {"T": np.full((1, 2, 3), 4096, np.float16)},
+            "T holds .*, counts of type float16 are 0..2048",
+        ),
         (
             {"T": COUNTS, "tokens": np.array([2]), "topk": np.int32(2)},
             r"2 \(step, layer\) sums .* counts 3, 2 tokens x 2 = 4",
@@ -100,6 +103,12 @@ def test_malformed_npz_is_refused_with_the_numbers(tmp_path, arrays, message):
     np.savez(tmp_path / "bad.npz", **arrays)
     with pytest.raises(InvalidInput, match=f"bad.npz: .*{message}"):
         read_trace(tmp_path / "bad.npz")
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(np.float16, 2048), (np.float32, 2**30)])
+def test_floats_are_read_where_they_hold_whole_counts(tmp_path, dtype, most):
+    np.savez(tmp_path / "total.npz", T=np.full((1, 2, 3), most, dtype))
+    assert (read_trace(tmp_path / "total.npz").counts == most).all()
 
 
 def test_pickles_are_never_opened(tmp_path):
