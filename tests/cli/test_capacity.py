@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from evenkeel_moe.cli import app
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.planning.decision.capacity import CapacityRequest
-from tests.cli.conftest import replay_words
+from tests.cli.conftest import FLEET, replay_words, run_replay
 
 SIZES = {"ranks": 2, "slots": 10, "bytes_per_expert": 1000}
 KV = {"kv_bytes_per_token": 10, "kv_free_bytes": 50_000}
@@ -41,6 +41,14 @@ def test_json_of_a_deployment_and_of_a_recording_have_the_same_rows(run, small):
     now, one = recorded["rows"]
     assert (now["kv_tokens"], one["kv_tokens"]) == (5000, 5000 - 3 * 3000 // 10)
     assert one["moe_time"] > now["moe_time"] > 0
+
+
+def test_a_recording_says_what_today_is_unless_a_placement_is_named(small, tmp_path):
+    start = "today's is the planner's own start"
+    assert start in " ".join(of_recording(small, "--to-ranks", 4).split())
+    run_replay("plan", small, *FLEET, "--out", tmp_path / "now.json")
+    named = of_recording(small, "--to-ranks", 4, current=tmp_path / "now.json")
+    assert start not in " ".join(named.split())
 
 
 def test_a_recording_without_kv_sizes_says_that_tokens_are_unknown(small):

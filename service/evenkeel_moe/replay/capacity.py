@@ -1,6 +1,6 @@
 """Compares numbers of ranks on a recording, for `evenkeel capacity`."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.finding import Finding, doubts
@@ -29,7 +29,7 @@ def weigh_recording(
     Args:
         setup: trace and fleet; its window is not read.
         asked: the widths, and the KV cache of today's fleet.
-        current: today's placement; None for the one with which engines start.
+        current: today's placement; None for `Placement.initial`, with a sentence about it.
         findings: of the recording; with a doubt among them its loads are not used.
 
     Raises:
@@ -43,7 +43,7 @@ def weigh_recording(
     kept = held_out_steps(steps, MIN_STEPS) if asked.held_out is None else asked.held_out
     if kept >= steps:
         raise InvalidInput(f"{kept} of {steps} steps are held out: none is left to plan on")
-    return weigh_capacity(
+    weighed = weigh_capacity(
         CapacityInputs(
             planned_on=setup.load[: steps - kept],
             scored_on=setup.load[steps - kept :],
@@ -61,3 +61,7 @@ def weigh_recording(
             seed=setup.seed,
         )
     )
+    if current is not None:
+        return weighed
+    start = "`current` names no placement, so today's is the planner's own start, not an engine's."
+    return replace(weighed, words=(*weighed.words, start))
