@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from evenkeel_moe.cli.replay import app
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
+from evenkeel_moe.formats import Trace, write_trace
 from tests.cli.conftest import FLEET, SMALL, run_replay
 
 
@@ -132,6 +134,13 @@ def test_output_paths_are_checked_before_the_trace_is_read(tmp_path):
     ):
         with pytest.raises(InvalidInput, match=message):
             run_replay("plan", tmp_path / "absent.npz", "--out", tmp_path / name)
+
+
+def test_a_trace_without_load_is_refused(tmp_path):
+    write_trace(tmp_path / "idle.npz", Trace(np.zeros((40, 2, 8), np.int64), (0, 1)))
+    for command in ("plan", "compare"):
+        with pytest.raises(InvalidInput, match="none of the 40 steps has load"):
+            run_replay(command, tmp_path / "idle.npz", *FLEET, "--out", tmp_path / "o.npz")
 
 
 def test_a_missing_trace_is_a_typed_error(tmp_path):

@@ -46,8 +46,10 @@ def replay_setup(
 
     Raises:
         InvalidInput, ShapeMismatch: an option has an unknown value or does not fit the others or
-            the trace.
+            the trace; or the trace has no load.
     """
+    if not trace.counts.any():
+        raise InvalidInput(f"none of the {trace.num_steps} steps has load: nothing to plan on")
     shape = _shape(options, trace)
     if window_steps > trace.num_steps:
         raise InvalidInput(f"window {window_steps}: the trace has {trace.num_steps} steps")
