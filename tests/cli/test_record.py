@@ -11,6 +11,7 @@ import torch
 
 from evenkeel_moe.formats import read_trace
 from evenkeel_moe.formats.recording import RecordedLoad, write_recorded
+from tests.waiting import deadline
 
 STARTED = {"expert_distribution_recorder_mode": "stat", "enable_eplb": False, "pp_size": 1}
 """What a server that can be recorded says of its start, among much more."""
@@ -208,7 +209,8 @@ def test_what_vllms_ranks_record_from_now_on_becomes_a_trace(command, tmp_path):
     folder = tmp_path / "loads"
     folder.mkdir()
     record(folder, 0)
-    later = threading.Timer(0.3, record, (folder, 4))
+    # After the command has looked at the folder.
+    later = threading.Timer(min(deadline(0.5), 10.0), record, (folder, 4))
     later.start()
     out = str(tmp_path / "t.npz")
     code, said, err = command("record", "vllm", str(folder), "-s", "0.1", "--out", out)
