@@ -98,6 +98,17 @@ def step_of_an_earlier_epoch(forger):
         forger.lines(f"evidence-{rank}.jsonl", change)
 
 
+def step_computed_again(forger):
+    """A rank computed a step twice in one group."""
+    group = forger.case.groups[-1]
+
+    def change(lines):
+        last = _of_group(lines, group, "step")[-1]
+        lines.insert(lines.index(last), dict(last))
+
+    forger.lines(f"evidence-{min(group.starts)}.jsonl", change)
+
+
 def skipped_epoch(forger):
     """No rank logged how it came to the epoch of a wave."""
     epoch = min(forger.case.swapped)
@@ -459,6 +470,7 @@ FORGERIES = {
     swapped_epoch: "one map for each step",
     tables_changed_within_a_step: "one map for each step",
     step_of_an_earlier_epoch: "epochs never fall",
+    step_computed_again: "epochs never fall",
     changed_checksum: "slots hold the experts of the map",
     experts_exchanged: "slots hold the experts of the map",
     expert_without_a_slot: "slots hold the experts of the map",

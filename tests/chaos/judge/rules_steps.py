@@ -62,11 +62,17 @@ def each_step_has_one_map(case: Case) -> Iterator[Breach]:
 
 
 def epochs_of_steps_never_fall(case: Case) -> Iterator[Breach]:
-    """The epoch of a rank's steps never falls, nor do the numbers of its steps."""
+    """The epoch of a rank's steps never falls, nor do the numbers of its steps.
+
+    A rank that was killed in a step may have computed it, and a group that begins anew computes it
+    again.
+    """
+    anew = {group.number for group in case.groups if group.over is None}
     for facts in case.ranks:
-        epoch, number = -1, -1
+        epoch, number, group = -1, -1, -1
         for step in facts.steps:
-            if step.epoch < epoch or step.step <= number:
+            again = step.step == number and step.group != group and step.group in anew
+            if step.epoch < epoch or (step.step <= number and not again):
                 yield Breach(
                     "epochs never fall",
                     f"rank {facts.rank} computed step {step.step} at epoch {step.epoch}"
@@ -74,7 +80,7 @@ def epochs_of_steps_never_fall(case: Case) -> Iterator[Breach]:
                     step.unix,
                     _where(facts, step.line),
                 )
-            epoch, number = step.epoch, step.step
+            epoch, number, group = step.epoch, step.step, step.group
 
 
 def reports_name_the_epoch_of_the_step(case: Case) -> Iterator[Breach]:
