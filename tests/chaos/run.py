@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -209,9 +210,10 @@ async def _check_living(
         raise AssertionError("a store node is gone")
     await asyncio.sleep(FORGET_AFTER_S * 1.5 + 2.0)
     for controller in arena.controllers:
-        listed = await controller.get("/v1/deployments") or {"items": []}
+        # A busy controller may answer too late; that says nothing of what it has.
+        listed = await until(partial(controller.get, "/v1/deployments"), what="deployments")
         names = {item["deployment"] for item in listed["items"]}
-        series = await controller.series()
+        series = await until(controller.series, what="metrics")
         result.broken += checks.bad_series(controller.name, series, names)
         held = psutil.Process(controller.pid)
         most = max(fds.values(), key=lambda held: held["all"])
