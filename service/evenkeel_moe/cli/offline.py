@@ -173,6 +173,8 @@ def _print(
     written: bool,
 ) -> None:
     """Print what was planned, the verdict in words, and how the engine starts with the file."""
+    from evenkeel_moe.planning.problem.survival import coverage
+
     shape, steps = setup.shape, len(setup.load)
     about = (
         f": {steps} steps, {shape.num_layers} MoE layers, {shape.num_logical_experts} experts in"
@@ -185,8 +187,8 @@ def _print(
             f"Balancedness on the later steps: {before} without the file, {after} with it."
         )
     if plan.survival:
-        lost, experts = (plan.survival[name] for name in ("survive_lost", "survive_experts"))
-        lines.append(f"One failure loses up to {lost:.0f} of {experts:.0f} experts.")
+        lost = coverage(plan.placement, setup.topology, options.survive)
+        lines.append(f"{lost.words.capitalize()}.")
     if shape.num_redundant and not (plan.placement.logcnt > 1).any():
         lines.append(
             f"The plan has no replica: start with {shape.num_logical_experts} slots, and the memory"

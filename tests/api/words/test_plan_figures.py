@@ -45,6 +45,14 @@ def test_no_figure_of_a_cycle_is_shown_under_a_field_name():
     assert note.endswith(", times 0.5 as earlier plans delivered")
 
 
+def test_a_layer_that_several_waves_change_is_counted_once():
+    record = make_plan()
+    (wave,) = record.plan.waves
+    twice = replace(record.plan, waves=(wave, replace(wave, index=1)))
+    told = {figure.name: figure for figure in figures(replace(record, plan=twice), make_status())}
+    assert told["Waves"].note == "1 layer changes" and " of 2 " in told["Waves"].value
+
+
 def test_plans_that_calibrated_a_promise_are_counted():
     assert details({"calibrated_on_plans": 1.0}) == [Figure("calibrated on", "1 plan")]
     assert details({"calibrated_on_plans": 3.0}) == [Figure("calibrated on", "3 plans")]
