@@ -17,7 +17,6 @@ __all__ = ["Operator", "PlanLife", "draw_target"]
 _TERMINAL = frozenset({"committed", "aborted", "cancelled", "expired", "refused"})
 _TRY_AGAIN = frozenset({409, 404, 429, 500, 502, 503})
 _PAUSE_S = 0.3
-_MOST_MISFITS = 3
 
 
 def draw_target(rng: random.Random, shape: ModelShape, pool_per_layer: int) -> list[list[int]]:
@@ -62,8 +61,8 @@ class PlanLife:
     """(leader, term, primary) when its end was seen."""
     lost: int = 0
     """Times the record was gone and the plan was asked for again."""
-    misfits: int = 0
-    """Times the group had another size than the plan."""
+    misfit: bool = False
+    """The group once had another size than the plan."""
     waves: int = 0
     waves_committed: int = 0
 
@@ -195,9 +194,9 @@ class Operator:
         reason = "" if answer.is_success else answer.json().get("reason", "")
         self._count(f"{answer.status_code} {reason}".strip())
         if not answer.is_success:
-            if reason == "wrong_shape" and life.misfits < _MOST_MISFITS:
+            if reason == "wrong_shape" and not life.misfit:
                 # The group changed its size after the status was read, as the next one shows.
-                life.misfits += 1
+                life.misfit = True
                 return False
             if answer.status_code not in _TRY_AGAIN or reason == "id_reused":
                 self.faults.append(f"{life.plan_id}: {answer.status_code} {answer.text[:300]}")
