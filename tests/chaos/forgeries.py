@@ -99,8 +99,8 @@ def step_of_an_earlier_epoch(forger):
 
 
 def step_computed_again(forger):
-    """A rank computed a step twice in one group."""
-    group = forger.case.groups[-1]
+    """A rank computed a step twice in one group, which began anew."""
+    group = next(g for g in forger.case.groups if g.over is None)
 
     def change(lines):
         last = _of_group(lines, group, "step")[-1]

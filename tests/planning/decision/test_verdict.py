@@ -53,6 +53,11 @@ def test_the_copies_are_counted_in_the_unit_of_the_saving():
     assert (free.gain_lower, free.gain_upper) == (paid.gain_lower, paid.gain_upper)
 
 
+def test_no_saving_exceeds_the_whole_time():
+    judged = judge(np.full(16, 100.0), np.append(np.zeros(15), 400.0))
+    assert judged.gain == pytest.approx(0.75) and judged.gain_upper == 1.0
+
+
 def test_steps_without_load_are_no_evidence():
     def idle_between(values):
         return np.stack([values, *np.zeros((9, 60))], axis=1).ravel()
