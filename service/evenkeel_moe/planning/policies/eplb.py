@@ -20,6 +20,7 @@ from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.planning.policies.capacity_packing import pack_copies
 from evenkeel_moe.planning.policies.policy_entry import PolicyEntry
 from evenkeel_moe.planning.policies.proposal import build_proposal
 from evenkeel_moe.planning.policies.replication import replicate_experts
@@ -178,9 +179,11 @@ def rebalance_experts(
     logical, copies = replicate_experts(load, num_slots // num_nodes, most)
     per_copy = np.asarray(load / copies.astype(np.float32), np.float32)
     # 3. Pack replicas into the ranks of every node.
-    rows = _pack_replicas(logical, per_copy, ranks_per_node, allow_duplicates)
-    if not allow_duplicates and num_slots > num_ranks:
-        _remove_duplicates(rows, per_copy.astype(np.float64), ranks_per_node)
+    rows = _pack_replicas(logical, per_copy, ranks_per_node)
+    if not allow_duplicates and len(twice := _with_duplicates(rows, ranks_per_node)):
+        per_rank = num_slots // num_ranks
+        room = np.full((len(twice), ranks_per_node), per_rank)
+        rows[twice] = pack_copies(load[twice].astype(np.float64), copies[twice], room, per_rank)
     if order is None:
         return rows
     first = np.arange(num_nodes, dtype=np.int32)[:, None] * (experts // num_nodes)
@@ -213,15 +216,13 @@ def _order_by_node(load: NDArray[np.float32], num_groups: int, num_nodes: int) -
 
 
 def balanced_packing(
-    weight: NDArray[np.float32], num_packs: int, kinds: NDArray[np.int32] | None = None
+    weight: NDArray[np.float32], num_packs: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Put n items into packs of n / num_packs items each, keeping the heaviest pack light.
 
     Args:
         weight: (X, n) float32 - weight of each item, in X independent rows.
         num_packs: number of packs.
-        kinds: (X, n) int32 - items of one kind do not share a pack while another pack has room; -1
-            for no kind. None for the rule of the source, which lets them share.
 
     Returns:
         pack_index: (X, n) int32 - the pack of each item.
@@ -243,15 +244,14 @@ def balanced_packing(
         # With one item per pack there is nothing to choose: the source keeps the items in order.
         index = np.broadcast_to(np.arange(items, dtype=np.int32), (rows, items))
         return index.copy(), np.zeros((rows, items), np.int32)
-    marks = np.empty((0, 0), np.int32) if kinds is None else np.ascontiguousarray(kinds, np.int32)
-    return _pack(np.ascontiguousarray(weight, np.float32), num_packs, marks)
+    return _pack(np.ascontiguousarray(weight, np.float32), num_packs)
 
 
 @kernel
 def _pack(
-    weight: NDArray[np.float32], num_packs: int, kinds: NDArray[np.int32]
+    weight: NDArray[np.float32], num_packs: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Pack every row; `kinds` is (0, 0) where kinds do not matter."""
+    """Pack every row."""
     rows, items = weight.shape
     room = items // num_packs
     pack_index = np.empty((rows, items), np.int32)
@@ -260,10 +260,7 @@ def _pack(
     open_packs = np.empty(num_packs, np.int64)
     total = np.empty(num_packs, np.float32)
     count = np.empty(num_packs, np.int64)
-    apart = kinds.shape[0] > 0
-    holds = np.zeros((num_packs, kinds.max() + 1 if apart else 1), np.bool_)
     for row in range(rows):
-        holds[:] = False
         total[:] = np.float32(0.0)
         count[:] = 0
         for pack in range(num_packs):
@@ -277,16 +274,6 @@ def _pack(
                 if candidate < least:
                     least = candidate
                     at = i
-            if apart and kinds[row, item] >= 0:
-                kind = kinds[row, item]
-                if holds[open_packs[at], kind]:
-                    least = np.float32(np.inf)
-                    for i in range(num_open):
-                        candidate = total[open_packs[i]]
-                        if candidate < least and not holds[open_packs[i], kind]:
-                            least = candidate
-                            at = i
-                holds[open_packs[at], kind] = True
             pack = open_packs[at]
             pack_index[row, item] = pack
             position[row, item] = count[pack]
@@ -300,104 +287,22 @@ def _pack(
 
 
 def _pack_replicas(
-    logical: NDArray[np.int32],
-    per_copy: NDArray[np.float32],
-    num_ranks: int,
-    allow_duplicates: bool,
+    logical: NDArray[np.int32], per_copy: NDArray[np.float32], num_ranks: int
 ) -> NDArray[np.int32]:
     """Pack (X, s) replicas; return (X, s) phy2log with each rank's replicas side by side."""
     weight = np.take_along_axis(per_copy, np.maximum(logical, 0), axis=1)
     weight[logical < 0] = 0.0
-    rank, position = balanced_packing(weight, num_ranks, None if allow_duplicates else logical)
+    rank, position = balanced_packing(weight, num_ranks)
     rows = np.empty_like(logical)
     np.put_along_axis(rows, rank * (logical.shape[1] // num_ranks) + position, logical, axis=1)
     return rows
 
 
-@kernel
-def _remove_duplicates(
-    rows: NDArray[np.int32], per_copy: NDArray[np.float64], num_ranks: int
-) -> None:
-    """Swap away every second copy of an expert on a rank.
-
-    A second copy swaps with the slot that leaves the lower peak of the two ranks. Where no swap is
-    possible, the slot takes the hottest expert that its rank lacks, or stays empty.
-
-    Args:
-        rows: (X, s) experts of the slots. Mutated.
-        per_copy: (X, n) load of one copy of each expert.
-        num_ranks: ranks of every row.
-    """
-    num_rows, slots = rows.shape
-    per_rank = slots // num_ranks
-    held = np.zeros((num_ranks, per_copy.shape[1]), np.int64)
-    total = np.zeros(num_ranks)
-    for x in range(num_rows):
-        row, weight = rows[x], per_copy[x]
-        held[:] = 0
-        total[:] = 0.0
-        for slot in range(slots):
-            if row[slot] >= 0:
-                held[slot // per_rank, row[slot]] += 1
-                total[slot // per_rank] += weight[row[slot]]
-        for slot in range(slots):
-            rank = slot // per_rank
-            expert = row[slot]
-            if expert < 0 or held[rank, expert] < 2:
-                continue
-            best = _best_partner(row, weight, held, total, slot)
-            if best >= 0:
-                there = best // per_rank
-                entering = row[best]
-                gain = weight[entering] - weight[expert]
-                held[there, entering] -= 1
-                held[there, expert] += 1
-                total[there] -= gain
-                row[best] = expert
-            else:
-                entering = _hottest_missing(weight, held[rank])
-                gain = (weight[entering] if entering >= 0 else 0.0) - weight[expert]
-            held[rank, expert] -= 1
-            if entering >= 0:
-                held[rank, entering] += 1
-            total[rank] += gain
-            row[slot] = entering
-
-
-@kernel
-def _best_partner(
-    row: NDArray[np.int32],
-    weight: NDArray[np.float64],
-    held: NDArray[np.int64],
-    total: NDArray[np.float64],
-    slot: int,
-) -> int:
-    """Return the slot to swap with `slot`: no duplicates and the lowest peak. -1 for none."""
-    per_rank = row.shape[0] // total.shape[0]
-    rank, expert = slot // per_rank, row[slot]
-    best = -1
-    best_peak = np.inf
-    for other in range(row.shape[0]):
-        there = other // per_rank
-        swapped = row[other]
-        if held[there, expert] > 0 or swapped < 0 or held[rank, swapped] > 0:
-            continue
-        gain = weight[swapped] - weight[expert]
-        peak = max(total[rank] + gain, total[there] - gain)
-        if peak < best_peak:
-            best_peak = peak
-            best = other
-    return best
-
-
-@kernel
-def _hottest_missing(weight: NDArray[np.float64], held: NDArray[np.int64]) -> int:
-    """Return the expert with the most load per copy that a rank does not hold, or -1."""
-    hottest = -1
-    for expert in range(weight.shape[0]):
-        if held[expert] == 0 and (hottest < 0 or weight[expert] > weight[hottest]):
-            hottest = expert
-    return hottest
+def _with_duplicates(rows: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
+    """Return the numbers of the (X, s) rows in which a rank has an expert twice."""
+    by_rank = np.sort(rows.reshape(len(rows), num_ranks, -1), axis=2)
+    again = (by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] >= 0)
+    return np.flatnonzero(again.any(axis=(1, 2)))
 
 
 EPLB = PolicyEntry(
