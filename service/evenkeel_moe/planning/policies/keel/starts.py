@@ -11,7 +11,7 @@ from evenkeel_moe.model.cost import CostCurves
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning.policies.capacity_packing import pack_copies
+from evenkeel_moe.planning.policies.capacity_packing import interleaved_capacity, pack_copies
 from evenkeel_moe.planning.policies.eplb import place_by_eplb
 from evenkeel_moe.planning.policies.replication import replicate_experts
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, SlotBudget
@@ -66,12 +66,7 @@ def cold_start(problem: PlacementProblem) -> Placement:
     load = problem.load.sum(axis=0)
     share = SlotBudget.of(problem).equal_share(layers)
     _, logcnt = replicate_experts(load.astype(np.float32), share, ranks)
-    # Every rank gets the same number of places as far as they divide. The rest go to consecutive
-    # ranks, starting at another rank in each layer, so that pools fill evenly.
-    base, rest = divmod(share, ranks)
-    capacity = np.full((layers, ranks), base, np.int64)
-    for layer in range(layers):
-        capacity[layer, (np.arange(rest) + layer * rest) % ranks] += 1
+    capacity = interleaved_capacity(np.full(layers, share, np.int64), problem.topology)
     rates = linear_rates(problem.objective.cost.curves, ranks)
     rows = pack_copies(load, logcnt, capacity, shape.slots_per_rank, rates)
     return Placement(rows, ranks, shape.num_logical_experts)
