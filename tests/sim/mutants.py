@@ -10,8 +10,8 @@ from functools import partial
 from evenkeel_moe.adapters.torch.transport import StageOutcome, TorchWeightTransport
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.engine_moves import EngineMoves
+from evenkeel_moe.agent.moves import SwapRecord
 from evenkeel_moe.agent.staging import StagingWorker
-from evenkeel_moe.agent.swap_record import SwapRecord
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.protocol.leader.control import DeploymentControl

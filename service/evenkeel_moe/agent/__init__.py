@@ -14,7 +14,7 @@ from evenkeel_moe.agent.canary_runs import Probe, canary_token
 from evenkeel_moe.agent.config import AgentConfig, LoraOnExperts
 from evenkeel_moe.agent.device_recorder import DeviceRecorder
 from evenkeel_moe.agent.engine_moves import EngineMoves, HostEngine, Move
-from evenkeel_moe.agent.moves import SlotsWritten
+from evenkeel_moe.agent.moves import SlotsWritten, SwapRecord
 from evenkeel_moe.agent.ports import (
     ClockReader,
     ExpertWeights,
@@ -24,7 +24,6 @@ from evenkeel_moe.agent.ports import (
     RankLink,
     WeightTransport,
 )
-from evenkeel_moe.agent.swap_record import SwapRecord
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, Phase
 from evenkeel_moe.model.placement import Placement

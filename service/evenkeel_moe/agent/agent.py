@@ -27,10 +27,9 @@ from evenkeel_moe.agent.build import SYSTEM_PARTS, AgentParts, Connect
 from evenkeel_moe.agent.canary_runs import CanaryRuns, Probe
 from evenkeel_moe.agent.checksums import agree_on_start
 from evenkeel_moe.agent.config import AgentConfig
-from evenkeel_moe.agent.engine_moves import EngineMoves
 from evenkeel_moe.agent.gate_polls import GatePolls
 from evenkeel_moe.agent.memory import FreeMemory
-from evenkeel_moe.agent.moves import ExpertMoves, OwnMoves, SlotsWritten
+from evenkeel_moe.agent.moves import ExpertMoves, OwnMoves, SlotsWritten, SwapRecord
 from evenkeel_moe.agent.network_thread import NetworkThread
 from evenkeel_moe.agent.ports import (
     ClockReader,
@@ -38,12 +37,10 @@ from evenkeel_moe.agent.ports import (
     GateFailed,
     MapInstaller,
     RankLink,
-    WeightTransport,
 )
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.agent.staging import ReadyWave
 from evenkeel_moe.agent.staging_progress import StagingReports
-from evenkeel_moe.agent.swap_record import SwapRecord
 from evenkeel_moe.agent.trouble import FaultEnd, Trouble
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, Reason
 from evenkeel_moe.model.load import Phase
@@ -111,7 +108,7 @@ class Agent:
         placement: Placement,
         epoch: int,
         weights: ExpertWeights,
-        maps: MapInstaller | EngineMoves,
+        maps: MapInstaller,
         *,
         connect: Connect,
         device: torch.device,
@@ -134,29 +131,26 @@ class Agent:
         self._saving = parts.barrier()
 
         self._gate_group = connect(build.own_name("gate", config), torch.device("cpu"))
-        rank = config.identity.rank
-        engine = maps if isinstance(maps, EngineMoves) else None
-        if engine is not None:
-            if slots_written is not None:
-                raise InvalidInput("an engine that moves experts itself calls no hooks of a swap")
-            engine.attach(self, config, weights, connect, device)
-        own = OwnMoves(self._gate_group, rank, weights, slots_written)
-        self._moves: ExpertMoves = engine or own
+        own = OwnMoves(self._gate_group, slots_written)
+        self._moves = maps if isinstance(maps, ExpertMoves) else own
+        if self._moves is not own and slots_written is not None:
+            raise InvalidInput("an engine that moves experts itself calls no hooks of a swap")
+        self._moves.attach(self, config, weights, connect, device)
         self._canary = self._make_canary(probe, device)
         agree_on_start(self._gate_group, config, placement, epoch, self._canary is not None)
         checksums = self._register(placement)
         self._participant = build.make_participant(parts, config, placement, epoch, checksums)
         self._trouble = Trouble(self._participant, self.now)
-        self._gate = build.make_gate(parts, config, self._participant)
+        self._gate = parts.gate(
+            [self._participant], poll_every=config.poll_every, resolve_after=config.resolve_after
+        )
         self._polls = GatePolls(self._gate_group, config.gate_timeout_s)
         self._polls.settle(self._gate)
-        transport: WeightTransport = (
-            build.make_transport(parts, config, placement, weights, connect, device)
-            if engine is None
-            else engine.make_transport(self._participant, self._trouble)
-        )
+        transport = self._moves.make_transport(parts, self._participant, self._trouble)
         transport.rebuild(0)
-        self._worker = parts.worker(rank, transport, weights, maps, self, parts.threads)
+        self._worker = parts.worker(
+            config.identity.rank, transport, weights, maps, self, parts.threads
+        )
         self._worker.start()
 
         shape = config.shape.num_layers, config.counts_per_layer
@@ -436,7 +430,7 @@ class Agent:
             case Swap():
                 raise AssertionError("only the gate orders a swap")
 
-    # --- MovingAgent, for an engine that moves experts by itself ----------------------------------
+    # --- for `EngineMoves`, of an engine that moves experts by itself -----------------------------
 
     @property
     def steps(self) -> int:

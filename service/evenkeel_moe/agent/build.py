@@ -3,18 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from evenkeel_moe.adapters.threads import SYSTEM_THREADS
-from evenkeel_moe.adapters.torch.groups import TRANSFER, Communicator
+from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.adapters.torch.transport import TorchWeightTransport
 from evenkeel_moe.agent.checksums import checksums_digest
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.network_thread import NetworkThread
-from evenkeel_moe.agent.ports import ExpertWeights
 from evenkeel_moe.agent.staging import StagingWorker
-from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.ports.threads import Threads
@@ -70,64 +67,6 @@ def make_participant(
         drop_after_s=config.drop_after_s,
         observe_only=config.observe_only or checksums is None,
     )
-
-
-def make_gate(parts: AgentParts, config: AgentConfig, participant: Participant) -> Gate:
-    """Return the gate of an EP group with one deployment."""
-    return parts.gate(
-        [participant], poll_every=config.poll_every, resolve_after=config.resolve_after
-    )
-
-
-def make_transport(
-    parts: AgentParts,
-    config: AgentConfig,
-    placement: Placement,
-    weights: ExpertWeights,
-    connect: Connect,
-    device: torch.device,
-) -> TorchWeightTransport:
-    """Allocate the staging memory and return a transport that is not connected yet.
-
-    Raises:
-        InvalidInput: the tensors of an expert are not as large as the deployment's shape says.
-    """
-    rank, per_rank = config.identity.rank, placement.slots_per_rank
-    held = np.argwhere(placement.phy2log[:, rank * per_rank : (rank + 1) * per_rank] >= 0)
-    layer, local = held[0].tolist() if len(held) else (0, 0)
-    if not len(held):  # A rank that has joined a group is empty: no slot may have memory yet.
-        weights.reserve(((layer, local),))
-    sample = weights.tensors(layer, local)
-    if not len(held):
-        weights.release(((layer, local),))
-    _check_size(sum(tensor.nbytes for tensor in sample), config.shape.bytes_per_expert)
-    return parts.transport(
-        rank=rank,
-        slots_per_rank=per_rank,
-        staging_bytes=config.staging_bytes,
-        tensors_of=weights.tensors,
-        sample=sample,
-        connect=lambda serial: connect(own_name(f"{TRANSFER}{serial}", config), device),
-        device=device,
-        threads=parts.threads,
-    )
-
-
-def _check_size(declared: int, told: int) -> None:
-    """Refuse tensors that are not a whole expert: the limits of waves are computed from its size.
-
-    Raises:
-        InvalidInput: the bytes differ.
-    """
-    if declared == told:
-        return
-    message = f"the tensors of an expert have {declared} bytes, and its shape says {told}"
-    if declared and told % declared == 0:
-        message += (
-            f", {told // declared} times as many: if tensor parallelism divides each expert over"
-            f" {told // declared} ranks, its experts cannot be moved"
-        )
-    raise InvalidInput(message)
 
 
 def make_hello(

@@ -10,7 +10,7 @@ The engine outlives its agent. Nothing here ends the process, with one exception
 armed for a wave and cannot know whether the others began it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 from evenkeel_moe.adapters.torch.checksum import checksum
 from evenkeel_moe.adapters.torch.streams import OwnStream, mark_queued
 from evenkeel_moe.adapters.torch.transport import Progress, StageOutcome
-from evenkeel_moe.agent.build import Connect, own_name
-from evenkeel_moe.agent.checksums import agree_on_checksums, find_differences
+from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.build import AgentParts, Connect, own_name
+from evenkeel_moe.agent.checksums import find_differences
 from evenkeel_moe.agent.config import AgentConfig
+from evenkeel_moe.agent.moves import ExpertMoves
 from evenkeel_moe.agent.ports import ExpertWeights, WeightTransport
 from evenkeel_moe.agent.staging import ReadyWave
 from evenkeel_moe.agent.trouble import FaultEnd, Trouble
@@ -89,56 +91,6 @@ class Move:
     """Steps since the last switch of a layer."""
 
 
-class MovingAgent(Protocol):
-    """The agent, as `EngineMoves` sees it."""
-
-    @property
-    def steps(self) -> int:
-        """The step boundaries so far."""
-        ...
-
-    @property
-    def placement(self) -> Placement:
-        """The map in use."""
-        ...
-
-    def now(self) -> float:
-        """Return monotonic seconds."""
-        ...
-
-    def later(self, job: Callable[[], None]) -> None:
-        """Run something slow on the transfer thread."""
-        ...
-
-    def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until the transfer thread has run its jobs; False if they take longer."""
-        ...
-
-    def progress(self, wave: WaveKey, done: int, total: int) -> None:
-        """Report the bytes moved so far."""
-        ...
-
-    def resolve_poll(self) -> None:
-        """Use the result of the poll in flight now, on every rank at this boundary."""
-        ...
-
-    def move_ended(self, ready: ReadyWave, layers: tuple[int, ...], seconds: float) -> None:
-        """Go to the epoch of a wave that the engine has carried out."""
-        ...
-
-    def follow_engine(self, placement: Placement, state: ParticipantState) -> bool:
-        """Go to a map that the engine chose, if the participant is in a state; return if it is."""
-        ...
-
-    def request_reload(self) -> Event:
-        """See `Agent.request_reload`."""
-        ...
-
-    def finish_reload(self, weights_version: int) -> None:
-        """See `Agent.finish_reload`."""
-        ...
-
-
 class _Asking:
     """A WeightTransport that copies nothing: staging asks the engine whether it can move."""
 
@@ -172,7 +124,7 @@ class _Asking:
         """Nothing is staged."""
 
 
-class EngineMoves:
+class EngineMoves(ExpertMoves):
     """The moves that the engine carries out: an agent gets this in place of routing tables.
 
     The engine calls the methods of the first two parts, on its own thread.
@@ -192,9 +144,6 @@ class EngineMoves:
         self._stall_after_s = stall_after_s
         self._stall_after_steps = stall_after_steps
         self._move: Move | None = None
-        self._moved_to: Placement | None = None
-        """The map that the engine changed by itself while this rank held a wave; followed once the
-        wave has ended."""
         self._reloading = False
 
     # --- moves, called by the engine --------------------------------------------------------------
@@ -237,7 +186,7 @@ class EngineMoves:
         # The engine's last copies may still be pending in the stream of this thread.
         copied = mark_queued(self._device)
         agent.later(lambda: self._verify(move.placement, move.layers, copied))
-        self._move = self._moved_to = None
+        self._move = self.moved_to = None
         agent.move_ended(move.ready, move.layers, move.longest_s)
 
     def _end_elsewhere(self, move: Move, phy2log: NDArray[np.int32]) -> None:
@@ -262,7 +211,7 @@ class EngineMoves:
             return
         _log.error("move_given_up", deployment=config.identity.deployment, detail=why)
         self._faults.end(FaultEnd.MOVE)
-        self._move = self._moved_to = None
+        self._move = self.moved_to = None
         self._agent.follow_engine(found, ParticipantState.SWAPPING)
 
     def _differences(self, facts: dict[str, str]) -> list[str]:
@@ -285,14 +234,14 @@ class EngineMoves:
             )
             return
         rows = np.array(phy2log, np.int32)
-        self._moved_to = Placement(rows, shape.num_ranks, shape.num_logical_experts)
+        self.moved_to = Placement(rows, shape.num_ranks, shape.num_logical_experts)
         self._follow_engine()
 
     def _follow_engine(self) -> None:
         """Go to the map that the engine changed by itself, unless this rank holds a wave."""
-        placement = self._moved_to
+        placement = self.moved_to
         if placement is not None and self._agent.follow_engine(placement, ParticipantState.IDLE):
-            self._moved_to = None
+            self.moved_to = None
 
     # --- other weights, called by the engine ------------------------------------------------------
 
@@ -353,26 +302,23 @@ class EngineMoves:
 
     def attach(
         self,
-        agent: MovingAgent,
+        agent: Agent,
         config: AgentConfig,
         weights: ExpertWeights,
         connect: Connect,
         device: torch.device,
     ) -> None:
         """Take the agent and the engine's slots, before anything else; collective."""
-        self._agent, self._config, self._weights, self._device = agent, config, weights, device
-        self._stream = OwnStream(device)
+        super().attach(agent, config, weights, connect, device)
+        self._agent, self._stream = agent, OwnStream(device)
         # Not the gate's communicator: after a failure of the gate it is gone, and the engine must
         # still be able to load weights.
         self.meeting = connect(own_name("meeting", config), torch.device("cpu"))
 
-    def make_transport(self, participant: Participant, faults: Trouble) -> WeightTransport:
-        """Return a transport that asks the engine whether it can move, and copies nothing.
-
-        Args:
-            participant: of the agent; only read here.
-            faults: the faults of the agent.
-        """
+    def make_transport(
+        self, parts: AgentParts, participant: Participant, faults: Trouble
+    ) -> WeightTransport:
+        """Return a transport that asks the engine whether it can move, and copies nothing."""
         self._participant, self._faults = participant, faults
         return _Asking(self._engine, participant)
 
@@ -382,21 +328,11 @@ class EngineMoves:
     def install(self, built: None) -> None:
         """Install no tables."""
 
-    @property
-    def moved_to(self) -> Placement | None:
-        """See `ExpertMoves`."""
-        return self._moved_to
-
-    def register(self, placement: Placement) -> tuple[int, ...] | None:
-        """Hash every expert of this rank; see `ExpertMoves`."""
-        rank = self._config.identity.rank
-        return agree_on_checksums(self.meeting, rank, placement, self._weights)
-
     def is_moving(self) -> bool:
         """Watch the move under way; without one, follow what the engine changed by itself."""
         if self._move is not None:
             self._watch(self._move)
-        elif self._moved_to is not None:
+        elif self.moved_to is not None:
             self._follow_engine()
         return self._move is not None
 
