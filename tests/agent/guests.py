@@ -161,13 +161,17 @@ class Guests:
         for link in self.links:
             link.say(message)
 
-    def order(self, new, **changes):
-        prepare = prepare_for(self.old, new, **changes)
+    def order(self, new):
+        prepare = prepare_for(self.old, new)
+        return prepare, self.send(prepare)
+
+    def send(self, prepare):
+        """Send a Prepare, and a Commit after a yes of every rank; return the votes."""
         self.say(prepare)
         votes = [link.expect(Vote) for link in self.links]
         if all(vote.yes for vote in votes):
             self.say(Commit(LEADER, prepare.wave))
-        return prepare, votes
+        return votes
 
     def troubles(self):
         return [agent.trouble for agent in self.agents]

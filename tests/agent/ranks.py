@@ -143,24 +143,61 @@ def shape_of(placement, **changes):
     return ModelShape(**{**values, **changes})
 
 
-def prepare_for(old, new, *, plan="plan", index=0, epoch=0, weights=1, one_batch=False, **changes):
-    """Return a Prepare from one placement to the other, with one transfer per batch by default."""
+def prepare_for(
+    old,
+    new,
+    *,
+    plan="plan",
+    index=0,
+    epoch=0,
+    weights=1,
+    one_batch=False,
+    generation=GENERATION,
+    nbytes=EXPERT_BYTES,
+    registered=None,
+    **changes,
+):
+    """Return a Prepare from one placement to the other, with one transfer per batch by default.
+
+    `registered` are the checksums of all experts, by default those of `expert_tensors`.
+    """
     transfers = []
     for layer, slot in np.argwhere((old.phy2log != new.phy2log) & (new.phy2log != EMPTY)).tolist():
         expert = int(new.phy2log[layer, slot])
         src = int(np.flatnonzero(old.phy2log[layer] == expert)[0])
-        transfers.append(Transfer(layer, expert, src, slot, EXPERT_BYTES))
-    layers = tuple(
-        sorted({int(layer) for layer in np.argwhere((old.phy2log != new.phy2log).any(1))[:, 0]})
-    )
+        transfers.append(Transfer(layer, expert, src, slot, nbytes))
+    layers = tuple(np.flatnonzero((old.phy2log != new.phy2log).any(axis=1)).tolist())
     batches = (tuple(transfers),) if one_batch else tuple((t,) for t in transfers)
-    wave = Wave(index, layers, new.phy2log[list(layers)], batches)
     values = {
-        "checksums": tuple(checksum(expert_tensors(t.layer, t.logical_expert)) for t in transfers),
+        "leader": LEADER,
+        "wave": WaveKey(generation, PlanId(plan), index, weights),
+        "base_epoch": Epoch(epoch),
+        "body": Wave(index, layers, new.phy2log[list(layers)], batches),
+        "checksums": tuple(
+            checksum(expert_tensors(t.layer, t.logical_expert))
+            if registered is None
+            else registered[t.layer * old.num_logical_experts + t.logical_expert]
+            for t in transfers
+        ),
         "batch_deadline_s": 20.0,
     }
-    key = WaveKey(GENERATION, PlanId(plan), index, weights)
-    return Prepare(LEADER, key, Epoch(epoch), wave, **{**values, **changes})
+    return Prepare(**{**values, **changes})
+
+
+def registered_prepare(agent, new, plan, **changes):
+    """Return a Prepare from what an agent holds to another placement."""
+    participant = agent._participant
+    return prepare_for(
+        agent.placement,
+        new,
+        plan=plan,
+        epoch=agent.epoch,
+        weights=participant.weights_version,
+        generation=participant.identity.generation,
+        nbytes=agent._config.shape.bytes_per_expert,
+        registered=participant.checksums,
+        **changes,
+    )
 
 
 def two_rank_placements(layers=2):

@@ -17,7 +17,7 @@ from evenkeel_moe.agent import LoraOnExperts, network_thread
 from evenkeel_moe.agent.checksums import checksums_digest
 from evenkeel_moe.agent.clock_watch import watch_clock
 from evenkeel_moe.agent.recorder import Recorder
-from evenkeel_moe.errors import InvalidInput, PeerViolation, Reason
+from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.ids import DeploymentId, EpRank
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase
 from evenkeel_moe.protocol.messages import (
@@ -37,11 +37,9 @@ from evenkeel_moe.wire.link import DeviceClock, FlowControl, Heartbeat
 from tests.adapters.serving import Listener
 from tests.agent.fleet import Fleet, PortLink
 from tests.agent.ranks import (
-    CPU,
     EXPERT_BYTES,
     GENERATION,
     LEADER,
-    Group,
     ToyMaps,
     ToyWeights,
     expert_tensors,
@@ -165,29 +163,6 @@ def test_a_rank_that_cannot_reserve_votes_no_and_the_group_rebuilds_its_transfer
         assert all(weights.holds(NEW) for weights in fleet.weights)
 
 
-class OnceUnplugged(Group):
-    """Rank 0 cannot create the first new communicator, with an error that no backend raises."""
-
-    def connect(self, rank, name, device=CPU):
-        if rank == 0 and name == "transfer-1/toy":
-            raise OSError("too many open files")
-        return super().connect(rank, name, device)
-
-
-def test_a_failed_rebuild_is_requested_again_after_any_error():
-    """R10: if it were forgotten, no wave would ever drain again, and no rank would report it."""
-    prepare = prepare_for(OLD, NEW, batch_deadline_s=0.5)
-    with Fleet(OLD, group=OnceUnplugged(2, timeout_s=2.0)) as fleet:
-        fleet.weights[0].refuse = True
-        fleet.say(prepare)
-        for link in fleet.links:
-            assert not link.expect(Vote).yes
-        abort(fleet, prepare)
-        fleet.weights[0].refuse = False
-        fleet.commit(prepare_for(OLD, NEW, plan="again"))
-        assert all(weights.holds(NEW) for weights in fleet.weights)
-
-
 def test_engine_hooks_that_raise_cost_a_no_vote_and_nothing_else():
     prepare = prepare_for(OLD, NEW, batch_deadline_s=0.5)
     with Fleet(OLD) as fleet:
@@ -278,12 +253,6 @@ def test_a_reload_without_checksums_is_reported_with_every_heartbeat():
         assert not any(agent.trouble or agent.observe_only for agent in fleet.agents)
 
 
-def test_an_equal_reload_on_all_ranks_is_no_trouble():
-    with Fleet(NEW, steps=False) as fleet:
-        reload(fleet, versions=(1, 1))
-        assert not any(agent.trouble or agent.observe_only for agent in fleet.agents)
-
-
 def test_an_error_of_the_agent_is_reported_with_every_heartbeat():
     """R9: the rank keeps polling and refuses waves, and it must report why."""
     with Fleet(OLD) as fleet:
@@ -358,25 +327,6 @@ def test_ranks_that_disagree_on_the_gate_only_observe():
         vote = fleet.links[0].expect(Vote)
         assert not vote.yes and vote.reason is Reason.OBSERVE_ONLY
         fleet.wait_steps(10)
-
-
-def test_replicas_that_differ_forbid_copies():
-    """R4: one checksum per expert, equal on every replica."""
-    weights = [ToyWeights(NEW, rank) for rank in range(2)]
-    other = expert_tensors(0, 3, version=9)
-    weights[0].slots[0, 2] = tuple(t.clone() for t in other)
-    with Fleet(NEW, weights=weights) as fleet:
-        assert all(agent.observe_only for agent in fleet.agents)
-
-
-def test_ranks_that_disagree_on_what_they_serve_do_not_start():
-    """R1: one generation starts from one placement, epoch and weights version."""
-
-    def make(fleet, rank):
-        return fleet.config(rank, weights_version=1 + rank)
-
-    with pytest.raises(PeerViolation, match="weights version"):
-        Fleet(OLD, make_config=make)
 
 
 # --- Experts that an agent cannot move as a whole are refused by name, before anything starts -----

@@ -26,35 +26,28 @@ from evenkeel_moe.wire.link import (
     RegistrationOutcome,
 )
 from tests.agent.guests import NEW, OLD, Guests
-from tests.agent.ranks import (
-    LEADER,
-    prepare_for,
-    run_ranks,
-    two_rank_placements,
-)
+from tests.agent.ranks import LEADER, prepare_for, registered_prepare, run_ranks
 from tests.waiting import wait_until
 
 
 def test_the_engine_copies_and_every_rank_is_at_the_new_epoch():
-    old, new = two_rank_placements()
-    with Guests(old) as guests:
-        guests.order(new)
+    with Guests(OLD) as guests:
+        guests.order(NEW)
         guests.steps(20)
         for agent, engine, link in zip(guests.agents, guests.engines, guests.links, strict=True):
             ack = link.expect(Ack)
-            assert (ack.epoch, ack.placement_digest, ack.swap_s) == (1, new.digest, 0.001)
-            assert agent.placement == new
-            assert engine.weights.holds(new)
+            assert (ack.epoch, ack.placement_digest, ack.swap_s) == (1, NEW.digest, 0.001)
+            assert agent.placement == NEW
+            assert engine.weights.holds(NEW)
             assert engine.moves.move is None
         assert guests.troubles() == ["", ""]
 
 
 def test_until_the_last_layer_the_rank_reports_swapping_and_the_old_epoch():
-    old, new = two_rank_placements()
-    with Guests(old) as guests:
+    with Guests(OLD) as guests:
         for engine in guests.engines:
             engine.stop_after = 1
-        prepare, _ = guests.order(new)
+        prepare, _ = guests.order(NEW)
         guests.steps(14)
         guests.say(QueryState(LEADER, query=7))
         guests.say(Abort(LEADER, prepare.wave))
@@ -74,22 +67,20 @@ def test_until_the_last_layer_the_rank_reports_swapping_and_the_old_epoch():
 
 def test_steps_go_on_counting_while_the_gate_rests():
     """The controller's deadlines count steps: a stopped move must not look like a stopped fleet."""
-    old, new = two_rank_placements()
-    with Guests(old) as guests:
+    with Guests(OLD) as guests:
         for engine in guests.engines:
             engine.stop_after = 0
-        guests.order(new)
+        guests.order(NEW)
         guests.steps(40)
         assert guests.moves[0].move is not None
         assert {agent.heartbeat().step for agent in guests.agents} == {40}
 
 
 def test_an_engine_that_stops_half_way_is_reported():
-    old, new = two_rank_placements()
-    with Guests(old) as guests:
+    with Guests(OLD) as guests:
         for engine in guests.engines:
             engine.stop_after = 1
-        guests.order(new)
+        guests.order(NEW)
         guests.steps_until(lambda: all(guests.troubles()))
         for agent in guests.agents:
             assert "stopped with 1 of 2 layers switched: no layer for" in agent.trouble
@@ -100,10 +91,9 @@ def test_an_engine_that_stops_half_way_is_reported():
 
 
 def test_a_known_fault_is_named_at_once():
-    old, new = two_rank_placements()
-    with Guests(old, stall_after_s=1000.0) as guests:
+    with Guests(OLD, stall_after_s=1000.0) as guests:
         guests.engines[0].stop_after = guests.engines[1].stop_after = 0
-        guests.order(new)
+        guests.order(NEW)
         guests.steps(12)
         assert guests.troubles() == ["", ""]
         guests.engines[0].broken = "its worker ended"
@@ -126,8 +116,7 @@ def test_a_map_that_is_not_the_agreed_one_ends_the_wave_and_the_next_plan_works(
         assert guests.troubles() == ["", ""]
         for engine in guests.engines:
             engine.target_map = None
-        guests.old = found
-        guests.order(OLD, plan="back", epoch=1)
+        order_back(guests)
         guests.steps(20)
         assert [link.expect(Ack).epoch for link in guests.links] == [2, 2]
 
@@ -187,10 +176,9 @@ def test_a_slow_move_is_trouble_only_until_it_ends():
 
 
 def test_a_wave_the_engine_refuses_gets_a_no_vote():
-    old, new = two_rank_placements()
-    with Guests(old) as guests:
+    with Guests(OLD) as guests:
         guests.engines[1].no = (Reason.UNSUPPORTED, "no empty slots here")
-        _, votes = guests.order(new)
+        _, votes = guests.order(NEW)
         guests.steps(10)
         assert [vote.yes for vote in votes] == [True, False]
         assert votes[1].reason is Reason.UNSUPPORTED
@@ -198,13 +186,12 @@ def test_a_wave_the_engine_refuses_gets_a_no_vote():
 
 
 def test_a_map_the_engine_changed_by_itself_is_followed():
-    old, new = two_rank_placements()
-    with Guests(old) as guests:
+    with Guests(OLD) as guests:
         for moves in guests.moves:
-            moves.engine_rebalanced(new.phy2log)
+            moves.engine_rebalanced(NEW.phy2log)
         assert [agent.epoch for agent in guests.agents] == [1, 1]
-        assert guests.agents[0].placement == new
-        stale = prepare_for(old, new)
+        assert guests.agents[0].placement == NEW
+        stale = prepare_for(OLD, NEW)
         guests.say(stale)
         for link in guests.links:
             assert link.expect(Vote).reason is Reason.STALE_BASE
@@ -314,9 +301,8 @@ def test_weights_can_be_replaced_after_a_gate_failed(at):
 
 def test_an_armed_rank_without_a_poll_result_leaves():
     """Torn map (R8): the others may have begun, and would wait for this rank's collectives."""
-    old, new = two_rank_placements()
-    with Guests(old) as guests:
-        guests.order(new)
+    with Guests(OLD) as guests:
+        guests.order(NEW)
         agent = guests.agents[1]
         wait_until(lambda: agent._participant.state is ParticipantState.ARMED, every_s=0.01)
         guests.agents[0].step_boundary()
@@ -355,8 +341,7 @@ class _Failed:
 
 
 def test_facts_are_sent_on_every_stream_and_a_newer_one_replaces_its_kind():
-    old, _ = two_rank_placements()
-    with Guests(old) as guests:
+    with Guests(OLD) as guests:
         curve, cache = CostCurve(64, (1e-3, 2e-3), 1e-5), KvCache(70_000, 10**10)
         for fact in (curve, KvCache(1, 1), cache):
             guests.agents[0].tell(fact)
@@ -383,16 +368,9 @@ def reload(guests, versions):
     run_ranks(2, one)
 
 
-def order_back(guests, weights):
+def order_back(guests):
     """Order the way back to the old map, with the checksums that the ranks registered."""
-    agent = guests.agents[0]
-    old = agent.placement
-    prepare = prepare_for(old, OLD, plan="back", epoch=agent.epoch, weights=weights)
-    checksums = agent._participant.checksums
-    transfers = [transfer for batch in prepare.body.batches for transfer in batch]
-    sums = tuple(checksums[t.layer * old.num_logical_experts + t.logical_expert] for t in transfers)
-    guests.old = old
-    return guests.order(OLD, plan="back", epoch=agent.epoch, weights=weights, checksums=sums)
+    return guests.send(registered_prepare(guests.agents[0], OLD, "back"))
 
 
 def test_a_move_under_way_ends_before_weights_are_replaced_and_the_next_plan_works():
@@ -406,7 +384,7 @@ def test_a_move_under_way_ends_before_weights_are_replaced_and_the_next_plan_wor
             assert link.expect(RankState, lambda state: state.weights_version == 2)
             assert engine.weights.holds(NEW, version=1)
             assert agent.placement == NEW
-        _, votes = order_back(guests, weights=2)
+        votes = order_back(guests)
         assert all(vote.yes for vote in votes)
         guests.steps(20)
         for engine, link in zip(guests.engines, guests.links, strict=True):
@@ -494,7 +472,7 @@ def test_wrong_bytes_after_a_copy_are_trouble_until_weights_are_loaded_again():
         guests.engines[1].corrupt = False
         reload(guests, versions=(1, 1))
         assert guests.troubles() == ["", ""]
-        _, votes = order_back(guests, weights=2)
+        votes = order_back(guests)
         assert all(vote.yes for vote in votes)
 
 
@@ -508,8 +486,7 @@ def test_a_fault_of_the_balancer_outlasts_new_weights():
 
 
 def test_a_failed_gate_disables_migration_and_the_engine_goes_on():
-    old, _ = two_rank_placements()
-    with Guests(old) as guests:
+    with Guests(OLD) as guests:
         guests.steps(4)
         guests.agents[1]._gate_group.abort()
         for _ in range(12):

@@ -4,15 +4,7 @@ import json
 
 import pytest
 
-from tests.integration.whole import Served
-
-THRESHOLDS = {
-    "min_window_steps": 48,
-    "cooldown_s": 1,
-    "consecutive_windows": 1,
-    "plan_below": 0.98,
-    "stop_above": 0.99,
-}
+from tests.integration.whole import EAGER, Served
 
 
 @pytest.fixture
@@ -24,7 +16,7 @@ def controller(tmp_path):
         WINDOW__PLAN_STEPS=128,
         PLANNER__POLICY="keel",
         PLANNER__CYCLE_S=1,
-        PLANNER__THRESHOLDS=json.dumps(THRESHOLDS),
+        PLANNER__THRESHOLDS=json.dumps(EAGER),
         MIGRATION__COMMIT_DEADLINE_S=2,
         ADVANCED__COMMIT_DEADLINE_STEPS=64,
         MIGRATION__STALL_AFTER_S=2,

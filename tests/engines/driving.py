@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 
 from evenkeel_moe.engines.guest.settings import GuestSettings
-from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
-from evenkeel_moe.protocol.messages import Ack, Commit, Leader, Prepare, StagingProgress, Vote
+from evenkeel_moe.protocol.messages import Ack, Commit, StagingProgress, Vote
 from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome
+from tests.agent.ranks import LEADER, registered_prepare
 from tests.waiting import deadline
-
-LEADER = Leader("tester", 1)
 
 
 def toy_settings(**changes) -> GuestSettings:
@@ -67,31 +65,9 @@ class DrivenRank:
         return Placement(rows, old.num_ranks, old.num_logical_experts)
 
     def prepare(self, new, plan="plan-1", **changes):
-        old, identity = self.agent.placement, self.agent.hello().identity
-        participant = self.agent._participant
-        checksums = participant.checksums
-        transfers = [
-            Transfer(
-                int(layer),
-                int(new.phy2log[layer, slot]),
-                int(np.flatnonzero(old.phy2log[layer] == new.phy2log[layer, slot])[0]),
-                int(slot),
-                self.agent._config.shape.bytes_per_expert,
-            )
-            for layer, slot in np.argwhere(old.phy2log != new.phy2log)
-        ]
-        layers = tuple(sorted({transfer.layer for transfer in transfers}))
-        values = {
-            "leader": LEADER,
-            "wave": WaveKey(identity.generation, PlanId(plan), 0, participant.weights_version),
-            "base_epoch": Epoch(self.agent.epoch),
-            "body": Wave(0, layers, new.phy2log[list(layers)], tuple((t,) for t in transfers)),
-            "checksums": tuple(
-                checksums[t.layer * old.num_logical_experts + t.logical_expert] for t in transfers
-            ),
-            "batch_deadline_s": deadline(10),
-        }
-        return Prepare(**{**values, **changes})
+        return registered_prepare(
+            self.agent, new, plan, **{"batch_deadline_s": deadline(10), **changes}
+        )
 
     def order(self, new, plan="plan-1"):
         """Send Prepare, and Commit after a yes; the gate starts the move some steps later."""
@@ -116,9 +92,14 @@ class DrivenRank:
                 found.append(message)
         return found
 
-
-def steps_of(reports):
-    return sum(len(report.steps) for report in reports)
+    def reported(self, steps):
+        """Return the steps, and their counts, of the reports of at least so many steps."""
+        reports = self.sent(LoadReport, lambda got: sum(len(one.steps) for one in got) >= steps)
+        self.sides = {report.side.value for report in reports}
+        return (
+            np.concatenate([report.steps for report in reports]),
+            np.concatenate([report.counts for report in reports]),
+        )
 
 
 def is_told(said):

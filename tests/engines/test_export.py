@@ -1,13 +1,9 @@
 """Export the placement of a live deployment, and start both engines from it."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from tests.engines import ranks
-from tests.waiting import deadline
 
 pytestmark = [pytest.mark.engines, pytest.mark.integration, pytest.mark.timeout(300)]
 VLLM, SGLANG = "tests.engines.vllm.scenarios", "tests.engines.sglang.scenarios"
@@ -20,37 +16,10 @@ def test_engines_restart_where_a_live_deployment_stands(controller, tmp_path):
     assert not np.array_equal(now, moved[0]["before"]), "a plan was carried out"
 
     neutral, sglang = tmp_path / "map.json", tmp_path / "location.json"
-    export(controller, neutral, "neutral")
-    export(controller, sglang, "sglang", "--first-moe-layer", "2", "--num-hidden-layers", "5")
+    controller.export("toy", neutral, "neutral")
+    sizes = ("--first-moe-layer", "2", "--num-hidden-layers", "5")
+    controller.export("toy", sglang, "sglang", *sizes)
     for seen in ranks.run(VLLM, "warm_start_map", path=str(neutral)):
         assert np.array_equal(seen["map"], now) and seen["wrong"] == []
     for seen in ranks.run(SGLANG, "starts_with", text=sglang.read_text()):
         assert np.array_equal(seen["moe"], now)
-
-
-def export(controller, path, form, *options):
-    """Run `evenkeel placement export` as an operator does."""
-    command = [
-        sys.executable,
-        "-m",
-        "evenkeel_moe",
-        "placement",
-        "export",
-        "-d",
-        "toy",
-        "--out",
-        str(path),
-        "-f",
-        form,
-        *options,
-    ]
-    where = [
-        "--address",
-        str(controller.http.base_url),
-        "--token-file",
-        str(controller.folder / "tokens"),
-    ]
-    done = subprocess.run(
-        [*command, *where], capture_output=True, text=True, timeout=deadline(60), check=False
-    )
-    assert done.returncode == 0, done.stderr

@@ -1,15 +1,12 @@
 """The files of `evenkeel offline`, read back by the engines' own code."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from evenkeel_moe.formats import Trace, read_placement, write_trace
 from tests.engines import ranks
 from tests.engines.sglang.engine import DENSE, EXPERTS, LAYERS, MOE_LAYERS, REDUNDANT
-from tests.waiting import deadline
+from tests.integration.whole import evenkeel
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 SLOTS = EXPERTS + REDUNDANT
@@ -26,18 +23,10 @@ def recording(tmp_path):
 
 
 def offline(recording, out, form, *options):
-    """Run `evenkeel offline` as a user does; return what it prints."""
-    command = [sys.executable, "-m", "evenkeel_moe", "offline", recording, "--out", out, "-f", form]
-    fleet = ["--ranks", 2, "--slots", SLOTS]
-    done = subprocess.run(
-        [str(part) for part in (*command, *fleet, *options)],
-        capture_output=True,
-        text=True,
-        timeout=deadline(120),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "It pays" in done.stdout
+    """Run `evenkeel offline` as a user does; return the placement."""
+    fleet = ("--ranks", 2, "--slots", SLOTS)
+    said = evenkeel("offline", recording, "--out", out, "-f", form, *fleet, *options)
+    assert "It pays" in said
     return read_placement(
         out, num_ranks=2, num_logical_experts=EXPERTS, layer_ids=MOE_LAYERS
     ).placement

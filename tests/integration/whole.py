@@ -21,6 +21,24 @@ from tests.waiting import deadline
 
 DEPLOYMENT = "fleet"
 THRESHOLDS = {"min_window_steps": 48, "cooldown_s": 2, "consecutive_windows": 2}
+EAGER = {
+    "min_window_steps": 48,
+    "cooldown_s": 1,
+    "consecutive_windows": 1,
+    "plan_below": 0.98,
+    "stop_above": 0.99,
+}
+"""Thresholds with which a controller plans at once, for a small gain too."""
+
+
+def evenkeel(*words: object) -> str:
+    """Run a command as an operator does; return what it prints."""
+    command = [sys.executable, "-m", "evenkeel_moe", *map(str, words)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=deadline(120), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 class Served:
@@ -127,6 +145,12 @@ class Served:
 
     def patch_policy(self, **changes: object) -> None:
         self.http.patch(f"/v1/deployments/{DEPLOYMENT}/policy", json=changes).raise_for_status()
+
+    def export(self, deployment: str, path: Path, form: str, *options: object) -> None:
+        """Write the placement of a deployment to a file."""
+        where = ("--address", self.http.base_url, "--token-file", self.folder / "tokens")
+        placement = ("placement", "export", "-d", deployment, "-f", form, "--out", path)
+        evenkeel(*placement, *options, *where)
 
     def wait(self, condition, timeout_s: float, what: str):
         """Poll until the condition holds, and return what it returned."""

@@ -9,17 +9,10 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from tests.integration.whole import DEPLOYMENT, Served
+from tests.integration.whole import DEPLOYMENT, EAGER, Served
 from tests.vllm.checkpoint import EXPERTS
 from tests.vllm.server import Answer, Slots, Traffic, VllmServer
 
-THRESHOLDS = {
-    "min_window_steps": 48,
-    "cooldown_s": 1,
-    "consecutive_windows": 1,
-    "plan_below": 0.98,
-    "stop_above": 0.99,
-}
 UNEVEN = [
     [2 + (number * 31 + place * 7) % 510 for place in range(length)]
     for number, length in enumerate((8, 450, 16, 240, 60, 30, 120) * 4)
@@ -240,7 +233,7 @@ def started(
         WINDOW__STEPS=128,
         PLANNER__POLICY="keel",
         PLANNER__CYCLE_S=1,
-        PLANNER__THRESHOLDS=json.dumps(THRESHOLDS),
+        PLANNER__THRESHOLDS=json.dumps(EAGER),
     )
     server = VllmServer(
         folder / "engine", checkpoint, parallel, rank_settings(served, mode), **options

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.vllm.rig import FRESH, THRESHOLDS, UNEVEN, started
+from tests.integration.whole import EAGER
+from tests.vllm.rig import FRESH, UNEVEN, started
 from tests.vllm.server import DATA_PARALLEL, Traffic
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -55,4 +56,4 @@ def test_a_plan_waits_while_no_request_comes(rig):
 
 
 def has_load(status):
-    return status is not None and status["window_steps"] >= THRESHOLDS["min_window_steps"]
+    return status is not None and status["window_steps"] >= EAGER["min_window_steps"]

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 from tests.integration.whole import DEPLOYMENT, plans
 from tests.vllm.rig import FRESH, UNEVEN, rank_settings, started
 from tests.vllm.server import TENSOR_PARALLEL, Traffic, VllmServer
-from tests.waiting import deadline, wait_until
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -122,7 +120,8 @@ def test_the_controller_is_killed_in_the_middle_of_a_plan(rig):
 def test_a_killed_rank_ends_vllm_which_starts_again_where_it_was(rig, checkpoints, tmp_path):
     """The engine that starts from the exported map has synchronous EPLB."""
     exported = tmp_path / "map.json"
-    export(rig, exported)
+    rig.served.get("/placement")
+    rig.served.export(DEPLOYMENT, exported, "neutral")
     was = rig.server.slots().phy2log
     os.kill(rig.server.rank_process(1).pid, signal.SIGKILL)
     wait_until(lambda: not rig.server.running, within_s=60, what="vLLM to end")
@@ -193,36 +192,6 @@ def check_around_update(rig, traffic, times, name):
     rig.reference.check_answers(traffic.answers, rig.weights, name)
     assert before and after
     rig.weights = name
-
-
-def export(rig, path):
-    """Run `evenkeel placement export` as an operator does."""
-    where = [
-        "--address",
-        str(rig.served.http.base_url),
-        "--token-file",
-        rig.served.folder / "tokens",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "evenkeel_moe",
-        "placement",
-        "export",
-        "-d",
-        DEPLOYMENT,
-        "--out",
-        path,
-    ]
-    rig.served.get("/placement")
-    done = subprocess.run(
-        [*command, "-f", "neutral", *where],
-        capture_output=True,
-        text=True,
-        timeout=deadline(60),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def report(what, traffic, before, during, steps, capsys):

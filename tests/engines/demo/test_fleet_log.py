@@ -1,13 +1,9 @@
 """Lines of ranks joined by step."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from evenkeel_moe.engines.demo.fleet_log import FleetLog
-from evenkeel_moe.engines.reference.lines import read_new_lines
 from tests.engines.demo.lines import step_lines, swap_line
 
 
@@ -49,15 +45,3 @@ def test_swaps_come_back_to_the_caller():
     assert [swap.rank for swap in fleet.feed([swap_line(1, 5, "p1")])] == [1]
     assert fleet.feed(step_lines(6, (4, 4))) == []
     assert len(fleet.swaps) == 1
-
-
-def test_half_a_line_waits_for_its_end(tmp_path):
-    path = tmp_path / "rank-0.jsonl"
-    offsets: dict[Path, int] = {}
-    whole = json.dumps({"kind": "exit", "n": 1})
-    path.write_text(whole + "\n" + whole[:7])
-    assert len(list(read_new_lines(tmp_path, offsets))) == 1
-    with path.open("a") as file:
-        file.write(whole[7:] + "\n")
-    assert [line["n"] for line in read_new_lines(tmp_path, offsets)] == [1]
-    assert list(read_new_lines(tmp_path, offsets)) == []

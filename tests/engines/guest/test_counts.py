@@ -2,42 +2,8 @@
 
 import numpy as np
 import pytest
-import structlog
-import torch
 
-from evenkeel_moe.agent.device_recorder import StepCounts
-from evenkeel_moe.engines.guest.counts import StepNote, count_once
-
-
-def test_an_error_of_every_step_does_not_fill_the_log():
-    counts = StepCounts(3, lambda note, values: None)
-    with structlog.testing.capture_logs() as said:
-        for step in range(1000):
-            try:
-                counts.take(StepNote(step, 0, False, None), torch.zeros(1, 4), torch.zeros(2, 5))
-            except RuntimeError:
-                counts.failed(step)
-    assert [line["times"] for line in said] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-
-
-def test_counts_by_slot_become_counts_by_expert_with_the_map_of_their_step():
-    seen = []
-    counts = StepCounts(3, lambda note, values: seen.append((note.step, values.tolist())))
-    by_slot = torch.tensor([[5, 1, 2, 4]], dtype=torch.int32)
-    counts.take(StepNote(0, 0, False, None), by_slot, torch.tensor([[0, 1, 2, 0]]))
-    counts.take(StepNote(1, 1, False, None), by_slot, torch.tensor([[2, 1, -1, 0]]))
-    counts.take(StepNote(2, 1, False, None), by_slot, None)
-    assert seen == [(0, [[9, 1, 2]]), (1, [[4, 1, 5]]), (2, [[5, 1, 2, 4]])]
-
-
-def test_the_engine_may_fill_its_own_counter_again():
-    seen = []
-    counts = StepCounts(3, lambda note, values: seen.append(values))
-    own = torch.tensor([[5, 1, 2, 4]])
-    for view in (own, own[:, 1:3]):
-        counts.take(StepNote(0, 0, False, None), view, None)
-    own.zero_()
-    assert [values.tolist() for values in seen] == [[[5, 1, 2, 4]], [[1, 2]]]
+from evenkeel_moe.engines.guest.counts import count_once
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -12,12 +12,11 @@ from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.sglang.plugin import SglangPlugin, register
 from evenkeel_moe.formats import PlacementFile, PlacementFormat, render_placement
-from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Ack, MovedAnswers, StagingProgress
 from evenkeel_moe.wire.link import KvCache
 from tests.agent.fleet import PortLink
-from tests.engines.driving import DrivenRank, is_told, steps_of, toy_settings
+from tests.engines.driving import DrivenRank, is_told, toy_settings
 from tests.engines.sglang import engine
 
 TOKENS = 9
@@ -182,14 +181,12 @@ def observe(rank, size):
     kv_cache = one.link.expect(KvCache)
     one.steps(5)
     want = torch.bincount(one.chosen.reshape(-1), minlength=engine.EXPERTS).numpy()
-    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 5)
-    metas = np.concatenate([report.steps for report in reports])
-    counts = np.concatenate([report.counts for report in reports])
+    metas, counts = one.reported(5)
     return {
         "steps": metas["step"].tolist(),
         "tokens": set(metas["tokens"].tolist()),
         "kv_cache": kv_cache,
-        "sides": {report.side.value for report in reports},
+        "sides": one.sides,
         "last": counts[-1],
         "want": want,
         "shape": one.agent.hello().shape,
@@ -207,8 +204,7 @@ def seconds(rank, size, *, a2a):
         before = np.array(spent.bounds)
         one.step()
         told.append((spent.bounds - before).tolist())
-    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 7)
-    metas = np.concatenate([report.steps for report in reports])
+    metas, _ = one.reported(7)
     return {
         "steps": metas["step"].tolist(),
         "seconds": metas["compute_s"].tolist(),
@@ -223,22 +219,19 @@ def own_requests(rank, size, *, skip, a2a, deepep_mode):
     for request in ("first", "first", "second", "HEALTH_CHECK_7f", "third"):
         one.request = request
         one.step()
-    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 5)
-    return {
-        "dummy": np.concatenate([report.steps["dummy"] for report in reports]).tolist(),
-        "counted": np.concatenate([report.counts for report in reports]).any(axis=(1, 2)).tolist(),
-    }
+    metas, counts = one.reported(5)
+    return {"dummy": metas["dummy"].tolist(), "counted": counts.any(axis=(1, 2)).tolist()}
 
 
 def shared_batch(rank, size, *, a2a, deepep_mode):
     """Both ranks got the same batch: without all-to-all, or as one attention group of DeepEP."""
     one = Rank(rank, size, mode="observe", a2a=a2a, deepep_mode=deepep_mode)
     one.steps(5)
-    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 5)
+    metas, counts = one.reported(5)
     return {
-        "tokens": np.concatenate([report.steps["tokens"] for report in reports]).tolist(),
-        "counts": np.concatenate([report.counts for report in reports]),
-        "side": {report.side.value for report in reports},
+        "tokens": metas["tokens"].tolist(),
+        "counts": counts,
+        "side": one.sides,
         "want": torch.bincount(one.chosen.reshape(-1), minlength=engine.EXPERTS).numpy(),
         "moe": one.map()[list(engine.MOE_LAYERS)],
     }

@@ -1,8 +1,6 @@
 """`evenkeel record sglang` with SGLang's own recorder and dump."""
 
 import socket
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -12,6 +10,7 @@ from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.formats import read_trace
 from tests.engines import ranks
 from tests.engines.sglang.engine import MOE_LAYERS
+from tests.integration.whole import evenkeel
 from tests.waiting import deadline, wait_until
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
@@ -27,22 +26,11 @@ def test_a_trace_is_recorded_over_sglangs_routes(tmp_path):
     try:
         wait_until(lambda: is_open(port), within_s=60)
         out = tmp_path / "trace.npz"
-        command = [sys.executable, "-m", "evenkeel_moe", "record", "sglang", "-s", "0.3"]
-        where = [
-            "--address",
-            f"http://127.0.0.1:{port}",
-            "--dumps",
-            str(tmp_path),
-            "--out",
-            str(out),
-        ]
-        done = subprocess.run(
-            [*command, *where], capture_output=True, text=True, timeout=deadline(120), check=False
-        )
+        where = ("--address", f"http://127.0.0.1:{port}", "--dumps", tmp_path, "--out", out)
+        said = evenkeel("record", "sglang", "-s", 0.3, *where)
     finally:
         fleet.join(deadline(250))
-    assert done.returncode == 0, done.stderr
-    assert "Next: evenkeel offline" in done.stdout
+    assert "Next: evenkeel offline" in said
     trace = read_trace(out)
     assert trace.layer_ids == MOE_LAYERS
     routed = np.sum([np.array(rank) for rank in found], axis=0)

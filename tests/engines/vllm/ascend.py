@@ -7,12 +7,9 @@ vllm_ascend/ops/fused_moe/eplb.py and vllm_ascend/worker/worker.py of commit 182
 import importlib.util
 import sys
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenkeel_moe.model.load import LoadReport
-from tests.engines.driving import steps_of
 from tests.engines.vllm import engine
 from tests.engines.vllm.scenarios import Rank
 
@@ -96,7 +93,7 @@ def place(rank, size):
     """Two plans; the second is ordered while no rank records load."""
     one = AscendRank(rank, size)
     one.steps(4)
-    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 4)
+    metas, counts = one.reported(4)
     before, new = one.map(), one.target()
     one.order(new)
     one.until(lambda: one.agent.epoch == 1)
@@ -109,9 +106,9 @@ def place(rank, size):
     waited = one.agent.epoch
     one.until(lambda: one.agent.epoch == 2)
     return {
-        "side": reports[0].side.value,
-        "tokens": np.concatenate([report.steps["tokens"] for report in reports]).tolist(),
-        "counts": np.concatenate([report.counts for report in reports]),
+        "sides": one.sides,
+        "tokens": metas["tokens"].tolist(),
+        "counts": counts,
         "watched": one.guest.worker_watched,
         "first": first,
         "waited": waited,

@@ -17,12 +17,10 @@ from evenkeel_moe.engines.guest.guards import Hook, Unsupported
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.vllm import hooks
 from evenkeel_moe.engines.vllm.plugin import VllmPlugin, register
-from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Wave
 from evenkeel_moe.protocol.messages import AbortAnswer, Vote
 from tests.agent.fleet import PortLink
-from tests.engines.driving import steps_of
 from tests.engines.vllm import engine
 from tests.engines.vllm.engine import Config
 from tests.engines.vllm.scenarios import TOKENS, Rank
@@ -197,12 +195,11 @@ def warm_up(rank, size):
     chosen = one.chosen[:TOKENS].reshape(-1)
     want = torch.bincount(chosen, minlength=one.model.num_logical_experts).numpy()
     one.steps(3)
-    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 7)
-    metas = np.concatenate([report.steps for report in reports])
+    metas, counts = one.reported(7)
     return {
         "tokens": metas["tokens"].tolist(),
         "dummy": metas["dummy"].tolist(),
-        "counts": np.concatenate([report.counts for report in reports]),
+        "counts": counts,
         "want": want,
     }
 

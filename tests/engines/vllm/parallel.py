@@ -1,11 +1,8 @@
 """Scenarios of a toy vLLM with tensor, pipeline and elastic parallelism."""
 
-import numpy as np
 import structlog
 import torch
 
-from evenkeel_moe.model.load import LoadReport
-from tests.engines.driving import steps_of
 from tests.engines.vllm.scenarios import TOKENS, Rank
 
 
@@ -30,9 +27,7 @@ def tensor_parallel(rank, size, *, how):
     one = Rank(rank, size, use_async=False, mode="observe", tensor_parallel=how)
     one.steps(4)
     real = one.chosen[:TOKENS].reshape(-1)
-    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 4)
-    metas = np.concatenate([report.steps for report in reports])
-    counts = np.concatenate([report.counts for report in reports])
+    metas, counts = one.reported(4)
     return {
         "tokens": metas["tokens"].tolist(),
         "dummy": metas["dummy"].any(),
@@ -48,8 +43,8 @@ def counted_otherwise(rank, size, *, times):
     one.counted_times = times
     with structlog.testing.capture_logs() as said:
         one.steps(4)
-    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 4)
+    metas, _ = one.reported(4)
     return {
         "said": [line for line in said if line["event"] == "tokens_counted_otherwise"],
-        "tokens": np.concatenate([report.steps["tokens"] for report in reports]).tolist(),
+        "tokens": metas["tokens"].tolist(),
     }

@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from evenkeel_moe.engines.vllm.plugin import VllmPlugin
 from evenkeel_moe.errors import Unavailable
-from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.model.placement import Placement
 from tests.agent.fleet import PortLink
-from tests.engines.driving import steps_of, toy_settings
+from tests.engines.driving import toy_settings
 from tests.engines.vllm import elastic, engine
 from tests.engines.vllm.scenarios import Rank
 from tests.waiting import deadline
@@ -270,9 +269,8 @@ def observed(rank, size):
         one.joined(whole)
     seen = one.whole()
     one.steps(4)
-    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 4)
-    steps = np.concatenate([report.steps["step"] for report in reports])
-    return {**seen, "steps": steps.tolist(), "first": seen["step"]}
+    metas, _ = one.reported(4)
+    return {**seen, "steps": metas["step"].tolist(), "first": seen["step"]}
 
 
 def followed(rank, size, *, controllers, folder):

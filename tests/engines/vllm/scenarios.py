@@ -11,11 +11,10 @@ import torch.distributed as dist
 
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.vllm.plugin import VllmPlugin
-from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.protocol.messages import Ack, StagingProgress
 from evenkeel_moe.wire.link import KvCache
 from tests.agent.fleet import PortLink
-from tests.engines.driving import DrivenRank, is_told, steps_of, toy_settings
+from tests.engines.driving import DrivenRank, is_told, toy_settings
 from tests.engines.vllm import engine
 from tests.engines.vllm.engine import Config, Model, ModelConfig
 from tests.waiting import deadline
@@ -226,9 +225,7 @@ def observe(rank, size):
     want = torch.bincount(chosen, minlength=one.model.num_logical_experts).numpy()
     one.step(dummy=True)
     one.steps(3)
-    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 8)
-    metas = np.concatenate([report.steps for report in reports])
-    counts = np.concatenate([report.counts for report in reports])
+    metas, counts = one.reported(8)
     hello = one.agent.hello()
     return {
         "steps": metas["step"].tolist(),
@@ -255,8 +252,7 @@ def seconds(rank, size):
         before = np.array(spent.bounds)
         one.step()
         told.append((spent.bounds - before).tolist())
-    reports = one.sent(LoadReport, lambda reports: steps_of(reports) >= 8)
-    metas = np.concatenate([report.steps for report in reports])
+    metas, _ = one.reported(8)
     return {"seconds": metas["compute_s"].tolist(), "told": told}
 
 

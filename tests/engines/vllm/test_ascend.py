@@ -16,7 +16,7 @@ def test_plans_and_loads_of_the_newer_runner():
             assert (seen[name]["wrong"], seen[name]["trouble"]) == ([], "")
         assert not np.array_equal(seen["first"]["before"], seen["first"]["target"])
         assert seen["waited"] == 1, "it rearranges only once a rank has recorded load"
-        assert seen["side"] == "destination"
+        assert seen["sides"] == {"destination"}
         assert seen["watched"]
         assert seen["tokens"] == [12] * 4
         assert seen["counts"].shape == (4, 3, 4), "the slots of this rank"
