@@ -15,7 +15,7 @@ import torch
 from evenkeel_moe.adapters.torch.checksum import checksum
 from evenkeel_moe.agent import LoraOnExperts, network_thread
 from evenkeel_moe.agent.checksums import checksums_digest
-from evenkeel_moe.agent.clock_watch import watch_clock
+from evenkeel_moe.agent.network_thread import watch_clock
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.ids import DeploymentId, EpRank

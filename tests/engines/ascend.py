@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.engines.wheels import engine_root, stand_in
+from tests.engines.wheels import empty_modules, engine_root, stand_in
 
 VERSION = "0.23.0"
 WHEEL = "vllm-ascend", VERSION, ("vllm_ascend/eplb/core/eplb_utils.py",)
@@ -17,16 +17,12 @@ def expert_maps(rank: int, size: int, *, path: str, layers: int, experts: int, r
     """Return, for each layer, the slots of each rank's experts, and the replica a rank uses."""
     del rank, size
     root = engine_root(*WHEEL)
-    names = ("model_executor", "model_executor.layers", "model_executor.layers.fused_moe")
     stand_in("vllm")
-    for name in names:
-        stand_in(f"vllm.{name}")
     stand_in("vllm.logger", logger=logging.getLogger("vllm"))
-    stand_in("vllm.model_executor.layers.fused_moe.expert_map_manager", determine_expert_map=None)
-    for name in ("vllm_ascend", "vllm_ascend.eplb", "vllm_ascend.eplb.core"):
-        stand_in(name).__path__ = [str(root / name.replace(".", "/"))]
+    stand_in("vllm_ascend", root / "vllm_ascend")
     torch.Tensor.npu = lambda self: self  # type: ignore[attr-defined]
-    utils = importlib.import_module("vllm_ascend.eplb.core.eplb_utils")
+    with empty_modules("vllm"):
+        utils = importlib.import_module("vllm_ascend.eplb.core.eplb_utils")
     config = SimpleNamespace(expert_map_path=path, dynamic_eplb=False, num_redundant_experts=0)
     found = []
     for layer in range(layers):

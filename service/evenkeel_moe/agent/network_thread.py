@@ -12,13 +12,13 @@ from typing import Any
 
 import structlog
 
-from evenkeel_moe.agent.clock_watch import watch_clock
 from evenkeel_moe.agent.ports import ClockReader, LinkListener, RankLink
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.agent.reporter import Reporter
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.protocol.messages import ControllerMessage, RankIdentity
 from evenkeel_moe.wire.link import (
+    DeviceClock,
     FlowControl,
     FromRankLink,
     NotLeader,
@@ -32,6 +32,11 @@ _log = structlog.get_logger(__name__)
 _RESTART_AFTER_S = 5.0
 _LAST_MESSAGE_S = 1.0
 """Longest wait for the controller to take the last message."""
+
+
+_CLOCK_EVERY_S = 5.0
+_CLOCK_CHANGE = 0.02
+"""Change of the ratio that is told: smaller ones are the ripple of the driver's own control."""
 
 
 class NetworkThread:
@@ -149,3 +154,20 @@ def _log_end(task: asyncio.Task[None]) -> None:
     """Log the end of a task that should run for ever; the engine continues."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("agent_task_ended", task=task.get_name(), exc_info=error)
+
+
+async def watch_clock(
+    reader: ClockReader, tell: Callable[[DeviceClock], None], every_s: float = _CLOCK_EVERY_S
+) -> None:
+    """Read the clock every few seconds, and tell it at first and whenever it has changed."""
+    told: DeviceClock | None = None
+    while True:
+        clock = await asyncio.to_thread(reader.read)
+        if clock is not None and (
+            told is None
+            or abs(clock.ratio - told.ratio) >= _CLOCK_CHANGE
+            or clock.limited_by != told.limited_by
+        ):
+            tell(clock)
+            told = clock
+        await asyncio.sleep(every_s)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plugin_on_all
+from evenkeel_moe.engines.guest.collective_start import RollCall, all_or_none
 from evenkeel_moe.errors import Unavailable
 from tests.waiting import deadline, wait_until
 
@@ -19,7 +19,7 @@ def test_a_rank_without_the_plugin_is_found_before_any_collective():
     patience_s = deadline(20.0)
 
     def ask(name, rank, timeout_s):
-        require_plugin_on_all(store, name, rank, 3, timeout_s)
+        RollCall(store, name, rank, 3).require_all(timeout_s)
 
     others = [threading.Thread(target=ask, args=("a", rank, patience_s)) for rank in (1, 2)]
     for thread in others:

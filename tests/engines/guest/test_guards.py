@@ -8,10 +8,10 @@ from evenkeel_moe.engines.guest.guards import (
     EngineReport,
     Hook,
     Unsupported,
-    check_signatures,
     check_version,
     compare_fields,
     compare_signatures,
+    refuse_differences,
 )
 
 
@@ -27,6 +27,9 @@ def test_guards_name_the_difference():
 
         number = 3
 
+    def check(owner, expected):
+        refuse_differences(compare_signatures(owner, expected))
+
     check_version("engine", "1.0", ("1.0", "1.1"))
     with pytest.raises(Unsupported, match=r"engine is 1.2; this plugin supports 1.0, 1.1"):
         check_version("engine", "1.2", ("1.0", "1.1"))
@@ -35,14 +38,14 @@ def test_guards_name_the_difference():
     for other in ("1.0rc1", "1.0.dev3", "1.0.1", "1.0.post1x", "2.0+cu130", ""):
         with pytest.raises(Unsupported, match="this plugin supports 1.0, 1.1"):
             check_version("engine", other, ("1.0", "1.1"))
-    check_signatures(Engine, {"plan": "cls weight ranks", "free": "one"})
+    check(Engine, {"plan": "cls weight ranks", "free": "one"})
     with pytest.raises(
         Unsupported, match=r"plan takes \(cls, weight, ranks\), not \(cls, weight\)"
     ):
-        check_signatures(Engine, {"plan": "cls weight"})
+        check(Engine, {"plan": "cls weight"})
     for name in ("gone", "number"):
         with pytest.raises(Unsupported, match="is missing"):
-            check_signatures(Engine, {name: ""})
+            check(Engine, {name: ""})
 
     @dataclass
     class State:

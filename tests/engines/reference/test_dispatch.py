@@ -277,22 +277,15 @@ def test_ranks_under_different_epochs_never_compute_together(rule):
     assert all(run_ranks(RANKS, work))
 
 
-def test_the_rule_survives_the_configuration_file_and_names_its_model():
+def test_the_rule_survives_the_configuration_file():
     config = config_of(1, DispatchRule.LPLB)
     assert RankConfig.from_json(config.to_json()) == config
-    assert DispatchRule.LPLB.model is DispatchModel.OPTIMAL
-    assert DispatchRule.NEAREST.model is DispatchModel.NEAREST
-    assert DispatchRule.WATERFILL.model is DispatchModel.WATERFILL
-    assert DispatchRule.WATERFILL_STATIC.model is DispatchModel.WATERFILL
-    assert DispatchRule.WATERFILL_ALL_RANKS.model is DispatchModel.WATERFILL
-    assert DispatchRule.FEWEST.model is DispatchModel.FEWEST
     with pytest.raises(InvalidInput):
         config_of(0, DispatchRule.LIBRA, transient_experts=-1)
 
 
-def test_ranks_tell_the_name_of_a_model_or_of_the_rule_that_needs_one():
-    told = {rule.value: rule.told for rule in DispatchRule}
-    assert told == {
+def test_each_rule_names_the_model_that_the_planner_should_use():
+    assert {rule.value: rule.model.value for rule in DispatchRule} == {
         "even": "even",
         "nearest": "nearest",
         "lplb": "optimal",

@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import logging
 import sys
-import types
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from evenkeel_moe.engines.sglang import hooks as known
 from tests.engines.driving import expert_rows
 from tests.engines.sglang import experts
 from tests.engines.spent import Spent
-from tests.engines.wheels import engine_root, stand_in, version_of
+from tests.engines.wheels import empty_modules, engine_root, stand_in, version_of
 
 VERSION = version_of("sglang", "0.5.23")
 LOADERS = (
@@ -68,12 +67,6 @@ PARALLEL = SimpleNamespace(
 )
 SERVING = SimpleNamespace(skip_server_warmup=True)
 RESOURCES = SimpleNamespace(expert_distribution_recorder=None, expert_location_metadata=None)
-
-
-def _package(name: str, path: str | None = None, **content: Any) -> types.ModuleType:
-    module = stand_in(name, **content)
-    module.__path__ = [path] if path else []
-    return module
 
 
 class _Withable:
@@ -143,9 +136,14 @@ def load(rank: int) -> SimpleNamespace:
     """
     if "sglang" not in sys.modules:
         known.KNOWN_VERSIONS = tuple(sorted({*known.KNOWN_VERSIONS, VERSION}))
-        root = root_folder()
         PARALLEL.tp_rank = rank
-        _stand_ins(str(root / "sglang" / "srt"))
+        with empty_modules("sglang"):
+            _stand_ins(root_folder() / "sglang" / "srt")
+            return _loaded()
+    return _loaded()
+
+
+def _loaded() -> SimpleNamespace:
     names = (
         "eplb_manager",
         "expert_distribution",
@@ -154,19 +152,18 @@ def load(rank: int) -> SimpleNamespace:
         "eplb_algorithms",
     )
     modules = {name: importlib.import_module(f"sglang.srt.eplb.{name}") for name in names}
+    importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
     return SimpleNamespace(**modules, hooks=hooks)
 
 
-def _stand_ins(srt: str) -> None:
+def _stand_ins(srt: Path) -> None:
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
     torch.cpu.is_current_stream_capturing = lambda: False  # type: ignore[attr-defined]
-    _package("einops")
-    _package("sglang")
+    stand_in("einops")
+    stand_in("sglang")
     stand_in("sglang.version", __version__=VERSION)
-    _package("sglang.srt")
-    _package("sglang.srt.eplb", f"{srt}/eplb")
-    _package("sglang.srt.plugins", f"{srt}/plugins")
+    stand_in("sglang.srt", srt)
     stand_in("sglang.srt.environ", envs=_Environment())
     stand_in(
         "sglang.srt.runtime_context",
@@ -181,41 +178,21 @@ def _stand_ins(srt: str) -> None:
         logs_expert_balancedness_to_server_log=lambda: False,
         reports_expert_balancedness=lambda: False,
     )
-    _package("sglang.srt.elastic_ep")
     stand_in(
         "sglang.srt.elastic_ep.elastic_ep",
         ElasticEPStateManager=_Elastic,
         elastic_expanded_world_enabled=lambda: False,
     )
-    _package("sglang.srt.model_executor")
-    stand_in(
-        "sglang.srt.model_executor.forward_batch_info",
-        ForwardBatch=ForwardBatch,
-        ForwardMode=object,
-    )
-    stand_in("sglang.srt.model_executor.model_runner", ModelRunner=ModelRunner)
-    _package("sglang.srt.model_executor.model_runner_components")
-    stand_in(
-        "sglang.srt.model_executor.model_runner_components.weight_updater",
-        WeightUpdater=WeightUpdater,
-    )
-    _package("sglang.srt.managers")
+    executor = "sglang.srt.model_executor"
+    stand_in(f"{executor}.forward_batch_info", ForwardBatch=ForwardBatch, ForwardMode=object)
+    stand_in(f"{executor}.model_runner", ModelRunner=ModelRunner)
+    components = f"{executor}.model_runner_components"
+    stand_in(f"{components}.weight_updater", WeightUpdater=WeightUpdater)
+    stand_in(f"{components}.moe_ep_setup", init_lplb_solvers=lambda **_: None)
     stand_in("sglang.srt.managers.io_struct", BeginWeightUpdateReqOutput=SimpleNamespace)
-    _package("sglang.srt.managers.scheduler_components")
     stand_in(
         "sglang.srt.managers.scheduler_components.weight_updater",
         SchedulerWeightUpdaterManager=SchedulerUpdater,
-    )
-    stand_in(
-        "sglang.srt.model_executor.model_runner_components.moe_ep_setup",
-        init_lplb_solvers=lambda **_: None,
-    )
-    _package("sglang.srt.observability")
-    stand_in(
-        "sglang.srt.observability.metrics_collector",
-        STAT_LOGGER_ROLE_EXPERT_DISPATCH="",
-        ExpertDispatchCollector=object,
-        resolve_collector_class=lambda *_: object,
     )
     stand_in(
         "sglang.srt.utils",
@@ -225,20 +202,14 @@ def _stand_ins(srt: str) -> None:
         get_bool_env_var=lambda _name, default="false": False,
     )
     stand_in("sglang.srt.model_loader", get_model_architecture=lambda _config: (ModelClass, None))
-    _package("sglang.srt.distributed")
     world = SimpleNamespace(cpu_group=dist.group.WORLD)
     stand_in("sglang.srt.distributed.parallel_state", get_world_group=lambda: world)
-    _package("sglang.srt.layers")
-    _package(
-        "sglang.srt.layers.moe",
-        f"{srt}/layers/moe",
-        get_moe_a2a_backend=lambda: SimpleNamespace(is_megamoe=lambda: False),
-    )
-    stand_in("sglang.srt.layers.activation", GeluAndMul=None, SiluAndMul=None, SituAndMul=None)
     moe = "sglang.srt.layers.moe"
+    backend = SimpleNamespace(is_megamoe=lambda: False)
+    stand_in(moe, srt / "layers" / "moe", get_moe_a2a_backend=lambda: backend)
     StandardDispatchOutput = namedtuple("StandardDispatchOutput", "hidden_states scale topk_output")
     StandardCombineInput = namedtuple("StandardCombineInput", "hidden_states")
-    _package(
+    stand_in(
         f"{moe}.token_dispatcher",
         StandardDispatchOutput=StandardDispatchOutput,
         StandardCombineInput=StandardCombineInput,
@@ -246,9 +217,6 @@ def _stand_ins(srt: str) -> None:
     stand_in(f"{moe}.token_dispatcher.standard", StandardDispatchOutput=StandardDispatchOutput)
     StandardTopKOutput = namedtuple("StandardTopKOutput", "topk_weights topk_ids router_logits")
     stand_in(f"{moe}.topk", StandardTopKOutput=StandardTopKOutput)
-    _package(f"{moe}.moe_runner", MoeRunnerConfig=object)
-    _package(f"{moe}.moe_runner.triton_utils")
-    stand_in(f"{moe}.moe_runner.triton_utils.fused_moe", swiglu_gpt_oss_sigmoid_alpha=None)
     logging.getLogger("sglang").setLevel(logging.WARNING)
 
 

@@ -277,7 +277,7 @@ def start_fails(rank, size):
     """Rank 0 cannot open the store; SGLang's group still works for SGLang."""
     one = Rank(rank, size, host="no.such.host.invalid", group_timeout_s=5.0)
     told: list[Any] = [None] * size
-    dist.all_gather_object(told, rank, group=one.guest._access.cpu_group())
+    dist.all_gather_object(told, rank, group=one.guest._plan_group())
     one.steps(20)
     return {"agent": one.agent is not None, "told": told, "steps": one.taken}
 

@@ -8,7 +8,6 @@ is made again (`nixl_ep` keeps them); the copies of weights that are not experts
 
 import contextlib
 import importlib
-import importlib.util
 import itertools
 import sys
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from tests.engines.vllm import engine
 from tests.engines.vllm.kernels import FUSED_MOE
-from tests.engines.wheels import stand_in
+from tests.engines.wheels import empty_modules
 
 HOST = "127.0.0.1"
 _DISTRIBUTED = "vllm.distributed"
@@ -127,7 +126,9 @@ def load() -> Any:
     """Import the wheel's modules in this process, after `engine.load`."""
     modules = engine.load()
     if not hasattr(modules.state, "_toy_elastic"):
-        _stand_ins(modules)
+        with empty_modules("vllm"):
+            _stand_ins(modules)
+            importlib.import_module(f"{_ELASTIC}.elastic_execute")
         modules.state._toy_elastic = True
     modules.elastic = importlib.import_module(f"{_ELASTIC}.elastic_execute")
     modules.standby = importlib.import_module(f"{_ELASTIC}.standby_state")
@@ -136,13 +137,8 @@ def load() -> Any:
 
 def _real(name: str) -> Any:
     """Import a module of the wheel in place of its stand-in."""
-    path = engine.root_folder() / f"{name.replace('.', '/')}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    del sys.modules[name]
+    return importlib.import_module(name)
 
 
 def _stand_ins(modules: Any) -> None:
@@ -185,52 +181,40 @@ def _stand_ins(modules: Any) -> None:
         (torch.compiler, "reset"),  # Loads the compiler first.
     ):
         setattr(owner, name, lambda *_: None)
-    package = stand_in(_ELASTIC)
-    package.__path__ = [str(engine.root_folder() / _ELASTIC.replace(".", "/"))]
 
 
 def _add(name: str, **content: Any) -> None:
     """Add content to a stand-in."""
-    sys.modules[name].__dict__.update(content)
+    importlib.import_module(name).__dict__.update(content)
 
 
 def _stand_ins_of_imports() -> None:
-    other = type("Other", (), {})
-    for name in ("compilation", "model_executor.warmup", "v1.worker.gpu"):
-        _add(stand_in(f"vllm.{name}").__name__, __path__=[])
     _add(
         "vllm.config",
         get_current_vllm_config_or_none=lambda: None,
         set_current_vllm_config=lambda _: contextlib.nullcontext(),
     )
     communicators = f"{_DISTRIBUTED}.device_communicators"
-    stand_in(f"{communicators}.cuda_communicator", CudaCommunicator=DeviceCommunicator)
+    _add(f"{communicators}.cuda_communicator", CudaCommunicator=DeviceCommunicator)
     _add(f"{communicators}.pynccl", defer_comm_warmup_on_rocm=contextlib.nullcontext)
     _add("vllm.utils", is_moe_layer=lambda module: isinstance(module, MoeModule))
-    stand_in("vllm.utils.import_utils", resolve_obj_by_qualname=lambda _: DeviceCommunicator)
-    stand_in("vllm.utils.network_utils", get_tcp_uri=lambda ip, port: f"tcp://{ip}:{port}")
-    stand_in("vllm.utils.system_utils", suppress_stdout=contextlib.nullcontext)
-    stand_in("vllm.compilation.cuda_graph", CUDAGraphWrapper=other)
-    stand_in("vllm.compilation.wrapper", reset_compile_wrapper=lambda _: None)
+    _add("vllm.utils.import_utils", resolve_obj_by_qualname=lambda _: DeviceCommunicator)
+    _add("vllm.utils.network_utils", get_tcp_uri=lambda ip, port: f"tcp://{ip}:{port}")
+    _add("vllm.utils.system_utils", suppress_stdout=contextlib.nullcontext)
+    _add("vllm.compilation.wrapper", reset_compile_wrapper=lambda _: None)
     manager = SimpleNamespace(stage_ep_size=lambda: None, commit_ep_size=lambda: None)
-    stand_in(f"{FUSED_MOE}.all2all_utils", get_ep_all2all_manager=lambda *_: manager)
+    _add(f"{FUSED_MOE}.all2all_utils", get_ep_all2all_manager=lambda *_: manager)
     _add(f"{FUSED_MOE}.config", FusedMoEParallelConfig=SimpleNamespace(make=lambda **_: None))
-    stand_in(f"{FUSED_MOE}.eep_reconfigure", make_eep_staged_quant_method=None)
-    stand_in(
+    _add(
         "vllm.model_executor.warmup.flashinfer_autotune_cache",
         sync_flashinfer_autotune_cache=lambda *_: None,
     )
-    stand_in("vllm.model_executor.warmup.kernel_warmup", kernel_warmup=None)
-    stand_in(
+    _add(
         "vllm.v1.engine",
         ReconfigureDistributedRequest=SimpleNamespace,
         ReconfigureRankType=SimpleNamespace(KEEP_CURRENT_RANK=-1, SHUTDOWN_CURRENT_RANK=-2),
     )
-    stand_in("vllm.v1.worker.dp_utils", skip_dp_coordination=contextlib.nullcontext)
-    stand_in("vllm.v1.worker.gpu.cudagraph_utils", CudaGraphManager=other)
-    stand_in("vllm.v1.worker.gpu.eplb_utils", preserve_serving_state=None)
-    stand_in("vllm.v1.worker.gpu_ubatch_wrapper", UBatchWrapper=other)
-    _add("vllm.v1.worker.workspace", lock_workspace=None, unlock_workspace=None)
+    _add("vllm.v1.worker.dp_utils", skip_dp_coordination=contextlib.nullcontext)
 
 
 def _init_stateless_group(

@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,7 @@ from evenkeel_moe.engines.vllm import hooks
 from tests.engines.driving import expert_rows
 from tests.engines.spent import Spent
 from tests.engines.vllm import kernels
-from tests.engines.wheels import engine_root, stand_in, version_of
+from tests.engines.wheels import empty_modules, engine_root, stand_in, version_of
 
 VERSION = version_of("vllm", "0.33.0")
 EPLB = "vllm.distributed.eplb"
@@ -186,50 +186,32 @@ def load() -> SimpleNamespace:
 
     A version that the plugin does not know yet is tested like one that it knows.
     """
-    if "vllm" in sys.modules:
-        return _loaded()
-    hooks.KNOWN_VERSIONS = tuple(sorted({*hooks.KNOWN_VERSIONS, VERSION}))
-    root = root_folder()
-    torch.Event = InertEvent  # type: ignore[misc, assignment]
-    _stand_ins()
-    package = stand_in("vllm.distributed.eplb")
-    package.__path__ = [str(root / "vllm" / "distributed" / "eplb")]
-    loaded = _loaded()
-    for name in ("eplb_communicator", "rebalance_execute", "async_worker"):
-        module: Any = importlib.import_module(f"{EPLB}.{name}")
-        module.device_stream = lambda _stream: contextlib.nullcontext()
-    return loaded
-
-
-def _loaded() -> SimpleNamespace:
+    if "vllm" not in sys.modules:
+        hooks.KNOWN_VERSIONS = tuple(sorted({*hooks.KNOWN_VERSIONS, VERSION}))
+        torch.Event = InertEvent  # type: ignore[misc, assignment]
+        with empty_modules("vllm"):
+            _stand_ins()
+            kernels.load()
+            importlib.import_module(f"{EPLB}.eplb_state")
+            for name in ("eplb_communicator", "rebalance_execute", "async_worker"):
+                module: Any = importlib.import_module(f"{EPLB}.{name}")
+                module.device_stream = lambda _stream: contextlib.nullcontext()
     return SimpleNamespace(
         state=importlib.import_module(f"{EPLB}.eplb_state"),
         worker=importlib.import_module(f"{EPLB}.async_worker"),
         execute=importlib.import_module(f"{EPLB}.rebalance_execute"),
         policies=importlib.import_module(f"{EPLB}.policy"),
-        kernels=kernels.load(root_folder()),
+        kernels=importlib.import_module(f"{kernels.FUSED_MOE}.modular_kernel"),
         groups=GROUPS,
     )
 
 
 def _stand_ins() -> None:
     logging.setLoggerClass(_Logger)
-
-    class StatelessGroup:
-        pass
-
-    class Experts(Protocol):
-        pass
-
-    stand_in("vllm", __version__=VERSION)
-    for name in ("v1", "v1.worker"):
-        stand_in(f"vllm.{name}").__path__ = []  # type: ignore[attr-defined]
+    other = type("Other", (), {})
+    stand_in("vllm", root_folder() / "vllm", __version__=VERSION)
     stand_in("vllm.v1.worker.worker_base", WorkerWrapperBase=WorkerWrapper)
     stand_in("vllm.v1.worker.gpu_worker", Worker=Worker)
-    for name in ("model_executor", "model_executor.models", "utils", "distributed"):
-        stand_in(f"vllm.{name}").__path__ = []  # type: ignore[attr-defined]
-    stand_in("vllm.distributed.device_communicators").__path__ = []  # type: ignore[attr-defined]
-    stand_in("vllm.config", ModelConfig=object, ParallelConfig=object).__path__ = []  # type: ignore[attr-defined]
     stand_in("vllm.config.utils", compute_hash_cached=lambda config: config.compute_hash())
     stand_in("vllm.config.parallel", EPLBPolicyOption=Literal["default"])
     stand_in("vllm.logger", init_logger=logging.getLogger)
@@ -237,16 +219,13 @@ def _stand_ins() -> None:
     stand_in("vllm.platforms", current_platform=platform)
     stand_in("vllm.utils.gpu_sync_debug", gpu_sync_allowed=contextlib.nullcontext)
     stand_in("vllm.utils.torch_utils", PIN_MEMORY=False)
-    stand_in("vllm.model_executor.models.interfaces", MixtureOfExperts=Experts)
-    stand_in("vllm.distributed.stateless_coordinator", StatelessGroupCoordinator=StatelessGroup)
+    stand_in("vllm.distributed.stateless_coordinator", StatelessGroupCoordinator=other)
     stand_in(
         "vllm.distributed.utils",
-        StatelessProcessGroup=StatelessGroup,
+        StatelessProcessGroup=other,
         is_weak_contiguous=lambda _: True,
     )
     stand_in("vllm.distributed.nixl_utils", NixlWrapper=None)
-    stand_in("vllm.distributed.device_communicators.pynccl", PyNcclCommunicator=object)
-    stand_in("vllm.distributed.device_communicators.pynccl_wrapper", ncclDataTypeEnum=object)
     stand_in(
         "vllm.distributed.parallel_state",
         GroupCoordinator=object,

@@ -21,42 +21,15 @@ SOURCES = tuple(
 )
 
 
-def load(root: Any) -> Any:
+def load() -> Any:
     """Import the wheel's `modular_kernel`, once the other stand-ins are there."""
-    name = f"{FUSED_MOE}.modular_kernel"
-    if name not in sys.modules:
-        _stand_ins(str(root / FUSED_MOE.replace(".", "/")))
-    return importlib.import_module(name)
-
-
-def _stand_ins(folder: str) -> None:
-    def package(name: str, *path: str) -> None:
-        stand_in(name).__path__ = list(path)  # type: ignore[attr-defined]
-
     platform = sys.modules["vllm.platforms"].current_platform
     platform.is_cpu, platform.is_cuda = lambda: True, lambda: False
-    package("vllm.model_executor.layers")
-    package(FUSED_MOE, folder)
-    package(f"{FUSED_MOE}.runner")
-    package(f"{FUSED_MOE}.experts")
-    stand_in(f"{FUSED_MOE}.experts.fused_humming_moe", HummingIndexedExperts=type("Other", (), {}))
-    package("vllm.model_executor.layers.quantization")
-    package("vllm.model_executor.layers.quantization.utils")
     stand_in("vllm.envs", VLLM_USE_V2_MODEL_RUNNER=None)
-    stand_in(
-        f"{FUSED_MOE}.config",
-        FusedMoEConfig=object,
-        FusedMoEParallelConfig=object,
-        FusedMoEQuantConfig=object,
-        RoutingMethodType=object,
-    )
-    stand_in(f"{FUSED_MOE}.routed_experts_capturer", RoutedExpertsSink=object)
-    stand_in(f"{FUSED_MOE}.runner.shared_experts", SharedExperts=object, SharedExpertsOrder=object)
     stand_in(
         f"{FUSED_MOE}.utils",
         _resize_cache=lambda memory, shape: memory[: torch.Size(shape).numel()].view(shape),
     )
-    stand_in("vllm.model_executor.layers.quantization.utils.quant_utils", QuantKey=object)
     stand_in(
         "vllm.v1.worker.ubatching",
         dbo_enabled=lambda: False,
@@ -64,7 +37,8 @@ def _stand_ins(folder: str) -> None:
         dbo_register_recv_hook=None,
         dbo_yield=None,
     )
-    stand_in("vllm.v1.worker.workspace", current_workspace_manager=None)
+    importlib.import_module(f"{FUSED_MOE}.experts.fused_humming_moe")
+    return importlib.import_module(f"{FUSED_MOE}.modular_kernel")
 
 
 def make_layer(kernels: Any, spent: Spent, *, is_monolithic: bool) -> SimpleNamespace:

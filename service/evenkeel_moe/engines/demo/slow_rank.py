@@ -10,7 +10,6 @@ import numpy as np
 
 from evenkeel_moe.engines.demo.fleet_log import FleetLog, StepRow
 from evenkeel_moe.engines.demo.options import SLOW_FACTOR, SLOW_RANK, DemoOptions
-from evenkeel_moe.engines.demo.promise import PromiseCheck
 from evenkeel_moe.model.quantities import counted
 
 DELIVERED = 0.8
@@ -25,6 +24,15 @@ the ranks are balanced. A lower quartile of the times showed 70 to 80 % of what 
 _RESAMPLES = 200
 _FACTOR = re.compile(rf"rank {SLOW_RANK} takes ([0-9.]+) times")
 _CLEARLY_SLOW = (1.0 + SLOW_FACTOR) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class PromiseCheck:
+    """A promise of the demo, and whether the run kept it."""
+
+    promise: str
+    held: bool
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)

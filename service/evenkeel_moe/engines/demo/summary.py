@@ -11,8 +11,7 @@ import numpy as np
 from evenkeel_moe.engines.demo.controller import THRESHOLDS
 from evenkeel_moe.engines.demo.fleet_log import FleetLog, StepRow, mean_balancedness
 from evenkeel_moe.engines.demo.options import DemoOptions
-from evenkeel_moe.engines.demo.promise import PromiseCheck
-from evenkeel_moe.engines.demo.slow_rank import CostSeen, slow_rank_checks
+from evenkeel_moe.engines.demo.slow_rank import CostSeen, PromiseCheck, slow_rank_checks
 from evenkeel_moe.engines.demo.view import ratio
 from evenkeel_moe.engines.reference.config import DispatchRule
 from evenkeel_moe.model.quantities import bytes_text, counted

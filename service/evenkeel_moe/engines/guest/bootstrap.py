@@ -16,10 +16,9 @@ import torch.distributed
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTls
-from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
+from evenkeel_moe.adapters.torch.groups import make_communicator
 from evenkeel_moe.adapters.torch.nvml_clock import NvmlClock
 from evenkeel_moe.agent.agent import Agent
-from evenkeel_moe.agent.build import Connect
 from evenkeel_moe.agent.canary_runs import Probe
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.engine_moves import EngineMoves
@@ -29,7 +28,7 @@ from evenkeel_moe.agent.profile.replica_cost import remeasure
 from evenkeel_moe.engines.guest.model_facts import weight_format
 from evenkeel_moe.engines.guest.plan_agreement import Gather
 from evenkeel_moe.engines.guest.record_link import RecordLink
-from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
+from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.identity import device_name, gpu_uuid, rank_identity
 from evenkeel_moe.errors import InvalidInput, PeerViolation, Unavailable
 from evenkeel_moe.model.ids import EpRank, Generation
@@ -115,12 +114,21 @@ def make_guest(
         0 if facts.former is None else facts.former.epoch + 1,
         facts.weights,
         moves,
-        connect=_connector(settings, store, rank, shape.num_ranks),
+        connect=lambda name, where: make_communicator(
+            store,
+            name,
+            rank,
+            shape.num_ranks,
+            device=where,
+            timeout_s=settings.group_timeout_s,
+            interface=settings.interface,
+        ),
         device=facts.device,
         link=link or _make_link(settings, rank, facts.side),
-        clock=_clock_reader(config.gpu_uuid),
+        # It counts where ranks report no seconds.
+        clock=NvmlClock(config.gpu_uuid) if config.gpu_uuid else None,
         # In observe mode the plugin does not see that weights are replaced.
-        probe=facts.probe if settings.mode is GuestMode.PLACE else None,
+        probe=facts.probe if settings.places else None,
     )
     if (saved := _load_profile(settings, config.gpu_uuid)) is not None:
         tell_profile(agent, saved, facts.device, settings.profile_s)
@@ -143,28 +151,6 @@ def _make_link(settings: GuestSettings, rank: int, side: CountingSide) -> RankLi
     return RecordLink(Path(settings.record), settings.record_steps)
 
 
-def _clock_reader(gpu_uuid: str) -> NvmlClock | None:
-    """Return a reader of the GPU's clock, which counts where ranks report no seconds."""
-    return NvmlClock(gpu_uuid) if gpu_uuid else None
-
-
-def _connector(settings: GuestSettings, store: Any, rank: int, size: int) -> Connect:
-    """Return the function that creates the agent's communicators over the ranks."""
-
-    def connect(name: str, where: torch.device) -> Communicator:
-        return make_communicator(
-            store,
-            name,
-            rank,
-            size,
-            device=where,
-            timeout_s=settings.group_timeout_s,
-            interface=settings.interface,
-        )
-
-    return connect
-
-
 def _agent_config(
     settings: GuestSettings,
     rank: int,
@@ -172,7 +158,10 @@ def _agent_config(
     generation: str,
     facts: EngineFacts,
 ) -> AgentConfig:
-    former = facts.former
+    former, lineage = facts.former, None
+    if former is not None:
+        before = None if facts.former_rank is None else EpRank(facts.former_rank)
+        lineage = Lineage(Generation(former.generation), before)
     return AgentConfig(
         identity=rank_identity(settings.deployment, rank, generation),
         shape=shape,
@@ -182,8 +171,8 @@ def _agent_config(
         weight_format=weight_format(facts.weights.tensors(0, 0)),
         dispatch=facts.dispatch,
         slots_stay_filled=facts.slots_stay_filled,
-        observe_only=settings.mode is GuestMode.OBSERVE,
-        lineage=None if former is None else _lineage(former, facts.former_rank),
+        observe_only=not settings.places,
+        lineage=lineage,
         weights_version=settings.weights_version if former is None else former.weights_version,
         side=facts.side,
         # The engine stages one layer at a time in its own memory, so one wave can hold a whole
@@ -194,10 +183,6 @@ def _agent_config(
         gate_timeout_s=settings.gate_timeout_s,
         canary_step_s=settings.canary_step_s,
     )
-
-
-def _lineage(former: Former, rank: int | None) -> Lineage:
-    return Lineage(Generation(former.generation), None if rank is None else EpRank(rank))
 
 
 def agree_on_former(mine: Former | None, gather: Gather) -> Former:

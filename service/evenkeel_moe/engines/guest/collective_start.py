@@ -6,7 +6,7 @@ their results after each part of the start.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -32,8 +32,78 @@ class _Guest(Protocol):
     def agent(self) -> Agent | None: ...
 
 
+class RollCall:
+    """Checks over a store that every rank of a group runs the plugin, before the first collective.
+
+    A rank without the plugin would never enter that collective. The first rank that decides writes
+    the verdict with one atomic operation of the store; all other ranks read it.
+
+    Args:
+        store: of the group.
+        name: of the check; a rank calls `require_all` once for each.
+        rank: this rank.
+        size: ranks of the group.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
+        self._store, self._name, self._rank, self._size = store, name, rank, size
+
+    def announce(self) -> None:
+        """Tell the ranks that will call `require_all` that this rank runs the plugin."""
+        self._store.set(f"{self._name}/{self._rank}", "here")
+
+    def decline(self) -> None:
+        """Let `require_all` fail at once on the other ranks: this one will not call it."""
+        self._decide("missing")
+
+    def require_announced(self, first: int) -> None:
+        """Check that the ranks from `first` on have told that they run the plugin; else decline.
+
+        Raises:
+            Unavailable: one of them has not.
+        """
+        missing = self._missing(range(first, self._size))
+        if missing:
+            self.decline()
+            raise Unavailable(
+                f"ranks {missing[:8]} join without the plugin: it must run on all ranks"
+            )
+
+    def require_all(self, timeout_s: float) -> None:
+        """Check that every rank runs the plugin.
+
+        Raises:
+            Unavailable: a rank is missing. Every rank that called gets the same error.
+        """
+        store, name, size = self._store, self._name, self._size
+        self.announce()
+        try:
+            if self._rank == 0:
+                everyone = [f"{name}/{other}" for other in range(size)]
+                store.wait(everyone, timedelta(seconds=timeout_s))
+                self._decide("all")
+            else:
+                store.wait([f"{name}/decided"], timedelta(seconds=timeout_s + _MARGIN_S))
+        except RuntimeError:
+            self._decide("missing")
+        if store.get(f"{name}/verdict") != b"all":
+            missing = self._missing(range(size)) or [self._rank]
+            raise Unavailable(
+                f"the plugin did not start on ranks {missing[:8]} of {size} within {timeout_s:g} s:"
+                " it must run on all of them"
+            )
+
+    def _missing(self, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([f"{self._name}/{rank}"])]
+
+    def _decide(self, verdict: str) -> None:
+        self._store.compare_set(f"{self._name}/verdict", "", verdict)
+        # Not every TCPStore wakes those who wait for a key that `compare_set` wrote.
+        self._store.set(f"{self._name}/decided", "")
+
+
 def require_plugin_in_group(group: Any, timeout_s: float) -> None:
-    """Call `require_plugin_on_all` for a process group, over the store of the default group."""
+    """Call the roll of a process group, over the store of the default group; see `RollCall`."""
     try:
         store = _distributed.distributed_c10d._get_default_store()
         first = _distributed.get_process_group_ranks(group)[0]
@@ -42,33 +112,7 @@ def require_plugin_in_group(group: Any, timeout_s: float) -> None:
         _log.warning("roll_call_left_out", detail=detail)
         return
     name = f"evenkeel/roll-call/{first}/{next(_calls)}"
-    require_plugin_on_all(store, name, group.rank(), group.size(), timeout_s)
-
-
-def require_plugin_on_all(store: Any, name: str, rank: int, size: int, timeout_s: float) -> None:
-    """Check that every rank runs the plugin, before the first collective.
-
-    A rank without the plugin would never enter that collective. The first rank that decides writes
-    the verdict with one atomic operation of the store; all other ranks read it.
-
-    Raises:
-        Unavailable: a rank is missing. Every rank that called gets the same error.
-    """
-    announce_plugin(store, name, rank)
-    try:
-        if rank == 0:
-            store.wait([f"{name}/{other}" for other in range(size)], timedelta(seconds=timeout_s))
-            _decide(store, name, "all")
-        else:
-            store.wait([f"{name}/decided"], timedelta(seconds=timeout_s + _MARGIN_S))
-    except RuntimeError:
-        _decide(store, name, "missing")
-    if store.get(f"{name}/verdict") != b"all":
-        missing = [other for other in range(size) if not store.check([f"{name}/{other}"])] or [rank]
-        raise Unavailable(
-            f"the plugin did not start on ranks {missing[:8]} of {size} within {timeout_s:g} s:"
-            " it must run on all of them"
-        )
+    RollCall(store, name, group.rank(), group.size()).require_all(timeout_s)
 
 
 def all_or_none(
@@ -100,34 +144,6 @@ def all_or_none(
             undo(answer)  # type: ignore[arg-type]
         raise Unavailable(f"ranks {failed[:8]} could not {what}: see their logs")
     return answer  # type: ignore[return-value]
-
-
-def announce_plugin(store: Any, name: str, rank: int) -> None:
-    """Tell the ranks that will call `require_plugin_on_all` that this rank runs the plugin."""
-    store.set(f"{name}/{rank}", "here")
-
-
-def decline_start(store: Any, name: str) -> None:
-    """Let `require_plugin_on_all` fail at once on the other ranks: this one will not call it."""
-    _decide(store, name, "missing")
-
-
-def _decide(store: Any, name: str, verdict: str) -> None:
-    store.compare_set(f"{name}/verdict", "", verdict)
-    # Not every TCPStore wakes those who wait for a key that `compare_set` wrote.
-    store.set(f"{name}/decided", "")
-
-
-def require_announced(store: Any, name: str, ranks: Sequence[int]) -> None:
-    """Check that other ranks have told that they run the plugin; else decline the start.
-
-    Raises:
-        Unavailable: one of them has not.
-    """
-    missing = [rank for rank in ranks if not store.check([f"{name}/{rank}"])]
-    if missing:
-        decline_start(store, name)
-        raise Unavailable(f"ranks {missing[:8]} join without the plugin: it must run on all ranks")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from evenkeel_moe.engines.guest.expert_times import (
 )
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.plan_agreement import PlanAgreement, gather_rows
-from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
+from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
@@ -84,8 +84,8 @@ class EngineGuest(ABC):
 
     @property
     def places(self) -> bool:
-        """True if the engine's balancer must follow the controller."""
-        return self.settings.mode is GuestMode.PLACE
+        """See `GuestSettings`."""
+        return self.settings.places
 
     @abstractmethod
     def refusal(self, prepare: Prepare, new: Placement) -> tuple[Reason, str] | None:

@@ -144,15 +144,6 @@ def report_of(
     return EngineReport(engine, version, tuple(known), hooks)
 
 
-def check_signatures(owner: Any, expected: Mapping[str, str]) -> None:
-    """Refuse callables that are missing or take other parameters; see `compare_signatures`.
-
-    Raises:
-        Unsupported: the first difference.
-    """
-    refuse_differences(compare_signatures(owner, expected))
-
-
 def refuse_differences(hooks: Iterator[Hook]) -> None:
     """Raise Unsupported for the first hook that differs."""
     for hook in hooks:

@@ -11,7 +11,7 @@ import structlog
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.collective_start import protect_engine
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
-from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings, load_guest_settings
+from evenkeel_moe.engines.guest.settings import GuestSettings, load_guest_settings
 from evenkeel_moe.errors import EvenkeelError
 
 _log = structlog.get_logger(__name__)
@@ -36,10 +36,6 @@ class EnginePlugin(Generic[_GuestT]):
         """One guest per balancer object of the engine."""
         self._version = version
         self._make_link = make_link
-
-    @property
-    def _places(self) -> bool:
-        return self.settings.mode is GuestMode.PLACE
 
     def _notify(self, hook: str, tell: Callable[[_GuestT], object]) -> None:
         """Call every guest from inside an engine function; see `protect_engine`."""

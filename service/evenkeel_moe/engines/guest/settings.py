@@ -115,6 +115,11 @@ class GuestSettings(BaseSettings):
         return bool(self.addresses or self.record)
 
     @property
+    def places(self) -> bool:
+        """True if the engine's balancer must follow the controller."""
+        return self.mode is GuestMode.PLACE
+
+    @property
     def addresses(self) -> tuple[str, ...]:
         """The addresses in `controllers`."""
         return tuple(part.strip() for part in self.controllers.split(",") if part.strip())
@@ -154,7 +159,7 @@ def _find_fault(settings: GuestSettings) -> str:
         )
     if settings.record and settings.addresses:
         return f"RECORD is for loads without a controller, and {_PREFIX}CONTROLLERS names one"
-    if settings.record and settings.mode is GuestMode.PLACE:
+    if settings.record and settings.places:
         return f"RECORD needs {_PREFIX}MODE observe: nobody plans without a controller"
     if (settings.tls_cert_file is None) != (settings.tls_key_file is None):
         return f"TLS_CERT_FILE and {_PREFIX}TLS_KEY_FILE must be set together"

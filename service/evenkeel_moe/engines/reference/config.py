@@ -136,13 +136,8 @@ class DispatchRule(StrEnum):
         return self.value.startswith(DispatchRule.WATERFILL.value)
 
     @property
-    def told(self) -> str:
-        """The name that ranks tell the controller: that of a model, if one is meant for it."""
-        return self.model.value
-
-    @property
     def model(self) -> DispatchModel:
-        """The model the planner should use.
+        """The model the planner should use, whose name the ranks tell the controller.
 
         Libra splits tokens between ranks as freely as LPLB.
         """

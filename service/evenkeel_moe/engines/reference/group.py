@@ -205,7 +205,7 @@ class Group:
                 gpu_uuid=gpu_uuid(self._device),
                 device_name=device_name(self._device),
                 weight_format="fp32",
-                dispatch=config.dispatch.told,
+                dispatch=config.dispatch.model.value,
                 lineage=Lineage(Generation(came_from), former) if came_from else None,
                 staging_bytes=config.staging_bytes,
                 poll_every=config.poll_every,

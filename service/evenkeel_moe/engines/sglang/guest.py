@@ -1,7 +1,6 @@
 """One rank's guest in SGLang: reports counts, delivers plans, and watches the EPLB manager."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,13 @@ from evenkeel_moe.engines.guest.collective_start import (
 from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall, Seconds
-from evenkeel_moe.engines.guest.guards import Unsupported
+from evenkeel_moe.engines.guest.guards import Unsupported, refuse_differences
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.guest.slot_weights import SlotWeights
+from evenkeel_moe.engines.sglang import access
 from evenkeel_moe.engines.sglang.canary import SglangProbe
 from evenkeel_moe.engines.sglang.experts import expert_calls
+from evenkeel_moe.engines.sglang.hooks import compare_loaders
 from evenkeel_moe.engines.sglang.state import (
     MoeRows,
     WarmUp,
@@ -47,33 +48,12 @@ _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
 
 
-@dataclass(frozen=True, slots=True)
-class SglangAccess:
-    """Functions that return the objects of SGLang that a guest reads."""
-
-    metadata: Callable[[], Any]
-    """The global `ExpertLocationMetadata`."""
-    recorder: Callable[[], Any]
-    """The global expert distribution recorder."""
-    cpu_group: Callable[[], Any]
-    """A CPU group over all ranks."""
-    moe_config: Callable[[], Any]
-    """The options of MoE layers: `get_exec().moe`."""
-    parallel: Callable[[], Any]
-    """The sizes of the groups and this rank's positions in them: `get_parallel()`."""
-    serving: Callable[[], Any]
-    """The options of the server: `get_serving()`."""
-    check_loaders: Callable[[], None]
-    """Raises Unsupported if SGLang replaces weights in another way than the plugin knows."""
-
-
 class SglangGuest(EngineGuest):
     """The guest of one `EPLBManager`.
 
     Args:
         settings: the plugin's settings.
         manager: SGLang's EPLB manager.
-        access: see `SglangAccess`.
         make_link: see `EngineGuest`.
     """
 
@@ -83,12 +63,10 @@ class SglangGuest(EngineGuest):
         self,
         settings: GuestSettings,
         manager: Any,
-        access: SglangAccess,
         make_link: Callable[[], RankLink] | None = None,
     ) -> None:
         super().__init__(settings, make_link)
         self.manager = manager
-        self._access = access
         self._rows = MoeRows(())
         self._layers: dict[torch.device, Tensor] = {}
         self._side = CountingSide.SOURCE
@@ -115,7 +93,7 @@ class SglangGuest(EngineGuest):
         self._refuse_unsupported()
         require_plugin_in_group(self._plan_group(), self.settings.group_timeout_s)
         shape = all_or_none("read the model", self._read_model, self._gather)
-        rank, metadata = _distributed.get_rank(), self._access.metadata()
+        rank, metadata = _distributed.get_rank(), access.metadata()
         self._local = slice(rank * shape.slots_per_rank, (rank + 1) * shape.slots_per_rank)
 
         def read() -> EngineFacts:
@@ -126,7 +104,7 @@ class SglangGuest(EngineGuest):
                 initial_placement(metadata, self._rows),
                 SlotWeights([by_layer[layer] for layer in layers].__getitem__),
                 device,
-                dispatch=dispatcher(self._access.moe_config()),
+                dispatch=dispatcher(access.moe_config()),
                 side=self._side,
                 probe=SglangProbe(self._expert_calls, rank, shape.slots_per_rank, device),
                 slots_stay_filled=True,  # SGLang's maps hold an expert in every slot.
@@ -140,13 +118,13 @@ class SglangGuest(EngineGuest):
         Raises:
             Unsupported: before any collective call; the message has the numbers.
         """
-        world, ranks = _distributed.get_world_size(), self._access.metadata().ep_size
+        world, ranks = _distributed.get_world_size(), access.metadata().ep_size
         if world != ranks:
             raise Unsupported(
                 f"{world} ranks, of which {ranks} share experts: SGLang moves experts"
                 " over all ranks, so this plugin needs both numbers to be equal"
             )
-        backend = self._access.moe_config().elastic_ep_backend
+        backend = access.moe_config().elastic_ep_backend
         if backend is not None:
             raise Unsupported(
                 f"SGLang runs with elastic expert parallelism (elastic_ep_backend {backend}), which"
@@ -155,21 +133,26 @@ class SglangGuest(EngineGuest):
             )
 
     def _read_model(self) -> ModelShape:
-        """Return the model's shape; note the MoE layers, and what the recorder counts."""
-        self._access.check_loaders()
-        metadata = self._access.metadata()
+        """Return the model's shape; note the MoE layers, and what the recorder counts.
+
+        Raises:
+            Unsupported: SGLang replaces weights in another way than the plugin knows.
+        """
+        # Now that SGLang has loaded the model, because these modules import most of SGLang.
+        refuse_differences(compare_loaders())
+        metadata = access.metadata()
         by_layer = self.manager._get_model().routed_experts_weights_of_layer
         config = self.manager._model_config
         text_config = getattr(config, "hf_text_config", None) or getattr(config, "hf_config", None)
         shape = read_shape(metadata, by_layer, text_config)
         self._rows = MoeRows(tuple(sorted(by_layer)))
-        self._side = counting_side(self._access.recorder()._single_pass_gatherers["primary"])
-        self._warm_up = WarmUp(expected=not self._access.serving().skip_server_warmup)
+        self._side = counting_side(access.recorder()._single_pass_gatherers["primary"])
+        self._warm_up = WarmUp(expected=not access.serving().skip_server_warmup)
         return shape
 
     def pool_allocated(self) -> None:
         """Measure the experts from here on: SGLang records its CUDA graphs next."""
-        self._measure_experts(torch.device(self._access.metadata().physical_to_logical_map.device))
+        self._measure_experts(torch.device(access.metadata().physical_to_logical_map.device))
 
     # --- called by SGLang's recorder and manager
     # ---------------------------------------------------
@@ -223,7 +206,7 @@ class SglangGuest(EngineGuest):
             return
         by_slot = by_slot[self._layers_on(by_slot.device)]
         if self._side is CountingSide.SOURCE:
-            held = self._access.metadata().physical_to_logical_map
+            held = access.metadata().physical_to_logical_map
             phy2log = held[self._layers_on(held.device)].to(by_slot.device)
             own = own or is_health_check(self._rids)
             counts.take(StepNote(step, agent.epoch, own, self._tokens, seconds), by_slot, phy2log)
@@ -274,7 +257,7 @@ class SglangGuest(EngineGuest):
         """
         if self.agent is None:
             return None
-        metadata = self._access.metadata()
+        metadata = access.metadata()
         hidden = metadata.physical_to_logical_map_cpu.numpy()
         if hidden.shape[1] != num_slots:
             return None
@@ -328,7 +311,7 @@ class SglangGuest(EngineGuest):
     def refusal(self, prepare: Prepare, new: Placement) -> tuple[Reason, str] | None:
         """Return why SGLang cannot go to `new`; it does not accept empty slots."""
         del prepare
-        have = (len(self._rows.layer_ids), int(self._access.metadata().num_physical_experts))
+        have = (len(self._rows.layer_ids), int(access.metadata().num_physical_experts))
         wrong = self._shape_refusal(new, have)
         empty = int((new.phy2log == EMPTY).sum())
         if wrong is None and empty:
@@ -356,7 +339,7 @@ class SglangGuest(EngineGuest):
     # --- EngineGuest ------------------------------------------------------------------------------
 
     def _map(self) -> NDArray[np.int64]:
-        return self._rows.moe(self._access.metadata().physical_to_logical_map_cpu.numpy())
+        return self._rows.moe(access.metadata().physical_to_logical_map_cpu.numpy())
 
     def _deliver(self, note: StepNote, counts: NDArray[np.int64]) -> None:
         agent = self.agent
@@ -365,18 +348,18 @@ class SglangGuest(EngineGuest):
         tokens = note.prepared_tokens
         if self._side is CountingSide.SOURCE:
             tokens = int(counts[0].sum()) // self._top_k
-            if self._access.moe_config().moe_a2a_backend == "none":
+            if access.moe_config().moe_a2a_backend == "none":
                 # All ranks route the same tokens then, and add up their partial outputs.
                 counts, tokens = count_once(counts, tokens, tokens, _distributed.get_rank())
-        elif self._access.parallel().attn_tp_rank:
+        elif access.parallel().attn_tp_rank:
             tokens = 0  # The first rank of its attention group reports their batch.
         if tokens is not None:
             record_step(agent, note, counts, tokens, self.settings.phase)
 
     def _expert_calls(self) -> Sequence[ExpertCall]:
-        model, moe = self.manager._get_model(), self._access.moe_config()
+        model, moe = self.manager._get_model(), access.moe_config()
         layers = sorted(model.routed_experts_weights_of_layer)
         return expert_calls(model, layers, str(moe.moe_a2a_backend))
 
     def _plan_group(self) -> Any:
-        return self._access.cpu_group()
+        return access.cpu_group()

@@ -11,26 +11,14 @@ from typing import Any
 import structlog
 
 from evenkeel_moe.engines.guest.collective_start import protect_engine
-from evenkeel_moe.engines.guest.guards import refuse_differences
 from evenkeel_moe.engines.sglang.guest import SglangGuest
-from evenkeel_moe.engines.sglang.hooks import RUNNER_UPDATER, SCHEDULER_UPDATER, compare_loaders
+from evenkeel_moe.engines.sglang.hooks import RUNNER_UPDATER, SCHEDULER_UPDATER
 from evenkeel_moe.errors import Unavailable
 
 _log = structlog.get_logger(__name__)
 _MESSAGES = "sglang.srt.managers.io_struct"
 FindGuest = Callable[[Any], SglangGuest | None]
 """Return the guest of an `EPLBManager`, if it has one."""
-
-
-def check_loaders() -> None:
-    """Compare the parts of SGLang that are loaded late with those this plugin was written for.
-
-    Called once SGLang has loaded the model, because these modules import most of SGLang.
-
-    Raises:
-        Unsupported: a part differs.
-    """
-    refuse_differences(compare_loaders())
 
 
 def watch_loaders(add: Callable[..., None], kinds: Any, find_guest: FindGuest) -> None:

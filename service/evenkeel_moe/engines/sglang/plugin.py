@@ -12,11 +12,9 @@ from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.collective_start import protect_engine
 from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
 from evenkeel_moe.engines.guest.settings import GuestSettings
-from evenkeel_moe.engines.sglang.guest import SglangAccess, SglangGuest
+from evenkeel_moe.engines.sglang.guest import SglangGuest
 from evenkeel_moe.engines.sglang.hooks import (
     ALGORITHMS,
-    CONTEXT,
-    LOCATION,
     MANAGER,
     PARTS,
     RECORDER,
@@ -25,7 +23,7 @@ from evenkeel_moe.engines.sglang.hooks import (
     check_engine,
 )
 from evenkeel_moe.engines.sglang.kv_cache import read_kv_cache
-from evenkeel_moe.engines.sglang.loaders import check_loaders, watch_loaders
+from evenkeel_moe.engines.sglang.loaders import watch_loaders
 
 
 def register() -> None:
@@ -63,7 +61,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         add(f"{manager}.on_forward_pass_end", self._around_pass_end, kinds.AROUND)
         add(f"{UPDATER}.ExpertLocationUpdater.update", self._around_update, kinds.AROUND)
         add(f"{RUNNER}.ModelRunner.alloc_memory_pool", self._pool_allocated, kinds.AFTER)
-        if self._places:
+        if self.settings.places:
             watch_loaders(add, kinds, self.guests.get)
             add(f"{manager}._entrypoint", self._around_entrypoint, kinds.AROUND)
             add(f"{manager}._check_rebalance_needed", self._around_check, kinds.AROUND)
@@ -74,18 +72,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         """Return the guest of a manager; the first call makes it."""
         guest = self.guests.get(manager)
         if guest is None:
-            location = importlib.import_module(LOCATION)
-            recorder = importlib.import_module(RECORDER)
-            access = SglangAccess(
-                metadata=location.get_global_expert_location_metadata,
-                recorder=recorder.get_global_expert_distribution_recorder,
-                cpu_group=_cpu_group,
-                moe_config=lambda: importlib.import_module(CONTEXT).get_exec().moe,
-                parallel=lambda: importlib.import_module(CONTEXT).get_parallel(),
-                serving=lambda: importlib.import_module(CONTEXT).get_serving(),
-                check_loaders=check_loaders,
-            )
-            guest = SglangGuest(self.settings, manager, access, self._make_link)
+            guest = SglangGuest(self.settings, manager, self._make_link)
             self.guests[manager] = guest
             guest.pass_began(self._batch)
             self._batch = None
@@ -156,9 +143,3 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
             lambda guest: guest.switched([int(layer) for layer in layers], seconds),
         )
         return answer
-
-
-def _cpu_group() -> Any:
-    """Return the Gloo group over all ranks that SGLang keeps next to its device groups."""
-    state = importlib.import_module("sglang.srt.distributed.parallel_state")
-    return state.get_world_group().cpu_group

@@ -13,7 +13,11 @@ from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import GateFailed, RankLink
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, Former, agree_on_former
-from evenkeel_moe.engines.guest.collective_start import all_or_none, require_plugin_in_group
+from evenkeel_moe.engines.guest.collective_start import (
+    RollCall,
+    all_or_none,
+    require_plugin_in_group,
+)
 from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall
@@ -30,7 +34,6 @@ from evenkeel_moe.engines.vllm.parallelism import (
     stage_settings,
 )
 from evenkeel_moe.engines.vllm.reload import ReloadMap, finish_rearrangement
-from evenkeel_moe.engines.vllm.roll_call import announce, call_roll, call_roll_again
 from evenkeel_moe.engines.vllm.state import (
     VllmModelState,
     VllmState,
@@ -142,10 +145,10 @@ class VllmGuest(EngineGuest):
         elif joins_group():
             # The ranks of the group serve, and come to no collective call before the resize.
             self.between_groups = True
-            announce(group)
+            self._roll_call.announce()
             return
         else:
-            call_roll(group, timeout_s)
+            self._roll_call.require_all(timeout_s)
         self._start_in_group(model_state, None)
 
     def _start_in_group(self, model_state: VllmModelState, former: Former | None) -> Agent:
@@ -277,11 +280,14 @@ class VllmGuest(EngineGuest):
             model_state: of the target model.
             mine: the group that this rank was in; None if it joins, or had no agent.
         """
-        shape, had_agent = self._shape, mine is not None
-        former_ranks = shape.num_ranks if shape is not None and had_agent else 0
-        joins = shape is None and joins_group()
-        timeout_s = self.settings.group_timeout_s
-        call_roll_again(self._group, timeout_s, None if joins else former_ranks)
+        shape, roll = self._shape, self._roll_call
+        if shape is not None or not joins_group():
+            if shape is None or mine is None:
+                roll.decline()
+                raise Unavailable("this rank had no agent before the resize")
+            # They do that before vLLM makes the group: nobody waits for a rank without the plugin.
+            roll.require_announced(shape.num_ranks)
+        roll.require_all(self.settings.group_timeout_s)
         former = all_or_none(
             "agree on the group before", lambda: agree_on_former(mine, self._gather), self._gather
         )
@@ -582,6 +588,13 @@ class VllmGuest(EngineGuest):
     @property
     def _group(self) -> Any:
         return self._groups.get_ep_group()
+
+    @property
+    def _roll_call(self) -> RollCall:
+        """The roll of a group whose ranks vLLM may change."""
+        group = self._group
+        rank, size = int(group.rank_in_group), int(group.world_size)
+        return RollCall(group.tcp_store_group.store, "evenkeel/roll-call", rank, size)
 
     def _plan_group(self) -> Any:
         return self._groups.get_eplb_group().cpu_group

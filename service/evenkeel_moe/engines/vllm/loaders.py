@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from evenkeel_moe.engines.guest.collective_start import protect_engine
-from evenkeel_moe.engines.guest.guards import check_signatures
+from evenkeel_moe.engines.guest.guards import compare_signatures, refuse_differences
 from evenkeel_moe.engines.vllm.guest import VllmGuest
 from evenkeel_moe.engines.vllm.hooks import WARM_UP
 
@@ -37,7 +37,7 @@ def watch_worker(worker: Any, guest: VllmGuest, functions: Mapping[str, str]) ->
     """
     if getattr(worker, _WATCHED, False):
         return
-    check_signatures(type(worker), functions)
+    refuse_differences(compare_signatures(type(worker), functions))
     setattr(worker, _WATCHED, True)
     guest.worker_watched = True
 

@@ -67,7 +67,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         self._wrap_step(state.EplbState)
         self._wrap_commits(state)
         self._wrap_workers(importlib.import_module(WORKERS).WorkerWrapperBase)
-        if self._places:
+        if self.settings.places:
             self._policy = make_policy(policies.EPLB_POLICIES["default"], self.guests)
             policies.EPLB_POLICIES["default"] = self._policy
         setattr(state, _INSTALLED, self)

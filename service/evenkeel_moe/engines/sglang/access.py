@@ -1,0 +1,37 @@
+"""The objects of SGLang that a guest reads; SGLang itself is imported at the first call."""
+
+import importlib
+from typing import Any
+
+from evenkeel_moe.engines.sglang.hooks import CONTEXT, LOCATION, RECORDER
+
+
+def metadata() -> Any:
+    """Return the global `ExpertLocationMetadata`."""
+    return importlib.import_module(LOCATION).get_global_expert_location_metadata()
+
+
+def recorder() -> Any:
+    """Return the global expert distribution recorder."""
+    return importlib.import_module(RECORDER).get_global_expert_distribution_recorder()
+
+
+def cpu_group() -> Any:
+    """Return the Gloo group over all ranks that SGLang keeps next to its device groups."""
+    state = importlib.import_module("sglang.srt.distributed.parallel_state")
+    return state.get_world_group().cpu_group
+
+
+def moe_config() -> Any:
+    """Return the options of MoE layers."""
+    return importlib.import_module(CONTEXT).get_exec().moe
+
+
+def parallel() -> Any:
+    """Return the sizes of the groups and this rank's positions in them."""
+    return importlib.import_module(CONTEXT).get_parallel()
+
+
+def serving() -> Any:
+    """Return the options of the server."""
+    return importlib.import_module(CONTEXT).get_serving()
