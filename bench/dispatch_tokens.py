@@ -19,7 +19,7 @@ from evenkeel_moe.dispatch import (
 )
 from evenkeel_moe.dispatch.waterfill import count_by_rank
 from evenkeel_moe.engines.reference.config import RankConfig
-from evenkeel_moe.engines.reference.model import Model, original_expert
+from evenkeel_moe.engines.reference.model import Model
 from evenkeel_moe.engines.reference.traffic import TextTraffic
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
@@ -238,24 +238,15 @@ def _reference_accuracy() -> NDArray[np.float64]:
     """Return (L - 1,) accuracy on the reference engine's layers: text through its own gates."""
     config = RankConfig(run_folder="")
     model = Model.build(**config.model_sizes, device=torch.device("cpu"))
-    traffic = TextTraffic(model, config.num_ranks, config.tokens_per_step, 0)
-    experts = [
-        [
-            original_expert(model.seed, layer, e, model.d_model, model.d_ffn)
-            for e in range(model.num_experts)
-        ]
-        for layer in range(model.num_layers)
-    ]
+    traffic = TextTraffic(config.num_ranks, config.tokens_per_step, 0)
     found = []
     for step in range(8):
-        x = model.embed(traffic.tokens(step, 0))
         ahead, row = None, []
-        for layer in range(model.num_layers):
-            chosen = model.route(layer, x)
+        for layer, plain in enumerate(model.undistributed(model.embed(traffic.tokens(step, 0)))):
             if ahead is not None:
-                row.append(float((chosen[:, :, None] == ahead[:, None]).any(dim=2).double().mean()))
+                right = (plain.chosen[:, :, None] == ahead[:, None]).any(dim=2)
+                row.append(float(right.double().mean()))
             if layer + 1 < model.num_layers:
-                ahead = model.route(layer + 1, x)
-            x = model.next_layer(layer, x, model.undistributed(layer, x, chosen, experts[layer]))
+                ahead = model.route(layer + 1, plain.before)
         found.append(row)
     return np.mean(found, axis=0)

@@ -242,8 +242,6 @@ def profile(config: RankConfig, steps: int = 32) -> NDArray[np.float64]:
     """Return (T, L, E) tokens of other requests than those that are served, without a fleet."""
     cpu = torch.device("cpu")
     model = Model.build(**config.model_sizes, device=cpu)
-    layers = range(config.layers)
-    experts = [[model.original(layer, e) for e in range(config.experts)] for layer in layers]
     weights = PooledWeights(config.layers, 1, 128, config.d_model, config.d_ffn, cpu)
     lengths = Lengths(config.prompt_tokens, config.output_tokens)
     asked = draw_requests((config.seed, config.num_ranks), 1e9, lengths)
@@ -252,12 +250,10 @@ def profile(config: RankConfig, steps: int = 32) -> NDArray[np.float64]:
     counts = np.zeros((steps, config.layers, config.experts))
     for step in range(steps):
         x = model.embed(traffic.tokens(step, 0), traffic.before(step, 0))
-        for layer in layers:
-            x = traffic.attend(layer, x)
-            chosen = model.route(layer, x)
-            counts[step, layer] = np.bincount(chosen.flatten().numpy(), minlength=config.experts)
-            x = model.next_layer(layer, x, model.undistributed(layer, x, chosen, experts[layer]))
-        traffic.end_step(x)
+        for layer, plain in enumerate(model.undistributed(x, traffic.attend)):
+            chosen = plain.chosen.flatten().numpy()
+            counts[step, layer] = np.bincount(chosen, minlength=config.experts)
+        traffic.end_step(plain.after)
     return counts
 
 

@@ -144,11 +144,8 @@ def test_outputs_are_the_undistributed_models_and_every_token_is_computed_once(r
         want = np.zeros((LAYERS, EXPERTS), np.int64)
         for _, one in ranks:
             x = one.model.embed(one.traffic.tokens(step, one.config.rank))
-            for layer in range(LAYERS):
-                chosen = one.model.route(layer, x)
-                np.add.at(want[layer], chosen.numpy().reshape(-1), 1)
-                total = one.model.undistributed(layer, x, chosen, one.witness.experts[layer])
-                x = one.model.next_layer(layer, x, total)
+            for layer, plain in enumerate(one.model.undistributed(x)):
+                np.add.at(want[layer], plain.chosen.numpy().reshape(-1), 1)
         for layer in range(LAYERS):
             have = np.zeros(EXPERTS, np.int64)
             held = phy2log[layer] >= 0

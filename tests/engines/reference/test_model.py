@@ -28,13 +28,6 @@ def build(**changes):
     return Model.build(**{**values, **changes})
 
 
-def experts_of(model, layer):
-    return [
-        original_expert(model.seed, layer, e, model.d_model, model.d_ffn)
-        for e in range(model.num_experts)
-    ]
-
-
 def tokens(count=200):
     return torch.from_numpy(np.random.default_rng(0).integers(0, 4096, count))
 
@@ -54,21 +47,17 @@ def test_experts_come_from_the_seed_and_differ():
 
 def test_float32_equals_float64_bit_for_bit_through_all_layers():
     """A rounded sum would differ in double precision."""
-    model = build()
-    x = model.embed(tokens())
-    for layer in range(model.num_layers):
-        experts = experts_of(model, layer)
-        chosen = model.route(layer, x)
-        routed = model.undistributed(layer, x, chosen, experts)
-        share = combine_weights(2).double()
-        exact = torch.zeros_like(x, dtype=torch.float64)
-        for row in range(len(x)):
+    model, share = build(), combine_weights(2).double()
+    for experts, layer in zip(
+        model.experts, model.undistributed(model.embed(tokens())), strict=True
+    ):
+        exact = torch.zeros_like(layer.before, dtype=torch.float64)
+        for row, x in enumerate(layer.before.double()):
             for choice in range(2):
-                wide = tuple(t.double() for t in experts[int(chosen[row, choice])])
-                exact[row] += expert_forward(wide, x[row : row + 1].double())[0] * share[choice]
-        assert torch.equal(routed.double(), exact)
-        x = model.next_layer(layer, x, routed)
-        assert torch.equal(x, x.round()) and x.abs().max() <= 8
+                wide = tuple(t.double() for t in experts[int(layer.chosen[row, choice])])
+                exact[row] += expert_forward(wide, x[None])[0] * share[choice]
+        assert torch.equal(layer.routed.double(), exact)
+        assert torch.equal(layer.after, layer.after.round()) and layer.after.abs().max() <= 8
 
 
 def test_rows_give_the_same_bits_in_any_company_and_order():

@@ -17,7 +17,6 @@ from tests.engines.reference.test_run import lines, run
 CPU = torch.device("cpu")
 SIZES = {"layers": 2, "experts": 4, "top_k": 2, "d_model": 16, "d_ffn": 16}
 MODEL = Model.build(seed=5, device=CPU, **SIZES)
-EXPERTS = [[MODEL.original(layer, expert) for expert in range(4)] for layer in range(2)]
 BLOCK_TOKENS = 8
 LENGTHS = Lengths(12, 6)
 REQUESTS = list(islice(draw_requests((1,), 100.0, LENGTHS), 6))
@@ -39,34 +38,33 @@ def serve(buffers, tokens_per_step=64, steps=200):
         assert len(tokens) <= tokens_per_step
         states.append(traffic.state())
         x = MODEL.embed(tokens, traffic.before(step, 0))
-        for layer in range(2):
-            x = traffic.attend(layer, x)
-            chosen = traffic.route(step, 0, layer, x)
-            x = MODEL.next_layer(layer, x, MODEL.undistributed(layer, x, chosen, EXPERTS[layer]))
-        ended += traffic.end_step(x)
+        *_, last = MODEL.undistributed(x, traffic.attend)
+        ended += traffic.end_step(last.after)
     for layer in range(2):  # No request wrote into the memory of an expert.
         for expert in range(4):
-            pairs = zip(weights.tensors(layer, expert), EXPERTS[layer][expert], strict=True)
+            pairs = zip(weights.tensors(layer, expert), MODEL.experts[layer][expert], strict=True)
             assert all(torch.equal(have, want) for have, want in pairs)
     return ended, states
 
 
+def attend(layer, x):
+    """Do what the traffic does, for one request alone and without blocks."""
+    rows = []
+    for at, row in enumerate(x):
+        scores = (x[: at + 1] @ row).tolist()
+        like = scores.index(max(scores))
+        rows.append(torch.floor((row + x[like].flip(0)) / 2))
+    return torch.stack(rows)
+
+
 def plain_digests():
-    """The same activations, each request alone, without blocks: a second implementation."""
+    """The same activations, each request alone: a second implementation."""
     found = []
     for request in REQUESTS:
         ids = torch.from_numpy(request.ids)
         x = MODEL.embed(ids, torch.cat([ids[:1], ids[:-1]]))
-        for layer in range(2):
-            rows = []
-            for at, row in enumerate(x):
-                scores = (x[: at + 1] @ row).tolist()
-                like = scores.index(max(scores))
-                rows.append(torch.floor((row + x[like].flip(0)) / 2))
-            x = torch.stack(rows)
-            total = MODEL.undistributed(layer, x, MODEL.route(layer, x), EXPERTS[layer])
-            x = MODEL.next_layer(layer, x, total)
-        found.append(zlib.crc32(x.numpy().tobytes()))
+        *_, last = MODEL.undistributed(x, attend)
+        found.append(zlib.crc32(last.after.numpy().tobytes()))
     return found
 
 

@@ -94,7 +94,6 @@ def test_who_joins_comes_to_the_node_with_the_fewest_ranks(nodes, former, found)
         ({"slots_per_rank": 4, "pool_slots_per_layer": 4}, 1, "1 ranks x 4 slots"),
         ({"slots_per_rank": 8, "pool_slots_per_layer": 4}, 1, "1 ranks x 12 pooled slots"),
         ({"slow_rank": 1}, 1, "slow_rank 1 is outside"),
-        ({"trace": "recorded.npz"}, 3, "recorded.npz"),
     ],
 )
 def test_a_configuration_that_the_new_size_breaks_is_refused(changes, wanted, says):

@@ -32,7 +32,7 @@ start    attempt, pid, generation, epoch, warm (placement came from a state file
          before; null if it was not there), loaded_bytes (of experts, read from the checkpoint since
          the process started)
 step     step, seconds (one step without pacing and checks), tokens (routed by this rank), epoch,
-         domain (`prose`, `code`, `trace` or `requests`),
+         domain (`prose`, `code` or `requests`),
          rank_load (L integers: tokens this rank's slots received),
          served (L integers: tokens it computed, also with fetched and shared experts),
          compute_s (L numbers: seconds in the routed experts of each layer),
@@ -216,8 +216,6 @@ class RankConfig:
     """Mean length of a prompt."""
     output_tokens: int = 16
     """Mean number of tokens that a request puts out."""
-    trace: str = ""
-    """An .npz with recorded routing (`ids` or `T`); it replaces `layers`, `experts` and `top_k`."""
     min_step_s: float = 0.0
     """A step takes at least this long; sets the duration of a demo."""
     first_step: int = 0
@@ -282,9 +280,8 @@ class RankConfig:
     interface: str = "lo"
     """Network interface of the Gloo groups."""
     fault: Fault | None = None
+    """Only the first attempt has one."""
     fault_rank: int = 0
-    fault_at: int = 0
-    """Step of the fault; 0 waits for the first swap. Only the first attempt has a fault."""
 
     def __post_init__(self) -> None:
         if not self.pool_slots_per_layer:
@@ -297,8 +294,7 @@ class RankConfig:
         fault = next(self._faults(), "")
         if fault:
             raise InvalidInput(fault)
-        if not self.trace:
-            self.shape  # noqa: B018 - refuses sizes that cannot hold the experts
+        self.shape  # noqa: B018 - refuses sizes that cannot hold the experts
 
     def _faults(self) -> Iterator[str]:
         """Yield what is wrong with the values, in words."""
@@ -334,8 +330,6 @@ class RankConfig:
                 f"kv_bytes_per_token is {self.kv_bytes_per_token} and kv_free_bytes is"
                 f" {self.kv_free_bytes}: give both or neither"
             )
-        if self.requests_per_s and self.trace:
-            yield "requests have text, so they cannot be routed as a trace tells"
         if self.requests_per_s and self.d_ffn < self.layers:
             yield (
                 f"d_ffn {self.d_ffn} below layers {self.layers}: no KV token fits the memory of an"
@@ -375,7 +369,7 @@ class RankConfig:
 
     @property
     def shape(self) -> ModelShape:
-        """The deployment's shape. With a trace, call `rank.with_trace_sizes` first."""
+        """The deployment's shape."""
         return ModelShape(
             num_layers=self.layers,
             num_logical_experts=self.experts,

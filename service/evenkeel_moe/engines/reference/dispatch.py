@@ -26,7 +26,6 @@ from evenkeel_moe.engines.reference.config import DispatchRule
 from evenkeel_moe.engines.reference.exchange import Exchange
 from evenkeel_moe.engines.reference.libra import TwoStageDispatch
 from evenkeel_moe.engines.reference.parts import LayerDispatch, LayerOutcome, RankParts
-from evenkeel_moe.engines.reference.traffic import TextTraffic
 
 _CHOICES: dict[DispatchRule, Callable[[DispatchTables], ReplicaChoice]] = {
     DispatchRule.NEAREST: NearestChoice,
@@ -44,9 +43,7 @@ def make_dispatch(parts: RankParts, connect: Callable[[str], Communicator]) -> L
         connect: makes another communicator of the group.
     """
     if parts.config.dispatch.fetches:
-        # The model's gates route text, so a lookahead can ask them. A recording has no gates.
-        lookahead = isinstance(parts.traffic, TextTraffic)
-        return TwoStageDispatch(parts, connect("prefetch"), lookahead=lookahead)
+        return TwoStageDispatch(parts, connect("prefetch"))
     return SlotDispatch(parts)
 
 

@@ -61,7 +61,7 @@ class Forward:
         self._pace.enter(step)
         for layer in range(self._model.num_layers):
             x = self._traffic.attend(layer, x)
-            chosen = self._traffic.route(step, self._rank, layer, x).to(x.device)
+            chosen = self._model.route(layer, x)
             result = self._dispatch.layer(layer, x, chosen, token_hash, stop)
             total = (result.choices * self._share[None, :, None]).sum(dim=1)
             routed.append(total)
@@ -87,19 +87,14 @@ class Witness:
 
     def __init__(self, parts: RankParts) -> None:
         self._model, self._traffic, self._rank = parts.model, parts.traffic, parts.config.rank
-        self.experts = parts.model.experts
-        """(L, E) tensors of every logical expert."""
 
     def mismatches(self, step: int, result: StepResult) -> int:
         """Return the number of rows of a step with a bit that differs from this model."""
         tokens = self._traffic.tokens(step, self._rank).to(self._model.device)
         x = self._model.embed(tokens, self._traffic.before(step, self._rank))
         wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-        for layer in range(self._model.num_layers):
-            x = self._traffic.attend(layer, x)
-            chosen = self._traffic.route(step, self._rank, layer, x).to(x.device)
-            total = self._model.undistributed(layer, x, chosen, self.experts[layer])
-            wrong |= (total != result.routed[layer]).any(dim=1)
-            x = self._model.next_layer(layer, x, total)
-        wrong |= (x != result.final).any(dim=1)
+        layers = self._model.undistributed(x, self._traffic.attend)
+        for layer, routed in zip(layers, result.routed, strict=True):
+            wrong |= (layer.routed != routed).any(dim=1)
+        wrong |= (layer.after != result.final).any(dim=1)
         return int(wrong.sum())

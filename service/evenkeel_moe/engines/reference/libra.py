@@ -34,15 +34,12 @@ from evenkeel_moe.engines.reference.parts import LayerOutcome, RankParts, Span
 class TwoStageDispatch:
     """The two-stage dispatch of one rank."""
 
-    def __init__(self, parts: RankParts, prefetch: Communicator, *, lookahead: bool) -> None:
+    def __init__(self, parts: RankParts, prefetch: Communicator) -> None:
         """Collective.
 
         Args:
             parts: of this rank.
             prefetch: another communicator of the group, because weights must not wait for tokens.
-            lookahead: predict with the gate of the next layer on the hidden state of this one,
-                which changes little from layer to layer; otherwise with the demand of the layer in
-                the last step.
         """
         self._parts = parts
         self._config = config = parts.config
@@ -52,8 +49,6 @@ class TwoStageDispatch:
         self._router = parts.router
         self._communicator = parts.communicator
         self._prefetch = prefetch
-        self._lookahead = lookahead
-        self._last_demand: dict[int, Tensor] = {}
         places = config.transient_experts
         self._buffers = [
             [tuple(torch.zeros_like(t) for t in model.shared[0]) for _ in range(places)]
@@ -137,12 +132,13 @@ class TwoStageDispatch:
     def _counts_of_gates(self, layer: int, x: Tensor, chosen: Tensor, stop: bool) -> Tensor:
         """Return (2 + 2 E,): epoch, stop, tokens by expert here, and the same for the next layer.
 
-        The last part is zero where it is not predicted from the hidden state.
+        The last part is what the gate of the next layer chooses for the hidden state of this one,
+        which changes little from layer to layer; zero in the last layer.
         """
         experts, epoch = self._config.experts, self._router.epoch
         counts = count_choices(chosen, experts)
         guess = torch.zeros_like(counts)
-        if self._lookahead and layer + 1 < self._config.layers:
+        if layer + 1 < self._config.layers:
             guess = count_choices(self._model.route(layer + 1, x), experts)
         header = torch.tensor([epoch, int(stop)], dtype=torch.int64, device=counts.device)
         return torch.cat([header, counts, guess])
@@ -165,12 +161,8 @@ class TwoStageDispatch:
         began, demand = time.perf_counter(), gathered[:, 2 : 2 + experts]
         quotas = choice.shard(layer, demand)
         self._note(layer, "shard", began)
-        predicted: Tensor | None = gathered[:, 2 + experts :]
-        if not self._lookahead:
-            predicted = self._last_demand.get(layer + 1)
-            self._last_demand[layer] = demand
-        more = layer + 1 < self._config.layers and self._config.transient_experts > 0
-        if predicted is not None and more:
+        if layer + 1 < self._config.layers and self._config.transient_experts > 0:
+            predicted = gathered[:, 2 + experts :]
             self._fetch = self._helper.submit(self._fetch_experts, choice, layer + 1, predicted)
         return quotas, bool(gathered[:, 1].any())
 

@@ -7,9 +7,10 @@ it exactly. Between layers values are rounded to integers. So two runs that comp
 in different orders, on different ranks or devices, give equal bits, and one wrong weight shows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -70,6 +71,19 @@ def _clustered_embedding(rng: np.random.Generator, d_model: int) -> NDArray[np.f
     return table.astype(np.float32)
 
 
+class PlainLayer(NamedTuple):
+    """What one layer computes without an exchange."""
+
+    before: Tensor
+    """(n, D) input of its experts."""
+    chosen: Tensor
+    """(n, k) experts of each row."""
+    routed: Tensor
+    """(n, D) sum of their results, in sixteenths."""
+    after: Tensor
+    """(n, D) activations after the layer."""
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """The parts that every rank has: embeddings, gates and shared experts."""
@@ -119,16 +133,13 @@ class Model:
         embedded, gated = (torch.from_numpy(array).to(device) for array in (embedding, gates))
         return cls(seed, layers, experts, top_k, d_model, d_ffn, embedded, gated, shared, device)
 
-    def original(self, layer: int, expert: int) -> tuple[Tensor, ...]:
-        """Return one of this model's experts as in the checkpoint."""
-        return original_expert(self.seed, layer, expert, self.d_model, self.d_ffn)
-
     @cached_property
     def experts(self) -> list[list[tuple[Tensor, ...]]]:
         """(L, E) tensors of every expert as in the checkpoint."""
+        sizes = self.d_model, self.d_ffn
         return [
             [
-                tuple(t.to(self.device) for t in self.original(layer, expert))
+                tuple(t.to(self.device) for t in original_expert(self.seed, layer, expert, *sizes))
                 for expert in range(self.num_experts)
             ]
             for layer in range(self.num_layers)
@@ -162,19 +173,22 @@ class Model:
         return (x + torch.floor(mixed / 64)).clamp_(-_LIMIT, _LIMIT)
 
     def undistributed(
-        self, layer: int, x: Tensor, chosen: Tensor, experts: Sequence[Sequence[Tensor]]
-    ) -> Tensor:
-        """Return the routed sum of one layer, computed without an exchange: (n, D) in sixteenths.
+        self, x: Tensor, attend: Callable[[int, Tensor], Tensor] = lambda layer, x: x
+    ) -> Iterator[PlainLayer]:
+        """Yield what each layer computes without an exchange, with the checkpoint's experts.
 
         Args:
-            layer: the layer.
-            x: (n, D) activations.
-            chosen: (n, k) experts of each row.
-            experts: (E,) tensors of every logical expert of the layer.
+            x: (n, D) activations before the first layer.
+            attend: see `Traffic.attend`.
         """
         share = combine_weights(self.top_k).to(x.device)
-        total = torch.zeros_like(x)
-        for expert in torch.unique(chosen).tolist():
-            row, choice = torch.nonzero(chosen == expert, as_tuple=True)
-            total.index_add_(0, row, expert_forward(experts[expert], x[row]) * share[choice, None])
-        return total
+        for layer, experts in enumerate(self.experts):
+            x = attend(layer, x)
+            chosen, routed = self.route(layer, x), torch.zeros_like(x)
+            for expert in torch.unique(chosen).tolist():
+                row, choice = torch.nonzero(chosen == expert, as_tuple=True)
+                results = expert_forward(experts[expert], x[row]) * share[choice, None]
+                routed.index_add_(0, row, results)
+            found = PlainLayer(x, chosen, routed, self.next_layer(layer, x, routed))
+            yield found
+            x = found.after

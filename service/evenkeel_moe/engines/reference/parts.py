@@ -17,12 +17,10 @@ from evenkeel_moe.engines.reference.pace import Pace
 from evenkeel_moe.engines.reference.requests import Lengths, RequestTraffic, draw_requests
 from evenkeel_moe.engines.reference.slots import PooledWeights, Router
 from evenkeel_moe.engines.reference.traffic import (
-    RecordedTraffic,
     TextTraffic,
     Traffic,
     code_tokens,
     prose_tokens,
-    read_trace,
 )
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
@@ -35,7 +33,7 @@ class ProcessParts:
     model: Model
     weights: PooledWeights
     requests: RequestTraffic | None = None
-    """With their KV cache; None if the ranks serve endless text or a recording."""
+    """With their KV cache; None if the ranks serve endless text."""
 
     @classmethod
     def build(cls, config: RankConfig, device: torch.device) -> "ProcessParts":
@@ -115,7 +113,9 @@ class RankParts:
         """Make the parts of a rank of a group, whose slots hold the experts of the placement."""
         model, weights = process.model, process.weights
         router = Router(placement, epoch, model.device)
-        traffic = process.requests or _endless(config, model)
+        traffic = process.requests or TextTraffic(
+            config.num_ranks, config.tokens_per_step, config.shift_at, config.shift_back
+        )
         return cls(config, model, traffic, weights, router, communicator, Pace(config))
 
     def dispatch_tables(self) -> DispatchTables:
@@ -125,14 +125,6 @@ class RankParts:
         nodes = config.nodes
         topology = Topology(nodes) if nodes else Topology.single_node(config.num_ranks)
         return DispatchTables.of(placement, topology, config.rank, self.model.device)
-
-
-def _endless(config: RankConfig, model: Model) -> Traffic:
-    ranks, tokens = config.num_ranks, config.tokens_per_step
-    if not config.trace:
-        return TextTraffic(model, ranks, tokens, config.shift_at, config.shift_back)
-    ids, counts, top_k = read_trace(config.trace)
-    return RecordedTraffic(ranks, tokens, top_k, config.seed, ids, counts)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

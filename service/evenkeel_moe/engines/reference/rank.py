@@ -27,7 +27,6 @@ from evenkeel_moe.engines.reference.lines import LineWriter
 from evenkeel_moe.engines.reference.parts import ProcessParts, RankParts
 from evenkeel_moe.engines.reference.resize import resized_placement
 from evenkeel_moe.engines.reference.state import SavedPlacement, save_placement
-from evenkeel_moe.engines.reference.traffic import read_trace
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Unavailable
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.schedule.survivors import surviving_placement
@@ -70,7 +69,7 @@ def run_rank(
     code, reason, detail = ExitCode.FINISHED, "finished", ""
     rank, planned = None, False
     try:
-        rank = _Rank(with_trace_sizes(config), lines, make_link, observer)
+        rank = _Rank(config, lines, make_link, observer)
         if not rank.serve():
             code, reason = ExitCode.CHECK_FAILED, "check_failed"
         planned = True
@@ -91,23 +90,6 @@ def run_rank(
     lines.write("exit", code=int(code), reason=str(reason), detail=detail[:500])
     lines.close()
     return int(code)
-
-
-def with_trace_sizes(config: RankConfig) -> RankConfig:
-    """Return the configuration with the layers, experts and top_k of its trace, if it has one."""
-    if not config.trace:
-        return config
-    ids, counts, top_k = read_trace(config.trace)
-    if ids is not None:
-        layers, experts = ids.shape[1], int(ids.max()) + 1
-    else:
-        assert counts is not None
-        layers, experts = counts.shape[1], counts.shape[2]
-    # The experts must divide evenly over the ranks. Additional ids are experts without tokens.
-    experts = -(-experts // config.num_ranks) * config.num_ranks
-    return config.replace(
-        layers=layers, experts=experts, top_k=top_k, slots_per_rank=0, pool_slots_per_layer=0
-    )
 
 
 class _Rank:
@@ -322,7 +304,7 @@ class _Rank:
         mismatches = group.witness.mismatches(step, result)
         if mismatches and not self._mismatches:
             # Look for the cause now: a later swap may remove it.
-            experts, weights = group.witness.experts, self._process.weights
+            experts, weights = self._process.model.experts, self._process.weights
             _, found = inspect_rank(config.rank, group.router, weights, experts)
             self.lines.write("problem", step=step, problems=found)
             self._problems += found
@@ -348,13 +330,11 @@ class _Rank:
         )
 
     def _break(self, step: int, result: StepResult) -> None:
-        """Damage this rank, if the configuration has a fault for it and it is time."""
+        """Damage this rank after its first swap, if the configuration has a fault for it."""
         config, router = self.config, self.group.router
         if config.fault is None or self._fault_done or config.attempt:
             return
-        swapped = router.epoch > self.group.first_epoch
-        due = step >= config.fault_at if config.fault_at else swapped
-        if due and config.rank == config.fault_rank:
+        if router.epoch > self.group.first_epoch and config.rank == config.fault_rank:
             self._fault_done = True
             weights = self._process.weights
             detail = break_something(config.fault, config.rank, router, weights, result.counts)
@@ -367,7 +347,7 @@ class _Rank:
             self.config.rank,
             group.router,
             self._process.weights,
-            group.witness.experts,
+            self._process.model.experts,
             self._mismatches,
             check,
         )

@@ -243,7 +243,7 @@ class RequestTraffic(Traffic):
     """Serves requests with a KV cache: some tokens of each admitted request in every step.
 
     Args:
-        model: routes the tokens.
+        model: computes them.
         weights: the pool that experts and cache share.
         requests: in order of arrival.
         most: tokens of the longest request.
@@ -288,10 +288,6 @@ class RequestTraffic(Traffic):
     def before(self, step: int, rank: int) -> Tensor:
         """Return the token before each token of the step, in its request."""
         return self._batch.before
-
-    def route(self, step: int, rank: int, layer: int, x: Tensor) -> Tensor:
-        """Return the choices of the layer's gate."""
-        return self._model.route(layer, x)
 
     def attend(self, layer: int, x: Tensor) -> Tensor:
         """Keep the keys and values of a layer's rows; add to each row the value it attends to.

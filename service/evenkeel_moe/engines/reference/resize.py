@@ -128,10 +128,5 @@ def survivors_config(config: RankConfig, placement: Placement, dead: Collection[
 
 
 def _following(config: RankConfig, former: Former) -> RankConfig:
-    if config.trace:
-        raise InvalidInput(
-            f"the {config.num_ranks} ranks play the recording {config.trace}: its experts were"
-            " padded for this number of ranks"
-        )
     nodes = resized_nodes(config.nodes, former)
     return config.replace(num_ranks=len(former), nodes=nodes, former=former, dead=())

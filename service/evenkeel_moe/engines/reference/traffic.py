@@ -1,4 +1,4 @@
-"""The input of the ranks: real text from this machine's Python, or recorded routing."""
+"""The input of the ranks: real text from this machine's Python."""
 
 import builtins
 import keyword
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenkeel_moe.engines.reference.model import VOCABULARY, WORD_KINDS, Model
+from evenkeel_moe.engines.reference.model import VOCABULARY, WORD_KINDS
 from evenkeel_moe.errors import InvalidInput
 
 _CODE_MODULES = (
@@ -33,7 +33,7 @@ _CODE_WORDS = frozenset([*keyword.kwlist, *dir(builtins), "self", "args", "kwarg
 
 
 class Traffic(Protocol):
-    """The source of tokens and their routing. Without requests, no token knows others."""
+    """The source of tokens. Without requests, no token knows others."""
 
     def domain(self, step: int) -> str:
         """Return the name of the kind of text at a step."""
@@ -41,10 +41,6 @@ class Traffic(Protocol):
 
     def tokens(self, step: int, rank: int) -> Tensor:
         """Return (n,) int64 token ids of one rank's step."""
-        ...
-
-    def route(self, step: int, rank: int, layer: int, x: Tensor) -> Tensor:
-        """Return (n, k) int64: the experts of each row of x, best first."""
         ...
 
     def before(self, step: int, rank: int) -> Tensor | None:
@@ -129,9 +125,8 @@ def code_tokens() -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class TextTraffic(Traffic):
-    """Prose up to a step, then code, and back if wanted; the model's own gates route it."""
+    """Prose up to a step, then code, and back if wanted."""
 
-    model: Model
     num_ranks: int
     tokens_per_step: int
     shift_at: int
@@ -153,75 +148,3 @@ class TextTraffic(Traffic):
         starts = request * len(text) // (self.num_ranks * requests) + step * length
         positions = (starts[:, None] + np.arange(length)).reshape(-1)[: self.tokens_per_step]
         return torch.from_numpy(text.take(positions, mode="wrap"))
-
-    def route(self, step: int, rank: int, layer: int, x: Tensor) -> Tensor:
-        """Return the choices of the layer's gate."""
-        return self.model.route(layer, x)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class RecordedTraffic(Traffic):
-    """Routing of a recorded trace; the activations come from arbitrary token ids."""
-
-    num_ranks: int
-    tokens_per_step: int
-    top_k: int
-    seed: int
-    ids: NDArray[np.int64] | None
-    """(tokens, L, k) recorded experts; None if only counts were recorded."""
-    counts: NDArray[np.float64] | None
-    """(steps, L, E) recorded tokens per expert, the distribution that choices are drawn from."""
-
-    def domain(self, step: int) -> str:
-        """Return `trace`."""
-        return "trace"
-
-    def _rows(self, step: int, rank: int) -> NDArray[np.int64]:
-        start = (step * self.num_ranks + rank) * self.tokens_per_step
-        return np.arange(start, start + self.tokens_per_step, dtype=np.int64)
-
-    def tokens(self, step: int, rank: int) -> Tensor:
-        """Return token ids spread over the vocabulary, because the recording has no text."""
-        return torch.from_numpy(self._rows(step, rank) * 2654435761 % VOCABULARY)
-
-    def route(self, step: int, rank: int, layer: int, x: Tensor) -> Tensor:
-        """Return the recorded ids in order, cyclically, or k experts drawn from the counts."""
-        if self.ids is not None:
-            return torch.from_numpy(self.ids[self._rows(step, rank) % len(self.ids), layer])
-        assert self.counts is not None
-        weights = self.counts[step % len(self.counts), layer]
-        rng = np.random.default_rng((self.seed, step, rank, layer))
-        # With Gumbel noise, the k largest keys are a draw without replacement by the counts.
-        with np.errstate(divide="ignore"):
-            keys = np.log(weights)[None, :] + rng.gumbel(size=(self.tokens_per_step, len(weights)))
-        keys[:, weights == 0] = -1e9
-        return torch.from_numpy(
-            np.argsort(-keys, axis=1, kind="stable")[:, : self.top_k].astype(np.int64)
-        )
-
-
-def read_trace(path: str) -> tuple[NDArray[np.int64] | None, NDArray[np.float64] | None, int]:
-    """Read recorded routing; `ids` are preferred to counts.
-
-    Returns:
-        (ids (tokens, L, k) or None, counts (steps, L, E) or None, top_k).
-
-    Raises:
-        InvalidInput: the file has neither `ids` nor `T`, or a wrong shape.
-    """
-    with np.load(path, allow_pickle=False) as archive:
-        if "ids" in archive.files:
-            ids = archive["ids"].astype(np.int64)
-            if ids.ndim != 3:
-                raise InvalidInput(
-                    f"`ids` of {path} must be (tokens, layers, top_k), got {ids.shape}"
-                )
-            return ids, None, int(ids.shape[2])
-        if "T" in archive.files:
-            counts = archive["T"].astype(np.float64)
-            if counts.ndim != 3 or "topk" not in archive.files:
-                raise InvalidInput(
-                    f"`T` of {path} must be (steps, layers, experts), with `topk` next to it"
-                )
-            return None, counts, int(archive["topk"])
-    raise InvalidInput(f"{path} has neither `ids` nor `T`")
