@@ -11,7 +11,7 @@ same bits in every slot, bits are compared; else distances, with a tolerance tha
 the experts gave at registration.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -152,20 +152,6 @@ class Due:
     """A moved slot and its small distance, for which this slot, which never moved, is asked."""
 
 
-@dataclass(slots=True)
-class _Tally:
-    moved: int
-    same: int = 0
-    different: int = 0
-    gone: int = 0
-    """Slots that got another expert before they were asked."""
-    blind: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        return self.same + self.different + self.gone == self.moved
-
-
 @dataclass(frozen=True, slots=True)
 class Judged:
     """The result of asking one slot."""
@@ -199,7 +185,9 @@ class Canary:
         self._limit = limit
         self.tolerance = registered.tolerance(limit)
         self._due: deque[Due] = deque()
-        self._tallies: dict[WaveKey, _Tally] = {}
+        self._tallies: dict[WaveKey, Counter[str]] = {}
+        """By wave its moved slots, those that a plan moved on before they were asked (`gone`), and
+        otherwise as in `MovedAnswers`."""
 
     @property
     def blind(self) -> int:
@@ -219,10 +207,10 @@ class Canary:
         due = [Due(layer, local, int(new[layer, local]), wave) for layer, local in found]
         if wave is not None:
             blind = self._is_blind()
-            tally = _Tally(len(due), blind=sum(bool(blind[one.layer, one.expert]) for one in due))
             if not due:
                 return MovedAnswers(wave, 0, 0, 0, 0)
-            self._tallies[wave] = tally
+            unseen = sum(bool(blind[one.layer, one.expert]) for one in due)
+            self._tallies[wave] = Counter(moved=len(due), blind=unseen)
         self._due.extend(due)
         return None
 
@@ -266,11 +254,12 @@ class Canary:
         tally = self._tallies.get(wave) if wave is not None else None
         if wave is None or tally is None:
             return None
-        setattr(tally, what, getattr(tally, what) + 1)
-        if not tally.is_over:
+        tally[what] += 1
+        same, different = tally["same"], tally["different"]
+        if same + different + tally["gone"] < tally["moved"]:
             return None
         del self._tallies[wave]
-        return MovedAnswers(wave, tally.moved, tally.same, tally.different, tally.blind)
+        return MovedAnswers(wave, tally["moved"], same, different, tally["blind"])
 
     def _unmoved(self, due: Due, placement: Placement) -> tuple[int, int] | None:
         """Return (local slot, expert) of a slot of the layer that never moved; None without one."""

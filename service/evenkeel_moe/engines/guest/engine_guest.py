@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenkeel_moe.agent.agent import Agent
-from evenkeel_moe.agent.engine_moves import EngineMoves, Move
+from evenkeel_moe.agent.engine_moves import EngineMoves, HostEngine, Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, make_guest
 from evenkeel_moe.engines.guest.collective_start import all_or_none
@@ -33,7 +33,6 @@ from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.wire.link import KvCache
 
 _log = structlog.get_logger(__name__)
@@ -45,8 +44,8 @@ def _say_that_it_stops(agent: Agent) -> None:
     agent.close(planned=error is None or isinstance(error, SystemExit))
 
 
-class EngineGuest(ABC):
-    """One rank's guest. Its subclasses implement `HostEngine` for the agent.
+class EngineGuest(HostEngine, ABC):
+    """One rank's guest. Its subclasses implement the rest of `HostEngine` for the agent.
 
     Args:
         settings: the plugin's settings.
@@ -86,18 +85,6 @@ class EngineGuest(ABC):
     def places(self) -> bool:
         """See `GuestSettings`."""
         return self.settings.places
-
-    @abstractmethod
-    def refusal(self, prepare: Prepare, new: Placement) -> tuple[Reason, str] | None:
-        """See `HostEngine`."""
-
-    @abstractmethod
-    def fault(self) -> str | None:
-        """See `HostEngine`."""
-
-    @abstractmethod
-    def finish(self, move: Move) -> None:
-        """See `HostEngine`."""
 
     def begin(self, move: Move) -> None:
         """Let the engine rebalance at this step; its planner then asks for the plan."""

@@ -42,15 +42,6 @@ Gather = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class GivenPlan:
-    """A plan, and when the ranks got it."""
-
-    move: Move
-    step: int
-    """Step of the engine at which the gate gave the plan; the same on all ranks."""
-
-
 @dataclass(slots=True)
 class PlanAgreement:
     """The plan that one rank holds for the engine, if any.
@@ -60,19 +51,19 @@ class PlanAgreement:
     compare.
     """
 
-    given: GivenPlan | None = None
-    """Set by the gate, on every rank at the same step."""
+    given: tuple[Move, int] | None = None
+    """The plan, and the engine's step at which the gate gave it, the same on all ranks."""
     refused: str = ""
     """Reason why the engine did not get the last plan; empty if it did."""
 
     @property
     def move(self) -> Move | None:
         """The move of the plan; None without a plan."""
-        return None if self.given is None else self.given.move
+        return None if self.given is None else self.given[0]
 
     def begin(self, move: Move, step: int) -> None:
         """Hold a plan that the gate gave at this step."""
-        self.given, self.refused = GivenPlan(move, step), ""
+        self.given, self.refused = (move, step), ""
 
     def end(self) -> None:
         """Drop the plan: the engine has carried it out."""
@@ -88,8 +79,7 @@ class PlanAgreement:
         Returns:
             (L, S) int64, the same on every rank: the plan's map, or `current`.
         """
-        given = self.given
-        move, step = (None, -1) if given is None else (given.move, given.step)
+        move, step = self.given or (None, -1)
         fingerprint = 0 if move is None else move.wave.fingerprint
         target = 0 if move is None else map_digest(move.placement.phy2log)
         row = [_LAYOUT, int(move is not None), fingerprint, target, map_digest(current), step]

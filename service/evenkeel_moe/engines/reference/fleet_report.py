@@ -1,7 +1,8 @@
 """The result of a run, and what it is made from: the lines that the ranks have written."""
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,28 +66,6 @@ def died_words(codes: Sequence[int | None]) -> str:
     )
 
 
-@dataclass(slots=True)
-class GroupRecord:
-    """The lines that the ranks of one group have written, by kind."""
-
-    ready: set[int] = field(default_factory=set)
-    """Ranks whose process has loaded, and waits for the group to form."""
-    starts: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """The `start` line of each rank."""
-    resized: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """The `resized` line of each rank that came from the group before."""
-    lost: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """The `lost` line of each rank that noticed that another is gone."""
-    drained: set[int] = field(default_factory=set)
-    """Ranks of the group before that retire and have no requests left."""
-    refused: dict[int, str] = field(default_factory=dict)
-    """By rank of the group before, the reason why it did not go over into this one."""
-    given_up: int = 0
-    """Requests that retiring ranks of this group left."""
-    checks: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """The final check of each rank."""
-
-
 class FleetRecord:
     """Reads the lines of a run's ranks as they come, and keeps them by group.
 
@@ -97,7 +76,8 @@ class FleetRecord:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read = ends_of_lines(folder)
-        self._groups: dict[int, GroupRecord] = {}
+        self._lines: defaultdict[tuple[int, str], dict[int, Mapping[str, Any]]] = defaultdict(dict)
+        self._given_up: Counter[int] = Counter()
         self.newest_step: int | None = None
         """Newest step that any rank wrote; None before the first."""
         self.problems: list[str] = []
@@ -112,15 +92,23 @@ class FleetRecord:
         for line in read_new_lines(self._folder, self._read):
             self._take(line)
 
-    def group(self, number: int) -> GroupRecord:
-        """Return what the ranks of a group wrote."""
-        return self._groups.setdefault(number, GroupRecord())
+    def of_group(self, number: int, kind: str) -> Mapping[int, Mapping[str, Any]]:
+        """Return the newest line of a kind of each rank of a group.
+
+        What ranks write of the group that follows, `drained` and `refused`, is a line of that one,
+        with the ranks of the group before.
+        """
+        return self._lines[number, kind]
+
+    def given_up(self, number: int) -> int:
+        """Return the number of requests that retiring ranks of a group left."""
+        return self._given_up[number]
 
     def checks(self, last: int, ended: Collection[tuple[int, int]]) -> tuple[dict[str, Any], ...]:
         """Return the final checks of those who retired, as (group, rank), then of a last group."""
-        found = [self.group(group).checks.get(rank) for group, rank in ended]
-        found += [check for _, check in sorted(self.group(last).checks.items())]
-        return tuple(check for check in found if check is not None)
+        found = [self.of_group(group, "check").get(rank) for group, rank in ended]
+        found += [check for _, check in sorted(self.of_group(last, "check").items())]
+        return tuple(dict(check) for check in found if check is not None)
 
     def _take(self, line: Mapping[str, Any]) -> None:
         kind = line["kind"]
@@ -133,20 +121,9 @@ class FleetRecord:
             self.unconnected = line["detail"] or self.unconnected
         elif kind == "check":
             self.problems += line["problems"]
-            self.group(line["group"]).checks[line["rank"]] = dict(line)
         elif kind == "exit" and line["reason"] in _FINDINGS and line["detail"]:
             self.problems.append(f"rank {line['rank']} left: {line['reason']}: {line['detail']}")
-        elif kind == "ready":
-            self.group(line["group"]).ready.add(line["rank"])
-        elif kind == "lost":
-            self.group(line["group"]).lost[line["rank"]] = line
-        elif kind == "drained":
-            self.group(line["next_group"]).drained.add(line["rank"])
         elif kind == "gave_up":
-            self.group(line["group"]).given_up += 1
-        elif kind == "start":
-            self.group(line["group"]).starts[line["rank"]] = line
-        elif kind == "resized":
-            self.group(line["group"]).resized[line["rank"]] = line
-        elif kind == "refused":
-            self.group(line["next_group"]).refused[line["rank"]] = line["detail"]
+            self._given_up[line["group"]] += 1
+        group = line.get("next_group", line.get("group"))
+        self._lines[group, kind][line["rank"]] = line

@@ -104,16 +104,18 @@ class Resizing:
     def is_prepared(self, record: FleetRecord, now: float) -> bool:
         """Return True if who joins has loaded, and who retires has no request or no more time."""
         if self.after.dead:
-            return record.group(self.before.group).lost.keys() >= set(self.after.former)
-        drained = record.group(self.after.group).drained
-        waits = now < self.began + self.drain_s and not drained.issuperset(self.retiring)
-        return not waits and record.group(self.after.group).ready.issuperset(self.joining)
+            return record.of_group(self.before.group, "lost").keys() >= set(self.after.former)
+        drained = record.of_group(self.after.group, "drained").keys()
+        waits = now < self.began + self.drain_s and not drained >= set(self.retiring)
+        ready = record.of_group(self.after.group, "ready").keys()
+        return not waits and ready >= self.joining.keys()
 
     def is_formed(self, record: FleetRecord) -> bool:
         """Return True if every rank of the new group has begun to serve."""
-        group = record.group(self.after.group)
+        group = self.after.group
         came = {rank for rank, before in enumerate(self.after.former) if before is not None}
-        return len(group.starts) == self.after.num_ranks and group.resized.keys() >= came
+        started = len(record.of_group(group, "start"))
+        return started == self.after.num_ranks and record.of_group(group, "resized").keys() >= came
 
     def trouble(self, record: FleetRecord, now: float, saved_epoch: int) -> str:
         """Return why this resize has to be given up; empty if it goes on.
@@ -124,7 +126,7 @@ class Resizing:
             saved_epoch: the newest that a rank of the old group has saved; -1 if none has.
         """
         if self.after.dead:
-            lost = record.group(self.before.group).lost
+            lost = record.of_group(self.before.group, "lost")
             if not self.is_prepared(record, now) and now > self.began + _NOTICE_S:
                 return f"only ranks {sorted(lost)} noticed it within {_NOTICE_S:g} s"
             epochs = {line["epoch"] for line in lost.values()}
@@ -140,25 +142,26 @@ class Resizing:
             return f"new ranks ended before they joined: {codes}"
         if not self.forming and now > self.began + max(_LOAD_S, self.drain_s):
             return f"the new ranks {sorted(self.joining)} did not load within {_LOAD_S:g} s"
-        refused = record.group(self.after.group).refused
+        refused = record.of_group(self.after.group, "refused")
         # Until every rank has, one may still have to look into the configuration.
         if len(refused) == self.before.num_ranks:
-            return refused[0]
+            return str(refused[0]["detail"])
         if all(process.poll() in FINAL for process in self.old):
             return "the run ended first"
         return ""
 
     def outcome(self, record: FleetRecord) -> ResizeOutcome:
         """Return what came of it, once the new group has formed."""
-        group = record.group(self.after.group)
+        group = self.after.group
+        resized = record.of_group(group, "resized").values()
         return ResizeOutcome(
             self.before.num_ranks,
             self.after.num_ranks,
-            first_step=group.starts[0]["step"],
-            pause_s=max(line["pause_s"] for line in group.resized.values()),
-            given_up=record.group(self.before.group).given_up,
+            first_step=record.of_group(group, "start")[0]["step"],
+            pause_s=max(line["pause_s"] for line in resized),
+            given_up=record.given_up(self.before.group),
             dead=self.after.dead,
-            recovered=sum(line["recovered"] for line in group.resized.values()),
+            recovered=sum(line["recovered"] for line in resized),
         )
 
     def failed(self, why: str) -> ResizeOutcome:

@@ -171,7 +171,7 @@ class Supervisor:
         if self._report is not None or self._stopping or self._over_at is not None:
             raise Conflict(f"the {self.num_ranks} ranks are stopping or being restarted")
         self._record.read()
-        started = len(self._record.group(self._config.group).starts)
+        started = len(self._record.of_group(self._config.group, "start"))
         if started < self.num_ranks:
             raise Conflict(f"{started} of {self.num_ranks} ranks have started so far")
         after = resized_config(self._config, self._placement(), num_ranks, retire)
@@ -229,7 +229,7 @@ class Supervisor:
         config = self._config
         dead = [rank for rank, code in enumerate(codes) if code is not None]
         self._record.read()
-        started = len(self._record.group(config.group).starts) == self.num_ranks
+        started = len(self._record.of_group(config.group, "start")) == self.num_ranks
         if self._stopping or self._resizing is not None or not (config.shrinks and started):
             return None
         # A rank that ended by itself has left a group whose state is unknown.
@@ -266,7 +266,7 @@ class Supervisor:
         elif not resizing.forming and resizing.is_prepared(self._record, now):
             resizing.forming = True
             group = resizing.before.group
-            lost = self._record.group(group).lost.values()
+            lost = self._record.of_group(group, "lost").values()
             first_step = max(
                 (line["next_step"] for line in lost), default=resizing.after.first_step
             )
