@@ -64,8 +64,8 @@ class InlinePlanner:
         if not self.warm:
             raise Unavailable("it starts", Reason.PLANNER_STARTING)
 
-    async def run(self, function, argument):
-        return function(argument)
+    async def run(self, function, *arguments):
+        return function(*arguments)
 
 
 class Ranks:

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from evenkeel_moe.controller.cycles.cycle_inputs import (
     CycleSettings,
-    last_plan_ended,
     merge_phases,
-    plan_failures,
+    plan_history,
     price,
     steps_since_move,
 )
@@ -104,8 +103,8 @@ def test_only_plans_that_ran_start_the_cooldown():
         make_record("b", phase=PlanPhase.EXPIRED, updated_at=9.0),
         make_record("c", phase=PlanPhase.ABORTED, updated_at=7.0),
     ]
-    assert last_plan_ended(records) == 7.0
-    assert last_plan_ended(records[1:2]) is None
+    assert plan_history(records)[1] == 7.0
+    assert plan_history(records[1:2])[1] is None
 
 
 def ended(plan_id, phase, reason, at, kind=PlanKind.AUTOMATIC):
@@ -118,10 +117,11 @@ def test_failures_in_a_row_are_counted_back_to_the_last_plan_that_was_carried_ou
     earlier = ended("b", PlanPhase.ABORTED, Reason.RANK_LOST, 3.0)
     refused = ended("c", PlanPhase.REFUSED, Reason.NO_SOURCE, 7.0)
     aborted = ended("d", PlanPhase.ABORTED, Reason.PREPARE_DEADLINE, 9.0)
-    assert plan_failures([]) == (0, None)
-    assert plan_failures([done, earlier]) == (0, None)
-    assert plan_failures([aborted, done, refused, earlier]) == (2, 9.0)
-    assert plan_failures([replace(done, updated_at=10.0), aborted, refused]) == (0, None)
+    assert plan_history([]) == (0, None)
+    assert plan_history([done, earlier]) == (0, 5.0)
+    assert plan_history([aborted, done, refused, earlier]) == (2, 9.0)
+    assert plan_history([refused]) == (1, 7.0)
+    assert plan_history([replace(done, updated_at=10.0), aborted, refused]) == (0, 10.0)
 
 
 def test_what_a_person_did_or_the_world_outran_is_no_failure():
@@ -133,16 +133,15 @@ def test_what_a_person_did_or_the_world_outran_is_no_failure():
         (PlanPhase.ABORTED, Reason.RANK_VOTED_NO, PlanKind.MANUAL),
         (PlanPhase.MIGRATING, Reason.LOAD_CHANGED, PlanKind.AUTOMATIC),
     ):
-        assert plan_failures([ended("a", phase, reason, 5.0, kind)]) == (0, None)
+        assert plan_history([ended("a", phase, reason, 5.0, kind)])[0] == 0
 
 
 def test_a_proposal_that_was_rejected_counts_and_a_plan_that_was_stopped_does_not():
     """The planner waits before it asks again; a plan that ran is no refusal."""
     rejected = ended("a", PlanPhase.CANCELLED, Reason.CANCELLED, 5.0)
-    assert plan_failures([rejected]) == (1, 5.0)
-    began = replace(rejected, wave_sent=True)
-    assert plan_failures([began]) == (0, None)
-    assert plan_failures([replace(rejected, waves_committed=1)]) == (0, None)
+    assert plan_history([rejected]) == (1, 5.0)
+    for began in (replace(rejected, wave_sent=True), replace(rejected, waves_committed=1)):
+        assert plan_history([began]) == (0, 5.0)
 
 
 def test_steps_under_the_present_placement_are_those_of_its_epoch():

@@ -25,6 +25,7 @@ from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT, SplitModel
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.telemetry.rank_times import RankTimes
 from evenkeel_moe.wire.link import ReplicaCost
+from tests.controller.cycles.manual_rig import InlinePlanner
 from tests.controller.replicas import ONE, feed, replicas
 from tests.planning.decision.test_cycle import inputs, skewed
 from tests.protocol.machines import BASE, SHAPE
@@ -249,15 +250,8 @@ async def test_a_planner_that_died_teaches_nothing():
     assert budget.limit("gem") is None
 
 
-class InThisProcess:
-    """A planner that runs its calls in this process."""
-
-    async def run(self, function, argument):
-        return function(argument)
-
-
 async def test_a_cycle_keeps_to_what_it_may_evaluate_and_the_same_number_replays_it():
-    planner: Any = InThisProcess()
+    planner: Any = InlinePlanner()
     asked = inputs(skewed(60), policy="gem")
     first = await CycleBudget(60.0, taken.append).run(planner, asked)
     used = int(first.numbers["evaluations"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.controller.cycles.cycle_inputs import last_plan_ended, plan_failures
+from evenkeel_moe.controller.cycles.cycle_inputs import plan_history
 from evenkeel_moe.controller.leadership.operator_state import OperatorStateRecovery
 from evenkeel_moe.controller.leadership.takeover import take_over
 from evenkeel_moe.errors import Reason
@@ -70,8 +70,7 @@ async def test_the_last_plan_that_was_carried_out_is_found_behind_many_newer_one
     book = await records_of(store)
     assert {PlanId("ran"), PlanId("fault")} <= book.by_id.keys()
     assert PlanId("fault-before") not in book.by_id
-    assert last_plan_ended(book.by_id.values()) == 90.0
-    assert plan_failures(book.by_id.values()) == (1, 90.0)
+    assert plan_history(book.by_id.values()) == (1, 90.0)
     assert max(store.read) <= 48, "a plan of a large model is large"
 
 

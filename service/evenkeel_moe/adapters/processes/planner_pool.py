@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import structlog
 
@@ -21,7 +21,7 @@ _WARM_WITHIN_S = 900.0
 _REQUEST_WAITS_S = 15.0
 """Clients and proxies often give a request 30 s, and the plan itself takes a part of them."""
 _T = TypeVar("_T")
-_A = TypeVar("_A")
+_Arguments = TypeVarTuple("_Arguments")
 
 
 class DeadlineMissed(Unavailable):
@@ -91,25 +91,26 @@ class PlannerPool:
                 Reason.PLANNER_STARTING,
             )
 
-    async def run(self, function: Callable[[_A], _T], argument: _A) -> _T:
+    async def run(self, function: Callable[[*_Arguments], _T], *arguments: *_Arguments) -> _T:
         """Call the function in another process and return its value.
 
-        Function and argument must be picklable. The deadline begins when the kernels are compiled,
+        Function and arguments must be picklable. The deadline begins when the kernels are compiled,
         so that an early call is not charged for them. Errors of the function are raised here.
 
         Raises:
             DeadlineMissed: the deadline passed.
             Unavailable: the process died (PLANNER_FAILED).
         """
+        loop = asyncio.get_running_loop()
         async with self._free:
             executor = await self._ready()
             try:
                 try:
-                    future = self._submit(executor, function, argument)
+                    future = loop.run_in_executor(executor, function, *arguments)
                 except BrokenProcessPool:  # a process died while idle
                     self._replace(executor, "a planner process died")
                     executor = await self._ready()
-                    future = self._submit(executor, function, argument)
+                    future = loop.run_in_executor(executor, function, *arguments)
                 async with asyncio.timeout(self._deadline_s):
                     value = await future
             except TimeoutError:
@@ -121,12 +122,6 @@ class PlannerPool:
                 self.fault = ""
                 return value
         raise Unavailable(f"planner: {self.fault}", Reason.PLANNER_FAILED)
-
-    @staticmethod
-    def _submit(
-        executor: ProcessPoolExecutor, function: Callable[[_A], _T], argument: _A
-    ) -> asyncio.Future[_T]:
-        return asyncio.get_running_loop().run_in_executor(executor, function, argument)
 
     async def _ready(self) -> ProcessPoolExecutor:
         """Return the processes once their kernels are compiled.

@@ -14,7 +14,8 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, Wave
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.decision.cycle import CycleInputs
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.planning.schedule.width_change import choose_retired, evacuate, holders
@@ -112,68 +113,28 @@ def expected_stall(stalls: SwapStalls, waves: tuple[Wave, ...], base: PlanBase) 
     return {} if seconds is None else {"expected_stall_s": seconds}
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class WaveRequest:
-    """A placement to reach exactly, as a rollback asks for it."""
-
-    base: Placement
-    target: Placement
-    shape: ModelShape
-    topology: Topology
-    staging_bytes: tuple[int, ...]
-
-
-def build_waves(request: WaveRequest) -> tuple[Wave, ...]:
-    """Schedule the waves of a request; runs in another process.
-
-    Raises:
-        InfeasiblePlan: no order of waves fits.
-    """
-    return schedule_waves(
-        request.base, request.target, request.shape, request.topology, request.staging_bytes
-    )
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class EvacuationRequest:
-    """A request to take ranks out of a group."""
-
-    base: Placement
-    shape: ModelShape
-    topology: Topology
-    staging_bytes: tuple[int, ...]
-    load: NDArray[np.generic]
-    """(T, L, E) [tokens] steps of the window; T may be 0."""
-    retire: tuple[int, ...]
-    """The ranks that retire; empty to choose them."""
-    to_ranks: int
-    """Ranks that stay, if `retire` is empty."""
-    whole_nodes: bool
-    """Only all ranks of a node may retire."""
-
-
 def build_evacuation(
-    request: EvacuationRequest,
+    inputs: CycleInputs, retire: tuple[int, ...], to_ranks: int, whole_nodes: bool
 ) -> tuple[tuple[int, ...], Placement, tuple[Wave, ...]]:
     """Return the ranks that retire, and target and waves of their evacuation.
 
     Runs in another process.
 
+    Args:
+        inputs: the group, and the steps of its window; there may be none.
+        retire: the ranks that retire; empty to choose them.
+        to_ranks: ranks that stay, if `retire` is empty.
+        whole_nodes: only all ranks of a node may retire.
+
     Raises:
         InfeasiblePlan: too few slots stay, or no order of waves fits.
         ShapeMismatch: the ranks are not whole nodes.
     """
-    base, shape, topology = request.base, request.shape, request.topology
-    retired = choose_retired(
-        holders(base),
-        topology,
-        shape.num_ranks - request.to_ranks,
-        request.retire,
-        whole_nodes=request.whole_nodes,
-    )
-    load = request.load.sum(axis=0, dtype=np.float64)
-    target = evacuate(base, shape, retired, load)
-    return retired, target, schedule_waves(base, target, shape, topology, request.staging_bytes)
+    base, shape, topology = inputs.current, inputs.shape, inputs.topology
+    leaving = shape.num_ranks - to_ranks
+    retired = choose_retired(holders(base), topology, leaving, retire, whole_nodes=whole_nodes)
+    target = evacuate(base, shape, retired, inputs.load.sum(axis=0, dtype=np.float64))
+    return retired, target, schedule_waves(base, target, shape, topology, inputs.staging_bytes)
 
 
 def new_plan_id(kind: PlanKind, epoch: int) -> PlanId:
@@ -229,25 +190,22 @@ def price(
 _RAN = frozenset({PlanPhase.COMMITTED, PlanPhase.ABORTED, PlanPhase.CANCELLED})
 
 
-def last_plan_ended(records: Iterable[PlanRecord]) -> float | None:
-    """Return the Unix seconds at which the newest plan that ran ended; None if none did."""
-    ended = [record.updated_at for record in records if record.phase in _RAN]
-    return max(ended, default=None)
-
-
-def plan_failures(records: Iterable[PlanRecord]) -> tuple[int, float | None]:
-    """Count the automatic plans that were refused, rejected or failed since a commit of any plan.
+def plan_history(records: Iterable[PlanRecord]) -> tuple[int, float | None]:
+    """Return what earlier plans tell the gates.
 
     Returns:
-        The number of plans, and the Unix seconds at which the newest ended; None if there are none.
+        The number of automatic plans that were refused, rejected or failed since a commit of any
+        plan; and the Unix seconds at which the newest plan ended that ran or is one of those,
+        None if there is none.
     """
-    ended_at: list[float] = []
+    failed, ended_at, committed = 0, None, False
     for record in sorted(records, key=lambda record: record.updated_at, reverse=True):
-        if record.phase is PlanPhase.COMMITTED:
-            break
-        if is_failure(record):
-            ended_at.append(record.updated_at)
-    return len(ended_at), max(ended_at, default=None)
+        committed |= record.phase is PlanPhase.COMMITTED
+        counts = not committed and is_failure(record)
+        failed += counts
+        if ended_at is None and (counts or record.phase in _RAN):
+            ended_at = record.updated_at
+    return failed, ended_at
 
 
 def steps_since_move(windows: Iterable[LoadWindow], epoch: Epoch, num_steps: int) -> int:

@@ -11,9 +11,8 @@ from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import (
     CycleSettings,
     PlanBase,
-    last_plan_ended,
     merge_phases,
-    plan_failures,
+    plan_history,
     price,
     steps_since_move,
 )
@@ -179,7 +178,7 @@ class InputBuilder:
         found = ingest.windows(settings.plan_steps)
         windows = [window for phase, window in found.items() if phase in phases]
         load, source = merge_phases(windows, shape, settings.plan_steps)
-        failed_plans, ended_at = self._plan_history()
+        failed_plans, ended_at = plan_history(control.records.by_id.values())
         target = None if request is None else request.target
         curves = target is None and find_policy(policy).inputs.curves
         objective = self._objective(shape, base, limits, load, curves)
@@ -252,10 +251,3 @@ class InputBuilder:
         members = self.control.membership.members
         hellos = {rank: one.hello for rank, one in members.items()}
         self._slow.update(self.control.deployment, self.loads.times.speed_factors(), hellos)
-
-    def _plan_history(self) -> tuple[int, float | None]:
-        """Count the plans that failed in a row; return also when the last plan ended [Unix s]."""
-        records = self.control.records.by_id.values()
-        failed, failed_at = plan_failures(records)
-        times = [at for at in (last_plan_ended(records), failed_at) if at is not None]
-        return failed, max(times, default=None)

@@ -10,11 +10,8 @@ from typing import Any
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
 from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import (
-    EvacuationRequest,
     PlanBase,
-    WaveRequest,
     build_evacuation,
-    build_waves,
     expected_stall,
     finite,
 )
@@ -41,6 +38,7 @@ from evenkeel_moe.model.plan import Plan, PlanKind, PlanLimits, PlanPhase, PlanR
 from evenkeel_moe.model.quantities import bytes_text, duration_text
 from evenkeel_moe.planning.decision.cycle import CycleResult
 from evenkeel_moe.planning.policies.registry import find_policy
+from evenkeel_moe.planning.schedule.waves import schedule_waves
 from evenkeel_moe.planning.schedule.width_change import check_retired
 from evenkeel_moe.ports.operations import (
     PlanRequest,
@@ -166,17 +164,10 @@ class ManualPlanner:
         self.control.require_free(PlanKind.EVACUATION, self.clock.monotonic())
         await self.pool.wait_until_warm()
         inputs = self.builder.build(base, self.control.policy.policy, PlanLimits())
-        asked = EvacuationRequest(
-            base.placement,
-            shape,
-            self.loads.topology(),
-            self.control.membership.staging_bytes(),
-            inputs.load,
-            named,
-            request.to_ranks or shape.num_ranks,
-            request.whole_nodes,
+        stay = request.to_ranks or shape.num_ranks
+        retire, target, waves = await self.pool.run(
+            build_evacuation, inputs, named, stay, request.whole_nodes
         )
-        retire, target, waves = await self.pool.run(build_evacuation, asked)
         plan = self._at_once(base, PlanKind.EVACUATION, request.plan_id, target, waves)
         digest = _digest({"kind": PlanKind.EVACUATION.value, "retire": retire})
         submitted = ctl.PlanSubmitted(plan, True, request.requested_by, digest) if waves else None
@@ -233,14 +224,14 @@ class ManualPlanner:
         base, membership = PlanBase.current(self.control), self.control.membership
         assert membership.shape is not None
         await self.pool.wait_until_warm()
-        copies = WaveRequest(
+        waves = await self.pool.run(
+            schedule_waves,
             base.placement,
             target,
             membership.shape,
             self.loads.topology(),
             membership.staging_bytes(),
         )
-        waves = await self.pool.run(build_waves, copies)
         if not waves:
             raise Conflict(f"the placement of epoch {epoch} is the present one", Reason.NO_CHANGE)
         kind, numbers = PlanKind.ROLLBACK, {"to_epoch": float(epoch)}
