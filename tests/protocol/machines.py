@@ -133,6 +133,14 @@ def only(actions, kind):
     return found[0]
 
 
+def prepares(actions) -> list[msg.Prepare]:
+    return [message for message in sent(actions) if isinstance(message, msg.Prepare)]
+
+
+def queries(actions) -> list[msg.QueryState]:
+    return [message for message in sent(actions) if isinstance(message, msg.QueryState)]
+
+
 def reply(rank: Participant, message, kind, stream: int = STREAM):
     """The one action or message of a kind with which a rank answers its controller."""
     return only(rank.handle(from_controller(message, stream), 0.0), kind)
@@ -316,6 +324,27 @@ def group_leaves(control: DeploymentControl) -> None:
         control.handle(ctl.StreamClosed(rank, member.stream), -CONTROL_TIMING.rank_lease_s)
 
 
+def come(control: DeploymentControl, *ranks: int, now: float = 1.0, **changes) -> list:
+    """Ranks of the generation g2 say hello, as its incarnation 5."""
+    return [
+        action
+        for rank in ranks
+        for action in control.handle(
+            from_rank(rank, hello_of(rank, "g2", 5, **changes), 5, 30 + rank), now
+        )
+    ]
+
+
+def restarts(control: DeploymentControl, *reached: tuple[int, Placement], now: float = 1.0) -> list:
+    """The group leaves and comes back as g2, each rank at an epoch and a map; at 0 by default."""
+    group_leaves(control)
+    return [
+        action
+        for rank, (epoch, placement) in enumerate(reached or [(0, BASE)] * 2)
+        for action in come(control, rank, now=now, epoch=epoch, placement_digest=placement.digest)
+    ]
+
+
 def query_of(control: DeploymentControl) -> int:
     """Return the number of the newest query to all ranks."""
     return control.as_leader.recovery.query
@@ -387,6 +416,12 @@ def abort_answers(control, index=0, now=0.0):
 
 def record(control, plan_id="p"):
     return control.records.get(PlanId(plan_id))
+
+
+def progress(control, plan_id="p"):
+    """Return the phase of a plan and the number of its waves that are committed."""
+    found = record(control, plan_id)
+    return found.phase, found.waves_committed
 
 
 def phase_and_reason(control, plan_id="p"):

@@ -7,7 +7,7 @@ import pytest
 
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
-from evenkeel_moe.model.plan import PlanPhase, PlanRecord
+from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
@@ -29,6 +29,7 @@ from tests.protocol.machines import (
     after_wave,
     answer_queries,
     both,
+    come,
     control_of,
     from_rank,
     group_leaves,
@@ -39,9 +40,12 @@ from tests.protocol.machines import (
     only,
     phase_and_reason,
     plan_of,
+    prepares,
+    progress,
+    queries,
     query_of,
     record,
-    sent,
+    restarts,
     state_of,
     vote,
     wave_state,
@@ -124,25 +128,16 @@ def test_lost_lease_drops_the_machine_in_any_state():
         )
 
 
-def test_new_generation_ends_the_plans_of_the_old_one():
-    """R1: old plans end as GENERATION_CHANGED."""
+def test_new_generation_ends_the_plans_of_the_old_one_and_nothing_is_known_of_its_map():
+    """R1: old plans end as GENERATION_CHANGED. R15: the ranks are asked where they stand."""
     control = control_of(S.MIGRATING)
     group_leaves(control)
-    control.handle(from_rank(0, hello_of(0, "g2", 5), 5, 30), 1.0)
-    assert control.state is S.MIGRATING
-    control.handle(from_rank(1, hello_of(1, "g2", 5), 5, 31), 1.0)
+    come(control, 0)
+    assert (control.state, control.epoch) == (S.MIGRATING, 0)
+    come(control, 1)
     assert (control.state, control.coordinator) == (S.RECOVERING, None)
+    assert (control.epoch, control.placement) == (None, None)
     assert phase_and_reason(control) == (PlanPhase.ABORTED, Reason.GENERATION_CHANGED)
-
-
-def test_of_a_new_generation_nothing_is_known_before_its_ranks_answered():
-    """R15: the epoch and map of the group before are not told as those of the new one."""
-    control = control_of(S.READY)
-    group_leaves(control)
-    for rank in (0, 1):
-        assert control.epoch is not None
-        control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 1.0)
-    assert (control.state, control.epoch, control.placement) == (S.RECOVERING, None, None)
 
 
 def test_plan_whose_last_wave_is_committed_ends_as_such_when_the_group_restarts():
@@ -155,84 +150,45 @@ def test_plan_whose_last_wave_is_committed_ends_as_such_when_the_group_restarts(
         if index == 0:
             control.handle(from_rank(1, msg.Ack(key_of(index=index), Epoch(1), after.digest)), 0.0)
     assert control.state is S.MIGRATING, "one rank has not acked"
-    group_leaves(control)
-    for rank in (0, 1):
-        control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 1.0)
-    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.COMMITTED, 2)
-
-
-def restarts(control, *reached):
-    """The group comes back as g2, each rank at an epoch and a map."""
-    group_leaves(control)
-    return [
-        action
-        for rank, (epoch, placement) in enumerate(reached)
-        for action in control.handle(
-            from_rank(
-                rank,
-                hello_of(rank, "g2", 5, epoch=epoch, placement_digest=placement.digest),
-                5,
-                30 + rank,
-            ),
-            1.0,
-        )
-    ]
-
-
-def test_wave_swapped_everywhere_is_counted_though_the_group_restarts_before_any_ack():
-    """R12: the ranks are the truth, also those of the next generation."""
-    control = control_of(S.MIGRATING)
-    vote(control)
-    actions = restarts(control, (1, AFTER_ONE), (1, AFTER_ONE))
-    assert only(actions, ctl.WaveEnded) == ctl.WaveEnded(key_of(), True, Reason.COMMITTED)
-    ended = record(control)
-    assert (ended.phase, ended.reason, ended.waves_committed) == (
-        PlanPhase.ABORTED,
-        Reason.GENERATION_CHANGED,
-        1,
-    )
-    control = control_of()
-    Operator(control).submit(plan_of(1), 0.0, approve=True)
-    vote(control)
-    restarts(control, (1, AFTER_ONE), (1, AFTER_ONE))
-    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.COMMITTED, 1)
+    restarts(control)
+    assert progress(control) == (PlanPhase.COMMITTED, 2)
 
 
 @pytest.mark.parametrize(
-    "reached",
+    ("waves", "reached", "phase", "counted"),
     [
-        ((0, BASE), (0, BASE)),
-        ((0, BASE), (1, AFTER_ONE)),
-        ((1, AFTER_ONE), (0, BASE)),
-        ((1, AFTER_TWO), (1, AFTER_TWO)),
-        ((9, AFTER_ONE), (9, AFTER_ONE)),
+        (2, [(1, AFTER_ONE), (1, AFTER_ONE)], PlanPhase.ABORTED, 1),
+        (1, [(1, AFTER_ONE), (1, AFTER_ONE)], PlanPhase.COMMITTED, 1),
+        (2, [(0, BASE), (0, BASE)], PlanPhase.ABORTED, 0),
+        (2, [(0, BASE), (1, AFTER_ONE)], PlanPhase.ABORTED, 0),
+        (2, [(1, AFTER_ONE), (0, BASE)], PlanPhase.ABORTED, 0),
+        (2, [(1, AFTER_TWO), (1, AFTER_TWO)], PlanPhase.ABORTED, 0),
+        (2, [(9, AFTER_ONE), (9, AFTER_ONE)], PlanPhase.ABORTED, 0),
     ],
 )
-def test_wave_is_not_counted_unless_the_whole_group_comes_back_where_it_leads(reached):
-    control = control_of(S.MIGRATING)
+def test_wave_that_nobody_acked_counts_if_the_whole_group_comes_back_where_it_leads(
+    waves, reached, phase, counted
+):
+    """R12: the ranks are the truth, also those of the next generation."""
+    control = control_of()
+    Operator(control).submit(plan_of(waves), 0.0, approve=True)
     vote(control)
-    restarts(control, *reached)
-    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.ABORTED, 0)
+    ended = of_kind(restarts(control, *reached), ctl.WaveEnded)
+    assert ended == [ctl.WaveEnded(key_of(), True, Reason.COMMITTED)] * counted
+    assert progress(control) == (phase, counted)
 
 
-def test_wave_without_the_agreement_of_all_is_not_counted_though_a_group_is_where_it_leads():
-    """Another group of the same name may have come there by a plan of its own."""
+@pytest.mark.parametrize(("voted", "dropped"), [((0,), ()), ((0, 1), (0,)), ((0, 1), (0, 1))])
+def test_wave_without_the_agreement_of_all_or_that_a_rank_dropped_is_not_counted(voted, dropped):
+    """Another group of the same name may have come where it leads by a plan of its own."""
     control = control_of(S.MIGRATING)
-    control.handle(from_rank(0, msg.Vote(key_of(), True)), 0.5)
-    restarts(control, (1, AFTER_ONE), (1, AFTER_ONE))
-    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.ABORTED, 0)
-
-
-@pytest.mark.parametrize("dropped_by", [(0,), (0, 1)])
-def test_wave_that_a_rank_dropped_is_not_counted_though_another_group_is_where_it_leads(dropped_by):
-    """A second group of the same name may have come there by a plan of its own."""
-    control = control_of(S.MIGRATING)
-    vote(control)
-    for rank in dropped_by:
+    for rank in voted:
+        control.handle(from_rank(rank, msg.Vote(key_of(), True)), 0.5)
+    for rank in dropped:
         answer = msg.AbortAnswer(key_of(), Epoch(0), WaveOutcome.DROPPED, True)
         control.handle(from_rank(rank, answer), 0.6)
     restarts(control, (1, AFTER_ONE), (1, AFTER_ONE))
-    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.ABORTED, 0)
+    assert progress(control) == (PlanPhase.ABORTED, 0)
 
 
 def test_proposal_that_leads_where_another_plan_led_is_not_counted():
@@ -252,11 +208,7 @@ def test_ranks_are_asked_more_rarely_at_rest(state, asked):
     control = control_of(state)
     when = []
     for now in (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0):
-        actions = control.handle(msg.Tick(), now)
-        if any(
-            isinstance(one, ctl.SendToRank) and isinstance(one.message, msg.QueryState)
-            for one in actions
-        ):
+        if queries(control.handle(msg.Tick(), now)):
             when.append(now)
         for rank in range(3):
             control.handle(from_rank(rank, state_of(rank, query=0)), now)
@@ -269,15 +221,7 @@ def test_a_plan_that_begins_is_asked_about_at_once_when_the_last_question_is_a_h
     control.handle(msg.Tick(), 1.0)
     assert not control.handle(msg.Tick(), 2.25)
     control.state = S.MIGRATING
-    asked = control.handle(msg.Tick(), 2.25)
-    assert (
-        sum(
-            isinstance(one.message, msg.QueryState)
-            for one in asked
-            if isinstance(one, ctl.SendToRank)
-        )
-        == 2
-    )
+    assert len(queries(control.handle(msg.Tick(), 2.25))) == 2
 
 
 @pytest.mark.parametrize(
@@ -344,7 +288,7 @@ def test_new_leader_goes_on_with_a_plan_that_the_ranks_are_in_the_middle_of():
     control = control_of(S.RECOVERING, stored_plan())
     actions = answer_queries(control, **after_wave(0))
     assert control.state is S.MIGRATING and record(control).waves_committed == 1
-    assert {m.wave for m in sent(actions) if isinstance(m, msg.Prepare)} == {key_of(index=1)}
+    assert {m.wave for m in prepares(actions)} == {key_of(index=1)}
 
 
 def found_and_acked(stored):
@@ -363,15 +307,9 @@ def found_and_acked(stored):
 def test_wave_found_and_committed_is_counted_though_the_group_restarts_before_it_is_asked_again():
     control, actions = found_and_acked(stored_plan())
     assert only(actions, ctl.PersistPlan).record.waves_committed == 1
-    group_leaves(control)
-    for rank in (0, 1):
-        control.handle(from_rank(rank, hello_of(rank, "g2", 5, epoch=1), 5, 30 + rank), 1.0)
-    ended = record(control)
-    assert (ended.phase, ended.reason, ended.waves_committed) == (
-        PlanPhase.ABORTED,
-        Reason.GENERATION_CHANGED,
-        1,
-    )
+    restarts(control, (1, BASE), (1, BASE))
+    assert progress(control) == (PlanPhase.ABORTED, 1)
+    assert record(control).reason is Reason.GENERATION_CHANGED
 
 
 def test_found_wave_of_another_life_of_the_plan_id_is_not_counted():
@@ -398,11 +336,7 @@ def test_plan_that_a_new_leader_cannot_go_on_with_says_why(state, heard, reason)
             control.handle(ctl.RankHeard(rank, 1, 10 + rank), float(t))
         said = of_kind(control.handle(msg.Tick(), float(t)), ctl.WaveHealth)
         assert [health.reason for health in said] == ([reason] if t == 11 else [])
-    assert (control.state, record(control).phase, record(control).reason) == (
-        state,
-        PlanPhase.STALLED,
-        reason,
-    )
+    assert (control.state, *phase_and_reason(control)) == (state, PlanPhase.STALLED, reason)
     if state is S.WAITING_FOR_RANKS:
         control.handle(from_rank(1, hello_of(1)), 15.0)
     answer_queries(control, 15.0)
@@ -438,11 +372,7 @@ def test_plan_that_waited_for_ranks_goes_on_with_its_found_wave():
 def test_new_leader_ends_a_plan_that_the_ranks_completed():
     control = control_of(S.RECOVERING, stored_plan())
     answer_queries(control, **after_wave(1))
-    assert (control.state, record(control).phase, record(control).waves_committed) == (
-        S.READY,
-        "committed",
-        2,
-    )
+    assert (control.state, *progress(control)) == (S.READY, PlanPhase.COMMITTED, 2)
 
 
 def test_new_leader_honours_a_cancel_its_predecessor_took():
@@ -488,35 +418,3 @@ def test_a_follower_knows_of_no_plan_hold_or_freeze():
 )
 def test_a_term_may_rise_by_so_much_and_only_so_far(term, known, credible):
     assert is_credible_term(term, known) is credible
-
-
-def test_heartbeat_that_does_not_fit_the_records_starts_a_new_survey():
-    control = control_of()
-    control.handle(msg.Tick(), 1.0)
-    query = query_of(control)
-    assert control.handle(from_rank(0, state_of(0, query=query)), 1.0) == []
-    stale = state_of(0, query=0, epoch=4)
-    assert control.handle(from_rank(0, stale), 1.0) == [], "an answer from before is no news"
-    control.handle(from_rank(0, state_of(0, query=query, epoch=4)), 1.0)
-    assert control.state is S.RECOVERING
-
-
-def test_new_leader_ends_a_plan_whose_base_is_gone():
-    control = control_of(S.RECOVERING, stored_plan())
-    answer_queries(control, **{**after_wave(0), "placement": AFTER_TWO})
-    assert (record(control).phase, record(control).reason) == (PlanPhase.ABORTED, Reason.STALE_BASE)
-
-
-def test_of_two_plans_that_run_by_the_records_the_newest_goes_on():
-    """R12: a lost write may leave an older one."""
-    records = tuple(
-        PlanRecord(plan_of(2, name), PlanPhase.MIGRATING, Reason.PLAN_STARTED, 0, 0.0)
-        for name in ("old", "p")
-    )
-    control = control_of(S.RECOVERING, ctl.StoredRecords(records))
-    answer_queries(control)
-    assert (record(control, "old").phase, record(control, "old").reason) == (
-        PlanPhase.ABORTED,
-        Reason.STALE_BASE,
-    )
-    assert (record(control).phase, control.state) == (PlanPhase.MIGRATING, S.MIGRATING)

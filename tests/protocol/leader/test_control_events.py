@@ -27,6 +27,7 @@ from tests.protocol.machines import (
     abort_answers,
     ack,
     both,
+    come,
     control_of,
     from_controller,
     from_rank,
@@ -40,8 +41,10 @@ from tests.protocol.machines import (
     phase_and_reason,
     plan_of,
     planning_loop_of,
+    prepares,
     query_of,
     record,
+    restarts,
     sent,
     state_in,
     state_of,
@@ -155,7 +158,7 @@ def test_no_plan_begins_between_a_reload_and_the_answers_of_all_ranks():
     abort_answers(control)
     assert record(control).reason is Reason.WEIGHTS_VERSION_CHANGED
     _, actions = Operator(control).submit(plan_of(1, "next"), 0.0, approve=True)
-    assert not [m for m in sent(actions) if isinstance(m, msg.Prepare)]
+    assert not prepares(actions)
     both(control, lambda rank: state_of(rank, **reloaded))
     assert state_in(control) is S.RECOVERING
 
@@ -165,12 +168,12 @@ def test_a_freeze_stops_neither_a_rollback_nor_a_plan_that_has_begun():
     Operator(control).freeze(1000.0, 0.0)
     vote(control)
     actions = ack(control, AFTER_ONE, 1)
-    assert {m.wave for m in sent(actions) if isinstance(m, msg.Prepare)} == {key_of(index=1)}
+    assert {m.wave for m in prepares(actions)} == {key_of(index=1)}
     control = control_of()
     Operator(control).freeze(1000.0, 0.0)
     rollback = plan_of(1, kind=PlanKind.ROLLBACK)
     _, actions = Operator(control).submit(rollback, 0.0, approve=True)
-    assert len([m for m in sent(actions) if isinstance(m, msg.Prepare)]) == 2
+    assert len(prepares(actions)) == 2
     assert only(control.handle(msg.Tick(), 30.0), ctl.RunCycle).closed_by is Reason.FROZEN
 
 
@@ -178,7 +181,7 @@ def test_an_answer_of_a_process_of_another_generation_starts_nothing():
     """Its group has not gathered yet."""
     control = control_of()
     group_leaves(control)
-    control.handle(from_rank(1, hello_of(1, "g2", 5), 5, 31), 0.1)
+    come(control, 1, now=0.1)
     answer = dataclasses.replace(state_of(1, query=9, epoch=4), identity=identity_of(1, "g2", 5))
     assert control.handle(from_rank(1, answer, 5, 31), 0.1) == []
     assert control.state is S.READY
@@ -231,9 +234,7 @@ def test_a_cycle_that_the_group_or_another_plan_has_overtaken_says_so(state):
     control = control_of(policy=DeploymentPolicy(mode=Mode.AUTO, cycle_s=1.0))
     cycle = only(control.handle(msg.Tick(), 1.0), ctl.RunCycle)
     if state is S.RECOVERING:
-        group_leaves(control)
-        for rank in (0, 1):
-            control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 1.0)
+        restarts(control)
     else:
         Operator(control).submit(plan_of(), 1.0, approve=True)
     assert control.state is state
@@ -401,6 +402,15 @@ def measure(control, name, gain, now):
     return control.handle(ctl.PlanMeasured(PlanId(name), delivered), now)
 
 
+def stopped():
+    """A leader after three plans in a row that delivered nothing."""
+    control = leading()
+    for at, name in enumerate("abc", 1):
+        measure(control, name, 0.0, float(at))
+    assert control.held
+    return control
+
+
 def test_the_third_plan_in_a_row_stops_auto_with_a_reason_of_its_own():
     control = leading()
     for at, name in ((1.0, "a"), (2.0, "b")):
@@ -411,9 +421,7 @@ def test_the_third_plan_in_a_row_stops_auto_with_a_reason_of_its_own():
     assert isinstance(alert, ctl.Alert)
     assert alert.reason is Reason.GAINS_NOT_DELIVERED
     assert alert.detail.endswith("plans a, b, c")
-    (cycle,) = [
-        action for action in control.handle(msg.Tick(), 40.0) if isinstance(action, ctl.RunCycle)
-    ]
+    cycle = only(control.handle(msg.Tick(), 40.0), ctl.RunCycle)
     assert cycle.closed_by is Reason.GAINS_NOT_DELIVERED
     assert [type(action) for action in measure(control, "d", 0.0, 41.0)] == [ctl.PersistPlan]
 
@@ -434,10 +442,7 @@ def test_only_auto_is_stopped(mode):
 
 
 def test_resume_starts_auto_and_three_further_plans_must_fail():
-    control = leading()
-    for at, name in enumerate("abc", 1):
-        measure(control, name, 0.0, float(at))
-    assert control.held
+    control = stopped()
     (document,) = Operator(control).resume(10.0)
     assert isinstance(document, ctl.PersistDocument)
     assert document.body == {"held": False, "judged_from": 10.0, "frozen_until": 0.0}
@@ -450,9 +455,7 @@ def test_resume_starts_auto_and_three_further_plans_must_fail():
 
 
 def test_the_stop_outlives_a_change_of_the_leader():
-    control = leading()
-    for at, name in enumerate("abc", 1):
-        measure(control, name, 0.0, float(at))
+    control = stopped()
     stored = ctl.StoredRecords(hold=Hold.of_document(control.document().body))
     control.handle(ctl.LeaseLost(), 5.0)
     assert not control.held
@@ -461,9 +464,7 @@ def test_the_stop_outlives_a_change_of_the_leader():
 
 
 def test_a_rollback_keeps_the_reason_of_the_stop():
-    control = leading()
-    for at, name in enumerate("abc", 1):
-        measure(control, name, 0.0, float(at))
+    control = stopped()
     Operator(control).submit(plan_of(plan_id="back", kind=PlanKind.ROLLBACK), 5.0)
     assert control.hold.because is Reason.GAINS_NOT_DELIVERED
 
@@ -527,14 +528,13 @@ def test_no_wave_begins_while_a_rank_refuses_waves():
     assert waiting.phase is PlanPhase.APPROVED and sent(actions) == []
     control.handle(ctl.RankTroubled(EpRank(1), 11, ""), 0.1)
     actions = control.handle(msg.Tick(), 0.2)
-    assert len([m for m in sent(actions) if isinstance(m, msg.Prepare)]) == 2
+    assert len(prepares(actions)) == 2
 
 
 def test_a_rank_of_a_new_generation_that_stops_at_once_is_lost_to_its_wave():
     control = control_of()
     control.handle(msg.Tick(), 10.0)
-    for rank in (0, 1):
-        control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 10.1)
+    come(control, 0, 1, now=10.1)
     held: dict[str, Any] = {
         "state": msg.ParticipantState.ARMED,
         "wave": key_of(generation="g2"),

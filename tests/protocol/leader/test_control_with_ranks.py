@@ -32,15 +32,13 @@ from tests.protocol.machines import (
     answer_queries,
     both,
     control_of,
-    from_rank,
-    group_leaves,
-    hello_of,
     key_of,
     of_kind,
     only,
     plan_of,
     planning_loop_of,
     record,
+    restarts,
     state_of,
     vote,
 )
@@ -355,9 +353,7 @@ def test_a_plan_that_waits_for_ranks_or_ends_with_its_group_says_when():
     assert times(control)[-1] == ("stalled", 1011.0)
     answer_queries(control, 13.0, **after_wave(0))
     assert times(control)[-2:] == [("recovered", 1013.0), ("wave_started", 1013.0)]
-    group_leaves(control)
-    for rank in (0, 1):
-        control.handle(from_rank(rank, hello_of(rank, "g2", 5), 5, 30 + rank), 14.0)
+    restarts(control, now=14.0)
     assert times(control)[-1] == ("ended", 1014.0)
 
 

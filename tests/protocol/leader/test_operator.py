@@ -38,6 +38,7 @@ from tests.protocol.machines import (
     of_kind,
     only,
     plan_of,
+    progress,
     query_of,
     record,
     sent,
@@ -64,7 +65,7 @@ def test_cancel_after_the_votes_takes_effect_at_the_next_wave():
     _, actions = Operator(control).cancel(PlanId("p"), "me", 0.0)
     assert sent(actions) == []
     ack(control, AFTER_ONE, 1)
-    assert (record(control).phase, record(control).waves_committed) == (PlanPhase.CANCELLED, 1)
+    assert progress(control) == (PlanPhase.CANCELLED, 1)
     assert control.epoch == 1
     with pytest.raises(Conflict):
         Operator(control).cancel(PlanId("p"), "me", 0.0)

@@ -25,6 +25,7 @@ from tests.protocol.machines import (
     after_wave,
     answer_queries,
     both,
+    come,
     control_of,
     from_rank,
     hello_of,
@@ -33,6 +34,8 @@ from tests.protocol.machines import (
     only,
     phase_and_reason,
     plan_of,
+    prepares,
+    queries,
     query_of,
     record,
     sent,
@@ -173,8 +176,7 @@ def test_after_a_reload_on_all_ranks_plans_begin_again():
     answer_queries(control, **reloaded)
     assert state_in(control) is S.READY
     _, actions = Operator(control).submit(plan_of(weights_version=2), 0.0, approve=True)
-    prepares = [m for m in sent(actions) if isinstance(m, msg.Prepare)]
-    assert [prepare.checksums for prepare in prepares] == [(6,), (6,)]
+    assert [prepare.checksums for prepare in prepares(actions)] == [(6,), (6,)]
 
 
 def stored_plans(*changes):
@@ -195,6 +197,11 @@ def test_only_the_newest_accepted_plan_goes_on_and_proposals_stay():
     assert phase_and_reason(control, "p") == (PlanPhase.ABORTED, Reason.STALE_BASE)
     assert record(control, "q").waves_committed == 1
     assert record(control, "r").phase is PlanPhase.PROPOSED
+    # Though both fit.
+    control = control_of(S.RECOVERING, stored_plans({}, {}))
+    answer_queries(control)
+    assert phase_and_reason(control, "p") == (PlanPhase.ABORTED, Reason.STALE_BASE)
+    assert (control.state, record(control, "q").phase) == (S.MIGRATING, PlanPhase.MIGRATING)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +218,7 @@ def test_a_plan_that_does_not_fit_the_group_any_more_ends(answers, reason):
     actions = [answer_queries(control, **answers) for _ in range(2)][-1]
     assert phase_and_reason(control) == (PlanPhase.ABORTED, reason)
     assert record(control).waves_committed == 0
-    assert not [m for m in sent(actions) if isinstance(m, msg.Prepare)]
+    assert not prepares(actions)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +277,7 @@ def test_after_a_found_wave_has_ended_all_ranks_are_asked_again():
     assert wave_state(control) is CoordinatorState.RECOVERING, "late answers to the first question"
     both(control, lambda rank: state_of(rank, query=asked_for_wave, **held))
     actions = abort_answers(control)
-    questions = [m for m in sent(actions) if isinstance(m, msg.QueryState)]
+    questions = queries(actions)
     assert [(q.query, q.want_placement) for q in questions] == [
         (asked_for_wave + 1, True),
         (asked_for_wave + 1, False),
@@ -316,9 +323,7 @@ def test_a_wave_that_the_restarted_group_shows_is_counted_once_whatever_the_base
     stored = stored_plans({"plan": plan, "waves_committed": counted, "wave_agreed": agreed})
     before = len(stored.plans[0].story)
     control = control_of(S.WAITING_FOR_RANKS, stored)
-    for rank in (0, 1):
-        hello = hello_of(rank, "g2", 5, epoch=4, placement_digest=AFTER_ONE.digest)
-        control.handle(from_rank(rank, hello, 5, 30 + rank), 1.0)
+    come(control, 0, 1, epoch=4, placement_digest=AFTER_ONE.digest)
     assert [row["event"] for row in record(control).story[before:]] == events
     assert record(control).waves_committed == (1 if agreed else counted)
 
@@ -401,7 +406,7 @@ def short(rank, **changes):
     return replace(state_of(rank, query=1), **changes)
 
 
-def queries(actions):
+def asked_of(actions):
     return {a.rank: a.message for a in of_kind(actions, ctl.SendToRank)}
 
 
@@ -409,7 +414,7 @@ def recovering():
     """Return a machine in recovery and the questions of its round."""
     control = control_of(S.RECOVERING)
     assert control.as_leader.recovery.round is not None
-    return control, queries(control.as_leader.recovery.begin(0.0))
+    return control, asked_of(control.as_leader.recovery.begin(0.0))
 
 
 def test_only_one_rank_is_asked_for_its_placement_and_checksums():
@@ -463,7 +468,7 @@ def test_after_a_reload_all_ranks_tell_their_checksums():
     control, _ = recovering()
     recovery = control.as_leader.recovery
     told = short(1, query=recovery.query, weights_version=2, placement=None, checksums=None)
-    again = queries(control.handle(from_rank(1, told), 0.0))
+    again = asked_of(control.handle(from_rank(1, told), 0.0))
     assert [(q.want_placement, q.want_checksums) for _, q in sorted(again.items())] == [
         (True, True),
         (False, True),
@@ -473,7 +478,7 @@ def test_after_a_reload_all_ranks_tell_their_checksums():
         actions = control.handle(from_rank(rank, answer), 0.0)
     assert only(actions, ctl.Alert).reason is Reason.CHECKSUM_MISMATCH
     assert control.state is S.RECOVERING
-    again = queries(control.handle(msg.Tick(), 2.0))
+    again = asked_of(control.handle(msg.Tick(), 2.0))
     assert all(q.want_checksums for q in again.values())
 
 
