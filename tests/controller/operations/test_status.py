@@ -8,12 +8,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.api.convert import deployment_out
-from evenkeel_moe.controller.operations import gauges
 from evenkeel_moe.controller.operations.gauges import (
     GaugeLimits,
     GaugeReader,
     RealisedGain,
-    ReplicaCoverage,
     live_replicas,
     measured_gauges,
 )
@@ -68,8 +66,9 @@ def all_pairs(placement, live):
 def test_live_replicas_are_those_of_a_slow_count(seed):
     rng = np.random.default_rng(seed)
     placement = Placement(rng.integers(-1, 5, (3, 12)).astype(np.int32), 4, 5)
-    live = rng.random(4) < 0.6
-    assert live_replicas(placement, live) == all_pairs(placement, live)
+    live = tuple(rng.random(4) < 0.6)
+    for _ in range(2):
+        assert live_replicas(placement, live) == all_pairs(placement, live)
 
 
 def test_live_replicas_of_a_map_of_many_ranks_take_little_memory():
@@ -77,28 +76,10 @@ def test_live_replicas_of_a_map_of_many_ranks_take_little_memory():
     row = np.zeros((1, 60_000), np.int32)
     row[0, :20_000] = np.arange(20_000)
     tracemalloc.start()
-    counts, _ = live_replicas(Placement(row, 60_000, 20_000), np.ones(60_000, bool))
+    counts, _ = live_replicas(Placement(row, 60_000, 20_000), (True,) * 60_000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert counts == (0, 19_999, 1) and peak < 20 << 20
-
-
-def test_coverage_follows_the_map_and_the_ranks_alive(monkeypatch):
-    asked = []
-
-    def spy(*args):
-        asked.append(args)
-        return live_replicas(*args)
-
-    monkeypatch.setattr(gauges, "live_replicas", spy)
-    coverage, moved = ReplicaCoverage(), Placement(PLACEMENT.phy2log[::-1].copy(), 2, 3)
-    swapped = Placement(PLACEMENT.phy2log[:, ::-1].copy(), 2, 3)
-    for placement in (PLACEMENT, moved, swapped, PLACEMENT):
-        for live in ([True, True], [True, False], [False, True], [False, False]):
-            alive = np.array(live)
-            for _ in range(2):
-                assert coverage.live_replicas(placement, alive) == live_replicas(placement, alive)
-    assert len(asked) == 4 * 4, "the same question twice is worked out once"
 
 
 def test_layers_by_rank_fit_whole_under_the_cap():

@@ -5,11 +5,12 @@ cannot be read raises Unreadable and nothing else: the store skips it and names 
 """
 
 import asyncio
+import functools
 import json
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, get_type_hints
 
 import numpy as np
 import zstandard
@@ -29,6 +30,7 @@ from evenkeel_moe.wire.values import (
     encode_wave,
 )
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _VERSION = 1
 _WINDOW_VERSION = 2
@@ -58,22 +60,23 @@ def ignore_unreadable(_kind: str, _where: str, _why: str) -> None:
     """Take no note of a record that cannot be read."""
 
 
-def reading(build: Callable[[], _T]) -> _T:
-    """Return what `build` makes of stored bytes.
+def _reads(build: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a function that is given stored bytes raise Unreadable in place of any other error."""
 
-    Raises:
-        Unreadable: it raised any error.
-    """
-    try:
-        return build()
-    except Unreadable:
-        raise
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise Unreadable(f"{where}: {first['msg']}") from None
-    except Exception as error:  # whatever the bytes are, they are only not readable
-        raise Unreadable(f"{type(error).__name__}: {error}"[:300]) from None
+    @functools.wraps(build)
+    def read(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return build(*args, **kwargs)
+        except Unreadable:
+            raise
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise Unreadable(f"{where}: {first['msg']}") from None
+        except Exception as error:  # whatever the bytes are, they are only not readable
+            raise Unreadable(f"{type(error).__name__}: {error}"[:300]) from None
+
+    return read
 
 
 # --- windows --------------------------------------------------------------------------------
@@ -126,6 +129,7 @@ def pack_window(*parts: LoadWindow) -> bytes:
     return header + zstandard.ZstdCompressor(level=_WINDOW_LEVEL).compress(body)
 
 
+@_reads
 def unpack_window(data: bytes, sizes: tuple[int, int, int], most_steps: int) -> LoadWindow:
     """Decode a chunk, without source-side sums.
 
@@ -137,10 +141,6 @@ def unpack_window(data: bytes, sizes: tuple[int, int, int], most_steps: int) -> 
     Raises:
         Unreadable: it is no chunk of these sizes; nothing is then decompressed.
     """
-    return reading(lambda: _window_of(data, sizes, most_steps))
-
-
-def _window_of(data: bytes, sizes: tuple[int, int, int], most_steps: int) -> LoadWindow:
     version, width, length, layers, experts, ranks = _unpack_header(_WINDOW_HEADER, data)
     if version != _WINDOW_VERSION or not 1 <= width <= 4:
         raise Unreadable(f"window chunk of version {version} with counts of {width} bytes")
@@ -184,6 +184,7 @@ def pack_source(source: NDArray[np.uint32]) -> bytes:
     return header + zstandard.ZstdCompressor(level=1).compress(source.astype("<u4").tobytes())
 
 
+@_reads
 def unpack_source(data: bytes, sizes: tuple[int, int, int]) -> NDArray[np.uint32]:
     """Decode source-side sums.
 
@@ -194,10 +195,6 @@ def unpack_source(data: bytes, sizes: tuple[int, int, int]) -> NDArray[np.uint32
     Raises:
         Unreadable: they are not of these sizes; nothing is then decompressed.
     """
-    return reading(lambda: _source_of(data, sizes))
-
-
-def _source_of(data: bytes, sizes: tuple[int, int, int]) -> NDArray[np.uint32]:
     version, *found = _unpack_header(_SOURCE_HEADER, data)
     if version != _VERSION or tuple(found) != sizes:
         raise Unreadable(f"source sums of version {version} and {tuple(found)}, expected {sizes}")
@@ -226,13 +223,14 @@ def pack_placement(placement: Placement) -> bytes:
     return _compress(encode_placement(placement).SerializeToString())
 
 
+@_reads
 def unpack_placement(data: bytes) -> Placement:
     """Decode a placement.
 
     Raises:
         Unreadable: it is none.
     """
-    return reading(lambda: decode_placement(pb.PlacementMap.FromString(_decompress(data))))
+    return decode_placement(pb.PlacementMap.FromString(_decompress(data)))
 
 
 def pack_plan_record(record: PlanRecord) -> bytes:
@@ -255,16 +253,13 @@ def pack_story_row(row: Mapping[str, Any]) -> bytes:
     return _compress(json.dumps(row).encode())
 
 
+@_reads
 def unpack_plan_record(record: bytes, maps: bytes, story: Sequence[bytes]) -> PlanRecord:
     """Decode a plan record from its parts.
 
     Raises:
         Unreadable: a part is no such part, or the parts do not fit each other.
     """
-    return reading(lambda: _record_of(record, maps, story))
-
-
-def _record_of(record: bytes, maps: bytes, story: Sequence[bytes]) -> PlanRecord:
     values = dict(_RECORD.model_validate(unpack_object(_decompress(record))))
     large = pb.PlanMaps.FromString(_decompress(maps))
     plan = Plan(
@@ -278,17 +273,18 @@ def _record_of(record: bytes, maps: bytes, story: Sequence[bytes]) -> PlanRecord
     return PlanRecord(plan=plan, story=rows, **values)
 
 
+@_reads
 def unpack_object(data: bytes, form: type[BaseModel] | None = None) -> dict[str, Any]:
     """Decode a JSON object. With a form, check the fields that others count on.
 
     Raises:
         Unreadable: it is none, or has another form.
     """
-    value = reading(lambda: from_json(data))
+    value = from_json(data)
     if not isinstance(value, dict):
         raise Unreadable(f"{value!r:.80} is not an object")
     if form is not None:
-        reading(lambda: form.model_validate(value))
+        form.model_validate(value)
     return value
 
 

@@ -16,6 +16,7 @@ from evenkeel_moe.adapters.redis.encoding import (
     unpack_source,
     unpack_window,
 )
+from evenkeel_moe.adapters.redis.leases import milliseconds
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import LoadWindow, Phase
@@ -92,7 +93,7 @@ class RedisWindowStore:
         self._call = partial(timed_call, timed)
         self._prefix = prefix
         self._capacity = capacity
-        self._ttl_ms = max(1, round(ttl_s * 1000))
+        self._ttl_ms = milliseconds(ttl_s)
 
     def _keys(self, deployment: DeploymentId, phase: Phase) -> _Keys:
         names = ("window", "window_total", "window_chunks", "window_source")

@@ -6,6 +6,7 @@ These are the replicas on live ranks, the worst layers, and the effect of the la
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,14 +110,13 @@ class RealisedGain:
         return self._balance / self._balanced_steps if self._balanced_steps else None
 
 
-def live_replicas(
-    placement: Placement, live: NDArray[np.bool_]
-) -> tuple[tuple[int, int, int], int]:
-    """Count how well live ranks cover the experts.
+@lru_cache(maxsize=64)
+def live_replicas(placement: Placement, live: tuple[bool, ...]) -> tuple[tuple[int, int, int], int]:
+    """Count how well live ranks cover the experts; this takes milliseconds.
 
     Args:
         placement: (L, S) slots on R ranks.
-        live: (R,) True for each rank that is heard.
+        live: for each rank, True if it is heard.
 
     Returns:
         The (layer, expert) pairs with a copy on no, one, and more live ranks; and, of the pairs
@@ -130,7 +130,7 @@ def live_replicas(
     layer, rank, _ = np.nonzero(counts)
     pair = layer * experts + held[counts]
     placed = np.bincount(pair, minlength=layers * experts)
-    alive = np.bincount(pair[live[rank]], minlength=layers * experts)
+    alive = np.bincount(pair[np.array(live)[rank]], minlength=layers * experts)
     none, one, more = np.bincount(np.minimum(alive, 2), minlength=3).tolist()
     return (none, one, more), int(((alive == 1) & (placed > 1)).sum())
 
@@ -170,23 +170,6 @@ def _lost_in_a_row(measured: Iterable[tuple[DeliveredGain, Plan]]) -> int:
     return lost
 
 
-class ReplicaCoverage:
-    """The last result of `live_replicas`, which takes milliseconds to work out."""
-
-    def __init__(self) -> None:
-        self._arguments: tuple[str, bytes] | None = None
-        self._result: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
-
-    def live_replicas(
-        self, placement: Placement, live: NDArray[np.bool_]
-    ) -> tuple[tuple[int, int, int], int]:
-        """Return `live_replicas` of the arguments; see there."""
-        arguments = (placement.digest, live.tobytes())
-        if arguments != self._arguments:
-            self._arguments, self._result = arguments, live_replicas(placement, live)
-        return self._result
-
-
 @dataclass(eq=False, repr=False)
 class GaugeReader:
     """Reads the `DeploymentGauges` of one deployment."""
@@ -197,7 +180,6 @@ class GaugeReader:
     limits: GaugeLimits
     planner: DeploymentPlanner
     _realised: RealisedGain = field(default_factory=RealisedGain, init=False)
-    _coverage: ReplicaCoverage = field(default_factory=ReplicaCoverage, init=False)
 
     def read(self) -> DeploymentGauges:
         """Return the present values; the balance of the loads must be up to date."""
@@ -207,19 +189,15 @@ class GaugeReader:
         if placement is None:
             return DeploymentGauges(newest_at_unix, last_failure=self._last_failure())
         now = self.clock.monotonic()
-        live = np.array(
-            [membership.fresh(EpRank(rank), now) for rank in range(placement.num_ranks)], bool
-        )
-        counts = down = None
-        if live.any():
-            counts, down = self._coverage.live_replicas(placement, live)
+        live = tuple(membership.fresh(EpRank(rank), now) for rank in range(placement.num_ranks))
+        counts, down = live_replicas(placement, live) if any(live) else (None, None)
         redundant = (placement.phy2log >= 0).sum(axis=1) - placement.num_logical_experts
         return DeploymentGauges(
             newest_step_at_unix=newest_at_unix,
             live_replicas=counts,
             down_to_one=down,
             redundant=(int(redundant.min()), float(redundant.mean()), int(redundant.max())),
-            layers=self._layers(placement, redundant) if live.any() else (),
+            layers=self._layers(placement, redundant) if any(live) else (),
             group_steps=membership.step() or None,
             last_plan=self._last_plan(),
             measured=measured_gauges(self.control.records.by_id.values()),
