@@ -88,6 +88,22 @@ def participant_of(rank: int = 0, **changes) -> Participant:
     return Participant(identity, SHAPE, BASE, **(values | changes))
 
 
+def arm(rank: Participant, prepare: msg.Prepare) -> Participant:
+    """Let a rank without a wave take one, up to its Commit."""
+    rank.handle(from_controller(prepare), 0.0)
+    rank.handle(msg.StagingFinished(prepare.wave), 0.0)
+    rank.handle(from_controller(msg.Commit(LEADER, prepare.wave)), 0.0)
+    assert rank.state is msg.ParticipantState.ARMED
+    return rank
+
+
+def drop(rank: Participant) -> None:
+    """Let a rank give its wave up, until nothing of it is in flight."""
+    assert rank.wave is not None
+    rank.handle(from_controller(msg.Abort(LEADER, rank.wave)), 0.0)
+    rank.handle(msg.TransportDrained(rank.wave), 0.0)
+
+
 def next_digest(rank: Participant) -> str:
     """Return the digest of the map that a rank has after the wave it holds."""
     assert rank.next_placement is not None

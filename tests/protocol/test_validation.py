@@ -112,17 +112,32 @@ def test_wave_may_not_leave_an_expert_without_a_replica():
     assert refusal_of(Wave(0, (0,), rows, ())) is Reason.EXPERT_WITHOUT_REPLICA
 
 
-def test_rank_may_have_one_peer_in_a_batch():
-    """R10: at most one peer per rank per batch."""
-    shape = ModelShape(1, 4, 3, 2, 1, 10)
-    to_two = (Transfer(0, 0, 0, 2, 10), Transfer(0, 1, 1, 4, 10))
-    both_ways = (Transfer(0, 0, 0, 2, 10), Transfer(0, 1, 3, 1, 10), Transfer(0, 1, 4, 5, 10))
-    twice = (Transfer(0, 0, 0, 2, 10), Transfer(0, 1, 1, 3, 10))
-    rows = np.zeros((1, 6), np.int32)
-    for batch, refused in ((to_two, True), (both_ways, False), (twice, True)):
-        refusal = batch_refusal(Wave(0, (0,), rows, (batch,)), shape)
-        assert (refusal is not None) == refused
-    assert batch_refusal(Wave(0, (0,), rows, tuple((t,) for t in to_two)), shape) is None
+@pytest.mark.parametrize(
+    ("batch", "refused"),
+    [
+        (((0, 2), (1, 4)), True),
+        (((0, 4), (2, 5)), True),
+        (((0, 2), (1, 3)), True),
+        (((0, 2), (3, 1), (4, 5)), False),
+        (((0, 1), (1, 2)), False),
+    ],
+    ids=["to two", "of two", "twice to one", "both ways", "inside a rank"],
+)
+def test_a_rank_may_have_one_peer_in_a_batch(batch, refused):
+    """R10: ranks have two slots each."""
+    shape, rows = ModelShape(1, 4, 3, 2, 1, 10), np.zeros((1, 6), np.int32)
+    transfers = [Transfer(0, 0, source, target, 10) for source, target in batch]
+    together = batch_refusal(Wave(0, (0,), rows, (tuple(transfers),)), shape)
+    assert (together is not None) == refused
+    assert batch_refusal(Wave(0, (0,), rows, tuple((t,) for t in transfers)), shape) is None
+
+
+def test_a_wave_with_a_batch_of_two_peers_is_refused():
+    rows = BASE.phy2log[[0]].copy()
+    rows[0, 0] = 3
+    twice = (Transfer(0, 3, 4, 0, 10), Transfer(0, 2, 3, 2, 10))
+    assert refusal_of(Wave(0, (0,), rows, (twice,))) is Reason.LIMIT_EXCEEDED
+    assert refusal_of(Wave(0, (0,), rows, tuple((t,) for t in twice))) is None
 
 
 def test_pooled_wave_fills_only_buffers_that_were_free_before_it():
@@ -173,20 +188,6 @@ def test_the_first_rank_whose_staging_is_too_small_is_named():
     wave = dataclasses.replace(body, batches=tuple((t,) for t in both))
     refusal = wave_refusal(wave, BASE, SHAPE, (9, 9), allow_duplicates=False)
     assert refusal is not None and refusal[1].startswith("rank 0 must stage 10 bytes, it offers 9")
-
-
-def test_a_batch_in_which_two_ranks_send_to_one_is_refused_and_copies_inside_a_rank_are_not():
-    shape = ModelShape(1, 4, 3, 2, 1, 10)
-    rows = np.zeros((1, 6), np.int32)
-    to_one = (Transfer(0, 0, 0, 4, 10), Transfer(0, 1, 2, 5, 10))
-    inside = (Transfer(0, 0, 0, 1, 10), Transfer(0, 1, 1, 2, 10))
-    for batch, refused in ((to_one, True), (inside, False)):
-        assert (batch_refusal(Wave(0, (0,), rows, (batch,)), shape) is not None) is refused
-    rows = BASE.phy2log[[0]].copy()
-    rows[0, 0] = 3
-    twice = (Transfer(0, 3, 4, 0, 10), Transfer(0, 2, 3, 2, 10))
-    assert refusal_of(Wave(0, (0,), rows, (twice,))) is Reason.LIMIT_EXCEEDED
-    assert refusal_of(Wave(0, (0,), rows, tuple((t,) for t in twice))) is None
 
 
 def test_the_buffers_of_each_rank_are_counted_over_all_layers():
@@ -242,6 +243,10 @@ def with_transfers(*transfers: Transfer) -> Prepare:
         (with_transfers(dataclasses.replace(RIGHT, nbytes=0)), Reason.MALFORMED),
         (with_transfers(dataclasses.replace(RIGHT, nbytes=2**63)), Reason.MALFORMED),
         (prepare_of(dataclasses.replace(WAVE, rows=WITHOUT_ONE)), Reason.EXPERT_WITHOUT_REPLICA),
+        (prepare_of(dataclasses.replace(WAVE, rows=WAVE.rows + 9)), Reason.EXPERT_OUT_OF_RANGE),
+        (prepare_of(Wave(0, (0,), WAVE.rows[:, :4], ())), Reason.MALFORMED),
+        (prepare_of(Wave(0, (2,), BASE.phy2log[[0]], ())), Reason.MALFORMED),
+        (prepare_of(Wave(0, (2, 0), BASE.phy2log[[0, 0]], ())), Reason.MALFORMED),
         (dataclasses.replace(prepare_of(), checksums=()), Reason.MALFORMED),
         (dataclasses.replace(prepare_of(), checksums=(0,)), Reason.CHECKSUM_MISMATCH),
     ],
@@ -254,6 +259,10 @@ def with_transfers(*transfers: Transfer) -> Prepare:
         "transfer of no bytes",
         "transfer of more bytes than an expert has",
         "expert without a replica",
+        "expert that is none",
+        "rows too short",
+        "layer outside the model",
+        "one of two layers outside the model",
         "no checksum",
         "checksum not registered",
     ],
@@ -274,12 +283,11 @@ def test_rank_that_registered_no_checksums_takes_no_wave():
     assert (vote.yes, vote.reason) == (False, Reason.OBSERVE_ONLY)
 
 
-def test_slot_may_be_emptied_without_a_transfer():
+def test_slot_may_be_emptied_without_a_transfer_and_filled_from_the_same_rank():
     rows = BASE.phy2log[:1].copy()
     rows[0, 2] = -1
-    wave = dataclasses.replace(WAVE, rows=rows, batches=())
-    start = participant_of().handle(from_controller(prepare_of(wave)), 0.0)
-    assert only(start, msg.StartStaging)
+    for wave in (dataclasses.replace(WAVE, rows=rows, batches=()), wave_of(src=0, dst=2)):
+        assert reply(participant_of(), prepare_of(wave), msg.StartStaging)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -314,15 +322,6 @@ def refuses(prepare: Prepare, base: Placement, shape: ModelShape, sums) -> bool:
     return prepare_refusal(prepare, base, 0, shape, 1000, sums) is not None
 
 
-@pytest.mark.parametrize("layers", [(2, 0), (2,)])
-def test_layers_are_inside_the_model(layers):
-    rows = BASE.phy2log[[0] * len(layers)]
-    prepare = prepare_of(dataclasses.replace(WAVE, layers=layers, rows=rows, batches=()))
-    vote = reply(participant_of(), prepare, msg.Vote)
-    assert (vote.yes, vote.reason) == (False, Reason.MALFORMED)
-
-
-LAST = BASE.num_slots - 1
 EMPTIED = BASE.phy2log.copy()
 EMPTIED[0, 2] = -1
 
@@ -343,11 +342,3 @@ def test_the_first_slot_that_changes_without_a_transfer_is_named():
     rows = np.array([[0, 1, 3, 2, 3, 1]], np.int32)
     found = refusal(rows)
     assert found == (Reason.NO_SOURCE, "2 slots change without a transfer, first: layer 0 slot 2")
-
-
-@pytest.mark.parametrize(("room", "taken"), [(10, True), (9, False)])
-def test_a_ranks_share_must_fit_its_staging(room, taken):
-    actions = participant_of(staging_bytes=room).handle(from_controller(prepare_of()), 0.0)
-    assert [type(action) for action in actions] == [
-        msg.StartStaging if taken else msg.SendToController
-    ]

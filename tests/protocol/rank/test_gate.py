@@ -16,6 +16,8 @@ from evenkeel_moe.protocol.messages import ParticipantState as State
 from evenkeel_moe.protocol.rank.gate import HEADER, PER_DEPLOYMENT, Gate, PollFailed, PollResolved
 from tests.protocol.machines import (
     LEADER,
+    arm,
+    drop,
     from_controller,
     key_of,
     next_digest,
@@ -150,6 +152,7 @@ def test_error_of_ours_in_a_snapshot_does_not_stop_the_polling(monkeypatch):
     assert steps(gates, 30) == []
     assert "ZeroDivisionError" in gates[1].faults[0]
     assert ranks[1].observe_only and not ranks[0].observe_only
+    assert poll(gate_of(ranks[1]), now=99.0)[5:] == [0, 0, 0, 0, 0], "nor does it drop anything"
 
 
 def test_rank_that_cannot_follow_a_result_leaves_the_group():
@@ -222,13 +225,16 @@ def test_one_deployment_may_not_come_twice():
 
 
 @pytest.mark.parametrize(
-    "spoiled", [np.zeros(3, np.int64), np.zeros(10, np.int64)], ids=["length", "digest"]
+    "spoiled",
+    [lambda vector: vector[:3], lambda vector: [*vector, 0], lambda vector: [0] * len(vector)],
+    ids=["shorter", "longer", "digest"],
 )
 def test_answer_of_another_gate_leaves_the_group(spoiled):
-    gate = gates_of([participant_of()])[0]
-    steps([gate], 4)
-    (item,) = gate.handle(PollResolved(spoiled), 0.0)
-    assert isinstance(item.action, msg.LeaveGroup)
+    """R8."""
+    gate = gate_of(participant_of())
+    vector = poll(gate)
+    (item,) = gate.handle(PollResolved(np.array(spoiled(vector))), 0.0)
+    assert isinstance(item.action, msg.LeaveGroup) and gate.left
 
 
 KEY = key_of()
@@ -267,14 +273,7 @@ def test_a_vector_has_the_rebuild_the_digest_and_what_each_participant_says():
     ids=["another wave", "another map under the same key"],
 )
 def test_ranks_that_are_armed_for_different_waves_or_maps_do_not_pass(other):
-    vectors = []
-    for prepare in (prepare_of(), other):
-        rank = participant_of()
-        rank.handle(from_controller(prepare), 0.0)
-        rank.handle(msg.StagingFinished(prepare.wave), 0.0)
-        rank.handle(from_controller(msg.Commit(LEADER, prepare.wave)), 0.0)
-        assert rank.state is State.ARMED
-        vectors.append(poll(gate_of(rank)))
+    vectors = [poll(gate_of(arm(participant_of(), prepare))) for prepare in (prepare_of(), other)]
     minima = np.minimum(*np.array(vectors))[5:].tolist()
     assert gate_of(participant_of()).verdict(minima) == msg.PollNotPassed()
 
@@ -331,25 +330,14 @@ def test_a_boundary_at_which_the_gate_rests_is_counted():
     assert gate.advance() and gate.poll_due
 
 
-def test_a_longer_vector_is_another_gates():
-    """R8."""
-    gate = gate_of(participant_of())
-    vector = [*poll(gate), 0]
-    (item,) = gate.handle(PollResolved(np.array(vector)), 0.0)
-    assert isinstance(item.action, msg.LeaveGroup) and gate.left
-
-
 def test_a_rank_that_was_not_armed_for_what_passed_leaves_with_the_reason():
     """R8."""
     rank, other = participant_in(State.PREPARED), key_of("q")
     gate = gate_of(rank)
     number = number_of(gate)
     poll(gate)
-    rank.handle(from_controller(msg.Abort(LEADER, KEY)), 0.0)
-    rank.handle(msg.TransportDrained(KEY), 0.0)
-    rank.handle(from_controller(prepare_of(key=other)), 0.0)
-    rank.handle(msg.StagingFinished(other), 0.0)
-    rank.handle(from_controller(msg.Commit(LEADER, other)), 0.0)
+    drop(rank)
+    arm(rank, prepare_of(key=other))
     h = other.fingerprint
     (item,) = gate.handle(PollResolved(np.array([0, number, -number, 3, -3, 1, -1, h, -h, 0])), 0.0)
     assert isinstance(item.action, msg.LeaveGroup)
@@ -360,20 +348,10 @@ def test_a_rank_that_was_not_armed_for_what_passed_leaves_with_the_reason():
 # --- A poll counts once and for the wave that it saw, and what is refused stays refused -----------
 
 
-KEY, OTHER = key_of(), key_of("q")
+OTHER = key_of("q")
 ABORT = from_controller(msg.Abort(LEADER, KEY))
 COMMIT = from_controller(msg.Commit(LEADER, KEY))
 PASSED = msg.PollPassed(Epoch(1))
-
-
-def holding_another_wave_than_the_poll_saw():
-    rank = participant_in(State.PREPARED)
-    rank.snapshot(50.0)
-    rank.handle(ABORT, 50.0)
-    rank.handle(msg.TransportDrained(KEY), 50.0)
-    rank.handle(from_controller(prepare_of(key=OTHER)), 50.0)
-    assert rank.wave == OTHER
-    return rank
 
 
 @pytest.mark.parametrize("state", [State.PREPARED, State.ARMED])
@@ -395,12 +373,16 @@ def test_a_resolved_poll_holds_no_abort_back():
 
 def test_a_poll_drops_only_the_wave_that_it_saw():
     """R6: the other ranks drop what they held at the poll."""
-    rank = holding_another_wave_than_the_poll_saw()
-    assert rank.handle(msg.PollDropped(), 50.0) == []
-    assert rank.state is State.STAGING
-    never_polled = participant_in(State.PREPARED)
-    assert never_polled.handle(msg.PollDropped(), 50.0) == []
-    assert never_polled.state is State.PREPARED
+    held, idle = participant_in(State.PREPARED), participant_of()
+    for rank in (held, idle):
+        rank.snapshot(50.0)
+        if rank.wave is not None:
+            drop(rank)
+        rank.handle(from_controller(prepare_of(key=OTHER)), 50.0)
+    never_polled = participant_in(State.STAGING)
+    for rank in (held, idle, never_polled):
+        assert rank.handle(msg.PollDropped(), 50.0) == []
+        assert rank.state is State.STAGING
 
 
 def test_a_wave_that_was_given_up_gets_no_yes_any_more():
@@ -410,22 +392,6 @@ def test_a_wave_that_was_given_up_gets_no_yes_any_more():
         rank.handle(event, 0.0)
         vote = reply(rank, prepare_of(), msg.Vote)
         assert (vote.yes, vote.reason) == (False, Reason.WAVE_DROPPED)
-
-
-def test_wave_of_other_weights_is_refused():
-    """R4: a wave carries the weights version it was planned for."""
-    vote = reply(participant_of(), prepare_of(key=key_of(version=2)), msg.Vote)
-    assert (vote.yes, vote.reason) == (False, Reason.WEIGHTS_VERSION_CHANGED)
-
-
-@pytest.mark.parametrize("state", [State.STAGING, State.PREPARED])
-def test_reload_ends_a_wave_that_no_poll_can_pass(state):
-    """R4: a reload ends waves of the old version."""
-    rank = participant_in(state)
-    actions = rank.handle(msg.ReloadRequested(), 0.0)
-    assert only(actions, msg.CancelStaging).wave == KEY
-    assert only(actions, msg.PermitReload)
-    assert rank.state is State.ABORTED
 
 
 def test_reload_waits_for_the_poll_in_flight_and_drops_when_it_did_not_pass():
@@ -484,29 +450,3 @@ def test_disabled_rank_refuses_the_next_wave_and_finishes_the_one_it_holds(state
         assert rank.handle(msg.MigrationEnabled(), 0.0) == []
         again = rank.handle(from_controller(prepare_of(key=key_of("p-2"))), 0.0)
         assert only(again, msg.StartStaging)
-
-
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [(State.PREPARED, Reason.BUSY), (State.ABORTED, Reason.TRANSPORT_NOT_DRAINED)],
-)
-def test_a_rank_that_holds_a_wave_votes_no_for_another(state, reason):
-    rank = participant_in(state)
-    vote = only(rank.handle(from_controller(prepare_of(key=OTHER)), 0.0), msg.Vote)
-    assert (vote.wave, vote.yes, vote.reason) == (OTHER, False, reason)
-
-
-def test_ranks_armed_for_other_waves_do_not_swap():
-    other = participant_of()
-    other.handle(from_controller(prepare_of(key=key_of("other"))), 0.0)
-    other.handle(msg.StagingFinished(key_of("other")), 0.0)
-    other.handle(from_controller(msg.Commit(LEADER, key_of("other"))), 0.0)
-    assert steps(gates_of([participant_in(State.ARMED), other]), 30) == []
-
-
-def test_a_participant_that_fails_in_the_snapshot_is_not_armed_and_drops_nothing(monkeypatch):
-    """R9."""
-    rank = participant_in(State.ARMED)
-    gate = gate_of(rank)
-    monkeypatch.setattr(rank, "snapshot", lambda now: 1 / 0)
-    assert poll(gate, now=99.0)[5:] == [0, 0, 0, 0, 0]
