@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.hold import Retirement
@@ -423,6 +424,22 @@ def ack(control, placement, epoch, index=0, now=0.0):
     return both(
         control, lambda rank: msg.Ack(key_of(index=index), Epoch(epoch), placement.digest), now
     )
+
+
+def carry_out(control, waves=2):
+    """Both ranks vote for and acknowledge the first waves of the plan."""
+    actions: list = []
+    for index in range(waves):
+        vote(control, index)
+        actions = ack(control, (AFTER_ONE, AFTER_TWO)[index], index + 1, index)
+    return actions
+
+
+def refused(error, ask):
+    """Return the reason and the words with which a request is refused."""
+    with pytest.raises(error) as caught:
+        ask()
+    return caught.value.reason, str(caught.value)
 
 
 def abort_answers(control, index=0, now=0.0):

@@ -27,6 +27,7 @@ from tests.protocol.machines import (
     abort_answers,
     ack,
     both,
+    carry_out,
     come,
     control_of,
     from_controller,
@@ -128,8 +129,7 @@ def test_an_answer_from_before_the_end_of_the_last_wave_is_no_difference():
     Operator(control).submit(plan_of(1), 0.0, approve=True)
     control.handle(msg.Tick(), 1.0)
     asked_before = query_of(control)
-    vote(control)
-    ack(control, AFTER_ONE, 1)
+    carry_out(control, 1)
     assert (control.state, control.epoch) == (S.READY, 1)
     control.handle(from_rank(0, state_of(0, query=asked_before)), 1.0)
     assert state_in(control) is S.READY
@@ -142,8 +142,7 @@ def test_an_answer_from_before_the_end_of_the_last_wave_is_no_difference():
 def test_a_rank_that_dropped_a_committed_wave_raises_an_alert_after_its_end_too():
     control = control_of()
     Operator(control).submit(plan_of(1), 0.0, approve=True)
-    vote(control)
-    ack(control, AFTER_ONE, 1)
+    carry_out(control, 1)
     dropped = msg.AbortAnswer(key_of(), Epoch(0), msg.WaveOutcome.DROPPED, True)
     alert = only(control.handle(from_rank(1, dropped), 0.0), ctl.Alert)
     assert alert.reason is Reason.EPOCH_DISAGREES

@@ -25,6 +25,7 @@ from tests.protocol.machines import (
     ack,
     answer_queries,
     both,
+    carry_out,
     control_of,
     from_rank,
     hello_of,
@@ -99,8 +100,7 @@ def test_the_story_keeps_what_each_rank_took_for_a_wave():
 
 def test_the_story_sums_what_moved_experts_answer_once_every_rank_has_told_it():
     control = control_of(S.MIGRATING)
-    vote(control)
-    ack(control, AFTER_ONE, 1)
+    carry_out(control, 1)
     first, second = msg.MovedAnswers(key_of(), 5, 3, 1, 2), msg.MovedAnswers(key_of(), 1, 1, 0, 0)
     of_no_plan = msg.MovedAnswers(key_of("other"), 1, 1, 0, 0)
     for rank, told in ((0, first), (0, first), (0, of_no_plan), (1, of_no_plan)):
@@ -356,8 +356,7 @@ def test_staged_bytes_are_those_of_the_running_wave():
     control.handle(early, 0.1)
     control.handle(from_rank(0, msg.StagingProgress(key_of("other"), 2, 10)), 0.1)
     assert control.as_leader.executor.staged == {0: (1, 10)}
-    vote(control)
-    ack(control, AFTER_ONE, 1)
+    carry_out(control, 1)
     assert control.as_leader.executor.staged == {}
 
 
