@@ -1,6 +1,7 @@
 """Support for tests of gRPC servers: options, hubs that accept every rank, a listener, a CA."""
 
 import asyncio
+import ssl
 import subprocess
 from dataclasses import fields
 from pathlib import Path
@@ -129,6 +130,7 @@ class Authority:
     """A CA that issues certificates for 127.0.0.1 as files in a folder."""
 
     def __init__(self, folder: Path):
+        folder.mkdir(exist_ok=True)
         self.folder = folder
         self._key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
         files = ("-keyout", "ca.key", "-out", "ca.pem")
@@ -149,6 +151,19 @@ class Authority:
 
     def read(self, *names: str) -> list[bytes]:
         return [(self.folder / name).read_bytes() for name in names]
+
+    def server(self, name: str, clients: "Authority | None" = None) -> ssl.SSLContext:
+        """Return a server's end of TLS with that certificate.
+
+        Args:
+            clients: only clients with a certificate of it are served; None serves all.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.folder / f"{name}.pem", self.folder / f"{name}.key")
+        if clients is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(clients.folder / "ca.pem")
+        return context
 
     def channel(self, port: int, name: str):
         """Return a channel with the certificate of that name."""

@@ -1,6 +1,8 @@
 """The stores under test: in memory, and on a real Valkey."""
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,16 @@ from tests.contracts.memory_store import MemoryStore
 CAPACITY = 10
 EPOCHS_KEPT = 4
 PLANS_KEPT = 5
+
+
+@asynccontextmanager
+async def connected(url: str, **options) -> AsyncIterator[Any]:
+    """Yield a client of the store at a URL, for any command."""
+    client = connect(url, **{"timeout_s": 5.0, **options})
+    try:
+        yield client
+    finally:
+        await disconnect(client)
 
 
 @pytest.fixture
@@ -35,12 +47,11 @@ async def stores(request, tmp_path):
         return
     server = EmbeddedValkey(tmp_path / "data")
     await server.start()
-    client = connect(server.url, timeout_s=5.0)
-    yield (
-        RedisDeploymentStore(client, epochs_kept=EPOCHS_KEPT, plans_kept=PLANS_KEPT),
-        RedisWindowStore(client, capacity=CAPACITY),
-    )
-    await disconnect(client)
+    async with connected(server.url) as client:
+        yield (
+            RedisDeploymentStore(client, epochs_kept=EPOCHS_KEPT, plans_kept=PLANS_KEPT),
+            RedisWindowStore(client, capacity=CAPACITY),
+        )
     await server.stop()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from evenkeel_moe.errors import Conflict, Reason
+from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
@@ -205,3 +205,33 @@ class MemoryStore:
     async def forget(self, deployment: DeploymentId) -> None:
         for phase in Phase:
             self._windows.pop((deployment, phase), None)
+
+
+class SilentStore(MemoryStore):
+    """A store that does not answer some calls.
+
+    Args:
+        silent: the names of these calls; may be changed at any time.
+        about: only those about this deployment are not answered; None for all.
+    """
+
+    def __init__(
+        self, clock: Clock, *silent: str, about: DeploymentId | None = None, **sizes: int
+    ) -> None:
+        super().__init__(clock, **sizes)
+        self.silent = set(silent)
+        self._about = about
+        self.refused = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        call = super().__getattribute__(name)
+        if name.startswith("_") or name in ("silent", "refused"):
+            return call
+
+        async def ask(*arguments: Any) -> Any:
+            if name in self.silent and (self._about is None or self._about == arguments[0]):
+                self.refused += 1
+                raise Unavailable("no answer")
+            return await call(*arguments)
+
+        return ask

@@ -16,15 +16,16 @@ async def store(tmp_path):
 
 
 @pytest.fixture
-async def start_server(tmp_path, unused_tcp_port):
+async def start_server(tmp_path, unused_tcp_port_factory):
     """Yield a function that starts a server with options; all of them end with the test."""
     started: list[Server] = []
 
-    async def start(*options: str, url: str = "") -> Server:
-        one = Server(tmp_path / "store", unused_tcp_port, *options)
+    async def start(*options: str) -> Server:
+        folder = tmp_path / f"store{len(started) or ''}"
+        one = Server(folder, unused_tcp_port_factory(), *options)
         one.start()
         started.append(one)
-        await one.answering(url or f"redis://127.0.0.1:{one.port}")
+        await one.answering()
         return one
 
     yield start

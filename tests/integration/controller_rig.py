@@ -131,8 +131,18 @@ class Controller:
     async def state(self, name: str, deployment="demo") -> bool:
         return (await self.status(deployment)).get("state") == name
 
+    async def counted(self, steps: int, deployment="demo") -> dict[str, Any] | None:
+        """The status once the window has as many steps; None before."""
+        status = await self.status(deployment)
+        return status if (status.get("window_steps") or 0) >= steps else None
+
     async def decisions(self, deployment="demo") -> list[dict[str, Any]]:
         return (await self.http.get(f"/v1/deployments/{deployment}/decisions")).json()["items"]
+
+    async def decided(self, reason: str) -> bool:
+        """True if the newest cycle ended with a reason."""
+        rows = await self.decisions()
+        return bool(rows) and rows[0]["reason"] == reason
 
     async def plans(self, deployment="demo") -> list[dict[str, Any]]:
         return (await self.http.get(f"/v1/deployments/{deployment}/plans")).json()["items"]
@@ -326,6 +336,11 @@ class Group:
         await asyncio.gather(*(rank.connect(address) for rank in self.ranks))
         for rank in self.ranks:
             assert rank.answer.outcome is link.RegistrationOutcome.ACCEPTED, rank.answer
+
+    async def join(self, controller: Controller) -> None:
+        """Connect, and wait until the controller is ready to plan for the group."""
+        await self.connect(controller.address)
+        await until(lambda: controller.state("ready", self.deployment))
 
     async def reconnect(self, address: str) -> None:
         for rank in self.ranks:

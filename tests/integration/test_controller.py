@@ -27,8 +27,7 @@ def has_phase(controller, phase, kind="automatic"):
 
 async def test_the_controller_rebalances_by_itself_and_answers_a_change_of_traffic(tmp_path):
     async with Controller(tmp_path, PLANNER__MODE="auto") as controller, Group() as group:
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         group.serve_on()
         first = await until(has_phase(controller, "committed"), within_s=60)
         assert group.epoch == 1
@@ -79,8 +78,7 @@ async def test_proposals_wait_for_approval_and_operators_decide(tmp_path):
     environment = {"PLANNER__MODE": "propose", "PLANNER__THRESHOLDS__COOLDOWN_S": "0"}
     async with Controller(tmp_path, **environment) as controller, Group() as group:
         http = controller.http
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         group.serve_on()
         (proposed,) = await until(has_phase(controller, "proposed"), within_s=60)
         assert group.epoch == 0
@@ -113,13 +111,13 @@ async def test_proposals_wait_for_approval_and_operators_decide(tmp_path):
             f"{base}/policy", json={"mode": "auto", "thresholds": {"min_gain": 0.02}}
         )
         assert changed.json()["thresholds"]["min_gain"] == 0.02
-        await until(lambda: _decided(controller, Reason.HELD_AFTER_ROLLBACK))
+        await until(lambda: controller.decided(Reason.HELD_AFTER_ROLLBACK))
         wrong = await http.patch(f"{base}/policy", json={"thresholds": {"min_gian": 1}})
         assert wrong.status_code == 422
         assert "min_gian" in wrong.json()["detail"]
         assert (await http.post(f"{base}/resume")).status_code == 204
         assert (await http.post(f"{base}/freeze", json={"seconds": 600})).status_code == 204
-        await until(lambda: _decided(controller, Reason.FROZEN))
+        await until(lambda: controller.decided(Reason.FROZEN))
         assert group.epoch == 2
         refused = await http.post(f"{base}/plans", json={"approve": True})
         assert (refused.status_code, refused.json()["reason"]) == (409, Reason.FROZEN)
@@ -129,14 +127,9 @@ async def test_proposals_wait_for_approval_and_operators_decide(tmp_path):
         assert [row["event"] for row in story["rows"]][:2] == ["created", "approved"]
 
 
-async def _decided(controller, reason):
-    return (await controller.decisions())[0]["reason"] == reason
-
-
 async def test_an_explicit_target_is_reached_and_an_impossible_one_refused(tmp_path):
     async with Controller(tmp_path, PLANNER__MODE="observe") as controller, Group() as group:
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         group.serve_on()
         await until(lambda: _balance(controller, steps=100))
         url = "/v1/deployments/demo/plans"
@@ -171,8 +164,7 @@ async def test_a_rank_that_votes_no_time_aborts_the_wave_and_all_keep_the_old_ma
     }
     async with Controller(tmp_path, **environment) as controller, Group() as group:
         group.ranks[2].votes = False
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         group.serve_on()
         (aborted, *_) = await until(has_phase(controller, "aborted"), within_s=60)
         assert aborted["error"]
@@ -205,8 +197,7 @@ async def test_a_recommendation_moves_nothing(tmp_path):
     async with Controller(tmp_path, PLANNER__MODE="observe") as controller, Group() as group:
         http = controller.http
         assert (await http.get(f"{BASE}/recommendation")).status_code == 404
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         early = (await http.get(f"{BASE}/recommendation")).json()
         assert early["call"] == "insufficient_evidence"
         assert (early["window_steps"], early["verdict"], early["newest_step"]) == (0, None, None)
@@ -298,8 +289,7 @@ async def test_a_fleet_that_cannot_carry_plans_out_is_not_asked_every_cycle(tmp_
     }
     async with Controller(tmp_path, **environment) as controller, Group() as group:
         group.ranks[2].votes = False
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         group.serve_on()
 
         async def waiting():
@@ -346,8 +336,7 @@ def curve(rank: int) -> CostCurve:
 async def test_a_slow_rank_is_planned_for_once_all_ranks_told_their_curves(tmp_path):
     environment = {"PLANNER__MODE": "auto", "PLANNER__POLICY": "keel"}
     async with Controller(tmp_path, **environment) as controller, EvenGroup() as group:
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         await until(lambda: controller.events("planner_ready"), within_s=120)
         group.serve_on()
 

@@ -16,23 +16,18 @@ from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
 from evenkeel_moe.wire import link
 from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
 from evenkeel_moe.wire.link import Heartbeat
+from tests.contracts.conftest import connected
 from tests.integration.controller_rig import Controller, Group, Rank, damaged
 from tests.waiting import deadline, until
 
 pytestmark = pytest.mark.integration
 
 
-async def _steps(controller, at_least, deployment="demo"):
-    status = await controller.status(deployment)
-    return status if status.get("window_steps", 0) >= at_least else None
-
-
 async def test_bad_reports_are_quarantined_and_counted_and_good_ones_still_count(tmp_path):
     async with Controller(tmp_path) as controller, Group() as group:
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         await group.serve(8)
-        await until(lambda: _steps(controller, 8))
+        await until(lambda: controller.counted(8))
         culprit = group.ranks[1]
 
         async def send_bad(reason, **changes):
@@ -66,7 +61,7 @@ async def test_bad_reports_are_quarantined_and_counted_and_good_ones_still_count
         await until(lambda: _rejected(controller, Reason.DUPLICATE_STEP))
 
         await group.serve(16)
-        status = await until(lambda: _steps(controller, 25))
+        status = await until(lambda: controller.counted(25))
         assert status["window_steps"] == 8 + 1 + 16
         assert status["step"] == group.step - 1
         series = await controller.metrics()
@@ -93,8 +88,7 @@ async def _rejected(controller, reason):
 async def test_ranks_that_cannot_be_right_get_a_reason_and_harm_nothing(tmp_path):
     async with Controller(tmp_path) as controller, Group() as group:
         stranger = Rank(group, 1)
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
 
         # Another shape in the same generation.
         other = ModelShape(3, 8, 4, 3, 2, 4096)
@@ -135,7 +129,7 @@ async def test_ranks_that_cannot_be_right_get_a_reason_and_harm_nothing(tmp_path
         await group.ranks[3].connect(controller.address)
         assert group.ranks[3].answer.outcome is link.RegistrationOutcome.ACCEPTED
         await group.serve(8)
-        assert (await until(lambda: _steps(controller, 8)))["state"] == "ready"
+        assert (await until(lambda: controller.counted(8)))["state"] == "ready"
         assert not controller.failures()
 
 
@@ -152,8 +146,7 @@ async def _say_raw(address, data):
 async def test_a_leader_takes_a_term_above_what_the_ranks_know(tmp_path):
     async with Controller(tmp_path) as controller, Group() as group:
         group.ranks[2].term = 40
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         assert (await controller.status())["term"] == 41
         # A rank bound to a newer leader refuses ours: the term rises again, and the ranks stay.
         rank = group.ranks[0]
@@ -161,7 +154,7 @@ async def test_a_leader_takes_a_term_above_what_the_ranks_know(tmp_path):
         await until(lambda: _term(controller, 51))
         await until(lambda: controller.state("ready"))
         await group.serve(8)
-        await until(lambda: _steps(controller, 8))
+        await until(lambda: controller.counted(8))
         assert all(not rank.call.done() for rank in group.ranks)
 
 
@@ -175,13 +168,8 @@ async def test_ranks_without_the_migrate_capability_are_observed(tmp_path):
             await rank.connect(controller.address, capabilities=frozenset())
             assert rank.answer.outcome is link.RegistrationOutcome.OBSERVE_ONLY
         await group.serve(8)
-        assert await until(lambda: _steps(controller, 8))
-        await until(lambda: _last_reason(controller, Reason.OBSERVE_ONLY))
-
-
-async def _last_reason(controller, reason):
-    decisions = await controller.decisions()
-    return bool(decisions) and decisions[0]["reason"] == reason
+        assert await until(lambda: controller.counted(8))
+        await until(lambda: controller.decided(Reason.OBSERVE_ONLY))
 
 
 async def test_health_is_served_beside_the_ranks(tmp_path):
@@ -208,12 +196,11 @@ async def test_the_store_goes_away_and_comes_back(tmp_path, store, how):
         "PLANNER__THRESHOLDS__COOLDOWN_S": "0",
     }
     async with Controller(tmp_path / "data", **environment) as controller, Group() as group:
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         await until(lambda: controller.events("planner_ready"), within_s=60)
         group.popularity = np.full_like(group.popularity, 1 / 8)
         group.serve_on()
-        await until(lambda: _steps(controller, 100))
+        await until(lambda: controller.counted(100))
         epoch = group.epoch
 
         os.kill(store.pid, how)
@@ -254,20 +241,16 @@ async def _health(controller, status):
 
 
 async def test_a_flushed_store_costs_the_history_and_nothing_else(tmp_path, store):
-    from evenkeel_moe.adapters.redis.client import connect, disconnect
-
     async with (
         Controller(tmp_path / "data", REDIS__URL=store.url) as controller,
         Group() as group,
     ):
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         await group.serve(64)
-        await until(lambda: _steps(controller, 64))
+        await until(lambda: controller.counted(64))
         term = (await controller.status())["term"]
-        client = connect(store.url, timeout_s=deadline(2))
-        await client.flushall()
-        await disconnect(client)
+        async with connected(store.url) as client:
+            await client.flushall()
         await until(lambda: _term(controller, term + 1))
         await until(lambda: controller.state("ready"))
         assert (await controller.status())["window_steps"] == 64
@@ -280,11 +263,10 @@ async def test_a_flushed_store_costs_the_history_and_nothing_else(tmp_path, stor
 
 async def test_a_killed_controller_has_its_window_back_when_it_returns(tmp_path):
     async with Controller(tmp_path) as controller, Group() as group:
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         await group.serve(200)
         await group.serve(100)
-        await until(lambda: _steps(controller, 300))
+        await until(lambda: controller.counted(300))
         # The store interval passes. The test cannot read the embedded store: its socket is private.
         await asyncio.sleep(1.2)
         term = (await controller.status())["term"]
@@ -293,12 +275,12 @@ async def test_a_killed_controller_has_its_window_back_when_it_returns(tmp_path)
 
         await controller.start()
         began = asyncio.get_running_loop().time()
-        status = await until(lambda: _steps(controller, 285))
+        status = await until(lambda: controller.counted(285))
         assert status["state"] == "waiting_for_ranks"
         await group.reconnect(controller.address)
         await until(lambda: controller.state("ready"))
         await group.serve(8)
-        status = await until(lambda: _steps(controller, 293))
+        status = await until(lambda: controller.counted(293))
         assert status["term"] > term
         assert status["generation"] == group.generation
         assert asyncio.get_running_loop().time() - began < deadline(10)
@@ -307,11 +289,10 @@ async def test_a_killed_controller_has_its_window_back_when_it_returns(tmp_path)
         for rank in group.ranks:
             await rank.send(Heartbeat(group.step, 10_000, 1 << 20, stopping=True))
         async with Group(generation="g-2", seed=1) as restarted:
-            await restarted.connect(controller.address)
-            await until(lambda: controller.state("ready"))
+            await restarted.join(controller)
             await restarted.serve(16)
             status = await until(lambda: _generation(controller, "g-2"))
-            await until(lambda: _steps(controller, 16))
+            await until(lambda: controller.counted(16))
             assert (await controller.status())["window_steps"] == 16
 
 

@@ -21,8 +21,7 @@ BASE = "/v1/deployments/demo"
 async def test_heat_map_quarantine_audit_and_forgetting(tmp_path):
     async with Controller(tmp_path) as controller:
         async with Group() as group:
-            await group.connect(controller.address)
-            await until(lambda: controller.state("ready"))
+            await group.join(controller)
             await group.serve(32)
             await _rejected_reports_are_told_and_cleared(controller, group)
             await _the_heat_map_is_of_what_was_served(controller)
@@ -51,8 +50,7 @@ async def test_heat_map_quarantine_audit_and_forgetting(tmp_path):
         ]
         # Ranks that come back are taken as before.
         async with Group(generation="g-2") as group:
-            await group.connect(controller.address)
-            await until(lambda: controller.state("ready"))
+            await group.join(controller)
 
 
 async def _rejected_reports_are_told_and_cleared(controller, group):
@@ -85,10 +83,6 @@ async def _the_heat_map_is_of_what_was_served(controller):
     assert (other["steps"], other["experts"], other["ranks"]) == (0, None, None)
 
 
-async def _steps(controller: Controller, number: int) -> bool:
-    return ((await controller.status()).get("window_steps") or 0) >= number
-
-
 async def test_a_request_is_followed_through_the_log_by_its_trace(tmp_path):
     """The trace id of the header is in the log lines of the request and in the plan's record.
 
@@ -99,10 +93,9 @@ async def test_a_request_is_followed_through_the_log_by_its_trace(tmp_path):
     async with Controller(tmp_path / "data") as controller, Group() as group:
         # First, because ranks that report nothing for long are lost.
         await until(lambda: controller.events("planner_ready"), within_s=90)
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         await group.serve(128)
-        await until(lambda: _steps(controller, 100))
+        await until(lambda: controller.counted(100))
         plan = {"plan_id": "mine", "policy": "eplb"}
         made = await controller.http.post(f"{BASE}/plans", json=plan, headers=headers)
         assert (made.status_code, made.headers["trace-id"]) == (201, trace)
@@ -179,8 +172,7 @@ async def test_no_role_can_make_a_real_controller_fail(tmp_path):
     )
     async with Controller(tmp_path, PLANNER__MODE="propose") as controller, Group() as group:
         await until(lambda: controller.events("planner_ready"), within_s=90)
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         group.serve_on()
         made = await controller.http.post("/v1/deployments/demo/plans", json={"plan_id": "p-1"})
         assert made.status_code in (201, 409), made.text
@@ -210,10 +202,9 @@ async def test_a_key_holds_over_a_restart(tmp_path):
     async with Controller(tmp_path / "data") as controller, Group() as group:
         # First, because ranks that report nothing for long are lost.
         await until(lambda: controller.events("planner_ready"), within_s=90)
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         await group.serve(128)
-        await until(lambda: _steps(controller, 100))
+        await until(lambda: controller.counted(100))
         keyed: dict[str, Any] = {"headers": {"Idempotency-Key": "k-1"}}
         plan = {"policy": "eplb"}
         first = await controller.http.post(f"{BASE}/plans", json=plan, **keyed)

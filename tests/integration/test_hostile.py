@@ -2,19 +2,18 @@
 
 import asyncio
 import socket
-from typing import Any
 
 import grpc
 import psutil
 import pytest
 
-from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.terms import MAX_TERM
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire import link
 from tests.adapters.serving import Authority
+from tests.contracts.conftest import connected
 from tests.integration.controller_rig import Controller, Group
 from tests.waiting import deadline, slowness, until
 
@@ -32,8 +31,7 @@ async def test_a_generation_keeps_its_shape_and_the_controller_serves_on(tmp_pat
             Group("torn", OTHER, generation="g") as second,
         ):
             await honest.connect(controller.address)
-            await first.connect(controller.address)
-            await until(lambda: controller.state("ready", "torn"))
+            await first.join(controller)
             answer = await second.ranks[0].connect(controller.address)
             assert answer.outcome is link.RegistrationOutcome.REFUSED
             assert answer.reason == "shape_disagrees"
@@ -46,8 +44,7 @@ async def test_a_generation_keeps_its_shape_and_the_controller_serves_on(tmp_pat
 
 async def test_one_rank_that_names_the_highest_term_locks_nobody_out(tmp_path):
     async with Controller(tmp_path) as controller, Group() as honest, Group() as liar:
-        await honest.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await honest.join(controller)
         before = await controller.status()
         liar.ranks[0].term = MAX_TERM
         answer = await liar.ranks[0].connect(controller.address)
@@ -69,8 +66,7 @@ async def test_a_second_group_waits_while_the_first_is_whole_and_gives_its_place
     ):
         for rank in first.ranks:
             rank.epoch = Epoch(5)
-        await first.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await first.join(controller)
         first.serve_on(every_s=0.3)
         answer = await second.ranks[0].connect(controller.address)
         assert (answer.outcome, answer.reason) == (
@@ -112,13 +108,16 @@ async def _is_taken(group: Group, controller: Controller) -> bool:
     return all(rank.answer.outcome is accepted for rank in group.ranks)
 
 
+def socket_of(data_dir) -> str:
+    """The URL of a controller's own store."""
+    folder = (data_dir / "valkey" / "socket-folder").read_text()
+    return f"unix://{folder}/valkey.sock"
+
+
 async def test_names_of_which_one_rank_says_hello_leave_nothing_in_the_store(tmp_path):
     settings = {"INGEST__MAX_NEW_DEPLOYMENTS": "20", "INGEST__FORGET_AFTER_S": "4"}
     async with Controller(tmp_path, **settings) as controller, Group("honest") as honest:
-        await honest.connect(controller.address)
-        await until(lambda: controller.state("ready", "honest"))
-        folder = (tmp_path / "valkey" / "socket-folder").read_text()
-        client: Any = connect(f"unix://{folder}/valkey.sock", timeout_s=deadline(2))
+        await honest.join(controller)
 
         async def is_only_honest() -> bool:
             return not await client.keys("evenkeel:{name-*")
@@ -126,7 +125,7 @@ async def test_names_of_which_one_rank_says_hello_leave_nothing_in_the_store(tmp
         async def has_epoch() -> bool:
             return bool(await client.exists("evenkeel:{honest}:epochs"))
 
-        try:
+        async with connected(socket_of(tmp_path)) as client:
             await until(has_epoch)
             reasons = await _invent_names(controller, 300)
             # Besides the lease each has its term, and where its leader is.
@@ -134,8 +133,6 @@ async def test_names_of_which_one_rank_says_hello_leave_nothing_in_the_store(tmp
             await until(is_only_honest, within_s=30)
             assert await client.zrange("evenkeel:seen", 0, -1) == [b"honest"]
             assert reasons == [None] * 20 + ["limit_exceeded"] * 280
-        finally:
-            await disconnect(client)
         name = 'evenkeel_deployments_refused_total{limit="max_new_deployments"}'
         assert (await controller.metrics())[name] == 280
         assert await controller.state("ready", "honest")
@@ -162,8 +159,7 @@ async def test_many_groups_of_a_stranger_cost_no_lease(tmp_path):
     # 220 leases at once take a busy machine longer.
     settings = {"INGEST__MAX_NEW_DEPLOYMENTS": "256", "LEADER__LEASE_S": f"{deadline(2.0):.1f}"}
     async with Controller(tmp_path, **settings) as controller, Group(seed=1) as honest:
-        await honest.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await honest.join(controller)
         before = await controller.status()
         strangers = [Group(f"stranger-{number}", ONE_RANK) for number in range(220)]
 
@@ -171,9 +167,7 @@ async def test_many_groups_of_a_stranger_cost_no_lease(tmp_path):
             rows = (await controller.http.get("/v1/deployments?page_size=1000")).json()["items"]
             return sum(row["state"] == "ready" for row in rows) == 221
 
-        folder = (tmp_path / "valkey" / "socket-folder").read_text()
-        client: Any = connect(f"unix://{folder}/valkey.sock", timeout_s=deadline(5))
-        try:
+        async with connected(socket_of(tmp_path), timeout_s=deadline(5)) as client:
             await asyncio.gather(*(stranger.connect(controller.address) for stranger in strangers))
             await until(all_led, within_s=60)
             # A store that is slow for a moment: every lease is renewed at the same time.
@@ -181,9 +175,7 @@ async def test_many_groups_of_a_stranger_cost_no_lease(tmp_path):
             await client.ping()
             await until(lambda: controller.state("ready"))
             after = await controller.status()
-        finally:
-            await disconnect(client)
-            await asyncio.gather(*(stranger.ranks[0].close() for stranger in strangers))
+        await asyncio.gather(*(stranger.ranks[0].close() for stranger in strangers))
         assert after["term"] == before["term"]
     for event in ("store_lost", "lease_lost", "lease_not_acquired", "lease_not_released"):
         assert not controller.events(event)

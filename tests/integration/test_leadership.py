@@ -95,8 +95,7 @@ async def _follows(controller, leader: str) -> bool:
 async def test_a_paused_leader_is_replaced_and_steps_down_when_it_wakes(tmp_path, store):
     one, two = replicas(tmp_path, store)
     async with one, two, bound_group() as group:
-        await group.connect(one.address)
-        await until(lambda: one.state("ready"))
+        await group.join(one)
         await group.serve(64)
         # Every rank holds a wave and none got a Commit: the next leader must end it (R12).
         for rank in group.ranks:
@@ -170,8 +169,7 @@ async def test_a_term_the_ranks_refuse_makes_a_leader_step_down(tmp_path, store)
     """R2 without the store: another replica leads through a store that this one cannot see."""
     one, two = replicas(tmp_path, store)
     async with one, two, bound_group() as group:
-        await group.connect(one.address)
-        await until(lambda: one.state("ready"))
+        await group.join(one)
         term = (await one.status())["term"]
         for rank in range(group.shape.num_ranks):
             group.bound[rank] = m.Leader("two", term + 5)  # type: ignore[attr-defined]
@@ -192,8 +190,7 @@ async def test_a_restarted_leader_reclaims_its_lease_at_once(tmp_path, store):
         tmp_path, store, LEADER__LEASE_S="90", LEADER__RENEW_S="10", INGEST__RANK_LEASE_S="60"
     )
     async with one, two, Group() as group:
-        await group.connect(one.address)
-        await until(lambda: one.state("ready"))
+        await group.join(one)
         term = (await one.status())["term"]
         await group.serve(32)
         await until_stored(store.url, 32)
@@ -222,8 +219,7 @@ async def _led_by(controller, name):
 async def test_a_leader_no_rank_can_reach_lets_another_lead(tmp_path, store):
     one, two = replicas(tmp_path, store, INGEST__RANK_LEASE_S="3")
     async with one, two, Group() as group:
-        await group.connect(one.address)
-        await until(lambda: one.state("ready"))
+        await group.join(one)
         term = (await one.status())["term"]
         # The network between this replica and the ranks goes; its way to the store does not.
         await until(lambda: _reached(group, two), within_s=30)
@@ -238,10 +234,9 @@ async def test_decisions_come_back_after_a_restart_and_after_a_leaders_death(tmp
     async with one, two, Group() as group:
         for controller in (one, two):
             await until(lambda c=controller: c.events("planner_ready"), within_s=120)
-        await group.connect(one.address)
-        await until(lambda: one.state("ready"))
+        await group.join(one)
         serving = group.serve_on(every_s=0.1, steps=4)
-        await until(lambda: _window(one, 256), within_s=60)
+        await until(lambda: one.counted(256), within_s=60)
         await until(lambda: _decided(one, 256), within_s=60)
         await until_stored(store.url, 256)
 
@@ -276,10 +271,6 @@ async def test_decisions_come_back_after_a_restart_and_after_a_leaders_death(tmp
 async def _leads_after(controller, name, term):
     status = await controller.status()
     return status.get("leader") == name and status["state"] == "ready" and status["term"] > term
-
-
-async def _window(controller, steps):
-    return (await controller.status()).get("window_steps", 0) >= steps
 
 
 async def _decided(controller, steps):
@@ -432,8 +423,7 @@ async def test_an_agents_link_that_asks_a_follower_is_led_to_the_leader(tmp_path
     """The link of real ranks, given only the follower's address."""
     one, two = replicas(tmp_path, store)
     async with one, two, Group() as group:
-        await group.connect(one.address)
-        await until(lambda: one.state("ready"))
+        await group.join(one)
         await group.ranks[3].close()
         rank = LinkedRank(group, 3, [two.address])
         try:

@@ -38,8 +38,7 @@ def hint_s(error: grpc.aio.AioRpcError | grpc.Call) -> float:
 
 async def test_refused_streams_are_sent_a_time_to_retry(tmp_path):
     async with Controller(tmp_path, GRPC__MAX_STREAMS="6") as controller, Group() as group:
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         async with grpc.aio.insecure_channel(controller.address) as channel:
             calls = [agent_pb2_grpc.RankLinkStub(channel).Attach() for _ in range(5)]
             for number, call in enumerate(calls):
@@ -111,8 +110,7 @@ async def test_a_flood_is_cut_off_and_costs_no_memory(tmp_path):
         ) as controller,
         Group() as group,
     ):
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         await group.serve(64)
         port, rest = controller.ports["grpc"], controller.ports["rest"]
         process = psutil.Process(controller.process.pid)
@@ -139,7 +137,7 @@ async def test_a_flood_is_cut_off_and_costs_no_memory(tmp_path):
         # The real ranks noticed nothing, and nothing of the others stays.
         assert all(not rank.call.done() for rank in group.ranks)
         await group.serve(8)
-        await until(lambda: _steps(controller, 72))
+        await until(lambda: controller.counted(72))
         await until(lambda: _only_ours(controller), within_s=30)
         assert not controller.failures() and not controller.events("rank_stream_failed")
         assert not [line for line in controller.noise if "Traceback" in line]
@@ -160,10 +158,6 @@ def _flood(address) -> grpc.Call:
         except grpc.RpcError:
             return call
     raise AssertionError("the stream ended without an error")
-
-
-async def _steps(controller, at_least):
-    return (await controller.status()).get("window_steps", 0) >= at_least
 
 
 async def _only_ours(controller):
@@ -188,8 +182,7 @@ async def test_reports_become_rarer_when_the_host_cannot_keep_up_and_frequent_ag
                 await super()._hear(message)
 
         group.ranks[0] = Listening(group, 0)
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         await group.serve(16)
         assert group.ranks[0].answer.flow.report_interval_s == 0.5
 
@@ -222,7 +215,7 @@ async def test_reports_become_rarer_when_the_host_cannot_keep_up_and_frequent_ag
         reports = group.route(8)
         for rank, report in zip(group.ranks, reports, strict=True):
             await rank.send(report)
-        await until(lambda: _steps(controller, before + 4))
+        await until(lambda: controller.counted(before + 4))
         assert (await controller.status())["window_steps"] == before + 4
         await until(lambda: told[-1].stride == 1, within_s=60)
 

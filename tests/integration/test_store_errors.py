@@ -7,17 +7,15 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.controller.process.background import store_windows
-from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.errors import Unavailable
-from tests.chaos.proxy import Proxy
+from tests.contracts.conftest import connected
 from tests.contracts.test_stores import DEMO as OF_RECORDS
 from tests.contracts.test_stores import make_record
 from tests.controller.replicas import DEMO, Replica
-from tests.integration.store_server import Server
+from tests.integration.store_server import proxied
 from tests.waiting import deadline, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -29,45 +27,44 @@ async def test_a_store_that_cannot_write_to_its_disk_is_unavailable_until_it_can
     """The store refuses every write (MISCONF) but answers reads; it must not count as healthy."""
     one = await start_server("--save", "3600 1", "--appendonly", "no")
     (tmp_path / "store" / "dump.rdb").mkdir()  # In the way of the snapshot.
-    client = connect(one.url, timeout_s=deadline(2))
-    store = RedisDeploymentStore(client)
-    await store.store_plan(make_record(), 1)
-    await client.bgsave()
+    async with connected(one.url, timeout_s=deadline(2)) as client:
+        store = RedisDeploymentStore(client)
+        await store.store_plan(make_record(), 1)
+        await client.bgsave()
 
-    async def failed() -> bool:
-        return (await client.info("persistence"))["rdb_last_bgsave_status"] == "err"
+        async def failed() -> bool:
+            return (await client.info("persistence"))["rdb_last_bgsave_status"] == "err"
 
-    await until(failed)
-    for refused in (
-        store.store_plan(make_record("q"), 1),
-        store.acquire_lease(OF_RECORDS, "a", 60, 0),
-        store.ping(),
-    ):
-        with pytest.raises(Unavailable, match="MISCONF"):
-            await refused
-    assert [plan for plan, _ in await store.plan_order(OF_RECORDS)] == [make_record().plan.plan_id]
-    (tmp_path / "store" / "dump.rdb").rmdir()
-    await client.bgsave()
+        await until(failed)
+        for refused in (
+            store.store_plan(make_record("q"), 1),
+            store.acquire_lease(OF_RECORDS, "a", 60, 0),
+            store.ping(),
+        ):
+            with pytest.raises(Unavailable, match="MISCONF"):
+                await refused
+        assert [plan for plan, _ in await store.plan_order(OF_RECORDS)] == [
+            make_record().plan.plan_id
+        ]
+        (tmp_path / "store" / "dump.rdb").rmdir()
+        await client.bgsave()
 
-    async def well() -> bool:
-        return not await failed()
+        async def well() -> bool:
+            return not await failed()
 
-    await until(well)
-    await store.store_plan(make_record("q"), 1)
-    await disconnect(client)
+        await until(well)
+        await store.store_plan(make_record("q"), 1)
 
 
-async def test_a_store_that_turned_read_only_is_left_and_followed(tmp_path, start_server):
+async def test_a_store_that_turned_read_only_is_left_and_followed(start_server):
     """The primary behind an address changed: READONLY means reconnect, not a store that is down."""
     one = await start_server()
-    other = Server(tmp_path / "other", free_ports(1)[0])
-    other.start()
-    await other.answering(f"redis://127.0.0.1:{other.port}")
-    front = Proxy(one.port)
-    await front.start()
-    old = connect(f"redis://127.0.0.1:{one.port}", timeout_s=deadline(2))
-    client = connect(f"redis://{front.address}", timeout_s=deadline(2))
-    try:
+    other = await start_server()
+    async with (
+        proxied(one.port) as front,
+        connected(one.url, timeout_s=deadline(2)) as old,
+        connected(f"redis://{front.address}", timeout_s=deadline(2)) as client,
+    ):
         store = RedisDeploymentStore(client)
         await store.store_document(OF_RECORDS, "policy", {"mode": "auto"}, 1)
         # The address leads to the new primary; the connection still leads to the old one.
@@ -77,20 +74,15 @@ async def test_a_store_that_turned_read_only_is_left_and_followed(tmp_path, star
             await store.store_document(OF_RECORDS, "policy", {"mode": "observe"}, 2)
         await store.store_document(OF_RECORDS, "policy", {"mode": "observe"}, 2)
         assert await store.fetch_document(OF_RECORDS, "policy") == {"mode": "observe"}
-    finally:
-        await disconnect(client)
-        await disconnect(old)
-        await front.stop()
-        other.end()
 
 
-async def test_slow_answers_are_waited_for_up_to_the_timeout_and_no_longer(tmp_path, start_server):
+async def test_slow_answers_are_waited_for_up_to_the_timeout_and_no_longer(start_server):
     one = await start_server()
-    front = Proxy(one.port)
-    await front.start()
-    client = connect(f"redis://{front.address}", timeout_s=1.5)
-    store = RedisDeploymentStore(client)
-    try:
+    async with (
+        proxied(one.port) as front,
+        connected(f"redis://{front.address}", timeout_s=1.5) as client,
+    ):
+        store = RedisDeploymentStore(client)
         front.delay_s = 0.1
         await store.store_document(OF_RECORDS, "policy", {"mode": "auto"}, 1)
         front.delay_s = 4.0
@@ -103,9 +95,6 @@ async def test_slow_answers_are_waited_for_up_to_the_timeout_and_no_longer(tmp_p
         for number in range(20):
             await store.store_document(OF_RECORDS, f"n{number}", {"n": number}, 1)
             assert await store.fetch_document(OF_RECORDS, f"n{number}") == {"n": number}
-    finally:
-        await disconnect(client)
-        await front.stop()
 
 
 # --- health, of a replica that leads nothing or writes nothing too --------------------------------
@@ -119,26 +108,21 @@ _REFUSING = {
 
 
 @pytest.fixture
-async def server(tmp_path):
-    one = Server(tmp_path / "store", free_ports(1)[0])
-    one.start()
-    await one.answering(one.url)
-    yield one
-    one.end()
+async def server(start_server):
+    return await start_server()
 
 
 @asynccontextmanager
 async def replica_on(server):
     """Yield (replica, its store's client) on a real store, without decision cycles."""
-    client = connect(server.url, timeout_s=1)
-    replica = Replica(RedisDeploymentStore(client), "a", cycle_s=600.0)
-    replica.registry.shared = replace(replica.registry.shared, windows=RedisWindowStore(client))
-    replica.tasks.spawn(store_windows(replica.registry, 0.1), "store-windows")
-    try:
-        yield replica, client
-    finally:
-        await replica.tasks.end()
-        await disconnect(client)
+    async with connected(server.url, timeout_s=1) as client:
+        replica = Replica(RedisDeploymentStore(client), "a", cycle_s=600.0)
+        replica.registry.shared = replace(replica.registry.shared, windows=RedisWindowStore(client))
+        replica.tasks.spawn(store_windows(replica.registry, 0.1), "store-windows")
+        try:
+            yield replica, client
+        finally:
+            await replica.tasks.end()
 
 
 def health(replica):

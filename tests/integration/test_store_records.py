@@ -34,11 +34,10 @@ def swapped_body(group, plan_id, layer=0, **changes):
 
 
 async def _ready(controller, group):
-    await group.connect(controller.address)
-    await until(lambda: controller.state("ready"))
+    await group.join(controller)
     await until(lambda: controller.events("planner_ready"), within_s=120)
     serving = group.serve_on()
-    await until(lambda: _window(controller, 96))
+    await until(lambda: controller.counted(96))
     return serving
 
 
@@ -52,10 +51,6 @@ async def _killed_and_back(controller, group, serving):
     await group.reconnect(controller.address)
     await until(lambda: controller.state("ready"))
     group.serve_on()
-
-
-async def _window(controller, steps):
-    return (await controller.status()).get("window_steps", 0) >= steps
 
 
 async def test_plans_keep_their_id_over_a_restart_and_their_history_is_paged(tmp_path):
@@ -141,8 +136,7 @@ async def test_a_freeze_ends_by_itself_also_over_a_restart(tmp_path):
 async def test_a_deployment_that_left_is_forgotten_with_its_series(tmp_path):
     async with Controller(tmp_path, INGEST__FORGET_AFTER_S="2") as controller:
         async with Group("leaver") as group:
-            await group.connect(controller.address)
-            await until(lambda: controller.state("ready", "leaver"))
+            await group.join(controller)
             await group.serve(32)
             await until(lambda: _shown(controller, "leaver"))
         # A deployment that never registered is removed too, and so is a rank that disconnected
@@ -159,8 +153,7 @@ async def test_a_deployment_that_left_is_forgotten_with_its_series(tmp_path):
         assert (await controller.http.get("/v1/deployments/leaver")).status_code == 404
         # Its records are there when it comes back.
         async with Group("leaver") as group:
-            await group.connect(controller.address)
-            await until(lambda: controller.state("ready", "leaver"))
+            await group.join(controller)
             await group.serve(8)
             await until(lambda: _shown(controller, "leaver"))
 

@@ -10,6 +10,7 @@ from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.engines.demo.processes import free_ports
 from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.ids import Epoch
+from tests.contracts.conftest import connected
 from tests.contracts.test_stores import BASE, DEMO, every_plan, make_record
 from tests.integration.controller_rig import Controller, Group
 from tests.integration.store_server import Server
@@ -27,15 +28,14 @@ async def pair(tmp_path):
     try:
         for one in (primary, replica):
             one.start()
-            await one.answering(one.url)
-        admin = connect(primary.url, timeout_s=deadline(2))
+            await one.answering()
 
         async def caught_up() -> bool:
             await admin.set("probe", 1)
             return await admin.wait(1, 100) == 1
 
-        await until(caught_up, within_s=30)
-        await disconnect(admin)
+        async with connected(primary.url, timeout_s=deadline(2)) as admin:
+            await until(caught_up, within_s=30)
         yield primary, replica
     finally:
         for one in (primary, replica):
@@ -91,8 +91,7 @@ async def test_no_wave_begins_before_its_plan_is_on_a_replica(pair, tmp_path):
     settings = {"PLANNER__MODE": "auto", "PLANNER__CYCLE_S": "3600"}
     store = {"REDIS__URL": primary.url, "REDIS__WAIT_REPLICAS": "1", "REDIS__TIMEOUT_S": "1"}
     async with Controller(tmp_path / "data", **settings, **store) as controller, Group() as group:
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         await until(lambda: controller.events("planner_ready"), within_s=90)
         group.serve_on()
         await until(lambda: _beyond(controller, 100))

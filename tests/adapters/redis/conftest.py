@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import pytest
 
-from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.adapters.redis.windows import RedisWindowStore
+from tests.contracts.conftest import connected
 
 
 class Noted(NamedTuple):
@@ -17,9 +17,8 @@ class Noted(NamedTuple):
 
 @pytest.fixture
 async def client(valkey):
-    client = connect(valkey.url, timeout_s=5.0)
-    yield client
-    await disconnect(client)
+    async with connected(valkey.url) as client:
+        yield client
 
 
 @pytest.fixture

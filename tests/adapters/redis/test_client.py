@@ -16,6 +16,7 @@ from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.errors import InvalidInput, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.load import Phase
+from tests.contracts.conftest import connected
 from tests.contracts.test_stores import BASE, DEMO, every_plan, fetch, make_record, make_window
 
 # --- URL forms ---------------------------------------------------------------------------------
@@ -201,18 +202,13 @@ full = pytest.mark.fault(
 
 
 @full
-async def test_calls_wait_for_one_of_the_connections_there_may_be(valkey):
-    client = connect(valkey.url, timeout_s=5, connections=4)
-    admin = connect(valkey.url, timeout_s=5)
-    store = RedisDeploymentStore(client)
+async def test_calls_wait_for_one_of_the_connections_there_may_be(valkey, client):
     names = [DeploymentId(f"d-{number}") for number in range(300)]
-    try:
+    async with connected(valkey.url, connections=4) as few:
+        store = RedisDeploymentStore(few)
         won = await asyncio.gather(*(store.acquire_lease(name, "a", 60, 0) for name in names))
         assert [lease.holder for lease in won] == ["a"] * 300
-        assert len(await admin.client_list()) == 4 + 1
-    finally:
-        await disconnect(client)
-        await disconnect(admin)
+        assert len(await client.client_list()) == 4 + 1
 
 
 @full
@@ -289,10 +285,7 @@ async def test_a_cancellation_that_comes_with_the_answer_is_not_lost(answer):
     assert task.cancelled()
 
 
-async def test_a_cancelled_task_may_still_write_what_it_leaves_behind(valkey):
-    client = connect(valkey.url, timeout_s=2)
-    store = RedisDeploymentStore(client)
-
+async def test_a_cancelled_task_may_still_write_what_it_leaves_behind(store):
     async def leave():
         try:
             await asyncio.Event().wait()
@@ -305,4 +298,3 @@ async def test_a_cancelled_task_may_still_write_what_it_leaves_behind(valkey):
     await asyncio.wait([task], timeout=deadline(5))
     assert task.cancelled()
     assert len(await every_plan(store)) == 1
-    await disconnect(client)

@@ -11,7 +11,6 @@ import pytest
 import zstandard
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.adapters.redis.encoding import (
     pack_placement,
     pack_plan_maps,
@@ -30,12 +29,13 @@ from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanPhase, PlanRecord
 from evenkeel_moe.v1 import common_pb2 as pb
 from evenkeel_moe.wire.values import encode_placement
+from tests.adapters.redis.conftest import client, noted, store, unreadable, windows
 from tests.contracts.conftest import valkey
 from tests.contracts.test_stores import fetch, make_window
 from tests.controller.replicas import DEMO, Replica, make_health
 from tests.protocol.machines import BASE, SHAPE, plan_of
 
-__all__ = ["valkey"]
+__all__ = ["client", "noted", "store", "unreadable", "valkey", "windows"]
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -303,78 +303,55 @@ async def lead_and_look(client) -> Seen:
     return seen
 
 
-async def test_bad_records_are_skipped_counted_and_never_fatal(valkey):
-    client = connect(valkey.url, timeout_s=5.0)
-    store, windows = RedisDeploymentStore(client), RedisWindowStore(client)
-    try:
-        for turn in range(max(map(len, DOCUMENTS.values()))):
-            await fill(client, store, windows)
-            await damage(client, turn)
-            seen = await lead_and_look(client)
-            said = " ".join(seen.noted)
-            bad_epochs = (f"epochs {name!r}" for name in EPOCHS.keys() - {b"5"})
-            for name in (*bad_plans(), *bad_epochs, *DOCUMENTS):
-                assert re.search(rf"[ :]{re.escape(name)}", said), (name, turn)
-            assert sum("replaced_epochs" in where for where in seen.noted) == len(EPOCHS)
-            assert sum("decisions" in where for where in seen.noted) == len(DECISIONS) + 1
-            assert sum("seen" in where for where in seen.noted) == 2
-            assert seen.plans == {"p"}, "the sound one is still there"
-    finally:
-        await disconnect(client)
-
-
-async def test_sound_records_are_all_read(valkey):
-    client = connect(valkey.url, timeout_s=5.0)
-    store, windows = RedisDeploymentStore(client), RedisWindowStore(client)
-    try:
+async def test_bad_records_are_skipped_counted_and_never_fatal(client, store, windows):
+    for turn in range(max(map(len, DOCUMENTS.values()))):
         await fill(client, store, windows)
+        await damage(client, turn)
         seen = await lead_and_look(client)
-        assert not seen.noted and not seen.held
-    finally:
-        await disconnect(client)
+        said = " ".join(seen.noted)
+        bad_epochs = (f"epochs {name!r}" for name in EPOCHS.keys() - {b"5"})
+        for name in (*bad_plans(), *bad_epochs, *DOCUMENTS):
+            assert re.search(rf"[ :]{re.escape(name)}", said), (name, turn)
+        assert sum("replaced_epochs" in where for where in seen.noted) == len(EPOCHS)
+        assert sum("decisions" in where for where in seen.noted) == len(DECISIONS) + 1
+        assert sum("seen" in where for where in seen.noted) == 2
+        assert seen.plans == {"p"}, "the sound one is still there"
 
 
-async def test_chunks_and_sums_that_cannot_be_read_are_named(valkey):
-    client, health = connect(valkey.url, timeout_s=5.0), make_health()
+async def test_sound_records_are_all_read(client, store, windows):
+    await fill(client, store, windows)
+    seen = await lead_and_look(client)
+    assert not seen.noted and not seen.held
+
+
+async def test_chunks_and_sums_that_cannot_be_read_are_named(client):
+    health = make_health()
     windows = RedisWindowStore(client, unreadable=health.unreadable)
-    try:
-        await windows.append(DEMO, Phase.DECODE, make_window(range(3)))
-        falling = pack_window(make_window([9, 7, 8]))
-        for number, body in enumerate((b"noise", falling, falling[:40]), 1):
-            await client.xadd(
-                PREFIX + "window:decode", {"n": 1, "d": body}, id=f"9999999999999-{number}"
-            )
-        await client.set(PREFIX + "window_source:decode", b"noise")
-        found = await fetch(windows, DEMO)
-        assert found is not None and found.steps.tolist() == [0, 1, 2]
-        assert len(health._unreadable) == 4
-    finally:
-        await disconnect(client)
+    await windows.append(DEMO, Phase.DECODE, make_window(range(3)))
+    falling = pack_window(make_window([9, 7, 8]))
+    for number, body in enumerate((b"noise", falling, falling[:40]), 1):
+        await client.xadd(
+            PREFIX + "window:decode", {"n": 1, "d": body}, id=f"9999999999999-{number}"
+        )
+    await client.set(PREFIX + "window_source:decode", b"noise")
+    found = await fetch(windows, DEMO)
+    assert found is not None and found.steps.tolist() == [0, 1, 2]
+    assert len(health._unreadable) == 4
 
 
-async def test_lease_that_cannot_be_read_is_nobodys(valkey):
-    client = connect(valkey.url, timeout_s=5.0)
-    store = RedisDeploymentStore(client)
-    try:
-        for holder, term in ((b"\xff", b"5"), (b"a", b"soon")):
-            await client.hset(PREFIX + "lease", mapping={"holder": holder, "term": term})
-            assert await store.fetch_lease(DEMO) is None
-            assert (await store.acquire_lease(DEMO, "b", 9.0, 0)).term >= 0
-    finally:
-        await disconnect(client)
+async def test_lease_that_cannot_be_read_is_nobodys(client, store):
+    for holder, term in ((b"\xff", b"5"), (b"a", b"soon")):
+        await client.hset(PREFIX + "lease", mapping={"holder": holder, "term": term})
+        assert await store.fetch_lease(DEMO) is None
+        assert (await store.acquire_lease(DEMO, "b", 9.0, 0)).term >= 0
 
 
-async def test_deployment_whose_freeze_cannot_be_read_is_held(valkey):
-    client = connect(valkey.url, timeout_s=5.0)
-    store, windows = RedisDeploymentStore(client), RedisWindowStore(client)
-    try:
-        await fill(client, store, windows)
-        await client.hset(PREFIX + "documents", "control", DOCUMENTS["control"][0])
-        seen = await lead_and_look(client)
-        assert seen.held
-        assert "held_after_data_loss" in seen.decisions
-    finally:
-        await disconnect(client)
+async def test_deployment_whose_freeze_cannot_be_read_is_held(client, store, windows):
+    await fill(client, store, windows)
+    await client.hset(PREFIX + "documents", "control", DOCUMENTS["control"][0])
+    seen = await lead_and_look(client)
+    assert seen.held
+    assert "held_after_data_loss" in seen.decisions
 
 
 VALUES = (None, True, -1, 0, 3, 1 << 70, 1.5, float("nan"), 1e308, "", "x", "\ud800", [], [[]], {})
@@ -392,29 +369,24 @@ def mangled(rng: random.Random, value):
 
 
 @pytest.mark.parametrize("part", range(2))
-async def test_mangled_records_are_never_fatal(valkey, part):
+async def test_mangled_records_are_never_fatal(client, store, windows, part):
     """Each part of each record becomes a value of another type, some at a time."""
-    client = connect(valkey.url, timeout_s=5.0)
-    store, windows = RedisDeploymentStore(client), RedisWindowStore(client)
     rng = random.Random(part)
     rows = {"rows": [{"at": 1e18, "id": "i", "name": "n", "digest": "d", "status": 200}]}
-    try:
-        for _ in range(12):
-            await fill(client, store, windows)
-            policy = await store.fetch_document(DEMO, "policy")
-            shape = shape_document(Generation("g1"), SHAPE)
-            for name, body in (
-                ("policy", policy),
-                ("control", CONTROL | {"judged_from": 3.0, "held_because": "x"}),
-                ("leader", {"replica_id": "a", "address": "a:1"}),
-                ("shape", shape),
-                ("audit", rows),
-            ):
-                text = json.dumps(mangled(rng, body)).encode()
-                await client.hset(PREFIX + "documents", name, text)
-            await client.hset(PREFIX + "plans", "p", packed(mangled(rng, SMALL)))
-            await client.hset(PREFIX + "plan_story", "0 p", packed(mangled(rng, ROWS[0])))
-            await client.xadd(PREFIX + "decisions", {"d": json.dumps(mangled(rng, ROW)).encode()})
-            await lead_and_look(client)
-    finally:
-        await disconnect(client)
+    for _ in range(12):
+        await fill(client, store, windows)
+        policy = await store.fetch_document(DEMO, "policy")
+        shape = shape_document(Generation("g1"), SHAPE)
+        for name, body in (
+            ("policy", policy),
+            ("control", CONTROL | {"judged_from": 3.0, "held_because": "x"}),
+            ("leader", {"replica_id": "a", "address": "a:1"}),
+            ("shape", shape),
+            ("audit", rows),
+        ):
+            text = json.dumps(mangled(rng, body)).encode()
+            await client.hset(PREFIX + "documents", name, text)
+        await client.hset(PREFIX + "plans", "p", packed(mangled(rng, SMALL)))
+        await client.hset(PREFIX + "plan_story", "0 p", packed(mangled(rng, ROWS[0])))
+        await client.xadd(PREFIX + "decisions", {"d": json.dumps(mangled(rng, ROW)).encode()})
+        await lead_and_look(client)

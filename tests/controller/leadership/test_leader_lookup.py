@@ -13,7 +13,7 @@ from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.planning.decision.capacity import CapacityRequest
 from evenkeel_moe.ports.operations import LedElsewhere, NotLeading, RollbackRequest
-from tests.contracts.memory_store import MemoryStore
+from tests.contracts.memory_store import SilentStore
 from tests.contracts.test_stores import make_record
 from tests.controller.replicas import DEMO, feed, replicas
 from tests.waiting import until
@@ -21,34 +21,13 @@ from tests.waiting import until
 NOBODY = DeploymentId("nobody")
 
 
-class Silent(MemoryStore):
-    """Does not answer reads while it is down."""
-
-    down = False
-
-    async def acquire_lease(self, *arguments):
-        self._check()
-        return await super().acquire_lease(*arguments)
-
-    async def fetch_document(self, *arguments):
-        self._check()
-        return await super().fetch_document(*arguments)
-
-    async def fetch_lease(self, *arguments):
-        self._check()
-        return await super().fetch_lease(*arguments)
-
-    async def deployments(self):
-        self._check()
-        return await super().deployments()
-
-    async def fetch_decisions(self, *arguments):
-        self._check()
-        return await super().fetch_decisions(*arguments)
-
-    def _check(self):
-        if self.down:
-            raise Unavailable("no answer")
+READS = {
+    "acquire_lease",
+    "fetch_document",
+    "fetch_lease",
+    "deployments",
+    "fetch_decisions",
+}
 
 
 @asynccontextmanager
@@ -58,7 +37,7 @@ async def two_replicas(led_before):
     Args:
         led_before: b led before a, and still has its state of that time in memory.
     """
-    async with replicas("a", "b", store=Silent(SystemClock())) as (one, two, store):
+    async with replicas("a", "b", store=SilentStore(SystemClock())) as (one, two, store):
         term = 0
         if led_before:
             sessions = await two.lead()
@@ -127,7 +106,7 @@ async def test_what_is_stored_is_answered_from_the_store(led_before):
         assert not more
         rows = await two.operations.decisions(DEMO, 10)
         assert rows[0]["reason"] == "no_change"
-        store.down = True
+        store.silent = READS
         for ask in (
             two.operations.decisions(DEMO, 10),
             two.operations.plans(DEMO, 10),
@@ -144,7 +123,7 @@ async def test_the_list_names_what_others_lead(led_before):
         assert await one.operations.led_elsewhere() == []
         assert await two.operations.deployments() == []
         assert await two.operations.led_elsewhere() == [LedElsewhere(DEMO, "a", "a:1")]
-        store.down = True
+        store.silent = READS
         expected = [LedElsewhere(DEMO, None, None)] if led_before else []
         assert await two.operations.led_elsewhere() == expected
 
@@ -168,7 +147,7 @@ async def test_one_name_out_of_reach_hides_no_other():
 async def test_while_the_store_is_away_who_led_last_and_still_counts_is_read():
     async with two_replicas(False) as (one, two, store):
         feed(one, 0, 20, incarnation=11)
-        store.down = True
+        store.silent = READS
         one.health.failed(Unavailable("no answer"))
         one.member.keeper.lose("it ran out")
         await until(lambda: one.member.control.leader is None)

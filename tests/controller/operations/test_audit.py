@@ -12,21 +12,11 @@ from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.logs import configure_logs
 from evenkeel_moe.controller.operations.audit import AuditLog
 from evenkeel_moe.controller.store_health import StoreHealth
-from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports.operations import AuditEntry
-from tests.contracts.memory_store import MemoryStore
+from tests.contracts.memory_store import SilentStore
 
 DEMO = DeploymentId("demo")
-
-
-class FlakyStore(MemoryStore):
-    away = False
-
-    async def fetch_document(self, deployment, name):
-        if self.away:
-            raise Unavailable("away")
-        return await super().fetch_document(deployment, name)
 
 
 class Ticking(SystemClock):
@@ -44,7 +34,7 @@ CLOCK = Ticking()
 
 @pytest.fixture
 def store():
-    return FlakyStore(SystemClock())
+    return SilentStore(SystemClock())
 
 
 def log_on(store) -> AuditLog:
@@ -113,9 +103,9 @@ async def test_a_replica_adds_to_the_rows_of_another_and_never_replaces_them(sto
 async def test_what_could_not_be_stored_is_stored_with_the_next_row(store):
     log = log_on(store)
     await log.record(entry("/1"), None)
-    store.away = True
+    store.silent.add("fetch_document")
     await log.record(entry("/2"), 1)
-    store.away = False
+    store.silent.clear()
     log._health.recovered()
     assert await paths(log_on(store)) == []
     await log.record(entry("/3"), 1)

@@ -25,7 +25,7 @@ from evenkeel_moe.ports.operations import PlanRequest
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import QueryState
 from evenkeel_moe.wire.link import Heartbeat
-from tests.contracts.memory_store import MemoryStore
+from tests.contracts.memory_store import SilentStore
 from tests.contracts.test_stores import make_record
 from tests.controller.cycles.manual_rig import Rig
 from tests.controller.replicas import DEMO, ONE, replicas
@@ -52,29 +52,10 @@ async def test_an_id_is_taken_also_by_a_plan_that_is_only_in_the_store(leading_t
         await operations.create_plan(ONE, replace(request, plan_id=PlanId("new")))
 
 
-class Shy(MemoryStore):
-    """A store that does not answer the calls in `silent`."""
-
-    def __init__(self, clock):
-        super().__init__(clock)
-        self.silent: set[str] = set()
-
-    async def fetch_plans(self, *arguments):
-        return await self._answer("fetch_plans", *arguments)
-
-    async def plan_order(self, *arguments):
-        return await self._answer("plan_order", *arguments)
-
-    async def _answer(self, name, *arguments):
-        if name in self.silent:
-            raise Unavailable("no answer")
-        return await getattr(MemoryStore, name)(self, *arguments)
-
-
 @pytest.mark.parametrize("silent", ["fetch_plans", "plan_order"])
 async def test_a_page_of_plans_has_no_holes_while_the_store_is_out_of_reach(leading_two, silent):
     registry, operations, clock = leading_two
-    member, store = registry.deployments[ONE], Shy(clock)
+    member, store = registry.deployments[ONE], SilentStore(clock)
     for number in range(6):
         record = make_record(f"p{number}", 100.0 + number)
         record = replace(record, plan=replace(record.plan, deployment=ONE))
@@ -97,9 +78,7 @@ async def test_a_page_of_plans_has_no_holes_while_the_store_is_out_of_reach(lead
 
 async def test_a_plan_that_only_the_store_has_is_not_denied_while_that_is_out_of_reach(leading_two):
     registry, operations, clock = leading_two
-    store = Shy(clock)
-    store.silent.add("fetch_plans")
-    operations._store = store
+    operations._store = SilentStore(clock, "fetch_plans")
     with pytest.raises(Unavailable):
         await operations.plan(ONE, PlanId("old"))
 

@@ -21,7 +21,7 @@ from evenkeel_moe.controller.process.flow_control import Pacer
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.wire.link import FlowControl
-from tests.contracts.memory_store import MemoryStore
+from tests.contracts.memory_store import SilentStore
 from tests.controller.replicas import ONE, TWO, SetClock, replicas
 from tests.waiting import until
 
@@ -114,37 +114,20 @@ async def test_a_shard_that_is_gone_keeps_no_window_from_the_others():
     await store_all_windows([Stuck(), Stuck()], health, no_failure)  # type: ignore[list-item]
 
 
-class NoLeases(MemoryStore):
-    """Takes probes, but no lease of ONE while the shard of ONE is down."""
-
-    down = False
-    refused = 0
-
-    async def acquire_lease(self, deployment, *arguments):
-        self._check(deployment)
-        return await super().acquire_lease(deployment, *arguments)
-
-    async def renew_lease(self, deployment, *arguments):
-        self._check(deployment)
-        return await super().renew_lease(deployment, *arguments)
-
-    def _check(self, deployment):
-        if self.down and deployment == ONE:
-            self.refused += 1
-            raise Unavailable("shard 1 does not answer")
+LEASES = {"acquire_lease", "renew_lease"}
 
 
 def _stays_faulty(health):
-    assert "shard 1" in health.fault
+    assert "no answer" in health.fault
     return True
 
 
 @pytest.mark.parametrize("led_before", [True, False])
 async def test_a_shard_that_gives_no_lease_is_logged_once_until_it_gives_one(led_before):
-    store = NoLeases(SystemClock())
+    store = SilentStore(SystemClock(), about=ONE)
     async with replicas("a", store=store) as (replica, _):
         health = replica.health
-        store.down = not led_before
+        store.silent = set() if led_before else LEASES
         with capture_logs() as log:
             replica.tasks.spawn(store_windows(replica.registry, 0.02), "store-windows")
             for name in (ONE, TWO):
@@ -154,25 +137,25 @@ async def test_a_shard_that_gives_no_lease_is_logged_once_until_it_gives_one(led
                 replica.registry.deployments[TWO].keeper,
             )
             await until(lambda: two.leading and one.leading is led_before)
-            store.down = True
+            store.silent = LEASES
             await until(lambda: "shard 1" in health.fault)
             refused = store.refused
             await until(
                 lambda: _stays_faulty(health) and not one.leading and store.refused > refused + 10
             )
             assert two.leading
-            store.down = False
+            store.silent = set()
             await until(lambda: not health.fault)
         said = [row["event"] for row in log if row["event"] in ("store_lost", "store_back")]
         assert said == ["store_lost", "store_back"]
 
 
 async def test_a_lease_that_is_not_wanted_any_more_is_no_fault_of_the_store():
-    store = NoLeases(SystemClock())
+    store = SilentStore(SystemClock(), about=ONE)
     async with replicas("a", store=store) as (replica, _):
         keeper = replica.registry.add(ONE).keeper
         await keeper.decided(5)
-        store.down = True
+        store.silent = LEASES
         await until(lambda: keeper.fault)
         await keeper.yield_lease("a test")
         assert keeper.fault is None
