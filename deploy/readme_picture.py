@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from deploy.chart_values import ROOT
 from evenkeel_moe.formats import read_trace
-from evenkeel_moe.formats.placement_file import PlacementFormat
+from evenkeel_moe.formats.placements import PlacementFormat
 from evenkeel_moe.planning.problem.metrics import rank_load
 from evenkeel_moe.replay.from_options import replay_setup
 from evenkeel_moe.replay.offline import engine_start, plan_offline

@@ -10,7 +10,7 @@ from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.replay.from_options import replay_policies
-from evenkeel_moe.replay.options import PlanningOptions
+from evenkeel_moe.replay.options import ReplayOptions
 from evenkeel_moe.replay.planners import choose_planners, decayed_mean, warm_up
 from evenkeel_moe.replay.walk import walk_forward
 
@@ -98,7 +98,8 @@ def test_craft_never_fills_more_memory_of_a_rank_than_is_free(setup, pooled):
     problem = replace(problem, shape=replace(problem.shape, pool_slots_per_rank=pooled))
     used = []
     for free_bytes in (0, 9, 10, 20, 10**9):
-        craft = replay_policies(["craft"], PlanningOptions(free_bytes=free_bytes), 10)["craft"]
+        asked = ReplayOptions(free_bytes=free_bytes, bytes_per_expert=10)
+        craft = replay_policies(["craft"], asked)["craft"]
         held = craft(problem).placement.phy2log.reshape(2, 2, -1) >= 0
         used.append(int(held.sum(axis=(0, 2)).max()) - 8)
         assert used[-1] <= free_bytes // 10
@@ -109,7 +110,7 @@ def test_craft_never_fills_more_memory_of_a_rank_than_is_free(setup, pooled):
 
 def test_replicas_of_craft_need_bytes_to_be_counted():
     with pytest.raises(InvalidInput, match="5 free bytes / 0 bytes per expert"):
-        replay_policies(["craft"], PlanningOptions(free_bytes=5), 0)
+        replay_policies(["craft"], ReplayOptions(free_bytes=5, bytes_per_expert=0))
 
 
 def test_keel_stops_where_moves_of_one_round_undo_each_other(shipped_trace):

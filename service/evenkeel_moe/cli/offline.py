@@ -94,7 +94,7 @@ def offline(
             setup,
             start,
             held_out=options.held_out,
-            policies=replay_policies([name], options, options.bytes_per_expert),
+            policies=replay_policies([name], options),
             one_row=format_ is PlacementFormat.VLLM_RANKS,
             findings=trace.findings,
         )
@@ -146,7 +146,7 @@ def _start(file: PlacementFileOptions, setup: Any) -> str:
 
 def _write(file: PlacementFileOptions, options: Any, plan: Any, trace: Any, setup: Any) -> None:
     """Write the placement, and the probabilities if asked for."""
-    from evenkeel_moe.formats.replica_probabilities import write_replica_probabilities
+    from evenkeel_moe.formats.placement_writing import write_replica_probabilities
     from evenkeel_moe.replay.offline import replica_mass
 
     info = {

@@ -85,7 +85,7 @@ def compare_command(
     trace = read_recorded(recording, options)
     setup = replay_setup(trace, options, window_steps=options.window, horizon_steps=options.horizon)
     names = _policy_names(options)
-    known = replay_policies(names, options, options.bytes_per_expert)
+    known = replay_policies(names, options)
     planners = choose_planners(names, baselines=options.baselines, policies=known)
     _tell_start(planners, trace)
     trace = with_origin(trace, setup, planners, options)
@@ -191,7 +191,7 @@ def plan_command(
     tradeoff = weigh_on_window(setup, options)
     with work_bars() as (on_work, _):
         on_work(f"{name}: planning", 0)
-        known = replay_policies([name], options, options.bytes_per_expert)
+        known = replay_policies([name], options)
         placement, numbers = plan_newest(name, setup, start, known)
     info = {
         "policy": name,

@@ -7,9 +7,13 @@ values have `layer_ids`: the index of each MoE layer among the model's hidden la
 included.
 """
 
-from evenkeel_moe.formats.placement_file import PlacementFile, PlacementFormat
 from evenkeel_moe.formats.placement_writing import render_placement, write_placement
-from evenkeel_moe.formats.placements import parse_placement, read_placement
+from evenkeel_moe.formats.placements import (
+    PlacementFile,
+    PlacementFormat,
+    parse_placement,
+    read_placement,
+)
 from evenkeel_moe.formats.trace import Trace
 from evenkeel_moe.formats.traces import check_trace, read_trace, write_trace
 

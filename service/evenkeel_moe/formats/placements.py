@@ -1,4 +1,4 @@
-"""Reads placement files.
+"""A placement with the layers that it is for, and the reader of the files that hold one.
 
 | format | rows | layer numbers | empty slots | duplicates on a rank | carries ranks |
 |---|---|---|---|---|---|
@@ -14,28 +14,23 @@ All of them assign slots to ranks in order. What a format does not carry is an a
 reader.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
-from evenkeel_moe.formats.placement_detection import ROWS, detect_format
-from evenkeel_moe.formats.placement_file import (
-    NEUTRAL_FORMAT,
-    NEUTRAL_VERSION,
-    PlacementFile,
-    PlacementFormat,
-    refuse_duplicates,
-)
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.formats.reading import (
     MAX_CELLS,
     MAX_JSON_CHARS,
     as_int,
     as_list,
     as_mapping,
+    check_layer_ids,
     check_size,
     expert_rows,
     listed,
@@ -47,6 +42,85 @@ from evenkeel_moe.formats.reading import (
 from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.yaml_text import parse_yaml
+
+NEUTRAL_FORMAT = "evenkeel.placement"
+NEUTRAL_VERSION = 1
+
+
+class PlacementFormat(StrEnum):
+    """The formats, each named by its reader."""
+
+    NEUTRAL = "neutral"
+    """Our own: JSON that carries everything; documented in docs/formats.md."""
+    SGLANG = "sglang"
+    """SGLang `--init-expert-location`."""
+    TRTLLM = "trtllm"
+    """TensorRT-LLM `moe_config.load_balancer`."""
+    ASCEND = "ascend"
+    """vllm-ascend `expert_map_path`."""
+    VLLM = "vllm"
+    """vLLM `initial_expert_map_path`, of pull request 49572."""
+    VLLM_MAPPING = "vllm-mapping"
+    """vLLM `initial_mapping_path`, of pull request 41141."""
+    VLLM_RANKS = "vllm-ranks"
+    """vLLM `--expert-placement-file`, of pull request 34811."""
+
+    @classmethod
+    def parse(cls, name: str) -> "PlacementFormat":
+        """Return the format with this name.
+
+        Raises:
+            InvalidInput: there is no such format.
+        """
+        try:
+            return cls(name)
+        except ValueError as error:
+            known = ", ".join(cls)
+            raise InvalidInput(f"unknown placement format {name!r}; known: {known}") from error
+
+    @property
+    def holds_empty_slots(self) -> bool:
+        """True if a slot may stay empty in such files."""
+        return self is PlacementFormat.NEUTRAL
+
+    @property
+    def counts_moe_layers(self) -> bool:
+        """True if row i of such files is the i-th MoE layer, whatever its hidden layer."""
+        return self in (PlacementFormat.ASCEND, PlacementFormat.VLLM, PlacementFormat.VLLM_MAPPING)
+
+
+@dataclass(frozen=True, eq=False)
+class PlacementFile:
+    """A placement with the layers of the model that its rows belong to."""
+
+    placement: Placement
+    layer_ids: tuple[int, ...]
+    """(L,) index of each row among the model's hidden layers, dense layers included; rising."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Free text about its origin; only the neutral format keeps it."""
+
+    def __post_init__(self) -> None:
+        check_layer_ids(self.layer_ids, self.placement.num_layers)
+        missing = np.argwhere(self.placement.logcnt == 0)
+        if len(missing):
+            row, expert = missing[0]
+            raise InfeasiblePlan(
+                f"{len(missing)} experts without a replica, "
+                f"first: layer {self.layer_ids[row]} expert {expert}",
+                Reason.EXPERT_WITHOUT_REPLICA,
+            )
+
+
+def refuse_duplicates(placement: Placement) -> None:
+    """Raise InfeasiblePlan if a rank holds an expert twice, which ascend files cannot express."""
+    duplicate = placement.first_duplicate()
+    if duplicate is not None:
+        layer, rank, expert = duplicate
+        raise InfeasiblePlan(
+            "ascend maps hold an expert once per device:"
+            f" layer {layer} device {rank} has expert {expert} twice",
+            Reason.DUPLICATE_ON_RANK,
+        )
 
 
 class Known(TypedDict, total=False):
@@ -336,3 +410,80 @@ _PARSERS: dict[PlacementFormat, Callable[[dict[Any, Any], _Expected], PlacementF
     PlacementFormat.VLLM_MAPPING: _parse_vllm_mapping,
     PlacementFormat.VLLM_RANKS: _parse_vllm_ranks,
 }
+
+
+# --- the format of a file ----------------------------------------------------------------------
+
+ROWS = "rows"
+"""Key under which the list of a vllm file, which has no key, is kept."""
+_BY_KEY = {
+    "physical_to_logical_map": PlacementFormat.SGLANG,
+    "layer_list": PlacementFormat.ASCEND,
+    ROWS: PlacementFormat.VLLM,
+    "record_type": PlacementFormat.VLLM_MAPPING,
+    "expert_to_ep_rank": PlacementFormat.VLLM_RANKS,
+    "initial_global_assignments": PlacementFormat.TRTLLM,
+    "num_slots": PlacementFormat.TRTLLM,
+    "physical_to_logical": PlacementFormat.NEUTRAL,
+}
+"""The first of these keys that a file has tells its format."""
+_BALANCER = "load_balancer"
+"""Key of TensorRT-LLM's options, below which a placement is, or the name of its file."""
+_DEPTH = 4
+_MOST = 1000
+"""How deep, and in how many mappings, a placement is looked for."""
+
+
+def detect_format(content: Mapping[Any, Any]) -> PlacementFormat:
+    """Return the format that the keys of a file tell.
+
+    Raises:
+        InvalidInput: none; the words say what the file seems to be, and what to do.
+    """
+    if content.get("format") == NEUTRAL_FORMAT:
+        return PlacementFormat.NEUTRAL
+    if "logical_count" in content or content.get("record_type") == "eplb_load_stats":
+        raise InvalidInput("holds counts of tokens: it is a recording, not a placement")
+    for key, found in _BY_KEY.items():
+        if key in content:
+            return found
+    paths = []
+    for path, value in _below(content):
+        if isinstance(value, str):
+            raise InvalidInput(f"{path:.80} names another file, {shown(value)}: give that")
+        if value.get("format") == NEUTRAL_FORMAT or not _BY_KEY.keys().isdisjoint(value):
+            paths.append(path)
+    found_format = ""
+    if "format" in content:
+        found_format = f"format is {shown(content['format'])}, must be {NEUTRAL_FORMAT!r}"
+    if paths:
+        places = " and ".join(f"{path:.80}" for path in paths[:3])
+        one = "that key" if len(paths) == 1 else "one of these keys"
+        raise InvalidInput(
+            f"{found_format and found_format + '; '}the placement is under {places}: write what is"
+            f" below {one} to a file of its own"
+        )
+    if found_format:
+        raise InvalidInput(found_format)
+    known = ", ".join(f"{key} ({name})" for key, name in _BY_KEY.items() if key != ROWS)
+    raise InvalidInput(
+        f"no known placement format has the keys {listed(content) or '(none)'}; known are {known}"
+    )
+
+
+def _below(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the mappings in a mapping, the upper ones first, and names of other files."""
+    level: list[tuple[str, Mapping[Any, Any]]] = [("", content)]
+    seen = 0
+    for _ in range(_DEPTH):
+        below: list[tuple[str, Mapping[Any, Any]]] = []
+        for path, mapping in level:
+            for key, value in mapping.items():
+                where = f"{path}{key}"
+                if key == _BALANCER and isinstance(value, str):
+                    yield where, value
+                elif isinstance(value, dict) and seen < _MOST:
+                    seen += 1
+                    yield where, value
+                    below.append((f"{where}.", value))
+        level = below

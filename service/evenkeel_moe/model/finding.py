@@ -1,6 +1,6 @@
 """A finding: something about recorded or reported loads that contradicts how an engine routes."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -107,15 +107,20 @@ def doubts(findings: Collection[Finding]) -> tuple[Finding, ...]:
 
 def spans(noun: str, numbers: Collection[int], most: int = 6) -> str:
     """Return whole numbers as ranges, "layers 0..2, 7"; only the first `most` ranges."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    shown = [str(first) if first == last else f"{first}..{last}" for first, last in parts[:most]]
+    parts = runs(sorted(numbers), "..")
     more = f" and {len(parts) - most} more" if len(parts) > most else ""
-    return f"{plural(noun) if len(numbers) > 1 else noun} {', '.join(shown)}{more}"
+    return f"{plural(noun) if len(numbers) > 1 else noun} {', '.join(parts[:most])}{more}"
+
+
+def runs(numbers: Iterable[int], dash: str) -> list[str]:
+    """Return rising numbers as texts, runs of them as the first and the last around `dash`."""
+    parts: list[tuple[int, int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1] = (parts[-1][0], number)
+        else:
+            parts.append((number, number))
+    return [str(first) if first == last else f"{first}{dash}{last}" for first, last in parts]
 
 
 def plural(noun: str) -> str:

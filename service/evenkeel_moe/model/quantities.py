@@ -6,7 +6,7 @@ The controller and the command line write them in the same way.
 import math
 from collections.abc import Sequence
 
-from evenkeel_moe.model.finding import LIVE_CODES
+from evenkeel_moe.model.finding import LIVE_CODES, runs
 
 _BYTE_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _TIME_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
@@ -130,10 +130,4 @@ def figure_name(name: str) -> str:
 
 def numbered(numbers: Sequence[int]) -> str:
     """Return rising numbers as text, runs of them as `4-7`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ", ".join(runs(numbers, "-"))

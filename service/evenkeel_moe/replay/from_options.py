@@ -26,13 +26,7 @@ from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_toke
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import Policy
 from evenkeel_moe.planning.problem.survival import Survive
-from evenkeel_moe.replay.options import (
-    CostKind,
-    CostOptions,
-    FleetOptions,
-    PlanningOptions,
-    ReplayOptions,
-)
+from evenkeel_moe.replay.options import CostKind, CostOptions, FleetOptions, ReplayOptions
 from evenkeel_moe.replay.planners import VERDICT
 from evenkeel_moe.replay.walk import Setup
 from evenkeel_moe.telemetry.cost_choice import RankNumbers, profiled_cost
@@ -105,9 +99,7 @@ def _shape(fleet: FleetOptions, trace: Trace) -> ModelShape:
     )
 
 
-def replay_policies(
-    names: Sequence[str], planning: PlanningOptions, bytes_per_expert: int
-) -> Mapping[str, Policy]:
+def replay_policies(names: Sequence[str], planning: ReplayOptions) -> Mapping[str, Policy]:
     """Return all policies by name, with the options of craft and keel that were asked for.
 
     Raises:
@@ -124,11 +116,11 @@ def replay_policies(
             raise InvalidInput(
                 "craft_replicas and free_bytes are for craft, which is not among the policies"
             )
-        known["craft"] = partial(plan_craft, options=_craft_options(planning, bytes_per_expert))
+        known["craft"] = partial(plan_craft, options=_craft_options(planning))
     return known
 
 
-def _craft_options(planning: PlanningOptions, bytes_per_expert: int) -> CraftOptions:
+def _craft_options(planning: ReplayOptions) -> CraftOptions:
     replicas, free = planning.craft_replicas, planning.free_bytes
     if replicas in (None, "memory", "knee", "per_replica_gain"):
         options = CraftOptions(rule=ReplicaRule(replicas) if replicas else None)
@@ -142,7 +134,7 @@ def _craft_options(planning: PlanningOptions, bytes_per_expert: int) -> CraftOpt
                 f"craft_replicas {replicas} is neither memory, knee, per_replica_gain nor a number"
             ) from error
     if free is not None:
-        most = factor_by_memory(free, bytes_per_expert)
+        most = factor_by_memory(free, planning.bytes_per_expert)
         options = replace(options, max_replicas_per_rank=most)
     return options
 
