@@ -1,5 +1,6 @@
 """The chart as the real helm renders it."""
 
+import copy
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -43,15 +45,27 @@ def helm(*words: object) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
+def given(name: str, *sets: str) -> list[object]:
+    """Return helm's words for a file of values and changes of it."""
+    values = VALUES[name]
+    file = ["-f", values] if values is not None else []
+    return [*file, *(word for one in sets for word in ("--set", one))]
+
+
 @cache
 def rendered_text(name: str, *sets: str, chart: Path = CHART) -> str:
-    values = VALUES[name]
-    words = ["-f", values] if values is not None else []
-    for one in sets:
-        words += ["--set", one]
-    answer = helm("template", "r", chart, "--namespace", "ek", *words)
+    answer = helm("template", "r", chart, "--namespace", "ek", *given(name, *sets))
     assert answer.code == 0, answer.err
     return answer.out
+
+
+def rendered_by(
+    *words: object, release: str = "r", loader: type[yaml.SafeLoader] = yaml.SafeLoader
+) -> list[dict[str, Any]]:
+    """Every object that `helm template` renders with these words."""
+    answer = helm("template", release, CHART, *words)
+    assert answer.code == 0, answer.err
+    return [one for one in yaml.load_all(answer.out, loader) if one]
 
 
 def rendered(name: str, *sets: str) -> list[dict[str, Any]]:
@@ -66,9 +80,8 @@ def rendered_with(
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump(values, file)
         file.flush()
-        answer = helm("template", release, CHART, "--namespace", namespace, "-f", file.name)
-    assert answer.code == 0, answer.err
-    return [one for one in yaml.load_all(answer.out, _OnceLoader) if one]
+        words = ("--namespace", namespace, "-f", file.name)
+        return rendered_by(*words, release=release, loader=_OnceLoader)
 
 
 class _OnceLoader(yaml.SafeLoader):
@@ -106,12 +119,33 @@ def container(name: str, *sets: str) -> dict[str, Any]:
     return one
 
 
+def environment(name: str, *sets: str) -> dict[str, Any]:
+    """The controllers' variables by name, None for those with a source."""
+    return {one["name"]: one.get("value") for one in container(name, *sets)["env"]}
+
+
+def settings_file(folder: Path, objects: list[dict[str, Any]]) -> Path:
+    """Write the controllers' settings of a rendering to a file, and return it."""
+    (data,) = (one["data"] for one in objects if "settings.yaml" in one.get("data", {}))
+    file = folder / "settings.yaml"
+    file.write_text(data["settings.yaml"])
+    return file
+
+
+def check_object(one: dict[str, Any], version: str = "1.37") -> None:
+    """Check an object as the API server of a version of Kubernetes does."""
+    kubernetes_validate.validate(copy.deepcopy(one), version, strict=True)
+
+
+def check_pod(template: dict[str, Any]) -> None:
+    """Check a template of a pod."""
+    named = {"metadata": {**template["metadata"], "name": "x"}}
+    check_object({"apiVersion": "v1", "kind": "Pod", **template, **named})
+
+
 def refusal(*sets: str, name: str = "default") -> str:
     """Return helm's error message for values that it refuses."""
-    values = VALUES[name]
-    words = ["-f", str(values)] if values is not None else []
-    words += [word for one in sets for word in ("--set", one)]
-    answer = helm("template", "r", CHART, *words)
+    answer = helm("template", "r", CHART, *given(name, *sets))
     assert answer.code != 0, answer.out
     return answer.err
 

@@ -11,6 +11,7 @@ from tests.deploy.chart import CHART, ROOT
 
 TARGET_LABELS = {"job", "instance", "namespace"}
 """Labels that Prometheus adds to every series."""
+RULES = ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml"
 ALERT_LABELS = {"alertname", "alertstate", "severity", "deployment"}
 """Labels that Prometheus adds to ALERTS, and those of our alerts that panels use."""
 _METRIC = re.compile(r"\b((?:evenkeel|process)_[a-z0-9_]+|up)\b(?:\{([^}]*)\})?")
@@ -60,11 +61,19 @@ def panels(board: dict) -> Iterator[dict]:
             yield panel
 
 
+def alerts() -> dict[str, dict]:
+    """The shipped rules by the name of their alert."""
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return {rule["alert"]: rule for group in groups for rule in group["rules"]}
+
+
+def at_once(alert: str) -> dict:
+    """Return a file with the rule of one alert, which fires after a second instead of minutes."""
+    return {"groups": [{"name": "balance", "rules": [{**alerts()[alert], "for": "1s"}]}]}
+
+
 def rule_queries() -> list[Query]:
-    groups = yaml.safe_load((ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml").read_text())[
-        "groups"
-    ]
-    return [Query(rule["alert"], rule["expr"]) for group in groups for rule in group["rules"]]
+    return [Query(name, rule["expr"]) for name, rule in alerts().items()]
 
 
 def panel_queries() -> list[Query]:

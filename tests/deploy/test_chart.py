@@ -1,6 +1,5 @@
 """The chart against conventions of Kubernetes; each violation would cause a fault in a cluster."""
 
-import copy
 import json
 import re
 from collections import Counter
@@ -14,9 +13,10 @@ from deploy.chart_values import values
 from tests.deploy.chart import (
     CHART,
     CUSTOM,
-    VALUES,
+    check_object,
     container,
     every_values,
+    given,
     helm,
     kind,
     notes,
@@ -24,6 +24,7 @@ from tests.deploy.chart import (
     pod,
     refusal,
     rendered,
+    rendered_by,
 )
 
 pytestmark = pytest.mark.deploy
@@ -35,8 +36,7 @@ BOARDS = CHART / "dashboards"
 
 @every_values
 def test_helm_lint_is_strict_and_clean(name):
-    values_file = ["-f", VALUES[name]] if VALUES[name] else []
-    answer = helm("lint", "--strict", CHART, *values_file)
+    answer = helm("lint", "--strict", CHART, *given(name))
     assert answer.code == 0, answer.out
 
 
@@ -47,14 +47,14 @@ def test_every_manifest_is_valid(name, version):
     assert len(objects) >= 5
     for one in objects:
         if one["kind"] not in CUSTOM:
-            kubernetes_validate.validate(copy.deepcopy(one), version, strict=True)
+            check_object(one, version)
 
 
 def test_the_validator_would_see_a_misspelt_field():
-    broken = copy.deepcopy(only("default", "StatefulSet"))
+    broken = only("default", "StatefulSet")
     broken["spec"]["template"]["spec"]["automountServiceAccountTokens"] = False
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(broken, "1.37", strict=True)
+        check_object(broken)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,8 @@ def test_the_validator_would_see_a_misspelt_field():
     [("r", "r-evenkeel"), ("my-evenkeel", "my-evenkeel"), ("7b.prod", "ek-7b-prod-evenkeel")],
 )
 def test_services_may_have_the_names_that_releases_may(release, name):
-    answer = helm("template", release, CHART)
-    assert answer.code == 0, answer.err
-    services = [
-        one["metadata"]["name"]
-        for one in yaml.safe_load_all(answer.out)
-        if one["kind"] == "Service"
-    ]
+    objects = rendered_by(release=release)
+    services = [one["metadata"]["name"] for one in objects if one["kind"] == "Service"]
     assert name in services
     assert all(re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", service) for service in services)
 
@@ -196,11 +191,7 @@ def test_rules_carry_labels_thresholds_and_the_job_of_the_release():
     ],
 )
 def test_a_runbook_url_is_absolute_and_leads_to_the_controllers(sets, folder):
-    (rule,) = [
-        one
-        for one in rendered("default", "prometheusRule.enabled=true", *sets)
-        if one["kind"] == "PrometheusRule"
-    ]
+    rule = only("default", "PrometheusRule", "prometheusRule.enabled=true", *sets)
     for one in (one for group in rule["spec"]["groups"] for one in group["rules"]):
         assert one["annotations"]["runbook_url"] == f"{folder}/{one['alert']}.md"
 
@@ -267,18 +258,9 @@ def test_a_releases_dashboards_show_its_own_thresholds():
 # --- values ---
 
 
-@pytest.mark.parametrize(
-    ("sets", "where"),
-    [
-        (
-            "resources.limits.cpu=2",
-            lambda: container("default", "resources.limits.cpu=2")["resources"]["limits"]["cpu"],
-        ),
-        ("image.tag=x", lambda: container("default", "image.tag=x")["image"] == "evenkeel:x"),
-    ],
-)
-def test_values_reach_the_pod(sets, where):
-    assert where()
+def test_values_reach_the_pod():
+    one = container("default", "resources.limits.cpu=2", "image.tag=x")
+    assert one["resources"]["limits"]["cpu"] and one["image"] == "evenkeel:x"
 
 
 def test_everything_a_pod_may_want_is_there():
@@ -306,8 +288,7 @@ def test_a_volume_for_the_embedded_store_is_a_claim_that_survives_upgrades():
     data = next(one for one in pod("persistent")["volumes"] if one["name"] == "data")
     assert data["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert claim["spec"]["storageClassName"] == "fast"
-    own = rendered("persistent", "persistence.existingClaim=mine")
-    assert not [one for one in own if one["kind"] == "PersistentVolumeClaim"]
+    assert not kind("persistent", "PersistentVolumeClaim", "persistence.existingClaim=mine")
 
 
 # --- notes and documents ---
@@ -321,8 +302,8 @@ def test_the_notes_name_objects_that_exist(name, tmp_path):
     assert set(re.findall(r"svc/(\S+)", text)) <= names
     assert "helm -n ek test r" in text
     assert "{{" not in re.sub(r"go-template='[^']*'", "", text)
-    secret = only(name, "StatefulSet")["spec"]["template"]["spec"]["volumes"]
-    tokens = [one["secret"]["secretName"] for one in secret if one["name"] == "api-tokens"]
+    volumes = pod(name)["volumes"]
+    tokens = [one["secret"]["secretName"] for one in volumes if one["name"] == "api-tokens"]
     assert re.findall(r"get secret (\S+)", text) == tokens
 
 

@@ -1,27 +1,26 @@
 """How people reach the API, where pods run, and what the chart's defaults let them use."""
 
-import copy
 import re
 
-import kubernetes_validate
 import pytest
-import yaml
 
 from evenkeel_moe.settings import PlannerSettings
 from evenkeel_moe.settings_sources import load_settings
 from tests.deploy.chart import (
-    CHART,
     CUSTOM,
+    check_object,
     container,
+    environment,
     every_values,
-    helm,
     kind,
     notes,
     only,
     pod,
     refusal,
     rendered,
+    rendered_by,
     rendered_with,
+    settings_file,
     values_of,
 )
 
@@ -50,7 +49,7 @@ def test_neither_is_made_by_default_and_each_needs_a_place():
 
 def test_with_a_certificate_the_api_its_probes_and_its_users_speak_https(tmp_path):
     spec = container("all-on")
-    variables = {one["name"]: one.get("value") for one in spec["env"]}
+    variables = environment("all-on")
     files = {variables[f"EVENKEEL_REST__TLS_{name}_FILE"] for name in ("CERT", "KEY")}
     (mount,) = (one for one in spec["volumeMounts"] if one["name"] == "rest-tls")
     assert files == {f"{mount['mountPath']}/chain.pem", f"{mount['mountPath']}/key.pem"}
@@ -68,15 +67,14 @@ def test_with_a_certificate_the_api_its_probes_and_its_users_speak_https(tmp_pat
 
 
 def test_strict_wants_certificates_identities_tokens_and_a_network_policy():
-    variables = {one["name"]: one.get("value") for one in container("strict")["env"]}
+    variables = environment("strict")
     assert variables["EVENKEEL_GRPC__TLS_REQUIRE_IDENTITY"] == "true"
     assert variables["EVENKEEL_GRPC__TLS_CLIENT_CA_FILE"] == "/etc/evenkeel/grpc-tls/ca.crt"
     assert variables["EVENKEEL_REST__TLS_CERT_FILE"] == "/etc/evenkeel/rest-tls/tls.crt"
     assert variables["EVENKEEL_REST__TOKEN_FILE"] == "/etc/evenkeel/api/tokens"
     assert only("strict", "NetworkPolicy")["spec"]["policyTypes"] == ["Ingress", "Egress"]
     assert kind("default", "NetworkPolicy") == []
-    plain = {one["name"] for one in container("default")["env"]}
-    assert "EVENKEEL_GRPC__TLS_REQUIRE_IDENTITY" not in plain
+    assert "EVENKEEL_GRPC__TLS_REQUIRE_IDENTITY" not in environment("default")
 
 
 STRICT_NEEDS = [
@@ -165,9 +163,7 @@ def test_misspelt_values_are_refused(value, named):
 
 def test_profile_observe_is_locked_unless_the_values_say_otherwise(tmp_path):
     def planner(*sets: str) -> PlannerSettings:
-        file = tmp_path / "settings.yaml"
-        file.write_text(only("default", "ConfigMap", *sets)["data"]["settings.yaml"])
-        return load_settings(file).planner
+        return load_settings(settings_file(tmp_path, rendered("default", *sets))).planner
 
     assert planner().observe_lock
     assert "It is locked" in notes(tmp_path, "default")
@@ -182,17 +178,14 @@ def test_a_profile_sets_the_mode_and_creates_what_watches_it(tmp_path, profile):
     apis = [f"monitoring.coreos.com/v1/{one}" for one in sorted(watching)]
     words = [word for api in apis for word in ("--api-versions", api)]
     for given in ([], words):
-        answer = helm("template", "r", CHART, "--set", f"profile={profile}", *given)
-        objects = [one for one in yaml.safe_load_all(answer.out) if one]
+        objects = rendered_by("--set", f"profile={profile}", *given)
         plans = profile != "observe"
         assert watching & {one["kind"] for one in objects} == (
             watching if given and plans else set()
         )
         boards = [one for one in objects if "grafana_dashboard" in one["metadata"]["labels"]]
         assert bool(boards) == plans
-        (file,) = [one for one in objects if "settings.yaml" in one.get("data", {})]
-        (tmp_path / "settings.yaml").write_text(file["data"]["settings.yaml"])
-        assert load_settings(tmp_path / "settings.yaml").planner.mode == profile
+        assert load_settings(settings_file(tmp_path, objects)).planner.mode == profile
 
 
 @pytest.mark.parametrize("profile", ["propose", "auto"])
@@ -200,12 +193,8 @@ def test_what_a_profile_creates_can_be_switched_off(profile):
     names = ("serviceMonitor", "prometheusRule", "dashboards")
     sets = [word for name in names for word in ("--set", f"{name}.enabled=false")]
     api = ("--api-versions", "monitoring.coreos.com/v1/ServiceMonitor")
-    answer = helm("template", "r", CHART, "--set", f"profile={profile}", *api, *sets)
-    bare = helm("template", "r", CHART)
-    kinds = [
-        [one["kind"] for one in yaml.safe_load_all(each.out) if one] for each in (answer, bare)
-    ]
-    assert kinds[0] == kinds[1]
+    objects = rendered_by("--set", f"profile={profile}", *api, *sets)
+    assert [one["kind"] for one in objects] == [one["kind"] for one in rendered_by()]
 
 
 @pytest.mark.parametrize(
@@ -305,11 +294,11 @@ def test_names_that_look_like_numbers_stay_names():
     for one in objects:
         assert one["metadata"]["namespace"] == "456"
         if one["kind"] not in CUSTOM:
-            kubernetes_validate.validate(copy.deepcopy(one), "1.37", strict=True)
+            check_object(one)
     external = {"existingSecret": "1e5", "usernameKey": "4", "passwordKey": "5", "urlKey": "6"}
     more = {"redis": external, "persistence": {"enabled": True, "storageClass": "32"}}
     for one in rendered_with(more, release="123", namespace="456"):
-        kubernetes_validate.validate(copy.deepcopy(one), "1.37", strict=True)
+        check_object(one)
 
 
 def test_a_label_given_twice_is_written_once_and_selectors_are_not_the_users():

@@ -14,20 +14,19 @@ from evenkeel_moe.settings import Settings
 from evenkeel_moe.settings_sources import load_settings
 from tests.api.fakes import FakeOperations
 from tests.deploy.chart import (
-    VALUES,
     container,
+    environment,
+    every_values,
     kind,
     only,
     pod,
     refusal,
     rendered,
     rendered_text,
+    settings_file,
 )
 
 pytestmark = pytest.mark.deploy
-CUSTOM = {"ServiceMonitor", "PrometheusRule"}
-"""Kinds of the Prometheus operator: Kubernetes has no schema for them."""
-every_values = pytest.mark.parametrize("name", sorted(VALUES))
 
 
 # --- availability ---
@@ -67,7 +66,7 @@ def test_the_grace_period_is_above_the_drain(name):
 
 def test_replicas_have_names_of_their_own_that_ranks_can_reach():
     state = only("ha", "StatefulSet")
-    variables = {one["name"]: one.get("value") for one in container("ha")["env"]}
+    variables = environment("ha")
     assert variables["EVENKEEL_LEADER__REPLICA_ID"] == "$(POD_NAME)"
     assert variables["EVENKEEL_LEADER__REPLICAS"] == "3" == str(state["spec"]["replicas"])
     service = state["spec"]["serviceName"]
@@ -77,7 +76,7 @@ def test_replicas_have_names_of_their_own_that_ranks_can_reach():
     headless = next(one for one in kind("ha", "Service") if one["metadata"]["name"] == service)
     assert headless["spec"]["clusterIP"] == "None"
     # Variables refer to those before them.
-    names = [one["name"] for one in container("ha")["env"]]
+    names = list(variables)
     assert names.index("POD_NAME") < names.index("EVENKEEL_LEADER__REPLICA_ID")
     assert names.index("REDIS_USERNAME") < names.index("EVENKEEL_REDIS__URL")
 
@@ -157,7 +156,7 @@ def test_secrets_are_files_and_nothing_else(name):
 
 
 def test_a_password_of_any_characters_reaches_the_settings(tmp_path, monkeypatch):
-    variables = {one["name"]: one.get("value", "") for one in container("ha")["env"]}
+    variables = environment("ha")
     monkeypatch.setenv(
         "EVENKEEL_REDIS__URL",
         variables["EVENKEEL_REDIS__URL"].replace("$(REDIS_USERNAME)", "keeper"),
@@ -207,11 +206,8 @@ def test_the_network_policy_names_who_may_speak_to_what():
 
 
 def test_controllers_listen_where_pods_have_ipv6_addresses():
-    hosts = {
-        one["name"]: one["value"]
-        for one in container("default", "service.listenAddress=::")["env"]
-        if one["name"].endswith("__HOST")
-    }
+    variables = environment("default", "service.listenAddress=::").items()
+    hosts = {name: value for name, value in variables if name.endswith("__HOST")}
     assert hosts == {f"EVENKEEL_{part}__HOST": "::" for part in ("GRPC", "REST", "METRICS")}
 
 
@@ -222,30 +218,17 @@ def test_controllers_listen_where_pods_have_ipv6_addresses():
 def test_every_variable_of_the_chart_is_a_setting_and_the_whole_is_sound(
     name, monkeypatch, tmp_path
 ):
-    for one in container(name)["env"]:
-        value = one.get("value")
-        if not one["name"].startswith("EVENKEEL_"):
+    for variable, value in environment(name).items():
+        if not variable.startswith("EVENKEEL_"):
             continue
-        assert value is not None, one
-        if one["name"].endswith("_FILE") and "__TLS_" not in one["name"]:
-            path = tmp_path / one["name"]
-            path.write_text("redis://:p@redis:6379" if "URL" in one["name"] else "secret")
+        assert value is not None, variable
+        if variable.endswith("_FILE") and "__TLS_" not in variable:
+            path = tmp_path / variable
+            path.write_text("redis://:p@redis:6379" if "URL" in variable else "secret")
             value = str(path)
-        monkeypatch.setenv(
-            one["name"],
-            re.sub(
-                r"\$\((REDIS|SENTINEL)_USERNAME\)",
-                "u",
-                value.replace("$(POD_NAME)", "r-evenkeel-0"),
-            ),
-        )
-    file = tmp_path / "settings.yaml"
-    file.write_text(
-        next(one for one in kind(name, "ConfigMap") if "settings.yaml" in one["data"])["data"][
-            "settings.yaml"
-        ]
-    )
-    settings = load_settings(file)
+        value = value.replace("$(POD_NAME)", "r-evenkeel-0")
+        monkeypatch.setenv(variable, re.sub(r"\$\((REDIS|SENTINEL)_USERNAME\)", "u", value))
+    settings = load_settings(settings_file(tmp_path, rendered(name)))
     assert settings.grpc.host == settings.rest.host == settings.metrics.host == "0.0.0.0"
     assert settings.leader.replica_id == "r-evenkeel-0"
     assert settings.leader.replicas == only(name, "StatefulSet")["spec"]["replicas"]
@@ -281,13 +264,6 @@ def test_what_the_chart_keeps_from_config_are_settings():
 
 
 def test_ports_in_the_pod_are_those_of_the_settings():
-    ports = {
-        one["name"]: one["containerPort"]
-        for one in container("default", "service.grpcPort=6000")["ports"]
-    }
-    variables = {
-        one["name"]: one.get("value")
-        for one in container("default", "service.grpcPort=6000")["env"]
-    }
-    for name, port in ports.items():
-        assert variables[f"EVENKEEL_{name.upper()}__PORT"] == str(port)
+    variables = environment("default", "service.grpcPort=6000")
+    for one in container("default", "service.grpcPort=6000")["ports"]:
+        assert variables[f"EVENKEEL_{one['name'].upper()}__PORT"] == str(one["containerPort"])

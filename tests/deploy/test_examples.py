@@ -1,6 +1,5 @@
 """Objects and patches beside the examples: valid, and they fit the pods that they belong to."""
 
-import copy
 import json
 import re
 import shutil
@@ -10,17 +9,18 @@ import sysconfig
 import venv
 from pathlib import Path
 
-import kubernetes_validate
 import pytest
 import yaml
 
 from evenkeel_moe.engines.guest.settings import GuestSettings
-from tests.deploy.chart import ROOT
+from tests.deploy.chart import ROOT, check_object, check_pod
 from tests.waiting import deadline
 
 pytestmark = pytest.mark.deploy
 FOLDER = ROOT / "deploy" / "examples"
 PODS = sorted(FOLDER.glob("*-decode.yaml"))
+KNOWN = {f"EVENKEEL_RANK__{name.upper()}" for name in GuestSettings.model_fields}
+"""The variables that a rank's plugin reads."""
 OBJECTS = [
     one
     for path in (FOLDER / "objects").glob("*.yaml")
@@ -29,13 +29,22 @@ OBJECTS = [
 
 
 def workers(path):
-    template = yaml.safe_load(path.read_text())["spec"]["leaderWorkerTemplate"]
-    return template["workerTemplate"]
+    group = yaml.safe_load(path.read_text())
+    assert group["kind"] == "LeaderWorkerSet"
+    return group["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+
+
+def read_patch(engine, name):
+    """Return a patch of an engine's pool, and what it adds to the pod."""
+    path = FOLDER / "patches" / f"{engine}-{name}.yaml"
+    patch = yaml.safe_load(path.read_text())
+    assert patch["metadata"]["name"] == f"{engine}-decode"
+    return patch, workers(path)["spec"]
 
 
 @pytest.mark.parametrize("one", OBJECTS, ids=lambda one: one["metadata"]["name"])
 def test_objects_are_valid(one):
-    kubernetes_validate.validate(copy.deepcopy(one), "1.37", strict=True)
+    check_object(one)
 
 
 @pytest.mark.parametrize("path", PODS, ids=lambda path: path.stem)
@@ -66,18 +75,14 @@ def test_pods_mount_the_claim_and_keep_the_model_there(path):
 
 @pytest.mark.parametrize("path", PODS, ids=lambda path: path.stem)
 def test_the_patch_for_tls_names_its_container_and_files_that_it_mounts(path):
-    engine = path.stem.removesuffix("-decode")
-    patch = yaml.safe_load((FOLDER / "patches" / f"{engine}-tls.yaml").read_text())
-    assert patch["metadata"]["name"] == path.stem
-    added = patch["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    _, added = read_patch(path.stem.removesuffix("-decode"), "tls")
     (container,) = added["containers"]
     whole = workers(path)
     assert container["name"] == whole["spec"]["containers"][0]["name"]
     (mount,) = container["volumeMounts"]
     assert mount["name"] == added["volumes"][0]["name"]
-    fields = {f"EVENKEEL_RANK__{name.upper()}" for name in GuestSettings.model_fields}
     for variable in container["env"]:
-        assert variable["name"] in fields
+        assert variable["name"] in KNOWN
         assert variable["value"].startswith(mount["mountPath"])
     _check_pod(whole, added)
 
@@ -88,17 +93,12 @@ def _check_pod(whole, added):
         whole["spec"]["containers"][0][key] += added["containers"][0][key]
     whole["spec"]["volumes"] += added["volumes"]
     whole["spec"].setdefault("initContainers", []).extend(added.get("initContainers", []))
-    pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(whole)}
-    pod["metadata"]["name"] = "x"
-    kubernetes_validate.validate(pod, "1.37", strict=True)
+    check_pod(whole)
 
 
 @pytest.mark.parametrize("path", PODS, ids=lambda path: path.stem)
 def test_the_patch_for_the_engines_own_image_fits_its_pod_and_the_controllers_image(path):
-    engine = path.stem.removesuffix("-decode")
-    patch = yaml.safe_load((FOLDER / "patches" / f"{engine}-plugin.yaml").read_text())
-    assert patch["metadata"]["name"] == path.stem
-    added = patch["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    _, added = read_patch(path.stem.removesuffix("-decode"), "plugin")
     wheel, plugin = added["initContainers"]
     (container,) = added["containers"]
     assert container["name"] == workers(path)["spec"]["containers"][0]["name"]
@@ -123,8 +123,7 @@ def test_kustomize_adds_what_the_patches_have_and_keeps_the_rest(engine, tmp_pat
     )
     wanted = workers(FOLDER / f"{engine}-decode.yaml")
     for name in ("tls", "plugin"):
-        patch = yaml.safe_load((FOLDER / "patches" / f"{engine}-{name}.yaml").read_text())
-        added = patch["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+        _, added = read_patch(engine, name)
         _check_pod(wanted, added)
         wanted["spec"]["containers"][0] |= {
             key: value for key, value in added["containers"][0].items() if key == "image"
@@ -176,7 +175,7 @@ def _sorted(value):
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("name", ["tls", "plugin"])
 def test_the_schema_has_a_key_for_every_list_of_a_patch(engine, name):
-    patch = yaml.safe_load((FOLDER / "patches" / f"{engine}-{name}.yaml").read_text())
+    patch, _ = read_patch(engine, name)
     schema = json.loads((FOLDER / "leaderworkerset.schema.json").read_text())["definitions"]
     (kind,) = schema["LeaderWorkerSet"]["x-kubernetes-group-version-kind"]
     assert patch["apiVersion"] == f"{kind['group']}/{kind['version']}"
@@ -228,8 +227,7 @@ def test_the_engines_python_finds_the_plugin_in_the_volume_and_keeps_its_package
     python = _engines_python(tmp_path / "engine")
     volume = tmp_path / "volume"
     shutil.copytree(wheels, volume / "wheels")
-    patch = yaml.safe_load((FOLDER / "patches" / "vllm-plugin.yaml").read_text())
-    added = patch["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    _, added = read_patch("vllm", "plugin")
     (script,) = added["initContainers"][1]["args"]
     (path,) = (one["value"] for one in added["containers"][0]["env"])
     environment = {"PATH": f"{python.parent}:/usr/bin:/bin", "PIP_NO_INDEX": "1"}

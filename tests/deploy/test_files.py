@@ -1,11 +1,9 @@
 """Image, compose, examples and documents, as far as they can be checked without a container."""
 
-import copy
 import re
 import subprocess
 from importlib import metadata
 
-import kubernetes_validate
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -13,9 +11,8 @@ from typer.testing import CliRunner
 
 from evenkeel_moe.api.auth import TokenSet
 from evenkeel_moe.cli import app
-from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.settings_sources import load_settings
-from tests.deploy.chart import CHART, ROOT, values_of
+from tests.deploy.chart import CHART, ROOT
 from tests.deploy.test_rules import promtool
 from tests.waiting import deadline
 
@@ -152,33 +149,6 @@ def test_promtool_takes_the_scrape_configs(name):
 
 
 # --- examples ---
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_pod_is_valid_and_its_variables_are_the_plugins(path, monkeypatch):
-    one = yaml.safe_load(path.read_text())
-    assert one["kind"] == "LeaderWorkerSet"
-    worker = one["spec"]["leaderWorkerTemplate"]["workerTemplate"]
-    pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(worker)}
-    pod["metadata"]["name"] = "x"
-    kubernetes_validate.validate(pod, "1.37", strict=True)
-    (container,) = worker["spec"]["containers"]
-    variables = {
-        env["name"]: env.get("value")
-        for env in container["env"]
-        if env["name"].startswith("EVENKEEL_")
-    }
-    fields = {f"EVENKEEL_RANK__{name.upper()}" for name in GuestSettings.model_fields}
-    assert set(variables) <= fields
-    for name, value in variables.items():
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    settings = GuestSettings()
-    assert settings.addresses == ("evenkeel.evenkeel.svc:50051",)
-    assert settings.mode == "observe"
-    # Who may open streams, as the chart's policy has it.
-    allowed = values_of("networkPolicy", "ranksFrom")[0]["podSelector"]["matchLabels"]
-    assert allowed.items() <= worker["metadata"]["labels"].items()
 
 
 def test_examples_name_the_versions_the_plugins_know():

@@ -15,7 +15,8 @@ from evenkeel_moe.api.words.health import health_of
 from evenkeel_moe.ports.status import DELIVERED_BOUNDS
 from evenkeel_moe.wire.link import Heartbeat
 from tests.api.fakes import make_status
-from tests.deploy.test_rules import RULES, promtool
+from tests.deploy.queries import RULES
+from tests.deploy.test_rules import promtool
 from tests.integration.controller_rig import Controller, Group
 from tests.telemetry.test_load_check import HALVED
 from tests.waiting import until

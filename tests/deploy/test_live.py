@@ -21,8 +21,10 @@ from tests.deploy.chart import ROOT
 from tests.deploy.live import DEPLOYMENT, controller_with_a_past, live_through_everything
 from tests.deploy.queries import (
     ALERT_LABELS,
+    RULES,
     TARGET_LABELS,
     annotation_queries,
+    at_once,
     panel_queries,
     rule_queries,
 )
@@ -212,7 +214,7 @@ class Prometheus:
 async def test_every_panel_and_annotation_has_data_after_a_real_run(tmp_path):
     async with controller_with_a_past(tmp_path / "controller") as (controller, group, seen):
         start = time.time()
-        rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml").read_text())
+        rules = yaml.safe_load(RULES.read_text())
         async with Prometheus(
             tmp_path / "prometheus", controller.ports["metrics"], rules
         ) as prometheus:
@@ -239,15 +241,7 @@ async def test_every_panel_and_annotation_has_data_after_a_real_run(tmp_path):
 async def test_an_alert_fires_in_a_real_prometheus_and_resolves_when_a_plan_restores_balance(
     tmp_path,
 ):
-    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml").read_text())
-    (low,) = [
-        rule
-        for g in rules["groups"]
-        for rule in g["rules"]
-        if rule["alert"] == "EvenkeelBalancednessLow"
-    ]
-    low["for"] = "1s"
-    rules = {"groups": [{"name": "evenkeel.balance", "rules": [low]}]}
+    rules = at_once("EvenkeelBalancednessLow")
     async with controller_with_a_past(tmp_path / "controller") as (controller, group, _):
         policy = f"/v1/deployments/{DEPLOYMENT}/policy"
         answer = await controller.http.patch(policy, json={"mode": "observe"})

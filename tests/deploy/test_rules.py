@@ -10,19 +10,16 @@ import yaml
 
 from deploy.generate import generated, inhibitions, rules
 from evenkeel_moe.api.console import console_files
-from tests.deploy.chart import ROOT, kind, only, rendered
+from tests.deploy.chart import ROOT, kind, only
+from tests.deploy.queries import RULES, alerts
 from tests.waiting import deadline
 
 pytestmark = pytest.mark.deploy
 
-RULES = ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml"
-CASES = ROOT / "deploy" / "prometheus" / "evenkeel.test.yaml"
+CASES = RULES.with_name("evenkeel.test.yaml")
 RUNBOOKS = ROOT / "docs" / "runbooks"
-
-
-def alerts():
-    groups = yaml.safe_load(RULES.read_text())["groups"]
-    return {rule["alert"]: rule for group in groups for rule in group["rules"]}
+ALERTS = alerts()
+PAIRS = [(one["source"], target) for one in inhibitions() for target in one["targets"]]
 
 
 def promtool(*words: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -47,16 +44,16 @@ def test_generated_files_are_up_to_date():
 
 def test_the_charts_rules_are_the_same_as_the_plain_ones():
     sets = ("prometheusRule.enabled=true", 'prometheusRule.selector=job="evenkeel"')
-    (rule,) = [one for one in rendered("default", *sets) if one["kind"] == "PrometheusRule"]
+    rule = only("default", "PrometheusRule", *sets)
     plain = RULES.read_text().replace(
         "http://localhost:8080/runbooks/", "http://r-evenkeel.ek.svc:8080/runbooks/"
     )
     assert rule["spec"]["groups"] == yaml.safe_load(plain)["groups"]
 
 
-@pytest.mark.parametrize("name", sorted(alerts()))
+@pytest.mark.parametrize("name", sorted(ALERTS))
 def test_an_alert_has_all_that_who_is_woken_needs(name):
-    rule = alerts()[name]
+    rule = ALERTS[name]
     severities = {"info", "warning", "critical"}
     named = re.findall(r"(?:}}|^)(\w+)(?:{{|$)", rule["labels"]["severity"])
     assert named and set(named) <= severities
@@ -76,12 +73,12 @@ def test_a_shell_can_read_the_commands(page):
 
 
 def test_every_page_belongs_to_an_alert():
-    assert {page.stem for page in RUNBOOKS.glob("Evenkeel*.md")} == set(alerts())
+    assert {page.stem for page in RUNBOOKS.glob("Evenkeel*.md")} == set(ALERTS)
     index = (RUNBOOKS / "README.md").read_text()
-    assert set(re.findall(r"\]\((Evenkeel\w+)\.md\)", index)) == set(alerts())
+    assert set(re.findall(r"\]\((Evenkeel\w+)\.md\)", index)) == set(ALERTS)
 
 
-@pytest.mark.parametrize("name", sorted(alerts()))
+@pytest.mark.parametrize("name", sorted(ALERTS))
 def test_an_alert_has_a_firing_and_a_quiet_case(name):
     cases = [
         bool(case["exp_alerts"])
@@ -94,7 +91,7 @@ def test_an_alert_has_a_firing_and_a_quiet_case(name):
 
 def test_state_is_taken_over_replicas():
     """Two replicas of one deployment must not make two alerts."""
-    for name, rule in alerts().items():
+    for name, rule in ALERTS.items():
         if name not in (
             "EvenkeelTargetDown",
             "EvenkeelTargetAbsent",
@@ -132,22 +129,13 @@ def test_promtool_cases_fire_and_stay_quiet():
 @pytest.mark.parametrize("name", ["all-on", "default"])
 def test_promtool_takes_the_rules_as_the_chart_renders_them(tmp_path: Path, name):
     sets = () if name == "all-on" else ("prometheusRule.enabled=true",)
-    (rule,) = [one for one in rendered(name, *sets) if one["kind"] == "PrometheusRule"]
+    rule = only(name, "PrometheusRule", *sets)
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rule["spec"]))
     done = promtool("check", "rules", tmp_path / "rules.yaml")
     assert done.returncode == 0, done.stderr
 
 
 # --- which alerts keep others quiet: the rules, and their two forms -------------------------------
-
-
-PROMETHEUS = ROOT / "deploy" / "prometheus"
-ALERTS = {
-    rule["alert"]: rule
-    for group in yaml.safe_load((PROMETHEUS / "evenkeel.rules.yaml").read_text())["groups"]
-    for rule in group["rules"]
-}
-PAIRS = [(one["source"], target) for one in inhibitions() for target in one["targets"]]
 
 
 def test_they_name_alerts_that_exist():
@@ -203,14 +191,9 @@ def test_the_operators_form_has_its_fields_and_the_same_rules():
             assert set(matcher) == {"name", "matchType", "value"}
             assert matcher["matchType"] in ("=", "=~", "!=", "!~")
         words = [f'{one["name"]}{one["matchType"]}"{one["value"]}"' for one in (source, target)]
-        form.append(
-            {
-                "source_matchers": words[:1],
-                "target_matchers": words[1:],
-                "equal": rule["equal"],
-            }
-        )
-    plain = yaml.safe_load((PROMETHEUS / "alertmanager.yaml").read_text())
+        matchers = {"source_matchers": words[:1], "target_matchers": words[1:]}
+        form.append(matchers | {"equal": rule["equal"]})
+    plain = yaml.safe_load(RULES.with_name("alertmanager.yaml").read_text())
     assert form == plain["inhibit_rules"]
     assert len(form) == len(inhibitions())
     assert not kind("default", "AlertmanagerConfig")

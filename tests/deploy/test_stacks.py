@@ -1,13 +1,11 @@
-"""Examples for stacks that start the engine: their pods are valid, and carry what ranks need."""
+"""The examples, with those for other stacks: their pods are valid, and carry what ranks need."""
 
-import copy
-
-import kubernetes_validate
 import pytest
 import yaml
 
 from evenkeel_moe.engines.guest.settings import GuestSettings
-from tests.deploy.chart import ROOT, values_of
+from tests.deploy.chart import ROOT, check_pod, values_of
+from tests.deploy.test_examples import KNOWN, workers
 
 pytestmark = pytest.mark.deploy
 FOLDER = ROOT / "deploy" / "examples"
@@ -83,26 +81,26 @@ PODS = {
     "rbg": rbg,
     "dynamo": dynamo,
     "llm-d": llm_d,
+    "vllm": lambda: workers(FOLDER / "vllm-decode.yaml"),
+    "sglang": lambda: workers(FOLDER / "sglang-decode.yaml"),
 }
 every_stack = pytest.mark.parametrize("name", PODS)
 
 
 @every_stack
 def test_a_pod_is_valid(name):
-    pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(PODS[name]())}
-    pod["metadata"]["name"] = "x"
-    kubernetes_validate.validate(pod, "1.37", strict=True)
+    check_pod(PODS[name]())
 
 
 @every_stack
 def test_ranks_find_the_controller_and_only_observe(name, monkeypatch):
     pod = PODS[name]()
+    # Who may open streams, as the chart's policy has it.
     allowed = values_of("networkPolicy", "ranksFrom")[0]["podSelector"]["matchLabels"]
     assert allowed.items() <= pod["metadata"]["labels"].items()
     (container,) = pod["spec"]["containers"]
     variables = [one for one in container["env"] if one["name"].startswith("EVENKEEL_")]
-    known = {f"EVENKEEL_RANK__{field.upper()}" for field in GuestSettings.model_fields}
-    assert {one["name"] for one in variables} <= known
+    assert {one["name"] for one in variables} <= KNOWN
     assert len({one["name"] for one in variables}) == len(variables)
     sources = {
         one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"]
@@ -128,10 +126,7 @@ def test_deployments_have_names_of_their_own():
     for make in PODS.values():
         (container,) = make()["spec"]["containers"]
         names += [one["value"] for one in container["env"] if one["name"].endswith("DEPLOYMENT")]
-    for path in FOLDER.glob("*-decode.yaml"):
-        text = path.read_text()
-        names.append(text.split("EVENKEEL_RANK__DEPLOYMENT, value: ")[1].split("}")[0])
-    assert len(names) == len(PODS) + 2 == len(set(names))
+    assert len(names) == len(PODS) == len(set(names))
 
 
 def test_every_example_is_on_the_page_and_its_engine_is_a_tested_version():

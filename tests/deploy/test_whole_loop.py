@@ -4,11 +4,10 @@ import asyncio
 import time
 
 import pytest
-import yaml
 
 from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
-from tests.deploy.chart import ROOT
+from tests.deploy.queries import at_once
 from tests.deploy.test_live import Prometheus
 from tests.integration.whole import DEPLOYMENT, Fleet, Served, plans, whole
 from tests.waiting import deadline, until
@@ -23,15 +22,6 @@ ALERT = "EvenkeelBalancednessLow"
 BALANCEDNESS = f'max(evenkeel_balancedness_mean_ratio{{deployment="{DEPLOYMENT}"}})'
 THRESHOLD = 0.75
 """Of the alert. The engine starts at 0.65, and plans reach 0.9."""
-
-
-def rules() -> dict:
-    """Return the shipped rule of the alert, which fires after a second instead of minutes."""
-    shipped = yaml.safe_load((ROOT / "deploy" / "prometheus" / "evenkeel.rules.yaml").read_text())
-    (low,) = [
-        rule for group in shipped["groups"] for rule in group["rules"] if rule["alert"] == ALERT
-    ]
-    return {"groups": [{"name": "balance", "rules": [{**low, "for": "1s"}]}]}
 
 
 class Loop:
@@ -102,9 +92,8 @@ async def test_each_policy_plans_by_itself_and_by_request_and_the_alert_follows(
     settings = {"REDIS__URL": store.url, "PLANNER__MODE": "propose"}
     try:
         with whole(tmp_path, settings) as (served, fleet):
-            async with Prometheus(
-                tmp_path / "prometheus", served.metrics_port, rules()
-            ) as prometheus:
+            rules = at_once(ALERT)
+            async with Prometheus(tmp_path / "prom", served.metrics_port, rules) as prometheus:
                 loop = Loop(served, fleet, prometheus)
                 for policy in ("eplb", "craft", "gem"):
                     served.wait(served.status, 60, "the ranks")
