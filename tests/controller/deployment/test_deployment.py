@@ -3,6 +3,8 @@
 import asyncio
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import structlog
@@ -19,7 +21,7 @@ from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
-from evenkeel_moe.protocol.messages import Commit, Leader, QueryState
+from evenkeel_moe.protocol.messages import Ack, Commit, Leader, MovedAnswers, QueryState
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_window
@@ -170,8 +172,19 @@ async def test_a_plan_that_is_measured_has_not_ended_again():
     committed = book.change(record, "ended", 1.0, phase=PlanPhase.COMMITTED)
     await deployment.executor.persist([committed])
     gained = DeliveredGain(2.0, unknown_because="no rank reports seconds")
-    await deployment.executor.persist([book.measured(committed.record, gained, 2.0)])
+    answers = book.answered(committed.record, [MovedAnswers(key_of(index=1), 2, 2, 0, 0)], 2.0)
+    await deployment.executor.persist([answers])
+    await deployment.executor.persist([book.measured(answers.record, gained, 2.0)])
     assert len(ended) == 1
+
+
+async def test_an_acknowledgement_that_is_repeated_is_no_stall_of_a_step():
+    _, deployment, _ = await leading()
+    stalls = []
+    metrics: Any = SimpleNamespace(swap_stall=lambda *args: stalls.append(args))
+    for seconds in (0.02, 0.0):
+        deployment._swapped(metrics, Ack(key_of(), Epoch(1), "digest", swap_s=seconds))
+    assert stalls == [(DEMO, 0.02)]
 
 
 async def test_each_decision_is_logged_once():

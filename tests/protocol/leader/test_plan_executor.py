@@ -358,6 +358,10 @@ def test_staged_bytes_are_those_of_the_running_wave():
     assert control.as_leader.executor.staged == {0: (1, 10)}
     carry_out(control, 1)
     assert control.as_leader.executor.staged == {}
+    control.handle(from_rank(0, msg.StagingProgress(key_of(index=1), 3, 10)), 0.2)
+    carry_out(control, 2)
+    control.handle(from_rank(0, msg.StagingProgress(key_of(index=1), 3, 10)), 0.3)
+    assert control.as_leader.executor.staged == {}, "a plan that has not begun has staged nothing"
 
 
 def test_a_wave_on_a_stale_base_or_without_free_buffers_is_not_sent():

@@ -13,6 +13,7 @@ from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.model.plan import PlanRecord, WaveKey
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.leader.plan_records import ANSWERED, MEASURED
 
 _log = structlog.get_logger(__name__)
 _REMEMBERED = 1024
@@ -133,8 +134,8 @@ class ActionLog:
             epoch=record.plan.base_epoch + record.waves_committed,
             **row,
         )
-        # The only change of an ended plan is the gain that was measured.
-        if record.phase.terminal and record.delivered is None:
+        # What is measured of a plan may be entered after its end.
+        if record.phase.terminal and row["happened"] not in (ANSWERED, MEASURED):
             self.metrics.plan_ended(self.deployment, record.phase, record.reason)
 
 

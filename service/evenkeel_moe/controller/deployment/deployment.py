@@ -330,7 +330,8 @@ class Deployment:
         )
 
     def _swapped(self, metrics: ControllerMetrics, ack: Ack) -> None:
-        metrics.swap_stall(self.deployment, ack.swap_s)
+        if ack.swap_s > 0:  # A repeated acknowledgement has 0, which measures nothing.
+            metrics.swap_stall(self.deployment, ack.swap_s)
         self.planner.stalls.measured(ack.wave, ack.swap_s)
 
     def _expect_wave(self, prepare: Prepare) -> None:

@@ -177,7 +177,6 @@ class PlanExecutor:
         )
         self._next_placement = group.placement.with_rows(body.layers, body.rows)
         self._waiting = None
-        self.staged = {}
         change = self.records.change(
             record,
             "wave_started",
@@ -247,7 +246,8 @@ class PlanExecutor:
 
     def progress(self, rank: EpRank, message: StagingProgress) -> None:
         """Note the staged bytes, for display."""
-        if self.coordinator is not None and message.wave == self.coordinator.wave:
+        coordinator = self.coordinator
+        if coordinator and not coordinator.done and message.wave == coordinator.wave:
             self.staged[rank] = (message.bytes_done, message.bytes_total)
 
     def answered(self, rank: EpRank, message: MovedAnswers, now: float) -> list[ControlAction]:
@@ -339,6 +339,7 @@ class PlanExecutor:
 
     def _wave_ended(self, coordinator: Coordinator, now: float) -> list[ControlAction]:
         """No rank holds the wave any more: end the plan if it ends with this wave."""
+        self.staged = {}
         record, unix = self._record(), now + self.unix_offset_s
         aborted = coordinator.state is CoordinatorState.ABORTED
         if record is None:

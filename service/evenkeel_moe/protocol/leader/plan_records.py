@@ -30,6 +30,8 @@ _ACTIVE = frozenset({PlanPhase.APPROVED, PlanPhase.MIGRATING, PlanPhase.PAUSED, 
 
 ANSWERED = "answered"
 """The event of a story's row about the experts that a wave moved."""
+MEASURED = "measured"
+"""The event of a story's row about the gain that a plan delivered."""
 
 _OVERTAKEN = frozenset(
     {
@@ -57,13 +59,14 @@ def require_same_request(record: PlanRecord, digest: str | None) -> PlanRecord:
 def is_failure(record: PlanRecord) -> bool:
     """Return True if an automatic plan was refused or failed, and was not merely overtaken.
 
-    An operator's rejection counts as a refusal: who said no is not asked again at once.
+    An operator's rejection or cancellation counts as a refusal: who said no is not asked again at
+    once, and the plan that was stopped does not begin again at once.
     """
     failed = (
         record.phase in (PlanPhase.REFUSED, PlanPhase.ABORTED) and record.reason not in _OVERTAKEN
     )
-    rejected = record.phase is PlanPhase.CANCELLED and not record.has_begun
-    return (failed or rejected) and record.plan.kind is PlanKind.AUTOMATIC
+    stopped = record.phase is PlanPhase.CANCELLED
+    return (failed or stopped) and record.plan.kind is PlanKind.AUTOMATIC
 
 
 def select_remembered(records: Iterable[PlanRecord]) -> list[PlanRecord]:
@@ -229,7 +232,7 @@ class PlanRecords:
 
     def measured(self, record: PlanRecord, delivered: DeliveredGain, unix: float) -> PersistPlan:
         """Enter the measured gain of an ended plan; it still ended when it did."""
-        row = _story_row(unix, "measured", record.phase, record.reason) | story_of(
+        row = _story_row(unix, MEASURED, record.phase, record.reason) | story_of(
             delivered, record.plan.numbers
         )
         new = replace(record, delivered=delivered, story=(*record.story, row))
