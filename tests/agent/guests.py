@@ -107,8 +107,8 @@ class ToyEngine:
 class Guests:
     """Two ranks on threads that run steps in lockstep."""
 
-    def __init__(self, old, hooks=(), answers=False, **settings):
-        self.old = old
+    def __init__(self, old, hooks=(), answers=False, gate=(3, 2), **settings):
+        self.old, self.gate = old, gate
         self.hooks = dict(hooks)
         self.answers = answers
         self.group = Group(2)
@@ -131,8 +131,8 @@ class Guests:
             shape=shape_of(self.old),
             node="node-0",
             staging_bytes=1 << 20,
-            poll_every=3,
-            resolve_after=2,
+            poll_every=self.gate[0],
+            resolve_after=self.gate[1],
             gate_timeout_s=2.0,
             canary_step_s=1.0,
         )

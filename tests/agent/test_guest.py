@@ -373,8 +373,20 @@ def order_back(guests):
     return guests.send(registered_prepare(guests.agents[0], OLD, "back"))
 
 
-def test_a_move_under_way_ends_before_weights_are_replaced_and_the_next_plan_works():
-    with Guests(OLD) as guests:
+@pytest.mark.parametrize(
+    "gate",
+    [
+        (3, 2),
+        pytest.param(
+            (3, 3),
+            marks=pytest.mark.fault(
+                "new weights while experts move, with K = D", "every rank left the group"
+            ),
+        ),
+    ],
+)
+def test_a_move_under_way_ends_before_weights_are_replaced_and_the_next_plan_works(gate):
+    with Guests(OLD, gate=gate) as guests:
         guests.say(QueryState(LEADER))
         guests.order(NEW)
         guests.steps_until(lambda: guests.moves[0].move is not None)

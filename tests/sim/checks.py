@@ -9,6 +9,7 @@ NO_PROGRESS = "no progress"
 UNMATCHED_OPERATION = "unmatched operation"
 WAVE_REFUSED = "wave refused"
 NO_LOCK = "no lock"
+AGENT_ERROR = "error of the agent"
 
 
 class Violation(Exception):

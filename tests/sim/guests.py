@@ -142,13 +142,18 @@ class GuestFleet(Fleet):
         super().__init__(*arguments, **named)
         self._stalled: dict = {}
         self._goals: dict = {}
+        self._calm = False
+
+    def step(self, generation) -> None:
+        self._calm = self.world.calm  # It begins for all ranks before the same step.
+        super().step(generation)
 
     def is_stalled(self, wave) -> bool:
         """Return True if the engines of all ranks go no further with a wave, until the calm."""
         key = self.generation, wave
         if key not in self._stalled:
             self._stalled[key] = self.world.rng.random() < STALLS
-        return self._stalled[key] and not self.world.calm
+        return self._stalled[key] and not self._calm
 
     def goal_of(self, move, present):
         """Return the map at the end of a move; it is the same on all ranks.

@@ -13,7 +13,7 @@ from evenkeel_moe.agent.ports import GateFailed
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.messages import MigrationDisabled, MigrationEnabled
-from tests.sim.checks import NO_LOCK
+from tests.sim.checks import AGENT_ERROR, NO_LOCK
 from tests.sim.engine import SlotMemory, Tables
 from tests.sim.network import Beat, NotLeading, Stream, describe
 from tests.sim.threads import SimThreads
@@ -378,6 +378,8 @@ class SimRank:
     def leave(self, why: str) -> None:
         """Leave the group; the engine restarts it."""
         if self.alive:
+            if "could not take" in why:
+                self.world.checks.fail(AGENT_ERROR, f"rank {self.rank}: {why}")
             self.world.note(f"rank {self.rank} leaves: {why}")
             self.left = True
             self.die()

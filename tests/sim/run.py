@@ -12,7 +12,7 @@ from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import control_messages as ctl
 from tests.sim import faults
-from tests.sim.checks import NO_PROGRESS, RECORDS_DISAGREE, Violation
+from tests.sim.checks import AGENT_ERROR, NO_PROGRESS, RECORDS_DISAGREE, Violation
 from tests.sim.fleet import Fleet
 from tests.sim.hazards import Hazard, hazard_of
 from tests.sim.kit import Kit
@@ -33,7 +33,6 @@ PROBES = 0.3
 """Share of the seeds in which engines have probes."""
 NOT_GENTLE = 0.2
 """Share of the seeds with a hazard that have random faults too."""
-AGENT_ERROR = "error of the agent"
 ERRORS = frozenset(
     {"participant_failed", "transfer_job_failed", "staging_failed", "staging_broke_off"}
 )
@@ -266,7 +265,9 @@ def advance_proof(world: FleetWorld, seat, submitted: tuple | None) -> tuple[tup
     if submitted is not None:
         plan_id, submitted_at = submitted
         record = seat.control.records.by_id.get(plan_id)
-        if record is not None and record.phase is PlanPhase.COMMITTED:
+        # A leader that has just taken over asks its ranks first.
+        known = seat.control.epoch is not None
+        if record is not None and record.phase is PlanPhase.COMMITTED and known:
             check_records(world, seat)
             return submitted, True
         # A new plan on the same stale base would be refused until a heartbeat shows the true one.

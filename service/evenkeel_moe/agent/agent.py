@@ -326,7 +326,8 @@ class Agent:
         gate = self._gate
         if gate.resolve_due:
             self._use_poll()
-        if gate.poll_due:
+        # A poll that began now would be used while the engine moves experts, and the gate rests.
+        if gate.poll_due and self._participant.state is not ParticipantState.SWAPPING:
             with self._lock:
                 vector = gate.begin_poll(self.now())
             try:
