@@ -249,6 +249,6 @@ def test_a_waiting_proposal_is_visible_at_80_columns(run, operations, monkeypatc
 def test_a_deployment_that_another_replica_leads_is_listed_without_numbers(run, operations):
     operations.elsewhere = [LedElsewhere(DeploymentId("chat"), "b", "b:1")]
     row = run("status", "-o", "wide")[1].splitlines()[1].split()
-    assert row == ["chat", "follower", "not_leader", *"-------"]
+    assert row == ["chat", "unknown", "follower", "not_leader", *"-------"]
     operations.views["demo"] = FakeView(make_status(epoch=None), {}, None)
     assert re.search(r"epoch +- of generation", run("status", "demo")[1])

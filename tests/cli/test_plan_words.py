@@ -10,6 +10,7 @@ from evenkeel_moe.model.plan import PlanPhase
 from tests.api.fakes import make_plan
 
 SHOW = "evenkeel plan show mine -d demo --watch"
+WAITS = "It begins once all ranks are connected and its record is stored."
 
 
 def plan(phase, reason="plan_started", **changes):
@@ -35,7 +36,7 @@ def test_each_change_of_a_plan_ends_in_a_sentence(run, operations):
     approve = run("plan", "approve", "mine", "-d", "demo", "--yes")
     assert approve == (
         0,
-        f"plan mine approved; it moves 1 expert in 1 wave. Follow it: {SHOW}\n",
+        f"plan mine approved; it moves 1 expert in 1 wave. {WAITS} Follow it: {SHOW}\n",
         "",
     )
     cancel = run("plan", "cancel", "mine", "-d", "demo")
@@ -53,13 +54,13 @@ def test_a_new_plan_ends_with_the_command_that_starts_or_follows_it(run):
     out = run(*create, "--id", "mine")[1]
     assert out.splitlines()[-1] == "Nothing has moved. Start it: evenkeel plan approve mine -d demo"
     assert run(*create, "--id", "more", "--start")[1].splitlines()[-1] == (
-        "Follow it: " + SHOW.replace("mine", "more")
+        f"{WAITS} Follow it: " + SHOW.replace("mine", "more")
     )
     assert json.loads(run(*create, "--id", "third", "-o", "json")[1])["plan_id"] == "third"
 
 
 def test_a_rollback_names_its_epoch_and_the_hold():
-    first, second = plan_words.rolled_back(plan("approved")).splitlines()
+    first, second = plan_words.rolled_back(plan("migrating")).splitlines()
     placement = "the placement of epoch 8; it moves 31 experts in 3 waves"
     assert first == f"plan mine returns to {placement}. Follow it: {SHOW}"
     assert second == "Automatic plans are held until: evenkeel resume -d demo"

@@ -41,7 +41,9 @@ def approved(plan: Mapping[str, Any]) -> str:
     """Return what follows from an approval."""
     if plan["ended"]:
         return _ended(plan)
-    return f"plan {plan['plan_id']} approved; it moves {_moved(plan)}. {_follow(plan)}"
+    return (
+        f"plan {plan['plan_id']} approved; it moves {_moved(plan)}. {_waits(plan)}{_follow(plan)}"
+    )
 
 
 def cancelled(plan: Mapping[str, Any]) -> str:
@@ -69,7 +71,8 @@ def rolled_back(plan: Mapping[str, Any]) -> str:
     epoch = plan["numbers"].get("to_epoch")
     to = "an earlier placement" if epoch is None else f"the placement of epoch {epoch:.0f}"
     return (
-        f"plan {plan['plan_id']} returns to {to}; it moves {_moved(plan)}. {_follow(plan)}\n"
+        f"plan {plan['plan_id']} returns to {to}; it moves {_moved(plan)}."
+        f" {_waits(plan)}{_follow(plan)}\n"
         f"Automatic plans are held until: evenkeel resume -d {plan['deployment']}"
     )
 
@@ -81,7 +84,7 @@ def created(plan: Mapping[str, Any], dry_run: bool) -> str:
     if plan["phase"] == "proposed":
         start = f"evenkeel plan approve {plan['plan_id']} -d {plan['deployment']}"
         return f"Nothing has moved. Start it: {start}"
-    return _ended(plan) if plan["ended"] else _follow(plan)
+    return _ended(plan) if plan["ended"] else f"{_waits(plan)}{_follow(plan)}"
 
 
 def _effort(plan: Mapping[str, Any]) -> str:
@@ -100,6 +103,11 @@ def _stall(seconds: float | None) -> str:
     if seconds is None:
         return "the expected stall is not known"
     return f"expected stall {duration_text(seconds)} of one step for each wave"
+
+
+def _waits(plan: Mapping[str, Any]) -> str:
+    """Return why a plan that was accepted has not begun, with a space behind it; else nothing."""
+    return f"{plan['text']} " if plan["phase"] == "approved" else ""
 
 
 def _follow(plan: Mapping[str, Any]) -> str:

@@ -69,6 +69,7 @@ def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one row for each deployment."""
     columns = (
         TableColumn("DEPLOYMENT", "deployment"),
+        TableColumn("HEALTH", lambda row: row["health"]["level"], wide=True),
         TableColumn("STATE", "state"),
         TableColumn("REASON", lambda row: "-" if _at_rest(row) else row["reason"], wide=True),
         TableColumn("MODE", _mode, fold=True),
@@ -82,7 +83,12 @@ def deployments_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     )
     if not rows:
         return Text("no deployment yet", style="dim")
-    lines = explained(row for row in rows if not _at_rest(row))
+    lines = [
+        f"{row['deployment']} is {row['health']['level']}: {row['health']['text']}"
+        for row in rows
+        if row["health"]["level"] != "good"
+    ]
+    lines += explained(row for row in rows if not _at_rest(row))
     return Group(Listing(columns, rows), legend(BALANCEDNESS_WORDS, *lines))
 
 

@@ -5,21 +5,23 @@ import re
 import pytest
 
 from evenkeel_moe.api.words.gates import gates_of
+from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
-from tests.api.fakes import NOW, make_status
+from evenkeel_moe.model.schedule import Schedule
+from tests.api.fakes import NOW, make_rank, make_status
 
 BALANCE = {"balancedness_mean": 0.95}
 PLAIN = {"time_balance": None, "balancedness_mean": 0.95}
 
 
-def gates(reason, numbers=None, **changes):
+def gates(reason, numbers=None, /, **changes):
     decision = None if reason is None else {"at": NOW, "reason": reason, "numbers": numbers or {}}
     return gates_of(make_status(**{**PLAIN, "last_decision": decision, **changes}))
 
 
-def closed(reason, numbers=None, **changes):
+def closed(reason, numbers=None, /, **changes):
     (found,) = [gate for gate in gates(reason, numbers, **changes) if gate.state == "closed"]
     return found
 
@@ -97,8 +99,8 @@ def test_too_few_later_steps_close_the_gate_of_the_gain_not_the_one_of_the_windo
                 "needs 0.2%, and a lower bound above 1.5 times the price of the copies."
             ),
         ),
-        ("frozen", {"frozen_s": 600.0}, "Paused for another 10 min; plans may start at any time."),
-        ("frozen", {}, "Paused for another 5 min; plans may start at any time."),
+        ("frozen", {"frozen_s": 600.0}, "Paused for another 10 min."),
+        ("frozen", {}, "Paused for another 5 min."),
         ("ranks_missing", {"ranks_fresh": 1.0}, "1 of 2 ranks."),
         ("cooldown", {"since_plan_s": 3.0, "cooldown_s": 8.0}, "3 s since the plan, needs 8 s."),
         ("insufficient_data", {"window_steps": 3.0}, "3 steps, needs 64."),
@@ -123,6 +125,29 @@ def test_a_closed_gate_tells_what_it_compares(reason, numbers, detail):
     rules = DeploymentPolicy(limits=PlanLimits(max_moves=10))
     gate = closed(reason, numbers, rules=rules, frozen_until_unix=NOW + 300)
     assert gate.detail == detail
+
+
+@pytest.mark.fault(
+    "ranks that only observe, under auto", "no gate was closed, and none had a remedy"
+)
+@pytest.mark.parametrize(
+    "reason", ["observe_only", "weights_version_changed", "gate_layout_disagrees"]
+)
+def test_ranks_that_cannot_carry_plans_out_close_a_gate_of_their_own(reason):
+    gate = closed(reason, reason=reason)
+    assert gate.title == "All ranks can carry plans out, with the same weights"
+    assert gate.detail == sentence(reason) and "EVENKEEL_RANK__MODE=place" in str(gate.remedy)
+    faulty = closed(reason, ranks=(make_rank(0), make_rank(1, trouble="its worker ended")))
+    assert faulty.detail == "Ranks with a fault: 1."
+    (free,) = [each for each in gates("no_change") if each.title == gate.title]
+    assert (free.state, free.detail) == ("open", "No rank reports a fault.")
+
+
+def test_what_lets_no_plan_begin_is_told_alone():
+    rules = DeploymentPolicy(schedule=Schedule(blackouts=("sun 00:00 - sat 00:00",)))
+    assert closed("outside_schedule", rules=rules).detail.startswith("The schedule opens in ")
+    (free,) = [each for each in gates("no_change") if "Pause" in each.title]
+    assert free.detail == "Not paused; no schedule."
 
 
 async def test_the_gates_have_a_route(client):

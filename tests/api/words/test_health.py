@@ -66,6 +66,17 @@ def running(phase, ago_s):
         (decided("planner_failed"), "attention", sentence("planner_failed")),
         (decided("plan_in_progress"), "good", "A plan has just ended."),
         (
+            with_rank(epoch=None),
+            "unknown",
+            "1 rank has no connection at present, and may be dead.",
+        ),
+        (
+            decided("ranks_missing"),
+            "unknown",
+            "All ranks are connected again, and no cycle has ended since.",
+        ),
+        (decided("insufficient_data"), "unknown", sentence("insufficient_data")),
+        (
             {**decided("plan_in_progress"), "state": "migrating"},
             "good",
             "A plan is being carried out.",
@@ -109,7 +120,7 @@ def test_counts_that_contradict_each_other_are_told_and_notes_are_not():
         [decided("no_change", x) for x in (300, 299)],
         [{"frozen_until_unix": x} for x in (NOW + 1, None)],
         [{**with_rank(epoch=4), **running(PlanPhase.MIGRATING, x)} for x in (121, 120)],
-        [with_rank(epoch=x) for x in (4, None)],
+        [with_rank(epoch=x) for x in (4, FIRST.epoch)],
         [{"active_plan": make_plan(phase=x)} for x in (PlanPhase.STALLED, PlanPhase.MIGRATING)],
         [decided(x) for x in ("store_unavailable", "no_change")],
         [decided(x) for x in ("stale_data", "no_change")],

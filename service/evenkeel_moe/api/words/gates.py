@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.finding import doubts
-from evenkeel_moe.model.quantities import bytes_text, counted, duration_text, share
+from evenkeel_moe.model.quantities import bytes_text, counted, duration_text, numbered, share
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.problem.objective import PRICE_MARGIN
 from evenkeel_moe.ports.status import DeploymentStatus
@@ -144,18 +145,23 @@ def _says_state(facts: _Compared) -> str:
     Reason.RESIZING,
 )
 def _says_times(facts: _Compared) -> str:
-    left, until = facts.number("frozen_s"), facts.status.frozen_until_unix
-    if left is None and until is not None and until > facts.status.at_unix:
-        left = until - facts.status.at_unix
-    paused = "Not paused" if left is None else f"Paused for another {duration_text(left)}"
-    schedule = facts.status.rules.schedule
+    now, left = facts.status.at_unix, facts.number("frozen_s")
+    until, schedule = facts.status.frozen_until_unix, facts.status.rules.schedule
+    if left is None and until is not None and until > now:
+        left = until - now
+    closes = [] if left is None else [f"paused for another {duration_text(left)}"]
+    if not schedule.is_open(now):
+        opens_at = schedule.opens_at(now)
+        assert opens_at is not None
+        closes.append(f"the schedule opens in {duration_text(opens_at - now)}")
+    if facts.status.resize is not None:
+        closes.append(f"ranks {list(facts.status.resize.retire)} retire")
+    if closes:
+        words = "; ".join(closes)
+        return f"{words[0].upper()}{words[1:]}."
     spans = len(schedule.windows) + len(schedule.blackouts)
-    times = "plans may start at any time"
-    if spans:
-        times = f"the schedule has {counted(spans, 'weekly span')}"
-    resize = facts.status.resize
-    retiring = "" if resize is None else f"; ranks {list(resize.retire)} retire"
-    return f"{paused}; {times}{retiring}."
+    times = f"the schedule has {counted(spans, 'weekly span')}" if spans else "no schedule"
+    return f"Not paused; {times}."
 
 
 @_gate(
@@ -203,6 +209,23 @@ def _says_proposal(facts: _Compared) -> str:
 def _says_ranks(facts: _Compared) -> str:
     fresh = facts.number("ranks_fresh", sum(rank.fresh for rank in facts.status.ranks))
     return f"{fresh:.0f} of {counted(facts.status.shape.num_ranks, 'rank')}."
+
+
+@_gate(
+    "All ranks can carry plans out, with the same weights",
+    "End the fault that a rank reports, or set EVENKEEL_RANK__MODE=place; then restart the group.",
+    Reason.OBSERVE_ONLY,
+    Reason.WEIGHTS_VERSION_CHANGED,
+    Reason.GATE_LAYOUT_DISAGREES,
+)
+def _says_able(facts: _Compared) -> str:
+    troubled = [rank.rank for rank in facts.status.ranks if rank.trouble]
+    if troubled:
+        return f"Ranks with a fault: {numbered(troubled)}."
+    closes = (Reason.OBSERVE_ONLY, Reason.WEIGHTS_VERSION_CHANGED, Reason.GATE_LAYOUT_DISAGREES)
+    if facts.status.reason in closes:
+        return sentence(facts.status.reason)
+    return "No rank reports a fault."
 
 
 @_gate(
@@ -280,6 +303,11 @@ def _says_cycles(facts: _Compared) -> str:
     "Nothing, if the placement is the best one; else read the controller's log.",
     Reason.PLANNER_STARTING,
     Reason.PLANNER_FAILED,
+    Reason.UNKNOWN_POLICY,
+    Reason.WRONG_SHAPE,
+    Reason.EXPERT_WITHOUT_REPLICA,
+    Reason.DUPLICATE_ON_RANK,
+    Reason.EMPTY_SLOTS,
     Reason.NO_CHANGE,
     Reason.POLICY_CHANGED,
     Reason.STALE_BASE,

@@ -65,6 +65,10 @@ def health_of(status: DeploymentStatus, bounds: HealthBounds) -> Health:
     if decided == Reason.PLAN_IN_PROGRESS:
         # The newest cycle still met the plan, which has ended since.
         return Health(Level.GOOD, "A plan has just ended.")
+    if decided == Reason.RANKS_MISSING:
+        return Health(Level.UNKNOWN, "All ranks are connected again, and no cycle has ended since.")
+    if decided in (Reason.INSUFFICIENT_DATA, Reason.NO_STEPS):
+        return Health(Level.UNKNOWN, sentence(decided))
     return Health(Level.GOOD, sentence(decided))
 
 
@@ -73,6 +77,7 @@ def _of_ranks(status: DeploymentStatus, bounds: HealthBounds) -> Iterator[Health
     ranks, expected = status.ranks, status.shape.num_ranks
     stopped = sum(rank.stopped for rank in ranks)
     missing = expected - stopped - sum(rank.fresh for rank in ranks)
+    silent = sum(rank.fresh and rank.epoch is None for rank in ranks)
     troubled = sum(bool(rank.trouble) for rank in ranks)
     if missing > 0:
         yield Health(Level.BAD, f"{counted(missing, 'rank')} of {expected} not connected.")
@@ -81,6 +86,9 @@ def _of_ranks(status: DeploymentStatus, bounds: HealthBounds) -> Iterator[Health
         yield Health(Level.BAD, f"{takes} no more waves.")
     elif stopped:
         yield Health(Level.ATTENTION, f"{counted(stopped, 'rank')} stopped as planned.")
+    elif silent:
+        have = counted(silent, "rank has", "ranks have")
+        yield Health(Level.UNKNOWN, f"{have} no connection at present, and may be dead.")
     elif status.state == ControlState.WAITING_FOR_RANKS:
         yield Health(Level.BAD, sentence(status.reason))
     epochs = {rank.epoch for rank in ranks if rank.fresh and rank.epoch is not None}

@@ -57,6 +57,8 @@ def plan_text(record: PlanRecord) -> str:
     phase, words = record.phase, sentence(record.reason)
     if phase is PlanPhase.PROPOSED:
         return "It waits for approval. Nothing has moved."
+    if phase is PlanPhase.APPROVED:
+        return "It begins once all ranks are connected and its record is stored."
     if phase_text(phase, record.reason) == "superseded":
         return f"It never began, and nothing is wrong with it. {words}"
     if phase is PlanPhase.CANCELLED and any(map(_rejects, record.story)):
