@@ -74,7 +74,7 @@ def _state() -> list[Any]:
     return [
         number_panel(
             "Mode",
-            "observe: nothing is carried out. propose: plans wait for approval. auto: plans start"
+            "observe: no plan starts by itself. propose: plans wait for approval. auto: plans start"
             " by themselves.",
             f"max by (mode) (evenkeel_deployment_info{{{ONE}}})",
             legend="{{mode}}",
@@ -91,7 +91,7 @@ def _state() -> list[Any]:
         ),
         number_panel(
             "Newest reason",
-            "The reason with which the newest cycle ended; docs/api.md lists all of them.",
+            "The reason with which the newest cycle ended; docs/api.md says where all of them are listed.",
             f"max by (reason) (evenkeel_last_decision_reason{{{ONE}}})",
             legend="{{reason}}",
             names=True,

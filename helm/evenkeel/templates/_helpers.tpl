@@ -159,6 +159,9 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "evenkeel.validate" -}}
+{{- if and (ne .Values.profile "observe") (ne .Values.profile (include "evenkeel.mode" .)) }}
+{{- fail (printf "profile %s and config.planner.mode %s name two modes: set one" .Values.profile (include "evenkeel.mode" .)) }}
+{{- end }}
 {{- if and (gt (int .Values.replicaCount) 1) (not (include "evenkeel.externalStore" .)) }}
 {{- fail "replicaCount above 1 needs an external store: set redis.url or redis.urlKey, or devValkey.enabled for a trial" }}
 {{- end }}

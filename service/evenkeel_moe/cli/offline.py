@@ -199,7 +199,8 @@ def _print(
     if not written:
         lines.append("Nothing was written.")
     else:
-        lines.append(f"Wrote {file.out}.{first_row(format_, trace)} Start {_start(file, setup)}")
+        use = "To use it all the same, start" if plan.verdict.call == "not_now" else "Start"
+        lines.append(f"Wrote {file.out}.{first_row(format_, trace)} {use} {_start(file, setup)}")
         if options.replica_probabilities is not None:
             lines.append(f"Wrote {options.replica_probabilities}.")
     print_parts(Text.assemble((trace.name, "bold"), about), *map(Text, lines))

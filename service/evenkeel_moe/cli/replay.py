@@ -113,10 +113,10 @@ def _by_suffix(out: Sequence[Path]) -> dict[str, Path]:
 
 def _policy_names(options: Any) -> list[str]:
     """Return the names of the policies to compare, without the baselines."""
-    from evenkeel_moe.planning.policies.registry import POLICIES
+    from evenkeel_moe.planning.policies.registry import POLICIES, added_policies
     from evenkeel_moe.replay.planners import VERDICT
 
-    names = list(POLICIES)
+    names = [*POLICIES, *added_policies()]
     if options.policies is not None:
         names = [name.strip() for name in options.policies.split(",") if name.strip()]
     if options.verdict:

@@ -96,7 +96,7 @@ def choose_planners(
     if unknown:
         known = ", ".join([*BASELINES, *sorted(policies)])
         raise InvalidInput(
-            f"unknown policies {', '.join(unknown)}; known: {known}; each also with {VERDICT}",
+            f"unknown policies {', '.join(unknown)}; known: {known}",
             Reason.UNKNOWN_POLICY,
         )
     return {name: planner for name, planner in planners.items() if planner is not None}

@@ -20,6 +20,7 @@ from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits, PlanPhase
+from evenkeel_moe.planning.decision.capacity import CapacityRequest
 from evenkeel_moe.ports.operations import PlanRequest, RollbackRequest
 from evenkeel_moe.protocol import control_messages as ctl
 from tests.controller.cycles.manual_rig import BACK, BAD, rollback
@@ -190,7 +191,7 @@ async def test_a_plan_beside_another_is_refused_with_advice(rig):
     assert str(caught.value) == f"plan {BAD} is migrating: wait for it, or {cancel}"
 
 
-async def test_plans_and_rollbacks_are_refused_while_the_planner_starts(rig):
+async def test_plans_rollbacks_and_advice_are_refused_while_the_planner_starts(rig):
     await rig.load()
     await rig.migrate()
     rig.member.planner.pool.warm = False
@@ -198,6 +199,8 @@ async def test_plans_and_rollbacks_are_refused_while_the_planner_starts(rig):
     for ask in (
         lambda: rig.operations.create_plan(DEPLOYMENT, request),
         lambda: rollback(rig),
+        lambda: rig.operations.recommendation(DEPLOYMENT, 0),
+        lambda: rig.operations.capacity(DEPLOYMENT, CapacityRequest()),
     ):
         with pytest.raises(Unavailable) as caught:
             await ask()

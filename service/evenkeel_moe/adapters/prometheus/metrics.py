@@ -32,6 +32,7 @@ from evenkeel_moe.adapters.prometheus.metric_families import (
     View,
     families,
 )
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.peer_budget import refusals
 from evenkeel_moe.ports.status import DeploymentStatus
@@ -242,6 +243,7 @@ class ControllerMetrics(Collector):
         self._counted.add(deployment)
         self._count("evenkeel_deployment_failures_total", 0, deployment)
         self._count("evenkeel_ranks_displaced_total", 0, deployment)
+        self._count("evenkeel_decisions_total", 0, deployment, Reason.PLANNER_FAILED)
 
     def deployment_failed(self, deployment: str) -> None:
         """Count an error that ended a deployment, and remove its gauges."""

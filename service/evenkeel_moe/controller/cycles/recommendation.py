@@ -140,7 +140,8 @@ class Recommender:
             max_age_s: None for the length of a cycle.
 
         Raises:
-            Unavailable: this replica does not lead, ranks are missing, or the planner failed.
+            Unavailable: this replica does not lead, ranks are missing, or the planner starts or
+                failed.
             Conflict: PLAN_IN_PROGRESS while weights move, if there is no advice yet.
         """
         async with self._asking:
@@ -152,6 +153,8 @@ class Recommender:
                 young = now - advice.at_unix <= (policy.cycle_s if max_age_s is None else max_age_s)
                 if fits and (young or active is not None):
                     return replace(advice, kv_promise=self.kv.promise())
+            await self.pool.background.wait_until_warm()
+            base, policy, now = self._base()
             self._refuse_while_moving()
             advice = await self._work_out(base, policy, now)
             self._kept = (policy, advice)
@@ -166,6 +169,7 @@ class Recommender:
             Unavailable, Conflict: as `recommendation`.
         """
         async with self._asking:
+            await self.pool.background.wait_until_warm()
             base, policy, now = self._base()
             self._refuse_while_moving()
             cycle = self.builder.build(base, policy.policy, policy.limits)

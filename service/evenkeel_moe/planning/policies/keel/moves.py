@@ -2,7 +2,7 @@
 
 A pass of `descend` gives every move a promise, an estimate of its gain from the gradient and the
 curvature of the objective. It computes the exact gain of those that promise most, and makes the
-best of these that touch different ranks. A descent ends when no move gains.
+best of these that touch different ranks. A descent ends when none of those gains.
 """
 
 from typing import NamedTuple
