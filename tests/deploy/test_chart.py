@@ -85,6 +85,10 @@ def test_a_misspelt_value_is_refused():
     ("sets", "words"),
     [
         (["replicaCount=2"], "replicaCount above 1 needs an external store"),
+        (
+            ["profile=propose", "config.planner.mode=observe"],
+            "profile propose and config.planner.mode observe name two modes: set one",
+        ),
         (["replicaCount=2", "redis.url=redis://r:6379"], "needs api.tokens.existingSecret"),
         (["redis.url=redis://:hunter2@r:6379"], "redis.url holds a password"),
         (["redis.url=redis://u:p@ss@r:6379"], "redis.url holds a password"),
