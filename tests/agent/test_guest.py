@@ -76,7 +76,7 @@ def test_steps_go_on_counting_while_the_gate_rests():
         assert {agent.heartbeat().step for agent in guests.agents} == {40}
 
 
-def test_an_engine_that_stops_half_way_is_reported():
+def test_an_engine_that_stops_half_way_is_trouble_until_the_move_ends():
     with Guests(OLD) as guests:
         for engine in guests.engines:
             engine.stop_after = 1
@@ -88,6 +88,12 @@ def test_an_engine_that_stops_half_way_is_reported():
             assert agent.observe_only
         for engine in guests.engines:
             assert engine.weights.holds(Placement(engine.map, 2, 4)), "every layer is whole"
+            engine.stop_after = None
+        guests.steps(10)
+        assert guests.troubles() == ["", ""]
+        for agent, link in zip(guests.agents, guests.links, strict=True):
+            assert link.expect(Ack).epoch == 1
+            assert not agent.observe_only and "migrate" in agent.hello().capabilities
 
 
 def test_a_known_fault_is_named_at_once():
@@ -158,21 +164,6 @@ def test_maps_that_differ_between_ranks_are_trouble_until_a_restart():
             assert "the ranks differ in their map" in agent.trouble
             assert agent.epoch == 0
         assert all(moves.move is not None for moves in guests.moves)
-
-
-def test_a_slow_move_is_trouble_only_until_it_ends():
-    with Guests(OLD) as guests:
-        for engine in guests.engines:
-            engine.stop_after = 1
-        guests.order(NEW)
-        guests.steps_until(lambda: all(guests.troubles()))
-        for engine in guests.engines:
-            engine.stop_after = None
-        guests.steps(10)
-        assert guests.troubles() == ["", ""]
-        for agent, link in zip(guests.agents, guests.links, strict=True):
-            assert link.expect(Ack).epoch == 1
-            assert not agent.observe_only and "migrate" in agent.hello().capabilities
 
 
 def test_a_wave_the_engine_refuses_gets_a_no_vote():
@@ -495,12 +486,3 @@ def test_a_fault_of_the_balancer_outlasts_new_weights():
         reload(guests, versions=(1, 1))
         assert guests.agents[0].trouble == "another planner"
         assert guests.agents[0].observe_only
-
-
-def test_a_failed_gate_disables_migration_and_the_engine_goes_on():
-    with Guests(OLD) as guests:
-        guests.steps(4)
-        guests.agents[1]._gate_group.abort()
-        for _ in range(12):
-            run_ranks(2, lambda rank: guests.engines[rank].step())
-        assert "the gate failed, and no wave was under way" in guests.agents[1].trouble

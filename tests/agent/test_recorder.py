@@ -64,21 +64,17 @@ def test_the_recorder_keeps_the_array_and_refuses_later_writes():
         counts[:] = 7
 
 
-def test_counts_of_another_shape_are_dropped_counted_and_logged():
+def test_a_refusal_is_logged_with_its_shape_and_rarely():
     """Assignment would broadcast a row to every layer; an error must not end the engine."""
     recorder = Recorder(16, 2, 3)
-    put(recorder, 0)
     for step, shape in enumerate([(3, 2), (3,), (2, 3, 1), (2, 0)], 1):
         recorder.record(step, np.zeros(shape, np.int64), epoch=0, tokens=1, phase=Phase.DECODE)
-    put(recorder, 5)
     with structlog.testing.capture_logs() as logs:
-        taken = take(recorder, 16)
-    assert taken.steps["step"].tolist() == [0, 5] and taken.counts[:, 0, 0].tolist() == [0, 5]
-    assert taken.dropped_steps == 4 == recorder.dropped_total and recorder.last_step == 5
-    assert [(log["event"], log["step"], log["shape"], log["wanted"]) for log in logs] == [
-        ("step_refused", 1, (3, 2), (2, 3)),
-        ("step_refused", 2, (3,), (2, 3)),
-        ("step_refused", 4, (2, 0), (2, 3)),
+        assert take(recorder, 16).dropped_steps == 4
+    assert [(log["step"], log["shape"], log["wanted"]) for log in logs] == [
+        (1, (3, 2), (2, 3)),
+        (2, (3,), (2, 3)),
+        (4, (2, 0), (2, 3)),
     ]
 
 
@@ -188,19 +184,6 @@ def test_the_writer_tolerates_a_reader_that_took_everything():
     assert recorder.dropped_total == 0 and recorder.last_step == 2 and recorder.take(9) is None
 
 
-def test_a_step_with_numbers_out_of_range_is_dropped():
-    recorder = Recorder(16, 2, 3)
-    put(recorder, 0, value=1)
-    for place, numbers in enumerate(
-        ({"tokens": 1 << 31}, {"tokens": -1}, {"epoch": 1 << 62}, {"epoch": -(1 << 70)}), 1
-    ):
-        put(recorder, place, value=1, **numbers)
-    put(recorder, 5, value=1)
-    put(recorder, 1 << 62, value=1)
-    taken = take(recorder, 16)
-    assert taken.steps["step"].tolist() == [0, 5] and taken.dropped_steps == 5
-
-
 def test_numbers_of_numpy_are_converted():
     """Engines count with arrays; a message holds plain numbers."""
     recorder = Recorder(4, 2, 3)
@@ -222,7 +205,12 @@ def test_numbers_of_numpy_are_converted():
         {"tokens": math.nan},
         {"tokens": math.inf},
         {"tokens": None},
+        {"tokens": 1 << 31},
+        {"tokens": -1},
         {"epoch": math.nan},
+        {"epoch": 1 << 62},
+        {"epoch": -(1 << 70)},
+        {"step": 1 << 62},
         {"step": math.nan},
         {"step": -math.inf},
         {"step": torch.zeros(2)},
@@ -277,7 +265,8 @@ def assert_refused(numbers, stride):
             **numbers,
         }
     )
-    assert recorder.last_step in (-1, 3), "read on the engine's thread, at each swap"
+    step = numbers.get("step", 3)
+    assert recorder.last_step in (-1, step), "read on the engine's thread, at each swap"
     put(recorder, 4)
     with structlog.testing.capture_logs() as logs:
         taken = take(recorder, 16, stride)

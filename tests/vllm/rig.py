@@ -129,16 +129,20 @@ class Rig:
     def check_answers_of_moved(self, plan_ids: Sequence[str]) -> None:
         """Wait for what the moved experts of each plan answer, by its story; all as before."""
         for plan_id in plan_ids:
-
-            def told(plan_id=plan_id):
-                # An idle engine has no steps, between which experts are asked.
-                self.server.greedy(self.reference.prompts[:1])
-                rows = self.plan(plan_id)["story"]
-                return next((row for row in rows if row["event"] == "answered"), None)
-
-            row = self.served.wait(told, 60, "the moved experts to be asked")
+            row = self.answered(plan_id)
             # Those that a later plan moved before they were asked are neither.
         assert row["same"] > 0 == row["different"] == row["blind"], row
+
+    def answered(self, plan_id: str) -> dict:
+        """Wait until the moved experts of a plan were asked; return that row of its story."""
+
+        def told():
+            # An idle engine has no steps, between which experts are asked.
+            self.server.greedy(self.reference.prompts[:1])
+            rows = self.plan(plan_id)["story"]
+            return next((row for row in rows if row["event"] == "answered"), None)
+
+        return self.served.wait(told, 60, "the moved experts to be asked")
 
     def wait_until_committed(self, plan_id: str) -> dict:
         plan = self.wait_until_ended(plan_id)

@@ -56,16 +56,7 @@ def test_a_rank_that_computes_twice_is_found_by_its_own_seconds(rig, capsys):
 
 
 def test_serving_goes_on_during_plans(rig, capsys):
-    with Traffic(rig.server, rig.reference.prompts) as traffic:
-        began = time.time()
-        traffic.wait_for(60)
-        before = [(began, time.time())]
-        found = [rig.wait_until_committed(rig.move(seed)) for seed in range(4)]
-    rig.reference.check_answers(traffic.answers, rig.weights)
-    rig.check()
-    rig.check_answers_of_moved([plan["plan_id"] for plan in found])
-    during = [(plan["created_at"], plan["updated_at"]) for plan in found]
-    report("asynchronous EPLB", traffic, before, during, rig.check_trace(), capsys)
+    serves_during_plans(rig, range(4), "asynchronous EPLB", capsys)
 
 
 def test_weights_are_updated_between_plans(rig, checkpoints):
@@ -140,16 +131,7 @@ def test_a_killed_rank_ends_vllm_which_starts_again_where_it_was(rig, checkpoint
 
 
 def test_synchronous_eplb_carries_plans_out(rig, capsys):
-    with Traffic(rig.server, rig.reference.prompts) as traffic:
-        began = time.time()
-        traffic.wait_for(60)
-        before = [(began, time.time())]
-        found = [rig.wait_until_committed(rig.move(seed)) for seed in range(40, 44)]
-    rig.reference.check_answers(traffic.answers, rig.weights)
-    rig.check()
-    rig.check_answers_of_moved([plan["plan_id"] for plan in found])
-    during = [(plan["created_at"], plan["updated_at"]) for plan in found]
-    report("synchronous EPLB", traffic, before, during, rig.check_trace(), capsys)
+    serves_during_plans(rig, range(40, 44), "synchronous EPLB", capsys)
 
 
 def test_a_scale_that_vllm_does_not_move_is_found_and_ends_migration(rig):
@@ -164,13 +146,7 @@ def test_a_scale_that_vllm_does_not_move_is_found_and_ends_migration(rig):
 
     said = rig.served.wait(trouble, 60, "the rank to report an expert")
     assert said.startswith("layer 2 expert ") and "of rank 1 does not answer" in said
-
-    def told():
-        rig.server.greedy(rig.reference.prompts[:1])
-        rows = rig.plan(plan["plan_id"])["story"]
-        return next((row for row in rows if row["event"] == "answered"), None)
-
-    row = rig.served.wait(told, 60, "the moved experts to be asked")
+    row = rig.answered(plan["plan_id"])
     assert row["moved"] - row["same"] == row["different"] > 0
 
 
@@ -194,8 +170,17 @@ def check_around_update(rig, traffic, times, name):
     rig.weights = name
 
 
-def report(what, traffic, before, during, steps, capsys):
-    """Print the 99th percentile of the time between tokens, during plans and before."""
+def serves_during_plans(rig, seeds, what, capsys):
+    """Carry plans out; print the 99th percentile of the time between tokens, then and before."""
+    with Traffic(rig.server, rig.reference.prompts) as traffic:
+        began = time.time()
+        traffic.wait_for(60)
+        before = [(began, time.time())]
+        found = [rig.wait_until_committed(rig.move(seed)) for seed in seeds]
+    rig.reference.check_answers(traffic.answers, rig.weights)
+    rig.check()
+    rig.check_answers_of_moved([plan["plan_id"] for plan in found])
+    during = [(plan["created_at"], plan["updated_at"]) for plan in found]
     quiet, busy = traffic.gaps(before), traffic.gaps(during)
     assert len(quiet) > 200 and len(busy) > 50
     p99 = [1000 * float(np.quantile(gaps, 0.99)) for gaps in (quiet, busy)]
@@ -203,5 +188,5 @@ def report(what, traffic, before, during, steps, capsys):
         print(
             f"\n{what}: p99 between tokens {p99[0]:.0f} ms before plans, {p99[1]:.0f} ms during"
             f" {len(during)} plans, ratio {p99[1] / p99[0]:.2f} ({len(quiet)} and {len(busy)}"
-            f" tokens); maps equal on both ranks at {steps} steps"
+            f" tokens); maps equal on both ranks at {rig.check_trace()} steps"
         )
