@@ -41,7 +41,6 @@ def _is_on(value: Any) -> bool:
     return value is not None and str(value).lower() not in _OFF
 
 
-_PLUGIN = "the plugin"
 LIMITS: Mapping[str, tuple[Limit, ...]] = {
     "vllm": (
         Limit(
@@ -116,7 +115,7 @@ def find_limits(engine: str, flags: Mapping[str, Any]) -> Iterator[str]:
     """
     for option in REQUIRED[engine]:
         if not _is_on(flags.get(option)):
-            yield f"--{option} is missing: without it the engine has no balancer ({_PLUGIN})"
+            yield f"--{option} is missing: without it the engine has no balancer (the plugin)"
     for limit in LIMITS[engine]:
         if limit.meets(flags):
             value = flags[limit.option]

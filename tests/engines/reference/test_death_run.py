@@ -1,11 +1,10 @@
 """Groups of real processes that lose a rank, and go on without it."""
 
-import json
-
 import numpy as np
 import pytest
 
 from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
+from evenkeel_moe.engines.reference.lines import read_lines
 from evenkeel_moe.engines.reference.state import SavedPlacement, first_placement, save_placement
 from evenkeel_moe.model.placement import Placement
 from tests.engines.reference.test_resize_run import (
@@ -13,7 +12,7 @@ from tests.engines.reference.test_resize_run import (
     REQUESTS,
     Run,
     everywhere,
-    scripts_done,
+    scripted,
     starts,
 )
 from tests.engines.reference.test_run import SMALL, lines
@@ -93,13 +92,13 @@ def test_a_rank_without_room_takes_blocks_of_the_newest_requests_and_serves_them
 def test_experts_move_before_and_after_a_death(tmp_path):
     script = {"seed": 7, "plans": 1, "fill": 4, "homes": {"4": 4, "3": 3}}
     with Run(tmp_path, script, **ROOMY, **REQUESTS) as run:
-        run.wait(lambda: len(scripts_done(tmp_path, 4)) == 4, "a plan of four ranks")
+        run.wait(lambda: len(scripted(tmp_path, 4)) == 4, "a plan of four ranks")
         held = run.placement().placement
         outcome = killed(run, 3)
         assert not outcome.failed
         alone = (held.only_rank == 3).sum()
         assert outcome.recovered == alone
-        run.wait(lambda: len(scripts_done(tmp_path, 3)) == 3, "a plan of three ranks")
+        run.wait(lambda: len(scripted(tmp_path, 3)) == 3, "a plan of three ranks")
         ended_well(run, tmp_path, 3)
 
 
@@ -111,7 +110,7 @@ def test_a_death_ends_a_resize_that_had_not_begun_to_form_and_is_outlived(tmp_pa
         run.supervisor.resize(2, retire=(1,), drain_s=60)
         outcome = killed(run, 0)
         assert outcome.dead == (0,) and not outcome.failed
-        told = [json.loads(text) for text in supervisor_lines(tmp_path)]
+        told = read_lines(tmp_path / "supervisor.jsonl")
         assert [row["detail"] for row in told if row["kind"] == "resize_failed"] == ["a rank died"]
 
         def served():
@@ -139,34 +138,28 @@ def test_all_ranks_start_again_if_one_left_because_a_poll_is_unknown_to_it(tmp_p
     with Run(tmp_path, **ROOMY, min_step_s=0.02) as run:
         run.supervisor._ranks[1] = LeftByItself(run.supervisor._ranks[1])
         run.supervisor.kill_rank(1)
-        run.wait(lambda: run.supervisor.restarts == 1, "the restart")
+        run.wait_for_restart()
         assert run.supervisor.resized is None and run.supervisor.num_ranks == 4
 
 
 def test_all_ranks_start_again_with_a_map_that_only_the_dead_rank_had_come_to(tmp_path):
     with Run(tmp_path, **ROOMY, min_step_s=0.02) as run:
-        rows = (
-            first_placement(RankConfig(run_folder="", **{**SMALL, **ROOMY})).phy2log[:, ::-1].copy()
-        )
+        first = first_placement(RankConfig(run_folder="", **{**SMALL, **ROOMY}))
+        rows = first.phy2log[:, ::-1].copy()
         told = SavedPlacement(Placement(rows, 4, 8), 1, "told")
         save_placement(tmp_path / "state" / "rank-1.npz", told)
         outcome = killed(run, 1)
         assert outcome.failed == "they are at epoch 0, who died had come to 1"
-        run.wait(lambda: run.supervisor.restarts == 1, "the restart")
-        run.wait(lambda: lines(tmp_path, 0, "start")[-1]["attempt"] == 1, "rank 0")
+        run.wait_for_restart()
         begun = lines(tmp_path, 0, "start")[-1]
         assert (begun["epoch"], begun["placement_digest"]) == (1, told.placement.digest)
-
-
-def supervisor_lines(folder):
-    return (folder / "supervisor.jsonl").read_text().splitlines()
 
 
 def test_without_room_or_after_a_death_more_all_ranks_start_again(tmp_path):
     tight = {"num_ranks": 2, "slots_per_rank": 5, "pool_slots_per_layer": 5}
     with Run(tmp_path / "tight", **tight, shrinks=True) as run:
         run.supervisor.kill_rank(0)
-        run.wait(lambda: run.supervisor.restarts == 1, "the restart")
+        run.wait_for_restart()
         assert run.supervisor.resized is None and run.supervisor.num_ranks == 2
     with Run(tmp_path / "twice", **ROOMY, min_step_s=0.02) as run:
         run.supervisor.kill_rank(0)
@@ -174,10 +167,10 @@ def test_without_room_or_after_a_death_more_all_ranks_start_again(tmp_path):
         run.supervisor.kill_rank(0)
         outcome = run.wait(lambda: run.supervisor.resized, "the end of the smaller group")
         assert outcome.failed
-        run.wait(lambda: lines(run.folder, 0, "start")[-1]["attempt"], "the restart")
+        run.wait_for_restart()
         run.wait_for_steps()
         report = run.supervisor.stop()
     assert report.ok, report
-    rows = [json.loads(text) for text in supervisor_lines(tmp_path / "twice")]
+    rows = read_lines(tmp_path / "twice" / "supervisor.jsonl")
     assert [row["kind"] for row in rows].count("rank_died") == 2
     assert np.diff([line["step"] for line in lines(tmp_path / "twice", 0, "step")]).min() > 0

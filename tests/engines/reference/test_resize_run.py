@@ -1,6 +1,5 @@
 """Groups of real processes that change their size while they serve."""
 
-import json
 import os
 import signal
 import threading
@@ -11,12 +10,12 @@ import pytest
 
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.fleet import run_fleet
+from evenkeel_moe.engines.reference.lines import read_lines
 from evenkeel_moe.engines.reference.resize_request import ask_to_resize
 from evenkeel_moe.engines.reference.state import SavedPlacement, load_placement, save_placement
-from evenkeel_moe.engines.reference.supervisor import Supervisor
 from evenkeel_moe.errors import Conflict, InfeasiblePlan, InvalidInput
 from evenkeel_moe.model.placement import Placement
-from tests.engines.reference.test_run import SMALL, lines
+from tests.engines.reference.test_run import SMALL, lines, supervisor_for
 from tests.forked.rank import fork_rank
 from tests.waiting import deadline, wait_until
 
@@ -29,16 +28,7 @@ class Run:
 
     def __init__(self, folder, script=None, **changes):
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        if script is not None:
-            (folder / "script.json").write_text(json.dumps(script))
-        module = "evenkeel_moe.engines.reference"
-        self.supervisor = Supervisor(
-            RankConfig(run_folder=str(folder), **{**SMALL, "steps": 0, **changes}),
-            grace_s=deadline(10),
-            module=module if script is None else "tests.engines.reference.scripted",
-            start_rank=fork_rank,
-        )
+        self.supervisor = supervisor_for(folder, script, **{"steps": 0, **changes})
 
     def __enter__(self):
         self.supervisor.start()
@@ -76,14 +66,23 @@ class Run:
         ranks = range(self.supervisor.num_ranks)
         self.wait(lambda: all(map(ended, ranks)), "requests of every rank")
 
+    def wait_for_restart(self):
+        """Wait until every rank has started again, for the first time."""
+
+        def restarted(rank):
+            return any(line["attempt"] == 1 for line in lines(self.folder, rank, "start"))
+
+        self.wait(lambda: self.supervisor.restarts == 1, "the restart")
+        ranks = range(self.supervisor.num_ranks)
+        self.wait(lambda: all(map(restarted, ranks)), "the start of every rank")
+
     def resize(self, *args, **keys):
         self.supervisor.resize(*args, **keys)
         return self.wait(lambda: self.supervisor.resized, "the new group")
 
     def placement(self):
         """The newest one that a rank of the present group has saved."""
-        config = json.loads((self.folder / "config.json").read_text())
-        shape = RankConfig.from_json(json.dumps(config)).shape
+        shape = RankConfig.from_json((self.folder / "config.json").read_text()).shape
         files = [self.folder / "state" / f"rank-{rank}.npz" for rank in range(shape.num_ranks)]
         saved = [one for file in files if (one := load_placement(file, shape))]
         return max(saved, key=lambda one: one.epoch)
@@ -114,7 +113,7 @@ def test_a_group_grows_and_shrinks_while_requests_run_and_experts_move(tmp_path)
         assert not grown.failed and supervisor.pids[:4] == first
         with pytest.raises(InfeasiblePlan, match=r"on the retiring ranks 0, 1, 2, 3 alone"):
             supervisor.resize(2, retire=(0, 1, 2, 3))
-        run.wait(lambda: len(scripts_done(tmp_path, 6)) == 6, "experts on the new ranks")
+        run.wait(lambda: len(scripted(tmp_path, 6)) == 6, "experts on the new ranks")
         run.wait_for_requests(1)
         held = run.placement().placement
         assert held.logcnt.min() >= 1 and (held.used_per_rank()[4:] > 0).all()
@@ -149,22 +148,15 @@ def test_a_group_grows_and_shrinks_while_requests_run_and_experts_move(tmp_path)
     for rank in (3, 4, 5):  # Who retired had served all its requests.
         assert lines(tmp_path, rank, "step")[-1]["running"] == 0
         assert not lines(tmp_path, rank, "gave_up")
-    told = [
-        json.loads(text)["lineage"]
-        for rank in range(6)
-        for text in (tmp_path / f"script-{rank}.jsonl").read_text().splitlines()
-        if json.loads(text)["kind"] == "registered" and json.loads(text)["ranks"] == 6
-    ]
+    told = [row["lineage"] for row in scripted(tmp_path, 6, "registered")]
     generation = starts(tmp_path, 0, 0)["generation"]
     assert told == [[generation, former] for former in (0, 1, 2, 3, None, None)]
 
 
-def scripts_done(folder, ranks):
-    found = []
-    for path in folder.glob("script-*.jsonl"):
-        rows = [json.loads(text) for text in path.read_text().splitlines()]
-        found += [row for row in rows if row["kind"] == "script_done" and row["ranks"] == ranks]
-    return found
+def scripted(folder, ranks, kind="script_done"):
+    """Return what the scripts of a group of so many ranks have written, in the order of ranks."""
+    rows = [row for path in sorted(folder.glob("script-*.jsonl")) for row in read_lines(path)]
+    return [row for row in rows if row["kind"] == kind and row["ranks"] == ranks]
 
 
 def everywhere(folder, ranks, experts=8, layers=3):
@@ -212,8 +204,7 @@ def test_a_rank_killed_after_a_resize_restarts_the_group_at_its_new_size(tmp_pat
         run.wait_for_steps()
         pids, newest = run.supervisor.pids, run.placement()
         run.supervisor.kill_rank(2)
-        run.wait(lambda: run.supervisor.restarts == 1, "the restart")
-        run.wait(lambda: lines(tmp_path, 2, "start")[-1]["attempt"] == 1, "rank 2")
+        run.wait_for_restart()
         run.wait_for_steps()
         report = run.supervisor.stop()
     assert report.ok and len(report.codes) == 3 and report.restarts == 1, report
@@ -232,16 +223,11 @@ def test_a_rank_killed_while_the_group_forms_restarts_it_with_the_newest_saved_m
         run.supervisor.kill_rank(1)
         outcome = run.wait(lambda: run.supervisor.resized, "the end of the resize")
         assert outcome.failed == "a rank died meanwhile, all ranks are started again"
-
-        def restarted(rank):
-            return any(line["attempt"] == 1 for line in lines(tmp_path, rank, "start"))
-
-        run.wait(lambda: run.supervisor.restarts == 1, "the restart")
-        ranks = run.supervisor.num_ranks
-        run.wait(lambda: all(map(restarted, range(ranks))), "all ranks")
+        run.wait_for_restart()
         run.wait_for_steps()
         report = run.supervisor.stop()
-    assert report.ok and report.codes == (0,) * ranks and report.restarts == 1, report
+    assert report.ok and report.restarts == 1, report
+    assert report.codes == (0,) * run.supervisor.num_ranks
     # Of the group of three, no rank may have lived to save its map.
     begun = lines(tmp_path, 0, "start")[-1]
     assert (begun["ranks"], begun["epoch"]) in ((2, 4), (3, 5))

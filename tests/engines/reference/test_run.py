@@ -15,6 +15,7 @@ from evenkeel_moe.adapters.processes.child_process import dying_with_parent
 from evenkeel_moe.engines.reference.config import ExitCode, Fault, RankConfig
 from evenkeel_moe.engines.reference.fleet import run_fleet
 from evenkeel_moe.engines.reference.fleet_report import died_words
+from evenkeel_moe.engines.reference.lines import read_lines
 from evenkeel_moe.engines.reference.supervisor import Supervisor
 from evenkeel_moe.errors import InvalidInput
 from tests.forked.rank import fork_rank
@@ -33,31 +34,23 @@ SMALL: dict[str, Any] = {
 
 
 def lines(folder, rank, kind):
-    path = folder / f"rank-{rank}.jsonl"
-    rows = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    return [row for row in rows if row["kind"] == kind]
+    return [row for row in read_lines(folder / f"rank-{rank}.jsonl") if row["kind"] == kind]
 
 
 def supervisor_for(folder, script, **changes):
-    config = RankConfig(run_folder=str(folder), **{**SMALL, **changes})
-    if script is None:
-        return Supervisor(config, grace_s=deadline(10), start_rank=fork_rank)
+    """Return a supervisor with quick forks for ranks; `options` are its own, `changes` theirs."""
+    options = {"grace_s": deadline(10), "start_rank": fork_rank, **changes.pop("options", {})}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "script.json").write_text(json.dumps(script))
-    return Supervisor(
-        config,
-        grace_s=deadline(10),
-        module="tests.engines.reference.scripted",
-        start_rank=fork_rank,
-    )
+    if script is not None:
+        (folder / "script.json").write_text(json.dumps(script))
+        options["module"] = "tests.engines.reference.scripted"
+    return Supervisor(RankConfig(run_folder=str(folder), **{**SMALL, **changes}), **options)
 
 
 def run(folder, script, *, until=lambda supervisor: None, **changes):
     """Run to the end; `until(supervisor)` is called between polls, and may kill a rank."""
-    return run_supervisor(supervisor_for(folder, script, **changes), until)
+    supervisor = supervisor_for(folder, script, **changes)
 
-
-def run_supervisor(supervisor, until=lambda supervisor: None):
     def poll():
         until(supervisor)
         return supervisor.poll()
@@ -89,9 +82,8 @@ def test_waves_move_real_weights_and_every_output_stays_exact(tmp_path):
     assert report.codes == (0, 0) and report.restarts == 0
     for rank in range(2):
         swaps = lines(tmp_path, rank, "swap")
-        assert [swap["epoch"] for swap in swaps] == list(range(1, len(swaps) + 1)) and len(
-            swaps
-        ) >= 4
+        assert [swap["epoch"] for swap in swaps] == list(range(1, len(swaps) + 1))
+        assert len(swaps) >= 4
         # All ranks swapped at the same step.
         assert [swap["step"] for swap in swaps] == [
             swap["step"] for swap in lines(tmp_path, 0, "swap")
@@ -103,9 +95,7 @@ def test_waves_move_real_weights_and_every_output_stays_exact(tmp_path):
         assert [step["step"] for step in steps] == list(range(60))
         assert steps[-1]["epoch"] == len(swaps)
         # The runbooks search the log for these.
-        logged = [
-            json.loads(text) for text in (tmp_path / f"rank-{rank}.log").read_text().splitlines()
-        ]
+        logged = read_lines(tmp_path / f"rank-{rank}.log")
         assert [row["epoch"] for row in logged if row["event"] == "swap"] == [
             swap["epoch"] for swap in swaps
         ]
@@ -186,11 +176,9 @@ def test_only_ranks_that_died_are_named_with_their_signal_or_exit_code():
 
 def test_a_group_that_keeps_dying_is_given_up(tmp_path):
     """No rank can start, because such sums are not exact; the restarts are limited."""
-    config = RankConfig(run_folder=str(tmp_path), **{**SMALL, "d_ffn": 1 << 15})
     told: list[str] = []
-    report = run_supervisor(
-        Supervisor(config, max_restarts=1, tell=told.append, start_rank=fork_rank)
-    )
+    options = {"max_restarts": 1, "tell": told.append}
+    report = run(tmp_path, None, d_ffn=1 << 15, options=options)
     first, last = told
     assert re.fullmatch(r"rank [01] died \(exit code 1\).*; restarting the group", first)
     assert last.endswith("; the group is not restarted again")

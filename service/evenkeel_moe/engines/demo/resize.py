@@ -99,7 +99,7 @@ class ResizeDemo:
 
     def _filled(self) -> Placement | None:
         placement = self._placement(_MORE)
-        if placement is None or self._status_of("active_plan") is not None:
+        if placement is None or (self._status() or {}).get("active_plan") is not None:
             return None
         joined = holders(placement)[:, :, self._joined :]
         return placement if bool(joined.any(axis=1).all()) else None
@@ -198,10 +198,6 @@ class ResizeDemo:
     def _status(self) -> dict[str, Any] | None:
         found: dict[str, Any] | None = self._controller.get("deployments/demo")
         return found
-
-    def _status_of(self, name: str) -> Any:
-        status = self._status()
-        return None if status is None else status[name]
 
     def _placement(self, ranks: int) -> Placement | None:
         """Return the committed placement; None while the group has another number of ranks."""

@@ -215,13 +215,14 @@ def _balance_checks(
     fell = lost > NOTICEABLE
     change = f"{ratio(before)} -> {ratio(after)} at step {shift_at}"
     committed = f"{len(figures)} were"
+    any_plan = PromiseCheck("at least one plan was committed", bool(figures), committed)
     if options.dispatch is DispatchRule.FEWEST:
         # It balances active experts, so the balance of tokens says nothing about a plan.
-        return [PromiseCheck("at least one plan was committed", bool(figures), committed)]
+        return [any_plan]
     if options.dispatch is not DispatchRule.EVEN and not later:
         # A rule that splits every batch again may not need another placement. Then the shift must
         # not have cost balance.
-        checks = [PromiseCheck("at least one plan was committed", bool(figures), committed), *gains]
+        checks = [any_plan, *gains]
         # Load is recorded for slots of the placement. Under Libra, fetched experts carried part
         # of it.
         if not options.dispatch.fetches:
@@ -232,7 +233,7 @@ def _balance_checks(
     if fell and not later and lost < THRESHOLDS["min_gain"]:
         # A placement that lost so little is rightly kept.
         return [
-            PromiseCheck("at least one plan was committed", bool(figures), committed),
+            any_plan,
             *gains,
             seen,
             PromiseCheck("the shift cost less than a plan must save", True, change),
