@@ -164,6 +164,7 @@ def test_a_manual_plan_is_no_reaction_of_the_controller():
             "every output equals the never-migrated model's",
         ),
         ({"rows_checked": -1000}, None, "every output equals the never-migrated model's"),
+        ({"slots_checked": -10}, None, "every slot's weights equal the original expert's"),
         (
             {"ok": False, "problems": ["a leak"]},
             "check: a leak",

@@ -1,6 +1,7 @@
 """All ranks start their guest, or none does."""
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,17 @@ def test_a_rank_without_the_plugin_is_found_before_any_collective():
     assert errors == {0: message, 2: message}
     ask_in_vain(1)
     assert 1 in errors, "a rank that comes after the others gave up does not start alone"
+
+
+def test_ranks_that_join_without_the_plugin_are_named_and_the_others_need_not_wait():
+    store = dist.HashStore()
+    RollCall(store, "c", 1, 3).announce()
+    with pytest.raises(Unavailable, match=r"ranks \[2\] join without the plugin"):
+        RollCall(store, "c", 0, 3).require_announced(1)
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="did not start"):
+        RollCall(store, "c", 1, 3).require_all(deadline(20.0))
+    assert time.monotonic() - began < 10
 
 
 def test_a_start_that_fails_on_one_rank_fails_on_all_and_is_undone():

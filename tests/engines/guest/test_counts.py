@@ -1,9 +1,13 @@
-"""Counts by slot become counts by expert, step by step."""
+"""The tokens of a batch that several ranks got are counted once, those of a dummy step never."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from evenkeel_moe.engines.guest.counts import count_once
+from evenkeel_moe.engines.guest.counts import StepNote, count_once, record_step
+from evenkeel_moe.model.load import Phase
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -27,3 +31,14 @@ def test_ranks_that_each_route_the_whole_batch_count_it_on_the_first():
     parts = [count_once(counts, 6, 6, place) for place in range(4)]
     assert [tokens for _, tokens in parts] == [6, 0, 0, 0]
     assert np.array_equal(sum(part for part, _ in parts), counts)
+
+
+@pytest.mark.parametrize(("dummy", "factor"), [(False, 1), (True, 0)])
+def test_a_dummy_step_is_recorded_without_tokens(dummy, factor):
+    told = []
+    agent: Any = SimpleNamespace(record=lambda *values, **named: told.append((values, named)))
+    counts = np.array([[3, 4, 5]])
+    record_step(agent, StepNote(7, 2, dummy, 6), counts, 6, Phase.DECODE)
+    [((step, recorded), named)] = told
+    assert step == 7 and np.array_equal(recorded, factor * counts)
+    assert (named["tokens"], named["dummy"], named["epoch"]) == (factor * 6, dummy, 2)

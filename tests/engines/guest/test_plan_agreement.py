@@ -101,6 +101,7 @@ def test_workers_that_ask_at_different_steps_get_every_plan():
             assert rank.agreement.refused == ""
             assert np.array_equal(rank.answers[-1], target)
             rank.agreement.end()
+            assert rank.agreement.move is None
     assert [len(rank.answers) for rank in ranks] == [PLANS, PLANS]
 
 
