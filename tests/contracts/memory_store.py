@@ -220,18 +220,19 @@ class SilentStore(MemoryStore):
     ) -> None:
         super().__init__(clock, **sizes)
         self.silent = set(silent)
-        self._about = about
         self.refused = 0
+        self._about = about
+        for name in dir(MemoryStore):
+            if not name.startswith("_"):
+                setattr(self, name, self._unless_silent(name))
 
-    def __getattribute__(self, name: str) -> Any:
-        call = super().__getattribute__(name)
-        if name.startswith("_") or name in ("silent", "refused"):
-            return call
+    def _unless_silent(self, name: str) -> Any:
+        call = getattr(super(), name)
 
-        async def ask(*arguments: Any) -> Any:
+        async def ask(*arguments: Any, **options: Any) -> Any:
             if name in self.silent and (self._about is None or self._about == arguments[0]):
                 self.refused += 1
                 raise Unavailable("no answer")
-            return await call(*arguments)
+            return await call(*arguments, **options)
 
         return ask
