@@ -237,69 +237,6 @@ def test_an_abort_that_comes_as_the_connection_is_made_is_not_lost():
     transport.abort()
 
 
-class LateBackend:
-    """A backend whose receives fail at their deadline, and go on writing until waited for again."""
-
-    def __init__(self):
-        self.receives: list[LateReceive] = []
-
-    def allgather(self, gathered, sent):
-        return LateReceive(None)
-
-    def recv(self, tensors, peer, tag):
-        self.receives.append(LateReceive(tensors[0]))
-        return self.receives[-1]
-
-    def abort(self):
-        for receive in self.receives:
-            receive.aborted = True
-
-
-class LateReceive:
-    def __init__(self, tensor):
-        self.tensor, self.aborted, self.over = tensor, False, tensor is None
-
-    def wait(self, timeout=None):
-        if self.tensor is None:
-            return True
-        self.over = self.aborted
-        raise RuntimeError("timed out")
-
-
-def test_when_staging_fails_every_operation_in_flight_is_waited_for():
-    """R7: the rank calls itself drained, so no late byte may reach the staging memory after that.
-
-    On the host batches are posted ahead, so the operations of several batches are in flight.
-    """
-    backend = LateBackend()
-    communicator = Communicator(backend, 0, 1, CPU)
-    transport = TorchWeightTransport(
-        rank=0,
-        slots_per_rank=2,
-        staging_bytes=4 * NBYTES,
-        tensors_of=lambda _layer, local: expert(local),
-        sample=expert(0),
-        connect=lambda _serial: communicator,
-        device=CPU,
-    )
-    transport.rebuild(0)
-    batches = tuple(
-        (Transfer(0, expert_, expert_, slot, NBYTES),) for expert_, slot in ((2, 0), (3, 1))
-    )
-    prepare = Prepare(
-        LEADER,
-        WaveKey(GENERATION, PlanId("late"), 0, 1),
-        Epoch(0),
-        Wave(0, (0,), np.array([[2, 3, 2, 3]], np.int32), batches),
-        (0, 0),
-        60.0,
-    )
-    outcome = transport.stage(prepare, threading.Event(), lambda done, total: None)
-    assert outcome.reason is Reason.TRANSFER_FAILED and transport.broken
-    assert len(backend.receives) == 2 * len(expert(0))
-    assert all(receive.over for receive in backend.receives)
-
-
 # --- The deadlines, the pace and the order of a wave's operations, on a clock that they move ------
 
 
@@ -495,6 +432,19 @@ def test_a_batch_that_fails_is_late_at_its_deadline_and_what_has_ended_is_not_wa
         assert outcome.detail == "batch 0: no route to the peer"
     elif reason is not None:
         assert outcome.detail == "batch 0: past its deadline"
+
+
+def test_when_staging_fails_every_operation_in_flight_is_waited_for():
+    """R7: the rank calls itself drained, so no late byte may reach the staging memory after that.
+
+    On the host batches are posted ahead, so the operations of several batches are in flight.
+    """
+    backend = Backend(failing=(0,))
+    batches = (copy(1, 0),), (copy(1, 0, slot=1),)
+    assert stage(backend, *batches).reason is Reason.TRANSFER_FAILED
+    first, second = tags_of(*batches)
+    waited = [event[1] for event in backend.events if event[0] == "wait"]
+    assert waited == [first, first, second], "also for the one that failed, which may go on writing"
 
 
 def test_without_a_connection_no_batch_begins():
