@@ -1,5 +1,6 @@
 """Machines in any state, and messages of a small deployment for them."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -424,6 +425,19 @@ def ack(control, placement, epoch, index=0, now=0.0):
     return both(
         control, lambda rank: msg.Ack(key_of(index=index), Epoch(epoch), placement.digest), now
     )
+
+
+def stored_plan(**changes) -> ctl.StoredRecords:
+    """The records of a leader whose plan ran, with changes of the plan's record."""
+    kept = dataclasses.replace(record(control_of(ControlState.MIGRATING)), **changes)
+    return ctl.StoredRecords(plans=(kept,), epochs={Epoch(0): BASE})
+
+
+def find_armed(control, wave: WaveKey | None = None, **changes) -> None:
+    """Both ranks tell a new leader, and then its query about it, that they are armed for a wave."""
+    armed = {"state": msg.ParticipantState.ARMED, "wave": wave or key_of()} | changes
+    for query in (1, 2):
+        both(control, lambda rank, query=query: state_of(rank, query=query, **armed))
 
 
 def carry_out(control, waves=2):

@@ -31,6 +31,7 @@ from tests.protocol.machines import (
     both,
     come,
     control_of,
+    find_armed,
     from_rank,
     group_leaves,
     hello_of,
@@ -47,6 +48,7 @@ from tests.protocol.machines import (
     record,
     restarts,
     state_of,
+    stored_plan,
     vote,
     wave_state,
 )
@@ -237,14 +239,7 @@ def test_two_questions_at_rest_fit_into_a_lease(heartbeat_s, lease_s, at_rest_s)
 def test_found_wave_is_ended_before_anything_else():
     """R12."""
     control = control_of(S.RECOVERING)
-    for rank in (0, 1):
-        held = state_of(rank, query=1, state=msg.ParticipantState.ARMED, wave=key_of())
-        control.handle(from_rank(rank, held), 0.0)
-    assert wave_state(control) is C.RECOVERING
-    both(
-        control,
-        lambda rank: state_of(rank, query=2, state=msg.ParticipantState.ARMED, wave=key_of()),
-    )
+    find_armed(control)
     assert wave_state(control) is C.COMMITTING
     ack(control, AFTER_ONE, 1)
     assert control.coordinator is not None
@@ -269,13 +264,6 @@ def test_a_late_answer_to_an_earlier_round_does_not_count():
     assert (control.state, control.epoch) == (S.READY, 1)
 
 
-def stored_plan(**changes):
-    control = control_of(S.MIGRATING)
-    return ctl.StoredRecords(
-        plans=(dataclasses.replace(record(control), **changes),), epochs={Epoch(0): BASE}
-    )
-
-
 def test_new_leader_keeps_a_freeze():
     control = control_of(S.READY, ctl.StoredRecords(frozen_until=100.0))
     assert control.frozen_until == 100.0
@@ -294,13 +282,7 @@ def test_new_leader_goes_on_with_a_plan_that_the_ranks_are_in_the_middle_of():
 def found_and_acked(stored):
     """A new leader found wave 0 armed on the ranks, ended it, and has not heard them again."""
     control = control_of(S.RECOVERING, stored)
-    for query in (1, 2):
-        both(
-            control,
-            lambda rank, query=query: state_of(
-                rank, query=query, state=msg.ParticipantState.ARMED, wave=key_of()
-            ),
-        )
+    find_armed(control)
     return control, ack(control, AFTER_ONE, 1)
 
 

@@ -30,16 +30,15 @@ from tests.protocol.machines import (
     ack,
     after_wave,
     answer_queries,
-    both,
     control_of,
-    key_of,
+    find_armed,
     of_kind,
     only,
     plan_of,
     planning_loop_of,
     record,
     restarts,
-    state_of,
+    stored_plan,
     vote,
 )
 
@@ -346,8 +345,7 @@ def test_a_plan_that_is_cancelled_or_stalls_says_when():
 
 
 def test_a_plan_that_waits_for_ranks_or_ends_with_its_group_says_when():
-    stored = ctl.StoredRecords(plans=(record(control_of(S.MIGRATING)),), epochs={Epoch(0): BASE})
-    control = control_of(S.RECOVERING, stored, unix_offset_s=OFFSET)
+    control = control_of(S.RECOVERING, stored_plan(), unix_offset_s=OFFSET)
     for t in range(1, 13):
         control.handle(msg.Tick(), float(t))
     assert times(control)[-1] == ("stalled", 1011.0)
@@ -358,15 +356,8 @@ def test_a_plan_that_waits_for_ranks_or_ends_with_its_group_says_when():
 
 
 def test_a_wave_found_on_the_ranks_is_counted_with_its_unix_time():
-    stored = ctl.StoredRecords(plans=(record(control_of(S.MIGRATING)),), epochs={Epoch(0): BASE})
-    control = control_of(S.RECOVERING, stored, unix_offset_s=OFFSET)
-    for query in (1, 2):
-        both(
-            control,
-            lambda rank, query=query: state_of(
-                rank, query=query, state=msg.ParticipantState.ARMED, wave=key_of()
-            ),
-        )
+    control = control_of(S.RECOVERING, stored_plan(), unix_offset_s=OFFSET)
+    find_armed(control)
     ack(control, AFTER_ONE, 1, now=1.0)
     assert times(control)[-1] == ("wave_committed", 1001.0)
 

@@ -45,6 +45,7 @@ from tests.protocol.machines import (
     refused,
     sent,
     state_of,
+    stored_plan,
     vote,
 )
 
@@ -352,8 +353,7 @@ def test_an_accepted_plan_that_waits_is_cancelled_at_once_but_not_before_the_ran
     assert (control.state, record(control).phase) == (S.MIGRATING, PlanPhase.APPROVED)
     Operator(control).cancel(P, "me", 0.0)
     assert (control.state, record(control).phase) == (S.READY, PlanPhase.CANCELLED)
-    stored = ctl.StoredRecords(plans=(record(control_of(S.MIGRATING)),), epochs={Epoch(0): BASE})
-    control = control_of(S.RECOVERING, stored)
+    control = control_of(S.RECOVERING, stored_plan())
     found, actions = Operator(control).cancel(P, "me", 0.0)
     assert (found.phase, control.state) == (PlanPhase.MIGRATING, S.RECOVERING)
     assert found.story[-1]["event"] == "cancel_requested" and not sent(actions)

@@ -27,6 +27,7 @@ from tests.protocol.machines import (
     both,
     carry_out,
     control_of,
+    find_armed,
     from_rank,
     hello_of,
     key_of,
@@ -40,6 +41,7 @@ from tests.protocol.machines import (
     record,
     sent,
     state_of,
+    stored_plan,
     vote,
     wave_state,
 )
@@ -394,14 +396,12 @@ def test_a_wave_on_a_stale_base_or_without_free_buffers_is_not_sent():
             assert (record(control).reason, sent(actions)) == (reason, [])
 
 
-def found(stored_changes, wave=None, **changes):
+def found(stored_changes, wave):
     """A new leader that finds wave 0 of its stored plan armed on both ranks."""
-    stored = dataclasses.replace(record(control_of(S.MIGRATING)), **stored_changes)
-    control = control_of(S.RECOVERING, ctl.StoredRecords(plans=(stored,), epochs={Epoch(0): BASE}))
-    held = ARMED if wave is None else {**ARMED, "wave": wave}
-    for query in (1, 2):
-        both(control, lambda rank, query=query: state_of(rank, query=query, **held, **changes))
-    return control, stored
+    stored = stored_plan(**stored_changes)
+    control = control_of(S.RECOVERING, stored)
+    find_armed(control, wave)
+    return control, stored.plans[0]
 
 
 @pytest.mark.parametrize(
@@ -422,8 +422,7 @@ def test_a_found_wave_is_counted_only_for_a_plan_that_waits_for_it(stored, index
 
 def test_a_plan_whose_found_wave_was_aborted_ends():
     """The ranks have given the wave up for good: they would refuse it again."""
-    stored = ctl.StoredRecords(plans=(record(control_of(S.MIGRATING)),), epochs={Epoch(0): BASE})
-    control = control_of(S.RECOVERING, stored)
+    control = control_of(S.RECOVERING, stored_plan())
     both(control, lambda rank: state_of(rank, query=1, **(ARMED if rank else {})))
     both(control, lambda rank: state_of(rank, query=2, **(ARMED if rank else {})))
     gone = msg.AbortAnswer(key_of(), Epoch(0), msg.WaveOutcome.DROPPED, True)

@@ -41,6 +41,7 @@ from tests.protocol.machines import (
     sent,
     state_in,
     state_of,
+    stored_plan,
     vote,
     wave_state,
 )
@@ -384,8 +385,7 @@ def test_one_rank_at_the_right_map_commits_the_wave_and_the_other_one_is_found()
 @pytest.mark.parametrize(("epoch", "committed"), [(1, False), (2, True)])
 def test_a_wave_that_a_new_leader_finds_swapped_to_another_map_is_not_committed(epoch, committed):
     """At a later epoch the map is the engine's own, and the wave had been committed before."""
-    stored = record(control_of(S.MIGRATING))
-    control = control_of(S.RECOVERING, ctl.StoredRecords(plans=(stored,), epochs={Epoch(0): BASE}))
+    control = control_of(S.RECOVERING, stored_plan())
     at_other: dict[str, Any] = {"epoch": epoch, "last_wave": key_of(), "last_outcome": SWAPPED}
     held: dict[str, Any] = {"state": msg.ParticipantState.ARMED, "wave": key_of()}
     both(control, lambda rank: state_of(rank, query=1, **(held if rank else at_other)))
