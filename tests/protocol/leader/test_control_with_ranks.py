@@ -13,18 +13,16 @@ from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
 from evenkeel_moe.protocol.leader.query_round import GroupState
+from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
     AFTER_ONE,
     AFTER_TWO,
     BASE,
-    DEPLOYMENT,
     LEADER,
-    SHAPE,
     Operator,
     abort_answers,
     ack,
@@ -32,12 +30,15 @@ from tests.protocol.machines import (
     answer_queries,
     control_of,
     find_armed,
+    from_rank,
+    hello_of,
     of_kind,
     only,
     plan_of,
     planning_loop_of,
     record,
     restarts,
+    state_of,
     stored_plan,
     vote,
 )
@@ -51,41 +52,27 @@ class Group:
     """A leading machine and its two ranks."""
 
     def __init__(self, policy: DeploymentPolicy = AUTO) -> None:
-        self.control = DeploymentControl(DEPLOYMENT, policy=policy)
+        self.control = control_of(timing=ControlTiming(), policy=policy)
         self.operator = Operator(self.control)
         self.now = 0.0
         self.version = 1
         self.checksums: tuple[int, ...] = (5,) * 8
         self.cycles: list[ctl.RunCycle] = []
-        self.control.handle(ctl.LeaseAcquired(LEADER), 0.0)
-        for rank in range(2):
-            self.hello(rank)
-        assert self.run(1) and self.control.state is ControlState.READY
 
     @property
     def executor(self) -> PlanExecutor:
         return self.control.as_leader.executor
 
-    def hello(self, rank, generation="g1", shape=SHAPE, stream=None):
-        identity = msg.RankIdentity(DEPLOYMENT, EpRank(rank), Generation(generation), 1)
-        hello = msg.Hello(
-            identity, shape, "n", "", Epoch(0), BASE.digest, 1, "c", 1000, 1000, "gate"
-        )
-        certified = generation != "g1"
-        event = ctl.FromRank(EpRank(rank), 1, stream or rank + 1, hello, certified)
+    def hello_of_larger(self, rank, stream):
+        """A rank of a larger group says hello, under a certificate that names it."""
+        hello = hello_of(rank, "g9", shape=LARGER)
+        event = ctl.FromRank(EpRank(rank), 1, stream, hello, certified=True)
         self.carry_out(self.control.handle(event, self.now))
 
     def state(self, rank, query=UNASKED):
-        identity = msg.RankIdentity(DEPLOYMENT, EpRank(rank), Generation("g1"), 1)
-        placement = BASE if query.want_placement else None
         sums = self.checksums if query.want_checksums else None
-        state = msg.RankState(
-            identity, msg.ParticipantState.IDLE, None, Epoch(0), BASE.digest, self.version, True,
-            None, None, placement, sums, 0, 5, query.query,
-        )  # fmt: skip
-        self.carry_out(
-            self.control.handle(ctl.FromRank(EpRank(rank), 1, rank + 1, state), self.now)
-        )
+        state = state_of(rank, query.query, weights_version=self.version, checksums=sums)
+        self.carry_out(self.control.handle(from_rank(rank, state), self.now))
 
     def carry_out(self, actions):
         for action in actions:
@@ -99,7 +86,6 @@ class Group:
         for _ in range(seconds):
             self.now += 1.0
             self.carry_out(self.control.handle(msg.Tick(), self.now))
-        return True
 
     def next_cycle(self):
         self.cycles.clear()
@@ -126,10 +112,10 @@ def automatic(plan_id="a", waves=2):
 
 def test_a_rank_of_a_larger_group_does_not_count_in_the_registered_one():
     group = Group()
-    group.hello(3, "g9", LARGER, stream=9)
+    group.hello_of_larger(3, 9)
     membership = group.control.membership
     assert membership.quorum(group.now).detail == "all 2 ranks"
-    assert membership.staging_bytes() == (1000, 1000)
+    assert membership.staging_bytes() == (100, 100)
     record, _ = group.operator.submit(plan_of(), group.now, approve=True)
     assert record.phase is PlanPhase.MIGRATING
     coordinator = group.executor.coordinator
@@ -138,7 +124,7 @@ def test_a_rank_of_a_larger_group_does_not_count_in_the_registered_one():
 
 def test_a_rank_of_a_larger_group_that_left_blocks_nothing():
     group = Group()
-    group.hello(3, "g9", LARGER, stream=9)
+    group.hello_of_larger(3, 9)
     group.control.handle(ctl.StreamClosed(EpRank(3), 9), group.now)
     group.run(100)
     assert group.control.membership.quorum(group.now).ok
@@ -151,7 +137,7 @@ def test_a_rank_of_a_larger_group_that_left_blocks_nothing():
 
 def test_ranks_of_a_larger_group_hear_of_the_leader_while_it_gathers():
     group = Group()
-    group.hello(3, "g9", LARGER, stream=9)
+    group.hello_of_larger(3, 9)
     told = [
         action
         for tick in range(55)  # Slightly more than two heartbeats: the registered group is at rest.
@@ -423,7 +409,7 @@ def test_a_resume_ends_a_freeze_and_a_repeated_one_writes_nothing():
 def test_a_larger_group_is_registered_when_all_its_ranks_are_here():
     group = Group()
     for rank in (3, 2, 1, 0):
-        group.hello(rank, "g9", LARGER, stream=20 + rank)
+        group.hello_of_larger(rank, 20 + rank)
     membership = group.control.membership
     assert (membership.generation, membership.shape) == ("g9", LARGER)
     assert sorted(membership.members) == [0, 1, 2, 3]
