@@ -18,6 +18,7 @@ from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.leader.planning_loop import PlanningLoop
+from evenkeel_moe.protocol.rank.gate import Gate
 from evenkeel_moe.protocol.rank.participant import Participant
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
 from evenkeel_moe.protocol.transitions import ControlState, CoordinatorState
@@ -106,6 +107,15 @@ def drop(rank: Participant) -> None:
     rank.handle(msg.TransportDrained(rank.wave), 0.0)
 
 
+def gates_of(ranks, poll_every: int = 3, resolve_after: int = 2) -> list[Gate]:
+    """The gates of the ranks of a group, which have agreed."""
+    gates = [Gate([rank], poll_every=poll_every, resolve_after=resolve_after) for rank in ranks]
+    minima = np.minimum.reduce([gate.agreement() for gate in gates])
+    for gate in gates:
+        gate.settle(minima)
+    return gates
+
+
 def next_digest(rank: Participant) -> str:
     """Return the digest of the map that a rank has after the wave it holds."""
     assert rank.next_placement is not None
@@ -116,9 +126,11 @@ def from_controller(message, stream: int = STREAM) -> msg.FromController:
     return msg.FromController(stream, message)
 
 
-def participant_in(state: msg.ParticipantState, *, polled: bool = False) -> Participant:
+def participant_in(
+    state: msg.ParticipantState, number: int = 0, *, polled: bool = False
+) -> Participant:
     """A participant that took the usual way to a state; `polled`: a poll in flight saw it armed."""
-    rank, key = participant_of(), key_of()
+    rank, key = participant_of(number), key_of()
     if state is msg.ParticipantState.IDLE:
         return rank
     rank.handle(from_controller(prepare_of()), 0.0)

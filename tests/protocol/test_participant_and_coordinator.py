@@ -4,20 +4,22 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.coordinator import Coordinator
 from evenkeel_moe.protocol.messages import ParticipantState as P
-from evenkeel_moe.protocol.rank.gate import Gate, PollResolved
+from evenkeel_moe.protocol.rank.gate import PollResolved
 from evenkeel_moe.protocol.transitions import CoordinatorState as C
 from tests.protocol.machines import (
     BASE,
     LEADER,
+    PEERS,
     TIMING,
     from_controller,
+    gates_of,
     key_of,
     only,
+    participant_in,
     participant_of,
     prepare_of,
     wave_of,
@@ -31,13 +33,9 @@ class Pair:
 
     def __init__(self, leader=LEADER, ranks=None, query=0, lose=None):
         self.ranks = ranks or [participant_of(0), participant_of(1)]
-        self.gates = [Gate([rank], poll_every=2, resolve_after=2) for rank in self.ranks]
-        minima = np.minimum.reduce([gate.agreement() for gate in self.gates])
-        for gate in self.gates:
-            gate.settle(minima)
-        peers = {EpRank(0): (1, 10), EpRank(1): (1, 11)}
+        self.gates = gates_of(self.ranks, poll_every=2)
         prepare = prepare_of(leader=leader) if query == 0 else None
-        self.wave = Coordinator(key_of(), leader, peers, TIMING, prepare=prepare, query=query)
+        self.wave = Coordinator(key_of(), leader, PEERS, TIMING, prepare=prepare, query=query)
         self.lose = lose
         self.poll: list = []
         self.to_ranks(self.wave.start(0.0, 0))
@@ -154,10 +152,7 @@ def test_abort_before_the_poll_wins():
 
 def test_leader_dies_between_votes_and_commit_and_the_next_one_commits():
     """R12: all are prepared or armed: commit."""
-    prepared = [participant_of(0), participant_of(1)]
-    for rank in prepared:
-        rank.handle(from_controller(prepare_of()), 0.0)
-        rank.handle(msg.StagingFinished(key_of()), 0.0)
+    prepared = [participant_in(P.PREPARED, rank) for rank in (0, 1)]
     second = Pair(msg.Leader("b", 2), prepared, query=1)
     assert second.state() is C.COMMITTING
     second.step(4)
@@ -167,9 +162,7 @@ def test_leader_dies_between_votes_and_commit_and_the_next_one_commits():
 
 def test_leader_dies_and_one_rank_never_heard_of_the_wave():
     """R12: one rank that does not hold the wave: abort it everywhere, armed ranks too."""
-    armed, idle = participant_of(0), participant_of(1)
-    armed.handle(from_controller(prepare_of()), 0.0)
-    armed.handle(msg.StagingFinished(key_of()), 0.0)
+    armed, idle = participant_in(P.PREPARED), participant_of(1)
     pair = Pair(msg.Leader("b", 2), [armed, idle], query=1)
     assert pair.wave.done and pair.state() is C.ABORTED
     late = idle.handle(from_controller(prepare_of()), 0.0)
@@ -200,14 +193,9 @@ def test_reload_on_one_rank_ends_the_wave_on_all():
 
 def test_leaderless_ranks_drop_together_and_a_late_commit_finds_the_wave_gone():
     """R6."""
-    ranks = [participant_of(0), participant_of(1)]
-    for rank in ranks:
-        rank.handle(from_controller(prepare_of()), 0.0)
-        rank.handle(msg.StagingFinished(key_of()), 0.0)
-    gates = [Gate([rank], poll_every=1, resolve_after=1) for rank in ranks]
-    minima = np.minimum.reduce([gate.agreement() for gate in gates])
+    ranks = [participant_in(P.PREPARED, rank) for rank in (0, 1)]
+    gates = gates_of(ranks, poll_every=1, resolve_after=1)
     for gate in gates:
-        gate.settle(minima)
         gate.advance()
     poll = np.minimum.reduce([gate.begin_poll(50.0) for gate in gates])
     for rank, gate in zip(ranks, gates, strict=True):

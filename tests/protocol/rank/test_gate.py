@@ -19,6 +19,7 @@ from tests.protocol.machines import (
     arm,
     drop,
     from_controller,
+    gates_of,
     key_of,
     next_digest,
     only,
@@ -28,17 +29,6 @@ from tests.protocol.machines import (
     reply,
     wave_of,
 )
-
-
-def gates_of(participants, poll_every=3, resolve_after=2):
-    """One gate per rank, agreed."""
-    gates = [
-        Gate([rank], poll_every=poll_every, resolve_after=resolve_after) for rank in participants
-    ]
-    minima = np.minimum.reduce([gate.agreement() for gate in gates])
-    for gate in gates:
-        gate.settle(minima)
-    return gates
 
 
 def steps(gates, count, now=0.0):
