@@ -107,7 +107,7 @@ def drop(rank: Participant) -> None:
     rank.handle(msg.TransportDrained(rank.wave), 0.0)
 
 
-def gates_of(ranks, poll_every: int = 3, resolve_after: int = 2) -> list[Gate]:
+def gates_of(ranks, poll_every=3, resolve_after=2):
     """The gates of the ranks of a group, which have agreed."""
     gates = [Gate([rank], poll_every=poll_every, resolve_after=resolve_after) for rank in ranks]
     minima = np.minimum.reduce([gate.agreement() for gate in gates])
@@ -445,9 +445,9 @@ def stored_plan(**changes) -> ctl.StoredRecords:
     return ctl.StoredRecords(plans=(kept,), epochs={Epoch(0): BASE})
 
 
-def find_armed(control, wave: WaveKey | None = None, **changes) -> None:
+def find_armed(control, wave: WaveKey | None = None) -> None:
     """Both ranks tell a new leader, and then its query about it, that they are armed for a wave."""
-    armed = {"state": msg.ParticipantState.ARMED, "wave": wave or key_of()} | changes
+    armed: dict[str, Any] = {"state": msg.ParticipantState.ARMED, "wave": wave or key_of()}
     for query in (1, 2):
         both(control, lambda rank, query=query: state_of(rank, query=query, **armed))
 
