@@ -10,17 +10,21 @@ from hypothesis import strategies as st
 
 from evenkeel_moe.controller.cycles.cycle_inputs import (
     CycleSettings,
+    build_evacuation,
     merge_phases,
     plan_history,
     price,
     steps_since_move,
 )
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.errors import Reason, ShapeMismatch
 from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem.objective import Objective
+from evenkeel_moe.planning.schedule.width_change import holders, stranded
 from tests.contracts.test_stores import make_record
+from tests.planning.decision.test_cycle import inputs, skewed
 from tests.telemetry.test_balance import SHAPE, make_window
 
 
@@ -156,3 +160,13 @@ def test_steps_under_the_present_placement_are_those_of_its_epoch():
     assert steps_since_move([window, other], Epoch(3), 100) == 8
     assert steps_since_move([window, other], Epoch(3), 5) == 5
     assert steps_since_move([window], Epoch(4), 100) == 0
+
+
+def test_an_evacuation_retires_as_many_ranks_as_do_not_stay_and_whole_nodes_if_asked():
+    asked = inputs(skewed(20), topology=Topology((0,) * inputs(skewed(20)).shape.num_ranks))
+    stay = asked.shape.num_ranks - 1
+    retired, target, waves = build_evacuation(asked, (), stay, False)
+    assert len(retired) == 1 and waves
+    assert stranded(holders(target), retired) == 0
+    with pytest.raises(ShapeMismatch, match="whole nodes"):
+        build_evacuation(asked, (), stay, True)
