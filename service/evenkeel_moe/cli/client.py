@@ -49,9 +49,7 @@ class ApiClient:
         if token is not None and not (
             token.isascii() and token.isprintable() and token.split() == [token]
         ):
-            raise CliError(
-                "the token is empty or contains other characters than visible ASCII", Exit.USAGE
-            )
+            raise CliError("the token is empty or contains other characters than visible ASCII")
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._url, self._token_words = url.rstrip("/"), token_words
         self._told_to_wait = False
@@ -66,7 +64,7 @@ class ApiClient:
                 limits=httpx.Limits(max_keepalive_connections=0),
             )
         except httpx.InvalidURL as error:
-            raise CliError(f"{self._url} is not a valid URL: {error}", Exit.USAGE) from error
+            raise CliError(f"{self._url} is not a valid URL: {error}") from error
 
     def __enter__(self) -> "ApiClient":
         return self
@@ -138,7 +136,7 @@ class ApiClient:
             return str(names[0])
         if not names:
             raise CliError("the controller has no deployment yet", Exit.REFUSED)
-        raise CliError(f"there are several deployments, name one: {', '.join(names)}", Exit.USAGE)
+        raise CliError(f"there are several deployments, name one: {', '.join(names)}")
 
     def _ask_leader(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         response = self._http.request(method, f"/v1/{path}", **kwargs)
@@ -172,12 +170,12 @@ class ApiClient:
         try:
             response = self._wait_for_planner(lambda: self._ask_leader(method, path, **kwargs))
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-            raise CliError(f"{self._url} is not a valid URL: {error}", Exit.USAGE) from error
+            raise CliError(f"{self._url} is not a valid URL: {error}") from error
         except httpx.RequestError as error:
             raise self._unanswered(error) from error
         except ValueError as error:
             # An argument that is not valid text, or a number that JSON does not have.
-            raise CliError(f"cannot send the request: {error}", Exit.USAGE) from error
+            raise CliError(f"cannot send the request: {error}") from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise CliError(f"{self._url} refused: {self._token_words}", Exit.UNAUTHORIZED)
         if not response.is_success:
@@ -189,12 +187,11 @@ class ApiClient:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             return CliError(
                 f"the certificate of {self._url} is not trusted: {error}; --ca-file names the file"
-                " of its CA",
-                Exit.USAGE,
+                " of its CA"
             )
         names = "--address names the REST address of a controller"
         if "WRONG_VERSION_NUMBER" in str(error):
-            return CliError(f"{self._url}: the port speaks http, not https; {names}", Exit.USAGE)
+            return CliError(f"{self._url}: the port speaks http, not https; {names}")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return NotSent(
                 f"no controller answers at {self._url} ({_connection_words(error)}); is"
@@ -221,7 +218,7 @@ def checked_id(text: str, kind: str) -> str:
     """
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text) is None:
         allowed = "a letter or digit, and then letters, digits and . _ -"
-        raise CliError(f"{text!r} is no {kind} id: it has {allowed}", Exit.USAGE)
+        raise CliError(f"{text!r} is no {kind} id: it has {allowed}")
     return text
 
 
@@ -229,7 +226,7 @@ def _trusting(ca_file: Path) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:
-        raise CliError(f"cannot use the CA file {ca_file}: {error}", Exit.USAGE) from error
+        raise CliError(f"cannot use the CA file {ca_file}: {error}") from error
 
 
 def _connection_words(error: httpx.TransportError) -> str:
@@ -298,13 +295,11 @@ def read_token(token: str | None, token_file: Path | None, local_file: Path) -> 
     except FileNotFoundError:
         if token_file is None:
             return None
-        raise CliError(f"there is no token file {path}", Exit.USAGE) from None
+        raise CliError(f"there is no token file {path}") from None
     except OSError as error:
-        raise CliError(
-            f"cannot read the token file {path}: {error.strerror}", Exit.USAGE
-        ) from error
+        raise CliError(f"cannot read the token file {path}: {error.strerror}") from error
     except UnicodeError as error:
-        raise CliError(f"the token file {path} is not UTF-8 text: {error}", Exit.USAGE) from error
+        raise CliError(f"the token file {path} is not UTF-8 text: {error}") from error
     lines = [line.split("#", 1)[0].split() for line in text.splitlines()]
     secrets = [words for words in lines if words]
     operating = [words for words in secrets if not (len(words) >= 3 and words[1] == "read")]

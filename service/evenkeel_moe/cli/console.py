@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from evenkeel_moe.cli.exits import CliError, Exit
+from evenkeel_moe.cli.exits import CliError
 from evenkeel_moe.model.texts import printable_lines
 
 Cell = str | Text
@@ -220,7 +220,7 @@ def require_terminal(question: str) -> None:
         CliError: standard input is no terminal.
     """
     if not sys.stdin.isatty():
-        raise CliError(f"{question} Repeat the command with --yes to do it.", Exit.USAGE)
+        raise CliError(f"{question} Repeat the command with --yes to do it.")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from evenkeel_moe.adapters.private_files import read_own, write_private
-from evenkeel_moe.cli.exits import CliError, Exit
+from evenkeel_moe.cli.exits import CliError
 
 _FORBID = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,7 +40,7 @@ def named_context(file: Path, known: Contexts, name: str) -> Context:
     """
     if name not in known.contexts:
         names = ", ".join(known.contexts) or "none"
-        raise CliError(f"there is no context {name!r} in {file}; known: {names}", Exit.USAGE)
+        raise CliError(f"there is no context {name!r} in {file}; known: {names}")
     return known.contexts[name]
 
 
@@ -57,9 +57,9 @@ def read_contexts(path: Path) -> Contexts:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise CliError(f"{path}: {where}: {first['msg']}", Exit.USAGE) from error
+        raise CliError(f"{path}: {where}: {first['msg']}") from error
     except (OSError, UnicodeError) as error:
-        raise CliError(f"cannot read {path}: {error}", Exit.USAGE) from error
+        raise CliError(f"cannot read {path}: {error}") from error
 
 
 def write_contexts(path: Path, contexts: Contexts) -> None:
@@ -72,7 +72,7 @@ def write_contexts(path: Path, contexts: Contexts) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(path, contexts.model_dump_json(indent=2, exclude_none=True) + "\n")
     except OSError as error:
-        raise CliError(f"cannot write {path}: {error.strerror}", Exit.USAGE) from error
+        raise CliError(f"cannot write {path}: {error.strerror}") from error
 
 
 def chosen_context(file: Path, name: str | None) -> Context:

@@ -7,7 +7,7 @@ import typer
 
 from evenkeel_moe.cli.command_group import CommandGroup
 from evenkeel_moe.cli.console import say
-from evenkeel_moe.cli.exits import CliError, Exit
+from evenkeel_moe.cli.exits import CliError
 
 app = CommandGroup(help="Check that the plugins fit the engines installed here.")
 _ENGINES = ("vllm", "sglang")
@@ -32,7 +32,7 @@ def check(
             with them. Default: none.
     """
     if engine is not None and engine not in _ENGINES:
-        raise CliError(f"unknown engine {engine!r}; known: {', '.join(_ENGINES)}", Exit.USAGE)
+        raise CliError(f"unknown engine {engine!r}; known: {', '.join(_ENGINES)}")
     reports = [
         report
         for name in _ENGINES
@@ -42,7 +42,7 @@ def check(
     if not reports and not flags:
         wanted = (engine,) if engine else _ENGINES
         verb = "is" if engine else "are"
-        raise CliError(f"{' and '.join(wanted)} {verb} not installed here", Exit.USAGE)
+        raise CliError(f"{' and '.join(wanted)} {verb} not installed here")
     for report in reports:
         _print(report)
     excluded = _print_flags(engine, flags) if engine and flags else False

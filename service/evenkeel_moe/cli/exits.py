@@ -22,7 +22,7 @@ class Exit(IntEnum):
 class CliError(Exception):
     """A failed command: one line for the operator and the exit code of the process."""
 
-    def __init__(self, message: str, code: Exit) -> None:
+    def __init__(self, message: str, code: Exit = Exit.USAGE) -> None:
         super().__init__(message)
         self.code = code
 
@@ -38,4 +38,4 @@ def needing(extra: str, what: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         install = f"`pip install 'evenkeel-moe[{extra}]'`"
-        raise CliError(f"{what} needs {install}: {error}", Exit.USAGE) from error
+        raise CliError(f"{what} needs {install}: {error}") from error

@@ -32,17 +32,12 @@ def recommend(
         tokens_per_sequence: Tokens that a sequence holds in the KV cache, to count the batch in
             sequences. Default: count in tokens.
     """
-    with connection.client() as client:
-        path = connection.path(client, "/recommendation")
-        shown.run(
-            lambda: client.get(
-                path,
-                timeout_s=COMPUTED_WITHIN_S,
-                max_age_s=max_age,
-                tokens_per_sequence=tokens_per_sequence,
-            ),
-            insight_tables.recommendation_view,
-        )
+    connection.show(
+        *(shown, "/recommendation", insight_tables.recommendation_view),
+        timeout_s=COMPUTED_WITHIN_S,
+        max_age_s=max_age,
+        tokens_per_sequence=tokens_per_sequence,
+    )
 
 
 def decisions(

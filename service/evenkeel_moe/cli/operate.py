@@ -9,7 +9,7 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.cli import insight_tables, tables
 from evenkeel_moe.cli.command_group import CommandGroup
 from evenkeel_moe.cli.console import confirm, say
-from evenkeel_moe.cli.exits import CliError, Exit
+from evenkeel_moe.cli.exits import CliError
 from evenkeel_moe.cli.options import (
     ClientOptions,
     DeploymentClientOptions,
@@ -138,11 +138,9 @@ def parse_seconds(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h|d)?", text)
     seconds = 0.0 if found is None else float(found[1]) * _SECONDS[found[2] or ""]
     if not seconds:
-        raise CliError(
-            f"{text!r} is not a duration: give seconds, or for example 15m or 2h", Exit.USAGE
-        )
+        raise CliError(f"{text!r} is not a duration: give seconds, or for example 15m or 2h")
     if seconds > _LONGEST_PAUSE_S:
-        raise CliError(f"{text} is more than 7d", Exit.USAGE)
+        raise CliError(f"{text} is more than 7d")
     return seconds
 
 

@@ -1,16 +1,18 @@
 """Options that several commands share."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
 
 from evenkeel_moe.cli.client import ApiClient, read_token
-from evenkeel_moe.cli.exits import CliError, Exit
+from evenkeel_moe.cli.exits import CliError
+from evenkeel_moe.cli.watch import ShowOptions
 from evenkeel_moe.errors import EvenkeelError
 
 YesOption = Annotated[
@@ -151,6 +153,14 @@ class DeploymentClientOptions(ClientOptions):
         """Return the REST path of the deployment, followed by `rest`."""
         return f"deployments/{self.found(client)}{rest}"
 
+    def show(
+        self, shown: ShowOptions, rest: str, render: Callable[[Any], RenderableType], **asked: Any
+    ) -> None:
+        """Show the answer at a path of the deployment; `asked` goes to `ApiClient.get`."""
+        with self.client() as client:
+            path = self.path(client, rest)
+            shown.run(lambda: client.get(path, **asked), render)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRange:
@@ -182,11 +192,11 @@ def nested_fields(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         for part in above:
             into = into.setdefault(part, {})
             if not isinstance(into, dict):
-                raise CliError(f"{key}: {part} has a value already", Exit.USAGE)
+                raise CliError(f"{key}: {part} has a value already")
         if not all((*above, name)):
-            raise CliError(f"{key} is no name of a field: a part of it is empty", Exit.USAGE)
+            raise CliError(f"{key} is no name of a field: a part of it is empty")
         if name in into:
-            raise CliError(f"{key} is given twice", Exit.USAGE)
+            raise CliError(f"{key} is given twice")
         into[name] = value
     return fields
 
@@ -199,9 +209,9 @@ def parse_value(text: str) -> tuple[str, Any]:
     """
     key, separator, value = text.partition("=")
     if not separator:
-        raise CliError(f"{text} has no value; write {text}=VALUE", Exit.USAGE)
+        raise CliError(f"{text} has no value; write {text}=VALUE")
     if not key:
-        raise CliError(f"{text} names no field; write KEY=VALUE", Exit.USAGE)
+        raise CliError(f"{text} names no field; write KEY=VALUE")
     try:
         return key, json.loads(value)
     except (ValueError, RecursionError):

@@ -67,7 +67,7 @@ def export(file: ExportedFile, connection: DeploymentClientOptions) -> None:
     except (OSError, ValueError) as error:
         # A ValueError means that the path does not end in a file name.
         raise CliError(
-            f"cannot write {out}: {getattr(error, 'strerror', None) or error}", Exit.USAGE
+            f"cannot write {out}: {getattr(error, 'strerror', None) or error}"
         ) from error
     say(f"{out}: epoch {answer['epoch']} of {name}, {file.format_name}")
 
@@ -76,9 +76,7 @@ def _parse_ids(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise CliError(
-            f"--layer-ids {text} must be numbers separated by commas", Exit.USAGE
-        ) from None
+        raise CliError(f"--layer-ids {text} must be numbers separated by commas") from None
 
 
 def _render(answer: dict[str, Any], experts: int, deployment: str, file: ExportedFile) -> str:

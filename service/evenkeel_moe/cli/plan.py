@@ -81,11 +81,7 @@ class PlanArguments:
 
     def body(self, target: dict[str, Any] | None) -> dict[str, Any]:
         """Return the body of the REST request; `target` is the content of the target file."""
-        limits = {
-            "max_moves": self.max_moves,
-            "max_bytes": self.max_bytes,
-            "max_layers": self.max_layers,
-        }
+        limits = {name: getattr(self, name) for name in ("max_moves", "max_bytes", "max_layers")}
         return _given(
             plan_id=self.plan_id or _new_id("manual"),
             policy=self.policy,
@@ -114,7 +110,7 @@ def create(
 ) -> None:
     """Propose a plan: it waits for `evenkeel plan approve`."""
     if request.dry_run and request.start:
-        raise CliError("--dry-run keeps nothing, --start starts it: give one of them", Exit.USAGE)
+        raise CliError("--dry-run keeps nothing, --start starts it: give one of them")
     target = None if request.target is None else _read_target(request.target)
     body = request.body(target)
     with connection.client() as client:
@@ -215,11 +211,9 @@ def _read_target(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
         return {**document, "physical_to_logical": document["physical_to_logical"]}
     except OSError as error:
-        raise CliError(f"cannot read {path}: {error.strerror}", Exit.USAGE) from error
+        raise CliError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise CliError(
-            f"{path} is not a JSON object with physical_to_logical", Exit.USAGE
-        ) from error
+        raise CliError(f"{path} is not a JSON object with physical_to_logical") from error
 
 
 @app.command("list")
@@ -242,19 +236,14 @@ def list_plans(
 @app.command("show")
 def show_plan(plan: PlanArgument, connection: DeploymentClientOptions, shown: ShowOptions) -> None:
     """Show one plan and the figures behind it."""
-    checked_id(plan, "plan")
-    with connection.client() as client:
-        path = connection.path(client, f"/plans/{plan}")
-        shown.run(lambda: client.get(path), _view)
+    connection.show(shown, f"/plans/{checked_id(plan, 'plan')}", _view)
 
 
 @app.command()
 def story(plan: PlanArgument, connection: DeploymentClientOptions, shown: ShowOptions) -> None:
     """Show what happened to a plan and why, in order."""
-    checked_id(plan, "plan")
-    with connection.client() as client:
-        path = connection.path(client, f"/plans/{plan}/story")
-        shown.run(lambda: client.get(path), lambda answer: plan_tables.story_table(answer["rows"]))
+    path = f"/plans/{checked_id(plan, 'plan')}/story"
+    connection.show(shown, path, lambda answer: plan_tables.story_table(answer["rows"]))
 
 
 @app.command()
@@ -313,7 +302,7 @@ def rollback(
             digits or more.
     """
     if to_epoch is not None and to_placement is not None:
-        raise CliError("name an epoch or a placement to return to, not both", Exit.USAGE)
+        raise CliError("name an epoch or a placement to return to, not both")
     with connection.client() as client:
         name = connection.found(client)
         path = f"deployments/{name}/rollback"
@@ -343,8 +332,7 @@ def _whole_digest(client: ApiClient, name: str, text: str) -> str:
     if re.fullmatch(rf"[0-9a-f]{{{_LEAST_DIGITS},{digits}}}", given) is None:
         raise CliError(
             f"{text} is not a placement: give its {digits} digits of 0-9 and a-f, or its first"
-            f" {_LEAST_DIGITS} or more; {listed}",
-            Exit.USAGE,
+            f" {_LEAST_DIGITS} or more; {listed}"
         )
     if len(given) == digits:
         return given
@@ -355,7 +343,6 @@ def _whole_digest(client: ApiClient, name: str, text: str) -> str:
     if len(found) > 1:
         raise CliError(
             f"{len(found)} recorded placements begin with {given}, give more digits:"
-            f" {', '.join(found)}",
-            Exit.USAGE,
+            f" {', '.join(found)}"
         )
     return str(found[0])

@@ -80,7 +80,7 @@ def sglang(
     try:
         client = httpx.Client(base_url=address, headers=headers, timeout=_DUMP_S)
     except httpx.InvalidURL as error:
-        raise CliError(f"{address} is not a valid URL: {error}", Exit.USAGE) from error
+        raise CliError(f"{address} is not a valid URL: {error}") from error
     with client:
         _check_started(_started(client), client.base_url)
         _answer(client, "POST", "start_expert_distribution_record")

@@ -58,13 +58,13 @@ def rank(
     try:
         rank_config = RankConfig.from_json(config.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CliError(f"cannot read {config}: {error.strerror}", Exit.USAGE) from error
+        raise CliError(f"cannot read {config}: {error.strerror}") from error
     except ValueError as error:
-        raise CliError(f"{config} is not JSON: {error}", Exit.USAGE) from error
+        raise CliError(f"{config} is not JSON: {error}") from error
     if number is not None:
         rank_config = rank_config.replace(rank=number)
     if rank_config.rank < 0:
-        raise CliError("give the rank of this process with --rank", Exit.USAGE)
+        raise CliError("give the rank of this process with --rank")
     with needing("rank", "a rank"):
         from evenkeel_moe.engines.reference.rank import run_rank  # loads torch
     raise typer.Exit(run_rank(rank_config))
@@ -176,7 +176,7 @@ def _refuse_options(ctx: typer.Context) -> None:
     given = [name for name, source in sources if source and source.name == "COMMANDLINE"]
     if given:
         option, command = f"--{given[0].replace('_', '-')}", ctx.invoked_subcommand
-        raise CliError(f"{option} is given before {command}, not after it", Exit.USAGE)
+        raise CliError(f"{option} is given before {command}, not after it")
 
 
 @fleet_app.command("resize")
@@ -288,7 +288,7 @@ def demo(arguments: DemoArguments, plain: bool = False) -> None:
 
     fault = arguments.fault
     if fault is not None and fault not in set(Fault):
-        raise CliError(f"fault {fault} is not byte, map or epoch", Exit.USAGE)
+        raise CliError(f"fault {fault} is not byte, map or epoch")
     values: dict[str, Any] = asdict(arguments)
     values |= {
         "dispatch": DispatchRule(arguments.dispatch),
