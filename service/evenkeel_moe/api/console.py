@@ -15,6 +15,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from evenkeel_moe.api.middleware import Middleware
+
 _MEDIA_TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
@@ -94,19 +96,19 @@ def _static_file(entry: Traversable) -> StaticFile:
     return StaticFile(body, Response(body, headers=_HEADERS, media_type=kind), compressed)
 
 
-class Console:
-    """ASGI middleware before `BearerAuth`: answers GET and HEAD of the paths of its files.
+class Console(Middleware):
+    """Stands before `BearerAuth`, and answers GET and HEAD of the paths of its files.
 
     Paths are compared whole, so that no request can reach another file or hide a route.
     """
 
     def __init__(self, app: ASGIApp, static: Mapping[str, StaticFile]) -> None:
-        self._app = app
+        super().__init__(app)
         self._static = static
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the file of the path, or pass the request on."""
-        file = self._static.get(scope["path"]) if scope["type"] == "http" else None
+        file = self._static.get(scope["path"])
         if file is None or scope["method"] not in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return

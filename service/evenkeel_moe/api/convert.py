@@ -107,14 +107,17 @@ def _waves(plan: Plan) -> list[WaveOut]:
 def placement_out(placement: Placement, epoch: int | None) -> PlacementOut:
     """Return a placement with its derived maps."""
     return PlacementOut(
-        epoch=epoch,
-        digest=placement.digest,
-        num_ranks=placement.num_ranks,
-        slots_per_rank=placement.slots_per_rank,
+        **_head(placement, epoch),
         physical_to_logical=placement.phy2log.tolist(),
         logical_to_physical=placement.slots_by_expert(),
         replica_count=placement.logcnt.tolist(),
     )
+
+
+def _head(placement: Placement, epoch: int | None) -> dict[str, Any]:
+    """Return the fields of a placement beside its maps."""
+    names = ("digest", "num_ranks", "slots_per_rank")
+    return {"epoch": epoch} | {name: getattr(placement, name) for name in names}
 
 
 def placement_json(placement: Placement, epoch: int | None) -> str:
@@ -128,13 +131,8 @@ def placement_json(placement: Placement, epoch: int | None) -> str:
         "logical_to_physical": placement.slots_by_expert(),
         "replica_count": (row.tolist() for row in placement.logcnt),
     }
-    head = {
-        "epoch": epoch,
-        "digest": placement.digest,
-        "num_ranks": placement.num_ranks,
-        "slots_per_rank": placement.slots_per_rank,
-    }
-    members = [f"{json.dumps(name)}:{json.dumps(value)}" for name, value in head.items()]
+    head = _head(placement, epoch).items()
+    members = [f"{json.dumps(name)}:{json.dumps(value)}" for name, value in head]
     for name, rows in maps.items():
         written = ",".join(json.dumps(row, separators=(",", ":")) for row in rows)
         members.append(f"{json.dumps(name)}:[{written}]")

@@ -32,7 +32,7 @@ _CLOSE = {"Connection": "close"}
 """The rest of a refused body is not read, so the connection cannot be used again."""
 
 
-class _Middleware:
+class Middleware:
     """Passes on whatever is no HTTP request; a subclass handles those that are."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -48,7 +48,7 @@ class _Middleware:
         raise NotImplementedError
 
 
-class TraceMiddleware(_Middleware):
+class TraceMiddleware(Middleware):
     """Gives every request a trace: the one its `traceparent` names, or a new one.
 
     Puts the trace id into the request's state, into every log line of the request, and into the
@@ -70,7 +70,7 @@ class TraceMiddleware(_Middleware):
             await self._app(scope, receive, send_named)
 
 
-class ReadTags(_Middleware):
+class ReadTags(Middleware):
     """Adds an ETag to answers of GET and honours `If-None-Match`.
 
     The answer is still computed; 304 saves its transfer and the client's work. Of an answer to HEAD
@@ -118,7 +118,7 @@ def _tagged(start: Message, body: Message, tags: set[str]) -> tuple[Message, Mes
     return {**start, "status": 304, "headers": headers.raw}, {**body, "body": b""}
 
 
-class BearerAuth(_Middleware):
+class BearerAuth(Middleware):
     """Without a token even an unknown path gives 401, not 404."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
@@ -145,7 +145,7 @@ class BearerAuth(_Middleware):
         await self._app(scope, receive, send)
 
 
-class Changes(_Middleware):
+class Changes(Middleware):
     """Answers 403 if a token's role does not allow a change, and records every change asked for.
 
     Args:
@@ -213,7 +213,7 @@ class _Refused(Exception):
         self.answer = answer
 
 
-class BodyLimit(_Middleware):
+class BodyLimit(Middleware):
     """Limits the memory that bodies take, before a route sees any of them.
 
     The bodies of one token take only a part of it, so that a client that sends slowly does not keep

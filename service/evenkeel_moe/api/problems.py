@@ -46,24 +46,30 @@ class Kind:
     title: str
     reason: Reason | None = None
     """Used if the error has none of its own."""
+    error: type[EvenkeelError] | None = None
+    """The error that it answers. Errors missing here, such as IllegalEvent, are bugs of ours."""
 
 
 KINDS = {
     "malformed": Kind(400, "The request cannot be parsed", Reason.MALFORMED),
     "unauthorized": Kind(401, "No valid token"),
     "forbidden": Kind(403, "The token's role does not allow this"),
-    "not-found": Kind(404, "Not found", Reason.NOT_FOUND),
+    "not-found": Kind(404, "Not found", Reason.NOT_FOUND, NotFound),
     "method-not-allowed": Kind(405, "The path does not support this method", Reason.UNSUPPORTED),
-    "conflict": Kind(409, "The request does not fit the current state", Reason.WRONG_PHASE),
+    "conflict": Kind(
+        409, "The request does not fit the current state", Reason.WRONG_PHASE, Conflict
+    ),
     "precondition-failed": Kind(
         412, "The document has changed since it was read", Reason.STALE_BASE
     ),
     "too-large": Kind(413, "The body is too large", Reason.LIMIT_EXCEEDED),
-    "invalid-input": Kind(422, "The input is invalid", Reason.INVALID_INPUT),
-    "infeasible-plan": Kind(422, "No placement satisfies the limits"),
+    "invalid-input": Kind(422, "The input is invalid", Reason.INVALID_INPUT, InvalidInput),
+    "infeasible-plan": Kind(422, "No placement satisfies the limits", None, InfeasiblePlan),
     "internal": Kind(500, "Internal error of the controller"),
-    "peer-violation": Kind(502, "A rank violated the protocol", Reason.MALFORMED),
-    "unavailable": Kind(503, "Temporarily unavailable, try again", Reason.STORE_UNAVAILABLE),
+    "peer-violation": Kind(502, "A rank violated the protocol", Reason.MALFORMED, PeerViolation),
+    "unavailable": Kind(
+        503, "Temporarily unavailable, try again", Reason.STORE_UNAVAILABLE, Unavailable
+    ),
 }
 
 
@@ -91,16 +97,6 @@ def problem_answers(descriptions: Mapping[int, str]) -> dict[int | str, dict[str
 
 
 CONFLICT = problem_answers({409: "The request does not fit the current state"})
-
-_KIND_OF_ERROR: dict[type[EvenkeelError], str] = {
-    InvalidInput: "invalid-input",
-    NotFound: "not-found",
-    Conflict: "conflict",
-    InfeasiblePlan: "infeasible-plan",
-    PeerViolation: "peer-violation",
-    Unavailable: "unavailable",
-}
-"""Errors missing here, such as IllegalEvent, are bugs of ours."""
 
 _KIND_OF_STATUS = {row.status: kind for kind, row in reversed(KINDS.items())}
 """The first kind of each status."""
@@ -159,7 +155,8 @@ def add_problem_handlers(app: FastAPI) -> None:
 
 async def _evenkeel_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, EvenkeelError)
-    kind = next((_KIND_OF_ERROR[cls] for cls in type(error).__mro__ if cls in _KIND_OF_ERROR), None)
+    answers = ((name, row.error) for name, row in KINDS.items())
+    kind = next((name for name, of in answers if of is not None and isinstance(error, of)), None)
     if kind is None:
         return await _internal_error(request, error)
     headers = {"Retry-After": _RETRY_AFTER_S} if kind == "unavailable" else None
