@@ -73,9 +73,8 @@ def test_chunks_are_full_but_the_last_and_hold_every_step_once(lengths, most):
     ends = np.cumsum([0, *lengths])
     parts = [window.slice(slice(*cut)) for cut in itertools.pairwise(ends)]
     chunks = list(in_chunks(parts, most))
-    assert [
-        step for chunk in chunks for part in chunk for step in part.steps
-    ] == window.steps.tolist()
+    steps = [step for chunk in chunks for part in chunk for step in part.steps]
+    assert steps == window.steps.tolist()
     assert all(len(part) for chunk in chunks for part in chunk)
     full = [sum(map(len, chunk)) for chunk in chunks]
     assert full == [most] * (len(window) // most) + [len(window) % most][: len(window) % most]
@@ -99,6 +98,12 @@ def test_a_part_keeps_no_sums_of_the_window_it_came_from():
     window = ring.window()
     assert window is not None and window.source is None
     assert [part.source for part in ring.parts()] == [None]
+
+
+def test_of_a_window_at_another_width_nothing_is_known_of_its_ranks():
+    wide = replace(LONG, source=np.ones((3, 2, 4), np.uint32)).at_width(5)
+    assert wide.tokens.shape == wide.compute_s.shape == (24, 5) and wide.source is None
+    assert (wide.tokens == -1).all() and np.isnan(wide.compute_s).all()
 
 
 def test_parts_after_a_step_begin_there():

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -123,6 +123,10 @@ class LoadReport:
         return int(self.steps["step"][-1]) if len(self.steps) else None
 
 
+PER_STEP = ("counts", "steps", "epochs", "tokens", "compute_s")
+"""The fields of a `LoadWindow` with a row for each step."""
+
+
 @dataclass(frozen=True, eq=False)
 class LoadWindow:
     """The last T complete steps of one deployment and phase, oldest first."""
@@ -144,7 +148,7 @@ class LoadWindow:
         if self.counts.ndim != 3:
             raise ShapeMismatch(f"window counts must be (T, L, E), got {self.counts.shape}")
         length = self.counts.shape[0]
-        for name in ("steps", "epochs", "tokens", "compute_s"):
+        for name in PER_STEP:
             if getattr(self, name).shape[0] != length:
                 raise ShapeMismatch(
                     f"window {name} has {getattr(self, name).shape[0]} rows, counts have {length}"
@@ -160,22 +164,10 @@ class LoadWindow:
 
     def slice(self, cut: slice | NDArray[np.bool_]) -> "LoadWindow":
         """Return the steps of a slice or mask. Source-side sums still cover the whole window."""
-        return LoadWindow(
-            self.counts[cut],
-            self.steps[cut],
-            self.epochs[cut],
-            self.tokens[cut],
-            self.compute_s[cut],
-            self.source,
-        )
+        return replace(self, **{name: getattr(self, name)[cut] for name in PER_STEP})
 
     def at_width(self, num_ranks: int) -> "LoadWindow":
         """Return the window as a group of another size sees it: nothing is known of its ranks."""
         size = len(self), num_ranks
-        return LoadWindow(
-            self.counts,
-            self.steps,
-            self.epochs,
-            np.full(size, -1, np.int64),
-            np.full(size, np.nan),
-        )
+        tokens, compute_s = np.full(size, -1, np.int64), np.full(size, np.nan)
+        return replace(self, tokens=tokens, compute_s=compute_s, source=None)

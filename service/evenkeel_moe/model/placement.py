@@ -46,11 +46,7 @@ class Placement:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Placement):
             return NotImplemented
-        return (
-            self.num_ranks == other.num_ranks
-            and self.num_logical_experts == other.num_logical_experts
-            and np.array_equal(self.phy2log, other.phy2log)
-        )
+        return self.sizes == other.sizes and np.array_equal(self.phy2log, other.phy2log)
 
     def __hash__(self) -> int:
         return hash(self.digest)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import EpRank
-from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.load import PER_STEP, LoadWindow, Phase
 from evenkeel_moe.model.topology import ModelShape
 
 _BLOCKS = 4
@@ -29,14 +29,8 @@ def join_windows(parts: Sequence[LoadWindow]) -> LoadWindow:
     """Concatenate at least one window; the source-side sums are those of the last."""
     if len(parts) == 1:
         return parts[0]
-    return LoadWindow(
-        np.concatenate([part.counts for part in parts]),
-        np.concatenate([part.steps for part in parts]),
-        np.concatenate([part.epochs for part in parts]),
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.compute_s for part in parts]),
-        parts[-1].source,
-    )
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in PER_STEP}
+    return replace(parts[-1], **joined)
 
 
 def newest_parts(
