@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import yaml
 
-from evenkeel_moe.errors import InfeasiblePlan, InvalidInput
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import (
     PlacementFile,
     PlacementFormat,
@@ -12,6 +12,7 @@ from evenkeel_moe.formats import (
     render_placement,
     write_placement,
 )
+from evenkeel_moe.formats.placement_writing import write_replica_probabilities
 from evenkeel_moe.model.placement import EMPTY, Placement
 from tests.formats.samples import two_layers
 
@@ -101,3 +102,12 @@ def test_experts_by_rank_refuse_replicas_and_layers_that_differ():
         render_placement(two_layers(), PlacementFormat.VLLM_RANKS)
     with pytest.raises(InfeasiblePlan, match="1 of 2 layers differ from layer 1, first: layer 2"):
         render_placement(one_row([[0, 1, 2, 3], [2, 1, 0, 3]]), PlacementFormat.VLLM_RANKS)
+
+
+@pytest.mark.parametrize(
+    ("shares", "error"), [(np.ones((2, 3)), ShapeMismatch), (np.full((2, 4), 0.5), InvalidInput)]
+)
+def test_shares_that_are_not_those_of_a_map_are_not_written(tmp_path, shares, error):
+    with pytest.raises(error, match="shares"):
+        write_replica_probabilities(tmp_path / "mass.pt", two_layers(), shares)
+    assert not (tmp_path / "mass.pt").exists()

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.cost import CostModel, CostSource
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import ModelShape
@@ -177,11 +177,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(InvalidInput, match="is no curve"):
             cost(cost="curve", curve=path)
-
-
-def test_one_positive_speed_for_each_rank_is_needed():
-    with pytest.raises(ShapeMismatch, match="rank_speeds: 2 positive ones are needed, got 1"):
-        cost((1.0,))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])

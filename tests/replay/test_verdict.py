@@ -20,13 +20,19 @@ def _noise(seed=0, steps=80):
     return np.random.default_rng(seed).poisson(40, (steps, 2, 8)).astype(np.float64)
 
 
+def _skewed():
+    """Return noise in which experts 0 and 1 are hot."""
+    load = _noise()
+    load[:, :, :2] += 300
+    return load
+
+
 def _eplb(replan):
     return plan_eplb(replan.problem)
 
 
 def test_lasting_skew_causes_one_plan_and_noise_causes_none():
-    load = _noise()
-    load[:, :, :2] += 300
+    load = _skewed()
     open_ = walk_forward("eplb", _eplb, _setup(load))
     gated = walk_forward("eplb+verdict", with_verdict(_eplb), _setup(load))
     assert gated.copies[0] > 0
@@ -42,8 +48,7 @@ def test_a_plan_that_helps_only_on_older_steps_is_not_adopted():
     def planner(replan):
         return Proposal(Placement(rows, 2, 8), 0.0)
 
-    old, both = _noise(), _noise()
-    old[:, :, :2] += 300
+    old, both = _skewed(), _noise()
     both[:16, :, :2] += 300
     both[16:, :, [2, 6]] += 300
     assert walk_forward("a", with_verdict(planner), _setup(old)).copies[0] > 0
@@ -118,8 +123,7 @@ def test_a_plan_is_scored_with_the_source_ranks_of_the_held_out_steps():
 
 def test_the_scored_placement_is_the_one_adopted():
     """With renamed ranks the placement is the same, so there is nothing to gain."""
-    load = _noise()
-    load[:, :, :2] += 300
+    load = _skewed()
 
     def renamed(replan):
         proposal = plan_eplb(replan.problem)
@@ -133,8 +137,7 @@ def test_the_scored_placement_is_the_one_adopted():
 
 
 def test_copies_that_take_too_long_to_pay_off_are_not_made():
-    load = _noise()
-    load[:, :, :2] += 300
+    load = _skewed()
     cheap = walk_forward("eplb", with_verdict(_eplb), _setup(load))
     dear = walk_forward("eplb", with_verdict(_eplb), replace(_setup(load), copy_price=50.0))
     assert cheap.copies.sum() > 0
@@ -142,8 +145,7 @@ def test_copies_that_take_too_long_to_pay_off_are_not_made():
 
 
 def test_copies_between_nodes_pay_off_later_than_those_within():
-    load = _noise()
-    load[:, :, :2] += 300
+    load = _skewed()
     dear = Objective(cross_node_factor=1000.0)
     one = replace(_setup(load), copy_price=0.05, objective=dear)
     two = replace(one, topology=Topology((0, 1)))

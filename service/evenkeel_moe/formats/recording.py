@@ -144,7 +144,8 @@ def _files_of(folder: Path, start: str | None) -> tuple[list[Path], int]:
         start = next(iter(by_start)) if len(by_start) == 1 else _newest(by_start)
     if start not in by_start:
         raise InvalidInput(f"there is no start {start:.40}; starts: {', '.join(sorted(by_start))}")
-    return sorted(by_start[start], key=_first_step), len(by_start) - 1
+    # The name ends with the first step, of as many digits in all files.
+    return sorted(by_start[start], key=lambda path: path.name[-16:]), len(by_start) - 1
 
 
 def _newest(by_start: Mapping[str, Sequence[Path]]) -> str:
@@ -172,12 +173,6 @@ def _newest(by_start: Mapping[str, Sequence[Path]]) -> str:
         f"holds {len(by_start)} starts, and the files do not say which began last: {named:.400}."
         " Name one as start"
     )
-
-
-def _first_step(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[3])
 
 
 def _read_file(path: Path) -> RecordedLoad:

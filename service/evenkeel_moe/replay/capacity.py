@@ -2,7 +2,6 @@
 
 from dataclasses import fields, replace
 
-from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.finding import Finding, doubts
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.decision.capacity import (
@@ -11,8 +10,7 @@ from evenkeel_moe.planning.decision.capacity import (
     CapacityRequest,
     weigh_capacity,
 )
-from evenkeel_moe.planning.decision.verdict import MIN_STEPS, held_out_steps
-from evenkeel_moe.replay.offline import check_fits
+from evenkeel_moe.replay.offline import check_fits, steps_to_plan_on
 from evenkeel_moe.replay.options import CapacityOptions
 from evenkeel_moe.replay.replica_tradeoff import kv_memory
 from evenkeel_moe.replay.walk import Setup
@@ -39,14 +37,11 @@ def weigh_recording(
     """
     if current is not None:
         check_fits("the current placement", current, setup.shape)
-    steps = len(setup.load)
-    kept = held_out_steps(steps, MIN_STEPS) if asked.held_out is None else asked.held_out
-    if kept >= steps:
-        raise InvalidInput(f"{kept} of {steps} steps are held out: none is left to plan on")
+    cut = steps_to_plan_on(len(setup.load), asked.held_out)
     weighed = weigh_capacity(
         CapacityInputs(
-            planned_on=setup.load[: steps - kept],
-            scored_on=setup.load[steps - kept :],
+            planned_on=setup.load[:cut],
+            scored_on=setup.load[cut:],
             shape=setup.shape,
             topology=setup.topology,
             current=current or Placement.initial(setup.shape),

@@ -144,10 +144,7 @@ def plan_offline(
         raise InvalidInput(f"{policy}: every plan is judged here, leave {VERDICT} out")
     check_fits("the placement to compare with", start, setup.shape)
     steps = len(setup.load)
-    kept = held_out_steps(steps, MIN_STEPS) if held_out is None else held_out
-    planned_on = steps - kept
-    if planned_on < 1:
-        raise InvalidInput(f"{kept} of {steps} steps are held out: none is left to plan on")
+    planned_on = steps_to_plan_on(steps, held_out)
     on = _summed(setup) if one_row else setup
     placement, survival = plan_steps(policy, on, 0, planned_on, None, policies)
     if placement is None:
@@ -161,7 +158,7 @@ def plan_offline(
         setup.split(planned_on, steps),
     )
     times, balance = [np.zeros(0)] * 2, [math.nan] * 2
-    if kept:
+    if planned_on < steps:
         both = (start, placement)
         times = [moe_time.step_times(load, one, cost, split).sum(axis=1) for one in both]
         balance = [metrics.balancedness_mean(metrics.rank_load(load, one, split)) for one in both]
@@ -170,6 +167,20 @@ def plan_offline(
         verdict = replace(verdict, call=Call.INSUFFICIENT_EVIDENCE)
     before, after = balance
     return OfflinePlan(placement, planned_on, verdict, before, after, findings, survival)
+
+
+def steps_to_plan_on(steps: int, held_out: int | None) -> int:
+    """Return how many of the oldest steps are planned on; the newest are kept to judge the plan on.
+
+    `held_out` is the number of those; None takes as many as a controller would.
+
+    Raises:
+        InvalidInput: none is left to plan on.
+    """
+    kept = held_out_steps(steps, MIN_STEPS) if held_out is None else held_out
+    if kept >= steps:
+        raise InvalidInput(f"{kept} of {steps} steps are held out: none is left to plan on")
+    return steps - kept
 
 
 def _summed(setup: Setup) -> Setup:
