@@ -33,6 +33,24 @@ async def client(app):
         yield client
 
 
+@pytest.fixture
+async def reader(app):
+    async with make_client(app, READ) as client:
+        yield client
+
+
+@pytest.fixture
+async def admin(app):
+    async with make_client(app, ADMIN) as client:
+        yield client
+
+
+@pytest.fixture
+async def anonymous(app):
+    async with make_client(app, token=None) as client:
+        yield client
+
+
 def assert_problem(response: httpx.Response, status: int, reason: str | None = None):
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"

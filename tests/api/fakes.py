@@ -1,7 +1,7 @@
 """A small `ports.Operations` in memory, for tests of the API and of the command line."""
 
 import asyncio
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from evenkeel_moe.ports.operations import (
     RecordedEpoch,
 )
 from evenkeel_moe.ports.status import DeploymentStatus, RankStatus, ResizeStatus
+from tests.telemetry.reports import load_window
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -137,14 +138,8 @@ def make_plan(plan_id: str = "p-1", deployment: str = "demo", **changes) -> Plan
 
 
 def make_window(steps: int = 5) -> LoadWindow:
-    counts = np.tile(np.array([[8, 4, 2, 2], [4, 4, 4, 4]], np.uint32), (steps, 1, 1))
-    return LoadWindow(
-        counts,
-        np.arange(steps),
-        np.full(steps, 3),
-        np.full((steps, 2), 4),
-        np.full((steps, 2), np.nan),
-    )
+    counts = np.tile([[8, 4, 2, 2], [4, 4, 4, 4]], (steps, 1, 1))
+    return load_window(counts, range(steps), 2, epoch=3, tokens=np.full((steps, 2), 4))
 
 
 VERDICT = Verdict(Call.RECOMMEND, 20, 0.2, 0.15, 0.25, 40.0, 400.0, 1000, 0.002, 10.0, None)
@@ -218,25 +213,22 @@ def make_capacity(request: CapacityRequest, **changes) -> CapacityAdvice:
     )
 
 
+@dataclass
 class FakeView:
-    def __init__(
-        self,
-        status: DeploymentStatus | Exception,
-        windows: dict[Phase, LoadWindow],
-        placement: Placement | None,
-    ):
-        self._status, self._windows, self._placement = status, windows, placement
+    shown: DeploymentStatus | Exception
+    windows: dict[Phase, LoadWindow] = field(default_factory=dict)
+    placed: Placement | None = None
 
     def status(self):
-        if isinstance(self._status, Exception):
-            raise self._status
-        return self._status
+        if isinstance(self.shown, Exception):
+            raise self.shown
+        return self.shown
 
     def placement(self):
-        return self._placement
+        return self.placed
 
     def window(self, phase):
-        return self._windows.get(phase)
+        return self.windows.get(phase)
 
 
 class FakeOperations:
@@ -261,6 +253,11 @@ class FakeOperations:
         ]
         self.rows: list[dict[str, Any]] = []
         self.level = "info"
+
+    def show(self, deployment="demo", **changes):
+        """Give a deployment the usual status with these changes."""
+        status = make_status(deployment, **changes)
+        self.views.setdefault(deployment, FakeView(status)).shown = status
 
     def _check(self, deployment):
         if self.error is not None:
@@ -368,7 +365,7 @@ class FakeOperations:
         retire = request.retire or tuple(range(request.to_ranks, 2))
         resize = ResizeStatus(retire, 2, 2 - len(retire), 3, False, request.plan_id)
         view = self.views[deployment]
-        view._status = replace(view.status(), resize=resize)
+        view.shown = replace(view.status(), resize=resize)
         return resize
 
     async def resume(self, deployment, by):
@@ -453,5 +450,5 @@ class FakeOperations:
 def make_operations() -> FakeOperations:
     return FakeOperations(
         FakeView(make_status(), {Phase.DECODE: make_window()}, Placement.initial(SHAPE)),
-        FakeView(make_status("fresh", balancedness_mean=None, step=None, window_steps=0), {}, None),
+        FakeView(make_status("fresh", balancedness_mean=None, step=None, window_steps=0)),
     )

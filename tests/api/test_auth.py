@@ -40,26 +40,24 @@ def test_the_list_of_routes_has_every_documented_route(app):
     assert len(documented) >= 23
 
 
-async def test_every_route_except_the_probes_needs_a_token(app):
-    async with make_client(app, token=None) as client:
-        for method, path in every_route(app):
-            response = await client.request(method, concrete(path))
-            if path in OPEN:
-                assert response.status_code == 200, path
-            else:
-                assert response.status_code == 401, f"{method} {path}"
-                assert response.headers["www-authenticate"] == "Bearer"
-                if method != "HEAD":
-                    assert_problem(response, 401)
+async def test_every_route_except_the_probes_needs_a_token(app, anonymous):
+    for method, path in every_route(app):
+        response = await anonymous.request(method, concrete(path))
+        if path in OPEN:
+            assert response.status_code == 200, path
+        else:
+            assert response.status_code == 401, f"{method} {path}"
+            assert response.headers["www-authenticate"] == "Bearer"
+            if method != "HEAD":
+                assert_problem(response, 401)
 
 
 @pytest.mark.parametrize("path", sorted(OPEN))
-async def test_the_probes_are_open_to_reads_alone(app, path):
-    async with make_client(app, token=None) as client:
-        for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "anything"):
-            headers = {"Idempotency-Key": "k-1"}
-            assert_problem(await client.request(method, path, headers=headers), 401)
-        assert (await client.get(path)).status_code == 200
+async def test_the_probes_are_open_to_reads_alone(anonymous, path):
+    for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "anything"):
+        headers = {"Idempotency-Key": "k-1"}
+        assert_problem(await anonymous.request(method, path, headers=headers), 401)
+    assert (await anonymous.get(path)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -79,9 +77,8 @@ async def test_the_probes_are_open_to_reads_alone(app, path):
         "/console/..%2fapi/app.py",
     ],
 )
-async def test_paths_that_only_look_open_are_not(app, path):
-    async with make_client(app, token=None) as client:
-        assert (await client.get(path)).status_code == 401
+async def test_paths_that_only_look_open_are_not(anonymous, path):
+    assert (await anonymous.get(path)).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -97,48 +94,41 @@ async def test_paths_that_only_look_open_are_not(app, path):
         OPERATE,
     ],
 )
-async def test_a_wrong_token_is_refused(app, header):
-    async with make_client(app, token=None) as client:
-        response = await client.get("/v1/deployments", headers={"Authorization": header})
-        assert_problem(response, 401)
+async def test_a_wrong_token_is_refused(anonymous, header):
+    response = await anonymous.get("/v1/deployments", headers={"Authorization": header})
+    assert_problem(response, 401)
 
 
 def concrete(path: str) -> str:
     return path.replace("{deployment}", "demo").replace("{plan_id}", "p-1")
 
 
-async def test_a_reading_token_changes_nothing(app, operations):
+async def test_a_reading_token_changes_nothing(app, reader, operations):
     before = dict(operations.document)
     writes = [route for route in every_route(app) if route[0] not in {"GET", "HEAD"}]
     assert len(writes) >= 9
-    async with make_client(app, READ) as client:
-        for method, path in writes:
-            response = await client.request(method, concrete(path), json={"seconds": 1})
-            body = assert_problem(response, 403)
-            assert (body["type"], body["instance"]) == (
-                "urn:evenkeel:problem:forbidden",
-                concrete(path),
-            )
+    for method, path in writes:
+        response = await reader.request(method, concrete(path), json={"seconds": 1})
+        body = assert_problem(response, 403)
+        assert body["type"] == "urn:evenkeel:problem:forbidden"
+        assert body["instance"] == concrete(path)
     assert operations.calls == []
     assert operations.document == before
 
 
-async def test_deleting_needs_an_admin(app, operations):
+async def test_deleting_needs_an_admin(app, client, admin, operations):
     deletes = [route for route in every_route(app) if route[0] == "DELETE"]
     assert len(deletes) == 2
-    async with make_client(app, OPERATE) as client:
-        for method, path in deletes:
-            assert_problem(await client.request(method, concrete(path)), 403)
+    for method, path in deletes:
+        assert_problem(await client.request(method, concrete(path)), 403)
     assert operations.calls == []
-    async with make_client(app, ADMIN) as client:
-        for method, path in deletes:
-            assert (await client.request(method, concrete(path))).status_code in (204, 409)
+    for method, path in deletes:
+        assert (await admin.request(method, concrete(path))).status_code in (204, 409)
 
 
 @pytest.mark.parametrize("method", ["PUT", "TRACE", "PROPFIND", "anything"])
-async def test_an_unknown_method_counts_as_a_change(app, method):
-    async with make_client(app, READ) as client:
-        assert_problem(await client.request(method, "/v1/deployments"), 403)
+async def test_an_unknown_method_counts_as_a_change(reader, method):
+    assert_problem(await reader.request(method, "/v1/deployments"), 403)
 
 
 async def test_every_role_includes_the_lower_roles(app):
@@ -153,29 +143,26 @@ async def test_every_role_includes_the_lower_roles(app):
 @pytest.mark.parametrize(
     ("name", "value"), [("limits", {"max_moves": 3}), ("separate_approval", False)]
 )
-async def test_only_an_admin_changes_what_bounds_every_operator(app, operations, name, value):
+async def test_only_an_admin_changes_what_bounds_every_operator(
+    client, admin, operations, name, value
+):
     policy = "/v1/deployments/demo/policy"
     changes = {name: value}
-    async with make_client(app, OPERATE) as client:
-        assert_problem(await client.patch(policy, json=changes), 403)
-        assert name not in operations.document
-        assert (await client.patch(policy, json={"mode": "propose"})).status_code == 200
-    async with make_client(app, ADMIN) as client:
-        assert (await client.patch(policy, json=changes)).json()[name] == value
+    assert_problem(await client.patch(policy, json=changes), 403)
+    assert name not in operations.document
+    assert (await client.patch(policy, json={"mode": "propose"})).status_code == 200
+    assert (await admin.patch(policy, json=changes)).json()[name] == value
 
 
-async def test_only_an_admin_lifts_the_lock_of_observe(app, operations):
+async def test_only_an_admin_lifts_the_lock_of_observe(client, admin, operations):
     policy = "/v1/deployments/demo/policy"
     operations.document = {"mode": "observe", "policy": "eplb", "observe_lock": True}
-    async with make_client(app, OPERATE) as client:
-        for changes in ({"mode": "auto"}, {"mode": "propose"}, {"observe_lock": False}):
-            assert_problem(await client.patch(policy, json=changes), 403)
-        assert (await client.patch(policy, json={"mode": "observe"})).status_code == 200
-        assert (await client.patch(policy, json={"cycle_s": 5})).status_code == 200
-    async with make_client(app, ADMIN) as client:
-        assert (await client.patch(policy, json={"observe_lock": False})).status_code == 200
-    async with make_client(app, OPERATE) as client:
-        assert (await client.patch(policy, json={"mode": "auto"})).json()["mode"] == "auto"
+    for changes in ({"mode": "auto"}, {"mode": "propose"}, {"observe_lock": False}):
+        assert_problem(await client.patch(policy, json=changes), 403)
+    assert (await client.patch(policy, json={"mode": "observe"})).status_code == 200
+    assert (await client.patch(policy, json={"cycle_s": 5})).status_code == 200
+    assert (await admin.patch(policy, json={"observe_lock": False})).status_code == 200
+    assert (await client.patch(policy, json={"mode": "auto"})).json()["mode"] == "auto"
 
 
 def test_token_file_forms():

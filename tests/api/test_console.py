@@ -7,19 +7,12 @@ from importlib.resources import files
 import pytest
 
 from evenkeel_moe.api.console import CONTENT_SECURITY_POLICY, console_files
-from tests.api.conftest import make_client
 
 PAGE = (files("evenkeel_moe") / "console" / "index.html").read_text(encoding="utf-8")
 
 
-@pytest.fixture
-async def anybody(app):
-    async with make_client(app, token=None) as client:
-        yield client
-
-
-async def test_the_page_needs_no_token_and_may_load_only_from_this_server(anybody):
-    answer = await anybody.get("/")
+async def test_the_page_needs_no_token_and_may_load_only_from_this_server(anonymous):
+    answer = await anonymous.get("/")
     assert answer.status_code == 200 and answer.text == PAGE
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
@@ -36,36 +29,36 @@ def test_the_page_has_no_inline_script_style_or_handler():
 
 
 @pytest.mark.parametrize("path", sorted(console_files()))
-async def test_every_file_is_served_with_its_type_and_a_tag(anybody, path):
-    answer = await anybody.get(path)
+async def test_every_file_is_served_with_its_type_and_a_tag(anonymous, path):
+    answer = await anonymous.get(path)
     assert answer.status_code == 200
     kind = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
     page = path == "/" or path.startswith("/runbooks/")
     expected = kind.get(path.rpartition(".")[2], "text/html" if page else "text/plain")
     assert answer.headers["content-type"].split(";")[0] == expected
     assert answer.headers["cache-control"] == "no-cache"
-    again = await anybody.get(path, headers={"If-None-Match": answer.headers["etag"]})
+    again = await anonymous.get(path, headers={"If-None-Match": answer.headers["etag"]})
     assert again.status_code == 304 and again.content == b""
     assert again.headers["etag"] == answer.headers["etag"]
 
 
-async def test_a_client_without_gzip_gets_the_same_file_under_another_tag(anybody):
-    packed = await anybody.get("/console/app.js")
-    plain = await anybody.get("/console/app.js", headers={"Accept-Encoding": "identity"})
+async def test_a_client_without_gzip_gets_the_same_file_under_another_tag(anonymous):
+    packed = await anonymous.get("/console/app.js")
+    plain = await anonymous.get("/console/app.js", headers={"Accept-Encoding": "identity"})
     assert packed.headers["content-encoding"] == "gzip" and packed.content == plain.content
     assert "content-encoding" not in plain.headers
     assert packed.headers["etag"] != plain.headers["etag"]
 
 
-async def test_head_sends_the_headers_alone(anybody):
-    answer = await anybody.head("/")
+async def test_head_sends_the_headers_alone(anonymous):
+    answer = await anonymous.head("/")
     assert answer.status_code == 200 and answer.content == b""
     assert int(answer.headers["content-length"]) > 0
 
 
-async def test_other_methods_and_other_paths_go_on_to_the_token_check(anybody):
+async def test_other_methods_and_other_paths_go_on_to_the_token_check(anonymous):
     for method, path in (("POST", "/"), ("DELETE", "/console/app.js"), ("GET", "/console/none.js")):
-        assert (await anybody.request(method, path)).status_code == 401
+        assert (await anonymous.request(method, path)).status_code == 401
 
 
 async def test_every_module_imports_only_files_that_are_served():

@@ -11,8 +11,8 @@ from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.ports.operations import LedElsewhere, NotLeading
-from tests.api.conftest import assert_problem, make_client
-from tests.api.fakes import SHAPE, FakeOperations, FakeView, make_plan, make_status, make_window
+from tests.api.conftest import assert_problem
+from tests.api.fakes import SHAPE, FakeView, make_plan, make_window
 from tests.planning.signals.test_live_findings import LOST
 
 
@@ -50,8 +50,7 @@ async def test_the_list_has_only_the_leader_of_deployments_led_elsewhere(client,
 
 
 async def test_an_epoch_that_is_not_known_is_null(client, operations):
-    status = make_status("demo", epoch=None, frozen_until_unix=None)
-    operations.views["demo"] = FakeView(status, {Phase.DECODE: make_window()}, None)
+    operations.show(epoch=None, frozen_until_unix=None)
     for path in ("", "/load", "/heatmap"):
         answer = await client.get(f"/v1/deployments/demo{path}")
         assert (answer.status_code, answer.json()["epoch"]) == (200, None)
@@ -74,27 +73,22 @@ async def test_deployment_shows_the_plan_and_null_for_unknown(operations, client
 
 
 @LOST
-async def test_what_is_wrong_with_the_counts_is_told_and_unknown_is_null(app):
+async def test_what_is_wrong_with_the_counts_is_told_and_unknown_is_null(client, operations):
     finding = Finding(
         FindingCode.IDLE_EXPERTS, Severity.DOUBT, "never count", "rank 1", "all 6", share=0.25
     )
     shown = {}
     for findings in ((finding,), (), None):
-        app.state.operations = FakeOperations(FakeView(make_status(findings=findings), {}, None))
-        async with make_client(app) as client:
-            shown[findings] = (await client.get("/v1/deployments/demo")).json()["findings"]
+        operations.show(findings=findings)
+        shown[findings] = (await client.get("/v1/deployments/demo")).json()["findings"]
     told = {"code": "idle_experts", "severity": "doubt", "where": "rank 1", "share": 0.25}
     assert shown[(finding,)] == [told | {"words": "never count: rank 1, all 6"}]
     assert (shown[()], shown[None]) == ([], None)
 
 
-async def test_active_plan_and_values_that_are_not_finite(app):
-    status = make_status(
-        active_plan=make_plan(), balancedness_mean=float("nan"), staging_bytes_total=9
-    )
-    app.state.operations = FakeOperations(FakeView(status, {}, None))
-    async with make_client(app) as client:
-        body = (await client.get("/v1/deployments/demo")).json()
+async def test_active_plan_and_values_that_are_not_finite(client, operations):
+    operations.show(active_plan=make_plan(), balancedness_mean=float("nan"), staging_bytes_total=9)
+    body = (await client.get("/v1/deployments/demo")).json()
     assert body["balancedness_mean"] is None
     assert body["active_plan"]["plan_id"] == "p-1"
     assert body["active_plan"]["moves"] == 1
@@ -136,13 +130,11 @@ async def test_load_matrices_per_phase(client):
     assert decode["balancedness_by_layer"][0] == pytest.approx(8 / per_rank[0].max())
 
 
-async def test_load_of_a_layer_without_tokens_is_unknown(app):
+async def test_load_of_a_layer_without_tokens_is_unknown(client, operations):
     window = make_window()
     window.counts[:, 1] = 0
-    view = FakeView(make_status(), {Phase.DECODE: window}, Placement.initial(SHAPE))
-    app.state.operations = FakeOperations(view)
-    async with make_client(app) as client:
-        decode = (await client.get("/v1/deployments/demo/load")).json()["phases"]["decode"]
+    operations.views["demo"].windows = {Phase.DECODE: window}
+    decode = (await client.get("/v1/deployments/demo/load")).json()["phases"]["decode"]
     assert decode["balancedness_by_layer"][1] is None
 
 
@@ -258,9 +250,7 @@ async def test_a_policy_value_that_json_cannot_represent_is_null(client, operati
 
 
 async def test_a_deployment_without_a_known_shape_does_not_hide_the_others(client, operations):
-    operations.views["silent"] = FakeView(
-        Unavailable("no rank of silent has connected yet"), {}, None
-    )
+    operations.views["silent"] = FakeView(Unavailable("no rank of silent has connected yet"))
     names = [row["deployment"] for row in (await client.get("/v1/deployments")).json()["items"]]
     assert names == ["demo", "fresh"]
     assert_problem(await client.get("/v1/deployments/silent"), 503)

@@ -2,16 +2,15 @@
 
 from evenkeel_moe.api import create_app
 from evenkeel_moe.errors import Conflict
-from tests.api.conftest import ADMIN, OPERATE, TOKENS, assert_problem, make_client
+from tests.api.conftest import TOKENS, assert_problem, make_client
 
 PLANS = "/v1/deployments/demo/plans"
 ROLLBACK = "/v1/deployments/demo/rollback"
 KEY = {"Idempotency-Key": "k-1"}
 
 
-async def test_a_plan_is_found_by_its_key_after_a_restart(operations):
-    async with make_client(create_app(operations, TOKENS)) as client:
-        first = await client.post(PLANS, json={"policy": "gem"}, headers=KEY)
+async def test_a_plan_is_found_by_its_key_after_a_restart(client, operations):
+    first = await client.post(PLANS, json={"policy": "gem"}, headers=KEY)
     async with make_client(create_app(operations, TOKENS)) as client:
         again = await client.post(PLANS, json={"policy": "gem"}, headers=KEY)
         assert (again.status_code, again.json()) == (201, first.json())
@@ -34,21 +33,19 @@ async def test_a_plan_id_in_the_body_comes_before_the_key(client, operations):
     )
 
 
-async def test_a_rollback_is_found_by_its_key_and_its_token(operations):
+async def test_a_rollback_is_found_by_its_key_and_its_token(client, admin, operations):
     """If it was carried out, the placement before the last plan is now another one."""
-    async with make_client(create_app(operations, TOKENS), OPERATE) as client:
-        first = await client.post(ROLLBACK, json={}, headers=KEY)
-    async with make_client(create_app(operations, TOKENS), OPERATE) as client:
-        again = await client.post(ROLLBACK, json={}, headers=KEY)
-        assert (again.status_code, again.json()) == (202, first.json())
-        other = await client.post(ROLLBACK, json={"to_epoch": 2}, headers=KEY)
-        assert_problem(other, 409, "id_reused")
-        assert len(operations.records["demo"]) == 1
-        # A plan may still use the key as its id.
-        assert (await client.post(PLANS, json={}, headers=KEY)).json()["plan_id"] == "k-1"
-    async with make_client(create_app(operations, TOKENS), ADMIN) as client:
-        another = await client.post(ROLLBACK, json={}, headers=KEY)
-        assert another.json()["plan_id"] != first.json()["plan_id"]
+    first = await client.post(ROLLBACK, json={}, headers=KEY)
+    async with make_client(create_app(operations, TOKENS)) as later:
+        again = await later.post(ROLLBACK, json={}, headers=KEY)
+    assert (again.status_code, again.json()) == (202, first.json())
+    other = await client.post(ROLLBACK, json={"to_epoch": 2}, headers=KEY)
+    assert_problem(other, 409, "id_reused")
+    assert len(operations.records["demo"]) == 1
+    # A plan may still use the key as its id.
+    assert (await client.post(PLANS, json={}, headers=KEY)).json()["plan_id"] == "k-1"
+    another = await admin.post(ROLLBACK, json={}, headers=KEY)
+    assert another.json()["plan_id"] != first.json()["plan_id"]
 
 
 async def test_a_key_may_be_used_again_after_an_error(client, operations):

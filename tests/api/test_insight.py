@@ -2,19 +2,12 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.api.insight import heat_map
-from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import metrics
-from tests.api.conftest import ADMIN, assert_problem, make_client
-from tests.api.fakes import (
-    NOW,
-    SHAPE,
-    FakeOperations,
-    FakeView,
-    make_rank,
-    make_status,
-    make_window,
-)
+from tests.api.conftest import assert_problem
+from tests.api.fakes import NOW, SHAPE, FakeView, make_rank, make_status, make_window
+from tests.telemetry.reports import load_window
 
 HEAT = "/v1/deployments/demo/heatmap"
 
@@ -35,33 +28,22 @@ async def test_a_heat_map_without_steps_is_null(client):
     for path, phase in ((HEAT, "prefill"), ("/v1/deployments/fresh/heatmap", None)):
         body = (await client.get(path, params={} if phase is None else {"phase": phase})).json()
         assert body["steps"] == 0
-        unknown = (
-            "newest_step",
-            "num_layers",
-            "next_layer",
-            "tokens_per_layer",
-            "experts",
-            "ranks",
-        )
-        assert [body[name] for name in unknown] == [None] * 6
+        unknown = "newest_step num_layers next_layer tokens_per_layer experts ranks"
+        assert [body[name] for name in unknown.split()] == [None] * 6
 
 
-async def test_a_heat_map_tells_when_its_load_was_reported_and_by_how_many_ranks(app):
+async def test_a_heat_map_tells_when_its_load_was_reported_and_by_how_many(client, operations):
     gone = tuple(make_rank(rank, fresh=False) for rank in range(2))
-    status = make_status(newest_step_unix=NOW - 240, ranks=gone)
-    windows = {Phase.DECODE: make_window()}
-    app.state.operations = FakeOperations(FakeView(status, windows, Placement.initial(SHAPE)))
-    async with make_client(app) as client:
-        body = (await client.get(HEAT)).json()
+    operations.show(newest_step_unix=NOW - 240, ranks=gone)
+    body = (await client.get(HEAT)).json()
     assert (body["newest_step_unix"], body["ranks_connected"]) == (NOW - 240, 0)
 
 
-async def test_layers_without_load_are_null_and_ranks_before_a_placement(app):
+async def test_layers_without_load_are_null_and_ranks_before_a_placement(client, operations):
     window = make_window()
     window.counts[:, 1] = 0
-    app.state.operations = FakeOperations(FakeView(make_status(), {Phase.PREFILL: window}, None))
-    async with make_client(app) as client:
-        body = (await client.get(HEAT)).json()
+    operations.views["demo"] = FakeView(make_status(), {Phase.PREFILL: window})
+    body = (await client.get(HEAT)).json()
     assert body["experts"] == [[2, 1, 0.5, 0.5], [None] * 4]
     assert body["tokens_per_layer"] == [16, 0]
     assert body["ranks"] is None
@@ -78,10 +60,7 @@ def test_phases_are_joined_step_by_step():
 
 def test_a_heat_map_too_large_comes_in_parts_that_join_to_the_whole():
     rng = np.random.default_rng(3)
-    counts = rng.integers(1, 9, (2, 7, 4)).astype(np.uint32)
-    window = LoadWindow(
-        counts, np.arange(2), np.zeros(2, int), np.ones((2, 2), int), np.full((2, 2), np.nan)
-    )
+    window = load_window(rng.integers(1, 9, (2, 7, 4)), range(2), 2)
     placement = Placement(np.tile(np.array([0, 1, 2, 3], np.int32), (7, 1)), 2, 4)
     whole = heat_map([window], placement, 0)
     assert whole["next_layer"] is None
@@ -98,7 +77,9 @@ def test_a_heat_map_too_large_comes_in_parts_that_join_to_the_whole():
     assert heat_map([window], placement, 99)["experts"] == []
 
 
-async def test_quarantine_has_reasons_and_samples_until_an_admin_clears_it(app, client, operations):
+async def test_quarantine_has_reasons_and_samples_until_an_admin_clears_it(
+    client, admin, operations
+):
     path = "/v1/deployments/demo/quarantine"
     want = {
         "reason": "sum_mismatch",
@@ -107,22 +88,17 @@ async def test_quarantine_has_reasons_and_samples_until_an_admin_clears_it(app, 
         "samples": [{"rank": 1, "detail": "rank 1: 7 tokens, counts sum to 9"}],
     }
     assert (await client.get(path)).json() == {"deployment": "demo", "items": [want]}
-    async with make_client(app, ADMIN) as admin:
-        assert (await admin.delete(path)).status_code == 204
+    assert (await admin.delete(path)).status_code == 204
     assert (await client.get(path)).json()["items"] == []
     assert operations.calls == [("clear_quarantine", "demo", "carol")]
 
 
-async def test_a_deployment_is_forgotten_once_its_ranks_are_gone(app):
-    gone = make_status("gone", ranks=(make_rank(0, fresh=False),))
-    app.state.operations = FakeOperations(
-        FakeView(make_status(), {}, None), FakeView(gone, {}, None)
-    )
-    async with make_client(app, ADMIN) as admin:
-        assert_problem(await admin.delete("/v1/deployments/demo"), 409, "busy")
-        assert (await admin.delete("/v1/deployments/gone")).status_code == 204
-        assert_problem(await admin.get("/v1/deployments/gone"), 404, "not_found")
-        assert_problem(await admin.delete("/v1/deployments/gone"), 404)
+async def test_a_deployment_is_forgotten_once_its_ranks_are_gone(admin, operations):
+    operations.show("gone", ranks=(make_rank(0, fresh=False),))
+    assert_problem(await admin.delete("/v1/deployments/demo"), 409, "busy")
+    assert (await admin.delete("/v1/deployments/gone")).status_code == 204
+    assert_problem(await admin.get("/v1/deployments/gone"), 404, "not_found")
+    assert_problem(await admin.delete("/v1/deployments/gone"), 404)
 
 
 @pytest.mark.parametrize("phase", ["DECODE", "", "x"])

@@ -135,7 +135,7 @@ async def test_a_target_of_another_shape_is_503_while_the_ranks_are_missing(
 ):
     """The first rank that registers after a restart may belong to another group."""
     view = operations.views["demo"]
-    view._status = replace(view._status, **unproven)
+    view.shown = replace(view.shown, **unproven)
     body = {"target": {"physical_to_logical": target}}
     assert_problem(await client.post(PLANS, json=body), 503, unproven["reason"])
     assert operations.calls == []

@@ -10,7 +10,6 @@ import pytest
 from evenkeel_moe.api import convert, deployments
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
-from tests.api.conftest import READ, make_client
 from tests.api.fakes import SHAPE, FakeOperations, FakeView, make_status, make_window
 
 
@@ -34,19 +33,16 @@ class CountedView(FakeView):
 
 
 @pytest.mark.parametrize("path", ["load", "heatmap"])
-async def test_of_many_readers_two_hold_windows_at_a_time(app, path):
+async def test_of_many_readers_two_hold_windows_at_a_time(app, reader, path):
     view = CountedView()
     app.state.operations = FakeOperations(view)
-    async with make_client(app, READ) as client:
-        answers = await asyncio.gather(
-            *(client.get(f"/v1/deployments/demo/{path}") for _ in range(12))
-        )
+    answers = await asyncio.gather(*(reader.get(f"/v1/deployments/demo/{path}") for _ in range(12)))
     assert {answer.status_code for answer in answers} == {200}
     assert view.made == 12 * len(Phase)
     assert view.most <= 2 * len(Phase)
 
 
-async def test_of_many_readers_two_write_out_the_map_at_a_time(app, monkeypatch):
+async def test_of_many_readers_two_write_out_the_map_at_a_time(app, reader, monkeypatch):
     view = FakeView(make_status("demo"), {}, Placement.initial(SHAPE))
     app.state.operations = FakeOperations(view)
     busy, counts, write_out = threading.BoundedSemaphore(2), [], convert.placement_json
@@ -60,9 +56,8 @@ async def test_of_many_readers_two_write_out_the_map_at_a_time(app, monkeypatch)
             busy.release()
 
     monkeypatch.setattr(deployments, "placement_json", counted)
-    async with make_client(app, READ) as client:
-        answers = await asyncio.gather(
-            *(client.get("/v1/deployments/demo/placement") for _ in range(12))
-        )
+    answers = await asyncio.gather(
+        *(reader.get("/v1/deployments/demo/placement") for _ in range(12))
+    )
     assert {answer.status_code for answer in answers} == {200}
     assert counts == [True] * 12

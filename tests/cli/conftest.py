@@ -1,3 +1,4 @@
+import io
 import json
 import socket
 import sys
@@ -11,14 +12,14 @@ import uvicorn
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from evenkeel_moe.api import TokenSet, create_app
+from evenkeel_moe.api import create_app
 from evenkeel_moe.cli import app, main
+from evenkeel_moe.cli.console import SafeConsole
 from evenkeel_moe.cli.replay import app as replay
 from evenkeel_moe.formats import Trace, write_trace
+from tests.api.conftest import OPERATE, TOKENS
 from tests.api.fakes import make_operations
 
-OPERATE = "operate-token-0123456789"
-READ = "read-token-0123456789"
 FLEET = ("--ranks", 2, "--slots", 10)
 SMALL = (*FLEET, "--window", 8, "--horizon", 8)
 """Options of `evenkeel replay` that fit the trace `small`."""
@@ -67,6 +68,26 @@ def run_replay(*args, **config):
     return result.stdout
 
 
+def replayed(*args, **config):
+    """Run `evenkeel replay` in this process, and return its answer as JSON."""
+    return json.loads(run_replay(*args, "-o", "json", **config))
+
+
+def drawn(renderable, width=80, wide=False):
+    """Return the lines of a table or a view in a terminal of a width."""
+    console = SafeConsole(width=width, wide=wide)
+    with console.capture() as captured:
+        console.print(renderable, crop=False)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+class Terminal(io.StringIO):
+    """Standard input or output that is a terminal."""
+
+    def isatty(self):
+        return True
+
+
 @pytest.fixture(autouse=True)
 def _wide_pipe(monkeypatch, tmp_path):
     """Let tables be as wide as in a pipe, and no context of whoever runs the tests be read."""
@@ -93,10 +114,8 @@ def operations():
 @pytest.fixture
 def url(operations):
     """Run a real server over the fake operations, and return its URL."""
-    tokens = TokenSet.parse(f"alice operate {OPERATE}\nbob read {READ}\n")
-    config = uvicorn.Config(
-        create_app(operations, tokens), log_level="error", lifespan="off", ws="none"
-    )
+    rest = create_app(operations, TOKENS)
+    config = uvicorn.Config(rest, log_level="error", lifespan="off", ws="none")
     server = uvicorn.Server(config)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

@@ -11,7 +11,7 @@ import pytest
 from evenkeel_moe.cli import client
 from evenkeel_moe.cli.client import ApiClient, read_token
 from evenkeel_moe.cli.exits import CliError, Exit
-from tests.cli.conftest import OPERATE, READ
+from tests.api.conftest import OPERATE, READ
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,6 @@ def test_an_error_about_the_token_names_the_options(
     code, _, err = command("status", "--address", url, *options)
     assert (code, words in err) == (Exit.UNAUTHORIZED, True), err
     assert "Authorization" not in err
-
-
-def test_no_answer_names_the_option_of_the_address(command):
-    code, _, err = command("status", "--address", "http://127.0.0.1:9")
-    assert (code, "--address names" in err) == (Exit.UNAVAILABLE, True)
 
 
 def test_https_to_a_port_that_speaks_http_is_told(command, url):
@@ -159,6 +154,18 @@ def test_a_server_that_is_not_a_controller_is_reported(run, status, body):
     assert len(err.splitlines()) == 1
 
 
+def refused_first(times, problem):
+    """Return the callers so far, and an answer for `server_of`: the problem, then a policy."""
+    callers = []
+
+    def answer(caller):
+        callers.append(caller)
+        done = len(callers) > times
+        return (200 if done else 503), json.dumps({"mode": "auto"} if done else problem).encode()
+
+    return callers, answer
+
+
 @pytest.mark.parametrize("elsewhere", [3, 10**9])
 def test_an_address_of_several_replicas_is_asked_until_the_leader_answers(
     run, monkeypatch, elsewhere
@@ -171,13 +178,7 @@ def test_an_address_of_several_replicas_is_asked_until_the_leader_answers(
         "reason": "not_leader",
         "leader": "b",
     }
-    callers = []
-
-    def answer(caller):
-        callers.append(caller)
-        leads = len(callers) > elsewhere
-        return (200 if leads else 503), json.dumps({"mode": "auto"} if leads else led).encode()
-
+    callers, answer = refused_first(elsewhere, led)
     with server_of(answer) as address:
         code, out, err = run("policy", "get", "-d", "demo", "--address", address)
     assert len(set(callers)) == len(callers), "the same connection leads to the same replica"
@@ -194,13 +195,7 @@ def test_a_planner_that_starts_is_waited_for_and_the_command_says_so(run, monkey
     monkeypatch.setattr(client, "_PLANNER_PAUSE_S", 0.01)
     monkeypatch.setattr(client, "_PLANNER_STARTS_WITHIN_S", 0.5)
     starting = {"title": "Try again", "detail": "it starts", "reason": "planner_starting"}
-    callers = []
-
-    def answer(caller):
-        callers.append(caller)
-        ready = len(callers) > refused
-        return (200 if ready else 503), json.dumps({"mode": "auto"} if ready else starting).encode()
-
+    callers, answer = refused_first(refused, starting)
     with server_of(answer) as address:
         code, out, err = run("policy", "get", "-d", "demo", "--address", address)
     assert err.startswith("evenkeel: the planner is starting; waiting up to 500 ms, Ctrl-C ends\n")

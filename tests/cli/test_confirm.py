@@ -1,4 +1,3 @@
-import io
 import json
 import sys
 from dataclasses import replace
@@ -9,13 +8,8 @@ from evenkeel_moe.cli.exits import Exit
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.model.policy import Mode
-from tests.api.fakes import FakeView, make_plan, make_rank, make_status
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
+from tests.api.fakes import make_plan, make_rank
+from tests.cli.conftest import Terminal
 
 MOVING = [
     ("plan", "approve", "mine", "-d", "demo"),
@@ -153,7 +147,7 @@ def test_a_rollback_to_a_placement_asks_with_its_epoch_and_history(run, operatio
 
 
 def test_without_an_earlier_placement_no_rollback_is_asked_for(run, operations):
-    operations.views["demo"] = FakeView(make_status(rollback_epoch=None), {}, None)
+    operations.show(rollback_epoch=None)
     code, out, err = run("plan", "rollback", "-d", "demo")
     assert (code, out) == (Exit.REFUSED, "")
     assert "is recorded" in err
@@ -162,15 +156,14 @@ def test_without_an_earlier_placement_no_rollback_is_asked_for(run, operations):
 def test_what_moves_nothing_needs_no_confirmation(run, operations):
     assert run("plan", "create", "-d", "demo", "--dry-run")[0] == 0
     for mode in Mode:
-        operations.views["demo"] = FakeView(make_status(mode=mode), {}, None)
+        operations.show(mode=mode)
         assert run("plan", "create", "-d", "demo")[0] == 0
         assert operations.records["demo"][0].phase == "proposed"
     assert run("policy", "set", "-d", "demo", "mode=propose")[0] == 0
 
 
 def test_a_deployment_without_ranks_is_forgotten(run, operations):
-    gone = tuple(make_rank(rank, fresh=False) for rank in range(2))
-    operations.views["demo"] = FakeView(make_status(ranks=gone), {}, None)
+    operations.show(ranks=tuple(make_rank(rank, fresh=False) for rank in range(2)))
     code, _, err = run("deployment", "forget", "demo", "--yes")
     assert (code, "admin" in err) == (Exit.UNAUTHORIZED, True)
     assert run("deployment", "forget", "--yes")[0] == Exit.USAGE

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from evenkeel_moe.cli.console import Listing, SafeConsole, TableColumn, print_json, work_bars
-from tests.api.fakes import FakeView, make_plan, make_rank, make_status
+from tests.api.fakes import make_plan, make_rank
 
 STEERING = "\x1b]0;owned\x1b\\ \x1b]52;c;cm0=\x07 \x1b[2J \x7f \x9b31m \u202e \u2066 \u200f"
 """Sets the title and the clipboard of a terminal, clears it, and turns the writing around."""
@@ -35,10 +35,7 @@ def test_lines_in_a_pipe_end_without_blanks_and_fit_columns(run, monkeypatch):
 def test_no_text_of_a_rank_or_of_the_store_steers_the_terminal(run, operations):
     ranks = (make_rank(0, node=STEERING, device=STEERING, trouble=STEERING), make_rank(1))
     proposal = make_plan("p-1", story=({"at": 0.0, "event": STEERING, "by": STEERING},))
-    status = make_status(
-        ranks=ranks, dispatch=STEERING, dispatch_warning=STEERING, proposals=[proposal]
-    )
-    operations.views["demo"] = FakeView(status, {}, None)
+    operations.show(ranks=ranks, dispatch=STEERING, dispatch_warning=STEERING, proposals=[proposal])
     operations.records["demo"] = [proposal]
     for command in (
         ("status",),
@@ -60,8 +57,7 @@ def test_no_text_of_a_rank_or_of_the_store_steers_the_terminal(run, operations):
 @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x0b"])
 def test_no_text_of_a_rank_makes_a_line_of_its_own_in_a_pipe(run, operations, end):
     trouble = f"slow{end}rank 1: all experts copied{end}"
-    status = make_status(ranks=(make_rank(0, trouble=trouble), make_rank(1)))
-    operations.views["demo"] = FakeView(status, {}, None)
+    operations.show(ranks=(make_rank(0, trouble=trouble), make_rank(1)))
     lines = run("status", "demo")[1].splitlines()
     assert any("slow" in line for line in lines)
     assert not any(line.startswith("rank 1: all") for line in lines)

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from evenkeel_moe.cli.exits import Exit
-from tests.cli.conftest import OPERATE
+from tests.api.conftest import OPERATE
 
 
 @pytest.fixture
@@ -31,7 +31,8 @@ def test_a_context_names_address_token_and_deployment(command, url, file, token)
     assert stat.S_IMODE(os.stat(file.parent).st_mode) == 0o700
     assert command("status")[0] == 0
     code, _, err = command("decisions")
-    assert (code, "there are several deployments" in err) == (Exit.USAGE, True)
+    assert code == Exit.USAGE
+    assert "there are several deployments" in err and "demo, fresh" in err
     assert command("context", "set", "eu", "-d", "demo")[0] == 0
     assert command("decisions")[0] == 0
     kept = json.loads(file.read_text())["contexts"]["eu"]

@@ -56,6 +56,8 @@ def test_a_pause_needs_a_time(run, operations, text):
     code, out, err = run("pause", "-d", "demo", f"--for={text}")
     assert (code, out, len(err.splitlines())) == (Exit.USAGE, "", 1)
     assert operations.calls == []
+    told = f"evenkeel: {text!r} is not a duration: give seconds, or for example 15m or 2h\n"
+    assert err == told or text != "soon"
 
 
 def test_completion_asks_the_controller(run, operations, monkeypatch, url):
@@ -101,3 +103,4 @@ def test_json_of_every_view_is_exact(run, words):
     assert all(isinstance(epoch, int) for epoch in epochs)
     if words == "status demo":
         assert (answer["ranks"][0]["free_bytes"], answer["epoch"]) == (10_000, 3)
+        assert answer["shape"]["top_k"] == 2

@@ -9,7 +9,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from tests.api.fakes import NOW, make_plan
-from tests.cli.test_tables import drawn
+from tests.cli.conftest import drawn
 
 
 def plan(plan_id, **changes):
@@ -105,10 +105,6 @@ def test_a_proposal_does_not_say_twice_why_it_was_made(run, operations):
     operations.records["demo"] = [make_plan("mine", reason=reason)]
     wide = run("plan", "list", "-d", "demo", "-o", "wide")[1]
     assert wide.splitlines()[0].count("WHY") == 1
-    lines = run("plan", "show", "mine", "-d", "demo")[1].splitlines()
-    assert [line.split(None, 1)[1] for line in lines if line.startswith("phase")] == [
-        "proposed: It waits for approval. Nothing has moved."
-    ]
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -133,9 +129,8 @@ def test_a_proposal_that_another_plan_replaced_is_superseded_and_not_refused(run
         name = [] if command == "list" else ["mine"]
         out = run("plan", command, "-d", "demo", *name)[1]
         assert "superseded" in out and "refused" not in out
-    assert (
-        json.loads(run("plan", "show", "mine", "-d", "demo", "-o", "json")[1])["phase"] == "refused"
-    )
+    answer = run("plan", "show", "mine", "-d", "demo", "-o", "json")[1]
+    assert json.loads(answer)["phase"] == "refused"
 
 
 def test_a_plan_that_breaks_a_rule_is_refused():

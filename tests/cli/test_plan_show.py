@@ -11,7 +11,7 @@ from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import CostBasis, CostSource
 from evenkeel_moe.model.delivered import DeliveredGain, ServingSpeed
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
-from tests.api.fakes import NOW, FakeView, make_plan, make_status
+from tests.api.fakes import NOW, make_plan, make_status
 
 FIGURES = {
     "balancedness_mean": 0.647,
@@ -32,7 +32,7 @@ def shown(run, operations):
 
     def call(status=None, kind=PlanKind.MANUAL, numbers=FIGURES, **changes):
         if status is not None:
-            operations.views["demo"] = FakeView(status, {}, None)
+            operations.views["demo"].shown = status
         record = make_plan("mine", **changes)
         record = replace(record, plan=replace(record.plan, kind=kind, numbers=dict(numbers)))
         operations.records["demo"] = [record]

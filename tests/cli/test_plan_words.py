@@ -80,10 +80,8 @@ def test_a_cancel_says_what_stays():
 
 @pytest.mark.parametrize("words", [plan_words.approved, plan_words.rolled_back])
 def test_a_repeated_request_whose_plan_has_ended_says_so(words):
-    assert (
-        words(plan("committed", "committed"))
-        == "plan mine is committed: All waves were carried out."
-    )
+    ended = words(plan("committed", "committed"))
+    assert ended == "plan mine is committed: All waves were carried out."
     shown = {"phase_text": "superseded", "text": "It never began.", "error": "the epoch is 4"}
     failed = plan("refused", Reason.STALE_BASE.value, **shown)
     assert words(failed) == "plan mine is superseded: It never began. the epoch is 4"

@@ -14,25 +14,18 @@ from evenkeel_moe.cli.exits import CliError
 from evenkeel_moe.cli.replay import app
 from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
 from evenkeel_moe.replay.words import COLUMNS
-from tests.cli.conftest import SMALL, replay_words, run_replay
+from tests.cli.conftest import SMALL, replay_words, replayed, run_replay
 from tests.replay.conftest import SHIPPED
 
 
 def test_compare_works_on_the_shipped_trace_and_prints_what_it_promises():
     assert SHIPPED.stat().st_size <= 1_000_000
-    answer = json.loads(
-        run_replay("compare", SHIPPED, "--slots", 72, "--policies", "eplb", "-o", "json")
-    )
+    answer = replayed("compare", SHIPPED, "--slots", 72, "--policies", "eplb")
     by_policy = {result["policy"]: result for result in answer["results"]}
     assert list(by_policy) == ["initial", "once", "ewma", "eplb"]
     promised = {
-        "policy",
-        "balancedness_mean",
-        "balancedness_worst",
-        "time_over_fluid",
-        "copies_per_layer",
-        "bytes",
-        "plan_ms",
+        *("policy", "balancedness_mean", "balancedness_worst", "time_over_fluid"),
+        *("copies_per_layer", "bytes", "plan_ms"),
     }
     assert all(promised <= set(result) for result in answer["results"])
     assert answer["replans"] == 6
@@ -46,9 +39,7 @@ def test_compare_works_on_the_shipped_trace_and_prints_what_it_promises():
 
 def test_saved_plans_score_the_same_in_a_plain_recount(small, tmp_path):
     saved = tmp_path / "plans.npz"
-    answer = json.loads(
-        run_replay("compare", small, *SMALL, "-p", "eplb", "--out", saved, "-o", "json")
-    )
+    answer = replayed("compare", small, *SMALL, "-p", "eplb", "--out", saved)
     load = read_trace(small).counts
     with np.load(saved) as plans:
         assert sorted(plans) == sorted(
@@ -77,19 +68,7 @@ def test_the_table_names_every_policy_and_stays_on_stdout(small):
     lines = result.stdout.splitlines()
     assert "40 steps, 3 layers, 8 experts, 2 ranks, 10 slots" in lines[0]
     assert lines[1].split()[:3] == ["bal.", "bal.", "bal."]
-    assert lines[2].split() == [
-        "policy",
-        "mean",
-        "p5",
-        "worst",
-        "/fluid",
-        "step",
-        "/layer",
-        "raw",
-        "first",
-        "bytes",
-        "ms",
-    ]
+    assert lines[2].split() == "policy mean p5 worst /fluid step /layer raw first bytes ms".split()
     assert [line.split()[0] for line in lines[3:7]] == ["initial", "once", "ewma", "eplb"]
     assert " has the least predicted MoE time (by tokens), " in lines[7]
     assert lines[8].startswith("A replan of eplb copies ")
@@ -154,9 +133,9 @@ def test_the_page_stands_alone_and_its_drawings_are_well_formed(small, tmp_path)
 
 def test_a_roofline_tells_that_replicas_cost_time(tmp_path):
     page = tmp_path / "page.html"
-    args = ("compare", SHIPPED, "--slots", 72, "-p", "eplb", "-o", "json")
+    args = ("compare", SHIPPED, "--slots", 72, "-p", "eplb")
     roofline = {"cost": "roofline", "device": "h100", "bytes_per_expert": 44_040_192}
-    answer = json.loads(run_replay(*args, "--out", page, verdict=True, **roofline))
+    answer = replayed(*args, "--out", page, verdict=True, **roofline)
     model, replicas = answer["cost_model"], answer["replicas"]
     assert (model["source"], model["unit"]) == ("derived", "s")
     # Nine experts a rank are read instead of eight, whatever the tokens are.
@@ -173,7 +152,7 @@ def test_a_roofline_tells_that_replicas_cost_time(tmp_path):
     # By tokens the same verdict finds a gain; under the roofline nothing is to be had.
     by_policy = {result["policy"]: result for result in answer["results"]}
     assert by_policy["eplb+verdict"]["first_copies_per_layer"] == 0
-    tokens = json.loads(run_replay(*args, verdict=True))
+    tokens = replayed(*args, verdict=True)
     assert tokens["replicas"]["time_change"] < 0
     by_policy = {result["policy"]: result for result in tokens["results"]}
     assert by_policy["eplb+verdict"]["first_copies_per_layer"] > 0
@@ -182,22 +161,18 @@ def test_a_roofline_tells_that_replicas_cost_time(tmp_path):
 def test_without_matplotlib_only_the_page_is_refused(small, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "evenkeel_moe.replay.charts", raising=False)
-    args = ("compare", small, *SMALL, "-p", "eplb", "-o", "json")
+    args = ("compare", small, *SMALL, "-p", "eplb")
     with pytest.raises(
         CliError, match=r"a page with charts needs `pip install 'evenkeel-moe\[plots\]'`"
     ):
         run_replay(*args, "--out", tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
-    assert json.loads(run_replay(*args))["replans"] == 4
+    assert replayed(*args)["replans"] == 4
 
 
 def test_verdict_adds_every_policy_with_a_verdict(small, tmp_path):
     page = tmp_path / "page.html"
-    answer = json.loads(
-        run_replay(
-            *("compare", small, *SMALL, "-p", "eplb", "-o", "json", "--out", page), verdict=True
-        )
-    )
+    answer = replayed("compare", small, *SMALL, "-p", "eplb", "--out", page, verdict=True)
     assert [result["policy"] for result in answer["results"]][3:] == ["eplb", "eplb+verdict"]
     assert "after: eplb+verdict" in page.read_text("utf-8")
 
@@ -211,11 +186,7 @@ def test_other_fleets_can_be_described(small):
         {"dispatch": "optimal"},
         {"allow_duplicates": True},
     ):
-        answer = json.loads(
-            run_replay(
-                *("compare", small, *SMALL, "-p", "eplb", "-o", "json"), baselines=False, **options
-            )
-        )
+        answer = replayed("compare", small, *SMALL, "-p", "eplb", baselines=False, **options)
         assert [result["policy"] for result in answer["results"]] == ["eplb"]
         assert answer["results"][0]["time_over_fluid"] >= 1.0
 
@@ -224,7 +195,7 @@ def test_inspect_prints_tables_or_json(small):
     text = run_replay("inspect", small, "--ranks", 2)
     assert "40 steps, 3 MoE layers, 8 experts" in text
     assert "Most correlated pairs" in text
-    answer = json.loads(run_replay("inspect", small, "--ranks", 2, "-o", "json"))
+    answer = replayed("inspect", small, "--ranks", 2)
     assert [layer["layer_id"] for layer in answer["layers"]] == [2, 3, 4]
     assert set(answer["drift"]) == {
         "autocorrelation",
@@ -249,13 +220,11 @@ def test_an_assumption_about_source_ranks_is_reported(small, tmp_path):
     assert [each["what"] for each in json.loads(result.stdout)["findings"]] == [note]
     assert result.stderr.splitlines()[1:] == [f"note: {note}"]
     assert f"Note: {note}</p>" in page.read_text("utf-8")
-    assert json.loads(run_replay(*replay, "-p", "eplb", baselines=False))["findings"] == []
-    here = (small, *SMALL, "-o", "json", "-p", "libra")
-    assert json.loads(run_replay("compare", *here, dispatch="nearest"))["findings"] == []
+    assert replayed(*replay, "-p", "eplb", baselines=False)["findings"] == []
+    here = (small, *SMALL, "-p", "libra")
+    assert replayed("compare", *here, dispatch="nearest")["findings"] == []
     write_trace(small, Trace(read_trace(small).counts, (2, 3, 4)))
-    said = json.loads(
-        run_replay("plan", *few, "-p", "libra", "--out", tmp_path / "b", "-o", "json")
-    )["findings"]
+    said = replayed("plan", *few, "-p", "libra", "--out", tmp_path / "b")["findings"]
     none = "the trace has no source counts: tokens are assumed to start evenly on all ranks"
     assert [each["what"] for each in said] == [f"{none}, which affects libra"]
 

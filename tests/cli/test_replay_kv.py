@@ -1,12 +1,11 @@
 """`evenkeel replay` with options of the KV cache: replicas are weighed against it."""
 
-import json
 from html import escape
 
 import pytest
 
 from evenkeel_moe.errors import InvalidInput
-from tests.cli.conftest import FLEET, SMALL, run_replay
+from tests.cli.conftest import FLEET, SMALL, replayed, run_replay
 from tests.replay.conftest import SHIPPED
 
 EXPERT = 44_040_192
@@ -19,10 +18,10 @@ def rows_of(answer):
 
 def test_compare_weighs_every_number_of_replicas_on_the_shipped_trace(tmp_path):
     args = ("compare", SHIPPED, "--slots", 72, "-p", "eplb")
-    plain = json.loads(run_replay(*args, "-o", "json", bytes_per_expert=EXPERT))
+    plain = replayed(*args, bytes_per_expert=EXPERT)
     assert "replica_tradeoff" not in plain
     asked = {**KV, "bytes_per_expert": EXPERT, "tokens_per_sequence": 4096, "moe_share": 0.4}
-    answer = json.loads(run_replay(*args, "-o", "json", **asked))
+    answer = replayed(*args, **asked)
     layers, rows = answer["layers"], rows_of(answer)
     assert rows["uniform", 8]["present"] is True
     none = rows["uniform", 0]
@@ -48,7 +47,7 @@ def test_compare_weighs_every_number_of_replicas_on_the_shipped_trace(tmp_path):
 def test_plan_weighs_them_on_the_newest_steps(small, tmp_path):
     plan = ("plan", small, *FLEET, "-p", "eplb", "--out", tmp_path / "out")
     kv = {"kv_bytes_per_token": 10, "kv_free_bytes": 10_000, "bytes_per_expert": 100}
-    answer = json.loads(run_replay(*plan, "-o", "json", **kv))
+    answer = replayed(*plan, **kv)
     rows = rows_of(answer)
     assert [row["sequences"] for row in rows.values()] == [None] * len(rows)
     present = next(row for row in rows.values() if row["present"])

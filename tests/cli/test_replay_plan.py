@@ -8,7 +8,7 @@ import pytest
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
 from evenkeel_moe.planning.problem import moe_time
-from tests.cli.conftest import FLEET, SMALL, run_replay
+from tests.cli.conftest import FLEET, SMALL, replayed, run_replay
 
 
 def test_the_figures_of_a_plan_are_named_in_words(small, tmp_path):
@@ -20,8 +20,8 @@ def test_the_figures_of_a_plan_are_named_in_words(small, tmp_path):
 
 def test_a_plan_of_keel_survives_the_loss_of_a_rank_if_asked(small, tmp_path):
     def planned(slots, **options):
-        fleet = ("--ranks", 2, "--slots", slots, "--out", tmp_path / "b", "-o", "json")
-        return json.loads(run_replay("plan", small, *fleet, **options))
+        fleet = ("--ranks", 2, "--slots", slots, "--out", tmp_path / "b")
+        return replayed("plan", small, *fleet, **options)
 
     twice = planned(16, survive="rank")
     assert (twice["survive_lost"], twice["survive_experts"]) == (0, 24)
@@ -35,19 +35,14 @@ def test_a_plan_of_keel_survives_the_loss_of_a_rank_if_asked(small, tmp_path):
 @pytest.mark.parametrize("format_", ["neutral", "sglang", "trtllm", "ascend"])
 def test_plan_writes_for_every_engine(small, tmp_path, format_):
     out = tmp_path / "placement"
-    said = json.loads(
-        run_replay("plan", small, *FLEET, "-p", "eplb", "-f", format_, "--out", out, "-o", "json")
-    )
+    said = replayed("plan", small, *FLEET, "-p", "eplb", "-f", format_, "--out", out)
     file = read_placement(out, num_ranks=2, num_logical_experts=8, first_moe_layer=2)
     assert file.layer_ids == (2, 3, 4)
     load = read_trace(small).counts
     assert said["time_over_fluid"] == pytest.approx(moe_time.time_over_fluid(load, file.placement))
     assert "copies" not in said
-    again = json.loads(
-        run_replay(
-            *("plan", small, *FLEET, "-p", "eplb", "--out", tmp_path / "b", "-o", "json"),
-            *("--current", out),
-        )
+    again = replayed(
+        *("plan", small, *FLEET, "-p", "eplb", "--out", tmp_path / "b"), *("--current", out)
     )
     assert again["copies"] == 0.0
 
@@ -73,8 +68,8 @@ def test_dense_layers_may_lie_between_moe_layers(tmp_path, format_):
         write_trace(tmp_path / f"{name}.npz", Trace(counts, layer_ids))
     plan = ("plan", *FLEET, "-p", "eplb")
     run_replay(*plan, tmp_path / "here.npz", "-f", format_, "--out", tmp_path / "placement")
-    current = ("--current", tmp_path / "placement", "--out", tmp_path / "b", "-o", "json")
-    assert json.loads(run_replay(*plan, tmp_path / "here.npz", *current))["copies"] == 0.0
+    current = ("--current", tmp_path / "placement", "--out", tmp_path / "b")
+    assert replayed(*plan, tmp_path / "here.npz", *current)["copies"] == 0.0
     if format_ in ("neutral", "trtllm"):
         with pytest.raises(
             ShapeMismatch, match="the file lacks layers 2, has layers 5 that are not expected"
@@ -83,20 +78,19 @@ def test_dense_layers_may_lie_between_moe_layers(tmp_path, format_):
 
 
 def test_craft_chooses_its_replicas_by_memory_gain_or_knee(small, tmp_path):
-    craft = ("plan", small, *FLEET, "-p", "craft", "--out", tmp_path / "b", "-o", "json")
+    craft = ("plan", small, *FLEET, "-p", "craft", "--out", tmp_path / "b")
 
     def replicas(**options):
-        return json.loads(run_replay(*craft, bytes_per_expert=10, **options))["replicas"]
+        return replayed(*craft, bytes_per_expert=10, **options)["replicas"]
 
     most = replicas()
     assert replicas(craft_replicas="memory") == most > 2
     assert replicas(free_bytes=10) == 2
     assert replicas(craft_replicas=1) == 0
     assert 0 < replicas(craft_replicas="knee") <= most
-    replay = ("compare", small, *SMALL, "-p", "craft", "-o", "json")
+    replay = ("compare", small, *SMALL, "-p", "craft")
     free = [
-        json.loads(run_replay(*replay, baselines=False, **more))["results"]
-        for more in ({}, {"free_bytes": 0})
+        replayed(*replay, baselines=False, **more)["results"] for more in ({}, {"free_bytes": 0})
     ]
     assert free[0][0]["time_over_fluid"] < free[1][0]["time_over_fluid"]
 

@@ -14,102 +14,68 @@ from tests.cli.conftest import FLEET, SMALL, run_replay
 
 
 @pytest.mark.parametrize(
-    ("args", "error", "message"),
+    ("command", "options", "error", "words"),
     [
+        ("compare SMALL -p eplb,nobody", {}, InvalidInput, "policies nobody; known: initial"),
         (
-            ("compare", "--ranks", 2, "--window", 20),
-            InvalidInput,
-            r"\(40 - window 20\) // horizon 50 = 0, at least 4",
-        ),
-        (
-            ("compare", *SMALL, "-p", "eplb,nobody"),
-            InvalidInput,
-            "unknown policies nobody; known: initial",
-        ),
-        (
-            ("compare", *SMALL, {"dispatch": "waterfill"}),
-            InvalidInput,
+            *("compare SMALL", {"dispatch": "waterfill"}, InvalidInput),
             "dispatch: waterfill needs shared_experts: it places their work",
         ),
         (
-            ("compare", *SMALL, "--out", "/tmp"),
-            InvalidInput,
+            *("compare SMALL --out /tmp", {}, InvalidInput),
             r"--out /tmp: a comparison is written as \*.html or \*.npz",
         ),
-        (("plan", *FLEET, "--out", "/tmp"), InvalidInput, "/tmp is a folder: name a file in it"),
+        ("plan FLEET --out /tmp", {}, InvalidInput, "/tmp is a folder: name a file in it"),
+        ("compare SMALL --out /a.npz --out /b.npz", {}, InvalidInput, "there is another .npz"),
         (
-            ("compare", *SMALL, "--out", "/tmp/a.npz", "--out", "/tmp/b.npz"),
-            InvalidInput,
-            "there is another .npz file",
-        ),
-        (
-            ("compare", *SMALL, {"rank_speeds": [1e-320, 1]}),
-            ShapeMismatch,
+            *("compare SMALL", {"rank_speeds": [1e-320, 1]}, ShapeMismatch),
             "rank_speeds: 2 positive ones",
         ),
+        ("compare SMALL", {"rank_speeds": [1]}, ShapeMismatch, "2 positive ones are needed, got 1"),
+        ("compare SMALL", {"nodes": 3}, ShapeMismatch, "2 ranks do not divide over 3 nodes"),
+        ("compare --ranks 3 --slots 10", {}, ShapeMismatch, "10 slots do not divide over 3 ranks"),
+        ("compare --ranks 2 --slots 6", {}, ShapeMismatch, "cannot hold 8 experts"),
         (
-            ("compare", *SMALL, {"rank_speeds": [1]}),
-            ShapeMismatch,
-            "rank_speeds: 2 positive ones are needed, got 1",
-        ),
-        (("compare", *SMALL, {"nodes": 3}), ShapeMismatch, "2 ranks do not divide over 3 nodes"),
-        (
-            ("compare", "--ranks", 3, "--slots", 10),
-            ShapeMismatch,
-            "10 slots do not divide over 3 ranks",
-        ),
-        (("compare", "--ranks", 2, "--slots", 6), ShapeMismatch, "cannot hold 8 experts"),
-        (
-            ("compare", "--ranks", 2, "--slots", 18),
-            ShapeMismatch,
+            *("compare --ranks 2 --slots 18", {}, ShapeMismatch),
             "9 per rank, the model has 8 experts; at most 16",
         ),
+        ("compare SMALL --out /nowhere/at/a.html", {}, InvalidInput, "is no folder /nowhere/at"),
         (
-            ("compare", *SMALL, "--out", "/nowhere/at/all.html"),
-            InvalidInput,
-            "there is no folder /nowhere/at",
-        ),
-        (
-            ("compare", *SMALL, "-p", "eplb", {"free_bytes": 5}),
-            InvalidInput,
+            *("compare SMALL -p eplb", {"free_bytes": 5}, InvalidInput),
             "are for craft, which is not among the policies",
         ),
         (
-            ("compare", *SMALL, "-p", "eplb", {"survive": "rank"}),
-            InvalidInput,
+            *("compare SMALL -p eplb", {"survive": "rank"}, InvalidInput),
             "survive is for keel, which is not among the policies",
         ),
         (
-            ("plan", "--out", "x", *FLEET, "-p", "craft", {"craft_replicas": "most"}),
-            InvalidInput,
+            *("plan --out x FLEET -p craft", {"craft_replicas": "most"}, InvalidInput),
             "craft_replicas most is neither memory, knee, per_replica_gain nor a number",
         ),
         (
-            ("plan", "--out", "x", *FLEET, "-p", "keel+verdict"),
-            InvalidInput,
+            *("plan --out x FLEET -p keel+verdict", {}, InvalidInput),
             r"keel\+verdict compares its plan with the current placement: give it with --current",
         ),
         (
-            ("plan", "--out", "x", "-f", "lists"),
-            InvalidInput,
+            *("plan --out x -f lists", {}, InvalidInput),
             "unknown placement format 'lists'; known: neutral",
         ),
         (
-            ("plan", "--out", "x", *FLEET, "-p", "eplb", {"first_moe_layer": 2**31 - 2}),
-            InvalidInput,
+            *("plan --out x FLEET -p eplb", {"first_moe_layer": 2**31 - 2}, InvalidInput),
             r"layer ids must rise within 0..2147483647, got 2147483646, 2147483647, 2147483648",
         ),
         (
-            ("plan", "--out", "x", "--ranks", 2, {"window": 99}),
-            InvalidInput,
+            *("plan --out x --ranks 2", {"window": 99}, InvalidInput),
             "window 99: the trace has 40 steps",
         ),
     ],
 )
-def test_wrong_options_are_refused_with_the_numbers(small, args, error, message):
-    with pytest.raises(error, match=message):
-        words = [arg for arg in args if not isinstance(arg, dict)]
-        run_replay(words[0], small, *words[1:], **(args[-1] if args[-1] not in words else {}))
+def test_wrong_options_are_refused_with_the_numbers(small, command, options, error, words):
+    for name, arguments in (("SMALL", SMALL), ("FLEET", FLEET)):
+        command = command.replace(name, " ".join(map(str, arguments)))
+    action, *more = command.split()
+    with pytest.raises(error, match=words):
+        run_replay(action, small, *more, **options)
 
 
 def test_results_are_printed_even_if_the_disk_is_full(small, tmp_path, monkeypatch):

@@ -3,18 +3,18 @@ import re
 
 import pytest
 
-from evenkeel_moe.cli.console import SafeConsole
 from evenkeel_moe.cli.tables import decisions_table, deployments_table
 from evenkeel_moe.cli.units import moments
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.plan import PlanKind
-from tests.api.fakes import FakeView, make_plan, make_rank, make_status
+from tests.api.fakes import make_plan, make_rank
+from tests.cli.conftest import drawn
 
 
 def test_status_tells_the_cost_model_and_what_is_not_known(run, operations):
     def shown(**changes):
-        operations.views["demo"] = FakeView(make_status(**changes), {}, None)
+        operations.show(**changes)
         return " ".join(run("status", "demo")[1].split())
 
     measured = "measured while the ranks served (1200 steps, mean error 3.4%)"
@@ -49,10 +49,9 @@ def test_status_says_why_automatic_plans_are_held(run, operations):
         ("held_after_rollback", "Automatic plans are held after a rollback"),
         ("held_after_data_loss", "because the store lost the settings of operators"),
     ):
-        status = make_status(held=True, held_because=because)
-        operations.views["demo"] = FakeView(status, {}, None)
+        operations.show(held=True, held_because=because)
         assert words in " ".join(run("status", "demo")[1].split())
-    operations.views["demo"] = FakeView(make_status(), {}, None)
+    operations.show()
     assert re.search(r"^held +no$", run("status", "demo")[1], re.MULTILINE)
 
 
@@ -62,7 +61,8 @@ def test_status_says_why_automatic_plans_are_held(run, operations):
 def test_what_an_operator_needs_is_visible_at_usual_widths(run, operations, name, width):
     """A proposal or a trouble must not hide the reason, the epoch, the balance or the ranks."""
     ranks = tuple(make_rank(rank, fresh=rank > 0) for rank in range(2))
-    status = make_status(
+    operations.views.clear()
+    operations.show(
         name,
         state="degraded",
         reason="ranks_missing",
@@ -71,7 +71,6 @@ def test_what_an_operator_needs_is_visible_at_usual_widths(run, operations, name
         ranks=ranks,
         proposals=[make_plan("automatic-4-973ef643a194")],
     )
-    operations.views = {name: FakeView(status, {}, None)}
     rows = json.loads(run("status", "-o", "json")[1])
     lines = drawn(deployments_table(rows), width)
     assert max(map(len, lines)) <= max(width, 62 + len(name))
@@ -84,7 +83,7 @@ def test_what_an_operator_needs_is_visible_at_usual_widths(run, operations, name
 
 
 def test_a_state_without_news_needs_no_reason(run, operations):
-    operations.views["demo"] = FakeView(make_status(reason="recovered"), {}, None)
+    operations.show(reason="recovered")
     assert run("status")[1].splitlines()[1].split()[:3] == ["demo", "ready", "auto"]
     assert "recovered" not in run("status")[1] + run("status", "demo")[1]
 
@@ -94,9 +93,7 @@ def test_texts_of_a_rank_are_shown_unchanged(run, operations):
     words = "rank 3: [/lib/gloo/pair.cc:553] closed by [oncall] :warning:"
     rows = ({"at": 1.0, "event": "ended", "detail": words},)
     operations.records["demo"] = [make_plan("mine", story=rows, error=words)]
-    operations.views["demo"] = FakeView(
-        make_status(ranks=(make_rank(0, node="[a]", trouble=words),)), {}, None
-    )
+    operations.show(ranks=(make_rank(0, node="[a]", trouble=words),))
     for command in (("plan", "story", "mine"), ("plan", "show", "mine")):
         code, out, _ = run(*command, "-d", "demo")
         assert (code, words in out) == (0, True)
@@ -105,13 +102,6 @@ def test_texts_of_a_rank_are_shown_unchanged(run, operations):
     assert "[a]" in out
     operations.document = {"schedule": {"note": words}}
     assert words in run("policy", "get", "-d", "demo")[1]
-
-
-def drawn(renderable, width=80, wide=False):
-    console = SafeConsole(width=width, wide=wide)
-    with console.capture() as captured:
-        console.print(renderable, crop=False)
-    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def decision(at, reason, plan_id=None, **numbers):

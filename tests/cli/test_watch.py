@@ -13,8 +13,8 @@ import time
 import pytest
 
 from evenkeel_moe.errors import Unavailable
+from tests.api.conftest import OPERATE
 from tests.api.fakes import make_plan
-from tests.cli.conftest import OPERATE
 from tests.waiting import deadline
 
 HEIGHT, WIDTH = 12, 80

@@ -156,6 +156,14 @@ class Browser:
         self._http.close()
 
 
+def answers(url: str) -> bool:
+    """True if a server answers at a URL that it is well."""
+    try:
+        return bool(httpx.get(url, trust_env=False).is_success)
+    except httpx.TransportError:
+        return False
+
+
 @contextmanager
 def chromium(**size: int) -> Iterator[Browser]:
     """A browser with a profile of its own; both end with the block."""
@@ -165,14 +173,7 @@ def chromium(**size: int) -> Iterator[Browser]:
         driver = ChildProcess([DRIVER, f"--port={port}"], log)
         try:
             base = f"http://127.0.0.1:{port}"
-
-            def ready() -> bool:
-                try:
-                    return bool(httpx.get(f"{base}/status", trust_env=False).is_success)
-                except httpx.TransportError:
-                    return False
-
-            wait_until(ready, within_s=30, what="chromedriver")
+            wait_until(lambda: answers(f"{base}/status"), within_s=30, what="chromedriver")
             browser = Browser(base)
             browser.start(**size)
             try:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 
-import httpx
 import numpy as np
 import psutil
 
@@ -19,13 +18,14 @@ from evenkeel_moe.api import TokenSet, create_app
 from evenkeel_moe.controller.policy_document import policy_document
 from evenkeel_moe.controller.process.serve import tune_garbage_collection
 from evenkeel_moe.engines.demo.processes import free_ports
-from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.model.topology import ModelShape
 from tests.api.fakes import FakeOperations, FakeView, make_rank, make_status
-from tests.console.browser import Browser, chromium
+from tests.console.browser import Browser, answers, chromium
 from tests.console.fleet import ADMIN, TOKENS
+from tests.telemetry.reports import load_window
 from tests.waiting import wait_until
 
 SHAPE = ModelShape(
@@ -57,9 +57,8 @@ def serve(port: int) -> None:
     random = np.random.default_rng(1)
     layers, experts = SHAPE.num_layers, SHAPE.num_logical_experts
     steps = np.arange(64)
-    counts = random.gamma(1.0, 100.0, (len(steps), layers, experts)).astype(np.uint32)
-    per_rank = np.full((len(steps), SHAPE.num_ranks), 4)
-    window = LoadWindow(counts, steps, np.full(len(steps), 3), per_rank, per_rank * np.nan)
+    counts = random.gamma(1.0, 100.0, (len(steps), layers, experts))
+    window = load_window(counts, steps, SHAPE.num_ranks, epoch=3)
     ranks = tuple(make_rank(rank) for rank in range(SHAPE.num_ranks))
     status = make_status("large", shape=SHAPE, ranks=ranks)
     view = FakeView(status, {Phase.DECODE: window}, Placement.initial(SHAPE))
@@ -85,14 +84,7 @@ def main() -> None:
     python = [sys.executable, "-m", "tests.console.measure", str(port)]
     server = subprocess.Popen(python)
     try:
-
-        def ready() -> bool:
-            try:
-                return bool(httpx.get(f"{url}healthz", trust_env=False).is_success)
-            except httpx.TransportError:
-                return False
-
-        wait_until(ready, within_s=60)
+        wait_until(lambda: answers(f"{url}healthz"), within_s=60)
         process = psutil.Process(server.pid)
         with chromium() as browser:
             for view, element in (

@@ -11,18 +11,12 @@ from evenkeel_moe.adapters.http_servers import RestServer
 from evenkeel_moe.api import TokenSet, create_app
 from evenkeel_moe.controller.policy_document import policy_document
 from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.model.load import Phase
-from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.ports.operations import LedElsewhere, NotLeading
 from tests.api.fakes import (
-    SHAPE,
     FakeOperations,
-    FakeView,
     make_operations,
     make_rank,
-    make_status,
-    make_window,
 )
 from tests.console.browser import Browser, chromium, installed
 from tests.console.fleet import OPERATE, TOKENS
@@ -80,37 +74,35 @@ def sign_in(browser: Browser, replica: Replica) -> None:
     browser.wait_text("demo")
 
 
-def test_the_page_names_the_replica_that_leads(replica: Replica, browser: Browser):
-    sign_in(browser, replica)
-    browser.script("location.hash = '#/d/demo/ranks'")
-    browser.wait_text("2 of 2 connected")
-    led = LedElsewhere(DeploymentId("demo"), "keel-1", "10.0.0.7:50051")
-    replica.operations.error = NotLeading(led)
-    replica.operations.views.pop("demo")
-    replica.operations.elsewhere = [led]
-    browser.wait_text("Replica keel-1 at 10.0.0.7:50051 leads demo, and this is another replica.")
-    browser.wait_text("Not live")
-    browser.wait_text("2 of 2 connected")
-    browser.script("location.hash = '#/'")
-    browser.wait_text("Replica keel-1 leads it; ask that replica.")
-    assert all("503" in message for message in browser.errors())
+LOST = "neither this controller nor another replica holds its lease"
 
 
-def test_a_controller_that_lost_its_own_lease_is_not_called_another_replica(
-    replica: Replica, browser: Browser
+@pytest.mark.parametrize(
+    ("leader", "words", "listed"),
+    [
+        (
+            ("keel-1", "10.0.0.7:50051"),
+            "Replica keel-1 at 10.0.0.7:50051 leads demo, and this is another replica.",
+            "Replica keel-1 leads it; ask that replica.",
+        ),
+        ((None, None), LOST, LOST),
+    ],
+)
+def test_the_page_names_the_replica_that_leads_or_that_none_does(
+    replica: Replica, browser: Browser, leader, words, listed
 ):
     sign_in(browser, replica)
     browser.script("location.hash = '#/d/demo/ranks'")
     browser.wait_text("2 of 2 connected")
-    led = LedElsewhere(DeploymentId("demo"), None, None)
+    led = LedElsewhere(DeploymentId("demo"), *leader)
     replica.operations.error = NotLeading(led)
     replica.operations.views.pop("demo")
     replica.operations.elsewhere = [led]
-    words = "neither this controller nor another replica holds its lease"
     browser.wait_text(words)
     browser.wait_text("Not live: the newest answer came")
+    browser.wait_text("2 of 2 connected")
     browser.script("location.hash = '#/'")
-    browser.wait_text(words)
+    browser.wait_text(listed)
     assert all("503" in message for message in browser.errors())
 
 
@@ -119,9 +111,7 @@ def test_load_that_no_rank_reports_any_more_is_not_shown_as_current(
 ):
     def show(*, fresh: bool, age_s: float) -> None:
         ranks = tuple(make_rank(rank, fresh=fresh) for rank in range(2))
-        status = make_status(ranks=ranks, newest_step_unix=time.time() - age_s)
-        windows = {Phase.DECODE: make_window()}
-        replica.operations.views["demo"] = FakeView(status, windows, Placement.initial(SHAPE))
+        replica.operations.show(ranks=ranks, newest_step_unix=time.time() - age_s)
 
     show(fresh=True, age_s=2)
     sign_in(browser, replica)
@@ -138,11 +128,7 @@ def test_load_that_no_rank_reports_any_more_is_not_shown_as_current(
 def test_figures_of_a_group_that_lost_a_rank_are_last_known(replica: Replica, browser: Browser):
     ranks = (make_rank(0), make_rank(1, fresh=False))
     decision = {"at": time.time(), "reason": "ranks_missing", "plan_id": None, "numbers": {}}
-    replica.operations.views["demo"] = FakeView(
-        make_status(ranks=ranks, last_decision=decision),
-        {Phase.DECODE: make_window()},
-        Placement.initial(SHAPE),
-    )
+    replica.operations.show(ranks=ranks, last_decision=decision)
     sign_in(browser, replica)
     browser.wait_text("so the present load is unknown")
     browser.wait_text("Last known, while all ranks were connected.")
