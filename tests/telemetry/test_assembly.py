@@ -144,26 +144,19 @@ def test_ranks_that_disagree_on_the_epoch_void_the_step():
     assert reasons(last) == {Reason.EPOCH_DISAGREES: 6}
 
 
+def joined(one, other):
+    """Return a report with the steps of two reports of a rank."""
+    steps = np.concatenate([one.steps, other.steps])
+    return replace(one, steps=steps, counts=np.concatenate([one.counts, other.counts]))
+
+
 def test_steps_of_two_epochs_in_one_report_use_their_own_maps():
     other = Placement(np.array([[3, 2, 1, 0, 1, 2], [0, 1, 2, 3, -1, 1]], np.int32), 3, 4)
     assembler = make_assembler()
     assembler.learn_epoch(Epoch(6), other)
     before = Fleet().run(range(3))
     after = Fleet(1, other).run(range(3, 6), epoch=6)
-    reports = []
-    for rank in range(3):
-        one, two = before.report(rank), after.report(rank)
-        reports.append(
-            LoadReport(
-                one.deployment,
-                one.generation,
-                one.rank,
-                1,
-                one.side,
-                np.concatenate([one.steps, two.steps]),
-                np.concatenate([one.counts, two.counts]),
-            )
-        )
+    reports = [joined(before.report(rank), after.report(rank)) for rank in range(3)]
     window = windows_of([assembler.take(report) for report in reports])[Phase.DECODE]
     assert np.array_equal(window.counts, np.concatenate([before.load, after.load]))
     assert window.epochs.tolist() == [5, 5, 5, 6, 6, 6]
@@ -171,12 +164,8 @@ def test_steps_of_two_epochs_in_one_report_use_their_own_maps():
 
 def test_ranks_in_different_phases_make_a_mixed_step():
     assembler, run = make_assembler(), Fleet().run(range(2))
-    intakes = [
-        assembler.take(run.report(0, phase=Phase.PREFILL)),
-        assembler.take(run.report(1)),
-        assembler.take(run.report(2)),
-    ]
-    assert list(windows_of(intakes)) == [Phase.MIXED]
+    reports = run.report(0, phase=Phase.PREFILL), run.report(1), run.report(2)
+    assert list(windows_of(map(assembler.take, reports))) == [Phase.MIXED]
 
 
 def test_phases_are_told_apart_inside_one_report():
@@ -209,13 +198,7 @@ def test_memory_is_bounded_and_the_oldest_step_gives_way():
 def test_what_is_refused_for_a_reason_of_its_own_is_not_late_where_there_is_no_room():
     assembler = make_assembler(max_pending=4)
     one, other = Fleet().run(range(6), epoch=7), Fleet(1).run(range(6, 12))
-    reports = one.report(0), other.report(0)
-    report = replace(
-        reports[0],
-        steps=np.concatenate([report.steps for report in reports]),
-        counts=np.concatenate([report.counts for report in reports]),
-    )
-    intake = assembler.take(report)
+    intake = assembler.take(joined(one.report(0), other.report(0)))
     assert reasons(intake) == {Reason.UNKNOWN_EPOCH: 6, Reason.LATE_STEP: 2}
     late, unknown = intake.rejected
     assert late.detail == "rank 0 steps 6..7 of epoch 5: step 7 and all before it are closed"
@@ -227,9 +210,8 @@ def test_a_report_that_makes_others_give_way_is_told_its_own_reason_first():
     assembler, run = make_assembler(max_pending=4), Fleet().run(range(8))
     assembler.take(run.report(0, only=slice(0, 4)))
     intake = assembler.take(run.report(0))
-    assert [rejection.reason for rejection in intake.rejected] == [Reason.DUPLICATE_STEP] + 4 * [
-        Reason.INCOMPLETE_STEP
-    ]
+    found = [rejection.reason for rejection in intake.rejected]
+    assert found == [Reason.DUPLICATE_STEP] + 4 * [Reason.INCOMPLETE_STEP]
 
 
 def test_an_epoch_announced_again_replaces_its_placement():
@@ -253,10 +235,8 @@ def test_an_epoch_forgotten_while_its_steps_were_pending_voids_them_and_nothing_
     assembler.take(run.report(1))
     for epoch in range(6, 14):
         assembler.learn_epoch(Epoch(epoch), PLACEMENT)
-    assert reasons(assembler.take(run.report(2))) == {
-        Reason.UNKNOWN_EPOCH: 2,
-        Reason.INCOMPLETE_STEP: 4,
-    }
+    found = reasons(assembler.take(run.report(2)))
+    assert found == {Reason.UNKNOWN_EPOCH: 2, Reason.INCOMPLETE_STEP: 4}
     assert assembler.pending() == 0
 
 

@@ -10,8 +10,8 @@ from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.load import CountingSide, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.telemetry.assembly import Quarantine, Rejection, StepAssembler
-from evenkeel_moe.telemetry.step_buffer import derive_epoch_map
-from evenkeel_moe.telemetry.step_kernels import sum_slots
+from evenkeel_moe.telemetry.step_buffer import StepBuffer, StepRules, derive_epoch_map
+from evenkeel_moe.telemetry.step_kernels import NO_STEP, sum_slots
 from tests.telemetry.reports import EPOCH, SHAPE, Fleet, make_assembler, reasons, windows_of
 from tests.telemetry.test_load_check import HALVED
 
@@ -35,9 +35,7 @@ def test_r19_destination_counts_must_sum_to_tokens_times_top_k():
 def test_steps_that_do_not_add_up_are_returned_apart(side):
     assembler, run = make_assembler(), Fleet().run(range(3))
     run.received[1, 0, 2] += 1  # A slot of expert 2.
-    wanted = {CountingSide.DESTINATION: run.load, CountingSide.SOURCE: run.routed[:, 2]}[
-        side
-    ].copy()
+    wanted = (run.routed[:, 2] if side is CountingSide.SOURCE else run.load).copy()
     wanted[1, 0, 2] += 1
     run.routed[1, 2, 0, 2] += 1
     intakes = [assembler.take(run.report(rank, side)) for rank in range(3)]
@@ -55,10 +53,8 @@ def test_r19_counts_too_large_to_add_up_are_not_taken_for_small_ones():
     run.received[1, 1, [0, 4, 5]] += (third, third, 2**32 - 2 * third)
     intakes = [assembler.take(run.report(rank)) for rank in range(3)]
     assert reasons(intakes[-1]) == {Reason.SUM_MISMATCH: 3}
-    assert (
-        f"counts of all ranks sum to {2**32 + 2 * run.tokens[1].sum()},"
-        in intakes[-1].rejected[0].detail
-    )
+    words = f"counts of all ranks sum to {2**32 + 2 * run.tokens[1].sum()},"
+    assert words in intakes[-1].rejected[0].detail
     assert windows_of(intakes)[Phase.DECODE].steps.tolist() == [0]
     assert not intakes[-1].unsummed, "the counts are not those of the ranks"
 
@@ -102,9 +98,8 @@ def test_a_map_without_some_expert_breaks_nothing():
     full.received[:] = 1
     window = windows_of([assembler.take(empty.report(rank)) for rank in range(3)])[Phase.DECODE]
     assert window.counts.max() == 0
-    assert reasons([assembler.take(full.report(rank)) for rank in range(3)][-1]) == {
-        Reason.SUM_MISMATCH: 6
-    }
+    last = [assembler.take(full.report(rank)) for rank in range(3)][-1]
+    assert reasons(last) == {Reason.SUM_MISMATCH: 6}
 
 
 def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
@@ -114,9 +109,8 @@ def test_adding_up_takes_every_slot_of_an_expert_and_nothing_else():
     board = np.array([[[99] * 4] * 3, [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]], np.uint32)
     around = np.full((3, 2, 4), 99, np.uint32)
     sums = np.zeros((1, 2), np.int64)
-    assert not sum_slots(
-        board, np.array([1]), *derive_epoch_map(placement), around[1:2], sums
-    ).any()
+    known = derive_epoch_map(placement)
+    assert not sum_slots(board, np.array([1]), *known, around[1:2], sums).any()
     assert around[1].tolist() == [[1 + 9, 2 + 10, 6, 0], [12, 0, 0, 3 + 4 + 7 + 8]]
     assert sums.tolist() == [[28, 34]]
     assert (around[[0, 2]] == 99).all()
@@ -131,6 +125,22 @@ def test_an_expert_of_more_tokens_than_32_bits_hold_is_reported(tokens, overflow
     total, sums = np.zeros((1, 1, 1), np.uint32), np.zeros((1, 1), np.int64)
     assert sum_slots(board, rows, *known, total, sums).tolist() == [overflows]
     assert sums.tolist() == [[2 * tokens]]
+
+
+def test_the_step_that_all_ranks_have_passed_is_the_smallest_of_their_newest():
+    rng, newest = np.random.default_rng(0), np.full(SHAPE.num_ranks, NO_STEP)
+    buffer = StepBuffer(CountingSide.DESTINATION, SHAPE, 64)
+    rules = StepRules(1, 0, np.array([EPOCH]))
+    assert buffer.lowest == NO_STEP
+    for _ in range(60):
+        rank = int(rng.integers(SHAPE.num_ranks))
+        # Reports that are repeated, that rise by one, and of a rank that is ahead.
+        step = max(0, int(newest[rank] + rng.choice([-3, 0, 1, 1, 6])))
+        buffer.release(buffer.pending[:-60])
+        buffer.add(Fleet().run([step]).report(rank), np.zeros(1, np.bool_), rules)
+        newest[rank] = max(newest[rank], step)
+        assert buffer.lowest == newest.min()
+    assert buffer.lowest > 20
 
 
 def test_quarantine_counts_all_and_keeps_few():

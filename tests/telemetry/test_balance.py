@@ -94,9 +94,8 @@ def test_a_new_placement_is_judged_on_the_same_steps():
 def test_balance_splits_tokens_as_the_gates_do(dispatch):
     rng = np.random.default_rng(4)
     counts = rng.integers(0, 90, (20, 2, 4)).astype(np.uint32)
-    placement = Placement(
-        np.array([[0, 1, 0, 2, 0, 3, 1, 2], [3, 1, 2, 3, 0, 3, 1, 2]], np.int32), 4, 4
-    )
+    rows = [[0, 1, 0, 2, 0, 3, 1, 2], [3, 1, 2, 3, 0, 3, 1, 2]]
+    placement = Placement(np.array(rows, np.int32), 4, 4)
     window = load_window(counts, range(20), 4)
     now = [Topology((0, 0, 1, 1))]
     balance = Balance(100, lambda: SplitModel(dispatch, now[0]))

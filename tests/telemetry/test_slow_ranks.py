@@ -20,9 +20,5 @@ def test_a_slow_rank_is_named_once_with_its_device_and_once_when_it_recovers():
         for factors in (well, well, well, well):
             watch.update("demo", factors, hellos)
     assert [row["event"] for row in said] == ["rank_slow", "rank_no_longer_slow"]
-    assert {key: said[0][key] for key in ("rank", "node", "gpu_uuid", "factor")} == {
-        "rank": 1,
-        "node": "node-b",
-        "gpu_uuid": "GPU-1234",
-        "factor": 1.3,
-    }
+    told = {"rank": 1, "node": "node-b", "gpu_uuid": "GPU-1234", "factor": 1.3}
+    assert told.items() <= said[0].items()

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.telemetry.step_times import StepTimes, serving_speed
+from tests.telemetry.reports import load_window
 
 
 def times_of(*stretches, apart_s=0.5):
@@ -21,13 +21,8 @@ def times_of(*stretches, apart_s=0.5):
 
 
 def window(first, steps, epoch, tokens):
-    return LoadWindow(
-        np.zeros((steps, 1, 1), np.uint32),
-        np.arange(first, first + steps),
-        np.full(steps, epoch),
-        np.full((steps, 2), tokens, np.int64),
-        np.full((steps, 2), np.nan),
-    )
+    counts, told = np.zeros((steps, 1, 1)), np.full((steps, 2), tokens, np.int64)
+    return load_window(counts, range(first, first + steps), 2, epoch=epoch, tokens=told)
 
 
 def test_each_range_of_steps_has_its_own_time():
