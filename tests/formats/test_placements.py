@@ -1,5 +1,8 @@
+"""Placement files are read back as they were written, or refused in words."""
+
 import json
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +19,11 @@ from evenkeel_moe.formats import (
     render_placement,
     write_placement,
 )
+from evenkeel_moe.formats.placement_writing import write_replica_probabilities
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape
 from tests.formats.samples import two_layers
 
-FIRST_MOE_LAYER = 3
 BY_LAYER = [format_ for format_ in PlacementFormat if format_ is not PlacementFormat.VLLM_RANKS]
 """The formats with a row for each layer."""
 
@@ -223,3 +226,166 @@ def test_nested_aliases_are_never_expanded_in_an_error():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2_000_000
+
+
+GROUPS = yaml.safe_load(Path(__file__).with_name("refused_placements.yaml").read_text("utf-8"))
+ROWS = [[0, 1, 2, 0], [2, 1, 0, 2]]
+NEUTRAL = json.loads(render_placement(two_layers(), PlacementFormat.NEUTRAL))
+
+
+def refusal(content, layer_ids=None):
+    text = content if isinstance(content, str) else json.dumps(content)
+    with pytest.raises(InvalidInput) as caught:
+        parse_placement(text, num_ranks=2, layer_ids=layer_ids)
+    return str(caught.value)
+
+
+def refused():
+    for group in GROUPS:
+        marks = [pytest.mark.fault(*group["fault"])] if "fault" in group else []
+        for index, each in enumerate(group["files"]):
+            yield pytest.param(each, id=f"{group['name']} {index}", marks=marks)
+
+
+@pytest.mark.parametrize("each", list(refused()))
+def test_a_file_that_is_no_placement_is_refused_in_words(each):
+    assert each["words"] in refusal(each["file"], each.get("layer_ids"))
+
+
+def test_depth_that_no_reader_can_follow_is_refused():
+    assert "JSON that cannot be read" in refusal("[" * 100_000)
+
+
+@pytest.mark.fault(
+    "a user who compared with the map of another tool",
+    "the message asked for keys of our own format",
+)
+@pytest.mark.parametrize("name", ["map.pt", "map.npz", "map.json"])
+def test_an_archive_is_no_text(tmp_path, name):
+    with (tmp_path / name).open("wb") as file:
+        np.savez(file, physical_to_logical_map=np.array(ROWS))
+    with pytest.raises(InvalidInput, match=f"{name}: an archive, as torch and numpy write, not t"):
+        read_placement(tmp_path / name, num_ranks=2)
+
+
+@pytest.mark.fault(
+    "a user whose placement has other layers than the recording",
+    "was shown two lists of all layers, not what differs",
+)
+def test_of_many_layers_that_differ_the_first_are_named():
+    words = "lacks layers 5, 6, 7, 8, 9, 10, 11, 12 and 887 more"
+    assert words in refusal(NEUTRAL, layer_ids=tuple(range(3, 900)))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"k" * 100_000: 1},
+        {"physical_to_logical_map": ROWS, "k" * 100_000: 1},
+        '{"' + "k" * 100_000 + '": 1, "' + "k" * 100_000 + '": 2}',
+        {**NEUTRAL, "layer_ids": list(range(100_000, 0, -1))},
+        {**NEUTRAL, "layer_ids": [4, 3]},
+        {"record_type": "x" * 100_000, "version": 1},
+        {"load_balancer": "x" * 100_000},
+        {"a": {"b" * 100_000: {"num_slots": 1}}},
+    ],
+)
+def test_what_is_wrong_is_never_shown_at_length(content):
+    assert len(refusal(content)) < 500
+    assert len(refusal(NEUTRAL, layer_ids=tuple(range(100_000)))) < 500
+
+
+def test_sglang_file_has_one_key_and_a_row_for_every_hidden_layer():
+    content = json.loads(
+        render_placement(two_layers(), PlacementFormat.SGLANG, num_hidden_layers=6)
+    )
+    assert list(content) == ["physical_to_logical_map"]
+    rows = content["physical_to_logical_map"]
+    assert rows[3:5] == [[0, 1, 2, 0], [2, 1, 0, 2]]
+    assert rows[:3] + rows[5:] == [[0, 1, 2, 0]] * 4
+
+
+def test_trtllm_file_is_yaml_with_absolute_layers():
+    content = yaml.safe_load(render_placement(two_layers(), PlacementFormat.TRTLLM))
+    assert content == {
+        "num_slots": 4,
+        "layer_updates_per_iter": 0,
+        "initial_global_assignments": {3: [0, 1, 2, 0], 4: [2, 1, 0, 2]},
+    }
+
+
+def test_ascend_file_counts_moe_layers_and_lists_devices():
+    content = json.loads(render_placement(two_layers(), PlacementFormat.ASCEND))
+    assert content["moe_layer_count"] == 2
+    assert content["layer_list"][1] == {
+        "layer_id": 1,
+        "device_count": 2,
+        "device_list": [
+            {"device_id": 0, "device_expert": [2, 1]},
+            {"device_id": 1, "device_expert": [0, 2]},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    "format_", [PlacementFormat.SGLANG, PlacementFormat.TRTLLM, PlacementFormat.ASCEND]
+)
+def test_empty_slots_are_never_written_for_engines(format_):
+    rows = np.array([[0, 1, 2, EMPTY]], np.int32)
+    with pytest.raises(InfeasiblePlan, match=r"1 in 1 layers, most in layer 7 \(1 of 4\)"):
+        render_placement(PlacementFile(Placement(rows, 2, 3), (7,)), format_)
+
+
+def test_sglang_needs_enough_hidden_layers():
+    with pytest.raises(InvalidInput, match="10000000000 hidden layers, at most 10000 are written"):
+        render_placement(two_layers(), PlacementFormat.SGLANG, num_hidden_layers=10**10)
+    with pytest.raises(InvalidInput, match="4 hidden layers, the placement has layer 4"):
+        render_placement(two_layers(), PlacementFormat.SGLANG, num_hidden_layers=4)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(InvalidInput, match=f"{tmp_path}: cannot be written: Is a directory"):
+        write_placement(tmp_path, two_layers(), PlacementFormat.NEUTRAL)
+
+
+def test_a_vllm_file_is_a_list_for_each_layer():
+    text = render_placement(two_layers(), PlacementFormat.VLLM)
+    assert json.loads(text) == [[0, 1, 2, 0], [2, 1, 0, 2]]
+
+
+def test_a_mapping_names_its_slots_and_redundant_experts():
+    content = json.loads(render_placement(two_layers(), PlacementFormat.VLLM_MAPPING))
+    assert content == {
+        "record_type": "eplb_initial_mapping",
+        "version": 1,
+        "num_redundant_experts": 1,
+        "num_slots": 4,
+        "initial_global_assignments": {"0": [0, 1, 2, 0], "1": [2, 1, 0, 2]},
+    }
+
+
+def one_row(rows):
+    return PlacementFile(Placement(np.array(rows, np.int32), 2, 4), (1, 2))
+
+
+def test_experts_by_rank_keep_no_order_of_slots():
+    text = render_placement(one_row([[3, 0, 2, 1], [0, 3, 1, 2]]), PlacementFormat.VLLM_RANKS)
+    assert json.loads(text) == {"expert_to_ep_rank": [0, 1, 1, 0]}
+    back = parse_placement(text, num_ranks=2, layer_ids=(1, 2))
+    assert back.placement.phy2log.tolist() == [[0, 3, 1, 2]] * 2
+
+
+def test_experts_by_rank_refuse_replicas_and_layers_that_differ():
+    with pytest.raises(InfeasiblePlan, match="4 slots for 3 experts are 1 too many"):
+        render_placement(two_layers(), PlacementFormat.VLLM_RANKS)
+    with pytest.raises(InfeasiblePlan, match="1 of 2 layers differ from layer 1, first: layer 2"):
+        render_placement(one_row([[0, 1, 2, 3], [2, 1, 0, 3]]), PlacementFormat.VLLM_RANKS)
+
+
+@pytest.mark.parametrize(
+    ("shares", "error"), [(np.ones((2, 3)), ShapeMismatch), (np.full((2, 4), 0.5), InvalidInput)]
+)
+def test_shares_that_are_not_those_of_a_map_are_not_written(tmp_path, shares, error):
+    with pytest.raises(error, match="shares"):
+        write_replica_probabilities(tmp_path / "mass.pt", two_layers(), shares)
+    assert not (tmp_path / "mass.pt").exists()
