@@ -1,9 +1,10 @@
-"""The list of plans, as terminals of usual widths show them."""
+"""The list of plans, and what the commands that change a plan say afterwards."""
 
 import json
 
 import pytest
 
+from evenkeel_moe.cli import plan_words
 from evenkeel_moe.cli.plan_tables import plans_table
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.plan import PlanPhase
@@ -15,6 +16,7 @@ from tests.cli.conftest import drawn
 def plan(plan_id, **changes):
     found = {
         "plan_id": plan_id,
+        "deployment": "demo",
         "kind": "automatic",
         "policy": "keel",
         "phase": "committed",
@@ -27,11 +29,14 @@ def plan(plan_id, **changes):
         "moves": 31,
         "nbytes": 2_050_000,
         "created_at": 60.0,
+        "text": "All waves were carried out.",
+        "error": None,
         "numbers": {"gain": 0.339},
         "delivered": {"gain": 0.331, "lower": 0.3, "upper": 0.36},
     }
     found |= changes
-    return {"phase_text": found["phase"], "may_cost_text": None} | found
+    ended = PlanPhase(found["phase"]).terminal
+    return {"phase_text": found["phase"], "ended": ended, "may_cost_text": None} | found
 
 
 PLAN = plan("automatic-0-0bc37c751748")
@@ -142,3 +147,70 @@ def test_a_plan_that_breaks_a_rule_is_refused():
 
 def test_without_plans_the_list_says_so():
     assert drawn(plans_table([])) == ["no plan yet"]
+
+
+SHOW = "evenkeel plan show mine -d demo --watch"
+WAITS = "It begins once all ranks are connected and its record is stored."
+
+
+def begun(phase, reason="plan_started", **changes):
+    """Return a plan of which no wave is committed, or with changes of that."""
+    numbers = {"to_epoch": 8.0}
+    values = {"phase": phase, "reason": reason, "numbers": numbers, "waves_committed": 0}
+    return plan("mine", **(values | changes))
+
+
+def test_each_change_of_a_plan_ends_in_a_sentence(run, operations):
+    operations.records["demo"] = [make_plan("mine")]
+    approve = run("plan", "approve", "mine", "-d", "demo", "--yes")
+    assert approve == (
+        0,
+        f"plan mine approved; it moves 1 expert in 1 wave. {WAITS} Follow it: {SHOW}\n",
+        "",
+    )
+    cancel = run("plan", "cancel", "mine", "-d", "demo")
+    assert cancel == (0, "plan mine cancelled; it has moved nothing.\n", "")
+    code, out, _ = run("plan", "rollback", "-d", "demo", "--id", "mine-2", "--yes")
+    assert (code, len(out.splitlines())) == (0, 2)
+    assert out.endswith("\nAutomatic plans are held until: evenkeel resume -d demo\n")
+    operations.records["demo"] = [make_plan("mine", phase=PlanPhase.APPROVED)]
+    answer = json.loads(run("plan", "cancel", "mine", "-d", "demo", "-o", "json")[1])
+    assert (answer["plan_id"], answer["phase"]) == ("mine", "cancelled")
+
+
+def test_a_new_plan_ends_with_the_command_that_starts_or_follows_it(run):
+    create = ("plan", "create", "-d", "demo", "--yes")
+    out = run(*create, "--id", "mine")[1]
+    assert out.splitlines()[-1] == "Nothing has moved. Start it: evenkeel plan approve mine -d demo"
+    assert run(*create, "--id", "more", "--start")[1].splitlines()[-1] == (
+        f"{WAITS} Follow it: " + SHOW.replace("mine", "more")
+    )
+    assert json.loads(run(*create, "--id", "third", "-o", "json")[1])["plan_id"] == "third"
+
+
+def test_a_rollback_names_its_epoch_and_the_hold():
+    first, second = plan_words.rolled_back(begun("migrating")).splitlines()
+    placement = "the placement of epoch 8; it moves 31 experts in 3 waves"
+    assert first == f"plan mine returns to {placement}. Follow it: {SHOW}"
+    assert second == "Automatic plans are held until: evenkeel resume -d demo"
+    unknown = plan_words.rolled_back(begun("approved", numbers={}))
+    assert "returns to an earlier placement; it moves" in unknown
+
+
+def test_a_cancel_says_what_stays():
+    going_on = plan_words.cancelled(begun("migrating", waves_committed=1))
+    assert going_on.startswith("plan mine is being cancelled: ") and going_on.endswith(SHOW)
+    partly = plan_words.cancelled(begun("cancelled", "cancelled", waves_committed=1))
+    assert partly == (
+        "plan mine cancelled after 1 of 3 waves, which stay. Return to the placement before it:"
+        " evenkeel plan rollback -d demo"
+    )
+
+
+@pytest.mark.parametrize("words", [plan_words.approved, plan_words.rolled_back])
+def test_a_repeated_request_whose_plan_has_ended_says_so(words):
+    ended = words(plan("mine"))
+    assert ended == "plan mine is committed: All waves were carried out."
+    shown = {"phase_text": "superseded", "text": "It never began.", "error": "the epoch is 4"}
+    failed = begun("refused", "stale_base", **shown)
+    assert words(failed) == "plan mine is superseded: It never began. the epoch is 4"
