@@ -20,7 +20,7 @@ class Exit(IntEnum):
 
 
 class CliError(Exception):
-    """A failed command: one line for the operator and the exit code of the process."""
+    """A failed command: one line for the operator, and the exit code, usually of wrong usage."""
 
     def __init__(self, message: str, code: Exit = Exit.USAGE) -> None:
         super().__init__(message)
