@@ -101,6 +101,11 @@ CLIENTS = TokenSet.parse("".join(f"client-{n} operate {key}\n" for n, key in enu
 JSON = {"Content-Type": "application/json"}
 
 
+def limited(operations, body_bytes):
+    limits = PeerLimits(body_bytes=body_bytes, bodies_bytes=100_000)
+    return create_app(operations, CLIENTS, limits=limits)
+
+
 class SlowRequests:
     """Requests of which a part has arrived, and the rest arrives when they may go on."""
 
@@ -132,9 +137,7 @@ class SlowRequests:
 
 
 async def test_bodies_beyond_what_may_be_held_at_a_time_are_refused(operations):
-    app = create_app(
-        operations, CLIENTS, limits=PeerLimits(body_bytes=50_000, bodies_bytes=100_000)
-    )
+    app = limited(operations, 50_000)
     slow = SlowRequests(app)
     for token in KEYS[:2]:
         await slow.send(token, 45_000)
@@ -155,9 +158,7 @@ async def test_bodies_beyond_what_may_be_held_at_a_time_are_refused(operations):
 
 
 async def test_a_token_that_sends_slowly_keeps_no_other_token_out(operations):
-    app = create_app(
-        operations, CLIENTS, limits=PeerLimits(body_bytes=20_000, bodies_bytes=100_000)
-    )
+    app = limited(operations, 20_000)
     slow = SlowRequests(app)
     await slow.send(KEYS[0], 18_000)
     await slow.send(KEYS[0], 7_000)
@@ -171,9 +172,7 @@ async def test_a_token_that_sends_slowly_keeps_no_other_token_out(operations):
 
 
 async def test_tokens_that_hold_everything_keep_no_small_request_of_another_out(operations):
-    app = create_app(
-        operations, CLIENTS, limits=PeerLimits(body_bytes=34_000, bodies_bytes=100_000)
-    )
+    app = limited(operations, 34_000)
     slow = SlowRequests(app)
     for token, size in zip(KEYS, (33_000, 33_000, 33_990), strict=False):
         await slow.send(token, size)
