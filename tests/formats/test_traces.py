@@ -1,4 +1,6 @@
+import re
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from hypothesis.extra import numpy as npst
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats import Trace, read_trace, write_trace
+from evenkeel_moe.model.finding import FindingCode
 from tests.formats.samples import make_trace
 
 
@@ -140,3 +143,11 @@ def test_a_zip_file_that_is_not_npz_is_refused(tmp_path):
         archive.writestr("T.npy", b"\x93NUMPY\x01\x00\x04\x00junk")
     with pytest.raises(InvalidInput, match="holds an array that cannot be read"):
         read_trace(tmp_path / "t.npz")
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "offline.md"
+
+
+def test_the_page_names_every_finding():
+    section = PAGE.read_text(encoding="utf-8").split("## What is checked")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(FindingCode)
