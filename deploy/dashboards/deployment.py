@@ -91,7 +91,7 @@ def _state() -> list[Any]:
         ),
         number_panel(
             "Newest reason",
-            "The reason with which the newest cycle ended; docs/api.md says where all of them are listed.",
+            "The reason with which the newest cycle ended; docs/api.md says where they are listed.",
             f"max by (reason) (evenkeel_last_decision_reason{{{ONE}}})",
             legend="{{reason}}",
             names=True,
