@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from evenkeel_moe.engines.reference.config import DispatchRule, RankConfig
 from evenkeel_moe.engines.reference.model import Model
 from evenkeel_moe.engines.reference.requests import Lengths, RequestTraffic, draw_requests
 from evenkeel_moe.engines.reference.slots import PooledWeights
@@ -149,3 +150,10 @@ def test_a_fleet_serves_requests_bit_for_bit_also_where_a_rank_has_none(tmp_path
     assert len(ended) > 5
     assert min(step["tokens"] for step in steps) == 0 < max(step["tokens"] for step in steps)
     assert {step["free_blocks"] for step in steps if not step["running"]} == {3 * 10 - 3 * 4}
+
+
+@pytest.mark.fault("a fleet with requests and Libra", "every rank died with signal 6, three times")
+@pytest.mark.parametrize("rule", [rule for rule in DispatchRule if rule.fetches])
+def test_requests_are_refused_for_a_dispatch_that_needs_equal_batches(rule):
+    with pytest.raises(InvalidInput, match=f"dispatch {rule} gathers equally large batches"):
+        RankConfig("", dispatch=rule, requests_per_s=1.0)

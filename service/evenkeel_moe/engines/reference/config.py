@@ -325,6 +325,11 @@ class RankConfig:
         paced = self.pace_s_per_token or self.pace_s_per_replica or self.slow_factor > 1.0
         if paced and self.dispatch.fetches:
             yield f"dispatch {self.dispatch} has no pace and no slow rank"
+        if self.requests_per_s and self.dispatch.fetches:
+            yield (
+                f"dispatch {self.dispatch} gathers equally large batches of all ranks, and"
+                " requests_per_s gives each rank its own"
+            )
         if (self.kv_bytes_per_token is None) != (self.kv_free_bytes is None):
             yield (
                 f"kv_bytes_per_token is {self.kv_bytes_per_token} and kv_free_bytes is"
