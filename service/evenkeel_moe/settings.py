@@ -179,7 +179,8 @@ class PlannerSettings:
     copy_bytes_per_s: Annotated[float, Field(gt=0)] = 5e9
     """Assumed rate of copies between ranks, for their cost in seconds."""
     copy_cost_tokens: Annotated[float, Field(ge=0)] = 200.0
-    """Cost of one copy if ranks measure no compute time. Too low, plans copy for little gain."""
+    """Cost of one copy if ranks measure no compute time. If it is too low, plans copy for little
+    gain."""
     cross_node_factor: Annotated[float, Field(ge=1)] = 2.0
     """Cost of a copy from another node relative to one within a node."""
     cost: CostChoice = CostChoice.AUTO
@@ -203,11 +204,11 @@ class MigrationSettings:
     """The execution of waves."""
 
     max_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
-    """Rate limit of copies per rank; 0 is none. Too low, waves miss prepare_deadline_s."""
+    """Rate limit of copies per rank; 0 is none. If it is too low, waves miss prepare_deadline_s."""
     batch_deadline_s: Seconds = 10.0
     """Time limit of a batch of copies; after it the communicator is aborted and rebuilt."""
     prepare_deadline_s: Seconds = 120.0
-    """Time from Prepare to the last vote. Shorter than the copies take, it aborts every wave."""
+    """Time from Prepare to the last vote. If the copies take longer, every wave is aborted."""
     commit_deadline_s: Seconds = 30.0
     """Time from Commit to the first ack; after this and advanced.commit_deadline_steps the wave is
     aborted."""
