@@ -161,7 +161,8 @@ async def test_a_refused_plan_says_why_in_words_with_units(rig):
     await refused(few, Reason.INSUFFICIENT_DATA)
     await rig.load()
     same = r"no better placement within the limits was found than the present one, .* is 0\.\d{3}"
-    await refused(same, Reason.NO_CHANGE, target=BASE)
+    await refused(same, Reason.NO_CHANGE, policy="keel", limits=PlanLimits(max_moves=0))
+    await refused("the target is the present placement", Reason.NO_CHANGE, target=BASE)
     for limit, words in (
         ("moves", r"(\d+) copies, the limit is 0 copies"),
         ("bytes", r"\S+ k?B, the limit is 0 B"),

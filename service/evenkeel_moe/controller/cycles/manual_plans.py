@@ -107,6 +107,8 @@ class ManualPlanner:
         elif request.changes:
             raise InvalidInput(f"{', '.join(request.changes)} tell how to plan, target is a plan")
         base = PlanBase.current(self.control)
+        if request.target == base.placement:
+            raise Conflict("the target is the present placement", Reason.NO_CHANGE)
         if request.approve:  # Before planning, which takes long.
             self.control.require_free(PlanKind.MANUAL, self.clock.monotonic())
         await self.pool.wait_until_warm()
