@@ -74,6 +74,8 @@ def test_the_placement_to_compare_with_is_the_one_named(steady, tmp_path):
     run(steady, *FLEET, "--out", tmp_path / "map")
     again = run(steady, *FLEET, "--out", tmp_path / "b", compare_with=tmp_path / "map")
     assert "saves 0.0% of MoE time" in again
+    said = " ".join(again.split())
+    assert "Start the engine without the file." in said and "To use it all the same, start" in said
 
 
 def test_probabilities_belong_to_the_map_that_sglang_starts_with(steady, tmp_path):

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html import unescape
 
 import numpy as np
@@ -13,6 +14,8 @@ from typer.testing import CliRunner
 from evenkeel_moe.cli.exits import CliError
 from evenkeel_moe.cli.replay import app
 from evenkeel_moe.formats import Trace, read_placement, read_trace, write_trace
+from evenkeel_moe.planning.policies import registry
+from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.replay.words import COLUMNS
 from tests.cli.conftest import SMALL, replay_words, replayed, run_replay
 from tests.replay.conftest import SHIPPED
@@ -35,6 +38,14 @@ def test_compare_works_on_the_shipped_trace_and_prints_what_it_promises():
     assert by_policy["eplb"]["time_over_fluid"] == pytest.approx(1.2006, abs=0.0005)
     assert by_policy["eplb"]["copies_per_layer"] < by_policy["eplb"]["copies_per_layer_raw"]
     assert by_policy["initial"]["bytes"] == 0
+
+
+def test_all_policies_are_compared_by_default_with_those_of_other_packages(small, monkeypatch):
+    mine = replace(POLICIES["eplb"], name="mine")
+    monkeypatch.setattr(registry, "added_policies", lambda: {"mine": mine})
+    answer = replayed("compare", small, *SMALL)
+    names = [result["policy"] for result in answer["results"]]
+    assert names == ["initial", "once", "ewma", *POLICIES, "mine"]
 
 
 def test_saved_plans_score_the_same_in_a_plain_recount(small, tmp_path):

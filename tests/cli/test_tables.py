@@ -78,6 +78,7 @@ def test_what_an_operator_needs_is_visible_at_usual_widths(run, operations, name
     for told in (name, "degraded", "propose", "held", " 3", "0.800", "1/2", "1", "proposed"):
         assert told in text, text
     assert any(line.startswith("ranks_missing: ") for line in lines)
+    assert f"{name} is bad: 1 rank of 2 not connected." in " ".join(lines)
     wide = " ".join(drawn(deployments_table(rows), 200, wide=True))
     assert "ranks_missing" in wide and "automatic-4-973ef643a194" in wide
 

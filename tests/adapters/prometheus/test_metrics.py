@@ -208,6 +208,18 @@ def test_the_series_of_a_departed_deployment_are_removed(metrics, registry):
     assert series(registry)["evenkeel_report_steps_total"] == 3
 
 
+@pytest.mark.fault("three failures of a new planner", "the alert that counts them did not fire")
+def test_counters_that_alerts_count_begin_at_0(metrics, registry):
+    metrics.deployment_added("demo")
+    assert {
+        name for name, value in series(registry).items() if "_total" in name and value == 0
+    } == {
+        "evenkeel_deployment_failures_total",
+        "evenkeel_ranks_displaced_total",
+        "evenkeel_decisions_total{reason=planner_failed}",
+    }
+
+
 def test_a_cycle_that_ends_after_its_deployment_left_brings_no_series_back(metrics, registry):
     """On a busy machine the planner ended later than the deployment, and its series stayed."""
     exercise(metrics, "demo")

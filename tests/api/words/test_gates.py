@@ -143,6 +143,17 @@ def test_ranks_that_cannot_carry_plans_out_close_a_gate_of_their_own(reason):
     assert (free.state, free.detail) == ("open", "No rank reports a fault.")
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        *("planner_failed", "unknown_policy", "wrong_shape", "expert_without_replica"),
+        *("duplicate_on_rank", "empty_slots", "no_change", "stale_base"),
+    ],
+)
+def test_a_cycle_that_found_no_placement_closes_the_gate_of_the_planner(reason):
+    assert closed(reason).title == "The planner found a better placement"
+
+
 def test_what_lets_no_plan_begin_is_told_alone():
     rules = DeploymentPolicy(schedule=Schedule(blackouts=("sun 00:00 - sat 00:00",)))
     assert closed("outside_schedule", rules=rules).detail.startswith("The schedule opens in ")

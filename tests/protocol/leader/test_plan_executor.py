@@ -13,6 +13,7 @@ from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.wave_durations import MOST_RANKS, WaveDurations
+from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.protocol.transitions import ControlState as S
 from evenkeel_moe.protocol.transitions import CoordinatorState as C
 from tests.protocol.machines import (
@@ -361,9 +362,21 @@ def test_staged_bytes_are_those_of_the_running_wave():
     carry_out(control, 1)
     assert control.as_leader.executor.staged == {}
     control.handle(from_rank(0, msg.StagingProgress(key_of(index=1), 3, 10)), 0.2)
-    carry_out(control, 2)
-    control.handle(from_rank(0, msg.StagingProgress(key_of(index=1), 3, 10)), 0.3)
-    assert control.as_leader.executor.staged == {}, "a plan that has not begun has staged nothing"
+    vote(control, 1)
+    control.handle(TROUBLED, 0.2)
+    ack(control, AFTER_TWO, 2, 1)
+    assert control.as_leader.executor.staged == {}, "the plan has ended"
+
+
+def test_nothing_is_staged_between_two_waves():
+    control = control_of()
+    Operator(control).submit(plan_of(), 0.0, approve=True)
+    vote(control)
+    control.handle(TROUBLED, 0.2)
+    ack(control, AFTER_ONE, 1)
+    assert control.state is ControlState.MIGRATING
+    control.handle(from_rank(0, msg.StagingProgress(key_of(), 9, 10)), 0.3)
+    assert control.as_leader.executor.staged == {}, "it comes late"
 
 
 def test_a_wave_on_a_stale_base_or_without_free_buffers_is_not_sent():

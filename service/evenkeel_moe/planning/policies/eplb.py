@@ -299,10 +299,9 @@ def _pack_replicas(
 
 
 def _with_duplicates(rows: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
-    """Return the numbers of the (X, s) rows in which a rank has an expert twice."""
+    """Return the numbers of the (X, s) rows in which a rank has an expert or empty slots twice."""
     by_rank = np.sort(rows.reshape(len(rows), num_ranks, -1), axis=2)
-    again = (by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] >= 0)
-    return np.flatnonzero(again.any(axis=(1, 2)))
+    return np.flatnonzero((by_rank[:, :, 1:] == by_rank[:, :, :-1]).any(axis=(1, 2)))
 
 
 EPLB = PolicyEntry(
