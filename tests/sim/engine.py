@@ -84,11 +84,15 @@ class SlotMemory:
         for layer, local in self.table:
             self.load(layer, local)
 
-    def load(self, layer: int, local: int) -> None:
-        """Load the expert that the map has in a slot, if it has one, from the checkpoint."""
+    def load(self, layer: int, local: int, version: int | None = None) -> None:
+        """Load the expert that the map has in a slot, if it has one, from the checkpoint.
+
+        `version` is that of the weights; None for the present one.
+        """
         expert = self.rank.expert_at(layer, local)
         if expert >= 0:
-            loaded = expert_tensors(self.rank.version, layer, expert)
+            version = self.rank.version if version is None else version
+            loaded = expert_tensors(version, layer, expert)
             for tensor, value in zip(self.tensors(layer, local), loaded, strict=True):
                 tensor.copy_(value)
             self.renew([(layer, local)])

@@ -53,6 +53,7 @@ class GuestRank(SimRank):
 
     def make_tables(self):
         self.goal: Any = None
+        self.copied_version = self.version
         self.todo: list[int] = []
         self.moves = self.world.kit.moves(self, stall_after_s=1.0, stall_after_steps=8)
         return self.moves
@@ -70,6 +71,8 @@ class GuestRank(SimRank):
         self.world.note(f"rank {self.rank} moves {move.wave.plan_id}")
         self.told("rank swaps")
         self.goal = self.fleet.goal_of(move, self.map)
+        # Its copies may arrive after other weights were loaded.
+        self.copied_version = self.version
         self.todo = list(move.layers)
 
     def fault(self) -> str | None:
@@ -93,7 +96,7 @@ class GuestRank(SimRank):
         self.rows = self.map.phy2log.tolist()
         self.fleet.dirty = True
         for local in range(self.shape.slots_per_rank):
-            self.memory.load(layer, local)
+            self.memory.load(layer, local, self.copied_version)
         self.moves.layer_switched(layer, 0.001)
         if not self.todo:
             self.end_move()

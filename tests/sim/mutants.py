@@ -486,10 +486,11 @@ class TakesAnyMap(EngineMoves):
 
 
 class ReloadsDuringMoves(EngineMoves):
-    """Lets weights be replaced while a move is under way."""
+    """Lets weights be replaced while a move is under way, without the permission of the ranks."""
 
-    def end_move(self):
-        self._agent.resolve_poll()
+    def begin_reload(self):
+        self._agent.request_reload()
+        self._reloading = True
 
 
 class GoesOnArmed(Agent):
