@@ -431,7 +431,7 @@ _BALANCER = "load_balancer"
 """Key of TensorRT-LLM's options, below which a placement is, or the name of its file."""
 _DEPTH = 4
 _MOST = 1000
-"""How deep, and in how many mappings, a placement is looked for."""
+"""A placement is looked for down to this depth, and in at most so many mappings."""
 
 
 def detect_format(content: Mapping[Any, Any]) -> PlacementFormat:

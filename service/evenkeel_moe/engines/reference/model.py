@@ -72,7 +72,7 @@ def _clustered_embedding(rng: np.random.Generator, d_model: int) -> NDArray[np.f
 
 
 class PlainLayer(NamedTuple):
-    """What one layer computes without an exchange."""
+    """The values of one layer, which one process computes alone."""
 
     before: Tensor
     """(n, D) input of its experts."""
