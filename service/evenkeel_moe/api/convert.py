@@ -27,7 +27,7 @@ from evenkeel_moe.api.words.advice import CALLS, advice_text, outcome_text
 from evenkeel_moe.api.words.gates import hold_words
 from evenkeel_moe.api.words.health import health_elsewhere, health_of
 from evenkeel_moe.api.words.plan_figures import details, figures
-from evenkeel_moe.api.words.plans import MAY_COST, phase_text, plan_text, story_rows
+from evenkeel_moe.api.words.plans import MAY_COST, plan_text, story_rows
 from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch, Unavailable
 from evenkeel_moe.model.ids import PlanId
@@ -63,7 +63,7 @@ def _plan(body: type[P], record: PlanRecord, **more: Any) -> P:
         body,
         plan,
         record,
-        phase_text=phase_text(record.phase, record.reason),
+        phase_text=record.phase_text,
         ended=record.phase.terminal,
         text=plan_text(record),
         planned_because=plan.reason,

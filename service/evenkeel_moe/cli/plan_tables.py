@@ -40,7 +40,7 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         TableColumn("PLAN", "plan_id"),
         TableColumn("PHASE", "phase_text"),
         TableColumn("WHY THIS PHASE", _reason, wide=True),
-        TableColumn("UNDOES", lambda row: _undoes(row, rows), wide=True),
+        TableColumn("RETURNS TO", _returns_to, wide=True),
         TableColumn("WHY MADE", "planned_because", wide=True),
         TableColumn("POLICY", "policy", wide=True),
         TableColumn("BASE EPOCH", "base_epoch", right=True, wide=True),
@@ -59,9 +59,6 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     words += explained(row for row in rows if not _is_plain(row))
     if any(row["phase_text"] == "superseded" for row in rows):
         words.append(_SUPERSEDED)
-    rollbacks = [row for row in rows if row["kind"] == "rollback"]
-    if rollbacks:
-        words.append("undoes: the plan, or all plans since an epoch, that a rollback takes back")
     may_cost = [row["may_cost_text"] for row in rows if row["delivered"] is not None]
     words += dict.fromkeys(text for text in may_cost if text is not None)
     return Group(Listing(columns, shown), legend(*words))
@@ -100,36 +97,10 @@ def _is_plain(row: Mapping[str, Any]) -> bool:
     return with_reason(phase, row["reason"]) == phase or row["reason"] in known
 
 
-def _undoes(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the plan that led from the target of a rollback to its base, else the target.
-
-    Args:
-        row: a plan.
-        rows: all plans, newest first.
-    """
+def _returns_to(row: Mapping[str, Any]) -> str | None:
+    """Return the epoch to whose placement a rollback returns."""
     epoch = row["numbers"].get("to_epoch")
-    if row["kind"] != "rollback" or epoch is None:
-        return None
-    ids = [one["plan_id"] for one in rows]
-    older = rows[ids.index(row["plan_id"]) + 1 :]
-    plan = plan_between(older, epoch, row["base_epoch"])
-    return f"since epoch {epoch:.0f}" if plan is None else str(plan["plan_id"])
-
-
-def plan_between(
-    plans: Sequence[Mapping[str, Any]], first: float, last: int
-) -> Mapping[str, Any] | None:
-    """Return the one plan that led from an epoch to a later one; None if there are several.
-
-    Args:
-        plans: newest first. One before a cold start may have the same epochs as a later one.
-        first: the epoch before the plan.
-        last: the epoch after its waves.
-    """
-    for plan in plans:
-        if plan["waves_committed"] and plan["base_epoch"] + plan["waves_committed"] == last:
-            return plan if plan["base_epoch"] == first else None
-    return None
+    return None if epoch is None else f"epoch {epoch:.0f}"
 
 
 def plan_view(row: Mapping[str, Any], now: float) -> RenderableType:

@@ -163,6 +163,23 @@ _TERMINAL = frozenset(
 )
 
 
+_REPLACED = (
+    Reason.STALE_BASE,
+    Reason.GENERATION_CHANGED,
+    Reason.WEIGHTS_VERSION_CHANGED,
+)
+"""Reasons for which a plan that has not begun is useless, although nothing is wrong with it."""
+
+
+def phase_text(phase: str, reason: str) -> str:
+    """Return the phase of a plan as people call it.
+
+    A record has the phase `refused` both for plans that break a rule and for plans that were
+    replaced before they began; the reason tells them apart.
+    """
+    return "superseded" if phase == PlanPhase.REFUSED and reason in _REPLACED else phase
+
+
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
     """Bounds on one plan; None means no bound."""
@@ -282,6 +299,11 @@ class PlanRecord:
             raise InvalidInput(
                 f"{done} of {waves} waves at {self.updated_at}, next agreed: {self.wave_agreed}"
             )
+
+    @property
+    def phase_text(self) -> str:
+        """The phase as people call it."""
+        return phase_text(self.phase, self.reason)
 
     @property
     def gain_pair(self) -> GainPair | None:

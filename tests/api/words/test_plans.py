@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel_moe.api.words.plans import phase_text, plan_text, story_rows
+from evenkeel_moe.api.words.plans import plan_text, story_rows
 from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.delivered import DeliveredGain, ServingSpeed
-from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.model.plan import PlanKind, PlanPhase, phase_text
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from tests.api.fakes import NOW, make_plan
 

@@ -97,6 +97,8 @@ def test_approve_after_the_epoch_moved_is_a_stale_base():
         assert asked[0] is Reason.STALE_BASE
         control.handle(msg.Tick(), 0.1)
     assert record(control, "late").phase is PlanPhase.REFUSED
+    reason, words = refused(Conflict, lambda: operator.cancel(PlanId("late"), "me", 0.0))
+    assert (reason, words) == (Reason.WRONG_PHASE, "plan late is superseded")
 
 
 def test_proposal_expires():

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evenkeel_moe.api.words.reasons import sentence
-from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord
+from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, phase_text
 from evenkeel_moe.model.quantities import (
     bytes_text,
     counted,
@@ -28,12 +27,6 @@ _EVENTS = {
 }
 _CAUSED = ("created", "paused", "stalled", "ended")
 """Events whose reason says why they happened."""
-_SUPERSEDED = (
-    Reason.STALE_BASE,
-    Reason.GENERATION_CHANGED,
-    Reason.WEIGHTS_VERSION_CHANGED,
-)
-"""Reasons for which a plan that has not begun is useless, although nothing is wrong with it."""
 _SIDES = ("before", "after")
 """Ends of the names of figures of a story row."""
 MAY_COST = {
@@ -43,15 +36,6 @@ MAY_COST = {
 """Each sentence says why a plan that seeks no gain may cost time."""
 
 
-def phase_text(phase: str, reason: str) -> str:
-    """Return the phase of a plan as people call it.
-
-    The record has the phase `refused` both for plans that break a rule and for plans that were
-    replaced before they began; the reason tells them apart.
-    """
-    return "superseded" if phase == PlanPhase.REFUSED and reason in _SUPERSEDED else phase
-
-
 def plan_text(record: PlanRecord) -> str:
     """Return where a plan stands, and why, in sentences; its error is told beside it."""
     phase, words = record.phase, sentence(record.reason)
@@ -59,7 +43,7 @@ def plan_text(record: PlanRecord) -> str:
         return "It waits for approval. Nothing has moved."
     if phase is PlanPhase.APPROVED:
         return "It begins once all ranks are connected and its record is stored."
-    if phase_text(phase, record.reason) == "superseded":
+    if record.phase_text == "superseded":
         return f"It never began, and nothing is wrong with it. {words}"
     if phase is PlanPhase.CANCELLED and any(map(_rejects, record.story)):
         return "An operator rejected it. Nothing has moved."

@@ -74,7 +74,7 @@ class OperatorRequests(PlanMoves):
         if record.reason in (Reason.STALE_BASE, Reason.EXPIRED):
             raise Conflict(f"plan {plan_id} ended: {record.error}", record.reason)
         if record.phase is not PlanPhase.PROPOSED:
-            raise Conflict(f"plan {plan_id} is {record.phase}")
+            raise Conflict(f"plan {plan_id} is {record.phase_text}")
         if self.as_leader.executor.is_stale(plan, 0):
             raise Conflict(f"plan {plan_id} was made on epoch {plan.base_epoch}", Reason.STALE_BASE)
         if plan.expires_at is not None and unix >= plan.expires_at:
@@ -96,7 +96,7 @@ class OperatorRequests(PlanMoves):
         records = self.records
         record = records.get(event.plan_id)
         if record.phase.terminal:
-            raise Conflict(f"plan {event.plan_id} is {record.phase}")
+            raise Conflict(f"plan {event.plan_id} is {record.phase_text}")
         unix = now + self.unix_offset_s
         if record.cancel_requested:
             return []
