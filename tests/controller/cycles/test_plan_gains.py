@@ -232,14 +232,21 @@ async def test_traffic_of_other_sizes_is_waited_for_and_then_unknown(rig):
     assert "alike in tokens" in delivered.unknown_because
 
 
-async def test_another_generation_begins_anew(rig):
+@pytest.mark.parametrize("restarted", ["controller", "ranks"])
+async def test_a_plan_whose_earlier_steps_a_restart_lost_is_unknown(rig, restarted):
     append(rig, window(0, 100, 0, BASE))
     await rig.migrate()
-    rig.member.planner.forget()
+    if restarted == "controller":
+        await rig.at_rest()
+        await rig.restart()
+    else:
+        rig.member.planner.forget()
     append(rig, window(100, 80, 1, AFTER_ONE))
     await rig.member.measure_plans()
-    await rig.member.driver.call(lambda now: (None, []))  # What was posted has been handled.
-    assert rig.member.control.records.get(BAD).delivered is None
+    await until(lambda: rig.member.control.records.get(BAD).delivered)
+    delivered = rig.member.control.records.get(BAD).delivered
+    assert delivered.gain is None
+    assert delivered.unknown_because.startswith("the steps before the plan are not known")
 
 
 async def test_the_next_cycle_is_calibrated_by_the_stored_plans_also_after_a_restart(rig):

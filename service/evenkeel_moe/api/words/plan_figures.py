@@ -135,10 +135,7 @@ def _delivered(record: PlanRecord) -> Iterator[Figure]:
     name, found = "Delivered, by the ranks' seconds", record.delivered
     if found is None:
         if record.phase is PlanPhase.COMMITTED:
-            note = (
-                "It is measured once enough steps have run on the new placement, but not after a"
-                " restart of the controller or of the ranks."
-            )
+            note = "It is measured once enough steps have run on the new placement."
             yield Figure(name, "not measured yet", note)
     elif found.gain is None:
         yield Figure(name, "unknown", found.unknown_because)

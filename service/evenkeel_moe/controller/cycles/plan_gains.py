@@ -40,6 +40,7 @@ _AGAIN_AFTER = 64
 unsteady."""
 _REMEMBERED = 32
 """Plans whose beginning is kept."""
+_BEFORE_UNKNOWN = "the steps before the plan are not known: a restart of the controller or of the ranks loses them"
 
 Windows = Mapping[Phase, Sequence[LoadWindow]]
 
@@ -183,8 +184,8 @@ def calibration_of(records: Iterable[PlanRecord], source: CostSource) -> Calibra
 class PlanGains:
     """The measurements of one deployment.
 
-    A plan that was committed before this replica led, or whose ranks have restarted since, is not
-    measured: which steps ran before its first wave is not known then.
+    What a plan delivered is unknown if it was committed before this replica led, or if the ranks
+    have restarted since: the steps before its first wave are not known then.
     """
 
     control: DeploymentState
@@ -222,9 +223,19 @@ class PlanGains:
         Args:
             cost: the cost model that plans are scored by now.
         """
-        for record, until in self._unmeasured():
+        committed = [
+            record
+            for record in self.control.records.by_id.values()
+            if record.phase is PlanPhase.COMMITTED and record.delivered is None
+        ]
+        for record in committed:
             plan, split = record.plan, self.loads.split()
-            began = self._began[plan.plan_id]
+            began = self._began.get(plan.plan_id)
+            if began is None:
+                at = self.clock.unix()
+                self._tell(record, DeliveredGain(at, unknown_because=_BEFORE_UNKNOWN))
+                continue
+            until = self._next_began(plan.plan_id)
             steps = steps_after(self.loads.ingest.parts(), plan, until)
             over = until is not None or steps.passed >= self._most_steps()
             wanted = max(ENOUGH_STEPS, self._tried.get(plan.plan_id, 0) + _AGAIN_AFTER)
@@ -255,18 +266,11 @@ class PlanGains:
         parts = [part for phase in ingest.parts().values() for part in phase]
         return serving_speed(ingest.step_times, parts, epoch, until, _MOST_STEPS, newest=newest)
 
-    def _unmeasured(self) -> list[tuple[PlanRecord, int | None]]:
-        """Return the plans to measure, each with the step at which the next plan began."""
+    def _next_began(self, plan_id: PlanId) -> int | None:
+        """Return the newest step when the plan after a plan began; None if there is none."""
         ids = list(self._began)
-        nexts = dict(zip(ids, ids[1:], strict=False))
-        found = []
-        for plan_id in ids:
-            record = self.control.records.by_id.get(plan_id)
-            if record is None or record.phase is not PlanPhase.COMMITTED or record.delivered:
-                continue
-            following = nexts.get(plan_id)
-            found.append((record, None if following is None else self._began[following].newest))
-        return found
+        following = ids[ids.index(plan_id) + 1 :]
+        return self._began[following[0]].newest if following else None
 
     def _tell(self, record: PlanRecord, found: DeliveredGain) -> None:
         _log.info(
