@@ -6,7 +6,9 @@ from importlib.resources import files
 
 import pytest
 
+from evenkeel_moe.api import console
 from evenkeel_moe.api.console import CONTENT_SECURITY_POLICY, console_files
+from evenkeel_moe.errors import InvalidInput
 
 PAGE = (files("evenkeel_moe") / "console" / "index.html").read_text(encoding="utf-8")
 
@@ -75,6 +77,13 @@ async def test_every_module_imports_only_files_that_are_served():
                 elif part != ".":
                     parts.append(part)
             assert "/".join(parts) in served, (path, name)
+
+
+def test_a_package_without_rendered_runbooks_says_how_to_render_them(monkeypatch):
+    console_files.cache_clear()
+    monkeypatch.setattr(console, "_walk", lambda root: [])
+    with pytest.raises(InvalidInput, match="no rendered runbooks"):
+        console_files()
 
 
 def test_every_link_of_a_runbook_leads_to_a_file_or_a_heading_that_is_served():

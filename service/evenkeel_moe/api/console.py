@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from evenkeel_moe.api.middleware import Middleware
+from evenkeel_moe.errors import InvalidInput
 
 _MEDIA_TYPES = {
     ".html": "text/html",
@@ -58,10 +59,18 @@ def console_files() -> Mapping[str, StaticFile]:
 
     A runbook is a page, and its path ends in `.md` as its source's does, so that a `runbook_url`
     has one form wherever the pages are read.
+
+    Raises:
+        InvalidInput: the package was not installed, so that nothing has rendered the runbooks.
     """
     root = files("evenkeel_moe") / "console"
     found = {_path(name): _static_file(entry) for name, entry in _walk(root)}
-    found["/runbooks/"] = found["/runbooks/README.md"]
+    index = found.get("/runbooks/README.md")
+    if index is None:
+        raise InvalidInput(
+            "the package has no rendered runbooks: `pip install .`, or -e ., renders them"
+        )
+    found["/runbooks/"] = index
     return found
 
 

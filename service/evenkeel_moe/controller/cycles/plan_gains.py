@@ -40,7 +40,9 @@ _AGAIN_AFTER = 64
 unsteady."""
 _REMEMBERED = 32
 """Plans whose beginning is kept."""
-_BEFORE_UNKNOWN = "the steps before the plan are not known: a restart of the controller or of the ranks loses them"
+_BEFORE_UNKNOWN = (
+    "the steps before it are not known: a restart of the controller or the ranks loses them"
+)
 
 Windows = Mapping[Phase, Sequence[LoadWindow]]
 

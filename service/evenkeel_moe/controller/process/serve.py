@@ -27,6 +27,7 @@ from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.api.app import create_app
 from evenkeel_moe.api.auth import OPEN_PATHS
+from evenkeel_moe.api.console import console_files
 from evenkeel_moe.controller.deployment.deployment import Deployment, SharedServices
 from evenkeel_moe.controller.deployment.deployment_registry import DeploymentRegistry
 from evenkeel_moe.controller.logs import configure_logs
@@ -62,7 +63,8 @@ def run(settings: Settings) -> None:
     """Run `serve` in a process of its own.
 
     Raises:
-        InvalidInput: an address is taken, a file cannot be read, the data folder is in use.
+        InvalidInput: an address is taken, a file is missing or cannot be read, the data folder is in
+            use.
         Unavailable: the embedded store does not start.
     """
     uvloop.run(serve(settings))
@@ -72,7 +74,8 @@ async def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT, then stop: store steps, give leases up, end all processes.
 
     Raises:
-        InvalidInput: an address is taken, a file cannot be read, the data folder is in use.
+        InvalidInput: an address is taken, a file is missing or cannot be read, the data folder is in
+            use.
         Unavailable: the embedded store does not start.
     """
     configure_logs(settings.log_level)
@@ -120,6 +123,7 @@ class _Servers:
 
 async def _start_servers(settings: Settings, stack: contextlib.AsyncExitStack) -> _Servers:
     """Take the addresses, connect to the store, and warm the kernels."""
+    console_files()  # Read once, here: a package without them cannot serve.
     with _usable(settings.data_dir):
         settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     clock = SystemClock()
