@@ -40,9 +40,7 @@ _AGAIN_AFTER = 64
 unsteady."""
 _REMEMBERED = 32
 """Plans whose beginning is kept."""
-_BEFORE_UNKNOWN = (
-    "the steps before it are not known: a restart of the controller or the ranks loses them"
-)
+_BEFORE_UNKNOWN = "a restart of the controller or the ranks has lost the steps before it"
 
 Windows = Mapping[Phase, Sequence[LoadWindow]]
 

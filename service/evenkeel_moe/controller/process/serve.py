@@ -63,8 +63,7 @@ def run(settings: Settings) -> None:
     """Run `serve` in a process of its own.
 
     Raises:
-        InvalidInput: an address is taken, a file is missing or cannot be read, the data folder is in
-            use.
+        InvalidInput: an address is taken, a file is missing or unreadable, the data folder is used.
         Unavailable: the embedded store does not start.
     """
     uvloop.run(serve(settings))
@@ -74,8 +73,7 @@ async def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT, then stop: store steps, give leases up, end all processes.
 
     Raises:
-        InvalidInput: an address is taken, a file is missing or cannot be read, the data folder is in
-            use.
+        InvalidInput: an address is taken, a file is missing or unreadable, the data folder is used.
         Unavailable: the embedded store does not start.
     """
     configure_logs(settings.log_level)
