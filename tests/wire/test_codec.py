@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel_moe.errors import PeerViolation, Reason
-from evenkeel_moe.model.ids import Epoch, Generation, PlanId
+from evenkeel_moe.model.ids import Epoch, Generation, PlanId, is_deployment_id
 from evenkeel_moe.model.load import STEP
 from evenkeel_moe.model.plan import Wave, WaveKey
 from evenkeel_moe.model.texts import printable_line
@@ -29,7 +29,6 @@ from evenkeel_moe.wire.codec import (
 )
 from evenkeel_moe.wire.limits import MAX_HELLO_BYTES, most_message_bytes
 from evenkeel_moe.wire.reports import MAX_REPORT_STEPS
-from evenkeel_moe.wire.values import is_deployment_id
 from tests.wire import strategies as gen
 from tests.wire.strategies import IDENTITY
 from tests.wire.wires import HELLO, make_report, over_the_wire, refusal, same

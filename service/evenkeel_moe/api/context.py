@@ -14,14 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from evenkeel_moe.api.auth import Role, Token
 from evenkeel_moe.errors import InvalidInput
-from evenkeel_moe.model.ids import DeploymentId, PlanId
+from evenkeel_moe.model.ids import DEPLOYMENT_ID, DeploymentId, PlanId
 from evenkeel_moe.ports.operations import DeploymentView, Operations
 from evenkeel_moe.ports.status import DeploymentStatus, HealthBounds
 
 T = TypeVar("T")
 
-_DEPLOYMENT_ID = "[a-z0-9][a-z0-9._-]{0,62}"
-_DEPLOYMENT_PATH = re.compile(rf"^/v1/deployments/({_DEPLOYMENT_ID})(?:/|$)")
+_DEPLOYMENT_PATH = re.compile(rf"^/v1/deployments/({DEPLOYMENT_ID})(?:/|$)")
 _MOST_CHANGE = 256
 """Characters of a request's content that its audit row keeps."""
 PLAN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -29,7 +28,7 @@ DIGEST_PATTERN = "^[0-9a-f]{32}$"
 
 DeploymentPath = Annotated[
     DeploymentId,
-    Path(alias="deployment", pattern=f"^{_DEPLOYMENT_ID}$", description="Deployment id."),
+    Path(alias="deployment", pattern=f"^{DEPLOYMENT_ID}$", description="Deployment id."),
 ]
 PlanPath = Annotated[PlanId, Path(alias="plan_id", pattern=PLAN_ID_PATTERN, description="Plan id.")]
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import EvenkeelError, PeerViolation, Reason
+from evenkeel_moe.model.ids import DEPLOYMENT_ID, is_deployment_id
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
 from evenkeel_moe.model.topology import ModelShape
@@ -27,21 +28,13 @@ def is_allowed_size(layers: int, width: int) -> bool:
     return layers <= MAX_LAYERS and layers * width <= MAX_CELLS
 
 
-_ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789._-")
-
-
-def is_deployment_id(name: str) -> bool:
-    """Return True if a name matches `[a-z0-9][a-z0-9._-]{0,62}`: safe in keys, labels and paths."""
-    return 1 <= len(name) <= 63 and name[0] not in "._-" and _ID_CHARS.issuperset(name)
-
-
 # --- identities and keys --------------------------------------------------------------------
 
 
 def _check_identity(identity: RankIdentity) -> None:
     name = identity.deployment
     if not is_deployment_id(name):
-        raise PeerViolation(f"deployment {name[:80]!r} is not [a-z0-9][a-z0-9._-]{{0,62}}")
+        raise PeerViolation(f"deployment {name[:80]!r} is not {DEPLOYMENT_ID}")
 
 
 def _check_leader(leader: Leader) -> None:

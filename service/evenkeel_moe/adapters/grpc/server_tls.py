@@ -11,11 +11,12 @@ import grpc
 
 from evenkeel_moe.adapters.certificate_files import CertificateFiles, server_context
 from evenkeel_moe.errors import PeerViolation, Reason
+from evenkeel_moe.model.ids import DEPLOYMENT_ID
 from evenkeel_moe.protocol.messages import RankIdentity
 
 _SCHEME = "evenkeel:"
 _GRANT = re.compile(
-    r"evenkeel://(?P<deployment>[a-z0-9][a-z0-9._-]{0,62})(?:/ranks/(?P<first>\d{1,6})(?:-(?P<last>\d{1,6}))?)?"
+    rf"evenkeel://(?P<deployment>{DEPLOYMENT_ID})(?:/ranks/(?P<first>\d{{1,6}})(?:-(?P<last>\d{{1,6}}))?)?"
 )
 
 

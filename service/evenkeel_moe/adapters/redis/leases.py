@@ -12,9 +12,8 @@ from typing import Any
 from evenkeel_moe.adapters.redis import scripts
 from evenkeel_moe.adapters.redis.client import Client, Timed, deployment_key, timed_call
 from evenkeel_moe.adapters.redis.encoding import UnreadableRecord
-from evenkeel_moe.model.ids import DeploymentId
+from evenkeel_moe.model.ids import DeploymentId, is_deployment_id
 from evenkeel_moe.ports.stores import Lease
-from evenkeel_moe.wire.values import is_deployment_id
 
 NEW_AGE_S = 3600.0
 """Age at which the leadership of a deployment without records is dropped. Replicas that restart

@@ -14,8 +14,8 @@ from pydantic import AfterValidator, AliasChoices, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.ids import is_deployment_id
 from evenkeel_moe.model.load import Phase
-from evenkeel_moe.wire.values import is_deployment_id
 
 _PREFIX = "EVENKEEL_RANK__"
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]

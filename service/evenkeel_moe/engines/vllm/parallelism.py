@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.model.ids import is_deployment_id
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.schedule.survivors import surviving_placement
-from evenkeel_moe.wire.values import is_deployment_id
 
 STAGE = "{pp}"
 """Stands for the pipeline stage in the paths of the placement to start from and of a recording."""
