@@ -249,9 +249,12 @@ async def test_cancelling_the_link_closes_its_stream():
         assert server.open == 0
 
 
-def test_a_link_needs_an_address():
-    with pytest.raises(InvalidInput):
-        GrpcRankLink([])
+@pytest.mark.parametrize(
+    "addresses", [[], "127.0.0.1:50051", ["localhost"], [""], ["http://host:1"], ["host:abc"]]
+)
+def test_a_link_needs_addresses_with_a_port(addresses):
+    with pytest.raises(InvalidInput, match="a list of controller addresses"):
+        GrpcRankLink(addresses)
 
 
 async def test_a_controller_that_is_silent_for_a_lease_is_left_for_another():

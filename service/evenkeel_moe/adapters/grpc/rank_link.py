@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import grpc
 import structlog
 
+from evenkeel_moe.adapters.addresses import is_host_port
 from evenkeel_moe.adapters.grpc.call_errors import asked_to_wait, brief
 from evenkeel_moe.adapters.grpc.controller_addresses import ControllerAddresses
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation
@@ -139,6 +140,9 @@ class GrpcRankLink:
             reconnect all at once.
         tls: None connects in clear text.
         on_change: takes why the rank is not connected, "" once it is; called when that changes.
+
+    Raises:
+        InvalidInput: there is no address, or one is no `host:port`.
     """
 
     def __init__(
@@ -150,8 +154,11 @@ class GrpcRankLink:
         tls: LinkTls | None = None,
         on_change: Callable[[str], None] | None = None,
     ) -> None:
-        if not addresses:
-            raise InvalidInput("a link needs at least one controller address")
+        wrong = [address for address in addresses if not is_host_port(address)]
+        if not addresses or wrong:
+            raise InvalidInput(
+                f"a link needs a list of controller addresses `host:port`, got {addresses!r:.200}"
+            )
         self._addresses = ControllerAddresses(addresses)
         self._timing = timing if timing is not None else LinkTiming()
         self._jitter = random.Random(seed)
