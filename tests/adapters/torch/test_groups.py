@@ -11,8 +11,8 @@ import torch.distributed
 
 from evenkeel_moe.adapters.torch.groups import Communicator, Operation
 from evenkeel_moe.adapters.torch.nccl_group import _no_watchdog, await_ranks
-from evenkeel_moe.errors import Unavailable
-from tests.agent.ranks import run_ranks
+from evenkeel_moe.errors import InvalidInput, Unavailable
+from tests.agent.ranks import Group, run_ranks
 from tests.waiting import deadline
 
 _distributed: Any = torch.distributed
@@ -39,6 +39,15 @@ class Backend:
 
     def _end_coalescing(self):
         self.open = False
+
+
+def test_a_name_that_a_rank_has_used_is_refused():
+    """Two agents of one rank would poll on what is left of the first one's communicator."""
+    group = Group(2)
+    run_ranks(2, lambda rank: group.connect(rank, "gate/toy"))
+    run_ranks(2, lambda rank: group.connect(rank, "gate/draft"))
+    with pytest.raises(InvalidInput, match=r"has used the name gate/toy already"):
+        run_ranks(2, lambda rank: group.connect(rank, "gate/toy"))
 
 
 def test_a_batch_that_fails_half_way_closes_its_nccl_group():

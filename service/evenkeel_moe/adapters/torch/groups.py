@@ -19,7 +19,7 @@ import torch.distributed
 from torch import Tensor
 
 from evenkeel_moe.adapters.torch.nccl_group import make_nccl
-from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.errors import InvalidInput, Unavailable
 
 _log = structlog.get_logger(__name__)
 
@@ -202,11 +202,16 @@ def make_communicator(
         interface: network interface of Gloo; empty selects the one this host's name resolves to.
 
     Raises:
+        InvalidInput: this rank has used the name already.
         Unavailable: not all ranks connected in time.
     """
     scoped = dist.PrefixStore(f"evenkeel/{name}", store)
     timeout = timedelta(seconds=timeout_s)
     try:
+        if scoped.add(f"uses by rank {rank}", 1) > 1:
+            raise InvalidInput(
+                f"rank {rank} has used the name {name} already; does it have two agents?"
+            )
         if device.type == "cuda":
             transfers = name.startswith(TRANSFER)
             backend = make_nccl(scoped, rank, size, timeout, transfers=transfers)
