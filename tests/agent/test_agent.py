@@ -13,7 +13,7 @@ import structlog
 import torch
 
 from evenkeel_moe.adapters.torch.checksum import checksum
-from evenkeel_moe.agent import LoraOnExperts, network_thread
+from evenkeel_moe.agent import AgentConfig, LoraOnExperts, network_thread
 from evenkeel_moe.agent.checksums import checksums_digest
 from evenkeel_moe.agent.network_thread import watch_clock
 from evenkeel_moe.agent.recorder import Recorder
@@ -234,9 +234,9 @@ def test_a_reload_without_checksums_is_reported_with_every_heartbeat():
         reload(fleet, versions=(1, 2))
         for agent in fleet.agents:
             assert agent.observe_only and agent.trouble == agent.heartbeat().trouble
-            assert (
-                agent.trouble
-                == "after loading weights 2, replicas of an expert differ or an expert is missing"
+            assert agent.trouble == (
+                "after loading weights 2: replicas of 2 experts differ in their bytes, first:"
+                " layer 0 expert 3 on rank 1"
             )
             assert agent.hello().checksums_digest == checksums_digest(())
         reload(fleet, versions=(3, 3))
@@ -320,6 +320,12 @@ def test_ranks_that_disagree_on_the_gate_only_observe():
 
 
 # --- Experts that an agent cannot move as a whole are refused by name, before anything starts -----
+
+
+def test_a_name_that_no_controller_accepts_is_refused():
+    identity = RankIdentity(DeploymentId("My Model!"), EpRank(0), GENERATION, 1)
+    with pytest.raises(InvalidInput, match=r"deployment 'My Model!' is not \[a-z0-9\]"):
+        AgentConfig(identity, shape_of(OLD), "node")
 
 
 def test_experts_divided_by_tensor_parallelism_are_refused_with_the_number():

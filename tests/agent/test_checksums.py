@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-import structlog
 import torch
 
 from evenkeel_moe.adapters.torch.checksum import checksum
@@ -54,13 +53,15 @@ def test_copies_of_an_expert_on_one_rank_are_compared_too(spoiled):
     weights = [ToyWeights(TWICE, rank) for rank in range(2)]
     if spoiled is not None:
         weights[0].slots[spoiled] = expert_tensors(0, 1, version=9)
-        assert agreed(weights) == [None, None]
+        with pytest.raises(PeerViolation, match="replicas of 1 experts differ") as differ:
+            agreed(weights)
+        assert differ.value.reason is Reason.CHECKSUM_MISMATCH
         return
     table = tuple(checksum(expert_tensors(0, expert)) for expert in range(4))
     assert agreed(weights) == [table, table]
 
 
-def test_a_table_with_an_expert_that_no_rank_holds_is_none():
+def test_an_expert_that_no_rank_holds_is_named():
     """Such a group may serve, but has nothing to compare a copy of that expert with."""
     lacking = Placement(np.array([[0, 1, 1, 2], [0, 1, 2, 3]], np.int32), 2, 4)
     group, weights = Group(2), [ToyWeights(lacking, rank) for rank in range(2)]
@@ -69,7 +70,8 @@ def test_a_table_with_an_expert_that_no_rank_holds_is_none():
         gate = group.connect(rank, "gate", CPU)
         return agree_on_checksums(gate, rank, lacking, weights[rank])
 
-    assert run_ranks(2, agree) == [None, None]
+    with pytest.raises(PeerViolation, match="no rank holds 1 experts, first: layer 0 expert 3"):
+        run_ranks(2, agree)
 
 
 def test_the_digest_of_a_table_tells_its_order_and_takes_the_largest_checksums():
@@ -188,10 +190,10 @@ def test_a_scale_that_moves_with_its_expert_answers_as_before():
 
 def test_replicas_that_compute_different_outputs_are_not_copied():
     """They would be taken for equal by their checksums."""
-    with structlog.testing.capture_logs() as said:
-        with Scaled(NEW, wrong_replica=True) as fleet:
-            assert all(agent.observe_only for agent in fleet.agents)
-    assert {line["compared"] for line in said if line["event"] == "replicas_differ"} == {"answer"}
+    with Scaled(NEW, wrong_replica=True) as fleet:
+        for agent in fleet.agents:
+            assert agent.observe_only
+            assert "replicas of an expert differ in their answer" in agent.heartbeat().trouble
 
 
 def test_a_reload_registers_the_probes_again():
@@ -252,12 +254,12 @@ def test_ranks_that_were_sent_different_maps_under_one_key_never_swap():
 
 
 class UnequalWeights(ToyWeights):
-    """The second layer has larger experts."""
+    """The second layer has its tensors in another order."""
 
     def __init__(self, placement, rank):
         super().__init__(placement, rank)
-        for key, (matrix, *others) in self.slots.items():
-            self.slots[key] = (torch.cat([matrix] * (1 + key[0])), *others)
+        for key, tensors in self.slots.items():
+            self.slots[key] = tensors[:: 1 - 2 * key[0]]
 
 
 def test_ranks_that_were_sent_different_copies_under_one_key_do_not_end_each_other():

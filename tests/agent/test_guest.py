@@ -455,7 +455,7 @@ def test_weights_that_differ_between_ranks_are_trouble_until_the_next_good_ones(
     with Guests(NEW) as guests:  # Expert 3 lies on both ranks.
         reload(guests, versions=(1, 2))
         for agent in guests.agents:
-            assert "replicas of an expert differ" in agent.heartbeat().trouble
+            assert "replicas of 2 experts differ" in agent.heartbeat().trouble
             assert agent.observe_only
         reload(guests, versions=(3, 3))
         for agent in guests.agents:

@@ -50,15 +50,21 @@ def run_seeds(first: int, count: int) -> Tally:
     return tally
 
 
-def hunt(name: str, limit: int) -> Hunt:
-    """Run one mutant until an invariant catches it; an exception of the mutant is not a catch."""
+def hunt(name: str, limit: int, first: int = 0) -> Hunt:
+    """Run one mutant until an invariant catches it; an exception of the mutant is not a catch.
+
+    Args:
+        name: of the mutant.
+        limit: seeds 0 to limit - 1 are tried.
+        first: a seed that is tried before them.
+    """
     mutant = BY_NAME[name]
     run = run_guest_seed if mutant.guest else run_seed
-    for seed in range(limit):
+    for tried, seed in enumerate((first, *range(limit)), 1):
         try:
             outcome = run(seed, mutant.kit, hazard=HAZARDS.get(mutant.hazard))
         except Exception:
             continue
         if outcome.violation is not None:
-            return Hunt(name, seed, outcome.violation, seed + 1)
+            return Hunt(name, seed, outcome.violation, tried)
     return Hunt(name, tried=limit)

@@ -23,10 +23,10 @@ CATCHING_SEEDS = {
     "R3c": 1,
     "R4": 4,
     "R5": 0,
-    "R5b": 9,
-    "R7": 0,
+    "R5b": 3,
+    "R7": 1,
     "R8": 168,
-    "R9": 28,
+    "R9": 167,
     "R9c": 9,
     "R10": 3,
     "R11": 6,
@@ -36,25 +36,25 @@ CATCHING_SEEDS = {
     "R14": 2,
     "R15": 2,
     "R16": 0,
-    "R17": 0,
-    "R17b": 0,
+    "R17": 6,
+    "R17b": 6,
     "R17c": 3,
-    "retiring": 35,
+    "retiring": 1,
     "retired": 0,
-    "old plans": 2,
+    "old plans": 5,
     "save": 1,
     "barrier": 0,
-    "gate": 1,
+    "gate": 2,
     "lock": 0,
-    "hash": 1,
+    "hash": 4,
     "flight": 1,
     "batch": 1,
     "renew": 1,
     "reload": 2,
-    "swap": 3,
-    "map": 0,
-    "under way": 4,
-    "armed": 0,
+    "swap": 11,
+    "map": 2,
+    "under way": 3,
+    "armed": 3,
 }
 """A seed that catches each mutant. If the simulation has changed, the test searches for another."""
 GUESTS = 18
@@ -79,8 +79,7 @@ def test_every_rule_once_broken_is_caught(name):
     seed, mutant = CATCHING_SEEDS[name], BY_NAME[name]
     hazard, run = HAZARDS.get(mutant.hazard), run_guest_seed if mutant.guest else run_seed
     assert run(seed, hazard=hazard).violation is None, "the seed alone breaks nothing"
-    if run(seed, mutant.kit, hazard=hazard).violation is None:
-        assert hunt(name, 300).invariant, f"{mutant.breaks}: nothing noticed"
+    assert hunt(name, 300, first=seed).invariant, f"{mutant.breaks}: nothing noticed"
 
 
 @pytest.mark.parametrize("first", range(0, GUESTS, 6))

@@ -162,7 +162,7 @@ def registered(dtype):
     torch.set_default_dtype(dtype)
     ranks = Ranks([make_layer(dtype)], MAP, EXPERTS)
     torch.set_default_dtype(torch.float32)
-    assert ranks.register() == [True]
+    ranks.register()
     return ranks
 
 

@@ -42,7 +42,7 @@ from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.agent.staging import ReadyWave
 from evenkeel_moe.agent.staging_progress import StagingReports
 from evenkeel_moe.agent.trouble import FaultEnd, Trouble
-from evenkeel_moe.errors import EvenkeelError, InvalidInput, Reason
+from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation, Reason
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
@@ -94,10 +94,12 @@ class Agent:
             `step_boundary`; see `Probe`. All ranks pass one, or none does.
 
     Raises:
-        Unavailable: the other ranks did not connect.
-        PeerViolation: the ranks disagree on generation, placement, epoch or weights version.
-        InvalidInput: the tensors of an expert are not as large as the shape says; or
-            `slots_written` beside `EngineMoves`.
+        Unavailable: the other ranks did not come, or one of them was refused.
+        PeerViolation: the ranks disagree on generation, placement, epoch, weights version, shape,
+            or the tensors of an expert.
+        InvalidInput: rank, group, placement, epoch and shape do not fit each other; the tensors of
+            an expert are copies, or not as large as the shape says; or `slots_written` beside
+            `EngineMoves`.
     """
 
     parts: AgentParts = SYSTEM_PARTS
@@ -138,9 +140,11 @@ class Agent:
         self._moves.attach(self, config, weights, connect, device)
         self._canary = self._make_canary(probe, device)
         agree_on_start(self._gate_group, config, placement, epoch, self._canary is not None)
-        checksums = self._register(placement)
+        checksums, unsound = self._register_start(placement)
         self._participant = build.make_participant(parts, config, placement, epoch, checksums)
         self._trouble = Trouble(self._participant, self.now)
+        if unsound:
+            self._trouble.begin(unsound, FaultEnd.RELOAD)
         self._gate = parts.gate(
             [self._participant], poll_every=config.poll_every, resolve_after=config.resolve_after
         )
@@ -278,22 +282,32 @@ class Agent:
         Collective; every rank calls it between the same two boundaries. An unchanged version means
         that the reload was cancelled.
         """
-        checksums = self._register(self.placement)
-        if checksums is None:
+        checksums: tuple[int, ...] = ()
+        try:
+            checksums = self._register(self.placement)
+        except EvenkeelError as error:
             self.disable_migration(
-                f"after loading weights {weights_version}, replicas of an expert differ or an"
-                " expert is missing",
-                FaultEnd.RELOAD,
+                f"after loading weights {weights_version}: {error}", FaultEnd.RELOAD
             )
         else:
             self._trouble.end(FaultEnd.RELOAD)
-        self.feed(WeightsReloaded(weights_version, checksums or ()))
+        self.feed(WeightsReloaded(weights_version, checksums))
 
-    def _register(self, placement: Placement) -> tuple[int, ...] | None:
-        """Register the weights in all slots; collective. None: replicas of an expert differ."""
+    def _register(self, placement: Placement) -> tuple[int, ...]:
+        """Register the weights in all slots and return their checksums; collective."""
         checksums = self._moves.register(placement)
-        alike = self._canary is None or self._canary.register(self._moves.meeting, placement)
-        return checksums if alike else None
+        if self._canary is not None:
+            self._canary.register(self._moves.meeting, placement)
+        return checksums
+
+    def _register_start(self, placement: Placement) -> tuple[tuple[int, ...], str]:
+        """Register as `_register`; return the checksums, or why no expert may be copied."""
+        try:
+            return self._register(placement), ""
+        except PeerViolation as error:
+            if error.reason is not Reason.CHECKSUM_MISMATCH:
+                raise
+            return (), str(error)
 
     def tell(self, fact: RankFact) -> None:
         """Tell the controller a fact, such as the KV cache, now and on new streams."""

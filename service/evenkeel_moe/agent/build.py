@@ -50,22 +50,19 @@ def make_participant(
     config: AgentConfig,
     placement: Placement,
     epoch: int,
-    checksums: tuple[int, ...] | None,
+    checksums: tuple[int, ...],
 ) -> Participant:
-    """Return the protocol machine of one deployment.
-
-    It only observes if the configuration asks so, and without checksums.
-    """
+    """Return the protocol machine of one deployment."""
     return parts.participant(
         config.identity,
         config.shape,
         placement,
         epoch=Epoch(epoch),
         weights_version=config.weights_version,
-        checksums=checksums or (),
+        checksums=checksums,
         staging_bytes=config.staging_bytes,
         drop_after_s=config.drop_after_s,
-        observe_only=config.observe_only or checksums is None,
+        observe_only=config.observe_only,
     )
 
 

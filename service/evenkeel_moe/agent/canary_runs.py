@@ -24,7 +24,8 @@ from evenkeel_moe.agent.canary import (
     held_answer,
     sketch_of,
 )
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.agent.together import gather
+from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.protocol.messages import MovedAnswers
@@ -92,42 +93,36 @@ class CanaryRuns:
 
     # --- registration -----------------------------------------------------------------------------
 
-    def register(self, group: Communicator, placement: Placement) -> bool:
+    def register(self, group: Communicator, placement: Placement) -> None:
         """Ask every expert of this rank and gather the answers of all ranks; collective.
 
         A rank that fails still takes part, so that no other rank waits for it; all ranks then go on
         without a canary.
 
-        Returns:
-            False, on all ranks, if slots with the same expert differ by more than rounding.
-
         Raises:
-            RuntimeError: not all ranks came before the communicator's deadline.
+            PeerViolation: CHECKSUM_MISMATCH, on all ranks, if slots with the same expert differ by
+                more than rounding.
+            Unavailable: not all ranks came before the communicator's deadline.
         """
         self._canary, self._credit_s = None, 0.0
         table, limit, error = self._ask_all(placement)
         mine = torch.tensor([limit if error is None else _FAILED], dtype=torch.float64)
-        limits = group.all_gather(mine).numpy()[:, 0]
+        limits = gather(group, mine).numpy()[:, 0]
         failed, limit = np.flatnonzero(limits == _FAILED).tolist(), float(limits.max())
         if failed:
             detail = f"ranks {failed[:8]} cannot ask their experts: {error!r:.300}"
             _log.error("canary_off", detail=detail, exc_info=error)
-            return True
+            return
         words = torch.from_numpy(table.view(np.int64).reshape(-1))
-        tables = group.all_gather(words).numpy().view(HELD).reshape(-1, *table.shape)
+        tables = gather(group, words).numpy().view(HELD).reshape(-1, *table.shape)
         registered = agree(tables)
         if registered.noise > limit:
             layer, expert = registered.worst
-            _log.error(
-                "replicas_differ",
-                reason=Reason.CHECKSUM_MISMATCH,
-                compared="answer",
-                layer=layer,
-                expert=expert,
-                differ=registered.noise,
-                limit=limit,
+            raise PeerViolation(
+                f"replicas of an expert differ in their answer by {registered.noise:.2g}, more than"
+                f" {limit:.2g}: layer {layer} expert {expert}",
+                Reason.CHECKSUM_MISMATCH,
             )
-            return False
         self._canary = Canary(self._rank, registered, placement, limit)
         _log.info(
             "canary_registered",
@@ -136,7 +131,6 @@ class CanaryRuns:
             blind=self._canary.blind,
             answer_s=round(self._cost_s, 7),
         )
-        return True
 
     def pause(self) -> None:
         """Ask nothing until the next registration: weights are being replaced."""

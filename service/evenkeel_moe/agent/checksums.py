@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import structlog
 import torch
 from numpy.typing import NDArray
 
@@ -12,22 +11,28 @@ from evenkeel_moe.adapters.torch.checksum import checksum
 from evenkeel_moe.adapters.torch.groups import Communicator
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.ports import ExpertWeights
-from evenkeel_moe.errors import PeerViolation, Reason
+from evenkeel_moe.agent.together import gather, together
+from evenkeel_moe.errors import InvalidInput, PeerViolation, Reason
 from evenkeel_moe.model.placement import EMPTY, Placement
+from evenkeel_moe.model.plan import hash_of
 
 _TWO_KINDS = 2
-_log = structlog.get_logger(__name__)
 
 
 def agree_on_start(
     group: Communicator, config: AgentConfig, placement: Placement, epoch: int, probes: bool
 ) -> None:
-    """Compare generation, deployment, placement, epoch, weights version, shape and whether experts
-    are probed; collective.
+    """Check the start of this rank, and compare it with that of the others; collective.
+
+    Compared are generation, deployment, placement, epoch, weights version, shape and whether
+    experts are probed.
 
     Raises:
-        PeerViolation: the ranks disagree on one of them.
+        InvalidInput: rank, group, placement, epoch and shape do not fit each other.
+        PeerViolation: the ranks disagree on one of the facts.
+        Unavailable: another rank was refused, or not all ranks came.
     """
+    together(group, "start", lambda: _check_start(group, config, placement, epoch))
     facts = {
         "generation": config.identity.generation,
         "deployment": config.identity.deployment,
@@ -45,6 +50,19 @@ def agree_on_start(
         )
 
 
+def _check_start(
+    group: Communicator, config: AgentConfig, placement: Placement, epoch: int
+) -> None:
+    rank, shape = config.identity.rank, config.shape
+    if rank != group.rank:
+        raise InvalidInput(f"this rank is {rank}, and number {group.rank} of its communicator")
+    if group.size != shape.num_ranks:
+        raise InvalidInput(f"the group has {group.size} ranks, its shape {shape.num_ranks}")
+    if epoch < 0:
+        raise InvalidInput(f"epoch is {epoch}, must be at least 0")
+    placement.check_sizes(shape)
+
+
 def find_differences(group: Communicator, facts: Mapping[str, str]) -> list[str]:
     """Return the names of the facts that are not equal on all ranks, in order; collective.
 
@@ -53,40 +71,47 @@ def find_differences(group: Communicator, facts: Mapping[str, str]) -> list[str]
         facts: name -> value; the same names on every rank.
 
     Raises:
-        RuntimeError: not all ranks came before the communicator's deadline.
+        Unavailable: not all ranks came before the communicator's deadline.
     """
-    mine = torch.tensor([_number(text) for text in facts.values()])
-    theirs = group.all_gather(mine)
+    theirs = gather(group, torch.tensor([hash_of(text) for text in facts.values()]))
     return [name for name, column in zip(facts, theirs.T, strict=True) if len(column.unique()) > 1]
 
 
 def agree_on_checksums(
     group: Communicator, rank: int, placement: Placement, weights: ExpertWeights
-) -> tuple[int, ...] | None:
+) -> tuple[int, ...]:
     """Hash every expert this rank holds and gather the table of all ranks; collective.
 
     Returns:
-        Unsigned 64-bit checksums, layer-major (L * E). None when two replicas of an expert differ
-        or no rank holds it: such a group may serve but must not copy.
-    """
+        Unsigned 64-bit checksums, layer-major (L * E).
 
-    table, held = _checksums_held(rank, placement, weights)
-    tables = group.all_gather(torch.from_numpy(table.view(np.int64))).numpy().view(np.uint64)
-    holders = group.all_gather(torch.from_numpy(held)).numpy()
+    Raises:
+        PeerViolation: CHECKSUM_MISMATCH, on all ranks, if two replicas of an expert differ or no
+            rank holds it: such a group may serve but must not copy.
+        Unavailable: another rank failed, or not all ranks came.
+    """
+    table, held = together(
+        group, "read their experts", lambda: _checksums_held(rank, placement, weights)
+    )
+    tables = gather(group, torch.from_numpy(table.view(np.int64))).numpy().view(np.uint64)
+    holders = gather(group, torch.from_numpy(held)).numpy()
     first = holders.argmax(axis=0)
     agreed = np.take_along_axis(tables, first[None], axis=0)[0]
-    wrong = ((tables != agreed) & (holders > 0)) | (holders == _TWO_KINDS)
-    if wrong.any() or not holders.any(axis=0).all():
-        where = np.argwhere(wrong)
-        _log.error(
-            "replicas_differ",
-            reason=Reason.CHECKSUM_MISMATCH,
-            compared="checksum",
-            first=dict(zip(("rank", "layer", "expert"), where[0].tolist(), strict=True))
-            if len(where)
-            else None,
+    wrong = np.argwhere(((tables != agreed) & (holders > 0)) | (holders == _TWO_KINDS))
+    if len(wrong):
+        other, layer, expert = wrong[0].tolist()
+        raise PeerViolation(
+            f"replicas of {len({(n, e) for _, n, e in wrong.tolist()})} experts differ in their"
+            f" bytes, first: layer {layer} expert {expert} on rank {other}",
+            Reason.CHECKSUM_MISMATCH,
         )
-        return None
+    missing = np.argwhere(~holders.any(axis=0))
+    if len(missing):
+        layer, expert = missing[0].tolist()
+        raise PeerViolation(
+            f"no rank holds {len(missing)} experts, first: layer {layer} expert {expert}",
+            Reason.CHECKSUM_MISMATCH,
+        )
     return tuple(agreed.ravel().tolist())
 
 
@@ -113,7 +138,3 @@ def _checksums_held(
         table[layer, expert] = value
         held[layer, expert] = _TWO_KINDS if differs else max(1, held[layer, expert])
     return table, held
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

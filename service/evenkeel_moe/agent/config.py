@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.model.ids import DEPLOYMENT_ID, is_deployment_id
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Lineage, RankIdentity
@@ -28,7 +29,8 @@ class AgentConfig:
     `poll_every`, `resolve_after` and the timeouts must be equal on all ranks of the group.
 
     Raises:
-        InvalidInput: experts that the agent cannot move as a whole, see `expert_shards` and `lora`.
+        InvalidInput: a name that no controller accepts; or experts that the agent cannot move as a
+            whole, see `expert_shards` and `lora`.
     """
 
     identity: RankIdentity
@@ -81,6 +83,9 @@ class AgentConfig:
     """Steps kept while the controller is out of reach; older ones are dropped and counted."""
 
     def __post_init__(self) -> None:
+        name = self.identity.deployment
+        if not is_deployment_id(name):
+            raise InvalidInput(f"deployment {name[:80]!r} is not {DEPLOYMENT_ID}")
         if self.expert_shards != 1:
             raise InvalidInput(
                 f"deployment {self.identity.deployment}: tensor parallelism divides each expert"

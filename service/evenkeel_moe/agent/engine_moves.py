@@ -206,7 +206,7 @@ class EngineMoves(ExpertMoves):
                 raise InvalidInput(f"the ranks differ in their {', '.join(differences)}")
             if not found.logcnt.all():
                 raise InvalidInput("an expert has no slot")
-        except (RuntimeError, InvalidInput) as error:
+        except (Unavailable, InvalidInput) as error:
             self._faults.begin(f"{why}; {str(error)[:300]}", FaultEnd.RESTART)
             return
         _log.error("move_given_up", deployment=config.identity.deployment, detail=why)
@@ -263,8 +263,8 @@ class EngineMoves(ExpertMoves):
         move = "" if self._move is None else str(self._move.wave)
         try:
             differences = self._differences({"map": agent.placement.digest, "move": move})
-        except RuntimeError as error:
-            raise Unavailable(f"not all ranks came: {str(error)[:300]}; {_PAUSE}") from error
+        except Unavailable as error:
+            raise Unavailable(f"{error}; {_PAUSE}") from error
         if differences:
             raise Unavailable(f"the ranks differ in their {', '.join(differences)}; {_PAUSE}")
         agent.resolve_poll()

@@ -12,10 +12,10 @@ from evenkeel_moe.adapters.torch.groups import TRANSFER, Communicator
 from evenkeel_moe.agent.build import AgentParts, Connect, own_name
 from evenkeel_moe.agent.checksums import agree_on_checksums
 from evenkeel_moe.agent.config import AgentConfig
+from evenkeel_moe.agent.declared_tensors import agree_on_tensors, check_size
 from evenkeel_moe.agent.ports import ExpertWeights, WeightTransport
 from evenkeel_moe.agent.staging import ReadyWave
 from evenkeel_moe.agent.trouble import Trouble
-from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.protocol.rank.participant import Participant
@@ -65,10 +65,10 @@ class ExpertMoves(ABC):
         self._config, self._weights = config, weights
         self._connect, self._device = connect, device
 
-    def register(self, placement: Placement) -> tuple[int, ...] | None:
+    def register(self, placement: Placement) -> tuple[int, ...]:
         """Hash the experts in this rank's slots and gather the numbers of all ranks; collective.
 
-        Returns:
+        Returns, raises:
             As `agree_on_checksums`.
         """
         rank = self._config.identity.rank
@@ -121,6 +121,12 @@ class OwnMoves(ExpertMoves):
         self.meeting = group
         self._slots_written = slots_written
 
+    def register(self, placement: Placement) -> tuple[int, ...]:
+        """Check the tensors first: see `agree_on_tensors`."""
+        rank, nbytes = self._config.identity.rank, self._config.shape.bytes_per_expert
+        agree_on_tensors(self.meeting, rank, placement, self._weights, nbytes)
+        return super().register(placement)
+
     def make_transport(
         self, parts: AgentParts, participant: Participant, faults: Trouble
     ) -> WeightTransport:
@@ -134,7 +140,7 @@ class OwnMoves(ExpertMoves):
         sample = weights.tensors(layer, local)
         if not len(held):
             weights.release(((layer, local),))
-        _check_size(sum(tensor.nbytes for tensor in sample), config.shape.bytes_per_expert)
+        check_size(sample, config.shape.bytes_per_expert)
         return parts.transport(
             rank=rank,
             slots_per_rank=per_rank,
@@ -157,20 +163,3 @@ class OwnMoves(ExpertMoves):
         if self._slots_written is not None:
             self._slots_written(tuple(ready.staged))
         return True
-
-
-def _check_size(declared: int, told: int) -> None:
-    """Refuse tensors that are not a whole expert: the limits of waves are computed from its size.
-
-    Raises:
-        InvalidInput: the bytes differ.
-    """
-    if declared == told:
-        return
-    message = f"the tensors of an expert have {declared} bytes, and its shape says {told}"
-    if declared and told % declared == 0:
-        message += (
-            f", {told // declared} times as many: if tensor parallelism divides each expert over"
-            f" {told // declared} ranks, its experts cannot be moved"
-        )
-    raise InvalidInput(message)

@@ -179,10 +179,7 @@ class Placement:
             InfeasiblePlan: an expert without a replica, a duplicate on a rank, an exceeded pool, or
                 an empty slot that must be filled.
         """
-        if self.sizes != shape.sizes:
-            raise ShapeMismatch(
-                f"placement is (L, S, R, E) = {self.sizes}, the deployment is {shape.sizes}"
-            )
+        self.check_sizes(shape)
         self.check_placed()
         if not allow_duplicates:
             duplicate = self.first_duplicate()
@@ -209,6 +206,17 @@ class Placement:
                     f" its pool has {shape.pool_slots_per_rank} slots",
                     Reason.POOL_EXCEEDED,
                 )
+
+    def check_sizes(self, shape: ModelShape) -> None:
+        """Check that layers, slots, ranks and experts are the deployment's.
+
+        Raises:
+            ShapeMismatch: they are not.
+        """
+        if self.sizes != shape.sizes:
+            raise ShapeMismatch(
+                f"placement is (L, S, R, E) = {self.sizes}, the deployment is {shape.sizes}"
+            )
 
     def check_placed(self) -> None:
         """Check that every expert has a replica.
