@@ -241,9 +241,10 @@ class ControllerMetrics(Collector):
         What alerts watch begins at 0: the first event must be seen as a rise.
         """
         self._counted.add(deployment)
-        self._count("evenkeel_deployment_failures_total", 0, deployment)
-        self._count("evenkeel_ranks_displaced_total", 0, deployment)
+        for name in ("deployment_failures", "ranks_displaced", "report_steps"):
+            self._count(f"evenkeel_{name}_total", 0, deployment)
         self._count("evenkeel_decisions_total", 0, deployment, Reason.PLANNER_FAILED)
+        self._histograms["evenkeel_swap_stall_seconds"].labels(deployment)
 
     def deployment_failed(self, deployment: str) -> None:
         """Count an error that ended a deployment, and remove its gauges."""
