@@ -163,6 +163,20 @@ def test_only_a_critical_alert_keeps_a_critical_one_quiet():
     assert all(severity[source] == "critical" for source, _ in critical)
 
 
+def test_of_a_lost_rank_two_alerts_are_sent():
+    (case,) = (
+        test
+        for test in yaml.safe_load(CASES.read_text())["tests"]
+        if test["name"] == "a rank is lost during a plan"
+    )
+    sent = []
+    for asked in case["promql_expr_test"]:
+        firing = set(re.findall(r'"(\w+)"', str([one["labels"] for one in asked["exp_samples"]])))
+        sent.append(firing - {target for source, target in PAIRS if source in firing})
+    lost = {"EvenkeelRankLost", "EvenkeelExpertWithoutReplica"}
+    assert sent == [set(), lost, lost]
+
+
 @pytest.mark.parametrize("one", inhibitions(), ids=lambda one: one["source"])
 def test_the_labels_that_must_be_equal_are_on_both_alerts(one):
     """A label that both alerts lack counts as equal: one deployment would quieten another."""
@@ -170,7 +184,8 @@ def test_the_labels_that_must_be_equal_are_on_both_alerts(one):
         expression = ALERTS[name]["expr"]
         kept = [set(found.split(", ")) for found in re.findall(r" by \(([\w, ]+)\)", expression)]
         if not kept:
-            assert "up{" in expression and one["equal"] == ["namespace"], name
+            assert re.fullmatch(r"up\{[^}]*} == 0\n", expression), name
+            assert one["equal"] == ["namespace"], name
         assert all(set(one["equal"]) - {"phase"} <= labels for labels in kept), name
         if "phase" in one["equal"]:
             assert "phase" in kept[0]
