@@ -165,7 +165,7 @@ def _figures() -> list[Any]:
         ),
         number_panel(
             "Proposal waits for",
-            "Since the newest proposal that waits for approval was made; yellow above the threshold"
+            "Since the oldest plan that waits for approval was made; yellow above the threshold"
             " of EvenkeelProposalWaiting.",
             f"time() - max(evenkeel_proposal_created_timestamp_seconds{{{ONE}}})",
             unit="s",

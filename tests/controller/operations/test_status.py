@@ -344,6 +344,27 @@ async def test_what_alerts_look_at_is_in_the_status_too():
         assert (shown.plan_aborted_unix, shown.plans_lost_time) == (9.0, 2)
 
 
+async def test_the_alert_about_proposals_sees_those_made_by_hand_and_the_oldest_of_all():
+    async with replicas("a") as (one, _):
+        await one.lead()
+        view, records = LiveView(one.member), one.member.control.records
+        reader = GaugeReader(
+            one.member.control, one.member.loads, one.member.clock, GaugeLimits(8, 0),
+            one.member.planner,
+        )  # fmt: skip
+        assert reader.read().waiting is None
+        for name, kind, made, ends in (
+            ("hand", PlanKind.MANUAL, 100.0, 900.0),
+            ("auto", PlanKind.AUTOMATIC, 200.0, 800.0),
+            ("kept", PlanKind.ROLLBACK, 300.0, None),
+        ):
+            record = make_plan(name)
+            plan = replace(record.plan, kind=kind, created_at=made, expires_at=ends)
+            records.by_id[plan.plan_id] = replace(record, plan=plan)
+            assert reader.read().waiting == (100.0, min(ends or 800.0, 900.0))
+        assert len(view.status().proposals) == 3
+
+
 async def test_a_freeze_is_reported_until_it_ends():
     async with replicas("a") as (one, _):
         await one.lead()

@@ -75,8 +75,9 @@ class DeploymentGauges:
     """None before a plan was measured."""
     calibration: float | None = None
     """Factor by which modelled gains are multiplied."""
-    proposal: tuple[float, float | None] | None = None
-    """Times [Unix s] at which the newest waiting proposal was made and expires; None: never."""
+    waiting: tuple[float, float | None] | None = None
+    """Of the plans that wait for approval: when the oldest was made and when the first expires
+    [Unix s], None if none does."""
     last_failure: tuple[float, str] | None = None
     """Time at which the newest aborted plan ended [Unix s], and its Reason."""
 
@@ -109,9 +110,10 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
         "evenkeel_time_balance_worst_ratio": "Time balance of the worst layer.",
         "evenkeel_cost_model_fit_error_ratio": "Mean error of the fit of the cost model, as a share"
         " of the time; absent where nothing was fitted.",
-        "evenkeel_proposal_created_timestamp_seconds": "When the newest proposal that waits for"
+        "evenkeel_proposal_created_timestamp_seconds": "When the oldest plan that waits for"
         " approval was made.",
-        "evenkeel_proposal_expires_timestamp_seconds": "When it expires; absent if it does not.",
+        "evenkeel_proposal_expires_timestamp_seconds": "When the first plan that waits for approval"
+        " expires; absent if none does.",
         "evenkeel_plan_created_timestamp_seconds": "When the active plan was made; its age is"
         " time() minus this.",
         "evenkeel_plan_changed_timestamp_seconds": "When the active plan last changed its phase"
@@ -317,8 +319,8 @@ def _of_layers(view: View) -> _Series:
 
 def _of_last_plan(view: View) -> _Series:
     plan, failure = view.gauges.last_plan, view.gauges.last_failure
-    if view.gauges.proposal is not None:
-        made_at, expires_at = view.gauges.proposal
+    if view.gauges.waiting is not None:
+        made_at, expires_at = view.gauges.waiting
         yield "evenkeel_proposal_created_timestamp_seconds", (), made_at
         yield "evenkeel_proposal_expires_timestamp_seconds", (), expires_at
     if failure is not None:

@@ -202,7 +202,7 @@ class GaugeReader:
             last_plan=self._last_plan(),
             measured=measured_gauges(self.control.records.by_id.values()),
             calibration=self.planner.calibration.factor,
-            proposal=self._proposal(),
+            waiting=self._waiting(),
             last_failure=self._last_failure(),
         )
 
@@ -262,9 +262,10 @@ class GaugeReader:
             self._realised.balancedness,
         )
 
-    def _proposal(self) -> tuple[float, float | None] | None:
-        record = self.control.records.proposal()
-        return None if record is None else (record.plan.created_at, record.plan.expires_at)
+    def _waiting(self) -> tuple[float, float | None] | None:
+        plans = [record.plan for record in self.control.records.proposals]
+        ends = [plan.expires_at for plan in plans if plan.expires_at is not None]
+        return (plans[0].created_at, min(ends, default=None)) if plans else None
 
     def _last_failure(self) -> tuple[float, str] | None:
         record = self.control.records.newest(PlanPhase.ABORTED)
