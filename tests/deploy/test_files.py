@@ -10,6 +10,8 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from evenkeel_moe.api.auth import TokenSet
+from evenkeel_moe.api.deployments import _needs_admin
+from evenkeel_moe.api.schemas import PolicyDocument
 from evenkeel_moe.cli import app
 from evenkeel_moe.settings_sources import load_settings
 from tests.deploy.chart import CHART, ROOT
@@ -190,6 +192,14 @@ def test_settings_named_in_documents_exist():
             if (section, key) == ("redis", "url") or hasattr(getattr(sections, section), key):
                 continue
             raise AssertionError(f"{path.name}: {section}.{key}")
+
+
+@pytest.mark.parametrize("page", ["docs/api.md", "docs/runbooks/README.md"])
+def test_a_page_about_roles_names_every_change_of_a_policy_that_only_an_admin_makes(page):
+    words = re.sub(r"\s+", " ", (ROOT / page).read_text())
+    needs = _needs_admin(dict.fromkeys(PolicyDocument.model_fields), {"mode": "observe"})
+    (told,) = re.findall(r"change[s ]+`limits`.*?locked `observe`", words)
+    assert re.findall(r"`(\w+)`", told) == [*needs.split(" and "), "observe"]
 
 
 def test_flags_and_commands_of_operations_exist():
