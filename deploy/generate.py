@@ -9,7 +9,7 @@ service.
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,16 @@ from deploy.machines_page import machines_page
 from deploy.runbook_pages import write_pages
 from deploy.settings_reference import options_table, settings_page
 from evenkeel_moe.model.policy import Mode
-from evenkeel_moe.ports.status import HealthBounds
 from evenkeel_moe.settings import Settings
 
 __all__ = ["CHART", "ROOT", "generated", "rules", "values_table"]
+
+
+def health_thresholds() -> dict[str, str]:
+    """Return the thresholds of alerts that bound health too, with the setting of each."""
+    helpers = (CHART / "templates" / "_helpers.tpl").read_text(encoding="utf-8")
+    return {name: setting for setting, name in re.findall(r'"(\w+)" \$alerts\.(\w+)', helpers)}
+
 
 CHARTS_OWN = {
     "data_dir": None,
@@ -36,7 +42,7 @@ CHARTS_OWN = {
     "rest": {"host", "port", "token_file", "tls_cert_file", "tls_key_file"},
     "metrics": {"host", "port"},
     "leader": {"replica_id", "replicas"},
-    "health": {field.name for field in fields(HealthBounds)} - {"epoch_mismatch_s"},
+    "health": set(health_thresholds().values()),
 }
 """Settings that the chart sets, so `config` may not set them; None means the whole section."""
 
@@ -266,6 +272,7 @@ _FREE |= {"updateStrategy", "podSelector", "namespaceSelector", "lifecycle"}
 def _schema() -> dict[str, Any]:
     config = Settings.model_json_schema()
     definitions = config.pop("$defs")
+    bounds = definitions["HealthBounds"]["properties"].copy()
     for section, own in CHARTS_OWN.items():
         if own is None:
             config["properties"].pop(section)
@@ -275,6 +282,9 @@ def _schema() -> dict[str, Any]:
             definitions[name]["properties"].pop(key)
     root = _of(values(), ())
     root["properties"]["config"] = config
+    # A threshold that is also a bound of health is what the controllers take.
+    thresholds = root["properties"]["prometheusRule"]["properties"]["thresholds"]["properties"]
+    thresholds |= {name: bounds[setting] for name, setting in health_thresholds().items()}
     # A parent chart passes `global` to all its subcharts.
     root["properties"]["global"] = {"type": "object"}
     # Helm's validator reads draft 7, which calls $defs `definitions`.

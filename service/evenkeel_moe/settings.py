@@ -6,7 +6,7 @@ file.
 
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, field, is_dataclass
+from dataclasses import field, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -353,9 +353,6 @@ class Settings(BaseModel):
         has_login = redis.sentinel_username or redis.sentinel_password
         if has_login and "+sentinel://" not in redis.url:
             yield "a login of Sentinels needs redis+sentinel:// or rediss+sentinel:// in redis.url"
-        for name, bound in asdict(self.health).items():
-            if not bound > 0:
-                yield f"health.{name} is {bound:g}, must be above 0"
         ports = [one.port for one in (self.grpc, self.rest, self.metrics) if one.port]
         if len(set(ports)) < len(ports):
             yield (

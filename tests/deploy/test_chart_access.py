@@ -1,9 +1,12 @@
 """How people reach the API, where pods run, and what the chart's defaults let them use."""
 
 import re
+from dataclasses import fields
 
 import pytest
 
+from deploy.generate import health_thresholds
+from evenkeel_moe.ports.status import HealthBounds
 from evenkeel_moe.settings import PlannerSettings
 from evenkeel_moe.settings_sources import load_settings
 from tests.deploy.chart import (
@@ -159,6 +162,15 @@ def test_the_test_pod_runs_where_the_controllers_run():
 )
 def test_misspelt_values_are_refused(value, named):
     assert named in refusal(value)
+
+
+def test_thresholds_that_the_controllers_would_refuse_are_refused():
+    names = health_thresholds()
+    assert {field.name for field in fields(HealthBounds)} - set(names.values()) == {
+        "epoch_mismatch_s"
+    }
+    told = refusal(*(f"prometheusRule.thresholds.{name}=0" for name in names))
+    assert sorted(re.findall(r"thresholds\.(\w+): Must be", told)) == sorted(names)
 
 
 def test_profile_observe_is_locked_unless_the_values_say_otherwise(tmp_path):

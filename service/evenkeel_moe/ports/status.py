@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.finding import Finding
@@ -14,28 +16,30 @@ from evenkeel_moe.model.quantities import counted, numbered
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.survival import Coverage
 
+_Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
 
 @dataclass(frozen=True)
 class HealthBounds:
     """Beyond these a deployment is not healthy. The chart sets them to its alerts' thresholds."""
 
-    balancedness_min: float = 0.75
+    balancedness_min: _Bound = 0.75
     """Least mean balancedness of a phase's window."""
-    time_balance_min: float = 0.75
+    time_balance_min: _Bound = 0.75
     """Least time balance."""
-    data_stale_s: float = 120.0
+    data_stale_s: _Bound = 120.0
     """Largest age of the newest complete step."""
-    slow_rank_ratio: float = 1.3
+    slow_rank_ratio: _Bound = 1.3
     """Largest time of a rank / that of the median rank for the same tokens."""
-    plan_stuck_s: float = 600.0
+    plan_stuck_s: _Bound = 600.0
     """Longest time in which a plan changes neither phase nor wave."""
-    plan_failed_s: float = 900.0
+    plan_failed_s: _Bound = 900.0
     """Time for which an aborted plan is told."""
-    plans_lost_time: int = 2
+    plans_lost_time: Annotated[int, Field(ge=1)] = 2
     """Newest measured plans in a row that cost time."""
-    no_decision_s: float = 300.0
+    no_decision_s: _Bound = 300.0
     """Longest time in which no cycle ends."""
-    epoch_mismatch_s: float = 120.0
+    epoch_mismatch_s: _Bound = 120.0
     """Longest time in which ranks of a running plan are at different epochs."""
 
 
