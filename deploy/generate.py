@@ -42,6 +42,7 @@ CHARTS_OWN = {
     "rest": {"host", "port", "token_file", "tls_cert_file", "tls_key_file"},
     "metrics": {"host", "port"},
     "leader": {"replica_id", "replicas"},
+    "planner": {"mode"},
     "health": set(health_thresholds().values()),
 }
 """Settings that the chart sets, so `config` may not set them; None means the whole section."""

@@ -8,8 +8,11 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from deploy.chart_values import values
+from evenkeel_moe.cli import app
+from evenkeel_moe.settings import Settings
 from tests.deploy.chart import (
     CHART,
     CUSTOM,
@@ -25,6 +28,7 @@ from tests.deploy.chart import (
     refusal,
     rendered,
     rendered_by,
+    settings_file,
 )
 
 pytestmark = pytest.mark.deploy
@@ -76,7 +80,7 @@ def test_a_misspelt_value_is_refused():
     assert "replicaCuont" in refusal("replicaCuont=2")
     assert "thresholds" in refusal("prometheusRule.thresholds.balancednessMinimum=1")
     assert "config.planner" in refusal("config.planner.mde=auto")
-    assert "config.planner.mode" in refusal("config.planner.mode=sometimes")
+    assert "config.planner: Additional property mode" in refusal("config.planner.mode=auto")
     assert "grpc" in refusal("config.grpc.port=1")
     assert "prefix" in refusal("config.redis.prefix=another")
 
@@ -86,9 +90,38 @@ def test_a_misspelt_value_is_refused():
     [
         (["replicaCount=2"], "replicaCount above 1 needs an external store"),
         (
-            ["profile=propose", "config.planner.mode=observe"],
-            "profile propose and config.planner.mode observe name two modes: set one",
+            ["grpc.tls.clientCaKey=ca.crt"],
+            "grpc.tls.clientCaKey ca.crt names a key of grpc.tls.existingSecret, which is empty",
         ),
+        (
+            ["persistence.existingClaim=mine"],
+            "persistence.existingClaim mine needs persistence.enabled",
+        ),
+        (
+            ["redis.existingSecret=s", "redis.passwordKey=p"],
+            "redis.existingSecret s has credentials of a store that neither redis.url nor",
+        ),
+        (
+            ["redis.url=redis://r", "redis.existingSecret=s", "redis.usernameKey=u"],
+            'need each other: the key is "u", the URL "redis://r"',
+        ),
+        (
+            ["redis.url=redis://$(REDIS_USERNAME)@r"],
+            'need each other: the key is "", the URL "redis://$(REDIS_USERNAME)@r"',
+        ),
+        (
+            ["redis.existingSecret=s", "redis.urlKey=url", "redis.usernameKey=u"],
+            'need each other: the key is "u", the URL ""',
+        ),
+        (
+            ["redis.url=redis://r", "redis.tls.existingSecret=ca"],
+            "redis.tls.existingSecret ca is mounted at /etc/evenkeel/redis-tls/, and redis.url",
+        ),
+        (
+            ["redis.url=rediss+sentinel://s:1/m", "redis.sentinel.tls.existingSecret=ca"],
+            "redis.sentinel.tls.existingSecret ca is mounted at /etc/evenkeel/sentinel-tls/, and",
+        ),
+        (["redis.tls.existingSecret=ca"], 'and redis.url "" names no file there'),
         (["replicaCount=2", "redis.url=redis://r:6379"], "needs api.tokens.existingSecret"),
         (["redis.url=redis://:hunter2@r:6379"], "redis.url holds a password"),
         (["redis.url=redis://u:p@ss@r:6379"], "redis.url holds a password"),
@@ -296,6 +329,26 @@ def test_a_volume_for_the_embedded_store_is_a_claim_that_survives_upgrades():
 
 
 # --- notes and documents ---
+
+
+@every_values
+def test_the_helm_commands_of_the_notes_set_the_mode_that_they_name(name, tmp_path):
+    text = notes(tmp_path, name)
+    (change,) = re.findall(r"helm -n ek upgrade r CHART --reuse-values --set (\S+)$", text, re.M)
+    planner = Settings.model_validate(
+        yaml.safe_load(settings_file(tmp_path, rendered(name, change)).read_text())
+    ).planner
+    assert change == f"profile={planner.mode}"
+    assert planner.observe_lock == (planner.mode == "observe")
+
+
+@every_values
+def test_the_command_line_takes_the_commands_of_the_notes(name, tmp_path):
+    text = notes(tmp_path, name)
+    commands = re.findall(r"\bevenkeel ((?:[a-z]+ ?)+(?:--?[a-z-]+ [\w:/.-]+ ?)*)", text)
+    assert len(commands) == 2
+    for command in commands:
+        assert CliRunner().invoke(app, [*command.split(), "--help"]).exit_code == 0, command
 
 
 @every_values

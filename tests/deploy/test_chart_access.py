@@ -69,6 +69,15 @@ def test_with_a_certificate_the_api_its_probes_and_its_users_speak_https(tmp_pat
         assert f"--address {scheme.lower()}://" in notes(tmp_path, name)
 
 
+def test_notes_tell_whom_a_network_policy_must_let_in(tmp_path):
+    words = "must match networkPolicy.operatorsFrom"
+    assert words in notes(tmp_path, "all-on")
+    assert words not in notes(tmp_path, "default", "networkPolicy.enabled=true")
+    assert words not in notes(tmp_path, "all-on", "networkPolicy.enabled=false")
+    route = ("httpRoute.enabled=true", "httpRoute.parentRefs[0].name=gateway")
+    assert words in notes(tmp_path, "strict", *route)
+
+
 def test_strict_wants_certificates_identities_tokens_and_a_network_policy():
     variables = environment("strict")
     assert variables["EVENKEEL_GRPC__TLS_REQUIRE_IDENTITY"] == "true"
@@ -292,12 +301,15 @@ def test_names_that_look_like_numbers_stay_names():
         "nameOverride": "1e5",
         "commonLabels": {"team": 7},
         "podLabels": {"shard": 8, "canary": True},
+        "podAnnotations": {"a": True, "b": 1000000},
+        "service": {"annotations": {"b": 1}},
+        "ingress": {"enabled": True, "hosts": ["h"], "annotations": {"c": 1.5}},
+        "nodeSelector": {"gpu": False},
         "priorityClassName": "1000",
         "serviceAccount": {"create": False, "name": "77"},
         "imagePullSecrets": [{"name": "12"}],
         "api": {"tokens": {"existingSecret": "123", "key": "1"}},
         "grpc": {"tls": {"existingSecret": "124", "certKey": "2", "keyKey": "3"}},
-        "redis": {"tls": {"existingSecret": "1e3"}, "sentinel": {"tls": {"existingSecret": "126"}}},
         "persistence": {"enabled": True, "existingClaim": "31", "storageClass": "32"},
     }
     objects = rendered_with(values, release="123", namespace="456")
@@ -307,10 +319,18 @@ def test_names_that_look_like_numbers_stay_names():
         assert one["metadata"]["namespace"] == "456"
         if one["kind"] not in CUSTOM:
             check_object(one)
-    external = {"existingSecret": "1e5", "usernameKey": "4", "passwordKey": "5", "urlKey": "6"}
-    more = {"redis": external, "persistence": {"enabled": True, "storageClass": "32"}}
-    for one in rendered_with(more, release="123", namespace="456"):
-        check_object(one)
+    by_kind = {one["kind"]: one for one in objects}
+    pods = by_kind["StatefulSet"]["spec"]["template"]
+    annotations = pods["metadata"]["annotations"]
+    assert (annotations["a"], annotations["b"]) == ("true", "1000000")
+    assert pods["spec"]["nodeSelector"] == {"gpu": "false"}
+    tls = {"tls": {"existingSecret": "1e3"}, "sentinel": {"tls": {"existingSecret": "126"}}}
+    in_secret = {"existingSecret": "1e5", "passwordKey": "5", "urlKey": "6", **tls}
+    url = "redis://$(REDIS_USERNAME)@r"
+    for redis in (in_secret, {"existingSecret": "1e5", "usernameKey": "4", "url": url}):
+        more = {"redis": redis, "persistence": {"enabled": True, "storageClass": "32"}}
+        for one in rendered_with(more, release="123", namespace="456"):
+            check_object(one)
 
 
 def test_a_label_given_twice_is_written_once_and_selectors_are_not_the_users():

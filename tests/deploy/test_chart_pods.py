@@ -14,6 +14,7 @@ from evenkeel_moe.settings import Settings
 from evenkeel_moe.settings_sources import load_settings
 from tests.api.fakes import FakeOperations
 from tests.deploy.chart import (
+    check_object,
     container,
     environment,
     every_values,
@@ -23,6 +24,7 @@ from tests.deploy.chart import (
     refusal,
     rendered,
     rendered_text,
+    rendered_with,
     settings_file,
 )
 
@@ -98,7 +100,7 @@ def test_a_change_of_the_settings_restarts_the_pods():
             "checksum/config"
         ]
 
-    assert checksum() != checksum("config.planner.mode=auto")
+    assert checksum() != checksum("profile=auto")
     assert checksum() == checksum("service.type=NodePort")
 
 
@@ -203,6 +205,44 @@ def test_the_network_policy_names_who_may_speak_to_what():
     redis = next(rule for rule in external if {"port": 6379, "protocol": "TCP"} in rule["ports"])
     assert redis["to"] == [{"ipBlock": {"cidr": "10.1.0.0/16"}}]
     assert not kind("default", "NetworkPolicy")
+
+
+@pytest.mark.parametrize("nobody", [[], None])
+def test_an_empty_list_of_peers_lets_nobody_in(nobody):
+    """`from: []` would let everybody in."""
+    ports = {"ranksFrom": "grpc", "operatorsFrom": "rest", "metricsFrom": "metrics"}
+
+    def open_ports(*shut: str, test_pod: bool = False) -> set[str]:
+        network = {"enabled": True, **dict.fromkeys(shut, nobody)}
+        objects = rendered_with({"networkPolicy": network, "tests": {"enabled": test_pod}})
+        (policy,) = (one for one in objects if one["kind"] == "NetworkPolicy")
+        check_object(policy)
+        rules = policy["spec"]["ingress"] or []
+        assert all(rule["from"] for rule in rules)
+        return {port["port"] for rule in rules for port in rule["ports"]}
+
+    for name, port in ports.items():
+        assert open_ports(name) == {*ports.values()} - {port}
+    assert open_ports(*ports) == set()
+    assert open_ports(*ports, test_pod=True) == {*ports.values()}
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("redis://h:6380", ["6380"]),
+        ("rediss://keeper@[fd00::12]:7000/0?client_name=x:1", ["7000"]),
+        (r"redis+sentinel://s1:26379\,s2:26380/main", ["26380"]),
+        ("redis://h", []),
+    ],
+)
+def test_the_network_policy_allows_the_ports_of_the_stores_address(url, named):
+    sets = ("networkPolicy.enabled=true", f"redis.url={url}")
+    egress = only("default", "NetworkPolicy", *sets)["spec"]["egress"]
+    (redis,) = (
+        rule["ports"] for rule in egress if {"port": 6379, "protocol": "TCP"} in rule["ports"]
+    )
+    assert [port["port"] for port in redis] == [6379, 26379, *map(int, named)]
 
 
 def test_controllers_listen_where_pods_have_ipv6_addresses():

@@ -20,13 +20,14 @@ dots or begin with a digit, the name of a Service may not. */}}
 {{- end }}
 {{- end }}
 
-{{/* Merges a list of label maps into one with string values; the first map with a key counts. */}}
+{{/* Merges a list of maps of labels or annotations into one with string values; the first map with a
+key counts. */}}
 {{- define "evenkeel.merged" -}}
 {{- $all := dict }}
 {{- range . }}
 {{- range $key, $value := . }}
 {{- if not (hasKey $all $key) }}
-{{- $_ := set $all $key (toString $value) }}
+{{- $_ := set $all $key (kindIs "string" $value | ternary $value (toJson $value)) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -94,6 +95,12 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- if or .Values.redis.url .Values.redis.urlKey .Values.devValkey.enabled }}true{{ end }}
 {{- end }}
 
+{{/* The ports where Redis may listen, as a JSON array: those of the values and of the URL's hosts. */}}
+{{- define "evenkeel.redisPorts" -}}
+{{- $named := regexFindAll ":[0-9]+([,/]|$)" (splitList "?" .Values.redis.url | first) -1 }}
+{{- regexFindAll "[0-9]+" (concat .Values.networkPolicy.redisPorts $named | join " ") -1 | uniq | toJson }}
+{{- end }}
+
 {{/* Not empty if nobody may connect without a certificate or a token. */}}
 {{- define "evenkeel.strict" -}}
 {{- if eq .Values.security "strict" }}true{{ end }}
@@ -121,18 +128,14 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 {{- end }}
 
-{{- define "evenkeel.mode" -}}
-{{- dig "planner" "mode" .Values.profile .Values.config }}
-{{- end }}
-
-{{/* Not empty if a part is created, by its `enabled`: auto is yes in the modes that plan, if the
+{{/* Not empty if a part is created, by its `enabled`: auto is yes in the profiles that plan, if the
      cluster has the API that it needs. Arguments: the root, the part's values, that API or "". */}}
 {{- define "evenkeel.enabled" -}}
 {{- $root := index . 0 }}
 {{- $enabled := (index . 1).enabled }}
 {{- $api := index . 2 }}
 {{- if eq (toString $enabled) "auto" }}
-{{- if and (ne (include "evenkeel.mode" $root) "observe") (or (not $api) ($root.Capabilities.APIVersions.Has $api)) }}true{{ end }}
+{{- if and (ne $root.Values.profile "observe") (or (not $api) ($root.Capabilities.APIVersions.Has $api)) }}true{{ end }}
 {{- else if $enabled }}true{{ end }}
 {{- end }}
 
@@ -159,9 +162,6 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "evenkeel.validate" -}}
-{{- if and (ne .Values.profile "observe") (ne .Values.profile (include "evenkeel.mode" .)) }}
-{{- fail (printf "profile %s and config.planner.mode %s name two modes: set one" .Values.profile (include "evenkeel.mode" .)) }}
-{{- end }}
 {{- if and (gt (int .Values.replicaCount) 1) (not (include "evenkeel.externalStore" .)) }}
 {{- fail "replicaCount above 1 needs an external store: set redis.url or redis.urlKey, or devValkey.enabled for a trial" }}
 {{- end }}
@@ -179,6 +179,11 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 {{- if and .Values.devValkey.enabled (or .Values.redis.url .Values.redis.urlKey) }}
 {{- fail "devValkey.enabled and redis name two stores: set one" }}
+{{- end }}
+{{- with .Values.persistence }}
+{{- if and .existingClaim (not .enabled) }}
+{{- fail (printf "persistence.existingClaim %s needs persistence.enabled: the data would be lost with the pod" .existingClaim) }}
+{{- end }}
 {{- end }}
 {{- if include "evenkeel.strict" . }}
 {{- $missing := list }}
@@ -201,6 +206,11 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- fail "security: strict refuses devValkey.enabled: the trial store has no password" }}
 {{- end }}
 {{- end }}
+{{- with .Values.grpc.tls }}
+{{- if and .clientCaKey (not .existingSecret) }}
+{{- fail (printf "grpc.tls.clientCaKey %s names a key of grpc.tls.existingSecret, which is empty: ranks would connect without TLS" .clientCaKey) }}
+{{- end }}
+{{- end }}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) }}
 {{- fail "ingress.enabled needs ingress.hosts" }}
 {{- end }}
@@ -214,6 +224,19 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 {{- if and .existingSecret (not $keys) }}
 {{- fail "redis.existingSecret is set and none of redis.urlKey, usernameKey, passwordKey and redis.sentinel names a key of it" }}
+{{- end }}
+{{- if and .existingSecret (not (or .url .urlKey)) }}
+{{- fail (printf "redis.existingSecret %s has credentials of a store that neither redis.url nor redis.urlKey names" .existingSecret) }}
+{{- end }}
+{{- if ne (empty .usernameKey) (not (contains "$(REDIS_USERNAME)" .url)) }}
+{{- fail (printf "redis.usernameKey and $(REDIS_USERNAME) in redis.url need each other: the key is %q, the URL %q" .usernameKey .url) }}
+{{- end }}
+{{- range list (list "tls" "redis-tls" .tls) (list "sentinel.tls" "sentinel-tls" .sentinel.tls) }}
+{{- $mount := printf "/etc/evenkeel/%s/" (index . 1) }}
+{{- $secret := (index . 2).existingSecret }}
+{{- if and $secret (not $.Values.redis.urlKey) (not (contains $mount $.Values.redis.url)) }}
+{{- fail (printf "redis.%s.existingSecret %s is mounted at %s, and redis.url %q names no file there: it would not be used" (index . 0) $secret $mount $.Values.redis.url) }}
+{{- end }}
 {{- end }}
 {{- if and (or .sentinel.usernameKey .sentinel.passwordKey) .url (not (contains "+sentinel://" .url)) }}
 {{- fail "redis.sentinel is for a redis.url that begins with redis+sentinel:// or rediss+sentinel://" }}
