@@ -301,7 +301,7 @@ def test_names_that_look_like_numbers_stay_names():
         "nameOverride": "1e5",
         "commonLabels": {"team": 7},
         "podLabels": {"shard": 8, "canary": True},
-        "podAnnotations": {"a": True, "b": 1000000},
+        "podAnnotations": {"a": True, "b": 1000000, "none": None},
         "service": {"annotations": {"b": 1}},
         "ingress": {"enabled": True, "hosts": ["h"], "annotations": {"c": 1.5}},
         "nodeSelector": {"gpu": False},
@@ -323,6 +323,7 @@ def test_names_that_look_like_numbers_stay_names():
     pods = by_kind["StatefulSet"]["spec"]["template"]
     annotations = pods["metadata"]["annotations"]
     assert (annotations["a"], annotations["b"]) == ("true", "1000000")
+    assert "none" not in annotations
     assert pods["spec"]["nodeSelector"] == {"gpu": "false"}
     tls = {"tls": {"existingSecret": "1e3"}, "sentinel": {"tls": {"existingSecret": "126"}}}
     in_secret = {"existingSecret": "1e5", "passwordKey": "5", "urlKey": "6", **tls}

@@ -21,12 +21,12 @@ dots or begin with a digit, the name of a Service may not. */}}
 {{- end }}
 
 {{/* Merges a list of maps of labels or annotations into one with string values; the first map with a
-key counts. */}}
+key counts, and null takes a key away as in all values of Helm. */}}
 {{- define "evenkeel.merged" -}}
 {{- $all := dict }}
 {{- range . }}
 {{- range $key, $value := . }}
-{{- if not (hasKey $all $key) }}
+{{- if not (or (hasKey $all $key) (kindIs "invalid" $value)) }}
 {{- $_ := set $all $key (kindIs "string" $value | ternary $value (toJson $value)) }}
 {{- end }}
 {{- end }}
