@@ -90,6 +90,10 @@ def test_a_misspelt_value_is_refused():
     [
         (["replicaCount=2"], "replicaCount above 1 needs an external store"),
         (
+            ["extraEnv[0].name=EVENKEEL_PLANNER__MODE", "extraEnv[0].value=auto"],
+            "extraEnv sets EVENKEEL_PLANNER__MODE, which would override the value profile observe",
+        ),
+        (
             ["grpc.tls.clientCaKey=ca.crt"],
             "grpc.tls.clientCaKey ca.crt names a key of grpc.tls.existingSecret, which is empty",
         ),

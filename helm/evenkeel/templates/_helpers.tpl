@@ -162,6 +162,11 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "evenkeel.validate" -}}
+{{- range .Values.extraEnv }}
+{{- if regexMatch "(?i)^EVENKEEL_(PROFILE|PLANNER__MODE)$" .name }}
+{{- fail (printf "extraEnv sets %s, which would override the value profile %s: set that one alone" .name $.Values.profile) }}
+{{- end }}
+{{- end }}
 {{- if and (gt (int .Values.replicaCount) 1) (not (include "evenkeel.externalStore" .)) }}
 {{- fail "replicaCount above 1 needs an external store: set redis.url or redis.urlKey, or devValkey.enabled for a trial" }}
 {{- end }}
