@@ -316,7 +316,8 @@ class FakeOperations:
         self.records[deployment] = [moved if r is record else r for r in self.records[deployment]]
         return moved
 
-    async def approve(self, deployment, plan_id, by):
+    async def approve(self, deployment, plan_id, by, bounded=True):
+        self.bounded = bounded
         return await self._move(deployment, plan_id, PlanPhase.APPROVED, Reason.MANUAL_REQUEST, by)
 
     async def cancel(self, deployment, plan_id, by):

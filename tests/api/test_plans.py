@@ -244,9 +244,13 @@ async def test_the_same_id_makes_only_one_rollback(client, operations):
 
 
 @pytest.mark.parametrize(("token", "bounded"), [(OPERATE, True), (ADMIN, False)])
-async def test_only_an_admin_rolls_back_beyond_the_limits(client, operations, token, bounded):
+@pytest.mark.parametrize("path", ["plans/p1/approve", "rollback"])
+async def test_only_an_admin_approves_or_rolls_back_beyond_the_limits(
+    client, operations, token, bounded, path
+):
     headers = {"Authorization": f"Bearer {token}"}
-    answer = await client.post("/v1/deployments/demo/rollback", headers=headers)
+    await client.post(PLANS, json={"plan_id": "p1"})
+    answer = await client.post(f"/v1/deployments/demo/{path}", headers=headers)
     assert answer.status_code == 202 and operations.bounded is bounded
 
 

@@ -135,3 +135,18 @@ async def test_what_cannot_be_is_refused_with_the_numbers_and_nothing_moves(tmp_
             assert words in answer.json()["detail"]
         assert (await controller.http.get(RESIZE)).status_code == 404
         assert group.epoch == 0 and not await controller.plans()
+
+
+async def test_an_evacuation_is_not_bound_by_the_limits_of_the_policy(tmp_path):
+    async with Controller(tmp_path, PLANNER__MODE="observe") as controller, Group() as group:
+        await group.join(controller)
+        await group.serve(16)
+        policy = "/v1/deployments/demo/policy"
+        answer = await controller.http.patch(policy, json={"limits": {"max_moves": 0}})
+        assert answer.status_code == 200, answer.json()
+        alone = stranded(holders(group.placement), [0])
+        assert alone > 0
+        answer = await controller.http.post(RESIZE, json={"retire": [0]})
+        assert answer.status_code == 202, answer.json()
+        await until(lambda: ready(controller), within_s=30)
+        assert stranded(holders(group.placement), [0]) == 0 and group.epoch > 0

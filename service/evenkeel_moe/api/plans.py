@@ -135,7 +135,9 @@ async def approve_plan(
 ) -> PlanOut:
     """Start a proposed plan; 409 `stale_base` if the placement has changed since it was made.
 
-    With `If-Match` only the plan with this target is started.
+    Beyond the limits of the policy, which may be lower than when the plan was made, this needs role
+    admin, and is 409 `limit_exceeded` for others. With `If-Match` only the plan with this target is
+    started.
     """
     if tags := tags_wanted(if_match):
         digest = (await about.operations.plan(about.deployment, plan_id)).plan.target.digest
@@ -143,7 +145,9 @@ async def approve_plan(
             raise HTTPException(
                 412, f"the target of plan {plan_id} has digest {digest}, not {if_match:.80}"
             )
-    approved = await about.operations.approve(about.deployment, plan_id, about.caller)
+    approved = await about.operations.approve(
+        about.deployment, plan_id, about.caller, bounded=not about.is_admin
+    )
     return await _accepted(about, approved, response)
 
 

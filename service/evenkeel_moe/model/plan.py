@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -251,6 +251,15 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes copied between ranks in all waves."""
         return sum(wave.nbytes(self.target.slots_per_rank) for wave in self.waves)
+
+    def exceeded(self, limits: PlanLimits) -> str | None:
+        """Return which limit the plan exceeds, and by what; None if it keeps within all."""
+        layers = len({layer for wave in self.waves for layer in wave.layers})
+        needs = {"max_moves": self.moves, "max_bytes": self.nbytes, "max_layers": layers}
+        for name, most in asdict(limits).items():
+            if most is not None and needs[name] > most:
+                return f"needs {needs[name]}, {name} of the policy is {most}"
+        return None
 
     def key(self, wave_index: int) -> WaveKey:
         """Return the key of one wave."""

@@ -263,8 +263,13 @@ class Operations(Protocol):
         """Return one plan record with its story."""
         ...
 
-    async def approve(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
-        """Start a proposed plan. Conflict(STALE_BASE) if the epoch has changed (R16)."""
+    async def approve(
+        self, deployment: DeploymentId, plan_id: PlanId, by: str, bounded: bool = True
+    ) -> PlanRecord:
+        """Start a proposed plan. Conflict(STALE_BASE) if the epoch has changed (R16).
+
+        If `bounded`, a plan beyond the present limits of the policy is Conflict(LIMIT_EXCEEDED).
+        """
         ...
 
     async def cancel(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:

@@ -98,6 +98,8 @@ class PlanSubmitted:
     """Start it at once."""
     by: str = ""
     request_digest: str | None = None
+    bounded: bool = True
+    """Started at once, it keeps within the limits of the policy."""
 
     @property
     def plan_id(self) -> PlanId:
@@ -119,6 +121,8 @@ class PlanApproved:
 
     plan_id: PlanId
     by: str
+    bounded: bool = True
+    """The plan keeps within the present limits of the policy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,6 +341,23 @@ async def test_a_rollback_keeps_the_limits_of_the_policy_unless_an_admin_asks(ri
     await until(lambda: rig.ranks.placement == BASE)
 
 
+async def test_an_approval_keeps_the_present_limits_unless_an_admin_asks(rig):
+    """The limits were lowered after the plan was made."""
+    await rig.load()
+    request = PlanRequest(plan_id=PlanId("mine"), requested_by="me", target=AFTER_ONE)
+    made = await rig.operations.create_plan(DEPLOYMENT, request)
+    await rig.operations.set_policy(DEPLOYMENT, {"limits": {"max_moves": 0}}, "admin")
+    words = "plan mine needs 1, max_moves of the policy is 0; role admin may exceed it"
+    with pytest.raises(Conflict, match=words) as error:
+        await rig.operations.approve(DEPLOYMENT, request.plan_id, "me")
+    assert error.value.reason is Reason.LIMIT_EXCEEDED
+    await rig.look_on()
+    assert rig.ranks.maps == [BASE]
+    assert (await rig.operations.plan(DEPLOYMENT, request.plan_id)).phase is made.phase
+    await rig.operations.approve(DEPLOYMENT, request.plan_id, "admin", bounded=False)
+    await until(lambda: rig.ranks.placement == AFTER_ONE)
+
+
 async def test_a_group_that_began_again_returns_to_a_placement_of_its_former_history(rig):
     """The group starts cold, and the operator wants the placement that plans had led to."""
     await rig.migrate()

@@ -137,7 +137,9 @@ class ManualPlanner:
         if request.dry_run:
             self.control.check_plan(plan)
             return PlanRecord(plan, PlanPhase.PROPOSED, plan.reason, 0, unix)
-        return await self._submit(plan, request.approve, request.requested_by, digest)
+        return await self._submit(
+            ctl.PlanSubmitted(plan, request.approve, request.requested_by, digest)
+        )
 
     async def resize(self, request: ResizeRequest) -> None:
         """Let ranks retire, and start the plan that leaves no expert on them alone (R16).
@@ -172,7 +174,9 @@ class ManualPlanner:
         )
         plan = self._at_once(base, PlanKind.EVACUATION, request.plan_id, target, waves)
         digest = _digest({"kind": PlanKind.EVACUATION.value, "retire": retire})
-        submitted = ctl.PlanSubmitted(plan, True, request.requested_by, digest) if waves else None
+        by = request.requested_by
+        # Without bounds: a rank can only retire once all its experts live elsewhere too.
+        submitted = ctl.PlanSubmitted(plan, True, by, digest, bounded=False) if waves else None
         ranks = tuple(EpRank(rank) for rank in retire)
         await self.inbox.request(ctl.RanksRetired(Retirement(ranks, shape.num_ranks), submitted))
 
@@ -212,9 +216,9 @@ class ManualPlanner:
         if known is not None:
             return known
         plan = await self.rollback_plan(request)
-        if request.bounded:
-            _check_limits(plan, self.control.policy.limits)
-        return await self._submit(plan, True, request.requested_by, digest)
+        return await self._submit(
+            ctl.PlanSubmitted(plan, True, request.requested_by, digest, request.bounded)
+        )
 
     async def rollback_plan(self, request: RollbackRequest) -> Plan:
         """Make the plan of a rollback. Nothing is started or stored.
@@ -295,13 +299,13 @@ class ManualPlanner:
         stored = await self.store.fetch_plans(self.control.deployment, [plan_id])
         return require_same_request(stored[0], digest) if stored else None
 
-    async def _submit(self, plan: Plan, starts: bool, by: str, digest: str) -> PlanRecord:
+    async def _submit(self, submitted: ctl.PlanSubmitted) -> PlanRecord:
         try:
-            return await self.inbox.request_plan(ctl.PlanSubmitted(plan, starts, by, digest))
+            return await self.inbox.request_plan(submitted)
         except Unavailable as error:
             # The plan may still be carried out. With its id the caller can look it up, and can
             # repeat the request without making a second plan.
-            raise Unavailable(f"plan {plan.plan_id}: {error}", error.reason) from error
+            raise Unavailable(f"plan {submitted.plan_id}: {error}", error.reason) from error
 
 
 def _check_resize(request: ResizeRequest, num_ranks: int) -> None:
@@ -347,18 +351,6 @@ def _tighter(one: PlanLimits, other: PlanLimits) -> PlanLimits:
     return PlanLimits(
         **{name: min((v for v in (a, b) if v is not None), default=None) for (name, a), b in pairs}
     )
-
-
-def _check_limits(plan: Plan, limits: PlanLimits) -> None:
-    layers = len({layer for wave in plan.waves for layer in wave.layers})
-    needs = {"max_moves": plan.moves, "max_bytes": plan.nbytes, "max_layers": layers}
-    for name, most in asdict(limits).items():
-        if most is not None and needs[name] > most:
-            raise Conflict(
-                f"the rollback needs {needs[name]}, {name} of the policy is {most}; role admin may"
-                " exceed it",
-                Reason.LIMIT_EXCEEDED,
-            )
 
 
 def _refusal(result: CycleResult, deployment: str) -> EvenkeelError:

@@ -270,9 +270,11 @@ class OperatorService:
         """Make a plan by hand. The same id and body give the same plan."""
         return await (await self._changeable(deployment)).planner.manual.create(request)
 
-    async def approve(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
+    async def approve(
+        self, deployment: DeploymentId, plan_id: PlanId, by: str, bounded: bool = True
+    ) -> PlanRecord:
         """Start a proposed plan; Conflict(STALE_BASE) if the epoch moved (R16)."""
-        return await self._change_plan(deployment, ctl.PlanApproved(plan_id, by))
+        return await self._change_plan(deployment, ctl.PlanApproved(plan_id, by, bounded))
 
     async def cancel(self, deployment: DeploymentId, plan_id: PlanId, by: str) -> PlanRecord:
         """Stop a plan; after the votes it takes effect at the next wave (R16)."""

@@ -29,7 +29,7 @@ class OperatorRequests(PlanMoves):
 
         Raises:
             Conflict: ID_REUSED, STALE_BASE, and with `approve` OBSERVE_MODE, OBSERVE_ONLY,
-                SEPARATE_APPROVAL, PLAN_IN_PROGRESS, FROZEN or OUTSIDE_SCHEDULE.
+                SEPARATE_APPROVAL, LIMIT_EXCEEDED, PLAN_IN_PROGRESS, FROZEN or OUTSIDE_SCHEDULE.
             InfeasiblePlan: the plan breaks an invariant (R17).
         """
         leading, records, plan, by = self.as_leader, self.records, event.plan, event.by
@@ -38,6 +38,7 @@ class OperatorRequests(PlanMoves):
         self.check_plan(plan)
         if event.approve:
             self._require_another_approver(plan, by, by)
+            self._require_within_limits(plan, event.bounded)
             self.require_free(plan.kind, now)
         phase = PlanPhase.APPROVED if event.approve else PlanPhase.PROPOSED
         unix, digest = now + self.unix_offset_s, event.request_digest
@@ -66,7 +67,8 @@ class OperatorRequests(PlanMoves):
         Raises:
             NotFound: no such plan.
             Conflict: STALE_BASE if the epoch moved (R16), EXPIRED, WRONG_PHASE, OBSERVE_MODE,
-                OBSERVE_ONLY, SEPARATE_APPROVAL, PLAN_IN_PROGRESS, FROZEN, OUTSIDE_SCHEDULE.
+                OBSERVE_ONLY, SEPARATE_APPROVAL, LIMIT_EXCEEDED, PLAN_IN_PROGRESS, FROZEN,
+                OUTSIDE_SCHEDULE.
         """
         plan_id, by = event.plan_id, event.by
         record = self.records.get(plan_id)
@@ -80,6 +82,7 @@ class OperatorRequests(PlanMoves):
         if plan.expires_at is not None and unix >= plan.expires_at:
             raise Conflict(f"plan {plan_id} ran out at {plan.expires_at:.0f}", Reason.EXPIRED)
         self._require_another_approver(plan, record.made_by, by)
+        self._require_within_limits(plan, event.bounded)
         self.require_free(plan.kind, now)
         change = self.records.change(
             record, "approved", unix, phase=PlanPhase.APPROVED, by=by, approved_by=by
@@ -182,4 +185,11 @@ class OperatorRequests(PlanMoves):
                 f"plan {plan.plan_id} was made by {maker or 'an unknown token'}, and with"
                 f" separate_approval another token than its maker's must approve it",
                 Reason.SEPARATE_APPROVAL,
+            )
+
+    def _require_within_limits(self, plan: Plan, bounded: bool) -> None:
+        """Refuse a plan beyond the limits in force, which may be lower than when it was made."""
+        if bounded and (words := plan.exceeded(self.policy.limits)) is not None:
+            raise Conflict(
+                f"plan {plan.plan_id} {words}; role admin may exceed it", Reason.LIMIT_EXCEEDED
             )
