@@ -360,6 +360,10 @@ def test_all_wrong_values_are_reported_at_once():
         ({"REST__TLS_KEY_FILE": "a.pem"}, "needs rest.tls_cert_file"),
         ({"GRPC__TLS_CLIENT_CA_FILE": "a.pem"}, "needs grpc.tls_cert_file"),
         ({"GRPC__TLS_REQUIRE_IDENTITY": "true"}, "needs grpc.tls_client_ca_file"),
+        (
+            {"REDIS__PASSWORD": "hunter2"},
+            "redis.password needs redis.url: the embedded store has no password",
+        ),
         ({"REST__PORT": "9090"}, "all must differ"),
     ],
 )

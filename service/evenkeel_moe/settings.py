@@ -389,6 +389,7 @@ _NEEDS = (
     ),
     ("rest.tls_cert_file", "rest.tls_key_file", "TLS takes both"),
     ("rest.tls_key_file", "rest.tls_cert_file", "TLS takes both"),
+    ("redis.password", "redis.url", "the embedded store has no password"),
 )
 """Settings that are valid only with another one, and why."""
 

@@ -133,8 +133,25 @@ def test_a_separate_password_overrides_the_one_in_the_url(scheme):
     sentinel: Any = connect("redis+sentinel://me:old@h1:1/main", timeout_s=1, password="new")
     options = sentinel.connection_pool.connection_kwargs
     assert (options["username"], options["password"]) == ("me", "new")
-    alone: Any = connect(f"{scheme}://:old@127.0.0.1:7001", timeout_s=1, password="new")
-    assert alone.connection_pool.connection_kwargs["password"] == "new"
+    for rest in (":old@127.0.0.1:7001", "127.0.0.1:7001?password=old&db=3"):
+        alone: Any = connect(f"{scheme}://{rest}", timeout_s=1, password="new")
+        assert alone.connection_pool.connection_kwargs["password"] == "new"
+
+
+@pytest.mark.parametrize("url", ["{}", "{}?password=old&db=0", "{}?db=0&password=old"])
+async def test_a_separate_password_opens_a_server_behind_a_unix_socket(valkey, url):
+    admin: Any = connect(valkey.url, timeout_s=2)
+    await admin.config_set("requirepass", "new")
+    named: Any = connect(valkey.url.replace("://", "://default@"), timeout_s=2, password="new")
+    client: Any = connect(url.format(valkey.url), timeout_s=2, password="new")
+    try:
+        assert await client.ping() and await named.ping()
+        with pytest.raises(ConnectionError, match="invalid username-password"):
+            await connect(valkey.url, timeout_s=2, password="old").ping()
+    finally:
+        await admin.config_set("requirepass", "")
+        for one in (admin, named, client):
+            await disconnect(one)
 
 
 @pytest.mark.parametrize(
@@ -145,12 +162,15 @@ def test_a_separate_password_overrides_the_one_in_the_url(scheme):
         "redis+sentinel://h1:26379",
         "redis+sentinel://h1/main",
         "redis+sentinel://:secret@h1:x/main",
+        "redis:me:secret@h1",
+        "redis://:secret@[::1",
         "",
     ],
 )
-def test_urls_of_another_form_are_refused_without_their_password(url):
+@pytest.mark.parametrize("password", [None, "new"])
+def test_urls_of_another_form_are_refused_without_their_password(url, password):
     with pytest.raises(InvalidInput) as caught:
-        connect(url, timeout_s=1)
+        connect(url, timeout_s=1, password=password)
     assert "secret" not in str(caught.value)
 
 

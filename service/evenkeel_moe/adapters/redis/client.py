@@ -1,6 +1,7 @@
 """Connections to Redis or Valkey: URLs, credentials, and the conversion of errors."""
 
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,11 +74,11 @@ def connect(
         "retry": Retry(NoBackoff(), 1),
     }
     waiting: dict[str, Any] = {"max_connections": connections, "timeout": None}
-    if password is not None:
-        options["password"] = password
-        url = _without_password(url)  # redis-py would prefer the one in the URL
-    scheme = url.split("://", 1)[0]
+    scheme = url.partition("://")[0] if "://" in url else ""
     try:
+        if password is not None:
+            options["password"] = password
+            url = _without_password(url)  # redis-py would prefer the one in the URL
         if scheme in ("redis", "rediss", "unix"):
             _check_options(url)
             pool = BlockingConnectionPool.from_url(url, **waiting, **options)
@@ -124,7 +125,9 @@ def _without_password(url: str) -> str:
     parts = urlsplit(url)
     credentials, at, hosts = parts.netloc.rpartition("@")
     user = credentials.partition(":")[0]
-    return parts._replace(netloc=f"{user}{at}{hosts}" if user else hosts).geturl()
+    # Not `geturl`: it leaves out the // of a URL without a host, as unix:// has none.
+    url = url.replace(f"//{parts.netloc}", f"//{user}{at}{hosts}" if user else f"//{hosts}", 1)
+    return re.sub("(?<=[?&])password=[^&]*", "", url)
 
 
 def _sentinel(
