@@ -1,12 +1,12 @@
 """`python -m examples.join`: a controller, and a toy engine on two processes that it balances."""
 
 import argparse
+import re
 import sys
-import tempfile
-from pathlib import Path
 
+from evenkeel_moe.api.words.reasons import sentence
 from examples.join.rank import run
-from examples.local_fleet import local_controller, run_ranks
+from examples.local_fleet import Event, run_example
 
 
 def main() -> int:
@@ -24,22 +24,35 @@ def main() -> int:
         help="do not renew what was derived from the weights, to see the probe find it",
     )
     asked = options.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with local_controller(folder) as address:
-            seen = run_ranks(run, asked.ranks, address, asked.limit_s, asked.forget_hook)
+    size, limit_s = asked.ranks, asked.limit_s
+
+    def fault(seen: list[Event], log: str) -> str:
         ends = [detail for _, kind, detail in seen if kind == "end"]
-        fault = judge(ends, asked.ranks, asked.limit_s)
-        if fault:
-            print(f"FAILED: {fault}")
-            print((folder / "controller.log").read_text(errors="replace")[-2000:])
-            return 1
+        return judge(ends, size, limit_s, last_reason(log))
+
+    if run_example(run, size, limit_s, fault, asked.forget_hook) != 0:
+        return 1
     print("experts moved on the same step of every rank, and no bit of an output changed")
     return 0
 
 
-def judge(ends: list[dict], size: int, limit_s: float) -> str:
-    """Return what went wrong, and what to do about it; empty if nothing did."""
+def last_reason(log: str) -> str | None:
+    """Return the reason of the last cycle before a rank stopped; None if no cycle ended."""
+    reasons = re.findall(
+        r'"reason": "(\w+)".*"event": "decision"', log.partition('"event": "rank_stopped"')[0]
+    )
+    return reasons[-1] if reasons else None
+
+
+def judge(ends: list[dict], size: int, limit_s: float, reason: str | None) -> str:
+    """Return what went wrong, and what to do about it; empty if nothing did.
+
+    Args:
+        ends: what the ranks said at their end.
+        size: the number of ranks.
+        limit_s: seconds that they waited for a plan.
+        reason: of the controller's last cycle; None if no cycle ended.
+    """
     left = [detail["left"] for detail in ends if detail["left"]]
     if left:
         cause = next((text for text in left if not text.startswith("lost a peer")), left[0])
@@ -54,10 +67,12 @@ def judge(ends: list[dict], size: int, limit_s: float) -> str:
     if len({detail["digest"] for detail in ends}) > 1:
         return "the ranks ended with different maps"
     if not all(detail["epoch"] for detail in ends):
+        waits = "no cycle of the controller ended"
+        if reason is not None:
+            waits = f"the controller's last cycle ended with {reason}: {sentence(reason)}"
         return (
             f"no plan was carried out in time: within {limit_s:g} s no expert moved, so this run"
-            f" shows nothing. Run it again with --limit-s {3 * limit_s:g}; if that changes nothing,"
-            " the last `reason` below says what the controller waits for"
+            f" shows nothing. Run it again with --limit-s {3 * limit_s:g}; {waits}"
         )
     return ""
 

@@ -2,10 +2,8 @@
 
 import argparse
 import sys
-import tempfile
-from pathlib import Path
 
-from examples.local_fleet import local_controller, run_ranks
+from examples.local_fleet import Event, run_example
 from examples.qwen3moe.child import run_rank
 
 
@@ -17,20 +15,13 @@ def main() -> int:
     )
     asked = options.parse_args()
     size = asked.ranks
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with local_controller(folder) as address:
-            seen = run_ranks(run_rank, size, address, asked.limit_s)
-        verdict = judge(seen, size)
-        if verdict:
-            print(f"FAILED: {verdict}")
-            print((folder / "controller.log").read_text(errors="replace")[-2000:])
-            return 1
+    if run_example(run_rank, size, asked.limit_s, lambda seen, _log: judge(seen, size)) != 0:
+        return 1
     print("the outputs before and after the migration are equal, bit for bit, on every rank")
     return 0
 
 
-def judge(seen: list[tuple[int, str, dict]], size: int) -> str:
+def judge(seen: list[Event], size: int) -> str:
     """Return what went wrong; empty if nothing did."""
     ends = [detail for _, kind, detail in seen if kind == "end"]
     if len(ends) < size:
