@@ -334,7 +334,12 @@ def test_experts_divided_by_tensor_parallelism_are_refused_with_the_number():
 
 
 @pytest.mark.parametrize(
-    ("times", "said"), [(2, "2 times as many"), (0.5, f"have {EXPERT_BYTES} bytes")]
+    ("times", "said"),
+    [
+        (2, "2 times as many"),
+        (0.5, f"have {EXPERT_BYTES} bytes"),
+        (0, "bytes_per_expert is 0$"),
+    ],
 )
 def test_tensors_that_are_not_a_whole_expert_are_refused(times, said):
     """An engine that forgot to say it, or the limits of a wave would be wrong."""

@@ -59,8 +59,8 @@ def check_size(tensors: Sequence[Tensor], nbytes: int) -> None:
     declared = sum(tensor.nbytes for tensor in tensors)
     if declared == nbytes:
         return
-    message = f"the tensors of an expert have {declared} bytes, and its shape says {nbytes}"
-    if declared and nbytes % declared == 0:
+    message = f"the tensors of an expert have {declared} bytes, and bytes_per_expert is {nbytes}"
+    if nbytes > declared > 0 and nbytes % declared == 0:
         message += (
             f", {nbytes // declared} times as many: if tensor parallelism divides each expert over"
             f" {nbytes // declared} ranks, its experts cannot be moved"
