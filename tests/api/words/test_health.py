@@ -50,7 +50,10 @@ def running(phase, ago_s):
             "attention",
             "1 rank stopped as planned.",
         ),
-        ({"reason": "observe_only", "mode": "auto"}, "attention", sentence("observe_only")),
+        *(
+            ({"reason": reason, "mode": "auto", **decided(reason)}, "attention", sentence(reason))
+            for reason in ("observe_only", "weights_version_changed", "gate_layout_disagrees")
+        ),
         (
             {"reason": "observe_only", "mode": "observe", **decided("observe_only")},
             "good",

@@ -211,19 +211,20 @@ def _says_ranks(facts: _Compared) -> str:
     return f"{fresh:.0f} of {counted(facts.status.shape.num_ranks, 'rank')}."
 
 
-_UNABLE = (Reason.OBSERVE_ONLY, Reason.WEIGHTS_VERSION_CHANGED, Reason.GATE_LAYOUT_DISAGREES)
+UNABLE = (Reason.OBSERVE_ONLY, Reason.WEIGHTS_VERSION_CHANGED, Reason.GATE_LAYOUT_DISAGREES)
+"""Reasons for which ranks that are all connected refuse every plan."""
 
 
 @_gate(
     "All ranks can carry plans out, with the same weights",
     "End the fault that a rank reports, or set EVENKEEL_RANK__MODE=place; then restart the group.",
-    *_UNABLE,
+    *UNABLE,
 )
 def _says_able(facts: _Compared) -> str:
     troubled = [rank.rank for rank in facts.status.ranks if rank.trouble]
     if troubled:
         return f"Ranks with a fault: {numbered(troubled)}."
-    if facts.status.reason in _UNABLE:
+    if facts.status.reason in UNABLE:
         return sentence(facts.status.reason)
     return "No rank reports a fault."
 

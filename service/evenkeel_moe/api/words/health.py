@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from evenkeel_moe.api.words.gates import UNABLE
 from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.finding import doubts
@@ -100,7 +101,7 @@ def _of_ranks(status: DeploymentStatus, bounds: HealthBounds) -> Iterator[Health
         yield Health(Level.BAD, f"Ranks report different epochs: {named}.")
     if status.state == ControlState.RECOVERING:
         yield Health(Level.ATTENTION, sentence(status.reason))
-    if status.reason == Reason.OBSERVE_ONLY and status.mode != Mode.OBSERVE:
+    if status.reason in UNABLE and status.mode != Mode.OBSERVE:
         yield Health(Level.ATTENTION, sentence(status.reason))
 
 
