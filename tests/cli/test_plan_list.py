@@ -9,7 +9,7 @@ from evenkeel_moe.cli.plan_tables import plans_table
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
-from tests.api.fakes import NOW, make_plan
+from tests.api.fakes import NOW, make_plan, make_status
 from tests.cli.conftest import drawn
 
 
@@ -160,10 +160,16 @@ def test_each_change_of_a_plan_ends_in_a_sentence(run, operations):
     assert (answer["plan_id"], answer["phase"]) == ("mine", "cancelled")
 
 
-def test_a_new_plan_ends_with_the_command_that_starts_or_follows_it(run):
+def test_a_new_plan_ends_with_the_command_that_starts_or_follows_it(run, operations):
     create = ("plan", "create", "-d", "demo", "--yes")
     out = run(*create, "--id", "mine")[1]
-    assert out.splitlines()[-1] == "Nothing has moved. Start it: evenkeel plan approve mine -d demo"
+    start = "tart it: evenkeel plan approve mine -d demo"
+    assert out.splitlines()[-1] == f"Nothing has moved. S{start}"
+    operations.views["demo"].shown = make_status(start_refused_text="paused for another 5 min")
+    assert run(*create, "--id", "mine")[1].splitlines()[-2:] == [
+        "Nothing has moved. An approval would be refused now: paused for another 5 min.",
+        f"After that, s{start}",
+    ]
     assert run(*create, "--id", "more", "--start")[1].splitlines()[-1] == (
         f"{WAITS} Follow it: " + SHOW.replace("mine", "more")
     )

@@ -126,10 +126,13 @@ def create(
             shown.show(answer, lambda: plan_words.approved(answer))
             return
         answer = _post_plan(client, f"{path}/plans", body)
-    words = {"phase_text": "dry run", "text": "Nothing was kept."} if request.dry_run else {}
-    shown.show(answer, lambda: _view(answer | words))
-    if not shown.as_json:
-        say(f"\n{plan_words.created(answer, request.dry_run)}")
+        words = {"phase_text": "dry run", "text": "Nothing was kept."} if request.dry_run else {}
+        shown.show(answer, lambda: _view(answer | words))
+        if not shown.as_json:
+            refused = None
+            with suppress(CliError):  # The plan is made, whatever becomes of this question.
+                refused = client.get(path).get("start_refused_text")
+            say(f"\n{plan_words.created(answer, request.dry_run, refused)}")
 
 
 def _start_or_cancel(client: ApiClient, plan: dict[str, Any]) -> Any:

@@ -77,12 +77,23 @@ def rolled_back(plan: Mapping[str, Any]) -> str:
     )
 
 
-def created(plan: Mapping[str, Any], dry_run: bool) -> str:
-    """Return what to do after a plan was made."""
+def created(plan: Mapping[str, Any], dry_run: bool, refused: str | None) -> str:
+    """Return what to do after a plan was made.
+
+    Args:
+        plan: that was made.
+        dry_run: nothing was kept.
+        refused: why its approval would be refused now; None if it would not be, or is not known.
+    """
     if dry_run:
         return "Without --dry-run the plan would be kept, and wait for approval."
     if plan["phase"] == "proposed":
         start = f"evenkeel plan approve {plan['plan_id']} -d {plan['deployment']}"
+        if refused:
+            return (
+                f"Nothing has moved. An approval would be refused now: {refused}.\n"
+                f"After that, start it: {start}"
+            )
         return f"Nothing has moved. Start it: {start}"
     return _ended(plan) if plan["ended"] else f"{_waits(plan)}{_follow(plan)}"
 

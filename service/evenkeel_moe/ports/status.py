@@ -182,3 +182,5 @@ class DeploymentStatus:
     coverage: tuple[Coverage, ...] | None = None
     """The experts that are lost with one rank and, if there are several nodes, with one node; None
     before the ranks reported their placement."""
+    start_refused_text: str | None = None
+    """Why a plan made by hand could not start now, in words; None if it could."""

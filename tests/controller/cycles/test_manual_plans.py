@@ -23,6 +23,7 @@ from evenkeel_moe.model.plan import PlanLimits, PlanPhase
 from evenkeel_moe.planning.decision.capacity import CapacityRequest
 from evenkeel_moe.ports.operations import PlanRequest, RollbackRequest
 from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.transitions import ControlState
 from tests.controller.cycles.manual_rig import BACK, BAD, rollback
 from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, plan_of
 from tests.waiting import until
@@ -356,6 +357,38 @@ async def test_an_approval_keeps_the_present_limits_unless_an_admin_asks(rig):
     assert (await rig.operations.plan(DEPLOYMENT, request.plan_id)).phase is made.phase
     await rig.operations.approve(DEPLOYMENT, request.plan_id, "admin", bounded=False)
     await until(lambda: rig.ranks.placement == AFTER_ONE)
+
+
+async def test_the_status_says_in_the_words_of_the_refusal_why_no_plan_may_start(rig):
+    await rig.load()
+    request = PlanRequest(plan_id=PlanId("mine"), requested_by="me", target=AFTER_ONE)
+    await rig.operations.create_plan(DEPLOYMENT, request)
+
+    async def told():
+        return (await rig.operations.deployment(DEPLOYMENT)).status().start_refused_text
+
+    assert await told() is None
+    await rig.operations.set_policy(DEPLOYMENT, {"mode": "observe", "observe_lock": True}, "me")
+    with pytest.raises(Conflict, match="observe_lock is set") as refusal:
+        await rig.operations.approve(DEPLOYMENT, request.plan_id, "me")
+    assert await told() == str(refusal.value)
+    await rig.operations.set_policy(DEPLOYMENT, {"observe_lock": False}, "me")
+    await rig.operations.freeze(DEPLOYMENT, 300.0, "me")
+    assert "paused for another" in await told()
+    await rig.operations.resume(DEPLOYMENT, "me")
+    rig.ranks.hung = True
+    await rig.operations.approve(DEPLOYMENT, request.plan_id, "me")
+    assert "plan mine is" in await told()
+
+
+async def test_before_the_ranks_have_answered_the_status_says_that_no_plan_may_start(rig):
+    rig.ranks.hung = True
+    await rig.tasks.end()
+    rig.start()
+    await rig.ranks.attach(rig.registry, first_stream=11)
+    await until(lambda: rig.member.control.state is not ControlState.FOLLOWER)
+    view = await rig.operations.deployment(DEPLOYMENT)
+    assert view.status().start_refused_text == "the ranks are being asked where they stand"
 
 
 async def test_a_group_that_began_again_returns_to_a_placement_of_its_former_history(rig):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.adapters.prometheus.metric_families import PhaseBalance
 from evenkeel_moe.controller.deployment.deployment import Deployment
 from evenkeel_moe.controller.operations.gauges import measured_gauges
-from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
@@ -118,7 +118,18 @@ class LiveView:
             plans_lost_time=None if measured is None else measured.losses_in_a_row,
             findings=loads.findings() if heard else None,
             coverage=self._coverage(),
+            start_refused_text=self._start_refused(now),
         )
+
+    def _start_refused(self, now: float) -> str | None:
+        """Return the words with which the machine would refuse to start a plan made by hand."""
+        if not self.control.recovered:
+            return str(self.control.unavailable())
+        try:
+            self.control.require_free(PlanKind.MANUAL, now)
+        except Conflict as refusal:
+            return str(refusal)
+        return None
 
     def resize(self) -> ResizeStatus | None:
         """Return which ranks retire, and if they may leave; None if none do."""
