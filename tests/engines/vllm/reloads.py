@@ -20,7 +20,9 @@ def replace(one, way, version):
         case "load_weights":  # Extensions of veRL and others call the model itself, in buckets.
             model.load_weights(weights[:half])
             model.load_weights(weights[half:])
-        case "sleep":
+        case "sleep" | "load_weights, sleep":
+            if way != "sleep":  # No step comes between, so the buckets are not registered yet.
+                model.load_weights(weights[:half])
             worker.sleep(level=2)
             worker.wake_up(tags=["weights"])
             worker.reload_weights(weights)

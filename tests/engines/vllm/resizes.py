@@ -228,6 +228,9 @@ def uninvited(rank, size):
         one.joined(whole)
     seen = one.whole()
     one.steps(4)
+    if one.guest is not None:  # As without the plugin: nothing is refused.
+        one.guest.before_sleep(1)
+        one.guest.before_weights()
     return {**seen, "taken": one.taken}
 
 
@@ -255,6 +258,28 @@ def cut_short(rank, size):
     except Unavailable as error:
         refused = str(error)
     return {**seen, "refused": refused}
+
+
+def agreed(rank, size):
+    """Ranks join while the poll is in flight that passes a plan."""
+    pair, whole = (dist.new_group(list(range(n))) for n in (2, size))
+    if rank < 2:
+        one = ElasticRank(rank, 2, "start", pair, use_async=False)
+        one.steps(4)
+        new = one.target()
+        one._prepare(size, "grow")
+        vote = one.order(new)
+        one.until(lambda: one.agent._participant.must_wait_for_poll(), every=1)
+        early = one.guest.moves.move is None
+        one._commit(size, whole, lambda: one.executor.commit_scale_up(True))
+        seen = {"target": new.phy2log, "vote": vote.yes, "early": early}
+    else:
+        one = ElasticRank(rank, size, "grow", whole, use_async=False, joins=True)
+        one.joined(whole)
+        seen = {}
+    seen |= one.whole()
+    one.steps(4)
+    return seen
 
 
 def observed(rank, size):

@@ -9,7 +9,9 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 SCENARIOS = "tests.engines.vllm.reloads"
 
 
-@pytest.mark.parametrize("way", ["reload_weights", "session", "load_weights", "sleep"])
+@pytest.mark.parametrize(
+    "way", ["reload_weights", "session", "load_weights", "sleep", "load_weights, sleep"]
+)
 @pytest.mark.parametrize("use_async", [True, False], ids=["async", "sync"])
 def test_other_weights_land_where_the_plan_put_their_experts_and_the_next_plan_works(
     use_async, way

@@ -88,6 +88,18 @@ def test_a_move_under_way_ends_before_ranks_join_and_weights_are_not_loaded_afte
         assert "restart this group with the new weights" in seen["refused"]
 
 
+def test_a_plan_that_passes_while_ranks_join_is_carried_out_before_and_the_plugin_stays():
+    """vLLM rearranges to end the move, and not yet because its ranks have changed."""
+    found = ranks.once(RESIZES, "agreed", size=3)
+    target = found[0]["target"]
+    assert all(seen["vote"] and seen["early"] for seen in found[:2])
+    for seen in found:
+        assert seen["agent"]
+        assert np.array_equal(seen["map"][:, : 2 * SLOTS], target)
+        assert (seen["map"][:, 2 * SLOTS :] == -1).all()
+        assert (seen["wrong"], seen["trouble"], seen["epoch"]) == ([], "", 2)
+
+
 def test_in_observe_mode_vllm_places_by_itself_and_the_counts_go_on():
     found = ranks.once(RESIZES, "observed", size=3)
     for seen in found:

@@ -55,6 +55,18 @@ class Former:
     checksums: str
     """Digest over the checksums of its experts."""
 
+    @classmethod
+    def of(cls, agent: Agent, step: int) -> "Former":
+        """Return the group that an agent leaves before a step."""
+        hello = agent.hello()
+        return cls(
+            str(hello.identity.generation),
+            int(agent.epoch),
+            step,
+            hello.weights_version,
+            hello.checksums_digest,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:

@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from evenkeel_moe.agent.ports import GateFailed
 from evenkeel_moe.engines.guest.collective_start import protect_engine
 from evenkeel_moe.engines.sglang.guest import SglangGuest
 from evenkeel_moe.engines.sglang.hooks import RUNNER_UPDATER, SCHEDULER_UPDATER
@@ -87,6 +88,8 @@ def _try_to_begin(guest: SglangGuest | None) -> str | None:
         return None
     try:
         guest.before_weights()
+    except GateFailed:
+        raise  # The rank must leave at once.
     except Unavailable as error:
         _log.error("weights_refused", detail=str(error))
         return f"evenkeel: {error}"

@@ -210,24 +210,19 @@ class VllmGuest(EngineGuest):
         Raises:
             GateFailed: see `Agent.step_boundary`.
         """
-        self.between_groups, agent = True, self.agent
-        if agent is None:
-            return
         try:
-            self.moves.end_move()
+            if self.agent is not None:
+                self.moves.end_move()
         except GateFailed:
             raise
         except Exception as error:
             # vLLM drops what its worker still has to bring; every layer stays whole.
             _log.error("move_given_up", detail=f"vLLM changes the ranks: {error!s:.300}")
-        hello = agent.hello()
-        self._former = Former(
-            str(hello.identity.generation),
-            int(agent.epoch),
-            self._step,
-            hello.weights_version,
-            hello.checksums_digest,
-        )
+        # Not before: to end a move that is due, vLLM rearranges in the group as it is.
+        self.between_groups, agent = True, self.agent
+        if agent is None:
+            return
+        self._former, self._reload = Former.of(agent, self._step), None
         self._leave_group(agent)
 
     def shrunk(self, current: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64] | None:
@@ -460,6 +455,8 @@ class VllmGuest(EngineGuest):
         """
         reload = self._reload
         if reload is None or self.moves.reloading:
+            if reload is not None:
+                reload.discarded |= discard
             return
         if self._was_resized:
             raise Unavailable(
