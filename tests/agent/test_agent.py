@@ -239,8 +239,9 @@ def test_a_reload_without_checksums_is_reported_with_every_heartbeat():
                 " layer 0 expert 3 on rank 1"
             )
             assert agent.hello().checksums_digest == checksums_digest(())
-        reload(fleet, versions=(3, 3))
+        reload(fleet, versions=(3, 3))  # Version 2 again, and sound now.
         assert not any(agent.trouble or agent.observe_only for agent in fleet.agents)
+        assert all(agent._participant.checksums for agent in fleet.agents)
 
 
 def test_an_error_of_the_agent_is_reported_with_every_heartbeat():

@@ -90,8 +90,9 @@ def test_the_first_fact_on_which_ranks_disagree_is_named(first):
 
     def work(rank):
         other = [rank == 1 and index >= first for index in range(len(FACTS))]
+        name, generation = DeploymentId(f"d{int(other[1])}"), Generation(f"{other[0]}")
         config = AgentConfig(
-            RankIdentity(DeploymentId(f"d{other[1]}"), EpRank(rank), Generation(f"{other[0]}"), 1),
+            RankIdentity(name, EpRank(rank), generation, 1),
             shape_of(TWICE, top_k=1 + other[5]),
             "node",
             weights_version=1 + other[4],
@@ -177,6 +178,22 @@ def test_a_scale_that_nobody_declared_is_named_and_ends_migration_on_that_rank()
             assert f"layer 0 expert {expert} in slot" in agent.heartbeat().trouble
             assert agent.observe_only
         assert fleet.left == [None, None], "the engine serves on"
+
+
+def test_a_cancelled_reload_does_not_end_the_fault_of_a_moved_expert():
+    """Its wrong answer would be registered as the right one: no replica shows the difference."""
+    rows = OLD.phy2log.copy()
+    rows[:, [0, 3]] = rows[:, [3, 0]]
+    with Scaled(OLD) as fleet:
+        fleet.arm(prepare_for(OLD, Placement(rows, 2, 4)))
+        for link in fleet.links:
+            link.expect(MovedAnswers)
+        fleet.wait_steps(5)
+        fleet._stop = True
+        fleet.wait_left()
+        run_ranks(2, lambda rank: fleet.agents[rank].finish_reload(1))
+        for agent in fleet.agents:
+            assert "does not answer" in agent.trouble and agent.observe_only
 
 
 def test_a_scale_that_moves_with_its_expert_answers_as_before():

@@ -139,13 +139,35 @@ def test_replicas_that_differ_at_the_start_are_trouble_until_sound_weights_are_l
         assert not any(agent.observe_only or agent.trouble for agent in fleet.agents)
 
 
-def test_tensors_of_a_reload_that_are_refused_are_trouble_and_the_engine_serves_on():
+@pytest.mark.parametrize(
+    ("alter", "words"), [(one_copied, "tensor 1 is a copy"), (fails, "KeyError('no such slot')")]
+)
+def test_tensors_of_a_reload_that_are_refused_are_trouble_and_the_engine_serves_on(alter, words):
     weights = [Altered(0, as_is), Altered(1, as_is)]
     with Fleet(MAP, weights=weights, steps=False) as fleet:
-        weights[1].alter = one_copied
+        weights[1].alter = alter
         run_ranks(2, lambda rank: fleet.agents[rank].finish_reload(2))
         first, second = (agent.trouble for agent in fleet.agents)
-        assert "ranks [1] cannot declare" in first and "tensor 1 is a copy" in second
+        assert "ranks [1] cannot declare" in first and words in second
+
+
+@pytest.mark.parametrize("limits", [{"resolve_after": 9}, {"staging_bytes": 1 << 60}])
+def test_a_rank_that_cannot_make_its_parts_is_refused_and_no_other_rank_waits(limits):
+    class Starting(Fleet):
+        def _make(self, rank):
+            try:
+                return super()._make(rank)
+            except Exception as error:
+                found[rank] = error
+                raise
+
+    def make(fleet, rank):
+        return fleet.config(rank, **(limits if rank == 1 else {}))
+
+    found = {}
+    with pytest.raises((InvalidInput, RuntimeError, Unavailable)):
+        Starting(MAP, make_config=make)
+    assert isinstance(found[0], Unavailable) and "ranks [1] cannot" in str(found[0])
 
 
 START = AgentConfig(

@@ -1,5 +1,8 @@
 """The agent of an engine that copies experts itself: votes, reports, and faults."""
 
+import threading
+from dataclasses import replace
+
 import pytest
 
 from evenkeel_moe.agent import GateFailed
@@ -288,6 +291,33 @@ def test_weights_can_be_replaced_after_a_gate_failed(at):
 
         run_ranks(2, replace)
         assert [agent._participant.weights_version for agent in guests.agents] == [2, 2]
+
+
+@BLOCKED
+def test_a_poll_that_fails_while_weights_are_replaced_is_trouble_and_no_rank_leaves_alone():
+    """No rank was armed: as at a step boundary, the engine goes on on all ranks."""
+    with Guests(OLD) as guests:
+        leave_boundaries_out(guests, 2)  # Rank 0 began a poll that rank 1 does not join.
+        assert guests.agents[0]._gate.polling
+
+        def load(rank):
+            guests.moves[rank].begin_reload()
+            guests.moves[rank].end_reload()
+
+        run_ranks(2, load)
+        assert "the gate failed, and no wave was under way" in guests.agents[0].trouble
+
+
+def test_a_check_that_takes_too_long_on_one_rank_refuses_the_reload_on_all():
+    with Guests(OLD) as guests:
+        for moves in guests.moves:
+            moves._config = replace(moves._config, gate_timeout_s=0.2)
+        busy = threading.Event()
+        guests.agents[1].later(lambda: busy.wait(5.0) and None)
+        errors = run_ranks(2, lambda rank: refused(guests.moves[rank]))
+        busy.set()
+        assert "ranks [1] cannot end the move" in errors[0] and "takes too long" in errors[1]
+        assert not any(moves.reloading for moves in guests.moves)
 
 
 def test_an_armed_rank_without_a_poll_result_leaves():

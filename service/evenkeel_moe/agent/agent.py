@@ -37,10 +37,12 @@ from evenkeel_moe.agent.ports import (
     GateFailed,
     MapInstaller,
     RankLink,
+    WeightTransport,
 )
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.agent.staging import ReadyWave
 from evenkeel_moe.agent.staging_progress import StagingReports
+from evenkeel_moe.agent.together import together
 from evenkeel_moe.agent.trouble import FaultEnd, Trouble
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation, Reason
 from evenkeel_moe.model.load import Phase
@@ -66,7 +68,7 @@ from evenkeel_moe.protocol.messages import (
     SwapFinished,
     WeightsReloaded,
 )
-from evenkeel_moe.protocol.rank.gate import GateAction
+from evenkeel_moe.protocol.rank.gate import Gate, GateAction
 from evenkeel_moe.wire.link import Heartbeat, RankFact, ToRankLink
 
 _log = structlog.get_logger(__name__)
@@ -145,12 +147,10 @@ class Agent:
         self._trouble = Trouble(self._participant, self.now)
         if unsound:
             self._trouble.begin(unsound, FaultEnd.RELOAD)
-        self._gate = parts.gate(
-            [self._participant], poll_every=config.poll_every, resolve_after=config.resolve_after
-        )
+        self._gate = together(self._gate_group, "make their gate", self._make_gate)
         self._polls = GatePolls(self._gate_group, config.gate_timeout_s)
         self._polls.settle(self._gate)
-        transport = self._moves.make_transport(parts, self._participant, self._trouble)
+        transport = together(self._gate_group, "take their staging memory", self._make_transport)
         transport.rebuild(0)
         self._worker = parts.worker(
             config.identity.rank, transport, weights, maps, self, parts.threads
@@ -163,6 +163,15 @@ class Agent:
         if link is not None:
             self._network = parts.network(link, self._recorder, config.identity, config.side, clock)
             self._network.start(self)
+
+    def _make_transport(self) -> WeightTransport:
+        return self._moves.make_transport(self.parts, self._participant, self._trouble)
+
+    def _make_gate(self) -> Gate:
+        config = self._config
+        return self.parts.gate(
+            [self._participant], poll_every=config.poll_every, resolve_after=config.resolve_after
+        )
 
     def _make_canary(self, probe: Probe | None, device: torch.device) -> CanaryRuns | None:
         """Return the canary of this rank; None if there is nothing to ask."""
@@ -244,10 +253,17 @@ class Agent:
             return
         if self._canary is not None:
             self._canary.ask(self.placement)
+        self._through_gate(lambda: self._advance(step))
+
+    def _advance(self, step: int | None) -> None:
+        if self._gate.advance(step):
+            self._at_gate()
+
+    def _through_gate(self, use: Callable[[], None]) -> None:
+        """Use the gate. `step_boundary` says what follows from a failure."""
         may_pass = not self._moves.outlives_gate or self._participant.must_wait_for_poll()
         try:
-            if self._gate.advance(step):
-                self._at_gate()
+            use()
         except Exception as error:
             self._fail_at_gate(error)
         if may_pass:
@@ -280,17 +296,21 @@ class Agent:
         """Register the weights that are now in every slot.
 
         Collective; every rank calls it between the same two boundaries. An unchanged version means
-        that the reload was cancelled.
+        that the reload was cancelled, so that a moved expert's fault stays; or repeated, if the
+        weights of this version could not be registered before.
         """
+        known = self._participant
         checksums: tuple[int, ...] = ()
         try:
             checksums = self._register(self.placement)
-        except EvenkeelError as error:
+        except Exception as error:
+            why = str(error) if isinstance(error, EvenkeelError) else f"{error!r:.300}"
             self.disable_migration(
-                f"after loading weights {weights_version}: {error}", FaultEnd.RELOAD
+                f"after loading weights {weights_version}: {why}", FaultEnd.RELOAD
             )
         else:
-            self._trouble.end(FaultEnd.RELOAD)
+            if weights_version != known.weights_version or not known.checksums:
+                self._trouble.end(FaultEnd.RELOAD)
         self.feed(WeightsReloaded(weights_version, checksums))
 
     def _register(self, placement: Placement) -> tuple[int, ...]:
@@ -470,13 +490,8 @@ class Agent:
         Raises:
             GateFailed: see `step_boundary`.
         """
-        if self._without_gate or not self._gate.polling:
-            return
-        try:
-            self._use_poll()
-        except Exception as error:
-            self._fail_at_gate(error)
-        self._raise_if_left()
+        if not self._without_gate and self._gate.polling:
+            self._through_gate(self._use_poll)
 
     def move_ended(self, ready: ReadyWave, layers: tuple[int, ...], seconds: float) -> None:
         """Go to the epoch of a wave that the engine has carried out."""

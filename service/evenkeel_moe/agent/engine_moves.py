@@ -29,6 +29,7 @@ from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.moves import ExpertMoves
 from evenkeel_moe.agent.ports import ExpertWeights, WeightTransport
 from evenkeel_moe.agent.staging import ReadyWave
+from evenkeel_moe.agent.together import together
 from evenkeel_moe.agent.trouble import FaultEnd, Trouble
 from evenkeel_moe.errors import InvalidInput, Reason, Unavailable
 from evenkeel_moe.model.placement import EMPTY, Placement
@@ -200,7 +201,13 @@ class EngineMoves(ExpertMoves):
         )
         config = self._config
         try:
-            found = Placement(phy2log, config.shape.num_ranks, config.shape.num_logical_experts)
+            found = together(
+                self.meeting,
+                "read their map",
+                lambda: Placement(
+                    phy2log, config.shape.num_ranks, config.shape.num_logical_experts
+                ),
+            )
             differences = self._differences({"map": found.digest, "move": str(move.wave)})
             if differences:
                 raise InvalidInput(f"the ranks differ in their {', '.join(differences)}")
@@ -267,6 +274,11 @@ class EngineMoves(ExpertMoves):
             raise Unavailable(f"{error}; {_PAUSE}") from error
         if differences:
             raise Unavailable(f"the ranks differ in their {', '.join(differences)}; {_PAUSE}")
+        together(self.meeting, "end the move", self._end_move_here)
+
+    def _end_move_here(self) -> None:
+        """End the move on this rank; the engine's own part is collective."""
+        agent = self._agent
         agent.resolve_poll()
         if self._move is not None:
             self._engine.finish(self._move)

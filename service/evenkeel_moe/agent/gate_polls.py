@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenkeel_moe.adapters.torch.groups import Communicator, Work
+from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.protocol.rank.gate import Gate, PollFailed, PollResolved
 
 
@@ -24,9 +25,16 @@ class GatePolls:
         self._poll: tuple[torch.Tensor, Work] | None = None
 
     def settle(self, gate: Gate) -> None:
-        """Compare the gates of all ranks before the first poll; collective."""
+        """Compare the gates of all ranks before the first poll; collective.
+
+        Raises:
+            Unavailable: not all ranks came before the communicator's deadline.
+        """
         agreement = torch.from_numpy(gate.agreement())
-        self._group.start_all_reduce_min(agreement).wait()
+        try:
+            self._group.start_all_reduce_min(agreement).wait()
+        except RuntimeError as error:
+            raise Unavailable(f"not all ranks came: {str(error)[:300]}") from error
         gate.settle(agreement.numpy())
 
     def begin(self, vector: NDArray[np.int64]) -> None:

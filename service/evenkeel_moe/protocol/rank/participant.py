@@ -260,7 +260,7 @@ class Participant(RankDeployment):
 
     def _reloaded(self, event: msg.WeightsReloaded) -> list[ParticipantAction]:
         self.reloading = False
-        if event.weights_version == self.weights_version:
+        if event.weights_version == self.weights_version and self.checksums:
             return []  # The engine gave the reload up.
         self.weights_version = event.weights_version
         self.checksums = event.checksums
