@@ -40,6 +40,7 @@ from tests.protocol.machines import (
     progress,
     query_of,
     record,
+    restarts,
     sent,
     state_of,
     stored_plan,
@@ -199,6 +200,19 @@ def test_plan_without_quorum_stalls_with_the_reason_and_goes_on():
     actions = control.handle(msg.Tick(), 14.1)
     assert record(control).phase is PlanPhase.MIGRATING
     assert len(prepares(actions)) == 2
+
+
+def test_plan_that_ends_while_it_waits_to_begin_is_refused_and_not_aborted():
+    """However long it has waited: no wave of it was ever sent out."""
+    control = control_of()
+    control.handle(from_rank(1, hello_of(1), stream=40), 3.5)
+    Operator(control).submit(plan_of(), 3.5, approve=True)
+    for now in (13.0, 14.0):
+        control.handle(msg.Tick(), now)
+    assert record(control).phase is PlanPhase.STALLED and not record(control).has_begun
+    restarts(control, now=15.0)
+    assert phase_and_reason(control) == (PlanPhase.REFUSED, Reason.GENERATION_CHANGED)
+    assert record(control).phase_text == "superseded"
 
 
 def test_plan_whose_stalled_wave_ends_aborted_ends_without_being_resumed():
@@ -433,9 +447,13 @@ def test_a_found_wave_is_counted_only_for_a_plan_that_waits_for_it(stored, index
     assert record(control) == plan
 
 
-def test_a_plan_whose_found_wave_was_aborted_ends():
-    """The ranks have given the wave up for good: they would refuse it again."""
-    control = control_of(S.RECOVERING, stored_plan())
+@pytest.mark.parametrize("stored", [{}, {"phase": PlanPhase.APPROVED, "wave_sent": False}])
+def test_a_plan_whose_found_wave_was_aborted_ends(stored):
+    """The ranks have given the wave up for good: they would refuse it again.
+
+    Also if the store has lost the record that the wave was sent out.
+    """
+    control = control_of(S.RECOVERING, stored_plan(**stored))
     both(control, lambda rank: state_of(rank, query=1, **(ARMED if rank else {})))
     both(control, lambda rank: state_of(rank, query=2, **(ARMED if rank else {})))
     gone = msg.AbortAnswer(key_of(), Epoch(0), msg.WaveOutcome.DROPPED, True)

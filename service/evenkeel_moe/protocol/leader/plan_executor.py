@@ -374,8 +374,17 @@ class PlanExecutor:
         if health.reason is None:
             if record.phase is PlanPhase.MIGRATING:
                 return []
-            phase, reason = PlanPhase.MIGRATING, Reason.PLAN_STARTED
-            return [self.records.change(record, "resumed", unix, phase=phase, reason=reason)]
+            # A store that lost writes may not know of the wave that was found on the ranks.
+            return [
+                self.records.change(
+                    record,
+                    "resumed",
+                    unix,
+                    phase=PlanPhase.MIGRATING,
+                    reason=Reason.PLAN_STARTED,
+                    wave_sent=True,
+                )
+            ]
         phase = PlanPhase.STALLED if health.stalled else PlanPhase.PAUSED
         reason, detail = health.reason, health.detail
         return [

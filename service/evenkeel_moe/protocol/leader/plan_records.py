@@ -217,10 +217,8 @@ class PlanRecords:
         """End a plan early: cancelled on request, refused before its first wave, else aborted."""
         if reason is Reason.CANCELLED:
             phase = PlanPhase.CANCELLED
-        elif record.phase in (PlanPhase.PROPOSED, PlanPhase.APPROVED):
-            phase = PlanPhase.REFUSED
         else:
-            phase = PlanPhase.ABORTED
+            phase = PlanPhase.ABORTED if record.has_begun else PlanPhase.REFUSED
         return self.change(record, "ended", unix, phase=phase, reason=reason, detail=detail)
 
     def complete(self, record: PlanRecord, unix: float) -> PersistPlan | None:
