@@ -232,6 +232,16 @@ async def test_traffic_of_other_sizes_is_waited_for_and_then_unknown(rig):
     assert "alike in tokens" in delivered.unknown_because
 
 
+async def test_a_plan_before_which_no_step_was_complete_is_unknown_for_that(rig):
+    assert rig.member.loads.ingest.newest_step is None
+    await rig.migrate()
+    append(rig, window(100, full(rig), 1, AFTER_ONE))
+    await rig.member.measure_plans()
+    await until(lambda: rig.member.control.records.get(BAD).delivered)
+    delivered = rig.member.control.records.get(BAD).delivered
+    assert delivered.unknown_because == "no step before the plan has seconds"
+
+
 @pytest.mark.parametrize("restarted", ["controller", "ranks"])
 async def test_a_plan_whose_earlier_steps_a_restart_lost_is_unknown(rig, restarted):
     append(rig, window(0, 100, 0, BASE))
@@ -246,7 +256,7 @@ async def test_a_plan_whose_earlier_steps_a_restart_lost_is_unknown(rig, restart
     await until(lambda: rig.member.control.records.get(BAD).delivered)
     delivered = rig.member.control.records.get(BAD).delivered
     assert delivered.gain is None
-    lost = "a restart of the controller or the ranks has lost the steps before it"
+    lost = "a restart or a change of leader has lost the steps before it"
     assert delivered.unknown_because == lost
 
 

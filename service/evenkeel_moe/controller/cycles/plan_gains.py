@@ -28,6 +28,7 @@ from evenkeel_moe.telemetry.delivered_gain import (
     measure_gain,
     timed_steps,
 )
+from evenkeel_moe.telemetry.step_kernels import NO_STEP
 from evenkeel_moe.telemetry.step_times import serving_speed
 from evenkeel_moe.telemetry.windows import in_chunks, join_windows, newest_parts
 
@@ -40,7 +41,7 @@ _AGAIN_AFTER = 64
 unsteady."""
 _REMEMBERED = 32
 """Plans whose beginning is kept."""
-_BEFORE_UNKNOWN = "a restart of the controller or the ranks has lost the steps before it"
+_BEFORE_UNKNOWN = "a restart or a change of leader has lost the steps before it"
 
 Windows = Mapping[Phase, Sequence[LoadWindow]]
 
@@ -50,7 +51,7 @@ class _Beginning:
     """The state of a deployment when the first wave of a plan went out."""
 
     newest: int
-    """The newest complete step."""
+    """The newest complete step; NO_STEP if none was complete."""
     source: CostSource
     """The source of the cost model in force."""
     before: Mapping[Phase, LoadWindow]
@@ -184,8 +185,8 @@ def calibration_of(records: Iterable[PlanRecord], source: CostSource) -> Calibra
 class PlanGains:
     """The measurements of one deployment.
 
-    What a plan delivered is unknown if it was committed before this replica led, or if the ranks
-    have restarted since: the steps before its first wave are not known then.
+    What a plan delivered is unknown if it began before this replica led, or if the ranks have
+    restarted since: the steps before its first wave are not known then.
     """
 
     control: DeploymentState
@@ -209,7 +210,8 @@ class PlanGains:
             source: of the cost model of the newest cycle.
         """
         newest, record = self.loads.ingest.newest_step, self.control.records.by_id.get(plan_id)
-        if newest is not None and record is not None and plan_id not in self._began:
+        if record is not None and plan_id not in self._began:
+            newest = NO_STEP if newest is None else newest
             speed = self._speed(record.plan.base_epoch, newest, newest=True)
             before = steps_before(self.loads.ingest.parts(), record.plan, newest)
             self._began[plan_id] = _Beginning(newest, source, before, speed)
