@@ -19,9 +19,10 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.ids import Epoch, Generation
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.policy import CostChoice
-from evenkeel_moe.planning.decision.cycle import CycleResult, run_cycle
+from evenkeel_moe.planning.decision.cycle import CycleResult, WindowSplit, run_cycle
 from evenkeel_moe.planning.decision.gates import GateMemory
 from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT, SplitModel
+from evenkeel_moe.planning.signals.change_detection import Change
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.telemetry.rank_times import RankTimes
 from evenkeel_moe.wire.link import ReplicaCost
@@ -76,6 +77,37 @@ async def test_a_cycle_tells_the_time_balance_also_while_a_plan_runs_or_waits(mo
             assert (told[number].reason, told[number].plan) == (reason, None)
             numbers = told[number].numbers
             assert 0 < numbers["time_balance"] < numbers["balancedness_mean"]
+
+
+@pytest.mark.parametrize(("generation", "kept"), [("g1", True), ("g0", False)])
+async def test_a_cycle_of_a_group_that_has_restarted_leaves_nothing_to_the_next(
+    generation, kept, monkeypatch
+):
+    """The windows, the gates and the shadow policies begin again with the new group."""
+    memory, scored = GateMemory(windows_below=3, planning=True), []
+    split = WindowSplit(0, 4, Change(0, np.nan), 1)
+
+    async def decide(_pool, _inputs):
+        return CycleResult(False, Reason.NO_CHANGE, memory, split=split)
+
+    def spawn(coroutine, name):
+        coroutine.close()
+        scored.append(name)
+
+    async with replicas("a") as (one, _):
+        await one.lead()
+        feed(one, 0, 8)
+        control, planner = one.member.control, one.member.planner
+        monkeypatch.setattr(planner, "pool", SimpleNamespace(begin=lambda: True))
+        monkeypatch.setattr(planner._budget, "run", decide)
+        monkeypatch.setattr(planner._shadows, "spawn", spawn)
+        shadowed = replace(control.policy, shadow_policies=("eplb",))
+        control.handle(ctl.PolicySet(shadowed, {}), one.registry.shared.clock.monotonic())
+        before = planner._builder.gate_memory
+        # Nothing in it waits, so no cycle of the machine itself comes between.
+        await planner._decide(ctl.RunCycle(9, Epoch(0), BASE, Generation(generation), 1, None))
+        assert planner._builder.gate_memory == (memory if kept else before)
+        assert len(scored) == (1 if kept else 0)
 
 
 # --- A cycle scores by what its ranks told or measured, and an operator can ask for tokens --------

@@ -130,10 +130,11 @@ class DeploymentPlanner:
         )
         inputs = self._builder.build(base, policy.policy, policy.limits, closed_by=closed_by)
         result = await self._budget.run(self.pool, inputs)
-        self._builder.gate_memory = result.memory
         shadow = self._shadows.rows()
-        if result.split is not None:
-            self._shadows.score(inputs, result.split, action.epoch)
+        if action.generation == self.control.generation:  # Else all began again meanwhile.
+            self._builder.gate_memory = result.memory
+            if result.split is not None:
+                self._shadows.score(inputs, result.split, action.epoch)
         if result.detail:
             _log.warning(
                 "cycle_stopped", deployment=deployment, reason=result.reason, detail=result.detail
