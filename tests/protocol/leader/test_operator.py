@@ -486,6 +486,24 @@ def test_an_evacuation_that_cannot_start_retires_nobody():
     assert control.hold == Hold()
 
 
+def test_ranks_without_an_evacuation_retire_only_where_one_could_start():
+    control = control_of(policy=DeploymentPolicy(mode=Mode.OBSERVE, observe_lock=True))
+    reason, _ = refused(Conflict, lambda: Operator(control).retire(RANK_1, 0.0))
+    assert (reason, control.hold) == (Reason.OBSERVE_MODE, Hold())
+    control = control_of(S.MIGRATING)
+    reason, _ = refused(Conflict, lambda: Operator(control).retire(RANK_1, 0.0))
+    assert (reason, control.hold) == (Reason.PLAN_IN_PROGRESS, Hold())
+
+
+def test_ranks_of_a_group_that_came_back_with_another_number_do_not_retire():
+    """Their retirement would end only when the group has yet another number of ranks."""
+    control = control_of()
+    come_back(control, 3, 1)
+    reason, words = refused(Conflict, lambda: Operator(control).retire(RANK_1, 6.0))
+    assert (reason, words) == (Reason.STALE_BASE, "the group has 3 ranks, not 2")
+    assert control.hold == Hold()
+
+
 def test_resume_ends_it_and_stops_no_plan_that_has_begun():
     control = control_of()
     operator = Operator(control)

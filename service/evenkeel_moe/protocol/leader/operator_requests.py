@@ -120,7 +120,8 @@ class OperatorRequests(PlanMoves):
         """Let ranks retire, and start their evacuation.
 
         Raises:
-            Conflict: RESIZING if other ranks retire already; else as `_submit`.
+            Conflict: RESIZING if other ranks retire already, STALE_BASE if the group has another
+                number of ranks; else as `_submit` and `require_free`.
             InfeasiblePlan: as `_submit`.
         """
         loop = self.as_leader.planning_loop
@@ -131,7 +132,18 @@ class OperatorRequests(PlanMoves):
                 f" `evenkeel resume -d {self.deployment}`",
                 Reason.RESIZING,
             )
-        actions = [] if event.evacuation is None else self._submit(event.evacuation, now)
+        shape = self.membership.shape
+        assert shape is not None
+        if shape.num_ranks != event.retiring.num_ranks:
+            raise Conflict(
+                f"the group has {shape.num_ranks} ranks, not {event.retiring.num_ranks}",
+                Reason.STALE_BASE,
+            )
+        actions: list[ControlAction] = []
+        if event.evacuation is None:
+            self.require_free(PlanKind.EVACUATION, now)
+        else:
+            actions = self._submit(event.evacuation, now)
         loop.hold = replace(loop.hold, retiring=event.retiring)
         return [self.document(), *actions]
 
