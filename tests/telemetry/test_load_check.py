@@ -53,6 +53,13 @@ def test_step_by_step_it_finds_what_a_check_of_the_whole_window_does(seed):
         assert check.findings(PLACEMENT, 0) == check_live(sums, sums, PLACEMENT)
 
 
+def test_every_step_counts_once_also_the_first_ones():
+    check, counts = LoadCheck(64), routed(steps=24)
+    for end in (12, 12, 24, 24):
+        check.update({Phase.DECODE: [window(counts[:end], range(end))]})
+        assert check._steps[0].tolist() == list(range(end))
+
+
 def test_without_a_step_nothing_is_known():
     check = LoadCheck(64)
     assert check.findings(PLACEMENT, 0) is None

@@ -54,7 +54,8 @@ class LoadCheck:
         """Add steps, at least one, that are not those of an earlier call."""
         sizes = steps.counts.shape[1:]
         if sizes != self._counted_at.shape:
-            self.clear()
+            # Not `clear`: `update` has noted the newest step of this window by now.
+            self._steps = np.zeros((2, 0), np.int64)
             self._choices = np.zeros((0, sizes[0]), np.int64)
             self._counted_at = np.full(sizes, -1, np.int64)
         known = np.hstack([self._steps, np.stack([steps.steps, steps.epochs])])
