@@ -1,5 +1,6 @@
 """Audit rows are kept in order, limited, and shared between replicas through the store."""
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -110,6 +111,17 @@ async def test_what_could_not_be_stored_is_stored_with_the_next_row(store):
     assert await paths(log_on(store)) == []
     await log.record(entry("/3"), 1)
     assert await paths(log_on(store)) == ["/3", "/2", "/1"]
+
+
+async def test_rows_that_wait_for_each_other_ask_a_silent_store_once(store):
+    """Each would wait for its own timeout, and its request for all of them."""
+    log = log_on(store)
+    store.silent.add("fetch_document")
+    async with log._writing:
+        rows = [asyncio.ensure_future(log.record(entry(f"/{number}"), 1)) for number in range(3)]
+        await asyncio.sleep(0)
+    await asyncio.gather(*rows)
+    assert store.refused == 1
 
 
 async def test_rows_are_bounded_in_the_store_and_in_memory(store):

@@ -72,6 +72,8 @@ class AuditLog:
             return
         try:
             async with self._writing:
+                if self._health.resting:  # The row before this one had no answer.
+                    return
                 rows = self._merged(deployment, await self._fetch(deployment))
                 body = {"rows": [dict(row) for row in rows]}
                 await self._store.store_document(deployment, _DOCUMENT, body, term)
