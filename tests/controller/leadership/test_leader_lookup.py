@@ -194,12 +194,22 @@ async def test_nobody_is_named_while_nobody_leads():
             assert await replica.operations.led_elsewhere() == []
 
 
-async def test_a_plan_that_only_the_store_remembers_has_ended_and_is_not_unknown():
+@pytest.mark.parametrize(
+    ("phase", "reason", "words"),
+    [
+        (PlanPhase.COMMITTED, Reason.COMMITTED, "committed"),
+        (PlanPhase.REFUSED, Reason.STALE_BASE, "superseded"),
+    ],
+)
+async def test_a_plan_that_only_the_store_remembers_has_ended_and_is_not_unknown(
+    phase, reason, words
+):
     async with replicas("a") as (one, store):
         await one.lead()
-        await store.store_plan(plan_of(PlanPhase.COMMITTED), one.member.leadership.term)
+        ended = replace(plan_of(phase), reason=reason)
+        await store.store_plan(ended, one.member.leadership.term)
         for ask in (one.operations.approve, one.operations.cancel):
-            with pytest.raises(Conflict, match="plan p is committed") as caught:
+            with pytest.raises(Conflict, match=f"plan p is {words}") as caught:
                 await ask(DEMO, PlanId("p"), "eve")
             assert caught.value.reason is Reason.WRONG_PHASE
             with pytest.raises(NotFound):

@@ -289,7 +289,7 @@ class OperatorService:
         except NotFound:
             # The leader forgets the oldest of many ended plans; the store may still have the plan.
             record = await self.plan(deployment, request.plan_id)
-            raise Conflict(f"plan {request.plan_id} is {record.phase}") from None
+            raise Conflict(f"plan {request.plan_id} is {record.phase_text}") from None
 
     async def rollback(self, deployment: DeploymentId, request: RollbackRequest) -> PlanRecord:
         """Return to a recorded placement and hold `auto`. The same id and target, the same plan."""
