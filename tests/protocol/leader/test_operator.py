@@ -253,7 +253,9 @@ def test_rollback_leads_to_an_earlier_epochs_placement_and_holds_auto():
         control.rollback_target(Epoch(9))
     back = plan_of(1, "back", 1, base=AFTER_ONE, kind=PlanKind.ROLLBACK)
     _, actions = operator.submit(back, 0.0)
-    assert only(actions, ctl.PersistDocument).body["held"] is True
+    hold, plan = of_kind(actions, ctl.PersistAction)
+    assert isinstance(plan, ctl.PersistPlan), "stored last: automatic plans would undo a rollback"
+    assert isinstance(hold, ctl.PersistDocument) and hold.body["held"] is True
     operator.cancel(PlanId("back"), "me", 0.0)
     actions = control.handle(msg.Tick(), 10.0)
     cycle = only(actions, ctl.RunCycle)

@@ -40,16 +40,16 @@ class OperatorRequests(PlanMoves):
             self._require_another_approver(plan, by, by)
             self._require_within_limits(plan, event.bounded)
             self.require_free(plan.kind, now)
-        phase = PlanPhase.APPROVED if event.approve else PlanPhase.PROPOSED
-        unix, digest = now + self.unix_offset_s, event.request_digest
-        actions: list[ControlAction] = [
-            records.add(plan, phase, plan.reason, unix, digest=digest, by=by)
-        ]
-        actions += records.drop_excess(unix)
+        actions: list[ControlAction] = []
         loop = leading.planning_loop
         if plan.kind is PlanKind.ROLLBACK and loop.hold.because is None:
             loop.hold = replace(loop.hold, because=Reason.HELD_AFTER_ROLLBACK)
+            # Before the plan: a rollback stored without its hold could be undone by `auto`.
             actions.append(self.document())
+        phase = PlanPhase.APPROVED if event.approve else PlanPhase.PROPOSED
+        unix, digest = now + self.unix_offset_s, event.request_digest
+        actions.append(records.add(plan, phase, plan.reason, unix, digest=digest, by=by))
+        actions += records.drop_excess(unix)
         return [*actions, *self.advance_plan(now)]
 
     def _repeat(self, event: ctl.RequestRepeated, _now: float) -> list[ControlAction]:
