@@ -20,6 +20,7 @@ from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
     AFTER_ONE,
+    AFTER_TWO,
     BASE,
     GENERATION,
     LEADER,
@@ -199,15 +200,53 @@ def test_a_lost_rank_that_says_hello_is_asked_once():
 
 
 @pytest.mark.parametrize(
-    ("generation", "epoch", "kept"),
-    [(GENERATION, 0, True), (GENERATION, 1, False), (Generation("g0"), 0, False)],
+    ("generation", "epoch", "placement", "kept"),
+    [
+        (GENERATION, 0, BASE, True),
+        (GENERATION, 1, BASE, False),
+        (GENERATION, 0, AFTER_ONE, False),
+        (Generation("g0"), 0, BASE, True),
+    ],
 )
-def test_a_failed_write_of_an_epoch_is_repeated_only_while_the_epoch_is_current(
-    generation, epoch, kept
+def test_a_failed_write_of_an_epoch_is_repeated_only_while_the_group_is_there(
+    generation, epoch, placement, kept
 ):
-    control, write = control_of(), ctl.PersistEpoch(generation, Epoch(epoch), BASE)
+    control, write = control_of(), ctl.PersistEpoch(generation, Epoch(epoch), placement)
     control.handle(ctl.PersistFailed((write,)), 0.0)
-    assert of_kind(control.handle(msg.Tick(), 0.1), ctl.PersistEpoch) == ([write] if kept else [])
+    present = dataclasses.replace(write, generation=GENERATION)
+    assert of_kind(control.handle(msg.Tick(), 0.1), ctl.PersistEpoch) == [present] * kept
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("reached", [1, 2])
+def test_a_failed_write_of_an_epoch_outlives_a_restart_of_the_group(reached, begins):
+    """The machine takes the epoch as recorded, so nothing else would write it."""
+    control, placement = control_of(S.MIGRATING), (AFTER_ONE, AFTER_TWO)[reached - 1]
+    vote(control)
+    write = only(ack(control, AFTER_ONE, 1), ctl.PersistEpoch)
+    # Nothing is known of the restarted group, then that it is there too, or one wave further.
+    control.handle(ctl.PersistFailed((dataclasses.replace(write, begins_history=begins),)), 0.1)
+    unknown = only(restarts(control, *[(reached, placement)] * 2), ctl.PersistEpoch)
+    assert (control.group, unknown.epoch) == (None, 1)
+    control.handle(ctl.PersistFailed((unknown,)), 1.2)
+    actions = both_of_g2(control, reached, placement)
+    again = only(actions + control.handle(msg.Tick(), 1.4), ctl.PersistEpoch)
+    assert (again.epoch, again.placement, again.begins_history) == (reached, placement, begins)
+    control.handle(ctl.PersistFailed((again,)), 1.5)
+    repeated = only(control.handle(msg.Tick(), 1.6), ctl.PersistEpoch)
+    assert repeated == dataclasses.replace(again, generation=Generation("g2"))
+
+
+def both_of_g2(control, epoch, placement):
+    """The ranks of a restarted group tell where they stand."""
+    actions = []
+    for rank in (0, 1):
+        identity = dataclasses.replace(
+            identity_of(rank), generation=Generation("g2"), incarnation=5
+        )
+        state = state_of(rank, query_of(control), epoch, placement, identity=identity)
+        actions += control.handle(from_rank(rank, state, 5, 30 + rank), 1.3)
+    return actions
 
 
 def test_a_failed_document_is_repeated_in_its_newest_version():

@@ -335,8 +335,11 @@ class DeploymentControl(OperatorRequests):
             plan_id = action.record.plan.plan_id
             return ctl.PersistPlan(self.records.by_id.get(plan_id, action.record))
         if isinstance(action, ctl.PersistEpoch):
-            is_current = action.generation == self.generation and action.epoch == self.epoch
-            return action if is_current else None
+            group, generation = self.group, self.generation
+            if group is None or generation is None:
+                return action  # The group may come back where it was: the next round tells.
+            is_current = (action.epoch, action.placement) == (group.epoch, group.placement)
+            return replace(action, generation=generation) if is_current else None
         if isinstance(action, ctl.PersistDocument) and action.name == self.document().name:
             return self.document()
         return action

@@ -1,6 +1,7 @@
 """Writes that failed are kept, each record in its newest version, until the store takes them."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import ControlAction, PersistAction, SendToRank
@@ -50,7 +51,10 @@ class WriteRetry:
 
 
 def _newest(persists: list[PersistAction]) -> list[PersistAction]:
-    """Return the newest version of each record, in the place of its oldest version."""
+    """Return the newest version of each record, in the place of its oldest version.
+
+    If one of the epochs begins a history, the newest one does: the stored ones are not its past.
+    """
     kept: dict[object, PersistAction] = {}
     for number, action in enumerate(persists):
         key: object = type(action)
@@ -61,6 +65,9 @@ def _newest(persists: list[PersistAction]) -> list[PersistAction]:
                 key = (type(action), name)
             case ctl.PersistDecision():
                 key = number
+            case ctl.PersistEpoch() if isinstance(older := kept.get(key), ctl.PersistEpoch):
+                begins = older.begins_history or action.begins_history
+                action = replace(action, begins_history=begins)
         kept[key] = action
     decisions = [key for key, action in kept.items() if isinstance(action, ctl.PersistDecision)]
     for key in decisions[:-_MAX_DECISIONS]:
