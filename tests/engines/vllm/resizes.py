@@ -234,23 +234,27 @@ def uninvited(rank, size):
     return {**seen, "taken": one.taken}
 
 
-def cut_short(rank, size):
-    """Ranks join while vLLM's worker brings the layers of a plan; then weights would be loaded."""
+def cut_short(rank, size, *, begun):
+    """Ranks join in the middle of a plan; then weights would be loaded.
+
+    Args:
+        begun: vLLM's worker brings the layers; else the poll is in flight that passes the plan.
+    """
     pair, whole = (dist.new_group(list(range(n))) for n in (2, size))
+    seen: dict[str, Any] = {}
     if rank < 2:
-        one = ElasticRank(rank, 2, "start", pair, use_async=True)
+        one = ElasticRank(rank, 2, "start", pair, use_async=begun)
         one.steps(4)
-        new = one.target()
+        new, moves, participant = one.target(), one.guest.moves, one.agent._participant
         one._prepare(size, "grow")
         vote = one.order(new)
-        one.until(lambda: one.guest.moves.move is not None, every=1)
-        moved = len(one.guest.moves.move.done)
+        one.until(lambda: moves.move if begun else participant.must_wait_for_poll(), every=1)
+        seen = {"target": new.phy2log, "vote": vote.yes}
+        seen["moved"] = None if moves.move is None else len(moves.move.done)
         one._commit(size, whole, lambda: one.executor.commit_scale_up(True))
-        seen = {"target": new.phy2log, "vote": vote.yes, "moved": moved}
     else:
-        one = ElasticRank(rank, size, "grow", whole, use_async=True, joins=True)
+        one = ElasticRank(rank, size, "grow", whole, use_async=begun, joins=True)
         one.joined(whole)
-        seen = {}
     seen |= one.whole()
     refused = ""
     try:
@@ -258,28 +262,6 @@ def cut_short(rank, size):
     except Unavailable as error:
         refused = str(error)
     return {**seen, "refused": refused}
-
-
-def agreed(rank, size):
-    """Ranks join while the poll is in flight that passes a plan."""
-    pair, whole = (dist.new_group(list(range(n))) for n in (2, size))
-    if rank < 2:
-        one = ElasticRank(rank, 2, "start", pair, use_async=False)
-        one.steps(4)
-        new = one.target()
-        one._prepare(size, "grow")
-        vote = one.order(new)
-        one.until(lambda: one.agent._participant.must_wait_for_poll(), every=1)
-        early = one.guest.moves.move is None
-        one._commit(size, whole, lambda: one.executor.commit_scale_up(True))
-        seen = {"target": new.phy2log, "vote": vote.yes, "early": early}
-    else:
-        one = ElasticRank(rank, size, "grow", whole, use_async=False, joins=True)
-        one.joined(whole)
-        seen = {}
-    seen |= one.whole()
-    one.steps(4)
-    return seen
 
 
 def observed(rank, size):

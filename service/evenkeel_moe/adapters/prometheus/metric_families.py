@@ -76,8 +76,8 @@ class DeploymentGauges:
     calibration: float | None = None
     """Factor by which modelled gains are multiplied."""
     waiting: tuple[float, float | None] | None = None
-    """Of the plans that wait for approval: when the oldest was made and when the first expires
-    [Unix s], None if none does."""
+    """The oldest plan that waits for approval was made at the first time, and the next one expires
+    at the second [Unix s]; None if none expires."""
     last_failure: tuple[float, str] | None = None
     """Time at which the newest aborted plan ended [Unix s], and its Reason."""
 
