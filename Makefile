@@ -25,7 +25,7 @@ test: .venv/installed ## Checks the code and runs all tests that need nothing el
 	$(BIN)/pytest -n 3 --dist worksteal
 
 # CI runs these too. `make test` has the shorter tests of the same parts.
-test-slow: .venv/ready ## Runs the tests that take about a minute each.
+test-slow: .venv/ready ## Runs the tests that take half a minute or more each.
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 # Tests of faults with engines or a browser run with the other tests of that kind.

@@ -31,15 +31,13 @@ settings.register_profile(
 )
 settings.load_profile("evenkeel")
 
-LONG = {
-    "test_chaos",
-    "test_demo",
-    "test_failures",
-    "test_join",
-    "test_leadership",
-    "test_store_records",
-}
-"""Modules with tests that take half a minute. If one of them began last, it would run alone."""
+LONG_S = 180
+"""Tests that may take so long begin first. If one of them began last, it would run alone."""
+
+
+def _limit_s(item):
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker is not None else float(item.config.getini("timeout"))
 
 
 @pytest.hookimpl(trylast=True)
@@ -47,17 +45,14 @@ def pytest_collection_modifyitems(config, items):
     """Let each worker begin with long tests, and scale time limits like every other deadline."""
     attach_faults(items)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    long = [item for item in items if item.path.stem in LONG]
-    rest = [item for item in items if item.path.stem not in LONG]
+    long = [item for item in items if _limit_s(item) >= LONG_S]
+    rest = [item for item in items if _limit_s(item) < LONG_S]
     # A worker gets successive tests, so long ones stand in front of each worker's part of the rest.
     size = len(rest) // workers + 1
     parts = [long[n::workers] + rest[n * size : (n + 1) * size] for n in range(workers)]
     items[:] = [item for part in parts for item in part]
-    default = float(config.getini("timeout"))
     for item in items:
-        marker = item.get_closest_marker("timeout")
-        seconds = float(marker.args[0]) if marker is not None else default
-        item.add_marker(pytest.mark.timeout(deadline(seconds)), append=False)
+        item.add_marker(pytest.mark.timeout(deadline(_limit_s(item))), append=False)
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,7 @@ def rendered_text(name: str, *sets: str, chart: Path = CHART) -> str:
 
 
 def rendered_by(
-    *words: object, release: str = "r", loader: type[yaml.SafeLoader] = yaml.SafeLoader
+    *words: object, release: str = "r", loader: type[yaml.CSafeLoader] = yaml.CSafeLoader
 ) -> list[dict[str, Any]]:
     """Every object that `helm template` renders with these words."""
     answer = helm("template", release, CHART, *words)
@@ -70,7 +70,7 @@ def rendered_by(
 
 def rendered(name: str, *sets: str) -> list[dict[str, Any]]:
     """Every object of a rendering."""
-    return [one for one in yaml.safe_load_all(rendered_text(name, *sets)) if one]
+    return [one for one in yaml.load_all(rendered_text(name, *sets), yaml.CSafeLoader) if one]
 
 
 def rendered_with(
@@ -84,7 +84,7 @@ def rendered_with(
         return rendered_by(*words, release=release, loader=_OnceLoader)
 
 
-class _OnceLoader(yaml.SafeLoader):
+class _OnceLoader(yaml.CSafeLoader):
     """As helm's own reader takes it: no key twice, and 1e5 is a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -223,6 +223,7 @@ def _engines_python(folder):
     return folder / "bin" / "python3"
 
 
+@pytest.mark.slow
 def test_the_engines_python_finds_the_plugin_in_the_volume_and_keeps_its_packages(wheels, tmp_path):
     python = _engines_python(tmp_path / "engine")
     volume = tmp_path / "volume"

@@ -49,6 +49,7 @@ def described_metrics() -> dict[str, tuple[str, set[str], str]]:
     }
 
 
+@pytest.mark.slow
 async def test_everything_shown_is_exported_and_everything_exported_is_described(tmp_path):
     async with controller_with_a_past(tmp_path) as (controller, group, seen):
         await live_through_everything(controller, group, seen)

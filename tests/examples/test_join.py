@@ -39,6 +39,7 @@ def test_experts_of_the_toy_engine_move_and_no_bit_of_an_output_changes():
     assert shown == printed, "docs/join.md shows other fields than the example prints"
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_the_probe_finds_the_forgotten_hook_and_the_text_names_the_expert():

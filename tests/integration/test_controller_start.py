@@ -56,8 +56,6 @@ def test_grpc_gets_its_setting_before_it_is_loaded_unless_an_operator_set_it(own
     ("what", "words"),
     [
         ("GRPC", "cannot listen for ranks on 127.0.0.1:"),
-        ("REST", "cannot listen for operators on 127.0.0.1:"),
-        ("METRICS", "cannot listen for Prometheus on 127.0.0.1:"),
         ("DATA_DIR", "cannot use the data folder"),
         ("VALKEY", "cannot use the data folder"),
     ],

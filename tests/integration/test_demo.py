@@ -140,12 +140,9 @@ def test_a_killed_demo_leaves_no_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "seen"),
-    [
-        pytest.param(signal.SIGINT, "balancedness 0", marks=pytest.mark.slow),
-        (signal.SIGTERM, "step -"),
-    ],
+    ("number", "seen"), [(signal.SIGINT, "balancedness 0"), (signal.SIGTERM, "step -")]
 )
+@pytest.mark.slow
 def test_a_stopped_demo_leaves_no_process(tmp_path, number, seen):
     demo = start_demo(tmp_path, "--steps", "2000")
     processes = started(demo, seen)

@@ -417,16 +417,3 @@ def settled(fleets: dict[str, list[LinkedRank]], without: str | None = None) -> 
     return all(
         len(names) == 1 and not names & {None, without} for names in leaders_of(fleets).values()
     )
-
-
-async def test_an_agents_link_that_asks_a_follower_is_led_to_the_leader(tmp_path, store):
-    """The link of real ranks, given only the follower's address."""
-    one, two = replicas(tmp_path, store)
-    async with one, two, Group() as group:
-        await group.join(one)
-        await group.ranks[3].close()
-        rank = LinkedRank(group, 3, [two.address])
-        try:
-            assert await until(lambda: rank.leader) == "one"
-        finally:
-            await rank.close()

@@ -167,6 +167,7 @@ async def _only_ours(controller):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_reports_become_rarer_when_the_host_cannot_keep_up_and_frequent_again(tmp_path):
     async with (

@@ -108,11 +108,11 @@ async def test_no_wave_begins_before_its_plan_is_on_a_replica(pair, tmp_path):
         step = (await controller.status())["step"]
         await until(lambda: _beyond(controller, step + 100))
         assert group.epoch == 0
-        # The loss is reported once, and for 4 s calls that need no replica do not clear it: an
-        # alert needs time to fire.
-        for _ in range(20):
+        # The loss is reported once, and calls that need no replica do not clear it: an alert
+        # needs time to fire.
+        for _ in range(10):
             await controller.plans()
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
         (lost,) = controller.events("store_lost")
         assert "0 of 1 replicas" in str(lost) and not controller.events("store_back")
         replica.signal(signal.SIGCONT)

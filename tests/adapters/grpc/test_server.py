@@ -244,7 +244,7 @@ async def test_a_stream_without_a_hello_ends_after_a_time(serve):
 
 @pytest.mark.integration
 async def test_a_stream_that_is_silent_after_its_hello_ends_and_one_that_beats_does_not(serve):
-    server, hub = await serve(silent_s=deadline(1))
+    server, hub = await serve(silent_s=deadline(0.5))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = agent_pb2_grpc.RankLinkStub(channel)
         silent, beating = stub.Attach(), stub.Attach()
@@ -261,7 +261,7 @@ async def test_a_stream_that_is_silent_after_its_hello_ends_and_one_that_beats_d
         assert "nothing was heard" in await silent.details()
         await until(lambda: server.open_streams == 1)
         # The other is open for as long again.
-        ends = asyncio.get_running_loop().time() + deadline(1.5)
+        ends = asyncio.get_running_loop().time() + deadline(0.75)
 
         async def is_over():
             await beating.write(encode_rank_message(Heartbeat(7, 1, 2)))
@@ -308,7 +308,7 @@ class Keeping(RegisteringHub):
 
 @pytest.mark.integration
 async def test_a_flood_that_is_not_processed_stops_its_own_stream_alone(serve):
-    server, _ = await serve(max_message_bytes=64 << 20, silent_s=deadline(1))
+    server, _ = await serve(max_message_bytes=64 << 20, silent_s=deadline(0.5))
     server._hub = hub = Keeping()
     hello = replace(HELLO, shape=LARGE)
     state = encode_rank_message(large_state(hello))
@@ -333,7 +333,7 @@ async def test_a_flood_that_is_not_processed_stops_its_own_stream_alone(serve):
             "computed by the thread that decoded the map"
         )
         # It sends nothing more because it is not read: it is not silent.
-        await asyncio.sleep(deadline(1.5))
+        await asyncio.sleep(deadline(0.75))
         assert not call.done()
         # Once they are processed, the sender goes on.
         while len(hub.kept) < 60:

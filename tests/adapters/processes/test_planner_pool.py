@@ -11,6 +11,7 @@ import pytest
 
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
 from evenkeel_moe.errors import InfeasiblePlan, Reason, Unavailable
+from tests.forked.controller import ForkedPlanner
 from tests.waiting import deadline, until
 
 pytestmark = pytest.mark.integration
@@ -36,14 +37,16 @@ def whoami(value):
     return os.getpid()
 
 
-@pytest.fixture
-def pool():
-    pool = PlannerPool(1, deadline_s=30)
+@pytest.fixture(params=[ForkedPlanner])
+def pool(request):
+    """A planner; its processes are forked, because a new one takes seconds to load."""
+    pool = request.param(1, deadline_s=30)
     yield pool
     pool.close()
     pool.close()
 
 
+@pytest.mark.parametrize("pool", [PlannerPool], indirect=True)
 async def test_answers_and_errors_come_back_as_they_are(pool):
     assert await pool.run(double, 21) == 42
     with pytest.raises(InfeasiblePlan, match="7 does not fit") as caught:
@@ -112,7 +115,7 @@ async def test_a_caller_with_its_own_deadline_can_ask_whether_the_kernels_are_lo
 
 
 async def test_a_plan_that_takes_too_long_is_given_up_with_its_process():
-    pool = PlannerPool(1, deadline_s=30)
+    pool = ForkedPlanner(1, deadline_s=30)
     worker = await pool.run(whoami, 0)
     pool._deadline_s = 0.1
     with pytest.raises(Unavailable, match="no plan within 0.1 s"):

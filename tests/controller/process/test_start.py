@@ -17,7 +17,6 @@ from evenkeel_moe.controller.process.options import (
     deployments_bytes,
     server_options,
 )
-from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.settings import Settings
 from evenkeel_moe.settings_sources import load_settings
@@ -78,7 +77,7 @@ def test_deployments_get_the_memory_that_the_process_and_the_planners_leave():
 
 
 PROGRAM = """
-import resource, signal, sys
+import sys
 from dataclasses import replace
 import numpy as np
 from evenkeel_moe.controller.process.kernel_warmup import warm_kernels
@@ -94,11 +93,6 @@ from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.wire.link import ReplicaCost
 from evenkeel_moe.wire import reports, step_checks
 from tests.telemetry.reports import PLACEMENT, SHAPE, Fleet, make_assembler, windows_of
-
-most_bytes, models = int(sys.argv[1]), list(map(DispatchModel, sys.argv[2:]))
-if most_bytes:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
 
 def identity_of(report):
     return RankIdentity(report.deployment, report.rank, report.generation, report.incarnation)
@@ -130,7 +124,7 @@ no_fit = NoFit("none")
 known = KnownCosts(SHAPE, [costs] * SHAPE.num_ranks, no_fit, 100.0, 2.0, 0.0)
 assert choose_cost(known).ratios[CostSource.DERIVED] is not None
 assert compiled() == before, (before, compiled())
-for dispatch in models:
+for dispatch in DispatchModel:
     for load in (counts, counts.sum(axis=0, dtype=np.float64)[None]):
         metrics.balancedness(metrics.rank_load(load, PLACEMENT, SplitModel(dispatch)))
     moe_time.predicted_time(counts, PLACEMENT, split=SplitModel(dispatch))
@@ -138,22 +132,42 @@ for dispatch in models:
 """
 
 
-def run(*dispatch, most_bytes=0, **environment):
+def run(program, **environment):
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(most_bytes), *dispatch],
-        env={**os.environ, **environment}, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", program], env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
 def test_reports_and_balance_find_their_kernels_compiled():
-    done = run(*DispatchModel)
+    done = run(PROGRAM)
     assert done.returncode == 0, done.stderr
+
+
+WITHOUT_CACHE = """
+import resource, signal
+import numpy as np
+from evenkeel_moe.controller.process import kernel_warmup
+from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.problem import metrics
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+placement = Placement.initial(ModelShape(1, 2, 2, 1, 1, 1))
+
+def use():
+    return metrics.rank_load(np.ones((1, 1, 2), np.uint32), placement)
+
+kernel_warmup._uses = lambda: [use]
+kernel_warmup.warm_kernels()
+assert use().tolist() == [[[1.0, 1.0]]]
+"""
 
 
 def test_a_cache_that_cannot_be_written_costs_only_the_cache(tmp_path):
     # Without optimisation the same kernels compile sooner, and they cannot be written either.
-    without = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "NUMBA_OPT": "0"}
-    done = run(DispatchModel.EVEN, most_bytes=1000, **without)
+    done = run(WITHOUT_CACHE, NUMBA_CACHE_DIR=str(tmp_path / "cache"), NUMBA_OPT="0")
     assert done.returncode == 0, done.stderr
     assert "kernel_not_cached" in done.stdout
 

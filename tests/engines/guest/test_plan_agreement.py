@@ -52,7 +52,7 @@ def test_without_a_plan_the_map_stays_and_nothing_is_refused():
 
 
 MAP = np.arange(12).reshape(2, 6)
-PLANS = 200
+PLANS = 40
 
 
 class Rank:
@@ -88,7 +88,7 @@ def test_workers_that_ask_at_different_steps_get_every_plan():
         for rank in ranks:
             rank.step += 1
             rank.agreement.begin(move, rank.step)
-            late = jitter.uniform(0.002, 0.05) if number % 2 == rank.number else 0.0
+            late = jitter.uniform(0.002, 0.02) if number % 2 == rank.number else 0.0
             workers.append(threading.Thread(target=rank.ask, args=(late,)))
         for worker in workers:
             worker.start()

@@ -209,8 +209,9 @@ def start_fleet(folder):
     return process, psutil.Process(process.pid).children()
 
 
-def test_a_folder_holds_one_fleet_at_a_time(tmp_path):
-    process, _ = start_fleet(tmp_path)
+def test_a_folder_holds_one_fleet_and_sigint_stops_it_after_its_step_with_a_passed_check(tmp_path):
+    process, children = start_fleet(tmp_path)
+    assert len(children) == 2
     config = RankConfig(run_folder=str(tmp_path / "run"), **SMALL)
     before = {path: path.stat().st_ino for path in (tmp_path / "run").rglob("*")}
     with pytest.raises(InvalidInput, match=r"another fleet runs in the folder .*/run;"):
@@ -218,21 +219,13 @@ def test_a_folder_holds_one_fleet_at_a_time(tmp_path):
     assert {path: path.stat().st_ino for path in (tmp_path / "run").rglob("*")} == before
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=deadline(30))
-    assert output.startswith("ok")
-    again = Supervisor(config, start_rank=fork_rank)
-    again.start()
-    assert again.stop().restarts == 0
-
-
-def test_sigint_stops_the_group_after_its_step_with_a_passed_check(tmp_path):
-    process, children = start_fleet(tmp_path)
-    assert len(children) == 2
-    os.kill(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=deadline(30))
     assert process.returncode == 0 and output.startswith("ok")
     assert not any(child.is_running() for child in children)
     counts = {len(lines(tmp_path / "run", rank, "step")) for rank in range(2)}
     assert len(counts) == 1
+    again = Supervisor(config, start_rank=fork_rank)
+    again.start()
+    assert again.stop().restarts == 0
 
 
 def test_a_supervisor_killed_outright_leaves_no_rank_behind(tmp_path):
