@@ -112,12 +112,9 @@ def machines_page() -> str:
     parts = [
         "# The state machines",
         "",
-        "Written by `python -m deploy.generate`; a test checks that it agrees with",
-        "the code. An arrow shows which events may lead from one state to another. The tables in",
+        "Written by `make deploy-files`; a test checks that it agrees with the code. An arrow shows",
+        "which events may lead from one state to another. The tables in",
         "`service/evenkeel_moe/protocol/transitions.py` name the method for every state and event.",
-        "*ignored*: the event can occur and changes nothing. *illegal*: only a bug of ours can",
-        "cause it, and it raises an error. *violation*: no correct peer sends it, and it raises an",
-        "alert.",
     ]
     for name, subject, moves in _MACHINES:
         parts += ["", f"## {name}: {subject}", "", *_diagram(moves)]

@@ -67,7 +67,7 @@ def options_table() -> str:
     fields = {name: one for model in _COMMANDS.values() for name, one in model.model_fields.items()}
     for name, field in fields.items():
         of = [words for words, model in _COMMANDS.items() if name in model.model_fields]
-        only = "" if len(of) == len(_COMMANDS) else f" ({' and '.join(of)})"
+        only = "" if len(of) == len(_COMMANDS) else f" ({', '.join(of)})"
         meaning = " ".join(str(field.description).split())
         lines.append(f"| `{name}` | {meaning}{only} |")
     return "\n".join(lines) + "\n"

@@ -58,22 +58,18 @@ class GrpcSettings:
     """Time for the answer to a ping, else the connection is dead."""
     max_connection_age_s: Annotated[float, Field(ge=0, le=_GRPC_MOST_S)] = 3600.0
     """Age, plus or minus a tenth, at which a connection is closed (GOAWAY) and ranks reconnect,
-    also to addresses that were added later. 0 is never. With a few seconds ranks reconnect most of
-    the time."""
+    also to addresses that were added later. 0 is never."""
     max_connection_age_grace_s: GrpcSeconds = 60.0
-    """Time until the streams of such a connection are cut. Serving goes on; reports are sent
-    again."""
+    """Time until the streams of such a connection are cut; reports are then sent again."""
     tls_cert_file: Path | None = None
     """Certificate chain (PEM). Enables TLS, and refuses clear text."""
     tls_key_file: Path | None = None
     """Private key of that certificate (PEM)."""
     tls_client_ca_file: Path | None = None
     """CAs of ranks (PEM); every rank then needs a certificate. Changes of these three files need no
-    restart: within 10 s after a CA is removed all ranks reconnect, and those with its certificates
-    are refused."""
+    restart: ranks of a CA that is removed are out within 10 s."""
     tls_require_identity: bool = False
-    """Require that a rank's certificate names it, as evenkeel://DEPLOYMENT/ranks/0-7. One that
-    names ranks is always valid for these alone."""
+    """Require that a rank's certificate names it, as evenkeel://DEPLOYMENT/ranks/0-7."""
     reflection: bool = False
     """Describe services to any client, for tools such as grpcurl."""
 
@@ -119,8 +115,7 @@ class RedisSettings:
 
     url: str = field(default="", repr=False)
     """redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel://, redis+cluster:// or
-    rediss+cluster://. Empty starts a server in the data folder, which keeps its data over restarts;
-    for one controller replica."""
+    rediss+cluster://. Empty starts a server in the data folder, for one controller replica."""
     password: str = field(default="", repr=False)
     """Overrides a password in the URL."""
     sentinel_username: str = ""
@@ -159,12 +154,10 @@ class PlannerSettings:
     """observe: only operators start plans, unless observe_lock is set. propose: plans wait for
     approval. auto: plans start by themselves."""
     observe_lock: bool = False
-    """In mode observe, nothing moves weights: no approval, rollback, or plan that starts at once; a
-    running plan is cancelled. Only role admin changes this, or leaves observe while it is set. The
-    chart sets it."""
+    """In mode observe, nothing moves weights; a running plan is cancelled. Only role admin changes
+    this, or leaves observe while it is set. The chart sets it."""
     separate_approval: bool = False
-    """A plan by hand needs the approval of another token; rollbacks, and plans of mode auto, start
-    at once. Only role admin sets it."""
+    """A plan by hand needs the approval of another token. Only role admin sets it."""
     policy: str = "keel"
     """The planning policy, by its name in docs/policies.md."""
     cycle_s: Seconds = 2.0
@@ -191,8 +184,7 @@ class PlannerSettings:
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Planner processes; each needs about 300 MB for compiled kernels."""
     threads: Annotated[int, Field(ge=1, le=256)] = 2
-    """Threads of a planner process for large models. More than there are cores save no time. Plans
-    do not depend on it."""
+    """Threads of a planner process for large models; more than cores save no time."""
     deadline_s: Seconds = 60.0
     """Time limit of a cycle, which then fails. The policy's search may use a quarter of it."""
     proposal_ttl_s: Seconds = 3600.0
@@ -233,17 +225,15 @@ class IngestSettings:
     rank_lease_s: Seconds = 10.0
     """Silence after which a rank is lost; at least three heartbeats."""
     forget_after_s: Seconds = 3600.0
-    """A deployment without ranks for this long is removed: lease, memory and series. Its records
-    stay."""
+    """A deployment without ranks for this long is removed. Its records stay."""
     max_deployments: Count = 256
     """Most deployments. One more replaces one without ranks for ten seconds, or is refused."""
     max_new_deployments: Count = 64
-    """Most deployments whose ranks were never all connected at once. One more replaces one of them
-    without ranks for ten seconds, or is refused."""
+    """The same for deployments whose ranks were never all connected."""
     memory_bytes: Annotated[int, Field(ge=0)] = 0
-    """Memory for the deployments of this controller replica, by the most that their shapes can
-    need; one that does not fit is refused. 0 is the limit of the container, or the machine's
-    memory, less what the process and the planners need."""
+    """Memory for deployments, by the most that their shapes can need; one that does not fit is
+    refused. 0 is the limit of the container or machine, less what the process and the planners
+    need."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -267,8 +257,7 @@ class AdvancedSettings:
     send_queue: Count = 1024
     """Messages that may wait for one rank; with more it must reconnect."""
     max_messages_per_s: Annotated[float, Field(ge=10)] = 200.0
-    """Messages a second from one rank, with a burst of four seconds; a rank sends about ten. Faster
-    clients are disconnected and told to wait."""
+    """Messages a second from one rank, with a burst of four seconds; a rank sends about ten."""
     max_streams_per_peer: Count = 2048
     """Most open rank streams from one address. Ranks behind one proxy share it."""
     store_interval_s: Seconds = 0.35

@@ -70,8 +70,7 @@ class KvOptions(_Options):
     tokens_per_sequence: _Count | None = None
     """Tokens that a sequence holds in the KV cache."""
     moe_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """MoE time / step time, for the estimate of goodput. Default: unknown; the estimate is an
-    interval."""
+    """MoE time / step time, for the estimate of goodput. Default: unknown."""
 
 
 class CostKind(StrEnum):
@@ -86,8 +85,8 @@ class CostOptions(_Options):
     """How the time of a rank follows from its tokens."""
 
     cost: CostKind = CostKind.TOKENS
-    """Cost model of plans and scores: tokens; curve, a profile of seconds; or roofline, the longer
-    of reading weights and computing tokens."""
+    """Cost model: tokens; curve, a profile of seconds; or roofline, the longer of reading weights
+    and computing tokens."""
     device: str | None = None
     """Device of the ranks, such as h100, h200, b200, a100 or mi300x."""
     weight_format: str | None = None
@@ -104,8 +103,8 @@ class PlanningOptions(_Options):
     dispatch: DispatchModel = DispatchModel.EVEN
     """How the engine splits tokens over replicas: even, nearest, optimal, waterfill or fewest."""
     copy_price: Annotated[float, Field(ge=0)] = 0.0
-    """Time that a copy must save per step, as a share of the time of a perfectly split layer, for
-    keel and verdicts; keel uses the higher of it and its own price. 0.01 makes copies rare."""
+    """Time that a copy must save per step, as a share of the time of a perfectly split layer; keel
+    uses the higher of it and its own price."""
     cross_node_factor: Annotated[float, Field(ge=1)] = 1.0
     """Price of a copy from another node, relative to one inside a node."""
     max_evaluations: _Count | None = None
@@ -117,7 +116,7 @@ class PlanningOptions(_Options):
     fill_slots: bool = False
     """Fill the slots that a policy leaves empty, as SGLang needs it."""
     survive: Survive = Survive.NONE
-    """Failure that keel's plans survive, as far as slots allow: rank, node or none."""
+    """Failure that keel's plans survive: rank, node or none."""
     craft_replicas: str | float | None = None
     """How many replicas craft uses: memory, knee, per_replica_gain, or a number
     (docs/policies.md)."""
@@ -136,8 +135,7 @@ class FileOptions(ReplayOptions):
     policy: str = "keel"
     """Name of a policy."""
     num_hidden_layers: _Count | None = None
-    """Number of rows of an sglang file. Default: as in the recording, else up to the last MoE
-    layer."""
+    """Rows of an sglang file. Default: as in the recording, else up to the last MoE layer."""
 
 
 class _HeldOutOptions(_Options):
@@ -178,8 +176,8 @@ class OfflineOptions(_HeldOutOptions, FileOptions):
     """File with the placement to compare with, in any format. Default: that at the start of
     the engine."""
     replica_probabilities: Path | None = None
-    """Also write the share of tokens of each slot to this *.pt file (docs/formats.md). Only with
-    sglang; needs torch."""
+    """Also write the share of tokens of each slot to this *.pt file (docs/formats.md). For sglang;
+    needs torch."""
 
 
 class CapacityOptions(_HeldOutOptions, _CurrentOptions, KvOptions, ReplayOptions):
@@ -190,8 +188,7 @@ class CapacityOptions(_HeldOutOptions, _CurrentOptions, KvOptions, ReplayOptions
     to_ranks: tuple[_Count, ...] = ()
     """Numbers of ranks to compare. Default: up to eight, in whole nodes if there are several."""
     to_slots: _Count | None = None
-    """Slots of a layer over all ranks at these widths. Default: at least as many replicas as
-    now."""
+    """Slots of a layer over all ranks. Default: at least as many replicas as now."""
     retire: tuple[_Bytes, ...] = ()
     """Ranks to retire, instead of `to_ranks`."""
     whole_nodes: bool = False

@@ -37,7 +37,7 @@ class GateSettings:
 
     cooldown_s: float = 8.0
     """Seconds between the end of a plan and the next. A change of traffic that cost balance does
-    not wait for it (`ObservedChange.is_urgent`)."""
+    not wait for it."""
     retry_s: float = 30.0
     """Seconds to wait after a plan that was refused, failed or rejected by an operator, if above
     `cooldown_s`. Doubles with every further one."""
@@ -51,8 +51,8 @@ class GateSettings:
     """Share of its choices by which a layer may differ from the others in the newest steps. At 1 or
     more, layers may be idle."""
     max_idle_experts: float = 0
-    """Share of the experts that may be idle in every layer among many tokens, as where their number
-    was rounded up. Too high, a rank whose counts are lost is not noticed."""
+    """Share of the experts that may be idle in every layer, as where their number was rounded up.
+    Too high, a rank whose counts are lost is not noticed."""
     plan_below: float = 0.90
     """Balance below which windows count towards planning: mean balancedness of the layers, or time
     balance where the cost model is not by tokens."""
@@ -68,8 +68,8 @@ class GateSettings:
     """Fewest complete steps since a change of traffic, at least 2. The gain of a plan on few steps
     must be more certain."""
     min_gain: float = 0.002
-    """Least predicted saving of MoE time on later data, as a fraction. The verdict already counts
-    the copies. Too high, many small savings are lost that would add up."""
+    """Least predicted saving of MoE time on later data, as a fraction. Too high, many small savings
+    are lost."""
     min_held_out_steps: float = 16
     """Later steps on which a plan must have been scored."""
     max_payback_steps: float = 20_000
