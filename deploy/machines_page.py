@@ -112,8 +112,8 @@ def machines_page() -> str:
     parts = [
         "# The state machines",
         "",
-        "Written by `make deploy-files`; a test checks that it agrees with the code. An arrow shows",
-        "which events may lead from one state to another. The tables in",
+        "Written by `make deploy-files`; a test checks that it agrees with the code. An arrow",
+        "shows which events may lead from one state to another. The tables in",
         "`service/evenkeel_moe/protocol/transitions.py` name the method for every state and event.",
     ]
     for name, subject, moves in _MACHINES:
