@@ -141,6 +141,13 @@ def test_totals_that_are_never_reset_are_refused(layers):
 
 
 @BROKEN
+@pytest.mark.parametrize("before", [400, 2000])
+def test_totals_that_began_long_before_the_recording_are_in_doubt(before):
+    totals = routed(steps=before + 400).cumsum(axis=0)[before:]
+    assert found(totals) == [("rising_totals", "doubt", "all 400 steps")]
+
+
+@BROKEN
 @pytest.mark.parametrize("starts", [(40, 20), (12, 9, 30), (25, 8)])
 @pytest.mark.parametrize("idle", [(), (3, 15)])
 def test_totals_that_begin_anew_after_a_restart_or_rest_in_an_idle_step_are_refused(starts, idle):

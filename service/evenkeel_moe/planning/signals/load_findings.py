@@ -255,23 +255,28 @@ def _rising_totals(counts: NDArray[np.int64]) -> tuple[Finding, ...]:
     runs = [
         (first, last)
         for first, last in pairwise(edges)
-        if sums[last - 1] >= 2 * sums[first]
-        and max(FEWEST_STEPS, (last - first) / 2) <= 1 + (np.diff(sums[first:last]) > 0).sum()
+        if max(FEWEST_STEPS, (last - first) / 2) <= 1 + (np.diff(sums[first:last]) > 0).sum()
     ]
-    rising = sum(last - first for first, last in runs)
-    if 2 * rising < len(counts) or not runs:
-        return ()
-    first, last = max(runs, key=lambda run: run[1] - run[0])
-    return (
-        Finding(
-            FindingCode.RISING_TOTALS,
-            Severity.REFUSAL,
-            "every count only rises, so these are totals since a start and not the loads of steps",
-            f"all {rising} steps" if rising == len(counts) else f"{rising} of {len(counts)} steps",
-            f"{sums[first]} choices in step {first}, {sums[last - 1]} in step {last - 1}",
-            "Subtract each step from the next one",
-        ),
-    )
+    # Totals that were mostly counted before the recording do not double in it: those are in doubt.
+    doubled = [run for run in runs if sums[run[1] - 1] >= 2 * sums[run[0]]]
+    for severity, among in ((Severity.REFUSAL, doubled), (Severity.DOUBT, runs)):
+        rising = sum(last - first for first, last in among)
+        if 2 * rising < len(counts) or not among:
+            continue
+        first, last = max(among, key=lambda run: run[1] - run[0])
+        return (
+            Finding(
+                FindingCode.RISING_TOTALS,
+                severity,
+                "every count only rises, as totals since a start do and the loads of steps do not",
+                f"all {rising} steps"
+                if rising == len(counts)
+                else f"{rising} of {len(counts)} steps",
+                f"{sums[first]} choices in step {first}, {sums[last - 1]} in step {last - 1}",
+                "Subtract each step from the next one",
+            ),
+        )
+    return ()
 
 
 def _repeated_steps(counts: NDArray[np.int64]) -> tuple[Finding, ...]:
