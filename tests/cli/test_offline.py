@@ -137,18 +137,26 @@ def test_no_verdict_stands_on_a_doubt_that_nobody_accepted(steady, tmp_path):
 
 
 @DOUBTED
-def test_a_file_that_counts_moe_layers_needs_all_of_them(tmp_path):
+@pytest.mark.parametrize(
+    ("busy", "where", "code"),
+    [
+        ([0, 1, 2, 4, 5], r"layers 3, 6\.\.7 of 8", "idle_layers"),
+        ([4, 5, 6, 7], r"layers 0\.\.3 of 8", "leading_idle_layers"),
+    ],
+)
+def test_a_file_that_counts_moe_layers_needs_all_of_them(tmp_path, busy, where, code):
     torch = pytest.importorskip("torch")
     counts = np.zeros((40, 8, 8), np.int32)
-    counts[:, [0, 1, 2, 4, 5]] = np.random.default_rng(7).multinomial(320, [1 / 8] * 8, (40, 5))
+    loads = np.random.default_rng(7).multinomial(320, [1 / 8] * 8, (40, len(busy)))
+    counts[:, busy] = loads
     torch.save({"logical_count": torch.tensor(counts)}, tmp_path / "d.pt")
     out = tmp_path / "map"
     for format_ in ("ascend", "vllm", "vllm-mapping"):
-        with pytest.raises(InvalidInput, match=r"layers 3, 6\.\.7 of 8.*--accept idle_layers"):
+        with pytest.raises(InvalidInput, match=f"{where}.*--accept {code}"):
             run(tmp_path / "d.pt", *FLEET, "-f", format_, "--out", out)
     run(tmp_path / "d.pt", *FLEET, "-f", "sglang", "--out", out)
     assert len(json.loads(out.read_text())["physical_to_logical_map"]) == 8
-    run(tmp_path / "d.pt", *FLEET, "-f", "vllm", "--accept", "idle_layers", "--out", out)
+    run(tmp_path / "d.pt", *FLEET, "-f", "vllm", "--accept", code, "--out", out)
 
 
 def test_what_a_failure_loses_and_a_plan_without_replicas_are_told(steady, tmp_path):

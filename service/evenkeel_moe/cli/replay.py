@@ -311,12 +311,13 @@ def check_rows(format_: Any, trace: Any) -> None:
     """Refuse a file with a row for each MoE layer if the recording lacks some of them."""
     from evenkeel_moe.model.finding import FindingCode, doubts
 
-    missing = [each for each in doubts(trace.findings) if each.code is FindingCode.IDLE_LAYERS]
+    idle = (FindingCode.IDLE_LAYERS, FindingCode.LEADING_IDLE_LAYERS)
+    missing = [each for each in doubts(trace.findings) if each.code in idle]
     if format_.counts_moe_layers and missing:
         raise InvalidInput(
             f"-f {format_} has a row for each MoE layer in order, and {missing[0].words} Rows after"
             " them would belong to other layers. If those layers are dense, give --accept"
-            f" {FindingCode.IDLE_LAYERS}"
+            f" {missing[0].code}"
         )
 
 

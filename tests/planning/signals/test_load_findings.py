@@ -243,6 +243,13 @@ def test_layers_that_are_missing_after_the_first_are_named(pattern, where):
 
 
 @BROKEN
+@pytest.mark.parametrize("first", [24, 30])
+def test_a_last_pipeline_stage_without_the_first_is_in_doubt(first):
+    where = f"layers 0..{first - 1} of 60"
+    assert hidden("." * first + "x" * (60 - first)) == [("leading_idle_layers", "doubt", where)]
+
+
+@BROKEN
 @pytest.mark.parametrize("pattern", ["x.........", ".........x", "xx........", "....xx...."])
 def test_a_model_that_is_mostly_idle_is_refused(pattern):
     ((code, severity, _),) = hidden(pattern)

@@ -23,6 +23,9 @@ A router never differs; a recorder that samples, or a capacity that drops tokens
 ENOUGH_CHOICES = 100
 """Choices for each expert, on average over all layers and steps, from which one that is idle in
 every layer is no chance."""
+MOST_LEADING = 1 / 3
+"""Share of the hidden layers that may be idle before the first MoE layer. Models have up to four
+dense layers there; the last of two pipeline stages lacks about half of the layers."""
 FEWEST_STEPS = 8
 """Steps below which totals that only rise, or steps that repeat, may be chance."""
 
@@ -96,15 +99,17 @@ def check_hidden_layers(busy: NDArray[np.bool_]) -> tuple[Finding, ...]:
             ),
         )
     findings = []
+    lacks = "A pipeline stage or some layers may be missing. Add what is missing, or record again"
     if first:
+        severity = grave(first / hidden, MOST_LEADING)
+        dense = "If they are MoE layers, as those routed by a table, give first_moe_layer 0"
         findings.append(
             Finding(
                 FindingCode.LEADING_IDLE_LAYERS,
-                Severity.NOTE,
+                severity,
                 "the first hidden layers never counted a token and are assumed to be dense",
                 f"{spans('layer', range(first))} of {hidden}",
-                advice="If they are MoE layers, for example routed by a table, give"
-                " first_moe_layer 0",
+                advice=lacks if severity is Severity.DOUBT else dense,
             )
         )
     gaps = [int(layer) for layer in idle if layer > first]
@@ -126,8 +131,7 @@ def check_hidden_layers(busy: NDArray[np.bool_]) -> tuple[Finding, ...]:
                 "hidden layers after the first MoE layer never counted a token",
                 f"{spans('layer', gaps)} of {hidden}",
                 f"{len(gaps)} layers are not planned",
-                "A pipeline stage or some layers may be missing. Add what is missing, or record"
-                " again",
+                lacks,
             )
         )
     return tuple(findings)
