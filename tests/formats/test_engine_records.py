@@ -95,6 +95,7 @@ def test_positions_of_sequences_are_steps_and_padding_counts_nothing(tmp_path, k
         ("left_out", "2 of 4 steps"),
         ("leading_idle_layers", ""),
         ("assumed", ""),
+        ("assumed", "5 experts"),
     ]
 
 

@@ -25,6 +25,7 @@ from evenkeel_moe.formats.token_routes import (
     leave_out_padding,
 )
 from evenkeel_moe.formats.trace import Trace, assumed, drop_idle_steps, moe_rows
+from evenkeel_moe.model.finding import Finding
 
 KEY = "routed_experts"
 MASK = "attention_mask"
@@ -66,7 +67,7 @@ def read_routed_experts(
         *find_missing_routes(routes),
         *count_prompts_once(routes),
     )
-    experts = _experts(ids, routes.routed, arrays)
+    experts, taken = _experts(ids, routes.routed, arrays)
     check_counts(ids.shape[1], ids.shape[2], experts)
     if top_k > experts:
         raise InvalidInput(f"{top_k} experts for each token, the ids name only {experts}")
@@ -74,22 +75,25 @@ def read_routed_experts(
     rows, layer_ids, shown = moe_rows(counts, first_moe_layer)
     rows, idle = drop_idle_steps(rows)
     steps = assumed("each position of the sequences is taken as a step")
-    findings += (*idle, *shown, steps)
+    findings += (*idle, *shown, steps, *taken)
     hidden = counts.shape[1]
     return Trace(rows, layer_ids, name, top_k, findings=findings, num_hidden_layers=hidden)
 
 
 def _experts(
     ids: NDArray[Any], routed: NDArray[np.bool_], arrays: Mapping[str, NDArray[Any]]
-) -> int:
-    """Return E, after a check of the ids of the tokens that count."""
+) -> tuple[int, tuple[Finding, ...]]:
+    """Return E, and a note if it is guessed, after a check of the ids of the tokens that count."""
     if not routed.any():
         raise InvalidInput(f"none of the {routed.shape[0]} sequences routed a token")
     most = int(ids[routed].max())
     experts = one_number(arrays, EXPERTS)
     if experts is not None and most >= experts:
         raise InvalidInput(f"{KEY} holds the id {most}, {EXPERTS} is {experts}")
-    return most + 1 if experts is None else experts
+    if experts is not None:
+        return experts, ()
+    what = "the largest id is taken to be the last expert, because no num_experts says how many"
+    return most + 1, (assumed(what, amount=f"{most + 1} experts"),)
 
 
 def _count(ids: NDArray[Any], routed: NDArray[np.bool_], experts: int) -> NDArray[np.int64]:
