@@ -9,6 +9,8 @@ from safetensors.numpy import save_file
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats import read_trace
+from evenkeel_moe.formats.rank_files import RankFiles
+from evenkeel_moe.formats.reading import read_text
 from evenkeel_moe.formats.recording import RecordedLoad, write_recorded
 
 MANY = 2**31 - 1
@@ -63,3 +65,17 @@ def test_the_files_of_ranks_are_read_one_at_a_time(tmp_path):
         tracemalloc.stop()
     assert (trace.counts == ranks).all()
     assert most < 12 * counts.nbytes
+
+
+@pytest.mark.fault(
+    "whoever reads the folder of an engine that still records",
+    "a file that the engine deleted after the folder was listed counted as damaged",
+)
+def test_a_file_that_is_deleted_before_it_is_read_is_not_damaged(tmp_path):
+    paths = [tmp_path / name for name in ("oldest", "damaged", "a", "b", "c")]
+    for path in paths[1:]:
+        path.write_bytes(b"\xff" if path.name == "damaged" else b"text")
+    files = RankFiles(paths, read_text)
+    assert [path.name for path, _ in files] == ["a", "b", "c"]
+    (doubt,) = files.damaged()
+    assert (doubt.where, doubt.amount.split(";")[0]) == ("damaged", "1 of 4 files")

@@ -26,19 +26,22 @@ class RankFiles(Generic[_Content]):
     """The files of a recording, read one at a time: all at once may not fit in memory."""
 
     def __init__(self, paths: Sequence[Path], read: Callable[[Path], _Content]) -> None:
-        self._paths = paths
+        self._paths = list(paths)
         self._read = read
         self._broken: dict[str, str] = {}
         """The error of each file that is damaged, by its name."""
 
     def __iter__(self) -> Iterator[tuple[Path, _Content]]:
         """Yield the content of each file that can be read."""
-        for path in self._paths:
+        for path in list(self._paths):
             try:
                 with naming(path.name):
                     held = self._read(path)
             except InvalidInput as error:
-                self._broken[path.name] = str(error)
+                if path.exists():
+                    self._broken[path.name] = str(error)
+                else:  # An engine that still records deletes its oldest file.
+                    self._paths.remove(path)
             else:
                 yield path, held
 
