@@ -33,7 +33,14 @@ def server(tmp_path):
             asked.append((self.path, self.headers["Authorization"]))
             if self.path.startswith("/dump"):
                 for number, dump in enumerate(found.dumps):
-                    torch.save(dump, tmp_path / f"expert_distribution_recorder_{number}.pt")
+                    path = tmp_path / f"{found.name}_{number}.pt"
+                    torch.save(dump, path)
+                    if found.rests_s:
+                        content = path.read_bytes()
+                        path.write_bytes(content[:100])
+                        whole = (content,)
+                        found.rest = threading.Timer(found.rests_s, path.write_bytes, whole)
+                        found.rest.start()
             self.send_response(found.status)
             self.end_headers()
 
@@ -43,6 +50,7 @@ def server(tmp_path):
     found: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     asked: list[Any] = []
     found.asked, found.status = asked, 200
+    found.name, found.rests_s = "expert_distribution_recorder", 0.0
     found.info, found.info_route = json.dumps({**STARTED, "ep_size": 4}), "server_info"
     found.dumps = [{"rank": 0, "logical_count": torch.ones(4, 3, 6, dtype=torch.int32)}]
     thread = threading.Thread(target=found.serve_forever, args=(0.01,))
@@ -75,6 +83,28 @@ def test_sglangs_recorder_is_started_stopped_and_dumped(sglang, server, tmp_path
     assert "4 steps, 2 MoE layers, 6 experts. Next: evenkeel offline" in out
     assert "recording for 0.1 s" in err
     assert read_trace(tmp_path / "t.npz").layer_ids == (1, 2)
+
+
+@pytest.mark.fault(
+    "an operator who recorded an SGLang server", "a finding that was accepted refused the dump"
+)
+def test_a_finding_that_is_accepted_does_not_refuse_the_dump(sglang, server):
+    server.dumps[0]["logical_count"][:, 1:] = 0
+    code, _, err = sglang()
+    assert code == 2 and "--accept mostly_idle_layers" in " ".join(err.split())
+    server.name = "again"
+    code, _, err = sglang("--accept", "mostly_idle_layers")
+    assert code == 0, err
+
+
+@pytest.mark.fault(
+    "an operator who recorded an SGLang server", "a dump that was written slowly was refused"
+)
+def test_a_dump_whose_writing_rests_is_waited_for(sglang, server):
+    server.rests_s = 2.0
+    code, _, err = sglang()
+    server.rest.join(10)
+    assert code == 0, err
 
 
 def test_a_dump_without_a_token_is_refused_at_once(sglang, server):

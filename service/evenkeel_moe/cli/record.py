@@ -14,10 +14,10 @@ import typer
 
 from evenkeel_moe.cli.command_group import CommandGroup
 from evenkeel_moe.cli.console import say
-from evenkeel_moe.cli.exits import CliError, Exit
+from evenkeel_moe.cli.exits import CliError, Exit, needing
 from evenkeel_moe.cli.replay import check_writable, doubt_lines, print_notes
 from evenkeel_moe.cli.replay_options import AcceptOption, FirstLayerOption, StartOption
-from evenkeel_moe.errors import EvenkeelError, InvalidInput
+from evenkeel_moe.errors import InvalidInput
 
 app = CommandGroup(help="Record the expert loads of an engine in a file.")
 _POLL_S = 0.5
@@ -72,6 +72,9 @@ def sglang(
         api_key: Key of the server, if it asks for one. Default: none.
     """
     import httpx
+
+    with needing("rank", "a dump of SGLang"):  # At once, not after the recording.
+        import torch  # noqa: F401
 
     _check_out(recording.out)
     if not dumps.is_dir():
@@ -238,34 +241,30 @@ def _poll(limit_s: float, find: Callable[[], _Found | None]) -> _Found | None:
 
 
 def _await_dump(dumps: Path, before: set[Path]) -> Path | None:
-    """Return the new dump once it is whole; SGLang writes dumps in place. None if there is none.
+    """Return the new dump once it is whole; SGLang writes dumps in place.
+
+    At the limit it is returned as it is; None if there is none.
 
     Raises:
         CliError: there are several new dumps.
-        EvenkeelError: the dump no longer grows, and it cannot be read.
     """
-    from evenkeel_moe.formats import read_trace
+    from evenkeel_moe.formats.array_files import load_torch
 
-    sizes: dict[Path, int] = {}
+    new: list[Path] = []
 
     def find() -> Path | None:
-        new = sorted(set(dumps.glob("*.pt")) - before, key=lambda path: path.name)
+        new[:] = sorted(set(dumps.glob("*.pt")) - before, key=lambda path: path.name)
         if len(new) > 1:
             names = ", ".join(path.name for path in new[:4])
             detail = f"{dumps} has {len(new)} new dumps, which may be of several servers: {names}"
             raise CliError(detail, Exit.REFUSED)
         for path in new:
-            size = path.stat().st_size
-            try:
-                read_trace(path)
+            with suppress(InvalidInput):
+                load_torch(path)
                 return path
-            except EvenkeelError:
-                if sizes.get(path) == size:
-                    raise
-                sizes[path] = size
         return None
 
-    return _poll(_DUMP_S, find)
+    return _poll(_DUMP_S, find) or next(iter(new), None)
 
 
 def _write(
