@@ -70,6 +70,27 @@ def test_widths_that_cannot_be_are_refused_before_any_plan(small, args, error, w
         of_recording(small, *args)
 
 
+@pytest.mark.parametrize(
+    ("policy", "key", "value"),
+    [
+        ("keel", "copy_price", 1.0),
+        ("keel", "survive", "rank"),
+        ("craft", "craft_replicas", 1.0),
+        ("craft", "free_bytes", 0),
+    ],
+)
+def test_a_recording_is_planned_with_the_options_of_its_policy(small, policy, key, value):
+    def planned(**config):
+        answer = of_recording(small, "--to-ranks", 2, "-o", "json", policy=policy, **config)
+        return json.loads(answer)["rows"][1]
+
+    assert planned(**{key: value}) != planned()
+    other = "eplb" if policy == "keel" else "keel"
+    if key != "copy_price":
+        with pytest.raises(InvalidInput, match=f"for {policy}, which is not among the policies"):
+            of_recording(small, policy=other, **{key: value})
+
+
 def test_sizes_of_a_recording_are_not_for_a_deployment(run, tmp_path):
     (tmp_path / "sizes.yaml").write_text("ranks: 2")
     code, _, err = run("capacity", "-d", "demo", "-c", str(tmp_path / "sizes.yaml"))

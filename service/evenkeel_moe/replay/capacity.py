@@ -10,6 +10,7 @@ from evenkeel_moe.planning.decision.capacity import (
     CapacityRequest,
     weigh_capacity,
 )
+from evenkeel_moe.replay.from_options import policy_options
 from evenkeel_moe.replay.offline import check_fits, steps_to_plan_on
 from evenkeel_moe.replay.options import CapacityOptions
 from evenkeel_moe.replay.replica_tradeoff import kv_memory
@@ -31,8 +32,8 @@ def weigh_recording(
         findings: of the recording; with a doubt among them its loads are not used.
 
     Raises:
-        InvalidInput, ShapeMismatch: the options name widths or ranks that cannot be, no step is
-            left to plan on, or `current` is of another fleet.
+        InvalidInput, ShapeMismatch: the options name widths or ranks that cannot be, or are of
+            another policy, no step is left to plan on, or `current` is of another fleet.
         EvenkeelError: the policy failed.
     """
     if current is not None:
@@ -45,8 +46,9 @@ def weigh_recording(
             shape=setup.shape,
             topology=setup.topology,
             current=current or Placement.initial(setup.shape),
-            objective=setup.objective,
+            objective=setup.problem(0, cut, None).objective,
             policy=asked.policy,
+            policy_options=policy_options([asked.policy], asked).get(asked.policy, {}),
             asked=CapacityRequest(
                 **{each.name: getattr(asked, each.name) for each in fields(CapacityRequest)}
             ),

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,9 @@ from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.model.policy import OptionValue
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.craft.policy import (
-    CraftOptions,
-    ReplicaRule,
-    factor_by_memory,
-    plan_craft,
-)
+from evenkeel_moe.planning.policies.craft.policy import factor_by_memory
 from evenkeel_moe.planning.policies.registry import find_policy, known_policies
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
 from evenkeel_moe.planning.problem.objective import Objective
@@ -100,42 +95,49 @@ def _shape(fleet: FleetOptions, trace: Trace) -> ModelShape:
 
 
 def replay_policies(names: Sequence[str], planning: ReplayOptions) -> Mapping[str, Policy]:
-    """Return all policies by name, with the options of craft and keel that were asked for.
+    """Return all policies by name, with the options that were asked for; see `policy_options`."""
+    asked = policy_options(names, planning)
+    with_options = {name: find_policy(name).with_options(given) for name, given in asked.items()}
+    return {**known_policies(), **with_options}
+
+
+def policy_options(
+    names: Sequence[str], planning: ReplayOptions
+) -> Mapping[str, Mapping[str, OptionValue]]:
+    """Return the options of craft and keel that were asked for, by policy.
 
     Raises:
         InvalidInput: options are malformed, or for a policy that is not among `names`.
     """
     asked = {name.removesuffix(VERDICT) for name in names}
-    known: dict[str, Policy] = dict(known_policies())
+    options: dict[str, Mapping[str, OptionValue]] = {}
     if planning.survive is not Survive.NONE:
         if "keel" not in asked:
             raise InvalidInput("survive is for keel, which is not among the policies")
-        known["keel"] = find_policy("keel").with_options({"survive": planning.survive})
+        options["keel"] = {"survive": planning.survive}
     if planning.craft_replicas is not None or planning.free_bytes is not None:
         if "craft" not in asked:
             raise InvalidInput(
                 "craft_replicas and free_bytes are for craft, which is not among the policies"
             )
-        known["craft"] = partial(plan_craft, options=_craft_options(planning))
-    return known
+        options["craft"] = _craft_options(planning)
+    return options
 
 
-def _craft_options(planning: ReplayOptions) -> CraftOptions:
+def _craft_options(planning: ReplayOptions) -> Mapping[str, OptionValue]:
     replicas, free = planning.craft_replicas, planning.free_bytes
-    if replicas in (None, "memory", "knee", "per_replica_gain"):
-        options = CraftOptions(rule=ReplicaRule(replicas) if replicas else None)
-    else:
+    options: dict[str, OptionValue] = {}
+    if replicas in ("memory", "knee", "per_replica_gain"):
+        options["rule"] = replicas
+    elif replicas is not None:
         try:
-            options = CraftOptions(
-                rule=ReplicaRule.MARGINAL_GAIN, min_marginal_gain=float(replicas)
-            )
+            options |= {"rule": "marginal_gain", "min_marginal_gain": float(replicas)}
         except ValueError as error:
             raise InvalidInput(
                 f"craft_replicas {replicas} is neither memory, knee, per_replica_gain nor a number"
             ) from error
     if free is not None:
-        most = factor_by_memory(free, planning.bytes_per_expert)
-        options = replace(options, max_replicas_per_rank=most)
+        options["max_replicas_per_rank"] = factor_by_memory(free, planning.bytes_per_expert)
     return options
 
 
