@@ -106,6 +106,18 @@ def test_the_best_policy_is_named_with_what_it_gains_and_costs(setup):
     assert "no load" in nothing[0] and nothing[1].startswith("Cost model")
 
 
+def test_a_baseline_with_less_time_than_every_policy_is_named(setup):
+    comparison = _compare(setup, "eplb", "initial", "ewma")
+    results = tuple(
+        replace(one, time_over_fluid=over)
+        for one, over in zip(comparison.results, (1.2, 1.5, 1.1), strict=True)
+    )
+    assert sentences(replace(comparison, results=results))[0] == (
+        "eplb has the least predicted MoE time (by tokens) of the policies (the baseline ewma has"
+        " less), 20.0% above a perfect split of tokens, 20.0% less than the initial placement."
+    )
+
+
 def test_ranks_copy_at_the_same_time(setup):
     (result,) = _compare(setup, "eplb").results
     assert result.bytes > 0

@@ -128,8 +128,8 @@ def legend_lines(comparison: Comparison, heads: Collection[str]) -> list[str]:
 def sentences(comparison: Comparison) -> list[str]:
     """Return what the comparison found, the verdict first, and what it rests on.
 
-    The verdict names the policy with the least predicted MoE time and what it gains. If the
-    recording is in doubt, it says that it holds for the counts as they are.
+    The verdict names the policy with the least predicted MoE time, what it gains, and a baseline
+    that has less. If the recording is in doubt, it says that it holds for the counts as they are.
     """
     known = [one for one in comparison.results if math.isfinite(one.time_over_fluid)]
     chosen = [one for one in known if one.policy not in BASELINES] or known
@@ -137,10 +137,13 @@ def sentences(comparison: Comparison) -> list[str]:
     if best is None:
         found = ["The scored steps have no load, so the policies cannot be compared."]
     else:
+        least = min(known, key=lambda one: one.time_over_fluid)
+        better = least.time_over_fluid < best.time_over_fluid
+        among = f" of the policies (the baseline {least.policy} has less)" if better else ""
         doubted = doubts(comparison.trace.findings)
         on = "On the counts as they are, which are in doubt, " if doubted else ""
         verdict = (
-            f"{on}{best.policy} has the least predicted {comparison.cost_model.moe_time},"
+            f"{on}{best.policy} has the least predicted {comparison.cost_model.moe_time}{among},"
             f" {best.time_over_fluid - 1:.1%} above a perfect split of tokens"
             f"{_against(best, known)}."
         )
