@@ -1,5 +1,6 @@
 import re
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,12 @@ def _equal(a, b):
         assert (one is None) == (other is None)
         if one is not None:
             np.testing.assert_array_equal(one, other)
-    assert (a.layer_ids, a.top_k, a.domains) == (b.layer_ids, b.top_k, b.domains)
+    for name in ("layer_ids", "top_k", "domains", "num_hidden_layers", "rank_files"):
+        assert getattr(a, name) == getattr(b, name)
 
 
 def test_npz_round_trip_keeps_everything_and_is_byte_stable(tmp_path):
-    trace = make_trace()
+    trace = replace(make_trace(), num_hidden_layers=9, rank_files=2)
     write_trace(tmp_path / "five.npz", trace)
     read = read_trace(tmp_path / "five.npz")
     _equal(read, trace)

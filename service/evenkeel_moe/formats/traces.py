@@ -132,9 +132,9 @@ def _read_pt(path: Path, first_moe_layer: int | None) -> Trace:
 
 
 def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
-    own = ("T", "layer_ids", "topk", "tokens", "S", "mix", "domains", "hidden", "findings")
+    own = ("T", "layer_ids", "topk", "tokens", "S", "mix", "domains", "hidden", "rank_files")
     small = ("layer_ids", "tokens", "domains", "findings")
-    arrays = load_npz(path, (*own, *routed_experts.NAMES), small=small)
+    arrays = load_npz(path, (*own, "findings", *routed_experts.NAMES), small=small)
     if routed_experts.KEY in arrays:
         return routed_experts.read_routed_experts(arrays, first_moe_layer, path.stem)
     if "T" not in arrays:
@@ -158,6 +158,7 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
         tuple(str(name) for name in domains.reshape(-1)),
         _read_findings(arrays.get("findings")),
         one_number(arrays, "hidden"),
+        one_number(arrays, "rank_files"),
     )
 
 
@@ -200,6 +201,7 @@ def write_trace(path: Path | str, trace: Trace) -> None:
         "mix": (mix, np.float32),
         "domains": (None if mix is None else trace.domains, None),
         "hidden": (trace.num_hidden_layers, np.int32),
+        "rank_files": (trace.rank_files, np.int32),
         "findings": (told or None, None),
     }
     known = {name: (value, dtype) for name, (value, dtype) in arrays.items() if value is not None}
