@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from evenkeel_moe.cli import app as whole
 from evenkeel_moe.cli.replay import app
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, ShapeMismatch
 from evenkeel_moe.formats import Trace, write_trace
@@ -100,6 +101,19 @@ def test_output_paths_are_checked_before_the_trace_is_read(tmp_path):
     ):
         with pytest.raises(InvalidInput, match=message):
             run_replay("plan", tmp_path / "absent.npz", "--out", tmp_path / name)
+
+
+@pytest.mark.fault("a user of evenkeel replay", "the answer was written over the recording")
+@pytest.mark.parametrize("words", ["offline", "replay plan", "replay compare --window 8"])
+def test_a_recording_is_never_written_over(small, tmp_path, words):
+    before = small.read_bytes()
+    (tmp_path / "link.npz").symlink_to(small)
+    for out in (small, tmp_path / "link.npz"):
+        args = [*words.split(), str(small), *map(str, FLEET), "--out", str(out)]
+        error = CliRunner().invoke(whole, args).exception
+        assert isinstance(error, InvalidInput)
+        assert str(error) == f"{out} is named for two files: one would replace the other"
+    assert small.read_bytes() == before
 
 
 def test_a_trace_without_load_is_refused(tmp_path):

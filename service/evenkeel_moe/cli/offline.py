@@ -79,7 +79,7 @@ def offline(
         OfflineOptions, config, ranks=ranks, slots=slots, policy=policy, accept=accept
     )
     format_ = PlacementFormat.parse(file.format_name)
-    _check(file, format_, options)
+    _check(file, format_, options, recording)
     trace = read_recorded(recording, options)
     check_rows(format_, trace)
     options = _of_format(options, format_, trace)
@@ -129,9 +129,9 @@ def _compared_with(path: Path | None, format_: Any, trace: Any, setup: Any) -> A
     return read_current(path, setup.shape.num_ranks, trace)
 
 
-def _check(file: PlacementFileOptions, format_: Any, options: Any) -> None:
+def _check(file: PlacementFileOptions, format_: Any, options: Any, recording: Path) -> None:
     """Refuse options that do not fit each other, before the work."""
-    check_writable(file.out, options.replica_probabilities)
+    check_writable(file.out, options.replica_probabilities, read=recording)
     if options.replica_probabilities is not None and format_ != "sglang":
         raise InvalidInput(f"replica_probabilities belongs to -f sglang, not to -f {format_}")
     if options.pooled:

@@ -77,7 +77,7 @@ def compare_command(
     config, out = flags.pop("config"), flags.pop("out")
     options = read_options(CompareOptions, config, **flags)
     files = _by_suffix(out or ())
-    check_writable(*files.values())
+    check_writable(*files.values(), read=recording)
     if ".html" in files:  # At once, not after the work.
         with needing("plots", "a page with charts"):
             import evenkeel_moe.replay.charts  # noqa: F401
@@ -180,7 +180,7 @@ def plan_command(
 
     fleet = {"ranks": ranks, "slots": slots, "current": current}
     options = read_options(SinglePlanOptions, config, policy=policy, accept=accept, **fleet)
-    check_writable(file.out)
+    check_writable(file.out, read=recording)
     name, format_ = options.policy, PlacementFormat.parse(file.format_name)
     check_rows(format_, trace := read_recorded(recording, options))
     steps = options.window or trace.num_steps
@@ -353,8 +353,8 @@ def doubt_lines(findings: Iterable[Any]) -> list[str]:
     return [f"Doubt: {finding.words}" for finding in findings if finding.severity == "doubt"]
 
 
-def check_writable(*wanted: Path | None) -> None:
-    """Refuse files that cannot be written before the work, not after it."""
+def check_writable(*wanted: Path | None, read: Path | None = None) -> None:
+    """Refuse files that cannot be written, or that replace the one to read, before the work."""
     paths = [path for path in wanted if path is not None]
     for path in paths:
         try:
@@ -366,5 +366,7 @@ def check_writable(*wanted: Path | None) -> None:
                 raise InvalidInput(f"{path} cannot be written")
         except OSError as error:
             raise InvalidInput(f"{path} cannot be written: {error.strerror}") from error
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise InvalidInput(f"{paths[0]} is named for two files: one would replace the other")
+    named = [path.resolve() for path in (*paths, read) if path is not None]
+    for path, file in zip(paths, named, strict=False):
+        if named.count(file) > 1:
+            raise InvalidInput(f"{path} is named for two files: one would replace the other")
