@@ -165,6 +165,11 @@ def test_what_a_failure_loses_and_a_plan_without_replicas_are_told(steady, tmp_p
 
     fleet = ("--ranks", 2, "--slots", 10)
     assert "Losing any one rank loses at most 9 of 24 experts." in said(*fleet, survive="rank")
-    told = "The plan has no replica: start with 8 slots, and the memory of the other 2 is free."
-    assert told in said(*fleet, cost="roofline", read_tokens=100_000)
+    told = (
+        "no replica: run again with --slots {} for a file that leaves the memory of the other {} "
+    )
+    dear = {"cost": "roofline", "read_tokens": 100_000}
+    assert told.format(8, 2) in said(*fleet, **dear)
     assert "no replica" not in said(*fleet) and "Losing" not in said(*fleet)
+    assert told.format(9, 3) in said("--ranks", 3, "--slots", 12, **dear)
+    assert "no replica" not in said("--ranks", 3, "--slots", 9, **dear)

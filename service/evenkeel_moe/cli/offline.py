@@ -189,10 +189,11 @@ def _print(
     if plan.survival:
         lost = coverage(plan.placement, setup.topology, options.survive)
         lines.append(f"{lost.words.capitalize()}.")
-    if shape.num_redundant and not (plan.placement.logcnt > 1).any():
+    fewest = -(-shape.num_logical_experts // shape.num_ranks) * shape.num_ranks
+    if shape.num_slots > fewest and not (plan.placement.logcnt > 1).any():
         lines.append(
-            f"The plan has no replica: start with {shape.num_logical_experts} slots, and the memory"
-            f" of the other {shape.num_redundant} is free."
+            f"The plan has no replica: run again with --slots {fewest} for a file that leaves the"
+            f" memory of the other {shape.num_slots - fewest} free."
         )
     lines += [*doubt_lines(plan.findings), plan.words]
     lines.append(f"Cost model: {plan.verdict.cost_model.words}.")
