@@ -99,7 +99,8 @@ def test_the_best_policy_is_named_with_what_it_gains_and_costs(setup):
     assert copies == "A replan of eplb copies 2 GB between ranks, about 0.25 s at 5 GB/s per rank."
     worse = replace(comparison, results=tuple(reversed(comparison.results)))
     assert sentences(worse)[0].startswith("eplb ")
-    alone = replace(comparison, results=(replace(comparison.results[0], bytes=0),))
+    still = replace(comparison.results[0], bytes=0, copies_per_layer=0.0)
+    alone = replace(comparison, results=(still,))
     assert sentences(alone)[1] == "After its first plan eplb copies nothing."
     unknown = replace(comparison.results[0], time_over_fluid=np.nan)
     nothing = sentences(replace(comparison, results=(unknown,)))
@@ -116,6 +117,15 @@ def test_a_baseline_with_less_time_than_every_policy_is_named(setup):
         "eplb has the least predicted MoE time (by tokens) of the policies (the baseline ewma has"
         " less), 20.0% above a perfect split of tokens, 20.0% less than the initial placement."
     )
+
+
+def test_experts_of_unknown_size_have_copies_and_no_bytes(setup):
+    comparison = _compare(replace(setup, shape=replace(setup.shape, bytes_per_expert=0)), "eplb")
+    (result,) = comparison.results
+    assert np.isnan([result.bytes, result.copy_s, result.first_bytes]).all()
+    copies = f"{result.copies_per_layer:.1f} experts of each layer between ranks, of unknown size."
+    assert result.copies_per_layer > 0
+    assert sentences(comparison)[1] == f"A replan of eplb copies {copies}"
 
 
 def test_ranks_copy_at_the_same_time(setup):

@@ -38,11 +38,12 @@ class WalkMetrics:
     """The same before relabelling."""
     first_copies_per_layer: float
     """Copies per layer of the first plan, from the initial placement, after relabelling."""
-    bytes: int
-    """Bytes between ranks over all replans except the first, after relabelling."""
+    bytes: float
+    """Bytes between ranks over all replans except the first, after relabelling; NaN, as the next
+    two, if the size of an expert is not known."""
     copy_s: float
     """Time of `bytes`, if all ranks copy at once at `COPY_BYTES_PER_S`."""
-    first_bytes: int
+    first_bytes: float
     plan_ms: float
     """Median milliseconds of one planning call."""
     plan_ms_max: float
@@ -53,7 +54,7 @@ def measure_walk(walk: Walk, bytes_per_expert: int) -> WalkMetrics:
 
     Args:
         walk: the walk.
-        bytes_per_expert: size of all tensors of one expert.
+        bytes_per_expert: size of all tensors of one expert; 0 if it is not known.
     """
     balance = metrics.balancedness(walk.rank_load)
     known = balance[~np.isnan(balance)]
@@ -65,7 +66,8 @@ def measure_walk(walk: Walk, bytes_per_expert: int) -> WalkMetrics:
     )
     layers, ranks = walk.rank_load.shape[1:]
     later = walk.copies[1:]
-    nbytes = int(later.sum()) * bytes_per_expert
+    size = bytes_per_expert or math.nan
+    nbytes = int(later.sum()) * size
     return WalkMetrics(
         policy=walk.policy,
         balancedness_mean=metrics.balancedness_mean(walk.rank_load),
@@ -81,7 +83,7 @@ def measure_walk(walk: Walk, bytes_per_expert: int) -> WalkMetrics:
         first_copies_per_layer=float(walk.copies[0]) / layers,
         bytes=nbytes,
         copy_s=nbytes / (ranks * COPY_BYTES_PER_S),
-        first_bytes=int(walk.copies[0]) * bytes_per_expert,
+        first_bytes=int(walk.copies[0]) * size,
         plan_ms=float(np.median(walk.plan_s)) * 1e3,
         plan_ms_max=float(walk.plan_s.max()) * 1e3,
     )

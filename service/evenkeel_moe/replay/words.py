@@ -155,8 +155,13 @@ def sentences(comparison: Comparison) -> list[str]:
 def _copies_words(best: WalkMetrics) -> str:
     """Return what a replan of a policy copies, and how long it takes."""
     replans = best.replans - 1
-    if best.bytes == 0 or replans < 1:
+    if best.copies_per_layer == 0 or replans < 1:
         return f"After its first plan {best.policy} copies nothing."
+    if math.isnan(best.bytes):
+        return (
+            f"A replan of {best.policy} copies {best.copies_per_layer:.1f} experts of each layer"
+            " between ranks, of unknown size."
+        )
     return (
         f"A replan of {best.policy} copies {bytes_text(best.bytes / replans)} between ranks, about"
         f" {best.copy_s / replans:.2g} s at {COPY_BYTES_PER_S / 1e9:g} GB/s per rank."
