@@ -228,19 +228,24 @@ def test_no_server_and_no_folder_are_refused(command, tmp_path):
     assert code == 2 and "holds no file of a recording" in err
 
 
-def record(folder, first, steps=4):
+def record(folder, first, start="a1b2c3d4", began=1.0, steps=4):
     for rank in (0, 1):
         counts = np.full((steps, 2, 3), 1 + rank, np.int64)
-        load = RecordedLoad(rank, 2, 2, np.arange(first, first + steps), counts, 1.0)
-        write_recorded(folder, "a1b2c3d4", load)
+        load = RecordedLoad(rank, 2, 2, np.arange(first, first + steps), counts, began)
+        write_recorded(folder, start, load)
 
 
-def test_what_vllms_ranks_record_from_now_on_becomes_a_trace(command, tmp_path):
+@pytest.mark.fault(
+    "an operator whose vLLM server was started again while it was recorded",
+    "the steps of the new start were compared with those of the old one, and none was left",
+)
+@pytest.mark.parametrize("again", [(4,), (0, "0000000b", 2.0)])
+def test_what_vllms_ranks_record_from_now_on_becomes_a_trace(command, tmp_path, again):
     folder = tmp_path / "loads"
     folder.mkdir()
     record(folder, 0)
     # After the command has looked at the folder.
-    later = threading.Timer(min(deadline(0.5), 10.0), record, (folder, 4))
+    later = threading.Timer(min(deadline(0.5), 10.0), record, (folder, *again))
     later.start()
     out = str(tmp_path / "t.npz")
     code, said, err = command("record", "vllm", str(folder), "-s", "0.1", "--out", out)

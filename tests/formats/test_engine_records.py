@@ -243,7 +243,7 @@ def record(folder, rank, first, *, start="a1b2c3d4-77", steps=2, ranks=2, expert
 def test_the_loads_of_all_ranks_add_up_and_steps_that_one_lacks_are_left_out(tmp_path):
     for rank, first in ((0, 0), (1, 0), (0, 2)):
         record(tmp_path, rank, first)
-    assert newest_step(tmp_path) == 3
+    assert newest_step(tmp_path) == ("a1b2c3d4", 3)
     trace = read_trace(tmp_path, first_moe_layer=4)
     assert trace.counts.tolist() == [[[3, 3, 3]]] * 2
     assert (trace.layer_ids, trace.top_k) == ((4,), 2)
@@ -275,7 +275,7 @@ def test_starts_that_do_not_say_when_they_began_are_asked_for(tmp_path, began):
         with pytest.raises(InvalidInput, match=asked):
             ask(tmp_path)
     assert read_trace(tmp_path, start="ffffffff").num_steps == 2
-    assert newest_step(tmp_path, "ffffffff") == 1
+    assert newest_step(tmp_path, "ffffffff") == ("ffffffff", 1)
 
 
 CUT = pytest.mark.fault(

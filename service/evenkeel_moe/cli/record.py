@@ -119,12 +119,15 @@ def vllm(
     _check_out(recording.out)
     if not is_recording(folder):
         raise InvalidInput(f"{folder}: holds no file of a recording; is the server running?")
-    first = newest_step(folder, start) + 1
+    before = newest_step(folder, start)
     _wait(recording.seconds)
     after = newest_step(folder, start)
     # The plugin writes a file every few seconds: the last steps of the time arrive a little later.
-    _poll(_FLUSH_S, lambda: newest_step(folder, start) > after or None)
-    _write(folder, recording, start, from_step=first)
+    _poll(_FLUSH_S, lambda: newest_step(folder, start) != after or None)
+    newest, _ = newest_step(folder, start)
+    # Each start of the engine numbers its steps anew.
+    first = before[1] + 1 if newest == before[0] else 0
+    _write(folder, recording, newest, from_step=first)
 
 
 def _check_out(out: Path) -> None:

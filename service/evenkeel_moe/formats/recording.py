@@ -113,8 +113,8 @@ def read_recording(
     return Trace(counts, layer_ids, folder.name, first.top_k, findings=notes)
 
 
-def newest_step(folder: Path, start: str | None = None) -> int:
-    """Return the newest step that a rank has written in a start; -1 without files.
+def newest_step(folder: Path, start: str | None = None) -> tuple[str, int]:
+    """Return a start and the newest step that a rank has written in it; -1 without files.
 
     Args:
         folder: of the recording.
@@ -125,10 +125,10 @@ def newest_step(folder: Path, start: str | None = None) -> int:
             newest.
     """
     if not is_recording(folder):
-        return -1
+        return "", -1
     paths, _ = _files_of(folder, start)
     with naming(paths[-1].name):
-        return int(_read_file(paths[-1]).steps.max(initial=-1))
+        return paths[-1].name[:8], int(_read_file(paths[-1]).steps.max(initial=-1))
 
 
 def _files_of(folder: Path, start: str | None) -> tuple[list[Path], int]:
