@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.formats import read_trace
+from evenkeel_moe.formats import read_trace, write_trace
 from evenkeel_moe.formats.recording import RecordedLoad, newest_step, read_recording, write_recorded
 from evenkeel_moe.model.finding import doubts
 from tests.formats.samples import said
@@ -162,7 +162,7 @@ def test_sums_above_the_bound_of_ids_and_whole_floats_are_read(tmp_path):
 def test_a_line_that_cannot_be_read_is_left_out_by_number(tmp_path, broken):
     path = written(tmp_path / "a.jsonl", *many(range(9)))
     path.write_text(path.read_text() + broken)
-    trace = read_trace(path)
+    trace = read_trace(path, first_moe_layer=0)
     assert trace.num_steps == 9
     assert [each.where for each in trace.findings] == ["line 10"]
     path.write_text("\n".join([broken] * 9) + "\n" + path.read_text())
@@ -173,7 +173,7 @@ def test_a_line_that_cannot_be_read_is_left_out_by_number(tmp_path, broken):
 @LINES
 def test_a_server_that_was_started_again_is_read_on_and_several_at_once_are_not(tmp_path):
     path = written(tmp_path / "a.jsonl", *many([*range(9), *range(5)]))
-    trace = read_trace(path)
+    trace = read_trace(path, first_moe_layer=0)
     assert trace.num_steps == 14
     assert [each.where for each in trace.findings] == ["after 9 steps"]
     both = [step for pair in zip(range(30), range(30), strict=True) for step in pair]
@@ -191,7 +191,7 @@ def test_an_empty_slot_has_no_tokens(tmp_path):
     assert ("routes_missing", f"{lost} of {total} tokens") in said(trace)
     for record in records:
         record["expert_load"][0][3] = 0
-    assert said(read_trace(written(tmp_path / "b.jsonl", *records))) == []
+    assert said(read_trace(written(tmp_path / "b.jsonl", *records), first_moe_layer=0)) == []
 
 
 @LINES
@@ -200,7 +200,7 @@ def test_a_restart_keeps_the_order_of_lines_where_no_step_occurs_twice(tmp_path,
     """The file was begun late in the first start, so its steps lie above those of the next."""
     numbers = [first + index for first, steps in starts for index in range(steps)]
     records = many(numbers)
-    trace = read_trace(written(tmp_path / "a.jsonl", *records))
+    trace = read_trace(written(tmp_path / "a.jsonl", *records), first_moe_layer=0)
     loads = [record["expert_load"][0] for record in records]
     assert trace.counts[:, 0, 1].tolist() == [load[1] for load in loads]
     (found,) = trace.findings
@@ -214,7 +214,7 @@ def test_a_restart_keeps_the_order_of_lines_where_no_step_occurs_twice(tmp_path,
 def test_lines_out_of_order_are_sorted(tmp_path):
     numbers = sorted(range(40), key=str)
     records = many(numbers)
-    trace = read_trace(written(tmp_path / "a.jsonl", *records))
+    trace = read_trace(written(tmp_path / "a.jsonl", *records), first_moe_layer=0)
     load = {record["step"]: record["expert_load"][0][1] for record in records}
     assert trace.counts[:, 0, 1].tolist() == [load[step] for step in range(40)]
     assert trace.findings == ()
@@ -227,7 +227,7 @@ def test_tokens_of_an_empty_slot_are_in_doubt_if_they_are_many(tmp_path, tokens,
     for record in records:
         record["expert_load"][0][3] = 0
     records[7]["expert_load"][0][3] = tokens
-    (found,) = read_trace(written(tmp_path / "a.jsonl", *records)).findings
+    (found,) = read_trace(written(tmp_path / "a.jsonl", *records), first_moe_layer=0).findings
     assert (found.code, found.severity) == ("routes_missing", severity)
 
 
@@ -238,6 +238,26 @@ def record(folder, rank, first, *, start="a1b2c3d4-77", steps=2, ranks=2, expert
     counts = np.full((steps, 1, experts), 1 + rank, np.int64)
     numbers = np.arange(first, first + steps)
     return write_recorded(folder, start, RecordedLoad(rank, ranks, 2, numbers, counts, began))
+
+
+@pytest.mark.fault(
+    "a user of evenkeel offline", "a plan was written for the dense layers, and nothing said it"
+)
+def test_hidden_layers_that_nothing_names_are_said_to_be_taken_for_the_first(tmp_path):
+    (tmp_path / "loads").mkdir()
+    for rank in (0, 1):
+        record(tmp_path / "loads", rank, 0)
+    np.savez(tmp_path / "t.npz", T=np.arange(24).reshape(4, 1, 6))
+    written(tmp_path / "s.jsonl", *many(range(9)))
+    for name in ("loads", "t.npz", "s.jsonl"):
+        trace = read_trace(tmp_path / name)
+        (note,) = trace.findings
+        assert (note.code, note.severity, note.where) == ("assumed", "note", "layer 0")
+        assert "give first_moe_layer" in note.advice
+        assert read_trace(tmp_path / name, first_moe_layer=3).findings == ()
+        write_trace(tmp_path / "again.npz", trace)
+        assert read_trace(tmp_path / "again.npz").findings == (note,)
+        assert read_trace(tmp_path / "again.npz", first_moe_layer=3).findings == ()
 
 
 def test_the_loads_of_all_ranks_add_up_and_steps_that_one_lacks_are_left_out(tmp_path):
@@ -254,7 +274,7 @@ def test_only_the_newest_start_of_the_group_is_read(tmp_path):
     for rank in (0, 1):
         record(tmp_path, rank, 5, start="00000001", steps=1, began=1.7e9 + 60 + rank)
         record(tmp_path, rank, 0, start="ffffffff", began=1.7e9 + rank)
-    trace = read_trace(tmp_path)
+    trace = read_trace(tmp_path, first_moe_layer=0)
     assert trace.num_steps == 1
     assert [each.code for each in trace.findings] == ["left_out"]
     assert read_trace(tmp_path, start="ffffffff").num_steps == 2

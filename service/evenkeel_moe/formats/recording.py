@@ -109,8 +109,8 @@ def read_recording(
     notes += missing
     if others:
         notes += (left_out(f"the folder has files of {others} other starts, which are not read"),)
-    layer_ids = layers_from(first_moe_layer, counts.shape[1])
-    return Trace(counts, layer_ids, folder.name, first.top_k, findings=notes)
+    layer_ids, guessed = layers_from(first_moe_layer, counts.shape[1])
+    return Trace(counts, layer_ids, folder.name, first.top_k, findings=notes + guessed)
 
 
 def newest_step(folder: Path, start: str | None = None) -> tuple[str, int]:

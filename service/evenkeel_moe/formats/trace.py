@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import check_dimensions, check_layer_ids
-from evenkeel_moe.model.finding import Finding, FindingCode, Severity
+from evenkeel_moe.model.finding import Finding, FindingCode, Severity, spans
 from evenkeel_moe.planning.signals.load_findings import check_hidden_layers
 
 
@@ -145,10 +145,15 @@ missing_parts = partial(Finding, FindingCode.PARTS_MISSING)
 """A finding, of a severity, that a part of a recording is not there."""
 
 
-def layers_from(first_moe_layer: int | None, layers: int) -> tuple[int, ...]:
-    """Return the ids of layers that follow each other, from 0 on if the first is not known."""
-    first = first_moe_layer or 0
-    return tuple(range(first, first + layers))
+def layers_from(
+    first_moe_layer: int | None, layers: int
+) -> tuple[tuple[int, ...], tuple[Finding, ...]]:
+    """Return the ids of layers that follow each other; from 0 on, with a note, if none is known."""
+    if first_moe_layer is not None:
+        return tuple(range(first_moe_layer, first_moe_layer + layers)), ()
+    what = "the MoE layers are taken for the first hidden layers, because nothing names them"
+    advice = "If dense layers come before them, give first_moe_layer"
+    return tuple(range(layers)), (assumed(what, spans("layer", range(layers)), "", advice),)
 
 
 def drop_idle_steps(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[Finding, ...]]:

@@ -141,9 +141,15 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
         raise InvalidInput("has no array T (steps, layers, experts)")
     counts = token_counts(arrays["T"], "T")
     check_dimensions(counts, "T", "steps, layers, experts")
-    layer_ids = layers_from(first_moe_layer, counts.shape[1])
-    if first_moe_layer is None and "layer_ids" in arrays:
+    layer_ids, guessed = layers_from(None, counts.shape[1])
+    findings = _read_findings(arrays.get("findings"))
+    if first_moe_layer is not None:
+        layer_ids, _ = layers_from(first_moe_layer, counts.shape[1])
+        findings = tuple(each for each in findings if each not in guessed)
+    elif "layer_ids" in arrays:
         layer_ids = tuple(token_counts(arrays["layer_ids"], "layer_ids").reshape(-1).tolist())
+    else:
+        findings += guessed
     mix, domains = arrays.get("mix"), arrays.get("domains")
     if mix is None or domains is None or mix.dtype.kind != "f" or domains.dtype.kind != "U":
         mix, domains = None, np.array([], "U1")
@@ -156,7 +162,7 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
         token_counts(arrays["S"], "S") if "S" in arrays else None,
         None if mix is None else mix.astype(np.float64),
         tuple(str(name) for name in domains.reshape(-1)),
-        _read_findings(arrays.get("findings")),
+        findings,
         one_number(arrays, "hidden"),
         one_number(arrays, "rank_files"),
     )

@@ -87,9 +87,9 @@ def read_load_statistics(path: Path, first_moe_layer: int | None) -> Trace:
     experts = max(int(record.held.max()) for record in steps) + 1
     rows = [_sum_by_expert(record, experts) for record in steps]
     counts, idle = drop_idle_steps(np.stack(rows))
-    findings = (*_broken_lines(broken, lines), *starts, *idle)
+    layer_ids, guessed = layers_from(first_moe_layer, counts.shape[1])
+    findings = (*_broken_lines(broken, lines), *starts, *idle, *guessed)
     findings += _load_of_empty_slots(steps)
-    layer_ids = layers_from(first_moe_layer, counts.shape[1])
     return Trace(counts, layer_ids, path.stem, findings=findings)
 
 

@@ -52,7 +52,8 @@ def test_routed_loads_show_nothing(seed):
 @pytest.mark.traces
 def test_recorded_loads_show_nothing():
     paths = [SHIPPED, *sorted(TRACES.glob("*.npz"))]
-    traces = [read_trace(path) for path in paths if "T" in np.load(path).files]
+    paths = [path for path in paths if "T" in np.load(path).files]
+    traces = [read_trace(path, first_moe_layer=0) for path in paths]
     assert traces
     assert all(trace.findings == () for trace in traces)
 
