@@ -140,10 +140,22 @@ def test_a_path_that_is_not_a_trace_is_refused(tmp_path):
         read_trace(tmp_path / "t.csv")
 
 
-def test_a_zip_file_that_is_not_npz_is_refused(tmp_path):
+@pytest.mark.parametrize("header", [b"junk", b"(((", b"{'descr': '''x"])
+def test_a_zip_file_that_is_not_npz_is_refused(tmp_path, header):
     with zipfile.ZipFile(tmp_path / "t.npz", "w") as archive:
-        archive.writestr("T.npy", b"\x93NUMPY\x01\x00\x04\x00junk")
+        size = len(header).to_bytes(2, "little")
+        archive.writestr("T.npy", b"\x93NUMPY\x01\x00" + size + header)
     with pytest.raises(InvalidInput, match="holds an array that cannot be read"):
+        read_trace(tmp_path / "t.npz")
+
+
+def test_a_file_whose_packed_data_is_damaged_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "t.npz", "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("T.npy", b"\x93NUMPY" * 100)
+    content = bytearray((tmp_path / "t.npz").read_bytes())
+    content[39] = 0xFF  # the first byte of the settings of LZMA
+    (tmp_path / "t.npz").write_bytes(content)
+    with pytest.raises(InvalidInput, match="not a readable npz file"):
         read_trace(tmp_path / "t.npz")
 
 

@@ -6,7 +6,9 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Collection, Mapping
+from lzma import LZMAError
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,11 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import MAX_CELLS, MAX_COUNTS, check_size, token_counts
+
+_BROKEN_HEADER = (
+    *(ValueError, KeyError, TypeError, SyntaxError, TokenError, OverflowError, MemoryError),
+)
+"""What numpy raises for a broken header, with the wrong text in the message."""
 
 MAX_ARRAY_BYTES = 4 << 30
 """Most bytes to which the arrays of a file may unpack."""
@@ -52,13 +59,11 @@ def load_npz(
             _check_members(archive, path.stat().st_size, names, small)
         with np.load(path, allow_pickle=False) as archive:
             return {name: np.asarray(archive[name]) for name in names if name in archive.files}
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, LZMAError, EOFError, OSError, RuntimeError) as error:
         raise InvalidInput(f"not a readable npz file: {error}") from error
-    # numpy raises any of these for a broken header, with the wrong text in the message.
-    except (ValueError, KeyError, TypeError, SyntaxError, OverflowError, MemoryError) as error:
-        raise InvalidInput(
-            f"holds an array that cannot be read: {str(error).splitlines()[0]:.200}"
-        ) from error
+    except _BROKEN_HEADER as error:
+        text = " ".join(str(error).split())
+        raise InvalidInput(f"holds an array that cannot be read: {text:.200}") from error
 
 
 def _check_members(
