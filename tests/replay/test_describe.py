@@ -82,6 +82,23 @@ def test_short_and_empty_traces_have_no_value_rather_than_a_wrong_one():
     assert np.isnan(list(described.drift.autocorrelation.values())).all()
 
 
+def test_idle_steps_change_no_share_and_no_skew():
+    counts = np.repeat(_steady(), 2, axis=1)
+    counts[:, 0, 3] = 40
+    described = _describe(counts, num_ranks=4)
+    idle = np.zeros((400, *counts.shape[1:]), np.int64)
+    idle[::2] = counts
+    again = _describe(idle, num_ranks=4)
+    for name in ("layers", "pairs", "drift"):
+        assert getattr(again, name) == getattr(described, name)
+    assert 2 * again.tokens_per_step == described.tokens_per_step
+    # A layer that is idle in some steps has its own mean.
+    counts[::2, 1] = 0
+    part = _describe(counts).layers[1]
+    assert part.skew_step == pytest.approx(described.layers[1].skew_step, rel=0.02)
+    assert np.isnan(_describe(_steady()).temporal_load)
+
+
 @pytest.mark.traces
 @pytest.mark.skipif(not TRACES.is_dir(), reason="the recorded traces are not here")
 @pytest.mark.parametrize(

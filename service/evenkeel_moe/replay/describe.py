@@ -41,7 +41,7 @@ class LayerDescription:
     skew: float
     """Max / mean over experts of the load summed over steps."""
     skew_step: float
-    """Max / mean over experts in one step, averaged over steps."""
+    """Max / mean over experts in one step, averaged over steps with load."""
     skew_class: str
     """`high` above `HIGH_SKEW`, `none` without any load, else `low`."""
     balancedness: float
@@ -97,7 +97,7 @@ class TraceDescription:
     temporal_share: float
     """Temporal experts / all experts."""
     temporal_load: float
-    """Mean load of temporal experts while hot, in uniform shares; 0 if there are none."""
+    """Mean load of temporal experts while hot, in uniform shares; NaN if there are none."""
     pairs: tuple[Pair, ...]
     """The most correlated pairs of each layer, ordered by correlation in the second half."""
     pair_r: float
@@ -117,11 +117,14 @@ def describe(
         window_steps: steps per window for drift; halved until four windows fit into the trace.
     """
     load = trace.counts.astype(np.float64)
+    tokens = float(load.sum(axis=2).mean()) / (trace.top_k or 1)
+    load = load[load.any(axis=(1, 2))]  # An idle step has no shares.
     totals = load.sum(axis=2, keepdims=True)
     share = ratio(load, totals, 0.0)
     relative = share * trace.num_experts
     hot = relative >= HOT
-    hot_share = hot.mean(axis=0)
+    busy = (totals > 0).sum(axis=0)
+    hot_share = ratio(hot.sum(axis=0).astype(np.float64), busy, 0.0)
     hot_load = ratio(np.where(hot, relative, 0.0).sum(axis=0), hot.sum(axis=0), 0.0)
     low, high = TEMPORAL_SHARE
     temporal = (hot_share >= low) & (hot_share <= high) & (hot_load >= TEMPORAL_LOAD)
@@ -132,10 +135,10 @@ def describe(
         num_layers=trace.num_layers,
         num_experts=trace.num_experts,
         top_k=trace.top_k,
-        tokens_per_step=float(totals.mean()) / (trace.top_k or 1),
+        tokens_per_step=tokens,
         layers=_layers(trace, load, relative, hot_share, temporal, num_ranks),
         temporal_share=float(temporal.mean()),
-        temporal_load=float(hot_load[temporal].mean()) if temporal.any() else 0.0,
+        temporal_load=_mean(hot_load[temporal]),
         pairs=pairs,
         pair_r=_mean([pair.r_second_half for pair in pairs]),
         drift=_drift(load, share, window_steps),
@@ -153,7 +156,8 @@ def _layers(
 ) -> tuple[LayerDescription, ...]:
     summed = load.sum(axis=0)
     skew = ratio(summed.max(axis=1), summed.mean(axis=1))
-    skew_step = relative.max(axis=2).mean(axis=0)
+    worst = relative.max(axis=2)
+    skew_step = ratio(worst.sum(axis=0), (worst > 0).sum(axis=0))
     balance = np.full(trace.num_layers, np.nan)
     if num_ranks is not None:
         per_rank = -(-trace.num_experts // num_ranks)
