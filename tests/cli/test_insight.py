@@ -4,6 +4,7 @@ import re
 import pytest
 
 from evenkeel_moe.cli.heat import heat_map
+from evenkeel_moe.cli.insight_tables import recommendation_view
 from tests.api.fakes import NOW
 from tests.cli.conftest import drawn
 
@@ -58,6 +59,14 @@ def test_the_replicas_of_craft_are_told_by_layer_with_their_gains(run):
     shown = [line.split() for line in out.splitlines() if re.match(r" *[01] +[02] +0\.", line)]
     assert shown == [["0", "2", "0.500", "0.900", "▄", "█"], ["1", "0", "0.900", "0.900", "▁"]]
     assert "CRAFT with R = 1, layer by layer" in out
+
+
+@pytest.mark.parametrize("gain", [0.0, -0.1])
+def test_replicas_that_gain_nothing_are_told_too(run, gain):
+    answer = json.loads(run("recommend", "-d", "demo", "-o", "json")[1])
+    answer["redundancy"]["craft_allocation"]["gain"] = [[gain, gain], [gain, gain]]
+    shown = "\n".join(drawn(recommendation_view(answer), width=120))
+    assert f"the highest is {gain:.3f}" in shown
 
 
 def test_the_heat_map_names_its_largest_cells(run):

@@ -117,9 +117,10 @@ def _craft(found: Mapping[str, Any] | None) -> list[RenderableType]:
     if found is None or not found["counts"]:
         return []
     most = max(max(gains) for gains in found["gain"])
+    full = most if most > 0 else 1.0
 
     def curve(gains: Sequence[float]) -> str:
-        return "".join(f"{_BARS[round(max(gain, 0.0) / most * 8)]} " for gain in gains)
+        return "".join(f"{_BARS[round(max(gain, 0.0) / full * 8)]} " for gain in gains)
 
     def with_its_own(row: Mapping[str, Any]) -> float:
         gain = row["gain"][found["counts"].index(row["replicas"])] if row["replicas"] else 0.0
