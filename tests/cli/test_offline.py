@@ -132,6 +132,7 @@ def test_no_verdict_stands_on_a_doubt_that_nobody_accepted(steady, tmp_path):
     assert answer["verdict"]["call"] == "insufficient_evidence"
     assert [each["code"] for each in answer["findings"]] == ["uneven_layers"]
     assert not out.exists()
+    assert (answer["file"], answer["start"]) == (None, None)
     said = run(steady, *FLEET, "--out", out, "--only-if-it-pays", "--accept", "uneven_layers")
     assert "It pays" in said and "Doubt" not in said
 

@@ -103,7 +103,8 @@ def offline(
     if shown.as_json:
         facts = {"policy": name, "trace": trace.name}
         where = {"file": str(file.out) if written else None, "format": file.format_name}
-        print_json(where | {"start": _start(file, setup)} | facts | plan.as_dict())
+        start_words = _start(file, setup) if written else None
+        print_json(where | {"start": start_words} | facts | plan.as_dict())
     else:
         _print(file, options, format_, plan, trace, setup, written)
     if not written:
