@@ -44,7 +44,10 @@ def test_sglang_rows_are_hidden_layers_and_dense_ones_are_found(tmp_path):
         "step_order": "",
         "leading_idle_layers": "layer 0 of 4",
     }
-    assert read_trace(path, first_moe_layer=2).layer_ids == (2, 3)
+    cut = read_trace(path, first_moe_layer=2)
+    assert cut.layer_ids == (2, 3)
+    named = [each.where for each in doubts(cut.findings) if each.code == "left_out"]
+    assert named == ["layer 1"]
     with pytest.raises(InvalidInput, match="first MoE layer 4 is outside the 4 hidden layers"):
         read_trace(path, first_moe_layer=4)
 

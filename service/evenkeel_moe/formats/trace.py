@@ -182,7 +182,7 @@ def moe_rows(
             that ever routed a token, because dense layers have rows that never count.
 
     Returns:
-        The rows, their hidden layers, and what the rows that never counted show.
+        The rows, their hidden layers, and what the other rows show.
 
     Raises:
         InvalidInput: there is no such layer.
@@ -196,4 +196,8 @@ def moe_rows(
         raise InvalidInput(
             f"first MoE layer {first_moe_layer} is outside the {hidden} hidden layers"
         )
-    return counts[:, first_moe_layer:], tuple(range(first_moe_layer, hidden)), ()
+    found: tuple[Finding, ...] = ()
+    if cut := np.flatnonzero(counts[:, :first_moe_layer].any(axis=(0, 2))).tolist():
+        what, where = "layers before first_moe_layer counted, and are left out", spans("layer", cut)
+        found = (Finding(FindingCode.LEFT_OUT, Severity.DOUBT, what, where),)
+    return counts[:, first_moe_layer:], tuple(range(first_moe_layer, hidden)), found
