@@ -76,6 +76,7 @@ COUNTS = np.ones((1, 2, 3), np.uint16)
         ({"T": np.full((1, 2, 3), np.nan)}, "T holds 6 values that are not finite"),
         ({"T": np.full((1, 2, 3), 0.5)}, "T holds 6 counts that are not whole"),
         ({"T": np.full((1, 2, 3), "a")}, "T must hold numbers, holds <U1"),
+        ({"T": np.full((1, 1, 2048), 2**53)}, r"1.84467e\+19 tokens in all, at most 2\^53"),
         ({"T": COUNTS, "topk": np.int32(9)}, "top-k is 9, must be 1..3"),
         ({"T": COUNTS, "topk": np.arange(2)}, "topk must be one number"),
         ({"T": COUNTS, "tokens": np.arange(2)}, r"tokens must be \(1,\), got \(2,\)"),

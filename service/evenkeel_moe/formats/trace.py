@@ -47,6 +47,9 @@ class Trace:
                 f"{int((counts < 0).sum())} negative counts, first: {counts[step, layer, expert]}"
                 f" in step {step} layer {layer} expert {expert}"
             )
+        # The float64 of plans holds whole numbers up to this one, and sums in int64 would wrap.
+        if (total := counts.sum(dtype=np.float64)) > 2**53:
+            raise InvalidInput(f"{total:g} tokens in all, at most 2^53 are read")
         check_layer_ids(self.layer_ids, self.num_layers)
         hidden = self.num_hidden_layers
         if hidden is not None and hidden <= self.layer_ids[-1]:
