@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.reading import naming
 from evenkeel_moe.formats.trace import assumed, drop_idle_steps, left_out, missing_parts
 from evenkeel_moe.model.finding import Finding, Severity, plural, spans
@@ -93,44 +93,49 @@ class RankSums:
         Raises:
             InvalidInput: less than half of the steps are whole, or none routed a token.
         """
-        whole, uneven = whole_steps(dict(sorted(self.by_rank.items())), self.noun)
+        whole, uneven = in_every_part(dict(sorted(self.by_rank.items())), "rank", self.noun)
         counts, idle = drop_idle_steps(np.stack([self.sums[step] for step in whole]))
         return counts, (*uneven, *idle, *ranks_read(self.by_rank, num_ranks))
 
 
-def whole_steps(
-    by_rank: Mapping[int, Collection[int]], noun: str
+def in_every_part(
+    by_part: Mapping[int, Collection[int]], part: str, noun: str, *, needed: bool = False
 ) -> tuple[list[int], tuple[Finding, ...]]:
-    """Return the steps that every rank has, and a note that names those that some ranks lack.
+    """Return what every part of a recording has, and a finding that names what some parts lack.
 
     Args:
-        by_rank: the steps of each rank.
-        noun: what the recording calls a step.
+        by_part: what each part has, such as the steps of each rank.
+        part: what the recording calls a part.
+        noun: what it calls one of the things that parts have.
+        needed: True if a part without some of them puts the recording in doubt.
 
     Returns:
-        the steps in rising order, findings.
+        what all parts have in rising order, findings.
 
     Raises:
-        InvalidInput: less than half of the steps are whole.
+        ShapeMismatch: less than half is in every part, or half if all is needed.
     """
-    all_steps = set().union(*by_rank.values())
-    lacking = {step for have in by_rank.values() for step in all_steps.difference(have)}
-    whole = sorted(all_steps - lacking)
-    if not lacking:
-        return whole, ()
-    fewest = min(by_rank, key=lambda rank: len(by_rank[rank]))
-    most = max(by_rank, key=lambda rank: len(by_rank[rank]))
+    every = set().union(*by_part.values())
+    whole = every.intersection(*by_part.values())
+    if whole == every:
+        return sorted(whole), ()
+    lacking, nouns = spans(noun, every - whole), plural(noun)
+    fewest = min(by_part, key=lambda each: len(by_part[each]))
+    most = max(by_part, key=lambda each: len(by_part[each]))
     amount = (
-        f"{len(lacking)} of {len(all_steps)} {plural(noun)}; rank {fewest} has"
-        f" {len(by_rank[fewest])}, rank {most} {len(by_rank[most])}"
+        f"{len(every - whole)} of {len(every)} {nouns}; {part} {fewest} has"
+        f" {len(by_part[fewest])}, {part} {most} {len(by_part[most])}"
     )
-    if 2 * len(whole) < len(all_steps) or not whole:
-        raise InvalidInput(
-            f"most {plural(noun)} are not on all {len(by_rank)} ranks: {spans(noun, lacking)},"
-            f" {amount}. Take the files of one recording of all ranks"
+    if 2 * len(whole) < len(every) + needed or not whole:
+        raise ShapeMismatch(
+            f"most {nouns} are not on all {len(by_part)} {plural(part)}: {lacking}, {amount}. Take"
+            " the files of one recording of all ranks, and of one pipeline stage"
         )
-    what = f"{plural(noun)} that some ranks did not record are left out"
-    return whole, (left_out(what, spans(noun, lacking), amount),)
+    what = f"{nouns} that some {plural(part)} lack are left out"
+    if needed:
+        advice = f"Record again if all {plural(part)} have these {nouns}"
+        return sorted(whole), (missing_parts(Severity.DOUBT, what, lacking, amount, advice),)
+    return sorted(whole), (left_out(what, lacking, amount),)
 
 
 def missing_ranks(found: Collection[int], size: int) -> list[int]:

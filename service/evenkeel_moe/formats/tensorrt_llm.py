@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.formats.rank_files import RankFiles, ranks_read, whole_steps
+from evenkeel_moe.formats.rank_files import RankFiles, in_every_part, ranks_read
 from evenkeel_moe.formats.reading import (
     MAX_EXPERTS,
     as_int,
@@ -28,8 +28,8 @@ from evenkeel_moe.formats.reading import (
     read_text,
     token_counts,
 )
-from evenkeel_moe.formats.trace import Trace, drop_idle_steps, left_out, missing_parts
-from evenkeel_moe.model.finding import Finding, Severity, spans
+from evenkeel_moe.formats.trace import Trace, drop_idle_steps
+from evenkeel_moe.model.finding import Finding
 
 _RANK_FILE = re.compile(r"rank(\d+)\.safetensors")
 _KEY = re.compile("(0|[1-9][0-9]{0,17})_(0|[1-9][0-9]{0,8})")
@@ -59,12 +59,12 @@ def read_statistics(folder: Path, first_moe_layer: int | None) -> Trace:
         with naming(file.name):
             layers_of[rank], counted[rank], cut = _by_iteration(tensors, experts)
             findings += cut
-    layers, lacking = _common_layers(layers_of)
+    layers, lacking = in_every_part(layers_of, "rank", "layer", needed=True)
     for rank, by_step in counted.items():
         rows = np.flatnonzero(np.isin(layers_of[rank], layers))
         counted[rank] = {step: counts[rows] for step, counts in by_step.items()}
     findings += (*files.damaged(), *lacking)
-    whole, uneven = whole_steps(counted, "iteration")
+    whole, uneven = in_every_part(counted, "rank", "iteration")
     source = np.array([[counted[rank][step] for rank in counted] for step in whole], np.int64)
     counts, idle = drop_idle_steps(source.sum(axis=1))
     findings += (*uneven, *idle, *ranks_read(counted))
@@ -78,29 +78,6 @@ def read_statistics(folder: Path, first_moe_layer: int | None) -> Trace:
         findings=findings,
         rank_files=len(counted),
     )
-
-
-def _common_layers(layers_of: Mapping[int, list[int]]) -> tuple[list[int], tuple[Finding, ...]]:
-    """Return the layers that every rank has, and a doubt that names those that some ranks lack.
-
-    Raises:
-        ShapeMismatch: half of the layers or more are lacking somewhere.
-    """
-    every = set().union(*layers_of.values())
-    common = every.intersection(*layers_of.values())
-    if common == every:
-        return sorted(every), ()
-    lacking = spans("layer", every - common)
-    fewest = min(layers_of, key=lambda rank: len(layers_of[rank]))
-    amount = f"{len(every - common)} of {len(every)} layers; rank {fewest} has the fewest"
-    if 2 * len(common) <= len(every):
-        raise ShapeMismatch(
-            f"ranks recorded different layers: {lacking}, {amount}. Give the folder of one"
-            " pipeline stage"
-        )
-    what = "layers that some ranks did not record are left out"
-    advice = "Record again if all ranks have these layers"
-    return sorted(common), (missing_parts(Severity.DOUBT, what, lacking, amount, advice),)
 
 
 def _rank_files(folder: Path) -> dict[Path, int]:
@@ -145,17 +122,6 @@ def _by_iteration(
     if not by_layer:
         raise InvalidInput("holds no tensor")
     layers = sorted(by_layer)
-    every = set().union(*by_layer.values())
-    whole = sorted(every.intersection(*by_layer.values()))
+    whole, cut = in_every_part(by_layer, "layer", "iteration")
     stacked = {step: np.stack([by_layer[layer][step] for layer in layers]) for step in whole}
-    if len(whole) == len(every):
-        return layers, stacked, ()
-    lacking = spans("iteration", every.difference(whole))
-    if 2 * len(whole) < len(every):
-        raise ShapeMismatch(
-            f"{len(every) - len(whole)} of {len(every)} iterations lack some of"
-            f" {spans('layer', layers)}: {lacking}"
-        )
-    amount = f"{len(every) - len(whole)} of {len(every)} iterations of a rank"
-    cut = left_out("iterations without all layers are left out", lacking, amount)
-    return layers, stacked, (cut,)
+    return layers, stacked, cut
