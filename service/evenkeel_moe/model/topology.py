@@ -111,6 +111,28 @@ class ModelShape:
         return min(total // self.num_layers, self.num_slots) - self.num_logical_experts
 
 
+def slots_of_rank(slots: int, ranks: int, experts: int) -> int:
+    """Return the slots that each rank has in a layer of some experts.
+
+    Args:
+        slots: of the layer over all ranks.
+        ranks: that share them evenly.
+        experts: of the layer.
+
+    Raises:
+        ShapeMismatch: they do not divide over the ranks, or a rank cannot use so many.
+    """
+    if words := undivided(slots, "slots", ranks, "ranks", least=experts):
+        raise ShapeMismatch(words)
+    per_rank = slots // ranks
+    if per_rank > experts:
+        raise ShapeMismatch(
+            f"{slots} slots on {ranks} ranks are {per_rank} per rank, the model has {experts}"
+            f" experts; at most {experts * ranks} slots can be used"
+        )
+    return per_rank
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """The node of each rank. A node is a set of ranks with fast links."""

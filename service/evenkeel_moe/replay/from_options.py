@@ -14,7 +14,7 @@ from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.policy import OptionValue
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import ModelShape, Topology, slots_of_rank
 from evenkeel_moe.planning.policies.craft.policy import factor_by_memory
 from evenkeel_moe.planning.policies.registry import find_policy, known_policies
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
@@ -73,14 +73,7 @@ def _shape(fleet: FleetOptions, trace: Trace) -> ModelShape:
     """Return the shape of a deployment of the trace's model on the fleet."""
     ranks, experts = fleet.ranks, trace.num_experts
     slots = fleet.slots if fleet.slots is not None else (-(-experts // ranks) + 1) * ranks
-    if words := undivided(slots, "slots", ranks, "ranks", least=experts):
-        raise ShapeMismatch(words)
-    per_rank = slots // ranks
-    if per_rank > experts:
-        raise ShapeMismatch(
-            f"{slots} slots on {ranks} ranks are {per_rank} per rank, the model has {experts}"
-            f" experts; at most {experts * ranks} slots can be used"
-        )
+    per_rank = slots_of_rank(slots, ranks, experts)
     return ModelShape(
         num_layers=trace.num_layers,
         num_logical_experts=experts,

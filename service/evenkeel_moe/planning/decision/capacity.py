@@ -18,13 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
-from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.cost import CostBasis, CostCurves, CostModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import OptionValue
 from evenkeel_moe.model.quantities import bytes_text, counted, duration_text, numbered, saving
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import ModelShape, Topology, slots_of_rank
 from evenkeel_moe.model.unknown import NanIfUnknown
 from evenkeel_moe.planning.decision.cycle import CycleInputs, change_of, split_window
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
@@ -271,14 +270,7 @@ def _shape_at(shape: ModelShape, ranks: int, slots: int | None) -> ModelShape:
         if ranks == shape.num_ranks:
             return shape
         wanted = min(-(-wanted // ranks), experts) * ranks
-    if words := undivided(wanted, "slots", ranks, "ranks", least=experts):
-        raise ShapeMismatch(words)
-    per_rank = wanted // ranks
-    if per_rank > experts:
-        raise ShapeMismatch(
-            f"{wanted} slots on {ranks} ranks are {per_rank} per rank, the model has {experts}"
-            f" experts; at most {experts * ranks} slots can be used"
-        )
+    per_rank = slots_of_rank(wanted, ranks, experts)
     if not shape.pooled:
         return replace(shape, num_ranks=ranks, slots_per_rank=per_rank)
     return replace(
