@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.formats.reading import naming, read_text
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.problem.survival import Survive
 from evenkeel_moe.yaml_text import parse_yaml
@@ -226,12 +227,9 @@ def read_options(model: type[_Model], file: Path | None, **flags: Any) -> _Model
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        told = parse_yaml(file.read_text(encoding="utf-8"), f"{file}:")
-    except OSError as error:
-        raise InvalidInput(f"{file} cannot be read: {error.strerror}") from error
-    except UnicodeError as error:
-        raise InvalidInput(f"{file} is not UTF-8 text: {error}") from error
+    with naming(file):
+        text = read_text(file)
+    told = parse_yaml(text, f"{file}:")
     if not isinstance(told, dict | None):
         raise InvalidInput(f"{file} does not hold keys with values")
     return {str(key): value for key, value in (told or {}).items()}
