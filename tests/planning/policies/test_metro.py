@@ -1,6 +1,7 @@
 import numpy as np
 
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.metro import plan_metro
@@ -28,3 +29,16 @@ def test_with_one_token_for_each_active_expert_it_is_eplb():
     shape = ModelShape(2, 8, 4, 3, 2, 100)
     problem = a_problem(load, shape)
     assert plan_metro(problem).placement == plan_eplb(problem).placement
+
+
+def test_slots_left_empty_are_filled_by_tokens_and_not_by_activations():
+    load = np.full((2, 1, 8), 10.0)
+    load[:, :, 0] = 1000.0
+    shape = ModelShape(1, 8, 4, 3, 2, 100)
+    current = Placement.initial(shape)
+    problem = a_problem(
+        load, shape, current=current, replica_budget=0, fill_slots=True, copy_cost=5000.0
+    )
+    filled = plan_metro(problem)
+    assert filled.placement.logcnt[0, 0] == 4
+    assert filled.score == 2 * 270.0
