@@ -195,6 +195,13 @@ def test_what_cannot_be_solved_is_refused(solver):
         good.solve(torch.tensor([[1.0, -2.0]]))
 
 
+@pytest.mark.parametrize("layer", [-1, 1, 7])
+def test_quotas_of_a_layer_that_does_not_exist_are_refused(layer):
+    solver = ExactSplit(Placement(np.array([[0, 1]]), 2, 2))
+    with pytest.raises(ShapeMismatch):
+        solver.quotas(torch.tensor([[1, 2]]), layer)
+
+
 def test_quotas_need_whole_tokens_and_the_choice_needs_demand():
     placement = Placement(np.array([[0, 1]]), 2, 2)
     with pytest.raises(InvalidInput, match="whole tokens"):

@@ -72,7 +72,7 @@ class ExactSplit:
             ShapeMismatch: counts of another placement.
             InvalidInput: half precision, or counts that are negative or not finite.
         """
-        self._run(counts, None, whole=False)
+        self._run(counts, slice(None), whole=False)
         return self._split
 
     def quotas(self, counts: Tensor, layer: int | None = None) -> tuple[Tensor, Tensor]:
@@ -87,23 +87,23 @@ class ExactSplit:
             of the program rounded up, which is the least possible in whole tokens).
 
         Raises:
-            ShapeMismatch, InvalidInput: as `solve`; also for counts that are not whole.
+            ShapeMismatch: counts of another placement, or a layer that it does not have.
+            InvalidInput: as `solve`; also for counts that are not whole.
         """
         if counts.is_floating_point() and bool((counts != counts.floor()).any()):
             raise InvalidInput("counts must be whole tokens to be split into quotas")
-        self._run(counts, layer, whole=True)
         which = slice(None) if layer is None else slice(layer, layer + 1)
+        self._run(counts, which, whole=True)
         quotas = whole_quotas(self._split.probabilities[which], counts.to(torch.int64))
         return quotas, self._split.peak[which].clone()
 
-    def _run(self, counts: Tensor, layer: int | None, *, whole: bool) -> None:
+    def _run(self, counts: Tensor, which: slice, *, whole: bool) -> None:
         """Solve one batch of all layers, or of one, into the buffers."""
-        layers, experts, _ = self._shares.shape
-        shape = (layers if layer is None else 1, experts)
+        shape = self._shares[which].shape[:2]
         check_type(counts, shape, "counts")
         load = counts.to(torch.float64).contiguous().numpy()
         out = self._flow, self.rank_load, self._peak, self._shares
-        if not _split_layers(load, layer or 0, *self._lists, whole, *out):
+        if not _split_layers(load, which.start or 0, *self._lists, whole, *out):
             check_counts(counts, shape, "counts")
 
 
