@@ -7,10 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel_moe.dispatch import (
+    DeviceLplbChoice,
     DispatchTables,
     EvenChoice,
     FewestChoice,
     FewestReplicas,
+    LibraChoice,
+    LplbChoice,
     NearestChoice,
     ReplicaChoice,
     assign_quotas,
@@ -245,6 +248,17 @@ def test_what_cannot_be_chosen_is_refused():
         rule.choose(0, torch.tensor([[0]]))
     with pytest.raises(ShapeMismatch):
         rule.choose(0, torch.tensor([[0]]), torch.ones(3, 2, dtype=torch.int64))
+
+
+# --- demand ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [LplbChoice, DeviceLplbChoice, FewestChoice, LibraChoice])
+def test_demand_of_parts_of_tokens_is_refused(rule):
+    """The sum over ranks is whole, but quotas by rank would be of truncated numbers."""
+    placement = Placement(np.array([[0, 1]]), 2, 2)
+    with pytest.raises(InvalidInput, match="whole tokens"):
+        rule(all_tables(placement)[0]).choose(0, torch.tensor([[0]]), torch.full((2, 2), 0.5))
 
 
 # --- counts ---------------------------------------------------------------------------------------

@@ -62,6 +62,15 @@ def test_ranks_dispatch_what_sharding_decided_with_transient_slots_behind_the_pl
         assert np.array_equal(by_rank, wanted)
 
 
+def test_every_slot_of_a_layers_quotas_holds_the_expert():
+    placement = Placement(np.array([[2, 0, 1, 3]]), 4, 4)
+    rule = LibraChoice(all_tables(placement)[0])
+    slots = rule.shard(0, torch.ones(4, 4)).slots
+    assert slots.tolist() == [[1] * 4, [2] * 4, [0] * 4, [3] * 4]
+    with pytest.raises(InvalidInput, match="whole tokens"):
+        rule.shard(0, torch.full((4, 4), 0.5))
+
+
 def test_a_plan_serves_one_batch_only():
     placement = Placement(np.array([[0, 1]]), 2, 2)
     rule = LibraChoice(DispatchTables.of(placement, Topology.single_node(2), 0), 1, locality=1.0)

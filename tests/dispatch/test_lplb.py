@@ -193,6 +193,8 @@ def test_what_cannot_be_solved_is_refused(solver):
         good.solve(torch.ones(2, 2))
     with pytest.raises(InvalidInput, match="negative"):
         good.solve(torch.tensor([[1.0, -2.0]]))
+    with pytest.raises(InvalidInput, match=r"1e\+308"):
+        good.solve(torch.tensor([[1e308, 1e308]], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("layer", [-1, 1, 7])

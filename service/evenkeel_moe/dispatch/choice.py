@@ -44,7 +44,8 @@ class ReplicaChoice(Protocol):
             (n, k) int64 slots, -1 for padding.
 
         Raises:
-            InvalidInput: demand is missing, or of a type that cannot hold counts.
+            InvalidInput: demand is missing, of a type that cannot hold counts, or on the CPU not
+                whole tokens.
             ShapeMismatch: demand of another deployment.
         """
         ...
@@ -88,7 +89,7 @@ def check_demand(tables: DispatchTables, experts: Tensor, demand: Tensor | None)
     if demand is None:
         raise InvalidInput("the rule needs the demand of all ranks: all-gather the counts first")
     _, _, ranks, num_experts = tables.placement.sizes
-    check_counts(demand, (ranks, num_experts), "demand")
+    check_counts(demand, (ranks, num_experts), "demand", whole=True)
     return demand
 
 

@@ -8,9 +8,13 @@ from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
 _EXACT = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64,
 )  # fmt: skip
+MOST_TOKENS = 2.0**53
+"""Up to this value float64 holds every whole number of tokens."""
 
 
-def check_counts(counts: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
+def check_counts(
+    counts: Tensor, shape: tuple[int, ...], what: str, *, whole: bool = False
+) -> Tensor:
     """Check that a dispatcher can use token counts.
 
     Values are checked on the CPU only: on a GPU that would stop the stream, and the counts of
@@ -20,6 +24,7 @@ def check_counts(counts: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
         counts: [tokens], any integer type, float32 or float64.
         shape: the shape wanted.
         what: the name used in messages.
+        whole: True refuses parts of tokens.
 
     Returns:
         The counts as float64.
@@ -27,17 +32,21 @@ def check_counts(counts: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
     Raises:
         ShapeMismatch: the shape differs.
         InvalidInput: half precision (float16 cannot hold 2049, bfloat16 not 257), or values that
-            are negative or not finite.
+            are negative, not finite, above 2^53 or, if asked, not whole.
     """
     check_type(counts, shape, what)
     values = counts.to(torch.float64)
     if values.device.type == "cpu" and values.numel():
         lowest, highest = values.aminmax()
         # NaN fails both comparisons.
-        if not (float(lowest) >= 0.0 and float(highest) < float("inf")):
-            if bool(torch.isfinite(values).all()):
+        if not (float(lowest) >= 0.0 and float(highest) <= MOST_TOKENS):
+            if not bool(torch.isfinite(values).all()):
+                raise InvalidInput(f"{what} hold values that are not finite", Reason.NOT_FINITE)
+            if lowest < 0:
                 raise InvalidInput(f"{what} hold negative values", Reason.NEGATIVE_COUNT)
-            raise InvalidInput(f"{what} hold values that are not finite", Reason.NOT_FINITE)
+            raise InvalidInput(f"{what} hold up to {float(highest):g}, more than 2^53 tokens")
+        if whole and counts.is_floating_point() and bool((values != values.floor()).any()):
+            raise InvalidInput(f"{what} must be whole tokens")
     return values
 
 

@@ -65,7 +65,7 @@ class FewestReplicas:
 
         Raises:
             ShapeMismatch: counts of another placement.
-            InvalidInput: half precision, or counts that are negative or not finite.
+            InvalidInput: half precision, or counts that `check_counts` refuses.
         """
         which = slice(None) if layer is None else slice(layer, layer + 1)
         slots = self._slots[which]

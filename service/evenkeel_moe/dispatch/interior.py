@@ -103,7 +103,7 @@ class BatchedSplit:
 
         Raises:
             ShapeMismatch: counts of another placement.
-            InvalidInput: half precision; on the CPU also counts that are negative or not finite.
+            InvalidInput: half precision; on the CPU also counts that `check_counts` refuses.
         """
         load = check_counts(counts, tuple(self._is_shared.shape), "counts")
         unit = load.sum(dim=1, keepdim=True) / self._ranks

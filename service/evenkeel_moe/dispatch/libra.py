@@ -30,7 +30,8 @@ class LayerQuotas:
     """The sharding of one layer as every rank applies it: replicas and their numbers of tokens."""
 
     slots: Tensor
-    """(E, R) int64 slot of the expert on the rank, resident or transient; 0 if it has none."""
+    """(E, R) int64 slot of the expert on the rank, resident or transient; if it has none, the
+    expert's first slot."""
     quotas: Tensor
     """(E, R) int64 [tokens] that the rank computes for the expert, its own included."""
     demand: Tensor
@@ -137,8 +138,7 @@ class LibraChoice:
         Raises:
             ShapeMismatch, InvalidInput: counts of another deployment or type.
         """
-        check_counts(demand, self._shape, "demand")
-        counts = demand.cpu().to(torch.int64)
+        counts = check_counts(demand.cpu(), self._shape, "demand", whole=True).to(torch.int64)
         hosts, plan = self.hosts(layer), self._planned.pop(layer, None)
         sharding = shard_tokens(
             counts.numpy(),
@@ -152,9 +152,9 @@ class LibraChoice:
         return LayerQuotas(self._slots(layer, plan), torch.from_numpy(quotas), counts)
 
     def _slots(self, layer: int, plan: TransientReplicas | None) -> Tensor:
-        """Return (E, R) one slot for each expert and rank that has it."""
+        """Return (E, R) one slot for each expert and rank; see `LayerQuotas.slots`."""
         placement = self._tables.placement
-        slots = np.zeros((placement.num_logical_experts, placement.num_ranks), np.int64)
+        slots = placement.log2phy[layer, :, :1].repeat(placement.num_ranks, axis=1).astype(np.int64)
         row = placement.phy2log[layer]
         held = np.flatnonzero(row >= 0)[::-1]
         # Backwards, so that of two copies on one rank the first one is kept.

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from evenkeel_moe.batch_split import list_layers, split_tokens
 from evenkeel_moe.dispatch.choice import assign_quotas, check_demand
-from evenkeel_moe.dispatch.counts import check_counts, check_type
+from evenkeel_moe.dispatch.counts import MOST_TOKENS, check_counts, check_type
 from evenkeel_moe.dispatch.interior import BatchedSplit, TokenSplit
 from evenkeel_moe.dispatch.tables import DispatchTables
-from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
 
@@ -70,7 +69,7 @@ class ExactSplit:
 
         Raises:
             ShapeMismatch: counts of another placement.
-            InvalidInput: half precision, or counts that are negative or not finite.
+            InvalidInput: half precision, or counts that `check_counts` refuses.
         """
         self._run(counts, slice(None), whole=False)
         return self._split
@@ -90,8 +89,6 @@ class ExactSplit:
             ShapeMismatch: counts of another placement, or a layer that it does not have.
             InvalidInput: as `solve`; also for counts that are not whole.
         """
-        if counts.is_floating_point() and bool((counts != counts.floor()).any()):
-            raise InvalidInput("counts must be whole tokens to be split into quotas")
         which = slice(None) if layer is None else slice(layer, layer + 1)
         self._run(counts, which, whole=True)
         quotas = whole_quotas(self._split.probabilities[which], counts.to(torch.int64))
@@ -104,7 +101,7 @@ class ExactSplit:
         load = counts.to(torch.float64).contiguous().numpy()
         out = self._flow, self.rank_load, self._peak, self._shares
         if not _split_layers(load, which.start or 0, *self._lists, whole, *out):
-            check_counts(counts, shape, "counts")
+            check_counts(counts, shape, "counts", whole=whole)
 
 
 @kernel
@@ -129,11 +126,11 @@ def _split_layers(
     on several ranks.
 
     Returns:
-        False, with nothing solved, if a load is negative or not finite.
+        False, with nothing solved, if `check_counts` refuses the load.
     """
     for tokens in load.ravel():
         # NaN fails both comparisons.
-        if not (tokens >= 0.0 and tokens < np.inf):
+        if not 0.0 <= tokens <= MOST_TOKENS or (whole and tokens != np.floor(tokens)):
             return False
     for n in range(load.shape[0]):
         layer = first_layer + n

@@ -108,7 +108,7 @@ class KernelSplit:
 
         Raises:
             ShapeMismatch: counts of another placement.
-            InvalidInput: half precision; on the CPU also counts that are negative or not finite.
+            InvalidInput: half precision; on the CPU also counts that `check_counts` refuses.
         """
         split = self._split
         layers = len(split.peak)
