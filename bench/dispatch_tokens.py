@@ -17,7 +17,7 @@ from evenkeel_moe.dispatch import (
     EvenChoice,
     Waterfill,
 )
-from evenkeel_moe.dispatch.waterfill import count_by_rank
+from evenkeel_moe.dispatch.waterfill import count_by_rank, count_tokens
 from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.model import Model
 from evenkeel_moe.engines.reference.traffic import TextTraffic
@@ -201,7 +201,8 @@ def _shared(mode: str, rank: int, batch: _Batch, shared: Fraction = Fraction(1))
     if mode == "visited static":
         score, number = rule.static_score(slots)
     else:
-        score, number = rule.dynamic_score(batch.landed), sum(map(len, batch.slots))
+        score = rule.dynamic_score(batch.landed)
+        number = torch.stack([count_tokens(own) for own in batch.slots]).sum()
     return rule.choose(slots, score * shared.denominator, number, salt=batch.layer)
 
 

@@ -101,6 +101,7 @@ def test_dynamic_score_sees_all_ranks_and_static_only_its_own():
     rule = Waterfill(2, 2, 0)
     own, number = rule.static_score(slots)
     assert own.tolist() == [2, 2] and number == 2
+    assert rule.static_score(torch.cat([slots, torch.full((5, 2), -1)]))[1] == 2
     assert rule.dynamic_score(torch.stack([own, torch.tensor([0, 9])])).tolist() == [2, 11]
 
 

@@ -52,6 +52,11 @@ def count_by_rank(slots: Tensor, num_ranks: int, slots_per_rank: int) -> Tensor:
     return count_choices(ranks, num_ranks)
 
 
+def count_tokens(slots: Tensor) -> Tensor:
+    """Return N of the tokens of one rank: () int64, the rows of (n, k) slots but padding."""
+    return (slots >= 0).any(dim=1).sum()
+
+
 def shared_slot(rank: Tensor, slots_per_rank: int) -> Tensor:
     """Return the id of the shared slot of a rank in the extended layout of `expand_topk`."""
     return rank * (slots_per_rank + 1) + slots_per_rank
@@ -127,13 +132,13 @@ class Waterfill:
         if self.local_preference < 0 or self.lighter_by < 0:
             raise InvalidInput("local_preference and lighter_by must not be negative")
 
-    def static_score(self, slots: Tensor) -> tuple[Tensor, int]:
+    def static_score(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Estimate the score without communication, from the choices of this rank only.
 
         Returns:
-            ((R,) int64 [tokens] that this rank sends to each rank, N: rows of this rank).
+            ((R,) int64 [tokens] that this rank sends to each rank, N: `count_tokens` of this rank).
         """
-        return count_by_rank(slots, self.num_ranks, self.slots_per_rank), slots.shape[0]
+        return count_by_rank(slots, self.num_ranks, self.slots_per_rank), count_tokens(slots)
 
     def dynamic_score(self, landed: Tensor) -> Tensor:
         """Compute the score after one collective: the global routed load.
@@ -160,8 +165,8 @@ class Waterfill:
         Args:
             slots: (n, k) int64 slots of the routed choices, -1 for padding; a row of -1 is padding.
             score: (R,) [tokens] load score of each rank.
-            num_shared: N, the shared slots that are placed together: the rows of this rank with a
-                static score, the rows of all ranks with a dynamic one.
+            num_shared: N, the shared slots that are placed together: `count_tokens` of this rank
+                with a static score, its sum over all ranks with a dynamic one.
             salt: differs by layer or step, so that draws differ.
 
         Returns:

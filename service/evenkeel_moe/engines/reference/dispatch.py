@@ -21,7 +21,6 @@ from evenkeel_moe.dispatch import (
     count_choices,
     expand_topk,
 )
-from evenkeel_moe.dispatch.waterfill import count_by_rank
 from evenkeel_moe.engines.reference.config import DispatchRule
 from evenkeel_moe.engines.reference.exchange import Exchange
 from evenkeel_moe.engines.reference.libra import TwoStageDispatch
@@ -119,11 +118,10 @@ class SlotDispatch:
 
     def _shared_rank(self, rule: Waterfill, layer: int, slots: Tensor) -> Tensor:
         """Return (n,): the rank of each token's shared expert, chosen by the ranks' routed load."""
+        own, tokens = rule.static_score(slots)
         if self._config.dispatch is DispatchRule.WATERFILL_STATIC:
-            return rule.choose(slots, *rule.static_score(slots), salt=layer)
-        own = count_by_rank(slots, self._config.num_ranks, self._config.slots_per_rank)
-        mine = torch.cat([own, torch.tensor([len(slots)], device=own.device)])
-        gathered = self._communicator.all_gather(mine)
+            return rule.choose(slots, own, tokens, salt=layer)
+        gathered = self._communicator.all_gather(torch.cat([own, tokens.unsqueeze(0)]))
         score = rule.dynamic_score(gathered[:, :-1])
         return rule.choose(slots, score, gathered[:, -1].sum(), salt=layer)
 
