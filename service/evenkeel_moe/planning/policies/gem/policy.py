@@ -82,11 +82,7 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
 
 
 def _capacity(shape: ModelShape, topology: Topology) -> NDArray[np.int64]:
-    """Return (L, R), the experts that each rank may hold.
-
-    Where a pool is too small for every rank to hold the most experts of every layer, ranks take
-    turns.
-    """
+    """Return (L, R), the experts that each rank holds. Ranks take turns to hold one more."""
     layers, ranks, experts = shape.num_layers, shape.num_ranks, shape.num_logical_experts
     most = -(-experts // ranks)
     if most > shape.slots_per_rank:
@@ -95,9 +91,6 @@ def _capacity(shape: ModelShape, topology: Topology) -> NDArray[np.int64]:
             f" there are {shape.slots_per_rank}",
             Reason.EXPERT_WITHOUT_REPLICA,
         )
-    pool = shape.pool_slots_per_rank
-    if pool is None or pool >= layers * most:
-        return np.full((layers, ranks), most, np.int64)
     return interleaved_capacity(np.full(layers, experts, np.int64), topology)
 
 
