@@ -123,6 +123,16 @@ def test_a_slow_rank_gets_less_load():
     assert by_rank[0] < 0.92 * by_rank[1:].mean()
 
 
+def test_parts_of_tokens_count_and_whole_ones_stay_exact():
+    load = np.array([[[0.4, 0.3, 0.05, 0.05]]])
+    assert plan_gem(problem_of(load, 2)).score == pytest.approx(0.45)
+    mixed = np.array([[[64.0, 0.5, 7.0, 0.3]]])
+    units, table = cost_table(mixed, 2, CostModel())
+    taken = table[0, units[0, :, 0]]
+    assert taken[:3].tolist() == [64.0, 0.5, 7.0] and taken[3] == pytest.approx(0.3, rel=1e-2)
+    assert plan_gem(problem_of(load * 5e-324 / 0.05, 2)).score >= 0.0
+
+
 def test_setups_have_the_spread_of_the_paper():
     for name, slowest in (("low", 1.0), ("moderate", 0.88), ("high", 0.88)):
         costs = gem_setup(name, 4, tile_tokens=64, tiles=8)

@@ -3,6 +3,7 @@
 Source: GEM section 3.3 and Appendix B, Algorithms 1-4.
 """
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,7 +104,7 @@ def cost_table(
 
     Args:
         load: (T, L, E) [tokens]. A unit is one token of work, or more if a step of a layer holds
-            over 65,536.
+            over 65,536. If tokens are not whole, it is the least power of two that suffices.
         num_ranks: R.
         cost: the time of a rank. Every expert has one replica, so its work follows from its tokens.
 
@@ -114,6 +115,9 @@ def cost_table(
     tokens = np.moveaxis(moe_time.replica_work(load, cost.replica), 0, 2)
     most = float(tokens.sum(axis=1).max())
     unit = max(1.0, most / _MOST_UNITS)
+    if (load % 1.0).any():
+        # A power of two, so that whole tokens stay exact: at the edge of a tile time jumps.
+        unit = max(float(np.exp2(np.ceil(np.log2(most / _MOST_UNITS)))), sys.float_info.min)
     units = np.rint(tokens / unit).astype(np.int64)
     entries = np.arange(int(units.sum(axis=1).max()) + 1) * unit
     table = moe_time.rank_times(np.repeat(entries[:, None], num_ranks, axis=1), cost)
