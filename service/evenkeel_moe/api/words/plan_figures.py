@@ -48,7 +48,7 @@ _DETAILS: Mapping[str, tuple[str, str]] = {
     "changed_steps": ("steps since the change", "{} steps"),
     "balancedness_changed": ("balancedness since then", "{} mean of layers"),
     "time_balance_changed": ("time balance since then", "{} mean of layers"),
-    "replication_factor": ("R chosen by craft", "{} extra replicas on a rank, over all layers"),
+    "replication_factor": ("R allowed to craft", "{} extra replicas on a rank, over all layers"),
     "replicas": ("extra replicas placed", "{} over all ranks and layers"),
     "copies_raw": ("copies before matching", "{}, before ranks took over the nearest new slots"),
     "evaluations": ("placements compared", "{}"),

@@ -141,7 +141,7 @@ function CraftLayers({ found }) {
     gain: found.gain[layer],
   }));
   const note =
-    `R = ${found.replication_factor} extra replicas on a rank, over all layers.` +
+    `R = ${found.replication_factor}, the most extra replicas on a rank, over all layers.` +
     " Balancedness is that of the steps planned on.";
   return html`<${Section} title="CRAFT, layer by layer" note=${note}>
     <${Table}

@@ -1,8 +1,8 @@
 """Decides how many copies each rank holds of each layer, and packs them into the ranks.
 
-All ranks use the same memory over all layers. Copies are packed heaviest first, into the cheapest
-rank. Unlike in EPLB, they need not divide over the ranks and ranks may differ in speed. No rank
-gets a second copy of an expert if passing another copy on can avoid it.
+Over all layers, ranks differ by at most one copy. Copies are packed heaviest first, into the
+cheapest rank. Unlike in EPLB, they need not divide over the ranks and ranks may differ in speed. No
+rank gets a second copy of an expert if passing another copy on can avoid it.
 
 Source: CRAFT section 4.2.2, capacity-aware greedy placement, and Algorithm 3.
 """

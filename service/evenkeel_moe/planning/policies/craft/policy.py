@@ -97,7 +97,7 @@ def plan_craft(problem: PlacementProblem, options: CraftOptions = CraftOptions()
         options: weighting of gains and choice of R.
 
     Returns:
-        numbers: `replicas` used over all layers, `replication_factor`.
+        numbers: `replicas` used over all layers, `replication_factor` allowed.
 
     Raises:
         InfeasiblePlan: too few slots.
