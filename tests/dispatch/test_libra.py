@@ -12,7 +12,6 @@ from evenkeel_moe.dispatch import (
     DispatchTables,
     LibraChoice,
     LibraVariant,
-    PrefetchBuffers,
     plan_replicas,
     resident_mask,
     shard_tokens,
@@ -179,23 +178,6 @@ def test_the_last_layer_plans_nothing_and_bad_schedules_are_refused():
         timeline((Task(0, LibraStage.REMOTE, Resource.COMPUTE, ((0, LibraStage.LOCAL),)),), {})
     with pytest.raises(InvalidInput, match="negative"):
         timeline((), {LibraStage.LOCAL: -1.0})
-
-
-def test_transient_experts_live_in_the_buffer_of_their_parity():
-    buffers = PrefetchBuffers(2)
-    assert buffers.begin(0) == ()
-    assert buffers.prefetch(1, (5, 7)) == 1
-    with pytest.raises(InvalidInput, match="overwrite"):
-        buffers.prefetch(2, (1,))
-    buffers.end(0)
-    assert buffers.begin(1) == (5, 7)
-    assert buffers.prefetch(2, (3,)) == 0
-    buffers.end(1)
-    assert buffers.begin(2) == (3,)
-    buffers.end(2)
-    assert buffers.begin(3) == ()
-    with pytest.raises(InvalidInput, match="2 places"):
-        buffers.prefetch(4, (1, 2, 3))
 
 
 # --- Token sharding against a naive Algorithm 2 and the optimum of a linear program ---------------

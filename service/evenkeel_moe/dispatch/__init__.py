@@ -14,7 +14,6 @@ from evenkeel_moe.dispatch.counts import count_choices
 from evenkeel_moe.dispatch.fewest import FewestChoice, FewestReplicas
 from evenkeel_moe.dispatch.interior import BatchedSplit, TokenSplit
 from evenkeel_moe.dispatch.libra import LayerQuotas, LibraChoice
-from evenkeel_moe.dispatch.libra_buffers import PrefetchBuffers
 from evenkeel_moe.dispatch.libra_replicas import (
     LibraVariant,
     TransientReplicas,
@@ -46,7 +45,6 @@ __all__ = [
     "LibraVariant",
     "LplbChoice",
     "NearestChoice",
-    "PrefetchBuffers",
     "ReplicaChoice",
     "Sharding",
     "TokenSplit",

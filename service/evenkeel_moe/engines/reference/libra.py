@@ -23,7 +23,6 @@ from evenkeel_moe.dispatch import (
     LayerQuotas,
     LibraChoice,
     LibraVariant,
-    PrefetchBuffers,
     count_choices,
 )
 from evenkeel_moe.engines.reference.exchange import check_epochs
@@ -54,7 +53,8 @@ class TwoStageDispatch:
             [tuple(torch.zeros_like(t) for t in model.shared[0]) for _ in range(places)]
             for _ in range(2)
         ]
-        self._held = PrefetchBuffers(places)
+        self._fetched: dict[int, tuple[int, ...]] = {}
+        """The experts in the buffers of a layer that has not begun, in the order of the buffers."""
         self._fetch: Future[None] | None = None
         """The experts of the next layer that are on their way."""
         self._spans: list[Span] = []
@@ -99,7 +99,6 @@ class TwoStageDispatch:
         began = time.perf_counter()
         self._combine(quotas, chosen, results, sent_rows, outputs)
         self._note(layer, "combine", began)
-        self._held.end(layer)
         # The helper may note the end of a fetch meanwhile.
         spans = self._spans[:]
         del self._spans[: len(spans)]
@@ -170,7 +169,7 @@ class TwoStageDispatch:
         """Return the tensors of every expert that this rank can compute in a layer."""
         here: dict[int, Sequence[Tensor]] = {
             expert: self._buffers[layer % 2][place]
-            for place, expert in enumerate(self._held.begin(layer))
+            for place, expert in enumerate(self._fetched.pop(layer, ()))
         }
         for local, expert in self._held_here(layer):
             here[expert] = self._weights.tensors(layer, local)
@@ -263,8 +262,8 @@ class TwoStageDispatch:
         self._note(layer, "plan", began)
         began = time.perf_counter()
         config = self._config
-        mine = tuple(int(expert) for expert in plan.extra[config.rank] if expert >= 0)
-        parity = self._held.prefetch(layer, mine)
+        mine = plan.extra[config.rank]
+        self._fetched[layer] = tuple(mine[mine >= 0].tolist())
         row = self._router.phy2log[layer]
         operations = []
         for rank in range(config.num_ranks):
@@ -278,7 +277,7 @@ class TwoStageDispatch:
                     tensors = self._weights.tensors(layer, local)
                     operations += [Operation(t, rank, True) for t in tensors]
                 if rank == config.rank:
-                    buffers = self._buffers[parity][place]
+                    buffers = self._buffers[layer % 2][place]
                     operations += [Operation(t, source, False) for t in buffers]
         self._batches += 1
         for work in self._prefetch.start_exchange(operations, self._batches):
