@@ -15,7 +15,6 @@ from evenkeel_moe.dispatch import (
     FewestReplicas,
     LibraVariant,
     plan_replicas,
-    resident_mask,
     shard_tokens,
 )
 from evenkeel_moe.model.dispatch_model import DispatchModel
@@ -139,7 +138,7 @@ def _tallies(trace: Recorded, max_evaluations: int, on_trace: Callable[[str], No
         for name in PLACEMENTS:
             placement = bare if name == "none" else walks[name].placements[index]
             if name not in solvers or solvers[name].plan != index:
-                masks = [resident_mask(placement, layer) for layer in range(layers)]
+                masks = [placement.held(layer) for layer in range(layers)]
                 exact, fewest = ExactSplit(placement), FewestReplicas(placement)
                 solvers[name] = Solvers(index, exact, fewest, masks)
             _one_step(out, name, trace, step, placement, solvers[name])

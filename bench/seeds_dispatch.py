@@ -16,7 +16,6 @@ from evenkeel_moe.dispatch import (
     FewestReplicas,
     LibraVariant,
     plan_replicas,
-    resident_mask,
     shard_tokens,
 )
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
@@ -99,7 +98,7 @@ def _libra_means(trace: Recorded) -> dict[str, float]:
     """Return the mean imbalance of each variant, and its MoE time over that without Libra."""
     steps, layers, _ = trace.load.shape
     placement = _initial(trace)
-    residents = [resident_mask(placement, layer) for layer in range(layers)]
+    residents = [placement.held(layer) for layer in range(layers)]
     before: list[NDArray[np.int64]] = []
     after: dict[str, list[NDArray[np.int64]]] = {}
     for step in np.unique(np.linspace(1, steps - 1, STEPS).astype(int)).tolist():

@@ -5,17 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel_moe.dispatch import Waterfill, expand_topk
-from evenkeel_moe.dispatch.waterfill import count_by_rank, rank_slack, shared_slot, waterline
+from evenkeel_moe.dispatch.waterfill import count_by_rank, waterline
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 
 
-def test_waterline_and_slack_by_hand():
-    # Loads 10, 4, 1 and 6 shared slots: H = ceil(21 / 3) = 7, so rank 1 has 3 and rank 2 has 6 to
-    # spare.
+def test_waterline_by_hand():
+    # Loads 10, 4, 1 and 6 shared slots: H = ceil(21 / 3) = 7.
     score = torch.tensor([10, 4, 1])
-    level = waterline(score, 6)
-    assert int(level) == 7
-    assert rank_slack(score, level).tolist() == [0, 3, 6]
+    assert int(waterline(score, 6)) == 7
     assert int(waterline(score, 7)) == 8
     # A shared expert twice as wide costs two routed choices.
     assert int(waterline(score, 6, shared_cost=2)) == 9
@@ -24,6 +21,7 @@ def test_waterline_and_slack_by_hand():
 def test_draws_follow_slack_among_all_ranks():
     rule = Waterfill(3, 4, 0, all_ranks=True, local_preference=0.0)
     n = 9000
+    # Up to the waterline of 7, rank 1 has 3 to spare and rank 2 has 6.
     chosen = rule.choose(torch.zeros((n, 1), dtype=torch.int64), torch.tensor([10, 4, 1]), 6)
     share = torch.bincount(chosen, minlength=3) / n
     assert share.tolist() == pytest.approx([0, 1 / 3, 2 / 3], abs=0.02)
@@ -93,7 +91,6 @@ def test_extended_layout_keeps_a_slot_behind_each_rank():
         [1.0, 0.0, 0.5],
         [0.0, 0.0, 0.0],
     ]
-    assert shared_slot(torch.tensor([0, 1, 2]), 3).tolist() == [3, 7, 11]
 
 
 def test_dynamic_score_sees_all_ranks_and_static_only_its_own():

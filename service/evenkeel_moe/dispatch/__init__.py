@@ -18,7 +18,6 @@ from evenkeel_moe.dispatch.libra_replicas import (
     LibraVariant,
     TransientReplicas,
     plan_replicas,
-    resident_mask,
 )
 from evenkeel_moe.dispatch.libra_sharding import Sharding, shard_tokens
 from evenkeel_moe.dispatch.lplb import (
@@ -55,6 +54,5 @@ __all__ = [
     "device_split",
     "expand_topk",
     "plan_replicas",
-    "resident_mask",
     "shard_tokens",
 ]

@@ -18,9 +18,8 @@ from evenkeel_moe.dispatch.libra_replicas import (
     LibraVariant,
     TransientReplicas,
     plan_replicas,
-    resident_mask,
 )
-from evenkeel_moe.dispatch.libra_sharding import Sharding, shard_tokens
+from evenkeel_moe.dispatch.libra_sharding import shard_tokens
 from evenkeel_moe.dispatch.tables import DispatchTables
 from evenkeel_moe.errors import InvalidInput
 
@@ -81,11 +80,8 @@ class LibraChoice:
         self._tolerance = tolerance
         layers, _, ranks, num_experts = tables.placement.sizes
         self._shape = (ranks, num_experts)
-        self._resident = [resident_mask(tables.placement, layer) for layer in range(layers)]
+        self._resident = [tables.placement.held(layer) for layer in range(layers)]
         self._planned: dict[int, TransientReplicas] = {}
-        self.last_sharding: Sharding | None = None
-        """The assignment of the last batch, for statistics and for engines that run the local stage
-        first."""
 
     @property
     def num_slots(self) -> int:
@@ -147,7 +143,6 @@ class LibraChoice:
             variant=self._variant,
             tolerance=self._tolerance,
         )
-        self.last_sharding = sharding
         quotas = np.ascontiguousarray((sharding.local + sharding.remote).T)
         return LayerQuotas(self._slots(layer, plan), torch.from_numpy(quotas), counts)
 

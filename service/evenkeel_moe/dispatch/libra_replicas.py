@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.libra_replication import plan_copies
-from evenkeel_moe.model.placement import Placement
 
 
 class LibraVariant(StrEnum):
@@ -41,15 +40,6 @@ class TransientReplicas:
     def copies(self) -> int:
         """The number of experts fetched for this layer by all ranks."""
         return int((self.extra >= 0).sum())
-
-
-def resident_mask(placement: Placement, layer: int) -> NDArray[np.bool_]:
-    """Return (E, R) True if rank r holds expert e in the placement."""
-    row = placement.phy2log[layer]
-    held = row >= 0
-    mask = np.zeros((placement.num_logical_experts, placement.num_ranks), np.bool_)
-    mask[row[held], placement.rank_of_slot()[held]] = True
-    return mask
 
 
 def plan_replicas(

@@ -41,11 +41,6 @@ def waterline(score: Tensor, num_shared: int | Tensor, shared_cost: int = 1) -> 
     return torch.div(total + ranks - 1, ranks, rounding_mode="floor")
 
 
-def rank_slack(score: Tensor, level: Tensor) -> Tensor:
-    """Return max(H - L_r, 0): (R,) int64 [tokens]."""
-    return (level - score.to(torch.int64)).clamp(min=0)
-
-
 def count_by_rank(slots: Tensor, num_ranks: int, slots_per_rank: int) -> Tensor:
     """Count routed choices by rank: (n, k) slots, -1 for padding -> (R,) int64 [tokens]."""
     ranks = torch.where(slots >= 0, torch.div(slots, slots_per_rank, rounding_mode="floor"), -1)
@@ -55,11 +50,6 @@ def count_by_rank(slots: Tensor, num_ranks: int, slots_per_rank: int) -> Tensor:
 def count_tokens(slots: Tensor) -> Tensor:
     """Return N of the tokens of one rank: () int64, the rows of (n, k) slots but padding."""
     return (slots >= 0).any(dim=1).sum()
-
-
-def shared_slot(rank: Tensor, slots_per_rank: int) -> Tensor:
-    """Return the id of the shared slot of a rank in the extended layout of `expand_topk`."""
-    return rank * (slots_per_rank + 1) + slots_per_rank
 
 
 def expand_topk(
@@ -98,7 +88,7 @@ def expand_topk(
     rank = torch.div(slots, slots_per_rank, rounding_mode="floor")
     routed = torch.where(valid, slots + rank, -1)
     runs = shared_rank >= 0
-    extra = torch.where(runs, shared_slot(shared_rank, slots_per_rank), -1)
+    extra = torch.where(runs, shared_rank * (slots_per_rank + 1) + slots_per_rank, -1)
     share = torch.where(runs, shared_weight, 0.0).to(weights.dtype)
     return (
         torch.cat([routed, extra.unsqueeze(1)], dim=1),
@@ -190,7 +180,7 @@ class Waterfill:
             candidate.fill_(True)
 
         level = waterline(score, num_shared, self.shared_cost)
-        pull = rank_slack(score, level).to(torch.float64)
+        pull = (level - score.to(torch.int64)).clamp(min=0).to(torch.float64)
         pull[self.ep_rank].mul_(1.0 + self.local_preference)
         bounds = torch.where(candidate, pull, 0.0).cumsum(dim=1)
         total = bounds[:, -1]
