@@ -45,12 +45,39 @@ class TokenSplit:
     """(L,) float64 [tokens]: load of the fullest rank with these shares, the optimum of the
     program."""
 
+    @classmethod
+    def even(cls, placement: Placement, device: torch.device | str = "cpu") -> "TokenSplit":
+        """Return an even split of no tokens, in arrays of its own."""
+        shares = (placement.log2phy >= 0) / placement.logcnt[:, :, None]
+        peak = torch.zeros(len(shares), dtype=torch.float64, device=device)
+        return cls(torch.tensor(shares, device=device), peak)
+
+
+def most_shared(placement: Placement) -> int:
+    """Return the most experts on several ranks in one layer, at least 1."""
+    return max(1, int((placement.only_rank < 0).sum(axis=1).max()))
+
+
+def shared_copies(placement: Placement) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the experts on several ranks, called shared, and the rank of each of their copies.
+
+    Returns:
+        (L, rows) experts, -1 in the last rows of a layer with fewer of them than another, and (L,
+        rows, X) ranks, -1 where there is no copy.
+    """
+    shared = placement.only_rank < 0
+    expert = np.argsort(~shared, axis=1, kind="stable")[:, : most_shared(placement)]
+    expert = np.where(np.take_along_axis(shared, expert, axis=1), expert, -1)
+    slots = np.take_along_axis(placement.log2phy, np.maximum(expert, 0)[:, :, None], axis=1)
+    held = (slots >= 0) & (expert >= 0)[:, :, None]
+    return expert, np.where(held, slots // placement.slots_per_rank, -1)
+
 
 class BatchedSplit:
     """The interior-point solver of one placement on one device.
 
-    Only experts on several ranks, called shared here, are in the program: one row each, and a
-    column for each replica. The other experts add a fixed load to their rank.
+    Only shared experts are in the program: one row each, and a column for each replica. The others
+    add a fixed load to their rank.
     """
 
     def __init__(self, placement: Placement, device: torch.device | str = "cpu") -> None:
@@ -70,25 +97,17 @@ class BatchedSplit:
 
         layers, _, self._ranks, _ = placement.sizes
         shared = placement.only_rank < 0
-        rows = max(1, int(shared.sum(axis=1).max()))
-        # Shared experts first. In a layer with fewer of them, rows beyond have no replica.
-        expert = np.argsort(~shared, axis=1, kind="stable")
-        row_of = np.minimum(np.argsort(expert, axis=1), rows - 1)
-        expert = expert[:, :rows]
-        row_present = np.take_along_axis(shared, expert, axis=1)
-        slots = np.take_along_axis(placement.log2phy, expert[:, :, None], axis=1)
-        present = (slots >= 0) & row_present[:, :, None]
-        rank = slots // placement.slots_per_rank
-        on_rank = (rank[..., None] == np.arange(self._ranks)) & present[..., None]
-        even = (placement.log2phy >= 0) / placement.logcnt[:, :, None]
+        expert, rank = shared_copies(placement)
+        row_of = np.maximum(shared.cumsum(axis=1) - 1, 0)
+        on_rank = rank[..., None] == np.arange(self._ranks)
+        self._even = TokenSplit.even(placement, device).probabilities
         self._incidence = on_device(on_rank.reshape(layers, -1, self._ranks), torch.float64)
-        self._present = on_device(present, torch.float64)
-        self._row_present = on_device(row_present, torch.float64)
-        self._expert = on_device(expert)
-        self._row_of = on_device(np.broadcast_to(row_of[:, :, None], even.shape))
+        self._present = on_device(rank >= 0, torch.float64)
+        self._row_present = on_device(expert >= 0, torch.float64)
+        self._expert = on_device(np.maximum(expert, 0))
+        self._row_of = on_device(np.broadcast_to(row_of[:, :, None], self._even.shape))
         self._is_shared = on_device(shared, torch.bool)
         self._fixed_rank = on_device(np.maximum(placement.only_rank, 0))
-        self._even = on_device(even, torch.float64)
 
     def solve(self, counts: Tensor) -> TokenSplit:
         """Split one batch of every layer.

@@ -53,9 +53,8 @@ class ExactSplit:
         self._lists = (rows, *list_layers(rows, experts, ranks), log2phy, logcnt)
         self._flow = np.zeros((layers, slots))
         self.rank_load: NDArray[np.float64] = np.zeros((layers, ranks))
-        self._peak = np.zeros(layers)
-        self._shares = (log2phy >= 0) / logcnt[:, :, None]
-        self._split = TokenSplit(torch.from_numpy(self._shares), torch.from_numpy(self._peak))
+        self._split = TokenSplit.even(placement)
+        self._shares, self._peak = self._split.probabilities.numpy(), self._split.peak.numpy()
 
     def solve(self, counts: Tensor) -> TokenSplit:
         """Split one batch of every layer.

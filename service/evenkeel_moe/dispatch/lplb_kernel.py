@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenkeel_moe.dispatch.counts import check_counts, check_type
-from evenkeel_moe.dispatch.interior import TokenSplit
+from evenkeel_moe.dispatch.interior import TokenSplit, most_shared, shared_copies
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.placement import Placement
 
@@ -70,30 +70,19 @@ class KernelSplit:
         self._sides = _sides(placement)
         if not kernel_fits(placement):
             raise InvalidInput(
-                f"{placement.num_ranks} ranks and {_most_shared(placement)} shared experts of a"
+                f"{placement.num_ranks} ranks and {most_shared(placement)} shared experts of a"
                 " layer are too many for one block of a GPU"
             )
 
-        def on_device(array: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(np.ascontiguousarray(array), dtype=dtype, device=device)
+        def on_device(array: NDArray[np.generic]) -> Tensor:
+            return torch.tensor(np.ascontiguousarray(array), dtype=torch.int32, device=device)
 
-        layers, _, self._ranks, self._experts = placement.sizes
-        shared = placement.only_rank < 0
-        self._rows = _most_shared(placement)
-        # Shared experts first; in a layer with fewer of them, rows beyond name no expert.
-        expert = np.argsort(~shared, axis=1, kind="stable")[:, : self._rows]
-        expert = np.where(np.take_along_axis(shared, expert, axis=1), expert, -1)
-        slots = np.take_along_axis(placement.log2phy, np.maximum(expert, 0)[:, :, None], axis=1)
-        held = (slots >= 0) & (expert >= 0)[:, :, None]
-        rank = np.where(held, slots // placement.slots_per_rank, -1)
-        self._width = slots.shape[2]
-        even = (placement.log2phy >= 0) / placement.logcnt[:, :, None]
-        self._expert = on_device(expert, torch.int32)
-        self._rank = on_device(rank, torch.int32)
-        self._only_rank = on_device(placement.only_rank, torch.int32)
-        self._split = TokenSplit(
-            on_device(even, torch.float64), torch.zeros(layers, dtype=torch.float64, device=device)
-        )
+        _, _, self._ranks, self._experts = placement.sizes
+        expert, rank = shared_copies(placement)
+        _, self._rows, self._width = rank.shape
+        self._expert, self._rank = on_device(expert), on_device(rank)
+        self._only_rank = on_device(placement.only_rank)
+        self._split = TokenSplit.even(placement, device)
 
     def solve(self, counts: Tensor) -> TokenSplit:
         """Split one batch of every layer.
@@ -145,14 +134,9 @@ def kernel_fits(placement: Placement) -> bool:
 
 def _sides(placement: Placement) -> tuple[int, int]:
     """Return the ranks and the most shared experts of a layer, as sides of a matrix in Triton."""
-    wanted = (placement.num_ranks, _most_shared(placement))
+    wanted = (placement.num_ranks, most_shared(placement))
     ranks, rows = (max(_LEAST_SIDE, 1 << (side - 1).bit_length()) for side in wanted)
     return ranks, rows
-
-
-def _most_shared(placement: Placement) -> int:
-    """Return the most experts on several ranks in one layer, at least 1."""
-    return max(1, int((placement.only_rank < 0).sum(axis=1).max()))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
