@@ -232,6 +232,18 @@ def test_the_words_are_empty_exactly_where_the_count_divides(count, parts):
         assert said.partition(" a would")[0] == " or ".join(map(str, near))
 
 
+@pytest.mark.fault(
+    "a controller whose rank said 4194301 experts in 4194300 groups",
+    "searched their divisors one by one while no other message was read",
+)
+def test_numbers_that_are_far_from_any_divisor_are_not_searched():
+    prime = (1 << 61) - 1
+    words = undivided(prime, "experts", prime - 1, "groups")
+    assert words.endswith(f"{prime - 1} or {2 * prime - 2} experts would, or {prime} groups")
+    words = undivided(prime, "experts", prime // 2, "groups")
+    assert words.endswith(" would") and words.count("groups") == 1
+
+
 def test_values_that_hold_sizes_say_them():
     with pytest.raises(InvalidInput, match="3 slots do not divide over 2 ranks: 2 or 4 slots"):
         Placement([[0, 1, 0]], 2, 2)  # type: ignore[arg-type]

@@ -29,10 +29,14 @@ def check_values(name: str, values: NDArray[np.float64], most: float = sys.float
     )
 
 
+_SEARCHED = 4096
+"""Numbers of parts to each side that are tried: a count from a file may be a prime of any size."""
+
+
 def undivided(count: int, what: str, parts: int, of: str, *, least: int = 1) -> str:
     """Return the words about a count that does not divide over parts; empty if it does.
 
-    The words name the nearest counts and the nearest numbers of parts that would do.
+    The words name the nearest counts that would do, and the numbers of parts if some are near.
 
     Args:
         count: of the things.
@@ -47,15 +51,13 @@ def undivided(count: int, what: str, parts: int, of: str, *, least: int = 1) -> 
         return ""
     below = count - count % parts
     counts = [near for near in (below, below + parts) if near >= max(least, 1)]
-    # A count from a file may be as large as it likes: the search is bounded by the parts.
-    fewer = next(part for part in range(min(parts - 1, count), 0, -1) if count % part == 0)
-    more = next(
-        (part for part in range(parts + 1, min(100 * parts, count) + 1) if count % part == 0), fewer
-    )
-    return (
-        f"{count} {what} do not divide over {parts} {of}: {_either(counts)} {what} would,"
-        f" or {_either([fewer, more])} {of}"
-    )
+    first = min(parts - 1, count)
+    fewer = range(first, max(first - _SEARCHED, 0), -1)
+    more = range(parts + 1, min(parts + _SEARCHED, 100 * parts, count) + 1)
+    nearest = (next((part for part in near if count % part == 0), 0) for near in (fewer, more))
+    divisors = list(filter(None, nearest))
+    others = f", or {_either(divisors)} {of}" if divisors else ""
+    return f"{count} {what} do not divide over {parts} {of}: {_either(counts)} {what} would{others}"
 
 
 def _either(numbers: list[int]) -> str:
