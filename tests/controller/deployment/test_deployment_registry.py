@@ -297,6 +297,25 @@ async def test_the_hello_that_would_complete_a_second_group_is_refused():
         assert refusal is not None and refusal.reason is Reason.LIMIT_EXCEEDED
 
 
+@pytest.mark.fault(
+    "a controller whose memory had room for one group",
+    "led three whose ranks came before the first of them was led",
+)
+async def test_groups_that_connect_together_are_led_only_while_they_fit():
+    async with replicas("a") as (one, _):
+        memory = one.registry.options.memory_of(hello_of(0).shape)
+        one.registry._memory_bytes = memory_together([memory])
+        names = [name for name in ("first", "second", "third") for _ in range(2)]
+        refusals = await asyncio.gather(
+            *(attached(one, renamed(name, n % 2), 11 + n) for n, name in enumerate(names))
+        )
+        accepted = [name for name, refusal in zip(names, refusals, strict=True) if refusal is None]
+        assert len(accepted) == 4 and len(set(accepted)) == 3  # One rank each takes no memory.
+        assert all(one.reason is Reason.LIMIT_EXCEEDED for one in refusals if one is not None)
+        held = [one for one in one.registry.deployments.values() if one.memory is not None]
+        assert len(held) == 1
+
+
 async def test_a_group_without_ranks_gives_its_memory_to_another():
     async with replicas("a") as (one, _):
         sessions = await one.lead()

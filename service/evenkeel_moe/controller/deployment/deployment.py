@@ -99,6 +99,8 @@ class SharedServices:
     incomplete: IncompleteGroups = field(default_factory=IncompleteGroups)
     may_restore: Callable[[GroupMemory], bool] = lambda _: True
     """Returns True if windows that take so much may be restored."""
+    admit: Callable[[Hello, RankStream], bool] = lambda *_: True
+    """Returns True if the group of a rank may take memory; else refuses the rank."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -110,6 +112,7 @@ class RankRegistration:
     ranks: RankSessions
     loads: GroupLoads
     inbox: MachineInbox
+    admit: Callable[[Hello, RankStream], bool]
 
     async def attach(self, hello: Hello, stream: RankStream) -> RankSession | None:
         """Register the stream of a rank; return None if it was turned away."""
@@ -146,7 +149,8 @@ class RankRegistration:
 
     def _register(self, session: RankSession, now: float) -> Sequence[ctl.ControlAction]:
         """Give the machine a Hello. The answer goes out before anything else on the stream."""
-        if self.control.leader is None:
+        # Asked again: other groups may have been completed while the lease was sought.
+        if self.control.leader is None or not self.admit(session.hello, session.stream):
             return ()
         actions = self.control.handle(session.event(session.hello), now)
         refused = any(
@@ -285,7 +289,7 @@ class Deployment:
         self.executor = self._build_executor(shared)
         self.driver = self._build_driver(clock)
         self._registration = RankRegistration(
-            self.control, self.leadership, self.ranks, self.loads, self.inbox
+            self.control, self.leadership, self.ranks, self.loads, self.inbox, shared.admit
         )
         self._connectivity = Connectivity(
             self.control, self.keeper, self.ranks, clock, spawn, options.leader.replicas == 1

@@ -116,6 +116,7 @@ class DeploymentRegistry:
                 self.shared,
                 spawn=partial(self._spawn_contained, name),
                 may_restore=partial(self._may_restore, name),
+                admit=partial(self._admit, is_new=False),
             )
             known = self.deployments[name] = Deployment(name, self.options, shared, lasting=lasting)
             if self._flow != self.options.flow:
