@@ -65,6 +65,7 @@ def test_options_change_one_by_one_and_null_removes_them():
     assert changed({"gem": {"restarts": None, "noise": None}}) == craft
     assert changed({"gem": None}) == craft
     assert changed({}) == policy.policy_options
+    assert changed(None) == {}
 
 
 @pytest.mark.parametrize(

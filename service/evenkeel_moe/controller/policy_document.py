@@ -42,7 +42,7 @@ def change_policy(policy: DeploymentPolicy, changes: Mapping[str, Any]) -> Deplo
         where = ".".join(map(str, first["loc"]))
         raise InvalidInput(f"{where}: {first['msg']}"[:_MOST_WORDS]) from None
     # Also of options that are removed: their names may be misspelt.
-    for name, changed in changes.get("policy_options", {}).items():
+    for name, changed in (changes.get("policy_options") or {}).items():
         find_policy(name).check_options(changed or {})
     if len(set(wanted.shadow_policies)) < len(wanted.shadow_policies):
         raise InvalidInput("shadow_policies must name each policy once")
