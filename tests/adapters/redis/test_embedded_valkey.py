@@ -91,6 +91,8 @@ async def test_a_killed_controllers_socket_folder_is_cleared_away(tmp_path):
     await server.start()
     try:
         assert not left.exists() and str(left) not in server.url
+        # The server of the killed controller ended in order, with its writes on disk.
+        assert "ready to exit" in (tmp_path / "data" / "valkey.log").read_text()
     finally:
         await server.stop()
 

@@ -2,14 +2,16 @@
 
 It is the usual server binary, with append-only persistence in the controller's data folder,
 reachable only through a private Unix socket. It ends with the controller, and is started again if
-it dies. The controller may be killed at any time: every acknowledged write has reached the kernel
-by then.
+it dies. If the controller is killed, the server writes what it has acknowledged to disk and ends.
+If the server is killed or the machine stops, up to two seconds of acknowledged writes may be lost:
+the server syncs its file once a second, and may delay a write while a sync runs.
 """
 
 import asyncio
 import contextlib
 import fcntl
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -142,7 +144,7 @@ class EmbeddedValkey:
     async def _spawn(self) -> None:
         assert self._lock_fd is not None
         self._process = await asyncio.create_subprocess_exec(
-            *dying_with_parent(self._command(), umask=0o077),
+            *dying_with_parent(self._command(), signal.SIGTERM, umask=0o077),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
