@@ -139,6 +139,32 @@ async def test_ticks_come_without_events_and_missed_ticks_are_not_made_up_for(ri
     assert len(machine.seen) <= before + 2
 
 
+@pytest.mark.fault(
+    "a deployment whose ticks took longer than the time between them",
+    "handled ticks alone: no message of a rank was read any more",
+)
+async def test_events_are_handled_beside_ticks_that_take_longer_than_the_time_between_them():
+    class LateClock(SystemClock):
+        now = 0.0
+
+        def monotonic(self):
+            return self.now
+
+    class SlowMachine(ScriptedMachine):
+        def handle(self, event, now):
+            clock.now += event == "tick"
+            return super().handle(event, now)
+
+    clock, machine = LateClock(), SlowMachine({"tick": [persist("p")]})
+    driver = Driver(machine, SlowExecutor(), clock, tick="tick", tick_s=0.25)
+    running = asyncio.create_task(driver.run())
+    driver.post("e")
+    await settle()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert machine.seen == ["tick", "e"]
+
+
 async def test_a_caller_waits_until_its_actions_are_carried_out(rig):
     driver, _, executor, _ = rig({})
     executor.gate.clear()

@@ -78,7 +78,7 @@ class Driver(Generic[ActionT]):
         executor: carries out its actions.
         clock: its monotonic time is the machine's `now`.
         tick: the event for passed time.
-        tick_s: seconds between ticks.
+        tick_s: seconds from the end of a tick to the next.
         after: called after each batch.
     """
 
@@ -136,9 +136,10 @@ class Driver(Generic[ActionT]):
             while True:
                 now = self._clock.monotonic()
                 if now >= tick_at:
-                    # Missed ticks are not made up for: they would add nothing.
-                    tick_at = max(tick_at + self._tick_s, now)
                     await self._handle(self._tick)
+                    # From its end, so that slow ticks leave time for events. Missed ones are not
+                    # made up for: they would add nothing.
+                    tick_at = self._clock.monotonic() + self._tick_s
                 elif self._inbox:
                     event, processed = self._inbox.popleft()
                     if processed is not None:
