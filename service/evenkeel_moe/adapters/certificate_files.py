@@ -44,27 +44,32 @@ class CertificateFiles(Generic[T]):
         It may be called on any thread, for each handshake.
         """
         with self._lock:
+            state = self._state()
+            if state == self._seen:
+                return None
+            self._seen = state
             try:
-                state = self._state()
-                if state == self._seen:
-                    return None
-                self._seen = state
                 fresh = self._read()
-                if self._state() != state:
-                    # The files were replaced during the read: the next handshake reads again.
-                    self._seen = None
-                    return None
             except OSError as error:
                 _log.error("certificate_not_taken", error=str(error), file=str(self._files[0]))
+                return None
+            if self._state() != state:
+                # The files were replaced during the read: the next handshake reads again.
+                self._seen = None
                 return None
             _log.info("certificate_changed", file=str(self._files[0]))
             return fresh
 
     def _state(self) -> object:
-        return tuple(
-            (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-            for stat in (file.stat() for file in self._files)
-        )
+        return tuple(map(_state_of, self._files))
+
+
+def _state_of(file: Path) -> object:
+    try:
+        stat = file.stat()
+    except OSError as error:
+        return error.errno
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def server_context(cert_file: Path, key_file: Path) -> ssl.SSLContext:

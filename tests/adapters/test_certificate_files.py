@@ -1,0 +1,22 @@
+"""Files that may be replaced while a server runs."""
+
+import pytest
+import structlog
+
+from evenkeel_moe.adapters.certificate_files import CertificateFiles
+
+
+@pytest.mark.fault(
+    "an operator who took a certificate away", "found one line in the log for each handshake"
+)
+def test_a_file_that_is_gone_is_told_once_and_what_was_read_stays(tmp_path):
+    path = tmp_path / "leaf.pem"
+    path.write_text("first")
+    files = CertificateFiles([path], path.read_text)
+    assert files.first() == "first"
+    path.unlink()
+    with structlog.testing.capture_logs() as said:
+        assert [files.changed() for _ in range(3)] == [None] * 3
+        path.write_text("second")
+        assert [files.changed() for _ in range(2)] == ["second", None]
+    assert [line["event"] for line in said] == ["certificate_not_taken", "certificate_changed"]
