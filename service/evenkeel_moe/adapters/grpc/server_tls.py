@@ -9,7 +9,8 @@ from typing import Any
 
 import grpc
 
-from evenkeel_moe.adapters.certificate_files import CertificateFiles, server_context
+from evenkeel_moe.adapters.certificate_files import server_context
+from evenkeel_moe.adapters.watched_files import WatchedFiles
 from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.model.ids import DEPLOYMENT_ID
 from evenkeel_moe.protocol.messages import RankIdentity
@@ -104,7 +105,7 @@ class ServerCertificates:
     def __init__(self, cert_file: Path, key_file: Path, client_ca_file: Path | None) -> None:
         self._cert_file, self._key_file, self._client_ca_file = cert_file, key_file, client_ca_file
         named = [file for file in (cert_file, key_file, client_ca_file) if file is not None]
-        self._files = CertificateFiles(named, self._read)
+        self._files = WatchedFiles("certificate", named, self._read)
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return the credentials for `add_secure_port`.
@@ -148,7 +149,7 @@ class ClientAuthorities:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._files = CertificateFiles([file], self._read)
+        self._files = WatchedFiles("certificate", [file], self._read)
         self._known = self._files.first()
 
     def have_lost_one(self) -> bool:

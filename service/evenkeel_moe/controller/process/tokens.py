@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from evenkeel_moe.adapters.private_files import read_own, write_private
+from evenkeel_moe.adapters.watched_files import WatchedFiles
 from evenkeel_moe.api.auth import Token, TokenSet
 from evenkeel_moe.errors import InvalidInput
 
@@ -59,9 +60,10 @@ class TokenFile:
         self._unix = unix
         self._own = own
         self._ended: set[bytes] = set()
+        unusable = (OSError, UnicodeError, InvalidInput)
+        self._file = WatchedFiles("tokens", [path], self._read, unusable)
         try:
-            self._seen: object = self._state()
-            self._tokens = self._read()
+            self._tokens = self._file.first()
         except (OSError, UnicodeError) as error:
             raise InvalidInput(f"cannot read the token file {path}: {error}") from error
 
@@ -70,7 +72,7 @@ class TokenFile:
 
         A token that has ended is none; the log names it once.
         """
-        self._follow()
+        self._tokens = self._file.changed() or self._tokens
         token = self._tokens.find(secret)
         if token is None or token.until is None or self._unix() < token.until:
             return token
@@ -82,22 +84,3 @@ class TokenFile:
     def _read(self) -> TokenSet:
         path = self._path
         return TokenSet.parse(read_own(path) if self._own else path.read_text(encoding="utf-8"))
-
-    def _state(self) -> object:
-        stat = os.stat(self._path, follow_symlinks=not self._own)
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
-
-    def _follow(self) -> None:
-        try:
-            state = self._state()
-        except OSError as error:
-            state = error.errno
-        if state == self._seen:
-            return
-        self._seen = state
-        try:
-            self._tokens = self._read()
-        except (OSError, UnicodeError, InvalidInput) as error:
-            _log.error("tokens_not_taken", path=str(self._path), error=str(error))
-            return
-        _log.info("tokens_changed", path=str(self._path), tokens=len(self._tokens.tokens))

@@ -3,7 +3,7 @@
 import pytest
 import structlog
 
-from evenkeel_moe.adapters.certificate_files import CertificateFiles
+from evenkeel_moe.adapters.watched_files import WatchedFiles
 
 
 @pytest.mark.fault(
@@ -12,7 +12,7 @@ from evenkeel_moe.adapters.certificate_files import CertificateFiles
 def test_a_file_that_is_gone_is_told_once_and_what_was_read_stays(tmp_path):
     path = tmp_path / "leaf.pem"
     path.write_text("first")
-    files = CertificateFiles([path], path.read_text)
+    files = WatchedFiles("certificate", [path], path.read_text)
     assert files.first() == "first"
     path.unlink()
     with structlog.testing.capture_logs() as said:
