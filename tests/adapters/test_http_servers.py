@@ -133,6 +133,9 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
         return True
 
 
+HALF = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx"
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("half", [b"", b"GET / HTTP/1.1\r\nHost: a\r\n"])
 async def test_connections_without_a_request_do_not_keep_others_out(half):
@@ -153,15 +156,24 @@ async def test_connections_without_a_request_do_not_keep_others_out(half):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "part",
-    [b"", b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx"],
-)
+@pytest.mark.parametrize("part", [b"", b"GET / HTTP/1.1\r\n", HALF])
 async def test_a_request_that_does_not_arrive_in_time_ends_its_connection(part):
     async with serving_rest(most=20, request_s=0.2) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(part)
         assert await is_closed(reader)
+        writer.close()
+
+
+@pytest.mark.fault("a controller with a client that sends half a request", "waited for ever")
+@pytest.mark.integration
+async def test_half_a_request_that_comes_together_with_another_ends_its_connection():
+    async with serving_rest(most=20, request_s=0.2) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + HALF)
+        with contextlib.suppress(ConnectionError):
+            answered = await asyncio.wait_for(reader.read(), deadline(20))
+            assert answered.count(b"HTTP/1.1 200") == 1
         writer.close()
 
 

@@ -121,6 +121,12 @@ class BoundedHttp(H11Protocol):
         elif self._timer is None:
             self._wait_for_request()
 
+    def on_response_complete(self) -> None:
+        """Turn to the next request; if only its head came with the last, its body must follow."""
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY and self._timer is None:
+            self._wait_for_request()
+
     async def _answer_in_turn(self, scope: Any, receive: Any, send: Any) -> None:
         self._requests += 1
         if self._requests > 1 or scope["path"] not in self.config.probes:
