@@ -1,6 +1,9 @@
 """The audit rows of requests for changes."""
 
+import asyncio
 import json
+
+import pytest
 
 from evenkeel_moe.model.placement import Placement
 from tests.api.conftest import assert_problem, make_client
@@ -70,6 +73,25 @@ async def test_requests_about_plans_are_recorded_with_what_they_asked_for(client
 async def test_an_internal_error_is_recorded_as_500(client, operations):
     operations.error = ZeroDivisionError("1 / 0")
     assert_problem(await client.post("/v1/deployments/demo/resume"), 500)
+    assert [row["status"] for row in operations.rows] == [500]
+
+
+@pytest.mark.fault(
+    "an operator whose change was interrupted by a shutdown", "found no audit row of it"
+)
+async def test_a_change_that_is_interrupted_is_recorded_too(client, operations, monkeypatch):
+    begun = asyncio.Event()
+
+    async def resume(*_):
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(operations, "resume", resume)
+    asking = asyncio.create_task(client.post("/v1/deployments/demo/resume"))
+    await begun.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert asking.cancelled()
     assert [row["status"] for row in operations.rows] == [500]
 
 

@@ -199,7 +199,8 @@ class Changes(Middleware):
             )
         try:
             await answer(scope, receive, send_recorded)
-        except Exception:  # It goes on to the server; the record must tell of the failure first.
+        except BaseException:
+            # A failure, or the server's stop in the middle of a change. It goes on to the server.
             if not recorded:
                 await record(500)
             raise
