@@ -190,7 +190,14 @@ DECISIONS = [
     b'{"numbers": {}}',
     *(
         json.dumps({"reason": "no_change"} | flaw).encode()
-        for flaw in ({}, {"at": 10**400}, {"at": math.nan}, {"at": 1.0, "reason": 7})
+        for flaw in (
+            {},
+            {"at": 10**400},
+            {"at": math.nan},
+            {"at": "1.0"},
+            {"at": 1.0, "reason": 7},
+            {"at": 1.0, "numbers": {"window_steps": "7"}},
+        )
     ),
 ]
 TERMS = [b"soon", b"1e999", b"99999999999999999", b"-3"]

@@ -301,7 +301,7 @@ _RECORD = _stored_model(PlanRecord, "story", plan=(_PLAN, ...), version=(Literal
 _STORY_ROW = create_model("StoredStoryRow", __config__=_CONFIG, event=(str, ...))
 DECISION = create_model(
     "StoredDecision",
-    __config__=_CONFIG,
+    __config__=ConfigDict(strict=True),  # The row itself is used: `"5"` is no number.
     at=(FiniteFloat, ...),
     reason=(str, ...),
     numbers=(dict[str, float], {}),
