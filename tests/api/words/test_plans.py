@@ -1,5 +1,6 @@
 """A plan and its story in words."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -188,3 +189,20 @@ def test_a_proposal_that_was_cancelled_is_rejected_a_plan_that_was_cancelled_is_
 def test_a_plan_says_where_it_stands(phase, reason, error, words):
     record = make_plan(phase=PlanPhase(phase), reason=Reason(reason), error=error)
     assert plan_text(record) == words
+
+
+@pytest.mark.fault(
+    "a reader of a plan with a damaged row in its story", "got an error for the whole plan"
+)
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"event": "answered", "moved": 3},
+        {"event": "measured", "delivered_gain": "much"},
+        {"event": "wave_committed", "waves_committed": "2"},
+        {"event": "ended", "reason": [1]},
+    ],
+)
+def test_a_row_of_another_form_is_shown_as_it_is_stored(row):
+    shown, after = told(row, {"event": "resumed"})
+    assert (json.loads(shown), after) == ({"at": NOW, **row}, "Continued")

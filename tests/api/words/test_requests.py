@@ -50,6 +50,9 @@ def asked(method, path, change=None):
         ("POST", "/new", '{"a":1}', 'POST /new {"a":1}'),
         ("PATCH", "/policy", '{"mode":"au', 'PATCH /policy {"mode":"au'),
         ("PUT", "/new", None, "PUT /new"),
+        ("POST", "/freeze", '{"seconds":"x"}', 'POST /freeze {"seconds":"x"}'),
+        ("POST", "/rollback", '{"to_placement":1}', 'POST /rollback {"to_placement":1}'),
+        ("PATCH", "/policy", "[1]", "PATCH /policy [1]"),
     ],
 )
 def test_a_request_is_told_as_what_it_asked_for(method, path, change, words):

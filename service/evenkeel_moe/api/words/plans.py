@@ -1,10 +1,12 @@
 """A plan in words: its phase, its story, and what it delivered."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evenkeel_moe.api.words.reasons import sentence
+from evenkeel_moe.api.words.stored import told
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, phase_text
 from evenkeel_moe.model.quantities import (
     bytes_text,
@@ -74,7 +76,8 @@ def story_rows(record: PlanRecord) -> list[dict[str, Any]]:
     rows, committed = [], 0
     for row in record.story:
         shown = phase_text(row.get("phase", ""), row.get("reason", ""))
-        rows.append({**row, "text": _event(row, record.plan, committed), "phase_text": shown})
+        text = told(json.dumps(row, default=str), _event, row, record.plan, committed)
+        rows.append({**row, "text": text, "phase_text": shown})
         committed = row.get("waves_committed", committed)
     return rows
 

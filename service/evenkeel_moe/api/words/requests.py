@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from evenkeel_moe.api.words.stored import told
 from evenkeel_moe.model.documents import leaves, setting
 from evenkeel_moe.model.quantities import duration_text
 
@@ -22,9 +23,12 @@ def request_text(row: Mapping[str, Any]) -> str:
     """
     path = str(row["path"]).removeprefix(f"/v1/deployments/{row['deployment']}")
     sent, change = f"{row['method']} {path}", row.get("change")
-    asked = _fields(change)
-    if asked is None:
-        return f"{sent} {change}"
+    as_sent = sent + (f" {change}" if change else "")
+    return told(as_sent, _words, sent, change or "{}", as_sent)
+
+
+def _words(sent: str, change: str, as_sent: str) -> str:
+    asked = json.loads(change)
     match sent.split("/"):
         case ["POST ", "freeze"]:
             return _pause(asked)
@@ -40,16 +44,7 @@ def request_text(row: Mapping[str, Any]) -> str:
             return f"Reject or cancel plan {plan}"
         case ["POST ", "rollback"]:
             return _rollback(asked)
-    return _PLAIN.get(sent, sent + (f" {change}" if change else ""))
-
-
-def _fields(change: str | None) -> dict[str, Any] | None:
-    """Return the fields that a request named; None if the record cut its text off."""
-    try:
-        found = json.loads(change or "{}")
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+    return _PLAIN.get(sent, as_sent)
 
 
 def _with(what: str, asked: Mapping[str, Any]) -> str:
