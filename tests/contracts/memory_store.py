@@ -163,7 +163,9 @@ class MemoryStore:
         return None if body is None else json.loads(body)
 
     async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
-        self._decisions.setdefault(deployment, []).append(json.dumps(decision))
+        rows, row = self._decisions.setdefault(deployment, []), json.dumps(decision)
+        if rows[-1:] != [row]:
+            rows.append(row)
 
     async def fetch_decisions(
         self, deployment: DeploymentId, limit: int

@@ -423,6 +423,12 @@ async def test_decisions_come_newest_first(store):
     await store.ping()
 
 
+async def test_a_decision_whose_write_is_repeated_is_stored_once(store):
+    for cycle in (1, 2, 2, 3):
+        await store.append_decision(DEMO, make_decision(cycle))
+    assert [row["cycle"] for row in await store.fetch_decisions(DEMO, 9)] == [3, 2, 1]
+
+
 # --- windows -----------------------------------------------------------------------------------
 
 

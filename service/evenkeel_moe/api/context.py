@@ -121,7 +121,7 @@ class _Paging(QueryBody):
             keys = [key(row) for row in rows]
             if after not in keys:
                 raise InvalidInput("the row in page_token no longer exists, start again without it")
-            start = keys.index(after) + 1
+            start = len(keys) - keys[::-1].index(after)  # A decision may be stored twice.
         chosen = list(rows[start : start + self.page_size])
         more = start + self.page_size < len(rows)
         return chosen, page_token_of(key(chosen[-1])) if more else None

@@ -193,6 +193,8 @@ class DeploymentStore(Protocol):
     async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
         """Append a row to the decision log, which is bounded by number and age.
 
+        A row that is the newest already is not added again, so a write may be repeated.
+
         Args:
             deployment: its owner.
             decision: has `at` in Unix seconds and `reason`, else it is not read again.

@@ -208,8 +208,11 @@ return 0
 # KEYS: a key that chooses the node of a Cluster.
 TIME = "return redis.call('TIME')"
 
-# KEYS: decisions. ARGV: body, rows kept, age of rows in ms.
+# KEYS: decisions. ARGV: body, rows kept, age of rows in ms. The answer to the first write of the
+# newest row may have been lost.
 APPEND_DECISION = """
+local newest = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+if newest and newest[2][2] == ARGV[1] then return 0 end
 redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'd', ARGV[1])
 local now = redis.call('TIME')
 local oldest = tonumber(now[1]) * 1000 - tonumber(ARGV[3])
