@@ -78,5 +78,5 @@ def test_many_numbers_are_read_in_parts_so_that_other_threads_get_their_turn(siz
 
 def test_millions_of_tiles_are_refused_before_they_are_read():
     message = agent_pb2.CostCurve(tile_tokens=1, tile_seconds=[float("nan")] * 4097)
-    with pytest.raises(PeerViolation, match="4097 tiles, at most 4096"):
+    with pytest.raises(PeerViolation, match="4097 tiles, 1 to 4096"):
         decode_rank_message(agent_pb2.RankMessage(cost_curve=message), HELLO)

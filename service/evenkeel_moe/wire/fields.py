@@ -54,34 +54,43 @@ def _check_length(what: str, value: str, most: int) -> None:
         raise PeerViolation(f"{what} has {len(value)} characters, at most {most} are allowed")
 
 
-def check_count(what: str, value: int, most: int = _MAX_INT) -> int:
+def check_count(what: str, value: int, most: int = _MAX_INT, *, least: int = 0) -> int:
     """Return the number. Refuse one above `most`: the wire reaches 2**64, our stores do not."""
-    if not 0 <= value <= most:
-        raise PeerViolation(f"{what} is {value}, at most {most} is allowed")
+    if not least <= value <= most:
+        raise PeerViolation(f"{what} is {value}, {least} to {most} are allowed")
     return value
 
 
-def check_seconds(what: str, value: float, *, above_zero: bool = False) -> float:
-    """Return the duration. Refuse one that is negative or not finite."""
+def check_seconds(
+    what: str,
+    value: float,
+    *,
+    least: float = 0.0,
+    most: float = math.inf,
+    above_zero: bool = False,
+) -> float:
+    """Return the duration. Refuse one that is not finite or outside its bounds."""
     if not math.isfinite(value):
         raise PeerViolation(f"{what} is {value}", Reason.NOT_FINITE)
-    if value < 0 or (above_zero and value == 0):
-        raise PeerViolation(
-            f"{what} is {value}, must {'be above' if above_zero else 'not be below'} 0"
-        )
+    if value < least or (above_zero and value == 0):
+        bound = "above 0" if above_zero else f"at least {least:g}"
+        raise PeerViolation(f"{what} is {value}, must be {bound}")
+    if value > most:
+        raise PeerViolation(f"{what} is {value}, at most {most:g} is allowed")
     return value
 
 
 # --- fields ---------------------------------------------------------------------------------
 
 
+def _checked(check: Callable[..., Any], **bounds: Any) -> FieldCodec:
+    """A field whose value passes a check above."""
+    return FieldCodec(lambda message, name: check(name, getattr(message, name), **bounds))
+
+
 def text(most: int = _MAX_TEXT, *, empty: bool = True) -> FieldCodec:
     """A name of at most `most` characters, without control characters."""
-
-    def read(message: Message, name: str) -> str:
-        return check_text(name, getattr(message, name), most, empty=empty)
-
-    return FieldCodec(read)
+    return _checked(check_text, most=most, empty=empty)
 
 
 def words(most: int = _MAX_TEXT) -> FieldCodec:
@@ -98,18 +107,14 @@ def words(most: int = _MAX_TEXT) -> FieldCodec:
     return FieldCodec(read, lambda value: value[:most])
 
 
-def count(most: int = _MAX_INT) -> FieldCodec:
-    """A number from 0 to `most`."""
-    return FieldCodec(lambda message, name: check_count(name, getattr(message, name), most))
+def count(most: int = _MAX_INT, *, least: int = 0) -> FieldCodec:
+    """A number from `least` to `most`."""
+    return _checked(check_count, most=most, least=least)
 
 
-def seconds(*, above_zero: bool = False) -> FieldCodec:
-    """A finite duration, not negative."""
-
-    def read(message: Message, name: str) -> float:
-        return check_seconds(name, getattr(message, name), above_zero=above_zero)
-
-    return FieldCodec(read)
+def seconds(**bounds: float) -> FieldCodec:
+    """A finite duration within the bounds of `check_seconds`; without any, not negative."""
+    return _checked(check_seconds, **bounds)
 
 
 def enum(numbers: Mapping[Any, int]) -> FieldCodec:
@@ -148,7 +153,7 @@ def read_numbers(message: Message, name: str) -> tuple[int, ...]:
     return tuple(chain.from_iterable(parts))
 
 
-def _optional(field: FieldCodec) -> FieldCodec:
+def optional(field: FieldCodec) -> FieldCodec:
     """A field that is not set when the model has None."""
     write = field.write
     return FieldCodec(
@@ -181,7 +186,7 @@ def _codec_of_type(hint: Any, codecs: Mapping[Any, FieldCodec]) -> FieldCodec:
         hint = hint.__supertype__
     if hint not in codecs and type(None) in get_args(hint):
         (of,) = (one for one in get_args(hint) if one is not type(None))
-        return _optional(_codec_of_type(of, codecs))
+        return optional(_codec_of_type(of, codecs))
     return codecs[hint]
 
 

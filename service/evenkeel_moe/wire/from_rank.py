@@ -16,6 +16,7 @@ from evenkeel_moe.wire.fields import (
     check_text,
     count,
     enum,
+    optional,
     read_reason,
     seconds,
     text,
@@ -33,13 +34,7 @@ from evenkeel_moe.wire.reports import decode_report, encode_report
 from evenkeel_moe.wire.values import message_codec
 
 _MAX_TILES = 4096
-_MAX_TILE_TOKENS = 1 << 20
 _MAX_CAPABILITIES = 64
-_MAX_KV_BYTES_PER_TOKEN = 1 << 40
-_MAX_KV_BYTES = 1 << 53
-_MAX_CLOCK_RATIO = 2.0
-_MIN_S_PER_TOKEN = 1e-15
-"""No device computes a token faster; the planner divides by the time of a token."""
 _OUTCOMES = {
     m.WaveOutcome.SWAPPED: pb.WAVE_OUTCOME_SWAPPED,
     m.WaveOutcome.REFUSED: pb.WAVE_OUTCOME_REFUSED,
@@ -71,11 +66,14 @@ def _read_capabilities(message: pb.Hello, name: str) -> frozenset[str]:
 
 def _read_tiles(message: pb.CostCurve, name: str) -> tuple[float, ...]:
     # Before the values are read: there may be millions.
-    if len(message.tile_seconds) > _MAX_TILES:
+    if not 1 <= len(message.tile_seconds) <= _MAX_TILES:
         raise PeerViolation(
-            f"a cost curve of {len(message.tile_seconds)} tiles, at most {_MAX_TILES} are taken"
+            f"a cost curve of {len(message.tile_seconds)} tiles, 1 to {_MAX_TILES} are taken"
         )
-    return tuple(check_seconds(name, value) for value in message.tile_seconds)
+    tiles = tuple(check_seconds(name, value, most=MAX_COMPUTE_S) for value in message.tile_seconds)
+    if any(later < earlier for earlier, later in pairwise(tiles)):
+        raise PeerViolation("tile_seconds fall with the number of tokens")
+    return tiles
 
 
 def _read_vote_reason(message: pb.Vote, name: str) -> Reason:
@@ -102,72 +100,30 @@ def _check_hello(hello: m.Hello) -> None:
         raise PeerViolation(f"rank {rank} of {num_ranks} ranks", Reason.WRONG_SHAPE)
 
 
-def _check_curve(curve: CostCurve) -> None:
-    """Refuse a curve that a planner cannot use as it is."""
-    tiles = curve.tile_seconds
-    if not tiles or not 1 <= curve.tile_tokens <= _MAX_TILE_TOKENS:
-        raise PeerViolation(
-            f"a cost curve of {len(tiles)} tiles of {curve.tile_tokens} tokens;"
-            f" at most {_MAX_TILES} tiles of {_MAX_TILE_TOKENS} are taken"
-        )
-    if any(later < earlier for earlier, later in pairwise(tiles)):
-        raise PeerViolation("tile_seconds fall with the number of tokens")
-    _check_cost(
-        tile_seconds=tiles[-1],
-        slope_s_per_token=curve.slope_s_per_token,
-        fit_error=curve.fit_error or 0.0,
-        line_error=curve.line_error or 0.0,
-    )
-
-
-def _check_replica_cost(cost: ReplicaCost) -> None:
-    if cost.s_per_token < _MIN_S_PER_TOKEN:
-        raise PeerViolation(
-            f"s_per_token is {cost.s_per_token}, must be at least {_MIN_S_PER_TOKEN:g}"
-        )
-    _check_cost(
-        fixed_s=cost.fixed_s,
-        s_per_token=cost.s_per_token,
-        s_per_replica=cost.s_per_replica,
-        read_s=cost.read_s,
-        fit_error=cost.fit_error,
-    )
-
-
-def _check_cost(**told: float) -> None:
-    """Refuse figures that no step has: the planner's sums would not stay finite."""
-    for name, value in told.items():
-        if value > MAX_COMPUTE_S:
-            raise PeerViolation(f"{name} is {value}, at most {MAX_COMPUTE_S:g} is allowed")
-
-
-def _check_kv_cache(cache: KvCache) -> None:
-    if not 1 <= cache.bytes_per_token <= _MAX_KV_BYTES_PER_TOKEN:
-        raise PeerViolation(
-            f"bytes_per_token is {cache.bytes_per_token}, 1 to {_MAX_KV_BYTES_PER_TOKEN} are"
-            " allowed"
-        )
-    if cache.free_bytes > _MAX_KV_BYTES:
-        raise PeerViolation(f"free_bytes is {cache.free_bytes}, at most {_MAX_KV_BYTES} is allowed")
-
-
-def _check_clock(clock: DeviceClock) -> None:
-    if not 0 < clock.ratio <= _MAX_CLOCK_RATIO:
-        raise PeerViolation(
-            f"the clock's ratio is {clock.ratio}, above 0 and at most {_MAX_CLOCK_RATIO:g} is"
-            " allowed"
-        )
-
-
 # --- messages -------------------------------------------------------------------------------
 
 _DIGEST = text(64)
 _LABEL = text(256)
+_COST = seconds(most=MAX_COMPUTE_S)
+"""A figure that a step can have: with larger ones the planner's sums would not stay finite."""
 COST_CURVE = message_codec(
-    CostCurve, pb.CostCurve, check=_check_curve, tile_seconds=FieldCodec(_read_tiles)
+    CostCurve,
+    pb.CostCurve,
+    tile_tokens=count(1 << 20, least=1),
+    tile_seconds=FieldCodec(_read_tiles),
+    slope_s_per_token=_COST,
+    fit_error=optional(_COST),
+    line_error=optional(_COST),
 )
 REPLICA_COST = message_codec(
-    ReplicaCost, pb.ReplicaCost, check=_check_replica_cost, s_per_token=seconds(above_zero=True)
+    ReplicaCost,
+    pb.ReplicaCost,
+    fixed_s=_COST,
+    # No device computes a token faster; the planner divides by it.
+    s_per_token=seconds(least=1e-15, most=MAX_COMPUTE_S),
+    s_per_replica=_COST,
+    read_s=_COST,
+    fit_error=_COST,
 )
 _CODECS: dict[str, MessageCodec[Any, Any]] = {
     "hello": message_codec(
@@ -188,9 +144,11 @@ _CODECS: dict[str, MessageCodec[Any, Any]] = {
     "heartbeat": message_codec(Heartbeat, pb.Heartbeat, trouble=words()),
     "cost_curve": COST_CURVE,
     "replica_cost": REPLICA_COST,
-    "kv_cache": message_codec(KvCache, pb.KvCache, check=_check_kv_cache),
+    "kv_cache": message_codec(
+        KvCache, pb.KvCache, bytes_per_token=count(1 << 40, least=1), free_bytes=count(1 << 53)
+    ),
     "device_clock": message_codec(
-        DeviceClock, pb.DeviceClock, check=_check_clock, limited_by=text(64)
+        DeviceClock, pb.DeviceClock, ratio=seconds(most=2.0, above_zero=True), limited_by=text(64)
     ),
     "vote": message_codec(m.Vote, pb.Vote, reason=FieldCodec(_read_vote_reason), detail=words()),
     "ack": message_codec(m.Ack, pb.Ack, placement_digest=_DIGEST),

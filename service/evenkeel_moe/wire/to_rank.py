@@ -6,7 +6,7 @@ from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.v1 import agent_pb2 as pb
 from evenkeel_moe.v1 import telemetry_pb2
-from evenkeel_moe.wire.fields import MessageCodec, enum, nested, seconds, text, words
+from evenkeel_moe.wire.fields import MessageCodec, count, enum, nested, seconds, text, words
 from evenkeel_moe.wire.link import (
     FlowControl,
     NotLeader,
@@ -16,14 +16,6 @@ from evenkeel_moe.wire.link import (
     ToRankLink,
 )
 from evenkeel_moe.wire.values import message_codec
-
-
-def _check_flow(flow: FlowControl) -> None:
-    if flow.stride < 1 or flow.max_steps_per_report < 1:
-        raise PeerViolation(
-            f"stride {flow.stride} and {flow.max_steps_per_report} steps a report"
-            " must be at least 1"
-        )
 
 
 def _check_prepare(prepare: m.Prepare) -> None:
@@ -36,7 +28,11 @@ def _check_prepare(prepare: m.Prepare) -> None:
 
 _INTERVAL = seconds(above_zero=True)
 _FLOW = message_codec(
-    FlowControl, telemetry_pb2.FlowControl, check=_check_flow, report_interval_s=_INTERVAL
+    FlowControl,
+    telemetry_pb2.FlowControl,
+    report_interval_s=_INTERVAL,
+    stride=count(least=1),
+    max_steps_per_report=count(least=1),
 )
 _OUTCOME = enum(
     {

@@ -37,14 +37,9 @@ def _check_identity(identity: RankIdentity) -> None:
         raise PeerViolation(f"deployment {name[:80]!r} is not {DEPLOYMENT_ID}")
 
 
-def _check_leader(leader: Leader) -> None:
-    if leader.term < 1:
-        raise PeerViolation("leader term is 0, terms start at 1")
-
-
 _NAME = text(128, empty=False)
 _LEADER = MessageCodec(
-    Leader, pb.Leader, check=_check_leader, leader_id=text(256, empty=False), term=count(MAX_TERM)
+    Leader, pb.Leader, leader_id=text(256, empty=False), term=count(MAX_TERM, least=1)
 )
 _IDENTITY = MessageCodec(RankIdentity, pb.RankIdentity, check=_check_identity, generation=_NAME)
 _LINEAGE = MessageCodec(Lineage, pb.Lineage, generation=_NAME)
