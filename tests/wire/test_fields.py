@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.v1 import telemetry_pb2 as pb
 from evenkeel_moe.wire.codec import decode_rank_message
-from evenkeel_moe.wire.fields import MessageCodec, count, read_numbers
+from evenkeel_moe.wire.fields import MessageCodec, count, enum, read_numbers
 from tests.wire.wires import HELLO
 
 
@@ -50,6 +51,14 @@ def test_a_codec_for_fields_that_the_message_or_the_model_lacks_is_refused():
 def test_a_type_without_a_codec_is_refused():
     with pytest.raises(KeyError):
         MessageCodec(Unsupported, pb.ReportAck)
+
+
+@pytest.mark.parametrize(
+    ("members", "error"), [("SOURCE TARGET", ValueError), ("SOURCE", AssertionError)]
+)
+def test_an_enum_whose_names_are_not_those_of_the_wire_is_refused(members, error):
+    with pytest.raises(error):
+        enum(Enum("Side", members), pb.CountingSide, "COUNTING_SIDE")  # type: ignore[arg-type]
 
 
 class ReadInParts(Sequence):

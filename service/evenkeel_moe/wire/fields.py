@@ -8,6 +8,7 @@ that cannot be right raises PeerViolation with the numbers.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from itertools import chain
 from typing import Any, Generic, NewType, TypeVar, get_args, get_type_hints
 
@@ -117,9 +118,19 @@ def seconds(**bounds: float) -> FieldCodec:
     return _checked(check_seconds, **bounds)
 
 
-def enum(numbers: Mapping[Any, int]) -> FieldCodec:
-    """An enum, from its numbers on the wire. A number without a value is refused."""
-    values = {number: value for value, number in numbers.items()}
+def enum(members: type[Enum], numbers: Any, prefix: str) -> FieldCodec:
+    """An enum whose names on the wire are those of its members behind `prefix`.
+
+    None is sent as 0. A number without a member is refused when it is read.
+
+    Args:
+        members: the enum of the model.
+        numbers: the generated enum of protobuf; it must have the same names.
+        prefix: of its names.
+    """
+    known = {member: numbers.Value(f"{prefix}_{member.name}") for member in members}
+    values = {number: member for member, number in known.items()}
+    assert len(values) + 1 == len(numbers.keys()), members
 
     def read(message: Message, name: str) -> Any:
         number = getattr(message, name)
@@ -127,7 +138,7 @@ def enum(numbers: Mapping[Any, int]) -> FieldCodec:
             raise PeerViolation(f"{name} {number} is unknown")
         return values[number]
 
-    return FieldCodec(read, numbers.__getitem__)
+    return FieldCodec(read, lambda member: 0 if member is None else known[member])
 
 
 def nested(decode: Callable[[Any], Any], encode: Callable[[Any], Any]) -> FieldCodec:

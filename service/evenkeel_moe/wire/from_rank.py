@@ -35,22 +35,8 @@ from evenkeel_moe.wire.values import message_codec
 
 _MAX_TILES = 4096
 _MAX_CAPABILITIES = 64
-_OUTCOMES = {
-    m.WaveOutcome.SWAPPED: pb.WAVE_OUTCOME_SWAPPED,
-    m.WaveOutcome.REFUSED: pb.WAVE_OUTCOME_REFUSED,
-    m.WaveOutcome.DROPPED: pb.WAVE_OUTCOME_DROPPED,
-}
-_OUTCOME = enum(_OUTCOMES)
-_STATE = enum(
-    {
-        m.ParticipantState.IDLE: pb.PARTICIPANT_STATE_IDLE,
-        m.ParticipantState.STAGING: pb.PARTICIPANT_STATE_STAGING,
-        m.ParticipantState.PREPARED: pb.PARTICIPANT_STATE_PREPARED,
-        m.ParticipantState.ARMED: pb.PARTICIPANT_STATE_ARMED,
-        m.ParticipantState.SWAPPING: pb.PARTICIPANT_STATE_SWAPPING,
-        m.ParticipantState.ABORTED: pb.PARTICIPANT_STATE_ABORTED,
-    }
-)
+_OUTCOME = enum(m.WaveOutcome, pb.WaveOutcome, "WAVE_OUTCOME")
+_STATE = enum(m.ParticipantState, pb.ParticipantState, "PARTICIPANT_STATE")
 
 # --- rules of single fields -----------------------------------------------------------------
 
@@ -85,10 +71,6 @@ def _read_last_outcome(message: pb.RankState, name: str) -> m.WaveOutcome | None
     if message.HasField("last_wave"):
         outcome = _OUTCOME.read(message, name)
     return outcome
-
-
-def _write_last_outcome(outcome: m.WaveOutcome | None) -> int:
-    return pb.WAVE_OUTCOME_UNSPECIFIED if outcome is None else _OUTCOMES[outcome]
 
 
 # --- rules of whole messages ----------------------------------------------------------------
@@ -158,7 +140,7 @@ _CODECS: dict[str, MessageCodec[Any, Any]] = {
         pb.RankState,
         state=_STATE,
         placement_digest=_DIGEST,
-        last_outcome=FieldCodec(_read_last_outcome, _write_last_outcome),
+        last_outcome=FieldCodec(_read_last_outcome, _OUTCOME.write),
         highest_term=count(MAX_TERM),
     ),
     "term_refused": message_codec(m.TermRefused, pb.TermRefused),

@@ -15,18 +15,14 @@ from evenkeel_moe.model.load import (
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.v1 import telemetry_pb2 as pb
-from evenkeel_moe.wire.fields import check_count
+from evenkeel_moe.wire.fields import check_count, enum
 
 MAX_REPORT_STEPS = 4096
 """Most steps of one report."""
 # `STEP` holds the phase as its number on the wire.
 assert all(pb.Phase.Value(f"PHASE_{phase.name}") == code for phase, code in PHASE_CODE.items())
 _STEP = STEP.newbyteorder("<")
-_SIDES = {
-    CountingSide.DESTINATION: pb.COUNTING_SIDE_DESTINATION,
-    CountingSide.SOURCE: pb.COUNTING_SIDE_SOURCE,
-}
-_SIDES_BACK = {number: side for side, number in _SIDES.items()}
+_SIDE = enum(CountingSide, pb.CountingSide, "COUNTING_SIDE")
 
 
 def encode_report(report: LoadReport) -> pb.LoadReport:
@@ -41,7 +37,7 @@ def encode_report(report: LoadReport) -> pb.LoadReport:
             f"counts range over {counts.min()}..{counts.max()}, the wire takes 0..{MAX_TOKENS}"
         )
     return pb.LoadReport(
-        side=_SIDES[report.side],
+        side=f"COUNTING_SIDE_{report.side.name}",
         step_table=report.steps.astype(_STEP).tobytes(),
         counts=counts.astype("<i4").tobytes(),
         dropped_steps=report.dropped_steps,
@@ -54,9 +50,7 @@ def decode_report(message: pb.LoadReport, identity: RankIdentity, shape: ModelSh
     Raises:
         PeerViolation: BAD_LENGTH, NEGATIVE_COUNT, NOT_FINITE or MALFORMED, with the numbers.
     """
-    side = _SIDES_BACK.get(message.side)
-    if side is None:
-        raise PeerViolation(f"counting side {message.side} is unknown")
+    side = _SIDE.read(message, "side")
     steps = _decode_steps(message.step_table)
     counts = _decode_counts(message.counts, len(steps), side, shape)
     return LoadReport(

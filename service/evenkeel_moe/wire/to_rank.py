@@ -34,13 +34,7 @@ _FLOW = message_codec(
     stride=count(least=1),
     max_steps_per_report=count(least=1),
 )
-_OUTCOME = enum(
-    {
-        RegistrationOutcome.ACCEPTED: pb.Registration.OUTCOME_ACCEPTED,
-        RegistrationOutcome.OBSERVE_ONLY: pb.Registration.OUTCOME_OBSERVE_ONLY,
-        RegistrationOutcome.REFUSED: pb.Registration.OUTCOME_REFUSED,
-    }
-)
+_OUTCOME = enum(RegistrationOutcome, pb.Registration.Outcome, "OUTCOME")
 _CODECS: dict[str, MessageCodec[Any, Any]] = {
     "report_ack": message_codec(ReportAck, telemetry_pb2.ReportAck),
     "flow_control": _FLOW,
