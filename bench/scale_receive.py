@@ -18,7 +18,7 @@ from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.telemetry.assembly import StepAssembler
 from evenkeel_moe.telemetry.windows import StepRing
 from evenkeel_moe.v1 import agent_pb2
-from evenkeel_moe.wire.codec import decode_rank_message
+from evenkeel_moe.wire.from_rank import decode_rank_message
 
 __all__ = ["receive_rows"]
 

@@ -75,7 +75,7 @@ def test_a_long_file_of_the_tests_is_found_and_a_repeated_class_name_is_not(tmp_
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("from evenkeel_moe.wire.codec import decode_rank_message", "evenkeel_moe.wire.codec"),
+        ("from evenkeel_moe.wire.values import decode_wave", "evenkeel_moe.wire.values"),
         ("import evenkeel_moe.v1.agent_pb2", "evenkeel_moe.v1.agent_pb2"),
         ("def late():\n    from tests.chaos.checks import gaps", "tests.chaos.checks"),
         ("from .. import checks", ".."),

@@ -15,7 +15,6 @@ from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
 from evenkeel_moe.peer_budget import PeerLimits
 from evenkeel_moe.protocol.messages import Leader, Prepare
 from evenkeel_moe.v1 import agent_pb2_grpc
-from evenkeel_moe.wire.codec import decode_controller_message
 from evenkeel_moe.wire.link import (
     FlowControl,
     Heartbeat,
@@ -24,6 +23,7 @@ from evenkeel_moe.wire.link import (
     RegistrationOutcome,
     ReportAck,
 )
+from evenkeel_moe.wire.to_rank import decode_controller_message
 from tests.waiting import deadline
 from tests.wire.wires import HELLO
 

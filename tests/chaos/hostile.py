@@ -16,7 +16,7 @@ from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.v1 import agent_pb2_grpc
-from evenkeel_moe.wire.codec import encode_rank_message
+from evenkeel_moe.wire.from_rank import encode_rank_message
 from tests.chaos.processes import DEPLOYMENT
 from tests.integration.controller_rig import Group, Rank
 

@@ -24,7 +24,7 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.protocol.terms import MAX_TERM
 from evenkeel_moe.v1 import agent_pb2_grpc
-from evenkeel_moe.wire.codec import encode_rank_message
+from evenkeel_moe.wire.from_rank import encode_rank_message
 from tests.chaos import hostile
 from tests.chaos.processes import DEPLOYMENT, ControllerProcess
 from tests.controller.leadership import test_bad_records

@@ -26,12 +26,8 @@ from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.settings_sources import load_settings
 from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.wire import link
-from evenkeel_moe.wire.codec import (
-    decode_controller_message,
-    decode_rank_message,
-    encode_controller_message,
-    encode_rank_message,
-)
+from evenkeel_moe.wire.from_rank import decode_rank_message, encode_rank_message
+from evenkeel_moe.wire.to_rank import decode_controller_message, encode_controller_message
 from evenkeel_moe.wire.trace import trace_id_or_new
 from tests.contracts.test_stores import make_window
 from tests.formats.samples import make_trace, two_layers

@@ -14,8 +14,9 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.wire import link
-from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
+from evenkeel_moe.wire.from_rank import encode_rank_message
 from evenkeel_moe.wire.link import Heartbeat
+from evenkeel_moe.wire.to_rank import decode_controller_message
 from tests.contracts.conftest import connected
 from tests.integration.controller_rig import Controller, Group, Rank, damaged
 from tests.waiting import deadline, until

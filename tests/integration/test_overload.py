@@ -13,7 +13,7 @@ import pytest
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire import link
-from evenkeel_moe.wire.codec import encode_rank_message
+from evenkeel_moe.wire.from_rank import encode_rank_message
 from tests.adapters.serving import Listener
 from tests.chaos import hostile
 from tests.integration.controller_rig import Controller, Group, Rank

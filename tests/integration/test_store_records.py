@@ -12,7 +12,7 @@ from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.v1 import agent_pb2_grpc
-from evenkeel_moe.wire.codec import encode_rank_message
+from evenkeel_moe.wire.from_rank import encode_rank_message
 from tests.contracts.conftest import valkey
 from tests.contracts.test_stores import DEMO, every_plan, make_record
 from tests.integration.controller_rig import Controller, Group

@@ -6,12 +6,8 @@ from dataclasses import dataclass
 
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.v1 import agent_pb2
-from evenkeel_moe.wire.codec import (
-    decode_controller_message,
-    decode_rank_message,
-    encode_controller_message,
-    encode_rank_message,
-)
+from evenkeel_moe.wire.from_rank import decode_rank_message, encode_rank_message
+from evenkeel_moe.wire.to_rank import decode_controller_message, encode_controller_message
 
 _ECHOED = (
     "Prepare",

@@ -21,14 +21,10 @@ from evenkeel_moe.protocol.terms import MAX_TERM, MAX_TERM_RISE
 from evenkeel_moe.v1 import agent_pb2, telemetry_pb2
 from evenkeel_moe.v1 import common_pb2 as pb
 from evenkeel_moe.wire import link
-from evenkeel_moe.wire.codec import (
-    decode_controller_message,
-    decode_rank_message,
-    encode_controller_message,
-    encode_rank_message,
-)
+from evenkeel_moe.wire.from_rank import decode_rank_message, encode_rank_message
 from evenkeel_moe.wire.limits import MAX_HELLO_BYTES, most_message_bytes
 from evenkeel_moe.wire.reports import MAX_REPORT_STEPS
+from evenkeel_moe.wire.to_rank import decode_controller_message, encode_controller_message
 from tests.wire import strategies as gen
 from tests.wire.strategies import IDENTITY
 from tests.wire.wires import HELLO, make_report, over_the_wire, refusal, same

@@ -11,8 +11,8 @@ import pytest
 from evenkeel_moe.errors import PeerViolation, Reason
 from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.v1 import telemetry_pb2 as pb
-from evenkeel_moe.wire.codec import decode_rank_message
 from evenkeel_moe.wire.fields import MessageCodec, count, enum, read_numbers
+from evenkeel_moe.wire.from_rank import decode_rank_message
 from tests.wire.wires import HELLO
 
 

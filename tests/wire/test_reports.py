@@ -8,7 +8,7 @@ import pytest
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.load import STEP, LoadReport, Phase, StepMeta, step_table
 from evenkeel_moe.v1 import agent_pb2, telemetry_pb2
-from evenkeel_moe.wire.codec import decode_rank_message, encode_rank_message
+from evenkeel_moe.wire.from_rank import decode_rank_message, encode_rank_message
 from evenkeel_moe.wire.reports import MAX_REPORT_STEPS, reported_steps
 from tests.wire.wires import HELLO, make_report, over_the_wire, refusal, same
 

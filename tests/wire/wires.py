@@ -10,7 +10,7 @@ from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
 from evenkeel_moe.model.plan import Wave
 from evenkeel_moe.protocol import messages as m
-from evenkeel_moe.wire.codec import decode_rank_message, encode_rank_message
+from evenkeel_moe.wire.from_rank import decode_rank_message, encode_rank_message
 from tests.wire.strategies import IDENTITY, SHAPE
 
 HELLO = m.Hello(IDENTITY, SHAPE, "node-0", "", Epoch(0), "d" * 32, 1, "c", 1000, 500, "gate")

@@ -20,7 +20,7 @@ from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Hello, Leader, QueryState, RankIdentity, Vote
 from evenkeel_moe.v1 import agent_pb2_grpc
-from evenkeel_moe.wire.codec import decode_rank_message, encode_controller_message
+from evenkeel_moe.wire.from_rank import decode_rank_message
 from evenkeel_moe.wire.link import (
     CostCurve,
     FlowControl,
@@ -29,6 +29,7 @@ from evenkeel_moe.wire.link import (
     Registration,
     RegistrationOutcome,
 )
+from evenkeel_moe.wire.to_rank import encode_controller_message
 from tests.adapters.serving import Listener
 from tests.waiting import deadline, until
 

@@ -20,13 +20,14 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.peer_budget import PeerLimits
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
-from evenkeel_moe.wire.codec import encode_controller_message, encode_rank_message
+from evenkeel_moe.wire.from_rank import encode_rank_message
 from evenkeel_moe.wire.limits import most_message_bytes
 from evenkeel_moe.wire.link import (
     Heartbeat,
     Registration,
     ReportAck,
 )
+from evenkeel_moe.wire.to_rank import encode_controller_message
 from tests.adapters.serving import Listener, RegisteringHub, ask, make_options, make_prepare
 from tests.protocol.machines import state_of
 from tests.waiting import deadline, until

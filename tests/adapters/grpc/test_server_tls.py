@@ -15,7 +15,7 @@ from evenkeel_moe.adapters.grpc.server_tls import Grant, read_grants
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.ids import DeploymentId, EpRank
 from evenkeel_moe.v1 import agent_pb2, agent_pb2_grpc
-from evenkeel_moe.wire.codec import encode_rank_message
+from evenkeel_moe.wire.from_rank import encode_rank_message
 from evenkeel_moe.wire.link import Heartbeat, NotLeader, ReportAck
 from tests.adapters.serving import Authority, Listener, RegisteringHub, ask, make_options
 from tests.waiting import deadline, until

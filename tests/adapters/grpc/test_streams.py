@@ -17,8 +17,9 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.v1 import agent_pb2_grpc
-from evenkeel_moe.wire.codec import encode_controller_message, encode_rank_message
+from evenkeel_moe.wire.from_rank import encode_rank_message
 from evenkeel_moe.wire.link import FlowControl, Heartbeat, NotLeader, ReportAck
+from evenkeel_moe.wire.to_rank import encode_controller_message
 from tests.adapters.serving import Hub, ask, make_prepare
 from tests.protocol.machines import state_of
 from tests.waiting import deadline, until

@@ -14,7 +14,6 @@ from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.protocol.messages import Hello, Leader, QueryState
 from evenkeel_moe.v1 import agent_pb2
-from evenkeel_moe.wire.codec import encode_controller_message
 from evenkeel_moe.wire.limits import most_order_bytes
 from evenkeel_moe.wire.link import (
     FlowControl,
@@ -23,6 +22,7 @@ from evenkeel_moe.wire.link import (
     Registration,
     RegistrationOutcome,
 )
+from evenkeel_moe.wire.to_rank import encode_controller_message
 from tests.adapters.grpc.test_rank_link import (
     ACCEPTED,
     FAST,

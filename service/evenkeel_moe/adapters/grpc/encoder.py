@@ -1,8 +1,8 @@
 """Encodes the controller's messages for the wire."""
 
 from evenkeel_moe.protocol.messages import Prepare
-from evenkeel_moe.wire.codec import encode_controller_message
 from evenkeel_moe.wire.link import ToRankLink
+from evenkeel_moe.wire.to_rank import encode_controller_message
 
 
 class Encoder:

@@ -19,7 +19,7 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.peer_budget import Rate
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.v1 import agent_pb2_grpc
-from evenkeel_moe.wire.codec import decode_controller_message, encode_rank_message
+from evenkeel_moe.wire.from_rank import encode_rank_message
 from evenkeel_moe.wire.limits import most_order_bytes
 from evenkeel_moe.wire.link import (
     FromRankLink,
@@ -29,6 +29,7 @@ from evenkeel_moe.wire.link import (
     RegistrationOutcome,
     ToRankLink,
 )
+from evenkeel_moe.wire.to_rank import decode_controller_message
 
 _log = structlog.get_logger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 20

@@ -21,7 +21,7 @@ from evenkeel_moe.errors import EvenkeelError, PeerViolation, Reason
 from evenkeel_moe.peer_budget import Place, Places, Rate, Share, Shares, refused
 from evenkeel_moe.protocol.messages import Hello, RankState
 from evenkeel_moe.v1 import agent_pb2
-from evenkeel_moe.wire.codec import decode_rank_message
+from evenkeel_moe.wire.from_rank import decode_rank_message
 from evenkeel_moe.wire.limits import MAX_HELLO_BYTES, most_message_bytes
 from evenkeel_moe.wire.link import FromRankLink
 from evenkeel_moe.wire.reports import reported_steps
