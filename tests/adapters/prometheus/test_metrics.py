@@ -19,13 +19,12 @@ from tests.api.fakes import NOW, make_plan, make_rank, make_status
 
 BALANCE = {Phase.PREFILL: (0.8, 0.6), Phase.DECODE: (None, None)}
 GAUGES = DeploymentGauges(
-    newest_step_at_unix=NOW,
     live_replicas=(0, 5, 3),
     down_to_one=1,
     redundant=(1, 1.5, 2),
     layers=(LayerGauges(1, 0.6, 2, (1.2, 0.8)), LayerGauges(0, None, 1)),
     last_plan=PlanGauges(NOW, 0.2, 0.15, 0.95, 0.93),
-    measured=MeasuredGauges(0.2, (0.18, 0.15, 0.21), 2),
+    measured=MeasuredGauges(0.2, (0.18, 0.15, 0.21)),
     calibration=0.9,
     last_failure=(NOW, "prepare_deadline"),
 )
@@ -77,7 +76,10 @@ def exercise(metrics, deployment="demo"):
     metrics.store_called("read", 0.002)
     metrics.plan_ended(deployment, "committed", Reason.COMMITTED)
     metrics.store_answered(NOW)
-    metrics.refresh(make_status(deployment, active_plan=make_plan()), BALANCE, GAUGES)
+    status = make_status(
+        deployment, active_plan=make_plan(), newest_step_unix=NOW, plans_lost_time=2
+    )
+    metrics.refresh(status, BALANCE, GAUGES)
 
 
 def test_counters_add_up(metrics, registry):
@@ -117,6 +119,7 @@ def test_each_value_of_a_view_has_its_series(metrics, registry):
             "evenkeel_plan_delivered_gain_ratio{bound=lower}": 0.15,
             "evenkeel_plan_delivered_gain_ratio{bound=upper}": 0.21,
             "evenkeel_plans_lost_time_in_a_row": 2,
+            "evenkeel_newest_step_timestamp_seconds": NOW,
             "evenkeel_gain_calibration_ratio": 0.9,
             "evenkeel_plan_created_timestamp_seconds": NOW,
             "evenkeel_time_balance_ratio": 0.7,
@@ -131,7 +134,7 @@ def test_each_value_of_a_view_has_its_series(metrics, registry):
         }.items()
     )
     assert "evenkeel_layer_balancedness_ratio{layer=0}" not in found
-    unpromised = replace(GAUGES, measured=MeasuredGauges(None, (0.1, 0.0, 0.2), 0))
+    unpromised = replace(GAUGES, measured=MeasuredGauges(None, (0.1, 0.0, 0.2)))
     metrics.refresh(make_status(), BALANCE, unpromised)
     assert "evenkeel_plan_promised_gain_ratio" not in names(registry)
     assert "evenkeel_plan_delivered_gain_ratio" in names(registry)

@@ -13,6 +13,7 @@ from evenkeel_moe.controller.operations.gauges import (
     GaugeReader,
     RealisedGain,
     live_replicas,
+    losses_in_a_row,
     measured_gauges,
 )
 from evenkeel_moe.controller.operations.status import LiveView
@@ -156,24 +157,21 @@ def measured_plan(name, at, gain, numbers=None):
 
 
 def test_the_newest_measured_plan_is_shown_and_losses_are_counted_back_to_the_last_gain():
-    assert measured_gauges([make_plan(phase=PlanPhase.COMMITTED)]) is None
-    assert measured_gauges([measured_plan("p", 1.0, None)]) is None
-    promised = {"gain": 0.2}
-    found = measured_gauges(
-        [
-            measured_plan("lost", 3.0, -0.1, promised),
-            measured_plan("unknown", 4.0, None),
-            measured_plan("lost-too", 2.0, -0.2),
-            measured_plan("gained", 1.0, 0.1),
-            measured_plan("lost-before", 0.0, -0.1),
-        ]
-    )
+    for unmeasured in (make_plan(phase=PlanPhase.COMMITTED), measured_plan("p", 1.0, None)):
+        assert measured_gauges([unmeasured]) is None and losses_in_a_row([unmeasured]) is None
+    records = [
+        measured_plan("lost", 3.0, -0.1, {"gain": 0.2}),
+        measured_plan("unknown", 4.0, None),
+        measured_plan("lost-too", 2.0, -0.2),
+        measured_plan("gained", 1.0, 0.1),
+        measured_plan("lost-before", 0.0, -0.1),
+    ]
+    found = measured_gauges(records)
     assert found is not None
     assert found.promised == 0.2
     assert found.delivered == pytest.approx((-0.1, -0.12, -0.08))
-    assert found.losses_in_a_row == 2
-    only = measured_gauges([measured_plan("lost", 3.0, -0.1)])
-    assert only is not None and only.losses_in_a_row == 1
+    assert losses_in_a_row(records) == 2
+    assert losses_in_a_row([measured_plan("lost", 3.0, -0.1)]) == 1
 
 
 @pytest.mark.parametrize("kind", [PlanKind.ROLLBACK, PlanKind.EVACUATION])
@@ -181,9 +179,9 @@ def test_a_plan_that_seeks_no_gain_and_a_loss_within_its_interval_are_not_counte
     lost, rolled_back = measured_plan("lost", 1.0, -0.1), measured_plan("back", 3.0, -2.5)
     rolled_back = replace(rolled_back, plan=replace(rolled_back.plan, kind=kind))
     rough = replace(lost, delivered=DeliveredGain(2.0, -1.1, 4.0, -9.5, 0.6))
+    assert losses_in_a_row([rolled_back, rough, lost]) == 1
     found = measured_gauges([rolled_back, rough, lost])
-    assert found is not None and found.losses_in_a_row == 1
-    assert found.delivered is not None and found.delivered[0] == -2.5, "the newest is shown"
+    assert found is not None and found.delivered[0] == -2.5, "the newest is shown"
 
 
 def test_balance_by_layer_is_what_the_summary_is_made_of():

@@ -50,16 +50,12 @@ class MeasuredGauges:
     """Gain of the verdict; None for plans without one."""
     delivered: tuple[float | None, float | None, float | None]
     """Gain by reported seconds: estimate, lower and upper bound."""
-    losses_in_a_row: int
-    """Newest measured plans in a row whose delivered gain was negative."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentGauges:
     """Values of a deployment's gauges that its `DeploymentStatus` does not hold."""
 
-    newest_step_at_unix: float | None = None
-    """Time at which the newest complete step was assembled."""
     group_steps: int | None = None
     """Steps that the group has run in this generation, dummy steps included."""
     live_replicas: tuple[int, int, int] | None = None
@@ -250,7 +246,7 @@ def _of_deployment(view: View) -> _Series:
     yield "evenkeel_group_steps", (), gauges.group_steps
     yield "evenkeel_window_steps", (), status.window_steps
     yield "evenkeel_newest_step", (), status.step
-    yield "evenkeel_newest_step_timestamp_seconds", (), gauges.newest_step_at_unix
+    yield "evenkeel_newest_step_timestamp_seconds", (), status.newest_step_unix
     if status.last_decision is not None:
         decided_at = float(status.last_decision["at"])
         yield "evenkeel_last_decision_timestamp_seconds", (), decided_at
@@ -327,9 +323,9 @@ def _of_last_plan(view: View) -> _Series:
         failed_at, reason = failure
         yield "evenkeel_last_plan_failed_timestamp_seconds", (reason,), failed_at
     yield "evenkeel_gain_calibration_ratio", (), view.gauges.calibration
+    yield "evenkeel_plans_lost_time_in_a_row", (), view.status.plans_lost_time
     measured = view.gauges.measured
     if measured is not None:
-        yield "evenkeel_plans_lost_time_in_a_row", (), measured.losses_in_a_row
         yield "evenkeel_plan_promised_gain_ratio", (), measured.promised
         for bound, gain in zip(("estimate", "lower", "upper"), measured.delivered, strict=True):
             yield "evenkeel_plan_delivered_gain_ratio", (bound,), gain

@@ -135,31 +135,33 @@ def live_replicas(placement: Placement, live: tuple[bool, ...]) -> tuple[tuple[i
     return (none, one, more), int(((alive == 1) & (placed > 1)).sum())
 
 
-def measured_gauges(records: Iterable[PlanRecord]) -> MeasuredGauges | None:
-    """Return promise and delivery of the newest measured plan; None if none was measured."""
-    measured = [
+def _measured(records: Iterable[PlanRecord]) -> list[tuple[DeliveredGain, Plan]]:
+    """Return the plans whose gain was measured, newest measurement first."""
+    found = [
         (record.delivered, record.plan)
         for record in records
         if record.delivered is not None and record.delivered.gain is not None
     ]
-    if not measured:
+    return sorted(found, key=lambda one: one[0].at, reverse=True)
+
+
+def measured_gauges(records: Iterable[PlanRecord]) -> MeasuredGauges | None:
+    """Return promise and delivery of the newest measured plan; None if none was measured."""
+    if not (measured := _measured(records)):
         return None
-    measured.sort(key=lambda one: one[0].at, reverse=True)
     delivered, plan = measured[0]
-    return MeasuredGauges(
-        plan.numbers.get("gain"),
-        (delivered.gain, delivered.lower, delivered.upper),
-        _lost_in_a_row(measured),
-    )
+    interval = (delivered.gain, delivered.lower, delivered.upper)
+    return MeasuredGauges(plan.numbers.get("gain"), interval)
 
 
-def _lost_in_a_row(measured: Iterable[tuple[DeliveredGain, Plan]]) -> int:
+def losses_in_a_row(records: Iterable[PlanRecord]) -> int | None:
     """Count plans that cost time, newest first, back to one that saved some.
 
+    None if no plan was measured.
     A rollback or an evacuation may cost time as intended. A plan whose interval reaches above 0 is
     no evidence.
     """
-    lost = 0
+    measured, lost = _measured(records), 0
     for delivered, plan in measured:
         assert delivered.gain is not None and delivered.upper is not None
         if not plan.kind.seeks_gain:
@@ -167,7 +169,7 @@ def _lost_in_a_row(measured: Iterable[tuple[DeliveredGain, Plan]]) -> int:
         if delivered.gain >= 0:
             break
         lost += delivered.upper < 0
-    return lost
+    return lost if measured else None
 
 
 @dataclass(eq=False, repr=False)
@@ -183,17 +185,14 @@ class GaugeReader:
 
     def read(self) -> DeploymentGauges:
         """Return the present values; the balance of the loads must be up to date."""
-        control, newest_at = self.control, self.loads.ingest.newest_at
-        placement, membership = control.placement, control.membership
-        newest_at_unix = None if newest_at is None else newest_at + control.unix_offset_s
+        placement, membership = self.control.placement, self.control.membership
         if placement is None:
-            return DeploymentGauges(newest_at_unix, last_failure=self._last_failure())
+            return DeploymentGauges(last_failure=self._last_failure())
         now = self.clock.monotonic()
         live = tuple(membership.fresh(EpRank(rank), now) for rank in range(placement.num_ranks))
         counts, down = live_replicas(placement, live) if any(live) else (None, None)
         redundant = (placement.phy2log >= 0).sum(axis=1) - placement.num_logical_experts
         return DeploymentGauges(
-            newest_step_at_unix=newest_at_unix,
             live_replicas=counts,
             down_to_one=down,
             redundant=(int(redundant.min()), float(redundant.mean()), int(redundant.max())),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.adapters.prometheus.metric_families import PhaseBalance
 from evenkeel_moe.controller.deployment.deployment import Deployment
-from evenkeel_moe.controller.operations.gauges import measured_gauges
+from evenkeel_moe.controller.operations.gauges import losses_in_a_row
 from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
@@ -77,7 +77,6 @@ class LiveView:
         winner, leading = leadership.keeper.winner, leadership.keeper.leading
         frozen_until, choice = control.frozen_until, loads.dispatch_choice()
         aborted, newest_at = control.records.newest(PlanPhase.ABORTED), loads.ingest.newest_at
-        measured = measured_gauges(control.records.by_id.values())
         return DeploymentStatus(
             deployment=control.deployment,
             at_unix=now + control.unix_offset_s,
@@ -115,7 +114,7 @@ class LiveView:
             balancedness_by_phase=self._by_phase() if heard else {},
             newest_step_unix=None if newest_at is None else newest_at + control.unix_offset_s,
             plan_aborted_unix=None if aborted is None else aborted.updated_at,
-            plans_lost_time=None if measured is None else measured.losses_in_a_row,
+            plans_lost_time=losses_in_a_row(control.records.by_id.values()),
             findings=loads.findings() if heard else None,
             coverage=self._coverage(),
             start_refused_text=self._start_refused(now),
