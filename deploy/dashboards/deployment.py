@@ -22,6 +22,7 @@ from deploy.dashboards.parts import (
     new_board,
     number_panel,
     query_of,
+    ranks_missing,
     state_panel,
     thresholds,
     with_section,
@@ -139,9 +140,7 @@ def _figures() -> list[Any]:
         number_panel(
             "Ranks missing",
             "Ranks that are declared but not heard, without those that stopped as planned.",
-            f"max(evenkeel_ranks_expected{{{ONE}}})"
-            f" - max(sum without (rank) (evenkeel_rank_fresh{{{ONE}}}))"
-            f" - max(evenkeel_ranks_stopped{{{ONE}}})",
+            f"max({ranks_missing()})",
             colors=thresholds((None, GREEN), (1, RED)),
             nothing="unknown",
         ),

@@ -16,6 +16,7 @@ from deploy.dashboards.parts import (
     SOURCE,
     YELLOW,
     query_of,
+    ranks_missing,
     thresholds,
     words,
 )
@@ -39,14 +40,7 @@ _COLUMNS = {
     "C": ("critical alerts", f"{_count('critical')} + {_NONE}"),
     "D": ("warnings", f"{_count('warning')} + {_NONE}"),
     "E": ("lowest balancedness", _BALANCE),
-    "F": (
-        "ranks missing",
-        (
-            f"max by ({BY}) (evenkeel_ranks_expected{{{ONE}}})"
-            f" - max by ({BY}) (sum without (rank) (evenkeel_rank_fresh{{{ONE}}}))"
-            f" - max by ({BY}) (evenkeel_ranks_stopped{{{ONE}}})"
-        ),
-    ),
+    "F": ("ranks missing", ranks_missing()),
     "G": ("held", f"max by ({BY}) (evenkeel_held{{{ONE}}})"),
     "H": (
         "age of the last plan",

@@ -18,6 +18,7 @@ from deploy.dashboards.parts import (
     line_panel,
     new_board,
     number_panel,
+    ranks_missing,
     thresholds,
     with_section,
 )
@@ -63,9 +64,7 @@ def _numbers() -> list[stat.Panel]:
         number_panel(
             "Ranks missing",
             "Ranks that are declared but not heard, without those that stopped as planned.",
-            f"sum(max by ({BY}) (evenkeel_ranks_expected{{{ONE}}})"
-            f" - max by ({BY}) (sum without (rank) (evenkeel_rank_fresh{{{ONE}}}))"
-            f" - max by ({BY}) (evenkeel_ranks_stopped{{{ONE}}}))",
+            f"sum({ranks_missing()})",
             colors=bad_above_zero,
         ),
         number_panel(

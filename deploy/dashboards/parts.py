@@ -30,6 +30,7 @@ __all__ = [
     "new_board",
     "number_panel",
     "query_of",
+    "ranks_missing",
     "state_panel",
     "thresholds",
     "with_queries",
@@ -107,6 +108,20 @@ def thresholds(*pairs: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
 def better_above(least: Bound) -> dashboard.ThresholdsConfig:
     """Return red below the bound of an alert, green from halfway between it and 1."""
     return thresholds((None, RED), (least, YELLOW), (least.halfway_to_one(), GREEN))
+
+
+def ranks_missing() -> str:
+    """Return the query of the ranks that each deployment declares but the leader does not hear.
+
+    Ranks that stopped as planned do not count. Ranks that never connected have no series, so a
+    deployment without any counts as one where none is heard.
+    """
+    expected = f"max by ({BY}) (evenkeel_ranks_expected{{{ONE}}})"
+    return (
+        f"{expected}"
+        f" - (max by ({BY}) (sum without (rank) (evenkeel_rank_fresh{{{ONE}}})) or 0 * {expected})"
+        f" - max by ({BY}) (evenkeel_ranks_stopped{{{ONE}}})"
+    )
 
 
 def words(meaning: Mapping[int, tuple[str, str]]) -> list[models.ValueMapping]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 
 import pytest
 import yaml
@@ -78,11 +79,46 @@ def test_the_table_of_deployments_is_first_sorted_and_leads_to_each_of_them():
     assert [url.split("?")[0] for url in links] == ["/d/evenkeel-deployment"]
 
 
+def evaluate(tmp_path, series: Mapping[str, float], expected: Mapping[str, Mapping]) -> None:
+    """Let promtool compare the result of each query, as labels and value, at one moment."""
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": str(value)} for name, value in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": expr.replace("$namespace", ".*").replace("$deployment", ".*"),
+                "eval_time": "0m",
+                "exp_samples": [
+                    {"labels": labels, "value": value} for labels, value in samples.items()
+                ],
+            }
+            for expr, samples in expected.items()
+        ],
+    }
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [case]}))
+    done = promtool("test", "rules", tmp_path / "cases.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.promtool
+def test_ranks_that_never_connected_are_missing(tmp_path):
+    series = {
+        **{f'evenkeel_ranks_expected{{deployment="{one}"}}': 8 for one in ("gone", "part")},
+        'evenkeel_ranks_stopped{deployment="gone"}': 0,
+        'evenkeel_ranks_stopped{deployment="part"}': 1,
+        **{f'evenkeel_rank_fresh{{deployment="part",rank="{rank}"}}': 1 for rank in range(5)},
+        'evenkeel_rank_fresh{deployment="part",rank="5"}': 0,
+    }
+    by_deployment = {'{deployment="gone"}': 8, '{deployment="part"}': 2}
+    (column,) = [one.expr for one in panel_queries() if one.where.endswith("Deployments / F")]
+    one, fleet = (query.expr for query in panel_queries() if "Ranks missing" in query.where)
+    evaluate(tmp_path, series, {column: by_deployment, fleet: {"{}": 10}, one: {"{}": 8}})
+
+
 @pytest.mark.promtool
 def test_deployments_are_in_order_of_critical_alerts_warnings_and_balance(tmp_path):
     table = next(panels(BOARDS["evenkeel-fleet"]))
     order = {target["refId"]: target["expr"] for target in table["targets"]}["I"]
-    order = order.replace("$namespace", ".*").replace("$deployment", ".*")
     firing = 'ALERTS{alertname="EvenkeelX",alertstate="firing"'
     series = {
         **{f'evenkeel_leading{{deployment="{one}"}}': 1 for one in ("a", "b", "c", "d", "e")},
@@ -97,20 +133,5 @@ def test_deployments_are_in_order_of_critical_alerts_warnings_and_balance(tmp_pa
         'evenkeel_balancedness_mean_ratio{deployment="d",phase="decode"}': 0.5,
     }
     worst = {"a": 1000.1, "b": 10.5, "c": 0.75, "d": 0.5, "e": 0.0}
-    case = {
-        "interval": "1m",
-        "input_series": [{"series": name, "values": str(value)} for name, value in series.items()],
-        "promql_expr_test": [
-            {
-                "expr": f"round({order}, 0.01)",
-                "eval_time": "0m",
-                "exp_samples": [
-                    {"labels": f'{{deployment="{name}"}}', "value": value}
-                    for name, value in worst.items()
-                ],
-            }
-        ],
-    }
-    (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [case]}))
-    done = promtool("test", "rules", tmp_path / "cases.yaml")
-    assert done.returncode == 0, done.stdout + done.stderr
+    samples = {f'{{deployment="{name}"}}': value for name, value in worst.items()}
+    evaluate(tmp_path, series, {f"round({order}, 0.01)": samples})
