@@ -17,7 +17,10 @@ from deploy.dashboards.parts import (
     RED,
     SOURCE,
     YELLOW,
+    age_of_steps,
     better_above,
+    decisions_by_reason,
+    gain_of_plans,
     line_panel,
     new_board,
     number_panel,
@@ -188,14 +191,7 @@ def plan_panels() -> list[Any]:
 
 def _gains() -> list[Any]:
     return [
-        line_panel(
-            "Predicted against realised gain",
-            "Saving of modelled MoE time by the newest committed plan: predicted on held-out steps,"
-            f" and realised on the steps since. Not latency.{_ROLLBACK}",
-            [(f"max by (basis) (evenkeel_last_plan_gain_ratio{{{ONE}}})", "{{basis}}")],
-            unit="percentunit",
-            least=None,
-        ),
+        gain_of_plans("basis", "{{basis}}", f" Not latency.{_ROLLBACK}"),
         line_panel(
             "Promised against delivered gain",
             "Saving of MoE time of the newest measured plan: promised by its verdict, and delivered"
@@ -505,13 +501,7 @@ def _rank_panels() -> list[Any]:
 def _ingest_panels() -> list[Any]:
     rate = "[$__rate_interval]"
     return [
-        line_panel(
-            "Decisions by reason",
-            "Every cycle of the control loop ends with one of these reasons.",
-            [(f"sum by (reason) (rate(evenkeel_decisions_total{{{ONE}}}{rate}))", "{{reason}}")],
-            unit="ops",
-            stacked=True,
-        ),
+        decisions_by_reason(),
         line_panel(
             "Steps in the window",
             "Complete steps in the fullest window.",
@@ -544,12 +534,5 @@ def _ingest_panels() -> list[Any]:
             ],
             unit="ops",
         ),
-        line_panel(
-            "Age of the newest complete step",
-            "The controller does not plan on old loads. The line is the threshold of"
-            " EvenkeelDataStale.",
-            [(f"time() - max(evenkeel_newest_step_timestamp_seconds{{{ONE}}})", "age")],
-            unit="s",
-            colors=thresholds((None, GREEN), (bound("dataStaleSeconds"), RED)),
-        ),
+        age_of_steps("max", "age"),
     ]

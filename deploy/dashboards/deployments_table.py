@@ -15,6 +15,7 @@ from deploy.dashboards.parts import (
     RED,
     SOURCE,
     YELLOW,
+    better_above,
     query_of,
     ranks_missing,
     thresholds,
@@ -98,9 +99,8 @@ def deployments_table() -> table.Panel:
 
 
 def _looks() -> dict[str, list[models.DynamicConfigValue]]:
-    least = bound("balancednessMin")
     bad_above_zero = thresholds((None, GREEN), (1, RED)).build()
-    balance = thresholds((None, RED), (least, YELLOW), (least.halfway_to_one(), GREEN)).build()
+    balance = better_above(bound("balancednessMin")).build()
     warnings = thresholds((None, GREEN), (1, YELLOW)).build()
     return {
         "deployment": [_set("links", [{"title": "Open its dashboard", "url": _PAGE}])],

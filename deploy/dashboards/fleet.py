@@ -14,7 +14,10 @@ from deploy.dashboards.parts import (
     GREEN,
     ONE,
     RED,
+    age_of_steps,
     better_above,
+    decisions_by_reason,
+    gain_of_plans,
     line_panel,
     new_board,
     number_panel,
@@ -125,13 +128,7 @@ def _balance() -> list[Any]:
 
 def _plans() -> list[Any]:
     return [
-        line_panel(
-            "Decisions by reason",
-            "Every cycle of the control loop ends with one of these reasons.",
-            [(f"sum by (reason) (rate(evenkeel_decisions_total{{{ONE}}}{_RATE}))", "{{reason}}")],
-            unit="ops",
-            stacked=True,
-        ),
+        decisions_by_reason(),
         line_panel(
             "Plans ended in the last hour",
             "Plans by result. The first change of a new counter is not visible.",
@@ -153,25 +150,16 @@ def _plans() -> list[Any]:
             ],
             unit="Bps",
         ),
-        line_panel(
-            "Predicted against realised gain",
-            "Saving of modelled MoE time by the newest committed plan: predicted on held-out steps,"
-            " and realised on the steps since. A deployment whose realised gain stays below zero"
-            " may need a rollback: open it from the table on top.",
-            [
-                (
-                    f"max by ({BY}, basis) (evenkeel_last_plan_gain_ratio{{{ONE}}})",
-                    "{{deployment}} {{basis}}",
-                )
-            ],
-            unit="percentunit",
-            least=None,
+        gain_of_plans(
+            f"{BY}, basis",
+            "{{deployment}} {{basis}}",
+            " A deployment whose realised gain stays below zero may need a rollback: open it from"
+            " the table on top.",
         ),
     ]
 
 
 def _ingest() -> list[Any]:
-    stale = bound("dataStaleSeconds")
     return [
         line_panel(
             "Rank steps taken in",
@@ -195,17 +183,5 @@ def _ingest() -> list[Any]:
             ],
             unit="ops",
         ),
-        line_panel(
-            "Age of the newest complete step",
-            "The controller does not plan on old loads. The line is the threshold of"
-            " EvenkeelDataStale.",
-            [
-                (
-                    f"time() - max by ({BY}) (evenkeel_newest_step_timestamp_seconds{{{ONE}}})",
-                    "{{deployment}}",
-                )
-            ],
-            unit="s",
-            colors=thresholds((None, GREEN), (stale, RED)),
-        ),
+        age_of_steps(f"max by ({BY}) ", "{{deployment}}"),
     ]

@@ -14,7 +14,7 @@ from grafana_foundation_sdk.builders import (
 from grafana_foundation_sdk.models import common as kinds
 from grafana_foundation_sdk.models import dashboard as models
 
-from deploy.chart_values import Bound
+from deploy.chart_values import Bound, bound
 
 __all__ = [
     "BLUE",
@@ -24,8 +24,11 @@ __all__ = [
     "RED",
     "SOURCE",
     "YELLOW",
+    "age_of_steps",
     "annotation_of",
     "better_above",
+    "decisions_by_reason",
+    "gain_of_plans",
     "line_panel",
     "new_board",
     "number_panel",
@@ -131,6 +134,42 @@ def words(meaning: Mapping[int, tuple[str, str]]) -> list[models.ValueMapping]:
         for number, (text, color) in meaning.items()
     }
     return [models.ValueMap(options=options)]
+
+
+def decisions_by_reason() -> timeseries.Panel:
+    """Return the panel of how often cycles end with each reason."""
+    rate = f"rate(evenkeel_decisions_total{{{ONE}}}[$__rate_interval])"
+    return line_panel(
+        "Decisions by reason",
+        "Every cycle of the control loop ends with one of these reasons.",
+        [(f"sum by (reason) ({rate})", "{{reason}}")],
+        unit="ops",
+        stacked=True,
+    )
+
+
+def gain_of_plans(by: str, legend: str, more: str) -> timeseries.Panel:
+    """Return the panel of the newest plan's gain, by labels; `more` ends its description."""
+    return line_panel(
+        "Predicted against realised gain",
+        "Saving of modelled MoE time by the newest committed plan: predicted on held-out steps,"
+        f" and realised on the steps since.{more}",
+        [(f"max by ({by}) (evenkeel_last_plan_gain_ratio{{{ONE}}})", legend)],
+        unit="percentunit",
+        least=None,
+    )
+
+
+def age_of_steps(most: str, legend: str) -> timeseries.Panel:
+    """Return the panel of the age of loads; `most` is the maximum over replicas."""
+    return line_panel(
+        "Age of the newest complete step",
+        "The controller does not plan on old loads. The line is the threshold of"
+        " EvenkeelDataStale.",
+        [(f"time() - {most}(evenkeel_newest_step_timestamp_seconds{{{ONE}}})", legend)],
+        unit="s",
+        colors=thresholds((None, GREEN), (bound("dataStaleSeconds"), RED)),
+    )
 
 
 def state_panel(
