@@ -182,6 +182,15 @@ def test_thresholds_that_the_controllers_would_refuse_are_refused():
     assert sorted(re.findall(r"thresholds\.(\w+): Must be", told)) == sorted(names)
 
 
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [("2m", 120), ("1h30m", 5400), ("1500ms", 1.5), ("1d", 86400), ("0s", 0.001)],
+)
+def test_health_bears_different_epochs_as_long_as_the_alert_does(tmp_path, written, seconds):
+    given = rendered("default", f"prometheusRule.thresholds.epochMismatchFor={written}")
+    assert load_settings(settings_file(tmp_path, given)).health.epoch_mismatch_s == seconds
+
+
 def test_profile_observe_is_locked_unless_the_values_say_otherwise(tmp_path):
     def planner(*sets: str) -> PlannerSettings:
         return load_settings(settings_file(tmp_path, rendered("default", *sets))).planner

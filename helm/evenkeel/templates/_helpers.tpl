@@ -147,9 +147,14 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- include "evenkeel.enabled" (list . .Values.prometheusRule "monitoring.coreos.com/v1/PrometheusRule") }}
 {{- end }}
 
-{{/* The controllers' settings. Health follows the thresholds of the alerts. */}}
+{{/* The controllers' settings. Health follows the thresholds of the alerts, and no bound may be 0. */}}
 {{- define "evenkeel.settings" -}}
 {{- $alerts := .Values.prometheusRule.thresholds }}
+{{- $units := dict "ms" 0.001 "s" 1 "m" 60 "h" 3600 "d" 86400 "w" 604800 "y" 31536000 }}
+{{- $mismatch := 0.0 }}
+{{- range regexFindAll "[0-9]+[a-z]+" $alerts.epochMismatchFor -1 }}
+{{- $mismatch = addf $mismatch (mulf (regexFind "[0-9]+" .) (get $units (regexFind "[a-z]+" .))) }}
+{{- end }}
 {{- $health := dict "balancedness_min" $alerts.balancednessMin
                     "time_balance_min" $alerts.timeBalanceMin
                     "data_stale_s" $alerts.dataStaleSeconds
@@ -157,7 +162,8 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
                     "plan_stuck_s" $alerts.planStuckSeconds
                     "plan_failed_s" $alerts.planFailedSeconds
                     "plans_lost_time" $alerts.plansLostTime
-                    "no_decision_s" $alerts.noDecisionsSeconds }}
+                    "no_decision_s" $alerts.noDecisionsSeconds
+                    "epoch_mismatch_s" (maxf 0.001 $mismatch) }}
 {{ toYaml (mergeOverwrite (dict "profile" .Values.profile "health" $health) (deepCopy .Values.config)) }}
 {{- end }}
 
