@@ -1,4 +1,4 @@
-"""The page while another replica leads, and while no controller answers."""
+"""The page with answers that a test chooses: of another leader, late, changed meanwhile, none."""
 
 import asyncio
 import threading
@@ -142,6 +142,20 @@ def test_figures_of_a_group_that_lost_a_rank_are_last_known(replica: Replica, br
     # Load / mean, time / median (unknown), time per token, free memory
     assert [past in cell for cell in alive[-4:]] == [True, False, False, False]
     assert [past in cell for cell in lost[-4:]] == [True, False, True, True]
+
+
+def test_a_rollback_goes_to_the_epoch_that_its_dialog_named(replica: Replica, browser: Browser):
+    sign_in(browser, replica)
+    browser.script("location.hash = '#/d/demo/why'")
+    browser.click("#rollback")
+    named = "from epoch 3 to the placement of epoch 2"
+    browser.wait_text(named)
+    replica.operations.show(epoch=4, rollback_epoch=3)
+    browser.wait_text("State ready; epoch 4;")
+    assert named in browser.text("dialog[open]")
+    browser.click("#rollback-confirm")
+    browser.wait_gone("dialog[open]")
+    assert ("rollback", "demo", 2, "operator") in replica.operations.calls
 
 
 def test_an_answer_that_takes_too_long_is_told_with_its_seconds(replica: Replica, browser: Browser):

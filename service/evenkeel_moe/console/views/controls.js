@@ -70,19 +70,19 @@ export function Controls({ api, role, deployment, reload, now }) {
 }
 
 function Rollback({ api, path, deployment, reload, now }) {
-  const { epoch, rollback_epoch: before } = deployment;
-  const [cost, setCost] = useState(null);
-  // Without an answer the question names no plan.
-  const last = cost?.data?.undoes;
+  // As the dialog opened: text, cost and request name one epoch, also if a plan ends meanwhile.
+  const [asked, setAsked] = useState(null);
   const ask = () => {
-    setCost({ data: null, error: null });
-    const told = (data) => setCost({ data, error: null });
-    const failed = (error) => setCost({ data: null, error });
-    api.get(`${path}/rollback?to_epoch=${before}`).then(told, failed);
+    const opened = { epoch: deployment.epoch, before: deployment.rollback_epoch };
+    const add = (answer) => setAsked((old) => (old === opened ? { ...opened, ...answer } : old));
+    setAsked(opened);
+    api.get(`${path}/rollback?to_epoch=${opened.before}`).then(
+      (data) => add({ data }),
+      (error) => add({ error }),
+    );
   };
   const roll = async () => {
-    // The epoch that the dialog names, also if another plan ends meanwhile.
-    const plan = await api.change("POST", `${path}/rollback`, { to_epoch: before });
+    const plan = await api.change("POST", `${path}/rollback`, { to_epoch: asked.before });
     await reload();
     location.hash = linkTo(deployment.deployment, "plans", plan.plan_id);
   };
@@ -91,12 +91,21 @@ function Rollback({ api, path, deployment, reload, now }) {
     label="Roll back"
     kind="danger"
     title="Roll back the last plan"
-    disabled=${before === null}
+    disabled=${deployment.rollback_epoch === null}
     confirm="Roll back now"
     act=${roll}
     onOpen=${ask}
   >
-    <p>
+    ${asked ? html`<${RollbackQuestion} ...${asked} now=${now} />` : ""}<//
+  >`;
+}
+
+/** What a rollback moves and costs. */
+function RollbackQuestion({ epoch, before, data, error, now }) {
+  // Without an answer the question names no plan.
+  const last = data?.undoes;
+  const counting = html`<p class="empty" aria-busy="true">Counting the copies…</p>`;
+  return html`<p>
       ${`This moves weights: the ranks return from epoch ${epoch} to the placement of `}
       ${`epoch ${before}`}
       ${
@@ -106,15 +115,8 @@ function Rollback({ api, path, deployment, reload, now }) {
           : ""
       }.
       Automatic plans are then held until somebody resumes them.
-      ${` ${cost?.data?.hold_text ?? ""}`}
+      ${` ${data?.hold_text ?? ""}`}
     </p>
-    ${cost ? html`<${RollbackCost} ...${cost} />` : ""}<//
-  >`;
-}
-
-/** What a rollback moves and costs. */
-function RollbackCost({ data, error }) {
-  if (error) return html`<${Problem} error=${error} />`;
-  if (!data) return html`<p class="empty" aria-busy="true">Counting the copies…</p>`;
-  return html`<${Figures} rows=${data.figures} />`;
+    <${Problem} error=${error} />
+    ${data ? html`<${Figures} rows=${data.figures} />` : error ? "" : counting}`;
 }
