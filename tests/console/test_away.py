@@ -18,7 +18,7 @@ from tests.api.fakes import (
     make_operations,
     make_rank,
 )
-from tests.console.browser import Browser, chromium, installed
+from tests.console.browser import ESCAPE, Browser, chromium, installed
 from tests.console.fleet import OPERATE, TOKENS
 from tests.waiting import deadline
 
@@ -156,6 +156,29 @@ def test_a_rollback_goes_to_the_epoch_that_its_dialog_named(replica: Replica, br
     browser.click("#rollback-confirm")
     browser.wait_gone("dialog[open]")
     assert ("rollback", "demo", 2, "operator") in replica.operations.calls
+
+
+def test_a_refusal_is_told_in_its_dialog_also_if_closed(replica: Replica, browser: Browser):
+    sign_in(browser, replica)
+    browser.script("location.hash = '#/d/demo/why'")
+    browser.click("#pause")
+    browser.script("""const real = window.fetch; window.fetch = (url, options) =>
+        options.method === "GET" ? real(url, options) : new Promise((done) => (window.answer =
+          () => done(new Response('{"title": "Conflict", "detail": "no"}', {status: 409}))))""")
+    browser.click("#pause-confirm")
+    browser.wait_text("Sending…")
+    assert browser.find("dialog[open] .buttons button:enabled") is None
+    browser.keys(ESCAPE)
+    browser.wait_gone("dialog[open]")
+    browser.click("#pause")
+    browser.wait("dialog[open] #pause-confirm:disabled")
+    browser.keys(ESCAPE)
+    browser.wait_gone("dialog[open]")
+    browser.script("window.answer()")
+    browser.wait("dialog[open]")
+    browser.wait_text("Conflict: no.")
+    browser.keys(ESCAPE)
+    browser.wait_gone("dialog[open]")
 
 
 def test_an_answer_that_takes_too_long_is_told_with_its_seconds(replica: Replica, browser: Browser):

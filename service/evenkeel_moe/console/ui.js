@@ -110,8 +110,8 @@ export function Loaded({ poll, children }) {
 
 /**
  * A button that asks before it acts. `act` does the work; its error is shown in the dialog, which
- * then stays open. `ready` is false while there is nothing to confirm. `onOpen` is called when the
- * dialog opens.
+ * then stays open or opens again. `ready` is false while there is nothing to confirm. `onOpen` is
+ * called when the dialog opens and nothing is being sent.
  */
 export function ActionButton({
   label,
@@ -128,8 +128,9 @@ export function ActionButton({
   const dialog = useRef(null);
   const [state, setState] = useState({ busy: false, error: null });
   const open = () => {
-    setState({ busy: false, error: null });
     dialog.current.showModal();
+    if (state.busy) return;
+    setState({ busy: false, error: null });
     onOpen();
   };
   const run = async (event) => {
@@ -141,6 +142,8 @@ export function ActionButton({
       setState({ busy: false, error: null });
     } catch (error) {
       setState({ busy: false, error });
+      // No page can keep the Escape key from closing a dialog.
+      if (dialog.current?.open === false) dialog.current.showModal();
     }
   };
   return html`<button
@@ -166,7 +169,12 @@ export function ActionButton({
           >
             ${state.busy ? "Sending…" : (confirm ?? label)}
           </button>
-          <button type="button" class="button" onClick=${() => dialog.current.close()}>
+          <button
+            type="button"
+            class="button"
+            disabled=${state.busy}
+            onClick=${() => dialog.current.close()}
+          >
             Close
           </button>
         </div>
