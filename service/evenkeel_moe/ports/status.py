@@ -61,7 +61,7 @@ class RankStatus:
     epoch: int | None
     """Null while the rank is not connected: what it named at its start may be over."""
     state: str
-    """State of the wave the rank holds."""
+    """State of the wave the rank holds; unknown before it told one, and once it is lost."""
     load_share: float | None
     """Share of the window's tokens; 1/ranks is balanced. Null without data."""
     seconds_per_token: float | None

@@ -26,7 +26,6 @@ import {
   isLoadPast,
   rankCondition,
   reportedWords,
-  waveWords,
   worstFirst,
 } from "../../../service/evenkeel_moe/console/lib/ranks.js";
 
@@ -65,13 +64,26 @@ test("a rank shows the state of its wave only while a plan needs it", () => {
     kind: "bad",
     words: "✕ lost",
   });
+  const aborted = { ...rank, state: "aborted" };
+  assert.equal(rankCondition(aborted, { state: "migrating" }).kind, "bad");
 });
 
 test("a rank that has not told the state of its wave is not said to be idle", () => {
-  assert.equal(waveWords({ state: "idle", epoch: 6 }), "epoch 6");
-  assert.equal(waveWords({ state: "unknown", epoch: 6 }), "epoch 6");
-  assert.equal(waveWords({ state: "staging", epoch: 6 }), "staging, epoch 6");
-  assert.equal(waveWords({ state: "unknown", epoch: null }), "epoch unknown");
+  for (const state of ["idle", "unknown"]) {
+    const rank = { fresh: true, trouble: "", state, epoch: 6 };
+    assert.equal(rankCondition(rank, { state: "migrating" }).words, "✓ connected");
+  }
+});
+
+test("a rank that stopped is not lost, and one without a connection is not alive", () => {
+  const rank = { fresh: true, stopped: false, trouble: "", state: "unknown", epoch: null };
+  const of = (changes) => rankCondition({ ...rank, ...changes }, { state: "ready" });
+  assert.deepEqual(of({}), { kind: "warn", words: "? disconnected" });
+  assert.deepEqual(of({ fresh: false, stopped: true }), {
+    kind: "warn",
+    words: "! stopped as planned",
+  });
+  assert.equal(of({ fresh: false }).words, "✕ lost");
 });
 
 test("the worst deployment comes first, then the least balanced", () => {

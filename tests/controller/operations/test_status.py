@@ -262,7 +262,7 @@ async def test_the_loss_of_one_rank_and_one_node_is_told_of_the_placement():
         assert by_rank.words.startswith("losing any one rank loses")
 
 
-async def test_a_state_that_a_rank_told_within_a_wave_is_not_shown_when_the_wave_is_over():
+async def test_a_state_that_a_rank_told_within_a_wave_is_not_shown_when_wave_or_rank_is_gone():
     async with replicas("a") as (one, _):
         await one.lead()
         control, view = one.member.control, LiveView(one.member)
@@ -271,6 +271,9 @@ async def test_a_state_that_a_rank_told_within_a_wave_is_not_shown_when_the_wave
         assert {rank.state for rank in view.status().ranks} == {"idle"}
         control.state = ControlState.RECOVERING
         assert {rank.state for rank in view.status().ranks} == {"staging"}
+        _, other = control.membership.members.values()
+        other.stopped = True
+        assert [rank.state for rank in view.status().ranks] == ["staging", "unknown"]
 
 
 async def test_a_group_that_stopped_as_planned_is_neither_ready_nor_balanced_nor_lost(monkeypatch):

@@ -1,6 +1,6 @@
 /** What a deployment's ranks say about its load, and the order of the fleet. */
 
-import { ago, isKnown, text } from "./format.js";
+import { ago, isKnown } from "./format.js";
 
 /** Levels of health from worst to best, each with a sign that keeps it apart without colour. */
 export const LEVELS = {
@@ -38,30 +38,23 @@ export function isLoadPast({ ranks, shape }) {
 }
 
 /**
- * A rank tells the state of its wave while a plan runs or its end is made sure of. Afterwards the
- * last state that it told says nothing about now.
+ * A rank tells the state of its wave while a plan runs or its end is made sure of, when a leader
+ * asks for it. Afterwards the last state that it told says nothing about now; "idle" and "unknown"
+ * never do. A rank without a connection may be dead: only its lease has not ended yet.
  *
  * @param {object} rank
  * @param {object} deployment
  * @returns {{kind: string, words: string}} The colour and the words of its badge.
  */
 export function rankCondition(rank, deployment) {
+  if (rank.stopped) return { kind: "warn", words: "! stopped as planned" };
   if (!rank.fresh) return { kind: "bad", words: "✕ lost" };
   if (rank.trouble) return { kind: "bad", words: "✕ takes no waves" };
-  const idle = deployment.state === "ready" || rank.state === "idle";
-  return { kind: "good", words: `✓ ${idle ? "connected" : rank.state}` };
-}
-
-/**
- * Ranks tell the state of their wave only when a leader asks for it, so that "idle" or "unknown"
- * says nothing about the wave under way.
- *
- * @param {object} rank of a deployment that carries out a plan
- * @returns {string} What is known of it.
- */
-export function waveWords(rank) {
-  const told = ["idle", "unknown"].includes(rank.state) ? "" : `${rank.state}, `;
-  return `${told}epoch ${text(rank.epoch)}`;
+  if (rank.epoch === null) return { kind: "warn", words: "? disconnected" };
+  if (deployment.state === "ready" || ["idle", "unknown"].includes(rank.state))
+    return { kind: "good", words: "✓ connected" };
+  if (rank.state === "aborted") return { kind: "bad", words: "✕ aborted" };
+  return { kind: "info", words: `✓ ${rank.state}` };
 }
 
 /**

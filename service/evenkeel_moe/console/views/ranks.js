@@ -87,14 +87,14 @@ function Condition({ rank, deployment }) {
 }
 
 function summary({ ranks, shape }) {
-  const fresh = ranks.filter((rank) => rank.fresh).length;
+  const here = ranks.filter((rank) => rank.fresh && rank.epoch !== null).length;
   const shares = ranks.map((rank) => rank.load_share).filter((share) => share !== null);
   const most =
     shares.length === ranks.length && shares.length ? Math.max(...shares) * ranks.length : null;
   const share = most === null ? "an unknown share" : percent(most, 0);
   const has = isLoadPast({ ranks, shape }) ? "had, as last known," : "has";
   return (
-    `${fresh} of ${count(shape?.num_ranks)} connected. The fullest ${has} ${share} of the mean. ` +
+    `${here} of ${count(shape?.num_ranks)} connected. The fullest ${has} ${share} of the mean. ` +
     "Time / median compares ranks at equal tokens; time per token depends on how many a rank has."
   );
 }

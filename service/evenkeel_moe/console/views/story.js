@@ -1,9 +1,9 @@
 /** The course of a plan: its waves as a timeline, the ranks now, and the events in order. */
 
-import { bytes, duration, percent, timeOfDay } from "../lib/format.js";
-import { waveWords } from "../lib/ranks.js";
+import { bytes, duration, percent, text, timeOfDay } from "../lib/format.js";
+import { rankCondition } from "../lib/ranks.js";
 import { storyRange, tookWords, waveSpans } from "../lib/timeline.js";
-import { html, Moment, plain, Section, Table, wordy } from "../ui.js";
+import { Badge, html, Moment, plain, Section, Table, wordy } from "../ui.js";
 
 const FEW_BARS = 32;
 const NOT_SEEN =
@@ -100,12 +100,12 @@ export function RankStates({ plan, deployment }) {
         : html`<p class="hint">No rank has told staged bytes of this wave yet.</p>`
     }
     <ul class="chips">
-      ${ranks.map(
-        (rank) =>
-          html`<li key=${rank.rank} class="chip ${rank.state}">
-            rank ${rank.rank}: ${waveWords(rank)}
-          </li>`,
-      )}
+      ${ranks.map((rank) => {
+        const { kind, words } = rankCondition(rank, deployment);
+        return html`<li key=${rank.rank}>
+          <${Badge} kind=${kind}>rank ${rank.rank}: ${words}, epoch ${text(rank.epoch)}<//>
+        </li>`;
+      })}
     </ul>
   <//>`;
 }

@@ -191,16 +191,17 @@ class LiveView:
     ) -> RankStatus:
         hello, state = member.hello, member.state
         session = self.ranks.by_stream.get(member.stream)
+        fresh = self.control.membership.is_fresh(member, now)
         return RankStatus(
             rank=rank,
             node=hello.node,
             gpu_uuid=hello.gpu_uuid,
             device=hello.device,
             weight_format=hello.weight_format,
-            fresh=self.control.membership.is_fresh(member, now),
+            fresh=fresh,
             last_seen_unix=member.last_seen + self.control.unix_offset_s,
             epoch=None if session is None else session.epoch,
-            state="unknown" if state is None else self._state_now(state.state),
+            state=self._state_now(state.state) if fresh and state is not None else "unknown",
             load_share=load_share,
             seconds_per_token=seconds_per_token,
             free_bytes=None if session is None else session.free_bytes,
