@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from evenkeel_moe.api.words.plans import MAY_COST, speed_texts
-from evenkeel_moe.model.cost import CostSource
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord
 from evenkeel_moe.model.quantities import (
@@ -75,8 +74,8 @@ def figures(record: PlanRecord, status: DeploymentStatus | None) -> list[Figure]
         status: of its deployment now; None if it is not known.
     """
     cost = None if status is None else status.cost_model
-    # A figure must not claim time where none is known.
-    by = " (by tokens)" if cost is not None and cost.source is CostSource.TOKENS else ""
+    # A figure must not claim time where none was known: the cycle of a plan by tokens has no time.
+    by = "" if "time_balance" in record.plan.numbers else " (by tokens)"
     # Nothing is predicted for a plan that is made for another reason than time.
     predicted = record.plan.kind.seeks_gain
     return [

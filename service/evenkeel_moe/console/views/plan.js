@@ -5,6 +5,7 @@ import {
   bytes,
   count,
   counted,
+  isKnown,
   number,
   percent,
   shortDigest,
@@ -50,7 +51,7 @@ export function PlanView({ api, role, name, deployment, planId, now, reload }) {
   };
   return html`<${Loaded} poll=${poll}
     >${(plan) => {
-      const gain = html`<${Gain} plan=${plan} deployment=${deployment} />`;
+      const gain = html`<${Gain} plan=${plan} />`;
       const proposed = plan.phase === "proposed";
       return html`
         <${Head} plan=${plan} role=${role} act=${act} now=${now} deployment=${deployment} />
@@ -158,12 +159,11 @@ function weightsWords(plan) {
 }
 
 /** Once a plan was begun, the balance that it was made on is not that of now. */
-function Gain({ plan, deployment }) {
+function Gain({ plan }) {
   const { numbers, figures, details } = plan;
   const words = plan.phase === "proposed" ? ["now", "then"] : ["before", "predicted after"];
-  const isKnown = numbers.gain !== undefined && numbers.gain !== null;
-  // A figure must not claim time where none is known.
-  const byTokens = deployment?.cost_model?.source === "tokens" ? " (by tokens)" : "";
+  // A figure must not claim time where none was known: the cycle of a plan by tokens has no time.
+  const byTokens = isKnown(numbers.time_balance) ? "" : " (by tokens)";
   // Nothing is predicted for a rollback or an evacuation.
   const predicted = plan.may_cost_text === null;
   const title = plan.delivered ? "Promised and delivered" : "Before and after";
@@ -174,8 +174,8 @@ function Gain({ plan, deployment }) {
             <${BeforeAfter}
               name=${`Predicted MoE time${byTokens}`}
               words=${words}
-              before=${isKnown ? 1 : null}
-              after=${isKnown ? 1 - numbers.gain : null}
+              before=${isKnown(numbers.gain) ? 1 : null}
+              after=${isKnown(numbers.gain) ? 1 - numbers.gain : null}
               show=${(value) => percent(value)}
             />
             <${BeforeAfter}
