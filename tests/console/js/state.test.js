@@ -120,6 +120,9 @@ test("history keeps each moment once, and unknown balance stays unknown", () => 
   assert.equal(known[1].tokens, null);
   const read = pointOf({ at: 2, reason: "frozen" }, { balancedness_mean: 0.7 });
   assert.equal(merge(known, [read], 0)[1].tokens, 0.7);
+  const [rank] = deployment().ranks;
+  const lost = deployment({ ranks: [rank, { ...rank, fresh: false }], balancedness_mean: 0.7 });
+  assert.equal(pointOf({ at: 3, reason: "ranks_missing" }, lost).tokens, null, "it is the past's");
   assert.deepEqual(
     merge(known, [], 2).map((point) => point.at),
     [2],

@@ -1,21 +1,23 @@
 /** Balance over time, from the decisions that the controller keeps. */
 
 import { isKnown } from "./format.js";
+import { isLoadPast } from "./ranks.js";
 
 /**
  * @typedef {{at: number, time: number | null, tokens: number | null, reason: string,
  *   words: string}} Point
  * @param {object} decision a row of `decisions`
  * @param {object | null} [status] the deployment that was read with it. A cycle that ended early
- *   has no balance of its own; the window had this one then.
+ *   has no balance of its own; the window had this one then, unless it was past.
  * @returns {Point}
  */
 export function pointOf(decision, status = null) {
   const numbers = decision.numbers ?? {};
+  const present = status && !isLoadPast(status) ? status.balancedness_mean : null;
   return {
     at: decision.at,
     time: numbers.time_balance ?? null,
-    tokens: numbers.balancedness_mean ?? status?.balancedness_mean ?? null,
+    tokens: numbers.balancedness_mean ?? present ?? null,
     reason: decision.reason,
     words: decision.reason_text,
   };

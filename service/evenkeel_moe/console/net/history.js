@@ -38,5 +38,5 @@ export function useHistory(api, deployment) {
 }
 
 function add(known, decisions, now) {
-  return merge(known ?? [], decisions.map(pointOf), now - SPAN_S);
+  return merge(known ?? [], decisions.map((each) => pointOf(each)), now - SPAN_S);
 }
