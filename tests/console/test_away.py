@@ -16,6 +16,7 @@ from evenkeel_moe.ports.operations import LedElsewhere, NotLeading
 from tests.api.fakes import (
     FakeOperations,
     make_operations,
+    make_plan,
     make_rank,
 )
 from tests.console.browser import ESCAPE, Browser, chromium, installed
@@ -179,6 +180,50 @@ def test_a_refusal_is_told_in_its_dialog_also_if_closed(replica: Replica, browse
     browser.wait_text("Conflict: no.")
     browser.keys(ESCAPE)
     browser.wait_gone("dialog[open]")
+
+
+REFUSE = """const real = window.fetch;
+    window.fetch = (url, options) => window.answers || !/decisions|placement/.test(url)
+      ? real(url, options) : Promise.resolve(new Response('{"detail": "busy"}', {status: 503}))"""
+
+
+@pytest.mark.parametrize(
+    ("view", "early", "then"),
+    [
+        ("", "The last hour has no decision.", "The last hour has no decision."),
+        ("d/demo/why", "There is none.", "No decision has a balance yet."),
+        ("d/demo/load", "The placement is not known.", "Each box is a slot"),
+        ("d/demo/plans/p-1", "Single copies", "Each box is a slot"),
+    ],
+)
+def test_what_is_asked_for_once_is_asked_for_until_it_is_answered(
+    replica: Replica, browser: Browser, view, early, then
+):
+    replica.operations.records["demo"] = [make_plan()]
+    sign_in(browser, replica)
+    browser.script("location.hash = '#/d/demo/record'")
+    browser.wait_text("Requests for changes")
+    browser.script(REFUSE)
+    browser.script("location.hash = arguments[0]", f"#/{view}")
+    browser.wait_text("Busy.")
+    assert early not in browser.text("main")
+    browser.script("window.answers = true")
+    browser.wait_text(then)
+
+
+def test_a_page_that_was_hidden_asks_for_what_it_needs_once_it_is_shown(
+    replica: Replica, browser: Browser
+):
+    replica.operations.records["demo"] = [make_plan()]
+    replica.operations.show(proposals=(make_plan(),))
+    sign_in(browser, replica)
+    browser.script("location.hash = '#/d/demo/why'")
+    browser.wait_text("State ready")
+    browser.script('Object.defineProperty(document, "hidden", {get: () => !window.visible})')
+    browser.script("location.hash = '#/d/demo/load'")
+    browser.wait_text("Slots of one layer")
+    browser.script("window.visible = true; document.dispatchEvent(new Event('visibilitychange'))")
+    browser.wait_text("With the moves of plan p-1")
 
 
 def test_an_answer_that_takes_too_long_is_told_with_its_seconds(replica: Replica, browser: Browser):

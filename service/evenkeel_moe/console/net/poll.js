@@ -2,14 +2,18 @@
 
 import { useCallback, useEffect, useRef, useState } from "../vendor/hooks.js";
 
+/** Until a request without a period that failed is sent again. */
+const RETRY_MS = 5000;
+
 /**
  * @param {import("./api.js").Api} api
  * @param {string | null} path null asks for nothing
- * @param {number} periodMs 0 asks once
- * @returns {{data: any, error: Error | null, at: number | null, reload: () => Promise<void>}} The
- *   newest answer stays while later ones fail; `at` is its Unix time.
+ * @param {number} periodMs 0 asks until there is an answer
+ * @param {unknown} [version] a change asks again, and keeps the answer until then
+ * @returns {{data: any, error: Error | null, at: number | null, reload: () => Promise<boolean>}}
+ *   The newest answer stays while later ones fail; `at` is its Unix time.
  */
-export function usePoll(api, path, periodMs) {
+export function usePoll(api, path, periodMs, version) {
   const [state, setState] = useState({ path, data: null, error: null, at: null });
   const current = useRef(path);
   current.current = path;
@@ -18,22 +22,24 @@ export function usePoll(api, path, periodMs) {
   const asked = useRef(0);
   const shownSince = useRef(0);
   const reload = useCallback(async () => {
-    if (path === null) return;
+    if (path === null) return true;
     const number = ++asked.current;
     const isNewest = () => current.current === path && number > shownSince.current;
     try {
       const data = await api.get(path);
-      if (!isNewest()) return;
+      if (!isNewest()) return true;
       shownSince.current = number;
       setState({ path, data, error: null, at: api.now() });
+      return true;
     } catch (error) {
-      if (!isNewest()) return;
+      if (!isNewest()) return false;
       setState((old) =>
         old.path === path ? { ...old, error } : { path, data: null, error, at: null },
       );
+      return false;
     }
   }, [api, path]);
-  useEvery(reload, periodMs, [api, path]);
+  useEvery(reload, periodMs, [api, path, version]);
   const shown = state.path === path ? state : { data: null, error: null, at: null };
   return { data: shown.data, error: shown.error, at: shown.at, reload };
 }
@@ -42,8 +48,8 @@ export function usePoll(api, path, periodMs) {
  * Calls a function now and then again, each time after the last call has ended. Nothing is asked
  * while the page is hidden; it is asked at once when the page is shown again.
  *
- * @param {() => Promise<void>} work
- * @param {number} periodMs 0 calls it once
+ * @param {() => Promise<boolean>} work returns false if it failed
+ * @param {number} periodMs 0 calls it until it succeeds once
  * @param {unknown[]} inputs a change begins anew
  */
 export function useEvery(work, periodMs, inputs) {
@@ -52,12 +58,14 @@ export function useEvery(work, periodMs, inputs) {
     let timer = 0;
     const tick = async () => {
       clearTimeout(timer);
-      if (!document.hidden) await work();
-      if (!ended && periodMs > 0) timer = setTimeout(tick, periodMs);
+      const answered = !document.hidden && (await work());
+      ended ||= answered && periodMs === 0;
+      clearTimeout(timer); // Another call may have ended meanwhile.
+      if (!ended) timer = setTimeout(tick, periodMs || RETRY_MS);
     };
-    const shown = () => !document.hidden && tick();
+    const shown = () => !ended && !document.hidden && tick();
     tick();
-    if (periodMs > 0) document.addEventListener("visibilitychange", shown);
+    document.addEventListener("visibilitychange", shown);
     return () => {
       ended = true;
       clearTimeout(timer);

@@ -45,7 +45,7 @@ function summary(rows) {
 function Row({ api, row }) {
   const { health } = row;
   const waiting = row.proposals ?? [];
-  const points = useHistory(api, row);
+  const history = useHistory(api, row);
   const { last_decision: decision, active_plan: plan } = row;
   const fresh = row.ranks?.filter((rank) => rank.fresh).length;
   return html`<li class="card fleet-row ${health.level}" data-deployment=${row.deployment}>
@@ -72,9 +72,14 @@ function Row({ api, row }) {
           : ""
       }
       ${
-        points?.length
-          ? html`<${BalanceChart} points=${points} height=${64} compact />`
-          : html`<p class="empty">${points ? "The last hour has no decision." : "Loading…"}</p>`
+        row.state === "follower"
+          ? ""
+          : html`<${Loaded} poll=${history}
+              >${(points) =>
+                points.length
+                  ? html`<${BalanceChart} points=${points} height=${64} compact />`
+                  : html`<p class="empty">The last hour has no decision.</p>`}<//
+            >`
       }
     </div>
   </li>`;

@@ -9,7 +9,7 @@ import { deploymentPath } from "../net/api.js";
 import { useEvery, usePoll } from "../net/poll.js";
 import { HeatMap } from "../charts/heatmap.js";
 import { LayerSlots } from "../charts/slotmap.js";
-import { Choice, html, numeric, Problem, Section, Table } from "../ui.js";
+import { Choice, html, Loaded, numeric, Problem, Section, Table } from "../ui.js";
 
 const PERIOD_MS = 5000;
 const MOST_MOMENTS = 120;
@@ -186,17 +186,19 @@ function Hottest({ rows, column }) {
 /** One layer: experts to slots, and the moves of a plan that waits or runs. */
 function Slots({ api, name, deployment, loads, layer }) {
   const path = deploymentPath(name);
-  const [placement, setPlacement] = useState(null);
   const epoch = deployment?.epoch ?? null;
-  useEffect(() => {
-    if (epoch !== null) api.get(`${path}/placement`).then(setPlacement, () => setPlacement(null));
-  }, [api, path, epoch]);
+  const placed = usePoll(api, epoch === null ? null : `${path}/placement`, 0, epoch);
+  const placement = placed.data;
   const plans = [deployment?.active_plan, ...(deployment?.proposals ?? [])];
   const open = plans.find((plan) => plan && plan.base_epoch === epoch);
   const plan = usePoll(api, open ? `${path}/plans/${encodeURIComponent(open.plan_id)}` : null, 0);
   if (!placement)
     return html`<${Section} title="Slots of one layer"
-      ><p class="empty">The placement is not known.</p><//
+      >${
+        deployment && epoch === null
+          ? html`<p class="empty">The placement is not known.</p>`
+          : html`<${Loaded} poll=${placed} />`
+      }<//
     >`;
   const before = placement.physical_to_logical;
   const target = plan.data?.target.physical_to_logical;
@@ -205,6 +207,7 @@ function Slots({ api, name, deployment, loads, layer }) {
   const still = deployment?.proposals && !open ? NO_PLAN : COMMITTED;
   const planNote = `With the moves of plan ${open?.plan_id}, which is ${open?.phase}.`;
   return html`<${Section} title="Slots of one layer" note=${after ? planNote : still}>
+    <${Problem} error=${placed.error ?? plan.error} />
     <${LayerSlots}
       key=${layer}
       first=${layer}

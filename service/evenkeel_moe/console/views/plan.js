@@ -35,6 +35,8 @@ import { RankStates, Story, Timeline } from "./story.js";
 
 const PERIOD_MS = 2000;
 const FEW_MOVES = 50;
+const NOT_PRESENT =
+  "Single copies can be shown only while the plan's base is the present placement.";
 
 export function PlanView({ api, role, name, deployment, planId, now, reload }) {
   const path = `${deploymentPath(name)}/plans/${encodeURIComponent(planId)}`;
@@ -59,7 +61,7 @@ export function PlanView({ api, role, name, deployment, planId, now, reload }) {
         <${Timeline} plan=${plan} now=${now} />
         <${RankStates} plan=${plan} deployment=${deployment} />
         ${proposed ? "" : gain}
-        <${Moves} plan=${plan} base=${baseOf(plan, placement.data)} />
+        <${Moves} plan=${plan} placement=${placement} />
         <${Story} plan=${plan} now=${now} />
       `;
     }}<//
@@ -205,9 +207,14 @@ function Gain({ plan }) {
   <//>`;
 }
 
-function Moves({ plan, base }) {
+function Moves({ plan, placement }) {
   const [all, setAll] = useState(false);
-  if (base === null) return html`<${Waves} rows=${plan.wave_list} />`;
+  const base = baseOf(plan, placement.data);
+  if (base === null) {
+    const isAsked = !plan.ended && !placement.data;
+    return html`${isAsked ? html`<${Loaded} poll=${placement} />` : ""}
+      <${Waves} rows=${plan.wave_list} note=${isAsked ? "" : NOT_PRESENT} />`;
+  }
   const { physical_to_logical: target, slots_per_rank: slotsPerRank } = plan.target;
   const moves = movesBetween(base, target, slotsPerRank, plan.wave_list);
   const layers = changedLayers(base, target);
@@ -252,11 +259,8 @@ function Moves({ plan, base }) {
     }`;
 }
 
-function Waves({ rows }) {
-  return html`<${Section}
-    title="Waves"
-    note="Single copies can be shown only while the plan's base is the present placement."
-  >
+function Waves({ rows, note }) {
+  return html`<${Section} title="Waves" note=${note}>
     <${Table}
       caption="Waves"
       rows=${rows}

@@ -21,7 +21,8 @@ const POLICY_PERIOD_MS = 10_000;
 export function Why({ api, name, deployment, now }) {
   const gates = usePoll(api, `${deploymentPath(name)}/gates`, GATES_PERIOD_MS);
   const policy = usePoll(api, `${deploymentPath(name)}/policy`, POLICY_PERIOD_MS);
-  const points = useHistory(api, deployment);
+  const history = useHistory(api, deployment);
+  const points = history.data;
   if (!deployment) return "";
   const decision = deployment.last_decision;
   const threshold = policy.data?.thresholds.plan_below ?? null;
@@ -50,26 +51,28 @@ export function Why({ api, name, deployment, now }) {
       >
     <//>
     <${Section} title="Balance" note=${spanWords(points)}>
-      ${
-        points?.length
-          ? html`<${BalanceKey} time=${hasTime(points)} threshold=${threshold} />
-              <${BalanceChart} points=${points} height=${220} threshold=${threshold} />`
-          : html`<p class="empty">
-              ${points === null ? "Loading…" : "No decision has a balance yet."}
-            </p>`
-      }
+      <${Loaded} poll=${history}
+        >${() =>
+          points.length
+            ? html`<${BalanceKey} time=${hasTime(points)} threshold=${threshold} />
+                <${BalanceChart} points=${points} height=${220} threshold=${threshold} />`
+            : html`<p class="empty">No decision has a balance yet.</p>`}<//
+      >
     <//>
     <${Section} title="How cycles ended" note=${spanWords(points)}>
-      <${Table}
-        caption="Ends of cycles"
-        rows=${reasonCounts(points ?? [])}
-        keyOf=${(row) => row.reason}
-        columns=${[
-          wordy("Reason", (row) => html`${row.words} <code>${row.reason}</code>`),
-          numeric("Cycles", (row) => count(row.count)),
-          numeric("Share", (row) => percent(row.share)),
-        ]}
-      />
+      <${Loaded} poll=${history}
+        >${() =>
+          html`<${Table}
+            caption="Ends of cycles"
+            rows=${reasonCounts(points)}
+            keyOf=${(row) => row.reason}
+            columns=${[
+              wordy("Reason", (row) => html`${row.words} <code>${row.reason}</code>`),
+              numeric("Cycles", (row) => count(row.count)),
+              numeric("Share", (row) => percent(row.share)),
+            ]}
+          />`}<//
+      >
       <details>
         <summary>All numbers of the newest decision</summary>
         <${Numbers} numbers=${decision?.numbers ?? {}} />
