@@ -126,6 +126,16 @@ def test_load_that_no_rank_reports_any_more_is_not_shown_as_current(
     browser.wait("canvas.heatmap")
 
 
+def test_load_is_that_of_the_present_placement_also_without_new_steps(
+    replica: Replica, browser: Browser
+):
+    sign_in(browser, replica)
+    browser.script("location.hash = '#/d/demo/load'")
+    browser.wait_text("0\t0\t1.13")
+    replica.operations.views["demo"].placed = make_plan().plan.target
+    browser.wait_text("0\t0\t1.50")
+
+
 def test_figures_of_a_group_that_lost_a_rank_are_last_known(replica: Replica, browser: Browser):
     ranks = (make_rank(0), make_rank(1, fresh=False))
     decision = {"at": time.time(), "reason": "ranks_missing", "plan_id": None, "numbers": {}}

@@ -61,13 +61,13 @@ function useMoments(api, path, phase) {
       const map = { ...(await wholeMap(api, path, phase)), at: api.now() };
       setError(null);
       if (shown.current !== phase) return;
-      const same = (last) => last?.newest === map.newest;
-      const { reported, connected, past } = map;
-      setMoments((old) =>
-        same(old[old.length - 1])
-          ? [...old.slice(0, -1), { ...old[old.length - 1], reported, connected, past }]
-          : [...old, map].slice(-MOST_MOMENTS),
-      );
+      setMoments((old) => {
+        const last = old[old.length - 1];
+        // The same steps are one moment, also if the placement has changed since.
+        return last?.newest === map.newest
+          ? [...old.slice(0, -1), { ...map, at: last.at }]
+          : [...old, map].slice(-MOST_MOMENTS);
+      });
     } catch (failure) {
       setError(failure);
     }
