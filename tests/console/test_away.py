@@ -1,6 +1,7 @@
 """The page with answers that a test chooses: of another leader, late, changed meanwhile, none."""
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from tests.api.fakes import (
 )
 from tests.console.browser import ESCAPE, Browser, chromium, installed
 from tests.console.fleet import OPERATE, TOKENS
-from tests.waiting import deadline
+from tests.waiting import deadline, wait_until
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
@@ -134,6 +135,41 @@ def test_load_is_that_of_the_present_placement_also_without_new_steps(
     browser.wait_text("0\t0\t1.13")
     replica.operations.views["demo"].placed = make_plan().plan.target
     browser.wait_text("0\t0\t1.50")
+
+
+MANY = """const real = window.fetch, later = window.setTimeout;
+    window.step = 0;
+    window.setTimeout = (call, ms) => later(call, ms / 100);
+    window.fetch = async (url, options) => {
+      if (!String(url).includes("heatmap")) return real(url, options);
+      const answer = await real(url, {...options, headers: {Authorization:
+        options.headers.Authorization}});
+      return new Response(JSON.stringify({...await answer.json(), newest_step: ++window.step}));
+    }"""
+CHOOSE = """const moment = document.querySelector("#moment"); moment.value = arguments[0];
+    moment.dispatchEvent(new Event("input", {bubbles: true}))"""
+
+
+def test_a_chosen_moment_stays_until_it_is_forgotten_or_the_phase_changes(
+    replica: Replica, browser: Browser
+):
+    def seen(step: int) -> None:
+        wait_until(lambda: browser.script("return window.step") >= step, what=f"step {step}")
+
+    sign_in(browser, replica)
+    browser.script(MANY)
+    browser.script("location.hash = '#/d/demo/load'")
+    browser.wait("#moment")
+    seen(110)
+    browser.script(CHOOSE, 99)
+    browser.wait_text(" ago: ")
+    (chosen,) = re.findall(r"up to step \d+\.", browser.text(".slider"))
+    seen(browser.script("return window.step") + 30)
+    assert chosen in browser.text(".slider")
+    browser.script(CHOOSE, 2)
+    browser.click("input[name=phase][value=decode]")
+    seen(browser.script("return window.step") + 10)
+    assert "Now, " in browser.text(".slider")
 
 
 def test_figures_of_a_group_that_lost_a_rank_are_last_known(replica: Replica, browser: Browser):

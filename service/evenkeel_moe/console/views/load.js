@@ -79,10 +79,13 @@ function useMoments(api, path, phase) {
 export function Load({ api, name, deployment, now }) {
   const [phase, setPhase] = useState("");
   const [across, setAcross] = useState("ranks");
+  /** When the chosen moment was seen; null follows the newest one. */
   const [chosen, setChosen] = useState(null);
   const [layer, setLayer] = useState(0);
   const { moments, error } = useMoments(api, deploymentPath(name), phase);
-  const index = chosen === null ? moments.length - 1 : Math.min(chosen, moments.length - 1);
+  // A moment that is no longer kept gives way to the oldest one.
+  const found = Math.max(0, moments.findIndex((each) => each.at === chosen));
+  const index = chosen === null ? moments.length - 1 : found;
   const map = moments[index];
   const rows = map?.[across];
   return html`<${Section}
@@ -104,7 +107,10 @@ export function Load({ api, name, deployment, now }) {
           legend="Phase"
           name="phase"
           value=${phase}
-          onChange=${setPhase}
+          onChange=${(value) => {
+            setPhase(value);
+            setChosen(null);
+          }}
           options=${PHASES}
         />
       </div>
@@ -113,7 +119,7 @@ export function Load({ api, name, deployment, now }) {
         moments=${moments}
         index=${index}
         now=${now}
-        onChange=${(at) => setChosen(at === moments.length - 1 ? null : at)}
+        onChange=${(at) => setChosen(at === moments.length - 1 ? null : moments[at].at)}
       />
       ${
         rows?.length
