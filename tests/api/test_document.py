@@ -28,14 +28,16 @@ def test_the_checked_in_document_is_the_served_one():
 
 
 def test_every_route_documents_its_refusals_and_its_token():
-    for path, item in json.loads(document())["paths"].items():
+    whole = json.loads(document())
+    for path, item in whole["paths"].items():
         for method, operation in item.items():
             if not path.startswith("/v1/"):
                 continue
             assert {"401", "404", "422"} <= operation["responses"].keys(), (method, path)
             assert operation["security"], (method, path)
             assert operation.get("description"), (method, path)
-            problem = operation["responses"]["401"]["content"]
+            name = operation["responses"]["401"]["$ref"].removeprefix("#/components/responses/")
+            problem = whole["components"]["responses"][name]["content"]
             assert list(problem) == ["application/problem+json"]
 
 

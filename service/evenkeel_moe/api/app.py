@@ -1,6 +1,7 @@
 """The REST application."""
 
 import asyncio
+import re
 from typing import Any
 
 from fastapi import FastAPI, Security
@@ -90,7 +91,7 @@ def create_app(
     generate = app.openapi
 
     def document() -> dict[str, Any]:
-        return _with_problem_media_type(generate())
+        return _with_shared_problems(generate())
 
     app.openapi = document  # type: ignore[method-assign]
     return app
@@ -106,14 +107,16 @@ def _add_middleware(app: FastAPI, tokens: Tokens, limits: PeerLimits) -> None:
     app.add_middleware(TraceMiddleware)
 
 
-def _with_problem_media_type(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the document with problem details under the media type they are sent with.
+def _with_shared_problems(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document with each refusal once, under the media type that it is sent with.
 
-    FastAPI puts every model under `application/json`. Mutates: `document`.
+    FastAPI repeats responses in every operation, and puts every model under `application/json`.
+    Mutates: `document`.
     """
+    shared = document["components"].setdefault("responses", {})
     for item in document["paths"].values():
         for operation in item.values():
-            for response in operation["responses"].values():
+            for status, response in operation["responses"].items():
                 content = response.get("content", {})
                 if (
                     content.get("application/json", {})
@@ -122,4 +125,7 @@ def _with_problem_media_type(document: dict[str, Any]) -> dict[str, Any]:
                     .endswith("/ProblemOut")
                 ):
                     content["application/problem+json"] = content.pop("application/json")
+                    name = re.sub(r"\W", "", response["description"].title())
+                    shared[name] = response
+                    operation["responses"][status] = {"$ref": f"#/components/responses/{name}"}
     return document
