@@ -6,6 +6,7 @@ registers.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.topology import ModelShape
@@ -66,8 +67,8 @@ class GroupMemory:
     @property
     def total(self) -> int:
         """The sum of all parts in the controller's process."""
-        parts: list[int] = [getattr(self, one.name) for one in fields(self)]
-        return sum(parts) - self.plan
+        held = self.windows + self.sources + self.pending + self.waiting
+        return held + self.cycle + self.maps + self.ranks
 
     def __str__(self) -> str:
         parts = ", ".join(f"{one.name} {getattr(self, one.name)}" for one in fields(self))
@@ -92,6 +93,7 @@ def limit_steps(shape: ModelShape, window_steps: int, max_pending: int) -> StepL
     )
 
 
+@lru_cache(maxsize=1024)  # Each Hello asks for that of every deployment.
 def group_memory(
     shape: ModelShape, *, window_steps: int, max_pending: int, plan_steps: int, threads: int
 ) -> GroupMemory:
