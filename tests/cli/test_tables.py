@@ -28,7 +28,7 @@ def test_status_tells_the_cost_model_and_what_is_not_known(run, operations):
 def test_a_plan_shows_promise_and_delivery(run, operations):
     gained = DeliveredGain(1.0, -0.021, 0.01, -0.04, -0.002, None, 64)
     record = make_plan("mine", delivered=gained)
-    record.plan.numbers["gain"] = 0.081
+    record.plan.numbers.update(gain=0.081, time_balance=0.9)
     operations.records["demo"] = [record]
     shown = " ".join(run("plan", "show", "mine", "-d", "demo")[1].split())
     interval = "95 % interval 0.2% slower to 4.0% slower, on 64 steps"
