@@ -205,7 +205,8 @@ class Planner:
     """A planner that reports given evaluations and seconds, or fails."""
 
     def __init__(self):
-        self.evaluated, self.seconds = 0.0, 0.0
+        self.evaluated: float | None = None
+        self.seconds = 0.0
         self.failing = None
         self.background: Planner = self
         self.calls = 0
@@ -214,7 +215,7 @@ class Planner:
         self.calls += 1
         if self.failing is not None:
             raise self.failing
-        numbers = {"evaluations": self.evaluated} if self.evaluated else {}
+        numbers = {} if self.evaluated is None else {"evaluations": self.evaluated}
         return CycleResult(False, Reason.NO_CHANGE, GateMemory(), numbers), self.seconds
 
 
@@ -244,9 +245,35 @@ async def test_the_planners_seconds_are_told_and_those_of_a_missed_deadline_are_
 
 async def test_quick_cycles_and_those_that_planned_nothing_tell_no_rate():
     planner, budget = planner_and_budget()
-    for planner.evaluated, planner.seconds in ((500.0, 0.01), (0.0, 30.0)):
+    for planner.evaluated, planner.seconds in ((500.0, 0.01), (0.0, 30.0), (None, 30.0)):
         await budget.run(planner, inputs(skewed(20), policy="keel"))
         assert budget.limit("keel") is None
+
+
+@pytest.mark.parametrize(("used", "seconds"), [(0.0, 5.0), (16.0, 0.01)])
+async def test_a_limit_under_which_cycles_tell_no_rate_is_dropped(used, seconds):
+    planner, budget = planner_and_budget()
+    planner.failing = DeadlineMissed("planner: no plan within 60 s")
+    for _ in range(9):
+        with pytest.raises(DeadlineMissed):
+            await budget.run(planner, inputs(skewed(20), policy="keel"))
+    assert budget.limit("keel") == 15
+    planner.failing = None
+    await budget.run(planner, inputs(skewed(20), policy="keel"))
+    assert budget.limit("keel") == 15, "that cycle did not plan"
+    planner.evaluated, planner.seconds = used, seconds
+    await budget.run(planner, inputs(skewed(20), policy="keel"))
+    assert budget.limit("keel") is None
+
+
+async def test_a_short_search_within_its_share_of_the_deadline_lowers_no_limit():
+    """Most of such a cycle is no search, so its rate is too low."""
+    planner, budget = planner_and_budget()
+    seen = []
+    for planner.evaluated, planner.seconds in ((1e6, 10.0), (100.0, 1.0), (2e6, 30.0)):
+        await budget.run(planner, inputs(skewed(20), policy="keel"))
+        seen.append(budget.limit("keel"))
+    assert seen == [1_500_000, 1_500_000, 1_000_000]
 
 
 async def test_after_a_missed_deadline_there_is_less_to_evaluate_each_time():

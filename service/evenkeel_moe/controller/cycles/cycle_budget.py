@@ -59,10 +59,18 @@ class CycleBudget:
             raise
         self._missed = False
         self._timed(seconds)
-        used = result.numbers.get("evaluations", 0.0)
-        if used > 0 and seconds >= _MIN_MEASURED_S:
-            self._limits[inputs.policy] = max(1, int(used / seconds * _SHARE * self._deadline_s))
+        used = result.numbers.get("evaluations")
+        if used is not None:  # Else no policy planned.
+            self._adjust(inputs.policy, used, seconds)
         return result
+
+    def _adjust(self, policy: str, used: float, seconds: float) -> None:
+        """Set the limit of a policy by a cycle in time, or drop it if the cycle tells no rate."""
+        before, share_s = self._limits.pop(policy, 0), _SHARE * self._deadline_s
+        if used > 0 and seconds >= _MIN_MEASURED_S:
+            limit = max(1, int(used / seconds * share_s))
+            # The seconds hold more than the search: after a short search the rate is too low.
+            self._limits[policy] = limit if seconds > share_s else max(limit, before)
 
 
 def _timed(inputs: CycleInputs) -> tuple[CycleResult, float]:

@@ -35,8 +35,8 @@ class PlacementProblem:
     objective: Objective = Objective()
     max_evaluations: int | None = None
     """Budget of candidate evaluations, so that the same problem gives the same bytes on any
-    machine; keel divides it among the layers, in each of its searches. None: the policy's own
-    budget, which follows from the sizes."""
+    machine; keel divides it among the layers, in each of its searches, and evaluates at least one
+    in each. None: the policy's own budget, which follows from the sizes."""
     threads: int = 1
     """Threads that the search of a large model may use. The placement does not depend on them."""
     seed: int = 0

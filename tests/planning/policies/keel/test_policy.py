@@ -196,6 +196,12 @@ def test_replaying_the_evaluations_used_gives_the_same_bytes(problem):
     assert plan_keel(again).placement.digest == first.placement.digest
 
 
+def test_a_budget_below_the_number_of_layers_still_searches_each_of_them():
+    shape = ModelShape(6, 8, 4, 3, 2, 1)
+    problem = a_problem(skewed(shape, 1), shape, max_evaluations=5)
+    assert plan_keel(problem).evaluations >= 6
+
+
 def skewed(shape, seed, steps=8):
     rng = np.random.default_rng(seed)
     popularity = rng.lognormal(6.0, 0.8, (1, shape.num_layers, shape.num_logical_experts))

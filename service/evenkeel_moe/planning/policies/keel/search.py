@@ -97,7 +97,7 @@ class Search:
         most = problem.max_evaluations
         self._most = max(1, options.layer_effort // problem.shape.num_slots**3)
         if most is not None:
-            self._most = min(self._most, most // layers)
+            self._most = min(self._most, max(1, most // layers))
         self.evaluations = 0
 
     def improve(
