@@ -119,7 +119,7 @@ REFUSED = (
     ({"retire": [4]}, "ranks 4 do not exist: the group has the ranks 0 to 3"),
     ({"retire": [1, 1]}, "named twice"),
     ({"retire": [0, 1, 2, 3]}, "one must stay"),
-    ({"to_ranks": 2}, "2 ranks have 6 slots in a layer, and its 8 experts need one each"),
+    ({"to_ranks": 2}, "2 ranks x 3 slots = 6 slots cannot hold 8 experts"),
     ({"to_ranks": 3, "whole_nodes": True}, "1 ranks to retire are not whole nodes"),
     ({"retire": [1], "whole_nodes": True}, "node 0 would not retire as a whole: ranks 0 of it"),
 )

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import numpy as np
-
 from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.hold import Retirement
 from evenkeel_moe.model.ids import EpRank, PlanId
@@ -405,8 +403,7 @@ class Seat:
             return
         shape = dataclasses.replace(world.fleet.shape, num_ranks=ranks)
         rank = EpRank(world.rng.randrange(ranks))
-        load = np.ones((shape.num_layers, shape.num_logical_experts))
-        target = evacuate(placement, shape, (rank,), load)
+        target = evacuate(placement, shape, (rank,))
         request = None
         if target != placement:
             group = control.group

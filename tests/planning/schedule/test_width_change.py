@@ -78,7 +78,7 @@ def test_after_an_evacuation_no_expert_lives_on_retiring_ranks_alone_and_the_few
 ):
     of = shape(4, 3)
     now = random_placement(of, seed)
-    after = evacuate(now, of, retired, np.ones((2, 6)))
+    after = evacuate(now, of, retired)
     after.check(of)
     assert stranded(holders(after), retired) == 0
     rows, before = (one.phy2log.reshape(2, 4, 3) for one in (after, now))
@@ -90,15 +90,30 @@ def test_after_an_evacuation_no_expert_lives_on_retiring_ranks_alone_and_the_few
 def test_what_all_ranks_hold_is_not_evacuated_and_too_few_slots_are_refused():
     of = shape(3, 4)
     now = random_placement(of, 0)
-    again = evacuate(evacuate(now, of, (2,), np.ones((2, 6))), of, (2,), np.ones((2, 6)))
+    again = evacuate(evacuate(now, of, (2,)), of, (2,))
     assert stranded(holders(again), (2,)) == 0
-    with pytest.raises(InfeasiblePlan, match="1 ranks have 4 slots in a layer, and its 6 experts"):
-        evacuate(now, of, (0, 2), np.ones((2, 6)))
-    pooled = shape(3, 4, pool_slots_per_rank=6)
+    with pytest.raises(InfeasiblePlan, match="1 ranks x 4 slots = 4 slots cannot hold 6 experts"):
+        evacuate(now, of, (0, 2))
+    pooled = shape(3, 6, pool_slots_per_rank=6)
     with pytest.raises(
-        InfeasiblePlan, match="1 ranks have 3 slots in a layer of their pools, 6 slots a rank"
+        InfeasiblePlan, match="1 ranks x 6 pooled slots cannot hold 2 layers x 6 experts"
     ):
-        evacuate(now, pooled, (1, 2), np.ones((2, 6)))
+        evacuate(now, pooled, (1, 2))
+
+
+def test_ranks_of_a_pool_are_evacuated_by_one_copy_of_each_stranded_expert():
+    """A pool's slots need not divide over the layers."""
+    of = shape(3, 4, experts=4, pool_slots_per_rank=4)
+    rows = [[0, 1, 2, -1, 3, -1, -1, -1, 0, -1, -1, -1], [0, -1, -1, -1, 1, 2, 3, -1] + 4 * [-1]]
+    now = Placement(np.array(rows, np.int32), 3, 4)
+    assert evacuate(now, of, (2,)) == now, "rank 2 holds nothing alone"
+    of = shape(4, 5, experts=10, layers=3, pool_slots_per_rank=10)
+    now = Placement.initial(of)
+    for rank in range(4):
+        after = evacuate(now, of, (rank,))
+        after.check(of)
+        alone = stranded(holders(now), (rank,))
+        assert (copies_to(holders(now), after), stranded(holders(after), (rank,))) == (alone, 0)
 
 
 @pytest.mark.parametrize("most", [0, 5000], ids=["one by one", "all compared"])

@@ -121,19 +121,19 @@ def build_evacuation(
     Runs in another process.
 
     Args:
-        inputs: the group, and the steps of its window; there may be none.
+        inputs: the group; its window may be empty.
         retire: the ranks that retire; empty to choose them.
         to_ranks: ranks that stay, if `retire` is empty.
         whole_nodes: only all ranks of a node may retire.
 
     Raises:
-        InfeasiblePlan: too few slots stay, or no order of waves fits.
+        InfeasiblePlan: too little room stays, or no order of waves fits.
         ShapeMismatch: the ranks are not whole nodes.
     """
     base, shape, topology = inputs.current, inputs.shape, inputs.topology
     leaving = shape.num_ranks - to_ranks
     retired = choose_retired(holders(base), topology, leaving, retire, whole_nodes=whole_nodes)
-    target = evacuate(base, shape, retired, inputs.load.sum(axis=0, dtype=np.float64))
+    target = evacuate(base, shape, retired)
     return retired, target, schedule_waves(base, target, shape, topology, inputs.staging_bytes)
 
 

@@ -151,7 +151,7 @@ class ManualPlanner:
             InvalidInput: the request names no ranks, or ranks that cannot retire.
             Conflict: STALE_BASE if the group has another number of ranks than the caller takes it
                 to have, RESIZING if other ranks retire, or a gate is closed.
-            InfeasiblePlan: the other ranks have fewer slots than there are experts.
+            InfeasiblePlan: the other ranks have no room for all experts.
             Unavailable: the planner is starting or failed, the store failed, or this replica does
                 not lead.
         """

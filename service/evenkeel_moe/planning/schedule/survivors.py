@@ -70,7 +70,7 @@ def adopt_lost(placement: Placement, shape: ModelShape) -> Placement:
             if choice.max() < 2:
                 raise InfeasiblePlan(
                     f"layer {layer}: {ranks} ranks with {width} slots in a layer and {pool} in all"
-                    f" have no room for expert {expert}, which no rank has",
+                    f" have no room for expert {expert}, which none of them has",
                     Reason.EXPERT_WITHOUT_REPLICA,
                 )
             *other, rank, slot = map(int, np.unravel_index(choice.argmax(), choice.shape))

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.quantities import numbered
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.schedule.relabel import align_slots
+from evenkeel_moe.planning.schedule.survivors import surviving_placement
 
 _MOST_CHOICES = 5000
 """Sets of ranks that are all compared. Of more the ranks are chosen one by one."""
@@ -140,42 +140,29 @@ def _one_by_one(
     return tuple(chosen)
 
 
-def evacuate(
-    current: Placement, shape: ModelShape, retired: Sequence[int], load: NDArray[np.float64]
-) -> Placement:
+def evacuate(current: Placement, shape: ModelShape, retired: Sequence[int]) -> Placement:
     """Return the placement with the fewest copies in which no expert lives on retiring ranks alone.
 
-    Retiring ranks keep what they hold. On the others it is the placement that `carry_over` gives to
-    the group without them.
+    Retiring ranks keep what they hold. The others are placed as if those had died.
 
     Args:
         current: the present placement.
         shape: of the present group.
         retired: ranks that exist, see `check_retired`.
-        load: (L, E) [tokens].
 
     Raises:
-        InfeasiblePlan: the other ranks have fewer slots than there are experts.
+        InfeasiblePlan: the other ranks have no room for all experts.
     """
-    kept = [rank for rank in range(shape.num_ranks) if rank not in set(retired)]
-    experts, layers = shape.num_logical_experts, shape.num_layers
-    slots, pool = len(kept) * shape.slots_per_rank, shape.pool_slots_per_rank
-    of_pools = ""
-    if pool is not None:
-        slots = min(slots, len(kept) * (pool // layers))
-        of_pools = f" of their pools, {pool} slots a rank for {layers} layers"
-    if slots < experts:
-        raise InfeasiblePlan(
-            f"{len(kept)} ranks have {slots} slots in a layer{of_pools}, and its {experts} experts"
-            " need one each",
-            Reason.EXPERT_WITHOUT_REPLICA,
-        )
-    smaller = replace(shape, num_ranks=len(kept))
-    held = held_at_width(holders(current), kept, len(kept))
-    by_rank = current.phy2log.reshape(layers, shape.num_ranks, -1).copy()
-    by_rank[:, kept] = carry_over(held, smaller, load).phy2log.reshape(layers, len(kept), -1)
-    target = Placement(by_rank.reshape(layers, -1), shape.num_ranks, experts)
-    return align_slots(current, target)
+    layers, ranks = shape.num_layers, shape.num_ranks
+    kept = tuple(rank for rank in range(ranks) if rank not in retired)
+    try:
+        smaller = replace(shape, num_ranks=len(kept))
+    except ShapeMismatch as error:
+        raise InfeasiblePlan(str(error), error.reason) from error
+    by_rank = current.phy2log.reshape(layers, ranks, -1).copy()
+    stay = surviving_placement(current, kept, smaller)
+    by_rank[:, kept] = stay.phy2log.reshape(layers, len(kept), -1)
+    return Placement(by_rank.reshape(layers, -1), ranks, shape.num_logical_experts)
 
 
 def node_size(topology: Topology) -> int:
