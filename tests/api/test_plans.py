@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from evenkeel_moe.model.cost import CostSource
 from evenkeel_moe.model.delivered import DeliveredGain, ServingSpeed
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
@@ -43,9 +44,10 @@ async def test_a_proposal_is_the_plan_that_approve_takes(client):
 
 
 async def test_a_plan_shows_what_it_promised_and_delivered(client, operations):
-    gained = DeliveredGain(NOW, 0.18, 0.01, 0.15, 0.21, 0.19, 64, "measured")
+    gained = DeliveredGain(NOW, 0.18, 0.01, 0.15, 0.21, 0.19, 64)
     gained = replace(gained, after=ServingSpeed(0.02, 450.0))
     record = make_plan("done", phase=PlanPhase.COMMITTED, delivered=gained)
+    record = replace(record, plan=replace(record.plan, cost_source=CostSource.MEASURED))
     record.plan.numbers.update(gain=0.2, gain_lower=0.17)
     operations.records["demo"] = [record]
     shown = (await client.get(f"{PLANS}/done")).json()["delivered"]

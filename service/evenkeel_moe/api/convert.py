@@ -54,6 +54,7 @@ def _plan(body: type[P], record: PlanRecord, **more: Any) -> P:
     if delivered is not None:
         more["delivered"] = shown(
             DeliveredOut,
+            plan,
             delivered,
             promised=promised,
             promised_lower=plan.numbers.get("gain_lower"),

@@ -76,13 +76,13 @@ class DeliveredOut(ResponseBody):
     over_promised: Number
     """gain / promised; null also if nothing was promised."""
     cost_source: TextOrNull
-    """Source of the cost model that the plan was scored by."""
+    """Source of the cost model that the plan was scored by; null if it was not scored."""
     unknown_because: TextOrNull
     """The reason that the gain is unknown."""
 
 
 _INNER = "plan wave_sent wave_agreed cancel_requested request_digest made_by story"
-_MAPS = "reason generation weights_version base target waves allow_duplicates"
+_MAPS = "reason generation weights_version base target waves allow_duplicates cost_source"
 
 
 @shows(Plan, "moves", "nbytes", without=_MAPS)

@@ -59,8 +59,6 @@ class DeliveredGain:
     is due to traffic, and the distance of `gain` from it is due to the cost model."""
     steps: int = 0
     """Compared steps, as many before the plan as after it."""
-    cost_source: str = ""
-    """Source of the cost model (`CostSource`) that the plan was scored by; empty if unknown."""
     unknown_because: str = ""
     """The reason that the gain is unknown; empty if it is known."""
     before: ServingSpeed | None = None

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.model.cost import CostSource
 from evenkeel_moe.model.delivered import DeliveredGain, GainPair
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.placement import EMPTY, Placement
@@ -212,6 +213,8 @@ class Plan:
     expires_at: float | None = None
     """Unix seconds at which a proposal that nobody approved is EXPIRED."""
     allow_duplicates: bool = False
+    cost_source: CostSource | None = None
+    """Source of the cost model that it was scored by; None if it was not scored."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Figures behind the decision: balancedness_mean, balancedness_expected, gain, copies, ..."""
 

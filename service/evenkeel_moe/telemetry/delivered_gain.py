@@ -155,8 +155,7 @@ def measure_gain(
         promised: gain of the verdict; None if there was none.
 
     Returns:
-        The gain, whose source of the cost model is left empty, and whether more steps after the
-        plan would add few pairs, or are not needed.
+        The gain, and whether more steps after the plan would add few pairs, or are not needed.
     """
     if not any(_measured(one.after).any() for one in phases):
         return DeliveredGain(at, unknown_because="no rank reports seconds"), False

@@ -93,7 +93,7 @@ def unpack(record):
     return unpack_plan_record(*parts_of(record))
 
 
-GAINED = DeliveredGain(9.0, 0.1, 0.01, 0.08, 0.12, 0.15, 64, "measured")
+GAINED = DeliveredGain(9.0, 0.1, 0.01, 0.08, 0.12, 0.15, 64)
 
 
 def test_a_measured_gain_is_stored():
@@ -107,7 +107,7 @@ def test_a_measured_gain_is_stored():
 
 def test_a_plan_of_another_version_is_unreadable():
     other = packed(as_json(SMALL) | {"version": 2})
-    with pytest.raises(Unreadable, match="version: Input should be 6"):
+    with pytest.raises(Unreadable, match="version: Input should be 7"):
         unpack_plan_record(other, MAPS, STORY)
 
 

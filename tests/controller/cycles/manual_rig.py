@@ -10,6 +10,7 @@ from evenkeel_moe.errors import (
     Reason,
     Unavailable,
 )
+from evenkeel_moe.model.cost import CostSource
 from evenkeel_moe.model.ids import Epoch, Generation, PlanId
 from evenkeel_moe.ports.operations import RollbackRequest
 from evenkeel_moe.protocol import control_messages as ctl
@@ -168,7 +169,8 @@ class Rig:
 
     async def migrate(self):
         """Carry out a plan that an operator regrets."""
-        plan = plan_of(1, plan_id=BAD, created_at=self.clock.unix())
+        scored, at = CostSource.TOKENS, self.clock.unix()
+        plan = plan_of(1, plan_id=BAD, created_at=at, cost_source=scored)
         await self.member.inbox.request_plan(ctl.PlanSubmitted(plan, approve=True))
         await until(lambda: self.ranks.placement == AFTER_ONE)
         await self.at_rest()

@@ -16,6 +16,7 @@ from evenkeel_moe.errors import (
     ShapeMismatch,
     Unavailable,
 )
+from evenkeel_moe.model.cost import CostSource
 from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
@@ -24,6 +25,7 @@ from evenkeel_moe.planning.decision.capacity import CapacityRequest
 from evenkeel_moe.ports.operations import PlanRequest, RollbackRequest
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.transitions import ControlState
+from evenkeel_moe.wire.link import ReplicaCost
 from tests.controller.cycles.manual_rig import BACK, BAD, rollback
 from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, plan_of
 from tests.waiting import until
@@ -86,6 +88,25 @@ async def test_a_plan_names_the_stall_that_its_swaps_are_expected_to_cause(rig):
     await until(lambda: rig.member.planner.stalls.expected_s((), 1) == 0.02)
     shown = (await rig.operations.rollback_plan(DEPLOYMENT, RollbackRequest())).numbers
     assert shown == {"to_epoch": 0, "expected_stall_s": 0.02} == (await rollback(rig)).plan.numbers
+
+
+async def test_a_plan_keeps_the_source_of_the_cost_model_that_scored_it(rig):
+    await rig.operations.set_policy(DEPLOYMENT, {"cost": "tokens"}, "me")
+    await rig.load()
+    await rig.operations.create_plan(DEPLOYMENT, PlanRequest(PlanId("mine"), target=AFTER_ONE))
+    for session in rig.ranks.sessions:
+        session.received(ReplicaCost(1e-5, 1e-7, 2e-6, 0.0, 0.01, 1.8e9))
+    await rig.operations.set_policy(DEPLOYMENT, {"cost": "auto"}, "me")
+    shown = PlanRequest(dry_run=True, target=AFTER_ONE)
+    again = await rig.operations.create_plan(DEPLOYMENT, shown)
+    assert again.plan.cost_source is CostSource.PROFILED
+    await rig.operations.approve(DEPLOYMENT, PlanId("mine"), "me")
+    await until(lambda: rig.ranks.placement == AFTER_ONE)
+    await rig.at_rest()
+    await rig.restart()
+    records = rig.member.control.records
+    assert records.get(PlanId("mine")).plan.cost_source is CostSource.TOKENS
+    assert (await rollback(rig)).plan.cost_source is None, "nothing scored it"
 
 
 async def test_a_dry_run_is_the_plan_that_would_be_made_and_nothing_is_kept(rig):

@@ -116,12 +116,13 @@ def test_without_seconds_or_with_foreign_curves_it_is_unknown():
     assert "3 ranks" in found.unknown_because
 
 
-def measured(at, gain, *, modelled=None, source="tokens", promised=0.1):
+def measured(at, gain, *, modelled=None, source=CostSource.TOKENS, promised=0.1):
     record = make_plan(f"p{at}", phase=PlanPhase.COMMITTED)
-    record.plan.numbers.update(gain=promised)
-    record.plan.numbers.update({} if modelled is None else {"gain_modelled": modelled})
-    gained = DeliveredGain(at, gain, 0.001, gain - 0.01, gain + 0.01, None, 64, source)
-    return replace(record, delivered=gained)
+    plan = replace(record.plan, cost_source=source)
+    plan.numbers.update(gain=promised)
+    plan.numbers.update({} if modelled is None else {"gain_modelled": modelled})
+    gained = DeliveredGain(at, gain, 0.001, gain - 0.01, gain + 0.01, None, 64)
+    return replace(record, plan=plan, delivered=gained)
 
 
 def test_a_verdict_is_calibrated_by_the_model_and_not_by_calibrated_promises():
@@ -190,7 +191,6 @@ async def test_a_measured_gain_is_stored_with_the_plan_and_outlives_a_restart(ri
     record = rig.member.control.records.get(BAD)
     assert record.delivered.gain < -0.5
     assert record.updated_at == ended, "cooldowns count from the end of a plan"
-    assert record.delivered.cost_source == "tokens"
     assert (record.story[-1]["event"], record.phase) == ("measured", PlanPhase.COMMITTED)
     assert record.story[-1]["delivered_gain"] == record.delivered.gain
     await rig.at_rest()

@@ -297,7 +297,7 @@ def _stored_model(values: type, *omitted: str, **added: Any) -> type[BaseModel]:
 
 _CONFIG = ConfigDict(from_attributes=True, ser_json_inf_nan="constants")
 _PLAN = _stored_model(Plan, "base", "target", "waves")
-_RECORD = _stored_model(PlanRecord, "story", plan=(_PLAN, ...), version=(Literal[6], 6))
+_RECORD = _stored_model(PlanRecord, "story", plan=(_PLAN, ...), version=(Literal[7], 7))
 _STORY_ROW = create_model("StoredStoryRow", __config__=_CONFIG, event=(str, ...))
 DECISION = create_model(
     "StoredDecision",

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import Reason, Unavailable
-from evenkeel_moe.model.cost import CostModel
+from evenkeel_moe.model.cost import CostModel, CostSource
 from evenkeel_moe.model.ids import DeploymentId, Epoch, Generation, PlanId
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
@@ -79,6 +79,7 @@ class PlanBase:
         created_at: float,
         expires_at: float | None,
         numbers: dict[str, float],
+        cost_source: CostSource | None = None,
     ) -> Plan:
         """Return a plan from this base to a target.
 
@@ -87,6 +88,7 @@ class PlanBase:
             created_at: Unix seconds.
             expires_at: Unix seconds; None if a proposal of this plan never expires.
             numbers: values that are not finite are left out.
+            cost_source: of the cost model that scored the plan; None if none did.
         """
         return Plan(
             plan_id=plan_id or new_plan_id(kind, self.epoch),
@@ -103,6 +105,7 @@ class PlanBase:
             created_at=created_at,
             expires_at=expires_at,
             allow_duplicates=target.first_duplicate() is not None,
+            cost_source=cost_source,
             numbers=finite(numbers),
         )
 

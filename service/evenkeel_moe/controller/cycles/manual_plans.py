@@ -133,6 +133,7 @@ class ManualPlanner:
             created_at=unix,
             expires_at=unix + policy.proposal_ttl_s,
             numbers=result.numbers | expected_stall(self.stalls, result.waves, base),
+            cost_source=inputs.objective.cost.source,
         )
         if request.dry_run:
             self.control.check_plan(plan)

@@ -52,8 +52,6 @@ class _Beginning:
 
     newest: int
     """The newest complete step; NO_STEP if none was complete."""
-    source: CostSource
-    """The source of the cost model in force."""
     before: Mapping[Phase, LoadWindow]
     """See `steps_before`. Later steps push them out of the window."""
     speed: ServingSpeed | None
@@ -146,7 +144,7 @@ def measure_plan(
         at: Unix seconds now.
 
     Returns:
-        The gain without `cost_source` and speeds.
+        The gain without speeds.
     """
     try:
         phases = [
@@ -170,12 +168,12 @@ def calibration_of(records: Iterable[PlanRecord], source: CostSource) -> Calibra
 
     Args:
         records: in any order.
-        source: of the cost model of the verdict; plans measured under another one do not count.
+        source: of the cost model of the verdict; plans scored by another one do not count.
     """
     found: list[tuple[float, GainPair]] = []
     for record in records:
         delivered, pair = record.delivered, record.gain_pair
-        if delivered and pair and delivered.cost_source == source.value:
+        if delivered and pair and record.plan.cost_source is source:
             found.append((delivered.at, pair))
     found.sort(key=lambda one: one[0])
     return calibrate([pair for _, pair in found])
@@ -203,18 +201,14 @@ class PlanGains:
         self._began.clear()
         self._tried.clear()
 
-    def plan_begins(self, plan_id: PlanId, source: CostSource) -> None:
-        """Note that the first wave of a plan goes out.
-
-        Args:
-            source: of the cost model of the newest cycle.
-        """
+    def plan_begins(self, plan_id: PlanId) -> None:
+        """Note that the first wave of a plan goes out."""
         newest, record = self.loads.ingest.newest_step, self.control.records.by_id.get(plan_id)
         if record is not None and plan_id not in self._began:
             newest = NO_STEP if newest is None else newest
             speed = self._speed(record.plan.base_epoch, newest, newest=True)
             before = steps_before(self.loads.ingest.parts(), record.plan, newest)
-            self._began[plan_id] = _Beginning(newest, source, before, speed)
+            self._began[plan_id] = _Beginning(newest, before, speed)
         for old in list(self._began)[:-_REMEMBERED]:
             del self._began[old]
             self._tried.pop(old, None)
@@ -252,8 +246,7 @@ class PlanGains:
             if over or enough:
                 final = plan.base_epoch + len(plan.waves)
                 after = self._speed(final, MAX_STEP if until is None else until, newest=False)
-                source = began.source.value
-                told = replace(found, cost_source=source, before=began.speed, after=after)
+                told = replace(found, before=began.speed, after=after)
                 self._began[plan.plan_id] = replace(began, before={})
                 self._tell(record, told)
 

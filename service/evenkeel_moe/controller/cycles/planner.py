@@ -153,5 +153,6 @@ class DeploymentPlanner:
             created_at=unix,
             expires_at=unix + policy.proposal_ttl_s if policy.mode is Mode.PROPOSE else None,
             numbers=numbers | expected_stall(self.stalls, result.waves, base),
+            cost_source=inputs.objective.cost.source,
         )
         return ctl.CycleDecided(action.cycle, result.reason, plan, numbers, shadow)

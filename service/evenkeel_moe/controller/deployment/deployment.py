@@ -344,8 +344,7 @@ class Deployment:
         if shape is not None:
             self.planner.stalls.begins(prepare.wave, prepare.body, shape.slots_per_rank)
         if prepare.wave.wave_index == 0:
-            source = (self.planner.cost or TOKENS).source
-            self.planner.gains.plan_begins(prepare.wave.plan_id, source)
+            self.planner.gains.plan_begins(prepare.wave.plan_id)
 
     def _build_driver(self, clock: Clock) -> Driver[ctl.ControlAction]:
         return Driver(
