@@ -10,6 +10,7 @@ from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.decision import capacity
 from evenkeel_moe.planning.decision.capacity import (
     CapacityInputs,
     CapacityQuestion,
@@ -22,6 +23,7 @@ from evenkeel_moe.planning.decision.capacity import (
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
+from evenkeel_moe.planning.schedule.relabel import relabel_proposal
 from tests.planning.decision.test_cycle import SHAPE, inputs, skewed
 
 LOAD = skewed(60)
@@ -119,6 +121,28 @@ def test_a_resize_is_not_held_to_the_limits_of_plans():
         for limits in (PlanLimits(), PlanLimits(max_moves=0))
     )
     assert limited.copies == free.copies > 0
+
+
+@pytest.mark.parametrize("policy", ["keel", "eplb"])
+def test_a_replica_budget_holds_at_every_width_in_slots_that_divide_over_its_ranks(
+    policy, monkeypatch
+):
+    asked: dict[int, Any] = {}
+
+    def note(problem, proposal):
+        asked[problem.shape.num_ranks] = problem.replica_budget
+        replicas = proposal.placement.replicas_by_layer
+        assert replicas.max() <= problem.replica_budget
+        return relabel_proposal(problem, proposal)
+
+    monkeypatch.setattr(capacity, "relabel_proposal", note)
+    rows_of({"to_ranks": (2, 3, 4, 5, 16)}, policy=policy, replica_budget=0)
+    assert asked == {2: 0, 3: 1, 4: 0, 5: 2, 16: 8}
+    rows_of({"to_ranks": (2, 4), "to_slots": 8}, policy=policy, replica_budget=4)
+    assert (asked[2], asked[4]) == (0, 0), "there are no more slots"
+    cycle = inputs(LOAD, policy=policy, replica_budget=4)
+    asking = CapacityQuestion(cycle, CapacityRequest((8,)), None, None)
+    assert prepare_capacity(asking)[0].replica_budget == 4
 
 
 def test_curves_of_kept_ranks_stay_and_who_joins_has_the_mean():

@@ -88,6 +88,8 @@ class CapacityInputs:
     policy: str
     asked: CapacityRequest
     policy_options: Mapping[str, OptionValue] = field(default_factory=dict)
+    replica_budget: int | None = None
+    """Redundant slots per layer that today's plans may fill; None for all."""
     kv: KvMemory | None = None
     """The KV cache of the rank that holds the fewest tokens; None if unknown."""
     free_bytes: int | None = None
@@ -193,6 +195,7 @@ def prepare_capacity(question: CapacityQuestion) -> tuple[CapacityInputs, tuple[
         policy=cycle.policy,
         asked=question.asked,
         policy_options=options,
+        replica_budget=cycle.replica_budget,
         kv=question.kv,
         free_bytes=question.free_bytes,
         unfit=() if unfit is None else unfit[1],
@@ -361,6 +364,7 @@ def _planned(inputs: CapacityInputs, at: Width, start: Placement, cost: CostMode
         shape=at.shape,
         topology=at.topology,
         current=start,
+        replica_budget=_budget_at(inputs, at.shape),
         # A resize moves what it must, whatever a plan of the deployment may move.
         objective=replace(inputs.objective, cost=cost, limits=PlanLimits()),
         max_evaluations=inputs.max_evaluations,
@@ -370,6 +374,14 @@ def _planned(inputs: CapacityInputs, at: Width, start: Placement, cost: CostMode
     return relabel_proposal(
         problem, find_policy(inputs.policy).with_options(inputs.policy_options)(problem)
     )
+
+
+def _budget_at(inputs: CapacityInputs, shape: ModelShape) -> int | None:
+    """Return today's replica budget in slots that divide over the ranks of a width and fit it."""
+    budget, experts, ranks = inputs.replica_budget, shape.num_logical_experts, shape.num_ranks
+    if budget is None or shape == inputs.shape:
+        return budget
+    return min(-(-(experts + budget) // ranks) * ranks - experts, shape.num_redundant)
 
 
 def _scored(
