@@ -86,7 +86,8 @@ def test_every_width_has_time_balance_memory_and_what_has_to_move():
         (KvMemory(10, 50_000), None, True),
         (KvMemory(10, 5_000), 500, False),
         (None, 6_000, True),
-        (None, 5_999, False),
+        (None, 5_999, None),
+        (KvMemory(10, 5_000), None, None),
         (None, None, None),
     ],
 )

@@ -142,7 +142,7 @@ class WidthRow:
     kv_tokens: int | None
     """Tokens that the KV cache of a rank holds."""
     fits: bool | None
-    """True if the memory of a rank holds its experts."""
+    """True if the memory of a rank holds its experts; false only if its free memory is known."""
     copies: int
     """Experts that ranks receive to reach the plan."""
     bytes_to_move: int | None
@@ -407,12 +407,11 @@ def _with_memory(inputs: CapacityInputs, at: Width, row: WidthRow) -> WidthRow:
     several = (at.topology.num_nodes > 1) - (inputs.topology.num_nodes > 1)
     more = row.expert_bytes - now + several * inputs.asked.multi_node_bytes
     kv, free = inputs.kv, inputs.free_bytes
-    known = kv is not None or free is not None
     room = (0 if kv is None else kv.free_bytes) + (free or 0)
     return replace(
         row,
         kv_tokens=None if kv is None else kv.tokens(more),
-        fits=True if more <= 0 else more <= room if known else None,
+        fits=more <= room or (None if kv is None or free is None else False),
     )
 
 
