@@ -176,6 +176,7 @@ def test_pooled_slots_stay_within_the_pools_of_a_width():
         ({"to_ranks": (2,), "to_slots": 6}, ShapeMismatch, None, "cannot hold 8 experts"),
         ({"to_ranks": (3,), "to_slots": 16}, ShapeMismatch, None, "16 slots do not divide"),
         ({"to_ranks": (2,), "to_slots": 20}, ShapeMismatch, None, "at most 16 slots"),
+        ({"to_slots": 13}, ShapeMismatch, None, "13 slots .* over 2, 4, 6, 8 ranks into at most 8"),
         ({"to_ranks": (0,)}, InvalidInput, None, "0 ranks"),
         ({"to_ranks": (5000,)}, InvalidInput, None, "1 to 4608"),
         ({"retire": (7,)}, InvalidInput, None, "ranks 7 do not exist"),
@@ -203,6 +204,10 @@ def test_without_a_width_in_the_request_there_are_at_most_eight_that_fit_the_nod
     assert [w.shape.num_ranks for w in widths_of(question(topology=one))] == [*range(1, 9)]
     sixteen = question({"to_slots": 16}, topology=one)
     assert [w.shape.num_ranks for w in widths_of(sixteen)] == [2, 4, 8]
+    large = replace(SHAPE, num_ranks=2400)
+    fleet = question(shape=large, topology=Topology((0,) * 2400), current=Placement.initial(large))
+    most = [w.shape.num_ranks for w in widths_of(fleet)]
+    assert most == [576, 1152, 1728, 2304, 2400, 2880, 3456, 4032, 4608]
 
 
 def test_a_deployments_window_is_split_as_by_a_cycle():

@@ -239,15 +239,20 @@ def widths_of(inputs: CapacityInputs) -> tuple[Width, ...]:
 def _numbers(shape: ModelShape, topology: Topology, asked: CapacityRequest) -> list[int]:
     """Return the numbers of ranks to weigh if none is named, those that fit the request."""
     ranks, experts = shape.num_ranks, shape.num_logical_experts
+    most = min(2 * ranks, MOST_RANKS)
     several = topology.num_nodes > 1 or asked.whole_nodes
     unit = node_size(topology) if several else 1
-    step = unit * -(-2 * ranks // (unit * _MOST_WIDTHS))
-    slots = asked.to_slots
-    return [
-        number
-        for number in sorted({*range(step, 2 * ranks + 1, step), ranks})
-        if slots is None or (slots % number == 0 and slots <= number * experts)
-    ]
+    step = unit * -(-most // (unit * _MOST_WIDTHS))
+    slots, numbers = asked.to_slots, sorted({*range(step, most + 1, step), min(ranks, most)})
+    if slots is None:
+        return numbers
+    fitting = [each for each in numbers if slots % each == 0 and slots <= each * experts]
+    if not fitting:
+        raise ShapeMismatch(
+            f"{slots} slots do not divide over {', '.join(map(str, numbers))} ranks into at most"
+            f" {experts} a rank"
+        )
+    return fitting
 
 
 def _width(inputs: CapacityInputs, held: NDArray[np.bool_], number: int) -> Width:
