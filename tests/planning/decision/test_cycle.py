@@ -84,6 +84,16 @@ def test_the_policy_is_told_what_it_may_spend(monkeypatch):
     assert [(one.objective.cross_node_factor, one.max_evaluations) for one in told] == [(3.0, 77)]
 
 
+def test_a_policy_that_fails_in_its_own_way_ends_the_cycle_with_its_error(monkeypatch):
+    def broken(problem):
+        raise ValueError("nobody thought of this")
+
+    monkeypatch.setitem(POLICIES, "broken", PolicyEntry("broken", "", broken))
+    ended = run_cycle(inputs(skewed(60), policy="broken"))
+    assert (ended.passed, ended.reason) == (False, Reason.PLANNER_FAILED)
+    assert ended.detail == "ValueError: nobody thought of this"
+
+
 def test_a_cycle_scales_its_verdict_by_what_earlier_plans_delivered():
     plain = run_cycle(inputs(skewed(60)))
     scaled = run_cycle(inputs(skewed(60), calibration=Calibration(0.5, 4)))

@@ -148,23 +148,24 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
 
     Returns:
         Always a Reason. Errors of a policy or of the schedule end the cycle with their own reason
-        or PLANNER_FAILED and their text in `detail`. Nothing is raised for bad data or requests.
+        or PLANNER_FAILED and their text in `detail`. Nothing is raised for bad data or requests, or
+        by a policy.
     """
     change = change_of(inputs)
     try:
         before = _decide_to_plan(inputs, change)
     except EvenkeelError as error:  # The window or the cost model does not fit the placement.
-        return CycleResult(False, _reason_of(error), inputs.memory, detail=str(error))
+        reason, detail = failure_of(error)
+        return CycleResult(False, reason, inputs.memory, detail=detail)
     if not before.passed:
         return CycleResult(False, before.reason, before.memory, before.numbers)
     split = split_window(inputs, change)
     try:
         target, numbers = plan_target(inputs, split)
         verdict, judged = judge_target(inputs, target, split)
-    except EvenkeelError as error:
-        return CycleResult(
-            False, _reason_of(error), before.memory, before.numbers, detail=str(error), split=split
-        )
+    except Exception as error:  # A policy of another package may fail in any way.
+        reason, detail = failure_of(error)
+        return CycleResult(False, reason, before.memory, before.numbers, detail=detail, split=split)
     after = decide_target(inputs, target, verdict, split)
     numbers = before.numbers | numbers | judged | after.numbers
 
@@ -194,9 +195,12 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
     return end(True, before.reason, waves)
 
 
-def _reason_of(error: EvenkeelError) -> Reason:
-    """Return the reason with which an error ends a cycle."""
-    return error.reason if error.reason is not Reason.INVALID_INPUT else Reason.PLANNER_FAILED
+def failure_of(error: Exception) -> tuple[Reason, str]:
+    """Return the reason with which an error ends a cycle, and its text."""
+    if not isinstance(error, EvenkeelError):
+        return Reason.PLANNER_FAILED, f"{type(error).__name__}: {error}"
+    invalid = error.reason is Reason.INVALID_INPUT
+    return Reason.PLANNER_FAILED if invalid else error.reason, str(error)
 
 
 def change_of(inputs: CycleInputs) -> Change:

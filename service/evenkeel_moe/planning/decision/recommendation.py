@@ -6,7 +6,7 @@ a cycle uses.
 
 from dataclasses import dataclass, replace
 
-from evenkeel_moe.errors import EvenkeelError, Reason
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.finding import doubts
 from evenkeel_moe.model.policy import Mode
@@ -16,6 +16,7 @@ from evenkeel_moe.planning.decision.cycle import (
     WindowSplit,
     change_of,
     decide_target,
+    failure_of,
     judge_target,
     plan_target,
     split_window,
@@ -74,10 +75,9 @@ def _score(inputs: CycleInputs, split: WindowSplit, name: str) -> PolicyScore:
     try:
         target, _ = plan_target(asked, split)
         verdict, judged = judge_target(asked, target, split)
-    except EvenkeelError as error:
-        return PolicyScore(name, error.reason, detail=str(error))
     except Exception as error:  # A policy on trial may fail in any way; the others go on.
-        return PolicyScore(name, Reason.PLANNER_FAILED, detail=f"{type(error).__name__}: {error}")
+        reason, detail = failure_of(error)
+        return PolicyScore(name, reason, detail=detail)
     decision = decide_target(asked, target, verdict, split)
     copies = count_moves(inputs.current, target)
     return PolicyScore(
