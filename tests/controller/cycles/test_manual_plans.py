@@ -1,5 +1,6 @@
 """Requests answered with 503: they are carried out once, also if they are repeated."""
 
+import asyncio
 import re
 from dataclasses import replace
 
@@ -21,14 +22,15 @@ from evenkeel_moe.model.ids import Epoch, PlanId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits, PlanPhase
-from evenkeel_moe.planning.decision.capacity import CapacityRequest
+from evenkeel_moe.planning.decision.capacity import CapacityRequest, weigh_width
+from evenkeel_moe.planning.decision.recommendation import recommend
 from evenkeel_moe.ports.operations import PlanRequest, RollbackRequest
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.wire.link import ReplicaCost
 from tests.controller.cycles.manual_rig import BACK, BAD, rollback
 from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, plan_of
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 
 @pytest.mark.parametrize(("to_epoch", "takes"), [(None, False), (Epoch(0), True)])
@@ -229,6 +231,38 @@ async def test_plans_rollbacks_and_advice_are_refused_while_the_planner_starts(r
             await ask()
         assert caught.value.reason is Reason.PLANNER_STARTING
     assert list(rig.member.control.records.by_id) == [BAD]
+
+
+async def test_advice_does_not_wait_for_a_comparison_of_widths_or_for_other_advice(
+    rig, monkeypatch
+):
+    await rig.load()
+    pool, go_on = rig.member.planner.pool, asyncio.Event()
+    run, slow = pool.run, list[object]([weigh_width])
+
+    async def held(function, *arguments):
+        if function in slow:
+            await go_on.wait()
+        return await run(function, *arguments)
+
+    monkeypatch.setattr(pool, "run", held)
+    widths = asyncio.create_task(rig.operations.capacity(DEPLOYMENT, CapacityRequest((2,))))
+    async with asyncio.timeout(deadline(10)):
+        first = await rig.operations.recommendation(DEPLOYMENT, 0)
+        slow.append(recommend)
+        newer = asyncio.create_task(rig.operations.recommendation(DEPLOYMENT, 0))
+        await asyncio.sleep(0)
+        assert await rig.operations.recommendation(DEPLOYMENT, 3600) == first
+    go_on.set()
+    assert [row.ranks for row in (await widths).capacity.rows] == [2, 2]
+    assert (await newer).at_unix > first.at_unix
+
+
+async def test_advice_has_its_age_also_if_the_clock_was_set_back(rig, monkeypatch):
+    await rig.load()
+    first = await rig.operations.recommendation(DEPLOYMENT, 0)
+    monkeypatch.setattr(rig.clock, "unix", lambda: first.at_unix - 3600)
+    assert (await rig.operations.recommendation(DEPLOYMENT, 0)).at_unix == first.at_unix - 3600
 
 
 async def test_an_id_taken_by_a_plan_is_no_rollbacks(rig):

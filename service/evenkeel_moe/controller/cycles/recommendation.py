@@ -123,9 +123,10 @@ class Recommender:
     shadows: ShadowPolicies
     pool: PlannerPool
     clock: Clock
-    _kept: tuple[DeploymentPolicy, Advice] | None = field(default=None, init=False)
-    """The newest advice, and the policy it was made for."""
-    _asking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _kept: tuple[DeploymentPolicy, float, Advice] | None = field(default=None, init=False)
+    """The newest advice, the policy it was made for, and when, on the monotonic clock."""
+    _advising: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _weighing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def forget(self) -> None:
         """Drop the kept advice: the windows begin again for another generation."""
@@ -144,21 +145,32 @@ class Recommender:
                 failed.
             Conflict: PLAN_IN_PROGRESS while weights move, if there is no advice yet.
         """
-        async with self._asking:
-            base, policy, now = self._base()
-            active = self.control.records.active
-            if self._kept is not None and self._kept[0] == policy:
-                advice = self._kept[1]
-                fits = (advice.generation, advice.epoch) == (base.generation, base.epoch)
-                young = now - advice.at_unix <= (policy.cycle_s if max_age_s is None else max_age_s)
-                if fits and (young or active is not None):
-                    return replace(advice, kv_promise=self.kv.promise())
-            await self.pool.background.wait_until_warm()
+        if (kept := self._kept_advice(max_age_s)) is not None:
+            return kept
+        await self.pool.background.wait_until_warm()
+        async with self._advising:
+            if (kept := self._kept_advice(max_age_s)) is not None:  # Worked out meanwhile.
+                return kept
             base, policy, now = self._base()
             self._refuse_while_moving()
+            began = self.clock.monotonic()
             advice = await self._work_out(base, policy, now)
-            self._kept = (policy, advice)
+            self._kept = policy, began, advice
             return advice
+
+    def _kept_advice(self, max_age_s: float | None) -> Advice | None:
+        """Return the kept advice if it still holds; None if a new one has to be worked out."""
+        base, policy, _ = self._base()
+        if self._kept is None or self._kept[0] != policy:
+            return None
+        _, began, advice = self._kept
+        fits = (advice.generation, advice.epoch) == (base.generation, base.epoch)
+        most = policy.cycle_s if max_age_s is None else max_age_s
+        # The time of day may be set back.
+        young = self.clock.monotonic() - began <= most
+        if not fits or not (young or self.control.records.active is not None):
+            return None
+        return replace(advice, kv_promise=self.kv.promise())
 
     async def capacity(self, request: CapacityRequest) -> CapacityAdvice:
         """Compare numbers of ranks for the present placement, policy and window.
@@ -168,8 +180,8 @@ class Recommender:
             InfeasiblePlan: the policy cannot plan at a width.
             Unavailable, Conflict: as `recommendation`.
         """
-        async with self._asking:
-            await self.pool.background.wait_until_warm()
+        await self.pool.background.wait_until_warm()
+        async with self._weighing:
             base, policy, now = self._base()
             self._refuse_while_moving()
             cycle = self.builder.build(base, policy.policy, policy.limits)
