@@ -100,7 +100,11 @@ class ModelShape:
         """Bytes of all slots of a rank over all layers; None if an expert's size is not known."""
         pool = self.pool_slots_per_rank
         slots = self.slots_per_rank * self.num_layers if pool is None else pool
-        return slots * self.bytes_per_expert or None
+        return self.bytes_of(slots)
+
+    def bytes_of(self, experts: int) -> int | None:
+        """Return the bytes of so many experts; None if an expert's size is not known."""
+        return experts * self.bytes_per_expert if self.bytes_per_expert or not experts else None
 
     @property
     def num_redundant(self) -> int:

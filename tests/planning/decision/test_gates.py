@@ -371,6 +371,13 @@ def test_a_good_plan_goes_where_the_mode_sends_it(mode, manual, passed, reason):
         ({"shape": replace(SHAPE, pool_slots_per_rank=2)}, Reason.POOL_EXCEEDED),
         ({"objective": Objective(limits=PlanLimits(max_moves=1))}, Reason.LIMIT_EXCEEDED),
         ({"objective": Objective(limits=PlanLimits(max_bytes=199))}, Reason.LIMIT_EXCEEDED),
+        (
+            {
+                "objective": Objective(limits=PlanLimits(max_bytes=10**9)),
+                "shape": replace(SHAPE, bytes_per_expert=0),
+            },
+            Reason.LIMIT_EXCEEDED,
+        ),
         ({"objective": Objective(limits=PlanLimits(max_layers=0))}, Reason.LIMIT_EXCEEDED),
         ({"verdict": None}, Reason.INSUFFICIENT_DATA),
         (verdict(steps=15), Reason.INSUFFICIENT_DATA),

@@ -73,6 +73,26 @@ def test_the_words_name_the_margin_on_the_price_where_only_that_is_missing():
     assert words not in free.words
 
 
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_saving_that_is_not_known_is_one_sentence_without_figures(busy):
+    load = skewed(60)
+    load[50 + busy :] = 0
+    found = ask(load)
+    assert found.policies[0].copies
+    assert found.words[-2] == (
+        f"What it saves is unknown: {busy} of the later steps had load, and at least 2 are needed:"
+        " insufficient_evidence."
+    )
+    assert not re.search("nan|never", " ".join(found.words))
+
+
+def test_the_size_of_copies_is_not_told_where_that_of_an_expert_is_unknown():
+    found = ask(skewed(60), shape=replace(SHAPE, bytes_per_expert=0))
+    own = found.policies[0]
+    assert own.copies and own.nbytes is None
+    assert f"eplb would make {own.copies} copies between ranks, of unknown size." in found.words
+
+
 def test_a_calibrated_recommendation_says_so():
     found = ask(skewed(60), calibration=Calibration(0.75, 4))
     own = found.policies[0].verdict

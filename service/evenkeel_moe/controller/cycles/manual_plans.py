@@ -406,8 +406,9 @@ def _limit_exceeded(numbers: Mapping[str, float]) -> str | None:
     }
     for name, form in forms.items():
         if f"max_{name}" in numbers:
-            most = form(numbers[f"max_{name}"])
-            return f"the plan needs {form(numbers[name])}, the limit is {most}"
+            most, needs = form(numbers[f"max_{name}"]), numbers.get(name)
+            known = f"an unknown number of {name}" if needs is None else form(needs)
+            return f"the plan needs {known}, the limit is {most}"
     return None
 
 

@@ -348,12 +348,12 @@ def weigh_width(request: WidthRequest) -> WidthRow:
         kv_tokens=None,
         fits=None,
         copies=copies,
-        bytes_to_move=_sized(shape, copies),
+        bytes_to_move=shape.bytes_of(copies),
         least_copies=least,
-        least_bytes=_sized(shape, least),
+        least_bytes=shape.bytes_of(least),
         retire=at.retired,
         stranded=alone,
-        stranded_bytes=_sized(shape, alone),
+        stranded_bytes=shape.bytes_of(alone),
         words="",
     )
     row = _with_memory(inputs, at, row)
@@ -398,10 +398,6 @@ def _scored(
         return np.zeros(0), math.nan
     times = moe_time.step_times(load, placement, cost, split).sum(axis=1)
     return times, metrics.balancedness_mean(metrics.rank_load(load, placement, split))
-
-
-def _sized(shape: ModelShape, experts: int) -> int | None:
-    return experts * shape.bytes_per_expert if shape.bytes_per_expert else None
 
 
 def _with_memory(inputs: CapacityInputs, at: Width, row: WidthRow) -> WidthRow:

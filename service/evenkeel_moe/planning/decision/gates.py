@@ -348,9 +348,10 @@ def decide_after(
         but nothing may move.
     """
     moves = moves_by_layer(inputs.current, target)
-    copies = float(moves.sum())
-    objective = inputs.objective
-    numbers = {"copies": copies, "bytes": copies * inputs.shape.bytes_per_expert}
+    objective, copies = inputs.objective, int(moves.sum())
+    numbers = {"copies": float(copies)}
+    if (nbytes := inputs.shape.bytes_of(copies)) is not None:
+        numbers["bytes"] = float(nbytes)
     try:
         target.check(
             inputs.shape,
@@ -368,7 +369,7 @@ def decide_after(
         ("bytes", objective.limits.max_bytes),
         ("layers", objective.limits.max_layers),
     ):
-        if bound is not None and numbers[name] > bound:
+        if bound is not None and numbers.get(name, math.inf) > bound:
             return Decision(False, Reason.LIMIT_EXCEEDED, numbers | {f"max_{name}": float(bound)})
     reason = _closed_by_gain(verdict, settings, numbers)
     if reason is not None and not inputs.manual:

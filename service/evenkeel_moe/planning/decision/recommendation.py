@@ -4,6 +4,7 @@ All are planned on the older part of the window and scored on the newer one, wit
 a cycle uses.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from evenkeel_moe.errors import Reason
@@ -45,6 +46,7 @@ class PolicyScore:
     copies: int | None = None
     """Copies between ranks; None if it could not plan."""
     nbytes: int | None = None
+    """None also if an expert's size is not known."""
     balancedness_expected: float | None = None
     """Mean over layers on the later steps; None without load."""
     verdict: Verdict | None = None
@@ -84,7 +86,7 @@ def _score(inputs: CycleInputs, split: WindowSplit, name: str) -> PolicyScore:
         name,
         decision.reason,
         copies,
-        copies * inputs.shape.bytes_per_expert,
+        inputs.shape.bytes_of(copies),
         judged.get("balancedness_expected"),
         verdict,
     )
@@ -223,6 +225,15 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
         return [f"{own.policy} has no plan: {own.reason}{': ' if own.detail else ''}{own.detail}."]
     if own.copies == 0:
         return [f"{own.policy} would leave every expert where it is."]
+    size = "of unknown size"
+    if own.nbytes is not None:
+        size = (
+            f"each of {bytes_text(cycle.shape.bytes_per_expert)}, in all {bytes_text(own.nbytes)}"
+        )
+    made = f"{own.policy} would make {own.copies} copies between ranks, {size}."
+    if math.isnan(verdict.gain_lower):
+        few = f"{verdict.steps} of the later steps had load, and at least 2 are needed"
+        return [made, f"What it saves is unknown: {few}: {verdict.call}."]
     unit, moe_time = cycle.objective.cost.unit, verdict.cost_model.moe_time
     each = verdict.copy_cost / own.copies
     paid = (
@@ -239,10 +250,7 @@ def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
     )
     return [
         *([calibrated] if calibration.plans else []),
-        (
-            f"{own.policy} would make {own.copies} copies between ranks, each of"
-            f" {bytes_text(cycle.shape.bytes_per_expert)}, in all {bytes_text(own.nbytes)}."
-        ),
+        made,
         (
             f"It saves {verdict.gain:.2%} of predicted {moe_time}; in the next window the saving is"
             f" from {verdict.gain_lower:.2%} to {verdict.gain_upper:.2%} (94 % interval)."
