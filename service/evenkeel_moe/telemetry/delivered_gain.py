@@ -158,7 +158,8 @@ def measure_gain(
         The gain, and whether more steps after the plan would add few pairs, or are not needed.
     """
     if not any(_measured(one.after).any() for one in phases):
-        return DeliveredGain(at, unknown_because="no rank reports seconds"), False
+        why = "no step under the plan has seconds of every rank with work"
+        return DeliveredGain(at, unknown_because=why), False
     known = [_known(one) for one in phases]
     matched = [(one, *match_tokens(one.before.tokens, one.after.tokens)) for one in known]
     pairs = [_steadied(*_pair(*one)) for one in matched if len(one[1]) >= _BATCHES]
