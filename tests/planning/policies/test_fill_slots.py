@@ -10,6 +10,7 @@ from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies import fill_slots
 from evenkeel_moe.planning.policies.fill_slots import fill_empty_slots
+from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.token_split import SplitModel
@@ -134,6 +135,22 @@ def test_where_no_copy_may_fill_a_slot_it_gets_what_its_rank_holds(changes):
     filled = fill_empty_slots(replace(problem_of(4, **changes), current=current), sparse)
     filled.check(SHAPE, fill_slots=True)
     assert count_moves(current, filled) == count_moves(current, sparse)
+
+
+def test_a_rank_that_holds_nothing_gets_what_relieves_most_where_copies_are_limited():
+    """A rank that has joined the group."""
+    load = np.tile([[1.0, 2.0, 90.0, 3.0]], (4, 1, 1))
+    rows = np.array([[0, 1, 2, 3, EMPTY, EMPTY]], np.int32)
+    current, shape = Placement(rows, 3, 4), ModelShape(1, 4, 3, 2, 1, 100)
+    problem = a_problem(
+        load, shape, current=current, fill_slots=True, limits=PlanLimits(max_moves=2)
+    )
+    assert fill_empty_slots(problem, current).phy2log[0, 4] == 2
+    for moves in (2, 3, 4):
+        limited = replace(problem.objective, limits=PlanLimits(max_moves=moves))
+        plan = plan_keel(replace(problem, objective=limited)).placement
+        plan.check(shape, fill_slots=True)
+        assert count_moves(current, plan) <= moves
 
 
 def test_where_reading_dominates_slots_get_experts_that_are_rarely_chosen():

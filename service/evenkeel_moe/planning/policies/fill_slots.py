@@ -44,8 +44,8 @@ def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placeme
     gets the expert with which the window takes the least time, the price of a copy included, with
     the margin that a verdict asks for. An expert that the rank holds at present needs no copy; of
     equal experts it is taken first, then the one with the lower id. Times are those under an even
-    split. Under limits and under fewest dispatch a rank gets only what it holds at present: a
-    present row that is full always has something left.
+    split. Under limits and under fewest dispatch a rank gets what it holds at present, as a present
+    row that is full always has something left; one with empty slots gets what takes the least time.
 
     Args:
         problem: gives the loads, the cost model, the price of a copy and the current placement.
@@ -133,18 +133,21 @@ def _fill_layer(
             order[t] = np.argsort(-times[t])
         totals = np.where(open_slots > 0, times.sum(axis=0), np.inf)
         rank = int(np.argmin(totals))
-        chosen, least = -1, np.inf
+        chosen, least, shortest = -1, np.inf, np.inf
         for expert in range(experts):
             if held[expert, rank] > 0 and not allow_duplicates:
                 continue
             stays = present[expert, rank] > held[expert, rank]
-            cost = _time_with(tokens[expert], held[expert], rank, work, times, order, terms)
+            cost = time = _time_with(tokens[expert], held[expert], rank, work, times, order, terms)
             # A second copy on the same rank is copied locally.
             if not stays and held[expert, rank] == 0:
                 cost += terms.price * prices[expert, rank]
-            first = chosen < 0 or cost < least
-            if first or (cost == least and stays and present[chosen, rank] == 0):
-                chosen, least = expert, cost
+            better = chosen < 0 or cost < least
+            if cost == least:
+                forced = np.isinf(cost)
+                better |= time < shortest if forced else stays and present[chosen, rank] == 0
+            if better:
+                chosen, least, shortest = expert, cost, time
         if chosen < 0:
             open_slots[rank] = 0
             continue

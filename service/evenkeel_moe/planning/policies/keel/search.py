@@ -289,4 +289,7 @@ def copy_limit(problem: PlacementProblem) -> int:
         allowed = min(allowed, limits.max_moves)
     if limits.max_bytes is not None and shape.bytes_per_expert > 0:
         allowed = min(allowed, limits.max_bytes // shape.bytes_per_expert)
+    if allowed < _UNLIMITED and problem.objective.fill_slots and not shape.pooled:
+        # Empty slots that have to be filled take a copy each.
+        allowed = max(0, allowed - int((problem.current.phy2log == EMPTY).sum()))
     return allowed
