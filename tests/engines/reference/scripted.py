@@ -124,14 +124,15 @@ class ScriptedLink:
 
     def waves_between(self, placement, target):
         """Return one wave per layer, in order: layer 0 frees the buffers that layer 1 fills."""
-        return schedule_waves(
-            placement,
-            target,
-            dataclasses.replace(self.config.shape, pool_slots_per_rank=None),
-            Topology.single_node(self.config.num_ranks),
-            self.config.staging_bytes,
-            max_layers_per_wave=1,
-        )
+        shape = dataclasses.replace(self.config.shape, pool_slots_per_rank=None)
+        topology, index = Topology.single_node(self.config.num_ranks), 0
+        for layer in range(shape.num_layers):
+            after = placement.with_rows((layer,), target.phy2log[layer : layer + 1])
+            staging = self.config.staging_bytes
+            for wave in schedule_waves(placement, after, shape, topology, staging):
+                yield dataclasses.replace(wave, index=index)
+                index += 1
+            placement = after
 
     async def drive(self, listener, key, wave, epoch, abort):
         prepare = Prepare(

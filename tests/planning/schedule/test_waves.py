@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel_moe.errors import EvenkeelError, InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.errors import EvenkeelError, InfeasiblePlan, Reason, ShapeMismatch
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape, Topology
@@ -91,21 +91,18 @@ def test_transfers_reproduce_the_target(case):
 
 
 @settings(max_examples=300)
-@given(migrations(), st.integers(0, 4), st.none() | st.integers(1, 2))
-def test_waves_fit_the_staging_of_every_rank(case, experts, max_layers):
+@given(migrations(), st.integers(0, 4))
+def test_waves_fit_the_staging_of_every_rank(case, experts):
     shape, base, target, topology = case
     staging = (
         np.arange(shape.num_ranks) % 2 * shape.bytes_per_expert + experts * shape.bytes_per_expert
     )
     try:
-        waves = schedule_waves(
-            base, target, shape, topology, staging.tolist(), max_layers_per_wave=max_layers
-        )
+        waves = schedule_waves(base, target, shape, topology, staging.tolist())
     except InfeasiblePlan as error:
         assert error.reason in (Reason.STAGING_TOO_SMALL, Reason.POOL_EXCEEDED)
         return
     assert (replay(base, waves, shape, staging) == target.phy2log).all()
-    assert all(len(wave.layers) <= (max_layers or shape.num_layers) for wave in waves)
 
 
 @given(migrations(pooled=False))
@@ -276,15 +273,11 @@ def test_limits_bound_the_whole_plan():
         assert error.value.reason is Reason.LIMIT_EXCEEDED
 
 
-def test_layers_per_wave_are_bounded():
+def test_a_wave_has_as_many_layers_as_fit():
     shape = ModelShape(5, 2, 2, 1, 1, 10)
     base, target = Placement(np.array([[0, 1]] * 5), 2, 2), Placement(np.array([[1, 0]] * 5), 2, 2)
-    waves = on_one_node(base, target, shape, None, max_layers_per_wave=2)
-    assert [wave.layers for wave in waves] == [(0, 1), (2, 3), (4,)]
     waves = on_one_node(base, target, shape, 30)
     assert [wave.layers for wave in waves] == [(0, 1, 2), (3, 4)]
-    with pytest.raises(InvalidInput, match="must be at least 1"):
-        on_one_node(base, target, shape, 30, max_layers_per_wave=0)
 
 
 def test_other_deployments_and_unsound_maps_are_refused():

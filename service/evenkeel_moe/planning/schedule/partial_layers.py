@@ -178,10 +178,7 @@ def _parked(
 
 
 def vacated_rows(
-    rows: NDArray[np.int32],
-    target: NDArray[np.int32],
-    free: NDArray[np.int64],
-    max_layers: int | None,
+    rows: NDArray[np.int32], target: NDArray[np.int32], free: NDArray[np.int64]
 ) -> dict[int, NDArray[np.int32]]:
     """Empty a redundant slot on every rank that must fill an empty one but has no free pool buffer.
 
@@ -189,7 +186,6 @@ def vacated_rows(
         rows: (L, S) present experts of all slots.
         target: (L, S) experts they shall hold in the end.
         free: (R,) free pool buffers of each rank.
-        max_layers: bound on the layers changed.
 
     Returns:
         Layer -> (S,) new row; empty if there is nothing to give up. Nothing is received.
@@ -208,8 +204,7 @@ def vacated_rows(
             row = changed.get(layer, rows[layer])
             if (row == row[rank * per_rank + local]).sum() < 2:
                 continue
-            if max_layers is None or layer in changed or len(changed) < max_layers:
-                changed[layer] = row.copy()
-                changed[layer][rank * per_rank + local] = EMPTY
-                break
+            changed[layer] = row.copy()
+            changed[layer][rank * per_rank + local] = EMPTY
+            break
     return changed

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits, Transfer, Wave
@@ -31,7 +31,6 @@ def schedule_waves(
     topology: Topology,
     staging_bytes: int | Sequence[int] | None,
     limits: PlanLimits | None = None,
-    max_layers_per_wave: int | None = None,
 ) -> tuple[Wave, ...]:
     """Schedule waves that lead from `base` to exactly `target`.
 
@@ -43,7 +42,6 @@ def schedule_waves(
             equal ones the rank that has sent least in the wave so far.
         staging_bytes: receive buffer of every rank, or one value for all; None means no bound.
         limits: bounds on the whole plan.
-        max_layers_per_wave: None means no bound.
 
     Returns:
         Waves of whole layers, none if nothing changes. A layer appears once, unless it is too large
@@ -59,20 +57,16 @@ def schedule_waves(
         are ordered by (layer, destination slot).
     """
     _check_shapes(base, target, shape, topology)
-    if max_layers_per_wave is not None and max_layers_per_wave < 1:
-        raise InvalidInput(f"max_layers_per_wave is {max_layers_per_wave}, must be at least 1")
     room = _Room.at_start(base, shape, staging_bytes)
     rows = base.phy2log.copy()
     waves: list[Wave] = []
     most_waves = 4 * int((rows != target.phy2log).sum()) + 1
     while (pending := _pending_layers(rows, target.phy2log, shape)).size:
-        chosen = _layers_that_fit(rows, target.phy2log, pending, room, max_layers_per_wave)
-        if not chosen:
-            chosen = _layers_that_fit(
-                rows, target.phy2log, pending, room, max_layers_per_wave, in_steps=True
-            )
-        if not chosen:
-            chosen = vacated_rows(rows, target.phy2log, room.buffers, max_layers_per_wave)
+        chosen = (
+            _layers_that_fit(rows, target.phy2log, pending, room)
+            or _layers_that_fit(rows, target.phy2log, pending, room, in_steps=True)
+            or vacated_rows(rows, target.phy2log, room.buffers)
+        )
         if not chosen or len(waves) == most_waves:
             raise _no_step_fits(rows, target.phy2log, pending, room)
         layers = tuple(sorted(chosen))
@@ -81,7 +75,7 @@ def schedule_waves(
         waves.append(Wave(len(waves), layers, new_rows, _batches(transfers, shape)))
         room.end_wave(rows[list(layers)], new_rows)
         rows[list(layers)] = new_rows
-    _check_limits(waves, shape, limits if limits is not None else PlanLimits())
+    _check_limits(waves, shape, limits or PlanLimits())
     return tuple(waves)
 
 
@@ -177,7 +171,6 @@ def _layers_that_fit(
     target: NDArray[np.int32],
     pending: NDArray[np.int64],
     room: _Room,
-    max_layers: int | None,
     *,
     in_steps: bool = False,
 ) -> dict[int, NDArray[np.int32]]:
@@ -189,8 +182,6 @@ def _layers_that_fit(
     left = room.left()
     chosen: dict[int, NDArray[np.int32]] = {}
     for layer in pending.tolist():
-        if max_layers is not None and len(chosen) == max_layers:
-            break
         row = (partial_row if in_steps else whole_row)(rows[layer], target[layer], left)
         if (row != rows[layer]).any():
             chosen[layer] = row
