@@ -207,16 +207,14 @@ class Placement:
                     Reason.POOL_EXCEEDED,
                 )
 
-    def check_sizes(self, shape: ModelShape) -> None:
-        """Check that layers, slots, ranks and experts are the deployment's.
+    def check_sizes(self, other: "ModelShape | Placement") -> None:
+        """Check that layers, slots, ranks and experts are those of a shape or another placement.
 
         Raises:
             ShapeMismatch: they are not.
         """
-        if self.sizes != shape.sizes:
-            raise ShapeMismatch(
-                f"placement is (L, S, R, E) = {self.sizes}, the deployment is {shape.sizes}"
-            )
+        if self.sizes != other.sizes:
+            raise ShapeMismatch(f"placement is (L, S, R, E) = {self.sizes}, must be {other.sizes}")
 
     def check_placed(self) -> None:
         """Check that every expert has a replica.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.ids import Epoch, EpRank
 from evenkeel_moe.model.load import PHASE_CODE, CountingSide, LoadReport, LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
@@ -114,10 +114,7 @@ class StepAssembler:
         Raises:
             ShapeMismatch: the placement is of another deployment.
         """
-        if placement.sizes != self.shape.sizes:
-            raise ShapeMismatch(
-                f"map is (L, S, R, E) = {placement.sizes}, the deployment is {self.shape.sizes}"
-            )
+        placement.check_sizes(self.shape)
         self._epochs.pop(epoch, None)
         self._epochs[epoch] = derive_epoch_map(placement)
         while len(self._epochs) > 8:

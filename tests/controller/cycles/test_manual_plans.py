@@ -472,7 +472,7 @@ async def test_a_rollback_to_a_placement_that_does_not_fit_is_refused(rig):
     other = Placement(np.zeros((1, 2), np.int32), 2, 1)
     rig.store._replaced[DEPLOYMENT] = [(Epoch(4), other)]
     for asked, error, words in (
-        (RollbackRequest(to_placement=other.digest), ShapeMismatch, "the group is"),
+        (RollbackRequest(to_placement=other.digest), ShapeMismatch, "must be"),
         (RollbackRequest(to_placement="0" * 32), NotFound, "no placement 0000"),
         (RollbackRequest(to_epoch=Epoch(0), to_placement=BASE.digest), InvalidInput, "name one"),
         (RollbackRequest(to_placement=BASE.digest), Conflict, "the present one"),

@@ -26,7 +26,6 @@ from evenkeel_moe.errors import (
     InvalidInput,
     NotFound,
     Reason,
-    ShapeMismatch,
     Unavailable,
 )
 from evenkeel_moe.model.finding import LIVE_CODES
@@ -274,14 +273,9 @@ class ManualPlanner:
             raise InvalidInput("a rollback leads to an epoch or to a placement: name one of them")
         present = PlanBase.current(self.control).placement
         for row in await self.epochs():
-            if row.placement.digest != digest:
-                continue
-            if row.placement.sizes != present.sizes:
-                raise ShapeMismatch(
-                    f"placement {digest} is (L, S, R, E) = {row.placement.sizes},"
-                    f" the group is {present.sizes}"
-                )
-            return row.epoch, row.placement
+            if row.placement.digest == digest:
+                row.placement.check_sizes(present)
+                return row.epoch, row.placement
         raise NotFound(f"no placement {digest} is recorded")
 
     async def _repeated(self, plan_id: PlanId | None, digest: str) -> PlanRecord | None:

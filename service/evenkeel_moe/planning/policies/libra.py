@@ -24,7 +24,6 @@ from evenkeel_moe.planning.policies.proposal import build_proposal, place_on_ran
 from evenkeel_moe.planning.problem.placement_problem import (
     PlacementProblem,
     Proposal,
-    check_current,
     equal_slots_per_rank,
 )
 
@@ -56,9 +55,7 @@ def plan_libra(problem: PlacementProblem, options: LibraOptions = LibraOptions()
     Raises:
         InvalidInput: a replica budget that does not divide over the ranks.
         InfeasiblePlan: too few slots.
-        ShapeMismatch: the current placement is of another deployment.
     """
-    check_current(problem)
     shape = problem.shape
     ranks, layers, experts = shape.num_ranks, shape.num_layers, shape.num_logical_experts
     capacity = equal_slots_per_rank(problem)

@@ -55,6 +55,8 @@ class PlacementProblem:
             raise ShapeMismatch(
                 f"topology has {self.topology.num_ranks} ranks, shape {shape.num_ranks}"
             )
+        if self.current is not None:
+            self.current.check_sizes(shape)
         if self.source_load is not None:
             _check_source(self.source_load, shape)
         self.objective.check()
@@ -99,22 +101,6 @@ def rank_shares(tokens: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return (R, ...) tokens as shares of their sum over ranks; even where the sum is 0."""
     total = tokens.sum(axis=0)
     return np.where(total > 0, tokens / np.where(total > 0, total, 1.0), 1.0 / len(tokens))
-
-
-def check_current(problem: PlacementProblem) -> None:
-    """Check that the current placement, if any, fits the shape; for policies that look at it.
-
-    Raises:
-        ShapeMismatch: it is of another deployment.
-    """
-    current, shape = problem.current, problem.shape
-    if current is not None and current.sizes != shape.sizes:
-        raise ShapeMismatch(
-            f"the current placement is ({current.num_layers}, {current.num_slots}) of"
-            f" {current.num_logical_experts} experts on {current.num_ranks} ranks,"
-            f" the deployment ({shape.num_layers}, {shape.num_slots}) of"
-            f" {shape.num_logical_experts} on {shape.num_ranks}"
-        )
 
 
 @dataclass(frozen=True, slots=True)

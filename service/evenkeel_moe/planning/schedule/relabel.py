@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.cost import CostCurves
 from evenkeel_moe.model.dispatch_model import DispatchModel
@@ -146,11 +145,6 @@ def _rename_single(
     return new_rank
 
 
-def _check_same(current: Placement, target: Placement) -> None:
-    if current.sizes != target.sizes:
-        raise ShapeMismatch(f"placements are (L, S, R, E) = {current.sizes} and {target.sizes}")
-
-
 def moves_by_layer(current: Placement, target: Placement) -> NDArray[np.int64]:
     """Count the copies between ranks of each layer: the experts that ranks must receive.
 
@@ -165,7 +159,7 @@ def moves_by_layer(current: Placement, target: Placement) -> NDArray[np.int64]:
 
 
 def _received(current: Placement, target: Placement, nodes: NDArray[np.int64]) -> NDArray[np.int64]:
-    _check_same(current, target)
+    target.check_sizes(current)
     return _moves_by_layer(
         target.phy2log.copy(), current.phy2log.copy(), nodes, target.num_logical_experts
     )
@@ -225,7 +219,7 @@ def align_slots(current: Placement, target: Placement) -> Placement:
     Raises:
         ShapeMismatch: placements of different deployments.
     """
-    _check_same(current, target)
+    target.check_sizes(current)
     rows = _align(target.phy2log.copy(), current.phy2log.copy(), target.num_ranks)
     return Placement(rows, target.num_ranks, target.num_logical_experts)
 
@@ -259,7 +253,7 @@ def fewest_moves(
     Raises:
         ShapeMismatch: placements of different deployments.
     """
-    _check_same(current, target)
+    target.check_sizes(current)
     layers, ranks = target.num_layers, target.num_ranks
     wanted, present = target.phy2log.copy(), current.phy2log.copy()
     speed = _speed_classes(costs, ranks)

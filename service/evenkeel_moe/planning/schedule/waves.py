@@ -50,13 +50,17 @@ def schedule_waves(
 
     Raises:
         ShapeMismatch: placements or topology of another deployment.
-        InfeasiblePlan: the plan exceeds the limits, or staging or pool are too small even for
-            steps.
+        InfeasiblePlan: an expert has no replica, the plan exceeds the limits, or staging or pool
+            are too small even for steps.
 
     Order: by layer; with pooled slots first those that leave no rank fuller. Transfers of a batch
         are ordered by (layer, destination slot).
     """
-    _check_shapes(base, target, shape, topology)
+    for placement in (base, target):
+        placement.check_sizes(shape)
+        placement.check_placed()
+    if topology.num_ranks != shape.num_ranks:
+        raise ShapeMismatch(f"topology has {topology.num_ranks} ranks, shape {shape.num_ranks}")
     room = _Room.at_start(base, shape, staging_bytes)
     rows = base.phy2log.copy()
     waves: list[Wave] = []
@@ -77,23 +81,6 @@ def schedule_waves(
         rows[list(layers)] = new_rows
     _check_limits(waves, shape, limits or PlanLimits())
     return tuple(waves)
-
-
-def _check_shapes(
-    base: Placement, target: Placement, shape: ModelShape, topology: Topology
-) -> None:
-    for name, placement in (("base", base), ("target", target)):
-        if placement.sizes != shape.sizes:
-            raise ShapeMismatch(
-                f"{name} is (L, S, R, E) = {placement.sizes}, the deployment is {shape.sizes}"
-            )
-    if topology.num_ranks != shape.num_ranks:
-        raise ShapeMismatch(f"topology has {topology.num_ranks} ranks, shape {shape.num_ranks}")
-    for placement, what in ((base, "base"), (target, "target")):
-        if (placement.logcnt == 0).any():
-            raise InfeasiblePlan(
-                f"{what} leaves an expert without a replica", Reason.EXPERT_WITHOUT_REPLICA
-            )
 
 
 def _check_limits(waves: list[Wave], shape: ModelShape, limits: PlanLimits) -> None:

@@ -44,7 +44,6 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import (
     PlacementProblem,
     Proposal,
-    check_current,
 )
 from evenkeel_moe.planning.problem.survival import Survive, coverage
 from evenkeel_moe.planning.problem.token_split import SplitModel
@@ -70,7 +69,6 @@ def plan_keel(problem: PlacementProblem, options: KeelOptions = DEFAULT_OPTIONS)
         InfeasiblePlan: the slots cannot hold one copy of every expert.
         ShapeMismatch: the current placement or the curves are of another deployment.
     """
-    check_current(problem)
     expected, window = look_ahead(problem, options)
     price = _price(expected, window, options)
     costs = _Costs(expected, window, price)
