@@ -13,7 +13,6 @@ from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.decision import capacity
 from evenkeel_moe.planning.decision.capacity import (
     CapacityInputs,
-    CapacityQuestion,
     CapacityRequest,
     cost_at_width,
     prepare_capacity,
@@ -142,8 +141,7 @@ def test_a_replica_budget_holds_at_every_width_in_slots_that_divide_over_its_ran
     rows_of({"to_ranks": (2, 4), "to_slots": 8}, policy=policy, replica_budget=4)
     assert (asked[2], asked[4]) == (0, 0), "there are no more slots"
     cycle = inputs(LOAD, policy=policy, replica_budget=4)
-    asking = CapacityQuestion(cycle, CapacityRequest((8,)), None, None)
-    assert prepare_capacity(asking)[0].replica_budget == 4
+    assert prepare_capacity(cycle, CapacityRequest((8,)), None, None)[0].replica_budget == 4
 
 
 def test_curves_of_kept_ranks_stay_and_who_joins_has_the_mean():
@@ -213,10 +211,10 @@ def test_without_a_width_in_the_request_there_are_at_most_eight_that_fit_the_nod
 def test_a_deployments_window_is_split_as_by_a_cycle():
     cycle = inputs(skewed(60), policy="keel")
     asked = CapacityRequest((8,))
-    known, widths = prepare_capacity(CapacityQuestion(cycle, asked, None, None))
+    known, widths = prepare_capacity(cycle, asked, None, None)
     assert (len(known.planned_on), len(known.scored_on)) == (50, 10)
     assert [width.shape.num_ranks for width in widths] == [8]
-    short, _ = prepare_capacity(CapacityQuestion(inputs(skewed(3)), asked, None, None))
+    short, _ = prepare_capacity(inputs(skewed(3)), asked, None, None)
     assert "3 complete steps, 24 are needed" in short.unfit[0]
 
 

@@ -12,8 +12,6 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.decision.calibration import Calibration
 from evenkeel_moe.planning.decision.cycle import run_cycle
 from evenkeel_moe.planning.decision.recommendation import (
-    RecommendationInputs,
-    ShadowRequest,
     recommend,
     score_shadows,
 )
@@ -26,7 +24,7 @@ from tests.planning.decision.test_cycle import SHAPE, inputs, listening, skewed
 
 
 def ask(load, compare=("keel",), free_bytes=None, **changes):
-    return recommend(RecommendationInputs(inputs(load, **changes), compare, free_bytes))
+    return recommend(inputs(load, **changes), compare, free_bytes)
 
 
 def test_the_recommendation_is_what_a_cycle_would_do_and_moves_nothing():
@@ -159,7 +157,7 @@ def test_a_policy_on_trial_that_fails_says_so_in_its_own_row(monkeypatch):
 
     monkeypatch.setitem(policies.POLICIES, "broken", PolicyEntry("broken", "", broken))
     split = split_of(skewed(60))
-    rows = score_shadows(ShadowRequest(inputs(skewed(60)), split, ("broken", "wishful", "keel")))
+    rows = score_shadows(inputs(skewed(60)), split, ("broken", "wishful", "keel"))
     assert [row.reason for row in rows] == [
         Reason.PLANNER_FAILED,
         Reason.UNKNOWN_POLICY,
@@ -173,7 +171,7 @@ def test_a_policy_on_trial_that_fails_says_so_in_its_own_row(monkeypatch):
 def test_a_policy_on_trial_is_not_held_to_what_the_cycles_own_may_evaluate(monkeypatch):
     told = listening(monkeypatch)
     split = split_of(skewed(60))
-    score_shadows(ShadowRequest(inputs(skewed(60), max_evaluations=7), split, ("listener",)))
+    score_shadows(inputs(skewed(60), max_evaluations=7), split, ("listener",))
     assert [problem.max_evaluations for problem in told] == [None]
 
 
@@ -181,10 +179,10 @@ def test_shadows_are_scored_on_the_very_split_of_the_cycle():
     load = skewed(60)
     cycle = run_cycle(inputs(load))
     assert cycle.split is not None
-    (same,) = score_shadows(ShadowRequest(inputs(load), cycle.split, ("eplb",)))
+    (same,) = score_shadows(inputs(load), cycle.split, ("eplb",))
     assert same.verdict == cycle.verdict
     other = replace(cycle.split, begin=10, change=Change(10, math.nan))
-    (elsewhere,) = score_shadows(ShadowRequest(inputs(load), other, ("eplb",)))
+    (elsewhere,) = score_shadows(inputs(load), other, ("eplb",))
     assert elsewhere.copies is not None
 
 

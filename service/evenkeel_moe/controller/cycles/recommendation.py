@@ -20,9 +20,7 @@ from evenkeel_moe.controller.tasks import Spawn
 from evenkeel_moe.errors import Conflict, EvenkeelError, Reason, Unavailable
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.planning.decision.capacity import (
-    CapacityQuestion,
     CapacityRequest,
-    WidthRequest,
     capacity_of,
     prepare_capacity,
     weigh_width,
@@ -30,8 +28,6 @@ from evenkeel_moe.planning.decision.capacity import (
 from evenkeel_moe.planning.decision.cycle import CycleInputs, WindowSplit
 from evenkeel_moe.planning.decision.recommendation import (
     PolicyScore,
-    RecommendationInputs,
-    ShadowRequest,
     recommend,
     score_shadows,
 )
@@ -75,20 +71,20 @@ class ShadowPolicies:
         if not names or self._scoring:
             return
         self._scoring = True
-        request = ShadowRequest(inputs, split, names)
-        self.spawn(self._score(request, epoch), f"shadows-{self.control.deployment}")
+        scoring = self._score(inputs, split, names, epoch)
+        self.spawn(scoring, f"shadows-{self.control.deployment}")
 
-    async def _score(self, request: ShadowRequest, epoch: int) -> None:
+    async def _score(
+        self, inputs: CycleInputs, split: WindowSplit, names: tuple[str, ...], epoch: int
+    ) -> None:
         deployment, generation = self.control.deployment, self.control.generation
-        facts = {"at": request.inputs.now_unix, "epoch": epoch}
+        facts = {"at": inputs.now_unix, "epoch": epoch}
         try:
-            scores = await self.pool.background.run(score_shadows, request)
+            scores = await self.pool.background.run(score_shadows, inputs, split, names)
         except Exception as error:  # A policy that breaks its process must not end the controller.
             _log.warning("shadows_failed", deployment=deployment, error=str(error))
             reason = error.reason if isinstance(error, EvenkeelError) else Reason.PLANNER_FAILED
-            scores = tuple(
-                PolicyScore(name, reason, detail=str(error)) for name in request.policies
-            )
+            scores = tuple(PolicyScore(name, reason, detail=str(error)) for name in names)
         finally:
             self._scoring = False
         if generation == self.control.generation:
@@ -185,11 +181,10 @@ class Recommender:
             base, policy, now = self._base()
             self._refuse_while_moving()
             cycle = self.builder.build(base, policy.policy, policy.limits)
-            asked = CapacityQuestion(cycle, request, self.kv.smallest(), self._free_bytes())
-            run = self.pool.background.run
-            inputs, widths = await run(prepare_capacity, asked)
+            run, kv, free_bytes = self.pool.background.run, self.kv.smallest(), self._free_bytes()
+            inputs, widths = await run(prepare_capacity, cycle, request, kv, free_bytes)
             # Each width has the planner's deadline to itself.
-            rows = [await run(weigh_width, WidthRequest(inputs, one)) for one in (None, *widths)]
+            rows = [await run(weigh_width, inputs, one) for one in (None, *widths)]
             return CapacityAdvice(
                 deployment=base.deployment,
                 at_unix=now,
@@ -221,8 +216,8 @@ class Recommender:
         inputs = self.builder.build(base, policy.policy, policy.limits)
         newest = [ring.newest_step for ring in self.ingest.rings.values()]
         free_bytes = self._free_bytes()
-        request = RecommendationInputs(inputs, (_REFERENCE, *policy.shadow_policies), free_bytes)
-        found = await self.pool.background.run(recommend, request)
+        compare = (_REFERENCE, *policy.shadow_policies)
+        found = await self.pool.background.run(recommend, inputs, compare, free_bytes)
         return Advice(
             deployment=base.deployment,
             at_unix=now,

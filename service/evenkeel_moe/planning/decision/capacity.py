@@ -110,14 +110,6 @@ class Width:
     retired: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class WidthRequest:
-    """One width of the inputs; None for today's placement as it is."""
-
-    inputs: CapacityInputs
-    width: Width | None
-
-
 @dataclass(frozen=True, slots=True)
 class WidthRow:
     """One number of ranks. Null is unknown, never zero."""
@@ -170,19 +162,13 @@ class Capacity:
     cost_model: CostBasis
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class CapacityQuestion:
-    """The inputs of a cycle, and what only a comparison of widths needs."""
+def prepare_capacity(
+    cycle: CycleInputs, asked: CapacityRequest, kv: KvMemory | None, free_bytes: int | None
+) -> tuple[CapacityInputs, tuple[Width, ...]]:
+    """Return the inputs on the steps that a cycle would plan and score on, and `widths_of` them.
 
-    cycle: CycleInputs
-    asked: CapacityRequest
-    kv: KvMemory | None
-    free_bytes: int | None
-
-
-def prepare_capacity(question: CapacityQuestion) -> tuple[CapacityInputs, tuple[Width, ...]]:
-    """Return the inputs on the steps that a cycle would plan and score on, and `widths_of` them."""
-    cycle = question.cycle
+    `kv` and `free_bytes` are those of `CapacityInputs`.
+    """
     options = cycle.policy_options.get(cycle.policy, {})
     unfit, split = unfit_window(cycle), split_window(cycle, change_of(cycle))
     inputs = CapacityInputs(
@@ -193,11 +179,11 @@ def prepare_capacity(question: CapacityQuestion) -> tuple[CapacityInputs, tuple[
         current=cycle.current,
         objective=cycle.objective,
         policy=cycle.policy,
-        asked=question.asked,
+        asked=asked,
         policy_options=options,
         replica_budget=cycle.replica_budget,
-        kv=question.kv,
-        free_bytes=question.free_bytes,
+        kv=kv,
+        free_bytes=free_bytes,
         unfit=() if unfit is None else unfit[1],
         max_evaluations=cycle.max_evaluations,
         threads=cycle.threads,
@@ -207,8 +193,8 @@ def prepare_capacity(question: CapacityQuestion) -> tuple[CapacityInputs, tuple[
 
 def weigh_capacity(inputs: CapacityInputs) -> Capacity:
     """Weigh all widths that were asked for; `widths_of` has the errors."""
-    requests = [WidthRequest(inputs, width) for width in (None, *widths_of(inputs))]
-    return capacity_of(inputs, [weigh_width(request) for request in requests])
+    widths = (None, *widths_of(inputs))
+    return capacity_of(inputs, [weigh_width(inputs, width) for width in widths])
 
 
 # --- the widths -----------------------------------------------------------------------------------
@@ -306,13 +292,12 @@ def cost_at_width(cost: CostModel, kept: Sequence[int], num_ranks: int) -> CostM
 # --- one width ------------------------------------------------------------------------------------
 
 
-def weigh_width(request: WidthRequest) -> WidthRow:
-    """Plan and score one width, or score today's placement.
+def weigh_width(inputs: CapacityInputs, width: Width | None) -> WidthRow:
+    """Plan and score one width; None scores today's placement as it is.
 
     Raises:
         InvalidInput, InfeasiblePlan: the policy cannot plan at this width.
     """
-    inputs, width = request.inputs, request.width
     shape, objective = inputs.shape, inputs.objective
     split = SplitModel(objective.dispatch, inputs.topology)
     before, balance = _scored(inputs, inputs.current, objective.cost, split)

@@ -5,6 +5,7 @@ a cycle uses.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from evenkeel_moe.errors import Reason
@@ -55,18 +56,14 @@ class PolicyScore:
     """The text of its error."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class ShadowRequest:
-    """Policies to be scored on the steps that a cycle planned and scored on."""
+def score_shadows(
+    inputs: CycleInputs, split: WindowSplit, policies: Sequence[str]
+) -> tuple[PolicyScore, ...]:
+    """Score policies on the steps that a cycle planned and scored on.
 
-    inputs: CycleInputs
-    split: WindowSplit
-    policies: tuple[str, ...]
-
-
-def score_shadows(request: ShadowRequest) -> tuple[PolicyScore, ...]:
-    """Score every policy of a request; the error of a policy is reported in its own row."""
-    return tuple(_score(request.inputs, request.split, name) for name in request.policies)
+    The error of a policy is reported in its own row.
+    """
+    return tuple(_score(inputs, split, name) for name in policies)
 
 
 def _score(inputs: CycleInputs, split: WindowSplit, name: str) -> PolicyScore:
@@ -119,18 +116,6 @@ def _redundancy(inputs: CycleInputs, split: WindowSplit, free_bytes: int | None)
 # --- the recommendation ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class RecommendationInputs:
-    """The inputs of a cycle, and what only a recommendation needs."""
-
-    cycle: CycleInputs
-    """Its `policy` is the deployment's own."""
-    compare: tuple[str, ...]
-    """Further policies to compare."""
-    free_bytes: int | None
-    """Free memory of the rank with least; None if some rank has not reported it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Recommendation:
     """Advice to an operator, with the figures it rests on."""
@@ -170,9 +155,14 @@ def unfit_window(cycle: CycleInputs) -> tuple[Reason, tuple[str, ...]] | None:
     return None
 
 
-def recommend(inputs: RecommendationInputs) -> Recommendation:
-    """Score policies and numbers of replicas on the window, without starting a plan."""
-    cycle = inputs.cycle
+def recommend(cycle: CycleInputs, compare: Sequence[str], free_bytes: int | None) -> Recommendation:
+    """Score policies and numbers of replicas on the window, without starting a plan.
+
+    Args:
+        cycle: its `policy` is the deployment's own.
+        compare: further policies.
+        free_bytes: of the rank with least; None if some rank has not reported it.
+    """
     steps, least = len(cycle.load), cycle.settings.min_window_steps
     basis = cycle.objective.cost.basis
     change = change_of(cycle)
@@ -183,9 +173,8 @@ def recommend(inputs: RecommendationInputs) -> Recommendation:
             Call.INSUFFICIENT_EVIDENCE, *unfit, steps, 0, 0, since, cost_model=basis
         )
     split = split_window(cycle, change)
-    names = dict.fromkeys((cycle.policy, *inputs.compare))
-    scores = score_shadows(ShadowRequest(cycle, split, tuple(names)))
-    redundancy = _redundancy(cycle, split, inputs.free_bytes)
+    scores = score_shadows(cycle, split, list(dict.fromkeys((cycle.policy, *compare))))
+    redundancy = _redundancy(cycle, split, free_bytes)
     own = scores[0]
     options = cycle.policy_options.get(cycle.policy, {})
     planned_on = split.steps_planned_on(find_policy(cycle.policy).inputs_with(options))
@@ -197,7 +186,7 @@ def recommend(inputs: RecommendationInputs) -> Recommendation:
             *_few_steps_words(split.cut - split.begin, least),
             f"Cost model: {basis.words}.",
             *_plan_words(cycle, own),
-            *_replica_words(cycle, redundancy, inputs.free_bytes),
+            *_replica_words(cycle, redundancy, free_bytes),
         ),
         window_steps=steps,
         planned_on_steps=planned_on,
