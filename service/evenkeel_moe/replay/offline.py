@@ -23,9 +23,9 @@ from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.placement_problem import Policy
 from evenkeel_moe.planning.problem.survival import survival_numbers
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
-from evenkeel_moe.planning.schedule.relabel import count_moves
+from evenkeel_moe.planning.schedule.relabel import count_moves, relabel_proposal
 from evenkeel_moe.replay.planners import VERDICT, choose_planners
-from evenkeel_moe.replay.walk import Replan, Setup, checked_target
+from evenkeel_moe.replay.walk import Replan, Setup
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -272,7 +272,7 @@ def plan_steps(
     proposal = planner(Replan(0, last, problem, setup))
     if proposal is None:
         return None, {}
-    return checked_target(problem, proposal), survival_numbers(proposal.numbers)
+    return relabel_proposal(problem, proposal), survival_numbers(proposal.numbers)
 
 
 def check_fits(what: str, placement: Placement, shape: ModelShape) -> None:

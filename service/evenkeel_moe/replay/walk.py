@@ -160,7 +160,7 @@ def walk_forward(
             proposal = planner(Replan(index, step, problem, setup))
             plan_s[index] = time.perf_counter() - begun
             if proposal is not None:
-                target = checked_target(problem, proposal)
+                target = relabel_proposal(problem, proposal)
                 copies[:, index] = (
                     count_moves(current, proposal.placement),
                     count_moves(current, target),
@@ -185,16 +185,3 @@ def walk_forward(
         times=np.concatenate(times),
         fluid=moe_time.fluid_times(setup.load[steps[0] : last], setup.shape.num_ranks, cost),
     )
-
-
-def checked_target(problem: PlacementProblem, proposal: Proposal) -> Placement:
-    """Return the proposed placement with its ranks renamed so that the fewest copies are needed.
-
-    Raises:
-        InfeasiblePlan: it breaks an invariant of the deployment.
-    """
-    objective = problem.objective
-    proposal.placement.check(
-        problem.shape, allow_duplicates=objective.allow_duplicates, fill_slots=objective.fill_slots
-    )
-    return relabel_proposal(problem, proposal)

@@ -405,6 +405,39 @@ def test_without_that_need_the_slots_of_such_plans_stay_empty():
     assert (target.phy2log < 0).sum() == 16
 
 
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize(
+    ("row", "allowed", "changes", "reason"),
+    [
+        ([0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 0, 1], {}, {}, Reason.EXPERT_WITHOUT_REPLICA),
+        (
+            [0, 0, 1, 2, 3, 4, 4, 5, 6, 6, 7, 0],
+            {"objective": Objective(allow_duplicates=True)},
+            {},
+            Reason.DUPLICATE_ON_RANK,
+        ),
+        (
+            [0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 0],
+            {},
+            {"shape": replace(SHAPE, pool_slots_per_rank=5)},
+            Reason.POOL_EXCEEDED,
+        ),
+        ([0, 1, -1, 2, 3, 4, 4, 5, 6, 6, 7, 0], {}, {"objective": FULL}, Reason.EMPTY_SLOTS),
+    ],
+)
+def test_nobody_may_break_an_invariant(monkeypatch, row, allowed, changes, reason, manual):
+    target = Placement(np.array([row, row]), 4, 8)
+    plan = PolicyEntry("unsound", "", lambda _: Proposal(target, 1.0))
+    monkeypatch.setitem(POLICIES, "unsound", plan)
+    for asked in ({"policy": "unsound"}, {"target": target}):
+        ended = run_cycle(inputs(skewed(60), manual=manual, **asked, **changes))
+        assert (ended.passed, ended.reason) == (False, reason)
+        assert ended.detail
+        if reason is not Reason.EXPERT_WITHOUT_REPLICA:
+            free = run_cycle(inputs(skewed(60), manual=manual, **asked, **allowed))
+            assert free.reason is not reason
+
+
 def test_an_explicit_target_with_empty_slots_is_refused_for_such_an_engine():
     rows = Placement.initial(SHAPE).phy2log.copy()
     rows[1, 11] = -1

@@ -264,7 +264,8 @@ def plan_target(inputs: CycleInputs, split: WindowSplit) -> tuple[Placement, dic
             do not distinguish steps.
 
     Raises:
-        InvalidInput, InfeasiblePlan: the policy is unknown or cannot answer.
+        InvalidInput, InfeasiblePlan: the policy is unknown or cannot answer, or its answer breaks
+            an invariant of the deployment.
     """
     if inputs.target is not None:
         objective = inputs.objective

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from evenkeel_moe.errors import EvenkeelError, InvalidInput, Reason
+from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.finding import Finding, doubts
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import Mode
@@ -337,29 +337,21 @@ def decide_after(
 
     Args:
         inputs: of the cycle.
-        target: the relabelled placement.
+        target: the relabelled placement; it breaks no invariant.
         verdict: that of the later steps; None if there were none.
         settings: the thresholds.
 
     Returns:
         Passed, with PLAN_STARTED (auto) or PLAN_PROPOSED (propose, and manual requests in observe
-        mode). Closed, with the invariant or limit the plan breaks, NO_CHANGE, INSUFFICIENT_DATA,
-        GAIN_TOO_SMALL, GAIN_UNCERTAIN or PAYBACK_TOO_LONG; with OBSERVE_MODE if all gates are open
-        but nothing may move.
+        mode). Closed, with LIMIT_EXCEEDED, NO_CHANGE, INSUFFICIENT_DATA, GAIN_TOO_SMALL,
+        GAIN_UNCERTAIN or PAYBACK_TOO_LONG; with OBSERVE_MODE if all gates are open but nothing may
+        move.
     """
     moves = moves_by_layer(inputs.current, target)
     objective, copies = inputs.objective, int(moves.sum())
     numbers = {"copies": float(copies)}
     if (nbytes := inputs.shape.bytes_of(copies)) is not None:
         numbers["bytes"] = float(nbytes)
-    try:
-        target.check(
-            inputs.shape,
-            allow_duplicates=objective.allow_duplicates,
-            fill_slots=objective.fill_slots,
-        )
-    except EvenkeelError as broken:
-        return Decision(False, broken.reason, numbers)
     changed = int((inputs.current.phy2log != target.phy2log).any(axis=1).sum())
     numbers["layers"] = float(changed)
     if changed == 0:

@@ -350,6 +350,14 @@ def relabel(problem: PlacementProblem, target: Placement, *, keep_nodes: bool = 
 
 
 def relabel_proposal(problem: PlacementProblem, proposal: Proposal) -> Placement:
-    """Return the proposed placement, renamed by `relabel`; a hierarchical one keeps its nodes."""
+    """Return the proposed placement, renamed by `relabel`; a hierarchical one keeps its nodes.
+
+    Raises:
+        ShapeMismatch, InfeasiblePlan: it breaks an invariant of the deployment (R17).
+    """
+    objective, placement = problem.objective, proposal.placement
+    placement.check(
+        problem.shape, allow_duplicates=objective.allow_duplicates, fill_slots=objective.fill_slots
+    )
     keep_nodes = proposal.numbers.get("keep_nodes", 0.0) > 0
-    return relabel(problem, proposal.placement, keep_nodes=keep_nodes)
+    return relabel(problem, placement, keep_nodes=keep_nodes)
