@@ -23,7 +23,6 @@ from evenkeel_moe.model.finding import Finding, doubts
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning.decision.answered_change import ObservedChange
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
 from evenkeel_moe.planning.decision.window_balance import WindowBalance
 from evenkeel_moe.planning.problem.objective import Objective
@@ -188,16 +187,42 @@ class MeasuredWindow:
         return numbers if self.time is None else numbers | {"time_balance": self.time.window}
 
 
-def _change(inputs: GateInputs, window: MeasuredWindow) -> ObservedChange:
-    """Return the newest change of traffic, by the balance that decides."""
-    return ObservedChange(
-        steps=window.changed_steps,
-        steps_since_move=inputs.steps_since_move,
-        planned_steps=inputs.memory.change_steps,
-        enough_steps=inputs.recent_steps,
-        balance=window.deciding.changed,
-        balance_before=window.deciding.before,
-    )
+def change_is_open(inputs: GateInputs, window: MeasuredWindow, settings: GateSettings) -> bool:
+    """Return True if balance is low since a change of traffic and no plan answered that.
+
+    A plan that knew nothing of the change, or only of an older one, is no answer. A plan on few
+    steps is a first answer, so the old placement need not serve the new traffic for long.
+    """
+    steps = window.changed_steps
+    if steps == 0 or not window.deciding.changed < settings.stop_above:
+        return False
+    moved, planned = inputs.steps_since_move, inputs.memory.change_steps
+    if moved is None or steps <= moved or planned == 0:
+        return True
+    # The change that the last plan knew of is at least `planned + moved` steps old by now; half of
+    # the first allows for another estimate of where it began.
+    newer = planned is not None and steps < moved + planned / 2
+    return newer or _may_refine(inputs, window)
+
+
+def _may_refine(inputs: GateInputs, window: MeasuredWindow) -> bool:
+    """Return True if the last plan was made on few steps, and now twice as many are known.
+
+    The number of such plans stays small, as each needs twice the steps of the one before.
+    """
+    planned, steps = inputs.memory.change_steps, window.changed_steps
+    return planned is not None and 0 < planned < inputs.recent_steps and 2 * planned <= steps
+
+
+def change_is_urgent(inputs: GateInputs, window: MeasuredWindow, settings: GateSettings) -> bool:
+    """Return True if the answer to a change of traffic need not wait for the cooldown.
+
+    The change must have cost the placement more of its balance than lies between `plan_below` and
+    `stop_above`. A plan on few steps is refined without that.
+    """
+    lost = window.deciding.before - window.deciding.changed
+    costly = lost > settings.stop_above - settings.plan_below
+    return change_is_open(inputs, window, settings) and (costly or _may_refine(inputs, window))
 
 
 def decide_before(inputs: GateInputs, window: MeasuredWindow, settings: GateSettings) -> Decision:
@@ -224,9 +249,7 @@ def _closed_by_time(
         return Decision(False, inputs.closed_by, {}, inputs.memory)
     if inputs.manual:
         return None
-    urgent = inputs.failed_plans == 0 and _change(inputs, window).is_urgent(
-        settings.stop_above, settings.stop_above - settings.plan_below
-    )
+    urgent = inputs.failed_plans == 0 and change_is_urgent(inputs, window, settings)
     if inputs.last_plan_ended_unix is not None and not urgent:
         since_s = inputs.now_unix - inputs.last_plan_ended_unix
         wait_s = _wait_s(inputs.failed_plans, settings)
@@ -297,7 +320,7 @@ def _decide_on_balance(
         inputs.memory.planning and window.deciding.window < settings.stop_above
     )
     memory = replace(inputs.memory, windows_below=windows_below, planning=planning)
-    if _change(inputs, window).is_open(settings.stop_above):
+    if change_is_open(inputs, window, settings):
         numbers |= {
             "change_strength": window.change_strength,
             "change_ratio": settings.change_ratio,
