@@ -1,6 +1,7 @@
 """Fills the slots that a plan left empty, for engines that cannot leave a slot empty."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.kernels import (
     TimeTerms,
     WorkTerms,
@@ -20,7 +22,7 @@ from evenkeel_moe.planning.problem.kernels import (
 )
 from evenkeel_moe.planning.problem.objective import PRICE_MARGIN
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
-from evenkeel_moe.planning.problem.token_split import SplitModel, source_shares
+from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import align_slots, copy_prices
 
 _MOST_TRIALS = 100_000_000
@@ -65,7 +67,8 @@ def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placeme
     trials = empty * shape.num_logical_experts * len(problem.load)
     load = problem.load[:: -max(1, -(-trials // _MOST_TRIALS))]
     ranks, cost = shape.num_ranks, objective.cost
-    shared = cost.shared_tokens * source_shares(SplitModel.of(problem), ranks, shape.num_layers)
+    split = replace(SplitModel.of(problem), dispatch=DispatchModel.EVEN)
+    work = moe_time.rank_work(load, placement, cost, split)
     terms = FillTerms(
         work_terms(cost.replica),
         time_terms(cost, ranks),
@@ -83,7 +86,7 @@ def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placeme
             held,
             present,
             copy_prices(problem, layer),
-            shared[layer],
+            np.ascontiguousarray(work[:, layer]),
             terms,
             objective.allow_duplicates,
         )
@@ -109,21 +112,19 @@ def _fill_layer(
     held: NDArray[np.int64],
     present: NDArray[np.int64],
     prices: NDArray[np.float32],
-    shared: NDArray[np.float64],
+    work: NDArray[np.float64],
     terms: FillTerms,
     allow_duplicates: bool,
 ) -> None:
     """Fill the empty slots of one layer.
 
-    Mutates: `row` (S,) and `held`.
+    Mutates: `row` (S,), `held` and `work`.
 
     tokens: (E, T). held, present: (E, R) replicas in the row and at present. prices: (E, R) of
-    `copy_prices`. shared: (R,) as in `step_times_kernel`.
+    `copy_prices`. work: (T, R) under an even split, shared experts included.
     """
-    experts, steps = tokens.shape
-    ranks = shared.shape[0]
+    experts, (steps, ranks) = tokens.shape[0], work.shape
     per_rank = row.shape[0] // ranks
-    work = _work_of_ranks(tokens, held, shared, terms.work)
     times, order = np.empty((steps, ranks)), np.empty((steps, ranks), np.int64)
     open_slots = per_rank - held.sum(axis=0)
     while open_slots.any():
@@ -165,26 +166,6 @@ def _count_held(placement: Placement, layer: int) -> NDArray[np.int64]:
     slots = np.flatnonzero(placement.phy2log[layer] >= 0)
     np.add.at(held, (placement.phy2log[layer, slots], slots // placement.slots_per_rank), 1)
     return held
-
-
-@kernel
-def _work_of_ranks(
-    tokens: NDArray[np.float64],
-    held: NDArray[np.int64],
-    shared: NDArray[np.float64],
-    terms: WorkTerms,
-) -> NDArray[np.float64]:
-    """Return the (T, R) work of each rank under an even split, shared experts included."""
-    experts, steps = tokens.shape
-    work: NDArray[np.float64] = tokens.sum(axis=0).reshape(steps, 1) * shared
-    for expert in range(experts):
-        copies = held[expert].sum()
-        for rank in range(shared.shape[0]):
-            if held[expert, rank] > 0:
-                for t in range(steps):
-                    each = work_of_tokens(tokens[expert, t] / copies, terms)
-                    work[t, rank] += held[expert, rank] * each
-    return work
 
 
 @kernel
