@@ -181,23 +181,23 @@ async def test_a_refused_plan_says_why_in_words_with_units(rig):
         assert caught.value.reason is reason
         assert re.fullmatch(words, str(caught.value)), caught.value
 
-    few = "too few complete steps to plan on: 0, at least [0-9]+ are needed"
+    few = "There are too few complete steps .*: window steps 0, min window steps [0-9]+"
     await refused(few, Reason.INSUFFICIENT_DATA)
     await rig.load()
-    same = r"no better placement within the limits was found than the present one, .* is 0\.\d{3}"
+    same = r"The best placement found is the present one: balancedness mean 0\.\d{3}"
     await refused(same, Reason.NO_CHANGE, policy="keel", limits=PlanLimits(max_moves=0))
     await refused("the target is the present placement", Reason.NO_CHANGE, target=BASE)
     for limit, words in (
-        ("moves", r"(\d+) copies, the limit is 0 copies"),
-        ("bytes", r"\S+ k?B, the limit is 0 B"),
-        ("layers", r"(\d+) layers, the limit is 0 layers"),
+        ("moves", r"copies (\d+), max copies 0, bytes \S+ k?B, layers \d+"),
+        ("bytes", r"copies \d+, bytes \S+ k?B, max bytes 0 B, layers \d+"),
+        ("layers", r"copies \d+, bytes \S+ k?B, layers (\d+), max layers 0"),
     ):
         limits = PlanLimits(**{f"max_{limit}": 0})
-        needs = f"the plan needs {words}"
+        needs = f"The plan is larger than the policy's limits allow: {words}"
         await refused(needs, Reason.LIMIT_EXCEEDED, target=AFTER_ONE, limits=limits)
     thresholds = {"max_data_age_s": 0.001}
     await rig.operations.set_policy(DEPLOYMENT, {"thresholds": thresholds}, "me")
-    old = r"the newest complete step is too old to plan on: of age \S+ m?s, at most 1 ms is allowed"
+    old = r"The newest complete step is too old .*: newest step age \S+ m?s, max data age 1 ms"
     await refused(old, Reason.STALE_DATA)
     await rig.operations.freeze(DEPLOYMENT, 1800.0, "me")
     ends = f"paused for another 30 min; `evenkeel resume -d {DEPLOYMENT}` ends that"

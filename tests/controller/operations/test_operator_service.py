@@ -334,8 +334,8 @@ async def test_a_rank_whose_experts_never_count_is_told_and_nothing_is_planned(r
             await rig.operations.create_plan(DEPLOYMENT, request)
         assert caught.value.reason is Reason.IMPLAUSIBLE_COUNTS
         assert str(caught.value) == (
-            "the counts of layers or experts contradict each other: idle_experts 37.5%;"
-            f" `evenkeel status {DEPLOYMENT}` says where"
+            "The counts of layers or experts contradict each other; the deployment's findings say"
+            f" where: idle experts 37.5% (`evenkeel status {DEPLOYMENT}`)"
         )
 
 

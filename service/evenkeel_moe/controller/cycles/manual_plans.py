@@ -2,12 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
+from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import (
     PlanBase,
@@ -34,7 +35,7 @@ from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanLimits, PlanPhase, PlanRecord, Wave
-from evenkeel_moe.model.quantities import bytes_text, duration_text
+from evenkeel_moe.model.quantities import figure, figure_name
 from evenkeel_moe.planning.decision.cycle import CycleResult
 from evenkeel_moe.planning.policies.registry import find_policy
 from evenkeel_moe.planning.schedule.waves import schedule_waves
@@ -348,70 +349,30 @@ def _tighter(one: PlanLimits, other: PlanLimits) -> PlanLimits:
     )
 
 
+_FIGURES: Mapping[Reason, tuple[str, ...]] = {
+    Reason.NO_CHANGE: ("balancedness_mean",),
+    Reason.RANKS_MISSING: ("ranks_fresh", "ranks_expected"),
+    Reason.IMPLAUSIBLE_COUNTS: LIVE_CODES,
+    Reason.INSUFFICIENT_DATA: ("window_steps", "min_window_steps"),
+    Reason.STALE_DATA: ("newest_step_age_s", "max_data_age_s"),
+    Reason.LIMIT_EXCEEDED: ("copies", "max_copies", "bytes", "max_bytes", "layers", "max_layers"),
+}
+"""Of the many figures of a cycle those that say why there is no plan; all for other reasons."""
+
+
 def _refusal(result: CycleResult, deployment: str) -> EvenkeelError:
     """Return the error that tells a caller why there is no plan."""
     known = finite(result.numbers)
-    in_words = _REFUSED.get(result.reason)
-    words = None if in_words is None or result.detail else in_words(known)
-    if words is None:
-        numbers = ", ".join(f"{name} {known[name]:.6g}" for name in sorted(known))
-        words = f"{result.reason}: {result.detail or numbers or 'no numbers'}"
+    names = _FIGURES.get(result.reason, sorted(known))
+    words = f"{result.reason}: {result.detail}"
+    if not result.detail:
+        shown = [name for name in names if name in known or f"max_{name}" in known]
+        figures = ", ".join(
+            f"{figure_name(name)} {figure(name, known.get(name))}" for name in shown
+        )
+        words = ": ".join(filter(None, [sentence(result.reason)[:-1], figures]))
     if result.reason is Reason.IMPLAUSIBLE_COUNTS:
-        words += f"; `evenkeel status {deployment}` says where"
+        words += f" (`evenkeel status {deployment}`)"
     if result.reason in _INFEASIBLE:
         return InfeasiblePlan(words, result.reason)
     return Conflict(words, result.reason)
-
-
-def _no_change(numbers: Mapping[str, float]) -> str:
-    balance = numbers.get("balancedness_mean")
-    found = "no better placement within the limits was found than the present one"
-    return found if balance is None else f"{found}, whose balancedness is {balance:.3f}"
-
-
-def _ranks_missing(numbers: Mapping[str, float]) -> str:
-    fresh, expected = numbers["ranks_fresh"], numbers["ranks_expected"]
-    return f"{fresh:.0f} of {expected:.0f} ranks are connected and alive"
-
-
-def _implausible_counts(numbers: Mapping[str, float]) -> str:
-    found = ", ".join(f"{code} {numbers[code]:.1%}" for code in LIVE_CODES if code in numbers)
-    return f"the counts of layers or experts contradict each other: {found}"
-
-
-def _insufficient_data(numbers: Mapping[str, float]) -> str | None:
-    steps, least = numbers.get("window_steps"), numbers.get("min_window_steps")
-    if steps is None or least is None or steps >= least:  # The steps that there are have no load.
-        return None
-    return f"too few complete steps to plan on: {steps:.0f}, at least {least:.0f} are needed"
-
-
-def _stale_data(numbers: Mapping[str, float]) -> str:
-    age, most = (numbers.get(name) for name in ("newest_step_age_s", "max_data_age_s"))
-    words = f"of age {duration_text(age)}, at most {duration_text(most)} is allowed"
-    return f"the newest complete step is too old to plan on: {words}"
-
-
-def _limit_exceeded(numbers: Mapping[str, float]) -> str | None:
-    forms = {
-        "copies": "{:,.0f} copies".format,
-        "bytes": bytes_text,
-        "layers": "{:,.0f} layers".format,
-    }
-    for name, form in forms.items():
-        if f"max_{name}" in numbers:
-            most, needs = form(numbers[f"max_{name}"]), numbers.get(name)
-            known = f"an unknown number of {name}" if needs is None else form(needs)
-            return f"the plan needs {known}, the limit is {most}"
-    return None
-
-
-_REFUSED: Mapping[Reason, Callable[[Mapping[str, float]], str | None]] = {
-    Reason.NO_CHANGE: _no_change,
-    Reason.RANKS_MISSING: _ranks_missing,
-    Reason.IMPLAUSIBLE_COUNTS: _implausible_counts,
-    Reason.INSUFFICIENT_DATA: _insufficient_data,
-    Reason.STALE_DATA: _stale_data,
-    Reason.LIMIT_EXCEEDED: _limit_exceeded,
-}
-"""Reason -> words from the finite figures of a cycle; None if they do not say it."""
