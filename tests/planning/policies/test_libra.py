@@ -4,12 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InvalidInput
+from evenkeel_moe.libra_replication import plan_copies
 from evenkeel_moe.model.dispatch_model import DispatchModel
-from evenkeel_moe.planning.policies.libra import (
-    LibraOptions,
-    plan_libra,
-    replicate_by_source,
-)
+from evenkeel_moe.planning.policies.libra import LibraOptions, plan_libra
 from tests.planning.builders import a_problem
 from tests.strategies import loads, placements, seeds, shapes
 
@@ -21,6 +18,13 @@ def local_load(demand, home, held):
         for expert, tokens in enumerate(wants):
             load[rank if held[expert, rank] else home[expert]] += tokens
     return load
+
+
+def replicate_by_source(demand, home, capacity, locality):
+    """Run Algorithm 1 as the policy does."""
+    room = capacity - np.bincount(home, minlength=len(demand))
+    resident = home[:, None] == np.arange(len(demand))
+    return plan_copies(demand, resident, room, locality, False)[0]
 
 
 def slow_algorithm_1(demand, home, capacity, locality):

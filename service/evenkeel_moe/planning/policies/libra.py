@@ -66,9 +66,9 @@ def plan_libra(problem: PlacementProblem, options: LibraOptions = LibraOptions()
     held = np.empty((layers, experts, ranks), np.bool_)
     for layer in range(layers):
         home = _homes(problem.current, layer, ranks, experts, capacity)
-        held[layer] = replicate_by_source(
-            np.ascontiguousarray(demand[:, layer]), home, capacity, options.locality
-        )
+        resident, tokens = home[:, None] == np.arange(ranks), np.ascontiguousarray(demand[:, layer])
+        room = capacity - np.bincount(home, minlength=ranks)
+        held[layer], _ = plan_copies(tokens, resident, room, options.locality, False)
     placement = place_on_ranks(held, shape.slots_per_rank)
     return build_proposal(problem, placement, int(held.sum()) - layers * experts)
 
@@ -91,29 +91,6 @@ def _homes(
     home = np.where(held[np.arange(experts), ordered], ordered, held.argmax(axis=1))
     full = np.bincount(home, minlength=ranks).max() > capacity
     return ordered if full or not held.any(axis=1).all() else np.asarray(home, np.int64)
-
-
-def replicate_by_source(
-    demand: NDArray[np.float64],
-    home: NDArray[np.int64],
-    capacity: int,
-    locality: float,
-) -> NDArray[np.bool_]:
-    """Run Algorithm 1 for one layer.
-
-    Args:
-        demand: (R, E) [tokens] - tokens that start on each rank and choose each expert.
-        home: (E,) rank that computes the tokens of ranks without a copy.
-        capacity: experts a rank may hold, those it is home to included.
-        locality: share of a rank's copies that phase 1 may use.
-
-    Returns:
-        (E, R) - True where a rank holds an expert.
-    """
-    ranks = len(demand)
-    room = capacity - np.bincount(home, minlength=ranks)
-    hosts, _ = plan_copies(demand, home[:, None] == np.arange(ranks), room, locality, False)
-    return hosts
 
 
 LIBRA = PolicyEntry(
