@@ -287,8 +287,5 @@ def _colour(src: NDArray[np.int64], dst: NDArray[np.int64], num_ranks: int) -> N
                 batch[i] = current
                 # One transfer per direction: mark it as used for the rest of this batch.
                 peer[src[i]] = -2 - dst[i]
-        for a in range(num_ranks):
-            if peer[a] <= -2:
-                peer[a] = -2 - peer[a]
         current += 1
     return batch
