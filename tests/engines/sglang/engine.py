@@ -29,6 +29,7 @@ LOADERS = (
     "sglang/srt/model_executor/model_runner_components/weight_updater.py",
     "sglang/srt/managers/scheduler_components/weight_updater.py",
     experts.SOURCE,
+    experts.LAZY_SOURCE,
     "sglang/srt/model_executor/model_runner.py",
     "sglang/srt/model_executor/forward_batch_info.py",
 )
@@ -307,15 +308,14 @@ class Model:
         self.spent = Spent()
         kind = experts.fused_moe(root_folder())
         self.layers = [experts.make_layer(kind, layer, self.spent) for layer in MOE_LAYERS]
-        self.routed_experts_weights_of_layer = {}
+        by_layer = {}
         for layer in MOE_LAYERS:
             here = metadata.physical_to_logical_map_cpu[
                 layer, rank * self.per_rank : (rank + 1) * self.per_rank
             ]
             rows = [expert_rows(layer, int(expert)) for expert in here]
-            self.routed_experts_weights_of_layer[layer] = [
-                torch.stack(part) for part in zip(*rows, strict=True)
-            ]
+            by_layer[layer] = [torch.stack(part) for part in zip(*rows, strict=True)]
+        self.routed_experts_weights_of_layer = experts.lazy_value(root_folder())(lambda: by_layer)
         for layer in self.layers:
             experts.set_weights(layer, self.routed_experts_weights_of_layer[layer.layer_id][0])
 

@@ -7,6 +7,7 @@ its methods, and what they call outside is replaced.
 import ast
 import contextlib
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from tests.engines.spent import Spent
 
 SOURCE = "sglang/srt/layers/moe/fused_moe_triton/layer.py"
+LAZY_SOURCE = "sglang/srt/utils/common.py"
 _METHODS = ("forward_impl", "_dispatch_with_pre_quant", "run_moe_core")
 
 
@@ -39,6 +41,17 @@ def fused_moe(root: Path) -> Any:
     }
     exec(compile(parsed, str(root / SOURCE), "exec"), names)
     return names["FusedMoE"]
+
+
+def lazy_value(root: Path) -> Any:
+    """Return the class `LazyValue`, in which models such as Qwen3-MoE hold their weights."""
+    parsed = ast.parse((root / LAZY_SOURCE).read_text())
+    parsed.body = [
+        node for node in parsed.body if isinstance(node, ast.ClassDef) and node.name == "LazyValue"
+    ]
+    names: dict[str, Any] = {"Callable": Callable}
+    exec(compile(parsed, str(root / LAZY_SOURCE), "exec"), names)
+    return names["LazyValue"]
 
 
 def make_layer(kind: Any, layer_id: int, spent: Spent) -> Any:

@@ -37,6 +37,7 @@ from evenkeel_moe.engines.sglang.state import (
     initial_placement,
     is_health_check,
     read_shape,
+    routed_weights,
 )
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.load import CountingSide
@@ -97,12 +98,11 @@ class SglangGuest(EngineGuest):
         self._local = slice(rank * shape.slots_per_rank, (rank + 1) * shape.slots_per_rank)
 
         def read() -> EngineFacts:
-            by_layer = self.manager._get_model().routed_experts_weights_of_layer
-            layers = self._rows.layer_ids
+            by_layer = routed_weights(self.manager._get_model())
             device = torch.device(metadata.physical_to_logical_map.device)
             return EngineFacts(
                 initial_placement(metadata, self._rows),
-                SlotWeights([by_layer[layer] for layer in layers].__getitem__),
+                SlotWeights(list(by_layer.values()).__getitem__),
                 device,
                 dispatch=dispatcher(access.moe_config()),
                 side=self._side,
@@ -141,11 +141,11 @@ class SglangGuest(EngineGuest):
         # Now that SGLang has loaded the model, because these modules import most of SGLang.
         refuse_differences(compare_loaders())
         metadata = access.metadata()
-        by_layer = self.manager._get_model().routed_experts_weights_of_layer
+        by_layer = routed_weights(self.manager._get_model())
         config = self.manager._model_config
         text_config = getattr(config, "hf_text_config", None) or getattr(config, "hf_config", None)
         shape = read_shape(metadata, by_layer, text_config)
-        self._rows = MoeRows(tuple(sorted(by_layer)))
+        self._rows = MoeRows(tuple(by_layer))
         self._side = counting_side(access.recorder()._single_pass_gatherers["primary"])
         self._warm_up = WarmUp(expected=not access.serving().skip_server_warmup)
         return shape
@@ -358,8 +358,7 @@ class SglangGuest(EngineGuest):
 
     def _expert_calls(self) -> Sequence[ExpertCall]:
         model, moe = self.manager._get_model(), access.moe_config()
-        layers = sorted(model.routed_experts_weights_of_layer)
-        return expert_calls(model, layers, str(moe.moe_a2a_backend))
+        return expert_calls(model, list(routed_weights(model)), str(moe.moe_a2a_backend))
 
     def _plan_group(self) -> Any:
         return access.cpu_group()

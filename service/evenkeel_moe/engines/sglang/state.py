@@ -64,6 +64,15 @@ class MoeRows:
         return rows
 
 
+def routed_weights(model: Any) -> dict[int, Sequence[Tensor]]:
+    """Return the tensors of the experts of each MoE layer, by hidden layer, ascending.
+
+    Some models hold them in SGLang's `LazyValue`, which is no mapping: it has keys and items only.
+    """
+    found = model.routed_experts_weights_of_layer
+    return {layer: found[layer] for layer in sorted(found.keys())}
+
+
 def read_shape(
     metadata: Any, by_layer: Mapping[int, Sequence[Tensor]], hf_config: Any
 ) -> ModelShape:
