@@ -17,10 +17,12 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 
 def function(root, path, owner, name):
-    """Return a method of a class in a source file: (parameter names, source)."""
+    """Return a function, or a method of a class, in a source file: (parameter names, source)."""
     text = (root / path).read_text()
-    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
-    (methods,) = [node.body for node in classes if node.name == owner]
+    methods = ast.parse(text).body
+    if owner:
+        classes = [node for node in methods if isinstance(node, ast.ClassDef)]
+        (methods,) = [node.body for node in classes if node.name == owner]
     (found,) = [node for node in methods if isinstance(node, ast.FunctionDef) and node.name == name]
     taken, others = found.args, (found.args.vararg, found.args.kwarg)
     parameters = [*taken.args, *taken.kwonlyargs, *(other for other in others if other)]

@@ -30,6 +30,7 @@ LOADERS = (
     "sglang/srt/managers/scheduler_components/weight_updater.py",
     experts.SOURCE,
     experts.LAZY_SOURCE,
+    "sglang/srt/layers/moe/utils.py",
     "sglang/srt/model_executor/model_runner.py",
     "sglang/srt/model_executor/forward_batch_info.py",
 )
@@ -62,6 +63,8 @@ PARALLEL = SimpleNamespace(
     tp_rank=0,
     tp_size=2,
     attn_tp_rank=0,
+    attn_dp_size=1,
+    gathers_fp4=False,
     nnodes=1,
     elastic_ep_initial_size=None,
     ep_join_rank_offset=0,
@@ -208,6 +211,7 @@ def _stand_ins(srt: Path) -> None:
     moe = "sglang.srt.layers.moe"
     backend = SimpleNamespace(is_megamoe=lambda: False)
     stand_in(moe, srt / "layers" / "moe", get_moe_a2a_backend=lambda: backend)
+    stand_in(f"{moe}.utils", is_moe_input_scattered_across_dp_ranks=routes_own_tokens)
     StandardDispatchOutput = namedtuple("StandardDispatchOutput", "hidden_states scale topk_output")
     StandardCombineInput = namedtuple("StandardCombineInput", "hidden_states")
     stand_in(
@@ -219,6 +223,11 @@ def _stand_ins(srt: Path) -> None:
     StandardTopKOutput = namedtuple("StandardTopKOutput", "topk_weights topk_ids router_logits")
     stand_in(f"{moe}.topk", StandardTopKOutput=StandardTopKOutput)
     logging.getLogger("sglang").setLevel(logging.WARNING)
+
+
+def routes_own_tokens() -> bool:
+    """Return True with an all-to-all, and where NVFP4 tokens are gathered after they are routed."""
+    return EXEC.moe.moe_a2a_backend != "none" or PARALLEL.gathers_fp4
 
 
 @dataclass

@@ -38,6 +38,8 @@ class Rank(DrivenRank):
         deepep_mode="normal",
         elastic=None,
         ep_size=2,
+        attention=1,
+        fp4=False,
         **changes,
     ):
         self.rank, self.size = rank, size
@@ -49,7 +51,8 @@ class Rank(DrivenRank):
         moe.init_expert_location = init
         moe.moe_a2a_backend, moe.deepep_mode = a2a, deepep_mode
         moe.elastic_ep_backend, engine.PARALLEL.ep_size = elastic, ep_size
-        self.shared_batch = a2a == "none" or deepep_mode == "low_latency"
+        engine.PARALLEL.attn_dp_size, engine.PARALLEL.gathers_fp4 = attention, fp4
+        self.shared_batch = not engine.routes_own_tokens() or deepep_mode == "low_latency"
         engine.PARALLEL.attn_tp_rank = rank if self.shared_batch else 0
         settings = toy_settings(**{"mode": mode, "stall_after_s": 0.5, **changes})
         self.links: list[Any] = []
@@ -221,6 +224,15 @@ def own_requests(rank, size, *, skip, a2a, deepep_mode):
         one.step()
     metas, counts = one.reported(5)
     return {"dummy": metas["dummy"].tolist(), "counted": counts.any(axis=(1, 2)).tolist()}
+
+
+def own_batches(rank, size):
+    """NVFP4 without an all-to-all: each rank routes the batch of its own attention group."""
+    one = Rank(rank, size, mode="observe", a2a="none", attention=2, fp4=True)
+    one.steps(3)
+    metas, counts = one.reported(3)
+    want = torch.bincount(one.chosen.reshape(-1), minlength=engine.EXPERTS).numpy()
+    return {"tokens": metas["tokens"].tolist(), "last": counts[-1], "want": want}
 
 
 def shared_batch(rank, size, *, a2a, deepep_mode):

@@ -109,6 +109,13 @@ def test_ranks_that_route_the_same_tokens_count_each_once():
         assert np.array_equal(layer, first["want"])
 
 
+def test_ranks_that_route_their_own_batches_without_an_all_to_all_report_them():
+    for seen in ranks.run(SCENARIOS, "own_batches"):
+        assert seen["tokens"] == [9] * 3
+        for layer in seen["last"]:
+            assert np.array_equal(layer, seen["want"])
+
+
 def test_received_tokens_are_compared_with_one_batch_of_an_attention_group():
     first, second = ranks.once(SCENARIOS, "shared_batch", a2a="deepep", deepep_mode="low_latency")
     assert first["side"] == second["side"] == {"destination"}
@@ -145,8 +152,9 @@ def test_a_plan_that_sglang_leaves_out_ends_and_plans_go_on_once_it_rebalances_a
             "with a mask over its ranks (now 2)",
         ),
         ((("ep_size", 1),), "2 ranks, of which 1 share experts"),
+        ((("a2a", "none"), ("attention", 2)), "with 2 groups of attention data parallelism"),
     ],
-    ids=["elastic", "more ranks than share experts"],
+    ids=["elastic", "more ranks than share experts", "padding that is counted"],
 )
 def test_groups_that_are_not_supported_are_refused_with_the_numbers(options, words):
     for seen in ranks.once(SCENARIOS, "refused", options=options):

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from evenkeel_moe.engines.sglang.hooks import CONTEXT, LOCATION, RECORDER
+from evenkeel_moe.engines.sglang.hooks import CONTEXT, LOCATION, MOE, RECORDER
 
 
 def metadata() -> Any:
@@ -25,6 +25,11 @@ def cpu_group() -> Any:
 def moe_config() -> Any:
     """Return the options of MoE layers."""
     return importlib.import_module(CONTEXT).get_exec().moe
+
+
+def routes_own_tokens() -> bool:
+    """Return True if this rank routes a part of the tokens, False if every rank routes all."""
+    return bool(importlib.import_module(MOE).is_moe_input_scattered_across_dp_ranks())
 
 
 def parallel() -> Any:

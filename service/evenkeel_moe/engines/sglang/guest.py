@@ -71,6 +71,7 @@ class SglangGuest(EngineGuest):
         self._rows = MoeRows(())
         self._layers: dict[torch.device, Tensor] = {}
         self._side = CountingSide.SOURCE
+        self._routes_own = True
         self._local = slice(0)
         self._counted: Tensor | None = None
         self._tokens: int | None = None
@@ -124,12 +125,19 @@ class SglangGuest(EngineGuest):
                 f"{world} ranks, of which {ranks} share experts: SGLang moves experts"
                 " over all ranks, so this plugin needs both numbers to be equal"
             )
-        backend = access.moe_config().elastic_ep_backend
-        if backend is not None:
+        moe, attention = access.moe_config(), int(access.parallel().attn_dp_size)
+        if moe.elastic_ep_backend is not None:
             raise Unsupported(
-                f"SGLang runs with elastic expert parallelism (elastic_ep_backend {backend}), which"
+                "SGLang runs with elastic expert parallelism"
+                f" (elastic_ep_backend {moe.elastic_ep_backend}), which"
                 f" goes on after a death with a mask over its ranks (now {ranks}) inside a forward"
                 " pass: the plugin's collective calls need all ranks, so it supports a fixed number"
+            )
+        if attention > 1 and not access.routes_own_tokens():
+            raise Unsupported(
+                f"--moe-a2a-backend {moe.moe_a2a_backend} with {attention} groups of attention data"
+                " parallelism: SGLang fills their batches up to one length, and its recorder counts"
+                " what fills them like tokens; choose an all-to-all backend"
             )
 
     def _read_model(self) -> ModelShape:
@@ -146,6 +154,7 @@ class SglangGuest(EngineGuest):
         text_config = getattr(config, "hf_text_config", None) or getattr(config, "hf_config", None)
         shape = read_shape(metadata, by_layer, text_config)
         self._rows = MoeRows(tuple(by_layer))
+        self._routes_own = access.routes_own_tokens()
         self._side = counting_side(access.recorder()._single_pass_gatherers["primary"])
         self._warm_up = WarmUp(expected=not access.serving().skip_server_warmup)
         return shape
@@ -348,8 +357,7 @@ class SglangGuest(EngineGuest):
         tokens = note.prepared_tokens
         if self._side is CountingSide.SOURCE:
             tokens = int(counts[0].sum()) // self._top_k
-            if access.moe_config().moe_a2a_backend == "none":
-                # All ranks route the same tokens then, and add up their partial outputs.
+            if not self._routes_own:  # All ranks route the same tokens and add up their outputs.
                 counts, tokens = count_once(counts, tokens, tokens, _distributed.get_rank())
         elif access.parallel().attn_tp_rank:
             tokens = 0  # The first rank of its attention group reports their batch.

@@ -25,6 +25,7 @@ UPDATER = f"{_EPLB}.expert_location_updater"
 ALGORITHMS = f"{_EPLB}.eplb_algorithms"
 CONTEXT = "sglang.srt.runtime_context"
 RUNNER = "sglang.srt.model_executor.model_runner"
+MOE = "sglang.srt.layers.moe.utils"
 
 PARTS: Parts = {
     MANAGER: {
@@ -82,8 +83,9 @@ LOADERS: Parts = {
             "self memory_pool_config",
         }
     },
+    MOE: {"": {"is_moe_input_scattered_across_dp_ranks": ""}},
 }
-"""The functions that replace weights or allocate the KV cache."""
+"""The functions that replace weights, allocate the KV cache or tell which tokens a rank routes."""
 _BATCH = "sglang.srt.model_executor.forward_batch_info"
 
 
