@@ -40,6 +40,7 @@ class Rank(DrivenRank):
         ep_size=2,
         attention=1,
         fp4=False,
+        recorder="stat",
         **changes,
     ):
         self.rank, self.size = rank, size
@@ -50,6 +51,7 @@ class Rank(DrivenRank):
         moe.expert_distribution_recorder_buffer_size = min(16, interval)
         moe.init_expert_location = init
         moe.moe_a2a_backend, moe.deepep_mode = a2a, deepep_mode
+        moe.expert_distribution_recorder_mode = recorder
         moe.elastic_ep_backend, engine.PARALLEL.ep_size = elastic, ep_size
         engine.PARALLEL.attn_dp_size, engine.PARALLEL.gathers_fp4 = attention, fp4
         self.shared_batch = not engine.routes_own_tokens() or deepep_mode == "low_latency"

@@ -139,6 +139,12 @@ class SglangGuest(EngineGuest):
                 " parallelism: SGLang fills their batches up to one length, and its recorder counts"
                 " what fills them like tokens; choose an all-to-all backend"
             )
+        mode = moe.expert_distribution_recorder_mode
+        if self.places and mode not in ("stat", "stat_approx"):
+            raise Unsupported(
+                f"--expert-distribution-recorder-mode {mode}: SGLang's scheduler ends at the first"
+                " rebalance with another mode than stat or stat_approx"
+            )
 
     def _read_model(self) -> ModelShape:
         """Return the model's shape; note the MoE layers, and what the recorder counts.
