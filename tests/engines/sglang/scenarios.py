@@ -181,7 +181,8 @@ def asked(rank, size, *, forgets):
 
 
 def observe(rank, size):
-    """Observe mode: only counts."""
+    """Observe mode: only counts. SGLang runs with `--dp-size 2`, and this is its second group."""
+    engine.PARALLEL.dp_size, engine.PARALLEL.dp_rank = 2, 1
     one = Rank(rank, size, mode="observe")
     kv_cache = one.link.expect(KvCache)
     one.steps(5)
@@ -195,6 +196,7 @@ def observe(rank, size):
         "last": counts[-1],
         "want": want,
         "shape": one.agent.hello().shape,
+        "deployment": one.agent.hello().identity.deployment,
         "capabilities": sorted(one.agent.hello().capabilities),
         "dispatch": one.agent.hello().dispatch,
         "slots_stay_filled": one.agent.hello().slots_stay_filled,

@@ -66,6 +66,11 @@ def test_every_pass_is_reported_with_its_real_tokens():
         assert seen["dispatch"] == "nearest"
 
 
+def test_a_replica_of_sglang_is_a_deployment_of_its_own():
+    for seen in ranks.once(SCENARIOS, "observe"):
+        assert seen["deployment"] == "toy-dp1"
+
+
 def test_one_pass_in_three_has_the_seconds_of_its_experts_without_dispatch_and_combine():
     for seen in ranks.run(SCENARIOS, "seconds", a2a="deepep"):
         assert seen["steps"] == list(range(1, 8))

@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import AfterValidator, AliasChoices, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import is_deployment_id
 from evenkeel_moe.model.load import Phase
@@ -123,6 +124,25 @@ class GuestSettings(BaseSettings):
     def addresses(self) -> tuple[str, ...]:
         """The addresses in `controllers`."""
         return tuple(part.strip() for part in self.controllers.split(",") if part.strip())
+
+
+def settings_of_part(settings: GuestSettings, mark: str, part: str) -> GuestSettings:
+    """Return the settings of one of an engine's groups of ranks, each of which is a deployment.
+
+    Args:
+        settings: the plugin's settings.
+        mark: is added to the deployment's name.
+        part: the group, in words.
+
+    Raises:
+        Unsupported: the name of the group's deployment is too long.
+    """
+    name = f"{settings.deployment}-{mark}"
+    if not is_deployment_id(name):
+        raise Unsupported(
+            f"{name!r}, the deployment of {part}, has {len(name)} characters; a name has at most 63"
+        )
+    return settings.model_copy(update={"deployment": name})
 
 
 def load_guest_settings() -> GuestSettings:

@@ -23,7 +23,7 @@ from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once,
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall, Seconds
 from evenkeel_moe.engines.guest.guards import Unsupported, refuse_differences
-from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.guest.settings import GuestSettings, settings_of_part
 from evenkeel_moe.engines.guest.slot_weights import SlotWeights
 from evenkeel_moe.engines.sglang import access
 from evenkeel_moe.engines.sglang.canary import SglangProbe
@@ -93,6 +93,10 @@ class SglangGuest(EngineGuest):
 
     def _start(self) -> None:
         self._refuse_unsupported()
+        parallel = access.parallel()
+        if parallel.dp_size > 1 and parallel.attn_dp_size == 1:
+            replica = f"replica {parallel.dp_rank} of {parallel.dp_size}"
+            self.settings = settings_of_part(self.settings, f"dp{parallel.dp_rank}", replica)
         require_plugin_in_group(self._plan_group(), self.settings.group_timeout_s)
         shape = all_or_none("read the model", self._read_model, self._gather)
         rank, metadata = _distributed.get_rank(), access.metadata()

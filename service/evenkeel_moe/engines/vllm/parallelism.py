@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.engines.guest.guards import Unsupported
-from evenkeel_moe.engines.guest.settings import GuestSettings
-from evenkeel_moe.model.ids import is_deployment_id
+from evenkeel_moe.engines.guest.settings import GuestSettings, settings_of_part
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
@@ -83,12 +82,7 @@ def stage_settings(settings: GuestSettings, stage: int, stages: int) -> GuestSet
     """
     if stages == 1:
         return settings
-    name = f"{settings.deployment}-pp{stage}"
-    if not is_deployment_id(name):
-        raise Unsupported(
-            f"{name!r}, the deployment of pipeline stage {stage} of {stages}, has {len(name)}"
-            " characters; a name has at most 63"
-        )
+    settings = settings_of_part(settings, f"pp{stage}", f"pipeline stage {stage} of {stages}")
     for use, path in (
         ("start from one file", settings.placement),
         ("record into one folder", settings.record),
@@ -102,4 +96,4 @@ def stage_settings(settings: GuestSettings, stage: int, stages: int) -> GuestSet
         field: getattr(settings, field).replace(STAGE, str(stage))
         for field in ("placement", "record")
     }
-    return settings.model_copy(update={"deployment": name, **paths})
+    return settings.model_copy(update=paths)
