@@ -35,7 +35,7 @@ LOADERS = (
     "sglang/srt/model_executor/forward_batch_info.py",
 )
 """Sources that tests read; they are not imported."""
-LAYERS, DENSE, EXPERTS, REDUNDANT, TOP_K = 5, 2, 6, 2, 2
+LAYERS, DENSE, EXPERTS, REDUNDANT, TOP_K = 8, 2, 6, 2, 2
 MOE_LAYERS = tuple(range(DENSE, LAYERS))
 
 EXEC = SimpleNamespace(

@@ -53,10 +53,10 @@ def test_every_pass_is_reported_with_its_real_tokens():
         )
         assert seen["tokens"] == {9}, "four padding tokens a pass are left out"
         assert seen["sides"] == {"source"}
-        for layer in range(3):
+        for layer in range(6):
             assert np.array_equal(seen["last"][layer], seen["want"])
         assert (seen["shape"].num_layers, seen["shape"].slots_per_rank, seen["shape"].top_k) == (
-            3,
+            6,
             4,
             2,
         )

@@ -346,7 +346,8 @@ class SglangGuest(EngineGuest):
 
     def finish(self, move: Move) -> None:
         """Let the manager begin the move if it has not, and switch the layers that remain."""
-        for _ in range(len(move.layers) + 2):  # SGLang switches at least one layer each time.
+        del move  # SGLang goes through all layers, at least one each time.
+        for _ in range(len(self._rows.layer_ids) + 2):
             if self.moves.move is None:
                 return
             next(self.manager._main_generator)
