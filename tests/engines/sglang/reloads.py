@@ -2,10 +2,15 @@
 
 from types import SimpleNamespace
 
+import structlog
+
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Vote
 from tests.engines.sglang import engine
 from tests.engines.sglang.scenarios import Rank
+
+ALL = SimpleNamespace(tags=None, selector="all")
+"""A request about all weights."""
 
 
 def replace(one, way, version):
@@ -13,7 +18,6 @@ def replace(one, way, version):
     updater, scheduler = engine.WeightUpdater(one.runner), engine.SchedulerUpdater(one.runner)
     weights = list(one.model.checkpoint(version))
     half = len(weights) // 2
-    nothing = SimpleNamespace(tags=None)
     match way:
         case "disk":
             return [updater.update_weights_from_disk(weights, "auto")[0]]
@@ -21,19 +25,19 @@ def replace(one, way, version):
             return [updater.update_weights_from_ipc(weights)[0]]
         case "tensor":
             return [
-                scheduler.begin_weight_update(nothing).success,
+                scheduler.begin_weight_update(ALL).success,
                 updater.update_weights_from_tensor(weights[:half])[0],
                 updater.update_weights_from_tensor(weights[half:])[0],
-                scheduler.end_weight_update(nothing).success,
+                scheduler.end_weight_update(ALL).success,
             ]
         case "distributed":
             return [
-                scheduler.begin_weight_update(nothing).success,
+                scheduler.begin_weight_update(ALL).success,
                 updater.load_weights_from_distributed(weights)[0],
-                scheduler.end_weight_update(nothing).success,
+                scheduler.end_weight_update(ALL).success,
             ]
         case "release":
-            scheduler.release_memory_occupation(nothing)
+            scheduler.release_memory_occupation(ALL)
             return [updater.update_weights_from_disk(weights, "auto")[0]]
     raise AssertionError(way)
 
@@ -74,6 +78,22 @@ def replaced(rank, size, *, way):
         "answers": answers,
         **one.seen(),
     }
+
+
+def other_sessions(rank, size):
+    """Other weights of the draft model; then a release for which the ranks cannot meet."""
+    one = Rank(rank, size)
+    one.steps(2)
+    before = one.agent.hello().weights_version
+    scheduler = engine.SchedulerUpdater(one.runner)
+    scheduler.begin_weight_update(SimpleNamespace(selector="draft"))
+    scheduler.end_weight_update(ALL)
+    one.steps(2)
+    after = one.agent.hello().weights_version
+    one.guest.moves.meeting.abort()
+    with structlog.testing.capture_logs() as said:
+        scheduler.release_memory_occupation(ALL)
+    return {"versions": (before, after), "said": [line["event"] for line in said]}
 
 
 def observed(rank, size):

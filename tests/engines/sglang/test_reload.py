@@ -23,6 +23,12 @@ def test_updates_during_and_after_a_plan_leave_the_new_bytes_and_the_next_plan_w
         assert (seen["epoch"], seen["wrong"], seen["trouble"]) == (3, [], "")
 
 
+def test_a_draft_model_keeps_the_version_and_a_release_is_not_called_refused():
+    for seen in ranks.run(SCENARIOS, "other_sessions"):
+        assert seen["versions"] == (1, 1)
+        assert seen["said"] == ["release_not_prepared"]
+
+
 def test_observing_changes_nothing_about_an_update():
     for seen in ranks.run(SCENARIOS, "observed"):
         assert (seen["wrong"], seen["trouble"], seen["steps"]) == ([], "", 7)

@@ -51,6 +51,8 @@ def watch_loaders(add: Callable[..., None], kinds: Any, find_guest: FindGuest) -
         return original(updater, *args, **kwargs) if refusal is None else (False, refusal)
 
     def around_begin(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+        if recv_req.selector == "draft":  # The weights of the target model stay.
+            return original(scheduler, recv_req)
         refusal = _try_to_begin(of_runner(scheduler.tp_worker.model_runner))
         if refusal is None:
             return original(scheduler, recv_req)
@@ -66,7 +68,7 @@ def watch_loaders(add: Callable[..., None], kinds: Any, find_guest: FindGuest) -
     def around_release(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         """The weights return with a reload or from SGLang's backup, so no plan may begin."""
         if not recv_req.tags or "weights" in recv_req.tags:
-            _try_to_begin(of_runner(scheduler.tp_worker.model_runner))
+            _try_to_begin(of_runner(scheduler.tp_worker.model_runner), "release_not_prepared")
         return original(scheduler, recv_req)
 
     updater, manager = (
@@ -82,8 +84,8 @@ def watch_loaders(add: Callable[..., None], kinds: Any, find_guest: FindGuest) -
     add(f"{manager}.release_memory_occupation", around_release, kinds.AROUND)
 
 
-def _try_to_begin(guest: SglangGuest | None) -> str | None:
-    """Prepare for other weights; return why that is refused, None if it is not."""
+def _try_to_begin(guest: SglangGuest | None, event: str = "weights_refused") -> str | None:
+    """Prepare for other weights; if that is not possible, log it as `event` and return why."""
     if guest is None:
         return None
     try:
@@ -91,7 +93,7 @@ def _try_to_begin(guest: SglangGuest | None) -> str | None:
     except GateFailed:
         raise  # The rank must leave at once.
     except Unavailable as error:
-        _log.error("weights_refused", detail=str(error))
+        _log.error(event, detail=str(error))
         return f"evenkeel: {error}"
     return None
 
