@@ -330,6 +330,17 @@ class Model:
         for layer in self.layers:
             experts.set_weights(layer, self.routed_experts_weights_of_layer[layer.layer_id][0])
 
+        self.replace_parameters(lambda tensor: tensor)
+
+    def replace_parameters(self, make: Any) -> None:
+        """Compute with other tensors than those that SGLang moves, as online quantization does."""
+        by_layer = self.routed_experts_weights_of_layer
+        self.served = [make(tensor) for tensors in by_layer.values() for tensor in tensors]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the tensors that the model computes with, as `torch.nn.Module` does."""
+        return self.served
+
     def modules(self) -> list[Any]:
         """Return the modules of the model, as `torch.nn.Module` does."""
         return [self, *self.layers]

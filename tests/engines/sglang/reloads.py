@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import structlog
+import torch
 
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Vote
@@ -81,7 +82,7 @@ def replaced(rank, size, *, way):
 
 
 def other_sessions(rank, size):
-    """Other weights of the draft model; then a release for which the ranks cannot meet."""
+    """Other weights of the draft model; then tensors that are replaced; then a release in vain."""
     one = Rank(rank, size)
     one.steps(2)
     before = one.agent.hello().weights_version
@@ -90,10 +91,18 @@ def other_sessions(rank, size):
     scheduler.end_weight_update(ALL)
     one.steps(2)
     after = one.agent.hello().weights_version
+    one.model.replace_parameters(torch.clone)
+    scheduler.begin_weight_update(ALL)
+    scheduler.end_weight_update(ALL)
+    trouble = one.agent.trouble
     one.guest.moves.meeting.abort()
     with structlog.testing.capture_logs() as said:
         scheduler.release_memory_occupation(ALL)
-    return {"versions": (before, after), "said": [line["event"] for line in said]}
+    return {
+        "versions": (before, after),
+        "trouble": trouble,
+        "said": [line["event"] for line in said],
+    }
 
 
 def observed(rank, size):

@@ -41,6 +41,7 @@ class Rank(DrivenRank):
         attention=1,
         fp4=False,
         recorder="stat",
+        quantizes=False,
         **changes,
     ):
         self.rank, self.size = rank, size
@@ -83,6 +84,8 @@ class Rank(DrivenRank):
             get_weight_updater=lambda: SimpleNamespace(update_weights_from_disk=None),
         )
         self.model = engine.Model(self.metadata, rank % ep_size)
+        if quantizes:
+            self.model.replace_parameters(torch.clone)
         self.runner = engine.ModelRunner(self.manager)
         self.runner.model = self.model
         self.runner.alloc_memory_pool()

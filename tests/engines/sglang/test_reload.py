@@ -23,9 +23,10 @@ def test_updates_during_and_after_a_plan_leave_the_new_bytes_and_the_next_plan_w
         assert (seen["epoch"], seen["wrong"], seen["trouble"]) == (3, [], "")
 
 
-def test_a_draft_model_keeps_the_version_and_a_release_is_not_called_refused():
+def test_a_draft_keeps_the_version_replaced_tensors_are_found_and_a_release_is_not_refused():
     for seen in ranks.run(SCENARIOS, "other_sessions"):
         assert seen["versions"] == (1, 1)
+        assert seen["trouble"].startswith("3 of 3 tensors that SGLang would move in layer 2 are no")
         assert seen["said"] == ["release_not_prepared"]
 
 

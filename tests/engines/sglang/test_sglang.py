@@ -159,8 +159,18 @@ def test_a_plan_that_sglang_leaves_out_ends_and_plans_go_on_once_it_rebalances_a
         ((("ep_size", 1),), "2 ranks, of which 1 share experts"),
         ((("a2a", "none"), ("attention", 2)), "with 2 groups of attention data parallelism"),
         ((("recorder", "per_pass"),), "recorder-mode per_pass: SGLang's scheduler ends"),
+        (
+            (("quantizes", True),),
+            "3 of 3 tensors that SGLang would move in layer 2 are no parameters",
+        ),
     ],
-    ids=["elastic", "more ranks than share experts", "padding that is counted", "per_pass"],
+    ids=[
+        "elastic",
+        "more ranks than share experts",
+        "padding that is counted",
+        "per_pass",
+        "tensors",
+    ],
 )
 def test_groups_that_are_not_supported_are_refused_with_the_numbers(options, words):
     for seen in ranks.once(SCENARIOS, "refused", options=options):

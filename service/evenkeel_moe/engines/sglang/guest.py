@@ -38,6 +38,7 @@ from evenkeel_moe.engines.sglang.state import (
     is_health_check,
     read_shape,
     routed_weights,
+    unserved,
 )
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.load import CountingSide
@@ -69,6 +70,7 @@ class SglangGuest(EngineGuest):
         super().__init__(settings, make_link)
         self.manager = manager
         self._rows = MoeRows(())
+        self._weights: dict[int, Sequence[Tensor]] = {}
         self._layers: dict[torch.device, Tensor] = {}
         self._side = CountingSide.SOURCE
         self._routes_own = True
@@ -103,11 +105,10 @@ class SglangGuest(EngineGuest):
         self._local = slice(rank * shape.slots_per_rank, (rank + 1) * shape.slots_per_rank)
 
         def read() -> EngineFacts:
-            by_layer = routed_weights(self.manager._get_model())
             device = torch.device(metadata.physical_to_logical_map.device)
             return EngineFacts(
                 initial_placement(metadata, self._rows),
-                SlotWeights(list(by_layer.values()).__getitem__),
+                SlotWeights(list(self._weights.values()).__getitem__),
                 device,
                 dispatch=dispatcher(access.moe_config()),
                 side=self._side,
@@ -154,16 +155,20 @@ class SglangGuest(EngineGuest):
         """Return the model's shape; note the MoE layers, and what the recorder counts.
 
         Raises:
-            Unsupported: SGLang replaces weights in another way than the plugin knows.
+            Unsupported: SGLang replaces weights in another way than the plugin knows, or would move
+                other tensors than it serves with.
         """
         # Now that SGLang has loaded the model, because these modules import most of SGLang.
         refuse_differences(compare_loaders())
         metadata = access.metadata()
-        by_layer = routed_weights(self.manager._get_model())
+        model = self.manager._get_model()
+        self._weights = routed_weights(model)
+        if self.places and (words := unserved(model, self._weights)):
+            raise Unsupported(words)
         config = self.manager._model_config
         text_config = getattr(config, "hf_text_config", None) or getattr(config, "hf_config", None)
-        shape = read_shape(metadata, by_layer, text_config)
-        self._rows = MoeRows(tuple(by_layer))
+        shape = read_shape(metadata, self._weights, text_config)
+        self._rows = MoeRows(tuple(self._weights))
         self._routes_own = access.routes_own_tokens()
         self._side = counting_side(access.recorder()._single_pass_gatherers["primary"])
         self._warm_up = WarmUp(expected=not access.serving().skip_server_warmup)
@@ -323,6 +328,10 @@ class SglangGuest(EngineGuest):
 
     def weights_loaded(self) -> None:
         """Register the new weights; collective. Without a call it happens at the next pass."""
+        if self.agent is None or not self.moves.reloading:
+            return
+        if words := unserved(self.manager._get_model(), self._weights):
+            self.agent.disable_migration(words)
         self.moves.end_reload()
 
     # --- HostEngine -------------------------------------------------------------------------------

@@ -73,6 +73,22 @@ def routed_weights(model: Any) -> dict[int, Sequence[Tensor]]:
     return {layer: found[layer] for layer in sorted(found.keys())}
 
 
+def unserved(model: Any, weights: Mapping[int, Sequence[Tensor]]) -> str:
+    """Return why `routed_weights` are not those the model computes with; empty if they are.
+
+    Some models list their tensors while they load, and the quantization replaces them afterwards.
+    """
+    served = {parameter.data_ptr() for parameter in model.parameters()}
+    for layer, tensors in weights.items():
+        others = sum(tensor.data_ptr() not in served for tensor in tensors)
+        if others:
+            return (
+                f"{others} of {len(tensors)} tensors that SGLang would move in layer {layer} are no"
+                " parameters of the model: SGLang replaced them after it had listed them"
+            )
+    return ""
+
+
 def read_shape(
     metadata: Any, by_layer: Mapping[int, Sequence[Tensor]], hf_config: Any
 ) -> ModelShape:
