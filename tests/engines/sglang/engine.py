@@ -242,10 +242,13 @@ class ForwardBatch:
 
 
 class ModelRunner:
-    """The part of SGLang's runner that allocates the KV cache: 900 tokens of 128 bytes."""
+    """The part of SGLang's runner that allocates the KV cache: 900 tokens of 128 bytes.
+
+    As with `SGLANG_ENABLE_POST_CAPTURE_KV_SIZING` it first has a bound, and tensors of its size.
+    """
 
     is_hybrid_swa = False
-    max_total_num_tokens = 900
+    max_total_num_tokens = 1800
 
     def __init__(self, manager: Any):
         self.eplb_manager = manager
@@ -255,7 +258,15 @@ class ModelRunner:
     def alloc_memory_pool(self, memory_pool_config: Any = None) -> None:
         del memory_pool_config
         half = self.max_total_num_tokens * 64
-        self.token_to_kv_pool = SimpleNamespace(get_kv_size_bytes=lambda: (half, half))
+        self.token_to_kv_pool = SimpleNamespace(
+            get_kv_size_bytes=lambda: (half, half),
+            post_capture_active=True,
+            post_capture_backed_bytes=0,
+        )
+
+    def post_capture_resize_kv_pool(self) -> None:
+        self.max_total_num_tokens = 900
+        self.token_to_kv_pool.post_capture_backed_bytes = 900 * 128
 
 
 class WeightUpdater:

@@ -89,6 +89,7 @@ class Rank(DrivenRank):
         self.runner = engine.ModelRunner(self.manager)
         self.runner.model = self.model
         self.runner.alloc_memory_pool()
+        self.runner.post_capture_resize_kv_pool()
         self.taken = 0
         self.request = "first"
         self.step()

@@ -29,6 +29,7 @@ from evenkeel_moe.engines.sglang import access
 from evenkeel_moe.engines.sglang.canary import SglangProbe
 from evenkeel_moe.engines.sglang.experts import expert_calls
 from evenkeel_moe.engines.sglang.hooks import compare_loaders
+from evenkeel_moe.engines.sglang.kv_cache import read_kv_cache
 from evenkeel_moe.engines.sglang.state import (
     MoeRows,
     WarmUp,
@@ -69,6 +70,7 @@ class SglangGuest(EngineGuest):
     ) -> None:
         super().__init__(settings, make_link)
         self.manager = manager
+        self._runner: Any = None
         self._rows = MoeRows(())
         self._weights: dict[int, Sequence[Tensor]] = {}
         self._layers: dict[torch.device, Tensor] = {}
@@ -91,6 +93,8 @@ class SglangGuest(EngineGuest):
 
     def join(self) -> None:
         """Start the agent. Collective; after a failure SGLang runs without it."""
+        if self._runner is not None:
+            self.kv_cache_allocated(lambda: read_kv_cache(self._runner))
         self._try_to_start(self._start)
 
     def _start(self) -> None:
@@ -174,8 +178,13 @@ class SglangGuest(EngineGuest):
         self._warm_up = WarmUp(expected=not access.serving().skip_server_warmup)
         return shape
 
-    def pool_allocated(self) -> None:
-        """Measure the experts from here on: SGLang records its CUDA graphs next."""
+    def pool_allocated(self, runner: Any) -> None:
+        """Measure the experts from here on: SGLang records its CUDA graphs next.
+
+        Args:
+            runner: SGLang's `ModelRunner`, which has allocated the KV cache.
+        """
+        self._runner = runner
         self._measure_experts(torch.device(access.metadata().physical_to_logical_map.device))
 
     # --- called by SGLang's recorder and manager

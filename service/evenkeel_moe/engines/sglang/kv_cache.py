@@ -9,7 +9,7 @@ def read_kv_cache(runner: Any) -> KvCache | None:
     """Return the KV cache that a runner has allocated.
 
     Args:
-        runner: SGLang's `ModelRunner`, after `alloc_memory_pool`.
+        runner: SGLang's `ModelRunner`, once it serves: until then some pools have a larger bound.
 
     Returns:
         None if some layers keep only a window of the tokens: a token then has no fixed size.
@@ -17,7 +17,10 @@ def read_kv_cache(runner: Any) -> KvCache | None:
     tokens = int(runner.max_total_num_tokens)
     if runner.is_hybrid_swa or tokens < 1:
         return None
-    told = runner.token_to_kv_pool.get_kv_size_bytes()
+    pool = runner.token_to_kv_pool
+    # The tensors of a pool that is sized after the CUDA graphs keep the bound as their size.
+    is_bound = getattr(pool, "post_capture_active", False)
+    told = pool.post_capture_backed_bytes if is_bound else pool.get_kv_size_bytes()
     # Keys and values are told as a pair, unless the pool keeps them as one.
     nbytes = int(sum(told)) if isinstance(told, tuple) else int(told)
     each = -(-nbytes // tokens)

@@ -22,7 +22,6 @@ from evenkeel_moe.engines.sglang.hooks import (
     UPDATER,
     check_engine,
 )
-from evenkeel_moe.engines.sglang.kv_cache import read_kv_cache
 from evenkeel_moe.engines.sglang.loaders import watch_loaders
 
 
@@ -102,9 +101,8 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         if manager is None:
             return
         guest = self.guest_of(manager)
-        guest.kv_cache_allocated(lambda: read_kv_cache(runner))
         with protect_engine(guest, "alloc_memory_pool"):
-            guest.pool_allocated()
+            guest.pool_allocated(runner)
 
     def _around_pass_end(self, original: Callable[[Any], None], manager: Any) -> None:
         guest = self.guest_of(manager)
