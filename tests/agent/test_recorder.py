@@ -5,6 +5,7 @@ import json
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -394,6 +395,14 @@ def test_nothing_is_sent_before_a_stream_is_open():
     reporter.report()
     assert link.steps() == [[0, 1], [2]]
     assert isinstance(link.sent[0], LoadReport) and link.sent[0].rank == 1
+
+
+def test_steps_that_a_long_stride_leaves_out_do_not_stay_in_the_recorder():
+    recorder, link, reporter = make()
+    record(recorder, *range(1, 9))
+    reporter.registered(replace(FLOW, stride=8), None)
+    reporter.report()
+    assert link.steps() == [[8]] and recorder.waiting == 0
 
 
 def test_unacknowledged_reports_are_sent_again_on_the_next_stream():

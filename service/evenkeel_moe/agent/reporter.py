@@ -50,12 +50,16 @@ class Reporter:
 
     def report(self) -> None:
         """Send the steps that wait in the recorder, as far as the controller keeps up."""
-        while self._registered and len(self._unacknowledged) < _MAX_UNACKNOWLEDGED:
+        while (
+            self._registered
+            and self._recorder.waiting
+            and len(self._unacknowledged) < _MAX_UNACKNOWLEDGED
+        ):
             flow = self._flow
             most = min(flow.max_steps_per_report, self._most_steps)
             taken = self._recorder.take(most, flow.stride, flow.from_step)
-            if taken is None:
-                return
+            if taken is None:  # The stride leaves all of them out.
+                continue
             report = LoadReport(
                 self._identity.deployment,
                 self._identity.generation,
