@@ -262,6 +262,8 @@ def test_a_saved_profile_is_read_back(tmp_path):
         ('"s_per_replica": 2e-06', '"s_per_replica": -1e-6', "s_per_replica is -1e-06"),
         ('"fixed_s": 1e-05', '"fixed_s": NaN', "fixed_s field"),
         ('"s_per_replica"', '"seconds"', "no curve"),
+        ('"d_model": 256', '"d_model": null', "'d_model': None, 'd_ffn': 512, 'experts': 6}, not"),
+        ('"experts": 6', '"experts": Infinity', "'experts': inf}, not whole numbers"),
     ],
 )
 def test_a_damaged_profile_is_refused(tmp_path, old, new, words):

@@ -43,8 +43,8 @@ def test_the_time_by_replicas_is_measured_at_the_start(tmp_path, told):
 
 @pytest.mark.parametrize(
     ("about", "budget_s"),
-    [(LAYER, 0.0), ({}, 0.2), ({**LAYER, "experts": 1}, 0.2)],
-    ids=["no time", "no layer named", "one expert"],
+    [(LAYER, 0.0), ({}, 0.2), ({**LAYER, "experts": 1}, 0.2), ({**LAYER, "dtype": "quint8"}, 0.2)],
+    ids=["no time", "no layer named", "one expert", "a number type without arithmetic"],
 )
 def test_what_cannot_be_measured_again_is_told_as_it_was_saved(tmp_path, told, about, budget_s):
     saved = saved_with(tmp_path, **about)

@@ -89,9 +89,10 @@ def _shape_of(about: Any) -> ExpertShape | None:
     """Return the layer that a file names; None if it names none."""
     if not isinstance(about, dict) or not {"d_model", "d_ffn", "experts", "dtype"} <= about.keys():
         return None
-    return ExpertShape(
-        int(about["d_model"]), int(about["d_ffn"]), int(about["experts"]), str(about["dtype"])
-    )
+    sizes = {name: about[name] for name in ("d_model", "d_ffn", "experts")}
+    if any(type(size) is not int for size in sizes.values()):
+        raise InvalidInput(f"about has {sizes}, not whole numbers")
+    return ExpertShape(**sizes, dtype=str(about["dtype"]))
 
 
 def _path(folder: Path, gpu_uuid: str) -> Path:

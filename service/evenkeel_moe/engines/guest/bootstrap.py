@@ -120,6 +120,7 @@ def make_guest(
     """
     store, generation = _open_store(settings, rank, shape.num_ranks, gather)
     config = _agent_config(settings, rank, shape, generation, facts)
+    saved = _load_profile(settings, config.gpu_uuid)
     agent = Agent(
         config,
         facts.placement,
@@ -142,7 +143,7 @@ def make_guest(
         # In observe mode the plugin does not see that weights are replaced.
         probe=facts.probe if settings.places else None,
     )
-    if (saved := _load_profile(settings, config.gpu_uuid)) is not None:
+    if saved is not None:
         tell_profile(agent, saved, facts.device, settings.profile_s)
     return agent
 
@@ -248,7 +249,7 @@ def tell_profile(agent: Agent, saved: SavedProfile, device: torch.device, budget
                 max_tokens=saved.max_tokens,
                 now_unix_s=SystemClock().unix(),
             )
-        except (InvalidInput, RuntimeError) as error:
+        except Exception as error:  # It costs the newer figures; the rank goes on.
             _log.warning("profile_not_measured_again", detail=str(error)[:300])
     if cost is not None:
         agent.tell(cost)
