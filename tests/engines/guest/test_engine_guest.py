@@ -1,11 +1,16 @@
 """What a guest tells the controller when its process ends."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
+import torch
 
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest, _say_that_it_stops
+from evenkeel_moe.errors import Unavailable
+from evenkeel_moe.model.topology import ModelShape
 from tests.engines.driving import toy_settings
 
 
@@ -39,6 +44,9 @@ def test_an_error_that_ends_the_process_is_not_planned(error):
     assert _ends(error) == [False]
 
 
+FACTS: Any = SimpleNamespace(device=torch.device("cpu"))
+
+
 class Guest(EngineGuest):
     engine_name = "toy"
 
@@ -50,6 +58,19 @@ class Guest(EngineGuest):
 
     def _deliver(self, note, counts):
         del note, counts
+
+
+def test_a_rank_that_cannot_read_its_engine_is_heard_before_any_other_message():
+    guest, sent = Guest(toy_settings()), []
+
+    def gather(row):
+        sent.append(row.tolist())
+        return np.array([[0], [1]])
+
+    guest._gather = gather  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match=r"ranks \[1\]"):
+        guest._start_agent(0, ModelShape(1, 2, 2, 2, 1, 8), lambda: FACTS)
+    assert sent == [[0]]
 
 
 @pytest.mark.fault(

@@ -143,9 +143,10 @@ class EngineGuest(HostEngine, ABC):
 
     def _start_agent(self, rank: int, shape: ModelShape, read: Callable[[], EngineFacts]) -> Agent:
         """Start the agent on all ranks or on none; collective."""
+        # A message of its own tells that: the next ones of `make` have other lengths.
+        facts = all_or_none("read the engine", read, self._gather)
 
         def make() -> Agent:
-            facts = read()
             self._measure_experts(facts.device)
             self.link = None if self._make_link is None else self._make_link()
             return make_guest(
