@@ -2,13 +2,14 @@
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from evenkeel_moe.engines.guest.collective_start import RollCall, all_or_none
+from evenkeel_moe.agent.together import together
+from evenkeel_moe.engines.guest.collective_start import RollCall
 from evenkeel_moe.errors import Unavailable
 from tests.waiting import deadline, wait_until
 
@@ -61,25 +62,25 @@ def test_ranks_that_join_without_the_plugin_are_named_and_the_others_need_not_wa
 def test_a_start_that_fails_on_one_rank_fails_on_all_and_is_undone():
     undone = []
 
-    def among(*others):
-        return lambda row: np.array([[int(row[0])], *([other] for other in others)])
-
-    assert all_or_none("begin", lambda: 7, among(0, 0), undone.append) == 7
-    with pytest.raises(Unavailable, match=r"ranks \[2\] could not begin: see their logs"):
-        all_or_none("begin", lambda: 7, among(0, 1), undone.append)
-    assert undone == [7]
     rows = []
+
+    def among(*others):
+        def all_gather(row):
+            rows.append(row.tolist())
+            return torch.tensor([row.tolist(), *([other] for other in others)])
+
+        return SimpleNamespace(all_gather=all_gather)
+
+    assert together(among(0, 0), "begin", lambda: 7, undone.append) == 7
+    with pytest.raises(Unavailable, match=r"ranks \[2\] cannot begin: their logs say why"):
+        together(among(0, 1), "begin", lambda: 7, undone.append)
+    assert undone == [7]
+    rows.clear()
 
     def fails():
         raise RuntimeError("no more threads")
 
-    def compare(row):
-        rows.append(row)
-        return among(0)(row)
-
     with pytest.raises(RuntimeError, match="no more threads"):
-        all_or_none("begin", fails, compare, undone.append)
-    assert [row.tolist() for row in rows] == [[1]], (
-        "a rank that failed takes part in the comparison too"
-    )
+        together(among(0), "begin", fails, undone.append)
+    assert rows == [[1]], "a rank that failed takes part in the comparison too"
     assert undone == [7]

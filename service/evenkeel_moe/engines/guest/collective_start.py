@@ -1,27 +1,19 @@
-"""Starts the guests of all ranks or of none, and keeps plugin errors away from the engine.
-
-If a start failed on one rank only, the other ranks would enter collectives that never complete:
-they would hold their balancer back, or wait for a rank that has no guest. So the ranks compare
-their results after each part of the start.
-"""
+"""Starts no guest unless all ranks run the plugin, and keeps its errors away from the engine."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import numpy as np
 import structlog
 import torch.distributed
 
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.ports import GateFailed
-from evenkeel_moe.engines.guest.plan_agreement import Gather
 from evenkeel_moe.errors import Unavailable
 
 _log = structlog.get_logger(__name__)
-_T = TypeVar("_T")
 _distributed: Any = torch.distributed
 _MARGIN_S = 10.0
 _calls = itertools.count()
@@ -113,37 +105,6 @@ def require_plugin_in_group(group: Any, timeout_s: float) -> None:
         return
     name = f"evenkeel/roll-call/{first}/{next(_calls)}"
     RollCall(store, name, group.rank(), group.size()).require_all(timeout_s)
-
-
-def all_or_none(
-    what: str, work: Callable[[], _T], gather: Gather, undo: Callable[[_T], object] | None = None
-) -> _T:
-    """Run one part of the start on every rank; collective, also if it fails.
-
-    Args:
-        what: the part, in words.
-        work: may fail on any rank, before or after its own collectives.
-        gather: see `plan_agreement.Gather`.
-        undo: reverts the work of this rank if another rank failed.
-
-    Raises:
-        Unavailable: another rank failed; its log has the reason.
-        Exception: the error of `work` on this rank.
-    """
-    answer: _T | None = None
-    failure: Exception | None = None
-    try:
-        answer = work()
-    except Exception as error:
-        failure = error
-    failed = np.flatnonzero(gather(np.array([int(failure is not None)], np.int64))[:, 0]).tolist()
-    if failure is not None:
-        raise failure
-    if failed:
-        if undo is not None:
-            undo(answer)  # type: ignore[arg-type]
-        raise Unavailable(f"ranks {failed[:8]} could not {what}: see their logs")
-    return answer  # type: ignore[return-value]
 
 
 @contextmanager

@@ -13,12 +13,13 @@ import numpy as np
 import structlog
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.engine_moves import EngineMoves, HostEngine, Move
 from evenkeel_moe.agent.ports import RankLink
+from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, make_guest
-from evenkeel_moe.engines.guest.collective_start import all_or_none
 from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote
 from evenkeel_moe.engines.guest.expert_times import (
     ExpertCall,
@@ -132,6 +133,10 @@ class EngineGuest(HostEngine, ABC):
     def _gather(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         return gather_rows(row, self._plan_group())
 
+    def all_gather(self, value: Tensor) -> Tensor:
+        """See `agent.together.RankGroup`: a guest stands for the ranks of its engine's group."""
+        return torch.from_numpy(self._gather(value.numpy()))
+
     def _try_to_start(self, start: Callable[[], None]) -> None:
         """Run `start`; if it fails, the engine serves without a guest."""
         try:
@@ -144,7 +149,7 @@ class EngineGuest(HostEngine, ABC):
     def _start_agent(self, rank: int, shape: ModelShape, read: Callable[[], EngineFacts]) -> Agent:
         """Start the agent on all ranks or on none; collective."""
         # A message of its own tells that: the next ones of `make` have other lengths.
-        facts = all_or_none("read the engine", read, self._gather)
+        facts = together(self, "read the engine", read)
 
         def make() -> Agent:
             self._measure_experts(facts.device)
@@ -161,7 +166,7 @@ class EngineGuest(HostEngine, ABC):
 
         self._top_k = shape.top_k
         self._counts = GuestCounts(shape.num_logical_experts, self._deliver)
-        self.agent = all_or_none("start an agent", make, self._gather, Agent.close)
+        self.agent = together(self, "start an agent", make, Agent.close)
         self._tell_kv_cache()
         # Engines run a rank in a child process, which ends without atexit's functions.
         self._at_exit = Finalize(None, _say_that_it_stops, (self.agent,), exitpriority=0)

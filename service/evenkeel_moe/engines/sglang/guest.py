@@ -13,12 +13,9 @@ from torch import Tensor
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import RankLink
+from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts
-from evenkeel_moe.engines.guest.collective_start import (
-    all_or_none,
-    protect_engine,
-    require_plugin_in_group,
-)
+from evenkeel_moe.engines.guest.collective_start import protect_engine, require_plugin_in_group
 from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall, Seconds
@@ -104,7 +101,7 @@ class SglangGuest(EngineGuest):
             replica = f"replica {parallel.dp_rank} of {parallel.dp_size}"
             self.settings = settings_of_part(self.settings, f"dp{parallel.dp_rank}", replica)
         require_plugin_in_group(self._plan_group(), self.settings.group_timeout_s)
-        shape = all_or_none("read the model", self._read_model, self._gather)
+        shape = together(self, "read the model", self._read_model)
         rank, metadata = _distributed.get_rank(), access.metadata()
         self._local = slice(rank * shape.slots_per_rank, (rank + 1) * shape.slots_per_rank)
 

@@ -12,12 +12,9 @@ from numpy.typing import NDArray
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import GateFailed, RankLink
+from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, Former, agree_on_former
-from evenkeel_moe.engines.guest.collective_start import (
-    RollCall,
-    all_or_none,
-    require_plugin_in_group,
-)
+from evenkeel_moe.engines.guest.collective_start import RollCall, require_plugin_in_group
 from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall
@@ -155,7 +152,7 @@ class VllmGuest(EngineGuest):
         """Start the agent in vLLM's present group, which may come from another; collective."""
         group = self._group
         size, rank = int(group.world_size), int(group.rank_in_group)
-        shape = all_or_none("read the model", lambda: read_shape(model_state, size), self._gather)
+        shape = together(self, "read the model", lambda: read_shape(model_state, size))
         first = rank * shape.slots_per_rank
         self._slots = slice(first, first + shape.slots_per_rank)
         tensor_group = self._groups.get_tp_group()
@@ -283,8 +280,8 @@ class VllmGuest(EngineGuest):
             # They do that before vLLM makes the group: nobody waits for a rank without the plugin.
             roll.require_announced(shape.num_ranks)
         roll.require_all(self.settings.group_timeout_s)
-        former = all_or_none(
-            "agree on the group before", lambda: agree_on_former(mine, self._gather), self._gather
+        former = together(
+            self, "agree on the group before", lambda: agree_on_former(mine, self._gather)
         )
         self._step = former.step
         agent = self._start_in_group(model_state, former)
