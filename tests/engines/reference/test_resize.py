@@ -1,9 +1,13 @@
 """Who becomes which rank, with which experts and on which node, when a group changes its size."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.fleet_report import FleetRecord
 from evenkeel_moe.engines.reference.resize import (
     former_ranks,
     leaving_ranks,
@@ -11,6 +15,7 @@ from evenkeel_moe.engines.reference.resize import (
     resized_nodes,
     resized_placement,
 )
+from evenkeel_moe.engines.reference.resizing import Resizing
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
 from evenkeel_moe.model.placement import EMPTY, Placement
 
@@ -73,6 +78,22 @@ def test_experts_on_leaving_ranks_alone_are_counted_and_named():
     with pytest.raises(InfeasiblePlan, match=says) as refused:
         resized_placement(Placement(ROWS, 4, 3), (3, None))
     assert refused.value.reason is Reason.EXPERT_WITHOUT_REPLICA
+
+
+def test_a_drain_may_be_long_and_only_ranks_that_load_are_given_up(tmp_path):
+    alive: Any = SimpleNamespace(poll=lambda: None)
+    record = FleetRecord(tmp_path)
+    before = RankConfig(run_folder=str(tmp_path), num_ranks=4, layers=1, experts=4)
+    fewer = before.replace(num_ranks=3, former=(0, 1, 2), group=1)
+    drains = Resizing(before, fewer, [alive] * 4, {}, began=0.0, drain_s=300.0)
+    assert not drains.is_prepared(record, 299.0) and drains.is_prepared(record, 301.0)
+    assert drains.trouble(record, 301.0, saved_epoch=-1) == ""
+    more = before.replace(num_ranks=5, former=(0, 1, 2, 3, None), group=1)
+    loads = Resizing(before, more, [alive] * 4, {4: alive}, began=0.0, drain_s=300.0)
+    assert loads.trouble(record, 420.0, saved_epoch=-1) == ""
+    assert loads.trouble(record, 421.0, saved_epoch=-1) == (
+        "the new ranks [4] did not load within 420 s"
+    )
 
 
 @pytest.mark.parametrize(

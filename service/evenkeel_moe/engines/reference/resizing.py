@@ -19,7 +19,7 @@ from evenkeel_moe.model.quantities import counted, numbered
 _NOTICE_S = 30.0
 """Seconds in which the other ranks must have noticed a death."""
 _LOAD_S = 120.0
-"""Seconds in which processes that join must have loaded."""
+"""Seconds in which processes that join must have loaded, after those of the drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,10 @@ class Resizing:
         if dead and not self.forming:
             codes = ", ".join(f"{rank} with exit code {self.joining[rank].poll()}" for rank in dead)
             return f"new ranks ended before they joined: {codes}"
-        if not self.forming and now > self.began + max(_LOAD_S, self.drain_s):
-            return f"the new ranks {sorted(self.joining)} did not load within {_LOAD_S:g} s"
+        loading = sorted(self.joining.keys() - record.of_group(self.after.group, "ready").keys())
+        limit_s = self.drain_s + _LOAD_S
+        if loading and not self.forming and now > self.began + limit_s:
+            return f"the new ranks {loading} did not load within {limit_s:g} s"
         refused = record.of_group(self.after.group, "refused")
         # Until every rank has, one may still have to look into the configuration.
         if len(refused) == self.before.num_ranks:
