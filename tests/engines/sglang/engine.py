@@ -71,6 +71,7 @@ PARALLEL = SimpleNamespace(
     elastic_ep_initial_size=None,
     ep_join_rank_offset=0,
 )
+DEVICE = SimpleNamespace(device="cpu", watchdog_timeout=300.0)
 SERVING = SimpleNamespace(skip_server_warmup=True)
 RESOURCES = SimpleNamespace(expert_distribution_recorder=None, expert_location_metadata=None)
 
@@ -176,7 +177,7 @@ def _stand_ins(srt: Path) -> None:
         get_exec=lambda: EXEC,
         get_parallel=lambda: PARALLEL,
         get_serving=lambda: SERVING,
-        get_device=lambda: SimpleNamespace(device="cpu"),
+        get_device=lambda: DEVICE,
         get_resources=lambda: RESOURCES,
         get_model=lambda: SimpleNamespace(model_path="", load_format=""),
         get_schedule=lambda: SimpleNamespace(chunked_prefill_size=0),

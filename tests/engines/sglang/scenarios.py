@@ -293,6 +293,15 @@ def refused(rank, size, *, options):
     }
 
 
+def refused_on_one(rank, size):
+    """Rank 1 starts no plugin, and SGLang's watchdog would end the server after five seconds."""
+    engine.load(rank)
+    engine.DEVICE.watchdog_timeout = 5.0
+    with structlog.testing.capture_logs() as said:
+        Rank(rank, size, elastic="mooncake" if rank else None)
+    return [line["detail"] for line in said if line["event"] == "guest_not_started"]
+
+
 def start_fails(rank, size):
     """Rank 0 cannot open the store; SGLang's group still works for SGLang."""
     one = Rank(rank, size, host="no.such.host.invalid", group_timeout_s=5.0)

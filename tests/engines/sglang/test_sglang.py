@@ -180,6 +180,11 @@ def test_groups_that_are_not_supported_are_refused_with_the_numbers(options, wor
         assert seen["steps"] == 6
 
 
+def test_ranks_wait_for_each_other_for_less_than_sglangs_watchdog():
+    (waited,), _ = ranks.run(SCENARIOS, "refused_on_one")
+    assert "did not start on ranks [1] of 2 within 4 s" in waited
+
+
 def test_a_guest_that_cannot_start_leaves_sglangs_groups_alone():
     for seen in ranks.once(SCENARIOS, "start_fails"):
         assert not seen["agent"]

@@ -76,7 +76,8 @@ class GuestSettings(BaseSettings):
     group_timeout_s: _Seconds = 300.0
     """Seconds that the ranks wait for each other at the start. It must exceed the difference in
     load time between the slowest and the fastest rank. It must be shorter than NCCL's ten minutes,
-    after which ranks without the plugin would give up waiting for the others."""
+    after which ranks without the plugin would give up waiting for the others. In SGLang it is at
+    most 0.8 of `--watchdog-timeout`, after which SGLang ends the server."""
     gate_timeout_s: _Seconds = 20.0
     canary_step_s: Annotated[float, Field(ge=0, le=1)] = 5e-5
     """Seconds that a step may wait for the canary, which asks each moved expert one token and

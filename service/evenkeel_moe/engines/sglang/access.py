@@ -37,6 +37,11 @@ def parallel() -> Any:
     return importlib.import_module(CONTEXT).get_parallel()
 
 
+def watchdog_s() -> float:
+    """Return the seconds after which SGLang ends a server that is still at the same pass."""
+    return float(importlib.import_module(CONTEXT).get_device().watchdog_timeout)
+
+
 def serving() -> Any:
     """Return the options of the server."""
     return importlib.import_module(CONTEXT).get_serving()

@@ -46,6 +46,8 @@ from evenkeel_moe.protocol.messages import Prepare
 
 _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
+_WATCHDOG_PART = 0.8
+"""Part of the watchdog's time that the ranks may wait for each other: a pass also computes."""
 
 
 class SglangGuest(EngineGuest):
@@ -96,6 +98,9 @@ class SglangGuest(EngineGuest):
 
     def _start(self) -> None:
         self._refuse_unsupported()
+        limit_s = _WATCHDOG_PART * access.watchdog_s()
+        if self.settings.group_timeout_s > limit_s:
+            self.settings = self.settings.model_copy(update={"group_timeout_s": limit_s})
         parallel = access.parallel()
         if parallel.dp_size > 1 and parallel.attn_dp_size == 1:
             replica = f"replica {parallel.dp_rank} of {parallel.dp_size}"

@@ -56,7 +56,7 @@ PARTS: Parts = {
             " num_local_physical_experts num_groups num_nodes algorithm"
         }
     },
-    CONTEXT: {"": {"get_exec": "", "get_parallel": "", "get_serving": ""}},
+    CONTEXT: {"": {f"get_{kind}": "" for kind in ("device", "exec", "parallel", "serving")}},
 }
 RUNNER_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 SCHEDULER_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
