@@ -22,10 +22,9 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from evenkeel_moe.agent import build
-from evenkeel_moe.agent.build import SYSTEM_PARTS, AgentParts, Connect
+from evenkeel_moe.agent.build import SYSTEM_PARTS, AgentParts, Connect, own_name
 from evenkeel_moe.agent.canary_runs import CanaryRuns, Probe
-from evenkeel_moe.agent.checksums import agree_on_start
+from evenkeel_moe.agent.checksums import agree_on_start, checksums_digest
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.gate_polls import GatePolls
 from evenkeel_moe.agent.memory import FreeMemory
@@ -45,11 +44,13 @@ from evenkeel_moe.agent.staging_progress import StagingReports
 from evenkeel_moe.agent.together import together
 from evenkeel_moe.agent.trouble import FaultEnd, Trouble
 from evenkeel_moe.errors import EvenkeelError, InvalidInput, PeerViolation, Reason
+from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.ports.threads import Event
 from evenkeel_moe.protocol.messages import (
+    MIGRATE,
     CancelStaging,
     EngineRebalanced,
     FromController,
@@ -69,6 +70,7 @@ from evenkeel_moe.protocol.messages import (
     WeightsReloaded,
 )
 from evenkeel_moe.protocol.rank.gate import Gate, GateAction
+from evenkeel_moe.protocol.rank.participant import Participant
 from evenkeel_moe.wire.link import Heartbeat, RankFact, ToRankLink
 
 _log = structlog.get_logger(__name__)
@@ -134,7 +136,7 @@ class Agent:
         self._permit = parts.threads.event()
         self._saving = parts.barrier()
 
-        self._gate_group = connect(build.own_name("gate", config), torch.device("cpu"))
+        self._gate_group = connect(own_name("gate", config), torch.device("cpu"))
         own = OwnMoves(self._gate_group, slots_written)
         self._moves = maps if isinstance(maps, ExpertMoves) else own
         if self._moves is not own and slots_written is not None:
@@ -143,7 +145,7 @@ class Agent:
         self._canary = self._make_canary(probe, device)
         agree_on_start(self._gate_group, config, placement, epoch, self._canary is not None)
         checksums, unsound = self._register_start(placement)
-        self._participant = build.make_participant(parts, config, placement, epoch, checksums)
+        self._participant = self._make_participant(placement, epoch, checksums)
         self._trouble = Trouble(self._participant, self.now)
         if unsound:
             self._trouble.begin(unsound, FaultEnd.RELOAD)
@@ -163,6 +165,22 @@ class Agent:
         if link is not None:
             self._network = parts.network(link, self._recorder, config.identity, config.side, clock)
             self._network.start(self)
+
+    def _make_participant(
+        self, placement: Placement, epoch: int, checksums: tuple[int, ...]
+    ) -> Participant:
+        config = self._config
+        return self.parts.participant(
+            config.identity,
+            config.shape,
+            placement,
+            epoch=Epoch(epoch),
+            weights_version=config.weights_version,
+            checksums=checksums,
+            staging_bytes=config.staging_bytes,
+            drop_after_s=config.drop_after_s,
+            observe_only=config.observe_only,
+        )
 
     def _make_transport(self) -> WeightTransport:
         return self._moves.make_transport(self.parts, self._participant, self._trouble)
@@ -531,9 +549,29 @@ class Agent:
     def hello(self) -> Hello:
         """Return the first message of a stream."""
         with self._lock:
-            digest, memory, moves = self._gate.digest, self._memory.read(), self._trouble.moves
-            told = self._saving.told(self._participant.epoch, self._participant.placement.digest)
-            return build.make_hello(self._config, self._participant, told, digest, memory, moves)
+            config, known = self._config, self._participant
+            epoch, digest = self._saving.told(known.epoch, known.placement.digest)
+            return Hello(
+                identity=known.identity,
+                shape=config.shape,
+                node=config.node,
+                gpu_uuid=config.gpu_uuid,
+                epoch=epoch,
+                placement_digest=digest,
+                weights_version=known.weights_version,
+                checksums_digest=checksums_digest(known.checksums),
+                free_bytes=self._memory.read(),
+                staging_bytes=config.staging_bytes,
+                gate_digest=self._gate.digest,
+                # Heartbeats tell a fault that will end.
+                capabilities=frozenset({MIGRATE}) if self._trouble.moves else frozenset(),
+                highest_term=known.leader.term if known.leader is not None else 0,
+                device=config.device_name,
+                weight_format=config.weight_format,
+                dispatch=config.dispatch,
+                slots_stay_filled=config.slots_stay_filled,
+                lineage=config.lineage,
+            )
 
     def heartbeat(self) -> Heartbeat:
         """Return the steps run, the free memory and the trouble of this rank."""
