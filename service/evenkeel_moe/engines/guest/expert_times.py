@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import structlog
 import torch
@@ -45,35 +45,6 @@ class Total(NamedTuple):
     intervals: int
 
 
-class ExpertClock(Protocol):
-    """Adds up intervals on the device that computes the experts."""
-
-    @property
-    def is_recorded(self) -> Callable[[], bool] | None:
-        """Returns True while a graph is recorded, whose replays begin and end the same intervals.
-
-        None if the device has no graphs.
-        """
-        ...
-
-    def begin(self) -> None:
-        """Begin an interval."""
-        ...
-
-    def end(self) -> None:
-        """End an interval."""
-        ...
-
-    def take(self) -> Callable[[], Total]:
-        """Set the total to zero.
-
-        Returns:
-            A function that returns what the total was. It may be called once all that was queued on
-            the device before this call has ended.
-        """
-        ...
-
-
 class HostClock:
     """A clock of the host, for experts whose function returns when they are computed.
 
@@ -82,6 +53,8 @@ class HostClock:
     """
 
     is_recorded: Callable[[], bool] | None = None
+    """Returns True while a graph is recorded, whose replays begin and end the same intervals; None
+    if the device has no graphs."""
 
     def __init__(self, now: Callable[[], int] = time.thread_time_ns) -> None:
         self._now = now
@@ -97,7 +70,7 @@ class HostClock:
         self._intervals += 1
 
     def take(self) -> Callable[[], Total]:
-        """See `ExpertClock`."""
+        """Set the total to zero; return a function that returns what it was."""
         total = Total(self._nanoseconds, self._intervals)
         self._nanoseconds = self._intervals = 0
         return lambda: total
@@ -138,12 +111,20 @@ class StreamClock:
         self._add_time(self._total, 1)
 
     def take(self) -> Callable[[], Total]:
-        """See `ExpertClock`; at most 32 totals may be unread."""
+        """Set the total to zero; return a function that returns what it was.
+
+        It may be called once all that was queued on the device before has ended. At most 32 totals
+        may be unread.
+        """
         arrived = self._arrived[self._taken % _MOST_UNREAD]
         self._taken += 1
         arrived.copy_(self._total, non_blocking=True)
         self._total.zero_()
         return lambda: Total(*arrived.tolist())
+
+
+ExpertClock = HostClock | StreamClock
+"""Adds up intervals on the device that computes the experts."""
 
 
 def make_clock(device: torch.device) -> ExpertClock:
