@@ -259,7 +259,8 @@ def approve(
 ) -> None:
     """Start a plan that waits for approval.
 
-    The answer is stale_base if the placement has changed since the plan was made.
+    The answer is stale_base if the placement has changed since the plan was made, and
+    weights_version_changed if the weights have.
     """
     checked_id(plan, "plan")
     with connection.client() as client:

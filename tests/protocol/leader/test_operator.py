@@ -301,16 +301,18 @@ def test_plans_wait_until_all_ranks_have_answered(state, reason):
         assert refused(Unavailable, ask)[0] is reason
 
 
-def test_a_plan_for_another_group_or_epoch_is_refused_and_not_entered():
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (plan_of(generation=Generation("g0")), Reason.GENERATION_CHANGED),
+        (plan_of(base_epoch=1), Reason.STALE_BASE),
+        (plan_of(1, base=AFTER_ONE, target=AFTER_ONE), Reason.STALE_BASE),
+        (plan_of(weights_version=0), Reason.WEIGHTS_VERSION_CHANGED),
+    ],
+)
+def test_a_plan_for_another_group_epoch_or_weights_is_refused_and_not_entered(plan, reason):
     control = control_of()
-    operator = Operator(control)
-    other, late = plan_of(generation=Generation("g0")), plan_of(base_epoch=1)
-    assert refused(Conflict, lambda: operator.submit(other, 0.0))[0] is Reason.GENERATION_CHANGED
-    moved = plan_of(1, base=AFTER_ONE, target=AFTER_ONE)
-    for stale in (late, moved):
-        assert (
-            refused(Conflict, lambda plan=stale: operator.submit(plan, 0.0))[0] is Reason.STALE_BASE
-        )
+    assert refused(Conflict, lambda: Operator(control).submit(plan, 0.0))[0] is reason
     assert not control.records.by_id
 
 

@@ -252,11 +252,18 @@ def test_a_planner_that_failed_is_said_once_and_asked_again():
     assert cycle_or_reason(control, deadline + 0.1) is None
 
 
-@pytest.mark.parametrize("changes", [{"base_epoch": 1}, {"generation": Generation("g0")}])
-def test_a_plan_of_a_cycle_for_another_epoch_or_group_is_not_entered(changes):
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"base_epoch": 1}, Reason.STALE_BASE),
+        ({"generation": Generation("g0")}, Reason.STALE_BASE),
+        ({"weights_version": 0}, Reason.WEIGHTS_VERSION_CHANGED),
+    ],
+)
+def test_a_plan_of_a_cycle_for_another_epoch_group_or_weights_is_not_entered(changes, reason):
     control = fresh(AUTO)
     actions = decide(control, plan_of(kind=PlanKind.AUTOMATIC, **changes))
-    assert only(actions, ctl.PersistDecision).row["reason"] == Reason.STALE_BASE
+    assert only(actions, ctl.PersistDecision).row["reason"] == reason
     assert not control.records.by_id
 
 

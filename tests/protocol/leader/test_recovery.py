@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.errors import Conflict, Reason
 from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
-from evenkeel_moe.model.plan import PlanPhase
+from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.query_round import Disagreement, GroupState, QueryRound
@@ -38,6 +38,7 @@ from tests.protocol.machines import (
     queries,
     query_of,
     record,
+    refused,
     sent,
     state_in,
     state_of,
@@ -178,6 +179,21 @@ def test_after_a_reload_on_all_ranks_plans_begin_again():
     assert state_in(control) is S.READY
     _, actions = Operator(control).submit(plan_of(weights_version=2), 0.0, approve=True)
     assert [prepare.checksums for prepare in prepares(actions)] == [(6,), (6,)]
+
+
+def test_a_proposal_of_old_weights_ends_with_the_recovery_after_the_reload():
+    """R4; the next cycle makes another one."""
+    control = control_of()
+    operator = Operator(control)
+    operator.submit(plan_of(kind=PlanKind.AUTOMATIC), 0.0)
+    reloaded: dict[str, Any] = {"weights_version": 2, "checksums": (6,) * 8}
+    control.handle(from_rank(0, state_of(0, **reloaded)), 0.0)
+    control.handle(from_rank(1, state_of(1, **reloaded)), 0.0)
+    answer_queries(control, **reloaded)
+    assert phase_and_reason(control) == (PlanPhase.REFUSED, Reason.WEIGHTS_VERSION_CHANGED)
+    assert control.records.proposal() is None
+    reason, _ = refused(Conflict, lambda: operator.approve(PlanId("p"), "me", 0.0))
+    assert reason is Reason.WEIGHTS_VERSION_CHANGED
 
 
 def stored_plans(*changes):

@@ -196,7 +196,7 @@ class DeploymentState:
         """Check that a plan could be entered now.
 
         Raises:
-            Conflict: GENERATION_CHANGED, STALE_BASE.
+            Conflict: GENERATION_CHANGED, STALE_BASE, WEIGHTS_VERSION_CHANGED.
             InfeasiblePlan: the plan breaks an invariant (R17).
             Unavailable: this replica does not lead, or not all ranks have answered.
         """
@@ -207,6 +207,9 @@ class DeploymentState:
             raise Conflict(f"planned for {plan.generation}", Reason.GENERATION_CHANGED)
         if executor.is_stale(plan, 0):
             raise Conflict(f"planned on epoch {plan.base_epoch}", Reason.STALE_BASE)
+        if executor.is_of_other_weights(plan):
+            words = f"planned for weights {plan.weights_version}"
+            raise Conflict(words, Reason.WEIGHTS_VERSION_CHANGED)
         refusal = executor.plan_problem(plan)
         if refusal is not None:
             raise InfeasiblePlan(refusal[1], refusal[0])

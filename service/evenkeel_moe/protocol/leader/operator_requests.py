@@ -28,7 +28,7 @@ class OperatorRequests(PlanMoves):
         """Enter a plan made by hand or for a rollback. A rollback holds `auto` mode.
 
         Raises:
-            Conflict: ID_REUSED, STALE_BASE, and with `approve` OBSERVE_MODE, OBSERVE_ONLY,
+            Conflict: ID_REUSED, as `check_plan`, and with `approve` OBSERVE_MODE, OBSERVE_ONLY,
                 SEPARATE_APPROVAL, LIMIT_EXCEEDED, PLAN_IN_PROGRESS, FROZEN or OUTSIDE_SCHEDULE.
             InfeasiblePlan: the plan breaks an invariant (R17).
         """
@@ -66,14 +66,14 @@ class OperatorRequests(PlanMoves):
 
         Raises:
             NotFound: no such plan.
-            Conflict: STALE_BASE if the epoch moved (R16), EXPIRED, WRONG_PHASE, OBSERVE_MODE,
-                OBSERVE_ONLY, SEPARATE_APPROVAL, LIMIT_EXCEEDED, PLAN_IN_PROGRESS, FROZEN,
-                OUTSIDE_SCHEDULE.
+            Conflict: STALE_BASE if the epoch moved (R16), WEIGHTS_VERSION_CHANGED after a reload
+                (R4), EXPIRED, WRONG_PHASE, OBSERVE_MODE, OBSERVE_ONLY, SEPARATE_APPROVAL,
+                LIMIT_EXCEEDED, PLAN_IN_PROGRESS, FROZEN, OUTSIDE_SCHEDULE.
         """
         plan_id, by = event.plan_id, event.by
         record = self.records.get(plan_id)
         plan, unix = record.plan, now + self.unix_offset_s
-        if record.reason in (Reason.STALE_BASE, Reason.EXPIRED):
+        if record.reason in (Reason.STALE_BASE, Reason.WEIGHTS_VERSION_CHANGED, Reason.EXPIRED):
             raise Conflict(f"plan {plan_id} ended: {record.error}", record.reason)
         if record.phase is not PlanPhase.PROPOSED:
             raise Conflict(f"plan {plan_id} is {record.phase_text}")

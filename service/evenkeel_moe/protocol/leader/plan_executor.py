@@ -117,6 +117,11 @@ class PlanExecutor:
         """R1: the plan was made for another generation of the group."""
         return plan.generation != self.membership.generation
 
+    def is_of_other_weights(self, plan: Plan) -> bool:
+        """R4: the plan was made for another version of the weights."""
+        assert self.group is not None
+        return plan.weights_version != self.group.weights_version
+
     def plan_problem(self, plan: Plan) -> Refusal | None:
         """R17: return the invariant that the plan as a whole breaks."""
         shape = self.membership.shape

@@ -171,7 +171,7 @@ class PlanningLoop:
         executor = self.executor
         if executor.is_stale(plan, 0) or executor.is_of_other_generation(plan):
             return Reason.STALE_BASE
-        return None
+        return Reason.WEIGHTS_VERSION_CHANGED if executor.is_of_other_weights(plan) else None
 
     def decide(
         self,

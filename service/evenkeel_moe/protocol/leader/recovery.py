@@ -201,11 +201,14 @@ class Recovery:
         ]
 
     def _reconcile_all(self, answered: QueryRound, now: float) -> list[ControlAction]:
-        """Compare every plan that was accepted with the state of the group."""
+        """R4: end the plans of other weights; compare accepted ones with the state of the group."""
         records, unix = self.executor.records, now + self.executor.unix_offset_s
-        actions, active = [], records.active
+        actions: list[ControlAction] = []
+        active = records.active
         for record in records.open:
-            if record.phase is not PlanPhase.PROPOSED:
+            if self.executor.is_of_other_weights(record.plan):
+                actions.append(records.end(record, Reason.WEIGHTS_VERSION_CHANGED, unix))
+            elif record.phase is not PlanPhase.PROPOSED:
                 actions += self._reconcile(record, record is active, answered, unix)
         return actions
 
@@ -215,8 +218,6 @@ class Recovery:
         executor, records, plan = self.executor, self.executor.records, record.plan
         group = executor.group
         assert group is not None
-        if plan.weights_version != group.weights_version:
-            return [records.end(record, Reason.WEIGHTS_VERSION_CHANGED, unix)]
         waves = group.epoch - plan.base_epoch
         detail = f"the group is at epoch {group.epoch}"
         # Another plan's wave, or the engine itself, may have led to the same epoch and map.
