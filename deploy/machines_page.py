@@ -55,6 +55,7 @@ COORDINATOR_MOVES: Mapping[_Q, Mapping[type, tuple[_Q, ...]]] = {
         msg.Tick: (_Q.ABORTING,),
     },
     _Q.COMMITTING: {
+        msg.Vote: (_Q.ABORTING,),
         msg.Ack: (_Q.COMMITTED,),
         msg.AbortAnswer: (_Q.ABORTING, _Q.COMMITTED),
         msg.Tick: (_Q.ABORTING,),

@@ -140,7 +140,7 @@ def _facts(machine: RankProcess) -> RankFacts:
     streams = [part._stream, *(a.stream for a in machine.barrier._held)]
     if part.held is not None:
         held = part.held
-        streams += [held.vote_stream, held.ack_stream, held.abort_stream or 0]
+        streams += [held.stream, held.abort_stream or 0]
     return RankFacts(
         state=part.state,
         events=tuple(events),

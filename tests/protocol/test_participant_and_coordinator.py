@@ -188,7 +188,7 @@ def test_reload_on_one_rank_ends_the_wave_on_all():
     pair.tick(5.0)
     pair.step(4, 5.0)
     assert pair.wave.done and pair.state() is C.ABORTED
-    assert pair.wave.reason is Reason.WAVE_DROPPED
+    assert pair.wave.reason is Reason.WEIGHTS_VERSION_CHANGED
 
 
 def test_leaderless_ranks_drop_together_and_a_late_commit_finds_the_wave_gone():

@@ -116,7 +116,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """Answer to Prepare. After a yes nothing can fail: all is staged, verified and allocated."""
+    """Answer to Prepare. After a yes nothing can fail: all is staged, verified and allocated.
+
+    A rank that gives the wave up for a reload says no after its yes (R4).
+    """
 
     wave: WaveKey
     yes: bool

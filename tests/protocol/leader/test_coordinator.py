@@ -121,6 +121,18 @@ def test_commit_of_a_wave_a_rank_dropped_aborts_it():
     assert (wave.state, wave.reason) == (C.ABORTING, Reason.WAVE_DROPPED)
 
 
+def test_a_rank_that_takes_its_yes_back_for_a_reload_aborts_the_wave_with_that_reason():
+    """R4; a yes that was sent again changes nothing."""
+    wave = coordinator_in(C.COMMITTING)
+    assert wave.handle(from_rank(0, YES), 0.0) == []
+    assert (wave.state, wave.peers.pending) == (C.COMMITTING, (0, 1))
+    reason = Reason.WEIGHTS_VERSION_CHANGED
+    actions = wave.handle(from_rank(0, msg.Vote(KEY, False, reason, "a reload")), 0.0)
+    assert [type(message) for message in sent(actions)] == [msg.Abort, msg.Abort]
+    assert (wave.state, wave.reason, wave.detail) == (C.ABORTING, reason, "rank 0: a reload")
+    assert wave.is_dropped, "no rank swaps it"
+
+
 def test_dropped_beside_committed_alerts():
     wave = coordinator_in(C.COMMITTED)
     assert only(wave.handle(from_rank(1, GONE), 0.0), ctl.Alert).reason is Reason.EPOCH_DISAGREES

@@ -377,11 +377,14 @@ def test_a_poll_drops_only_the_wave_that_it_saw():
 
 def test_a_wave_that_was_given_up_gets_no_yes_any_more():
     """R7: its staging memory may be gone."""
-    for event in (ABORT, msg.ReloadRequested()):
+    for event, reason in (
+        (ABORT, Reason.WAVE_DROPPED),
+        (msg.ReloadRequested(), Reason.WEIGHTS_VERSION_CHANGED),
+    ):
         rank = participant_in(State.PREPARED)
         rank.handle(event, 0.0)
         vote = reply(rank, prepare_of(), msg.Vote)
-        assert (vote.yes, vote.reason) == (False, Reason.WAVE_DROPPED)
+        assert (vote.yes, vote.reason) == (False, reason)
 
 
 def test_reload_waits_for_the_poll_in_flight_and_drops_when_it_did_not_pass():
@@ -390,6 +393,7 @@ def test_reload_waits_for_the_poll_in_flight_and_drops_when_it_did_not_pass():
     assert rank.handle(msg.ReloadRequested(), 0.0) == []
     actions = rank.handle(msg.PollNotPassed(), 0.0)
     assert only(actions, msg.PermitReload) and only(actions, msg.CancelStaging)
+    assert only(actions, msg.Vote).reason is Reason.WEIGHTS_VERSION_CHANGED
 
 
 def test_reload_waits_for_the_swap_of_a_poll_that_passed():

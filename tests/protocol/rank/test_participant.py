@@ -343,6 +343,8 @@ def test_from_the_request_to_reload_on_no_wave_is_taken(state):
     rank = participant_in(state)
     actions = rank.handle(msg.ReloadRequested(), 0.0)
     assert only(actions, msg.CancelStaging).wave == KEY and only(actions, msg.PermitReload)
+    told = only(actions, msg.Vote)
+    assert (told.yes, told.reason) == (False, Reason.WEIGHTS_VERSION_CHANGED)
     assert rank.state is State.ABORTED
     rank.handle(msg.TransportDrained(KEY), 0.0)
     vote = reply(rank, prepare_of(key=OTHER), msg.Vote)

@@ -149,7 +149,8 @@ class Coordinator:
         """True if a rank has answered that it dropped the wave: then no rank swaps it (R6, R7)."""
         if self.state is not CoordinatorState.ABORTING:
             return self.state is CoordinatorState.ABORTED
-        return self.reason is Reason.WAVE_DROPPED or self.peers.any_answered
+        dropped = Reason.WAVE_DROPPED, Reason.WEIGHTS_VERSION_CHANGED
+        return self.reason in dropped or self.peers.any_answered
 
     # --- rules ------------------------------------------------------------------------------------
 
@@ -193,6 +194,8 @@ class Coordinator:
         if not vote.yes:
             reason = vote.reason if vote.reason is not Reason.COMMITTED else Reason.RANK_VOTED_NO
             return self._abort(reason, f"rank {event.rank}: {vote.detail or vote.reason}", now)
+        if self.state is CoordinatorState.COMMITTING:
+            return []
         self.peers[event.rank].answered = True
         if self.peers.pending:
             return []

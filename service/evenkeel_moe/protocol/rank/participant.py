@@ -86,14 +86,12 @@ class Participant(RankDeployment):
         placement = self.placement.with_rows(prepare.body.layers, prepare.body.rows)
         _ = placement.digest  # Computed and cached here, so that the swap need not wait for it.
         given_up = msg.Vote(wave, False, Reason.WAVE_DROPPED, "given up here")
-        self.held = HeldWave(
-            prepare, placement, given_up, vote_stream=self._stream, ack_stream=self._stream
-        )
+        self.held = HeldWave(prepare, placement, given_up, self._stream)
         self.state = _STAGING
         return [msg.StartStaging(prepare)]
 
     def _vote_later(self, _prepare: msg.Prepare) -> list[ParticipantAction]:
-        self._holding.vote_stream = self._stream
+        self._holding.stream = self._stream
         return []
 
     def _vote_again(self, prepare: msg.Prepare) -> list[ParticipantAction]:
@@ -109,7 +107,7 @@ class Participant(RankDeployment):
 
     def _vote_yes(self, event: msg.StagingFinished) -> list[ParticipantAction]:
         self.state = ParticipantState.PREPARED
-        return [msg.SendToController(msg.Vote(event.wave, True), self._holding.vote_stream)]
+        return [msg.SendToController(msg.Vote(event.wave, True), self._holding.stream)]
 
     def _vote_no(self, event: msg.StagingFailed) -> list[ParticipantAction]:
         return self._refuse(event.reason, event.detail, WaveOutcome.REFUSED)
@@ -117,7 +115,7 @@ class Participant(RankDeployment):
     def _refuse(self, reason: Reason, detail: str, outcome: WaveOutcome) -> list[ParticipantAction]:
         held = self._holding
         held.refusal = msg.Vote(held.prepare.wave, False, reason, detail)
-        return [msg.SendToController(held.refusal, held.vote_stream), *self._give_up(outcome)]
+        return [msg.SendToController(held.refusal, held.stream), *self._give_up(outcome)]
 
     # --- Commit -----------------------------------------------------------------------------------
 
@@ -127,7 +125,7 @@ class Participant(RankDeployment):
         return self._arm_again(commit)
 
     def _arm_again(self, _commit: msg.Commit) -> list[ParticipantAction]:
-        self._holding.ack_stream = self._stream
+        self._holding.stream = self._stream
         return []
 
     def _not_held(self, event: msg.Commit | msg.Abort) -> list[ParticipantAction]:
@@ -182,7 +180,7 @@ class Participant(RankDeployment):
         held, self.poll = self._holding, None
         if held.abort_stream is None and not self.reloading:
             return []
-        actions = self._give_up(_DROPPED)
+        actions = self._drop_for_reload() if self.reloading else self._give_up(_DROPPED)
         if held.abort_stream is not None:
             actions.append(msg.SendToController(self._abort_answer(), held.abort_stream))
         return [*actions, *self._permit_if_reloading()]
@@ -210,7 +208,7 @@ class Participant(RankDeployment):
         self._ended.clear()
         self._end(WaveOutcome.SWAPPED)
         self._ack = msg.Ack(event.wave, self.epoch, self.placement.digest, event.swap_s)
-        actions: list[ParticipantAction] = [msg.SendToController(self._ack, held.ack_stream)]
+        actions: list[ParticipantAction] = [msg.SendToController(self._ack, held.stream)]
         if held.abort_stream is not None:
             answer = msg.AbortAnswer(event.wave, self.epoch, WaveOutcome.SWAPPED, drained=True)
             actions.append(msg.SendToController(answer, held.abort_stream))
@@ -226,8 +224,8 @@ class Participant(RankDeployment):
             self._ended.clear()
         held = self._end(_DROPPED)
         answer = msg.AbortAnswer(held.prepare.wave, self.epoch, _DROPPED, drained=True)
-        streams = [held.ack_stream]
-        if held.abort_stream is not None and held.abort_stream != held.ack_stream:
+        streams = [held.stream]
+        if held.abort_stream is not None and held.abort_stream != held.stream:
             streams.append(held.abort_stream)
         sent = [msg.SendToController(answer, stream) for stream in streams]
         return [*sent, *self._permit_if_reloading()]
@@ -281,8 +279,7 @@ class Participant(RankDeployment):
         return [msg.LeaveGroup(Reason.WEIGHTS_VERSION_CHANGED, detail)]
 
     def _drop_for_reload(self) -> list[ParticipantAction]:
-        if self.state is not _STAGING:
-            return self._give_up(_DROPPED)
+        """Vote no, also after a yes: no poll can pass the wave without this rank."""
         reason, detail = Reason.WEIGHTS_VERSION_CHANGED, "a reload is under way"
         return self._refuse(reason, detail, _DROPPED)
 

@@ -26,20 +26,17 @@ class PollView(NamedTuple):
 
 @dataclass(slots=True)
 class HeldWave:
-    """A wave between its Prepare and its end.
-
-    Each stream is the one on which the answer was last asked for.
-    """
+    """A wave between its Prepare and its end."""
 
     prepare: Prepare
     placement: Placement
     """The placement after the wave."""
     refusal: Vote
     """The no that is repeated once the rank has given the wave up."""
-    vote_stream: int
-    ack_stream: int
+    stream: int
+    """The stream on which the rank was last asked for its vote, then for its Ack."""
     abort_stream: int | None = None
-    """None until an Abort arrives."""
+    """The stream of the last Abort; None until one arrives."""
     outcome: WaveOutcome = WaveOutcome.DROPPED
     """The outcome if the wave does not swap."""
 
