@@ -15,6 +15,7 @@ from evenkeel_moe.protocol.messages import (
     Commit,
     ParticipantState,
     QueryState,
+    RankState,
     Vote,
 )
 from evenkeel_moe.protocol.rank.gate import PollFailed, PollResolved
@@ -86,6 +87,15 @@ def test_one_lock_is_held_whenever_the_gate_or_the_participant_is_used():
                 agent.hello()
         fleet.say(QueryState(LEADER))
     assert unlocked == []
+
+
+def test_a_rank_tells_the_steps_that_it_ran_since_its_last_poll():
+    """R14: a fleet whose steps are slow would look idle from one poll to the next."""
+    with Fleet(OLD, steps=False) as fleet:
+        for _ in range(2):
+            fleet.agents[0].step_boundary()
+        fleet.say(QueryState(LEADER), [0])
+        assert fleet.links[0].expect(RankState).step == 2
 
 
 def test_each_reload_has_a_permit_of_its_own():

@@ -450,6 +450,7 @@ class Agent:
         """Pass an event to the participant, from any thread; never raises (R9)."""
         with self._lock:
             try:
+                self._participant.step = self._gate.calls
                 self._carry_out_answers(event)
             except Exception as error:  # our own bug: refuse waves, keep polling
                 _log.exception("participant_failed", story=self._participant.story)

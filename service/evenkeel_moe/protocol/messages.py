@@ -175,7 +175,7 @@ class RankState:
     """(L * E) unsigned 64-bit, layer-major; None unless asked for (R4)."""
     highest_term: int = 0
     step: int = 0
-    """`step_boundary` calls up to the rank's last poll, dummy steps included (R14)."""
+    """`step_boundary` calls so far, dummy steps included (R14)."""
     query: int = 0
     """The number of the query it answers; 0 if the rank reports unasked, after a reload."""
 

@@ -160,8 +160,6 @@ class Gate:
         """Count one step boundary at which the engine does not let the gate poll."""
         self.calls += 1
         self._step = None
-        for participant in self.participants:
-            participant.step = self.calls
 
     @property
     def polling(self) -> bool:
@@ -194,7 +192,6 @@ class Gate:
         step = self.calls if self._step is None else self._step
         entries = [-self._wanted_serial, number, -number, step, -step]
         for participant in self.participants:
-            participant.step = self.calls
             try:
                 view = participant.snapshot(now)
             except Exception as error:  # A bug of ours must not stop the polling (R9).

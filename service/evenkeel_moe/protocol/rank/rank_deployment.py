@@ -59,7 +59,7 @@ class RankDeployment:
         self.leader: msg.Leader | None = None
         """The newest leader heard; its term belongs to its id (R2)."""
         self.step = 0
-        """`step_boundary` calls up to the last poll; the gate sets it."""
+        """`step_boundary` calls so far; the shell sets it."""
         self.held: HeldWave | None = None
         """The wave it holds; None exactly in IDLE."""
         self.poll: PollView | None = None
