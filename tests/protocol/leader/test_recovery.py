@@ -27,6 +27,7 @@ from tests.protocol.machines import (
     both,
     come,
     control_of,
+    find_armed,
     from_rank,
     hello_of,
     key_of,
@@ -91,6 +92,24 @@ def test_a_recovery_that_lasts_too_long_raises_one_alert():
     assert state_in(control) is S.RECOVERING
     assert tick(control, 100.0 + deadline - 0.1)[1] == [], "the next one has its own time"
     assert tick(control, 100.0 + deadline)[1] == [Reason.RECOVERY_DEADLINE]
+
+
+def test_no_alert_says_that_ranks_do_not_answer_if_all_have_answered():
+    """They disagree, or a wave that was found on them takes long to end."""
+    deadline = CONTROL_TIMING.recovery_deadline_s
+    control = control_of(S.RECOVERING)
+    alerts = []
+    for now in (0.0, deadline, deadline + 1.0, deadline + 2.0):
+        for rank, map_ in enumerate((BASE, AFTER_ONE)):
+            state = state_of(rank, query=query_of(control), placement=map_)
+            alerts += of_kind(control.handle(from_rank(rank, state), now), ctl.Alert)
+        alerts += tick(control, now + 0.9)[1]
+        alerts += tick(control, now + 1.0)[1]
+    assert [getattr(alert, "reason", alert) for alert in alerts] == [Reason.EPOCH_DISAGREES]
+    control = control_of(S.RECOVERING)
+    find_armed(control)
+    assert wave_state(control) is CoordinatorState.COMMITTING
+    assert tick(control, deadline)[1] == []
 
 
 def test_ranks_that_disagree_are_asked_again_after_a_while_and_this_is_said_once():

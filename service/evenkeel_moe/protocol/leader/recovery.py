@@ -69,8 +69,8 @@ class Recovery:
                 self.disagreement = disagreement
         elif current is not None and now >= current.resend_at:
             actions += self._ask(now)
-        if now - self._began_at >= self.deadline_s:
-            actions += self._alert(self._no_answer(current))
+        if current is not None and now - self._began_at >= self.deadline_s:
+            actions += self._alert(self.disagreement or self._no_answer(current))
         return actions
 
     def obstacle(self, now: float) -> Disagreement:
