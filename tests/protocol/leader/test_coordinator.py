@@ -343,6 +343,13 @@ def test_a_wave_stalls_after_both_its_seconds_and_its_steps(first_step):
         assert said == ([(True, Reason.ABORT_DEADLINE)] if stalls else [])
 
 
+def test_a_rank_that_does_not_confirm_its_swap_is_named():
+    """All ranks agreed on the step: only the save of the placement can keep the Ack back."""
+    health = only(progress(coordinator_in(C.COMMITTED), 50, 10.0), ctl.WaveHealth)
+    assert (health.stalled, health.reason) == (True, Reason.GATE_DEADLINE)
+    assert health.detail == "the swap is not confirmed by ranks [1] in 10 s"
+
+
 def test_a_found_wave_needs_no_steps_to_stall():
     """Its ranks answer questions whether or not they take steps."""
     wave = recovering_coordinator()

@@ -52,7 +52,7 @@ _SENTENCES: dict[str, str] = {
     Reason.CANCELLED: "An operator cancelled it.",
     Reason.EXPIRED: "Nobody approved it in time.",
     Reason.PREPARE_DEADLINE: "The copies were not ready in time.",
-    Reason.GATE_DEADLINE: "The ranks did not agree on a step to swap in time.",
+    Reason.GATE_DEADLINE: "The ranks did not swap, or did not confirm the swap, in time.",
     Reason.ABORT_DEADLINE: "The ranks did not confirm the abort in time.",
     Reason.RECOVERY_DEADLINE: "The ranks did not tell their state in time.",
     Reason.RANK_LOST: "A rank was lost.",

@@ -48,9 +48,9 @@ from evenkeel_moe.protocol.transitions import (
 )
 
 _STALLED_FOR = {
-    CoordinatorState.RECOVERING: Reason.RECOVERY_DEADLINE,
-    CoordinatorState.ABORTING: Reason.ABORT_DEADLINE,
-    CoordinatorState.COMMITTED: Reason.GATE_DEADLINE,
+    CoordinatorState.RECOVERING: (Reason.RECOVERY_DEADLINE, "no answer from"),
+    CoordinatorState.ABORTING: (Reason.ABORT_DEADLINE, "no answer to Abort from"),
+    CoordinatorState.COMMITTED: (Reason.GATE_DEADLINE, "the swap is not confirmed by"),
 }
 
 
@@ -369,8 +369,8 @@ class Coordinator:
             return self._abort(Reason.GATE_DEADLINE, detail, now)
         if waited < timing.stall_after_s or (needs_steps and steps < timing.stall_after_steps):
             return self._set_health(None)
-        detail = f"no answer from ranks {pending} in {waited:.0f} s"
-        return self._stall(_STALLED_FOR[self.state], detail)
+        reason, words = _STALLED_FOR[self.state]
+        return self._stall(reason, f"{words} ranks {pending} in {waited:.0f} s")
 
     def _stall(self, reason: Reason, detail: str) -> list[CoordinatorAction]:
         """R14: report the wave as stalled; it never ends for that."""
