@@ -265,6 +265,8 @@ class GroupProgress:
     """The number of steps the group has taken, dummy steps included (R14)."""
 
     step: int
+    swapping: WaveKey | None = None
+    """The wave that a rank's engine is carrying out, if no rank has trouble with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.protocol.transitions import ControlState as S
+from evenkeel_moe.protocol.transitions import CoordinatorState as C
 from tests.protocol.machines import (
     AFTER_ONE,
     AFTER_TWO,
@@ -28,10 +30,12 @@ from tests.protocol.machines import (
     ack,
     after_wave,
     answer_queries,
+    both,
     control_of,
     find_armed,
     from_rank,
     hello_of,
+    key_of,
     of_kind,
     only,
     plan_of,
@@ -41,6 +45,7 @@ from tests.protocol.machines import (
     state_of,
     stored_plan,
     vote,
+    wave_state,
 )
 
 AUTO = DeploymentPolicy(mode=Mode.AUTO, cycle_s=30.0)
@@ -328,6 +333,28 @@ def test_a_plan_that_is_cancelled_or_stalls_says_when():
     operator.submit(plan_of(plan_id="q"), 5.0)
     operator.cancel(PlanId("q"), "me", 6.0)
     assert times(control, "q")[1:] == [("cancel_requested", 1006.0), ("ended", 1006.0)]
+
+
+def test_a_move_of_an_engine_that_takes_long_is_not_aborted_unless_a_rank_has_trouble():
+    """R14: the commit point has passed, so an Abort would be false."""
+    control = control_of(S.MIGRATING)
+    vote(control)
+    moving: dict[str, Any] = {"state": msg.ParticipantState.SWAPPING, "wave": key_of()}
+
+    def move(seconds):
+        for now in seconds:
+            both(control, lambda rank: state_of(rank, 99, step=40 * now, **moving), float(now))
+            control.handle(msg.Tick(), float(now))
+        return wave_state(control)
+
+    assert move(range(1, 60)) is C.COMMITTING
+    control.handle(ctl.RankTroubled(EpRank(1), 11, "no layer for 64 steps"), 60.0)
+    assert move(range(60, 75)) is C.ABORTING
+    control.handle(ctl.RankTroubled(EpRank(1), 11, ""), 75.0)
+    move(range(75, 120))
+    assert record(control).phase is PlanPhase.MIGRATING, "nor is it stalled"
+    ack(control, AFTER_ONE, 1)
+    assert record(control).waves_committed == 1
 
 
 def test_a_plan_that_waits_for_ranks_or_ends_with_its_group_says_when():

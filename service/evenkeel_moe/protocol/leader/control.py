@@ -20,6 +20,7 @@ from evenkeel_moe.protocol.leader.undelivered import IN_A_ROW, undelivered_in_a_
 from evenkeel_moe.protocol.messages import (
     Hello,
     MovedAnswers,
+    ParticipantState,
     RankState,
     StagingProgress,
     TermRefused,
@@ -180,7 +181,10 @@ class DeploymentControl(OperatorRequests):
         self.membership.report(state)
         if state.identity.generation != self.generation:
             return []  # A rank of a group that is still gathering.
-        return self._to_wave(ctl.GroupProgress(self.membership.step()), now)
+        members = self.membership.members.values()
+        moves = state.state is ParticipantState.SWAPPING and not any(m.trouble for m in members)
+        swapping = state.wave if moves else None
+        return self._to_wave(ctl.GroupProgress(self.membership.step(), swapping), now)
 
     def _query_answer(self, event: FromRank, now: float) -> list[ControlAction]:
         state = event.message

@@ -331,6 +331,9 @@ class Coordinator:
     def _progress(self, event: GroupProgress, now: float) -> list[CoordinatorAction]:
         if event.step > self._step:
             self._step, self._stepped_at = event.step, now
+        if event.swapping == self.wave:
+            # The ranks agreed, and an engine that moves experts itself takes its time.
+            self._entered_at, self._entered_step = now, self._step
         return []
 
     def _tick(self, _event: object, now: float) -> list[CoordinatorAction]:
