@@ -24,6 +24,7 @@ from evenkeel_moe.protocol.messages import (
 from evenkeel_moe.wire.link import (
     CostCurve,
     FlowControl,
+    Heartbeat,
     KvCache,
     Registration,
     RegistrationOutcome,
@@ -274,6 +275,9 @@ def test_the_peers_of_a_rank_whose_gate_failed_do_not_wait_for_it(at):
             guests.agents[0].step_boundary(step)
         assert "the gate failed, and no wave was under way" in guests.agents[0].trouble
         assert "timed out" not in guests.agents[0].trouble.lower()
+        guests.agents[0].close()
+        said = [m for _, m in list(guests.links[0].sent.queue) if isinstance(m, Heartbeat)]
+        assert any(beat.stopping for beat in said), "its engine goes on, and stops as planned"
 
 
 @BLOCKED

@@ -287,10 +287,9 @@ class Agent:
         if may_pass:
             self._raise_if_left()
         elif self._left is not None:
+            left, self._left = self._left, None
             self._without_gate = True
-            self.disable_migration(
-                f"the gate failed, and no wave was under way: {self._left.detail}"
-            )
+            self.disable_migration(f"the gate failed, and no wave was under way: {left.detail}")
             # The other ranks would wait for this one at their next poll. Not on this thread: an
             # abort waits for a poll in flight.
             self.later(self._polls.abort)
