@@ -405,6 +405,23 @@ def test_no_answer_names_the_new_epoch_before_its_placement_is_saved():
             assert (hello.epoch, hello.placement_digest) == (1, NEW.digest)
 
 
+class FullDisk(Fleet):
+    """Ranks of which the second cannot save a placement."""
+
+    def save(self, rank, record, placement):
+        if rank == 1:
+            raise OSError("no space left")
+
+
+def test_a_placement_that_could_not_be_saved_is_a_trouble():
+    """R3: a restart would lead back over the epoch that the rank names."""
+    with FullDisk(OLD) as fleet:
+        assert [ack.epoch for ack in fleet.commit(prepare_for(OLD, NEW))] == [1, 1]
+        assert fleet.agents[0].trouble == ""
+        assert "the placement of epoch 1 was not saved" in fleet.agents[1].trouble
+        assert "no space left" in fleet.agents[1].trouble
+
+
 # --- network thread -------------------------------------------------------------------------------
 
 

@@ -437,8 +437,13 @@ class Agent:
         if self._on_swap is not None:
             try:
                 self._on_swap(record, placement)
-            except Exception:  # the rank is at the new epoch all the same, and must report it
+            except Exception as error:
+                # The rank is at the new epoch all the same, and must report it.
                 _log.exception("on_swap_failed", epoch=record.epoch)
+                self.disable_migration(
+                    f"the placement of epoch {record.epoch} was not saved, so the group would"
+                    f" restart from an earlier one: {error!r:.200}"
+                )
         with self._lock:
             for answer in self._saving.end():
                 self._carry_out(answer)
