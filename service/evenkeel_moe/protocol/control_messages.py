@@ -206,9 +206,10 @@ class LeaseAcquired:
 
 @dataclass(frozen=True, slots=True)
 class LeaseLost:
-    """The lease is lost or may be lost: nothing more may be sent under its term (R13).
+    """The lease is lost or may be lost: the machine sends nothing more under its term (R13).
 
-    The shell closes the deployment's streams, so that the ranks look for the new leader.
+    Events that came before it are still answered; ranks refuse them once they know a newer leader
+    (R2). The streams stay open until another replica leads, to which the shell sends the ranks.
     """
 
 
