@@ -210,9 +210,15 @@ class Operator:
     def freeze(self, seconds: float, now: float) -> list:
         return self.control.handle(ctl.PlansFrozen(seconds), now)
 
-    def retire(self, retiring: Retirement, now: float, evacuation: Plan | None = None) -> list:
+    def retire(
+        self,
+        retiring: Retirement,
+        now: float,
+        evacuation: Plan | None = None,
+        base: Placement = BASE,
+    ) -> list:
         submitted = None if evacuation is None else ctl.PlanSubmitted(evacuation, True)
-        return self.control.handle(ctl.RanksRetired(retiring, submitted), now)
+        return self.control.handle(ctl.RanksRetired(retiring, base, submitted), now)
 
     def set_policy(self, policy: DeploymentPolicy, document, now: float) -> list:
         return self.control.handle(ctl.PolicySet(policy, document), now)

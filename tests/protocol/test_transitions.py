@@ -177,7 +177,7 @@ TO_CONTROL = {
     ctl.RequestRepeated: ctl.RequestRepeated(PlanId("q"), "digest"),
     ctl.PlanApproved: ctl.PlanApproved(PlanId("p"), "me"),
     ctl.PlanCancelled: ctl.PlanCancelled(PlanId("p"), "me"),
-    ctl.RanksRetired: ctl.RanksRetired(Retirement((EpRank(1),), 2), None),
+    ctl.RanksRetired: ctl.RanksRetired(Retirement((EpRank(1),), 2), BASE, None),
     ctl.PolicySet: ctl.PolicySet(DeploymentPolicy(), {}),
     ctl.PlansFrozen: ctl.PlansFrozen(60.0),
     ctl.AutomaticPlansResumed: ctl.AutomaticPlansResumed(),

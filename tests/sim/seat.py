@@ -412,7 +412,7 @@ class Seat:
             if plan is None:
                 return
             request = ctl.PlanSubmitted(plan, True, "someone")
-        self.ask(ctl.RanksRetired(Retirement((rank,), ranks), request))
+        self.ask(ctl.RanksRetired(Retirement((rank,), ranks), placement, request))
         world.fleet.resize(ranks - 1, (rank,))
 
     def submit(self, kind, approve: bool, target=None, sound: bool = False):

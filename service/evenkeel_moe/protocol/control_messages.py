@@ -155,6 +155,8 @@ class RanksRetired:
     """An operator takes ranks out of the group: no other plan begins until it has another size."""
 
     retiring: Retirement
+    base: Placement
+    """The placement that was looked at."""
     evacuation: PlanSubmitted | None
     """The plan after which no expert lives on them alone; None if none does now."""
 

@@ -499,6 +499,13 @@ def test_ranks_without_an_evacuation_retire_only_where_one_could_start():
     assert (reason, control.hold) == (Reason.PLAN_IN_PROGRESS, Hold())
 
 
+def test_ranks_retire_without_an_evacuation_only_from_the_placement_that_was_looked_at():
+    """A plan may have left an expert on them alone since."""
+    control = control_of()
+    asked = refused(Conflict, lambda: Operator(control).retire(RANK_1, 0.0, base=AFTER_ONE))
+    assert (asked[0], control.hold) == (Reason.STALE_BASE, Hold())
+
+
 def test_ranks_of_a_group_that_came_back_with_another_number_do_not_retire():
     """Their retirement would end only when the group has yet another number of ranks."""
     control = control_of()

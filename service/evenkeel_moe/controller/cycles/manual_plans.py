@@ -179,7 +179,8 @@ class ManualPlanner:
         # Without bounds: a rank can only retire once all its experts live elsewhere too.
         submitted = ctl.PlanSubmitted(plan, True, by, digest, bounded=False) if waves else None
         ranks = tuple(EpRank(rank) for rank in retire)
-        await self.inbox.request(ctl.RanksRetired(Retirement(ranks, shape.num_ranks), submitted))
+        retiring = Retirement(ranks, shape.num_ranks)
+        await self.inbox.request(ctl.RanksRetired(retiring, base.placement, submitted))
 
     async def epochs(self) -> list[RecordedEpoch]:
         """Return the recorded placements: the group's history, newest first, then replaced ones.

@@ -121,7 +121,7 @@ class OperatorRequests(PlanMoves):
 
         Raises:
             Conflict: RESIZING if other ranks retire already, STALE_BASE if the group has another
-                number of ranks; else as `_submit` and `require_free`.
+                number of ranks or another placement; else as `_submit` and `require_free`.
             InfeasiblePlan: as `_submit`.
         """
         loop = self.as_leader.planning_loop
@@ -141,6 +141,9 @@ class OperatorRequests(PlanMoves):
             )
         actions: list[ControlAction] = []
         if event.evacuation is None:
+            if event.base != self.placement:
+                words = "the placement has changed: the ranks may hold the last replica of an expert"
+                raise Conflict(words, Reason.STALE_BASE)
             self.require_free(PlanKind.EVACUATION, now)
         else:
             actions = self._submit(event.evacuation, now)
