@@ -1,9 +1,10 @@
 """The gate: a small all-reduce at a step boundary, by which an EP group decides together.
 
-One gate serves all deployments of one EP group (R9). It counts `step_boundary` calls, tells the
-shell at which calls to begin a poll and at which to use its result, and turns results into actions.
-Every rank uses the poll begun at call n at call n + D, with 1 <= D <= K, so at most one poll is in
-flight. The vectors are reduced with MIN over the ranks; entries x and -x give minimum and maximum.
+Each agent has a gate for its deployment (R9); a gate can also serve several deployments of one EP
+group. It counts `step_boundary` calls, tells the shell at which calls to begin a poll and at which
+to use its result, and turns results into actions. Every rank uses the poll begun at call n at call
+n + D, with 1 <= D <= K, so at most one poll is in flight. The vectors are reduced with MIN over the
+ranks; entries x and -x give minimum and maximum.
 
 The engine's thread runs this at every step, usually with one call and no lock::
 
@@ -73,7 +74,7 @@ class GateAction:
 
 
 class Gate:
-    """The polls of one EP group, for all deployments on it.
+    """The polls of one EP group, for one deployment on it or several.
 
     Args:
         participants: one for each deployment, in the same order on every rank.
