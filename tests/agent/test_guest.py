@@ -513,6 +513,16 @@ def test_wrong_bytes_after_a_copy_are_trouble_until_weights_are_loaded_again():
         assert all(vote.yes for vote in votes)
 
 
+def test_the_fault_of_new_weights_is_told_in_place_of_that_of_the_old_ones():
+    with Guests(NEW) as guests:
+        for agent in guests.agents:
+            agent.disable_migration("a moved expert answers otherwise", FaultEnd.RELOAD)
+        reload(guests, versions=(1, 2))
+        for agent in guests.agents:
+            assert "replicas of 2 experts differ" in agent.trouble
+            assert agent.observe_only
+
+
 def test_a_fault_of_the_balancer_outlasts_new_weights():
     with Guests(OLD) as guests:
         guests.agents[0].disable_migration("replicas differ", FaultEnd.RELOAD)

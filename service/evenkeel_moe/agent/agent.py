@@ -318,16 +318,16 @@ class Agent:
         """
         known = self._participant
         checksums: tuple[int, ...] = ()
+        why = ""
         try:
             checksums = self._register(self.placement)
         except Exception as error:
-            why = str(error) if isinstance(error, EvenkeelError) else f"{error!r:.300}"
-            self.disable_migration(
-                f"after loading weights {weights_version}: {why}", FaultEnd.RELOAD
-            )
-        else:
-            if weights_version != known.weights_version or not known.checksums:
-                self._trouble.end(FaultEnd.RELOAD)
+            why = f"after loading weights {weights_version}: "
+            why += str(error) if isinstance(error, EvenkeelError) else f"{error!r:.300}"
+        if weights_version != known.weights_version or not known.checksums:
+            self._trouble.end(FaultEnd.RELOAD)  # It was of the weights before.
+        if why:
+            self.disable_migration(why, FaultEnd.RELOAD)
         self.feed(WeightsReloaded(weights_version, checksums))
 
     def _register(self, placement: Placement) -> tuple[int, ...]:

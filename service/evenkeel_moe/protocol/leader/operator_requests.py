@@ -142,7 +142,7 @@ class OperatorRequests(PlanMoves):
         actions: list[ControlAction] = []
         if event.evacuation is None:
             if event.base != self.placement:
-                words = "the placement has changed: the ranks may hold the last replica of an expert"
+                words = "the placement has changed: an expert may live on these ranks alone"
                 raise Conflict(words, Reason.STALE_BASE)
             self.require_free(PlanKind.EVACUATION, now)
         else:
