@@ -64,8 +64,6 @@ LOCAL_TO_RANK = {
     msg.SwapFailed: msg.SwapFailed(KEY, "half way"),
     msg.ReloadRequested: msg.ReloadRequested(),
     msg.WeightsReloaded: msg.WeightsReloaded(2),
-    msg.MigrationDisabled: msg.MigrationDisabled(),
-    msg.MigrationEnabled: msg.MigrationEnabled(),
     msg.EngineRebalanced: msg.EngineRebalanced(BASE.with_rows((0,), wave_of().rows)),
 }
 

@@ -12,7 +12,6 @@ from evenkeel_moe.agent.network_thread import NetworkThread
 from evenkeel_moe.agent.ports import GateFailed
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.messages import MigrationDisabled, MigrationEnabled
 from tests.sim.checks import AGENT_ERROR, NO_LOCK
 from tests.sim.engine import SlotMemory, Tables
 from tests.sim.network import Beat, NotLeading, Stream, describe
@@ -22,8 +21,7 @@ from tests.sim.threads import SimThreads
 def watched(rank, participant_type: type, gate_type: type) -> tuple[type, type]:
     """Return both machines, changed for one rank.
 
-    A thread that uses them without the agent's lock may see half of what another thread does. It
-    must hold the lock, except to set the flag that refuses waves.
+    A thread that uses them without the agent's lock may see half of what another thread does.
     """
     world = rank.world
 
@@ -33,8 +31,7 @@ def watched(rank, participant_type: type, gate_type: type) -> tuple[type, type]:
 
     class WatchedParticipant(participant_type):  # type: ignore[misc]
         def handle(self, event, now):
-            if not isinstance(event, MigrationDisabled | MigrationEnabled):
-                check("Participant.handle")
+            check("Participant.handle")
             before = self.state
             actions = super().handle(event, now)
             if self.state is not before:

@@ -146,7 +146,7 @@ class Agent:
         agree_on_start(self._gate_group, config, placement, epoch, self._canary is not None)
         checksums, unsound = self._register_start(placement)
         self._participant = self._make_participant(placement, epoch, checksums)
-        self._trouble = Trouble(self._participant, self.now)
+        self._trouble = Trouble(self._participant)
         if unsound:
             self._trouble.begin(unsound, FaultEnd.RELOAD)
         self._gate = together(self._gate_group, "make their gate", self._make_gate)

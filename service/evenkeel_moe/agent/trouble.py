@@ -1,11 +1,9 @@
 """Why a rank takes no waves, and what ends it."""
 
-from collections.abc import Callable
 from enum import StrEnum
 
 import structlog
 
-from evenkeel_moe.protocol.messages import MigrationDisabled, MigrationEnabled
 from evenkeel_moe.protocol.rank.participant import Participant
 
 _log = structlog.get_logger(__name__)
@@ -24,12 +22,10 @@ class Trouble:
 
     Args:
         participant: refuses every wave while there is a fault.
-        now: reads the monotonic clock [s].
     """
 
-    def __init__(self, participant: Participant, now: Callable[[], float]) -> None:
+    def __init__(self, participant: Participant) -> None:
         self._participant = participant
-        self._now = now
         self._faults: dict[FaultEnd, str] = {}
         self._took_waves = False
 
@@ -51,8 +47,8 @@ class Trouble:
         if not self._faults:
             self._took_waves = self._participant.takes_waves
         self._faults = {**self._faults, until: why}
-        # Called with and without the agent's lock: this event sets a flag and moves nothing.
-        self._participant.handle(MigrationDisabled(), self._now())
+        # Called with and without the agent's lock: the flag moves nothing.
+        self._participant.disabled = True
         deployment = self._participant.identity.deployment
         _log.error("placement_off", deployment=deployment, detail=why, until=until)
 
@@ -62,6 +58,5 @@ class Trouble:
             return
         self._faults = {other: why for other, why in self._faults.items() if other is not end}
         if not self._faults:
-            if self._took_waves:
-                self._participant.handle(MigrationEnabled(), self._now())
+            self._participant.disabled = not self._took_waves
             _log.info("placement_on", deployment=self._participant.identity.deployment, ended=end)

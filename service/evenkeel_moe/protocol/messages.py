@@ -342,16 +342,6 @@ class WeightsReloaded:
 
 
 @dataclass(frozen=True, slots=True)
-class MigrationDisabled:
-    """The rank must refuse every further wave; a wave it already holds goes on."""
-
-
-@dataclass(frozen=True, slots=True)
-class MigrationEnabled:
-    """What disabled migration has ended; a rank that only observes goes on refusing waves."""
-
-
-@dataclass(frozen=True, slots=True)
 class EngineRebalanced:
     """The engine changed its placement by itself, on every rank between the same two steps.
 

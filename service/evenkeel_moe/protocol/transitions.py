@@ -38,8 +38,6 @@ from evenkeel_moe.protocol.messages import (
     Commit,
     EngineRebalanced,
     Hello,
-    MigrationDisabled,
-    MigrationEnabled,
     MovedAnswers,
     ParticipantState,
     PollDropped,
@@ -132,8 +130,6 @@ PARTICIPANT = _table((_P.IDLE, _P.STAGING, _P.PREPARED, _P.ARMED, _P.SWAPPING, _
     SwapFailed:        (ILLEGAL,          ILLEGAL,           ILLEGAL,           ILLEGAL,           "_swap_failed",   ILLEGAL),
     ReloadRequested:   ("_permit",        "_reload_drops",   "_reload_drops",   "_reload_armed",   "_reload_later",  "_permit"),
     WeightsReloaded:   ("_reloaded",      "_reloaded_drops", "_reloaded_drops", "_reloaded_armed", "_reloaded_torn", "_reloaded"),
-    MigrationDisabled: ("_disable",       "_disable",        "_disable",        "_disable",        "_disable",       "_disable"),
-    MigrationEnabled:  ("_enable",        "_enable",         "_enable",         "_enable",         "_enable",        "_enable"),
     EngineRebalanced:  ("_follow_engine", ILLEGAL,           ILLEGAL,           ILLEGAL,           "_swap_elsewhere", ILLEGAL),
 })
 

@@ -343,7 +343,8 @@ def test_a_move_of_an_engine_that_takes_long_is_not_aborted_unless_a_rank_has_tr
 
     def move(seconds):
         for now in seconds:
-            both(control, lambda rank: state_of(rank, 99, step=40 * now, **moving), float(now))
+            moving["step"] = 40 * now
+            both(control, lambda rank: state_of(rank, 99, **moving), float(now))
             control.handle(msg.Tick(), float(now))
         return wave_state(control)
 

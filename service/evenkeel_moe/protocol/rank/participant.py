@@ -285,14 +285,6 @@ class Participant(RankDeployment):
 
     # --- decisions of the engine ------------------------------------------------------------------
 
-    def _disable(self, _event: msg.MigrationDisabled) -> list[ParticipantAction]:
-        self.disabled = True
-        return []
-
-    def _enable(self, _event: msg.MigrationEnabled) -> list[ParticipantAction]:
-        self.disabled = False
-        return []
-
     def _follow_engine(self, event: msg.EngineRebalanced) -> list[ParticipantAction]:
         self.placement, self.epoch = event.placement, Epoch(self.epoch + 1)
         return []

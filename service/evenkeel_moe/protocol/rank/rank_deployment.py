@@ -18,6 +18,8 @@ from evenkeel_moe.protocol.rank.wave_memory import EndedWaves, HeldWave, PollVie
 class RankDeployment:
     """One deployment on one rank. Only `Participant` changes it, by the events it handles.
 
+    The shell sets `disabled` and `step`, and the gate `observe_only`; they move nothing.
+
     Args:
         identity: this process of the rank; its generation fences every wave (R1).
         placement: the placement the group starts with.
@@ -54,7 +56,7 @@ class RankDeployment:
         self.observe_only = observe_only
         """Refuse every wave, until this process ends."""
         self.disabled = False
-        """Refuse every wave, until MigrationEnabled."""
+        """Refuse every wave while the rank has a fault; a wave it already holds goes on."""
         self.state = ParticipantState.IDLE
         self.leader: msg.Leader | None = None
         """The newest leader heard; its term belongs to its id (R2)."""
