@@ -57,30 +57,20 @@ def plan_eplb(problem: PlacementProblem, variant: Variant | None = None) -> Prop
         InvalidInput: sizes that do not divide, or hierarchical asked for where it is not possible.
         InfeasiblePlan: too few slots.
     """
+    placement, scores, chosen = choose_form(problem, variant)
+    numbers = {f"score_{form}": score for form, score in scores.items()}
+    numbers["keep_nodes"] = float(chosen is Variant.HIERARCHICAL)
+    return build_proposal(problem, placement, len(scores), numbers, score=scores[chosen])
+
+
+def choose_form(
+    problem: PlacementProblem, variant: Variant | None = None
+) -> tuple[Placement, dict[Variant, float], Variant]:
+    """Return the placement of `plan_eplb`, the scores of the forms tried, and the form chosen."""
     candidates = _candidates(problem, variant)
     scores = {form: moe_time.score(problem, placed) for form, placed in candidates.items()}
     chosen = min(scores, key=lambda form: scores[form])
-    numbers = {f"score_{form}": score for form, score in scores.items()}
-    numbers["keep_nodes"] = float(chosen is Variant.HIERARCHICAL)
-    return build_proposal(
-        problem, candidates[chosen], len(candidates), numbers, score=scores[chosen]
-    )
-
-
-def place_by_eplb(problem: PlacementProblem) -> tuple[Placement, bool]:
-    """Place as `plan_eplb` does, without what a proposal tells beside the placement.
-
-    Returns:
-        the placement, and True for the hierarchical form.
-
-    Raises:
-        InvalidInput, InfeasiblePlan: as `plan_eplb`.
-    """
-    candidates = _candidates(problem, None)
-    if len(candidates) == 1:
-        return candidates[Variant.GLOBAL], False
-    chosen = min(candidates, key=lambda form: moe_time.score(problem, candidates[form]))
-    return candidates[chosen], chosen is Variant.HIERARCHICAL
+    return candidates[chosen], scores, chosen
 
 
 def _candidates(problem: PlacementProblem, variant: Variant | None) -> dict[Variant, Placement]:

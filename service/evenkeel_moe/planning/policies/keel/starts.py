@@ -12,7 +12,7 @@ from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.capacity_packing import interleaved_capacity, pack_copies
-from evenkeel_moe.planning.policies.eplb import place_by_eplb
+from evenkeel_moe.planning.policies.eplb import Variant, choose_form
 from evenkeel_moe.planning.policies.replication import replicate_experts
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, SlotBudget
 from evenkeel_moe.planning.schedule.relabel import relabel
@@ -23,10 +23,10 @@ def eplb_start(problem: PlacementProblem) -> Placement | None:
     if problem.objective.limits != PlanLimits():
         return None
     try:
-        placement, hierarchical = place_by_eplb(problem)
+        placement, _, form = choose_form(problem)
     except (InvalidInput, InfeasiblePlan):
         return None
-    return relabel(problem, placement, keep_nodes=hierarchical)
+    return relabel(problem, placement, keep_nodes=form is Variant.HIERARCHICAL)
 
 
 def metro_start(problem: PlacementProblem) -> Placement | None:
