@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from evenkeel_moe.adapters.processes.planner_pool import DeadlineMissed
 from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import PlanBase
-from evenkeel_moe.controller.cycles.input_builder import RankCosts
+from evenkeel_moe.controller.cycles.input_builder import InputBuilder
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
 from evenkeel_moe.model.dispatch_model import DispatchModel
@@ -66,7 +66,7 @@ async def test_a_cycle_tells_the_time_balance_also_while_a_plan_runs_or_waits(mo
         planner, group = one.member.planner, one.member.control.group
         monkeypatch.setattr(planner, "pool", SimpleNamespace(begin=lambda: True))
         monkeypatch.setattr(planner._budget, "run", at_once)
-        monkeypatch.setattr(RankCosts, "choose", lambda *_, **__: cost)
+        monkeypatch.setattr(InputBuilder, "cost_in_force", lambda *_, **__: cost)
         monkeypatch.setattr(planner.inbox, "post", take)
         for number, reason in enumerate(reasons, 1000):
             planner.begin_cycle(
@@ -116,19 +116,19 @@ async def test_a_cycle_of_a_group_that_has_restarted_leaves_nothing_to_the_next(
 PROFILE = ReplicaCost(1e-5, 1e-7, 2e-6, 0.0, 0.01, 1.8e9)
 
 
-def costs_of(rig, windows=None, split=EVEN_SPLIT) -> RankCosts:
-    member = rig.member
-    loads = SimpleNamespace(
+def costs_of(rig, windows=None, split=EVEN_SPLIT) -> InputBuilder:
+    member, nothing = rig.member, cast(Any, None)
+    loads: Any = SimpleNamespace(
         ingest=SimpleNamespace(parts=lambda: windows or {}),
         split=lambda: split,
         times=RankTimes(512),
     )
-    return RankCosts(member.control, loads, member.ranks, rig.clock)  # type: ignore[arg-type]
+    return InputBuilder(member.control, loads, member.ranks, rig.clock, nothing, nothing)
 
 
 def chosen(costs, rig, mode=CostChoice.AUTO):
     base = PlanBase.current(rig.member.control)
-    return costs.choose(base, SHAPE, np.ones((4, 2, 4), np.uint32), mode)
+    return costs.cost_in_force(base, SHAPE, np.ones((4, 2, 4), np.uint32), mode)
 
 
 async def test_profiles_are_used_once_every_rank_told_one(rig):
@@ -153,7 +153,7 @@ async def test_the_dispatcher_in_force_says_if_shared_experts_are_poured(rig):
     load, shape = np.ones((4, 2, 4), np.uint32), replace(SHAPE, shared_experts=2.0)
     for dispatch, work in ((DispatchModel.EVEN, 0.0), (DispatchModel.WATERFILL, 2 / SHAPE.top_k)):
         costs = costs_of(rig, split=SplitModel(dispatch))
-        assert costs.choose(base, shape, load, CostChoice.AUTO).shared_tokens == work
+        assert costs.cost_in_force(base, shape, load, CostChoice.AUTO).shared_tokens == work
 
 
 async def test_seconds_that_ranks_report_come_before_their_profiles(rig):

@@ -44,87 +44,6 @@ _PACE_S = 5.0
 
 
 @dataclass(eq=False, repr=False)
-class RankCosts:
-    """The cost model of one deployment."""
-
-    control: DeploymentState
-    loads: GroupLoads
-    ranks: RankSessions
-    clock: Clock
-    _source: CostSource | None = field(default=None, init=False)
-    """The source that was logged last."""
-
-    def choose(
-        self,
-        base: PlanBase,
-        shape: ModelShape,
-        load: NDArray[np.uint32],
-        asked: CostChoice,
-        *,
-        curves: bool = False,
-    ) -> CostModel:
-        """Return the cost model in force, and log a change of its source.
-
-        Args:
-            base: the placement that the ranks use.
-            shape: of the deployment.
-            load: (T, L, E) tokens, at whose mean the models are compared.
-            asked: the operator's choice.
-            curves: True for a policy that plans on the ranks' curves.
-        """
-        times = self.loads.times
-        times.update(
-            self.loads.ingest.parts(),
-            base.placement,
-            base.epoch,
-            self.loads.split(),
-            self.control.history,
-        )
-        each = max(1, load.shape[0] * load.shape[1] * shape.num_ranks)
-        choice = choose_cost(
-            KnownCosts(
-                shape=shape,
-                ranks=[self._told(EpRank(rank)) for rank in range(shape.num_ranks)],
-                fit=times.fit(),
-                tokens_per_rank=float(load.sum()) / each,
-                active_per_rank=float(np.count_nonzero(load)) / each,
-                now_unix=self.clock.unix(),
-                dispatch=self.loads.split().dispatch,
-            ),
-            asked,
-            curves=curves,
-        )
-        self._log_source(choice)
-        return choice.model
-
-    def _told(self, rank: EpRank) -> RankNumbers:
-        member = self.control.membership.members.get(rank)
-        if member is None:
-            return RankNumbers()
-        session = self.ranks.by_stream.get(member.stream)
-        return RankNumbers(
-            member.hello.device,
-            member.hello.weight_format,
-            None if session is None else session.curve,
-            None if session is None else session.replica_cost,
-            None if session is None else session.clock,
-        )
-
-    def _log_source(self, choice: ChosenCost) -> None:
-        if choice.model.source is self._source:
-            return
-        self._source = choice.model.source
-        _log.info(
-            "cost_model",
-            deployment=self.control.deployment,
-            source=choice.model.source.value,
-            detail=choice.model.detail,
-            others={source.value: reason for source, reason in choice.reasons.items()}
-            | {source.value: f"time ratio {ratio}" for source, ratio in choice.ratios.items()},
-        )
-
-
-@dataclass(eq=False, repr=False)
 class InputBuilder:
     """The planner's inputs of one deployment."""
 
@@ -141,12 +60,10 @@ class InputBuilder:
     calibration: Calibration = field(default=NOT_CALIBRATED, init=False)
     """By what plans delivered, in the newest inputs."""
     _slow: SlowRanks = field(default_factory=SlowRanks, init=False)
-    _costs: RankCosts = field(init=False)
+    _source: CostSource | None = field(default=None, init=False)
+    """The source of the cost model that was logged last."""
     _dispatch_warning: str = field(default="", init=False)
     """The newest warning that was logged; empty if nothing disagrees."""
-
-    def __post_init__(self) -> None:
-        self._costs = RankCosts(self.control, self.loads, self.ranks, self.clock)
 
     def forget(self) -> None:
         """Start again: the windows begin again for another generation."""
@@ -222,7 +139,7 @@ class InputBuilder:
         load: NDArray[np.uint32],
         curves: bool,
     ) -> Objective:
-        cost = self.cost = self._costs.choose(
+        cost = self.cost = self.cost_in_force(
             base, shape, load, self.control.policy.cost, curves=curves
         )
         self._log_slow_ranks()
@@ -251,3 +168,72 @@ class InputBuilder:
         members = self.control.membership.members
         hellos = {rank: one.hello for rank, one in members.items()}
         self._slow.update(self.control.deployment, self.loads.times.speed_factors(), hellos)
+
+    def cost_in_force(
+        self,
+        base: PlanBase,
+        shape: ModelShape,
+        load: NDArray[np.uint32],
+        asked: CostChoice,
+        *,
+        curves: bool = False,
+    ) -> CostModel:
+        """Return the cost model in force, and log a change of its source.
+
+        Args:
+            base: the placement that the ranks use.
+            shape: of the deployment.
+            load: (T, L, E) tokens, at whose mean the models are compared.
+            asked: the operator's choice.
+            curves: True for a policy that plans on the ranks' curves.
+        """
+        times = self.loads.times
+        times.update(
+            self.loads.ingest.parts(),
+            base.placement,
+            base.epoch,
+            self.loads.split(),
+            self.control.history,
+        )
+        each = max(1, load.shape[0] * load.shape[1] * shape.num_ranks)
+        choice = choose_cost(
+            KnownCosts(
+                shape=shape,
+                ranks=[self._told(EpRank(rank)) for rank in range(shape.num_ranks)],
+                fit=times.fit(),
+                tokens_per_rank=float(load.sum()) / each,
+                active_per_rank=float(np.count_nonzero(load)) / each,
+                now_unix=self.clock.unix(),
+                dispatch=self.loads.split().dispatch,
+            ),
+            asked,
+            curves=curves,
+        )
+        self._log_source(choice)
+        return choice.model
+
+    def _told(self, rank: EpRank) -> RankNumbers:
+        member = self.control.membership.members.get(rank)
+        if member is None:
+            return RankNumbers()
+        session = self.ranks.by_stream.get(member.stream)
+        return RankNumbers(
+            member.hello.device,
+            member.hello.weight_format,
+            None if session is None else session.curve,
+            None if session is None else session.replica_cost,
+            None if session is None else session.clock,
+        )
+
+    def _log_source(self, choice: ChosenCost) -> None:
+        if choice.model.source is self._source:
+            return
+        self._source = choice.model.source
+        _log.info(
+            "cost_model",
+            deployment=self.control.deployment,
+            source=choice.model.source.value,
+            detail=choice.model.detail,
+            others={source.value: reason for source, reason in choice.reasons.items()}
+            | {source.value: f"time ratio {ratio}" for source, ratio in choice.ratios.items()},
+        )
