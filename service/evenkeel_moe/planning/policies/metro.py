@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from evenkeel_moe.planning.policies.eplb import place_by_eplb
+from evenkeel_moe.planning.policies.eplb import Variant, choose_form
 from evenkeel_moe.planning.policies.policy_entry import PolicyEntry
 from evenkeel_moe.planning.policies.proposal import build_proposal
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
@@ -28,8 +28,9 @@ def plan_metro(problem: PlacementProblem) -> Proposal:
         InvalidInput, InfeasiblePlan: as EPLB.
     """
     active = np.minimum(problem.load, 1.0)
-    placement, hierarchical = place_by_eplb(replace(problem, load=active))
-    return build_proposal(problem, placement, 1, {"keep_nodes": float(hierarchical)})
+    placement, scores, form = choose_form(replace(problem, load=active))
+    keep_nodes = float(form is Variant.HIERARCHICAL)
+    return build_proposal(problem, placement, len(scores), {"keep_nodes": keep_nodes})
 
 
 METRO = PolicyEntry(
