@@ -2,33 +2,49 @@
 
 import asyncio
 import contextvars
-from dataclasses import dataclass
 
 import pytest
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.driver import ActionStage, Driver
+from evenkeel_moe.driver import Driver
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
+from evenkeel_moe.model.ids import EpRank, Generation, PlanId
+from evenkeel_moe.model.plan import WaveKey
+from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import LeaseLost
+from evenkeel_moe.protocol.messages import Commit, Leader, QueryState
 from tests.waiting import until
 
-
-@dataclass(frozen=True)
-class Act:
-    stage: ActionStage
-    name: str
+RANK, LEADER = EpRank(0), Leader("a", 1)
 
 
 def persist(name):
-    return Act(ActionStage.PERSIST, name)
+    return ctl.PersistDecision({"name": name})
 
 
 def send(name):
-    return Act(ActionStage.SEND, name)
+    key = WaveKey(Generation("g1"), PlanId(name), 0, 1)
+    return ctl.SendToRank(RANK, 0, Commit(LEADER, key))
 
 
 def other(name):
-    return Act(ActionStage.OTHER, name)
+    return ctl.Alert(Reason.MALFORMED, name)
+
+
+def question(number):
+    return ctl.SendToRank(RANK, 0, QueryState(LEADER, query=number))
+
+
+def name_of(action):
+    match action:
+        case ctl.PersistDecision(row):
+            return row["name"]
+        case ctl.SendToRank(message=Commit(wave=wave)):
+            return wave.plan_id
+        case ctl.SendToRank(message=QueryState(query=query)):
+            return f"question {query}"
+        case ctl.Alert():
+            return action.detail
 
 
 class ScriptedMachine:
@@ -50,20 +66,17 @@ class SlowExecutor:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    def stage(self, action):
-        return action.stage
-
     async def persist(self, actions):
-        self.done.append(f"begin {'+'.join(a.name for a in actions)}")
+        self.done.append(f"begin {'+'.join(name_of(a) for a in actions)}")
         await self.gate.wait()
         await asyncio.sleep(0)
         if self.down:
             return ("failed",)
-        self.done += [f"stored {a.name}" for a in actions]
+        self.done += [f"stored {name_of(a)}" for a in actions]
         return ()
 
     def perform(self, action):
-        self.done.append(action.name)
+        self.done.append(name_of(action))
 
 
 @pytest.fixture
@@ -115,13 +128,13 @@ async def test_a_later_batch_waits_for_an_earlier_ones_persists(rig):
 
 async def test_sends_of_a_batch_that_could_not_be_stored_are_not_carried_out(rig):
     driver, machine, executor, _ = rig(
-        {"a": [persist("p"), send("s"), other("o")], "failed": [other("f")]}
+        {"a": [persist("p"), send("s"), other("o"), question(1)], "failed": [other("f")]}
     )
     executor.down = True
     driver.post("a")
     driver.post("b")
     await settle()
-    assert executor.done == ["begin p", "o", "f"]
+    assert executor.done == ["begin p", "o", "question 1", "f"]
     assert machine.seen == ["tick", "a", "failed", "b"], (
         "the machine gets the failure before other events"
     )
@@ -260,7 +273,7 @@ async def test_the_actions_of_a_call_run_in_the_callers_context(rig):
     request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="")
     driver, _, executor, _ = rig({"event": [persist("theirs"), other("theirs")]})
     seen = []
-    executor.perform = lambda action: seen.append((action.name, request.get()))
+    executor.perform = lambda action: seen.append((name_of(action), request.get()))
 
     def ask(now):
         seen.append(("ask", request.get()))

@@ -1,4 +1,4 @@
-"""Runs one machine: gives it events one at a time and carries out its actions in order.
+"""Runs a control machine: gives it events one at a time and carries out its actions in order.
 
 The results of actions come back as events. A batch is the list of actions that the machine returns
 for one event. All its persist actions finish before its first send action starts. If they fail, the
@@ -12,65 +12,51 @@ import contextvars
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.ports.stores import Clock
-from evenkeel_moe.protocol.control_messages import LeaseLost
+from evenkeel_moe.protocol.control_messages import (
+    ControlAction,
+    LeaseLost,
+    PersistAction,
+    SendToRank,
+)
 
-ActionT = TypeVar("ActionT")
-ActionT_co = TypeVar("ActionT_co", covariant=True)
-ActionT_contra = TypeVar("ActionT_contra", contravariant=True)
 ResultT = TypeVar("ResultT")
 
 
-class ActionStage(Enum):
-    """The place of an action in the order of its batch."""
-
-    PERSIST = auto()
-    """First, all of them together."""
-    SEND = auto()
-    """After them, and only if all of them are known to be stored."""
-    OTHER = auto()
-    """After them, in any case."""
-
-
-class Machine(Protocol[ActionT_co]):
+class Machine(Protocol):
     """A state machine without I/O."""
 
-    def handle(self, event: object, now: float) -> Sequence[ActionT_co]:
+    def handle(self, event: object, now: float) -> Sequence[ControlAction]:
         """Take one event and return its actions; `now` is in monotonic seconds."""
         ...
 
 
-class Executor(Protocol[ActionT_contra]):
-    """Carries out the actions of a machine."""
+class Executor(Protocol):
+    """Carries out the actions of the machine."""
 
-    def stage(self, action: ActionT_contra) -> ActionStage:
-        """Return the stage of an action."""
-        ...
-
-    async def persist(self, actions: Sequence[ActionT_contra]) -> Sequence[object]:
+    async def persist(self, actions: Sequence[PersistAction]) -> Sequence[object]:
         """Store all, in order; never raise. Return events for those not known to be stored."""
         ...
 
-    def perform(self, action: ActionT_contra) -> None:
+    def perform(self, action: ControlAction) -> None:
         """Carry out or start another action. `Driver.post` takes its result. Never blocks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Call(Generic[ActionT]):
+class _Call:
     """A call of the machine whose caller waits until its actions are carried out."""
 
-    ask: Callable[[float], tuple[Any, Sequence[ActionT]]]
+    ask: Callable[[float], tuple[Any, Sequence[ControlAction]]]
     answer: "asyncio.Future[Any]"
     context: contextvars.Context
     """The caller's context, so that log lines have its trace id."""
 
 
-class Driver(Generic[ActionT]):
+class Driver:
     """The event loop of one machine.
 
     Args:
@@ -84,8 +70,8 @@ class Driver(Generic[ActionT]):
 
     def __init__(
         self,
-        machine: Machine[ActionT],
-        executor: Executor[ActionT],
+        machine: Machine,
+        executor: Executor,
         clock: Clock,
         *,
         tick: object,
@@ -112,7 +98,9 @@ class Driver(Generic[ActionT]):
         self._inbox.append((event, processed))
         self._wake.set()
 
-    async def call(self, ask: Callable[[float], tuple[ResultT, Sequence[ActionT]]]) -> ResultT:
+    async def call(
+        self, ask: Callable[[float], tuple[ResultT, Sequence[ControlAction]]]
+    ) -> ResultT:
         """Call the machine between two events and wait until its actions are carried out.
 
         Args:
@@ -169,7 +157,7 @@ class Driver(Generic[ActionT]):
         else:
             await self._carry_out(self._machine.handle(event, self._clock.monotonic()))
 
-    async def _respond(self, event: _Call[ActionT]) -> None:
+    async def _respond(self, event: _Call) -> None:
         try:
             result, actions = event.ask(self._clock.monotonic())
         except Exception as error:
@@ -188,13 +176,15 @@ class Driver(Generic[ActionT]):
         else:
             event.answer.set_result(result)
 
-    async def _carry_out(self, actions: Sequence[ActionT]) -> Sequence[object]:
+    async def _carry_out(self, actions: Sequence[ControlAction]) -> Sequence[object]:
         """Carry out one batch. Return the events for persist actions not known to be stored."""
-        staged = [(self._executor.stage(action), action) for action in actions]
-        persists = [action for stage, action in staged if stage is ActionStage.PERSIST]
+        persists = [action for action in actions if isinstance(action, PersistAction)]
         failures = await self._executor.persist(persists) if persists else ()
-        for stage, action in staged:
-            if stage is ActionStage.OTHER or (stage is ActionStage.SEND and not failures):
+        for action in actions:
+            if isinstance(action, PersistAction):
+                continue
+            # Questions go out in any case, so that ranks hear their leader without the store.
+            if not (failures and isinstance(action, SendToRank) and action.needs_store):
                 self._executor.perform(action)
         self._after()
         for failure in failures:

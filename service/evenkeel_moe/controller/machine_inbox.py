@@ -23,7 +23,7 @@ class MachineInbox:
         self,
         control: DeploymentControl,
         clock: Clock,
-        driver: Callable[[], Driver[ctl.ControlAction]],
+        driver: Callable[[], Driver],
     ) -> None:
         self._control = control
         self._clock = clock

@@ -13,7 +13,6 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.controller.deployment.deployment import Deployment
 from evenkeel_moe.controller.ingest.group_loads import shape_document
 from evenkeel_moe.controller.ingest.group_memory import memory_together
-from evenkeel_moe.driver import ActionStage
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
@@ -21,7 +20,7 @@ from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
-from evenkeel_moe.protocol.messages import Ack, Commit, Leader, MovedAnswers, QueryState
+from evenkeel_moe.protocol.messages import Ack, Leader, MovedAnswers, QueryState
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_window
@@ -111,19 +110,6 @@ async def test_a_waves_map_is_learned_as_it_begins(monkeypatch):
     for rank in (0, 1, 0):
         deployment.executor.perform(ctl.SendToRank(EpRank(rank), 10 + rank, prepare))
     assert learned == [prepare.wave]
-
-
-async def test_questions_go_out_while_the_store_is_away_and_what_decides_does_not():
-    _, deployment, _ = await leading()
-    leader = deployment.control.leader
-    assert leader is not None
-    question = ctl.SendToRank(EpRank(0), 1, QueryState(leader, query=1))
-    commit = ctl.SendToRank(EpRank(0), 1, Commit(leader, key_of()))
-    assert [deployment.executor.stage(action) for action in (HOLD, commit, question)] == [
-        ActionStage.PERSIST,
-        ActionStage.SEND,
-        ActionStage.OTHER,
-    ]
 
 
 async def test_a_leader_that_was_fenced_off_asks_nothing_more():

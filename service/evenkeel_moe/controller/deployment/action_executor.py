@@ -8,7 +8,6 @@ from evenkeel_moe.controller.deployment.action_log import ActionLog
 from evenkeel_moe.controller.leadership.leadership import Leadership
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.controller.store_health import StoreHealth
-from evenkeel_moe.driver import ActionStage
 from evenkeel_moe.errors import Conflict, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports.stores import DeploymentStore
@@ -36,28 +35,14 @@ class ActionExecutor:
     log: ActionLog
     expect_wave: Callable[[Prepare], None]
     begin_cycle: Callable[[ctl.RunCycle], None]
-    _waiting: deque[ctl.ControlAction] = field(
+    _waiting: deque[ctl.PersistAction] = field(
         default_factory=lambda: deque(maxlen=_WAITING), init=False
     )
     """Decisions on a new deployment: made-up names must leave nothing in the store."""
     _fenced_term: int = field(default=0, init=False)
     """The last term under which the store refused a write."""
 
-    def stage(self, action: ctl.ControlAction) -> ActionStage:
-        """Return the stage of an action.
-
-        Writes come first, and decisions are sent only once they are stored. Questions are sent in
-        any case, so that ranks hear their leader while the store is away.
-        """
-        if isinstance(action, ctl.PersistAction):
-            return ActionStage.PERSIST
-        return (
-            ActionStage.SEND
-            if isinstance(action, ctl.SendToRank) and action.needs_store
-            else ActionStage.OTHER
-        )
-
-    async def persist(self, actions: Sequence[ctl.ControlAction]) -> Sequence[object]:
+    async def persist(self, actions: Sequence[ctl.PersistAction]) -> Sequence[object]:
         """Store all actions in order; of a new deployment only once it is claimed.
 
         Returns:
@@ -70,14 +55,14 @@ class ActionExecutor:
             self._waiting.extend(actions)
             return ()
         if self.health.resting:
-            return (_failed(actions, self.health.fault),)
+            return (ctl.PersistFailed(tuple(actions), self.health.fault),)
         for position, action in enumerate(actions):
             try:
                 await self._write_waiting()
                 await self._write(action)
             except Unavailable as error:
                 self.health.failed(error)
-                return (_failed(actions[position:], str(error)),)
+                return (ctl.PersistFailed(tuple(actions[position:]), str(error)),)
             except Conflict as error:
                 self._fenced_term = self.leadership.machine_term
                 self.leadership.fenced(str(error))
@@ -97,7 +82,7 @@ class ActionExecutor:
             await self._write(self._waiting[0])
             self._waiting.popleft()
 
-    async def _write(self, action: ctl.ControlAction) -> None:
+    async def _write(self, action: ctl.PersistAction) -> None:
         store, deployment, term = self.store, self.deployment, self.leadership.machine_term
         match action:
             case ctl.PersistPlan(record):
@@ -131,7 +116,3 @@ class ActionExecutor:
                 self.log.wave_health(action)
             case ctl.Alert():
                 self.log.alert(action)
-
-
-def _failed(actions: Sequence[ctl.ControlAction], detail: str) -> ctl.PersistFailed:
-    return ctl.PersistFailed(tuple(a for a in actions if isinstance(a, ctl.PersistAction)), detail)

@@ -346,7 +346,7 @@ class Deployment:
         if prepare.wave.wave_index == 0:
             self.planner.gains.plan_begins(prepare.wave.plan_id)
 
-    def _build_driver(self, clock: Clock) -> Driver[ctl.ControlAction]:
+    def _build_driver(self, clock: Clock) -> Driver:
         return Driver(
             self.control,
             self.executor,
