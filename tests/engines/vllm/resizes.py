@@ -72,7 +72,7 @@ class ElasticRank(Rank):
         self.model_config = engine.ModelConfig()
         self.state.add_model(self.model, self.model_config)
         self.model_state = self.state.model_states["toy-hash"]
-        self.guest: Any = self.plugin.guests.get(self.state)
+        self.guest: Any = self.plugin.guest
         self._worker = elastic.Worker(self.state, self.model, self.model_config, self.config)
         self.executor: Any = self.modules.elastic.ElasticEPScalingExecutor(self._worker)
         # Weights that are not experts, and the warm-up of device groups.

@@ -1,7 +1,9 @@
 """Scenarios of a toy vLLM without faults; each function runs once in each rank's process."""
 
+import gc
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +39,7 @@ class Rank(DrivenRank):
         make_link=PortLink,
         top_k=2,
         plugged=True,
+        plugin=None,
         tensor_parallel="",
         stages=1,
         **changes,
@@ -61,7 +64,8 @@ class Rank(DrivenRank):
             "stall_after_s": 60.0,
         }
         self.hot = False
-        self.plugin = VllmPlugin(toy_settings(**{**values, **changes}), engine.VERSION, make_link)
+        settings = toy_settings(**{**values, **changes})
+        self.plugin = plugin or VllmPlugin(settings, engine.VERSION, make_link)
         if plugged:
             self.plugin.install()
         if before is not None:
@@ -79,7 +83,7 @@ class Rank(DrivenRank):
         self.agent: Any = None
         self.link: Any = None
         if plugged:
-            self.guest = self.plugin.guests[self.state]
+            self.guest = self.plugin.guest
             self.agent, self.link = self.guest.agent, self.guest.link
         self.worker_failed = threading.Event()
         if use_async:
@@ -192,6 +196,23 @@ def place(rank, size, *, use_async, no_gain=False):
         "progress": [(p.bytes_done, p.bytes_total) for p in progress],
         "second": {**one.seen(), "target": again.phy2log, "ack": second.epoch},
     }
+
+
+def second_engine(rank, size):
+    """The process ends its engine, and makes another one with a model of the same size."""
+    old = Rank(rank, size, use_async=False)
+    plugin, at_exit = old.plugin, old.guest._at_exit
+    old.steps(6)
+    one = Rank(rank, size, use_async=False, plugin=plugin)
+    closed = old.guest.agent is None and not at_exit.still_active()
+    gone = weakref.ref(old.state)
+    del old
+    gc.collect()
+    one.steps(6)
+    new = one.target()
+    one.order(new)
+    one.until(lambda: one.agent.epoch == 1)
+    return {**one.seen(), "target": new.phy2log, "closed": closed, "kept": gone() is not None}
 
 
 def late_worker(rank, size, *, plans):

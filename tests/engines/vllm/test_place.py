@@ -28,6 +28,17 @@ def test_vllm_commits_exactly_the_controllers_placement(options):
         assert seen["progress"][-1][0] == seen["progress"][-1][1] > 0
 
 
+@pytest.mark.fault(
+    "who makes a second engine in one process",
+    "plans went to the first engine, whose agent and weights stayed",
+)
+def test_a_second_engine_of_a_process_takes_the_place_of_the_first():
+    for seen in ranks.run(SCENARIOS, "second_engine"):
+        assert seen["closed"] and not seen["kept"]
+        assert np.array_equal(seen["map"], seen["target"])
+        assert (seen["epoch"], seen["wrong"], seen["trouble"]) == (1, [], "")
+
+
 def test_each_pipeline_stage_gets_plans_of_its_own():
     found = ranks.once(PARALLEL, "pipeline", size=4)
     assert [(seen["identity"].deployment, seen["identity"].rank) for seen in found] == [

@@ -110,9 +110,10 @@ class EngineGuest(HostEngine, ABC):
             self.agent.tell(self._kv_cache)
 
     def close(self) -> None:
-        """Stop the agent's threads."""
+        """End the agent and its communicators: this rank's engine has ended."""
         if self.agent is not None:
-            self.agent.close()
+            self._leave_group(self.agent)
+        self._end_left()
 
     @abstractmethod
     def _plan_group(self) -> Any:

@@ -1,10 +1,9 @@
-"""The engine-independent parts of a plugin: registration, and the guests of a process."""
+"""The engine-independent parts of a plugin: registration, and the guest of a process."""
 
 import importlib
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Generic, TypeVar
 
 import structlog
 
@@ -20,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class EnginePlugin(Generic[_GuestT]):
-    """The guests of one engine process.
+    """The guest of an engine process, which has one balancer at a time.
 
     Args:
         settings: the plugin's settings.
@@ -32,14 +31,25 @@ class EnginePlugin(Generic[_GuestT]):
         self, settings: GuestSettings, version: str, make_link: Callable[[], RankLink] | None = None
     ) -> None:
         self.settings = settings
-        self.guests: WeakKeyDictionary[Any, _GuestT] = WeakKeyDictionary()
-        """One guest per balancer object of the engine."""
+        self.guest: _GuestT | None = None
+        """Of the newest balancer object of the engine; None until there is one."""
+        self._balancer: object = None
         self._version = version
         self._make_link = make_link
 
+    def find_guest(self, balancer: object) -> _GuestT | None:
+        """Return the guest of a balancer object of the engine, if it is the newest one."""
+        return self.guest if balancer is self._balancer else None
+
+    def _take(self, guest: _GuestT, balancer: object) -> _GuestT:
+        """Take the guest of a new balancer; the engine of the one before has ended."""
+        self._notify("the end of an engine", lambda former: former.close())
+        self.guest, self._balancer = guest, balancer
+        return guest
+
     def _notify(self, hook: str, tell: Callable[[_GuestT], object]) -> None:
-        """Call every guest from inside an engine function; see `protect_engine`."""
-        for guest in list(self.guests.values()):
+        """Call the guest from inside an engine function; see `protect_engine`."""
+        if (guest := self.guest) is not None:
             with protect_engine(guest, hook):
                 tell(guest)
 

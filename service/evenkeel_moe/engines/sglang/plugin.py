@@ -35,7 +35,7 @@ def register() -> None:
 
 
 class SglangPlugin(EnginePlugin[SglangGuest]):
-    """The hooks, and the guest of each `EPLBManager` of the process."""
+    """The hooks, and the guest of the process's `EPLBManager`."""
 
     def __init__(
         self, settings: GuestSettings, version: str, make_link: Callable[[], RankLink] | None = None
@@ -61,7 +61,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         add(f"{UPDATER}.ExpertLocationUpdater.update", self._around_update, kinds.AROUND)
         add(f"{RUNNER}.ModelRunner.alloc_memory_pool", self._pool_allocated, kinds.AFTER)
         if self.settings.places:
-            watch_loaders(add, kinds, self.guests.get)
+            watch_loaders(add, kinds, self.find_guest)
             add(f"{manager}._entrypoint", self._around_entrypoint, kinds.AROUND)
             add(f"{manager}._check_rebalance_needed", self._around_check, kinds.AROUND)
             add(f"{ALGORITHMS}.rebalance_experts", self._around_planner, kinds.AROUND)
@@ -69,10 +69,9 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
 
     def guest_of(self, manager: Any) -> SglangGuest:
         """Return the guest of a manager; the first call makes it."""
-        guest = self.guests.get(manager)
+        guest = self.find_guest(manager)
         if guest is None:
-            guest = SglangGuest(self.settings, manager, self._make_link)
-            self.guests[manager] = guest
+            guest = self._take(SglangGuest(self.settings, manager, self._make_link), manager)
             guest.pass_began(self._batch)
             self._batch = None
         return guest
@@ -92,7 +91,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
     def _pass_began(self, *args: Any, **kwargs: Any) -> None:
         """Before `_on_forward_pass_start(self, forward_batch)`."""
         batch = kwargs.get("forward_batch", args[1] if len(args) > 1 else None)
-        self._batch = None if self.guests else batch
+        self._batch = batch if self.guest is None else None
         self._notify("_on_forward_pass_start", lambda guest: guest.pass_began(batch))
 
     def _pool_allocated(self, _result: Any, runner: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -127,7 +126,7 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
     def _around_planner(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         names = PARTS[ALGORITHMS][""]["rebalance_experts"].split()
         asked = dict(zip(names, args, strict=False)) | kwargs
-        for guest in list(self.guests.values()):
+        if (guest := self.guest) is not None:
             answer = guest.plan(asked["tokens_per_expert"], int(asked["num_physical_experts"]))
             if answer is not None:
                 return answer

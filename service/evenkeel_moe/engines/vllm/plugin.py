@@ -41,7 +41,7 @@ def register() -> None:
 
 
 class VllmPlugin(EnginePlugin[VllmGuest]):
-    """The wrapped functions of vLLM, and the guest of each `EplbState` of the process."""
+    """The wrapped functions of vLLM, and the guest of the process's `EplbState`."""
 
     def __init__(
         self, settings: GuestSettings, version: str, make_link: Callable[[], RankLink] | None = None
@@ -68,7 +68,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         self._wrap_commits(state)
         self._wrap_workers(importlib.import_module(WORKERS).WorkerWrapperBase)
         if self.settings.places:
-            self._policy = make_policy(policies.EPLB_POLICIES["default"], self.guests)
+            self._policy = make_policy(policies.EPLB_POLICIES["default"], lambda: self.guest)
             policies.EPLB_POLICIES["default"] = self._policy
         setattr(state, _INSTALLED, self)
         self._report_installed("vllm")
@@ -90,7 +90,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
 
         @functools.wraps(should_record)
         def record_always(state: Any, log_stats: bool = False) -> bool:
-            guest = self.guests.get(state)
+            guest = self.find_guest(state)
             return (guest is not None and guest.agent is not None) or bool(
                 should_record(state, log_stats)
             )
@@ -105,7 +105,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
             state: Any, model_config: Any, num_unpadded_tokens: int, ubatch_slices: Any = None
         ) -> None:
             prepare(state, model_config, num_unpadded_tokens, ubatch_slices)
-            guest = self.guests.get(state)
+            guest = self.find_guest(state)
             if guest is not None:
                 guest.prepared(model_config, num_unpadded_tokens)
 
@@ -113,7 +113,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         def count_and_step(
             state: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False
         ) -> None:
-            guest = self.guests.get(state)
+            guest = self.find_guest(state)
             if guest is not None and not is_profile:
                 with protect_engine(guest, "EplbState.step"):
                     guest.before_step(dummy=is_dummy)
@@ -126,7 +126,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
             rank_mapping: Any = None,
             use_last_expert_load: bool = False,
         ) -> Any:
-            guest = self.guests.get(state)
+            guest = self.find_guest(state)
             if guest is not None and not is_profile:
                 if guest.between_groups and rank_mapping is None and guest.grew():
                     return None
@@ -142,11 +142,9 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
 
     def _guest_of(self, state: Any) -> VllmGuest:
         """Return the guest of an `EplbState`; the first call makes it."""
-        if state not in self.guests:
-            self.guests[state] = VllmGuest(
-                self.settings, state, self._groups, self._engine, self._make_link
-            )
-        return self.guests[state]
+        return self.find_guest(state) or self._take(
+            VllmGuest(self.settings, state, self._groups, self._engine, self._make_link), state
+        )
 
     def _wrap_resize(self) -> None:
         """Learn that vLLM changes the number of ranks; a further call does nothing.
@@ -162,7 +160,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
 
         @functools.wraps(grow)
         def leave_and_grow(executor: Any, is_existing_worker: bool) -> None:
-            guest = self.guests.get(executor.worker.model_runner.eplb_state)
+            guest = self.find_guest(executor.worker.model_runner.eplb_state)
             if guest is not None and is_existing_worker:
                 with protect_engine(guest, "commit_scale_up"):
                     guest.leave()
@@ -170,7 +168,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
 
         @functools.wraps(shrink)
         def leave_and_shrink(executor: Any, new_dp_size: int, removing: bool) -> None:
-            guest = self.guests.get(executor.worker.model_runner.eplb_state)
+            guest = self.find_guest(executor.worker.model_runner.eplb_state)
             if guest is not None:
                 with protect_engine(guest, "commit_scale_down"):
                     guest.leave()
@@ -188,14 +186,16 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         @functools.wraps(allocate)
         def allocate_and_tell(wrapper: Any, kv_cache_configs: Any) -> Any:
             answer = allocate(wrapper, kv_cache_configs)
-            for state, guest in list(self.guests.items()):
-                with protect_engine(guest, "WorkerWrapperBase.initialize_from_config"):
-                    if getattr(wrapper.worker.model_runner, "eplb_state", None) is state:
-                        guest.kv_cache_allocated(
-                            lambda: read_kv_cache(kv_cache_configs[wrapper.global_rank])
-                        )
-                        functions = worker_functions(self._version, type(wrapper.worker))
-                        watch_worker(wrapper.worker, guest, functions)
+
+            def tell(guest: VllmGuest) -> None:
+                if getattr(wrapper.worker.model_runner, "eplb_state", None) is guest.state:
+                    guest.kv_cache_allocated(
+                        lambda: read_kv_cache(kv_cache_configs[wrapper.global_rank])
+                    )
+                    functions = worker_functions(self._version, type(wrapper.worker))
+                    watch_worker(wrapper.worker, guest, functions)
+
+            self._notify("WorkerWrapperBase.initialize_from_config", tell)
             return answer
 
         owner.initialize_from_config = allocate_and_tell

@@ -1,22 +1,23 @@
 """The planner that replaces vLLM's own: it does not plan, it returns the agreed map."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evenkeel_moe.engines.vllm.guest import VllmGuest
 
 
-def make_policy(original: Any, guests: Mapping[Any, VllmGuest]) -> Any:
+def make_policy(original: Any, get_guest: Callable[[], VllmGuest | None]) -> Any:
     """Return a class for `EPLB_POLICIES["default"]`.
 
     Args:
-        original: vLLM's planner. It still answers if no guest could be started, and if vLLM wants
-            another number of slots than it has and no guest can tell where the experts go.
-        guests: one per `EplbState` of the process.
+        original: vLLM's planner. It still answers if the guest could not be started, or cannot
+            tell where the experts go when vLLM wants another number of slots than it has.
+        get_guest: returns the guest of the process; None before vLLM has made its `EplbState`.
     """
 
     class ControllerPolicy(original):  # type: ignore[misc]
@@ -32,24 +33,22 @@ def make_policy(original: Any, guests: Mapping[Any, VllmGuest]) -> Any:
             num_ranks: int,
             old_global_expert_indices: Tensor | None = None,
         ) -> Tensor:
-            old = old_global_expert_indices
-            running = list(guests.values())
-            no_agent = bool(running) and all(guest.agent is None for guest in running)
-            if old is not None and old.shape[1] != num_replicas:
-                current = np.asarray(old.cpu().numpy(), np.int64)
-                for guest in running:
-                    found = guest.shrunk(current, num_ranks)
-                    if found is not None:
-                        return torch.from_numpy(np.ascontiguousarray(found))
-            if old is None or old.shape[1] != num_replicas or no_agent:
-                answer: Tensor = original.rebalance_experts(
-                    weight, num_replicas, num_groups, num_nodes, num_ranks, old
-                )
-                return answer
-            current = np.asarray(old.cpu().numpy(), np.int64)
-            for guest in running:
-                if guest.concerns(*current.shape):
-                    return torch.from_numpy(np.ascontiguousarray(guest.plan(current)))
-            return old.cpu().clone()
+            guest, old = get_guest(), old_global_expert_indices
+            answer: NDArray[np.int64] | None = None
+            if old is not None:
+                current = np.array(old.cpu().numpy(), np.int64)
+                if old.shape[1] != num_replicas:
+                    answer = None if guest is None else guest.shrunk(current, num_ranks)
+                elif guest is None:
+                    answer = current
+                elif guest.agent is not None:
+                    concerned = guest.concerns(*current.shape)
+                    answer = guest.plan(current) if concerned else current
+            if answer is not None:
+                return torch.from_numpy(np.ascontiguousarray(answer))
+            planned: Tensor = original.rebalance_experts(
+                weight, num_replicas, num_groups, num_nodes, num_ranks, old
+            )
+            return planned
 
     return ControllerPolicy
