@@ -268,6 +268,8 @@ class ModelConfig:
 
 
 class DraftConfig(ModelConfig):
+    runner_type = "draft"
+
     def compute_hash(self):
         return "draft-hash"
 

@@ -3,6 +3,7 @@
 import structlog
 import torch
 
+from tests.engines.vllm.engine import ModelConfig
 from tests.engines.vllm.scenarios import TOKENS, Rank
 
 
@@ -23,9 +24,14 @@ def pipeline(rank, size):
 
 
 def tensor_parallel(rank, size, *, how):
-    """Both ranks get the same batch; all of them or a chunk is routed on each."""
+    """Both ranks get the same batch; all of them or a chunk is routed on each.
+
+    In between vLLM's `update_config` puts a changed copy in the place of its configuration.
+    """
     one = Rank(rank, size, use_async=False, mode="observe", tensor_parallel=how)
-    one.steps(4)
+    one.steps(2)
+    one.model_config = ModelConfig()
+    one.steps(2)
     real = one.chosen[:TOKENS].reshape(-1)
     metas, counts = one.reported(4)
     return {

@@ -35,6 +35,7 @@ from evenkeel_moe.engines.vllm.state import (
     VllmModelState,
     VllmState,
     counting_side,
+    is_draft,
     read_map,
     read_shape,
 )
@@ -75,7 +76,6 @@ class VllmGuest(EngineGuest):
         self._groups = groups
         self._engine = engine
         self._model_state: VllmModelState | None = None
-        self._model_config: Any = None
         self._policy: Any = None
         self._reload: ReloadMap | None = None
         """None if vLLM loads weights as it does without the plugin."""
@@ -106,7 +106,6 @@ class VllmGuest(EngineGuest):
     def join(
         self,
         model_state: VllmModelState,
-        model_config: Any,
         policy: Any,
         watch_resize: Callable[[], None],
     ) -> None:
@@ -114,12 +113,11 @@ class VllmGuest(EngineGuest):
 
         Args:
             model_state: of the target model.
-            model_config: vLLM's configuration of the target model.
             policy: the planner class that vLLM must use so that plans reach it; None in observe
                 mode.
             watch_resize: called if vLLM may change the number of ranks; it may raise Unsupported.
         """
-        self._model_state, self._model_config, self._policy = model_state, model_config, policy
+        self._model_state, self._policy = model_state, policy
         self._try_to_start(lambda: self._start(model_state, watch_resize))
 
     @property
@@ -315,10 +313,10 @@ class VllmGuest(EngineGuest):
         """Note how many real tokens the next forward pass of a model has.
 
         Args:
-            model_config: vLLM's configuration of the model. A draft model has its own.
+            model_config: vLLM's configuration of the model, which vLLM may replace by another one.
             num_tokens: tokens without padding.
         """
-        if model_config is self._model_config:
+        if not is_draft(model_config):
             self._prepared = num_tokens
 
     def before_step(self, *, dummy: bool) -> None:

@@ -85,7 +85,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
             with protect_engine(guest, "EplbState.add_model"):
                 if not is_draft(model_config, *name, **named) and not guest.joined:
                     model_state = state.model_states[model_config.compute_hash()]
-                    guest.join(model_state, model_config, self._policy, self._wrap_resize)
+                    guest.join(model_state, self._policy, self._wrap_resize)
                     watch_model(model, guest)
 
         @functools.wraps(should_record)
