@@ -163,12 +163,13 @@ class Rank(DrivenRank):
         }
 
 
-def place(rank, size, *, use_async, no_gain=False):
+def place(rank, size, *, use_async, no_gain=False, step_interval=1000):
     """A plan is voted on, committed, and carried out by vLLM; then a second one.
 
     With `no_gain` vLLM runs on ROCm, and its own load window shows no load.
     """
-    one = Rank(rank, size, use_async=use_async)
+    config = Config(use_async=use_async, step_interval=step_interval)
+    one = Rank(rank, size, use_async=use_async, config=config)
     if no_gain:
         engine.be_rocm(one.modules.state)
         one.state._allreduce_list = lambda tensors: [torch.zeros_like(one) for one in tensors]

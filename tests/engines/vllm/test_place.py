@@ -12,8 +12,18 @@ PARALLEL = "tests.engines.vllm.parallel"
 
 @pytest.mark.parametrize(
     "options",
-    [{"use_async": True}, {"use_async": False}, {"use_async": False, "no_gain": True}],
-    ids=["async", "sync", "sync on ROCm, which leaves out a map without gain"],
+    [
+        {"use_async": True},
+        {"use_async": False},
+        {"use_async": False, "no_gain": True},
+        {"use_async": True, "step_interval": 1},
+    ],
+    ids=[
+        "async",
+        "sync",
+        "sync on ROCm, which leaves out a map without gain",
+        "async, where vLLM alone would rearrange at every step",
+    ],
 )
 def test_vllm_commits_exactly_the_controllers_placement(options):
     for seen in ranks.once(SCENARIOS, "place", **options):

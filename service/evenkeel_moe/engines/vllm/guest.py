@@ -362,7 +362,7 @@ class VllmGuest(EngineGuest):
         if self._due:
             state.expert_rearrangement_step = state.expert_rearrangement_step_interval
         elif state.expert_rearrangement_step + 1 >= state.expert_rearrangement_step_interval:
-            state.expert_rearrangement_step = 0
+            state.expert_rearrangement_step = -1  # An interval may be 1, and vLLM adds 1 first.
 
     # --- called by vLLM's balancer ----------------------------------------------------------------
 
