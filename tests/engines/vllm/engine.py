@@ -376,6 +376,7 @@ def start_worker(modules: Any, state: Any, fail: threading.Event | None = None) 
 
 
 def be_rocm(state: Any) -> None:
-    """Let vLLM's EPLB state believe that it runs on ROCm; its kernels do not."""
+    """Let vLLM's EPLB state and the plugin believe that they run on ROCm; the kernels do not."""
+    torch.version.hip = "7.0"  # type: ignore[assignment]
     platform = state.current_platform
     state.current_platform = SimpleNamespace(**{**vars(platform), "is_rocm": lambda: True})

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.vllm.plugin import VllmPlugin
+from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.protocol.messages import Ack, StagingProgress
 from evenkeel_moe.wire.link import KvCache
 from tests.agent.fleet import PortLink
@@ -197,6 +198,22 @@ def place(rank, size, *, use_async, no_gain=False, step_interval=1000):
         "progress": [(p.bytes_done, p.bytes_total) for p in progress],
         "second": {**one.seen(), "target": again.phy2log, "ack": second.epoch},
     }
+
+
+def leave_slot_empty(rank, size, *, use_async):
+    """On ROCm a plan leaves a slot of a replica empty, and the next one does not."""
+    one = Rank(rank, size, use_async=use_async, before=lambda it: engine.be_rocm(it.modules.state))
+    one.steps(3)
+    old = one.agent.placement
+    rows = old.phy2log.copy()
+    rows[:, -1] = EMPTY
+    vote = one.order(Placement(rows, size, old.num_logical_experts))
+    one.steps(30, 0.002)
+    if not vote.yes:
+        one.order(one.target(seed=2), "plan-2")
+    one.until(lambda: one.agent.epoch == 1)
+    hello = one.agent.hello()
+    return {**one.seen(), "vote": vote, "filled": hello.slots_stay_filled, "empty": rows}
 
 
 def second_engine(rank, size):

@@ -39,6 +39,20 @@ def test_vllm_commits_exactly_the_controllers_placement(options):
 
 
 @pytest.mark.fault(
+    "who serves with vLLM on ROCm",
+    "a plan with an empty slot ended the engine",
+)
+def test_where_vllm_rates_maps_itself_a_slot_stays_filled():
+    for seen in ranks.run(SCENARIOS, "leave_slot_empty", use_async=False):
+        assert seen["filled"] and not seen["vote"].yes
+        assert seen["vote"].detail == "3 empty slots: vLLM on ROCm, not asynchronous, fails"
+        assert (seen["epoch"], seen["wrong"], seen["trouble"]) == (1, [], "")
+    for seen in ranks.run(SCENARIOS, "leave_slot_empty", use_async=True):
+        assert seen["vote"].yes and not seen["filled"]
+        assert np.array_equal(seen["map"], seen["empty"])
+
+
+@pytest.mark.fault(
     "who makes a second engine in one process",
     "plans went to the first engine, whose agent and weights stayed",
 )

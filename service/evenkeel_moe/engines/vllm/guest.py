@@ -36,6 +36,7 @@ from evenkeel_moe.engines.vllm.state import (
     VllmState,
     counting_side,
     is_draft,
+    rates_maps,
     read_map,
     read_shape,
 )
@@ -43,7 +44,7 @@ from evenkeel_moe.engines.vllm.warm import move_experts, start_from_file
 from evenkeel_moe.errors import EvenkeelError, Reason, Unavailable
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import CountingSide
-from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.messages import Prepare
 
@@ -179,6 +180,7 @@ class VllmGuest(EngineGuest):
                 dispatch=DispatchModel.EVEN.value,  # vLLM uses all replicas of an expert alike.
                 side=self._side,
                 probe=VllmProbe(list(model.moe_layers), rank, shape.slots_per_rank, device),
+                slots_stay_filled=rates_maps(self.state),
                 former=former,
                 former_rank=self._rank,
             )
@@ -490,7 +492,7 @@ class VllmGuest(EngineGuest):
     # --- HostEngine -------------------------------------------------------------------------------
 
     def refusal(self, prepare: Prepare, new: Placement) -> tuple[Reason, str] | None:
-        """Return why vLLM cannot go to `new`; it accepts empty slots."""
+        """Return why vLLM cannot go to `new`."""
         del prepare
         model_state = self._model_state
         if model_state is None or self.state.policy is not self._policy:
@@ -498,6 +500,9 @@ class VllmGuest(EngineGuest):
         wrong = self._shape_refusal(new, tuple(model_state.physical_to_logical_map.shape))
         if wrong is None and self._worker_ended():
             return Reason.UNSUPPORTED, "vLLM's asynchronous EPLB worker has ended"
+        empty = int((new.phy2log == EMPTY).sum())
+        if wrong is None and empty and rates_maps(self.state):
+            return Reason.UNSUPPORTED, f"{empty} empty slots: vLLM on ROCm, not asynchronous, fails"
         return wrong
 
     def fault(self) -> str | None:

@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -52,6 +53,11 @@ def counting_side(state: VllmState) -> CountingSide:
     """
     bases = {base.__module__.partition(".")[0] for base in type(state).__mro__}
     return CountingSide.DESTINATION if ASCEND in bases else CountingSide.SOURCE
+
+
+def rates_maps(state: VllmState) -> bool:
+    """Return True if vLLM rates each new map itself, which fails at a slot without an expert."""
+    return torch.version.hip is not None and not state.is_async
 
 
 def read_map(state: VllmModelState) -> NDArray[np.int64]:
