@@ -33,9 +33,9 @@ from evenkeel_moe.cli.watch import OutputOptions
 from evenkeel_moe.errors import InvalidInput
 
 _START = {
-    "neutral": "vLLM with the plugin: EVENKEEL_RANK__PLACEMENT={file} vllm serve MODEL"
-    " --enable-expert-parallel --enable-eplb --eplb-config"
-    " '{{\"num_redundant_experts\": {redundant}}}'",
+    "neutral": "vLLM with the plugin: EVENKEEL_RANK__MODE=place EVENKEEL_RANK__RECORD=FOLDER"
+    " EVENKEEL_RANK__PLACEMENT={file} vllm serve MODEL --enable-expert-parallel --enable-eplb"
+    " --eplb-config '{{\"num_redundant_experts\": {redundant}}}'",
     "sglang": "SGLang: --init-expert-location {file} --ep-num-redundant-experts {redundant}",
     "trtllm": "TensorRT-LLM: moe_config: {{load_balancer: {file}}} in the options of the LLM API",
     "ascend": "vllm-ascend: --additional-config"

@@ -75,6 +75,19 @@ def test_a_recording_takes_the_place_of_a_controller(monkeypatch):
         load_guest_settings()
 
 
+@pytest.mark.fault(
+    "who starts vLLM in observe mode with a placement file",
+    "the first reload of weights wrote experts into the wrong slots",
+)
+def test_only_a_rank_whose_reloads_are_led_starts_from_a_file(monkeypatch):
+    monkeypatch.setenv("EVENKEEL_RANK__PLACEMENT", "/map.json")
+    with pytest.raises(InvalidInput, match="PLACEMENT needs EVENKEEL_RANK__MODE place"):
+        load_guest_settings()
+    monkeypatch.setenv("EVENKEEL_RANK__MODE", "place")
+    monkeypatch.setenv("EVENKEEL_RANK__RECORD", "/loads")
+    assert load_guest_settings().placement == "/map.json", "the map stays, and loads are recorded"
+
+
 def test_an_empty_variable_counts_as_not_set(monkeypatch):
     for name in (
         "CONTROLLERS",

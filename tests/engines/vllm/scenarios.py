@@ -362,6 +362,16 @@ def warm_start_map(rank, size, *, path):
     return one.seen()
 
 
+def warm_recorded(rank, size, *, path, folder):
+    """vLLM starts from a file and records; other weights are loaded, and nobody plans."""
+    without = {"controllers": "", "make_link": None}
+    one = Rank(rank, size, use_async=True, placement=path, record=folder, **without)
+    one.steps(6)
+    one.worker.reload_weights(one.model.checkpoint(1))
+    one.steps(40)
+    return one.seen()
+
+
 README_LOAD = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
     [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],

@@ -38,6 +38,13 @@ def test_plans_go_on_from_there(tmp_path):
         assert seen["epoch"] == 1
 
 
+def test_without_a_controller_the_experts_stay_where_the_file_says(tmp_path):
+    asked = {"path": written(tmp_path / "map.json"), "folder": str(tmp_path / "loads")}
+    for seen in ranks.run(SCENARIOS, "warm_recorded", **asked):
+        assert np.array_equal(seen["map"], placement().phy2log)
+        assert (seen["epoch"], seen["wrong"], seen["trouble"]) == (0, [], "")
+
+
 def test_a_file_of_another_shape_is_left_out(tmp_path):
     for seen in ranks.run(
         SCENARIOS, "warm_start_map", path=written(tmp_path / "map.json", layers=4)

@@ -88,9 +88,9 @@ class GuestSettings(BaseSettings):
     """The seconds of a rank's own routed experts are measured in one step of so many, and in all
     steps that are replayed from CUDA graphs; 0 measures none."""
     placement: str = ""
-    """A file of `evenkeel placement export` with which vLLM starts; empty starts as vLLM
-    does. SGLang has its own option, `--init-expert-location`. A file that does not fit, or that
-    some rank does not have, is ignored."""
+    """A file of `evenkeel placement export` with which vLLM starts, in mode `place`; empty starts
+    as vLLM does. SGLang has its own option, `--init-expert-location`. A file that does not fit, or
+    that some rank does not have, is ignored."""
     record: str = ""
     """Folder in which the ranks record their loads, in place of a controller: it switches the
     plugin on without one. All ranks of a group record into folders that `evenkeel record` or
@@ -180,7 +180,9 @@ def _find_fault(settings: GuestSettings) -> str:
         )
     if settings.record and settings.addresses:
         return f"RECORD is for loads without a controller, and {_PREFIX}CONTROLLERS names one"
-    if settings.record and settings.places:
+    if settings.placement and not settings.places:
+        return f"PLACEMENT needs {_PREFIX}MODE place, in which new weights are led to its slots"
+    if settings.record and settings.places and not settings.placement:
         return f"RECORD needs {_PREFIX}MODE observe: nobody plans without a controller"
     if (settings.tls_cert_file is None) != (settings.tls_key_file is None):
         return f"TLS_CERT_FILE and {_PREFIX}TLS_KEY_FILE must be set together"
