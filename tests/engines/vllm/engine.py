@@ -84,6 +84,12 @@ class Groups:
 
 
 GROUPS = Groups()
+CONFIG = SimpleNamespace(
+    use_v2_model_runner=True,
+    model_config=SimpleNamespace(runner_type="generate"),
+    parallel_config=SimpleNamespace(distributed_executor_backend=None),
+)
+"""The part of `VllmConfig` that the plugin reads."""
 KV_CACHE = SimpleNamespace(
     num_blocks=50,
     kv_cache_groups=[
@@ -212,6 +218,8 @@ def _stand_ins() -> None:
     stand_in("vllm", root_folder() / "vllm", __version__=VERSION)
     stand_in("vllm.v1.worker.worker_base", WorkerWrapperBase=WorkerWrapper)
     stand_in("vllm.v1.worker.gpu_worker", Worker=Worker)
+    config: Any = importlib.import_module("vllm.config")
+    config.get_current_vllm_config = lambda: CONFIG
     stand_in("vllm.config.utils", compute_hash_cached=lambda config: config.compute_hash())
     stand_in("vllm.config.parallel", EPLBPolicyOption=Literal["default"])
     stand_in("vllm.logger", init_logger=logging.getLogger)

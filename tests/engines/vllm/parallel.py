@@ -3,6 +3,7 @@
 import structlog
 import torch
 
+from tests.engines.vllm import engine
 from tests.engines.vllm.engine import ModelConfig
 from tests.engines.vllm.scenarios import TOKENS, Rank
 
@@ -21,6 +22,18 @@ def pipeline(rank, size):
         "target": new.phy2log,
         "vote": vote.yes,
     }
+
+
+def older_runner(rank, size, *, launcher=None, runner_type="generate"):
+    """Two pipeline stages of one rank each, with vLLM's model runner of version 1."""
+    engine.CONFIG.use_v2_model_runner = False
+    engine.CONFIG.parallel_config.distributed_executor_backend = launcher
+    engine.CONFIG.model_config.runner_type = runner_type
+    with structlog.testing.capture_logs() as said:
+        one = Rank(rank, size, use_async=False, mode="observe", stages=2)
+    refused = [line["detail"] for line in said if line["event"] == "guest_not_started"]
+    assert (one.agent is None) == bool(refused)
+    return refused
 
 
 def tensor_parallel(rank, size, *, how):

@@ -46,6 +46,27 @@ def test_the_warm_up_of_the_start_is_not_served_load():
         assert (seen["counts"][3] == seen["want"]).all(), "nothing was left behind"
 
 
+@pytest.mark.fault(
+    "who serves with vLLM's model runner of version 1",
+    "pipeline stages but the last, and pooling models, had a guest that saw no step",
+)
+@pytest.mark.parametrize(
+    ("options", "served"),
+    [
+        ({}, ["pipeline stage 0 of 2", None]),
+        ({"launcher": "external_launcher"}, [None, None]),
+        (
+            {"launcher": "external_launcher", "runner_type": "pooling"},
+            ["a pooling model", "a pooling model"],
+        ),
+    ],
+)
+def test_where_vllm_takes_no_step_of_its_balancer_the_guest_is_refused(options, served):
+    for refused, what in zip(ranks.run(PARALLEL, "older_runner", **options), served, strict=True):
+        assert len(refused) == (what is not None)
+        assert all(f"no step of its balancer for {what}: set VLLM" in line for line in refused)
+
+
 @pytest.mark.parametrize("how", ["replicated", "sequence"])
 def test_ranks_that_share_a_batch_count_each_token_once(how):
     first, second = ranks.once(PARALLEL, "tensor_parallel", how=how)

@@ -14,7 +14,7 @@ from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import GateFailed, RankLink
 from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, Former, agree_on_former
-from evenkeel_moe.engines.guest.collective_start import RollCall, require_plugin_in_group
+from evenkeel_moe.engines.guest.collective_start import require_plugin_in_group
 from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall
@@ -27,6 +27,8 @@ from evenkeel_moe.engines.vllm.parallelism import (
     is_elastic,
     joins_group,
     refuse_elastic,
+    refuse_older_runner,
+    roll_call,
     shrunk_map,
     stage_settings,
 )
@@ -131,20 +133,20 @@ class VllmGuest(EngineGuest):
         if elastic:
             refuse_elastic(self.settings, self._side)
             watch_resize()
-        stages = self._groups.get_pp_group()
-        self.settings = stage_settings(
-            self.settings, int(stages.rank_in_group), int(stages.world_size)
-        )
+        pipeline = self._groups.get_pp_group()
+        stage, stages = int(pipeline.rank_in_group), int(pipeline.world_size)
+        refuse_older_runner(stage, stages)
+        self.settings = stage_settings(self.settings, stage, stages)
         group, timeout_s = self._group, self.settings.group_timeout_s
         if not elastic:
             require_plugin_in_group(group.cpu_group, timeout_s)
         elif joins_group():
             # The ranks of the group serve, and come to no collective call before the resize.
             self.between_groups = True
-            self._roll_call.announce()
+            roll_call(self._group).announce()
             return
         else:
-            self._roll_call.require_all(timeout_s)
+            roll_call(self._group).require_all(timeout_s)
         self._start_in_group(model_state, None)
 
     def _start_in_group(self, model_state: VllmModelState, former: Former | None) -> Agent:
@@ -272,7 +274,7 @@ class VllmGuest(EngineGuest):
             model_state: of the target model.
             mine: the group that this rank was in; None if it joins, or had no agent.
         """
-        shape, roll = self._shape, self._roll_call
+        shape, roll = self._shape, roll_call(self._group)
         if shape is not None or not joins_group():
             if shape is None or mine is None:
                 roll.decline()
@@ -585,13 +587,6 @@ class VllmGuest(EngineGuest):
     @property
     def _group(self) -> Any:
         return self._groups.get_ep_group()
-
-    @property
-    def _roll_call(self) -> RollCall:
-        """The roll of a group whose ranks vLLM may change."""
-        group = self._group
-        rank, size = int(group.rank_in_group), int(group.world_size)
-        return RollCall(group.tcp_store_group.store, "evenkeel/roll-call", rank, size)
 
     def _plan_group(self) -> Any:
         return self._groups.get_eplb_group().cpu_group

@@ -21,6 +21,7 @@ KNOWN_VERSIONS: tuple[str, ...] = ("0.31.0", "0.32.0", "0.33.0")
 STATE = "vllm.distributed.eplb.eplb_state"
 POLICIES = "vllm.distributed.eplb.policy"
 GROUPS = "vllm.distributed.parallel_state"
+CONFIG = "vllm.config"
 WORKERS = "vllm.v1.worker.worker_base"
 ELASTIC = "vllm.distributed.elastic_ep.elastic_execute"
 _WORKER = "vllm.v1.worker.gpu_worker"
@@ -52,6 +53,7 @@ _PARTS: Parts = {
         },
     },
     GROUPS: {"": {f"get_{kind}_group": "" for kind in ("ep", "eplb", "tp", "pp")}},
+    CONFIG: {"": {"get_current_vllm_config": ""}},
     WORKERS: {"WorkerWrapperBase": {"initialize_from_config": "self kv_cache_configs"}},
 }
 _ELASTIC_PARTS: Parts = {

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel_moe.engines.guest.collective_start import RollCall
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.settings import GuestSettings, settings_of_part
+from evenkeel_moe.engines.vllm.hooks import CONFIG
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
@@ -16,6 +18,30 @@ from evenkeel_moe.planning.schedule.survivors import surviving_placement
 
 STAGE = "{pp}"
 """Stands for the pipeline stage in the paths of the placement to start from and of a recording."""
+
+
+def refuse_older_runner(stage: int, stages: int) -> None:
+    """Refuse what vLLM's older model runner serves without a step of its balancer.
+
+    Args:
+        stage: number of this rank's pipeline stage.
+        stages: number of stages.
+
+    Raises:
+        Unsupported: a pooling model; or not the last stage, unless every stage samples.
+    """
+    config = importlib.import_module(CONFIG).get_current_vllm_config()
+    if config.use_v2_model_runner:
+        return
+    launcher = config.parallel_config.distributed_executor_backend
+    served = "a pooling model" if config.model_config.runner_type == "pooling" else ""
+    if stage < stages - 1 and launcher != "external_launcher":
+        served = f"pipeline stage {stage} of {stages}"
+    if served:
+        raise Unsupported(
+            f"vLLM's older model runner (version 1) takes no step of its balancer for {served}:"
+            " set VLLM_USE_V2_MODEL_RUNNER=1"
+        )
 
 
 def is_elastic(parallel_config: Any) -> bool:
@@ -44,6 +70,12 @@ def refuse_elastic(settings: GuestSettings, side: CountingSide) -> None:
 def joins_group() -> bool:
     """Return True if vLLM started this process to join a group that serves."""
     return bool(importlib.import_module("vllm.envs").VLLM_ELASTIC_EP_SCALE_UP_LAUNCH)
+
+
+def roll_call(group: Any) -> RollCall:
+    """Return the roll of vLLM's EP group, whose ranks vLLM may change."""
+    rank, size = int(group.rank_in_group), int(group.world_size)
+    return RollCall(group.tcp_store_group.store, "evenkeel/roll-call", rank, size)
 
 
 def shrunk_map(current: NDArray[np.int64], shape: ModelShape, num_ranks: int) -> NDArray[np.int64]:
