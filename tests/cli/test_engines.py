@@ -65,6 +65,8 @@ VLLM = ("--enable-expert-parallel", "--enable-eplb")
         ("vllm", (*VLLM, "--all2all_backend=moonep"), "--all2all-backend moonep: MoonEP"),
         ("vllm", (*VLLM, "--quantization", "gpt_oss_mxfp4"), "--quantization gpt_oss_mxfp4: "),
         ("vllm", (*VLLM, "--enable-elastic-ep"), None),
+        ("vllm", (*VLLM, "--enable-lora"), "--enable-lora: LoRA adapters of experts do not"),
+        ("vllm", (*VLLM, "--enable-lora", "--lora-target-modules", "q_proj", "v_proj"), None),
         ("sglang", ("--enable-eplb", "--elastic-ep-backend", "mooncake"), "a death SGLang masks"),
         ("vllm", (*VLLM, "--speculative-config", '{"method": "medusa"}'), ".method medusa: a Med"),
         ("sglang", ("--enable-eplb", "--dwdp-size", "1"), None),

@@ -27,10 +27,14 @@ class Limit:
     words: str
     source: str
     """The version and file in which this was read."""
+    unless: str = ""
+    """Another option; with it only the engine's start can tell."""
 
     def meets(self, flags: Mapping[str, Any]) -> bool:
         """Return True if a server with these flags is concerned."""
         value = flags.get(self.option)
+        if _is_on(flags.get(self.unless)):
+            return False
         if self.values:
             return isinstance(value, str) and value.startswith(self.values)
         alone = self.option.endswith("-size") and str(value) == "1"
@@ -54,6 +58,14 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
             ("flashinfer_moe_ep_mega_deep_gemm",),
             "FlashInfer's MoE-EP kernel takes no map of experts",
             "vLLM 0.32.0, layers/fused_moe/flashinfer_moe_ep.py",
+        ),
+        Limit(
+            "enable-lora",
+            (),
+            "LoRA adapters of experts do not follow moves of experts; --lora-target-modules can"
+            " leave them out",
+            "vLLM 0.32.0, lora/model_manager.py",
+            unless="lora-target-modules",
         ),
         Limit(
             "quantization",

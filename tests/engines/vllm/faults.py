@@ -114,6 +114,21 @@ def plugin_missing(rank, size):
     }
 
 
+def adapters(rank, size, *, mode):
+    """vLLM has wrapped the experts of the last layer for LoRA adapters."""
+    make = TOY.kernels.make_layer
+
+    def make_wrapped(*args, is_monolithic):
+        layer = make(*args, is_monolithic=is_monolithic)
+        layer.routed_experts.lora_base_layer_prefix = "base_layer." if is_monolithic else ""
+        return layer
+
+    TOY.kernels.make_layer = make_wrapped
+    one = Rank(rank, size, use_async=False, mode=mode)
+    one.steps(3)
+    return one.agent is not None
+
+
 def hook_fails(rank, size):
     """In the middle of a move, an object of vLLM on one rank is not what the plugin expects."""
     one = Rank(rank, size, use_async=True, stall_after_s=0.5)

@@ -145,6 +145,15 @@ def test_a_plan_on_which_the_ranks_did_not_agree_ends_and_the_next_one_works(use
         assert (seen["epoch"], seen["wrong"], seen["trouble"]) == (1, [], "")
 
 
+@pytest.mark.fault(
+    "who serves LoRA adapters of experts with vLLM",
+    "after a plan experts had the adapters of others",
+)
+def test_experts_with_adapters_are_not_moved():
+    assert ranks.run(FAULTS, "adapters", mode="place") == [False, False]
+    assert ranks.run(FAULTS, "adapters", mode="observe") == [True, True]
+
+
 def test_a_plan_for_another_shape_is_voted_down():
     for seen in ranks.once(FAULTS, "wrong_shape"):
         assert not seen["vote"].yes

@@ -1,5 +1,6 @@
 """The function by which vLLM computes the experts of a layer; vLLM itself is not imported."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from evenkeel_moe.engines.guest.expert_times import ExpertCall
@@ -8,6 +9,23 @@ from evenkeel_moe.engines.guest.guards import Unsupported
 _COMMUNICATES = ("PassThroughPrepareAndFinalize", "MoonEPPrepareAndFinalize")
 """Ways to prepare a layer whose experts dispatch and combine by themselves (FlashInfer MoE-EP), or
 compute experts of other ranks too (MoonEP)."""
+
+
+def refuse_adapters(layers: Iterable[Any]) -> None:
+    """Refuse experts with LoRA adapters, which vLLM gives to slots and does not move.
+
+    Args:
+        layers: the model's `moe_layers`, once vLLM has made room for adapters.
+
+    Raises:
+        Unsupported: a layer's experts take adapters.
+    """
+    experts = (getattr(layer, "routed_experts", None) for layer in layers)
+    if any(getattr(each, "lora_base_layer_prefix", "") for each in experts):
+        raise Unsupported(
+            "LoRA adapters of experts do not follow moves: leave the experts out with"
+            " --lora-target-modules"
+        )
 
 
 def expert_call(layer: Any) -> ExpertCall:

@@ -22,7 +22,7 @@ from evenkeel_moe.engines.guest.plan_agreement import map_digest
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.guest.slot_weights import SlotWeights
 from evenkeel_moe.engines.vllm.canary import VllmProbe
-from evenkeel_moe.engines.vllm.experts import expert_call
+from evenkeel_moe.engines.vllm.experts import expert_call, refuse_adapters
 from evenkeel_moe.engines.vllm.parallelism import (
     is_elastic,
     joins_group,
@@ -136,6 +136,8 @@ class VllmGuest(EngineGuest):
         pipeline = self._groups.get_pp_group()
         stage, stages = int(pipeline.rank_in_group), int(pipeline.world_size)
         refuse_older_runner(stage, stages)
+        if self.places:
+            refuse_adapters(model_state.model.moe_layers)
         self.settings = stage_settings(self.settings, stage, stages)
         group, timeout_s = self._group, self.settings.group_timeout_s
         if not elastic:
