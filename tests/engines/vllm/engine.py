@@ -95,7 +95,7 @@ KV_CACHE = SimpleNamespace(
     kv_cache_groups=[
         SimpleNamespace(
             layer_names=["a", "b", "c"],
-            kv_cache_spec=SimpleNamespace(block_size=16, page_size_bytes=16 * 40),
+            kv_cache_spec=SimpleNamespace(block_size=16, page_size_bytes=16 * 40, dcp_sharded=True),
         )
     ],
 )
@@ -265,7 +265,7 @@ class Config:
         self.elastic_ep_max_dp_size = 1
         self.enable_eplb = True
         self.num_ubatches = 0
-        self.data_parallel_size = 1
+        self.data_parallel_size = self.decode_context_parallel_size = 1
 
 
 class ModelConfig:

@@ -5,11 +5,12 @@ from typing import Any
 from evenkeel_moe.wire.link import KvCache
 
 
-def read_kv_cache(config: Any) -> KvCache | None:
+def read_kv_cache(config: Any, context_ranks: int) -> KvCache | None:
     """Return the KV cache that a worker was told to allocate.
 
     Args:
         config: vLLM's `KVCacheConfig`.
+        context_ranks: ranks over which decode context parallelism spreads the tokens of a block.
 
     Returns:
         None with several groups of layers: a token then takes other bytes in each of them, and
@@ -22,5 +23,6 @@ def read_kv_cache(config: Any) -> KvCache | None:
     # The specification of layers of different sizes counts all of them; others count one layer.
     layers = 1 if hasattr(spec, "kv_cache_specs") else len(group.layer_names)
     block_bytes = int(spec.page_size_bytes) * layers
-    each = -(-block_bytes // int(spec.block_size))
+    tokens = int(spec.block_size) * (context_ranks if spec.dcp_sharded else 1)
+    each = -(-block_bytes // tokens)
     return KvCache(each, block_bytes * int(config.num_blocks)) if each > 0 else None

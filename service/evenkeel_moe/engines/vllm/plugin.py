@@ -189,8 +189,12 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
 
             def tell(guest: VllmGuest) -> None:
                 if getattr(wrapper.worker.model_runner, "eplb_state", None) is guest.state:
+                    parallel = guest.state.parallel_config
                     guest.kv_cache_allocated(
-                        lambda: read_kv_cache(kv_cache_configs[wrapper.global_rank])
+                        lambda: read_kv_cache(
+                            kv_cache_configs[wrapper.global_rank],
+                            int(parallel.decode_context_parallel_size),
+                        )
                     )
                     functions = worker_functions(self._version, type(wrapper.worker))
                     watch_worker(wrapper.worker, guest, functions)
