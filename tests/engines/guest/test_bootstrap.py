@@ -2,15 +2,20 @@
 
 import numpy as np
 import pytest
+import torch
 
 from evenkeel_moe.agent import EngineMoves
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, make_guest
+from evenkeel_moe.engines.guest.slot_weights import SlotWeights
 from evenkeel_moe.model.placement import Placement
 from tests.agent.fleet import PortLink
 from tests.agent.guests import ToyEngine
 from tests.agent.ranks import CPU, shape_of
 from tests.engines.driving import toy_settings
 from tests.waiting import deadline
+
+FP8 = [torch.zeros((4, *size), dtype=torch.float8_e4m3fn) for size in ((16, 24), (24, 8))]
+"""The matrices of the experts in four slots."""
 
 
 class HelloLink(PortLink):
@@ -33,7 +38,7 @@ def test_the_first_message_of_a_rank_tells_whether_it_takes_plans(mode, offers):
         toy_settings(mode=mode),
         0,
         shape_of(placement),
-        EngineFacts(placement, engine.weights, CPU, dispatch=""),
+        EngineFacts(placement, SlotWeights(lambda layer: FP8), CPU, dispatch=""),
         EngineMoves(engine),
         gather=lambda row: row[None],
         link=link,
@@ -42,6 +47,7 @@ def test_the_first_message_of_a_rank_tells_whether_it_takes_plans(mode, offers):
         assert link.ready.wait(deadline(20))
         assert link.hello.capabilities == offers
         assert agent.observe_only is (mode == "observe")
+        assert link.hello.weight_format == "fp8"
         assert agent.trouble == "", "what was asked for is no fault"
     finally:
         agent.close()

@@ -18,9 +18,15 @@ from evenkeel_moe.engines.guest.model_facts import shared_experts, weight_format
         (torch.int32, ""),
     ],
 )
-def test_the_largest_tensor_names_the_number_type(dtype, name):
+def test_the_matrices_of_an_expert_name_its_number_type(dtype, name):
     scales = torch.zeros(4, dtype=torch.float32)
-    assert weight_format([scales, torch.zeros(64, dtype=dtype)]) == name
+    gate_up, down = torch.zeros((16, 24), dtype=dtype), torch.zeros((24, 8), dtype=dtype)
+    assert weight_format([scales, gate_up, down]) == name
+
+
+def test_two_numbers_in_a_byte_name_no_number_type():
+    packed = [torch.zeros((16, 12), dtype=torch.int8), torch.zeros((24, 4), dtype=torch.int8)]
+    assert weight_format(packed) == ""
 
 
 def test_no_tensors_name_no_number_type():

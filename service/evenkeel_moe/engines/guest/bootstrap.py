@@ -22,13 +22,14 @@ from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.canary_runs import Probe
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.engine_moves import EngineMoves
-from evenkeel_moe.agent.ports import ExpertWeights, RankLink
+from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.agent.profile.files import SavedProfile, load_profile
 from evenkeel_moe.agent.profile.replica_cost import remeasure
 from evenkeel_moe.engines.guest.model_facts import weight_format
 from evenkeel_moe.engines.guest.plan_agreement import Gather
 from evenkeel_moe.engines.guest.record_link import RecordLink
 from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.guest.slot_weights import SlotWeights
 from evenkeel_moe.engines.identity import device_name, gpu_uuid, rank_identity
 from evenkeel_moe.errors import InvalidInput, PeerViolation, Unavailable
 from evenkeel_moe.model.ids import EpRank, Generation
@@ -74,7 +75,7 @@ class EngineFacts:
 
     placement: Placement
     """The placement the engine starts with."""
-    weights: ExpertWeights
+    weights: SlotWeights
     """The engine's slots, read only."""
     device: torch.device
     """The device that holds the weights."""
@@ -181,7 +182,7 @@ def _agent_config(
         node=settings.node,
         gpu_uuid=gpu_uuid(facts.device),
         device_name=device_name(facts.device),
-        weight_format=weight_format(facts.weights.tensors(0, 0)),
+        weight_format=weight_format(facts.weights.rows(0, 0)),
         dispatch=facts.dispatch,
         slots_stay_filled=facts.slots_stay_filled,
         observe_only=not settings.places,

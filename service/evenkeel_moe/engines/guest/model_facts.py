@@ -21,9 +21,18 @@ _FORMATS = {
 
 
 def weight_format(tensors: Iterable[Tensor]) -> str:
-    """Return the number type of the largest of an expert's tensors; empty if it is ambiguous."""
-    largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
-    return "" if largest is None else _FORMATS.get(largest.dtype, "")
+    """Return the number type of an expert's two matrices; empty if it is ambiguous.
+
+    An int8 may hold two numbers. Then the rows of the one matrix are shorter than the other is
+    high.
+    """
+    matrices = sorted(tensors, key=lambda tensor: tensor.nbytes)[-2:]
+    if not matrices:
+        return ""
+    narrow, wide = matrices[0], matrices[-1]
+    if wide.dtype is torch.int8 and wide.shape[-1] != narrow.shape[0]:
+        return ""
+    return _FORMATS.get(wide.dtype, "")
 
 
 def shared_experts(config: Any) -> float | None:

@@ -17,9 +17,13 @@ class SlotWeights:
     def __init__(self, tensors_of: Callable[[int], Sequence[Tensor]]) -> None:
         self._tensors_of = tensors_of
 
+    def rows(self, layer: int, local_slot: int) -> Sequence[Tensor]:
+        """Return all tensors of the expert in a slot, in their own types."""
+        return [tensor[local_slot] for tensor in self._tensors_of(layer)]
+
     def tensors(self, layer: int, local_slot: int) -> Sequence[Tensor]:
-        """Return all tensors of the expert in a slot; one-byte types, such as float8, as uint8."""
-        rows = [tensor[local_slot] for tensor in self._tensors_of(layer)]
+        """Return the rows; one-byte types, such as float8, as uint8."""
+        rows = self.rows(layer, local_slot)
         return [row.view(torch.uint8) if row.element_size() == 1 else row for row in rows]
 
     def reserve(self, slots: Sequence[tuple[int, int]]) -> bool:
