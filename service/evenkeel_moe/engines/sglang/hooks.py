@@ -9,10 +9,8 @@ from evenkeel_moe.engines.guest.guards import (
     EngineReport,
     Hook,
     Parts,
-    check_version,
     compare_fields,
     compare_parts,
-    refuse_differences,
     report_of,
 )
 
@@ -87,16 +85,6 @@ LOADERS: Parts = {
 }
 """The functions that replace weights, allocate the KV cache or tell which tokens a rank routes."""
 _BATCH = "sglang.srt.model_executor.forward_batch_info"
-
-
-def check_engine(version: str) -> None:
-    """Compare SGLang with the versions that this plugin was written for.
-
-    Raises:
-        Unsupported: another version, or a part that differs.
-    """
-    check_version("sglang", version, KNOWN_VERSIONS)
-    refuse_differences(compare())
 
 
 def compare() -> Iterator[Hook]:

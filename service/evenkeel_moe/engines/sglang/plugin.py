@@ -10,18 +10,12 @@ from typing import Any
 
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.collective_start import protect_engine
+from evenkeel_moe.engines.guest.guards import check_version, refuse_differences
 from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
 from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.sglang import hooks
 from evenkeel_moe.engines.sglang.guest import SglangGuest
-from evenkeel_moe.engines.sglang.hooks import (
-    ALGORITHMS,
-    MANAGER,
-    PARTS,
-    RECORDER,
-    RUNNER,
-    UPDATER,
-    check_engine,
-)
+from evenkeel_moe.engines.sglang.hooks import ALGORITHMS, MANAGER, PARTS, RECORDER, RUNNER, UPDATER
 from evenkeel_moe.engines.sglang.loaders import watch_loaders
 
 
@@ -50,9 +44,10 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         Raises:
             Unsupported: nothing was registered.
         """
-        check_engine(self._version)
-        hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
-        kinds, add = hooks.HookType, hooks.HookRegistry.register
+        check_version("sglang", self._version, hooks.KNOWN_VERSIONS)
+        refuse_differences(hooks.compare())
+        registry = importlib.import_module("sglang.srt.plugins.hook_registry")
+        kinds, add = registry.HookType, registry.HookRegistry.register
         manager = f"{MANAGER}.EPLBManager"
         recorder = f"{RECORDER}._ExpertDistributionRecorderReal"
         add(f"{RECORDER}._Accumulator.append", self._counted, kinds.BEFORE)

@@ -9,7 +9,6 @@ from evenkeel_moe.engines.guest.guards import (
     EngineReport,
     Hook,
     Parts,
-    check_version,
     compare_fields,
     compare_parts,
     compare_signatures,
@@ -90,16 +89,6 @@ _OF_A_WORKER = {
     "discard": "self tags",
 }
 """The warm-up of a worker, and all its functions that replace weights."""
-
-
-def check_engine(version: str) -> None:
-    """Compare vLLM with the versions that this plugin was written for.
-
-    Raises:
-        Unsupported: another version, or a part that differs.
-    """
-    check_version("vllm", version, KNOWN_VERSIONS)
-    refuse_differences(compare(version))
 
 
 def check_elastic() -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.engines.guest.collective_start import protect_engine
+from evenkeel_moe.engines.guest.guards import check_version, refuse_differences
 from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
 from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.engines.vllm import hooks
 from evenkeel_moe.engines.vllm.guest import VllmGuest
 from evenkeel_moe.engines.vllm.hooks import (
     ELASTIC,
@@ -22,7 +24,6 @@ from evenkeel_moe.engines.vllm.hooks import (
     STATE,
     WORKERS,
     check_elastic,
-    check_engine,
     worker_functions,
 )
 from evenkeel_moe.engines.vllm.kv_cache import read_kv_cache
@@ -60,7 +61,8 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         state = importlib.import_module(STATE)
         if getattr(state, _INSTALLED, None) is not None:
             return
-        check_engine(self._version)
+        check_version("vllm", self._version, hooks.KNOWN_VERSIONS)
+        refuse_differences(hooks.compare(self._version))
         policies = importlib.import_module(POLICIES)
         self._groups, self._engine = importlib.import_module(GROUPS), state
         self._wrap_start(state.EplbState)
