@@ -117,7 +117,7 @@ class Worker:
 
     @property
     def model_state(self) -> Any:
-        return next(iter(self.model_runner.eplb_state.model_states.values()))
+        return self.model_runner.eplb_state.model_states["toy-hash"]
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         self.model_state.model.load_weights(*args, **kwargs)
@@ -138,20 +138,21 @@ class Worker:
 
     def sleep(self, level: int = 1) -> None:
         if level == 2:
-            state, model_state = self.model_runner.eplb_state, self.model_state
-            for tensors in model_state.model.expert_weights:
+            state = self.model_runner.eplb_state
+            for tensors in self.model_state.model.expert_weights:
                 for tensor in tensors:
                     tensor.fill_(3)
             # `add_model` allocates these in the pool of the weights, which level 2 discards.
-            for tensor in (
-                model_state.physical_to_logical_map_buffer,
-                model_state.logical_to_physical_map,
-                model_state.logical_replica_count,
-                model_state.expert_load_pass_buffer,
-                model_state.expert_load_window,
-                model_state.last_expert_load,
-            ):
-                tensor.fill_(77)
+            for model_state in state.model_states.values():
+                for tensor in (
+                    model_state.physical_to_logical_map_buffer,
+                    model_state.logical_to_physical_map,
+                    model_state.logical_replica_count,
+                    model_state.expert_load_pass_buffer,
+                    model_state.expert_load_window,
+                    model_state.last_expert_load,
+                ):
+                    tensor.fill_(77)
             state.should_record_tensor.fill_(False)
 
     def wake_up(self, tags: list[str] | None = None) -> None:

@@ -30,22 +30,26 @@ def replace(one, way, version):
 
 
 def routed_right(one):
-    """Return True if the router's tables are those of the map in use, and counting is on."""
-    state = one.model_state
-    phy2log = state.physical_to_logical_map
+    """Return True if all routers have the tables of the maps in use, and counting is on."""
+    states = one.state.model_states.values()
+    return all(map(tables_fit, states)) and bool(one.state.should_record_tensor)
+
+
+def tables_fit(state):
+    """Return True if the tables of a model's router are those of its map."""
     counts = state.logical_replica_count
-    for layer, row in enumerate(phy2log.tolist()):
-        for expert in range(one.model.num_logical_experts):
+    for layer, row in enumerate(state.physical_to_logical_map.tolist()):
+        for expert in range(state.model.num_logical_experts):
             slots = {slot for slot, held in enumerate(row) if held == expert}
             told = state.logical_to_physical_map[layer, expert].tolist()
             if {slot for slot in told if slot >= 0} != slots or counts[layer, expert] != len(slots):
                 return False
-    return bool(one.state.should_record_tensor)
+    return True
 
 
 def between_plans(rank, size, *, use_async, way):
-    """A plan, then other weights, then a second plan."""
-    one = Rank(rank, size, use_async=use_async)
+    """A plan, then other weights, then a second plan. vLLM also has a drafter with experts."""
+    one = Rank(rank, size, use_async=use_async, drafter=True)
     one.steps(3)
     one.order(one.target(seed=1), "plan-1")
     one.until(lambda: one.agent.epoch == 1)

@@ -41,6 +41,7 @@ class Rank(DrivenRank):
         top_k=2,
         plugged=True,
         plugin=None,
+        drafter=False,
         tensor_parallel="",
         stages=1,
         **changes,
@@ -73,6 +74,9 @@ class Rank(DrivenRank):
             before(self)
         self.config = config if config is not None else Config(use_async=use_async)
         self.state = self.modules.state.EplbState(self.config, torch.device("cpu"))
+        if drafter:  # vLLM loads it first.
+            draft = Model(self.modules, rank, size, layers=1, top_k=top_k)
+            self.state.add_model(draft, engine.DraftConfig())
         self.model = Model(self.modules, rank, size, top_k=top_k)
         self.model_config = ModelConfig()
         self.state.add_model(self.model, self.model_config)

@@ -49,18 +49,20 @@ class ReloadMap:
         """
         self._in_use, self.discarded = read_map(self._model_state).copy(), discard
         if not discard:
-            self._move(self._start)
+            self._move(self._start_of(self._model_state))
 
     def restore(self, state: VllmState) -> None:
-        """Write the tables that were discarded with the weights, as vLLM has them at the start."""
+        """Write the tables that were discarded with the weights, as vLLM has them at the start.
+
+        A drafter is at the map of the start always: no plan moves its experts.
+        """
         self.discarded = False
-        model_state: Any = self._model_state
-        self._engine._commit_eplb_maps(
-            model_state, new_physical_to_logical_map=torch.from_numpy(self._start)
-        )
-        for counts in (model_state.expert_load_pass_buffer, model_state.expert_load_window):
-            counts.zero_()
-        model_state.last_expert_load.fill_(1)
+        for each in state.model_states.values():
+            start = torch.from_numpy(self._start_of(each))
+            self._engine._commit_eplb_maps(each, new_physical_to_logical_map=start)
+            for counts in (each.expert_load_pass_buffer, each.expert_load_window):
+                counts.zero_()
+            each.last_expert_load.fill_(1)
         state._update_layer_should_record()
 
     def go_back(self) -> None:
@@ -75,10 +77,9 @@ class ReloadMap:
         seconds = round(time.perf_counter() - began, 3)
         _log.info("experts_moved_for_weights", slots_changed=moved, seconds=seconds)
 
-    @property
-    def _start(self) -> NDArray[np.int64]:
+    def _start_of(self, model_state: VllmModelState) -> NDArray[np.int64]:
         """Return the (L, S) map with which vLLM starts, which its loaders follow."""
-        model = self._model_state.model
+        model = model_state.model
         row = self._engine.EplbState.build_initial_global_physical_to_logical_map(
             model.num_routed_experts, model.num_redundant_experts
         )
