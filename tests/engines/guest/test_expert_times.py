@@ -103,6 +103,16 @@ def test_what_runs_between_two_steps_is_not_measured(times):
     assert step(measured, device, 1)() == pytest.approx(471e-9)
 
 
+def test_what_is_forgotten_is_no_part_of_the_next_step(times):
+    device = Device()
+    measured = times(device)
+    step(measured, device, 0)
+    measured.begin_step(1)
+    device.forward(1000)
+    measured.forget()
+    assert step(measured, device, 2)() == pytest.approx(471e-9)
+
+
 def test_a_step_in_which_a_layer_was_not_measured_is_unknown(times):
     device = Device()
     measured = times(device)

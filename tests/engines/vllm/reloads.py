@@ -1,5 +1,7 @@
 """Scenarios of a toy vLLM whose weights are replaced between and during plans."""
 
+import torch
+
 from evenkeel_moe.protocol.messages import Vote
 from tests.engines.vllm.scenarios import Rank
 
@@ -94,6 +96,22 @@ def ten_updates(rank, size):
         one.until(lambda version=version: one.agent.epoch == version)
         found.append(one.seen())
     return found
+
+
+def discarded_memory(rank, size):
+    """vLLM sleeps at level 2, which leaves nothing of the plugin's memory on the device."""
+    one = Rank(rank, size, use_async=False, seconds_every=1)
+    one.steps(3)
+    one.worker.sleep(level=2)
+    probe, clock = one.guest._probe, one.guest._times._clock
+    probe._inputs = torch.full((1, 8), 77.0), torch.full((1, 1), 77.0)
+    clock._nanoseconds, clock._intervals = 77 * 10**9, 77 * one.model.num_moe_layers
+    one.worker.wake_up()
+    one.worker.reload_weights(one.model.checkpoint(1))
+    one.steps(3)
+    metas, _ = one.reported(6)
+    seconds = metas["compute_s"][3:].tolist()
+    return {**one.seen(), "seconds": seconds, "inputs": probe._inputs}
 
 
 def light_sleep(rank, size):

@@ -1,5 +1,7 @@
 """Weights that vLLM replaces: RL updates, reloads, sleep level 2, between and during plans."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,19 @@ def test_ten_updates_between_and_during_plans_leave_the_bytes_of_an_engine_that_
     for found in ranks.run(SCENARIOS, "ten_updates"):
         assert [seen["epoch"] for seen in found] == list(range(1, 11))
         assert all(seen["wrong"] == [] and seen["trouble"] == "" for seen in found)
+
+
+@pytest.mark.fault(
+    "who lets vLLM sleep at level 2",
+    "the canary asked with a token that was gone, and a step had the seconds of none",
+)
+def test_the_plugin_uses_nothing_that_vllm_has_discarded():
+    for seen in ranks.run(SCENARIOS, "discarded_memory"):
+        assert seen["inputs"] is None
+        across, *after = seen["seconds"]
+        assert math.isnan(across), "the step that began before is unknown"
+        assert len(after) == 2 and max(after) < 77 / 2
+        assert (seen["wrong"], seen["trouble"]) == ([], "")
 
 
 def test_nothing_is_in_flight_while_vllm_sleeps():

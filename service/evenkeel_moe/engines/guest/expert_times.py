@@ -206,6 +206,11 @@ class ExpertTimes:
             return unknown
         return lambda: self._seconds(read(), expected=was_on)
 
+    def forget(self) -> None:
+        """Leave out what was measured since the last step: its memory was discarded."""
+        self._is_on = True
+        self.end_step()
+
     def _seconds(self, total: Total, *, expected: bool) -> float | None:
         """Return the seconds of a step, if all layers were measured equally often.
 

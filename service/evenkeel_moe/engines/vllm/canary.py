@@ -1,7 +1,7 @@
 """Asks one expert of a vLLM layer: by the kernel that serves, without routing and all-to-all."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,13 +29,17 @@ class VllmProbe:
     """
 
     def __init__(
-        self, layers: Sequence[Any], rank: int, slots_per_rank: int, device: torch.device
+        self, layers: Iterable[Any], rank: int, slots_per_rank: int, device: torch.device
     ) -> None:
-        self._layers = layers
+        self._layers = list(layers)
         self._first = rank * slots_per_rank
         self._device = device
-        self._weights = torch.ones((1, 1), dtype=torch.float32, device=device)
-        self._token: Tensor | None = None
+        self._inputs: tuple[Tensor, Tensor] | None = None
+        """A token and the weight of its expert; None before the next question."""
+
+    def forget(self) -> None:
+        """Make the inputs anew at the next question: vLLM has discarded their memory."""
+        self._inputs = None
 
     @torch.inference_mode()
     def __call__(self, layer: int, local_slot: int) -> Tensor:
@@ -58,13 +62,14 @@ class VllmProbe:
                 f"{type(kernel.fused_experts).__name__} takes tokens only in batches that an"
                 " all-to-all has made, so no expert can be asked alone"
             )
-        if self._token is None:
+        if self._inputs is None:
             config = experts.moe_config
-            self._token = canary_token(config.hidden_dim, config.in_dtype, self._device)[None]
+            token = canary_token(config.hidden_dim, config.in_dtype, self._device)[None]
+            self._inputs = token, torch.ones((1, 1), dtype=torch.float32, device=self._device)
         slot = torch.tensor([[self._first + local_slot]], dtype=torch.int32, device=self._device)
         kernel.impl.prepare_finalize, exchange = alone, kernel.impl.prepare_finalize
         try:
-            output: Tensor = experts.forward_modular(self._token, self._weights, slot)
+            output: Tensor = experts.forward_modular(*self._inputs, slot)
         finally:
             kernel.impl.prepare_finalize = exchange
         return output[0]

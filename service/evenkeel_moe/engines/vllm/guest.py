@@ -82,6 +82,7 @@ class VllmGuest(EngineGuest):
         self._policy: Any = None
         self._reload: ReloadMap | None = None
         """None if vLLM loads weights as it does without the plugin."""
+        self._probe: VllmProbe | None = None
         self.worker_watched = False
         """True once the plugin learns of this rank's warm-up and of its new weights."""
         self._warming_up = False
@@ -177,13 +178,14 @@ class VllmGuest(EngineGuest):
             )
             device = torch.device(model_state.physical_to_logical_map.device)
             model = model_state.model
+            self._probe = VllmProbe(model.moe_layers, rank, shape.slots_per_rank, device)
             return EngineFacts(
                 placement,
                 SlotWeights(lambda layer: model.expert_weights[layer]),
                 device,
                 dispatch=DispatchModel.EVEN.value,  # vLLM uses all replicas of an expert alike.
                 side=self._side,
-                probe=VllmProbe(list(model.moe_layers), rank, shape.slots_per_rank, device),
+                probe=self._probe,
                 slots_stay_filled=rates_maps(self.state),
                 former=former,
                 former_rank=self._rank,
@@ -478,9 +480,12 @@ class VllmGuest(EngineGuest):
             self.moves.end_move()
 
     def woke(self) -> None:
-        """Restore the tables that vLLM discarded; the weights follow with a reload."""
+        """Restore what vLLM discarded with the weights, which follow with a reload."""
         if self._reload is not None and self._reload.discarded:
             self._reload.restore(self.state)
+            for kept in (self._probe, self._times):
+                if kept is not None:
+                    kept.forget()
 
     def weights_loaded(self) -> None:
         """Go back to the map in use, and register the new weights; collective, ends a reload.
