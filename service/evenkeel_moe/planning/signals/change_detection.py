@@ -19,9 +19,6 @@ _FARTHEST = 16.0
 """Largest factor by which the load of an expert in old steps is raised: the deviations of an almost
 idle expert are no measure of those of a busy one."""
 
-_LEAST_UNIT = 1e-9
-"""Where blocks are all alike, rounding must be no change, and tokens that come differently are."""
-
 
 @dataclass(frozen=True, slots=True)
 class ChangeRules:
@@ -182,13 +179,12 @@ def detect_change(load: NDArray[np.float64], rules: ChangeRules = ChangeRules())
     sums = tokens[begin:].reshape(blocks, block, *tokens.shape[1:]).sum(axis=1)
     by_layer = np.zeros((blocks - 1, tokens.shape[1]))
     pairs = np.array([_difference(sums[i], sums[i + 1], by_layer[i]) for i in range(blocks - 1)])
-    usual = float(np.median(pairs))
-    unit = max(usual, _LEAST_UNIT)
+    usual = unit = float(np.median(pairs))
     usual_by_layer = np.median(by_layer, axis=0)
     alike = np.ones(blocks - 1, bool)
     starts = begin + block * np.arange(blocks - 1)
     first, strongest = 0, 0.0
-    while steps - first >= 2 * shortest:
+    while steps - first >= 2 * shortest and unit > 0:
         strength, at = _best_split(
             tokens[first:],
             shortest,
@@ -203,7 +199,7 @@ def detect_change(load: NDArray[np.float64], rules: ChangeRules = ChangeRules())
         # Blocks on both sides of a change are not alike, so they no longer count as usual.
         alike &= (first <= starts) | (first >= starts + 2 * block)
         if np.count_nonzero(alike) >= 2:
-            unit = max(float(np.median(pairs[alike])), _LEAST_UNIT)
+            unit = float(np.median(pairs[alike]))
             usual_by_layer = np.median(by_layer[alike], axis=0)
     return Change(first, strongest, usual, _layer_strengths(tokens, first, usual_by_layer))
 
@@ -211,12 +207,13 @@ def detect_change(load: NDArray[np.float64], rules: ChangeRules = ChangeRules())
 def _layer_strengths(
     load: NDArray[np.float64], first_step: int, usual: NDArray[np.float64]
 ) -> tuple[float, ...]:
-    """Return `Change.layer_strengths`."""
+    """Return `Change.layer_strengths`; a layer whose blocks are all alike has inf, or 0 too."""
     if first_step == 0:
         return ()
     by_layer = np.zeros(load.shape[1])
     _difference(load[:first_step].sum(axis=0), load[first_step:].sum(axis=0), by_layer)
-    return tuple((by_layer / np.maximum(usual, _LEAST_UNIT)).tolist())
+    alike = np.where(by_layer > 0, np.inf, 0.0)
+    return tuple(np.divide(by_layer, usual, out=alike, where=usual > 0).tolist())
 
 
 def forget_old_means(load: NDArray[np.generic], change: Change) -> NDArray[np.float64]:
