@@ -90,7 +90,8 @@ class Agent:
         device: device that holds the weights.
         link: stream to the controller; None runs without a controller.
         on_swap: called after each swap, on the transfer thread, before the controller is told. Save
-            the placement here, so that a restarted group finds the map it acknowledged.
+            the placement here, so that a restarted group finds the map it acknowledged. If it
+            raises, the rank takes no waves until the group restarts.
         on_progress: called with (wave, bytes staged, bytes to stage), on the transfer thread.
         slots_written: called after each swap, inside `step_boundary`; see `SlotsWritten`. Not
             accepted with `EngineMoves`.

@@ -146,7 +146,7 @@ PARTICIPANT_OTHER_WAVE: Mapping[type, str] = {
 COORDINATOR = _table((_Q.PREPARING, _Q.COMMITTING, _Q.ABORTING, _Q.RECOVERING, _Q.COMMITTED, _Q.ABORTED), {
     #               PREPARING          COMMITTING         ABORTING         RECOVERING     COMMITTED             ABORTED
     # A rank takes its yes back for a reload (R4).
-    Vote:          ("_vote",           "_vote",           IGNORED,         VIOLATION,     IGNORED,              IGNORED),
+    Vote:          ("_vote",           "_vote",           IGNORED,         IGNORED,       IGNORED,              IGNORED),
     Ack:           (VIOLATION,         "_ack",            "_ack",          VIOLATION,     "_ack",               VIOLATION),
     AbortAnswer:   (VIOLATION,         "_commit_refused", "_abort_answer", VIOLATION,     "_late_abort_answer", IGNORED),
     RankState:     (IGNORED,           IGNORED,           IGNORED,         "_rank_state", IGNORED,              IGNORED),

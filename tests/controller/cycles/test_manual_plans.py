@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evenkeel_moe.controller.cycles.manual_plans import request_digest
+from evenkeel_moe.controller.cycles.manual_plans import _refusal, request_digest
 from evenkeel_moe.errors import (
     Conflict,
     InfeasiblePlan,
@@ -23,6 +23,8 @@ from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits, PlanPhase
 from evenkeel_moe.planning.decision.capacity import CapacityRequest, weigh_width
+from evenkeel_moe.planning.decision.cycle import CycleResult
+from evenkeel_moe.planning.decision.gates import GateMemory
 from evenkeel_moe.planning.decision.recommendation import recommend
 from evenkeel_moe.ports.operations import PlanRequest, RollbackRequest
 from evenkeel_moe.protocol import control_messages as ctl
@@ -479,3 +481,23 @@ async def test_a_rollback_to_a_placement_that_does_not_fit_is_refused(rig):
     ):
         with pytest.raises(error, match=words):
             await rig.operations.rollback(DEPLOYMENT, asked)
+
+
+@pytest.mark.parametrize(
+    ("reason", "numbers", "words"),
+    [
+        (
+            Reason.INSUFFICIENT_DATA,
+            {"window_steps": 64.0, "min_window_steps": 8.0},
+            "The steps of the window have no load: window steps 64, min window steps 8",
+        ),
+        (
+            Reason.IMPLAUSIBLE_COUNTS,
+            {"max_layer_deviation": 0.1, "max_idle_experts": 0.5, "uneven_layers": 0.31},
+            r"[^:]*: uneven layers 31\.0% \(`evenkeel status demo`\)",
+        ),
+    ],
+)
+def test_a_refusal_names_the_figures_that_are_known_and_no_other_cause(reason, numbers, words):
+    result = CycleResult(False, reason, GateMemory(), numbers)
+    assert re.fullmatch(words, str(_refusal(result, "demo")))

@@ -112,6 +112,19 @@ def test_no_alert_says_that_ranks_do_not_answer_if_all_have_answered():
     assert tick(control, deadline)[1] == []
 
 
+def test_a_rank_that_does_not_answer_is_named_also_after_a_disagreement():
+    control = control_of(S.RECOVERING)
+    for rank, map_ in enumerate((BASE, AFTER_ONE)):
+        control.handle(from_rank(rank, state_of(rank, query=1, placement=map_)), 0.0)
+    tick(control, CONTROL_TIMING.ask_again_s)
+    control.handle(from_rank(0, state_of(0, query=query_of(control))), 1.0)
+    deadline = CONTROL_TIMING.recovery_deadline_s
+    alerts = of_kind(control.handle(msg.Tick(), deadline), ctl.Alert)
+    assert [(alert.reason, alert.detail) for alert in alerts] == [
+        (Reason.RECOVERY_DEADLINE, "no answer from ranks [1]")
+    ]
+
+
 def test_ranks_that_disagree_are_asked_again_after_a_while_and_this_is_said_once():
     control = control_of(S.RECOVERING)
     control.handle(from_rank(0, state_of(0, query=1)), 0.0)

@@ -435,3 +435,10 @@ def test_while_two_saves_are_under_way_the_first_saved_placement_is_told():
     assert barrier.told(Epoch(2), "two") == (0, "zero")
     barrier.end()
     assert barrier.told(Epoch(2), "two") == (2, "two")
+
+
+def test_a_no_after_a_yes_follows_the_stream_that_asked_last():
+    rank = participant_in(State.PREPARED)
+    rank.handle(from_controller(prepare_of(), stream=8), 0.0)
+    no = only(rank.handle(msg.ReloadRequested(), 0.0), msg.SendToController)
+    assert (no.message.reason, no.stream) == (Reason.WEIGHTS_VERSION_CHANGED, 8)

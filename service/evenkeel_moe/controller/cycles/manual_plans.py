@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
@@ -367,11 +368,16 @@ def _refusal(result: CycleResult, deployment: str) -> EvenkeelError:
     names = _FIGURES.get(result.reason, sorted(known))
     words = f"{result.reason}: {result.detail}"
     if not result.detail:
-        shown = [name for name in names if name in known or f"max_{name}" in known]
+        limited = result.reason is Reason.LIMIT_EXCEEDED  # Also a figure that is not known.
+        shown = [name for name in names if name in known or (limited and f"max_{name}" in known)]
         figures = ", ".join(
             f"{figure_name(name)} {figure(name, known.get(name))}" for name in shown
         )
-        words = ": ".join(filter(None, [sentence(result.reason)[:-1], figures]))
+        said = sentence(result.reason)[:-1]
+        enough = known.get("window_steps", 0.0) >= known.get("min_window_steps", math.inf)
+        if result.reason is Reason.INSUFFICIENT_DATA and enough:
+            said = "The steps of the window have no load"
+        words = ": ".join(filter(None, [said, figures]))
     if result.reason is Reason.IMPLAUSIBLE_COUNTS:
         words += f" (`evenkeel status {deployment}`)"
     if result.reason in _INFEASIBLE:

@@ -78,7 +78,7 @@ class TokenFile:
             return token
         if token.sha256 not in self._ended:
             self._ended.add(token.sha256)
-            _log.warning("token_ended", name=token.name, path=str(self._path))
+            _log.warning("token_ended", name=token.name, file=str(self._path))
         return None
 
     def _read(self) -> TokenSet:

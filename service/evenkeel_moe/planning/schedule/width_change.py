@@ -151,7 +151,8 @@ def evacuate(current: Placement, shape: ModelShape, retired: Sequence[int]) -> P
         retired: ranks that exist, see `check_retired`.
 
     Raises:
-        InfeasiblePlan: the other ranks have no room for all experts.
+        InfeasiblePlan: the other ranks have no room for an expert; in a tight pool also where a
+            move of other experts would make it.
     """
     layers, ranks = shape.num_layers, shape.num_ranks
     kept = tuple(rank for rank in range(ranks) if rank not in retired)

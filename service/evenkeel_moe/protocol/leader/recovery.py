@@ -68,6 +68,7 @@ class Recovery:
                 actions += self.begin(now)
                 self.disagreement = disagreement
         elif current is not None and now >= current.resend_at:
+            self.disagreement = None  # Of the round before; this one waits for answers.
             actions += self._ask(now)
         if current is not None and now - self._began_at >= self.deadline_s:
             actions += self._alert(self.disagreement or self._no_answer(current))

@@ -95,6 +95,7 @@ class Participant(RankDeployment):
         return []
 
     def _vote_again(self, prepare: msg.Prepare) -> list[ParticipantAction]:
+        self._holding.stream = self._stream
         return [self._reply(msg.Vote(prepare.wave, True))]
 
     def _refuse_again(self, _prepare: msg.Prepare) -> list[ParticipantAction]:
