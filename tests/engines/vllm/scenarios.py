@@ -361,9 +361,15 @@ def warm(rank, size, *, path):
     return {**one.seen(), "target": new.phy2log, "start": one.agent.hello().placement_digest}
 
 
-def warm_start_map(rank, size, *, path):
-    one = Rank(rank, size, use_async=False, placement=path)
+def warm_start_map(rank, size, *, path, mode="place"):
+    one = Rank(rank, size, use_async=False, placement=path, mode=mode)
     return one.seen()
+
+
+def warm_refused(rank, size, *, path, folder):
+    """Return True if the guest has no agent, so that vLLM's own planner answers."""
+    without = {"controllers": "", "make_link": None}
+    return Rank(rank, size, use_async=True, placement=path, record=folder, **without).agent is None
 
 
 def warm_recorded(rank, size, *, path, folder):

@@ -45,6 +45,22 @@ def test_without_a_controller_the_experts_stay_where_the_file_says(tmp_path):
         assert (seen["epoch"], seen["wrong"], seen["trouble"]) == (0, [], "")
 
 
+@pytest.mark.fault(
+    "who starts vLLM in observe mode with a placement file",
+    "the first reload of weights wrote experts into the wrong slots",
+)
+def test_a_rank_whose_reloads_are_not_led_leaves_the_file_out_and_observes(tmp_path):
+    asked = {"path": written(tmp_path / "map.json"), "mode": "observe"}
+    for seen in ranks.run(SCENARIOS, "warm_start_map", **asked):
+        assert seen["map"][0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1], "as vLLM starts by itself"
+        assert np.array_equal(seen["placement"], seen["map"])
+
+
+def test_without_a_controller_a_file_that_cannot_be_used_leaves_placing_to_vllm(tmp_path):
+    asked = {"path": written(tmp_path / "map.json", layers=4), "folder": str(tmp_path / "loads")}
+    assert ranks.run(SCENARIOS, "warm_refused", **asked) == [True, True]
+
+
 def test_a_file_of_another_shape_is_left_out(tmp_path):
     for seen in ranks.run(
         SCENARIOS, "warm_start_map", path=written(tmp_path / "map.json", layers=4)

@@ -75,7 +75,8 @@ class RollCall:
                 store.wait(everyone, timedelta(seconds=timeout_s))
                 self._decide("all")
             else:
-                store.wait([f"{name}/decided"], timedelta(seconds=timeout_s + _MARGIN_S))
+                margin_s = min(_MARGIN_S, timeout_s / 8)
+                store.wait([f"{name}/decided"], timedelta(seconds=timeout_s + margin_s))
         except RuntimeError:
             self._decide("missing")
         if store.get(f"{name}/verdict") != b"all":

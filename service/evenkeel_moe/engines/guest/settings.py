@@ -77,7 +77,8 @@ class GuestSettings(BaseSettings):
     """Seconds that the ranks wait for each other at the start. It must exceed the difference in
     load time between the slowest and the fastest rank. It must be shorter than NCCL's ten minutes,
     after which ranks without the plugin would give up waiting for the others. In SGLang it is at
-    most 0.8 of `--watchdog-timeout`, after which SGLang ends the server."""
+    most 0.8 of `--watchdog-timeout`, after which SGLang ends the server. Ranks beside the first
+    wait for it up to 10 s longer."""
     gate_timeout_s: _Seconds = 20.0
     canary_step_s: Annotated[float, Field(ge=0, le=1)] = 5e-5
     """Seconds that a step may wait for the canary, which asks each moved expert one token and
@@ -180,8 +181,6 @@ def _find_fault(settings: GuestSettings) -> str:
         )
     if settings.record and settings.addresses:
         return f"RECORD is for loads without a controller, and {_PREFIX}CONTROLLERS names one"
-    if settings.placement and not settings.places:
-        return f"PLACEMENT needs {_PREFIX}MODE place, in which new weights are led to its slots"
     if settings.record and settings.places and not settings.placement:
         return f"RECORD needs {_PREFIX}MODE observe: nobody plans without a controller"
     if (settings.tls_cert_file is None) != (settings.tls_key_file is None):

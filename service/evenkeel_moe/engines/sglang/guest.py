@@ -150,6 +150,8 @@ class SglangGuest(EngineGuest):
                 " parallelism: SGLang fills their batches up to one length, and its recorder counts"
                 " what fills them like tokens; choose an all-to-all backend"
             )
+        if self.places and self.settings.record:
+            raise Unsupported("nobody plans without a controller: record in mode observe")
         mode = moe.expert_distribution_recorder_mode
         if self.places and mode not in ("stat", "stat_approx"):
             raise Unsupported(

@@ -164,7 +164,7 @@ class VllmGuest(EngineGuest):
         self._ranks_of_batch = int(tensor_group.world_size)
         if self.settings.placement and former is None:
             start_from_file(
-                self.settings.placement,
+                self.settings,
                 model_state,
                 size,
                 self._engine,

@@ -11,7 +11,9 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
+from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.plan_agreement import ROW, Gather, find_disagreement, map_digest
+from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.vllm.state import VllmModelState, read_map
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.formats import read_placement
@@ -20,7 +22,7 @@ _log = structlog.get_logger(__name__)
 
 
 def start_from_file(
-    path: str,
+    settings: GuestSettings,
     model_state: VllmModelState,
     num_ranks: int,
     engine: Any,
@@ -30,15 +32,18 @@ def start_from_file(
     """Move the experts to the placement of a file; collective, while vLLM loads the model.
 
     Args:
-        path: neutral file; the same contents on every rank.
+        settings: name a neutral file, with the same contents on every rank.
         model_state: of the target model.
         num_ranks: R.
         engine: vLLM's `eplb_state` module.
         ep_group: device group of the EP ranks.
         gather: see `plan_agreement.Gather`.
+
+    Raises:
+        Unsupported: the file cannot be used, and nobody else would place the experts.
     """
-    current = read_map(model_state)
-    target = _read(path, model_state, num_ranks, current)
+    path, current = settings.placement, read_map(model_state)
+    target = _read(path, model_state, num_ranks, current) if settings.places else None
     row = np.zeros(len(ROW), np.int64)
     row[ROW.index("ordered")] = int(target is not None)
     row[ROW.index("target")] = 0 if target is None else map_digest(target)
@@ -46,7 +51,11 @@ def start_from_file(
     problem = find_disagreement(gather(row))
     if problem or target is None:
         detail = problem or "no rank has a usable file"
+        if not settings.places:
+            detail = "it needs mode place, in which new weights are led to the slots of the file"
         _log.warning("warm_start_left_out", path=path, detail=detail)
+        if settings.record and settings.places:
+            raise Unsupported(f"the placement file {path} is left out, and nobody plans: {detail}")
         return
     moved = move_experts(model_state, target, engine, ep_group)
     _log.info("warm_start", path=path, slots_changed=moved, slots=current.size)
