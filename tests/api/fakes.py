@@ -252,6 +252,10 @@ class FakeOperations:
             )
         ]
         self.rows: list[dict[str, Any]] = []
+        self.decided: list[dict[str, Any]] = [
+            {"at": NOW - n, "reason": "no_change", "plan_id": None, "numbers": {}}
+            for n in range(30)
+        ]
         self.level = "info"
 
     def show(self, deployment="demo", **changes):
@@ -394,12 +398,9 @@ class FakeOperations:
         self.calls.append(("freeze", deployment, seconds, by))
 
     async def decisions(self, deployment, limit):
-        self._check(deployment)
-        rows: list[dict[str, Any]] = [
-            {"at": NOW - n, "reason": "no_change", "plan_id": None, "numbers": {}}
-            for n in range(30)
-        ]
-        return rows[:limit]
+        if deployment not in [led.deployment for led in self.elsewhere]:
+            self._check(deployment)
+        return self.decided[:limit]
 
     async def recommendation(self, deployment, max_age_s):
         self._check(deployment)

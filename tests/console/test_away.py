@@ -108,6 +108,23 @@ def test_the_page_names_the_replica_that_leads_or_that_none_does(
     assert all("503" in message for message in browser.errors())
 
 
+@pytest.mark.fault("an operator at a replica that does not lead", "saw no balance of the past")
+def test_a_replica_that_does_not_lead_draws_the_balance_of_the_past(
+    replica: Replica, browser: Browser
+):
+    decided = {"reason": "no_change", "plan_id": None, "numbers": {"balancedness_mean": 0.625}}
+    replica.operations.decided = [{"at": time.time() - n, **decided} for n in range(3)]
+    sign_in(browser, replica)
+    demo = "[data-deployment=demo] .chart[aria-label$='balancedness 0.625.'] canvas"
+    browser.wait(demo)
+    replica.operations.views.pop("demo")
+    replica.operations.elsewhere = [LedElsewhere(DeploymentId("demo"), None, None)]
+    browser.wait_text(LOST)
+    assert browser.find(demo) is not None
+    browser.call("POST", "refresh", {})
+    browser.wait(demo)
+
+
 def test_load_that_no_rank_reports_any_more_is_not_shown_as_current(
     replica: Replica, browser: Browser
 ):

@@ -17,11 +17,11 @@ const SPAN_S = 3600;
  */
 export function useHistory(api, deployment) {
   const [later, setLater] = useState([]);
-  const readable = deployment !== null && deployment.state !== "follower";
-  const path = readable && `${deploymentPath(deployment.deployment)}/decisions?page_size=1000`;
-  const kept = usePoll(api, path || null, 0);
+  // Every replica answers this, also one that does not lead.
+  const path = deployment && `${deploymentPath(deployment.deployment)}/decisions?page_size=1000`;
+  const kept = usePoll(api, path, 0);
   const add = (known, points) => merge(known, points, api.now() - SPAN_S);
-  const last = readable ? deployment.last_decision : null;
+  const last = deployment?.state === "follower" ? null : deployment?.last_decision;
   useEffect(() => {
     if (last) setLater((old) => add(old, [pointOf(last, deployment)]));
   }, [last?.at]);

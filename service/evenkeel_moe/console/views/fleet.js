@@ -71,16 +71,12 @@ function Row({ api, row }) {
           ? html`<p class="hint">Last known, while all ranks were connected.</p>`
           : ""
       }
-      ${
-        row.state === "follower"
-          ? ""
-          : html`<${Loaded} poll=${history}
-              >${(points) =>
-                points.length
-                  ? html`<${BalanceChart} points=${points} height=${64} compact />`
-                  : html`<p class="empty">The last hour has no decision.</p>`}<//
-            >`
-      }
+      <${Loaded} poll=${history}
+        >${(points) =>
+          points.length
+            ? html`<${BalanceChart} points=${points} height=${64} compact />`
+            : html`<p class="empty">The last hour has no decision.</p>`}<//
+      >
     </div>
   </li>`;
 }
