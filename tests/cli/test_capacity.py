@@ -58,6 +58,16 @@ def test_a_recording_without_kv_sizes_says_that_tokens_are_unknown(small):
 
 
 @pytest.mark.parametrize(
+    ("kv", "fits"), [(KV, True), (KV | {"kv_free_bytes": 8_999}, False), ({}, None)]
+)
+def test_a_recording_fits_a_width_if_the_kv_cache_has_room_for_its_experts(small, kv, fits):
+    # One rank holds 3 slots more in each of 3 layers, of 1000 bytes.
+    row = json.loads(of_recording(small, "--to-ranks", 1, "-o", "json", **kv))["rows"][1]
+    assert row["fits"] is fits
+    assert ("more than the memory of a rank holds" in row["words"]) == (fits is False)
+
+
+@pytest.mark.parametrize(
     ("args", "error", "words"),
     [
         (("--to-ranks", 1, "--to-slots", 7), ShapeMismatch, "cannot hold 8 experts"),

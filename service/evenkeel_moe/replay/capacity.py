@@ -38,7 +38,7 @@ def weigh_recording(
     """
     if current is not None:
         check_fits("the current placement", current, setup.shape)
-    cut = steps_to_plan_on(len(setup.load), asked.held_out)
+    cut, kv = steps_to_plan_on(len(setup.load), asked.held_out), kv_memory(asked)
     weighed = weigh_capacity(
         CapacityInputs(
             planned_on=setup.load[:cut],
@@ -52,7 +52,9 @@ def weigh_recording(
             asked=CapacityRequest(
                 **{each.name: getattr(asked, each.name) for each in fields(CapacityRequest)}
             ),
-            kv=kv_memory(asked),
+            kv=kv,
+            # The options name all the memory there is.
+            free_bytes=None if kv is None else 0,
             unfit=tuple(each.words for each in doubts(findings)),
             max_evaluations=setup.max_evaluations,
             seed=setup.seed,
