@@ -82,7 +82,7 @@ class DeliveredOut(ResponseBody):
 
 
 _INNER = "plan wave_sent wave_agreed cancel_requested request_digest made_by story"
-_MAPS = "reason generation weights_version base target waves allow_duplicates cost_source"
+_MAPS = "reason generation weights_version base target waves allow_duplicates"
 
 
 @shows(Plan, "moves", "nbytes", without=_MAPS)

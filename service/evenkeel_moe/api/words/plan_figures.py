@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from evenkeel_moe.api.words.plans import MAY_COST, speed_texts
+from evenkeel_moe.model.cost import CostSource
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord
 from evenkeel_moe.model.quantities import (
@@ -74,8 +75,10 @@ def figures(record: PlanRecord, status: DeploymentStatus | None) -> list[Figure]
         status: of its deployment now; None if it is not known.
     """
     cost = None if status is None else status.cost_model
-    # A figure must not claim time where none was known: the cycle of a plan by tokens has no time.
-    by = "" if "time_balance" in record.plan.numbers else " (by tokens)"
+    # A figure must not claim time where none was known. An old record does not name its source.
+    source, timed = record.plan.cost_source, "time_balance" in record.plan.numbers
+    by_tokens = not timed if source is None else source is CostSource.TOKENS
+    by = " (by tokens)" if by_tokens else ""
     # Nothing is predicted for a plan that is made for another reason than time.
     predicted = record.plan.kind.seeks_gain
     return [

@@ -162,10 +162,11 @@ function weightsWords(plan) {
 
 /** Once a plan was begun, the balance that it was made on is not that of now. */
 function Gain({ plan }) {
-  const { numbers, figures, details } = plan;
+  const { numbers, figures, details, cost_source: source } = plan;
   const words = plan.phase === "proposed" ? ["now", "then"] : ["before", "predicted after"];
-  // A figure must not claim time where none was known: the cycle of a plan by tokens has no time.
-  const byTokens = isKnown(numbers.time_balance) ? "" : " (by tokens)";
+  // A figure must not claim time where none was known. An old record does not name its source.
+  const isByTokens = source === null ? !isKnown(numbers.time_balance) : source === "tokens";
+  const byTokens = isByTokens ? " (by tokens)" : "";
   // Nothing is predicted for a rollback or an evacuation.
   const predicted = plan.may_cost_text === null;
   const title = plan.delivered ? "Promised and delivered" : "Before and after";
