@@ -4,9 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel_moe.errors import InvalidInput
-from evenkeel_moe.libra_replication import plan_copies
 from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.libra import LibraOptions, plan_libra
+from evenkeel_moe.planning.policies.proposal import place_on_ranks
 from tests.planning.builders import a_problem
 from tests.strategies import loads, placements, seeds, shapes
 
@@ -21,10 +22,18 @@ def local_load(demand, home, held):
 
 
 def replicate_by_source(demand, home, capacity, locality):
-    """Run Algorithm 1 as the policy does."""
-    room = capacity - np.bincount(home, minlength=len(demand))
-    resident = home[:, None] == np.arange(len(demand))
-    return plan_copies(demand, resident, room, locality, False)[0]
+    """Return (E, R) the ranks on which the policy places each expert, after an idle layer."""
+    ranks, experts = demand.shape
+    shape = ModelShape(2, experts, ranks, capacity, 1, 1)
+    alone = np.broadcast_to(home[:, None] == np.arange(ranks), (2, experts, ranks))
+    source_load = np.stack([np.zeros_like(demand), demand], axis=1)
+    problem = a_problem(
+        source_load.sum(axis=0)[None],
+        shape,
+        current=place_on_ranks(alone, capacity),
+        source_load=source_load,
+    )
+    return plan_libra(problem, LibraOptions(locality)).placement.held(1)
 
 
 def slow_algorithm_1(demand, home, capacity, locality):
