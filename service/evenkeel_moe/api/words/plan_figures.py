@@ -75,7 +75,7 @@ def figures(record: PlanRecord, status: DeploymentStatus | None) -> list[Figure]
         status: of its deployment now; None if it is not known.
     """
     cost = None if status is None else status.cost_model
-    # A figure must not claim time where none was known. An old record does not name its source.
+    # A figure must not claim time where none was known. A plan that nothing scored has no source.
     source, timed = record.plan.cost_source, "time_balance" in record.plan.numbers
     by_tokens = not timed if source is None else source is CostSource.TOKENS
     by = " (by tokens)" if by_tokens else ""

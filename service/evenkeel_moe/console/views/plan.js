@@ -164,7 +164,7 @@ function weightsWords(plan) {
 function Gain({ plan }) {
   const { numbers, figures, details, cost_source: source } = plan;
   const words = plan.phase === "proposed" ? ["now", "then"] : ["before", "predicted after"];
-  // A figure must not claim time where none was known. An old record does not name its source.
+  // A figure must not claim time where none was known. A plan that nothing scored has no source.
   const isByTokens = source === null ? !isKnown(numbers.time_balance) : source === "tokens";
   const byTokens = isByTokens ? " (by tokens)" : "";
   // Nothing is predicted for a rollback or an evacuation.
