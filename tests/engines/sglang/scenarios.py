@@ -322,8 +322,9 @@ def warm(rank, size):
     return {**one.seen(), "target": rows}
 
 
-def starts_with(rank, size, *, text):
-    """SGLang starts from a given text of `--init-expert-location`."""
+def starts_with(rank, size, *, text, layers=engine.LAYERS):
+    """SGLang starts a model of so many layers from a given text of `--init-expert-location`."""
+    engine.LAYERS, engine.MOE_LAYERS = layers, tuple(range(engine.DENSE, layers))
     return Rank(rank, size, init=text).seen()
 
 

@@ -2,6 +2,7 @@
 
 import structlog
 import torch
+import torch.distributed as dist
 
 from tests.engines.vllm import engine
 from tests.engines.vllm.engine import ModelConfig
@@ -33,6 +34,7 @@ def older_runner(rank, size, *, launcher=None, runner_type="generate"):
         one = Rank(rank, size, use_async=False, mode="observe", stages=2)
     refused = [line["detail"] for line in said if line["event"] == "guest_not_started"]
     assert (one.agent is None) == bool(refused)
+    dist.barrier(one.lockstep)  # The first rank holds the store by which the others start.
     return refused
 
 
