@@ -91,7 +91,8 @@ def test_a_policy_that_fails_in_its_own_way_ends_the_cycle_with_its_error(monkey
     monkeypatch.setitem(POLICIES, "broken", PolicyEntry("broken", "", broken))
     ended = run_cycle(inputs(skewed(60), policy="broken"))
     assert (ended.passed, ended.reason) == (False, Reason.PLANNER_FAILED)
-    assert ended.detail == "ValueError: nobody thought of this"
+    line = broken.__code__.co_firstlineno + 1
+    assert ended.detail == f"ValueError: nobody thought of this ({__file__}:{line})"
 
 
 def test_a_cycle_scales_its_verdict_by_what_earlier_plans_delivered():

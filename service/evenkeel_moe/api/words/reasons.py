@@ -36,7 +36,7 @@ _SENTENCES: dict[str, str] = {
     " times the price of the copies.",
     Reason.PAYBACK_TOO_LONG: "The copies would cost more than the plan saves in time.",
     Reason.PLANNER_STARTING: "The planner is compiling its kernels.",
-    Reason.PLANNER_FAILED: "The planner failed; the decision and the controller's log say why.",
+    Reason.PLANNER_FAILED: "The planner failed; the controller's log says why.",
     Reason.STORE_UNAVAILABLE: "The store cannot be reached.",
     Reason.NOT_LEADER: "This controller does not hold the lease of the deployment.",
     Reason.GROUP_STOPPED: "The engine stopped as planned.",

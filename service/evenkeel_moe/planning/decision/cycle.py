@@ -7,6 +7,7 @@ exactly what will run: the target in the waves is, byte for byte, the one scored
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from traceback import walk_tb
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,9 +197,14 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
 
 
 def failure_of(error: Exception) -> tuple[Reason, str]:
-    """Return the reason with which an error ends a cycle, and its text."""
+    """Return the reason with which a raised error ends a cycle, and its text.
+
+    The text of an error that is not ours ends with the file and the line that raised it.
+    """
     if not isinstance(error, EvenkeelError):
-        return Reason.PLANNER_FAILED, f"{type(error).__name__}: {error}"
+        *_, (frame, line) = walk_tb(error.__traceback__)
+        where = f"{frame.f_code.co_filename}:{line}"
+        return Reason.PLANNER_FAILED, f"{type(error).__name__}: {error} ({where})"
     invalid = error.reason is Reason.INVALID_INPUT
     return Reason.PLANNER_FAILED if invalid else error.reason, str(error)
 
