@@ -70,7 +70,7 @@ def test_a_plan_begins_with_what_it_gains_and_then_tells_what_it_moves(shown):
 
 
 def test_a_gain_by_tokens_does_not_claim_time(shown):
-    """What a plan was made by counts, also if the deployment knows more or less of time now."""
+    """The label follows the cost model that scored the plan, not the one that is in force now."""
     timeless = {name: value for name, value in FIGURES.items() if name != "time_balance"}
     by_time, by_tokens = {"source": CostSource.PROFILED}, {"source": CostSource.TOKENS}
     # Under Waterfill a cycle by tokens has a time balance too; a source may be unknown.

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class WatchedFiles(Generic[T]):
-    """What is read from some files, and again after they have changed.
+    """Reads some files, and reads them again after they have changed.
 
     If the files are unusable, for instance while a pair is being replaced, what was read before
     stays in use. That is logged once per state of the files.

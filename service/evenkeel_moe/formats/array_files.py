@@ -21,7 +21,7 @@ from evenkeel_moe.formats.reading import MAX_CELLS, MAX_COUNTS, check_size, toke
 _BROKEN_HEADER = (
     *(ValueError, KeyError, TypeError, SyntaxError, TokenError, OverflowError, MemoryError),
 )
-"""What numpy raises for a broken header, with the wrong text in the message."""
+"""numpy raises these for a broken header, with the wrong text in the message."""
 
 MAX_ARRAY_BYTES = 4 << 30
 """Most bytes to which the arrays of a file may unpack."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evenkeel_moe.api.words.reasons import sentence
-from evenkeel_moe.api.words.stored import told
+from evenkeel_moe.api.words.stored import words_or_row
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, phase_text
 from evenkeel_moe.model.quantities import (
     bytes_text,
@@ -76,7 +76,7 @@ def story_rows(record: PlanRecord) -> list[dict[str, Any]]:
     rows, committed = [], 0
     for row in record.story:
         shown = phase_text(row.get("phase", ""), row.get("reason", ""))
-        text = told(json.dumps(row, default=str), _event, row, record.plan, committed)
+        text = words_or_row(json.dumps(row, default=str), _event, row, record.plan, committed)
         rows.append({**row, "text": text, "phase_text": shown})
         committed = row.get("waves_committed", committed)
     return rows

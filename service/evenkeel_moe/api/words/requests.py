@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from evenkeel_moe.api.words.stored import told
+from evenkeel_moe.api.words.stored import words_or_row
 from evenkeel_moe.model.documents import leaves, setting
 from evenkeel_moe.model.quantities import duration_text
 
@@ -24,7 +24,7 @@ def request_text(row: Mapping[str, Any]) -> str:
     path = str(row["path"]).removeprefix(f"/v1/deployments/{row['deployment']}")
     sent, change = f"{row['method']} {path}", row.get("change")
     as_sent = sent + (f" {change}" if change else "")
-    return told(as_sent, _words, sent, change or "{}", as_sent)
+    return words_or_row(as_sent, _words, sent, change or "{}", as_sent)
 
 
 def _words(sent: str, change: str, as_sent: str) -> str:

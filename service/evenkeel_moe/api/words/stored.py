@@ -6,7 +6,9 @@ from typing import ParamSpec
 _P = ParamSpec("_P")
 
 
-def told(as_stored: str, words: Callable[_P, str], *args: _P.args, **kwargs: _P.kwargs) -> str:
+def words_or_row(
+    as_stored: str, words: Callable[_P, str], *args: _P.args, **kwargs: _P.kwargs
+) -> str:
     """Return the words about a row; the row as it is stored if it has not the form they need."""
     try:
         return words(*args, **kwargs)

@@ -359,7 +359,7 @@ _FIGURES: Mapping[Reason, tuple[str, ...]] = {
     Reason.STALE_DATA: ("newest_step_age_s", "max_data_age_s"),
     Reason.LIMIT_EXCEEDED: ("copies", "max_copies", "bytes", "max_bytes", "layers", "max_layers"),
 }
-"""Of the many figures of a cycle those that say why there is no plan; all for other reasons."""
+"""These figures of a cycle say why there is no plan; for other reasons all figures are shown."""
 
 
 def _refusal(result: CycleResult, deployment: str) -> EvenkeelError:

@@ -32,7 +32,7 @@ class EnginePlugin(Generic[_GuestT]):
     ) -> None:
         self.settings = settings
         self.guest: _GuestT | None = None
-        """Of the newest balancer object of the engine; None until there is one."""
+        """The guest of the engine's newest balancer object; it is None until there is one."""
         self._balancer: object = None
         self._version = version
         self._make_link = make_link
