@@ -133,6 +133,13 @@ def test_a_rank_that_takes_its_yes_back_for_a_reload_aborts_the_wave_with_that_r
     assert wave.is_dropped, "no rank swaps it"
 
 
+def test_a_vote_that_arrives_while_a_wave_is_recovered_is_no_fault_of_the_rank():
+    wave = coordinator_in(C.RECOVERING)
+    no = msg.Vote(KEY, False, Reason.WEIGHTS_VERSION_CHANGED, "a reload")
+    assert wave.handle(from_rank(0, no), 0.0) == []
+    assert wave.state is C.RECOVERING
+
+
 def test_dropped_beside_committed_alerts():
     wave = coordinator_in(C.COMMITTED)
     assert only(wave.handle(from_rank(1, GONE), 0.0), ctl.Alert).reason is Reason.EPOCH_DISAGREES
