@@ -167,6 +167,8 @@ def registered(dtype):
 
 
 def main(names):
+    # vLLM's kernel for bfloat16 uses AMX, which Linux lets a process use once it has asked.
+    torch.cpu._init_amx()
     with set_current_vllm_config(VllmConfig()), tempfile.TemporaryDirectory() as folder:
         init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         initialize_model_parallel(1, 1)
