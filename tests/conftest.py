@@ -3,6 +3,7 @@
 Warnings are errors; that is set in pyproject.toml.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -53,6 +54,12 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for part in parts for item in part]
     for item in items:
         item.add_marker(pytest.mark.timeout(deadline(_limit_s(item))), append=False)
+
+
+def pytest_collection_finish():
+    """Take what was imported and collected out of garbage collection, where it costs much time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
