@@ -8,7 +8,7 @@ import pytest
 
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
-from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.keel.fewest_slots import fill_for_fewest
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
@@ -84,6 +84,16 @@ def test_empty_slots_are_filled_up_to_the_budget():
         _, row = exchanged(0, 0.0, most=most, filled=35)
         assert (row >= 0).sum() == most
         assert counted(row).min() >= 1
+
+
+@pytest.mark.parametrize("redundant", [8, 12])
+def test_a_later_plan_fills_the_empty_slots_of_the_budget_and_no_more(redundant):
+    shape = ModelShape(2, 4, 16, 1, 2, 1024)
+    present = np.full((2, 16), EMPTY, np.int32)
+    present[:, :8] = [0, 1, 2, 3, 0, 0, 0, 1], [3, 2, 1, 0, 3, 3, 3, 2]
+    load = np.random.default_rng(0).poisson([800.0, 300.0, 30.0, 10.0], (8, 2, 4)).astype(float)
+    problem = a_problem(load, shape, current=Placement(present, 16, 4), replica_budget=redundant)
+    assert (plan_keel(problem).placement.logcnt.sum(axis=1) == 4 + redundant).all()
 
 
 # --- fewest slots ---------------------------------------------------------------------------------

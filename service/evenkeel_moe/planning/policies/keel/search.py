@@ -170,7 +170,6 @@ class Search:
         inputs = self.inputs_of(layer)._replace(least=least)
         if self._counts_suffice:
             present = np.full_like(row, EMPTY) if current is None else current.phy2log[layer]
-            most = int((row >= 0).sum() + room.total[0])
             # Of many nodes hardly any has the expert already.
             far = self._problem.topology.num_nodes > 1
             price = prices.copy * (self._problem.objective.cross_node_factor if far else 1.0)
@@ -179,7 +178,7 @@ class Search:
                 inputs.weight,
                 row,
                 present,
-                ExchangeRules(price, options.least_gain, terms.doublings, most),
+                ExchangeRules(price, options.least_gain, terms.doublings, self._budget.per_layer),
             )
             return row, 0
         rules = Rules(
