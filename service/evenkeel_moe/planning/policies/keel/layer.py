@@ -188,7 +188,7 @@ def renew_slopes(layer: Layer, terms: Terms) -> float:
     value = set_norm(layer, terms)
     for rank in range(ranks):
         set_slope(layer, terms, rank)
-        set_reliefs(layer, rank)
+        set_reliefs(layer, rank, 0, layer.held.shape[0])
     return value
 
 
@@ -305,28 +305,15 @@ def set_slope(layer: Layer, terms: Terms, rank: int) -> None:
 
 
 @kernel
-def set_reliefs(layer: Layer, rank: int) -> None:
-    """Compute `relief` of every expert on a rank from the slope of the rank."""
-    experts, steps = layer.held.shape[0], layer.load.shape[1]
-    sums, slopes = np.zeros(experts), layer.slope[rank]
+def set_reliefs(layer: Layer, rank: int, first: int, last: int) -> None:
+    """Compute `relief` of experts first..last-1 on a rank from the slope of the rank."""
+    sums, slopes = np.zeros(last - first), layer.slope[rank]
     for k in range(3):
         if k < layer.by_step.shape[0]:
             sums[:] = 0.0
-            for t in range(steps):
+            for t in range(slopes.shape[0]):
                 if slopes[t] > 0.0:
-                    for expert in range(experts):
-                        sums[expert] += slopes[t] * layer.by_step[k, t, expert]
-        for expert in range(experts):
-            layer.relief[k, expert, rank] = sums[expert] * layer.part[k, expert, rank]
-
-
-@kernel
-def set_relief(layer: Layer, expert: int, rank: int) -> None:
-    """Compute `relief` of one expert on a rank."""
-    total = 0.0
-    for k in range(3):
-        if k < layer.by_step.shape[0]:
-            total = 0.0
-            for t in range(layer.load.shape[1]):
-                total += layer.slope[rank, t] * layer.by_step[k, t, expert]
-        layer.relief[k, expert, rank] = total * layer.part[k, expert, rank]
+                    for n in range(last - first):
+                        sums[n] += slopes[t] * layer.by_step[k, t, first + n]
+        for n in range(last - first):
+            layer.relief[k, first + n, rank] = sums[n] * layer.part[k, first + n, rank]

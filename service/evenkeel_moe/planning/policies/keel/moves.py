@@ -21,7 +21,6 @@ from evenkeel_moe.planning.policies.keel.layer import (
     root,
     set_norm,
     set_power,
-    set_relief,
     set_reliefs,
     set_slope,
     set_work,
@@ -284,10 +283,18 @@ def make_moves(layer: Layer, terms: Terms, rules: Rules, room: SearchRoom, found
 
 
 @inlined
-def experts_of(layer: Layer, move: NDArray[np.int64]) -> tuple[int, int]:
-    """Return the expert that leaves the rank of slot a and the one that comes; -1 for none."""
-    comes = index(layer.row[move[2]]) if move[0] == SWAP else index(move[2])
-    return index(layer.row[move[1]]), comes
+def changes_of(
+    layer: Layer, move: NDArray[np.int64]
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Return the expert in slot a and the one in its place: each with the ranks it leaves and gets.
+
+    -1 stands for no expert and no rank.
+    """
+    per_rank = layer.row.shape[0] // layer.held.shape[1]
+    rank, other, comes = move[1] // per_rank, index(-1), index(move[2])
+    if move[0] == SWAP:
+        other, comes = move[2] // per_rank, index(layer.row[move[2]])
+    return (index(layer.row[move[1]]), rank, other), (comes, other, rank)
 
 
 @inlined
@@ -296,60 +303,50 @@ def price_of(layer: Layer, move: NDArray[np.int64]) -> tuple[float, int]:
 
     Copies that it makes needless count as negative.
     """
-    per_rank = layer.row.shape[0] // layer.held.shape[1]
-    leaves, comes = experts_of(layer, move)
-    rank, price, copies = move[1] // per_rank, 0.0, 0
-    if leaves >= 0:
-        price -= layer.given.prices[leaves, rank]
-        copies -= layer.given.prices[leaves, rank] > 0
-    if comes >= 0:
-        price += layer.given.prices[comes, rank]
-        copies += layer.given.prices[comes, rank] > 0
-    if move[0] == SWAP:
-        other = move[2] // per_rank
-        if leaves >= 0:
-            price += layer.given.prices[leaves, other]
-            copies += layer.given.prices[leaves, other] > 0
-        if comes >= 0:
-            price -= layer.given.prices[comes, other]
-            copies -= layer.given.prices[comes, other] > 0
+    price, copies = 0.0, 0
+    for expert, source, target in changes_of(layer, move):
+        for rank, sign in ((source, -1), (target, 1)):
+            if expert >= 0 and rank >= 0:
+                price += sign * layer.given.prices[expert, rank]
+                copies += sign * (layer.given.prices[expert, rank] > 0)
     return price, copies
 
 
 @inlined
 def fits(layer: Layer, room: SearchRoom, move: NDArray[np.int64]) -> bool:
     """Return True if there is room for a move."""
-    per_rank = layer.row.shape[0] // layer.held.shape[1]
-    leaves, comes = experts_of(layer, move)
+    (leaves, rank, other), (comes, _, _) = changes_of(layer, move)
     # A start may need more copies than allowed: moves that need none are still made then.
     fits = price_of(layer, move)[1] <= max(room.copies[0], 0)
     if comes >= 0 and leaves < 0:
-        fits &= room.slots[move[1] // per_rank] > 0
+        fits &= room.slots[rank] > 0
         if move[0] == PUT:
             fits &= room.total[0] > 0
-    other, domains = index(-1), layer.given.domains
-    if move[0] == SWAP:
-        other = move[2] // per_rank
-        if leaves >= 0 and comes < 0:
-            fits &= room.slots[other] > 0
-        if comes >= 0 and layer.given.least[comes] > 1:
-            fits &= count_domains(layer.held[comes], domains, other, move[1] // per_rank) == 2
-    if leaves >= 0 and layer.given.least[leaves] > 1:
-        fits &= count_domains(layer.held[leaves], domains, move[1] // per_rank, other) == 2
+    if leaves >= 0 and comes < 0 and other >= 0:
+        fits &= room.slots[other] > 0
+    for expert, source, target in changes_of(layer, move):
+        if expert >= 0 and source >= 0 and layer.given.least[expert] > 1:
+            held, domains = layer.held[expert], layer.given.domains
+            fits &= count_domains(held, domains, source, target) == 2
     return fits and (leaves >= 0 or comes >= 0)
+
+
+@inlined
+def filled_by(layer: Layer, move: NDArray[np.int64]) -> int:
+    """Return the slots that a move fills on the rank of slot a; negative if it empties them."""
+    (leaves, _, _), (comes, _, _) = changes_of(layer, move)
+    return (1 if comes >= 0 else 0) - (1 if leaves >= 0 else 0)
 
 
 @inlined
 def book(layer: Layer, room: SearchRoom, move: NDArray[np.int64]) -> None:
     """Take the room that a move needs."""
-    per_rank = layer.row.shape[0] // layer.held.shape[1]
-    leaves, comes = experts_of(layer, move)
-    filled = (1 if comes >= 0 else 0) - (1 if leaves >= 0 else 0)
-    room.slots[move[1] // per_rank] -= filled
-    if move[0] == SWAP:
-        room.slots[move[2] // per_rank] += filled
+    (_, rank, other), _ = changes_of(layer, move)
+    room.slots[rank] -= filled_by(layer, move)
+    if other >= 0:
+        room.slots[other] += filled_by(layer, move)
     else:
-        room.total[0] -= filled
+        room.total[0] -= filled_by(layer, move)
     room.copies[0] -= price_of(layer, move)[1]
 
 
@@ -363,8 +360,7 @@ def exact_gain(layer: Layer, terms: Terms, rules: Rules, move: NDArray[np.int64]
     ranks = np.nonzero(layer.touched)[0]
     gain = -rules.price * price_of(layer, move)[0]
     if move[0] == PUT:
-        leaves, comes = experts_of(layer, move)
-        gain += rules.slot_price * ((1 if leaves >= 0 else 0) - (1 if comes >= 0 else 0))
+        gain -= rules.slot_price * filled_by(layer, move)
     for t in range(layer.load.shape[1]):
         total = layer.total[t]
         for rank in ranks:
@@ -377,18 +373,14 @@ def exact_gain(layer: Layer, terms: Terms, rules: Rules, move: NDArray[np.int64]
 @kernel
 def set_change(layer: Layer, move: NDArray[np.int64]) -> None:
     """Write the change of every load by a move to `change`, for the ranks in `touched`."""
-    ranks = layer.held.shape[1]
-    per_rank = layer.row.shape[0] // ranks
-    leaves, comes = experts_of(layer, move)
-    rank = move[1] // per_rank
+    (leaves, rank, other), (comes, _, _) = changes_of(layer, move)
     less, now, more = layer.work[0], layer.work[1], layer.work[2]
     layer.touched[:] = False
     layer.touched[rank] = True
     layer.change[rank] = 0.0
     if leaves >= 0:
         layer.change[rank] -= now[leaves]
-    if move[0] == SWAP:
-        other = move[2] // per_rank
+    if other >= 0:
         layer.touched[other] = True
         if comes >= 0:
             layer.change[rank] += now[comes]
@@ -396,7 +388,7 @@ def set_change(layer: Layer, move: NDArray[np.int64]) -> None:
         return
     if comes >= 0:
         layer.change[rank] += more[comes]
-    for other in range(ranks):
+    for other in range(layer.held.shape[1]):
         loses = leaves >= 0 and other != rank and layer.held[leaves, other]
         shares = comes >= 0 and layer.held[comes, other]
         if loses or shares:
@@ -411,12 +403,8 @@ def set_change(layer: Layer, move: NDArray[np.int64]) -> None:
 @kernel
 def set_nearest_change(layer: Layer, terms: Terms, move: NDArray[np.int64]) -> None:
     """Write what `set_change` writes, under nearest dispatch."""
-    per_rank = layer.row.shape[0] // layer.held.shape[1]
-    leaves, comes = experts_of(layer, move)
-    rank = move[1] // per_rank
-    other = move[2] // per_rank if move[0] == SWAP else -1
     layer.touched[:] = False
-    for expert, source, target in ((leaves, rank, other), (comes, other, rank)):
+    for expert, source, target in changes_of(layer, move):
         if expert < 0:
             continue
         held = layer.held[expert].copy()
@@ -441,31 +429,20 @@ def set_nearest_change(layer: Layer, terms: Terms, move: NDArray[np.int64]) -> N
 @kernel
 def apply(layer: Layer, terms: Terms, move: NDArray[np.int64]) -> None:
     """Make the move whose change was written last, and follow the gradients of its ranks."""
-    ranks = layer.held.shape[1]
-    per_rank = layer.row.shape[0] // ranks
-    leaves, comes = experts_of(layer, move)
-    rank = move[1] // per_rank
-    layer.row[move[1]] = comes
-    if leaves >= 0:
-        layer.held[leaves, rank] = False
-    if comes >= 0:
-        layer.held[comes, rank] = True
+    changes = changes_of(layer, move)
+    layer.row[move[1]] = changes[1][0]
     if move[0] == SWAP:
-        other = move[2] // per_rank
-        layer.row[move[2]] = leaves
-        if leaves >= 0:
-            layer.held[leaves, other] = True
-        if comes >= 0:
-            layer.held[comes, other] = False
-    else:
-        if leaves >= 0:
-            layer.copies[leaves] -= 1
-        if comes >= 0:
-            layer.copies[comes] += 1
-    if leaves >= 0:
-        set_work(layer, terms, leaves)
-    if comes >= 0:
-        set_work(layer, terms, comes)
+        layer.row[move[2]] = changes[0][0]
+    for expert, source, target in changes:
+        if expert < 0:
+            continue
+        if source >= 0:
+            layer.held[expert, source] = False
+        if target >= 0:
+            layer.held[expert, target] = True
+        layer.copies[expert] += (1 if target >= 0 else 0) - (1 if source >= 0 else 0)
+        set_work(layer, terms, expert)
+    ranks = layer.held.shape[1]
     for rank in range(ranks):
         if layer.touched[rank]:
             layer.load[rank] += layer.change[rank]
@@ -474,9 +451,8 @@ def apply(layer: Layer, terms: Terms, move: NDArray[np.int64]) -> None:
     for rank in range(ranks):
         if layer.touched[rank]:
             set_slope(layer, terms, rank)
-            set_reliefs(layer, rank)
+            set_reliefs(layer, rank, 0, layer.held.shape[0])
         elif move[0] == PUT or terms.nearest:
-            if leaves >= 0:
-                set_relief(layer, leaves, rank)
-            if comes >= 0:
-                set_relief(layer, comes, rank)
+            for expert, _, _ in changes:
+                if expert >= 0:
+                    set_reliefs(layer, rank, expert, expert + 1)
