@@ -4,6 +4,8 @@ The starts of the search are repaired here. Then no move of the search may undo 
 so what the search makes of them keeps it.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +17,29 @@ from evenkeel_moe.planning.problem.survival import Survive, domain_of_rank, only
 _UNLIMITED = 1 << 40
 _NONE = index(-1)
 """No rank."""
+
+
+class _Repair(NamedTuple):
+    """A layer under repair. Kernels change the arrays up to `copies` in place."""
+
+    row: NDArray[np.int32]
+    """(S,) expert of each slot, -1 for empty."""
+    count: NDArray[np.int64]
+    """(E, R) slots of each rank that hold the expert."""
+    work: NDArray[np.float64]
+    """(R,) [tokens]"""
+    room: NDArray[np.int64]
+    """(R,) slots that ranks may still fill."""
+    spare: NDArray[np.int64]
+    """(1,) slots of the layer that may still be filled."""
+    copies: NDArray[np.int64]
+    """(1,) copies between ranks that may still be made."""
+    load: NDArray[np.float64]
+    """(E,) [tokens]"""
+    present: NDArray[np.bool_]
+    """(E, R) what ranks hold now."""
+    domains: NDArray[np.int64]
+    """(R,) fault domain of each rank."""
 
 
 def spread_experts(
@@ -42,12 +67,26 @@ def spread_experts(
     room = np.full(shape.num_ranks, _UNLIMITED) if pool is None else pool - used
     share = budget.equal_share(shape.num_layers)
     left = np.array([copies])
+    sizes = shape.num_logical_experts, shape.num_ranks
     for layer, row in enumerate(rows):
-        most = max(share, int((row >= 0).sum())) if pool is not None else budget.per_layer
-        held = np.ones((shape.num_logical_experts, shape.num_ranks), np.bool_)
+        filled = int((row >= 0).sum())
+        most = max(share, filled) if pool is not None else budget.per_layer
+        held = np.ones(sizes, np.bool_)
         if problem.current is not None:
             held = problem.current.held(layer)
-        _spread_layer(row, held, domains, load[layer], room, most, left)
+        _spread_layer(
+            _Repair(
+                row,
+                count=np.zeros(sizes, np.int64),
+                work=np.zeros(shape.num_ranks),
+                room=room,
+                spare=np.array([most - filled]),
+                copies=left,
+                load=load[layer],
+                present=held,
+                domains=domains,
+            )
+        )
     return Placement(rows, shape.num_ranks, shape.num_logical_experts)
 
 
@@ -63,62 +102,42 @@ def least_copies(
 
 
 @kernel
-def _spread_layer(
-    row: NDArray[np.int32],
-    present: NDArray[np.bool_],
-    domains: NDArray[np.int64],
-    load: NDArray[np.float64],
-    room: NDArray[np.int64],
-    most: int,
-    copies: NDArray[np.int64],
-) -> None:
-    """Spread the experts of one layer.
-
-    Mutates: `row` (S,), `room` (R,) slots that ranks may still fill, `copies` (1,).
-
-    present: (E, R) what ranks hold now. load: (E,). most: slots of the layer that may be filled.
-    """
-    experts, ranks = present.shape
+def _spread_layer(layer: _Repair) -> None:
+    """Spread the experts of one layer; `count` and `work` are 0 before."""
+    row, count, load, work = layer.row, layer.count, layer.load, layer.work
+    experts, ranks = count.shape
     per_rank = row.shape[0] // ranks
-    count = np.zeros((experts, ranks), np.int64)
-    filled = 0
     for slot in range(row.shape[0]):
         if row[slot] >= 0:
             count[row[slot], slot // per_rank] += 1
-            filled += 1
-    work = np.zeros(ranks)
     for expert in range(experts):
         total = max(count[expert].sum(), 1)
         for rank in range(ranks):
             work[rank] += load[expert] * count[expert, rank] / total
     for expert in np.argsort(-load, kind="mergesort"):
-        if count_domains(count[expert], domains, _NONE, _NONE) >= 2:
+        if count_domains(count[expert], layer.domains, _NONE, _NONE) >= 2:
             continue
         best, at = np.inf, -1
         for slot in range(row.shape[0]):
             rank, old = slot // per_rank, index(row[slot])
-            if _in_domain(count[expert], domains, domains[rank]):
+            if _in_domain(layer, expert, rank) or not _may_take(layer, slot, load[expert]):
                 continue
-            if not _may_take(row, slot, count, domains, load, load[expert], room, most - filled):
-                continue
-            if _copies_of(present, expert, old, rank) > copies[0]:
+            if _copies_of(layer, expert, old, rank) > layer.copies[0]:
                 continue
             cost = work[rank] + load[expert] / (count[expert].sum() + 1)
             if old >= 0:
                 cost -= load[old] / count[old].sum()
-            if not present[expert, rank]:  # A rank that has it needs no copy.
+            if not layer.present[expert, rank]:  # A rank that has it needs no copy.
                 cost += 1e-3 * load.sum()
             if cost < best:
                 best, at = cost, slot
         if at >= 0:
-            filled += _put(row, at, expert, count, work, load, present, room, copies)
+            _put(layer, at, expert)
             continue
-        moved = _make_room(row, expert, count, domains, load, present, room, most - filled, copies)
-        if moved[0] >= 0:
-            free, taken = moved
-            other = index(row[taken])
-            filled += _put(row, free, other, count, work, load, present, room, copies)
-            filled += _put(row, taken, expert, count, work, load, present, room, copies)
+        free, taken = _make_room(layer, expert)
+        if free >= 0:
+            _put(layer, free, index(row[taken]))
+            _put(layer, taken, expert)
 
 
 @kernel
@@ -141,113 +160,86 @@ def count_domains(
 
 
 @kernel
-def _in_domain(count: NDArray[np.int64], domains: NDArray[np.int64], domain: int) -> bool:
-    """Return True if a domain holds the expert with these (R,) copies."""
+def _in_domain(layer: _Repair, expert: int, rank: int) -> bool:
+    """Return True if the domain of a rank holds an expert."""
     found = False
-    for rank in range(count.shape[0]):
-        found |= count[rank] > 0 and domains[rank] == domain
+    for other in range(layer.domains.shape[0]):
+        found |= layer.count[expert, other] > 0 and layer.domains[other] == layer.domains[rank]
     return found
 
 
 @kernel
-def _may_take(
-    row: NDArray[np.int32],
-    slot: int,
-    count: NDArray[np.int64],
-    domains: NDArray[np.int64],
-    load: NDArray[np.float64],
-    heat: float,
-    room: NDArray[np.int64],
-    spare: int,
-) -> bool:
+def _may_take(layer: _Repair, slot: int, heat: float) -> bool:
     """Return True if a slot is empty and may be filled, or its expert does without that replica.
 
     An expert colder than `heat` gives up its second domain, but never its last replica.
     """
-    rank, old = slot // (row.shape[0] // count.shape[1]), index(row[slot])
+    count, domains = layer.count, layer.domains
+    rank, old = slot // (layer.row.shape[0] // count.shape[1]), index(layer.row[slot])
     if old < 0:
-        return room[rank] > 0 and spare > 0
+        return layer.room[rank] > 0 and layer.spare[0] > 0
     if count[old].sum() < 2:
         return False
     keeps = count_domains(count[old], domains, rank, _NONE) == count_domains(
         count[old], domains, _NONE, _NONE
     )
-    return keeps or load[old] < heat
+    return keeps or layer.load[old] < heat
 
 
 @kernel
-def _copies_of(present: NDArray[np.bool_], comes: int, leaves: int, rank: int) -> int:
+def _copies_of(layer: _Repair, comes: int, leaves: int, rank: int) -> int:
     """Return the copies between ranks that an exchange on a rank adds; -1 is no expert."""
-    added = 0 if present[comes, rank] else 1
-    if leaves >= 0 and not present[leaves, rank]:
+    added = 0 if layer.present[comes, rank] else 1
+    if leaves >= 0 and not layer.present[leaves, rank]:
         added -= 1
     return added
 
 
 @kernel
-def _put(
-    row: NDArray[np.int32],
-    slot: int,
-    expert: int,
-    count: NDArray[np.int64],
-    work: NDArray[np.float64],
-    load: NDArray[np.float64],
-    present: NDArray[np.bool_],
-    room: NDArray[np.int64],
-    copies: NDArray[np.int64],
-) -> int:
-    """Put an expert in a slot; return 1 if it was empty, else 0. Mutates all but load, present."""
+def _put(layer: _Repair, slot: int, expert: int) -> None:
+    """Put an expert in a slot."""
+    row, count, load, work = layer.row, layer.count, layer.load, layer.work
     rank, old = slot // (row.shape[0] // count.shape[1]), index(row[slot])
-    copies[0] -= _copies_of(present, expert, old, rank)
-    for one, change in ((old, -1), (expert, 1)):
-        if one < 0:
+    layer.copies[0] -= _copies_of(layer, expert, old, rank)
+    for changed, change in ((old, -1), (expert, 1)):
+        if changed < 0:
             continue
-        before = max(count[one].sum(), 1)
+        before = max(count[changed].sum(), 1)
         for each in range(count.shape[1]):
-            work[each] -= load[one] * count[one, each] / before
-        count[one, rank] += change
-        after = max(count[one].sum(), 1)
+            work[each] -= load[changed] * count[changed, each] / before
+        count[changed, rank] += change
+        after = max(count[changed].sum(), 1)
         for each in range(count.shape[1]):
-            work[each] += load[one] * count[one, each] / after
+            work[each] += load[changed] * count[changed, each] / after
     row[slot] = expert
-    if old >= 0:
-        return 0
-    room[rank] -= 1
-    return 1
+    if old < 0:
+        layer.room[rank] -= 1
+        layer.spare[0] -= 1
 
 
 @kernel
-def _make_room(
-    row: NDArray[np.int32],
-    expert: int,
-    count: NDArray[np.int64],
-    domains: NDArray[np.int64],
-    load: NDArray[np.float64],
-    present: NDArray[np.bool_],
-    room: NDArray[np.int64],
-    spare: int,
-    copies: NDArray[np.int64],
-) -> tuple[int, int]:
+def _make_room(layer: _Repair, expert: int) -> tuple[int, int]:
     """Return a slot to which another expert can move, and its slot, which the expert then takes.
 
     Both are -1 if there are none. The other expert keeps its number of domains.
     """
+    row, count, domains = layer.row, layer.count, layer.domains
     per_rank = row.shape[0] // count.shape[1]
     for free in range(row.shape[0]):
         to = free // per_rank
-        if not _may_take(row, free, count, domains, load, load[expert], room, spare):
+        if not _may_take(layer, free, layer.load[expert]):
             continue
         for taken in range(row.shape[0]):
             at, other = taken // per_rank, index(row[taken])
             if other < 0 or other == expert or other == row[free] or count[other, to] > 0:
                 continue
-            if _in_domain(count[expert], domains, domains[at]):
+            if _in_domain(layer, expert, at):
                 continue
             kept = count_domains(count[other], domains, at, to)
             if kept < count_domains(count[other], domains, _NONE, _NONE):
                 continue
-            added = _copies_of(present, other, index(row[free]), to)
-            added += _copies_of(present, expert, other, at)
-            if added <= copies[0]:
+            added = _copies_of(layer, other, index(row[free]), to)
+            added += _copies_of(layer, expert, other, at)
+            if added <= layer.copies[0]:
                 return free, taken
     return -1, -1
