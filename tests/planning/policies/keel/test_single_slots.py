@@ -11,8 +11,9 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.keel.fewest_slots import fill_for_fewest
+from evenkeel_moe.planning.policies.keel.moves import Rules
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
-from evenkeel_moe.planning.policies.keel.single_slots import ExchangeRules, exchange_copies
+from evenkeel_moe.planning.policies.keel.single_slots import exchange_copies
 from evenkeel_moe.planning.problem import moe_time
 from tests.planning.builders import a_problem
 
@@ -39,9 +40,8 @@ def counted(row):
 def exchanged(seed, price, most=RANKS, filled=RANKS):
     row = np.full(RANKS, -1, np.int32)
     row[:filled] = np.arange(filled) % EXPERTS
-    return row, exchange_copies(
-        tokens_of(seed), WEIGHT, row, row, ExchangeRules(price, LEAST, 3, most)
-    )
+    rules = Rules(price, 0.0, drops=False, listed=0, trials=0, share=0.0, least=LEAST)
+    return row, exchange_copies(tokens_of(seed), WEIGHT, row, row, rules, 3, most)
 
 
 @pytest.mark.parametrize("price", [0.0, 0.02])

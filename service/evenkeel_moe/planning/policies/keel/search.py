@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.planning.policies.keel.layer import CopyWork, Inputs, Terms, build_layer
 from evenkeel_moe.planning.policies.keel.moves import Rules, SearchRoom, descend
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
-from evenkeel_moe.planning.policies.keel.single_slots import ExchangeRules, exchange_copies
+from evenkeel_moe.planning.policies.keel.single_slots import exchange_copies
 from evenkeel_moe.planning.policies.keel.survival import least_copies
 from evenkeel_moe.planning.policies.keel.window import Window, reading_dominates
 from evenkeel_moe.planning.problem import moe_time
@@ -30,15 +29,6 @@ from evenkeel_moe.planning.schedule.relabel import copy_prices, count_moves
 
 _UNLIMITED = 1 << 40
 """Stands for no limit on copies or slots."""
-
-
-class Prices(NamedTuple):
-    """The prices of one descent, in layer times."""
-
-    copy: float
-    """A copy inside a node costs so much."""
-    slot: float
-    """A filled slot costs so much; 0 unless layers share slots."""
 
 
 class Search:
@@ -132,27 +122,27 @@ class Search:
         )
         spent = np.zeros(len(rows), np.int64)
 
-        def improve_layer(layer: int, prices: Sequence[Prices]) -> None:
+        def improve_layer(layer: int, descents: Sequence[Rules]) -> None:
             room = pooled
             if pool is None:
                 own = np.array([most - (rows[layer] >= 0).sum()])
                 room = SearchRoom(pooled.slots.copy(), own, copies if limited else copies.copy())
-            for price in prices:
+            for rules in descents:
                 rows[layer], used = self._descend(
-                    layer, rows[layer], price, room, spent[layer], least[layer]
+                    layer, rows[layer], rules, room, spent[layer], least[layer]
                 )
                 spent[layer] += used
 
         chosen = range(len(rows)) if which is None else which
         layers = [n for n in chosen if window.blocks[:, n].any()]
         limited = limit < _UNLIMITED
-        prices = self._prices(slot_price, limited=limited)
+        descents = self._descents(slot_price, limited=limited)
         if pool is None and not limited:
-            map_layers(lambda layer: improve_layer(layer, prices), layers, problem.threads)
+            map_layers(lambda layer: improve_layer(layer, descents), layers, problem.threads)
         else:
-            for price in prices:
+            for rules in descents:
                 for layer in layers:
-                    improve_layer(layer, [price])
+                    improve_layer(layer, [rules])
         self.evaluations = max(self.evaluations, int(spent.max()) * len(rows))
         return Placement(rows, ranks, experts)
 
@@ -160,49 +150,56 @@ class Search:
         self,
         layer: int,
         row: NDArray[np.int32],
-        prices: Prices,
+        rules: Rules,
         room: SearchRoom,
         spent: int,
         least: NDArray[np.int64],
     ) -> tuple[NDArray[np.int32], int]:
         """Return the slots of a layer after a descent, and the exact gains that it computed."""
-        current, options, terms = self._problem.current, self._options, self.terms
+        current, terms = self._problem.current, self.terms
         inputs = self.inputs_of(layer)._replace(least=least)
         if self._counts_suffice:
             present = np.full_like(row, EMPTY) if current is None else current.phy2log[layer]
             # Of many nodes hardly any has the expert already.
             far = self._problem.topology.num_nodes > 1
-            price = prices.copy * (self._problem.objective.cross_node_factor if far else 1.0)
+            price = rules.price * (self._problem.objective.cross_node_factor if far else 1.0)
             row = exchange_copies(
                 inputs.tokens * terms.rates[0],
                 inputs.weight,
                 row,
                 present,
-                ExchangeRules(price, options.least_gain, terms.doublings, self._budget.per_layer),
+                rules._replace(price=price),
+                terms.doublings,
+                self._budget.per_layer,
             )
             return row, 0
-        rules = Rules(
-            prices.copy,
-            prices.slot,
-            not terms.work.proportional or prices.slot > 0.0,
-            options.listed,
-            options.trials,
-            options.move_share,
-            options.least_gain,
-        )
         state = build_layer(inputs, row, terms)
         used = descend(state, terms, rules, room, self._most - spent)
         return state.row, used
 
-    def _prices(self, slot_price: float, *, limited: bool) -> list[Prices]:
-        """Return the prices of the descents, from high to low: what saves most comes first."""
+    def _descents(self, slot_price: float, *, limited: bool) -> list[Rules]:
+        """Return the rules of the descents, from high prices to low: what saves most comes first.
+
+        The last one, at the final price, takes no account of `slot_price`.
+        """
         price, options = self._price, self._options
         if limited:
             before = [max(level, price) for level in options.shared_levels]
         else:
             before = [level * price for level in options.price_levels]
-        found = [*(Prices(level, slot_price) for level in before), Prices(price, 0.0)]
-        return list(dict.fromkeys(found))
+        prices = [*((level, slot_price) for level in before), (price, 0.0)]
+        return [
+            Rules(
+                copy,
+                slot,
+                not self.terms.work.proportional or slot > 0.0,
+                options.listed,
+                options.trials,
+                options.move_share,
+                options.least_gain,
+            )
+            for copy, slot in dict.fromkeys(prices)
+        ]
 
     def inputs_of(self, layer: int) -> Inputs:
         """Return what no move changes of a layer."""

@@ -5,27 +5,13 @@ and n copies of each expert, the power sum of a step is the sum over experts of 
 copy of one expert is exchanged for one of another until no exchange gains more than its copy costs.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import EMPTY
 from evenkeel_moe.planning.policies.keel.layer import root
-
-
-class ExchangeRules(NamedTuple):
-    """The rules of the search; price and gain in layer times."""
-
-    price: float
-    """Of a copy."""
-    least: float
-    """Least gain of an exchange."""
-    doublings: int
-    """p of the norm is 2 to this power."""
-    most: int
-    """Copies that the layer may hold."""
+from evenkeel_moe.planning.policies.keel.moves import Rules
 
 
 def exchange_copies(
@@ -33,7 +19,9 @@ def exchange_copies(
     weight: NDArray[np.float64],
     row: NDArray[np.int32],
     present: NDArray[np.int32],
-    rules: ExchangeRules,
+    rules: Rules,
+    doublings: int,
+    most: int,
 ) -> NDArray[np.int32]:
     """Exchange copies of one layer.
 
@@ -42,13 +30,15 @@ def exchange_copies(
         weight: (T,) of the steps, summing to 1.
         row: (S,) the start, with a copy at least of every expert.
         present: (S,) the current placement; empty where there is none.
-        rules: of the search.
+        rules: of the search, of which the price of a copy and the least gain count.
+        doublings: p of the norm is 2 to this power.
+        most: copies that the layer may hold.
 
     Returns:
         (S,) slots with the new numbers of copies, with the fewest changes of `present`.
     """
     copies, had = (np.bincount(held[held >= 0], minlength=len(tokens)) for held in (row, present))
-    _exchange(tokens, weight, copies, had, rules)
+    _exchange(tokens, weight, copies, had, rules, doublings, most)
     # Of the copies that are present, as many as there shall be stay, in the order of their slots.
     order = np.argsort(present, kind="stable")
     expert = present[order]
@@ -67,17 +57,19 @@ def _exchange(
     weight: NDArray[np.float64],
     copies: NDArray[np.int64],
     had: NDArray[np.int64],
-    rules: ExchangeRules,
+    rules: Rules,
+    doublings: int,
+    most: int,
 ) -> None:
     """Exchange copies until no exchange gains.
 
     Mutates: `copies` (E,), the copies of each expert. had: (E,) at present.
     """
-    experts, exponent = tokens.shape[0], 1.0 - 2.0**rules.doublings
+    experts, exponent = tokens.shape[0], 1.0 - 2.0**doublings
     power = tokens.copy()
-    for _ in range(rules.doublings):
+    for _ in range(doublings):
         power *= power
-    value, slope = _value(power, weight, copies, rules.doublings)
+    value, slope = _value(power, weight, copies, doublings)
     gains, tried = np.empty((2, experts)), np.zeros(experts, np.bool_)
     while True:
         # To first order and without prices: of one copy more, and of one copy less.
@@ -89,7 +81,7 @@ def _exchange(
         add = int(np.argmax(np.where(tried, -np.inf, gains[0])))
         gains[1, add] = -np.inf
         drop = int(np.argmax(gains[1]))
-        is_exchange = copies.sum() >= rules.most
+        is_exchange = copies.sum() >= most
         if tried[add] or (is_exchange and gains[1, drop] == -np.inf):
             return
         paid = rules.price if copies[add] >= had[add] else 0.0
@@ -97,7 +89,7 @@ def _exchange(
         if is_exchange:
             paid -= rules.price if copies[drop] > had[drop] else 0.0
             copies[drop] -= 1
-        after, new_slope = _value(power, weight, copies, rules.doublings)
+        after, new_slope = _value(power, weight, copies, doublings)
         tried[add] = value - after - paid <= rules.least
         if tried[add]:
             copies[add] -= 1
